@@ -1,0 +1,45 @@
+// What the kernel files share: the instruction-set level, errors, and how work is split over threads.
+//
+// A kernel family is one file that defines `xxx_part(args, thread, num_threads)`: called by every thread of a parallel region,
+// it does this thread's static share (a function of the sizes alone) and may use `#pragma omp barrier` inside, on a path that
+// all threads take alike. program.cpp puts a barrier between the kernels of a list and wraps the single calls.
+#pragma once
+#include <cstdint>
+
+#include "pagedec.h"
+
+// 0 scalar, 1 AVX2 + FMA, 2 AVX-512 F/BW/VL/DQ, 3 AVX-512 BF16 + VNNI
+#ifndef PD_LEVEL
+#define PD_LEVEL 0
+#endif
+#define PD_INLINE static inline __attribute__((always_inline))
+
+namespace pagedec {
+
+int fail(const char *format, ...) __attribute__((format(printf, 1, 2)));  // sets pd_last_error, returns -1
+int num_threads();
+
+// check_*: everything that can be wrong with a record, before a parallel region is entered. 0 or fail(...).
+int check_gemm(const pd_gemm_args &);
+int check_embed(const pd_embed_args &);
+int check_rms_norm(const pd_rms_norm_args &);
+int check_silu_mul(const pd_silu_mul_args &);
+int check_rope_kv_write(const pd_rope_kv_write_args &);
+int check_kv_copy(const pd_kv_copy_args &);
+int check_attention(const pd_attention_args &);
+int check_argmax(const pd_argmax_args &);
+int check_topk_lse(const pd_topk_lse_args &);
+int check_sample(const pd_sample_args &);
+
+void gemm_part(const pd_gemm_args &, int thread, int num_threads);
+void embed_part(const pd_embed_args &, int thread, int num_threads);
+void rms_norm_part(const pd_rms_norm_args &, int thread, int num_threads);
+void silu_mul_part(const pd_silu_mul_args &, int thread, int num_threads);
+void rope_kv_write_part(const pd_rope_kv_write_args &, int thread, int num_threads);
+void kv_copy_part(const pd_kv_copy_args &, int thread, int num_threads);
+void attention_part(const pd_attention_args &, int thread, int num_threads);
+void argmax_part(const pd_argmax_args &, int thread, int num_threads);
+void topk_lse_part(const pd_topk_lse_args &, int thread, int num_threads);
+void sample_part(const pd_sample_args &, int thread, int num_threads);
+
+}  // namespace pagedec

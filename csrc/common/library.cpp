@@ -1,0 +1,46 @@
+#include <omp.h>
+
+#include <cstdarg>
+#include <cstdio>
+
+#include "common/internal.h"
+
+namespace pagedec {
+static thread_local char last_error[512];
+static int threads = 0;
+
+int fail(const char *format, ...) {
+  va_list list;
+  va_start(list, format);
+  vsnprintf(last_error, sizeof last_error, format, list);
+  va_end(list);
+  return -1;
+}
+int num_threads() { return threads > 0 ? threads : omp_get_max_threads(); }
+}  // namespace pagedec
+
+using namespace pagedec;
+
+extern "C" {
+int32_t pd_abi_version(void) { return PD_ABI_VERSION; }
+const char *pd_last_error(void) { return last_error; }
+const char *pd_isa(void) { return PD_ISA; }
+const char *pd_best_isa(void) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) return "avx512bf16";
+  if (avx512) return "avx512";
+  if (avx2) return "avx2";
+#endif
+  return "scalar";
+}
+int pd_set_num_threads(int32_t n) {
+  if (n < 0) return fail("pd_set_num_threads: n is %d; it must be 0 or more", n);
+  threads = n;
+  return 0;
+}
+int32_t pd_num_threads(void) { return num_threads(); }
+}

@@ -1,0 +1,76 @@
+// A list of kernels in one parallel region, with a barrier after each: entering a region and a Python call for every kernel of
+// every layer would cost a double-digit share of a small model's step.
+#include <omp.h>
+
+#include "common/internal.h"
+
+namespace pagedec {
+namespace {
+
+int check(const pd_op &op) {
+  switch (op.kind) {
+    case PD_OP_GEMM: return check_gemm(*(const pd_gemm_args *)op.args);
+    case PD_OP_EMBED: return check_embed(*(const pd_embed_args *)op.args);
+    case PD_OP_RMS_NORM: return check_rms_norm(*(const pd_rms_norm_args *)op.args);
+    case PD_OP_SILU_MUL: return check_silu_mul(*(const pd_silu_mul_args *)op.args);
+    case PD_OP_ROPE_KV_WRITE: return check_rope_kv_write(*(const pd_rope_kv_write_args *)op.args);
+    case PD_OP_KV_COPY: return check_kv_copy(*(const pd_kv_copy_args *)op.args);
+    case PD_OP_ATTENTION: return check_attention(*(const pd_attention_args *)op.args);
+    case PD_OP_ARGMAX: return check_argmax(*(const pd_argmax_args *)op.args);
+    case PD_OP_TOPK_LSE: return check_topk_lse(*(const pd_topk_lse_args *)op.args);
+    case PD_OP_SAMPLE: return check_sample(*(const pd_sample_args *)op.args);
+    default: return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_SAMPLE);
+  }
+}
+
+void part(const pd_op &op, int t, int n) {
+  switch (op.kind) {
+    case PD_OP_GEMM: return gemm_part(*(const pd_gemm_args *)op.args, t, n);
+    case PD_OP_EMBED: return embed_part(*(const pd_embed_args *)op.args, t, n);
+    case PD_OP_RMS_NORM: return rms_norm_part(*(const pd_rms_norm_args *)op.args, t, n);
+    case PD_OP_SILU_MUL: return silu_mul_part(*(const pd_silu_mul_args *)op.args, t, n);
+    case PD_OP_ROPE_KV_WRITE: return rope_kv_write_part(*(const pd_rope_kv_write_args *)op.args, t, n);
+    case PD_OP_KV_COPY: return kv_copy_part(*(const pd_kv_copy_args *)op.args, t, n);
+    case PD_OP_ATTENTION: return attention_part(*(const pd_attention_args *)op.args, t, n);
+    case PD_OP_ARGMAX: return argmax_part(*(const pd_argmax_args *)op.args, t, n);
+    case PD_OP_TOPK_LSE: return topk_lse_part(*(const pd_topk_lse_args *)op.args, t, n);
+    case PD_OP_SAMPLE: return sample_part(*(const pd_sample_args *)op.args, t, n);
+  }
+}
+
+int single(pd_op_kind kind, const void *args) {
+  const pd_op op{kind, 0, args};
+  return pd_run(&op, 1);
+}
+
+}  // namespace
+}  // namespace pagedec
+
+using namespace pagedec;
+
+extern "C" {
+int pd_run(const pd_op *ops, int64_t num_ops) {
+  for (int64_t i = 0; i < num_ops; i++)
+    if (check(ops[i])) return -1;
+  const int n = num_threads();
+#pragma omp parallel num_threads(n)
+  {
+    const int t = omp_get_thread_num(), got = omp_get_num_threads();
+    for (int64_t i = 0; i < num_ops; i++) {
+      part(ops[i], t, got);
+#pragma omp barrier
+    }
+  }
+  return 0;
+}
+int pd_gemm(const pd_gemm_args *a) { return single(PD_OP_GEMM, a); }
+int pd_embed(const pd_embed_args *a) { return single(PD_OP_EMBED, a); }
+int pd_rms_norm(const pd_rms_norm_args *a) { return single(PD_OP_RMS_NORM, a); }
+int pd_silu_mul(const pd_silu_mul_args *a) { return single(PD_OP_SILU_MUL, a); }
+int pd_rope_kv_write(const pd_rope_kv_write_args *a) { return single(PD_OP_ROPE_KV_WRITE, a); }
+int pd_kv_copy(const pd_kv_copy_args *a) { return single(PD_OP_KV_COPY, a); }
+int pd_attention(const pd_attention_args *a) { return single(PD_OP_ATTENTION, a); }
+int pd_argmax(const pd_argmax_args *a) { return single(PD_OP_ARGMAX, a); }
+int pd_topk_lse(const pd_topk_lse_args *a) { return single(PD_OP_TOPK_LSE, a); }
+int pd_sample(const pd_sample_args *a) { return single(PD_OP_SAMPLE, a); }
+}

@@ -1,0 +1,215 @@
+/* pagedec's kernels: one plain C interface for every instruction set and device.
+ *
+ * No torch, no C++ types, no exceptions: pointers, sizes, and an int status (0, or -1 with pd_last_error()).
+ * The same sources are compiled once per instruction set into libpagedec_<isa>.so; all of them share the layouts below,
+ * so that weights packed and caches written by one can be read by another.
+ *
+ * Every kernel takes one argument record. Records are filled once, when a model is loaded; what changes from step to step
+ * is reached through pointers (`num_rows` first of all), so that a model's whole forward is a constant list of pd_op which
+ * pd_run carries out in one parallel region. Calling pd_gemm(&args) alone does the same work in a region of its own.
+ *
+ * Layouts (block = block_size token slots, slot = block * block_size + offset; D = head_dim):
+ *   K, bf16   [num_blocks][kv_heads][D/2][block_size][2]     K, fp32   [num_blocks][kv_heads][D][block_size]
+ *   V, bf16   [num_blocks][kv_heads][block_size/2][D][2]     V, fp32   [num_blocks][kv_heads][block_size][D]
+ *   weight, bf16   [N/32][K/2][32][2]                         weight, fp32   [N/32][K][32]        (N padded to 32 with zeros)
+ * Every row's result is a function of that row's own inputs: not of num_rows, its neighbours, or the number of threads.
+ */
+#ifndef PAGEDEC_H
+#define PAGEDEC_H
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define PD_ABI_VERSION 1
+#if defined(__GNUC__)
+#define PD_EXPORT __attribute__((visibility("default")))
+#else
+#define PD_EXPORT
+#endif
+
+typedef enum { PD_F32 = 0, PD_BF16 = 1 } pd_dtype;
+
+/* ---- library */
+PD_EXPORT int32_t pd_abi_version(void);
+PD_EXPORT const char *pd_last_error(void);   /* of this thread's last failing call; valid until the next one */
+PD_EXPORT const char *pd_isa(void);          /* "scalar", "avx2", "avx512" or "avx512bf16": what this library was built for */
+PD_EXPORT const char *pd_best_isa(void);     /* the richest of those that this processor runs (any library can be asked) */
+PD_EXPORT int pd_set_num_threads(int32_t n); /* of every later call; 0: OpenMP's own choice */
+PD_EXPORT int32_t pd_num_threads(void);
+
+/* ---- linear layers: y = epilogue(x W^T + bias). x [rows][k] in dtype, W [n][k]. One chain of products over k = 0, 1, 2, ...
+ * for each output, so its bits depend on neither the number of rows nor the number of threads. */
+typedef enum {
+  PD_STORE = 0,    /* y [rows][n] in y_dtype */
+  PD_ADD = 1,      /* y [rows][n] fp32: y += result (the residual stream) */
+  PD_SILU_MUL = 2, /* W holds gate and up rows interleaved by 16 (gate 0-15, up 0-15, gate 16-31, ...): y [rows][n/2] in y_dtype = silu(gate) * up */
+  PD_GELU_MUL = 3  /* as PD_SILU_MUL with the tanh approximation of GELU */
+} pd_epilogue;
+
+PD_EXPORT int64_t pd_packed_bytes(int64_t n, int64_t k, int32_t dtype);             /* bytes of a packed weight; 64-byte aligned storage is the caller's */
+PD_EXPORT int pd_pack(const void *w, int64_t n, int64_t k, int32_t dtype, void *packed); /* w [n][k] row-major in dtype; k may be odd */
+typedef struct {
+  const int32_t *num_rows;
+  const void *x;
+  const void *packed;
+  const float *bias;           /* [n] or NULL; for the *_MUL epilogues interleaved like W */
+  void *y;
+  int32_t n, k, dtype, y_dtype, epilogue, reserved;
+  const void *next_packed;     /* weight of the linear layer that follows, or NULL: its first panels are prefetched */
+  int64_t next_bytes;
+} pd_gemm_args;
+PD_EXPORT int pd_gemm(const pd_gemm_args *);
+
+/* ---- rows in and out of the residual stream, which is fp32 whatever the dtype */
+typedef struct { /* out[r] = table[token_ids[r]] * scale; and the cache's token plane: token_plane[slots[r]] = token_ids[r] where slots[r] >= 0 */
+  const int32_t *num_rows;
+  const int32_t *token_ids;
+  const void *table;           /* [vocab][dim] in dtype */
+  float *out;                  /* [rows][dim] */
+  const int32_t *slots;        /* or NULL */
+  int32_t *token_plane;        /* [num_blocks * block_size] or NULL */
+  int32_t dim, vocab, dtype;
+  float scale;
+} pd_embed_args;
+PD_EXPORT int pd_embed(const pd_embed_args *);
+
+typedef struct { /* out[r] = x[row_ids ? row_ids[r] : r] / sqrt(mean(x^2) + eps) * (weight + weight_offset), over dim */
+  const int32_t *num_rows;
+  const float *x;              /* [*][dim]; where residual is given it is added first and the sum is written back to x */
+  const float *residual;       /* [*][dim] or NULL; not with row_ids */
+  const float *weight;         /* [dim] */
+  void *out;                   /* [rows][dim] in dtype */
+  const int32_t *row_ids;      /* [rows] or NULL */
+  int32_t dim, dtype;
+  float eps, weight_offset;
+} pd_rms_norm_args;
+PD_EXPORT int pd_rms_norm(const pd_rms_norm_args *);
+
+typedef struct { /* out [rows][dim] in dtype = silu(x[:, :dim]) * x[:, dim:]; gelu: tanh approximation of GELU instead of SiLU */
+  const int32_t *num_rows;
+  const void *x;               /* [rows][2 * dim] in dtype */
+  void *out;
+  int32_t dim, dtype, gelu, reserved;
+} pd_silu_mul_args;
+PD_EXPORT int pd_silu_mul(const pd_silu_mul_args *);
+
+/* ---- the KV cache. Layer l's K starts at k_cache + l * layer_stride (in elements), V alike. */
+typedef struct { /* rotate q and k of each row by its position and write k and v to its slot; q to q_out */
+  const int32_t *num_rows;
+  const void *qkv;             /* [rows][(q_heads + 2 * kv_heads) * head_dim] in dtype: all q, then all k, then all v heads */
+  void *q_out;                 /* [rows][q_heads * head_dim] in dtype */
+  void *k_cache, *v_cache;     /* of this layer */
+  const int32_t *positions;    /* [rows] */
+  const int32_t *slots;        /* [rows]; -1: nothing is written (the row only reads) */
+  const float *cos_sin;        /* [max_position][rotary_dim]: cos of rotary_dim/2 frequencies, then sin; NULL: no rotation */
+  const float *q_norm, *k_norm; /* [head_dim] RMS norm over each head before rotation, or NULL */
+  int32_t q_heads, kv_heads, head_dim, rotary_dim, block_size, dtype;
+  int32_t interleaved;         /* 0: pairs (i, i + rotary_dim/2) as in Llama; 1: pairs (2i, 2i + 1) as in GPT-J */
+  float norm_eps, norm_offset;
+} pd_rope_kv_write_args;
+PD_EXPORT int pd_rope_kv_write(const pd_rope_kv_write_args *);
+
+typedef struct { /* for i = 0, 1, ... in order, in every layer and head: slot dst[i] = slot src[i]; the token plane too */
+  const int32_t *num_moves;
+  const int32_t *src, *dst;    /* [num_moves] slots */
+  void *k_cache, *v_cache;     /* of layer 0 */
+  int32_t *token_plane;        /* or NULL */
+  int64_t layer_stride;        /* elements */
+  int32_t num_layers, kv_heads, head_dim, block_size, dtype, reserved;
+} pd_kv_copy_args;
+PD_EXPORT int pd_kv_copy(const pd_kv_copy_args *);
+
+/* ---- attention: a plan once a step (for each kind of layer), then one run a layer.
+ * Branch b has rows row_indptr[b] .. row_indptr[b+1]: first a chain (parents < 0), then the nodes of a draft tree. The tokens
+ * it may see lie in the slots 0 .. kv_len[b]-1 of its block table; its rows are the last of them, one slot a row.
+ *   chain row: sees every slot up to its own. Position = its slot index.
+ *   node row: parents[r] = the row of its parent, relative to the branch's first row. Sees all slots before the first node's,
+ *   then its ancestors and itself. Position = its parent's + 1 (several nodes may share one).
+ * A row's keys are reduced by position: tile = position / 64, chunk = position / 512. */
+typedef struct {
+  int32_t q_heads, kv_heads, head_dim, block_size, dtype;
+  int32_t window;              /* a row at position p sees positions > p - window; 0: all */
+  float scale, soft_cap;       /* logit = scale * q.k; soft_cap > 0: soft_cap * tanh(logit / soft_cap) */
+} pd_attn_shape;
+typedef struct {
+  int32_t num_branches, num_rows;
+  const int32_t *row_indptr;   /* [num_branches + 1] */
+  const int32_t *kv_len;       /* [num_branches] */
+  const int32_t *block_table;  /* [num_branches][table_stride] block ids */
+  const int32_t *parents;      /* [num_rows] or NULL: no trees */
+  int32_t table_stride;
+  int32_t share;               /* 0: no two branches are grouped (for tests) */
+} pd_attn_batch;
+typedef struct pd_plan pd_plan;
+PD_EXPORT pd_plan *pd_plan_new(void);
+PD_EXPORT void pd_plan_free(pd_plan *);
+PD_EXPORT int pd_attn_plan(pd_plan *, const pd_attn_shape *, const pd_attn_batch *);
+PD_EXPORT int pd_plan_view(const pd_plan *, const int32_t **words, int64_t *num_words); /* the flat, relocatable form: docs in csrc/plan/plan.h */
+typedef struct {
+  const int32_t *num_rows;     /* must equal the plan's */
+  pd_plan *plan;
+  const void *q;               /* [rows][q_heads * head_dim] in dtype */
+  const void *k_cache, *v_cache; /* of this layer */
+  void *out;                   /* [rows][q_heads * head_dim] in dtype */
+} pd_attention_args;
+PD_EXPORT int pd_attention(const pd_attention_args *);
+
+/* ---- read-out. logits [rows][vocab] fp32. Ties go to the lower token id, everywhere. */
+typedef struct {
+  const int32_t *num_rows;
+  const float *logits;
+  int32_t *token_ids;          /* [rows] */
+  int32_t vocab, reserved;
+} pd_argmax_args;
+PD_EXPORT int pd_argmax(const pd_argmax_args *);
+
+typedef struct { /* the k largest logits of each row in descending order, and log(sum(exp(logits))) */
+  const int32_t *num_rows;
+  const float *logits;
+  const int32_t *row_ids;      /* [rows]: which rows of logits, or NULL */
+  int32_t *token_ids;          /* [rows][k] */
+  float *values;               /* [rows][k] logits (not log-probabilities) */
+  float *lse;                  /* [rows] */
+  int32_t vocab, k;            /* 0 <= k <= vocab */
+} pd_topk_lse_args;
+PD_EXPORT int pd_topk_lse(const pd_topk_lse_args *);
+
+/* One draw: Gumbel-max over the processed distribution of one row. z = logits / temperature; keep the top_k largest (0: all);
+ * of these the smallest set whose softmax mass reaches top_p; of these every token with p >= min_p * max p; then
+ * argmax(log p + G(seed, stream, position, token)). temperature 0: the plain argmax. */
+typedef struct {
+  uint64_t seed, stream;
+  int32_t row, position, top_k;
+  float temperature, top_p, min_p;
+} pd_draw;
+typedef struct {
+  const int32_t *num_draws;
+  const pd_draw *draws;
+  const float *logits;
+  int32_t *token_ids;          /* [draws] */
+  int32_t vocab, reserved;
+} pd_sample_args;
+PD_EXPORT int pd_sample(const pd_sample_args *);
+/* The noise itself: out[t] = G(seed, stream, position, first_token + t). Philox4x32-10 (Salmon et al. 2011), key = seed,
+ * counter = (stream low, stream high, position, token / 4), word token % 4; u = ((word >> 8) + 0.5) * 2^-24; G = -log(-log(u)). */
+PD_EXPORT int pd_gumbel(uint64_t seed, uint64_t stream, int32_t position, int32_t first_token, int32_t num_tokens, float *out);
+
+/* ---- a constant list of kernels, carried out in order in one parallel region */
+typedef enum {
+  PD_OP_GEMM = 1, PD_OP_EMBED, PD_OP_RMS_NORM, PD_OP_SILU_MUL, PD_OP_ROPE_KV_WRITE, PD_OP_KV_COPY, PD_OP_ATTENTION,
+  PD_OP_ARGMAX, PD_OP_TOPK_LSE, PD_OP_SAMPLE
+} pd_op_kind;
+typedef struct { int32_t kind, reserved; const void *args; } pd_op;
+PD_EXPORT int pd_run(const pd_op *ops, int64_t num_ops);
+
+/* ---- probes: what this machine allows (benchmarks/, pagedec doctor) */
+PD_EXPORT double pd_probe_read(const void *data, int64_t bytes, int32_t repeats);  /* best GB/s of reading `bytes` with every thread */
+PD_EXPORT double pd_probe_dot(int32_t dtype, double seconds);                      /* GFLOP/s of the dot-product instruction from registers */
+
+#ifdef __cplusplus
+}
+#endif
+#endif
