@@ -1,0 +1,50 @@
+"""Draft trees: tokens proposed beyond the accepted ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A tree of proposed tokens. Node i is `tokens[i-1]`; node 0 is the root, the branch's last accepted token.
+
+    `parents[i-1]` is the node that node i continues, and is smaller than i. A node sees the accepted tokens, its ancestors
+    and itself; its position is the root's plus its depth.
+    """
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.parents):
+            raise ValueError(f"draft: {len(self.tokens)} tokens but {len(self.parents)} parents")
+        for i, parent in enumerate(self.parents):
+            if not 0 <= parent <= i:
+                raise ValueError(f"draft: parents[{i}] is {parent}; it must be a node from 0 to {i}")
+
+    @staticmethod
+    def chain(tokens: Iterable[int]) -> Draft:
+        """Each token continues the one before it."""
+        tokens = tuple(tokens)
+        return Draft(tokens, tuple(range(len(tokens)))) if tokens else EMPTY
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == tuple(range(len(self.tokens)))
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Ancestors of `node` in depth order, itself included, the root not."""
+        out = []
+        while node:
+            out.append(node)
+            node = self.parents[node - 1]
+        return tuple(reversed(out))
+
+    def add(self, token: int, parent: int) -> Draft:
+        """The tree with one node more; its number is `len(tokens)` of the result."""
+        return Draft((*self.tokens, token), (*self.parents, parent))
+
+
+EMPTY = Draft()

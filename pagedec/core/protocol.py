@@ -1,0 +1,242 @@
+"""What decoders, the scheduler and the device say to one another.
+
+A decoder is asked for queries, is given answers, and replies with the next generation of branches. It never sees a block, a
+slot or a tensor. Everything here is an immutable value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+
+from pagedec.core.draft import EMPTY, Draft
+
+if TYPE_CHECKING:
+    from pagedec.core.branch import Branch
+    from pagedec.core.history import History
+
+
+# ---------------------------------------------------------------------------------------------------------------- asks
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """How a token is drawn: the distribution softmax(z / temperature), cut by top_k, then top_p, then min_p, renormalised,
+    and the seed of the Gumbel noise. `temperature` 0 is greedy and ignores the rest."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+GREEDY = Sampler()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """For each node, one token per stream. `nodes` None: every node that is run. Answer: int array [num_nodes, num_streams].
+
+    A stream (64 bits) names a branch's randomness by what a user can name; the noise is a function of seed, stream, the
+    index of the drawn token in the sequence, and the token's id, and of nothing else.
+    """
+
+    sampler: Sampler = GREEDY
+    streams: tuple[int, ...] = (0,)
+    nodes: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """The `k` most probable tokens of each node, ties to the lower id.
+
+    Answer: (token ids [num_nodes, k], log-probabilities [num_nodes, k] fp32), in descending order.
+    """
+
+    k: int
+    nodes: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbs:
+    """The log-probability of one given token at each of `nodes`. Answer: fp32 array [num_nodes]."""
+
+    nodes: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+Ask: TypeAlias = Sample | TopK | LogProbs
+
+
+@dataclass(frozen=True, slots=True)
+class Roll:
+    """Stands in a query's draft place: the draft lane rolls a chain of `count` tokens within the step, before the target
+    lane's forward. With the target's own sampler and stream, draft and target draw with the same noise."""
+
+    count: int
+    sampler: Sampler = GREEDY
+    stream: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Evaluate `branch` and answer `asks`. The scheduler may strip the draft; `Answer.draft` says what was really run."""
+
+    branch: Branch
+    asks: tuple[Ask, ...]
+    draft: Draft | Roll = EMPTY
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`values[i]` answers `query.asks[i]`; rows of a value are the ask's nodes, or all nodes of `draft` with the root first."""
+
+    draft: Draft
+    values: tuple[Any, ...]
+
+
+# ------------------------------------------------------------------------------------------------------------ verdicts
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A branch of the next generation: `parent`, rolled back to `keep` tokens or continued by the draft nodes of `path`, then
+    by `tokens`. None inherits. `state` is the decoder's own immutable value."""
+
+    parent: Branch
+    tokens: tuple[int, ...] = ()
+    path: tuple[int, ...] = ()
+    keep: int | None = None
+    score: float | None = None
+    state: Any = None
+    stop_state: Any = None
+    """Filled in by the scheduler."""
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.tokens and not self.path and self.keep is None and self.score is None and self.state is None
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A finished answer: the history of `tip` followed by `tokens`. Never a table, so it costs no block while it waits.
+
+    `rank` orders a request's answers. `reason` is "stop" or "length"; `stop_token` the token id that ended it, if one did.
+    """
+
+    tip: int
+    tokens: tuple[int, ...] = ()
+    rank: int = 0
+    score: float = 0.0
+    reason: str = "stop"
+    stop_token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The next generation. Touched are the branches queried, named as a parent, or dropped: of these only the children live
+    on, at their parent's place; the untouched live on as they are."""
+
+    live: tuple[Child, ...] = ()
+    done: tuple[Hypothesis, ...] = ()
+    drop: tuple[Branch, ...] = ()
+
+
+# ------------------------------------------------------------------------------------------------------------- decoders
+@dataclass(frozen=True, slots=True)
+class DecoderContext:
+    """What a decoder may know of its request: the history it continues (a branch names its text by `branch.tip`), the end
+    tokens, the vocabulary's size, and the longest sequence any branch may reach."""
+
+    history: History
+    prompt_length: int
+    max_length: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+class Decoder(Protocol):
+    """A decoding algorithm. One instance a request; it holds that request's search state."""
+
+    lanes: tuple[str, ...]
+    """("target",), or ("target", "draft") where queries may carry a Roll."""
+    gang: bool
+    """True: all queried branches are evaluated in one step or none (beams)."""
+    width: int
+    """The most branches that live at once. Admission reserves room for a gang of this width."""
+    initial_state: Any
+    """The root branch's state."""
+
+    def propose(self, branches: Sequence[Branch], room: int) -> Sequence[Query]:
+        """Queries of the branches that want to advance; the others are idle. Pure and repeatable. `room`: rows the step has left."""
+
+    def advance(self, queries: Sequence[Query], answers: Sequence[Answer]) -> Verdict:
+        """The only place where state changes. Called once for each step in which queries of this request were run."""
+
+    def rank(self, state: Any) -> int:
+        """The rank of the hypothesis that a branch of this state becomes when the scheduler ends it at a stop."""
+
+
+# --------------------------------------------------------------------------------------------------- flat step arrays
+DRAW_DTYPE = np.dtype(
+    [
+        ("seed", "<u8"), ("stream", "<u8"), ("row", "<i4"), ("position", "<i4"), ("top_k", "<i4"),
+        ("temperature", "<f4"), ("top_p", "<f4"), ("min_p", "<f4"),
+    ]
+)  # fmt: skip
+"""One token to be drawn. `row` counts the read-out rows of its forward; `position` is the drawn token's index."""
+
+
+@dataclass(slots=True)
+class RollPlan:
+    """A chain to be rolled by the draft lane: row `row` of that forward gives its first token; each further one is evaluated
+    at `slots[i]` (`count - 1` of them), seen through `branch`'s table row."""
+
+    branch: int
+    row: int
+    count: int
+    sampler: Sampler
+    stream: int
+    slots: Any
+    target_row: int
+    """Where the rolled tokens go: rows `target_row` .. `target_row + count - 1` of the target forward; -1: not used."""
+
+
+@dataclass(slots=True)
+class LaneForward:
+    """One lane's part of a step, as flat arrays built once. Copies come first, then the rows' forward, then the read-out."""
+
+    lane: str
+    token_ids: np.ndarray  # int32 [num_rows]
+    positions: np.ndarray  # int32 [num_rows]
+    slots: np.ndarray  # int32 [num_rows]; -1: a root whose KV is valid only reads
+    parents: np.ndarray | None  # int32 [num_rows], relative to the branch's first row, -1 on the chain; None: no trees
+    row_indptr: np.ndarray  # int32 [num_branches + 1]
+    kv_len: np.ndarray  # int32 [num_branches]: slots a branch's last row may look at
+    block_table: np.ndarray  # int32 [num_branches, width]
+    copy_src: np.ndarray  # int32 [num_copies] slots, in order
+    copy_dst: np.ndarray
+    fresh: np.ndarray  # int32 blocks taken since the last step; debug builds poison them before the copies
+    read_rows: np.ndarray  # int32 [num_read]: the rows that are read out
+    draws: np.ndarray  # DRAW_DTYPE [num_draws]
+    topk_rows: np.ndarray  # int32 [num_topk], into read_rows
+    topk_k: int  # the largest k asked for
+    logprob_rows: np.ndarray  # int32 [num_logprobs], into read_rows
+    logprob_tokens: np.ndarray  # int32 [num_logprobs]
+    banned_rows: np.ndarray  # int32 [num_banned], into read_rows: tokens that may not be drawn or be among the top k there
+    banned_tokens: np.ndarray  # int32 [num_banned]
+    rolls: list[RollPlan]
+
+
+@dataclass(slots=True)
+class LaneAnswers:
+    """What one lane's forward gives back: small host arrays in the order of `LaneForward`."""
+
+    draws: np.ndarray  # int32 [num_draws]
+    topk_tokens: np.ndarray  # int32 [num_topk, topk_k]
+    topk_logprobs: np.ndarray  # fp32 [num_topk, topk_k]
+    logprobs: np.ndarray  # fp32 [num_logprobs]
+    rolled: list[tuple[int, ...]]  # one chain for each roll
+
+
+Answers: TypeAlias = dict[str, LaneAnswers]
