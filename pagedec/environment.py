@@ -1,0 +1,58 @@
+"""The debugging variables of the process, and the only place where they are read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PREFIX = "PAGEDEC_"
+ISAS = ("scalar", "avx2", "avx512", "avx512bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One variable: what it does, and what is wrong with a value (or None)."""
+
+    name: str
+    meaning: str
+    complaint: Callable[[str], str | None]
+
+
+def _one_of(*allowed: str) -> Callable[[str], str | None]:
+    return lambda value: None if value in allowed else f"must be one of {', '.join(allowed)}"
+
+
+def _directory(value: str) -> str | None:
+    return None if Path(value).is_dir() else "must be an existing directory"
+
+
+VARIABLES = {
+    variable.name: variable
+    for variable in (
+        Variable("PAGEDEC_ISA", "kernel library to use; none: the reference kernels", _one_of(*ISAS, "none")),
+        Variable("PAGEDEC_LIB_DIR", "directory of the kernel libraries", _directory),
+    )
+}
+
+
+def check(environ: Mapping[str, str] | None = None) -> None:
+    """Raise ValueError for an unknown PAGEDEC_* name or an invalid value."""
+    source = os.environ if environ is None else environ
+    for name, value in source.items():
+        if not name.startswith(PREFIX):
+            continue
+        if name not in VARIABLES:
+            raise ValueError(f"{name} is not a known variable; known are {', '.join(sorted(VARIABLES))}")
+        complaint = VARIABLES[name].complaint(value)
+        if complaint is not None:
+            raise ValueError(f"{name} is {value!r}; it {complaint}")
+
+
+def read(name: str) -> str | None:
+    """Return the value of a known variable, None where it is unset; every PAGEDEC_* variable is checked first."""
+    if name not in VARIABLES:
+        raise KeyError(name)
+    check()
+    return os.environ.get(name)

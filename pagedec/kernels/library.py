@@ -1,0 +1,230 @@
+"""The compiled kernels: finding the libraries, loading them side by side, calling them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+from collections.abc import Sequence
+from ctypes import Structure, byref
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch  # noqa: F401  before any library: its OpenMP runtime then serves both, one thread pool instead of two
+
+from pagedec import environment
+from pagedec.kernels.records import (
+    C_NAMES,
+    DRAW_DTYPE,
+    OP_KINDS,
+    PROTOTYPES,
+    ArgmaxArgs,
+    AttentionArgs,
+    AttnBatch,
+    AttnShape,
+    Draw,
+    Dtype,
+    EmbedArgs,
+    Epilogue,
+    GemmArgs,
+    KvCopyArgs,
+    Op,
+    OpKind,
+    RmsNormArgs,
+    RopeKvWriteArgs,
+    SampleArgs,
+    SiluMulArgs,
+    TopkLseArgs,
+)
+
+__all__ = [
+    "ABI_VERSION", "DRAW_DTYPE", "ISAS", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape", "Draw", "Dtype",
+    "EmbedArgs", "Epilogue", "GemmArgs", "KernelError", "KvCopyArgs", "Library", "LibraryNotFound", "Op", "OpKind", "Program",
+    "RmsNormArgs", "RopeKvWriteArgs", "SampleArgs", "SiluMulArgs", "TopkLseArgs", "available_isas", "library_directories", "load",
+]  # fmt: skip
+
+ABI_VERSION = 1
+ISAS = environment.ISAS  # from the poorest to the richest
+
+
+class LibraryNotFound(Exception):
+    """No compiled kernels to use; the message says where they were looked for."""
+
+
+class KernelError(RuntimeError):
+    """A kernel refused its arguments, or a library does not fit this package."""
+
+
+class Program:
+    """A constant list of kernels; keeps its records alive, not the arrays behind them."""
+
+    __slots__ = ("num_ops", "ops", "records")
+
+    def __init__(self, records: Sequence[Structure]) -> None:
+        self.records = tuple(records)
+        self.num_ops = len(self.records)
+        self.ops = (Op * max(1, self.num_ops))()
+        for op, record in zip(self.ops, self.records, strict=False):
+            op.kind = int(OP_KINDS[type(record)])
+            op.args = ctypes.addressof(record)
+
+
+class AttentionPlan:
+    """A plan of the attention kernel, freed with this object."""
+
+    __slots__ = ("_library", "handle")
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self.handle: int | None = library.functions.pd_plan_new()
+        if not self.handle:
+            raise MemoryError("pd_plan_new returned no plan")
+
+    def update(self, shape: AttnShape, batch: AttnBatch) -> None:
+        """Plan a step; the record's arrays are not needed afterwards."""
+        self._library.check(self._library.functions.pd_attn_plan(self.handle, byref(shape), byref(batch)))
+
+    def words(self) -> npt.NDArray[np.int32]:
+        """Return a copy of the plan's flat form, int32."""
+        words, num_words = ctypes.POINTER(ctypes.c_int32)(), ctypes.c_int64()
+        self._library.check(self._library.functions.pd_plan_view(self.handle, byref(words), byref(num_words)))
+        if num_words.value == 0:
+            return np.empty(0, np.int32)
+        return np.ctypeslib.as_array(words, (num_words.value,)).copy()
+
+    def close(self) -> None:
+        """Free the plan now."""
+        if self.handle:
+            self._library.functions.pd_plan_free(self.handle)
+            self.handle = None
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self.close()
+
+
+class Library:
+    """One instruction set's kernels. `functions` are the plain C functions; the methods check their status."""
+
+    __slots__ = ("_kernels", "functions", "isa", "path")
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.functions = ctypes.CDLL(str(path))
+        for name, (argument_types, result_type) in PROTOTYPES.items():
+            function = getattr(self.functions, name, None)
+            if function is None:
+                continue
+            function.argtypes, function.restype = argument_types, result_type
+        version = self.functions.pd_abi_version()
+        if version != ABI_VERSION:
+            raise KernelError(f"{path}: ABI version is {version}; this package needs {ABI_VERSION}: build it again")
+        self.isa: str = self.functions.pd_isa().decode()
+        names = {kind: C_NAMES[kind].removesuffix("_args") for kind in OP_KINDS}
+        self._kernels = {kind: getattr(self.functions, name) for kind, name in names.items() if hasattr(self.functions, name)}
+
+    def check(self, status: int) -> None:
+        """Raise KernelError with the library's own words unless status is 0."""
+        if status != 0:
+            raise KernelError(self.functions.pd_last_error().decode(errors="replace"))
+
+    def call(self, record: Structure) -> None:
+        """Run the one kernel whose argument record this is."""
+        self.check(self._kernels[type(record)](byref(record)))
+
+    def run(self, program: Program) -> None:
+        """Run a program in one parallel region."""
+        self.check(self.functions.pd_run(program.ops, program.num_ops))
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of every later call."""
+        return int(self.functions.pd_num_threads())
+
+    def set_num_threads(self, num_threads: int) -> None:
+        """Set the threads of every later call; 0: OpenMP's own choice, which follows torch.set_num_threads."""
+        self.check(self.functions.pd_set_num_threads(num_threads))
+
+    def packed_bytes(self, n: int, k: int, dtype: Dtype) -> int:
+        """Return the size of a packed weight."""
+        size = int(self.functions.pd_packed_bytes(n, k, int(dtype)))
+        if size < 0:
+            raise KernelError(self.functions.pd_last_error().decode(errors="replace"))
+        return size
+
+    def pack(self, weight_address: int, n: int, k: int, dtype: Dtype, packed_address: int) -> None:
+        """Pack a row-major [n, k] weight into storage of packed_bytes, 64-byte aligned."""
+        self.check(self.functions.pd_pack(weight_address, n, k, int(dtype), packed_address))
+
+    def gumbel(self, seed: int, stream: int, position: int, first_token: int, num_tokens: int) -> npt.NDArray[np.float32]:
+        """Return the noise of num_tokens consecutive tokens, fp32."""
+        out = np.empty(max(0, num_tokens), np.float32)
+        self.check(self.functions.pd_gumbel(seed, stream, position, first_token, num_tokens, out.ctypes.data))
+        return out
+
+    def best_isa(self) -> str:
+        """Return the richest instruction set that this processor runs."""
+        name: bytes = self.functions.pd_best_isa()
+        return name.decode()
+
+    def plan(self) -> AttentionPlan:
+        """Return a new, empty attention plan."""
+        return AttentionPlan(self)
+
+
+def library_directories() -> list[Path]:
+    """Return where libraries are looked for, in order: PAGEDEC_LIB_DIR alone, or the package's and the installed lib."""
+    forced = environment.read("PAGEDEC_LIB_DIR")
+    if forced is not None:
+        return [Path(forced)]
+    found = [Path(__file__).resolve().parent.parent / "lib"]
+    try:  # an editable install keeps its libraries in site-packages, away from the sources
+        installed = Path(str(importlib.metadata.distribution("pagedec").locate_file("pagedec/lib"))).resolve()
+    except importlib.metadata.PackageNotFoundError:
+        return found
+    return found if installed in found else [*found, installed]
+
+
+def _paths(directory: Path | None) -> dict[str, Path]:
+    paths: dict[str, Path] = {}
+    for place in [directory] if directory is not None else library_directories():
+        for isa in ISAS:
+            path = place / f"libpagedec_{isa}.so"
+            if isa not in paths and path.is_file():
+                paths[isa] = path.resolve()
+    return paths
+
+
+@functools.cache
+def _open(path: Path) -> Library:
+    return Library(path)
+
+
+def available_isas(directory: Path | None = None) -> tuple[str, ...]:
+    """Return the instruction sets that are built and that this processor runs, the poorest first; () without a library."""
+    paths = _paths(directory)
+    if "scalar" not in paths:
+        return ()
+    best = ISAS.index(_open(paths["scalar"]).best_isa())
+    return tuple(isa for isa in ISAS[: best + 1] if isa in paths)
+
+
+def load(isa: str | None = None, directory: Path | None = None) -> Library:
+    """Return the library of an instruction set; None: that of PAGEDEC_ISA, or the richest available.
+
+    Raises LibraryNotFound where there is none to use: the caller may go on with the reference kernels.
+    """
+    wanted = environment.read("PAGEDEC_ISA") if isa is None else isa
+    if wanted == "none":
+        raise LibraryNotFound("PAGEDEC_ISA is none: the compiled kernels are switched off")
+    if wanted is not None and wanted not in ISAS:
+        raise ValueError(f"isa is {wanted!r}; it must be one of {', '.join(ISAS)}")
+    available = available_isas(directory)
+    if not available:
+        places = [directory] if directory is not None else library_directories()
+        raise LibraryNotFound(f"no libpagedec_scalar.so in {', '.join(str(place) for place in places)}")
+    chosen = available[-1] if wanted is None else wanted
+    if chosen not in available:
+        raise LibraryNotFound(f"isa {chosen} is not built or not run by this processor; there are {', '.join(available)}")
+    return _open(_paths(directory)[chosen])

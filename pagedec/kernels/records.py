@@ -1,0 +1,339 @@
+"""The records of csrc/include/pagedec.h, field by field, for ctypes and numpy.
+
+A record holds raw addresses: whoever fills one keeps the arrays behind it alive for as long as it is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_uint64, c_void_p
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+
+class Dtype(IntEnum):
+    """Element types of weights, activations and caches."""
+
+    F32 = 0
+    BF16 = 1
+
+
+class Epilogue(IntEnum):
+    """What a linear layer does with its product."""
+
+    STORE = 0
+    ADD = 1
+    SILU_MUL = 2
+    GELU_MUL = 3
+
+
+class OpKind(IntEnum):
+    """Kernels that a program can hold."""
+
+    GEMM = 1
+    EMBED = 2
+    RMS_NORM = 3
+    SILU_MUL = 4
+    ROPE_KV_WRITE = 5
+    KV_COPY = 6
+    ATTENTION = 7
+    ARGMAX = 8
+    TOPK_LSE = 9
+    SAMPLE = 10
+
+
+class GemmArgs(Structure):
+    """y = epilogue(x W^T + bias), W packed by pd_pack."""
+
+    _fields_ = [
+        ("num_rows", c_void_p),
+        ("x", c_void_p),
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("y", c_void_p),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("dtype", c_int32),
+        ("y_dtype", c_int32),
+        ("epilogue", c_int32),
+        ("reserved", c_int32),
+        ("next_packed", c_void_p),
+        ("next_bytes", c_int64),
+    ]
+
+
+class EmbedArgs(Structure):
+    """Rows of the embedding table, and the cache's token plane."""
+
+    _fields_ = [
+        ("num_rows", c_void_p),
+        ("token_ids", c_void_p),
+        ("table", c_void_p),
+        ("out", c_void_p),
+        ("slots", c_void_p),
+        ("token_plane", c_void_p),
+        ("dim", c_int32),
+        ("vocab", c_int32),
+        ("dtype", c_int32),
+        ("scale", c_float),
+    ]
+
+
+class RmsNormArgs(Structure):
+    """RMS norm of (gathered) rows, with the residual added first where it is given."""
+
+    _fields_ = [
+        ("num_rows", c_void_p),
+        ("x", c_void_p),
+        ("residual", c_void_p),
+        ("weight", c_void_p),
+        ("out", c_void_p),
+        ("row_ids", c_void_p),
+        ("dim", c_int32),
+        ("dtype", c_int32),
+        ("eps", c_float),
+        ("weight_offset", c_float),
+    ]
+
+
+class SiluMulArgs(Structure):
+    """silu(gate) * up, or gelu."""
+
+    _fields_ = [
+        ("num_rows", c_void_p),
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("dim", c_int32),
+        ("dtype", c_int32),
+        ("gelu", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class RopeKvWriteArgs(Structure):
+    """Rotate q and k, write k and v to their slots."""
+
+    _fields_ = [
+        ("num_rows", c_void_p),
+        ("qkv", c_void_p),
+        ("q_out", c_void_p),
+        ("k_cache", c_void_p),
+        ("v_cache", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("cos_sin", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("q_heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("rotary_dim", c_int32),
+        ("block_size", c_int32),
+        ("dtype", c_int32),
+        ("interleaved", c_int32),
+        ("norm_eps", c_float),
+        ("norm_offset", c_float),
+    ]
+
+
+class KvCopyArgs(Structure):
+    """Slot moves in list order, in every layer and head."""
+
+    _fields_ = [
+        ("num_moves", c_void_p),
+        ("src", c_void_p),
+        ("dst", c_void_p),
+        ("k_cache", c_void_p),
+        ("v_cache", c_void_p),
+        ("token_plane", c_void_p),
+        ("layer_stride", c_int64),
+        ("num_layers", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("block_size", c_int32),
+        ("dtype", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class AttnShape(Structure):
+    """What a kind of attention layer has in common."""
+
+    _fields_ = [
+        ("q_heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("block_size", c_int32),
+        ("dtype", c_int32),
+        ("window", c_int32),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+    ]
+
+
+class AttnBatch(Structure):
+    """A step's rows, branches and block tables."""
+
+    _fields_ = [
+        ("num_branches", c_int32),
+        ("num_rows", c_int32),
+        ("row_indptr", c_void_p),
+        ("kv_len", c_void_p),
+        ("block_table", c_void_p),
+        ("parents", c_void_p),
+        ("table_stride", c_int32),
+        ("share", c_int32),
+    ]
+
+
+class AttentionArgs(Structure):
+    """One layer's attention under a plan."""
+
+    _fields_ = [
+        ("num_rows", c_void_p),
+        ("plan", c_void_p),
+        ("q", c_void_p),
+        ("k_cache", c_void_p),
+        ("v_cache", c_void_p),
+        ("out", c_void_p),
+    ]
+
+
+class ArgmaxArgs(Structure):
+    """The largest logit of each row."""
+
+    _fields_ = [
+        ("num_rows", c_void_p),
+        ("logits", c_void_p),
+        ("token_ids", c_void_p),
+        ("vocab", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class TopkLseArgs(Structure):
+    """The k largest logits of each row and the row's logsumexp."""
+
+    _fields_ = [
+        ("num_rows", c_void_p),
+        ("logits", c_void_p),
+        ("row_ids", c_void_p),
+        ("token_ids", c_void_p),
+        ("values", c_void_p),
+        ("lse", c_void_p),
+        ("vocab", c_int32),
+        ("k", c_int32),
+    ]
+
+
+class Draw(Structure):
+    """One Gumbel-max draw from one row; DRAW_DTYPE is the same record for numpy."""
+
+    _fields_ = [
+        ("seed", c_uint64),
+        ("stream", c_uint64),
+        ("row", c_int32),
+        ("position", c_int32),
+        ("top_k", c_int32),
+        ("temperature", c_float),
+        ("top_p", c_float),
+        ("min_p", c_float),
+    ]
+
+
+class SampleArgs(Structure):
+    """A list of draws."""
+
+    _fields_ = [
+        ("num_draws", c_void_p),
+        ("draws", c_void_p),
+        ("logits", c_void_p),
+        ("token_ids", c_void_p),
+        ("vocab", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class Op(Structure):
+    """One kernel of a program."""
+
+    _fields_ = [("kind", c_int32), ("reserved", c_int32), ("args", c_void_p)]
+
+
+DRAW_DTYPE = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("stream", np.uint64),
+        ("row", np.int32),
+        ("position", np.int32),
+        ("top_k", np.int32),
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+    ],
+    align=True,
+)
+
+# The C name of every record, and the program kind of those that are kernels.
+C_NAMES: dict[type[Structure], str] = {
+    GemmArgs: "pd_gemm_args",
+    EmbedArgs: "pd_embed_args",
+    RmsNormArgs: "pd_rms_norm_args",
+    SiluMulArgs: "pd_silu_mul_args",
+    RopeKvWriteArgs: "pd_rope_kv_write_args",
+    KvCopyArgs: "pd_kv_copy_args",
+    AttnShape: "pd_attn_shape",
+    AttnBatch: "pd_attn_batch",
+    AttentionArgs: "pd_attention_args",
+    ArgmaxArgs: "pd_argmax_args",
+    TopkLseArgs: "pd_topk_lse_args",
+    Draw: "pd_draw",
+    SampleArgs: "pd_sample_args",
+    Op: "pd_op",
+}
+OP_KINDS: dict[type[Structure], OpKind] = {
+    GemmArgs: OpKind.GEMM,
+    EmbedArgs: OpKind.EMBED,
+    RmsNormArgs: OpKind.RMS_NORM,
+    SiluMulArgs: OpKind.SILU_MUL,
+    RopeKvWriteArgs: OpKind.ROPE_KV_WRITE,
+    KvCopyArgs: OpKind.KV_COPY,
+    AttentionArgs: OpKind.ATTENTION,
+    ArgmaxArgs: OpKind.ARGMAX,
+    TopkLseArgs: OpKind.TOPK_LSE,
+    SampleArgs: OpKind.SAMPLE,
+}
+
+_P_INT32 = POINTER(c_int32)
+
+# name -> (argument types, result type); a result of c_int is a status.
+PROTOTYPES: dict[str, tuple[list[Any], Any]] = {
+    "pd_abi_version": ([], c_int32),
+    "pd_last_error": ([], ctypes.c_char_p),
+    "pd_isa": ([], ctypes.c_char_p),
+    "pd_best_isa": ([], ctypes.c_char_p),
+    "pd_set_num_threads": ([c_int32], ctypes.c_int),
+    "pd_num_threads": ([], c_int32),
+    "pd_packed_bytes": ([c_int64, c_int64, c_int32], c_int64),
+    "pd_pack": ([c_void_p, c_int64, c_int64, c_int32, c_void_p], ctypes.c_int),
+    "pd_gemm": ([POINTER(GemmArgs)], ctypes.c_int),
+    "pd_embed": ([POINTER(EmbedArgs)], ctypes.c_int),
+    "pd_rms_norm": ([POINTER(RmsNormArgs)], ctypes.c_int),
+    "pd_silu_mul": ([POINTER(SiluMulArgs)], ctypes.c_int),
+    "pd_rope_kv_write": ([POINTER(RopeKvWriteArgs)], ctypes.c_int),
+    "pd_kv_copy": ([POINTER(KvCopyArgs)], ctypes.c_int),
+    "pd_plan_new": ([], c_void_p),
+    "pd_plan_free": ([c_void_p], None),
+    "pd_attn_plan": ([c_void_p, POINTER(AttnShape), POINTER(AttnBatch)], ctypes.c_int),
+    "pd_plan_view": ([c_void_p, POINTER(_P_INT32), POINTER(c_int64)], ctypes.c_int),
+    "pd_attention": ([POINTER(AttentionArgs)], ctypes.c_int),
+    "pd_argmax": ([POINTER(ArgmaxArgs)], ctypes.c_int),
+    "pd_topk_lse": ([POINTER(TopkLseArgs)], ctypes.c_int),
+    "pd_sample": ([POINTER(SampleArgs)], ctypes.c_int),
+    "pd_gumbel": ([c_uint64, c_uint64, c_int32, c_int32, c_int32, c_void_p], ctypes.c_int),
+    "pd_run": ([POINTER(Op), c_int64], ctypes.c_int),
+    "pd_probe_read": ([c_void_p, c_int64, c_int32], ctypes.c_double),
+    "pd_probe_dot": ([c_int32, ctypes.c_double], ctypes.c_double),
+}
