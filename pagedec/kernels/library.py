@@ -39,13 +39,15 @@ from pagedec.kernels.records import (
 )
 
 __all__ = [
-    "ABI_VERSION", "DRAW_DTYPE", "ISAS", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape", "Draw", "Dtype",
-    "EmbedArgs", "Epilogue", "GemmArgs", "KernelError", "KvCopyArgs", "Library", "LibraryNotFound", "Op", "OpKind", "Program",
-    "RmsNormArgs", "RopeKvWriteArgs", "SampleArgs", "SiluMulArgs", "TopkLseArgs", "available_isas", "library_directories", "load",
+    "ABI_VERSION", "DRAW_DTYPE", "ISAS", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape",
+    "Draw", "Dtype", "EmbedArgs", "Epilogue", "GemmArgs", "KernelError", "KvCopyArgs", "Library", "LibraryNotFound",
+    "Op", "OpKind", "Program", "RmsNormArgs", "RopeKvWriteArgs", "SampleArgs", "SiluMulArgs", "TopkLseArgs",
+    "available_isas", "library_directories", "load",
 ]  # fmt: skip
 
 ABI_VERSION = 1
 ISAS = environment.ISAS  # from the poorest to the richest
+Floats = npt.NDArray[np.float32]
 
 
 class LibraryNotFound(Exception):
@@ -113,16 +115,13 @@ class Library:
         self.path = path
         self.functions = ctypes.CDLL(str(path))
         for name, (argument_types, result_type) in PROTOTYPES.items():
-            function = getattr(self.functions, name, None)
-            if function is None:
-                continue
+            function = getattr(self.functions, name)
             function.argtypes, function.restype = argument_types, result_type
         version = self.functions.pd_abi_version()
         if version != ABI_VERSION:
             raise KernelError(f"{path}: ABI version is {version}; this package needs {ABI_VERSION}: build it again")
         self.isa: str = self.functions.pd_isa().decode()
-        names = {kind: C_NAMES[kind].removesuffix("_args") for kind in OP_KINDS}
-        self._kernels = {kind: getattr(self.functions, name) for kind, name in names.items() if hasattr(self.functions, name)}
+        self._kernels = {kind: getattr(self.functions, C_NAMES[kind].removesuffix("_args")) for kind in OP_KINDS}
 
     def check(self, status: int) -> None:
         """Raise KernelError with the library's own words unless status is 0."""
@@ -157,7 +156,7 @@ class Library:
         """Pack a row-major [n, k] weight into storage of packed_bytes, 64-byte aligned."""
         self.check(self.functions.pd_pack(weight_address, n, k, int(dtype), packed_address))
 
-    def gumbel(self, seed: int, stream: int, position: int, first_token: int, num_tokens: int) -> npt.NDArray[np.float32]:
+    def gumbel(self, seed: int, stream: int, position: int, first_token: int, num_tokens: int) -> Floats:
         """Return the noise of num_tokens consecutive tokens, fp32."""
         out = np.empty(max(0, num_tokens), np.float32)
         self.check(self.functions.pd_gumbel(seed, stream, position, first_token, num_tokens, out.ctypes.data))
@@ -174,7 +173,7 @@ class Library:
 
 
 def library_directories() -> list[Path]:
-    """Return where libraries are looked for, in order: PAGEDEC_LIB_DIR alone, or the package's and the installed lib."""
+    """Return where libraries are looked for, in order: PAGEDEC_LIB_DIR alone, else the package's own lib."""
     forced = environment.read("PAGEDEC_LIB_DIR")
     if forced is not None:
         return [Path(forced)]
@@ -202,7 +201,7 @@ def _open(path: Path) -> Library:
 
 
 def available_isas(directory: Path | None = None) -> tuple[str, ...]:
-    """Return the instruction sets that are built and that this processor runs, the poorest first; () without a library."""
+    """Return the instruction sets that are built and that this processor runs, the poorest first."""
     paths = _paths(directory)
     if "scalar" not in paths:
         return ()
@@ -226,5 +225,5 @@ def load(isa: str | None = None, directory: Path | None = None) -> Library:
         raise LibraryNotFound(f"no libpagedec_scalar.so in {', '.join(str(place) for place in places)}")
     chosen = available[-1] if wanted is None else wanted
     if chosen not in available:
-        raise LibraryNotFound(f"isa {chosen} is not built or not run by this processor; there are {', '.join(available)}")
+        raise LibraryNotFound(f"isa is {chosen!r}; built and run by this processor are {', '.join(available)}")
     return _open(_paths(directory)[chosen])
