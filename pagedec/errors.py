@@ -1,0 +1,95 @@
+"""The errors a caller can meet. Each has a stable `code`; serving maps the codes one to one to statuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+MAX_SHOWN = 200
+"""Characters of a value that a message repeats: a prompt of a megabyte must not become a message of a megabyte."""
+
+
+def shown(value: object) -> str:
+    """The value as a message shows it: its repr, cut in the middle when long."""
+    text = repr(value)
+    if len(text) <= MAX_SHOWN:
+        return text
+    half = (MAX_SHOWN - 5) // 2
+    return f"{text[:half]} ... {text[-half:]}"
+
+
+class PagedecError(ValueError):
+    """The caller's fault, raised before any state has changed."""
+
+    code: ClassVar[str] = "INVALID_ARGUMENT"
+
+
+class InvalidArgument(PagedecError):
+    """A field has a value it may not have. `limit` says what it may have, as in "must be from 1 to 64"."""
+
+    code = "INVALID_ARGUMENT"
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        # All three go to Exception.args, so that the error survives pickling between processes.
+        super().__init__(field, value, limit)
+        self.field = field
+        self.value = value
+        self.limit = limit
+
+    def __str__(self) -> str:
+        return f"{self.field} is {shown(self.value)}: {self.limit}"
+
+
+class FeatureNotAvailable(InvalidArgument):
+    """The value is a sensible one, but this version cannot do what it asks for."""
+
+    code = "UNIMPLEMENTED"
+
+
+class ModelFileError(PagedecError):
+    """A model's file is missing, damaged, or not what it says it is."""
+
+    code = "MODEL_FILE"
+
+    def __init__(self, path: str | Path, problem: str) -> None:
+        super().__init__(path, problem)
+        self.path = path
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}"
+
+
+class NotFound(PagedecError):
+    """There is no such thing by this name: a request, a session, a model, a decoder."""
+
+    code = "NOT_FOUND"
+
+    def __init__(self, kind: str, name: object, known: str = "") -> None:
+        super().__init__(kind, name, known)
+        self.kind = kind
+        self.name = name
+        self.known = known
+
+    def __str__(self) -> str:
+        return f"{self.kind} {shown(self.name)} does not exist" + (f"; {self.known}" if self.known else "")
+
+
+class RequestError(PagedecError):
+    """One request cannot be carried out as it stands; the others go on."""
+
+    code = "FAILED_PRECONDITION"
+
+    def __init__(self, request_id: str, problem: str) -> None:
+        super().__init__(request_id, problem)
+        self.request_id = request_id
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"request {shown(self.request_id)}: {self.problem}"
+
+
+class InvariantError(RuntimeError):
+    """Our own bug: something that cannot happen has happened. It fails the step and the requests in it."""
+
+    code: ClassVar[str] = "INTERNAL"

@@ -1,0 +1,278 @@
+"""Checked fields: what a configuration value may be, said once, for Python, the command line and files alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, ClassVar, TypeVar
+
+from pagedec.errors import InvalidArgument
+
+T = TypeVar("T")
+RULE = "rule"
+MAX_INT32 = 2**31 - 1
+MAX_UINT64 = 2**64 - 1
+SIZE_UNITS = {"": 1, "b": 1}
+for _exponent, _letter in enumerate("kmgt", start=1):
+    SIZE_UNITS |= {_letter: 1024**_exponent, f"{_letter}ib": 1024**_exponent, f"{_letter}b": 1000**_exponent}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What one field may hold. `check` returns the value in its one normal form, `parse` reads it from text."""
+
+    help: str
+    optional: bool = dataclasses.field(default=False, kw_only=True)
+    """True: None is allowed too."""
+    metavar: ClassVar[str] = "VALUE"
+
+    @property
+    def limit(self) -> str:
+        """What is allowed, as the end of "must be ..."."""
+        raise TypeError("a rule has its own limit")
+
+    def accept(self, value: object) -> Any:
+        """The normal form, or ValueError or TypeError."""
+        raise TypeError("a rule has its own accept")
+
+    def read(self, text: str) -> object:
+        """The value that this text means; ValueError if it means none."""
+        return text
+
+    def check(self, name: str, value: object) -> Any:
+        if value is None and self.optional:
+            return None
+        try:
+            return self.accept(value)
+        except (ValueError, TypeError, OverflowError):
+            raise InvalidArgument(name, value, f"must be {self.limit}{' or None' if self.optional else ''}") from None
+
+    def parse(self, name: str, text: str) -> Any:
+        if self.optional and text.lower() == "none":
+            return None
+        try:
+            value = self.read(text)
+        except (ValueError, TypeError):
+            raise InvalidArgument(name, text, f"must be {self.limit}") from None
+        return self.check(name, value)
+
+
+def _integer(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError
+    return int(value)
+
+
+def _within(value: float, low: float | None, high: float | None) -> None:
+    if (low is not None and value < low) or (high is not None and value > high):
+        raise ValueError
+
+
+@dataclass(frozen=True, slots=True)
+class Integer(Rule):
+    """A whole number from `low` to `high`; numpy's integers count, bools do not."""
+
+    low: int = 0
+    high: int = MAX_INT32
+    choices: tuple[int, ...] = ()
+    metavar = "INT"
+
+    @property
+    def limit(self) -> str:
+        if self.choices:
+            return f"one of {', '.join(map(str, self.choices))}"
+        return f"a whole number from {self.low} to {self.high}"
+
+    def accept(self, value: object) -> int:
+        number = _integer(value)
+        _within(number, self.low, self.high)
+        if self.choices and number not in self.choices:
+            raise ValueError
+        return number
+
+    def read(self, text: str) -> object:
+        return int(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Number(Rule):
+    """A finite number from `low` to `high`; `above` excludes its own value; `zero` is allowed besides."""
+
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    zero: bool = False
+    metavar = "NUMBER"
+
+    @property
+    def limit(self) -> str:
+        parts = [f"at least {self.low:g}" if self.low is not None else ""]
+        parts += [f"above {self.above:g}" if self.above is not None else ""]
+        parts += [f"at most {self.high:g}" if self.high is not None else ""]
+        return ("0, or " if self.zero else "") + "a finite number " + " and ".join(filter(None, parts))
+
+    def accept(self, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError
+        if self.zero and number == 0:
+            return 0.0
+        _within(number, self.low, self.high)
+        if self.above is not None and number <= self.above:
+            raise ValueError
+        return number
+
+    def read(self, text: str) -> object:
+        return float(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag(Rule):
+    """True or False, nothing that merely looks like it."""
+
+    metavar = "BOOL"
+
+    @property
+    def limit(self) -> str:
+        return "true or false"
+
+    def accept(self, value: object) -> bool:
+        if not isinstance(value, bool):
+            raise TypeError
+        return value
+
+    def read(self, text: str) -> object:
+        return {"true": True, "false": False}.get(text.lower(), text)
+
+
+@dataclass(frozen=True, slots=True)
+class Text(Rule):
+    """A text that is not empty; with `choices`, one of them."""
+
+    choices: tuple[str, ...] = ()
+    metavar = "TEXT"
+
+    @property
+    def limit(self) -> str:
+        return f"one of {', '.join(self.choices)}" if self.choices else "a text that is not empty"
+
+    def accept(self, value: object) -> str:
+        if not isinstance(value, str):
+            raise TypeError
+        if not value or (self.choices and value not in self.choices):
+            raise ValueError
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds(Rule):
+    """Token ids, kept as a tuple; None means none. As text: separated by commas."""
+
+    metavar = "ID,ID"
+
+    @property
+    def limit(self) -> str:
+        return f"a sequence of token ids from 0 to {MAX_INT32}"
+
+    def accept(self, value: object) -> tuple[int, ...]:
+        if value is None:
+            return ()
+        if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+            raise TypeError
+        token_ids = tuple(_integer(token_id) for token_id in value)
+        for token_id in token_ids:
+            _within(token_id, 0, MAX_INT32)
+        return token_ids
+
+    def read(self, text: str) -> object:
+        return [int(part) for part in text.split(",") if part.strip()]
+
+
+@dataclass(frozen=True, slots=True)
+class Size(Rule):
+    """A number of bytes, kept as int; also as text with a unit, such as "2GiB" or "512MB"."""
+
+    low: int = 1
+    high: int = 2**50
+    metavar = "SIZE"
+
+    @property
+    def limit(self) -> str:
+        return f'a number of bytes from {self.low} to {self.high}, or a text such as "2GiB" or "512MB"'
+
+    def accept(self, value: object) -> int:
+        if isinstance(value, str):
+            match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+            if match is None or match[2].lower() not in SIZE_UNITS:
+                raise ValueError
+            value = int(float(match[1]) * SIZE_UNITS[match[2].lower()]) if "." in match[1] else (
+                int(match[1]) * SIZE_UNITS[match[2].lower()]
+            )  # fmt: skip
+        number = _integer(value)
+        _within(number, self.low, self.high)
+        return number
+
+
+@dataclass(frozen=True, slots=True)
+class Table(Rule):
+    """A table of names and values. As text: a JSON object."""
+
+    metavar = "JSON"
+
+    @property
+    def limit(self) -> str:
+        return 'a table of names and values, on the command line a JSON object such as {"name": 1}'
+
+    def accept(self, value: object) -> dict[str, Any]:
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            raise TypeError
+        return dict(value)
+
+    def read(self, text: str) -> object:
+        return json.loads(text)
+
+
+def option(default: Any, rule: Rule) -> Any:
+    """A dataclass field with a default and a rule."""
+    return dataclasses.field(default=default, metadata={RULE: rule})
+
+
+def rules(cls: type[Any]) -> dict[str, tuple[Rule, Any]]:
+    """Each checked field of a dataclass by name: its rule and its default."""
+    return {f.name: (f.metadata[RULE], f.default) for f in dataclasses.fields(cls) if RULE in f.metadata}
+
+
+def check_fields(record: Any) -> None:
+    """Check every field of a frozen dataclass and put its value into normal form; for use in `__post_init__`."""
+    for name, (rule, _) in rules(type(record)).items():
+        object.__setattr__(record, name, rule.check(name, getattr(record, name)))
+
+
+def check_names(kind: str, names: Iterable[str], known: Iterable[str], values: Mapping[str, object]) -> None:
+    """Raise InvalidArgument for the first name that is not known, naming those that are."""
+    known = tuple(known)
+    for name in names:
+        if name not in known:
+            raise InvalidArgument(name, values[name], f"not a field of {kind}; known are {', '.join(known)}")
+
+
+def strict(cls: type[T]) -> type[T]:
+    """Make an unknown keyword of a dataclass an InvalidArgument that names the known ones, not a TypeError."""
+    init: Callable[..., None] = cls.__init__
+    known = tuple(f.name for f in dataclasses.fields(cls))  # type: ignore[arg-type]
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        check_names(cls.__name__, kwargs, known, kwargs)
+        init(self, *args, **kwargs)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
