@@ -7,8 +7,10 @@ import functools
 import json
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any, ClassVar, TypeVar
 
@@ -24,7 +26,7 @@ for _exponent, _letter in enumerate("kmgt", start=1):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(ABC):
     """What one field may hold. `check` returns the value in its one normal form, `parse` reads it from text."""
 
     help: str
@@ -33,13 +35,13 @@ class Rule:
     metavar: ClassVar[str] = "VALUE"
 
     @property
+    @abstractmethod
     def limit(self) -> str:
         """What is allowed, as the end of "must be ..."."""
-        raise TypeError("a rule has its own limit")
 
+    @abstractmethod
     def accept(self, value: object) -> Any:
         """The normal form, or ValueError or TypeError."""
-        raise TypeError("a rule has its own accept")
 
     def read(self, text: str) -> object:
         """The value that this text means; ValueError if it means none."""
@@ -213,9 +215,7 @@ class Size(Rule):
             match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
             if match is None or match[2].lower() not in SIZE_UNITS:
                 raise ValueError
-            value = int(float(match[1]) * SIZE_UNITS[match[2].lower()]) if "." in match[1] else (
-                int(match[1]) * SIZE_UNITS[match[2].lower()]
-            )  # fmt: skip
+            value = int(Fraction(match[1]) * SIZE_UNITS[match[2].lower()])
         number = _integer(value)
         _within(number, self.low, self.high)
         return number

@@ -28,21 +28,29 @@ class SamplingParams:
         1.0, Number("0 is greedy; below 1 sharpens, above 1 flattens", low=MIN_TEMPERATURE, zero=True)
     )
     top_k: int = option(0, Integer("draw among the k most probable tokens only; 0 or -1: all", low=-1))
-    top_p: float = option(1.0, Number("draw among the smallest set of tokens of at least this probability", above=0, high=1))
-    min_p: float = option(0.0, Number("drop tokens less probable than this share of the most probable one", low=0, high=1))
-    seed: int | None = option(None, Integer("names the randomness; none: a fresh one each time", high=MAX_UINT64, optional=True))
+    top_p: float = option(
+        1.0, Number("draw among the smallest set of tokens of at least this probability", above=0, high=1)
+    )
+    min_p: float = option(
+        0.0, Number("drop tokens less probable than this share of the most probable one", low=0, high=1)
+    )
+    seed: int | None = option(
+        None, Integer("names the randomness; none: a fresh one each time", high=MAX_UINT64, optional=True)
+    )
     max_tokens: int | None = option(
         None, Integer("most tokens of an answer; none: up to the context's end", low=1, optional=True)
     )
     min_tokens: int = option(0, Integer("do not end an answer before this many tokens"))
-    stop_token_ids: Sequence[int] | None = option((), TokenIds("token ids that end an answer, besides the model's own"))
+    stop_token_ids: Sequence[int] = option((), TokenIds("token ids that end an answer, besides the model's own"))
     ignore_eos: bool = option(False, Flag("go on after the model's end token"))
 
     def __post_init__(self) -> None:
         check_fields(self)
         object.__setattr__(self, "top_k", max(self.top_k, 0))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidArgument("min_tokens", self.min_tokens, f"must be at most max_tokens, which is {self.max_tokens}")
+            raise InvalidArgument(
+                "min_tokens", self.min_tokens, f"must be at most max_tokens, which is {self.max_tokens}"
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:

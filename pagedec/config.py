@@ -1,0 +1,208 @@
+"""The engine's configuration: one source for Python, the command line and files, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pagedec.errors import FeatureNotAvailable, InvalidArgument
+from pagedec.fields import (
+    MAX_UINT64,
+    Flag,
+    Integer,
+    Rule,
+    Size,
+    Table,
+    Text,
+    check_fields,
+    check_names,
+    option,
+    rules,
+    strict,
+)
+
+DEFAULT_MODEL = "smollm2"
+QUANTIZATIONS = ("int8",)
+EXECUTORS = ("inline", "ray")
+ATTENTION_BACKENDS = ("auto", "native", "reference", "flash-attn", "xformers")
+
+
+def _not_available(record: object, **available: object) -> None:
+    """Refuse a value that is understood but has nothing behind it yet, rather than ignore it."""
+    for name, only in available.items():
+        value = getattr(record, name)
+        allowed = only if isinstance(only, tuple) else (only,)
+        if value not in allowed:
+            limit = f"not available in this version; available: {', '.join(map(str, allowed))}"
+            raise FeatureNotAvailable(name, value, limit)
+
+
+@strict
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, from where, in which numbers."""
+
+    model: str = option(
+        DEFAULT_MODEL, Text(f"a local directory, a .gguf file, a hub id, or {DEFAULT_MODEL}, the embedded default")
+    )
+    tokenizer: str | None = option(None, Text("directory or hub id of the tokenizer; none: the model's", optional=True))
+    skip_tokenizer_init: bool = option(False, Flag("take and return token ids only; no tokenizer is needed"))
+    load_format: str = option(
+        "auto", Text("the weights' format; dummy: random weights", choices=("auto", "safetensors", "gguf", "dummy"))
+    )
+    dtype: str = option(
+        "auto",
+        Text(
+            "numbers of weights and activations; auto: the best for this machine",
+            choices=("auto", "bfloat16", "float32"),
+        ),
+    )
+    quantization: str | None = option(None, Text("quantization of the weights", choices=QUANTIZATIONS, optional=True))
+    max_model_len: int | None = option(
+        None, Integer("most tokens of a prompt and its answer; none: what the model allows", low=1, optional=True)
+    )
+    seed: int = option(0, Integer("seed of random weights, and of requests without a seed", high=MAX_UINT64))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        _not_available(self, quantization=None)
+
+
+@strict
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The KV blocks. `num_blocks` or `kv_cache_memory` sizes the pool; neither: the engine chooses by the free memory."""
+
+    block_size: int = option(16, Integer("tokens in a block of KV", choices=(8, 16, 32, 64)))
+    num_blocks: int | None = option(None, Integer("blocks of KV in the pool", low=1, optional=True))
+    kv_cache_memory: int | str | None = option(
+        None, Size("memory of the KV pool instead of num_blocks, such as 2GiB", low=2**16, optional=True)
+    )
+    enable_prefix_caching: bool = option(True, Flag("keep finished prompts' blocks and reuse common beginnings"))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.num_blocks is not None and self.kv_cache_memory is not None:
+            raise InvalidArgument(
+                "kv_cache_memory", self.kv_cache_memory, f"num_blocks is {self.num_blocks}; give one of them"
+            )
+
+
+@strict
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """How much one step may hold."""
+
+    max_num_seqs: int = option(256, Integer("most branches in a step", low=1, high=2**16))
+    max_num_batched_tokens: int = option(
+        512, Integer("most rows in a step, prompts and drafts included", low=1, high=2**20)
+    )
+    speculative_config: dict[str, Any] | None = option(
+        None, Table('speculation, such as {"method": "ngram"}', optional=True)
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        _not_available(self, speculative_config=None)
+
+
+@strict
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """On what the work runs."""
+
+    executor: str = option("inline", Text("where steps run", choices=EXECUTORS))
+    tensor_parallel_size: int = option(1, Integer("devices that share one model", low=1, high=1024))
+    attention_backend: str = option(
+        "auto", Text("attention kernel; auto: the fastest that is there", choices=ATTENTION_BACKENDS)
+    )
+    num_threads: int | None = option(
+        None, Integer("threads of the CPU kernels; none: as many as torch uses", low=1, high=4096, optional=True)
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        _not_available(
+            self, executor="inline", tensor_parallel_size=1, attention_backend=("auto", "native", "reference")
+        )
+
+
+@strict
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Where a server listens. Not an engine argument: nothing but a server reads it."""
+
+    host: str = option("127.0.0.1", Text("address to listen on"))
+    port: int = option(50051, Integer("port to listen on; 0: any free one", high=65535))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+ENGINE_GROUPS: dict[str, type[Any]] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "parallel": ParallelConfig,
+}
+"""The groups whose fields are engine arguments. Field names are unique over all of them."""
+
+
+def engine_rules() -> dict[str, tuple[Rule, Any]]:
+    """Every engine argument by name: its rule and its default."""
+    return {name: entry for group in ENGINE_GROUPS.values() for name, entry in rules(group).items()}
+
+
+@strict
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All of it. Usually made by `from_kwargs` or `from_file`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+    def __post_init__(self) -> None:
+        for name, group in {**ENGINE_GROUPS, "server": ServerConfig}.items():
+            if not isinstance(getattr(self, name), group):
+                raise InvalidArgument(name, getattr(self, name), f"must be a {group.__name__}")
+
+    @classmethod
+    def from_kwargs(cls, **values: Any) -> EngineConfig:
+        """Make one from engine arguments by name; an unknown name is an error that lists the known ones."""
+        check_names("the engine", values, engine_rules(), values)
+        return cls(
+            **{
+                name: group(**{key: values[key] for key in rules(group) if key in values})
+                for name, group in ENGINE_GROUPS.items()
+            }
+        )
+
+    @classmethod
+    def from_file(cls, path: str | Path, **values: Any) -> EngineConfig:
+        """Make one from a TOML file of engine arguments; `values` win over the file."""
+        return cls.from_kwargs(**{**read_file(path), **values})
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The engine arguments that make an equal configuration."""
+        groups = (getattr(self, name) for name in ENGINE_GROUPS)
+        return {f.name: getattr(group, f.name) for group in groups for f in dataclasses.fields(group)}
+
+
+def read_file(path: str | Path) -> Mapping[str, Any]:
+    """The engine arguments in a TOML file, names checked, values not yet."""
+    try:
+        with open(path, "rb") as file:
+            values = tomllib.load(file)
+    except OSError as error:
+        raise InvalidArgument("config", str(path), f"cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidArgument("config", str(path), f"is not TOML: {error}") from error
+    check_names(f"{path}", values, engine_rules(), values)
+    return values
