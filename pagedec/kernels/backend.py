@@ -1,0 +1,138 @@
+"""What a model and a runner need of the kernels, whichever way they are carried out.
+
+A backend records a forward once, as a program over fixed buffers, and carries it out every step: what changes between
+steps is read through the buffers. Two backends exist: compiled kernels (native.py) and torch (fallback.py), with one
+meaning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from pagedec.kernels.records import Epilogue
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """One kind of attention layer. A logit is scale * q.k; where soft_cap > 0, soft_cap * tanh(logit / soft_cap) of it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    scale: float
+    window: int = 0
+    soft_cap: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding: `cos_sin` fp32 [max_position, rotary_dim], the cosines, then the sines; None: no rotation."""
+
+    cos_sin: torch.Tensor | None
+    rotary_dim: int = 0
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTensors:
+    """KV of one lane, laid out as csrc/include/pagedec.h says, and the token id of every slot.
+
+    bf16: k [num_layers, num_blocks, kv_heads, head_dim/2, block_size, 2],
+          v [num_layers, num_blocks, kv_heads, block_size/2, head_dim, 2];
+    fp32: k [num_layers, num_blocks, kv_heads, head_dim, block_size],
+          v [num_layers, num_blocks, kv_heads, block_size, head_dim];
+    tokens int32 [num_blocks * block_size].
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    tokens: torch.Tensor
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+
+    @property
+    def num_blocks(self) -> int:
+        return self.k.shape[1]
+
+
+class PackedWeight(Protocol):
+    """A linear layer's weight in the backend's own form. `n`, `k`: outputs (gate and up both, if gated) and inputs."""
+
+    n: int
+    k: int
+
+
+class Plan(Protocol):
+    """How a step's attention is carried out, for every layer of one kind."""
+
+    def update(
+        self,
+        row_indptr: np.ndarray,
+        kv_len: np.ndarray,
+        block_table: np.ndarray,
+        parents: np.ndarray | None,
+    ) -> None:
+        """Plan the step's rows. int32 arrays as in `LaneForward`; not needed afterwards."""
+
+
+class Program(Protocol):
+    """Records kernels over fixed buffers; `run` carries them out in order. `rows` is an int32 tensor of one element: how
+    many rows of the buffers count in a step."""
+
+    def embed(
+        self, rows: torch.Tensor, token_ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor,
+        slots: torch.Tensor, token_plane: torch.Tensor, scale: float = 1.0,
+    ) -> None: ...  # fmt: skip
+
+    def rms_norm(
+        self, rows: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float,
+        row_ids: torch.Tensor | None = None,
+    ) -> None: ...  # fmt: skip
+
+    def linear(
+        self, rows: torch.Tensor, x: torch.Tensor, weight: Any, y: torch.Tensor, epilogue: Epilogue = Epilogue.STORE
+    ) -> None: ...
+
+    def rope_kv_write(
+        self, rows: torch.Tensor, qkv: torch.Tensor, q: torch.Tensor, cache: CacheTensors, layer: int,
+        positions: torch.Tensor, slots: torch.Tensor, rope: Rope,
+    ) -> None: ...  # fmt: skip
+
+    def attention(
+        self, rows: torch.Tensor, plan: Any, q: torch.Tensor, cache: CacheTensors, layer: int, out: torch.Tensor
+    ) -> None: ...
+
+    def finish(self) -> None:
+        """No more kernels follow; `run` may be called."""
+
+    def run(self) -> None: ...
+
+
+class Backend(Protocol):
+    """Kernels for one dtype of weights, activations and KV."""
+
+    name: str
+    """Instruction set of the compiled kernels, or "reference"."""
+    dtype: torch.dtype
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        """Take a [n, k] weight into the backend's form. Gated weights are interleaved by the caller."""
+
+    def program(self) -> Program: ...
+
+    def plan(self, shape: AttentionShape) -> Plan: ...
+
+    def copy_slots(self, cache: CacheTensors, src: np.ndarray, dst: np.ndarray) -> None:
+        """Slot dst[i] = slot src[i] for i = 0, 1, ... in order, in every layer and head, and in the token plane."""
+
+    def sample(self, logits: torch.Tensor, draws: np.ndarray) -> np.ndarray:
+        """One token for each draw (DRAW_DTYPE) from logits fp32 [num_rows, vocab]: int32 [num_draws]."""
+
+    def topk(self, logits: torch.Tensor, row_ids: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(token ids int32 [n, k], logits fp32 [n, k], log-sum-exp fp32 [n]) of the rows, ties to the lower id."""

@@ -1,0 +1,224 @@
+"""The compiled kernels as a backend: programs of argument records, carried out in one call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pagedec.kernels.backend import AttentionShape, CacheTensors, Rope
+from pagedec.kernels.library import (
+    ArgmaxArgs,
+    AttentionArgs,
+    AttentionPlan,
+    AttnBatch,
+    AttnShape,
+    Dtype,
+    EmbedArgs,
+    Epilogue,
+    GemmArgs,
+    KvCopyArgs,
+    Library,
+    Program,
+    RmsNormArgs,
+    RopeKvWriteArgs,
+    SampleArgs,
+    TopkLseArgs,
+)
+from pagedec.kernels.memory import Arena
+
+DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16}
+
+
+def address(tensor: torch.Tensor | None, dtype: torch.dtype, what: str) -> int | None:
+    """The address of a contiguous tensor of the expected dtype; None stays None."""
+    if tensor is None:
+        return None
+    if tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(f"{what} is {tensor.dtype}, strides {tensor.stride()}; it must be contiguous {dtype}")
+    return tensor.data_ptr()
+
+
+@dataclass(slots=True)
+class NativeWeight:
+    """A packed weight [n, k] and its fp32 bias."""
+
+    data: torch.Tensor
+    bias: torch.Tensor | None
+    n: int
+    k: int
+
+
+class NativePlan:
+    """The attention kernel's work list, made once a step for all layers of one kind."""
+
+    def __init__(self, library: Library, shape: AttentionShape, dtype: Dtype) -> None:
+        self.plan: AttentionPlan = library.plan()
+        self.shape = AttnShape(
+            shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size, int(dtype), shape.window,
+            shape.scale, shape.soft_cap,
+        )  # fmt: skip
+
+    def update(
+        self, row_indptr: np.ndarray, kv_len: np.ndarray, block_table: np.ndarray, parents: np.ndarray | None
+    ) -> None:
+        batch = AttnBatch(
+            len(kv_len), int(row_indptr[-1]), row_indptr.ctypes.data, kv_len.ctypes.data, block_table.ctypes.data,
+            None if parents is None else parents.ctypes.data, block_table.strides[0] // 4, 1,
+        )  # fmt: skip
+        self.plan.update(self.shape, batch)
+
+
+class NativeProgram:
+    """Argument records in order; `run` is one call into the library, in one parallel region."""
+
+    def __init__(self, backend: NativeBackend) -> None:
+        self._backend, self._library = backend, backend.library
+        self._records: list[object] = []
+        self._keep: list[object] = []
+        self._program: Program | None = None
+
+    def _add(self, record: object, *keep: object) -> None:
+        self._records.append(record)
+        self._keep += keep
+
+    def embed(
+        self, rows: torch.Tensor, token_ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor,
+        slots: torch.Tensor, token_plane: torch.Tensor, scale: float = 1.0,
+    ) -> None:  # fmt: skip
+        backend, int32 = self._backend, torch.int32
+        self._add(
+            EmbedArgs(
+                address(rows, int32, "rows"), address(token_ids, int32, "token_ids"),
+                address(table, backend.dtype, "table"), address(out, torch.float32, "out"),
+                address(slots, int32, "slots"), address(token_plane, int32, "token_plane"),
+                table.shape[1], table.shape[0], int(backend.code), scale,
+            ),
+            rows, token_ids, table, out, slots, token_plane,
+        )  # fmt: skip
+
+    def rms_norm(
+        self, rows: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float,
+        row_ids: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        backend, f32 = self._backend, torch.float32
+        self._add(
+            RmsNormArgs(
+                address(rows, torch.int32, "rows"), address(x, f32, "x"), None, address(weight, f32, "weight"),
+                address(out, backend.dtype, "out"), address(row_ids, torch.int32, "row_ids"),
+                x.shape[1], int(backend.code), eps, 0.0,
+            ),
+            rows, x, weight, out, row_ids,
+        )  # fmt: skip
+
+    def linear(
+        self, rows: torch.Tensor, x: torch.Tensor, weight: NativeWeight, y: torch.Tensor,
+        epilogue: Epilogue = Epilogue.STORE,
+    ) -> None:  # fmt: skip
+        backend = self._backend
+        record = GemmArgs(
+            address(rows, torch.int32, "rows"), address(x, backend.dtype, "x"), weight.data.data_ptr(),
+            address(weight.bias, torch.float32, "bias"), y.data_ptr(), weight.n, weight.k, int(backend.code),
+            int(DTYPES[y.dtype]), int(epilogue), 0, None, 0,
+        )  # fmt: skip
+        self._add(record, rows, x, weight, y)
+
+    def rope_kv_write(
+        self, rows: torch.Tensor, qkv: torch.Tensor, q: torch.Tensor, cache: CacheTensors, layer: int,
+        positions: torch.Tensor, slots: torch.Tensor, rope: Rope,
+    ) -> None:  # fmt: skip
+        backend, int32 = self._backend, torch.int32
+        self._add(
+            RopeKvWriteArgs(
+                address(rows, int32, "rows"), address(qkv, backend.dtype, "qkv"), address(q, backend.dtype, "q"),
+                cache.k[layer].data_ptr(), cache.v[layer].data_ptr(), address(positions, int32, "positions"),
+                address(slots, int32, "slots"), address(rope.cos_sin, torch.float32, "cos_sin"), None, None,
+                q.shape[1] // cache.head_dim, cache.num_kv_heads, cache.head_dim, rope.rotary_dim, cache.block_size,
+                int(backend.code), int(rope.interleaved), 0.0, 0.0,
+            ),
+            rows, qkv, q, cache, positions, slots, rope,
+        )  # fmt: skip
+
+    def attention(
+        self, rows: torch.Tensor, plan: NativePlan, q: torch.Tensor, cache: CacheTensors, layer: int, out: torch.Tensor
+    ) -> None:
+        backend = self._backend
+        self._add(
+            AttentionArgs(
+                address(rows, torch.int32, "rows"), plan.plan.handle, address(q, backend.dtype, "q"),
+                cache.k[layer].data_ptr(), cache.v[layer].data_ptr(), address(out, backend.dtype, "out"),
+            ),
+            rows, plan, q, cache, out,
+        )  # fmt: skip
+
+    def finish(self) -> None:
+        """Tell each linear layer which weight follows, so that its first panels are on their way, and fix the list."""
+        linears = [record for record in self._records if isinstance(record, GemmArgs)]
+        for record, following in zip(linears, linears[1:], strict=False):
+            record.next_packed = following.packed
+            record.next_bytes = self._library.packed_bytes(following.n, following.k, self._backend.code)
+        self._program = Program(self._records)  # type: ignore[arg-type]
+
+    def run(self) -> None:
+        assert self._program is not None, "the program is not finished"
+        self._library.run(self._program)
+
+
+class NativeBackend:
+    """Compiled kernels of one instruction set, for one dtype."""
+
+    def __init__(self, library: Library, dtype: torch.dtype) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype}; the compiled kernels take torch.float32 and torch.bfloat16")
+        self.library, self.dtype, self.code = library, dtype, DTYPES[dtype]
+        self.name = library.isa
+        self.arena = Arena()
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeWeight:
+        n, k = weight.shape
+        weight = weight.to(self.dtype).contiguous()
+        data = self.arena.allocate(self.library.packed_bytes(n, k, self.code))
+        self.library.pack(weight.data_ptr(), n, k, self.code, data.data_ptr())
+        return NativeWeight(data, None if bias is None else bias.float().contiguous(), n, k)
+
+    def program(self) -> NativeProgram:
+        return NativeProgram(self)
+
+    def plan(self, shape: AttentionShape) -> NativePlan:
+        return NativePlan(self.library, shape, self.code)
+
+    def copy_slots(self, cache: CacheTensors, src: np.ndarray, dst: np.ndarray) -> None:
+        count = np.array([len(src)], np.int32)
+        src, dst = np.ascontiguousarray(src, np.int32), np.ascontiguousarray(dst, np.int32)
+        self.library.call(
+            KvCopyArgs(
+                count.ctypes.data, src.ctypes.data, dst.ctypes.data, cache.k.data_ptr(), cache.v.data_ptr(),
+                cache.tokens.data_ptr(), cache.k.stride(0), cache.k.shape[0], cache.num_kv_heads, cache.head_dim,
+                cache.block_size, int(self.code), 0,
+            )
+        )  # fmt: skip
+
+    def sample(self, logits: torch.Tensor, draws: np.ndarray) -> np.ndarray:
+        out = np.empty(len(draws), np.int32)
+        count = np.array([len(draws)], np.int32)
+        vocab = logits.shape[1]
+        if not draws["temperature"].any() and np.array_equal(draws["row"], np.arange(len(draws))):
+            self.library.call(ArgmaxArgs(count.ctypes.data, logits.data_ptr(), out.ctypes.data, vocab, 0))
+        else:
+            self.library.call(
+                SampleArgs(count.ctypes.data, draws.ctypes.data, logits.data_ptr(), out.ctypes.data, vocab, 0)
+            )
+        return out
+
+    def topk(self, logits: torch.Tensor, row_ids: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        n = len(row_ids)
+        row_ids, count = np.ascontiguousarray(row_ids, np.int32), np.array([n], np.int32)
+        ids, values, lse = np.empty((n, k), np.int32), np.empty((n, k), np.float32), np.empty(n, np.float32)
+        self.library.call(
+            TopkLseArgs(
+                count.ctypes.data, logits.data_ptr(), row_ids.ctypes.data, ids.ctypes.data, values.ctypes.data,
+                lse.ctypes.data, logits.shape[1], k,
+            )
+        )  # fmt: skip
+        return ids, values, lse

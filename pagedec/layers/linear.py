@@ -1,0 +1,55 @@
+"""Linear layers: several projections in one packed weight, so that a step reads each input once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pagedec.kernels.backend import Backend
+from pagedec.kernels.reference_linear import interleave_gate_up
+
+INTERLEAVE = 16  # gate and up rows alternate in groups of 16: one vector of each lies in a 32-wide panel
+
+
+def pack_stacked(
+    backend: Backend, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None] = ()
+) -> Any:
+    """Projections of the same input, their outputs one behind the other."""
+    bias = None
+    if any(b is not None for b in biases):
+        parts = [torch.zeros(len(w)) if b is None else b.float() for w, b in zip(weights, biases, strict=True)]
+        bias = torch.cat(parts)
+    return backend.pack(torch.cat([w.to(backend.dtype) for w in weights]), bias)
+
+
+def padded_width(width: int) -> int:
+    """The width of a gated layer's output: zero rows fill the last group, and come out as zeros."""
+    return -(-width // INTERLEAVE) * INTERLEAVE
+
+
+def pack_gated(
+    backend: Backend,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    gate_bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+) -> Any:
+    """Gate and up projections [width, k] as one weight for an epilogue that multiplies them."""
+    bias = None
+    if gate_bias is not None and up_bias is not None:
+        columns = [_pad_rows(b.float()[:, None]) for b in (gate_bias, up_bias)]
+        bias = interleave_gate_up(*columns)[:, 0]
+    gate, up = _pad_rows(gate.to(backend.dtype)), _pad_rows(up.to(backend.dtype))
+    return backend.pack(interleave_gate_up(gate, up), bias)
+
+
+def pack_after_gated(backend: Backend, down: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    """The projection [n, width] that reads a gated layer's padded output."""
+    extra = padded_width(down.shape[1]) - down.shape[1]
+    return backend.pack(torch.nn.functional.pad(down.to(backend.dtype), (0, extra)), bias)
+
+
+def _pad_rows(weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(weight, (0, 0, 0, padded_width(len(weight)) - len(weight)))

@@ -1,0 +1,1 @@
+"""The device side: the step's tensors live here and nowhere else."""

@@ -1,0 +1,79 @@
+"""From a forward's last rows to small host answers; logits stay here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pagedec.core.protocol import LaneForward
+from pagedec.kernels.backend import Backend
+
+
+@dataclass(slots=True)
+class Reading:
+    """The answers of a forward, filled piece by piece: arrays as in `LaneAnswers`."""
+
+    draws: np.ndarray
+    topk_tokens: np.ndarray
+    topk_logprobs: np.ndarray
+    logprobs: np.ndarray
+
+    @staticmethod
+    def of(forward: LaneForward) -> Reading:
+        n, k = len(forward.topk_rows), forward.topk_k
+        return Reading(
+            np.empty(len(forward.draws), np.int32),
+            np.empty((n, k), np.int32),
+            np.empty((n, k), np.float32),
+            np.empty(len(forward.logprob_rows), np.float32),
+        )
+
+
+def read_piece(backend: Backend, forward: LaneForward, logits: torch.Tensor, start: int, reading: Reading) -> None:
+    """Answer what is asked of the read-out rows `start` .. `start + len(logits) - 1`, whose logits are given.
+
+    Log-probabilities are the model's own: log-sum-exp is taken before banned tokens are masked, top k and draws after.
+    """
+    stop = start + len(logits)
+    whole = start == 0 and stop == len(forward.read_rows)
+    picked = _within(forward.topk_rows, start, stop, whole)
+    asked = _within(forward.logprob_rows, start, stop, whole)
+    banned = _within(forward.banned_rows, start, stop, whole)
+    lse = None
+    if len(asked):
+        rows = forward.logprob_rows[asked] - start
+        lse = backend.topk(logits, rows, 0)[2]
+        values = logits.numpy()[rows, forward.logprob_tokens[asked]]
+        reading.logprobs[asked] = values - lse
+    if len(picked):
+        rows = (forward.topk_rows[picked] - start).astype(np.int32)
+        lse = backend.topk(logits, rows, 0)[2] if len(banned) else None
+    if len(banned):
+        logits.numpy()[forward.banned_rows[banned] - start, forward.banned_tokens[banned]] = -np.inf
+    if len(picked):
+        tokens, values, after = backend.topk(logits, rows, forward.topk_k)
+        reading.topk_tokens[picked] = tokens
+        reading.topk_logprobs[picked] = values - (after if lse is None else lse)[:, None]
+    _draw(backend, forward, logits, start, whole, reading)
+
+
+def _draw(
+    backend: Backend, forward: LaneForward, logits: torch.Tensor, start: int, whole: bool, reading: Reading
+) -> None:
+    drawn = _within(forward.draws["row"], start, start + len(logits), whole)
+    if not len(drawn):
+        return
+    if whole:
+        reading.draws[:] = backend.sample(logits, forward.draws)
+        return
+    draws = forward.draws[drawn]
+    draws["row"] -= start
+    reading.draws[drawn] = backend.sample(logits, draws)
+
+
+def _within(rows: np.ndarray, start: int, stop: int, whole: bool) -> np.ndarray:
+    if whole:
+        return np.arange(len(rows))
+    return np.nonzero((rows >= start) & (rows < stop))[0]

@@ -1,0 +1,138 @@
+"""Carries out a step's forwards on the device: copies, then the draft lane's rolls, then the target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from pagedec.core.protocol import DRAW_DTYPE, Answers, LaneAnswers, LaneForward, RollPlan
+from pagedec.errors import InvariantError
+from pagedec.kernels.backend import CacheTensors
+from pagedec.models.buffers import READ_ROWS
+from pagedec.models.llama import Llama
+from pagedec.runtime.cache import poison
+from pagedec.runtime.readout import Reading, read_piece
+
+
+class LaneRunner:
+    """One model with its cache, and the recorded programs over its buffers."""
+
+    def __init__(self, model: Llama, cache: CacheTensors, max_rows: int, debug: bool = False) -> None:
+        self.model, self.cache, self.backend, self.debug = model, cache, model.backend, debug
+        self.buffers = model.buffers(max_rows)
+        self.plan = self.backend.plan(model.attention_shape(cache.block_size))
+        self.body, self.head = self.backend.program(), self.backend.program()
+        model.record(self.body, self.buffers, cache, self.plan)
+        model.record_head(self.head, self.buffers)
+        self.body.finish()
+        self.head.finish()
+
+    def prepare(self, forward: LaneForward) -> None:
+        """What must precede every read and write of the step: poison in debug builds, then the copies in order."""
+        if self.debug and len(forward.fresh):
+            poison(self.cache, forward.fresh)
+        if len(forward.copy_src):
+            self.backend.copy_slots(self.cache, forward.copy_src, forward.copy_dst)
+
+    def execute(self, forward: LaneForward) -> LaneAnswers:
+        """Evaluate the rows and answer what is asked of them."""
+        reading = Reading.of(forward)
+        if len(forward.token_ids):
+            self.buffers.load(forward.token_ids, forward.positions, forward.slots)
+            self.plan.update(forward.row_indptr, forward.kv_len, forward.block_table, forward.parents)
+            self.body.run()
+            for start in range(0, len(forward.read_rows), READ_ROWS):
+                logits = self.buffers.load_read(forward.read_rows[start : start + READ_ROWS])
+                self.head.run()
+                if self.debug and bool(logits.isnan().any()):
+                    raise InvariantError("logits are NaN: a row read a slot that no row had written")
+                read_piece(self.backend, forward, logits, start, reading)
+        return LaneAnswers(reading.draws, reading.topk_tokens, reading.topk_logprobs, reading.logprobs, [])
+
+    def roll(self, forward: LaneForward) -> list[tuple[int, ...]]:
+        """Continue the chains that `execute` began: the i-th token of each is evaluated to give the next one."""
+        rolls = forward.rolls
+        chains: list[list[int]] = [[] for _ in rolls]
+        answers = self.execute(_with_draws(forward, _first_draws(forward)))
+        for chain, token in zip(chains, answers.draws.tolist(), strict=True):
+            chain.append(token)
+        for i in range(1, max(roll.count for roll in rolls)):
+            going = [r for r, roll in enumerate(rolls) if roll.count > i]
+            step = _roll_forward(forward, [rolls[r] for r in going], [chains[r][-1] for r in going], i)
+            for r, token in zip(going, self.execute(step).draws.tolist(), strict=True):
+                chains[r].append(token)
+        return [tuple(chain) for chain in chains]
+
+
+class ModelRunner:
+    """All lanes of an engine in this process."""
+
+    def __init__(self, lanes: Mapping[str, LaneRunner]) -> None:
+        self.lanes = dict(lanes)
+
+    def execute(self, forwards: Mapping[str, LaneForward]) -> Answers:
+        """Carry out one step. Rolled tokens enter the target's rows before its forward."""
+        for lane, forward in forwards.items():
+            self.lanes[lane].prepare(forward)
+        answers: Answers = {}
+        draft, target = forwards.get("draft"), forwards.get("target")
+        if draft is not None:
+            runner = self.lanes["draft"]
+            if draft.rolls:
+                rolled = runner.roll(draft)
+                answers["draft"] = LaneAnswers(*_nothing(), rolled=rolled)
+                if target is not None:
+                    _enter_rolled(target, draft.rolls, rolled)
+            else:
+                answers["draft"] = runner.execute(draft)
+        if target is not None:
+            answers["target"] = self.lanes["target"].execute(target)
+        return answers
+
+
+def _enter_rolled(target: LaneForward, rolls: list[RollPlan], rolled: list[tuple[int, ...]]) -> None:
+    for roll, chain in zip(rolls, rolled, strict=True):
+        if roll.target_row >= 0:
+            target.token_ids[roll.target_row : roll.target_row + roll.count] = chain
+
+
+def _draw(roll: RollPlan, row: int, position: int) -> tuple[int, int, int, int, int, float, float, float]:
+    s = roll.sampler
+    return (s.seed, roll.stream, row, position, s.top_k, s.temperature, s.top_p, s.min_p)
+
+
+def _first_draws(forward: LaneForward) -> np.ndarray:
+    return np.array(
+        [_draw(roll, i, int(forward.positions[roll.row]) + 1) for i, roll in enumerate(forward.rolls)], DRAW_DTYPE
+    )
+
+
+def _nothing() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    return np.empty(0, np.int32), np.empty((0, 0), np.int32), np.empty((0, 0), np.float32), np.empty(0, np.float32)
+
+
+def _with_draws(forward: LaneForward, draws: np.ndarray) -> LaneForward:
+    """The draft lane's forward, read out at the rows where chains begin."""
+    none = np.empty(0, np.int32)
+    return LaneForward(
+        forward.lane, forward.token_ids, forward.positions, forward.slots, forward.parents, forward.row_indptr,
+        forward.kv_len, forward.block_table, none, none, none,
+        np.array([roll.row for roll in forward.rolls], np.int32), draws, none, 0, none, none, none, none, [],
+    )  # fmt: skip
+
+
+def _roll_forward(forward: LaneForward, rolls: list[RollPlan], tokens: list[int], i: int) -> LaneForward:
+    """One more row for each chain: its last token, in the slot reserved for it."""
+    n = len(rolls)
+    branches = [roll.branch for roll in rolls]
+    positions = forward.positions[[roll.row for roll in rolls]] + np.int32(i)
+    draws = np.array(
+        [_draw(roll, r, int(at) + 1) for r, (roll, at) in enumerate(zip(rolls, positions, strict=True))], DRAW_DTYPE
+    )
+    none = np.empty(0, np.int32)
+    return LaneForward(
+        forward.lane, np.array(tokens, np.int32), positions, np.array([r.slots[i - 1] for r in rolls], np.int32), None,
+        np.arange(n + 1, dtype=np.int32), positions + np.int32(1), forward.block_table[branches], none, none, none,
+        np.arange(n, dtype=np.int32), draws, none, 0, none, none, none, none, [],
+    )  # fmt: skip
