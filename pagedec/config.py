@@ -79,7 +79,7 @@ class CacheConfig:
 
     block_size: int = option(16, Integer("tokens in a block of KV", choices=(8, 16, 32, 64)))
     num_blocks: int | None = option(None, Integer("blocks of KV in the pool", low=1, optional=True))
-    kv_cache_memory: int | str | None = option(
+    kv_cache_memory: int | None = option(
         None, Size("memory of the KV pool instead of num_blocks, such as 2GiB", low=2**16, optional=True)
     )
     enable_prefix_caching: bool = option(True, Flag("keep finished prompts' blocks and reuse common beginnings"))

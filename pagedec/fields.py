@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral, Real
+from pathlib import PurePath
 from typing import Any, ClassVar, TypeVar
 
 from pagedec.errors import InvalidArgument
@@ -157,7 +158,7 @@ class Flag(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Text(Rule):
-    """A text that is not empty; with `choices`, one of them."""
+    """A text that is not empty, or a path; with `choices`, one of them."""
 
     choices: tuple[str, ...] = ()
     metavar = "TEXT"
@@ -167,6 +168,8 @@ class Text(Rule):
         return f"one of {', '.join(self.choices)}" if self.choices else "a text that is not empty"
 
     def accept(self, value: object) -> str:
+        if isinstance(value, PurePath):
+            value = str(value)
         if not isinstance(value, str):
             raise TypeError
         if not value or (self.choices and value not in self.choices):

