@@ -1,0 +1,50 @@
+"""Plain files, read with errors that say which file and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pagedec.errors import ModelFileError
+
+
+def file_size(path: Path) -> int:
+    """Return the size of a regular file; raise ModelFileError for anything else."""
+    try:
+        if not path.is_file():
+            raise ModelFileError(path, "is not a file" if path.exists() else "does not exist")
+        return path.stat().st_size
+    except OSError as error:
+        raise ModelFileError(path, f"cannot be read ({error.strerror})") from error
+
+
+def parse_json_object(path: Path, raw: bytes, what: str) -> dict[str, Any]:
+    """Return the JSON object in `raw`; raise ModelFileError for anything else, also for a name that appears twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            seen: set[str] = set()
+            twice = sorted({name for name, _ in pairs if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
+            raise ModelFileError(path, f"{what} has these names more than once: {', '.join(twice)}")
+        return result
+
+    try:
+        parsed = json.loads(raw, object_pairs_hook=unique)
+    except ModelFileError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(path, f"{what} is not valid JSON ({error})") from error
+    if not isinstance(parsed, dict):
+        raise ModelFileError(path, f"{what} is a JSON {type(parsed).__name__}, not an object")
+    return parsed
+
+
+def read_json_object(path: Path, what: str) -> dict[str, Any]:
+    """Return the JSON object that a file holds."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ModelFileError(path, f"cannot be read ({error.strerror})") from error
+    return parse_json_object(path, raw, what)

