@@ -1,0 +1,259 @@
+// The inner loop: a few packed rows against one tile of 64 positions. It exists once; a trait says how a cache dtype is read.
+//   QK^T  an accumulator lane is one token's logit: no horizontal sums. One chain over the head's dimensions.
+//   PV    an accumulator lane is one dimension. One chain over the tile's positions, in order.
+// A row's operations are the same whichever rows are computed beside it. A masked position is as absent: its logit becomes minus
+// infinity, its probability exactly 0, and its V is never multiplied, since stale memory may hold NaN.
+#pragma once
+#include <algorithm>
+
+#include "cpu/attention.h"
+#include "cpu/vec.h"
+
+namespace pagedec {
+
+// STEP: dimensions of K, or tokens of V, that lie side by side. SUB: fused multiply-adds that one step takes.
+#if PD_LEVEL >= 3
+struct Bf16 {
+  using E = uint16_t;  // cache element
+  using Q = uint16_t;  // element of a query row or of the probabilities
+  using X = vec::I;    // a multiplicand
+  using B = vec::I;
+  static constexpr int STEP = 2, SUB = 1;
+  static constexpr bool PRECISE = false;
+  PD_INLINE X part(vec::I raw, int) { return raw; }
+  PD_INLINE B broadcast(const Q *p, int) { int32_t x; memcpy(&x, p, 4); return _mm512_set1_epi32(x); }
+  PD_INLINE vec::F mac(X x, B b, vec::F acc) { return _mm512_dpbf16_ps(acc, (__m512bh)x, (__m512bh)b); }
+  PD_INLINE vec::I keep(vec::I raw, int visible) { return vec::and_raw(raw, visible == 1 ? 0xffffu : visible == 2 ? 0xffff0000u : ~0u); }
+  PD_INLINE void store_p(Q *p, vec::F a, vec::F b) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b, a)); }
+  PD_INLINE Q query(E x) { return x; }
+  PD_INLINE E output(float x) { return vec::to_bf16(x); }
+};
+#else
+struct Bf16 {
+  using E = uint16_t;
+  using Q = float;
+  using X = vec::F;
+  using B = vec::F;
+  static constexpr int STEP = 2, SUB = 2;
+  static constexpr bool PRECISE = false;
+  PD_INLINE X part(vec::I raw, int sub) { return sub ? vec::high_half(raw) : vec::low_half(raw); }
+  PD_INLINE B broadcast(const Q *p, int sub) { return vec::set1(p[sub]); }
+  PD_INLINE vec::F mac(X x, B b, vec::F acc) { return vec::fma(x, b, acc); }
+  PD_INLINE vec::I keep(vec::I raw, int visible) { return vec::and_raw(raw, visible == 1 ? 0xffffu : visible == 2 ? 0xffff0000u : ~0u); }
+  PD_INLINE void store_p(Q *p, vec::F a, vec::F b) { vec::store(p, a), vec::store(p + vec::W, b); }
+  PD_INLINE Q query(E x) { return vec::from_bf16(x); }
+  PD_INLINE E output(float x) { return vec::to_bf16(x); }
+};
+#endif
+
+struct Fp32 {
+  using E = float;
+  using Q = float;
+  using X = vec::F;
+  using B = vec::F;
+  static constexpr int STEP = 1, SUB = 1;
+  static constexpr bool PRECISE = true;
+  PD_INLINE X part(vec::I raw, int) { return (vec::F)raw; }
+  PD_INLINE B broadcast(const Q *p, int) { return vec::set1(*p); }
+  PD_INLINE vec::F mac(X x, B b, vec::F acc) { return vec::fma(x, b, acc); }
+  PD_INLINE vec::I keep(vec::I raw, int) { return raw; }
+  PD_INLINE void store_p(Q *p, vec::F a, vec::F b) { vec::store(p, a), vec::store(p + vec::W, b); }
+  PD_INLINE Q query(E x) { return x; }
+  PD_INLINE E output(float x) { return x; }
+};
+
+constexpr int NC = PD_LEVEL >= 2 ? 4 : 2;  // vectors side by side: with 6 rows 24 of 32 accumulators, or 12 of 16
+constexpr int NT = TILE / vec::W;
+
+template <bool PREFETCH>
+PD_INLINE void prefetch(const void *p) {
+  if constexpr (PREFETCH) __builtin_prefetch(p, 0, 2);  // into L2: into L1 is no better than none (13.6 against 18-19 GB/s on one core)
+}
+
+template <class T, int SD, int R, bool PREFETCH>
+PD_INLINE void logits(const TileArgs<T> &a, vec::F (&s)[R][NT]) {
+  const int steps = a.head_dim / T::STEP;
+  const int64_t stride = a.k_stride;
+#pragma GCC unroll 8
+  for (int g = 0; g < NT; g += NC) {
+    vec::F acc[R][NC];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int c = 0; c < NC; c++) acc[r][c] = vec::zero();
+#pragma GCC unroll 2
+    for (int d = 0; d < steps; d++) {
+      vec::I raw[NC];
+#pragma GCC unroll 4
+      for (int c = 0; c < NC; c++) {
+        raw[c] = vec::load_raw(a.k[g + c] + d * stride);
+        prefetch<PREFETCH>(a.next_k[g + c] + d * stride);
+      }
+#pragma GCC unroll 2
+      for (int sub = 0; sub < T::SUB; sub++) {
+        typename T::X x[NC];
+#pragma GCC unroll 4
+        for (int c = 0; c < NC; c++) x[c] = T::part(raw[c], sub);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          const typename T::B q = T::broadcast(a.q + r * SD + d * T::STEP, sub);
+#pragma GCC unroll 4
+          for (int c = 0; c < NC; c++) acc[r][c] = T::mac(x[c], q, acc[r][c]);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int c = 0; c < NC; c++) s[r][g + c] = acc[r][c];
+  }
+}
+
+// Row r's logits to probabilities, its maximum, its lane sums; o is rescaled only when the maximum rose by more than 2^8.
+template <class T, int SD, bool MASKED>
+PD_INLINE void softmax(const TileArgs<T> &a, vec::F (&s)[NT], int r, typename T::Q *p) {
+  using namespace vec;
+  if (a.soft_cap > 0)
+#pragma GCC unroll 16
+    for (int c = 0; c < NT; c++) s[c] = mul(set1(a.soft_cap), vec::tanh(mul(s[c], set1(a.inner_scale))));
+  if (MASKED)
+#pragma GCC unroll 16
+    for (int c = 0; c < NT; c++) s[c] = keep_lanes(s[c], a.lo[r] - W * c, a.hi[r] - W * c, -INFINITY);
+  F top_lanes = s[0];
+#pragma GCC unroll 16
+  for (int c = 1; c < NT; c++) top_lanes = vec::max(top_lanes, s[c]);
+  const float top = a.scale * reduce_max(top_lanes);
+  float *l = a.l + r * W, *o = a.o + r * SD;
+  F sum = load(l);
+  if (__builtin_expect(top > a.m[r] + 8.f, 0)) {
+    const F w = set1(exp2_one(a.m[r] - top));
+    for (int d = 0; d < a.head_dim; d += W) store(o + d, mul(w, load(o + d)));
+    sum = mul(sum, w);
+    a.m[r] = top;
+  }
+  const F scale = set1(a.scale), m = set1(MASKED && a.m[r] == -INFINITY ? 0.f : a.m[r]);
+#pragma GCC unroll 16
+  for (int c = 0; c < NT; c++) {
+    s[c] = vec::exp2<T::PRECISE>(fms(s[c], scale, m));
+    sum = add(sum, s[c]);
+  }
+  store(l, sum);
+#pragma GCC unroll 16
+  for (int c = 0; c < NT; c += 2) T::store_p(p + W * c, s[c], s[c + 1]);
+}
+
+// One step of V (STEP tokens) for all rows; `rows` != NULL: only those that see it, and of it only what they see.
+template <class T, int R, int NV, bool PREFETCH>
+PD_INLINE void pv_step(const typename T::E *v, const typename T::E *next, const typename T::Q *p, const uint8_t *rows, vec::F (&acc)[R][NV]) {
+  vec::I raw[NV];
+#pragma GCC unroll 4
+  for (int c = 0; c < NV; c++) {
+    raw[c] = vec::load_raw(v + c * vec::W * T::STEP);
+    prefetch<PREFETCH>(next + c * vec::W * T::STEP);
+  }
+  if (rows) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      if (!rows[r]) continue;
+#pragma GCC unroll 2
+      for (int sub = 0; sub < T::SUB; sub++)
+#pragma GCC unroll 4
+        for (int c = 0; c < NV; c++) acc[r][c] = T::mac(T::part(T::keep(raw[c], rows[r]), sub), T::broadcast(p + r * TILE, sub), acc[r][c]);
+    }
+    return;
+  }
+#pragma GCC unroll 2
+  for (int sub = 0; sub < T::SUB; sub++) {
+    typename T::X x[NV];
+#pragma GCC unroll 4
+    for (int c = 0; c < NV; c++) x[c] = T::part(raw[c], sub);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const typename T::B b = T::broadcast(p + r * TILE, sub);
+#pragma GCC unroll 4
+      for (int c = 0; c < NV; c++) acc[r][c] = T::mac(x[c], b, acc[r][c]);
+    }
+  }
+}
+
+struct Steps {  // of V, in a masked tile: [first, last) are seen by some row, [all_first, all_last) whole by all
+  int first, last, all_first, all_last;
+  uint8_t visible[TILE][8];  // by step and row: bit i: token i of the step is seen
+};
+
+template <class T, int SD, int R, int NV, bool MASKED, bool PREFETCH>
+PD_INLINE void pv_columns(const TileArgs<T> &a, const typename T::Q *p, const Steps &steps, int h) {
+  vec::F acc[R][NV];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int c = 0; c < NV; c++) acc[r][c] = vec::load(a.o + r * SD + h + vec::W * c);
+  const int per_block = a.block_size / T::STEP;
+  const int64_t stride = (int64_t)a.head_dim * T::STEP;
+  if (!MASKED) {
+    for (int b = 0; b * a.block_size < TILE; b++) {
+      const typename T::E *v = a.v[b] + T::STEP * h, *n = a.next_v[b] + T::STEP * h;
+      const typename T::Q *pb = p + b * a.block_size;
+#pragma GCC unroll 2
+      for (int t = 0; t < per_block; t++) pv_step<T, R, NV, PREFETCH>(v + t * stride, n + t * stride, pb + t * T::STEP, nullptr, acc);
+    }
+  } else {
+    auto at = [&](int t) { return a.v[t / per_block] + (t % per_block) * stride + T::STEP * h; };
+    int t = steps.first;
+    for (; t < std::min(steps.all_first, steps.last); t++) pv_step<T, R, NV, false>(at(t), nullptr, p + t * T::STEP, steps.visible[t], acc);
+    for (; t < steps.all_last; t++) pv_step<T, R, NV, false>(at(t), nullptr, p + t * T::STEP, nullptr, acc);
+    for (; t < steps.last; t++) pv_step<T, R, NV, false>(at(t), nullptr, p + t * T::STEP, steps.visible[t], acc);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int c = 0; c < NV; c++) vec::store(a.o + r * SD + h + vec::W * c, acc[r][c]);
+}
+
+template <class T, int R>
+PD_INLINE void find_steps(const TileArgs<T> &a, Steps &s) {
+  constexpr int N = TILE / T::STEP;
+  s.first = N, s.last = 0, s.all_first = 0, s.all_last = N;
+  for (int r = 0; r < R; r++) {
+    if (a.lo[r] >= a.hi[r]) {  // this row sees nothing here
+      s.all_last = 0;
+      continue;
+    }
+    s.first = std::min(s.first, a.lo[r] / T::STEP);
+    s.last = std::max(s.last, (a.hi[r] + T::STEP - 1) / T::STEP);
+    s.all_first = std::max(s.all_first, (a.lo[r] + T::STEP - 1) / T::STEP);
+    s.all_last = std::min(s.all_last, a.hi[r] / T::STEP);
+  }
+  for (int t = s.first; t < s.last; t++)
+    if (t < s.all_first || t >= s.all_last)
+      for (int r = 0; r < R; r++) {
+        s.visible[t][r] = 0;
+        for (int i = 0; i < T::STEP; i++)
+          if (t * T::STEP + i >= a.lo[r] && t * T::STEP + i < a.hi[r]) s.visible[t][r] |= 1 << i;
+      }
+}
+
+// R rows against a tile. q [R][SD], o [R][SD], l [R][W], m [R] in units of log 2; MASKED: row r sees lanes lo[r] .. hi[r]-1.
+template <class T, int SD, int R, bool MASKED, bool PREFETCH>
+void attend(const TileArgs<T> &a) {
+  alignas(64) typename T::Q p[R * TILE];
+  {
+    vec::F s[R][NT];
+    logits<T, SD, R, PREFETCH>(a, s);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) softmax<T, SD, MASKED>(a, s[r], r, p + r * TILE);
+  }
+  Steps steps;
+  if (MASKED) {
+    find_steps<T, R>(a, steps);
+    const int lines = a.block_size * a.head_dim * (int)sizeof(typename T::E) / 64;
+    for (int b = 0; a.ahead && b * a.block_size < TILE; b++)
+      for (int i = 0; i < lines; i++) prefetch<PREFETCH>((const char *)a.next_v[b] + 64 * i);
+  }
+  int h = 0;
+  for (; h + NC * vec::W <= a.head_dim; h += NC * vec::W) pv_columns<T, SD, R, NC, MASKED, PREFETCH>(a, p, steps, h);
+  if constexpr (NC * vec::W > 16)  // head sizes are multiples of 16
+    for (; h < a.head_dim; h += vec::W) pv_columns<T, SD, R, 1, MASKED, PREFETCH>(a, p, steps, h);
+}
+
+}  // namespace pagedec

@@ -1,0 +1,119 @@
+// The attention plan of one step: what every layer of a kind repeats, on any device.
+//
+// A plan is one flat, relocatable array of int32 words (pd_plan_view): a Header, then sections at word offsets from the start.
+//   rows     the batch's rows in packed order: neighbours share physical blocks, a tree's nodes stand in depth-first order
+//   pieces   runs of rows that are computed together
+//   units    of each piece, ascending by tile: one tile of 64 positions and the rows that read it
+//   items    (piece, chunk): the units of one chunk of 512 positions. The work item of a CUDA thread block for one virtual head
+//   spans    (piece, virtual head, run of items): the work of a CPU thread, ordered by worker; worker_indptr gives each its share
+//   splits   rows whose chunks went to several spans, as indices into rows
+//   paths    slots (block * block_size + offset) of the positions that a tree node does not find in its table's order
+//
+// A virtual head is a part of the query heads that one kv head serves: v = kv_head * head_parts + part, and the part holds the
+// group's heads [group * part / head_parts, group * (part + 1) / head_parts). A piece's packed rows are rows x heads of the part,
+// row-major; CUDA cuts them into tiles of 16. Rows [row0, row1) of a unit read the same slots, so a tile is fetched once for them.
+//
+// A row at packed index i sees positions [begin, end). It folds the chunks begin/512 ... (end-1)/512 left to right; a chunk
+// starts afresh, and inside it tiles follow each other in ascending order. With one block per item a row of several chunks puts
+// (o, m, l) of chunk c into workspace[partial + c - begin/512], and whoever comes last folds them in that order. A CPU worker
+// folds inside its span and uses its own, smaller workspace (`split`) for the rows in splits alone. Nothing of this changes a bit.
+#pragma once
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "pagedec.h"
+
+namespace pagedec {
+
+constexpr int TILE = 64, CHUNK = 512, CHUNK_TILES = CHUNK / TILE;
+constexpr int MIN_BLOCK = 8, MAX_TILE_BLOCKS = TILE / MIN_BLOCK;
+constexpr int MAX_HEAD_DIM = 256;
+constexpr int ROWS_MAX = 48;  // packed rows of a piece: q, o, l of 48 rows of 64 and one tile stay near L1 (96 rows: 2-20 % slower)
+
+constexpr int SPANS_A_WORKER = 4;  // to aim for (8: 64 beams 3-33 % slower, no gain elsewhere)
+
+constexpr int32_t PLAN_MAGIC = 0x6e6c7064;  // "dpln"
+constexpr int32_t PLAN_VERSION = 1;
+
+namespace plan {
+
+struct Section { int32_t offset, count; };  // in words; in records
+struct Header {
+  int32_t magic, version, num_words;
+  int32_t q_heads, kv_heads, head_dim, block_size, dtype, window;
+  int32_t scale_bits, soft_cap_bits;  // the bits of a float
+  int32_t num_branches, num_rows;
+  int32_t group, head_parts;          // q_heads / kv_heads; parts of a group
+  int32_t num_workers;
+  int32_t num_partials;               // (o, m, l) records of the one-block-per-item workspace, for each query head
+  int32_t num_split_partials;         // and of the workspace that spans use
+  Section rows, pieces, units, items, spans, worker_indptr, splits, paths;
+};
+struct Row {
+  int32_t row_id;       // in the batch
+  int32_t begin, end;   // positions it sees; its own is end - 1
+  int32_t branch_id;
+  int32_t partial;      // first record in the item workspace, -1: one chunk, nothing to merge
+  int32_t split;        // first record in the span workspace, -1: in one span
+  int32_t merge_chunk;  // the first chunk of `split` that holds a record: the first span's chunks are folded into one
+};
+struct Piece { int32_t row0, num_rows, unit0, num_units, item0, num_items; };
+struct Unit {
+  int32_t tile, row0, row1;  // rows relative to the piece
+  int32_t path;              // paths[path + i] is the slot of lane path_lane + i; -1: every lane stands in its block
+  int32_t path_lane;
+  int32_t blocks[MAX_TILE_BLOCKS];  // block ids; repeated where no row looks
+};
+struct Item { int32_t piece, chunk, unit0, num_units; };
+struct Span { int32_t piece, head, item0, num_items; };  // head: virtual
+
+}  // namespace plan
+
+// Storage that only its user touches first.
+template <class T>
+class Scratch {
+ public:
+  T *reserve(size_t n) {
+    if (n > size_) {
+      data_.reset((T *)std::aligned_alloc(64, (n * sizeof(T) + 63) / 64 * 64));
+      size_ = data_ ? n : 0;
+    }
+    return data_.get();
+  }
+  T *get() const { return data_.get(); }
+
+ private:
+  struct Free { void operator()(T *p) const { std::free(p); } };
+  std::unique_ptr<T, Free> data_;
+  size_t size_ = 0;
+};
+
+}  // namespace pagedec
+
+struct pd_plan {
+  bool ready = false;
+  pd_attn_shape shape{};
+  std::vector<pagedec::plan::Row> rows;
+  std::vector<pagedec::plan::Piece> pieces;
+  std::vector<pagedec::plan::Unit> units;
+  std::vector<pagedec::plan::Item> items;
+  std::vector<pagedec::plan::Span> spans;
+  std::vector<int32_t> worker_indptr, splits, paths, words;
+  pagedec::Scratch<char> states;       // one a worker
+  pagedec::Scratch<float> partials;    // [num_split_partials][q_heads][head_dim + 2]: o, m, l
+  size_t state_bytes = 0;
+
+  const pagedec::plan::Header &header() const { return *(const pagedec::plan::Header *)words.data(); }
+};
+
+namespace pagedec {
+
+int check_shape(const pd_attn_shape &);
+int check_batch(const pd_attn_shape &, const pd_attn_batch &);
+int build_plan(pd_plan &, plan::Header &, const pd_attn_batch &, int workers);  // of checked arguments; fails on a visible block id < 0
+void cut_spans(pd_plan &, plan::Header &, int workers);
+size_t attention_state_bytes(const pd_attn_shape &);
+
+}  // namespace pagedec
