@@ -28,11 +28,17 @@ def _directory(value: str) -> str | None:
     return None if Path(value).is_dir() else "must be an existing directory"
 
 
+def _path(value: str) -> str | None:
+    return None if value and not Path(value).is_file() else "must be a directory or the name of one to be made"
+
+
 VARIABLES = {
     variable.name: variable
     for variable in (
         Variable("PAGEDEC_ISA", "kernel library to use; none: the reference kernels", _one_of(*ISAS, "none")),
         Variable("PAGEDEC_LIB_DIR", "directory of the kernel libraries", _directory),
+        Variable("PAGEDEC_CACHE", "directory of converted models, made where it is missing", _path),
+        Variable("PAGEDEC_DEBUG", "1: check the pool after every step and poison fresh blocks", _one_of("0", "1")),
     )
 }
 
