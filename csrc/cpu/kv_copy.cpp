@@ -1,0 +1,93 @@
+// Slot moves in list order. A thread owns whole (layer, head) pairs, so that the order holds without a barrier.
+#include <cstring>
+
+#include "cpu/cache_layout.h"
+#include "cpu/check_small.h"
+
+namespace pagedec {
+namespace {
+
+// Moves first .. first + length: neighbours inside one block to the same offsets of another block.
+struct Run {
+  int32_t src, dst, length;
+};
+
+Run next_run(const pd_kv_copy_args &a, int32_t first) {
+  const int32_t size = a.block_size, src = a.src[first], dst = a.dst[first];
+  Run run{src, dst, 1};
+  if (src % size != dst % size || src == dst) return run;
+  const int32_t room = size - src % size < *a.num_moves - first ? size - src % size : *a.num_moves - first;
+  while (run.length < room && a.src[first + run.length] == src + run.length && a.dst[first + run.length] == dst + run.length)
+    run.length++;
+  return run;
+}
+
+void copy_strided(char *base, int64_t to, int64_t from, int64_t num, int64_t step, int64_t bytes) {
+  for (int64_t i = 0; i < num; i++) memcpy(base + to + i * step, base + from + i * step, bytes);
+}
+
+// All in elements of `bytes`; bf16: K in pairs along the head, V in pairs along the block.
+void copy_slot(const CacheShape &shape, int64_t bytes, char *k, char *v, int64_t src, int64_t dst, int64_t head) {
+  const SlotPlace from = shape.place(src, head), to = shape.place(dst, head);
+  const int64_t dim = shape.head_dim, size = shape.block_size;
+  if (shape.paired) {
+    copy_strided(k, to.k * 2, from.k * 2, dim / 2, size * 4, 4);
+    copy_strided(v, to.v * 2, from.v * 2, dim, 4, 2);
+  } else {
+    copy_strided(k, to.k * 4, from.k * 4, dim, size * 4, 4);
+    memcpy(v + to.v * 4, v + from.v * 4, dim * 4);
+  }
+}
+
+void copy_run(const CacheShape &shape, int64_t bytes, char *k, char *v, const Run &run, int64_t head) {
+  const int64_t dim = shape.head_dim, size = shape.block_size, offset = run.src % size;
+  const int64_t from = shape.head_base(run.src / size, head) * bytes, to = shape.head_base(run.dst / size, head) * bytes;
+  const int64_t k_rows = shape.paired ? dim / 2 : dim;  // of 4 bytes a slot
+  if (run.length == size)
+    memcpy(k + to, k + from, dim * size * bytes);
+  else
+    copy_strided(k, to + offset * 4, from + offset * 4, k_rows, size * 4, run.length * 4);
+  int64_t begin = offset, end = offset + run.length;
+  if (shape.paired) {
+    if (begin % 2) copy_slot(shape, bytes, k, v, run.src, run.dst, head), begin++;
+    if (end % 2 && end > begin) copy_slot(shape, bytes, k, v, run.src + run.length - 1, run.dst + run.length - 1, head), end--;
+  }
+  if (end > begin) memcpy(v + to + begin * dim * bytes, v + from + begin * dim * bytes, (end - begin) * dim * bytes);
+}
+
+}  // namespace
+
+int check_kv_copy(const pd_kv_copy_args &a) {
+  const char *name = "pd_kv_copy";
+  if (check_count(name, "num_moves", a.num_moves) || check_pointer(name, "src", a.src) || check_pointer(name, "dst", a.dst) ||
+      check_pointer(name, "k_cache", a.k_cache) || check_pointer(name, "v_cache", a.v_cache) ||
+      check_cache_shape(name, a.kv_heads, a.head_dim, a.block_size, a.dtype) ||
+      check_range(name, "num_layers", a.num_layers, 1, 65536) || check_range(name, "layer_stride", a.layer_stride, 0, INT64_MAX))
+    return -1;
+  for (int32_t i = 0; i < *a.num_moves; i++) {
+    if (a.src[i] < 0) return fail("%s: src[%d] is %d; a slot must be 0 or more", name, i, a.src[i]);
+    if (a.dst[i] < 0) return fail("%s: dst[%d] is %d; a slot must be 0 or more", name, i, a.dst[i]);
+  }
+  return 0;
+}
+
+void kv_copy_part(const pd_kv_copy_args &a, int thread, int num_threads) {
+  const CacheShape shape{a.kv_heads, a.head_dim, a.block_size, a.dtype == PD_BF16};
+  const int64_t bytes = shape.paired ? 2 : 4, units = (int64_t)a.num_layers * a.kv_heads;
+  if (thread == 0 && a.token_plane)
+    for (int32_t i = 0; i < *a.num_moves; i++) a.token_plane[a.dst[i]] = a.token_plane[a.src[i]];
+  for (int64_t u = units * thread / num_threads; u < units * (thread + 1) / num_threads; u++) {
+    const int64_t start = u / a.kv_heads * a.layer_stride * bytes, head = u % a.kv_heads;
+    char *k = (char *)a.k_cache + start, *v = (char *)a.v_cache + start;
+    for (int32_t i = 0; i < *a.num_moves;) {
+      const Run run = next_run(a, i);
+      if (run.length > 1)
+        copy_run(shape, bytes, k, v, run, head);
+      else if (run.src != run.dst)
+        copy_slot(shape, bytes, k, v, run.src, run.dst, head);
+      i += run.length;
+    }
+  }
+}
+
+}  // namespace pagedec

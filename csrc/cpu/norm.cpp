@@ -1,0 +1,56 @@
+// RMS norm of rows of the residual stream. A row's sum of squares has one order: 16 lanes, then a tree over the lanes.
+#include <cmath>
+
+#include "cpu/check_small.h"
+#include "cpu/vec_small.h"
+
+namespace pagedec {
+namespace {
+
+template <class E>
+void norm_row(const pd_rms_norm_args &a, float *x, const float *residual, E *out) {
+  const int64_t dim = a.dim;
+  F16 sum = set16(0.0f);
+  for (int64_t i = 0; i < dim; i += 16) {
+    F16 v = load_some(x + i, dim - i);
+    if (residual) {
+      v = v + load_some(residual + i, dim - i);
+      store_some(x + i, v, dim - i);
+    }
+    sum = sum + v * v;
+  }
+  const F16 scale = set16(1.0f / std::sqrt(sum_lanes(sum) / (float)dim + a.eps)), offset = set16(a.weight_offset);
+  for (int64_t i = 0; i < dim; i += 16) {
+    const F16 weight = load_some(a.weight + i, dim - i) + offset;
+    store_some(out + i, load_some(x + i, dim - i) * scale * weight, dim - i);
+  }
+}
+
+template <class E>
+void norm_rows(const pd_rms_norm_args &a, int thread, int num_threads) {
+  const Range rows = share(*a.num_rows, thread, num_threads);
+  for (int64_t r = rows.begin; r < rows.end; r++) {
+    const int64_t row = a.row_ids ? a.row_ids[r] : r;
+    float *x = const_cast<float *>(a.x) + row * a.dim;  // written only where a residual is added
+    norm_row(a, x, a.residual ? a.residual + row * a.dim : nullptr, (E *)a.out + r * a.dim);
+  }
+}
+
+}  // namespace
+
+int check_rms_norm(const pd_rms_norm_args &a) {
+  const char *name = "pd_rms_norm";
+  if (check_count(name, "num_rows", a.num_rows) || check_pointer(name, "x", a.x) || check_pointer(name, "weight", a.weight) ||
+      check_pointer(name, "out", a.out) || check_dtype(name, a.dtype) || check_range(name, "dim", a.dim, 1, INT32_MAX))
+    return -1;
+  if (a.residual && a.row_ids) return fail("pd_rms_norm: row_ids is given with residual; a sum needs every row, it must be NULL");
+  if (!(a.eps >= 0.0f) || !std::isfinite(a.eps)) return fail("pd_rms_norm: eps is %g; it must be 0 or more", (double)a.eps);
+  if (!std::isfinite(a.weight_offset)) return fail("pd_rms_norm: weight_offset is %g; it must be finite", (double)a.weight_offset);
+  return 0;
+}
+
+void rms_norm_part(const pd_rms_norm_args &a, int thread, int num_threads) {
+  a.dtype == PD_BF16 ? norm_rows<bf16>(a, thread, num_threads) : norm_rows<float>(a, thread, num_threads);
+}
+
+}  // namespace pagedec

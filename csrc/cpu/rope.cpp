@@ -1,0 +1,118 @@
+// Rotary positions and the cache write in one pass over qkv: norm of a head, rotation, then to q_out or to the slot.
+#include <cmath>
+
+#include "cpu/cache_layout.h"
+#include "cpu/check_small.h"
+#include "cpu/vec_small.h"
+
+namespace pagedec {
+namespace {
+
+constexpr int kMaxHeadDim = 1024;
+
+void norm_head(float *x, const float *weight, int64_t dim, float eps, float offset) {
+  F16 sum = set16(0.0f);
+  for (int64_t i = 0; i < dim; i += 16) {
+    const F16 v = load_some(x + i, dim - i);
+    sum = sum + v * v;
+  }
+  const F16 scale = set16(1.0f / std::sqrt(sum_lanes(sum) / (float)dim + eps)), shift = set16(offset);
+  for (int64_t i = 0; i < dim; i += 16)
+    store_some(x + i, load_some(x + i, dim - i) * scale * (load_some(weight + i, dim - i) + shift), dim - i);
+}
+
+// `table`: cos of the half, then sin.
+void rotate_halves(float *x, const float *table, int64_t half) {
+  for (int64_t i = 0; i < half; i += 16) {
+    const int64_t n = half - i;
+    const F16 cos = load_some(table + i, n), sin = load_some(table + half + i, n);
+    const F16 a = load_some(x + i, n), b = load_some(x + half + i, n);
+    store_some(x + i, a * cos - b * sin, n);
+    store_some(x + half + i, b * cos + a * sin, n);
+  }
+}
+void rotate_pairs(float *x, const float *table, int64_t half) {
+  for (int64_t i = 0; i < half; i++) {
+    const float a = x[2 * i], b = x[2 * i + 1], cos = table[i], sin = table[half + i];
+    x[2 * i] = a * cos - b * sin;
+    x[2 * i + 1] = b * cos + a * sin;
+  }
+}
+
+void write_k(float *k, const CacheShape &shape, const float *x) {
+  for (int64_t d = 0; d < shape.head_dim; d++) k[d * shape.block_size] = x[d];
+}
+void write_k(bf16 *k, const CacheShape &shape, const float *x) {
+  bf16 rounded[kMaxHeadDim];
+  for (int64_t d = 0; d < shape.head_dim; d += 16) store_some(rounded + d, load_some(x + d, shape.head_dim - d), shape.head_dim - d);
+  for (int64_t d = 0; d < shape.head_dim; d += 2) memcpy(k + d * shape.block_size, rounded + d, 4);
+}
+void write_v(float *v, const CacheShape &shape, const float *x) { memcpy(v, x, shape.head_dim * 4); }
+// Element by element: the other half of each pair is a neighbour's slot, which another thread may be writing.
+void write_v(bf16 *v, const CacheShape &shape, const bf16 *x) {
+  for (int64_t d = 0; d < shape.head_dim; d++) v[d * 2] = x[d];
+}
+
+template <class E>
+struct Heads {
+  const pd_rope_kv_write_args &a;
+  CacheShape shape;
+
+  // A q or k head in fp32, normed and rotated.
+  void prepare(const E *in, const float *norm, int64_t row, float *x) const {
+    const int64_t dim = a.head_dim;
+    for (int64_t i = 0; i < dim; i += 16) store_some(x + i, load_some(in + i, dim - i), dim - i);
+    if (norm) norm_head(x, norm, dim, a.norm_eps, a.norm_offset);
+    if (!a.cos_sin) return;
+    const float *table = a.cos_sin + a.positions[row] * (int64_t)a.rotary_dim;
+    a.interleaved ? rotate_pairs(x, table, a.rotary_dim / 2) : rotate_halves(x, table, a.rotary_dim / 2);
+  }
+  void run(int64_t row, int64_t head) const {
+    const int64_t dim = a.head_dim, slot = a.slots[row];
+    const E *in = (const E *)a.qkv + (row * (a.q_heads + 2 * a.kv_heads) + head) * dim;
+    alignas(64) float x[kMaxHeadDim];
+    if (head < a.q_heads) {
+      prepare(in, a.q_norm, row, x);
+      E *out = (E *)a.q_out + (row * a.q_heads + head) * dim;
+      for (int64_t i = 0; i < dim; i += 16) store_some(out + i, load_some(x + i, dim - i), dim - i);
+    } else if (slot >= 0 && head < a.q_heads + a.kv_heads) {
+      prepare(in, a.k_norm, row, x);
+      write_k((E *)a.k_cache + shape.place(slot, head - a.q_heads).k, shape, x);
+    } else if (slot >= 0) {
+      write_v((E *)a.v_cache + shape.place(slot, head - a.q_heads - a.kv_heads).v, shape, in);
+    }
+  }
+};
+
+template <class E>
+void write_rows(const pd_rope_kv_write_args &a, int thread, int num_threads) {
+  const Heads<E> heads{a, {a.kv_heads, a.head_dim, a.block_size, a.dtype == PD_BF16}};
+  const int64_t num_heads = a.q_heads + 2 * a.kv_heads;
+  const Range units = share(*a.num_rows * num_heads, thread, num_threads);
+  for (int64_t u = units.begin; u < units.end; u++) heads.run(u / num_heads, u % num_heads);
+}
+
+}  // namespace
+
+int check_rope_kv_write(const pd_rope_kv_write_args &a) {
+  const char *name = "pd_rope_kv_write";
+  if (check_count(name, "num_rows", a.num_rows) || check_pointer(name, "qkv", a.qkv) || check_pointer(name, "q_out", a.q_out) ||
+      check_pointer(name, "k_cache", a.k_cache) || check_pointer(name, "v_cache", a.v_cache) ||
+      check_pointer(name, "slots", a.slots) || check_cache_shape(name, a.kv_heads, a.head_dim, a.block_size, a.dtype) ||
+      check_range(name, "q_heads", a.q_heads, 1, 65536) || check_range(name, "interleaved", a.interleaved, 0, 1))
+    return -1;
+  if (a.cos_sin) {
+    if (check_pointer(name, "positions", a.positions) || check_range(name, "rotary_dim", a.rotary_dim, 2, a.head_dim)) return -1;
+    if (a.rotary_dim % 2) return fail("%s: rotary_dim is %d; it must be even", name, a.rotary_dim);
+  }
+  if (!(a.norm_eps >= 0.0f) || !std::isfinite(a.norm_eps))
+    return fail("%s: norm_eps is %g; it must be 0 or more", name, (double)a.norm_eps);
+  if (!std::isfinite(a.norm_offset)) return fail("%s: norm_offset is %g; it must be finite", name, (double)a.norm_offset);
+  return 0;
+}
+
+void rope_kv_write_part(const pd_rope_kv_write_args &a, int thread, int num_threads) {
+  a.dtype == PD_BF16 ? write_rows<bf16>(a, thread, num_threads) : write_rows<float>(a, thread, num_threads);
+}
+
+}  // namespace pagedec

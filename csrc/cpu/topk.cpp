@@ -1,0 +1,63 @@
+// The k largest logits and the logsumexp of a row: one pass finds group maxima and the sum, a second looks only into the groups
+// that reach the k-th largest group maximum.
+#include "cpu/topk.h"
+
+#include <cmath>
+
+#include "cpu/check_small.h"
+#include "cpu/softmax_mass.h"
+
+namespace pagedec {
+namespace {
+
+// Fills the group maxima and returns log(sum(exp)).
+float scan(const float *x, int64_t vocab, float *group_maxima) {
+  float top = kMinusInf;
+  double sum = 0.0;
+  for (int64_t begin = 0; begin < vocab; begin += kMassChunk) {
+    const int64_t n = vocab - begin < kMassChunk ? vocab - begin : kMassChunk;
+    float chunk_top = kMinusInf;
+    for (int64_t g = begin / kGroup; g * kGroup < begin + n; g++) {
+      group_maxima[g] = group_max(x, vocab, g);
+      chunk_top = larger(group_maxima[g], chunk_top);
+    }
+    if (chunk_top == kMinusInf) continue;  // adds nothing
+    if (chunk_top > top) {
+      sum = sum == 0.0 ? 0.0 : sum * std::exp((double)top - (double)chunk_top);
+      top = chunk_top;
+    }
+    if (top <= kLargest) sum += (double)mass_of_chunk(x + begin, n, top, 1.0f);
+  }
+  if (top == kMinusInf || top > kLargest) return top;
+  return (float)((double)top + std::log(sum));
+}
+
+}  // namespace
+
+int check_topk_lse(const pd_topk_lse_args &a) {
+  const char *name = "pd_topk_lse";
+  if (check_count(name, "num_rows", a.num_rows) || check_pointer(name, "logits", a.logits) || check_pointer(name, "lse", a.lse) ||
+      check_range(name, "vocab", a.vocab, 1, INT32_MAX - kGroup) || check_range(name, "k", a.k, 0, a.vocab))
+    return -1;
+  if (a.k && (check_pointer(name, "token_ids", a.token_ids) || check_pointer(name, "values", a.values))) return -1;
+  return 0;
+}
+
+void topk_lse_part(const pd_topk_lse_args &a, int thread, int num_threads) {
+  static thread_local std::vector<float> maxima, scratch;
+  static thread_local std::vector<uint64_t> keys;
+  const Range rows = share(*a.num_rows, thread, num_threads);
+  maxima.resize(num_groups(a.vocab));
+  for (int64_t r = rows.begin; r < rows.end; r++) {
+    const float *x = a.logits + (a.row_ids ? a.row_ids[r] : r) * (int64_t)a.vocab;
+    a.lse[r] = scan(x, a.vocab, maxima.data());
+    if (a.k == 0) continue;
+    select_largest(x, a.vocab, maxima.data(), a.k, scratch, keys);
+    for (int64_t i = 0; i < a.k; i++) {
+      a.token_ids[r * a.k + i] = key_token(keys[i]);
+      a.values[r * a.k + i] = key_value(keys[i]);
+    }
+  }
+}
+
+}  // namespace pagedec
