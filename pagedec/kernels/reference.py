@@ -1,0 +1,154 @@
+"""The meaning of every kernel that works row by row, in torch; also what runs where there is no compiled library.
+
+Arguments are those of the records in csrc/include/pagedec.h. `compute_dtype` is the precision of the arithmetic: fp32
+when the functions serve, float64 when they judge the kernels. Cache layouts are those of pagedec.h, as tensors:
+bf16 K [blocks, kv_heads, D/2, block_size, 2], V [blocks, kv_heads, block_size/2, D, 2];
+fp32 K [blocks, kv_heads, D, block_size], V [blocks, kv_heads, block_size, D].
+Read-out (argmax, top-k, sampling) is in reference_readout.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def embed(
+    token_ids: Tensor,
+    table: Tensor,
+    scale: float = 1.0,
+    *,
+    slots: Tensor | None = None,
+    token_plane: Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return table[token_ids] * scale, NaN where an id is outside the table; note the ids in the token plane."""
+    if slots is not None and token_plane is not None:
+        written = slots >= 0
+        token_plane[slots[written].long()] = token_ids[written].to(token_plane.dtype)
+    known = (token_ids >= 0) & (token_ids < table.shape[0])
+    rows = table[torch.where(known, token_ids, 0).long()].to(compute_dtype) * scale
+    return torch.where(known[:, None], rows, torch.nan)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    row_ids: Tensor | None = None,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return the normed rows; where a residual is given, x becomes x + residual first."""
+    if residual is not None:
+        if row_ids is not None:
+            raise ValueError("row_ids is given with residual; it must be None")
+        x += residual
+    rows = (x if row_ids is None else x[row_ids.long()]).to(compute_dtype)
+    scale = 1.0 / torch.sqrt(rows.square().mean(-1, keepdim=True) + eps)
+    return (rows * scale * (weight.to(compute_dtype) + weight_offset)).to(out_dtype)
+
+
+def silu_mul(x: Tensor, *, gelu: bool = False, compute_dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return silu(gate) * up of rows [gate | up]; gelu: the tanh approximation of GELU."""
+    gate, up = x.to(compute_dtype).chunk(2, -1)
+    inner = math.sqrt(8.0 / math.pi) * (gate + 0.044715 * gate**3) if gelu else gate
+    return (gate / (1.0 + torch.exp(-inner)) * up).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeShape:
+    """What a kind of layer fixes for rope_kv_write."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    interleaved: bool = False
+    norm_eps: float = 0.0
+    norm_offset: float = 0.0
+
+
+def rotate(x: Tensor, table: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotate heads [rows, heads, head_dim] by table [rows, rotary_dim] = (cos | sin); the dimensions behind it stay."""
+    half = table.shape[-1] // 2
+    cos, sin = table[:, None, :half].to(x.dtype), table[:, None, half:].to(x.dtype)
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+    else:
+        a, b = turned[..., :half], turned[..., half:]
+        pairs = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    return torch.cat((pairs, rest), -1)
+
+
+def write_slots(cache: Tensor, slots: Tensor, rows: Tensor, *, keys: bool) -> None:
+    """Write rows [rows, kv_heads, head_dim] to their slots of one layer's K or V; slot -1 is not written."""
+    written = slots >= 0
+    rows, places = rows[written].to(cache.dtype), slots[written].long()
+    paired = cache.dim() == 5
+    if keys:
+        block, offset = places // cache.shape[3], places % cache.shape[3]
+        if paired:
+            cache[block, :, :, offset] = rows.view(*rows.shape[:-1], -1, 2)
+        else:
+            cache[block, :, :, offset] = rows
+        return
+    size = cache.shape[2] * (2 if paired else 1)
+    block, offset = places // size, places % size
+    if paired:
+        cache[block, :, offset // 2, :, offset % 2] = rows
+    else:
+        cache[block, :, offset] = rows
+
+
+def rope_kv_write(
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    shape: RopeShape,
+    *,
+    cos_sin: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Norm and rotate q and k, write k and v to their slots, return q [rows, q_heads * head_dim]."""
+    heads = qkv.view(len(qkv), -1, shape.head_dim)
+    q, k, v = heads.split((shape.q_heads, shape.kv_heads, shape.kv_heads), 1)
+
+    def prepare(x: Tensor, norm: Tensor | None) -> Tensor:
+        x = x.to(compute_dtype)
+        if norm is not None:
+            options = {"weight_offset": shape.norm_offset, "out_dtype": compute_dtype, "compute_dtype": compute_dtype}
+            x = rms_norm(x, norm, shape.norm_eps, **options)  # type: ignore[arg-type]
+        if cos_sin is None:
+            return x
+        return rotate(x, cos_sin[positions.long()], interleaved=shape.interleaved)
+
+    write_slots(k_cache, slots, prepare(k, k_norm), keys=True)
+    write_slots(v_cache, slots, v, keys=False)
+    return prepare(q, q_norm).to(qkv.dtype).flatten(1)
+
+
+def kv_copy(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor, token_plane: Tensor | None = None) -> None:
+    """Move slots in list order in every layer; caches as above with a leading dimension of layers."""
+    paired = k_cache.dim() == 6
+    size = k_cache.shape[4]
+    for source, target in zip(src.tolist(), dst.tolist(), strict=True):
+        (b0, o0), (b1, o1) = divmod(source, size), divmod(target, size)
+        k_cache[:, b1, :, :, o1] = k_cache[:, b0, :, :, o0].clone()
+        if paired:
+            v_cache[:, b1, :, o1 // 2, :, o1 % 2] = v_cache[:, b0, :, o0 // 2, :, o0 % 2].clone()
+        else:
+            v_cache[:, b1, :, o1] = v_cache[:, b0, :, o0].clone()
+        if token_plane is not None:
+            token_plane[target] = token_plane[source]

@@ -1,0 +1,110 @@
+"""The meaning of the read-out kernels, in numpy: argmax, top-k with logsumexp, the noise, and Gumbel-max draws.
+
+The noise has the kernels' integers; probabilities are float64. A NaN logit counts as -inf, in a draw +inf as the largest
+float; of equal logits the lower token id comes first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.floating[Any]]
+Ints = npt.NDArray[np.int32]
+
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFFFFFF
+
+
+def _clean(logits: Floats) -> npt.NDArray[np.float64]:
+    cleaned: npt.NDArray[np.float64] = np.where(np.isnan(logits), -np.inf, logits).astype(np.float64)
+    return cleaned
+
+
+def argmax(logits: Floats) -> Ints:
+    """Return the id of each row's largest logit."""
+    ids: Ints = np.argmax(_clean(logits), -1).astype(np.int32)
+    return ids
+
+
+def largest(row: Floats, k: int) -> npt.NDArray[np.int64]:
+    """Return the ids of the k largest logits by descending logit, then ascending id."""
+    cleaned = _clean(row)
+    if k == 0:
+        return np.empty(0, np.int64)
+    candidates = np.arange(len(cleaned))
+    if k < len(cleaned):
+        candidates = np.flatnonzero(cleaned >= np.partition(cleaned, len(cleaned) - k)[len(cleaned) - k])
+    return candidates[np.argsort(-cleaned[candidates], kind="stable")][:k]
+
+
+def topk_lse(logits: Floats, k: int, row_ids: Ints | None = None) -> tuple[Ints, Floats, Floats]:
+    """Return the ids and logits of each row's k largest in order, and the row's logsumexp in float64."""
+    rows = _clean(logits if row_ids is None else logits[row_ids])
+    ids = np.array([largest(row, k) for row in rows], np.int32).reshape(len(rows), k)
+    top = rows.max(-1, keepdims=True)
+    shift = np.where(np.isfinite(top), top, 0.0)
+    with np.errstate(divide="ignore", over="ignore"):
+        lse = np.log(np.exp(rows - shift).sum(-1)) + shift[:, 0]
+    return ids, np.take_along_axis(rows, ids.astype(np.int64), -1).astype(np.float32), lse
+
+
+def philox(seed: int, stream: int, position: int, counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the four words [num_counters, 4] of Philox4x32-10 for each token quadruple."""
+    c0 = np.full(counters.shape, stream & _WORD, np.uint64)
+    c1 = np.full(counters.shape, stream >> 32, np.uint64)
+    c2 = np.full(counters.shape, position & _WORD, np.uint64)
+    c3 = counters.astype(np.uint64)
+    low, shift = np.uint64(_WORD), np.uint64(32)
+    for i in range(10):
+        k0 = np.uint64(((seed & _WORD) + i * _WEYL[0]) & _WORD)
+        k1 = np.uint64(((seed >> 32) + i * _WEYL[1]) & _WORD)
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ k0, p1 & low, (p0 >> shift) ^ c3 ^ k1, p0 & low
+    return np.stack((c0, c1, c2, c3), -1)
+
+
+def gumbel(seed: int, stream: int, position: int, first_token: int, num_tokens: int) -> npt.NDArray[np.float64]:
+    """Return the noise of consecutive tokens."""
+    first = first_token // 4
+    counters = np.arange(first, (first_token + num_tokens + 3) // 4, dtype=np.uint64)
+    words = philox(seed, stream, position, counters).reshape(-1)
+    words = words[first_token - 4 * first :][:num_tokens]
+    uniform = ((words >> np.uint64(8)).astype(np.float64) + 0.5) * 2.0**-24
+    noise: npt.NDArray[np.float64] = -np.log(-np.log(uniform))
+    return noise
+
+
+def log_probabilities(row: Floats, draw: np.void) -> npt.NDArray[np.float64]:
+    """Return the log of the distribution that a draw (DRAW_DTYPE) with a temperature above 0 is taken from."""
+    finite = np.minimum(_clean(row), float(np.finfo(np.float32).max))
+    with np.errstate(over="ignore"):
+        z = (finite - finite.max()) / float(draw["temperature"])
+    kept = np.arange(len(row))
+    if 0 < draw["top_k"] < len(row):
+        kept = largest(row, int(draw["top_k"]))
+    if draw["top_p"] < 1.0:
+        kept = kept if len(kept) < len(row) else largest(row, len(row))
+        cumulative = np.cumsum(np.exp(z[kept]))
+        reached = np.searchsorted(cumulative, float(draw["top_p"]) * cumulative[-1])
+        kept = kept[: int(reached) + 1]
+    kept = kept[np.exp(z[kept]) >= float(draw["min_p"])]
+    result = np.full(len(row), -np.inf)
+    result[kept] = z[kept] - np.log(np.exp(z[kept]).sum())
+    return result
+
+
+def sample(logits: Floats, draws: npt.NDArray[np.void]) -> Ints:
+    """Return one token for each draw (DRAW_DTYPE); temperature 0 is the argmax."""
+    tokens = np.empty(len(draws), np.int32)
+    for i, draw in enumerate(draws):
+        row = logits[int(draw["row"])]
+        if draw["temperature"] == 0.0 or not np.any(_clean(row) > -np.inf):
+            tokens[i] = argmax(row)
+            continue
+        noise = gumbel(int(draw["seed"]), int(draw["stream"]), int(draw["position"]), 0, len(row))
+        tokens[i] = np.argmax(log_probabilities(row, draw) + noise)
+    return tokens
