@@ -1,0 +1,218 @@
+"""The shape of the project, read from its sources: who may import whom, how long a file may be, who reads the environment."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "pagedec"
+MAX_PYTHON_LINES = 400
+MAX_CPP_LINES = 500
+MAX_FUNCTION_LINES = 60
+CPP_SUFFIXES = {".cpp", ".h", ".cu", ".cuh"}
+
+VALUES = {"errors", "fields", "params", "outputs"}
+"""Leaves that anyone may import: they hold values and know nothing of the rest."""
+CHAIN = ("engine", "executor", "runtime", "models", "layers", "kernels")
+"""From left to right: each may import those to its right."""
+EXTRA: dict[str, set[str]] = {
+    "errors": set(),
+    "fields": set(),
+    "params": set(),
+    "outputs": set(),
+    "environment": set(),
+    "config": set(),
+    "core": {"config"},
+    "decoders": {"core"},
+    "text": {"environment", "formats"},
+    "formats": {"environment"},
+    "kernels": {"environment", "core"},
+    "layers": set(),
+    "models": {"formats"},
+    "runtime": {"core", "formats", "environment"},
+    "executor": {"core", "config", "environment"},
+    "engine": {"core", "decoders", "config", "text", "formats", "environment"},
+    "llm": {"engine", "config", "text", "core", "decoders"},
+    "session": {"engine", "config", "text", "core", "decoders", "llm"},
+    "serve": {"llm", "session", "engine", "config", "text", "environment", "v1"},
+    "cli": {"llm", "session", "engine", "config", "environment", "serve"},
+    "v1": set(),
+    "__main__": {"cli"},
+    "__init__": {"llm", "session", "config", "decoders"},
+}
+TO_THE_RIGHT = {part: set(CHAIN[i + 1 :]) for i, part in enumerate(CHAIN)}
+ALLOWED = {
+    part: extra | TO_THE_RIGHT.get(part, set()) | ({"errors", "fields"} if part in VALUES else VALUES)
+    for part, extra in EXTRA.items()
+}
+TORCH = {"runtime", "models", "layers", "kernels", "formats"}
+EXEMPT = {
+    ("cli/active.py", "torch"): "the doctor reports on torch itself",
+    ("cli/active.py", "kernels"): "the doctor reports on the kernel libraries",
+    ("cli/doctor.py", "torch"): "the doctor reports on torch itself",
+    ("cli/doctor.py", "kernels"): "the doctor probes the fallback linear",
+    ("cli/active.py", "formats"): "the doctor says where the default model and the cache are",
+    ("cli/doctor.py", "formats"): "the doctor says where the default model and the cache are",
+}
+NOT_PURE = {"os", "socket", "subprocess", "threading", "time", "random", "torch", "asyncio", "multiprocessing", "io"}
+"""What core and decoders may not import: with the same inputs they must always give the same plans."""
+ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py") if "v1" not in path.parts)
+
+
+def part_of(path: Path) -> str:
+    """The part of the package that a file belongs to: its first folder, or its own name at the top."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[0]
+
+
+def imported(tree: ast.Module, package: str = "pagedec") -> Iterator[str]:
+    """Every module that a file imports anywhere in it, `from x import y` as both x and x.y. `package`: where relative
+    imports start from."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                kept = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*kept, *filter(None, [base])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def wrong_imports(part: str, source: str, package: str = "pagedec") -> set[str]:
+    """The parts of the package, and other modules, that a file of `part` imports against the arrows."""
+    wrong = set()
+    for name in imported(ast.parse(source), package):
+        top, _, rest = name.partition(".")
+        target = rest.partition(".")[0]
+        if top == "pagedec" and target in EXTRA and target != part and target not in ALLOWED[part]:
+            wrong.add(target)
+        if top == "torch" and part not in TORCH:
+            wrong.add("torch")
+        if part in ("core", "decoders") and top in NOT_PURE:
+            wrong.add(top)
+    return wrong
+
+
+def environment_access(source: str) -> list[int]:
+    """Lines that touch the process's environment variables."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        is_attribute = isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT_NAMES
+        is_import = isinstance(node, ast.ImportFrom) and any(alias.name in ENVIRONMENT_NAMES for alias in node.names)
+        if is_attribute or is_import:
+            lines.append(node.lineno)
+    return sorted(lines)
+
+
+def long_functions(source: str) -> list[str]:
+    """Functions longer than the limit, decorators and docstring included."""
+    return [
+        f"{node.name} at line {node.lineno}: {node.end_lineno - node.lineno + 1} lines"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+
+
+def nameless_todos(text: str) -> list[str]:
+    """Notes to do something, without the name of who will: TODO(name) has one."""
+    return [line.strip() for line in text.splitlines() if re.search(r"\b(TODO|FIXME|XXX)\b(?!\([a-z])", line)]
+
+
+def test_every_part_has_its_arrows() -> None:
+    assert {part_of(path) for path in python_files("pagedec")} <= set(EXTRA)
+
+
+@pytest.mark.parametrize("path", python_files("pagedec"), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_import_arrows(path: Path) -> None:
+    package = ".".join(path.parent.relative_to(ROOT).parts)
+    name = path.relative_to(PACKAGE).as_posix()
+    wrong = wrong_imports(part_of(path), path.read_text(encoding="utf-8"), package)
+    assert sorted(target for target in wrong if (name, target) not in EXEMPT) == []
+
+
+def test_environment_is_read_in_one_module() -> None:
+    touched = {
+        path.relative_to(PACKAGE).as_posix(): lines
+        for path in python_files("pagedec")
+        if path.name != "environment.py" and (lines := environment_access(path.read_text(encoding="utf-8")))
+    }
+    assert touched == {}
+    in_cpp = [path.name for path in cpp_files() if "getenv" in path.read_text(encoding="utf-8")]
+    assert in_cpp == []
+
+
+def cpp_files() -> list[Path]:
+    return sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in CPP_SUFFIXES)
+
+
+def test_files_are_short() -> None:
+    sizes = dict.fromkeys(python_files("pagedec", "tests", "benchmarks", "examples"), MAX_PYTHON_LINES)
+    sizes |= dict.fromkeys(cpp_files(), MAX_CPP_LINES)
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path, limit in sizes.items()
+        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > limit
+    }
+    assert long == {}
+
+
+def test_functions_are_short() -> None:
+    long = {
+        str(path.relative_to(ROOT)): found
+        for path in python_files("pagedec", "tests", "benchmarks", "examples")
+        if (found := long_functions(path.read_text(encoding="utf-8")))
+    }
+    assert long == {}
+
+
+def test_notes_have_names() -> None:
+    files = [*python_files("pagedec", "tests", "benchmarks", "examples"), *cpp_files(), ROOT / "Makefile"]
+    nameless = {
+        str(path.relative_to(ROOT)): found
+        for path in files
+        if path != Path(__file__).resolve() and (found := nameless_todos(path.read_text(encoding="utf-8")))
+    }
+    assert nameless == {}
+
+
+@pytest.mark.parametrize(
+    ("part", "source", "wrong"),
+    [
+        ("core", "from pagedec.errors import InvariantError\nimport numpy", set()),
+        ("core", "import torch.nn", {"torch"}),
+        ("core", "def f():\n    import time", {"time"}),
+        ("core", "from pagedec.engine.engine import Engine", {"engine"}),
+        ("core", "from pagedec import engine", {"engine"}),
+        ("decoders", "from ..runtime import runner", {"runtime"}),
+        ("decoders", "from pagedec.core.protocol import Query", set()),
+        ("text", "import torch", {"torch"}),
+        ("layers", "from pagedec.kernels.library import load", set()),
+        ("layers", "from pagedec.models.llama import Llama", {"models"}),
+        ("kernels", "from pagedec.layers import linear", {"layers"}),
+        ("runtime", "if TYPE_CHECKING:\n    from pagedec.engine import engine", {"engine"}),
+        ("params", "from pagedec.config import EngineConfig", {"config"}),
+    ],
+)
+def test_the_arrow_check_sees(part: str, source: str, wrong: set[str]) -> None:
+    assert wrong_imports(part, source, f"pagedec.{part}") == wrong
+
+
+def test_the_other_checks_see() -> None:
+    assert environment_access("import os\nx = os.environ['A']\ny = os.getenv('B')\nfrom os import environ") == [2, 3, 4]
+    assert environment_access("import os\nos.cpu_count()") == []
+    assert len(long_functions("def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES)) == 1
+    assert long_functions("def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1)) == []
+    assert len(nameless_todos("# TODO later\n# TODO(ada): later\n# FIXME\n")) == 2

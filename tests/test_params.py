@@ -1,0 +1,157 @@
+"""Request parameters, outputs and errors: what is taken, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagedec.errors import (
+    MAX_SHOWN,
+    FeatureNotAvailable,
+    InvalidArgument,
+    InvariantError,
+    ModelFileError,
+    NotFound,
+    PagedecError,
+    RequestError,
+)
+from pagedec.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from pagedec.params import MAX_SAMPLES, MIN_TEMPERATURE, SamplingParams
+
+NAN, INF = math.nan, math.inf
+WRONG = [
+    *[("n", value) for value in (0, -1, MAX_SAMPLES + 1, 1.0, "1", None, True, [1])],
+    *[("temperature", value) for value in (-0.1, NAN, INF, -INF, "1", None, True, MIN_TEMPERATURE / 2, 1j)],
+    *[("top_k", value) for value in (-2, 1.5, None, False, 2**31, "all")],
+    *[("top_p", value) for value in (0, 0.0, -0.5, 1.0000001, NAN, INF, None, True)],
+    *[("min_p", value) for value in (-0.1, 1.1, NAN, INF, None, True)],
+    *[("seed", value) for value in (-1, 2**64, 0.5, "7", True)],
+    *[("max_tokens", value) for value in (0, -1, 2.0, True, "3")],
+    *[("min_tokens", value) for value in (-1, None, 1.0, True)],
+    *[("stop_token_ids", value) for value in ("12", b"1", 5, [1.0], [True], [-1], [2**31], {1: 2}, [None])],
+    *[("ignore_eos", value) for value in (0, 1, None, "true")],
+]
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG, ids=lambda value: repr(value)[:30])
+def test_wrong_value_names_field_value_and_limit(field: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field == field
+    assert caught.value.value is value
+    assert str(caught.value).startswith(f"{field} is {value!r}: must be ")
+    assert caught.value.code == "INVALID_ARGUMENT"
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"n": np.int64(3)}, {"n": 3}),
+        ({"n": MAX_SAMPLES}, {"n": MAX_SAMPLES}),
+        ({"temperature": 0}, {"temperature": 0.0}),
+        ({"temperature": np.float32(0.5)}, {"temperature": 0.5}),
+        ({"temperature": MIN_TEMPERATURE}, {"temperature": MIN_TEMPERATURE}),
+        ({"top_p": 1}, {"top_p": 1.0}),
+        ({"seed": 2**64 - 1}, {"seed": 2**64 - 1}),
+        ({"stop_token_ids": [3, np.int32(1)]}, {"stop_token_ids": (3, 1)}),
+        ({"stop_token_ids": None}, {"stop_token_ids": ()}),
+        ({"min_tokens": 5, "max_tokens": 5}, {"min_tokens": 5, "max_tokens": 5}),
+    ],
+)
+def test_values_have_one_normal_form(given: dict[str, Any], kept: dict[str, Any]) -> None:
+    params = SamplingParams(**given)
+    for name, value in kept.items():
+        assert getattr(params, name) == value
+        assert type(getattr(params, name)) is type(value)
+    assert params == SamplingParams(**kept)
+    assert hash(params) == hash(SamplingParams(**kept))
+
+
+def test_defaults_are_those_of_vllm_but_for_max_tokens() -> None:
+    params = SamplingParams()
+    values = [getattr(params, field.name) for field in dataclasses.fields(params)]
+    assert values == [1, 1.0, 0, 1.0, 0.0, None, None, 0, (), False]
+    assert not params.greedy and SamplingParams(temperature=0).greedy
+
+
+def test_min_tokens_above_max_tokens() -> None:
+    with pytest.raises(InvalidArgument, match=r"^min_tokens is 4: must be at most max_tokens, which is 3$"):
+        SamplingParams(min_tokens=4, max_tokens=3)
+
+
+@pytest.mark.parametrize("make", [lambda values: SamplingParams(**values), SamplingParams.from_dict])
+def test_unknown_field_names_the_known_ones(make: Any) -> None:
+    with pytest.raises(
+        InvalidArgument, match=r"^temprature is 1: not a field of SamplingParams; known are n, temperature,"
+    ):
+        make({"temprature": 1})
+
+
+def test_from_dict_checks_as_the_constructor_does() -> None:
+    assert SamplingParams.from_dict({"n": 2, "seed": 3}) == SamplingParams(n=2, seed=3)
+    with pytest.raises(InvalidArgument, match="top_p is 2"):
+        SamplingParams.from_dict({"top_p": 2})
+
+
+def test_params_are_immutable_and_survive_pickling() -> None:
+    params = SamplingParams(n=2, temperature=0.5, stop_token_ids=[1])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.n = 3  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(params)) == params
+    assert dataclasses.replace(params, n=4) == SamplingParams(n=4, temperature=0.5, stop_token_ids=[1])
+    with pytest.raises(InvalidArgument, match="n is 0"):
+        dataclasses.replace(params, n=0)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (InvalidArgument("n", 0, "must be 1 or more"), "INVALID_ARGUMENT", "n is 0: must be 1 or more"),
+        (FeatureNotAvailable("executor", "ray", "not yet"), "UNIMPLEMENTED", "executor is 'ray': not yet"),
+        (ModelFileError("a/b.gguf", "is cut short"), "MODEL_FILE", "a/b.gguf: is cut short"),
+        (NotFound("request", "r1", "known: r2"), "NOT_FOUND", "request 'r1' does not exist; known: r2"),
+        (RequestError("r1", "is closed"), "FAILED_PRECONDITION", "request 'r1': is closed"),
+    ],
+)
+def test_errors_have_a_code_and_survive_pickling(error: PagedecError, code: str, message: str) -> None:
+    assert isinstance(error, ValueError)
+    assert (error.code, str(error)) == (code, message)
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert (copy.code, str(copy)) == (code, message)
+
+
+def test_codes_are_distinct_and_our_own_bug_is_no_value_error() -> None:
+    kinds = [InvalidArgument, FeatureNotAvailable, ModelFileError, NotFound, RequestError, InvariantError]
+    assert len({kind.code for kind in kinds}) == len(kinds)  # type: ignore[attr-defined]
+    assert not issubclass(InvariantError, ValueError)
+
+
+def test_long_values_do_not_make_long_messages() -> None:
+    message = str(InvalidArgument("prompt", "x" * 10**6, "must be shorter"))
+    assert len(message) < MAX_SHOWN + 50
+    assert message.endswith("must be shorter")
+
+
+def test_metrics_are_differences_of_one_clock() -> None:
+    metrics = RequestMetrics(10.0, 10.5, 12.5, num_output_tokens=5)
+    assert metrics.time_to_first_token == 0.5
+    assert metrics.time_per_output_token == 0.5
+    assert metrics.latency == 2.5
+    unfinished = RequestMetrics(10.0)
+    assert (unfinished.time_to_first_token, unfinished.time_per_output_token, unfinished.latency) == (None, None, None)
+    assert RequestMetrics(1.0, 2.0, 2.0, num_output_tokens=1).time_per_output_token is None
+
+
+def test_outputs_read_as_vllm_users_expect() -> None:
+    answer = CompletionOutput(0, " there", [5, 6], finish_reason="length")
+    output = RequestOutput("0", "Hello", [1, 2], [answer], True, RequestMetrics(0.0, num_cached_tokens=2))
+    assert output.outputs[0].text == " there" and output.outputs[0].finished()
+    assert output.num_cached_tokens == 2
+    assert not CompletionOutput(0, "", []).finished()
