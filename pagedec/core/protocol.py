@@ -223,7 +223,9 @@ class LaneForward:
     topk_k: int  # the largest k asked for
     logprob_rows: np.ndarray  # int32 [num_logprobs], into read_rows
     logprob_tokens: np.ndarray  # int32 [num_logprobs]
-    banned_rows: np.ndarray  # int32 [num_banned], into read_rows: tokens that may not be drawn or be among the top k there
+    banned_rows: (
+        np.ndarray
+    )  # int32 [num_banned], into read_rows: tokens that may not be drawn or be among the top k there
     banned_tokens: np.ndarray  # int32 [num_banned]
     rolls: list[RollPlan]
 

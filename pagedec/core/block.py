@@ -1,0 +1,174 @@
+"""The blocks of one lane: who holds them, which may be found again, which may be reused."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pagedec.errors import InvariantError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pagedec.core.table import BlockNode, BlockTable
+
+_FIRST_ROWS = 64
+
+
+class BlockPool:
+    """Reference-counted blocks of one lane, and the prefix cache: published blocks stay findable at zero references.
+
+    A reference is held by a node of a table's tree (see `table.py`). A pin is not a reference: it keeps both ends of a
+    planned copy from being reused until the copy has run, but does not make a block shared; the last of several writers
+    may still write in place, because copies run before writes.
+
+    `rows` holds every table's blocks as one row, so that a step gathers its block tables with a single index.
+    """
+
+    __slots__ = (
+        "block_of", "block_size", "evictable", "free", "free_rows", "fresh", "key_of", "lane", "num_blocks", "num_evictions",
+        "pins", "refs", "row_view", "rows", "width",
+    )  # fmt: skip
+
+    def __init__(self, lane: str, num_blocks: int, block_size: int, max_blocks_per_table: int) -> None:
+        self.lane, self.num_blocks, self.block_size, self.width = lane, num_blocks, block_size, max_blocks_per_table
+        self.refs: list[int] = [0] * num_blocks
+        self.pins: list[int] = [0] * num_blocks
+        self.free: list[int] = list(range(num_blocks - 1, -1, -1))
+        self.evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.key_of: list[bytes | None] = [None] * num_blocks
+        self.block_of: dict[bytes, int] = {}
+        self.fresh: list[int] = []
+        self.num_evictions = 0
+        self.rows = np.zeros((_FIRST_ROWS, self.width), np.int32)
+        self.row_view = self.rows.reshape(-1).data
+        self.free_rows: list[int] = list(range(_FIRST_ROWS - 1, -1, -1))
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be taken: free ones, and those that only the prefix cache remembers."""
+        return len(self.free) + len(self.evictable)
+
+    def take(self) -> int | None:
+        """A block with one reference; the least recently used cached one if none is free. None: out of blocks."""
+        if self.free:
+            block = self.free.pop()
+        elif self.evictable:
+            block, _ = self.evictable.popitem(last=False)
+            self._unpublish(block)
+            self.num_evictions += 1
+        else:
+            return None
+        self.refs[block] = 1
+        self.fresh.append(block)
+        return block
+
+    def share(self, block: int) -> None:
+        """One more reference."""
+        if not self.refs[block]:
+            self.evictable.pop(block, None)
+        self.refs[block] += 1
+
+    def drop(self, block: int) -> None:
+        """One reference less."""
+        refs = self.refs[block] - 1
+        if refs < 0:
+            raise InvariantError(f"block {block} of lane {self.lane} is dropped but nobody holds it")
+        self.refs[block] = refs
+        if not refs and not self.pins[block]:
+            self._retire(block)
+
+    def pin(self, block: int) -> None:
+        """Keep a block from being reused, whoever holds it."""
+        self.pins[block] += 1
+
+    def unpin(self, block: int) -> None:
+        """Take back one pin."""
+        self.pins[block] -= 1
+        if not self.pins[block] and not self.refs[block]:
+            self._retire(block)
+
+    def _retire(self, block: int) -> None:
+        if self.key_of[block] is None:
+            self.free.append(block)
+        else:
+            self.evictable[block] = None
+
+    def writable(self, block: int) -> bool:
+        """One reference and not findable. A findable block is never overwritten."""
+        return self.refs[block] == 1 and self.key_of[block] is None
+
+    def publish(self, block: int, key: bytes) -> None:
+        """Make a full block of accepted tokens findable. First publisher wins; a later equal block stays private."""
+        if key not in self.block_of and self.key_of[block] is None:
+            self.block_of[key], self.key_of[block] = block, key
+
+    def lookup(self, key: bytes) -> int | None:
+        """The block published under `key`."""
+        return self.block_of.get(key)
+
+    def _unpublish(self, block: int) -> None:
+        key = self.key_of[block]
+        assert key is not None
+        del self.block_of[key]
+        self.key_of[block] = None
+
+    def forget(self) -> None:
+        """Drop the prefix cache: what it remembers is no longer on the device."""
+        for block in self.evictable:
+            self.free.append(block)
+        self.evictable.clear()
+        self.block_of.clear()
+        self.key_of = [None] * self.num_blocks
+
+    # ---- rows
+    def take_row(self) -> int:
+        """An unused row of `rows`, which grows as needed."""
+        if not self.free_rows:
+            num_rows = len(self.rows)
+            self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
+            self.row_view = self.rows.reshape(-1).data
+            self.free_rows = list(range(2 * num_rows - 1, num_rows - 1, -1))
+        return self.free_rows.pop()
+
+    # ---- check
+    def check(self, tables: Iterable[BlockTable]) -> None:
+        """Raise unless references equal reachability, every block is exactly one of held, cached, free, and rows agree."""
+        tables = list(tables)
+        counts: Counter[BlockNode] = Counter()
+        for table in tables:
+            node = table.leaf
+            while node is not None:
+                counts[node] += 1
+                if counts[node] > 1:
+                    break
+                node = node.parent
+        refs = Counter(node.block for node in counts)
+        where = f"lane {self.lane}"
+        for node, count in counts.items():
+            if node.count != count:
+                raise InvariantError(
+                    f"{where}: a node of block {node.block} counts {node.count}, but {count} stand on it"
+                )
+        if self.refs != [refs[block] for block in range(self.num_blocks)]:
+            raise InvariantError(f"{where}: references differ from reachability")
+        idle = [block for block in range(self.num_blocks) if not refs[block] and not self.pins[block]]
+        if sorted([*self.free, *self.evictable]) != idle:
+            raise InvariantError(f"{where}: a block leaked")
+        if any(pins < 0 for pins in self.pins):
+            raise InvariantError(f"{where}: a block has a negative number of pins")
+        published = {block: key for block, key in enumerate(self.key_of) if key is not None}
+        if {block: key for key, block in self.block_of.items()} != published:
+            raise InvariantError(f"{where}: the prefix cache and its blocks disagree")
+        if not all(block in published for block in self.evictable):
+            raise InvariantError(f"{where}: a block is evictable that nobody can find")
+        self._check_rows(tables)
+
+    def _check_rows(self, tables: list[BlockTable]) -> None:
+        used = sorted(table.row for table in tables if table.row >= 0)
+        if sorted([*used, *self.free_rows]) != list(range(len(self.rows))):
+            raise InvariantError(f"lane {self.lane}: a row leaked")
+        for table in tables:
+            table.check()

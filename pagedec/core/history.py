@@ -1,0 +1,100 @@
+"""A request's accepted tokens: an append-only trie in which a node names a whole sequence."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from hashlib import blake2b
+
+_KEY_BYTES = 16  # 128 bits: the chance that two of 2^40 blocks share a key is 2^-49
+
+
+class History:
+    """Append-only trie of accepted tokens. A tip is a node; it never dangles, so results are just tips.
+
+    Equal continuations of a node are one node: what branches have in common is then found by comparing node ids. A run is a
+    stretch of nodes with consecutive ids, each the parent of the next; walks jump from run to run, so that the usual
+    history (a prompt, then one stream) costs one slice however long it is.
+    """
+
+    __slots__ = ("_child", "_key", "_run", "block_size", "depth", "parent", "token")
+
+    def __init__(self, block_size: int, salt: str = "") -> None:
+        self.block_size = block_size
+        self.token: list[int] = [-1]  # node 0 stands before the first token
+        self.parent: list[int] = [0]
+        self.depth: list[int] = [0]
+        self._run: list[int] = [0]  # the first node of the run that the node belongs to
+        self._child: dict[int, int] = {}  # parent node << 32 | token
+        self._key: dict[int, bytes] = {0: blake2b(salt.encode(), digest_size=_KEY_BYTES).digest()}
+
+    def append_one(self, tip: int, token: int) -> int:
+        """The node that continues `tip` by `token`."""
+        node = len(self.token)
+        known = self._child.setdefault(tip << 32 | token, node)
+        if known == node:
+            self.token.append(token)
+            self.parent.append(tip)
+            self.depth.append(self.depth[tip] + 1)
+            self._run.append(self._run[tip] if tip == node - 1 else node)
+        return known
+
+    def append(self, tip: int, tokens: Iterable[int]) -> int:
+        """The node that continues `tip` by `tokens`."""
+        for token in tokens:
+            tip = self.append_one(tip, token)
+        return tip
+
+    def ancestor(self, tip: int, length: int) -> int:
+        """The node of the first `length` tokens of `tip`."""
+        steps = self.depth[tip] - length
+        while steps > 0:
+            first = self._run[tip]
+            if tip - first >= steps:
+                return tip - steps
+            steps -= tip - first + 1
+            tip = self.parent[first]
+        return tip
+
+    def suffix(self, tip: int, count: int) -> list[int]:
+        """The last `count` tokens of `tip`."""
+        pieces = []
+        while count > 0:
+            first = max(self._run[tip], tip - count + 1)
+            pieces.append(self.token[first : tip + 1])
+            count -= tip + 1 - first
+            tip = self.parent[first]
+        if len(pieces) == 1:
+            return pieces[0]
+        return [token for piece in reversed(pieces) for token in piece]
+
+    def tokens(self, tip: int) -> list[int]:
+        """The whole sequence of `tip`."""
+        return self.suffix(tip, self.depth[tip])
+
+    def slice(self, tip: int, start: int, stop: int) -> list[int]:
+        """Tokens `start` to `stop` of `tip`."""
+        return self.suffix(self.ancestor(tip, stop), stop - start)
+
+    def common_length(self, a: int, b: int) -> int:
+        """How many leading tokens two sequences share."""
+        while a != b:
+            if a < b:
+                a, b = b, a
+            if self._run[a] <= b:  # b lies in a's run, before a
+                return self.depth[b]
+            a = self.parent[self._run[a]]
+        return self.depth[a]
+
+    def block_key(self, tip: int, end: int) -> bytes:
+        """The chained key of the block that ends after `end` tokens: it vouches for everything before it as well."""
+        node = self.ancestor(tip, end)
+        missing = []
+        while node not in self._key:
+            missing.append(node)
+            node = self.ancestor(node, self.depth[node] - self.block_size)
+        key = self._key[node]
+        for node in reversed(missing):
+            content = array("i", self.suffix(node, self.block_size)).tobytes()
+            key = self._key[node] = blake2b(key + content, digest_size=_KEY_BYTES).digest()
+        return key

@@ -1,0 +1,257 @@
+"""A lane's part of a step as flat arrays: collected branch by branch, laid out once with numpy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pagedec.core.block import BlockPool
+from pagedec.core.copies import CopyPlan
+from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.plan import AskSlice, Work
+from pagedec.core.protocol import (
+    DRAW_DTYPE,
+    Answer,
+    LaneAnswers,
+    LaneForward,
+    LogProbs,
+    Query,
+    Roll,
+    RollPlan,
+    Sample,
+    Sampler,
+    TopK,
+)
+from pagedec.core.stopping import Stopping
+from pagedec.core.table import BlockTable
+
+_MASK = (1 << 64) - 1
+
+
+@functools.lru_cache(maxsize=4096)
+def draw_record(sampler: Sampler, stream: int) -> bytes:
+    """A draw's record but for its row and position."""
+    return np.array(
+        [
+            (sampler.seed & _MASK, stream & _MASK, 0, 0, sampler.top_k, sampler.temperature, sampler.top_p, sampler.min_p),
+        ],
+        DRAW_DTYPE,
+    ).tobytes()  # fmt: skip
+
+
+def node_depths(draft: Draft | Roll) -> Sequence[int]:
+    """The depth of every node, the root's 0 first."""
+    if isinstance(draft, Roll):
+        return range(draft.count + 1)
+    depths = [0]
+    for parent in draft.parents:
+        depths.append(depths[parent] + 1)
+    return depths
+
+
+def num_nodes(draft: Draft | Roll) -> int:
+    """How many nodes besides the root."""
+    return draft.count if isinstance(draft, Roll) else len(draft.tokens)
+
+
+class LaneBuilder:
+    """Collects the rows of one lane's forward, branch by branch."""
+
+    __slots__ = (
+        "_banned", "_counts", "_draw_positions", "_draw_records", "_draw_rows", "_first_rows", "_logprobs", "_parents",
+        "_positions", "_read_only", "_read_rows", "_rolls", "_starts", "_tables", "_tokens", "_topk", "_topk_k", "pool",
+    )  # fmt: skip
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self._tables: list[BlockTable] = []
+        self._starts: list[int] = []  # cache index of each branch's first row
+        self._counts: list[int] = []  # rows of each branch
+        self._first_rows: list[int] = []
+        self._tokens: list[int] = []
+        self._read_only: list[int] = []  # rows that write nothing
+        self._parents: list[tuple[int, np.ndarray]] = []  # (first row, parents of the rows from there on)
+        self._positions: list[tuple[int, np.ndarray]] = []
+        self._read_rows: list[int] = []
+        self._draw_records: list[bytes] = []
+        self._draw_rows: list[int] = []
+        self._draw_positions: list[int] = []
+        self._topk: list[int] = []
+        self._topk_k = 0
+        self._logprobs: list[tuple[int, int]] = []
+        self._banned: list[tuple[int, int]] = []
+        self._rolls: list[tuple[RollPlan, BlockTable, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def add_plain(self, table: BlockTable, start: int, token: int, record: bytes, banned: tuple[int, ...]) -> int:
+        """One pending token, and one token drawn from its row; returns the draw."""
+        row = len(self._tokens)
+        self._tables.append(table)
+        self._starts.append(start)
+        self._counts.append(1)
+        self._first_rows.append(row)
+        self._tokens.append(token)
+        draw = len(self._draw_rows)
+        self._draw_rows.append(len(self._read_rows))
+        self._draw_positions.append(start + 1)
+        self._draw_records.append(record)
+        if banned:
+            self._banned += [(len(self._read_rows), token) for token in banned]
+        self._read_rows.append(row)
+        return draw
+
+    def add(self, table: BlockTable, start: int, tokens: Sequence[int], root: int, draft: Draft | Roll = EMPTY) -> int:
+        """The pending chain and the draft of one branch; without a pending token, a row that only reads the root's KV.
+
+        `root` is the last accepted token. Returns the row of the last chain token, which is the root where the chain is whole.
+        """
+        first = len(self._tokens)
+        chain: Sequence[int] = tokens
+        if not tokens:
+            chain, start = (root,), start - 1
+            self._read_only.append(first)
+        size = num_nodes(draft)
+        self._tables.append(table)
+        self._starts.append(start)
+        self._counts.append(len(chain) + size)
+        self._first_rows.append(first)
+        self._tokens += chain
+        last = first + len(chain) - 1
+        if isinstance(draft, Roll):
+            self._tokens += [0] * size
+        elif size:
+            self._tokens += draft.tokens
+            if not draft.is_chain:
+                self._parents.append((last + 1, np.array(draft.parents, np.int32) + (len(chain) - 1)))
+                depths = np.array(node_depths(draft)[1:], np.int32)
+                self._positions.append((last + 1, depths + (start + len(chain) - 1)))
+        return last
+
+    def read(
+        self, query: Query, root_row: int, length: int, draft: Draft | Roll, stopping: Stopping
+    ) -> tuple[AskSlice, ...]:
+        """Read out what `query` asks of the branch whose root stands at `root_row` and ends `length` tokens."""
+        depths = node_depths(draft)
+        state = query.branch.stop_state
+        rows: dict[int, int] = {}  # node: its place among the rows read out
+        slices = []
+        for ask in query.asks:
+            nodes = range(len(depths)) if ask.nodes is None else [node for node in ask.nodes if node < len(depths)]
+            for node in nodes:
+                if node not in rows:
+                    rows[node] = len(self._read_rows)
+                    self._read_rows.append(root_row + node)
+                    self._banned += [(rows[node], token) for token in stopping.banned(state, depths[node])]
+            if isinstance(ask, Sample):
+                slices.append(AskSlice(len(self._draw_rows), len(nodes), len(ask.streams)))
+                records = [draw_record(ask.sampler, stream) for stream in ask.streams]
+                for node in nodes:
+                    self._draw_records += records
+                    self._draw_rows += [rows[node]] * len(records)
+                    self._draw_positions += [length + depths[node]] * len(records)
+            elif isinstance(ask, TopK):
+                slices.append(AskSlice(len(self._topk), len(nodes), ask.k))
+                self._topk += [rows[node] for node in nodes]
+                self._topk_k = max(self._topk_k, ask.k)
+            else:
+                slices.append(AskSlice(len(self._logprobs), len(nodes), 1))
+                run = zip(ask.nodes, ask.tokens, strict=True)
+                self._logprobs += [(rows[node], token) for node, token in run if node in rows]
+        return tuple(slices)
+
+    def roll(self, table: BlockTable, root_row: int, length: int, roll: Roll) -> int:
+        """Roll a chain behind the branch added last, whose table ends `length` tokens; returns its place among the rolls."""
+        plan = RollPlan(len(self._tables) - 1, root_row, roll.count, roll.sampler, roll.stream, (), -1)
+        self._rolls.append((plan, table, length))
+        return len(self._rolls) - 1
+
+    def use_roll(self, roll: int, target_row: int) -> None:
+        """Have the rolled tokens put into the target forward from `target_row` on."""
+        self._rolls[roll][0].target_row = target_row
+
+    # ---- laying out
+    def finish(self, copies: CopyPlan) -> LaneForward:
+        """The lane's forward. Copies and fresh blocks are the pool's own since the last one."""
+        pool, size = self.pool, self.pool.block_size
+        starts, counts = np.array(self._starts, np.int32), np.array(self._counts, np.int32)
+        num_branches, num_rows = len(starts), len(self._tokens)
+        indptr = np.zeros(num_branches + 1, np.int32)
+        np.cumsum(counts, out=indptr[1:])
+        width = max([table.num_blocks for table in self._tables], default=0)
+        block_table = (
+            pool.rows[:, :width].take([table.row for table in self._tables], axis=0) if width else pool.rows[:0, :0]
+        )
+        if num_rows == num_branches:
+            branch_ids, index = np.arange(num_rows), starts
+        else:
+            branch_ids = np.repeat(np.arange(num_branches), counts)
+            index = np.arange(num_rows, dtype=np.int32) + (starts - indptr[:-1])[branch_ids]
+        slots = block_table[branch_ids, index // size] * size + index % size if num_rows else np.zeros(0, np.int32)
+        if self._read_only:
+            slots[self._read_only] = -1
+        positions, parents = self._trees(index)
+        copy_src, copy_dst = copies.arrays()
+        fresh, pool.fresh = np.array(pool.fresh, np.int32), []
+        topk, logprobs, banned = self._topk, _pairs(self._logprobs), _pairs(self._banned)
+        return LaneForward(
+            lane=pool.lane, token_ids=np.array(self._tokens, np.int32), positions=positions, slots=slots, parents=parents,
+            row_indptr=indptr, kv_len=starts + counts, block_table=block_table, copy_src=copy_src, copy_dst=copy_dst,
+            fresh=fresh, read_rows=np.array(self._read_rows, np.int32), draws=self._draws(),
+            topk_rows=np.array(topk, np.int32), topk_k=self._topk_k, logprob_rows=logprobs[0], logprob_tokens=logprobs[1],
+            banned_rows=banned[0], banned_tokens=banned[1], rolls=self._finish_rolls(),
+        )  # fmt: skip
+
+    def _trees(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Positions, which differ from cache indices in trees only; and parents if there is a tree."""
+        if not self._parents:
+            return index, None
+        positions = index.copy()
+        parents = np.full(len(index), -1, np.int32)
+        for first, values in self._positions:
+            positions[first : first + len(values)] = values
+        for first, values in self._parents:
+            parents[first : first + len(values)] = values
+        return positions, parents
+
+    def _draws(self) -> np.ndarray:
+        if not self._draw_records:
+            return np.zeros(0, DRAW_DTYPE)
+        draws = np.frombuffer(bytearray().join(self._draw_records), DRAW_DTYPE)
+        draws["row"] = self._draw_rows
+        draws["position"] = self._draw_positions
+        return draws
+
+    def _finish_rolls(self) -> list[RollPlan]:
+        for plan, table, length in self._rolls:
+            plan.slots = np.array([table.slot(length + i) for i in range(plan.count - 1)], np.int32)
+        return [plan for plan, _, _ in self._rolls]
+
+
+def _pairs(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    array = np.array(pairs, np.int32).reshape(-1, 2)
+    return np.ascontiguousarray(array[:, 0]), np.ascontiguousarray(array[:, 1])
+
+
+def read_answer(work: Work, answers: LaneAnswers, rolled: Sequence[tuple[int, ...]]) -> Answer:
+    """What a query's asks were answered, in the shapes their docstrings promise."""
+    query, draft = work.query, work.draft
+    assert query is not None
+    if isinstance(draft, Roll):
+        draft = Draft.chain(rolled[work.roll])
+    values: list[Any] = []
+    for ask, part in zip(query.asks, work.asks, strict=True):
+        first, stop = part.first, part.first + part.num_nodes
+        if isinstance(ask, Sample):
+            stop = first + part.num_nodes * part.width
+            values.append(answers.draws[first:stop].reshape(part.num_nodes, part.width))
+        elif isinstance(ask, TopK):
+            values.append((answers.topk_tokens[first:stop, : ask.k], answers.topk_logprobs[first:stop, : ask.k]))
+        else:
+            assert isinstance(ask, LogProbs)
+            values.append(answers.logprobs[first:stop])
+    return Answer(draft, tuple(values))

@@ -1,0 +1,64 @@
+"""A step: what is evaluated, for whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pagedec.core.branch import Branch
+from pagedec.core.copies import CopyPlan
+from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.protocol import LaneForward, Query, Roll, RollPlan
+from pagedec.core.request import Request
+from pagedec.core.table import BlockTable
+
+
+@dataclass(slots=True)
+class AskSlice:
+    """Where an ask's answer stands: entries `first` .. `first + num_nodes * width - 1` of the kind's array."""
+
+    first: int
+    num_nodes: int
+    width: int
+    """Streams of a Sample, k of a TopK, 1 for LogProbs."""
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """Rows of one branch on one lane. Without a query they only fill the cache: prefill and recompute are the same."""
+
+    request: Request
+    branch: Branch
+    table: BlockTable
+    start: int
+    """Tokens already cached."""
+    num_tokens: int
+    """Pending tokens evaluated in this step; 0: the root's KV is valid, and its row only reads."""
+    draw: int = -1
+    """The draw of a plain sampling row, which has neither query nor asks."""
+    query: Query | None = None
+    draft: Draft | Roll = EMPTY
+    asks: tuple[AskSlice, ...] = ()
+    roll: int = -1
+    """Of the draft lane: its place among the forward's rolls. Of the target lane: where its Roll was rolled."""
+
+    @property
+    def answers_something(self) -> bool:
+        return self.draw >= 0 or self.query is not None
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step: a forward for each lane that has rows or copies, in the order in which they run."""
+
+    step: int
+    works: list[Work] = field(default_factory=list)
+    forwards: dict[str, LaneForward] = field(default_factory=dict)
+    copies: dict[str, CopyPlan] = field(default_factory=dict)
+    num_rows: int = 0
+    """Rows of all lanes' forwards."""
+
+    @property
+    def rolls(self) -> list[RollPlan]:
+        """The chains that the draft lane rolls."""
+        draft = self.forwards.get("draft")
+        return draft.rolls if draft is not None else []

@@ -1,0 +1,79 @@
+"""Making room: who gives way to whom, and in what order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from pagedec.core.branch import Branch
+from pagedec.core.request import Request
+
+
+class Room:
+    """The order of giving way within one step: idle branches, then the youngest requests, then the request's own youngest
+    branches without work in this step. Drafts were stripped before. The oldest request of the highest priority never gives way.
+
+    Each of the orders is walked once a step: what has been passed has nothing left to give, or has work in this step.
+    """
+
+    __slots__ = ("_asked", "_draft", "_idle", "_own", "_own_request", "_requests", "_step", "_youngest")
+
+    def __init__(self, requests: Sequence[Request], step: int, asked: Callable[[Request], set[Branch] | None]) -> None:
+        self._requests, self._step, self._asked = requests, step, asked
+        self._idle = self._idle_branches()
+        self._youngest = len(requests) - 1
+        self._own: Iterator[Branch] = iter(())
+        self._own_request: Request | None = None
+        self._draft = self._draft_branches()
+
+    def make(self, request: Request, protected: set[Branch]) -> bool:
+        """Have somebody give way to `request`. False: nobody is left."""
+        for branch in self._idle:
+            branch.release()
+            return True
+        while self._youngest >= 0 and self._requests[self._youngest] is not request:
+            victim = self._requests[self._youngest]
+            if victim.order < request.order:
+                break
+            self._youngest -= 1
+            if preempt(victim):
+                return True
+        if self._own_request is not request:
+            self._own_request, self._own = request, iter(request.branches[::-1])
+        for branch in self._own:
+            if branch.table.num_blocks and branch not in protected and branch.planned_in != self._step:
+                branch.release()
+                return True
+        return False
+
+    def make_on_draft_lane(self, wanted_by: Branch) -> bool:
+        """Have the youngest branch without work in this step lose its draft table."""
+        for branch in self._draft:
+            table = branch.tables["draft"]
+            if branch is not wanted_by and branch.planned_in != self._step and table.num_blocks:
+                table.release()
+                return True
+        return False
+
+    def _idle_branches(self) -> Iterator[Branch]:
+        for request in self._requests:
+            asked = self._asked(request)
+            if asked is None:  # plain sampling: everybody wants to advance
+                continue
+            for branch in list(request.branches):
+                if branch not in asked and branch.table.num_blocks:
+                    yield branch
+
+    def _draft_branches(self) -> Iterator[Branch]:
+        for request in reversed(self._requests):
+            if "draft" in request.decoder.lanes:
+                yield from request.branches
+
+
+def preempt(request: Request) -> bool:
+    """Release a request's tables; its history brings everything back. False: it held nothing."""
+    held = any(table.num_blocks for branch in request.branches for table in branch.tables.values())
+    if held:
+        for branch in request.branches:
+            branch.release()
+        request.num_preemptions += 1
+    return held

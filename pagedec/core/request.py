@@ -1,0 +1,81 @@
+"""A request: a decoder, the history it writes, the branches that live, the answers that are done; and what happened to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from pagedec.core.branch import Branch
+from pagedec.core.history import History
+from pagedec.core.protocol import Decoder, Hypothesis, Query, Sampler
+from pagedec.core.stopping import Stopping
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request's whole life. Requests run in the order of `(priority, arrival)`."""
+
+    id: str
+    decoder: Decoder
+    history: History
+    branches: list[Branch]
+    stopping: Stopping
+    limit: int
+    """The longest sequence any branch may reach."""
+    priority: int
+    arrival: int
+    prompt_length: int
+    plain: Sampler | None = None
+    """The decoder's sampler if it does nothing but sample: its steps need no queries."""
+    records: dict[int, bytes] = field(default_factory=dict)
+    """A plain stream's draw but for its row and position."""
+    done: list[Hypothesis] = field(default_factory=list)
+    closed: bool = False
+    """No branch lives any more, or the request was aborted."""
+    idle: bool = False
+    """The last propose asked nothing; only an edit can wake it."""
+    queries: list[Query] = field(default_factory=list)
+    asked_in: int = -1
+    """The step whose queries `queries` are."""
+    first_step: int = -1
+    """The step in which its first row ran."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache when the request was first admitted."""
+    num_preemptions: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The place among all requests: lower priority first, then who came first."""
+        return self.priority, self.arrival
+
+    def output(self, hypothesis: Hypothesis) -> list[int]:
+        """The generated tokens of a finished answer."""
+        length = self.history.depth[hypothesis.tip]
+        count = max(0, length - self.prompt_length)
+        return [*self.history.suffix(hypothesis.tip, count), *hypothesis.tokens]
+
+
+class Progress(NamedTuple):
+    """A branch was given new tokens. `rank` is that of the answer it will become. Gangs are not streamed: beams reorder."""
+
+    request: Request
+    rank: int
+    tokens: tuple[int, ...]
+
+
+class Finished(NamedTuple):
+    """An answer is complete. Its last tokens were reported as progress before, unless the request's decoder is a gang."""
+
+    request: Request
+    hypothesis: Hypothesis
+
+
+class Ended(NamedTuple):
+    """No branch lives: all of the request's answers are in `request.done`."""
+
+    request: Request
+
+
+Event: TypeAlias = Progress | Finished | Ended

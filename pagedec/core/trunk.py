@@ -1,0 +1,57 @@
+"""Recompute follows the history, not the branches: each edge of the trie of live tips is evaluated once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pagedec.core.branch import Branch
+from pagedec.core.history import History
+
+
+class Trunks:
+    """What one request's branches have in common, for one step.
+
+    A branch owns only what lies behind its longest common part with the asked branches before it. It waits, taking nothing,
+    until that whole part is valid in some sibling, then forks once. Nodes of the history are marked walking up from each
+    tip until a marked one is met, so all of this costs as much as the trie has nodes, however many branches there are.
+    """
+
+    __slots__ = ("_history", "_owner", "_trunk")
+
+    def __init__(self, history: History, branches: Sequence[Branch], asked: Iterable[Branch]) -> None:
+        self._history = history
+        self._trunk: dict[Branch, int] = {}
+        self._owner: dict[int, Branch] = {}  # node: a branch whose KV is valid up to there
+        asked = set(asked)
+        seen = {0}
+        parent, depth = history.parent, history.depth
+        for branch in branches:
+            if branch not in asked:
+                continue
+            node = parent[branch.tip]  # the root row is evaluated by each branch itself
+            while node not in seen:
+                seen.add(node)
+                node = parent[node]
+            self._trunk[branch] = depth[node]
+        for branch in branches:
+            self.mark(branch)
+
+    def mark(self, branch: Branch) -> None:
+        """Note how far `branch` is valid."""
+        owner, parent = self._owner, self._history.parent
+        node = self._history.ancestor(branch.tip, branch.table.length)
+        while node and node not in owner:
+            owner[node] = branch
+            node = parent[node]
+
+    def length(self, branch: Branch) -> int:
+        """How much of `branch` others before it evaluate."""
+        return self._trunk[branch]
+
+    def donor(self, branch: Branch) -> tuple[Branch | None, int]:
+        """The branch that is valid furthest along `branch`, and how far."""
+        history, owner = self._history, self._owner
+        node = branch.tip
+        while node and node not in owner:
+            node = history.parent[node]
+        return owner.get(node), history.depth[node]

@@ -1,0 +1,69 @@
+"""Greedy decoding and seeded sampling, one answer or several, and the base of every method that drafts and verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pagedec.core.branch import Branch
+from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.protocol import Answer, Child, DecoderContext, Query, Roll, Sample, Sampler, Verdict
+from pagedec.decoders.registry import decoder
+from pagedec.decoders.verify import match
+from pagedec.params import SamplingParams
+
+State = tuple[int, ...]
+
+
+@decoder("sampling", params=SamplingParams)
+class Sampling:
+    """One answer for each stream 0 .. n-1. A branch's state is the streams it stands for: one row draws all their tokens.
+
+    Subclasses say what to draft. The target draws its own token at each node and a draft is accepted while it matches, so
+    drafting can change the number of steps but never a token.
+    """
+
+    lanes: tuple[str, ...] = ("target",)
+    gang = False
+
+    def __init__(self, params: SamplingParams, context: DecoderContext) -> None:
+        self.context = context
+        self.sampler = sampler_of(params)
+        self.width = params.n
+        self.initial_state: State = tuple(range(params.n))
+        plain = type(self).propose is Sampling.propose and type(self).advance is Sampling.advance
+        plain = plain and type(self).draft is Sampling.draft and type(self).learn is Sampling.learn
+        self.plain_sampler = self.sampler if plain else None
+        """What the scheduler needs to know to step this decoder without asking it."""
+
+    def propose(self, branches: Sequence[Branch], room: int) -> Sequence[Query]:
+        """Every branch wants to advance."""
+        return [Query(branch, (Sample(self.sampler, branch.state),), self.draft(branch, room)) for branch in branches]
+
+    def advance(self, queries: Sequence[Query], answers: Sequence[Answer]) -> Verdict:
+        """One child for each stream: the accepted path and the token drawn at its end."""
+        live = []
+        for query, answer in zip(queries, answers, strict=True):
+            self.learn(query, answer)
+            drawn = answer.values[0]
+            for i, stream in enumerate(query.branch.state):
+                path, token = match(answer.draft, drawn[:, i].tolist())
+                live.append(Child(query.branch, (token,), path, state=(stream,)))
+        return Verdict(tuple(live))
+
+    def rank(self, state: State) -> int:
+        """Answers stand in the order of their streams."""
+        return state[0]
+
+    def draft(self, branch: Branch, room: int) -> Draft | Roll:
+        """What to propose behind `branch`. Must be a function of its history and of what was learned."""
+        return EMPTY
+
+    def learn(self, query: Query, answer: Answer) -> None:
+        """Look at what the target drew at every node."""
+
+
+def sampler_of(params: SamplingParams) -> Sampler:
+    """The device's view of the parameters. Greedy ignores all but the temperature."""
+    if params.temperature == 0:
+        return Sampler()
+    return Sampler(params.temperature, params.top_k, params.top_p, params.min_p, params.seed or 0)
