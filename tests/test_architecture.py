@@ -56,7 +56,7 @@ EXEMPT = {
     ("cli/active.py", "kernels"): "the doctor reports on the kernel libraries",
     ("cli/doctor.py", "torch"): "the doctor reports on torch itself",
     ("cli/doctor.py", "kernels"): "the doctor probes the fallback linear",
-    ("cli/active.py", "formats"): "the doctor says where the default model and the cache are",
+    ("engine/loader.py", "torch"): "turns the configured dtype and thread count into torch's",
     ("cli/doctor.py", "formats"): "the doctor says where the default model and the cache are",
 }
 NOT_PURE = {"os", "socket", "subprocess", "threading", "time", "random", "torch", "asyncio", "multiprocessing", "io"}

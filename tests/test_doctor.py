@@ -1,0 +1,86 @@
+"""What the doctor says, on machines made up for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagedec import environment
+from pagedec.cli import active, doctor, main
+from pagedec.kernels import library
+
+ALL_FLAGS = frozenset(active.ISA_FLAGS["avx512bf16"])
+
+
+def test_cpu_facts_are_read_from_cpuinfo(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(
+        "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 fma\n\nprocessor\t: 1\nflags\t: x\n"
+    )
+    assert active.cpu_facts(cpuinfo) == ("Some CPU", {"fpu", "avx2", "fma"})
+    assert active.cpu_facts(tmp_path / "none")[1] == frozenset()
+
+
+def test_no_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGEDEC_ISA", raising=False)
+    monkeypatch.setenv("PAGEDEC_LIB_DIR", str(tmp_path))
+    facts = active.kernel_facts(ALL_FLAGS)
+    assert set(facts) == {*library.ISAS, "reference (torch)"}
+    assert facts["reference (torch)"] == f"active: no libpagedec_scalar.so in {tmp_path}"
+    assert all(facts[isa].startswith("not built: ") for isa in library.ISAS)
+
+
+def test_a_poorer_processor_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGEDEC_ISA", raising=False)
+    monkeypatch.setenv("PAGEDEC_LIB_DIR", str(tmp_path))
+    facts = active.kernel_facts(frozenset(active.ISA_FLAGS["avx512"]))
+    assert facts["avx512bf16"] == "not usable: this processor lacks avx512_bf16, avx512_vnni"
+
+
+def test_one_library_is_active_and_the_others_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGEDEC_ISA", raising=False)
+    available = library.available_isas()
+    if not available:
+        pytest.skip("the kernels are not built")
+    facts = active.kernel_facts(active.cpu_facts()[1])
+    assert [isa for isa, fact in facts.items() if fact == "active"] == [available[-1]]
+    assert all(facts[isa] == f"available, not used: {available[-1]} is in use" for isa in available[:-1])
+    monkeypatch.setenv("PAGEDEC_ISA", "none")
+    facts = active.kernel_facts(active.cpu_facts()[1])
+    assert facts["reference (torch)"].startswith("active: PAGEDEC_ISA is none")
+    assert all(facts[isa].startswith("available, not used: PAGEDEC_ISA is none") for isa in available)
+
+
+def test_optional_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_wheel.py").write_text("raise ImportError('undefined symbol:\\n  _ZN3c10')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert (
+        active.optional_package("no_such_thing", "no-such-thing", "cuda")
+        == "not installed: pip install 'pagedec[cuda]'"
+    )
+    assert (
+        active.optional_package("broken_wheel", "x", "y") == "installed, but does not import: undefined symbol: _ZN3c10"
+    )
+    assert active.optional_package("numpy", "numpy", "y").startswith("installed, ")
+
+
+def test_doctor_reports_every_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["doctor", "--json", "--no-probe"]) == 0
+    sections = json.loads(capsys.readouterr().out)
+    assert list(sections) == ["versions", "machine", "kernels", "backends", "default model", "debugging variables"]
+    assert sections["versions"]["python"].startswith(sys.version.split()[0])
+    assert set(sections["debugging variables"]) == set(environment.VARIABLES)
+    assert {"cuda", "flash-attn", "xformers", "ray"} == set(sections["backends"])
+    assert main.main(["doctor", "--no-probe"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "kernels" in lines and any(line.startswith("  torch ") for line in lines)
+
+
+def test_probe_covers_every_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "DEFAULT_LINEARS", {"small": (32, 64), "narrow": (16, 48)})
+    facts = doctor.invariance_facts()
+    assert set(facts) == {"small 32x64", "narrow 16x48"}
+    assert set(facts.values()) <= {"batch-invariant", "NOT batch-invariant"}

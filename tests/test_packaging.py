@@ -1,0 +1,116 @@
+"""What a user installs: a source distribution that builds anywhere, with the kernel libraries where there is a compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).resolve().parent.parent
+NOT_SHIPPED = ("tests/", "benchmarks/", "examples/", "docs/", "build/", ".ci/", "Makefile", ".gitignore")
+
+
+def pip(*arguments: str, environment: dict[str, str] | None = None) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def without_compiler() -> dict[str, str]:
+    """An environment whose PATH has Python, cmake and ninja, and no compiler."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX") and "PAGEDEC" not in name}
+    return kept | {"PATH": str(Path(sys.executable).parent)}
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, made from a copy, so that nothing is built in the checkout."""
+    place = tmp_path_factory.mktemp("sdist")
+    copy = place / "copy"
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", "lib")
+    for name in ("pagedec", "csrc", "tests", "benchmarks", "examples", "docs"):
+        if (SOURCES / name).is_dir():
+            shutil.copytree(SOURCES / name, copy / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "Makefile", ".gitignore"):
+        shutil.copy(SOURCES / name, copy / name)
+    (copy / "pagedec/lib").mkdir()
+    (copy / "pagedec/lib/libpagedec_scalar.so").write_bytes(b"left over from a development build")
+    program = f"from scikit_build_core.build import build_sdist; build_sdist({str(place)!r})"
+    subprocess.run([sys.executable, "-c", program], cwd=copy, check=True, capture_output=True, timeout=60)
+    [archive] = place.glob("*.tar.gz")
+    return archive
+
+
+@pytest.fixture(scope="module")
+def plain_wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that comes of the source distribution where there is no compiler."""
+    if shutil.which("g++", path=without_compiler()["PATH"]) is not None:
+        pytest.skip("a compiler stands beside this Python")
+    place = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-build-isolation", "--no-deps", "-w", str(place), str(sdist), environment=without_compiler())
+    [wheel] = place.glob("*.whl")
+    return wheel
+
+
+def doctor(wheel: Path, place: Path) -> dict[str, dict[str, str]]:
+    """What `pagedec doctor` says of an installed wheel, away from the sources."""
+    pip("install", "--no-deps", "--target", str(place / "site"), str(wheel))
+    environment = {name: value for name, value in os.environ.items() if "PAGEDEC" not in name}
+    command = [sys.executable, "-m", "pagedec", "doctor", "--no-probe", "--json"]
+    environment["PYTHONPATH"] = str(place / "site")
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    facts: dict[str, dict[str, str]] = json.loads(done.stdout)
+    return facts
+
+
+def test_sdist_has_the_sources_and_nothing_else(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = [name.partition("/")[2] for name in archive.getnames()]
+    assert {"pyproject.toml", "README.md", "LICENSE", "csrc/CMakeLists.txt", "csrc/include/pagedec.h"} <= set(names)
+    expected = {path.relative_to(SOURCES).as_posix() for path in (SOURCES / "pagedec").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == expected
+    assert [name for name in names if name.startswith(NOT_SHIPPED) or name.endswith((".so", ".pyc"))] == []
+
+
+def test_without_a_compiler_the_wheel_is_pure_python(plain_wheel: Path) -> None:
+    assert plain_wheel.name == "pagedec-0.1.0-py3-none-any.whl"
+    names = zipfile.ZipFile(plain_wheel).namelist()
+    assert [name for name in names if name.endswith((".so", ".cpp", ".h")) or name.startswith("tests")] == []
+    assert {"pagedec/__init__.py", "pagedec/cli/main.py", "pagedec/kernels/library.py"} <= set(names)
+    assert "pagedec-0.1.0.dist-info/licenses/LICENSE" in names
+
+
+def test_without_a_compiler_the_doctor_says_so(plain_wheel: Path, tmp_path: Path) -> None:
+    facts = doctor(plain_wheel, tmp_path)
+    assert facts["versions"]["pagedec"] == "0.1.0"
+    assert facts["kernels"]["reference (torch)"].startswith("active: no libpagedec_scalar.so in ")
+    assert facts["kernels"]["scalar"].startswith("not built: install pagedec where a C++ compiler is")
+
+
+@pytest.mark.long
+def test_with_a_compiler_the_wheel_has_the_libraries(sdist: Path, tmp_path: Path) -> None:
+    pip("wheel", "--no-build-isolation", "--no-deps", "-w", str(tmp_path), str(sdist))
+    [wheel] = tmp_path.glob("*.whl")
+    assert wheel.name.startswith("pagedec-0.1.0-py3-none-") and not wheel.name.endswith("-any.whl")
+    assert "pagedec/lib/libpagedec_scalar.so" in zipfile.ZipFile(wheel).namelist()
+    kernels = doctor(wheel, tmp_path)["kernels"]
+    assert list(kernels.values()).count("active") == 1
+    assert kernels["reference (torch)"].startswith("not used: ")
+
+
+def test_what_the_metadata_promises() -> None:
+    project = tomllib.loads((SOURCES / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["requires-python"] == ">=3.11"
+    assert project["scripts"] == {"pagedec": "pagedec.cli.main:main"}
+    assert {"ray", "cuda", "otel", "dev"} <= set(project["optional-dependencies"])
+    needed = {name.split(">")[0] for name in project["dependencies"]}
+    assert {"torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "tqdm"} <= needed
