@@ -1,0 +1,178 @@
+"""Text to token ids and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from pagedec.errors import InvalidArgument, ModelFileError
+from pagedec.formats.files import read_json_object
+from pagedec.formats.gguf_header import read_gguf_header
+from pagedec.text.byte_table import ByteTable, Spelling, build_byte_table
+from pagedec.text.detokenizer import Detokenizer
+from pagedec.text.gguf_tokenizer import build_tokenizer, token_id
+
+WITHOUT = "or set skip_tokenizer_init=True and pass token ids"
+END_KINDS = ("eos", "eot", "eom")  # end of sequence, of turn, of message
+
+
+class Tokenizer:
+    """A vocabulary with its rules. Immutable after construction; may be used from several threads."""
+
+    def __init__(
+        self,
+        inner: tokenizers.Tokenizer,
+        path: Path,
+        bos_token_id: int | None = None,
+        eos_token_ids: Iterable[int] = (),
+        chat_template: str | None = None,
+    ) -> None:
+        inner.no_truncation()  # a tokenizer.json may carry those of its training
+        inner.no_padding()
+        self._inner = inner
+        self.path = path
+        self.bos_token_id = bos_token_id
+        self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
+        self.chat_template = chat_template
+        self.vocab_size: int = inner.get_vocab_size(with_added_tokens=True)
+        self.byte_table = self._build_table()
+
+    def _build_table(self) -> ByteTable:
+        special = [i for i, token in self._inner.get_added_tokens_decoder().items() if token.special]
+        spelling, drops_leading_space = _spelling(self._inner.decoder, self.path)
+        return build_byte_table(self._inner.get_vocab(with_added_tokens=True), special, spelling, drops_leading_space)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text, with the tokens that its model wants around it unless told otherwise."""
+        _check_text(text)
+        ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Return the token ids of many texts, worked out in parallel."""
+        for text in texts:
+            _check_text(text)
+        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens; bytes that are no UTF-8 become U+FFFD."""
+        detokenizer = self.detokenizer(skip_special_tokens)
+        return detokenizer.push(token_ids) + detokenizer.finish()
+
+    def detokenizer(self, skip_special_tokens: bool = True, keep_leading_space: bool = False) -> Detokenizer:
+        """Return what turns tokens into text as they come; keep the leading space of text that continues a prompt."""
+        return Detokenizer(self.byte_table, skip_special_tokens, keep_leading_space)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that one token stands for."""
+        return self.byte_table.token_bytes(token_id)
+
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a token by its name, as "<|im_end|>"."""
+        found: int | None = self._inner.token_to_id(token)
+        return found
+
+
+def _check_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise InvalidArgument("prompt", text, f"must be a string, is a {type(text).__name__}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        limit = f"must be text, has half a surrogate pair at character {error.start}"
+        raise InvalidArgument("prompt", text, limit) from error
+
+
+def _spelling(decoder: Any, path: Path) -> tuple[Spelling, bool]:
+    """Return how a tokenizer's decoder spells bytes, and whether it drops the first space."""
+    state: Any = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
+    parts = state["decoders"] if state["type"] == "Sequence" else [state]
+    by_type = {part["type"]: part for part in parts}
+    if "ByteLevel" in by_type:
+        return Spelling.BYTE_LEVEL, False
+    if "Metaspace" in by_type:
+        return Spelling.SENTENCEPIECE, by_type["Metaspace"].get("prepend_scheme", "always") != "never"
+    if "ByteFallback" in by_type:
+        strip = by_type.get("Strip", {})
+        return Spelling.SENTENCEPIECE, strip.get("content") == " " and strip.get("start", 0) > 0
+    kinds = ", ".join(by_type)
+    raise ModelFileError(
+        path, f"has the decoder {kinds}; supported are byte-level and sentencepiece vocabularies; {WITHOUT}"
+    )
+
+
+def _token_name(value: Any) -> str | None:
+    """Return the text of a token of tokenizer_config.json, written plainly or as an object."""
+    text = value.get("content") if isinstance(value, Mapping) else value
+    return text if isinstance(text, str) else None
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json_object(path, "the file") if path.is_file() else {}
+
+
+def _end_ids(inner: tokenizers.Tokenizer, directory: Path, config: Mapping[str, Any]) -> list[int]:
+    """Return the tokens that end a text: those of generation_config.json (or config.json), and the tokenizer's own."""
+    for file in ("generation_config.json", "config.json"):
+        ids = _optional_json(directory / file).get("eos_token_id")
+        if ids is not None:
+            break
+    found = list(ids) if isinstance(ids, list) else [ids]
+    name = _token_name(config.get("eos_token"))
+    found.append(None if name is None else inner.token_to_id(name))
+    for end_id in found:
+        if end_id is not None and (not isinstance(end_id, int) or isinstance(end_id, bool) or end_id < 0):
+            raise InvalidArgument("eos_token_id", end_id, "must be an integer of at least 0, or a list of them")
+    return [end_id for end_id in found if end_id is not None]
+
+
+def _from_directory(directory: Path) -> Tokenizer:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        slow = [name for name in ("tokenizer.model", "vocab.json") if (directory / name).is_file()]
+        hint = f"; {slow[0]} alone is not enough, save the tokenizer in its fast form" if slow else ""
+        raise ModelFileError(path, f"does not exist{hint}; name a tokenizer directory, {WITHOUT}")
+    try:
+        inner = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelFileError(path, f"is no tokenizer: {error}; name a tokenizer directory, {WITHOUT}") from error
+    config = _optional_json(directory / "tokenizer_config.json")
+    bos = _token_name(config.get("bos_token"))
+    template = config.get("chat_template")
+    jinja = directory / "chat_template.jinja"
+    if jinja.is_file():
+        template = jinja.read_text(encoding="utf-8")
+    return Tokenizer(
+        inner,
+        path,
+        None if bos is None else inner.token_to_id(bos),
+        _end_ids(inner, directory, config),
+        template if isinstance(template, str) else None,
+    )
+
+
+def tokenizer_from_gguf(fields: Mapping[str, Any], path: Path) -> Tokenizer:
+    """Return the tokenizer that the metadata of a GGUF file describe; `path` is for errors."""
+    inner = build_tokenizer(fields, path)
+    num_tokens = inner.get_vocab_size()
+    ends = (token_id(fields, kind, num_tokens, path) for kind in END_KINDS)
+    template = fields.get("tokenizer.chat_template")
+    return Tokenizer(
+        inner,
+        path,
+        token_id(fields, "bos", num_tokens, path),
+        [end_id for end_id in ends if end_id is not None],
+        template if isinstance(template, str) else None,
+    )
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer of a model directory, a tokenizer.json or a .gguf file."""
+    if path.suffix == ".gguf":
+        return tokenizer_from_gguf(read_gguf_header(path).fields, path)
+    return _from_directory(path.parent if path.name == "tokenizer.json" else path)
