@@ -18,6 +18,10 @@ inline int check_count(const char *kernel, const char *field, const int32_t *cou
   if (check_pointer(kernel, field, count)) return -1;
   return check_range(kernel, field, *count, 0, INT32_MAX);
 }
+// An array with an element (or row) for each of `count`: of none, there need be no array.
+inline int check_array(const char *kernel, const char *field, const void *p, const int32_t *count) {
+  return *count == 0 ? 0 : check_pointer(kernel, field, p);
+}
 inline int check_dtype(const char *kernel, int32_t dtype) {
   if (dtype == PD_F32 || dtype == PD_BF16) return 0;
   return fail("%s: dtype is %d; it must be %d (fp32) or %d (bf16)", kernel, dtype, PD_F32, PD_BF16);

@@ -28,8 +28,8 @@ void embed_rows(const pd_embed_args &a, int thread, int num_threads) {
 
 int check_embed(const pd_embed_args &a) {
   const char *name = "pd_embed";
-  if (check_count(name, "num_rows", a.num_rows) || check_pointer(name, "token_ids", a.token_ids) ||
-      check_pointer(name, "table", a.table) || check_pointer(name, "out", a.out) || check_dtype(name, a.dtype) ||
+  if (check_count(name, "num_rows", a.num_rows) || check_array(name, "token_ids", a.token_ids, a.num_rows) ||
+      check_pointer(name, "table", a.table) || check_array(name, "out", a.out, a.num_rows) || check_dtype(name, a.dtype) ||
       check_range(name, "dim", a.dim, 1, INT32_MAX) || check_range(name, "vocab", a.vocab, 1, INT32_MAX))
     return -1;
   if ((a.slots == nullptr) != (a.token_plane == nullptr))

@@ -59,7 +59,7 @@ void copy_run(const CacheShape &shape, int64_t bytes, char *k, char *v, const Ru
 
 int check_kv_copy(const pd_kv_copy_args &a) {
   const char *name = "pd_kv_copy";
-  if (check_count(name, "num_moves", a.num_moves) || check_pointer(name, "src", a.src) || check_pointer(name, "dst", a.dst) ||
+  if (check_count(name, "num_moves", a.num_moves) || check_array(name, "src", a.src, a.num_moves) || check_array(name, "dst", a.dst, a.num_moves) ||
       check_pointer(name, "k_cache", a.k_cache) || check_pointer(name, "v_cache", a.v_cache) ||
       check_cache_shape(name, a.kv_heads, a.head_dim, a.block_size, a.dtype) ||
       check_range(name, "num_layers", a.num_layers, 1, 65536) || check_range(name, "layer_stride", a.layer_stride, 0, INT64_MAX))

@@ -40,8 +40,8 @@ void norm_rows(const pd_rms_norm_args &a, int thread, int num_threads) {
 
 int check_rms_norm(const pd_rms_norm_args &a) {
   const char *name = "pd_rms_norm";
-  if (check_count(name, "num_rows", a.num_rows) || check_pointer(name, "x", a.x) || check_pointer(name, "weight", a.weight) ||
-      check_pointer(name, "out", a.out) || check_dtype(name, a.dtype) || check_range(name, "dim", a.dim, 1, INT32_MAX))
+  if (check_count(name, "num_rows", a.num_rows) || check_array(name, "x", a.x, a.num_rows) || check_pointer(name, "weight", a.weight) ||
+      check_array(name, "out", a.out, a.num_rows) || check_dtype(name, a.dtype) || check_range(name, "dim", a.dim, 1, INT32_MAX))
     return -1;
   if (a.residual && a.row_ids) return fail("pd_rms_norm: row_ids is given with residual; a sum needs every row, it must be NULL");
   if (!(a.eps >= 0.0f) || !std::isfinite(a.eps)) return fail("pd_rms_norm: eps is %g; it must be 0 or more", (double)a.eps);

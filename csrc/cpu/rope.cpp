@@ -96,13 +96,13 @@ void write_rows(const pd_rope_kv_write_args &a, int thread, int num_threads) {
 
 int check_rope_kv_write(const pd_rope_kv_write_args &a) {
   const char *name = "pd_rope_kv_write";
-  if (check_count(name, "num_rows", a.num_rows) || check_pointer(name, "qkv", a.qkv) || check_pointer(name, "q_out", a.q_out) ||
+  if (check_count(name, "num_rows", a.num_rows) || check_array(name, "qkv", a.qkv, a.num_rows) || check_array(name, "q_out", a.q_out, a.num_rows) ||
       check_pointer(name, "k_cache", a.k_cache) || check_pointer(name, "v_cache", a.v_cache) ||
-      check_pointer(name, "slots", a.slots) || check_cache_shape(name, a.kv_heads, a.head_dim, a.block_size, a.dtype) ||
+      check_array(name, "slots", a.slots, a.num_rows) || check_cache_shape(name, a.kv_heads, a.head_dim, a.block_size, a.dtype) ||
       check_range(name, "q_heads", a.q_heads, 1, 65536) || check_range(name, "interleaved", a.interleaved, 0, 1))
     return -1;
   if (a.cos_sin) {
-    if (check_pointer(name, "positions", a.positions) || check_range(name, "rotary_dim", a.rotary_dim, 2, a.head_dim)) return -1;
+    if (check_array(name, "positions", a.positions, a.num_rows) || check_range(name, "rotary_dim", a.rotary_dim, 2, a.head_dim)) return -1;
     if (a.rotary_dim % 2) return fail("%s: rotary_dim is %d; it must be even", name, a.rotary_dim);
   }
   if (!(a.norm_eps >= 0.0f) || !std::isfinite(a.norm_eps))

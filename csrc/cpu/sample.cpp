@@ -200,8 +200,8 @@ bool same_set(const pd_draw &a, const pd_draw &b) {
 
 int check_sample(const pd_sample_args &a) {
   const char *name = "pd_sample";
-  if (check_count(name, "num_draws", a.num_draws) || check_pointer(name, "draws", a.draws) ||
-      check_pointer(name, "logits", a.logits) || check_pointer(name, "token_ids", a.token_ids) ||
+  if (check_count(name, "num_draws", a.num_draws) || check_array(name, "draws", a.draws, a.num_draws) ||
+      check_array(name, "logits", a.logits, a.num_draws) || check_array(name, "token_ids", a.token_ids, a.num_draws) ||
       check_range(name, "vocab", a.vocab, 1, INT32_MAX - kGroup))
     return -1;
   for (int32_t i = 0; i < *a.num_draws; i++) {

@@ -1,0 +1,232 @@
+"""The small kernels called on tensors, and how results are compared with float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedec.kernels.library import (
+    DRAW_DTYPE,
+    ArgmaxArgs,
+    Dtype,
+    EmbedArgs,
+    KvCopyArgs,
+    Library,
+    RmsNormArgs,
+    RopeKvWriteArgs,
+    SampleArgs,
+    SiluMulArgs,
+    TopkLseArgs,
+)
+from pagedec.kernels.reference import RopeShape
+
+CODES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, generator=generator(seed)) * scale).to(dtype)
+
+
+def ints(values: Sequence[int] | Tensor | np.ndarray) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.int32).contiguous()
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    assert tensor is None or tensor.is_contiguous()
+    return None if tensor is None else tensor.data_ptr()
+
+
+def count(n: int) -> Tensor:
+    return torch.tensor([n], dtype=torch.int32)
+
+
+@contextmanager
+def threads(library: Library, num_threads: int) -> Iterator[None]:
+    library.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        library.set_num_threads(0)
+
+
+def embed(
+    library: Library,
+    token_ids: Tensor,
+    table: Tensor,
+    scale: float = 1.0,
+    slots: Tensor | None = None,
+    token_plane: Tensor | None = None,
+) -> Tensor:
+    vocab, dim = table.shape
+    out, rows = torch.full((len(token_ids), dim), torch.nan), count(len(token_ids))
+    library.call(
+        EmbedArgs(
+            num_rows=pointer(rows), token_ids=pointer(token_ids), table=pointer(table), out=pointer(out),
+            slots=pointer(slots), token_plane=pointer(token_plane), dim=dim, vocab=vocab, dtype=CODES[table.dtype],
+            scale=scale,
+        )
+    )  # fmt: skip
+    return out
+
+
+def rms_norm(
+    library: Library,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    row_ids: Tensor | None = None,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    num_rows, dim = len(x) if row_ids is None else len(row_ids), x.shape[1]
+    out, rows = torch.full((num_rows, dim), torch.nan, dtype=out_dtype), count(num_rows)
+    library.call(
+        RmsNormArgs(
+            num_rows=pointer(rows), x=pointer(x), residual=pointer(residual), weight=pointer(weight), out=pointer(out),
+            row_ids=pointer(row_ids), dim=dim, dtype=CODES[out_dtype], eps=eps, weight_offset=weight_offset,
+        )
+    )  # fmt: skip
+    return out
+
+
+def silu_mul(library: Library, x: Tensor, *, gelu: bool = False) -> Tensor:
+    num_rows, dim = len(x), x.shape[1] // 2
+    out, rows = torch.full((num_rows, dim), torch.nan, dtype=x.dtype), count(num_rows)
+    library.call(
+        SiluMulArgs(
+            num_rows=pointer(rows), x=pointer(x), out=pointer(out), dim=dim, dtype=CODES[x.dtype], gelu=int(gelu)
+        )
+    )
+    return out
+
+
+def caches(dtype: torch.dtype, num_layers: int, num_blocks: int, kv_heads: int, head_dim: int, block_size: int,
+           seed: int | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """K and V of all layers; NaN, or normal values where a seed is given."""
+    if dtype == torch.bfloat16:
+        k: tuple[int, ...] = (num_layers, num_blocks, kv_heads, head_dim // 2, block_size, 2)
+        v: tuple[int, ...] = (num_layers, num_blocks, kv_heads, block_size // 2, head_dim, 2)
+    else:
+        k = (num_layers, num_blocks, kv_heads, head_dim, block_size)
+        v = (num_layers, num_blocks, kv_heads, block_size, head_dim)
+    if seed is None:
+        return torch.full(k, torch.nan, dtype=dtype), torch.full(v, torch.nan, dtype=dtype)
+    return normal(*k, seed=seed, dtype=dtype), normal(*v, seed=seed + 1, dtype=dtype)
+
+
+def rope_kv_write(
+    library: Library,
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    shape: RopeShape,
+    *,
+    cos_sin: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+) -> Tensor:
+    out, rows = torch.full((len(qkv), shape.q_heads * shape.head_dim), torch.nan, dtype=qkv.dtype), count(len(qkv))
+    library.call(
+        RopeKvWriteArgs(
+            num_rows=pointer(rows), qkv=pointer(qkv), q_out=pointer(out), k_cache=pointer(k_cache),
+            v_cache=pointer(v_cache), positions=pointer(positions), slots=pointer(slots), cos_sin=pointer(cos_sin),
+            q_norm=pointer(q_norm), k_norm=pointer(k_norm), q_heads=shape.q_heads, kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim, rotary_dim=0 if cos_sin is None else cos_sin.shape[1],
+            block_size=k_cache.shape[3], dtype=CODES[qkv.dtype], interleaved=int(shape.interleaved),
+            norm_eps=shape.norm_eps, norm_offset=shape.norm_offset,
+        )
+    )  # fmt: skip
+    return out
+
+
+def kv_copy(
+    library: Library, k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor, token_plane: Tensor | None = None
+) -> None:
+    layers, _, kv_heads = k_cache.shape[:3]
+    head_dim = k_cache.shape[3] * (2 if k_cache.dim() == 6 else 1)
+    moves = count(len(src))
+    library.call(
+        KvCopyArgs(
+            num_moves=pointer(moves), src=pointer(src), dst=pointer(dst), k_cache=pointer(k_cache),
+            v_cache=pointer(v_cache), token_plane=pointer(token_plane), layer_stride=k_cache.stride(0),
+            num_layers=layers, kv_heads=kv_heads, head_dim=head_dim, block_size=k_cache.shape[4],
+            dtype=CODES[k_cache.dtype],
+        )
+    )  # fmt: skip
+
+
+def argmax(library: Library, logits: np.ndarray) -> np.ndarray:
+    out, rows = np.full(len(logits), -7, np.int32), count(len(logits))
+    library.call(
+        ArgmaxArgs(
+            num_rows=pointer(rows), logits=logits.ctypes.data, token_ids=out.ctypes.data, vocab=logits.shape[1]
+        )
+    )
+    return out
+
+
+def topk_lse(
+    library: Library, logits: np.ndarray, k: int, row_ids: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    n = len(logits) if row_ids is None else len(row_ids)
+    ids, values, lse = np.full((n, k), -7, np.int32), np.full((n, k), np.nan, np.float32), np.full(n, np.nan, np.float32)
+    rows = count(n)
+    library.call(
+        TopkLseArgs(
+            num_rows=pointer(rows), logits=logits.ctypes.data, row_ids=None if row_ids is None else row_ids.ctypes.data,
+            token_ids=ids.ctypes.data, values=values.ctypes.data, lse=lse.ctypes.data, vocab=logits.shape[1], k=k,
+        )
+    )  # fmt: skip
+    return ids, values, lse
+
+
+def draws(n: int, **fields: Any) -> np.ndarray:
+    """n draws; fields are numbers or arrays. Unnamed: everything kept at temperature 1."""
+    out = np.zeros(n, DRAW_DTYPE)
+    out["temperature"], out["top_p"] = 1.0, 1.0
+    for name, value in fields.items():
+        out[name] = value
+    return out
+
+
+def sample(library: Library, logits: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    assert logits.dtype == np.float32 and wanted.dtype == DRAW_DTYPE
+    out, num = np.full(len(wanted), -7, np.int32), count(len(wanted))
+    library.call(
+        SampleArgs(
+            num_draws=pointer(num), draws=wanted.ctypes.data, logits=logits.ctypes.data, token_ids=out.ctypes.data,
+            vocab=logits.shape[1],
+        )
+    )  # fmt: skip
+    return out
+
+
+def assert_close(actual: Tensor, expected: Tensor, *, ulps: float, scale: Tensor | float = 0.0) -> None:
+    """Within `ulps` units in the last place of fp32 of the float64 value (or of `scale` where that is larger), and in
+    bf16 the half unit of the one rounding besides."""
+    assert expected.dtype == torch.float64
+    bound = torch.maximum(expected.abs(), torch.as_tensor(scale, dtype=torch.float64)) * (ulps * 2.0**-24)
+    if actual.dtype == torch.bfloat16:
+        bound = bound + expected.abs() * 2.0**-8 * (1.0 + 2.0**-8) + 2.0**-133
+    wrong = ~((actual.double() - expected).abs() <= bound + 2.0**-149)
+    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} differ: {actual[wrong][:4]}, {expected[wrong][:4]}"
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal bit for bit, NaN included."""
+    view = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(view), b.contiguous().view(view))

@@ -1,0 +1,37 @@
+"""Every instruction set of this processor, each as its own case."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from pagedec.kernels.library import Library, available_isas, library_directories, load
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "library" in metafunc.fixturenames:
+        isas = available_isas() or ("none",)
+        metafunc.parametrize("library", isas, indirect=True, scope="session")
+
+
+def _need_libraries() -> None:
+    if available_isas():
+        return
+    places = ", ".join(str(place) for place in library_directories())
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        pytest.skip(f"no kernel library in {places} and no compiler to build one")
+    pytest.fail(f"no kernel library in {places}: run `make build`")
+
+
+@pytest.fixture(scope="session")
+def library(request: pytest.FixtureRequest) -> Library:
+    _need_libraries()
+    return load(request.param)
+
+
+@pytest.fixture(scope="session")
+def libraries() -> list[Library]:
+    """All of them, the portable one first."""
+    _need_libraries()
+    return [load(isa) for isa in available_isas()]

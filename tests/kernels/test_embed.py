@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagedec.kernels import reference
+from pagedec.kernels.library import EmbedArgs, KernelError, Library
+from tests.kernels import calls
+
+
+@pytest.mark.parametrize("dtype", calls.DTYPES)
+@pytest.mark.parametrize("dim", [1, 15, 16, 33, 576])
+def test_rows_equal_the_scaled_table(library: Library, dtype: torch.dtype, dim: int) -> None:
+    table = calls.normal(50, dim, seed=dim, dtype=dtype)
+    ids = calls.ints([0, 49, 7, 7, 31])
+    for scale in (1.0, 3.5):
+        expected = reference.embed(ids, table, scale)
+        assert calls.same_bits(calls.embed(library, ids, table, scale), expected)
+
+
+def test_token_plane_gets_the_ids_of_written_rows_alone(library: Library) -> None:
+    plane = torch.full((32,), -5, dtype=torch.int32)
+    calls.embed(library, calls.ints([3, 4, 5, 6]), calls.normal(10, 8, seed=1), 1.0, calls.ints([31, -1, 0, 7]), plane)
+    expected = torch.full((32,), -5, dtype=torch.int32)
+    expected[[31, 0, 7]] = calls.ints([3, 5, 6])
+    assert torch.equal(plane, expected)
+
+
+def test_id_outside_the_table_gives_nan(library: Library) -> None:
+    out = calls.embed(library, calls.ints([-1, 2, 10, 2**31 - 1]), calls.normal(10, 20, seed=1))
+    assert out[[0, 2, 3]].isnan().all() and not out[1].isnan().any()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_threads_and_rows_do_not_change_a_row(library: Library, num_threads: int) -> None:
+    table, ids = calls.normal(64, 40, seed=2), calls.ints(list(range(64)))
+    whole = calls.embed(library, ids, table, 1.25)
+    with calls.threads(library, num_threads):
+        for num_rows in (0, 1, 2, 7):
+            assert calls.same_bits(calls.embed(library, ids[:num_rows], table, 1.25), whole[:num_rows])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("dim", 0, "dim is 0"),
+        ("vocab", -1, "vocab is -1"),
+        ("dtype", 2, "dtype is 2"),
+        ("token_ids", None, "token_ids is NULL"),
+        ("table", None, "table is NULL"),
+        ("out", None, "out is NULL"),
+        ("num_rows", None, "num_rows is NULL"),
+        ("token_plane", None, "token_plane is NULL"),
+        ("scale", float("nan"), "scale is nan"),
+    ],
+)
+def test_invalid_field_is_named(library: Library, field: str, value: object, message: str) -> None:
+    data, rows = torch.zeros(64), calls.count(1)
+    fields: dict[str, object] = dict.fromkeys(("token_ids", "table", "out", "slots", "token_plane"), data.data_ptr())
+    fields |= {"num_rows": rows.data_ptr(), "dim": 4, "vocab": 4, "dtype": 0, "scale": 1.0, field: value}
+    with pytest.raises(KernelError, match=f"^pd_embed: {message}"):
+        library.call(EmbedArgs(**fields))
+
+
+def test_negative_row_count_is_named(library: Library) -> None:
+    data, rows = torch.zeros(64), calls.count(-3)
+    record = EmbedArgs(rows.data_ptr(), data.data_ptr(), data.data_ptr(), data.data_ptr(), None, None, 4, 4, 0, 1.0)
+    with pytest.raises(KernelError, match="num_rows is -3"):
+        library.call(record)
