@@ -26,7 +26,6 @@ from pagedec.formats.source import WeightSource
 
 CONVERSION = 1
 """Counts up when the same file would be converted differently, so that older conversions are not found."""
-CACHE_VARIABLE = "PAGEDEC_CACHE"
 NUM_THREADS = 2  # dequantising is bound by memory: more threads hold more tensors and gain little
 CHECK_BYTES = 1 << 24  # bytes a call of crc32
 
@@ -36,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 def cache_directory() -> Path:
     """Return where converted models are kept; it need not exist."""
-    chosen = environment.read(CACHE_VARIABLE) if CACHE_VARIABLE in environment.VARIABLES else None
+    chosen = environment.read("PAGEDEC_CACHE")
     return Path(chosen) if chosen else Path.home() / ".cache" / "pagedec"
 
 

