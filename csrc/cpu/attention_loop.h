@@ -15,7 +15,7 @@ template <class T, int SD>
 struct alignas(64) AttentionState {
   typename T::Q q[ROWS_MAX * SD];
   float o[2][ROWS_MAX * SD], l[2][ROWS_MAX * vec::W], m[2][ROWS_MAX], sum[ROWS_MAX];
-  int32_t lo[ROWS_MAX], hi[ROWS_MAX];
+  int32_t begin[ROWS_MAX], end[ROWS_MAX], lo[ROWS_TILE], hi[ROWS_TILE];  // positions by packed row; lanes of a register tile
   typename T::E gathered_k[TILE * SD], gathered_v[TILE * SD], wide_k[TILE * SD];
   int32_t gathered_slots[TILE], gathered_tile, gathered_branch;
 };
@@ -32,7 +32,7 @@ PD_INLINE void fold(float *o, float &m, float &l, const float *bo, float bm, flo
 template <class T>
 PD_INLINE void finish(typename T::E *out, const float *o, float l, int d) {
   const float w = l > 0 || l != l ? 1.f / l : 0.f;
-  for (int i = 0; i < d; i++) out[i] = T::output(o[i] * w);
+  for (int i = 0; i < d; i += vec::W) T::store_out(out + i, vec::mul(vec::load(o + i), vec::set1(w)));
 }
 
 template <class T, int SD>
@@ -54,7 +54,7 @@ class AttentionLoop {
   void load_rows(const plan::Span &span);
   void run_span(const plan::Span &span);
   void run_unit(const plan::Unit &u, const plan::Piece &piece, int side);
-  bool set_masks(const plan::Row *rows, int from, int n, int start, bool &masked);
+  bool set_masks(int from, int n, int start, bool &masked);
   void end_chunk(const plan::Span &span, int chunk, bool first_item, bool last_item, int side);
   float *partial(int record, int head) const { return p_.partials.get() + ((size_t)record * p_.shape.q_heads + head) * (d_ + 2); }
   void merge(int split, int head);
@@ -149,23 +149,26 @@ void AttentionLoop<T, SD>::load_rows(const plan::Span &span) {
   heads_ = h_.group * (part + 1) / h_.head_parts - from;
   for (int r = 0; r < piece.num_rows; r++) {
     const E *q = (const E *)a_.q + ((int64_t)p_.rows[piece.row0 + r].row_id * h_.q_heads + head_) * d_;
-    for (int g = 0; g < heads_; g++)
-      for (int i = 0; i < d_; i++) s_->q[(r * heads_ + g) * SD + i] = T::query(q[g * d_ + i]);
+    for (int g = 0; g < heads_; g++) {
+      const int at = r * heads_ + g;
+      s_->begin[at] = p_.rows[piece.row0 + r].begin, s_->end[at] = p_.rows[piece.row0 + r].end;
+      for (int i = 0; i < d_; i++) s_->q[at * SD + i] = T::query(q[g * d_ + i]);
+    }
   }
   s_->gathered_tile = -1;
 }
 
 // Lanes that packed rows from .. from+n-1 see. False: none of them sees any.
 template <class T, int SD>
-bool AttentionLoop<T, SD>::set_masks(const plan::Row *rows, int from, int n, int start, bool &masked) {
+bool AttentionLoop<T, SD>::set_masks(int from, int n, int start, bool &masked) {
+  int begin = 0, end = start + TILE;
+  for (int r = from; r < from + n; r++) begin = std::max(begin, s_->begin[r]), end = std::min(end, s_->end[r]);
+  masked = begin > start || end < start + TILE;
+  if (!masked) return true;
   bool any = false;
-  masked = false;
   for (int r = 0; r < n; r++) {
-    const plan::Row &row = rows[(from + r) / heads_];
-    const int lo = std::clamp(row.begin - start, 0, TILE), hi = std::clamp(row.end - start, 0, TILE);
-    s_->lo[r] = lo, s_->hi[r] = hi;
-    any |= lo < hi;
-    masked |= lo > 0 || hi < TILE;
+    s_->lo[r] = std::clamp(s_->begin[from + r] - start, 0, TILE), s_->hi[r] = std::clamp(s_->end[from + r] - start, 0, TILE);
+    any |= s_->lo[r] < s_->hi[r];
   }
   return any;
 }
@@ -180,10 +183,9 @@ PD_INLINE void attend_rows(std::integer_sequence<int, R...>, int rows, bool mask
 
 template <class T, int SD>
 void AttentionLoop<T, SD>::run_unit(const plan::Unit &u, const plan::Piece &piece, int side) {
-  const plan::Row *rows = &p_.rows[piece.row0];
   const int start = u.tile * TILE, row0 = u.row0 * heads_, n = (u.row1 - u.row0) * heads_, groups = (n + ROWS_TILE - 1) / ROWS_TILE;
   Blocks blocks = locate(u, kv_head_);
-  if (u.path >= 0) gather(u, rows[u.row0], kv_head_, blocks);
+  if (u.path >= 0) gather(u, p_.rows[piece.row0 + u.row0], kv_head_, blocks);
   vectors(blocks, tile_.k, tile_.v);
   if (size_ < vec::W) {  // K vectors longer than a block
     for (int c = 0; c * size_ < TILE; c++)
@@ -195,7 +197,7 @@ void AttentionLoop<T, SD>::run_unit(const plan::Unit &u, const plan::Piece &piec
   for (int g = 0; g < groups; g++) {  // register tiles of nearly equal height
     const int from = row0 + n * g / groups, count = row0 + n * (g + 1) / groups - from;
     bool masked;
-    if (!set_masks(rows, from, count, start, masked)) continue;
+    if (!set_masks(from, count, start, masked)) continue;
     tile_.q = s_->q + from * SD, tile_.o = s_->o[side] + from * SD, tile_.l = s_->l[side] + from * vec::W, tile_.m = s_->m[side] + from;
     tile_.lo = s_->lo, tile_.hi = s_->hi, tile_.ahead = g == 0;
     attend_rows<T, SD>(std::make_integer_sequence<int, ROWS_TILE>(), count, masked, tile_);

@@ -26,7 +26,7 @@ struct Bf16 {
   PD_INLINE vec::I keep(vec::I raw, int visible) { return vec::and_raw(raw, visible == 1 ? 0xffffu : visible == 2 ? 0xffff0000u : ~0u); }
   PD_INLINE void store_p(Q *p, vec::F a, vec::F b) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b, a)); }
   PD_INLINE Q query(E x) { return x; }
-  PD_INLINE E output(float x) { return vec::to_bf16(x); }
+  PD_INLINE void store_out(E *p, vec::F x) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(x)); }
 };
 #else
 struct Bf16 {
@@ -42,7 +42,11 @@ struct Bf16 {
   PD_INLINE vec::I keep(vec::I raw, int visible) { return vec::and_raw(raw, visible == 1 ? 0xffffu : visible == 2 ? 0xffff0000u : ~0u); }
   PD_INLINE void store_p(Q *p, vec::F a, vec::F b) { vec::store(p, a), vec::store(p + vec::W, b); }
   PD_INLINE Q query(E x) { return vec::from_bf16(x); }
-  PD_INLINE E output(float x) { return vec::to_bf16(x); }
+  PD_INLINE void store_out(E *p, vec::F x) {
+    float f[vec::W];
+    vec::store(f, x);
+    for (int i = 0; i < vec::W; i++) p[i] = vec::to_bf16(f[i]);
+  }
 };
 #endif
 
@@ -59,7 +63,7 @@ struct Fp32 {
   PD_INLINE vec::I keep(vec::I raw, int) { return raw; }
   PD_INLINE void store_p(Q *p, vec::F a, vec::F b) { vec::store(p, a), vec::store(p + vec::W, b); }
   PD_INLINE Q query(E x) { return x; }
-  PD_INLINE E output(float x) { return x; }
+  PD_INLINE void store_out(E *p, vec::F x) { vec::store(p, x); }
 };
 
 constexpr int NC = PD_LEVEL >= 2 ? 4 : 2;  // vectors side by side: with 6 rows 24 of 32 accumulators, or 12 of 16
@@ -74,6 +78,7 @@ template <class T, int SD, int R, bool PREFETCH>
 PD_INLINE void logits(const TileArgs<T> &a, vec::F (&s)[R][NT]) {
   const int steps = a.head_dim / T::STEP;
   const int64_t stride = a.k_stride;
+  const typename T::Q *const query = a.q;
 #pragma GCC unroll 8
   for (int g = 0; g < NT; g += NC) {
     vec::F acc[R][NC];
@@ -96,7 +101,7 @@ PD_INLINE void logits(const TileArgs<T> &a, vec::F (&s)[R][NT]) {
         for (int c = 0; c < NC; c++) x[c] = T::part(raw[c], sub);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-          const typename T::B q = T::broadcast(a.q + r * SD + d * T::STEP, sub);
+          const typename T::B q = T::broadcast(query + r * SD + d * T::STEP, sub);
 #pragma GCC unroll 4
           for (int c = 0; c < NC; c++) acc[r][c] = T::mac(x[c], q, acc[r][c]);
         }

@@ -157,8 +157,8 @@ PD_INLINE F tanh(F x) {
 PD_INLINE uint16_t to_bf16(float x) {  // to nearest even; NaN stays NaN
   uint32_t u;
   memcpy(&u, &x, 4);
-  if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(u >> 16 | 0x40);
-  return (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+  const uint32_t nearest = (u + 0x7fff + ((u >> 16) & 1)) >> 16, quiet = u >> 16 | 0x40;
+  return (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? quiet : nearest);
 }
 PD_INLINE float from_bf16(uint16_t x) {
   const uint32_t u = (uint32_t)x << 16;
