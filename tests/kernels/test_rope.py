@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagedec.kernels import reference
+from pagedec.kernels.library import KernelError, Library, RopeKvWriteArgs
+from pagedec.kernels.reference import RopeShape
+from tests.kernels import calls
+
+
+def table(max_position: int, rotary_dim: int) -> Tensor:
+    inverse = 10000.0 ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    angles = torch.arange(max_position, dtype=torch.float64)[:, None] * inverse
+    return torch.cat((angles.cos(), angles.sin()), -1).float()
+
+
+def read_slots(cache: Tensor, slots: Tensor, head_dim: int, block_size: int, *, keys: bool) -> Tensor:
+    """[rows, kv_heads, head_dim] element by element from the layouts as pagedec.h writes them."""
+    num_blocks, kv_heads = cache.shape[:2]
+    flat = cache.reshape(num_blocks, kv_heads, -1)
+    block, offset, d = (slots // block_size).long(), (slots % block_size).long()[:, None], torch.arange(head_dim)[None]
+    if cache.dtype == torch.bfloat16:
+        if keys:
+            place = ((d // 2) * block_size + offset) * 2 + d % 2
+        else:
+            place = ((offset // 2) * head_dim + d) * 2 + offset % 2
+    else:
+        place = d * block_size + offset if keys else offset * head_dim + d
+    return flat[block].gather(2, place[:, None].expand(-1, kv_heads, -1))
+
+
+CASES = [  # q_heads, kv_heads, head_dim, rotary_dim (0: none), block_size, interleaved, norms
+    (9, 3, 64, 64, 16, False, False),
+    (4, 4, 80, 32, 8, False, False),
+    (2, 1, 128, 128, 32, False, True),
+    (3, 1, 96, 96, 64, True, False),
+    (8, 2, 256, 64, 16, True, True),
+    (2, 2, 112, 0, 16, False, True),
+    (12, 12, 64, 0, 16, False, False),
+    (1, 1, 6, 2, 2, False, False),
+    (2, 1, 34, 34, 4, False, True),
+]
+
+
+@pytest.mark.parametrize("dtype", calls.DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rotates_and_writes(library: Library, dtype: torch.dtype, case: tuple[int, ...]) -> None:
+    q_heads, kv_heads, head_dim, rotary_dim, block_size, interleaved, norms = case
+    shape = RopeShape(q_heads, kv_heads, head_dim, bool(interleaved), 1e-6, 0.5)
+    num_rows, num_blocks = 13, 8
+    qkv = calls.normal(num_rows, (q_heads + 2 * kv_heads) * head_dim, seed=head_dim, dtype=dtype)
+    slots = torch.randperm(num_blocks * block_size, generator=calls.generator(1))[:num_rows].int()
+    slots[[2, 9]] = -1
+    positions = torch.randint(0, 3000, (num_rows,), generator=calls.generator(2), dtype=torch.int32)
+    options: dict[str, Tensor] = {"cos_sin": table(3000, rotary_dim)} if rotary_dim else {}
+    if norms:
+        options |= {"q_norm": calls.normal(head_dim, seed=3), "k_norm": calls.normal(head_dim, seed=4)}
+    k_cache, v_cache = (c[0] for c in calls.caches(dtype, 1, num_blocks, kv_heads, head_dim, block_size))
+    q_out = calls.rope_kv_write(library, qkv, k_cache, v_cache, positions, slots, shape, **options)
+
+    k_true, v_true = (c[0].double() for c in calls.caches(dtype, 1, num_blocks, kv_heads, head_dim, block_size))
+    q_true = reference.rope_kv_write(
+        qkv.double(), k_true, v_true, positions, slots, shape, compute_dtype=torch.float64, **options
+    )
+    # Head dim 256: 16 adds a lane. A rotation cancels: relative to the head's largest element.
+    calls.assert_close(q_out, q_true, ulps=30, scale=q_true.abs().max())
+    written = slots >= 0
+    assert torch.equal(k_cache.isnan(), k_true.isnan()) and torch.equal(v_cache.isnan(), v_true.isnan())
+    k = read_slots(k_cache, slots[written], head_dim, block_size, keys=True)
+    heads = qkv.view(num_rows, -1, head_dim)
+    v = read_slots(v_cache, slots[written], head_dim, block_size, keys=False)
+    assert calls.same_bits(v, heads[written][:, q_heads + kv_heads :])
+    calls.assert_close(k_cache.nan_to_num(), k_true.nan_to_num(), ulps=30, scale=k_true.nan_to_num().abs().max())
+    if not options:
+        assert calls.same_bits(k, heads[written][:, q_heads : q_heads + kv_heads])
+
+
+@pytest.mark.parametrize("dtype", calls.DTYPES)
+def test_neighbours_in_a_pair_do_not_touch_each_other(library: Library, dtype: torch.dtype) -> None:
+    shape = RopeShape(1, 2, 16)
+    k_cache, v_cache = (c[0] for c in calls.caches(dtype, 1, 1, 2, 16, 8))
+    qkv = calls.normal(8, 5 * 16, seed=1, dtype=dtype)
+    for slot in (3, 0, 7, 2, 1):  # one call a row, odd before even too
+        row = qkv[slot : slot + 1].contiguous()
+        calls.rope_kv_write(library, row, k_cache, v_cache, calls.ints([0]), calls.ints([slot]), shape)
+    slots = calls.ints([0, 1, 2, 3, 7])
+    heads = qkv.view(8, 5, 16)[slots.long()]
+    assert calls.same_bits(read_slots(k_cache, slots, 16, 8, keys=True), heads[:, 1:3])
+    assert calls.same_bits(read_slots(v_cache, slots, 16, 8, keys=False), heads[:, 3:5])
+    assert read_slots(v_cache, calls.ints([4, 5, 6]), 16, 8, keys=False).isnan().all()
+
+
+def test_rotation_keeps_length_and_depends_on_distance(library: Library) -> None:
+    shape, cos_sin = RopeShape(1, 1, 64), table(600, 64)
+    k_cache, v_cache = (c[0] for c in calls.caches(torch.float32, 1, 1, 1, 64, 16))
+    qkv = calls.normal(1, 192, seed=5)
+    scores = []
+    for q_position, k_position in ((20, 13), (527, 520)):
+        for_k = calls.rope_kv_write(
+            library, qkv, k_cache, v_cache, calls.ints([k_position]), calls.ints([0]), shape, cos_sin=cos_sin
+        )
+        q = calls.rope_kv_write(
+            library, qkv, k_cache, v_cache, calls.ints([q_position]), calls.ints([-1]), shape, cos_sin=cos_sin
+        )
+        assert math.isclose(for_k.norm().item(), qkv[:, :64].norm().item(), rel_tol=1e-5)
+        scores.append((q @ read_slots(k_cache, calls.ints([0]), 64, 16, keys=True)[0, 0]).item())
+    assert math.isclose(*scores, rel_tol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", calls.DTYPES)
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_threads_and_rows_do_not_change_a_row(library: Library, dtype: torch.dtype, num_threads: int) -> None:
+    shape, cos_sin = RopeShape(3, 1, 32), table(64, 32)
+    qkv, slots = calls.normal(21, 5 * 32, seed=1, dtype=dtype), calls.ints(range(21))
+    results = []
+    for rows in (slice(0, 21), slice(4, 11)):
+        k_cache, v_cache = (c[0] for c in calls.caches(dtype, 1, 2, 1, 32, 16))
+        with calls.threads(library, num_threads if rows.start else 1):
+            q = calls.rope_kv_write(
+                library, qkv[rows].contiguous(), k_cache, v_cache, slots[rows], slots[rows], shape, cos_sin=cos_sin
+            )
+        k, v = (
+            read_slots(cache, slots[4:11], 32, 16, keys=keys) for cache, keys in ((k_cache, True), (v_cache, False))
+        )
+        results.append((q[4:11] if not rows.start else q, k, v))
+    assert all(calls.same_bits(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("dtype", calls.DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_every_instruction_set_gives_the_same_bits(
+    libraries: list[Library], dtype: torch.dtype, interleaved: bool
+) -> None:
+    shape, cos_sin = RopeShape(2, 1, 48, interleaved, 1e-6), table(100, 40)
+    norm = calls.normal(48, seed=9)
+    qkv, slots = calls.normal(9, 4 * 48, seed=1, dtype=dtype), calls.ints(range(9))
+    results = []
+    for library in libraries:
+        caches = [c[0] for c in calls.caches(dtype, 1, 2, 1, 48, 16)]
+        q = calls.rope_kv_write(
+            library, qkv, *caches, slots * 11, slots, shape, cos_sin=cos_sin, q_norm=norm, k_norm=norm
+        )
+        results.append([q, *caches])
+    for others in results[1:]:
+        assert all(calls.same_bits(a, b) for a, b in zip(results[0], others, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("q_heads", 0, "q_heads is 0"),
+        ("kv_heads", 0, "kv_heads is 0"),
+        ("head_dim", 2048, "head_dim is 2048"),
+        ("head_dim", 7, "head_dim is 7"),
+        ("rotary_dim", 12, "rotary_dim is 12"),
+        ("rotary_dim", 3, "rotary_dim is 3"),
+        ("block_size", 0, "block_size is 0"),
+        ("block_size", 5, "block_size is 5"),
+        ("dtype", 3, "dtype is 3"),
+        ("interleaved", 2, "interleaved is 2"),
+        ("norm_eps", -0.5, "norm_eps is -0.5"),
+        ("norm_offset", float("nan"), "norm_offset is nan"),
+        ("qkv", None, "qkv is NULL"),
+        ("q_out", None, "q_out is NULL"),
+        ("k_cache", None, "k_cache is NULL"),
+        ("v_cache", None, "v_cache is NULL"),
+        ("slots", None, "slots is NULL"),
+        ("positions", None, "positions is NULL"),
+    ],
+)
+def test_invalid_field_is_named(library: Library, field: str, value: object, message: str) -> None:
+    data, rows = torch.zeros(4096), calls.count(1)
+    pointers = ("qkv", "q_out", "k_cache", "v_cache", "positions", "slots", "cos_sin")
+    fields: dict[str, object] = dict.fromkeys(pointers, data.data_ptr()) | {"num_rows": rows.data_ptr()}
+    fields |= {"q_heads": 1, "kv_heads": 1, "head_dim": 8, "rotary_dim": 8, "block_size": 16, "dtype": 1, field: value}
+    with pytest.raises(KernelError, match=f"^pd_rope_kv_write: {message}"):
+        library.call(RopeKvWriteArgs(**fields))
