@@ -12,16 +12,55 @@ namespace pagedec {
 namespace {
 
 // Measured on Zen 4 (1 MB L2, 2 cores, 33-60 GB/s).
-constexpr int BLOCK_ROWS = 12 * TILE_ROWS > 144 ? 144 : 12 * TILE_ROWS;
-constexpr int64_t SLICE_STEPS = 1024;      // 128 KB of panel
+#ifndef BR
+#define BR 144
+#endif
+#ifndef SS
+#define SS 1024
+#endif
+constexpr int BLOCK_ROWS = BR;
+constexpr int64_t SLICE_STEPS = SS;      // 128 KB of panel
 constexpr int PREFETCH_MIN_ROWS = 7;       // with fewer the hardware's prefetching is as fast as a plain read, and ours costs 9-30 %
 constexpr int ROW_SPLIT_MIN_ROWS = 48;     // a thread's rows below which a second reader of the same panels costs more than it brings
+
+// acc [rows][32] of panel p becomes rows row, row + 1, ... of y.
+template <int EPILOGUE, int Y_DTYPE>
+void finish(const pd_gemm_args &a, int64_t row, int rows, int64_t p, const float *acc) {
+  constexpr bool gated = EPILOGUE >= PD_SILU_MUL;
+  const int64_t width = gated ? a.n / 2 : a.n, column = gated ? p * 16 : p * 32;
+  const int left = width - column < 32 ? (int)(width - column) : 32;
+  F16 bias[2] = {zero16(), zero16()};
+  for (int j = 0; a.bias && j < 2; j++)
+    bias[j] = gated ? load16(a.bias + p * 32 + j * 16) : load16_part(a.bias + column + j * 16, left > j * 16 ? left - j * 16 : 0);
+  for (int i = 0; i < rows; i++) {
+    F16 r[2] = {load16(acc + i * 32), load16(acc + i * 32 + 16)};
+    if (a.bias) r[0] = add16(r[0], bias[0]), r[1] = add16(r[1], bias[1]);
+    if constexpr (gated) r[0] = mul16(EPILOGUE == PD_SILU_MUL ? silu16(r[0]) : gelu16(r[0]), r[1]);
+    const int64_t at = (row + i) * width + column;
+    for (int j = 0; j < (gated ? 1 : 2) && left > j * 16; j++) {
+      float *y = (float *)a.y + at + j * 16;
+      if constexpr (EPILOGUE == PD_ADD) r[j] = add16(load16_part(y, left - j * 16), r[j]);
+      if constexpr (Y_DTYPE == PD_F32) store16_part(y, r[j], left - j * 16);
+      else store16_bf16((uint16_t *)a.y + at + j * 16, r[j], left - j * 16);
+    }
+  }
+}
+
+using FinishFn = void (*)(const pd_gemm_args &, int64_t, int, int64_t, const float *);
+FinishFn pick_finish(const pd_gemm_args &a) {
+  static constexpr FinishFn fn[4][2] = {{finish<PD_STORE, PD_F32>, finish<PD_STORE, PD_BF16>},
+                                        {finish<PD_ADD, PD_F32>, nullptr},
+                                        {finish<PD_SILU_MUL, PD_F32>, finish<PD_SILU_MUL, PD_BF16>},
+                                        {finish<PD_GELU_MUL, PD_F32>, finish<PD_GELU_MUL, PD_BF16>}};
+  return fn[a.epilogue][a.y_dtype];
+}
 
 struct Job {
   const pd_gemm_args &a;
   int64_t x_stride, num_steps, panel_bytes, num_panels, num_slices;  // a step is a word of x, 128 bytes of panel
   int64_t row_begin, row_end, panel_begin, panel_end;               // this thread's share
   const char *next, *next_end;                                      // what it will read in the following layer
+  FinishFn finish;
 };
 
 Job make_job(const pd_gemm_args &a, int thread, int num_threads) {
@@ -34,7 +73,7 @@ Job make_job(const pd_gemm_args &a, int thread, int num_threads) {
     if (num_threads % g == 0 && cost < best) best = cost, row_groups = g;
   }
   const int columns = num_threads / row_groups, column = thread % columns, group = thread / columns;
-  Job j{a, row_bytes, steps, steps * 128, panels, (steps + SLICE_STEPS - 1) / SLICE_STEPS, 0, 0, 0, 0, nullptr, nullptr};
+  Job j{a, row_bytes, steps, steps * 128, panels, (steps + SLICE_STEPS - 1) / SLICE_STEPS, 0, 0, 0, 0, nullptr, nullptr, pick_finish(a)};
   j.row_begin = rows * group / row_groups, j.row_end = rows * (group + 1) / row_groups;
   j.panel_begin = panels * column / columns, j.panel_end = panels * (column + 1) / columns;
   if (a.next_packed) {
@@ -42,30 +81,6 @@ Job make_job(const pd_gemm_args &a, int thread, int num_threads) {
     j.next_end = (const char *)a.next_packed + a.next_bytes * (thread + 1) / num_threads;
   }
   return j;
-}
-
-// acc [rows][32] of panel p becomes rows row, row + 1, ... of y.
-void epilogue(const pd_gemm_args &a, int64_t row, int rows, int64_t p, const float *acc) {
-  const bool gated = a.epilogue >= PD_SILU_MUL;
-  const int64_t width = gated ? a.n / 2 : a.n, column = gated ? p * 16 : p * 32;
-  const int left = width - column < 32 ? (int)(width - column) : 32;
-  F16 bias[2] = {zero16(), zero16()};
-  if (a.bias)
-    for (int j = 0; j < 2; j++) bias[j] = gated ? load16(a.bias + p * 32 + j * 16) : load16_part(a.bias + column + j * 16, left - j * 16 > 0 ? left - j * 16 : 0);
-  for (int i = 0; i < rows; i++) {
-    F16 r[2] = {load16(acc + i * 32), load16(acc + i * 32 + 16)};
-    if (a.bias) r[0] = add16(r[0], bias[0]), r[1] = add16(r[1], bias[1]);
-    if (gated) r[0] = mul16(a.epilogue == PD_SILU_MUL ? silu16(r[0]) : gelu16(r[0]), r[1]);
-    const int64_t at = (row + i) * width + column;
-    for (int j = 0; j < (gated ? 1 : 2); j++) {
-      const int count = left - j * 16;
-      if (count <= 0) break;
-      float *y = (float *)a.y + at + j * 16;
-      if (a.epilogue == PD_ADD) r[j] = add16(load16_part(y, count), r[j]);
-      if (a.y_dtype == PD_F32) store16_part(y, r[j], count);
-      else store16_bf16((uint16_t *)a.y + at + j * 16, r[j], count);
-    }
-  }
 }
 
 // One slice of one panel by a block of rows. ahead: what to prefetch meanwhile.
@@ -83,10 +98,10 @@ void slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float *acc
   for (int i = 0; i < tiles; i++) {
     const int r0 = rows * i / tiles, r1 = rows * (i + 1) / tiles;
     t.x = (const char *)j.a.x + (row + r0) * j.x_stride + s0 * 4;
-    t.acc = acc + r0 * 32;
+    t.acc = j.num_slices > 1 ? acc + r0 * 32 : acc;  // nothing to keep: stay in L1
     t.ahead = ahead + lines * i / tiles * 64, t.ahead_end = ahead + lines * (i + 1) / tiles * 64;
     pick_tile(j.a.dtype, r1 - r0)(t);
-    if (last) epilogue(j.a, row + r0, r1 - r0, p, t.acc);
+    if (last) j.finish(j.a, row + r0, r1 - r0, p, t.acc);
   }
 }
 

@@ -48,7 +48,10 @@ PD_INLINE F16 odd16(F16 a) {
 }
 PD_INLINE __mmask16 mask16(int count) { return count >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << count) - 1); }
 PD_INLINE F16 load16_part(const float *p, int count) { return _mm512_maskz_loadu_ps(mask16(count), p); }
-PD_INLINE void store16_part(float *p, F16 a, int count) { _mm512_mask_storeu_ps(p, mask16(count), a); }
+PD_INLINE void store16_part(float *p, F16 a, int count) {  // masked stores are microcode on some processors
+  if (count >= 16) _mm512_storeu_ps(p, a);
+  else _mm512_mask_storeu_ps(p, mask16(count), a);
+}
 PD_INLINE void store16_bf16(uint16_t *p, F16 a, int count) {
 #if PD_LEVEL >= 3
   const __m256i b = (__m256i)_mm512_cvtneps_pbh(a);
@@ -60,7 +63,8 @@ PD_INLINE void store16_bf16(uint16_t *p, F16 a, int count) {
   r = _mm512_mask_or_epi32(r, nan, _mm512_srli_epi32(u, 16), _mm512_set1_epi32(0x40));
   const __m256i b = _mm512_cvtepi32_epi16(r);
 #endif
-  _mm256_mask_storeu_epi16(p, mask16(count), b);
+  if (count >= 16) _mm256_storeu_si256((__m256i *)p, b);
+  else _mm256_mask_storeu_epi16(p, mask16(count), b);
 }
 PD_INLINE F16 clamp16(F16 a, float low, float high) {  // the second operand of min and max is what a NaN gives
   return _mm512_min_ps(set16(high), _mm512_max_ps(set16(low), a));
