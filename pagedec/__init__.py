@@ -1,0 +1,23 @@
+"""pagedec: serving language models from paged KV blocks, with cheap branches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pagedec.errors import PagedecError
+from pagedec.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from pagedec.params import SamplingParams
+
+if TYPE_CHECKING:
+    from pagedec.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "PagedecError", "RequestMetrics", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":  # torch takes seconds to import, and --help must not wait for it
+        from pagedec.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

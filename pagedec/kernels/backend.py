@@ -8,7 +8,7 @@ meaning.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from pagedec.kernels.records import Epilogue
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """One kind of attention layer. A logit is scale * q.k; where soft_cap > 0, soft_cap * tanh(logit / soft_cap) of it."""
+    """One kind of attention layer. A logit is scale * q.k; with soft_cap > 0, soft_cap * tanh(logit / soft_cap)."""
 
     num_heads: int
     num_kv_heads: int
@@ -36,6 +36,11 @@ class Rope:
     cos_sin: torch.Tensor | None
     rotary_dim: int = 0
     interleaved: bool = False
+
+
+HeadNorms: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None, float]
+"""RMS norm weights fp32 [head_dim] of q and of k, applied to each head before the rotation, and eps."""
+NO_NORMS: HeadNorms = (None, None, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +87,8 @@ class Plan(Protocol):
 
 
 class Program(Protocol):
-    """Records kernels over fixed buffers; `run` carries them out in order. `rows` is an int32 tensor of one element: how
-    many rows of the buffers count in a step."""
+    """Records kernels over fixed buffers; `run` carries them out in order. `rows` is an int32 tensor of one element:
+    how many rows of the buffers count in a step."""
 
     def embed(
         self, rows: torch.Tensor, token_ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor,
@@ -101,7 +106,7 @@ class Program(Protocol):
 
     def rope_kv_write(
         self, rows: torch.Tensor, qkv: torch.Tensor, q: torch.Tensor, cache: CacheTensors, layer: int,
-        positions: torch.Tensor, slots: torch.Tensor, rope: Rope,
+        positions: torch.Tensor, slots: torch.Tensor, rope: Rope, norms: HeadNorms = NO_NORMS,
     ) -> None: ...  # fmt: skip
 
     def attention(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pagedec.kernels.backend import AttentionShape, CacheTensors, Rope
+from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope
 from pagedec.kernels.library import (
     ArgmaxArgs,
     AttentionArgs,
@@ -63,9 +63,10 @@ class NativePlan:
     def update(
         self, row_indptr: np.ndarray, kv_len: np.ndarray, block_table: np.ndarray, parents: np.ndarray | None
     ) -> None:
+        assert block_table.flags.c_contiguous
         batch = AttnBatch(
             len(kv_len), int(row_indptr[-1]), row_indptr.ctypes.data, kv_len.ctypes.data, block_table.ctypes.data,
-            None if parents is None else parents.ctypes.data, block_table.strides[0] // 4, 1,
+            None if parents is None else parents.ctypes.data, block_table.shape[1], 1,
         )  # fmt: skip
         self.plan.update(self.shape, batch)
 
@@ -126,18 +127,19 @@ class NativeProgram:
 
     def rope_kv_write(
         self, rows: torch.Tensor, qkv: torch.Tensor, q: torch.Tensor, cache: CacheTensors, layer: int,
-        positions: torch.Tensor, slots: torch.Tensor, rope: Rope,
+        positions: torch.Tensor, slots: torch.Tensor, rope: Rope, norms: HeadNorms = NO_NORMS,
     ) -> None:  # fmt: skip
         backend, int32 = self._backend, torch.int32
         self._add(
             RopeKvWriteArgs(
                 address(rows, int32, "rows"), address(qkv, backend.dtype, "qkv"), address(q, backend.dtype, "q"),
                 cache.k[layer].data_ptr(), cache.v[layer].data_ptr(), address(positions, int32, "positions"),
-                address(slots, int32, "slots"), address(rope.cos_sin, torch.float32, "cos_sin"), None, None,
+                address(slots, int32, "slots"), address(rope.cos_sin, torch.float32, "cos_sin"),
+                address(norms[0], torch.float32, "q_norm"), address(norms[1], torch.float32, "k_norm"),
                 q.shape[1] // cache.head_dim, cache.num_kv_heads, cache.head_dim, rope.rotary_dim, cache.block_size,
-                int(backend.code), int(rope.interleaved), 0.0, 0.0,
+                int(backend.code), int(rope.interleaved), norms[2], 0.0,
             ),
-            rows, qkv, q, cache, positions, slots, rope,
+            rows, qkv, q, cache, positions, slots, rope, norms,
         )  # fmt: skip
 
     def attention(

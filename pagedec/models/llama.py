@@ -1,4 +1,4 @@
-"""Llama-shaped decoders (Touvron et al. 2023): Llama, SmolLM, Mistral.
+"""Llama-shaped decoders (Touvron et al. 2023): Llama, SmolLM, Mistral; with norms of q and k also Qwen3.
 
 Pre-norm blocks of grouped-query attention with rotary positions and a gated MLP. The residual stream is fp32 whatever
 the dtype.
@@ -26,6 +26,8 @@ class Layer:
 
     input_norm: torch.Tensor
     qkv: Any
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
     o: Any
     post_norm: torch.Tensor
     gate_up: Any
@@ -36,6 +38,7 @@ class Llama:
     """Weights of one model, and how its forward is recorded."""
 
     def __init__(self, arch: Architecture, source: WeightSource, backend: Backend, max_position: int) -> None:
+        arch.require_full_attention()
         self.arch, self.backend = arch, backend
         embedding = source.load("model.embed_tokens.weight")
         self.embedding = embedding.to(backend.dtype).contiguous()
@@ -44,24 +47,14 @@ class Llama:
         self.lm_head = backend.pack(embedding if arch.tie_word_embeddings else source.load("lm_head.weight"))
         self.rope = rope_table(rope_frequencies(arch), max_position)
 
-    @staticmethod
-    def weight_names(arch: Architecture) -> list[str]:
-        """Every tensor that this architecture needs, by its Hugging Face name."""
-        linear = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-        biased = linear if arch.attention_bias else []
-        mlp = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-        parts = [*linear, *mlp, "input_layernorm", "post_attention_layernorm"]
-        names = ["model.embed_tokens.weight", "model.norm.weight"]
-        for i in range(arch.num_layers):
-            names += [f"model.layers.{i}.{part}.weight" for part in parts]
-            names += [f"model.layers.{i}.{part}.bias" for part in biased + (mlp if arch.mlp_bias else [])]
-        return names if arch.tie_word_embeddings else [*names, "lm_head.weight"]
-
     def _load_layer(self, source: WeightSource, prefix: str) -> Layer:
         arch, backend = self.arch, self.backend
 
         def weight(name: str) -> torch.Tensor:
             return source.load(f"{prefix}{name}.weight")
+
+        def norm(name: str) -> torch.Tensor:
+            return weight(name).float().contiguous()
 
         def bias(name: str) -> torch.Tensor | None:
             given = arch.attention_bias if name.startswith("self_attn") else arch.mlp_bias
@@ -70,10 +63,12 @@ class Llama:
         projections = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
         gated = ["mlp.gate_proj", "mlp.up_proj"]
         return Layer(
-            input_norm=weight("input_layernorm").float().contiguous(),
+            input_norm=norm("input_layernorm"),
             qkv=pack_stacked(backend, [weight(p) for p in projections], [bias(p) for p in projections]),
+            q_norm=norm("self_attn.q_norm") if arch.qk_norm else None,
+            k_norm=norm("self_attn.k_norm") if arch.qk_norm else None,
             o=pack_stacked(backend, [weight("self_attn.o_proj")], [bias("self_attn.o_proj")]),
-            post_norm=weight("post_attention_layernorm").float().contiguous(),
+            post_norm=norm("post_attention_layernorm"),
             gate_up=pack_gated(backend, *map(weight, gated), *map(bias, gated)),
             down=pack_after_gated(backend, weight("mlp.down_proj"), bias("mlp.down_proj")),
         )
@@ -81,9 +76,8 @@ class Llama:
     def attention_shape(self, block_size: int) -> AttentionShape:
         arch = self.arch
         return AttentionShape(
-            arch.num_attention_heads, arch.num_kv_heads, arch.head_dim, block_size, arch.head_dim**-0.5,
-            window=arch.sliding_window or 0,
-        )  # fmt: skip
+            arch.num_attention_heads, arch.num_kv_heads, arch.head_dim, block_size, arch.head_dim**-0.5
+        )
 
     def buffers(self, max_rows: int) -> StepBuffers:
         return StepBuffers(self.arch, max_rows, self.backend.dtype, padded_width(self.arch.intermediate_size))
@@ -95,7 +89,8 @@ class Llama:
         for i, layer in enumerate(self.layers):
             p.rms_norm(rows, b.x, layer.input_norm, b.normed, eps)
             p.linear(rows, b.normed, layer.qkv, b.qkv)
-            p.rope_kv_write(rows, b.qkv, b.q, cache, i, b.positions, b.slots, self.rope)
+            norms = (layer.q_norm, layer.k_norm, eps)
+            p.rope_kv_write(rows, b.qkv, b.q, cache, i, b.positions, b.slots, self.rope, norms)
             p.attention(rows, plan, b.q, cache, i, b.attended)
             p.linear(rows, b.attended, layer.o, b.x, Epilogue.ADD)
             p.rms_norm(rows, b.x, layer.post_norm, b.normed, eps)

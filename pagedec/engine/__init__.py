@@ -1,0 +1,1 @@
+"""Plan, execute, settle: requests in, finished answers out."""

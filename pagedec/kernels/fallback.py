@@ -1,0 +1,139 @@
+"""The kernels' meaning as a backend: what runs where nothing could be compiled, and what the compiled kernels are compared with.
+
+Slow, and exact in the same sense: a row's bits do not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from pagedec.kernels import reference, reference_readout
+from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope
+from pagedec.kernels.records import Epilogue
+from pagedec.kernels.reference_attention import paged_attention
+from pagedec.kernels.reference_linear import TorchPackedLinear, gated_product
+
+
+class ReferencePlan:
+    """A step's rows, kept until every layer has seen them."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
+        self.batch: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None] | None = None
+
+    def update(
+        self, row_indptr: np.ndarray, kv_len: np.ndarray, block_table: np.ndarray, parents: np.ndarray | None
+    ) -> None:
+        self.batch = (row_indptr, kv_len, block_table, parents)
+
+    def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+        assert self.batch is not None, "no step is planned"
+        row_indptr, kv_len, block_table, parents = self.batch
+        return paged_attention(q, k_cache, v_cache, self.shape, row_indptr, kv_len, block_table, parents)
+
+
+class ReferenceProgram:
+    """Kernels as closures over their buffers, called in order."""
+
+    def __init__(self) -> None:
+        self._kernels: list[Callable[[], None]] = []
+
+    def embed(
+        self, rows: torch.Tensor, token_ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor,
+        slots: torch.Tensor, token_plane: torch.Tensor, scale: float = 1.0,
+    ) -> None:  # fmt: skip
+        def run() -> None:
+            n = int(rows)
+            out[:n] = reference.embed(token_ids[:n], table, scale, slots=slots[:n], token_plane=token_plane)
+
+        self._kernels.append(run)
+
+    def rms_norm(
+        self, rows: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float,
+        row_ids: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        def run() -> None:
+            n = int(rows)
+            chosen = x[:n] if row_ids is None else x[row_ids[:n].long()]
+            for i in range(n):  # one row at a time: torch may split a sum by how many there are
+                out[i : i + 1] = reference.rms_norm(chosen[i : i + 1], weight, eps, out_dtype=out.dtype)
+
+        self._kernels.append(run)
+
+    def linear(
+        self, rows: torch.Tensor, x: torch.Tensor, weight: TorchPackedLinear, y: torch.Tensor,
+        epilogue: Epilogue = Epilogue.STORE,
+    ) -> None:  # fmt: skip
+        def run() -> None:
+            n = int(rows)
+            product = weight(x[:n])
+            if epilogue == Epilogue.ADD:
+                y[:n] += product.float()
+            elif epilogue == Epilogue.STORE:
+                y[:n] = product
+            else:
+                y[:n] = gated_product(product, gelu=epilogue == Epilogue.GELU_MUL)
+
+        self._kernels.append(run)
+
+    def rope_kv_write(
+        self, rows: torch.Tensor, qkv: torch.Tensor, q: torch.Tensor, cache: CacheTensors, layer: int,
+        positions: torch.Tensor, slots: torch.Tensor, rope: Rope, norms: HeadNorms = NO_NORMS,
+    ) -> None:  # fmt: skip
+        shape = reference.RopeShape(
+            q.shape[1] // cache.head_dim, cache.num_kv_heads, cache.head_dim, rope.interleaved, norms[2]
+        )
+
+        def run() -> None:
+            n = int(rows)
+            q[:n] = reference.rope_kv_write(
+                qkv[:n], cache.k[layer], cache.v[layer], positions[:n], slots[:n], shape,
+                cos_sin=rope.cos_sin, q_norm=norms[0], k_norm=norms[1],
+            )  # fmt: skip
+
+        self._kernels.append(run)
+
+    def attention(
+        self, rows: torch.Tensor, plan: ReferencePlan, q: torch.Tensor, cache: CacheTensors, layer: int,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        def run() -> None:
+            n = int(rows)
+            out[:n] = plan.attend(q[:n], cache.k[layer], cache.v[layer]).flatten(1).to(out.dtype)
+
+        self._kernels.append(run)
+
+    def finish(self) -> None:
+        """Nothing is left to prepare."""
+
+    def run(self) -> None:
+        for kernel in self._kernels:
+            kernel()
+
+
+class ReferenceBackend:
+    """Everything in torch and numpy."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.name, self.dtype = "reference", dtype
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> TorchPackedLinear:
+        return TorchPackedLinear(weight.to(self.dtype), bias)
+
+    def program(self) -> ReferenceProgram:
+        return ReferenceProgram()
+
+    def plan(self, shape: AttentionShape) -> ReferencePlan:
+        return ReferencePlan(shape)
+
+    def copy_slots(self, cache: CacheTensors, src: np.ndarray, dst: np.ndarray) -> None:
+        reference.kv_copy(cache.k, cache.v, torch.from_numpy(src), torch.from_numpy(dst), cache.tokens)
+
+    def sample(self, logits: torch.Tensor, draws: np.ndarray) -> np.ndarray:
+        return reference_readout.sample(logits.numpy(), draws)
+
+    def topk(self, logits: torch.Tensor, row_ids: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return reference_readout.topk_lse(logits.numpy(), k, row_ids)

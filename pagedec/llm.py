@@ -1,0 +1,155 @@
+"""Offline inference: `LLM` owns an engine and runs lists of prompts through it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from tqdm import tqdm
+
+from pagedec.config import EngineConfig
+from pagedec.engine.engine import Answer, Engine, FinishedRequest
+from pagedec.engine.loader import load_engine
+from pagedec.errors import InvalidArgument, NotFound
+from pagedec.outputs import CompletionOutput, RequestOutput
+from pagedec.params import SamplingParams
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+PROMPT_KEYS = ("prompt", "prompt_token_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One checked prompt, ready to be added."""
+
+    request_id: str
+    prompt: str | None
+    token_ids: list[int]
+    params: Any
+
+
+class LLM:
+    """A model and everything it needs to write text. Arguments are those of `EngineConfig.from_kwargs`.
+
+    `model` is a local directory, a .gguf file, a hub id, or "smollm2", the embedded default. Raises `PagedecError`s for invalid
+    arguments and for missing, damaged or unfitting files.
+    """
+
+    def __init__(self, model: str | None = None, **engine_args: Any) -> None:
+        if model is not None:
+            engine_args["model"] = model
+        self.config = EngineConfig.from_kwargs(**engine_args)
+        self.engine: Engine
+        self.engine, self.tokenizer = load_engine(self.config)
+        self._num_requests = 0
+        self._texts = ThreadPoolExecutor(1, thread_name_prefix="pagedec-text")
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Any = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to one prompt or many, in the prompts' order.
+
+        A prompt is text, a list of token ids, or a mapping with "prompt" or "prompt_token_ids". `sampling_params` is one object
+        for all prompts or one for each, of any registered decoder's parameter type. `priority`: one number for each prompt, lower
+        runs earlier. Everything is checked before anything starts: raises `InvalidArgument` naming field, value and limit.
+        """
+        jobs = self._check(_as_list(prompts), sampling_params)
+        priorities = [0] * len(jobs) if priority is None else list(priority)
+        if len(priorities) != len(jobs):
+            raise InvalidArgument("priority", len(priorities), f"must hold one number for each of {len(jobs)} prompts")
+        return self._run(jobs, priorities, use_tqdm)
+
+    def _check(self, prompts: list[Prompt], sampling_params: Any) -> list[_Job]:
+        params = SamplingParams() if sampling_params is None else sampling_params
+        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise InvalidArgument("sampling_params", len(each), f"must be one, or one for each of {len(prompts)} prompts")
+        jobs = []
+        for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+            text, token_ids = self._token_ids(prompt, f"prompts[{i}]")
+            self.engine.check(token_ids, own, f"prompts[{i}]")
+            jobs.append(_Job(str(self._num_requests + i), text, token_ids, own))
+        self._num_requests += len(jobs)
+        return jobs
+
+    def _token_ids(self, prompt: Prompt, field: str) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            unknown = [key for key in prompt if key not in PROMPT_KEYS]
+            if unknown or len(prompt) != 1:
+                raise InvalidArgument(field, list(prompt), f"must have exactly one of the keys {', '.join(PROMPT_KEYS)}")
+            [(key, prompt)] = prompt.items()
+            if (key == "prompt") != isinstance(prompt, str):
+                raise InvalidArgument(f"{field}.{key}", prompt, "must be text" if key == "prompt" else "must be token ids")
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidArgument(field, prompt, "must be token ids: the engine runs with skip_tokenizer_init")
+            return prompt, self.tokenizer.encode(prompt)
+        if isinstance(prompt, Sequence) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
+            return None, list(prompt)
+        raise InvalidArgument(field, prompt, "must be text, a list of token ids, or a mapping with one of them")
+
+    def _run(self, jobs: list[_Job], priorities: list[int], use_tqdm: bool) -> list[RequestOutput]:
+        by_id = {job.request_id: job for job in jobs}
+        outputs: dict[str, Future[RequestOutput]] = {}
+        bar = tqdm(total=len(jobs), desc="prompts", disable=not use_tqdm, dynamic_ncols=True)
+        try:
+            for job, priority in zip(jobs, priorities, strict=True):
+                self.engine.add(job.request_id, job.token_ids, job.params, priority)
+            num_tokens, began = 0, time.perf_counter()
+            while len(outputs) < len(jobs):
+                for finished in self.engine.step():
+                    job = by_id[finished.request_id]
+                    outputs[job.request_id] = self._texts.submit(self._output, job, finished)
+                    num_tokens += finished.metrics.num_output_tokens
+                    bar.set_postfix_str(f"{num_tokens / (time.perf_counter() - began):.1f} tokens/s", refresh=False)
+                    bar.update()
+        finally:
+            bar.close()
+            for job in jobs:  # after an error or an interrupt nothing may stay behind
+                if job.request_id not in outputs:
+                    with contextlib.suppress(NotFound):  # a failed step has aborted its own requests
+                        self.engine.abort(job.request_id)
+        return [outputs[job.request_id].result() for job in jobs]
+
+    def _output(self, job: _Job, finished: FinishedRequest) -> RequestOutput:
+        completions = [
+            CompletionOutput(
+                index=i,
+                text=self._text(answer),
+                token_ids=answer.token_ids,
+                finish_reason=answer.finish_reason,
+                stop_reason=None if answer.stop_token_id in self.engine.limits.eos_token_ids else answer.stop_token_id,
+            )
+            for i, answer in enumerate(finished.answers)
+        ]
+        return RequestOutput(job.request_id, job.prompt, job.token_ids, completions, True, finished.metrics)
+
+    def _text(self, answer: Answer) -> str:
+        """The answer without the token that ended it."""
+        if self.tokenizer is None:
+            return ""
+        stopped = answer.finish_reason == "stop" and answer.stop_token_id is not None
+        detokenizer = self.tokenizer.detokenizer(keep_leading_space=True)
+        return detokenizer.push(answer.token_ids[: -1 if stopped else None]) + detokenizer.finish()
+
+    def close(self) -> None:
+        """Give up the device and the threads."""
+        self._texts.shutdown()
+        self.engine.stop()
+
+
+def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """One prompt is a list of one: text, a mapping, or a non-empty list of token ids."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    many = list(prompts)
+    return [many] if many and all(isinstance(item, int) for item in many) else many  # type: ignore[list-item]
