@@ -1,0 +1,32 @@
+"""A draft model with the target's own noise rolls a chain ahead, in the same step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagedec.core.branch import Branch
+from pagedec.core.protocol import DecoderContext, Roll
+from pagedec.decoders import Sampling, decoder
+from pagedec.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeParams(SamplingParams):
+    """Chains of `count` tokens."""
+
+    count: int = 3
+
+
+@decoder("test-speculative", params=SpeculativeParams)
+class Speculative(Sampling):
+    """Drafts on the draft lane."""
+
+    lanes = ("target", "draft")
+
+    def __init__(self, params: SpeculativeParams, context: DecoderContext) -> None:
+        super().__init__(params, context)
+        self.count = params.count
+
+    def draft(self, branch: Branch, room: int) -> Roll:
+        """Of several streams the first is followed; their own rolls begin when they part."""
+        return Roll(self.count, self.sampler, branch.state[0])

@@ -1,0 +1,234 @@
+"""A fake device: its KV slots remember (token, position), and its language model reads the past only through block table and
+parents. A slip of one slot anywhere fails an assertion or changes an output."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+from pagedec.core.limits import SchedulerLimits
+from pagedec.core.plan import StepPlan
+from pagedec.core.protocol import LaneAnswers, LaneForward, RollPlan
+from pagedec.core.request import Event
+from pagedec.core.scheduler import Scheduler
+
+VOCABULARY = 8
+EOS = 0
+Model = Callable[[Sequence[int]], Sequence[float]]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def reference_noise(seed: int, stream: int, position: int) -> list[float]:
+    """Counter-based Gumbel noise for every token id: nothing but these names enters it, so drafts can share it."""
+    text = f"{seed}/{stream}/{position}".encode()
+    digest = blake2b(text, digest_size=4 * VOCABULARY).digest()
+    uniform = [(int.from_bytes(digest[4 * t : 4 * t + 4], "little") + 0.5) / 2**32 for t in range(VOCABULARY)]
+    return [-math.log(-math.log(u)) for u in uniform]
+
+
+noise = reference_noise  # the device's; a mutant of it must not reach the reference
+
+
+def pick(
+    logprobs: Sequence[float], greedy: bool, noise: Sequence[float], banned: Sequence[int] = ()
+) -> int:
+    """The most probable token, or the one that the noise chooses."""
+    scores = logprobs if greedy else [score + g for score, g in zip(logprobs, noise, strict=True)]
+    return max((t for t in range(VOCABULARY) if t not in banned), key=lambda token: (scores[token], -token))
+
+
+class LanguageModel:
+    """Deterministic log-probabilities of the last `order` tokens; `noisy` disturbs some contexts: a draft model."""
+
+    def __init__(self, seed: int, order: int, noisy: float = 0.0) -> None:
+        self.seed, self.order, self.noisy = seed, order, noisy
+        self._known: dict[tuple[int, ...], list[float]] = {}
+
+    def __call__(self, tokens: Sequence[int]) -> list[float]:
+        context = tuple(tokens[-self.order :])
+        if context not in self._known:
+            digest = blake2b(repr((self.seed, context)).encode(), digest_size=4 * VOCABULARY + 1).digest()
+            units = [int.from_bytes(digest[4 * t : 4 * t + 4], "little") / 2**32 for t in range(VOCABULARY)]
+            if digest[-1] < 256 * self.noisy:
+                units.reverse()
+            weights = [unit**3 + 1e-3 for unit in units]
+            logs = np.log(np.array(weights) / sum(weights)).astype(np.float32)  # what a device returns
+            self._known[context] = [float(value) for value in logs]
+        return self._known[context]
+
+
+class FakeRunner:
+    """Carries out the arrays of a plan. All writes come before all reads, as in a batched layer."""
+
+    def __init__(self, models: dict[str, Model], limits: SchedulerLimits) -> None:
+        self.models, self.block_size = models, limits.block_size
+        self.kv: dict[str, list[tuple[int, int] | None]] = {
+            lane: [None] * (num_blocks * limits.block_size) for lane, num_blocks in limits.num_blocks.items()
+        }
+        self.num_read_outs: Counter[str] = Counter()
+        self.num_copies = 0
+
+    def execute(self, plan: StepPlan) -> dict[str, LaneAnswers]:
+        answers: dict[str, LaneAnswers] = {}
+        rolls: list[tuple[RollPlan, tuple[int, ...]]] = []
+        for lane, forward in plan.forwards.items():
+            self._copy(lane, forward)
+            for roll, rolled in rolls if lane == "target" else ():
+                if roll.target_row >= 0:
+                    forward.token_ids[roll.target_row : roll.target_row + roll.count] = rolled
+            self._write(lane, forward)
+            self._check_against_history(plan, lane, forward)
+            answers[lane] = self._read_out(lane, forward)
+            for roll in forward.rolls:
+                rolls.append((roll, self._roll(lane, forward, roll)))
+            answers[lane].rolled = [rolled for _, rolled in rolls] if lane == "draft" else []
+        for work in plan.works:
+            self.num_read_outs[work.request.id] += work.draw >= 0 or work.query is not None
+        return answers
+
+    def _copy(self, lane: str, forward: LaneForward) -> None:
+        kv, size = self.kv[lane], self.block_size
+        for block in forward.fresh.tolist():
+            kv[block * size : (block + 1) * size] = [None] * size
+        for source, target in zip(forward.copy_src.tolist(), forward.copy_dst.tolist(), strict=True):
+            kv[target] = kv[source]
+        self.num_copies += len(forward.copy_src)
+
+    def _write(self, lane: str, forward: LaneForward) -> None:
+        rows = zip(forward.slots.tolist(), forward.token_ids.tolist(), forward.positions.tolist(), strict=True)
+        written = set()
+        for slot, token, position in rows:
+            if slot >= 0:
+                assert slot not in written, "two rows write one slot"
+                written.add(slot)
+                self.kv[lane][slot] = (token, position)
+
+    def ancestors(self, parents: Sequence[int], row: int) -> list[int]:
+        """A node's ancestors and itself among a branch's rows, in depth order; the chain's rows are not among them."""
+        out: list[int] = []
+        while parents[row] >= 0:
+            out.append(row)
+            row = parents[row]
+        return out[::-1]
+
+    def seen(self, lane: str, forward: LaneForward, branch: int, row: int) -> list[int]:
+        """The tokens that a row (counted within its branch) sees, through table and parents alone."""
+        first, stop = forward.row_indptr[branch], forward.row_indptr[branch + 1]
+        start = int(forward.kv_len[branch]) - int(stop - first)  # cache index of the branch's first row
+        chain = [-1] * int(stop - first)
+        parents = chain if forward.parents is None else forward.parents[first:stop].tolist()
+        path = self.ancestors(parents, row)
+        num_chain = next((i for i, parent in enumerate(parents) if parent >= 0), len(parents))
+        prefix = range(start + (row + 1 if parents[row] < 0 else num_chain))
+        table = forward.block_table[branch]
+        size = self.block_size
+        indices = [*prefix, *(start + node for node in path)]
+        content = [self.kv[lane][int(table[index // size]) * size + index % size] for index in indices]
+        assert all(entry is not None for entry in content), "a row sees what was never written"
+        seen = [entry for entry in content if entry is not None]
+        assert [position for _, position in seen] == list(range(len(seen))), "position slip"
+        assert forward.positions[first + row] == len(seen) - 1, "a row's position is not its depth"
+        return [token for token, _ in seen]
+
+    def _check_against_history(self, plan: StepPlan, lane: str, forward: LaneForward) -> None:
+        works = [work for work in plan.works if work.table.pool.lane == lane]
+        assert len(works) == len(forward.kv_len)
+        for branch, work in enumerate(works):
+            last = max(1, work.num_tokens) - 1
+            tokens = self.seen(lane, forward, branch, last)
+            assert tokens == work.request.history.tokens(work.branch.tip)[: len(tokens)], "history slip"
+            assert len(tokens) == work.start + work.num_tokens
+
+    def _read_out(self, lane: str, forward: LaneForward) -> LaneAnswers:
+        model = self.models[lane]
+        branches = np.searchsorted(forward.row_indptr, forward.read_rows, side="right") - 1
+        texts = [
+            self.seen(lane, forward, int(branch), int(row - forward.row_indptr[branch]))
+            for branch, row in zip(branches, forward.read_rows, strict=True)
+        ]
+        logprobs = [model(text) for text in texts]
+        banned: dict[int, list[int]] = {}
+        for row, token in zip(forward.banned_rows.tolist(), forward.banned_tokens.tolist(), strict=True):
+            banned.setdefault(row, []).append(token)
+        draws = []
+        for draw in forward.draws:
+            row = int(draw["row"])
+            assert draw["position"] == len(texts[row]), "a draw's position is not the drawn token's index"
+            gumbel = noise(int(draw["seed"]), int(draw["stream"]), int(draw["position"]))
+            draws.append(pick(logprobs[row], draw["temperature"] == 0, gumbel, banned.get(row, ())))
+        topk = []
+        for row in forward.topk_rows.tolist():
+            allowed = [token for token in range(VOCABULARY) if token not in banned.get(row, ())]
+            best = sorted(allowed, key=lambda token: (-logprobs[row][token], token))[: forward.topk_k]
+            topk.append([(token, logprobs[row][token]) for token in best])
+        given = zip(forward.logprob_rows.tolist(), forward.logprob_tokens.tolist(), strict=True)
+        return LaneAnswers(
+            np.array(draws, np.int32),
+            np.array([[token for token, _ in row] for row in topk], np.int32),
+            np.array([[logprob for _, logprob in row] for row in topk], np.float32),
+            np.array([logprobs[row][token] for row, token in given], np.float32),
+            [],
+        )
+
+    def _roll(self, lane: str, forward: LaneForward, roll: RollPlan) -> tuple[int, ...]:
+        """The first token comes from the branch's root row, each further one evaluates the token just drawn."""
+        first = int(forward.row_indptr[roll.branch])
+        seen = self.seen(lane, forward, roll.branch, roll.row - first)
+        table, size = forward.block_table[roll.branch], self.block_size
+        rolled: list[int] = []
+        for i in range(roll.count):
+            gumbel = noise(roll.sampler.seed, roll.stream, len(seen))
+            rolled.append(pick(self.models[lane](seen), roll.sampler.temperature == 0, gumbel))
+            if i < roll.count - 1:
+                slot = int(roll.slots[i])
+                assert slot == table[len(seen) // size] * size + len(seen) % size, "a rolled token lies elsewhere"
+                self.kv[lane][slot] = (rolled[-1], len(seen))
+                seen.append(rolled[-1])
+        return tuple(rolled)
+
+
+class FakeEngine:
+    """plan -> execute -> settle. After every step, everything that must hold is checked."""
+
+    def __init__(self, models: dict[str, Model], limits: SchedulerLimits) -> None:
+        self.scheduler = Scheduler(limits)
+        self.runner = FakeRunner(models, limits)
+        self._published: dict[tuple[int, bytes], list[tuple[int, int] | None]] = {}
+        self.num_steps = 0
+
+    def step(self) -> list[Event]:
+        plan = self.scheduler.plan()
+        events = self.scheduler.settle(plan, self.runner.execute(plan))
+        self.num_steps += 1
+        self.check()
+        return events
+
+    def run(self, max_steps: int = 5000) -> None:
+        for _ in range(max_steps):
+            if self.scheduler.idle:
+                return
+            self.step()
+        raise AssertionError("a request was lost")
+
+    def check(self) -> None:
+        self.scheduler.check()
+        pool, kv, size = self.scheduler.pools["target"], self.runner.kv["target"], self.runner.block_size
+        content = {}
+        for key, block in pool.block_of.items():
+            if not pool.pins[block]:  # else its last copy is still to come
+                content[block, key] = kv[block * size : (block + 1) * size]
+                before = self._published.get((block, key), content[block, key])
+                assert content[block, key] == before, "a published block was overwritten"
+        self._published = content
+
+    def check_whole(self) -> None:
+        """Nothing is held any more."""
+        self.scheduler.check()
+        for pool in self.scheduler.pools.values():
+            assert not any(pool.pins), "a pin outlived its copy"
+            assert pool.num_available == pool.num_blocks, "a block leaked"
