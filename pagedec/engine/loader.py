@@ -105,11 +105,10 @@ def build_lane(loaded: LoadedModel, config: EngineConfig, debug: bool = False) -
     return LaneRunner(loaded.model, tensors, scheduler.max_num_batched_tokens, debug)
 
 
-def load_engine(config: EngineConfig, draft: LoadedModel | None = None) -> tuple[Engine, Tokenizer | None]:
-    """An engine ready for requests, and its tokenizer."""
-    backend = choose_backend(config.parallel, config.model.dtype)
-    loaded = load_model(config.model, backend)
-    tokenizer = load_tokenizer(config.model, loaded.files)
+def assemble(
+    config: EngineConfig, loaded: LoadedModel, eos_token_ids: tuple[int, ...], draft: LoadedModel | None = None
+) -> Engine:
+    """An engine over a loaded model, with caches of its own; with `draft`, rolls run on that model's lane."""
     debug = environment.read("PAGEDEC_DEBUG") == "1"
     lanes = {"target": build_lane(loaded, config, debug)}
     if draft is not None:
@@ -126,7 +125,14 @@ def load_engine(config: EngineConfig, draft: LoadedModel | None = None) -> tuple
             enable_prefix_caching=config.cache.enable_prefix_caching,
         )
     )
+    limits = ModelLimits(loaded.arch.vocab_size, loaded.max_model_len, eos_token_ids)
+    return Engine(scheduler, InlineExecutor(ModelRunner(lanes)), limits, seed=config.model.seed, debug=debug)
+
+
+def load_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
+    """An engine ready for requests, and its tokenizer."""
+    backend = choose_backend(config.parallel, config.model.dtype)
+    loaded = load_model(config.model, backend)
+    tokenizer = load_tokenizer(config.model, loaded.files)
     eos = tokenizer.eos_token_ids if tokenizer is not None else loaded.arch.eos_token_ids
-    limits = ModelLimits(loaded.arch.vocab_size, loaded.max_model_len, tuple(eos))
-    engine = Engine(scheduler, InlineExecutor(ModelRunner(lanes)), limits, seed=config.model.seed, debug=debug)
-    return engine, tokenizer
+    return assemble(config, loaded, tuple(eos)), tokenizer
