@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from pagedec.cli import active, main
+from pagedec.engine.stats import EngineStats
 from pagedec.fields import rules
 from pagedec.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pagedec.params import SamplingParams
@@ -28,11 +29,15 @@ class StandIn:
 
     def __init__(self, **engine_args: Any) -> None:
         self.engine_args = engine_args
+        self.engine = types.SimpleNamespace(stats=EngineStats())
 
     def generate(self, prompts: list[Any], sampling_params: SamplingParams, *, use_tqdm: bool) -> list[RequestOutput]:
         StandIn.calls.append(
             {"engine": self.engine_args, "prompts": prompts, "params": sampling_params, "use_tqdm": use_tqdm}
         )
+        self.engine.stats.num_steps += 2
+        self.engine.stats.num_rows += 10
+        self.engine.stats.execute_seconds += 0.5
         outputs = []
         for i, prompt in enumerate(prompts):
             text = prompt if isinstance(prompt, str) else None
@@ -149,7 +154,9 @@ def test_bench_latency_repeats_one_batch(stand_in: type[StandIn], capsys: pytest
     assert len(set(prompts)) == 9 and {len(prompt) for prompt in prompts} == {5}
     assert stand_in.calls[0]["params"] == SamplingParams(temperature=0, ignore_eos=True, max_tokens=4)
     assert result["output_tokens_of_a_batch"] == 15
-    assert result["step_time_median_ms"] == 250 and result["time_to_first_token_median_ms"] == 250
+    assert result["time_per_output_token_median_ms"] == 250 and result["time_to_first_token_median_ms"] == 250
+    assert result["num_steps"] == 4, "the warm-up's steps do not count"
+    assert (result["rows_per_step"], result["execute_mean_ms"], result["plan_and_settle_mean_ms"]) == (5, 250, 0)
     assert result["latency_p10_ms"] <= result["latency_median_ms"] <= result["latency_p90_ms"]
 
 
@@ -165,7 +172,7 @@ def test_bench_throughput_counts_all(stand_in: type[StandIn], capsys: pytest.Cap
 def test_bench_prints_lines(stand_in: type[StandIn], capsys: pytest.CaptureFixture[str]) -> None:
     assert run("bench", "latency", "--num-iters", "1") == 0
     out = capsys.readouterr().out
-    assert "output tokens per second" in out and "step time median ms" in out
+    assert "output tokens per second" in out and "execute mean ms" in out
 
 
 # -------------------------------------------------------------------------------------------------------------- errors

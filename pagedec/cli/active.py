@@ -110,7 +110,13 @@ def _on_cuda(fact: str) -> str:
 
 
 def active_line(llm: LLM) -> str:
-    """What carries out this engine's steps: model, kernels, numbers, threads, blocks of KV."""
-    runner = llm.engine.executor.runner
-    lane = runner.lanes["target"]
-    return f"{llm.config.model.model}: kernels {lane.backend.name}"
+    """What carries out this engine's steps: model, kernels, numbers, threads."""
+    import torch
+
+    from pagedec.engine.loader import choose_backend
+
+    config = llm.config
+    backend = choose_backend(config.parallel, config.model.dtype)
+    kernels = "reference (torch)" if backend.name == "reference" else f"{backend.name} (compiled)"
+    dtype = str(backend.dtype).removeprefix("torch.")
+    return f"{config.model.model}: kernels {kernels}, {dtype}, {torch.get_num_threads()} threads"

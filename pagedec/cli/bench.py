@@ -6,6 +6,7 @@ latency: one batch of equal requests, repeated. throughput: many requests at onc
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import sys
@@ -29,6 +30,7 @@ from pagedec.fields import Integer, check_fields, option
 from pagedec.outputs import RequestOutput
 
 if TYPE_CHECKING:
+    from pagedec.engine.stats import EngineStats
     from pagedec.llm import LLM
 
 NUM_PLAIN_IDS = 256
@@ -98,7 +100,21 @@ def request_times(outputs: Sequence[RequestOutput]) -> dict[str, float]:
     metrics = [output.metrics for output in outputs if output.metrics is not None]
     first = [m.time_to_first_token for m in metrics if m.time_to_first_token is not None]
     after = [m.time_per_output_token for m in metrics if m.time_per_output_token is not None]
-    return quantiles(first, "time_to_first_token") | quantiles(after, "step_time")
+    return quantiles(first, "time_to_first_token") | quantiles(after, "time_per_output_token")
+
+
+def step_times(before: EngineStats, after: EngineStats) -> dict[str, float]:
+    """Means over the steps between two copies of the engine's counters."""
+    num_steps = after.num_steps - before.num_steps
+    if num_steps == 0:
+        return {}
+    host = (after.plan_seconds - before.plan_seconds) + (after.settle_seconds - before.settle_seconds)
+    return {
+        "num_steps": num_steps,
+        "rows_per_step": (after.num_rows - before.num_rows) / num_steps,
+        "execute_mean_ms": (after.execute_seconds - before.execute_seconds) / num_steps * 1e3,
+        "plan_and_settle_mean_ms": host / num_steps * 1e3,
+    }
 
 
 def _num_tokens(outputs: Sequence[RequestOutput]) -> int:
@@ -110,7 +126,10 @@ def latency(llm: LLM, arguments: argparse.Namespace) -> dict[str, float]:
     params = sampling_params(arguments, temperature=0.0, ignore_eos=True, max_tokens=options.output_len)
     seconds: list[float] = []
     outputs: list[RequestOutput] = []
+    before = copy.copy(llm.engine.stats)
     for repetition in range(options.num_iters_warmup + options.num_iters):
+        if repetition == options.num_iters_warmup:
+            before = copy.copy(llm.engine.stats)
         prompts = random_prompts(options.batch_size, options.input_len, repetition)
         started = time.perf_counter()
         done = llm.generate(prompts, params, use_tqdm=False)
@@ -125,6 +144,7 @@ def latency(llm: LLM, arguments: argparse.Namespace) -> dict[str, float]:
         "output_tokens_per_second": tokens / statistics.median(seconds),
         **quantiles(seconds, "latency"),
         **request_times(outputs),
+        **step_times(before, llm.engine.stats),
     }
 
 
@@ -133,6 +153,7 @@ def throughput(llm: LLM, arguments: argparse.Namespace) -> dict[str, float]:
     params = sampling_params(arguments, temperature=0.0, ignore_eos=True, max_tokens=options.output_len)
     llm.generate(random_prompts(1, options.input_len, 0), params, use_tqdm=False)
     prompts = random_prompts(options.num_prompts, options.input_len, 1)
+    before = copy.copy(llm.engine.stats)
     started = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
     seconds = time.perf_counter() - started
@@ -146,6 +167,7 @@ def throughput(llm: LLM, arguments: argparse.Namespace) -> dict[str, float]:
         "output_tokens_per_second": generated / seconds,
         "total_tokens_per_second": (given + generated) / seconds,
         **request_times(outputs),
+        **step_times(before, llm.engine.stats),
     }
 
 
