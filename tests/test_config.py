@@ -235,3 +235,8 @@ def test_every_argument_has_a_flag_with_its_default() -> None:
     for name in engine_rules():
         assert f"--{'engine-seed' if name == 'seed' else name.replace('_', '-')}" in shown
     assert "(default: 16)" in shown and "(default: smollm2)" in shown
+
+
+def test_the_example_file_is_valid() -> None:
+    config = EngineConfig.from_file(Path(__file__).resolve().parent.parent / "examples" / "engine.toml")
+    assert config.cache.kv_cache_memory == 512 << 20
