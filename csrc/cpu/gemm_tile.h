@@ -12,8 +12,8 @@
 namespace pagedec {
 
 // Registers: 12 rows x 2 zmm leave room for the panel and a broadcast; 3 rows x 4 ymm (the same 12 accumulators as 6 x 2, with
-// fewer loads and half of the widening of x for each product); 2 rows x 8 xmm.
-constexpr int TILE_ROWS = PD_LEVEL >= 2 ? 12 : PD_LEVEL == 1 ? 3 : 2;
+// fewer loads and half of the widening of x for each product); 1 row x 8 xmm.
+constexpr int TILE_ROWS = PD_LEVEL >= 2 ? 12 : PD_LEVEL == 1 ? 3 : 1;
 
 struct TileArgs {
   const char *x;         // first word of the first row

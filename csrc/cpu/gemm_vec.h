@@ -11,8 +11,6 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
-#else
-#pragma GCC diagnostic ignored "-Wpsabi"  // every function that takes a vector is inlined
 #endif
 
 namespace pagedec {
@@ -117,23 +115,32 @@ PD_INLINE F16 scale_by_power16(F16 a, F16 n) { return {scale_by_power8(a.lo, n.l
 
 // ---------------------------------------------------------------------------------------------------- portable
 #else
-typedef float F16 __attribute__((vector_size(64)));
-typedef uint32_t U16 __attribute__((vector_size(64)));
-PD_INLINE F16 set16(float f) { return F16{} + f; }
-PD_INLINE F16 zero16() { return F16{}; }
+typedef float F4 __attribute__((vector_size(16)));
+typedef uint32_t U4 __attribute__((vector_size(16)));
+struct F16 {
+  F4 v[4];
+};
+template <class Fn>
+PD_INLINE F16 each(Fn fn) {
+  return {{fn(0), fn(1), fn(2), fn(3)}};
+}
+PD_INLINE F16 set16(float f) { return each([&](int) { return F4{} + f; }); }
+PD_INLINE F16 zero16() { return each([](int) { return F4{}; }); }
 PD_INLINE F16 load16(const void *p) {
   F16 a;
   memcpy(&a, p, 64);
   return a;
 }
-PD_INLINE void store16(float *p, const F16 &a) { memcpy(p, &a, 64); }
-PD_INLINE F16 add16(const F16 &a, const F16 &b) { return a + b; }
-PD_INLINE F16 mul16(const F16 &a, const F16 &b) { return a * b; }
-PD_INLINE F16 div16(const F16 &a, const F16 &b) { return a / b; }
-PD_INLINE F16 fma16(const F16 &a, const F16 &b, F16 c) { return a * b + c; }  // two roundings: there may be no fma instruction
-PD_INLINE F16 set_word16(uint32_t w) { return (F16)(U16{} + w); }
-PD_INLINE F16 even16(const F16 &a) { return (F16)((U16)a << 16); }
-PD_INLINE F16 odd16(const F16 &a) { return (F16)((U16)a & 0xffff0000u); }
+PD_INLINE void store16(float *p, F16 a) { memcpy(p, &a, 64); }
+PD_INLINE F16 add16(F16 a, F16 b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
+PD_INLINE F16 mul16(F16 a, F16 b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
+PD_INLINE F16 div16(F16 a, F16 b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
+PD_INLINE F16 fma16(F16 a, F16 b, F16 c) {  // two roundings: there may be no fma instruction
+  return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
+}
+PD_INLINE F16 set_word16(uint32_t w) { return each([&](int) { return (F4)(U4{} + w); }); }
+PD_INLINE F16 even16(F16 a) { return each([&](int i) { return (F4)((U4)a.v[i] << 16); }); }
+PD_INLINE F16 odd16(F16 a) { return each([&](int i) { return (F4)((U4)a.v[i] & 0xffff0000u); }); }
 #endif
 
 // ---------------------------------------------------------------------------------------------------- for all of them
@@ -182,7 +189,7 @@ PD_INLINE F16 exp16(F16 a) {
 #else
 PD_INLINE F16 exp16(F16 a) {
   F16 e;
-  for (int i = 0; i < 16; i++) e[i] = std::exp(a[i]);
+  for (int i = 0; i < 16; i++) e.v[i / 4][i % 4] = std::exp(a.v[i / 4][i % 4]);
   return e;
 }
 #endif

@@ -4,6 +4,12 @@
 
 #include "cpu/gemm_vec.h"
 
+#if defined(__x86_64__)
+#define HIDE(v) "+x"(v)  // its value is unknown from here on
+#else
+#define HIDE(v) "+m"(v)
+#endif
+
 namespace pagedec {
 namespace {
 
@@ -20,7 +26,22 @@ float read_part(const char *p, int64_t bytes) {  // four chains of loads and add
   return total;
 }
 
-constexpr int CHAINS = PD_LEVEL >= 2 ? 16 : PD_LEVEL == 1 ? 6 : 2;  // of 16 lanes: enough to cover the instruction's latency
+#if PD_LEVEL == 0
+template <int DTYPE>
+double dot_part(int64_t rounds, float *sink) {  // a product and a sum, each waiting for the one before: 12 chains of 4 lanes
+  F4 c[12], a = F4{} + 0.5f, b = F4{} + *sink;
+#pragma GCC unroll 12
+  for (int i = 0; i < 12; i++) c[i] = F4{} + (float)i;
+  for (int64_t r = 0; r < rounds; r++) {
+    asm volatile("" : HIDE(a), HIDE(b));
+#pragma GCC unroll 12
+    for (int i = 0; i < 12; i++) c[i] = c[i] * a + b;
+  }
+  for (const F4 &chain : c) *sink += chain[0] + chain[1] + chain[2] + chain[3];
+  return (double)rounds * 12 * 8;
+}
+#else
+constexpr int CHAINS = PD_LEVEL >= 2 ? 16 : 6;  // of 16 lanes: enough to cover the instruction's latency
 
 // FLOP of `rounds` rounds; the result depends on every chain, so that none can be left out.
 template <int DTYPE>
@@ -30,12 +51,10 @@ double dot_part(int64_t rounds, float *sink) {
   for (int i = 0; i < CHAINS; i++) c[i] = set16((float)i);
   F16 a = set16(*sink), b = set16(*sink + 1);
   for (int64_t r = 0; r < rounds; r++) {
-#if PD_LEVEL == 0
-    asm volatile("" : "+m"(a), "+m"(b));
-#elif PD_LEVEL == 1
-    asm volatile("" : "+x"(a.lo), "+x"(b.lo), "+x"(a.hi), "+x"(b.hi));
+#if PD_LEVEL == 1
+    asm volatile("" : HIDE(a.lo), HIDE(b.lo), HIDE(a.hi), HIDE(b.hi));
 #else
-    asm volatile("" : "+v"(a), "+v"(b));
+    asm volatile("" : HIDE(a), HIDE(b));
 #endif
 #pragma GCC unroll 16
     for (int i = 0; i < CHAINS; i++) {
@@ -54,6 +73,7 @@ double dot_part(int64_t rounds, float *sink) {
   const double per_instruction = PD_LEVEL >= 3 && DTYPE == PD_BF16 ? 64 : 32;  // two FLOP a product, 16 lanes
   return (double)rounds * CHAINS * per_instruction;
 }
+#endif
 
 }  // namespace
 }  // namespace pagedec
