@@ -26,8 +26,11 @@ def check_prompt(limits: SchedulerLimits, prompt: Sequence[int], stopping: Stopp
         raise InvalidArgument(
             "limit", limit, f"must be at most {capacity}: {limits.max_blocks_per_table} blocks of a table"
         )
-    if len(prompt) > limit:
-        raise InvalidArgument("prompt", len(prompt), f"must be at most {limit} tokens long")
+    room = limit if stopping.max_tokens is None else limit - 1  # a request that generates must have room for a token
+    if len(prompt) > room:
+        raise InvalidArgument(
+            "prompt", len(prompt), f"must be at most {room} tokens long: its sequences end at {limit}"
+        )
     return limit
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from pagedec.core.admission import check_prompt, check_width
 from pagedec.core.block import BlockPool
@@ -63,8 +64,16 @@ class Scheduler:
         if request_id in self._by_id:
             raise InvalidArgument("request_id", request_id, "must not be the id of a request that still runs")
         decoder, history, limit = self.admit(make_decoder, prompt, stopping, limit, salt, eos_token_ids)
+        if stopping.max_tokens is not None:
+            stopping = replace(stopping, max_tokens=min(stopping.max_tokens, limit - len(prompt)))
         tables = {lane: BlockTable(self.pools[lane]) for lane in decoder.lanes if lane in self.pools}
-        root = Branch(history.append(0, prompt), tables, decoder.initial_state, stopping.start, len(prompt))
+        root = Branch(
+            history.append(0, [int(token) for token in prompt]),
+            tables,
+            decoder.initial_state,
+            stopping.start,
+            len(prompt),
+        )
         plain = getattr(decoder, "plain_sampler", None) if self.limits.array_settle else None
         request = Request(
             request_id, decoder, history, [root], stopping, limit, priority, self._num_arrivals, len(prompt), plain
@@ -136,10 +145,11 @@ class Scheduler:
 
     def forget_kv(self) -> None:
         """The device has lost its cache: drop the plan that is out, all tables and the prefix cache. Every request goes on."""
+        out = self._plan.copies.values() if self._plan is not None else ()
         self._plan = None
         for request in self.requests:
             preempt(request)
-        for copies in self._copies.values():
+        for copies in (*out, *self._copies.values()):
             copies.finish()
         for pool in self.pools.values():
             pool.forget()

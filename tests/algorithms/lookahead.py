@@ -1,9 +1,9 @@
 """Lookahead decoding: a Jacobi window and guesses from its past, all in one tree. It needs no mask of its own.
 
-    level 0    root - w01 - w02      a chain: column i continues column i - 1
-    level 1    w10    w11   w12      each under the node above it
-    level 2    w20    w21   w22      what the target draws here is the window's next level
-    guesses    root - g - g - g      chains
+level 0    root - w01 - w02      a chain: column i continues column i - 1
+level 1    w10    w11   w12      each under the node above it
+level 2    w20    w21   w22      what the target draws here is the window's next level
+guesses    root - g - g - g      chains
 """
 
 from __future__ import annotations

@@ -34,9 +34,7 @@ def reference_noise(seed: int, stream: int, position: int) -> list[float]:
 noise = reference_noise  # the device's; a mutant of it must not reach the reference
 
 
-def pick(
-    logprobs: Sequence[float], greedy: bool, noise: Sequence[float], banned: Sequence[int] = ()
-) -> int:
+def pick(logprobs: Sequence[float], greedy: bool, noise: Sequence[float], banned: Sequence[int] = ()) -> int:
     """The most probable token, or the one that the noise chooses."""
     scores = logprobs if greedy else [score + g for score, g in zip(logprobs, noise, strict=True)]
     return max((t for t in range(VOCABULARY) if t not in banned), key=lambda token: (scores[token], -token))

@@ -153,7 +153,7 @@ class World:
                 if case.is_session:
                     clients[case.name] = self._client(scheduler, request)
             for name, client in clients.items():
-                if not requests[name].closed:
+                if name in requests and not requests[name].closed:
                     client.act()
             if disturb and scheduler.requests and disturb.random() < 0.15:
                 scheduler.preempt(disturb.choice(scheduler.requests).id)
