@@ -1,0 +1,276 @@
+"""Model configurations: both spellings of transformers, GGUF, presets; what is wrong is named with field, value, limit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
+
+from pagedec.errors import InvalidArgument, ModelFileError
+from pagedec.formats.gguf_header import read_gguf_header
+from pagedec.formats.resolve import ModelFiles, resolve_model
+from pagedec.models.config import (
+    Architecture,
+    RopeScaling,
+    architecture_of_gguf,
+    from_gguf,
+    from_hf_config,
+    load_architecture,
+)
+from pagedec.models.presets import PRESETS
+
+WriteGguf = Callable[..., Path]
+SMALL = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+GGUF = {
+    "general.architecture": "llama",
+    "llama.context_length": 64,
+    "llama.embedding_length": 32,
+    "llama.block_count": 2,
+    "llama.feed_forward_length": 64,
+    "llama.attention.head_count": 4,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.vocab_size": 96,
+}
+
+
+def test_defaults_of_a_small_config() -> None:
+    arch = from_hf_config(SMALL)
+    assert (arch.name, arch.num_kv_heads, arch.head_dim, arch.rotary_dim) == ("llama", 4, 16, 16)
+    assert (arch.rope_theta, arch.rope_scaling, arch.sliding_window, arch.eos_token_ids) == (10000.0, None, None, ())
+    assert not (arch.tie_word_embeddings or arch.attention_bias or arch.mlp_bias or arch.qk_norm)
+    arch.require_full_attention()
+
+
+def test_both_spellings_of_rope_and_dtype() -> None:
+    old = SMALL | {"rope_theta": 5e5, "rope_scaling": LLAMA3, "torch_dtype": "bfloat16"}
+    new = SMALL | {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "dtype": "bfloat16"}
+    expected = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+    assert from_hf_config(old) == from_hf_config(new)
+    assert from_hf_config(old).rope_scaling == expected
+    assert from_hf_config(old).rope_theta == 5e5
+    linear = SMALL | {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert from_hf_config(linear).rope_scaling == RopeScaling("linear", 2.0)
+
+
+def small_models() -> dict[str, Any]:
+    shape = {key: value for key, value in SMALL.items() if key != "architectures"} | {"num_key_value_heads": 2}
+    ends = {"bos_token_id": 1, "eos_token_id": [2, 3]}
+    return {
+        "llama": LlamaConfig(**shape, **ends, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+        "llama wide heads": LlamaConfig(**shape, head_dim=32, rope_parameters=LLAMA3 | {"rope_theta": 5e5}),
+        "mistral": MistralConfig(**shape, sliding_window=None),
+        "qwen3": Qwen3Config(**shape, head_dim=32, tie_word_embeddings=True),
+        "qwen3 biased": Qwen3Config(**shape, head_dim=16, attention_bias=True),
+    }
+
+
+@pytest.mark.parametrize("case", small_models())
+def test_configs_that_transformers_saves(tmp_path: Path, case: str) -> None:
+    """Transformers' own models have exactly the weights, and their configs exactly the numbers, that are derived here."""
+    config = small_models()[case]
+    model = AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    arch = from_hf_config(saved)
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    assert arch.weight_shapes().keys() | set(arch.optional_weights()) == shapes.keys()
+    assert all(shapes[name] == shape for name, shape in arch.weight_shapes().items())
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert arch.max_position_embeddings == again.max_position_embeddings
+    assert arch.rms_norm_eps == again.rms_norm_eps
+    assert arch.rope_theta == again.rope_parameters["rope_theta"]
+    assert arch.bos_token_id == again.bos_token_id
+    assert list(arch.eos_token_ids) == (
+        [] if again.eos_token_id is None else np.atleast_1d(again.eos_token_id).tolist()
+    )
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3"])
+def test_defaults_are_those_of_transformers(model_type: str) -> None:
+    """A config that leaves all it can to defaults means the same here and there."""
+    given = {key: value for key, value in SMALL.items() if key != "architectures"} | {"model_type": model_type}
+    if model_type != "llama":
+        given |= {"num_attention_heads": 32, "hidden_size": 512}
+    theirs = AutoConfig.for_model(**given)
+    arch = from_hf_config(given)
+    assert arch.num_kv_heads == (theirs.num_key_value_heads or theirs.num_attention_heads)
+    assert arch.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert arch.max_position_embeddings == theirs.max_position_embeddings
+    assert arch.rms_norm_eps == theirs.rms_norm_eps
+    assert arch.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert arch.tie_word_embeddings == theirs.tie_word_embeddings
+    assert arch.hidden_act == theirs.hidden_act
+    assert arch.sliding_window == getattr(theirs, "sliding_window", None)
+
+
+WINDOWS = [
+    ({"sliding_window": 4096, "max_position_embeddings": 32768}, 4096),
+    ({"sliding_window": 4096, "max_position_embeddings": 4096}, None),
+    ({"sliding_window": None, "max_position_embeddings": 32768}, None),
+    ({"max_position_embeddings": 32768}, 4096),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), WINDOWS)
+def test_the_window_of_mistral(given: dict[str, Any], expected: int | None) -> None:
+    arch = from_hf_config(SMALL | {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 4} | given)
+    assert (arch.name, arch.sliding_window) == ("llama", expected)
+    if expected is not None:
+        with pytest.raises(InvalidArgument, match="sliding_window is 4096: a window shorter than the context of 32768"):
+            arch.require_full_attention()
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["GPT2LMHeadModel"]}, "architectures is 'GPT2LMHeadModel': .*supported are LlamaForCausalLM"),
+    ({"architectures": [3]}, "architectures is 3"),
+    ({"architectures": None, "model_type": "gemma"}, "model_type is 'gemma': .*llama, mistral, qwen3"),
+    ({"architectures": None}, "model_type is None"),
+    ({"hidden_size": None}, "hidden_size is None: must be given"),
+    ({"vocab_size": None}, "vocab_size is None"),
+    ({"hidden_size": "64"}, "hidden_size is '64': must be an integer"),
+    ({"hidden_size": True}, "hidden_size is True"),
+    ({"hidden_size": 65}, "hidden_size is 65: must be a multiple of num_attention_heads, which is 4"),
+    ({"num_hidden_layers": 0}, "num_layers is 0: must be an integer of at least 1"),
+    ({"num_attention_heads": -4}, "num_attention_heads is -4"),
+    ({"num_key_value_heads": 3}, "num_attention_heads is 4: must be a multiple of num_key_value_heads, which is 3"),
+    ({"head_dim": 15}, "head_dim is 15: must be even"),
+    ({"partial_rotary_factor": 2.0}, "rotary_dim is 32: must be even and from 2 to 16"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+    ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+    ({"rope_theta": float("inf")}, "rope_theta is inf"),
+    ({"rope_theta": "1e4"}, "rope_theta is '1e4'"),
+    ({"rope_scaling": [1]}, r"rope_parameters is \[1\]"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn': .*default, linear, llama3"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is None: must be given"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, "rope_scaling.factor is -1"),
+    ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor is 1.0: must be greater than"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor is None"),
+    ({"hidden_act": "gelu"}, "hidden_act is 'gelu': must be one of silu"),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes': must be true or false"),
+    ({"eos_token_id": 96}, "eos_token_id is 96: must be from 0 to 95"),
+    ({"eos_token_id": [1, "2"]}, "eos_token_id is '2'"),
+    ({"bos_token_id": -1}, "bos_token_id is -1"),
+]
+
+
+@pytest.mark.parametrize(("change", "problem"), REFUSED)
+def test_refused(change: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidArgument, match=problem):
+        from_hf_config(SMALL | change)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_mean_to_transformers_what_they_mean_here(preset: str) -> None:
+    given = dict(PRESETS[preset])
+    arch = from_hf_config(given)
+    config = AutoConfig.for_model(**{key: value for key, value in given.items() if key != "architectures"})
+    with torch.device("meta"):
+        model = getattr(transformers, given["architectures"][0])(config)
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    assert arch.weight_shapes().keys() | set(arch.optional_weights()) == shapes.keys()
+    assert all(shapes[name] == shape for name, shape in arch.weight_shapes().items())
+
+
+def test_known_sizes_of_presets() -> None:
+    def count(preset: str) -> int:
+        return sum(int(np.prod(shape)) for shape in from_hf_config(PRESETS[preset]).weight_shapes().values())
+
+    assert count("smollm2-135m") == 134_515_008
+    assert count("llama-3.1-8b") == 8_030_261_248
+    assert count("qwen3-0.6b") == 596_049_920
+
+
+def test_the_embedded_model_is_its_preset(smollm2: Path) -> None:
+    arch = load_architecture(resolve_model())
+    preset = from_hf_config(PRESETS["smollm2-135m"])
+    assert abs(arch.rms_norm_eps - preset.rms_norm_eps) < 1e-12  # the file holds it in fp32
+    assert arch == Architecture(**{**fields(preset), "rms_norm_eps": arch.rms_norm_eps})
+
+
+def fields(arch: Architecture) -> dict[str, Any]:
+    return {name: getattr(arch, name) for name in Architecture.__slots__}
+
+
+def test_gguf_fields() -> None:
+    arch = from_gguf(GGUF, ["output.weight"])
+    assert (arch.num_kv_heads, arch.head_dim, arch.rotary_dim, arch.tie_word_embeddings) == (4, 8, 8, False)
+    more = {
+        "llama.attention.key_length": 16,
+        "llama.attention.value_length": 16,
+        "llama.rope.scaling.type": "linear",
+        "llama.rope.scaling.factor": 4.0,
+        "llama.attention.sliding_window": 32,
+        "tokenizer.ggml.eos_token_id": 5,
+        "tokenizer.ggml.eot_token_id": 7,
+    }
+    arch = from_gguf(GGUF | more, ["blk.0.attn_q.bias"])
+    assert (arch.head_dim, arch.rope_scaling, arch.sliding_window) == (16, RopeScaling("linear", 4.0), 32)
+    assert (arch.attention_bias, arch.tie_word_embeddings, arch.eos_token_ids) == (True, True, (5, 7))
+    assert from_gguf(GGUF | {"llama.attention.sliding_window": 64}).sliding_window is None
+
+
+def test_rope_factors_of_a_gguf_file(write_gguf: WriteGguf) -> None:
+    factors = np.array([1.0, 2.0, 4.0, 8.0], np.float32)
+    arch = architecture_of_gguf(read_gguf_header(write_gguf({"rope_freqs.weight": factors})))
+    assert arch.rope_scaling == RopeScaling("factors", factors=(1.0, 2.0, 4.0, 8.0))
+    with pytest.raises(InvalidArgument, match="rope_scaling.factors is .*: must be 4 numbers"):
+        architecture_of_gguf(read_gguf_header(write_gguf({"rope_freqs.weight": factors[:2]})))
+    with pytest.raises(ModelFileError, match="must be a list of F32"):
+        architecture_of_gguf(read_gguf_header(write_gguf({"rope_freqs.weight": factors.astype(np.float16)})))
+
+
+REFUSED_GGUF: list[tuple[dict[str, Any], str]] = [
+    ({"general.architecture": "gemma3"}, "general.architecture is 'gemma3': .*supported are llama, qwen3"),
+    ({"general.architecture": None}, "general.architecture is None"),
+    ({"llama.block_count": None}, "llama.block_count is None: must be given"),
+    ({"llama.attention.head_count": [4, 4]}, r"llama.attention.head_count is \[4, 4\]"),
+    ({"llama.attention.head_count_kv": [4, 2]}, r"num_kv_heads is \[4, 2\]"),
+    ({"llama.attention.head_count": 0}, "llama.attention.head_count is 0"),
+    ({"llama.attention.value_length": 4}, "value_length is 4: must equal the key length, which is 8"),
+    ({"llama.expert_count": 8}, "llama.expert_count is 8: mixtures of experts"),
+    ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type is 'yarn'"),
+    ({"llama.vocab_size": "96"}, "vocab_size is '96'"),
+    ({"tokenizer.ggml.eos_token_id": 96}, "eos_token_id is 96: must be from 0 to 95"),
+]
+
+
+@pytest.mark.parametrize(("change", "problem"), REFUSED_GGUF)
+def test_refused_gguf(change: dict[str, Any], problem: str) -> None:
+    given = {key: value for key, value in (GGUF | change).items() if value is not None}
+    with pytest.raises(InvalidArgument, match=problem):
+        from_gguf(given)
+
+
+def test_unknown_preset_lists_the_known() -> None:
+    with pytest.raises(InvalidArgument, match="model is 'llama-9': .*llama-3.1-8b, qwen3-0.6b, smollm2-135m"):
+        load_architecture(resolve_model("llama-9", "dummy"))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"a": 1, "a": 2}', "\x00"])
+def test_damaged_config_json(tmp_path: Path, content: str) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(content)
+    with pytest.raises(ModelFileError, match=r"config\.json: the model configuration"):
+        load_architecture(ModelFiles("m", "safetensors", config, tmp_path, tmp_path))

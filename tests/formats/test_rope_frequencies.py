@@ -1,0 +1,74 @@
+"""Rotary frequencies: those of transformers, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from pagedec.models.config import from_gguf, from_hf_config, rope_frequencies
+from pagedec.models.presets import PRESETS
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
+
+
+def llama3(factor: float, low: float, high: float, original: int) -> dict[str, Any]:
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    return {"rope_type": "llama3", **dict(zip(names, (factor, low, high, original), strict=True))}
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("theta", [10000.0, 100000.0, 500000.0, 1e6])
+@pytest.mark.parametrize(
+    "scaling",
+    [None, {"rope_type": "linear", "factor": 3.0}, llama3(8.0, 1.0, 4.0, 8192), llama3(32.0, 1.0, 4.0, 8192)],
+)
+def test_equal_to_transformers(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> None:
+    rope = (scaling or {"rope_type": "default"}) | {"rope_theta": theta}
+    config = LlamaConfig(**SHAPE, head_dim=head_dim, rope_parameters=dict(rope), max_position_embeddings=131072)
+    theirs = LlamaRotaryEmbedding(config).inv_freq
+    given = SHAPE | {"architectures": ["LlamaForCausalLM"], "head_dim": head_dim, "rope_parameters": rope}
+    ours = rope_frequencies(from_hf_config(given))
+    assert ours.dtype == np.float64 and ours.shape == (head_dim // 2,)
+    assert np.array_equal(ours, theirs.double().numpy())
+
+
+def test_llama3_scaling_has_all_three_parts() -> None:
+    """Short wavelengths stay, long ones are divided by 8, those between lie between."""
+    scaled = rope_frequencies(from_hf_config(PRESETS["llama-3.1-8b"]))
+    plain = rope_frequencies(from_hf_config({**PRESETS["llama-3.1-8b"], "rope_scaling": None}))
+    ratio = plain / scaled
+    assert ratio[0] == 1.0 and ratio[-1] == 8.0
+    between = (ratio > 1.0) & (ratio < 8.0)
+    assert 1 <= int(between.sum()) < 16
+    assert bool(np.all(np.diff(ratio) >= -1e-6))
+
+
+def test_factors_of_a_gguf_file_divide_the_frequencies() -> None:
+    fields = {
+        "general.architecture": "llama",
+        "llama.context_length": 64,
+        "llama.embedding_length": 32,
+        "llama.block_count": 2,
+        "llama.feed_forward_length": 64,
+        "llama.attention.head_count": 4,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.vocab_size": 96,
+    }
+    plain = rope_frequencies(from_gguf(fields))
+    assert np.array_equal(rope_frequencies(from_gguf(fields, (), [1.0, 2.0, 4.0, 8.0])), plain / [1.0, 2.0, 4.0, 8.0])
+
+
+def test_partial_rotation_uses_its_own_width() -> None:
+    given = SHAPE | {"architectures": ["LlamaForCausalLM"], "head_dim": 64}
+    half = rope_frequencies(from_hf_config(given | {"partial_rotary_factor": 0.5}))
+    assert np.array_equal(half, rope_frequencies(from_hf_config(given | {"head_dim": 32})))
