@@ -1,0 +1,215 @@
+"""Tokenizers from GGUF metadata against a plain BPE written from its definition, and against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from pagedec.errors import ModelFileError
+from pagedec.formats.gguf_header import read_gguf_header
+from pagedec.text.gguf_tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, build_tokenizer
+from pagedec.text.tokenizer import Tokenizer, tokenizer_from_gguf
+
+# The expression of GPT-2 (Radford et al. 2019); SmolLM cuts out single digits before it
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+HERE = Path("here.gguf")
+
+
+class PlainBpe:
+    """Byte-level BPE as its papers define it: cut, then merge the pair of lowest rank until none is left."""
+
+    def __init__(self, fields: dict[str, Any], cut: Any) -> None:
+        self.ids = {token: i for i, token in enumerate(fields["tokenizer.ggml.tokens"])}
+        merges = [tuple(line.split(" ")) for line in fields["tokenizer.ggml.merges"]]
+        self.ranks = {pair: rank for rank, pair in enumerate(merges)}
+        types = fields["tokenizer.ggml.token_type"]
+        special = [token for token, kind in zip(self.ids, types, strict=True) if kind == 3]
+        self.special = regex.compile("(" + "|".join(map(regex.escape, special)) + ")")
+        self.cut = cut
+        visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        hidden = [byte for byte in range(256) if byte not in visible]
+        self.characters = {byte: chr(byte) for byte in visible} | {b: chr(256 + i) for i, b in enumerate(hidden)}
+
+    def word(self, text: str) -> list[int]:
+        characters = [self.characters[byte] for byte in text.encode()]
+        parts = [c for c in characters if c in self.ids]  # a byte that the vocabulary lacks is left out
+        while len(parts) > 1:
+            pairs = list(zip(parts, parts[1:], strict=False))
+            best = min(pairs, key=lambda pair: self.ranks.get(pair, 1 << 30))
+            if best not in self.ranks:
+                break
+            merged, i = [], 0
+            while i < len(parts):
+                together = i + 1 < len(parts) and (parts[i], parts[i + 1]) == best
+                merged.append("".join(best) if together else parts[i])
+                i += 2 if together else 1
+            parts = merged
+        return [self.ids[part] for part in parts]
+
+    def encode(self, text: str) -> list[int]:
+        result = []
+        for i, piece in enumerate(self.special.split(text)):
+            if i % 2:
+                result.append(self.ids[piece])
+            else:
+                result += [token for word in self.cut(piece) for token in self.word(word)]
+        return result
+
+
+def cut_smollm(text: str) -> list[str]:
+    pieces = [piece for piece in regex.split(r"(\p{N})", text) if piece]
+    return [word for piece in pieces for word in regex.findall(GPT2_SPLIT, piece)]
+
+
+@pytest.fixture(scope="session")
+def plain(smollm2: Path) -> PlainBpe:
+    return PlainBpe(dict(read_gguf_header(smollm2).fields), cut_smollm)
+
+
+def test_known_facts_of_smollm2(tokenizer: Tokenizer) -> None:
+    assert tokenizer.vocab_size == len(tokenizer.byte_table) == 49152
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (1, (2,))
+    assert [tokenizer.token_to_id(name) for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")] == [0, 1, 2]
+    assert len(tokenizer.byte_table.special_ids) == 17
+    assert tokenizer.chat_template is not None and "<|im_start|>assistant" in tokenizer.chat_template
+    assert tokenizer.token_to_id("no such token") is None
+
+
+def test_equal_to_plain_bpe(tokenizer: Tokenizer, plain: PlainBpe, text: str) -> None:
+    assert tokenizer.encode(text) == plain.encode(text)
+
+
+@settings(max_examples=150)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_equal_to_plain_bpe_on_any_text(tokenizer: Tokenizer, plain: PlainBpe, value: str) -> None:
+    assert tokenizer.encode(value) == plain.encode(value)
+
+
+def test_equal_to_transformers(tokenizer: Tokenizer, smollm2: Path, texts: list[str]) -> None:
+    """Transformers does not know the rule about digits, which only matters for spaces before them."""
+    theirs = AutoTokenizer.from_pretrained(str(smollm2.parent), gguf_file=smollm2.name)
+    for value in texts:
+        if not regex.search(r"\s\p{N}", value):
+            assert tokenizer.encode(value) == theirs.encode(value), value
+            ids = theirs.encode(value)
+            assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_no_special_tokens_are_added(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("Hi") == tokenizer.encode("Hi", add_special_tokens=False)
+
+
+# A vocabulary of all single bytes and some merges
+BYTES = list(PlainBpe({"tokenizer.ggml.tokens": [], "tokenizer.ggml.merges": [], "tokenizer.ggml.token_type": []}, None)
+             .characters.values())  # fmt: skip
+MERGES = ["h e", "l l", "he ll", "hell o", "1 2", "Ġ 1", "12 3", "' s", "Ġ Ġ"]
+SPECIAL = ["<|begin|>", "<|end|>", "<|turn|>"]
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    tokens = SPECIAL + BYTES + [merge.replace(" ", "") for merge in MERGES] + ["<user defined>", "whole"]
+    types = [3] * 3 + [1] * (len(tokens) - 5) + [4, 1]
+    fields: dict[str, Any] = {
+        "model": "gpt2",
+        "pre": "llama-bpe",
+        "tokens": tokens,
+        "token_type": types,
+        "merges": MERGES,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "eot_token_id": 2,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in (fields | changes).items() if value is not None}
+
+
+def words(fields: dict[str, Any], value: str) -> list[str]:
+    inner = build_tokenizer(fields, HERE)
+    return [value[start:end] for _, (start, end) in inner.pre_tokenizer.pre_tokenize_str(value)]
+
+
+CUTS = [
+    ("gpt-2", "I'll say 1234 times", ["I", "'ll", " say", " 1234", " times"]),
+    ("smollm", "I'll say 123 times", ["I", "'ll", " say", " ", "1", "2", "3", " times"]),
+    ("llama-bpe", "I'LL say 1234 times", ["I", "'LL", " say", " ", "123", "4", " times"]),
+    ("qwen2", "I'LL say 123 times", ["I", "'LL", " say", " ", "1", "2", "3", " times"]),
+    ("llama-bpe", "a\n\n  b(c)", ["a", "\n\n", " ", " b", "(c", ")"]),
+    ("gpt-2", "a\n\n  b(c)", ["a", "\n\n ", " b", "(", "c", ")"]),
+]
+
+
+@pytest.mark.parametrize(("pre", "value", "expected"), CUTS)
+def test_where_text_is_cut(pre: str, value: str, expected: list[str]) -> None:
+    assert words(small(pre=pre), value) == expected
+
+
+@pytest.mark.parametrize(("pre", "split"), [("llama-bpe", LLAMA3_SPLIT), ("qwen2", QWEN2_SPLIT), ("gpt-2", GPT2_SPLIT)])
+def test_cuts_equal_another_regex_engine(pre: str, split: str, text: str) -> None:
+    assert words(small(pre=pre), text) == regex.findall(split, text)
+
+
+def test_begin_and_end_are_added_where_the_file_says_so() -> None:
+    def encode(**changes: Any) -> list[int]:
+        return tokenizer_from_gguf(small(**changes), HERE).encode("hello")
+
+    hello = encode(pre="gpt-2")
+    assert len(hello) == 1
+    assert encode(pre="gpt-2", add_bos_token=True) == [0, *hello]
+    assert encode(pre="gpt-2", add_bos_token=True, add_eos_token=True) == [0, *hello, 1]
+    assert encode(pre="gpt-2", add_eos_token=True) == [*hello, 1]
+    assert encode(pre="llama-bpe") == [0, *hello]  # files of Llama 3 leave the field out and mean it
+    assert encode(pre="llama-bpe", add_bos_token=False) == hello
+    bare = tokenizer_from_gguf(small(add_bos_token=True), HERE)
+    assert bare.encode("hello", add_special_tokens=False) == hello
+    assert bare.encode_batch(["hello", ""]) == [[0, *hello], [0]]
+
+
+def test_special_and_user_defined_tokens() -> None:
+    made = tokenizer_from_gguf(small(), HERE)
+    user = made.token_to_id("<user defined>")
+    assert made.eos_token_ids == (1, 2)
+    assert made.encode("<|end|><user defined>", add_special_tokens=False) == [1, user]
+    assert made.decode([1, user, 2]) == "<user defined>"
+    assert made.decode([1, user, 2], skip_special_tokens=False) == "<|end|><user defined><|turn|>"
+
+
+def test_llama3_takes_a_whole_word_before_merging() -> None:
+    """ "whole" is a token that no merge reaches."""
+    whole = [tokenizer_from_gguf(small(pre=pre), HERE).encode("whole", False) for pre in ("llama-bpe", "gpt-2")]
+    assert [len(ids) for ids in whole] == [1, 5]
+
+
+def test_qwen2_composes_characters() -> None:
+    assert tokenizer_from_gguf(small(pre="qwen2"), HERE).encode("e\u0301") == [
+        tokenizer_from_gguf(small(pre="qwen2"), HERE).token_to_id(c) for c in ("Ã", "©")
+    ]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model": "llama"}, "tokenizer.ggml.model is 'llama', supported is 'gpt2'"),
+    ({"model": None}, "tokenizer.ggml.model is None"),
+    ({"pre": "unheard-of"}, "tokenizer.ggml.pre is 'unheard-of', supported are gpt-2"),
+    ({"pre": None}, "tokenizer.ggml.pre is None"),
+    ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
+    ({"tokens": [1, 2]}, "tokenizer.ggml.tokens is missing or no list of str"),
+    ({"tokens": ["a", "a"]}, "2 tokens, 1 of them different"),
+    ({"tokens": []}, "0 tokens"),
+    ({"token_type": [1]}, "1 token types: must be equal"),
+    ({"merges": ["ab"]}, "merges: number 0 is 'ab', must be two tokens"),
+    ({"merges": ["h e", "zz top"]}, "merges do not fit the tokens"),
+    ({"merges": None}, "tokenizer.ggml.merges is missing"),
+    ({"bos_token_id": 10**6}, "tokenizer.ggml.bos_token_id is 1000000, must be from 0 to"),
+    ({"eos_token_id": "x"}, "tokenizer.ggml.eos_token_id is 'x'"),
+]
+
+
+@pytest.mark.parametrize(("change", "problem"), REFUSED)
+def test_refused(change: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ModelFileError, match=problem) as caught:
+        tokenizer_from_gguf(small(**change), HERE)
+    assert "here.gguf" in str(caught.value)
