@@ -172,9 +172,7 @@ def kv_copy(
 def argmax(library: Library, logits: np.ndarray) -> np.ndarray:
     out, rows = np.full(len(logits), -7, np.int32), count(len(logits))
     library.call(
-        ArgmaxArgs(
-            num_rows=pointer(rows), logits=logits.ctypes.data, token_ids=out.ctypes.data, vocab=logits.shape[1]
-        )
+        ArgmaxArgs(num_rows=pointer(rows), logits=logits.ctypes.data, token_ids=out.ctypes.data, vocab=logits.shape[1])
     )
     return out
 
@@ -183,7 +181,11 @@ def topk_lse(
     library: Library, logits: np.ndarray, k: int, row_ids: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     n = len(logits) if row_ids is None else len(row_ids)
-    ids, values, lse = np.full((n, k), -7, np.int32), np.full((n, k), np.nan, np.float32), np.full(n, np.nan, np.float32)
+    ids, values, lse = (
+        np.full((n, k), -7, np.int32),
+        np.full((n, k), np.nan, np.float32),
+        np.full(n, np.nan, np.float32),
+    )
     rows = count(n)
     library.call(
         TopkLseArgs(

@@ -41,10 +41,12 @@ def test_random_moves_happen_in_order(library: Library, dtype: torch.dtype, shap
 def test_runs_of_every_begin_and_length(library: Library, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     size = shape[4]
     for begin in range(0, size, max(1, size // 8)):
-        for length in {1, 2, 3, size // 2 + 1, size - begin}:
-            stop = min(begin + length, size)
-            offsets = torch.arange(begin, stop, dtype=torch.int32)
-            check_moves(library, dtype, shape, offsets + size, offsets + 2 * size)
+        runs = []
+        for block, length in enumerate(sorted({1, 2, 3, size // 2 + 1, size - begin}), start=2):
+            offsets = torch.arange(begin, min(begin + length, size), dtype=torch.int32)
+            runs.append((offsets + size, offsets + block * size))
+        src, dst = (torch.cat(side) for side in zip(*runs, strict=True))
+        check_moves(library, dtype, (shape[0], 7, *shape[2:]), src, dst)
 
 
 @pytest.mark.parametrize("dtype", calls.DTYPES)

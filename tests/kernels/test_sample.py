@@ -310,7 +310,11 @@ def test_invalid_field_is_named(library: Library, field: str, value: object, mes
 
 
 def test_noise_of_invalid_ranges_is_refused(library: Library) -> None:
-    for first, num, message in ((-1, 4, "first_token is -1"), (0, -2, "num_tokens is -2"), (2**31 - 4, 9, "num_tokens is 9")):
+    for first, num, message in (
+        (-1, 4, "first_token is -1"),
+        (0, -2, "num_tokens is -2"),
+        (2**31 - 4, 9, "num_tokens is 9"),
+    ):
         with pytest.raises(KernelError, match=f"^pd_gumbel: {message}"):
             library.gumbel(0, 0, 0, first, num)
 

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pagedec import environment
+from pagedec.kernels import records
+from pagedec.kernels.library import (
+    ABI_VERSION,
+    DRAW_DTYPE,
+    ISAS,
+    KernelError,
+    Library,
+    LibraryNotFound,
+    Program,
+    available_isas,
+    library_directories,
+    load,
+)
+
+HEADER = Path(__file__).resolve().parents[2] / "csrc" / "include" / "pagedec.h"
+
+
+def compiler() -> str:
+    found = next((path for path in map(shutil.which, ("c++", "g++", "clang++")) if path), None)
+    if found is None:
+        pytest.skip("no C++ compiler")
+    return found
+
+
+def c_numbers(expressions: list[str], directory: Path) -> list[int]:
+    """Values of constant expressions over pagedec.h, as a compiler sees them."""
+    lines = "\n".join(f'  printf("%lld\\n", (long long)({expression}));' for expression in expressions)
+    source, program = directory / "print.cpp", directory / "print"
+    source.write_text(f'#include <cstdio>\n#include "{HEADER}"\nint main() {{\n{lines}\n}}\n')
+    subprocess.run([compiler(), str(source), "-o", str(program)], check=True)
+    output = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout
+    return [int(line) for line in output.split()]
+
+
+def test_records_have_the_layout_of_the_header(tmp_path: Path) -> None:
+    expressions, ours = [], []
+    for record, name in records.C_NAMES.items():
+        expressions.append(f"sizeof({name})")
+        ours.append(ctypes.sizeof(record))
+        for field, kind in record._fields_:
+            expressions += [f"offsetof({name}, {field})", f"sizeof((({name} *)0)->{field})"]
+            ours += [getattr(record, field).offset, ctypes.sizeof(kind)]
+    assert dict(zip(expressions, ours, strict=True)) == dict(
+        zip(expressions, c_numbers(expressions, tmp_path), strict=True)
+    )
+
+
+def test_enumerations_have_the_numbers_of_the_header(tmp_path: Path) -> None:
+    ours = {f"PD_{member.name}": int(member) for member in (*records.Dtype, *records.Epilogue)}
+    ours |= {f"PD_OP_{member.name}": int(member) for member in records.OpKind}
+    ours["PD_ABI_VERSION"] = ABI_VERSION
+    assert ours == dict(zip(ours, c_numbers(list(ours), tmp_path), strict=True))
+
+
+def test_every_kernel_and_record_is_bound() -> None:
+    assert set(records.OP_KINDS.values()) == set(records.OpKind)
+    exported = {
+        line.split("(")[0].split()[-1].lstrip("*")
+        for line in HEADER.read_text().splitlines()
+        if line.startswith("PD_EXPORT") and "(" in line
+    }
+    assert exported == set(records.PROTOTYPES)
+
+
+def test_draw_is_the_same_record_for_numpy() -> None:
+    assert DRAW_DTYPE.itemsize == ctypes.sizeof(records.Draw)
+    for name, _ in records.Draw._fields_:
+        assert DRAW_DTYPE.fields is not None and DRAW_DTYPE.fields[name][1] == getattr(records.Draw, name).offset
+
+
+def test_library_is_what_it_was_asked_for(library: Library) -> None:
+    assert library.path.name == f"libpagedec_{library.isa}.so"
+    assert load(library.isa) is library
+    assert library.best_isa() in ISAS
+    assert library.num_threads >= 1
+
+
+def test_all_instruction_sets_load_side_by_side(libraries: list[Library]) -> None:
+    assert [library.isa for library in libraries] == list(available_isas())
+    assert libraries[0].isa == "scalar"
+    assert len({library.gumbel(1, 2, 3, 0, 50).tobytes() for library in libraries}) == 1
+
+
+def test_threads_are_set_and_reset(library: Library) -> None:
+    own_choice = library.num_threads
+    library.set_num_threads(3)
+    assert library.num_threads == 3
+    library.set_num_threads(0)
+    assert library.num_threads == own_choice
+    with pytest.raises(KernelError, match="pd_set_num_threads: n is -1"):
+        library.set_num_threads(-1)
+
+
+def test_torch_and_kernels_share_one_openmp(library: Library) -> None:
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("needs /proc")
+    files = {line.split()[-1] for line in maps.read_text().splitlines()}
+    assert len([path for path in files if Path(path).name.startswith(("libgomp", "libomp", "libiomp"))]) == 1
+
+
+def test_variable_chooses_the_instruction_set(libraries: list[Library], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load() is libraries[-1]
+    monkeypatch.setenv("PAGEDEC_ISA", "scalar")
+    assert load().isa == "scalar"
+    assert load(libraries[-1].isa) is libraries[-1]
+
+
+def test_variable_none_means_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDEC_ISA", "none")
+    with pytest.raises(LibraryNotFound, match="PAGEDEC_ISA is none"):
+        load()
+
+
+def test_missing_library_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert available_isas(tmp_path) == ()
+    with pytest.raises(LibraryNotFound, match=str(tmp_path)):
+        load(directory=tmp_path)
+    monkeypatch.setenv("PAGEDEC_LIB_DIR", str(tmp_path))
+    assert library_directories() == [tmp_path]
+    with pytest.raises(LibraryNotFound, match=str(tmp_path)):
+        load("scalar")
+
+
+def test_instruction_set_that_is_not_built_is_named(library: Library, tmp_path: Path) -> None:
+    (tmp_path / "libpagedec_scalar.so").symlink_to(load("scalar").path)
+    with pytest.raises(LibraryNotFound, match="isa is 'avx512'; built and run by this processor are scalar"):
+        load("avx512", tmp_path)
+    with pytest.raises(ValueError, match="isa is 'sse9'"):
+        load("sse9")
+
+
+def test_other_abi_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "other.cpp"
+    functions = "".join(
+        f'extern "C" int {name}(void) {{ return 99; }}\n' for name in records.PROTOTYPES if name.startswith("pd_")
+    )
+    source.write_text(functions)
+    path = tmp_path / "libpagedec_scalar.so"
+    subprocess.run([compiler(), "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
+    with pytest.raises(KernelError, match="ABI version is 99; this package needs 1"):
+        load("scalar", tmp_path)
+
+
+def test_failing_call_raises_the_librarys_words(library: Library) -> None:
+    library.check(0)
+    with pytest.raises(KernelError, match="pd_argmax: num_rows is NULL"):
+        library.call(records.ArgmaxArgs())
+    with pytest.raises(KernelError, match="pd_packed_bytes|pd_pack|n is"):
+        library.packed_bytes(-1, 8, records.Dtype.F32)
+
+
+def test_empty_plan_is_freed_twice_safely(library: Library) -> None:
+    plan = library.plan()
+    with pytest.raises(KernelError, match="pd_plan_view"):
+        plan.words()
+    plan.close()
+    plan.close()
+    assert plan.handle is None
+
+
+def test_program_takes_kernels_only() -> None:
+    with pytest.raises(KeyError):
+        Program([records.AttnShape()])
+
+
+# ---- the debugging variables
+
+
+def test_known_variables_pass() -> None:
+    environment.check({"PAGEDEC_ISA": "avx2", "PAGEDEC_LIB_DIR": "/", "HOME": "anything", "MY_PAGEDEC_X": "1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("PAGEDEC_ISA", "mmx", "PAGEDEC_ISA is 'mmx'; it must be one of scalar"),
+        ("PAGEDEC_ISA", "", "PAGEDEC_ISA is ''"),
+        ("PAGEDEC_LIB_DIR", "/no/such/directory", "PAGEDEC_LIB_DIR is '/no/such/directory'; it must be an existing"),
+        ("PAGEDEC_ISAS", "avx2", "PAGEDEC_ISAS is not a known variable; known are PAGEDEC_"),
+    ],
+)
+def test_invalid_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        load("scalar")
+
+
+def test_variable_outside_the_table_cannot_be_read() -> None:
+    with pytest.raises(KeyError, match="PAGEDEC_NOPE"):
+        environment.read("PAGEDEC_NOPE")
