@@ -10,6 +10,7 @@ import os
 import shutil
 import struct
 import tempfile
+import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ CONVERSION = 1
 """Counts up when the same file would be converted differently, so that older conversions are not found."""
 NUM_THREADS = 2  # dequantising is bound by memory: more threads hold more tensors and gain little
 CHECK_BYTES = 1 << 24  # bytes a call of crc32
+ABANDONED_SECONDS = 3600  # without a write: far longer than one tensor takes
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _log = logging.getLogger(__name__)
@@ -115,10 +117,16 @@ def _convert(source: GgufSource, dtype: torch.dtype, key: str, path: Path) -> No
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+    _clean_up(path)
+
+
+def _clean_up(path: Path) -> None:
+    """Remove earlier conversions of the same model, and what a process killed while converting has left."""
     family = path.name.rsplit("-", 1)[0]
-    for old in path.parent.glob(f"{family}-*.safetensors"):
-        if old != path:
-            with contextlib.suppress(OSError):  # someone else's file, or gone by now
+    for old in path.parent.glob(f"{family}-*"):
+        with contextlib.suppress(OSError):  # someone else's file, or gone by now
+            abandoned = old.suffix == ".part" and old.stat().st_mtime < time.time() - ABANDONED_SECONDS
+            if abandoned or (old.suffix == ".safetensors" and old != path):
                 old.unlink()
 
 

@@ -116,6 +116,18 @@ def test_no_partial_file_is_left_when_converting_fails(
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_what_a_killed_process_left_is_removed_but_not_the_work_of_a_living_one(model: Path, tmp_path: Path) -> None:
+    path = open_converted(model, torch.bfloat16, tmp_path).path
+    dead, living, other = (tmp_path / f"{stem}.x.part" for stem in (path.stem, f"{path.stem}2", "another-model"))
+    for part in (dead, living, other):
+        part.write_bytes(b"")
+    for part in (dead, other):
+        os.utime(part, (0, 0))
+    path.unlink()
+    open_converted(model, torch.bfloat16, tmp_path)
+    assert [part.exists() for part in (path, dead, living, other)] == [True, False, True, True]
+
+
 def test_without_a_place_for_it_the_file_itself_is_used(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
