@@ -8,6 +8,7 @@ Prints the median, and the 10th and 90th percentile of the repeats.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import time
 from collections.abc import Callable
@@ -88,7 +89,7 @@ def sampling(history: int, num_requests: int, array_settle: bool, repeats: int) 
     for i in range(num_requests):
         params = SamplingParams(temperature=0.8, top_p=0.95, seed=i)
         prompt = rng.integers(10, VOCABULARY, history).tolist()
-        scheduler.add(str(i), lambda context, params=params: make_decoder(params, context), prompt, stopping)
+        scheduler.add(str(i), functools.partial(make_decoder, params), prompt, stopping)
     seconds: list[float] = []
 
     def step() -> None:

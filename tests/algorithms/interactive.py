@@ -99,7 +99,8 @@ def session(
     draw: Draw, prompt: Sequence[int], seed: int, limit: int, vocab_size: int, state: SessionState | None = None
 ) -> dict[str, list[int]]:
     """The same on plain lists: every branch's final text by name."""
-    state, tokens, texts = state or SessionState(), list(prompt), {}
+    state, tokens = state or SessionState(), list(prompt)
+    texts: dict[str, list[int]] = {}
     for action, value in program(seed, state.name):
         if action == "fork":
             assert isinstance(value, str)

@@ -21,7 +21,7 @@ class SpeculativeParams(SamplingParams):
 class Speculative(Sampling):
     """Drafts on the draft lane."""
 
-    lanes = ("target", "draft")
+    lanes: tuple[str, ...] = ("target", "draft")
 
     def __init__(self, params: SpeculativeParams, context: DecoderContext) -> None:
         super().__init__(params, context)
