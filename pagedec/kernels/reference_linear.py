@@ -1,0 +1,114 @@
+"""The meaning of pd_gemm in torch, the order of gate and up rows, and the linear layer of machines without a compiler."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pagedec.kernels.records import Epilogue
+
+GROUP = 16  # rows of gate, then of up: one vector of each lies in a 32-wide panel
+
+
+def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
+    """Return the rows of gate and up [width, ...] in turns of 16, zero rows filling the last group of each."""
+    if gate.shape != up.shape:
+        raise ValueError(f"gate is {tuple(gate.shape)}, up is {tuple(up.shape)}; they must be of one shape")
+    width, rest = gate.shape[0], gate.shape[1:]
+    groups = -(-width // GROUP)
+    rows = gate.new_zeros(2, groups * GROUP, *rest)
+    rows[0, :width], rows[1, :width] = gate, up
+    return rows.view(2, groups, GROUP, *rest).transpose(0, 1).reshape(2 * groups * GROUP, *rest).contiguous()
+
+
+def gated_product(product: Tensor, *, gelu: bool = False) -> Tensor:
+    """Return silu(gate) * up of columns interleaved by 16; gelu: the tanh approximation of GELU."""
+    rows, width = product.shape
+    if width % (2 * GROUP):
+        raise ValueError(f"product has {width} columns; gate and up in turns of 16 make a multiple of {2 * GROUP}")
+    gate, up = product.view(rows, -1, 2, GROUP).unbind(2)
+    gate = functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)
+    return (gate * up).reshape(rows, width // 2)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    epilogue: Epilogue = Epilogue.STORE,
+    y: Tensor | None = None,
+    y_dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return epilogue(x W^T + bias) as y_dtype; with ADD, y plus that. For judging kernels: rows may vary with the batch."""
+    product = x.to(compute_dtype) @ weight.to(compute_dtype).T
+    if bias is not None:
+        product = product + bias.to(compute_dtype)
+    if epilogue == Epilogue.ADD:
+        if y is None:
+            raise ValueError("y is None; with ADD it must be what is added to")
+        product = y.to(compute_dtype) + product
+    elif epilogue != Epilogue.STORE:
+        product = gated_product(product, gelu=epilogue == Epilogue.GELU_MUL)
+    return product.to(y_dtype)
+
+
+def _has_packed_linear(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class TorchPackedLinear:
+    """x W^T + bias on torch's packed linear, every call of one shape: [block_rows, k].
+
+    Torch chooses how to split a product by its shape, so that a row's bits may change with the number of rows beside
+    it. Padding to one shape takes that choice away; whether the position inside a block matters is a property of the
+    machine's library, which probe_invariance looks at.
+    """
+
+    __slots__ = ("bias", "block_rows", "k", "n", "packed", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, block_rows: int = 16) -> None:
+        if block_rows < 1:
+            raise ValueError(f"block_rows is {block_rows}; it must be 1 or more")
+        self.n, self.k = weight.shape
+        self.block_rows = block_rows
+        self.bias = None if bias is None else bias.to(weight.dtype).contiguous()
+        weight = weight.contiguous()
+        self.packed = _has_packed_linear(weight.dtype)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, block_rows) if self.packed else weight
+
+    def _block(self, x: Tensor) -> Tensor:
+        if self.packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return functional.linear(x, self.weight, self.bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the product of x [rows, k] in the weight's dtype, [rows, n]."""
+        if x.ndim != 2 or x.shape[1] != self.k:
+            raise ValueError(f"x is {tuple(x.shape)}; it must be [rows, {self.k}]")
+        rows, size = x.shape[0], self.block_rows
+        out = x.new_empty(rows, self.n)
+        for start in range(0, rows, size):
+            block = x[start : start + size]
+            if len(block) < size or not block.is_contiguous():
+                block = torch.cat([block, block.new_zeros(size - len(block), self.k)])
+            out[start : start + size] = self._block(block)[: rows - start]
+        return out
+
+    def probe_invariance(self, seed: int = 0) -> bool:
+        """Return whether rows keep their bits alone, at every place of a block, and beside other rows."""
+        size = self.block_rows
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(2 * size + 1, self.k, generator=generator).to(self.weight.dtype)
+        whole = self(x)
+        if any(not torch.equal(self(x[i : i + 1])[0], whole[i]) for i in range(len(x))):
+            return False
+        for shift in range(1, size):
+            if not torch.equal(self(x.roll(shift, 0)).roll(-shift, 0), whole):
+                return False
+        loud = torch.cat([x[:1], 1000 * x[1:size]])
+        return torch.equal(self(loud)[0], whole[0])
