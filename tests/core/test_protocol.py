@@ -97,7 +97,9 @@ def test_prefix_cache_hit_equals_miss() -> None:
     scheduler = engine.scheduler
     outputs = []
     for tenant, cached, rows in (("a", 0, 16), ("a", 16, 1), ("b", 0, 16)):
-        request = Case("r", SamplingParams(temperature=0.0), prompt, None, Stopping(max_tokens=6)).add(scheduler, salt=tenant)
+        request = Case("r", SamplingParams(temperature=0.0), prompt, None, Stopping(max_tokens=6)).add(
+            scheduler, salt=tenant
+        )
         computed = 0
         while scheduler.requests:
             plan = scheduler.plan()
@@ -183,7 +185,7 @@ def test_events_tell_the_whole_story() -> None:
                     assert text[name, event.hypothesis.rank] == event.request.output(event.hypothesis)
             else:
                 ended[name] += 1
-    assert ended == Counter({name: 1 for name in requests})
+    assert ended == Counter(dict.fromkeys(requests, 1))
     assert not any(requests[name].decoder.gang for name, _ in text)
 
 

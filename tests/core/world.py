@@ -30,10 +30,10 @@ METHODS: tuple[type[SamplingParams], ...] = (
 )  # fmt: skip
 
 
-def limits(num_blocks: int = 24, **changes: Any) -> SchedulerLimits:
-    """A small device; `chunk` is the most pending tokens of a branch in a step."""
+def limits(num_blocks: int = 24, draft_blocks: int | None = None, **changes: Any) -> SchedulerLimits:
+    """A small device; the draft lane has half as many blocks unless told."""
     values: dict[str, Any] = {
-        "num_blocks": {"target": num_blocks, "draft": max(1, num_blocks // 2)},
+        "num_blocks": {"target": num_blocks, "draft": draft_blocks or max(1, num_blocks // 2)},
         "vocab_size": VOCABULARY, "block_size": BLOCK, "max_num_batched_tokens": 24, "max_blocks_per_table": 16,
     }  # fmt: skip
     return SchedulerLimits(**(values | changes))
