@@ -151,8 +151,9 @@ void AttentionLoop<T, SD>::load_rows(const plan::Span &span) {
     const E *q = (const E *)a_.q + ((int64_t)p_.rows[piece.row0 + r].row_id * h_.q_heads + head_) * d_;
     for (int g = 0; g < heads_; g++) {
       const int at = r * heads_ + g;
+      typename T::Q *to = s_->q + at * SD;
       s_->begin[at] = p_.rows[piece.row0 + r].begin, s_->end[at] = p_.rows[piece.row0 + r].end;
-      for (int i = 0; i < d_; i++) s_->q[at * SD + i] = T::query(q[g * d_ + i]);
+      for (int i = 0; i < d_; i++) to[i] = T::query(q[g * d_ + i]);
     }
   }
   s_->gathered_tile = -1;
@@ -177,7 +178,7 @@ template <class T, int SD, int... R>
 PD_INLINE void attend_rows(std::integer_sequence<int, R...>, int rows, bool masked, const TileArgs<T> &a) {
   typedef void (*Kernel)(const TileArgs<T> &);
   static constexpr Kernel kernels[][3] = {
-      {attend<T, SD, R + 1, false, false>, attend<T, SD, R + 1, false, true>, attend<T, SD, R + 1, true, true>}...};
+      {attend<T, SD, R + 1, false, false>, attend<T, SD, R + 1, false, true>, attend<T, SD, R + 1, true, false>}...};
   kernels[rows - 1][masked ? 2 : a.ahead](a);
 }
 

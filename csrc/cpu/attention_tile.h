@@ -86,8 +86,7 @@ PD_INLINE void logits(const TileArgs<T> &a, vec::F (&s)[R][NT]) {
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
       for (int c = 0; c < NC; c++) acc[r][c] = vec::zero();
-#pragma GCC unroll 2
-    for (int d = 0; d < steps; d++) {
+    auto step = [&](int d) __attribute__((always_inline)) {
       vec::I raw[NC];
 #pragma GCC unroll 4
       for (int c = 0; c < NC; c++) {
@@ -106,7 +105,8 @@ PD_INLINE void logits(const TileArgs<T> &a, vec::F (&s)[R][NT]) {
           for (int c = 0; c < NC; c++) acc[r][c] = T::mac(x[c], q, acc[r][c]);
         }
       }
-    }
+    };
+    for (int d = 0; d < steps; d += 2) step(d), step(d + 1);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -114,32 +114,30 @@ PD_INLINE void logits(const TileArgs<T> &a, vec::F (&s)[R][NT]) {
   }
 }
 
-// Row r's logits to probabilities, its maximum, its lane sums; o is rescaled only when the maximum rose by more than 2^8.
-template <class T, int SD, bool MASKED>
-PD_INLINE void softmax(const TileArgs<T> &a, vec::F (&s)[NT], int r, typename T::Q *p) {
+inline __attribute__((noinline)) void cap_logits(float *s, int n, float soft_cap, float inner_scale) {
+  for (int i = 0; i < n; i += vec::W)
+    vec::store(s + i, vec::mul(vec::set1(soft_cap), vec::tanh(vec::mul(vec::load(s + i), vec::set1(inner_scale)))));
+}
+
+// A row's logits to probabilities p, its maximum m, its lane sums l; o is rescaled only when the maximum rose by more than 2^8.
+template <class T>
+PD_INLINE void softmax(vec::F (&s)[NT], float scale, float *o, int head_dim, float *l, float &max_so_far, typename T::Q *p) {
   using namespace vec;
-  if (a.soft_cap > 0)
-#pragma GCC unroll 16
-    for (int c = 0; c < NT; c++) s[c] = mul(set1(a.soft_cap), vec::tanh(mul(s[c], set1(a.inner_scale))));
-  if (MASKED)
-#pragma GCC unroll 16
-    for (int c = 0; c < NT; c++) s[c] = keep_lanes(s[c], a.lo[r] - W * c, a.hi[r] - W * c, -INFINITY);
-  F top_lanes = s[0];
+  F top_lanes = s[0], sum = load(l);
 #pragma GCC unroll 16
   for (int c = 1; c < NT; c++) top_lanes = vec::max(top_lanes, s[c]);
-  const float top = a.scale * reduce_max(top_lanes);
-  float *l = a.l + r * W, *o = a.o + r * SD;
-  F sum = load(l);
-  if (__builtin_expect(top > a.m[r] + 8.f, 0)) {
-    const F w = set1(exp2_one(a.m[r] - top));
-    for (int d = 0; d < a.head_dim; d += W) store(o + d, mul(w, load(o + d)));
+  const float top = scale * reduce_max(top_lanes);
+  float m = max_so_far;
+  if (__builtin_expect(top > m + 8.f, 0)) {
+    const F w = set1(exp2_one(m - top));
+    for (int d = 0; d < head_dim; d += W) store(o + d, mul(w, load(o + d)));
     sum = mul(sum, w);
-    a.m[r] = top;
+    max_so_far = m = top;
   }
-  const F scale = set1(a.scale), m = set1(MASKED && a.m[r] == -INFINITY ? 0.f : a.m[r]);
+  const F log2_scale = set1(scale), shift = set1(m == -INFINITY ? 0.f : m);  // nothing seen yet: every probability is 0
 #pragma GCC unroll 16
   for (int c = 0; c < NT; c++) {
-    s[c] = vec::exp2<T::PRECISE>(fms(s[c], scale, m));
+    s[c] = vec::exp2<T::PRECISE>(fms(s[c], log2_scale, shift));
     sum = add(sum, s[c]);
   }
   store(l, sum);
@@ -188,19 +186,22 @@ struct Steps {  // of V, in a masked tile: [first, last) are seen by some row, [
 
 template <class T, int SD, int R, int NV, bool MASKED, bool PREFETCH>
 PD_INLINE void pv_columns(const TileArgs<T> &a, const typename T::Q *p, const Steps &steps, int h) {
+  float *const o = a.o + h;
   vec::F acc[R][NV];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int c = 0; c < NV; c++) acc[r][c] = vec::load(a.o + r * SD + h + vec::W * c);
+    for (int c = 0; c < NV; c++) acc[r][c] = vec::load(o + r * SD + vec::W * c);
   const int per_block = a.block_size / T::STEP;
   const int64_t stride = (int64_t)a.head_dim * T::STEP;
   if (!MASKED) {
     for (int b = 0; b * a.block_size < TILE; b++) {
       const typename T::E *v = a.v[b] + T::STEP * h, *n = a.next_v[b] + T::STEP * h;
       const typename T::Q *pb = p + b * a.block_size;
-#pragma GCC unroll 2
-      for (int t = 0; t < per_block; t++) pv_step<T, R, NV, PREFETCH>(v + t * stride, n + t * stride, pb + t * T::STEP, nullptr, acc);
+      for (int t = 0; t < per_block; t += 2) {
+        pv_step<T, R, NV, PREFETCH>(v + t * stride, n + t * stride, pb + t * T::STEP, nullptr, acc);
+        pv_step<T, R, NV, PREFETCH>(v + (t + 1) * stride, n + (t + 1) * stride, pb + (t + 1) * T::STEP, nullptr, acc);
+      }
     }
   } else {
     auto at = [&](int t) { return a.v[t / per_block] + (t % per_block) * stride + T::STEP * h; };
@@ -212,7 +213,7 @@ PD_INLINE void pv_columns(const TileArgs<T> &a, const typename T::Q *p, const St
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int c = 0; c < NV; c++) vec::store(a.o + r * SD + h + vec::W * c, acc[r][c]);
+    for (int c = 0; c < NV; c++) vec::store(o + r * SD + vec::W * c, acc[r][c]);
 }
 
 template <class T, int R>
@@ -241,19 +242,43 @@ PD_INLINE void find_steps(const TileArgs<T> &a, Steps &s) {
 // R rows against a tile. q [R][SD], o [R][SD], l [R][W], m [R] in units of log 2; MASKED: row r sees lanes lo[r] .. hi[r]-1.
 template <class T, int SD, int R, bool MASKED, bool PREFETCH>
 void attend(const TileArgs<T> &a) {
+  static_assert(!(MASKED && PREFETCH));
   alignas(64) typename T::Q p[R * TILE];
   {
     vec::F s[R][NT];
     logits<T, SD, R, PREFETCH>(a, s);
+    if (__builtin_expect(a.soft_cap > 0, 0)) {
+      alignas(64) float flat[R * TILE];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) softmax<T, SD, MASKED>(a, s[r], r, p + r * TILE);
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+        for (int c = 0; c < NT; c++) vec::store(flat + r * TILE + c * vec::W, s[r][c]);
+      cap_logits(flat, R * TILE, a.soft_cap, a.inner_scale);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+        for (int c = 0; c < NT; c++) s[r][c] = vec::load(flat + r * TILE + c * vec::W);
+    }
+    float *const o = a.o, *const l = a.l, *const m = a.m;
+    const float scale = a.scale;
+    const int head_dim = a.head_dim;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      if (MASKED)
+#pragma GCC unroll 16
+        for (int c = 0; c < NT; c++) s[r][c] = vec::keep_lanes(s[r][c], a.lo[r] - vec::W * c, a.hi[r] - vec::W * c, -INFINITY);
+      softmax<T>(s[r], scale, o + r * SD, head_dim, l + r * vec::W, m[r], p + r * TILE);
+    }
   }
   Steps steps;
   if (MASKED) {
-    find_steps<T, R>(a, steps);
+    find_steps<T, R>(a, steps);  // and prefetch apart from the loops, which are not the same for every row
     const int lines = a.block_size * a.head_dim * (int)sizeof(typename T::E) / 64;
     for (int b = 0; a.ahead && b * a.block_size < TILE; b++)
-      for (int i = 0; i < lines; i++) prefetch<PREFETCH>((const char *)a.next_v[b] + 64 * i);
+      for (int i = 0; i < lines; i++) {
+        prefetch<true>((const char *)a.next_k[b * a.block_size / vec::W] + 64 * i);
+        prefetch<true>((const char *)a.next_v[b] + 64 * i);
+      }
   }
   int h = 0;
   for (; h + NC * vec::W <= a.head_dim; h += NC * vec::W) pv_columns<T, SD, R, NC, MASKED, PREFETCH>(a, p, steps, h);

@@ -33,8 +33,8 @@ void flatten(pd_plan &p, const pd_attn_batch &b, plan::Header &h) {
 }
 
 int make(pd_plan &p, const pd_attn_shape &s, const pd_attn_batch &b) {
-  if (check_shape(s) || check_batch(s, b)) return -1;
   p.ready = false;
+  if (check_shape(s) || check_batch(s, b)) return -1;
   p.shape = s;
   plan::Header h{};
   h.kv_heads = s.kv_heads;

@@ -1,0 +1,120 @@
+"""The flat plan is all that a CUDA kernel would need: its loop, emulated, gives what attention means."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pagedec.kernels.backend import AttentionShape
+from pagedec.kernels.library import Library
+from pagedec.kernels.reference_attention import read_slots
+from tests.kernels.attention_cases import Batch, Branch, Cache, make_plan, random_tree, reference
+from tests.kernels.plan_emulation import CHUNK, Emulation, FlatPlan
+
+
+@pytest.fixture(scope="module")
+def best(libraries: list[Library]) -> Library:
+    return libraries[-1]
+
+
+def flat(library: Library, cache: Cache, branches: list[Branch], *, share: bool = True, threads: int = 2) -> FlatPlan:
+    library.set_num_threads(threads)
+    return FlatPlan.parse(make_plan(library, cache, Batch(branches), share).words())
+
+
+def emulate(library: Library, cache: Cache, branches: list[Branch], q: torch.Tensor) -> tuple[np.ndarray, Emulation]:
+    library.set_num_threads(2)
+    plan = make_plan(library, cache, Batch(branches))
+    k, v = read_slots(cache.k, cache.v, np.arange(cache.num_blocks * cache.shape.block_size))
+    emulation = Emulation(plan.words(), q.double().numpy(), k.double().numpy(), v.double().numpy())
+    return emulation.run(), emulation
+
+
+@pytest.mark.parametrize("window", [0, 100, 600])
+@pytest.mark.parametrize("block_size", [8, 16, 64])
+def test_emulated_kernel(best: Library, block_size: int, window: int) -> None:
+    generator = np.random.default_rng(block_size + window)
+    cache = Cache(AttentionShape(6, 2, 32, block_size, 0.2, window), 8192 // block_size, torch.float32, seed=1)
+    prompt = cache.branch(1100, 3)
+    branches = [
+        prompt,
+        *(cache.fork(prompt, n // block_size, n + own) for n, own in [(1024, 3), (1024, 70), (512, 30), (64, 1)]),
+        cache.branch(90, 60),
+        cache.branch(540, 20, random_tree(generator, 2, 18)),
+        cache.branch(1),
+    ]
+    q = cache.query(Batch(branches).num_rows)
+    got, _ = emulate(best, cache, branches, q)
+    np.testing.assert_allclose(got, reference(cache, branches, q).numpy(), rtol=1e-6, atol=1e-6)
+
+
+def test_emulated_kernel_with_a_split_group_and_soft_cap(best: Library) -> None:
+    cache = Cache(AttentionShape(142, 2, 16, 16, 0.3, soft_cap=4.0), 128, torch.bfloat16, seed=2)
+    branches = [cache.branch(530, 2), cache.branch(70, 5, [-1, 0, 0, 1, 2])]
+    q = cache.query(7)
+    got, emulation = emulate(best, cache, branches, q)
+    assert emulation.plan.header["head_parts"] == 2
+    np.testing.assert_allclose(got, reference(cache, branches, q).numpy(), rtol=1e-6, atol=1e-6)
+
+
+def test_shared_chunks_are_fetched_once(best: Library) -> None:
+    """Eight beams over one prompt of 1024 tokens: 16 tiles for all of them, and one for each one's own tokens."""
+    cache = Cache(AttentionShape(3, 1, 64, 16, 0.125), 256, torch.bfloat16, seed=3)
+    prompt = cache.branch(1024)
+    beams = [cache.fork(prompt, 64, 1024 + 32) for _ in range(8)]
+    q = cache.query(8)
+    _, emulation = emulate(best, cache, beams, q)
+    assert emulation.tiles_fetched == 16 + 8
+    units = emulation.plan.sections["units"]
+    assert all((unit["row0"], unit["row1"]) == (0, 8) for unit in units if unit["tile"] < 16)
+    assert len(flat(best, cache, beams, share=False).sections["units"]) == 8 * 17
+
+
+def test_items_tile_every_row_exactly_once(best: Library) -> None:
+    """Each tile that a row sees is in exactly one unit that holds the row, in the item of its chunk, in ascending order."""
+    generator = np.random.default_rng(4)
+    cache = Cache(AttentionShape(4, 2, 64, 16, 0.125), 512, torch.bfloat16, seed=4)
+    prompt = cache.branch(700, 40)
+    branches = [prompt, cache.fork(prompt, 32, 600), cache.branch(530, 20, random_tree(generator, 1, 19)), cache.branch(3)]
+    for threads in (1, 2, 7):
+        plan = flat(best, cache, branches, threads=threads)
+        seen: dict[int, list[int]] = {}
+        for item in plan.sections["items"]:
+            piece = plan.sections["pieces"][item["piece"]]
+            for unit in plan.sections["units"][item["unit0"] : item["unit0"] + item["num_units"]]:
+                assert unit["tile"] // 8 == item["chunk"]
+                for row in range(piece["row0"] + unit["row0"], piece["row0"] + unit["row1"]):
+                    seen.setdefault(row, []).append(unit["tile"])
+        for i, row in enumerate(plan.sections["rows"]):
+            visible = list(range(row["begin"] // 64, (row["end"] - 1) // 64 + 1))
+            assert [tile for tile in seen[i] if tile in visible] == visible
+        assert sorted(row["row_id"] for row in plan.sections["rows"]) == list(range(Batch(branches).num_rows))
+
+
+def test_spans_cover_the_items_once(best: Library) -> None:
+    cache = Cache(AttentionShape(4, 2, 64, 16, 0.125), 1024, torch.bfloat16, seed=5)
+    branches = [cache.branch(5000, 2), cache.branch(100)]
+    for threads in (1, 2, 3):
+        plan = flat(best, cache, branches, threads=threads)
+        covered = sorted(
+            (item, span["head"])
+            for span in plan.sections["spans"]
+            for item in range(span["item0"], span["item0"] + span["num_items"])
+        )
+        assert covered == [(item, head) for item in range(len(plan.sections["items"])) for head in range(2)]
+        owners = [word["span"] for word in plan.sections["worker_indptr"]]
+        assert len(owners) == threads + 1
+        assert owners[0] == 0 and owners[-1] == len(plan.sections["spans"]) and owners == sorted(owners)
+        split = [plan.sections["rows"][word["row"]]["end"] for word in plan.sections["splits"]]
+        assert (threads == 1) == (not split)
+        assert all(end > CHUNK for end in split)
+
+
+def test_depth_first_rows_share_a_gathered_tile(best: Library) -> None:
+    """From one node's row to the next of its subtree only the new slots differ, which is what makes gathering cheap."""
+    cache = Cache(AttentionShape(3, 1, 64, 16, 0.125), 32, torch.bfloat16, seed=6)
+    parents = [-1, 0, 0, 1, 2, 3, 4, 5, 6]  # two chains, rows 1 3 5 7 and 2 4 6 8
+    plan = flat(best, cache, [cache.branch(70, 9, parents)])
+    assert [row["row_id"] for row in plan.sections["rows"]] == [0, 1, 3, 5, 7, 2, 4, 6, 8]
+    assert [unit["row0"] for unit in plan.sections["units"] if unit["path"] >= 0 and unit["tile"] == 0] == list(range(2, 9))
