@@ -31,6 +31,9 @@ class StandIn:
         self.engine_args = engine_args
         self.engine = types.SimpleNamespace(stats=EngineStats())
 
+    def close(self) -> None:
+        StandIn.calls[-1]["closed"] = True
+
     def generate(self, prompts: list[Any], sampling_params: SamplingParams, *, use_tqdm: bool) -> list[RequestOutput]:
         StandIn.calls.append(
             {"engine": self.engine_args, "prompts": prompts, "params": sampling_params, "use_tqdm": use_tqdm}
@@ -110,6 +113,7 @@ def test_generate_passes_every_argument_on(stand_in: type[StandIn]) -> None:
     assert given == {"model": "m", "dtype": "float32", "block_size": 32, "kv_cache_memory": 2**20}
     assert call["engine"]["enable_prefix_caching"] is False
     assert call["use_tqdm"] is True
+    assert call["closed"]
 
 
 def test_generate_reads_arguments_then_file_then_stdin(

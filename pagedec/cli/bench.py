@@ -186,6 +186,7 @@ def run(arguments: argparse.Namespace) -> int:
     llm = LLM(**config.to_kwargs())
     print(f"pagedec: {active_line(llm)}", file=sys.stderr)
     result = measure(llm, arguments)
+    llm.close()
     if arguments.json:
         print(json.dumps(result))
     else:

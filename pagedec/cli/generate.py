@@ -140,6 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
     loaded = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=progress)
     finished = time.perf_counter()
+    llm.close()
     for output in outputs:
         print(as_json(output) if arguments.json else as_text(output))
     print(f"pagedec: {active_line(llm)}; loaded in {loaded - started:.1f} s", file=sys.stderr)
