@@ -83,4 +83,12 @@ def test_probe_covers_every_linear_layer(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(doctor, "DEFAULT_LINEARS", {"small": (32, 64), "narrow": (16, 48)})
     facts = doctor.invariance_facts()
     assert set(facts) == {"small 32x64", "narrow 16x48"}
-    assert set(facts.values()) <= {"batch-invariant", "NOT batch-invariant"}
+    answers = [answer.split() for fact in facts.values() for answer in fact.split(", ")]
+    assert [dtype for dtype, _ in answers] == ["bfloat16", "float32"] * 2
+    assert {verdict for _, verdict in answers} <= {"yes", "NO"}
+
+
+def test_probe_says_no_where_bits_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "DEFAULT_LINEARS", {"small": (32, 64)})
+    monkeypatch.setattr("pagedec.kernels.reference_linear.TorchPackedLinear.probe_invariance", lambda self: False)
+    assert doctor.invariance_facts() == {"small 32x64": "bfloat16 NO, float32 NO"}

@@ -100,9 +100,12 @@ def invariance_facts() -> Facts:
     facts = {}
     generator = torch.Generator().manual_seed(0)
     for name, (num_outputs, num_inputs) in DEFAULT_LINEARS.items():
-        weight = torch.randn(num_outputs, num_inputs, generator=generator).to(torch.bfloat16)
-        invariant = TorchPackedLinear(weight).probe_invariance()
-        facts[f"{name} {num_outputs}x{num_inputs}"] = "batch-invariant" if invariant else "NOT batch-invariant"
+        weight = torch.randn(num_outputs, num_inputs, generator=generator)
+        verdicts = []
+        for dtype in (torch.bfloat16, torch.float32):
+            invariant = TorchPackedLinear(weight.to(dtype)).probe_invariance()
+            verdicts.append(f"{str(dtype).removeprefix('torch.')} {'yes' if invariant else 'NO'}")
+        facts[f"{name} {num_outputs}x{num_inputs}"] = ", ".join(verdicts)
     return facts
 
 
@@ -125,7 +128,7 @@ def examine(probe: bool) -> dict[str, Any]:
     sections["default model"] = model_facts()
     sections["debugging variables"] = variable_facts()
     if probe:
-        sections["fallback linear (bfloat16)"] = invariance_facts()
+        sections["fallback linear is batch-invariant"] = invariance_facts()
     return sections
 
 
