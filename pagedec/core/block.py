@@ -57,7 +57,7 @@ class BlockPool:
             block = self.free.pop()
         elif self.evictable:
             block, _ = self.evictable.popitem(last=False)
-            self._unpublish(block)
+            self.unpublish(block)
             self.num_evictions += 1
         else:
             return None
@@ -109,11 +109,12 @@ class BlockPool:
         """The block published under `key`."""
         return self.block_of.get(key)
 
-    def _unpublish(self, block: int) -> None:
+    def unpublish(self, block: int) -> None:
+        """Make a block that is held or pinned impossible to find."""
         key = self.key_of[block]
-        assert key is not None
-        del self.block_of[key]
-        self.key_of[block] = None
+        if key is not None:
+            del self.block_of[key]
+            self.key_of[block] = None
 
     def forget(self) -> None:
         """Drop the prefix cache: what it remembers is no longer on the device."""

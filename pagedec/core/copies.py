@@ -54,8 +54,14 @@ class CopyPlan:
         offset = np.arange(int(count.sum()), dtype=np.int32) - np.repeat(first, count)
         return np.repeat(src, count) + offset, np.repeat(dst, count) + offset
 
+    def cancel(self) -> None:
+        """The copies will not run: nobody needs them. What was to be found where they lead is not there."""
+        for slot in self._dst:
+            self.pool.unpublish(slot // self.pool.block_size)
+        self.finish()
+
     def finish(self) -> None:
-        """The copies have run, or are not needed any more."""
+        """The copies have run."""
         for block in self._pinned:
             self.pool.unpin(block)
         self._pinned.clear()

@@ -150,7 +150,7 @@ class Scheduler:
         for request in self.requests:
             preempt(request)
         for copies in (*out, *self._copies.values()):
-            copies.finish()
+            copies.cancel()
         for pool in self.pools.values():
             pool.forget()
             pool.fresh = []
@@ -219,7 +219,7 @@ class Scheduler:
         del self._by_id[request.id]
         if not self.requests:  # nobody is left who needs the copies
             for copies in self._copies.values():
-                copies.finish()
+                copies.cancel()
             self._copies = self._new_copies()
 
 

@@ -87,7 +87,7 @@ class Settler:
     def _advance_plain(self, request: Request, works: Sequence[Work], events: list[Event]) -> None:
         history, stopping, draws = request.history, request.stopping, self._draws
         depth, limit, state_of, reason_of = history.depth, request.limit, stopping.next, stopping.reason
-        over: list[Branch] = []
+        over: dict[Branch, Hypothesis] = {}
         for work in works:
             branch, token = work.branch, draws[work.draw]
             tip, state = branch.tip, branch.stop_state
@@ -102,11 +102,11 @@ class Settler:
                     branch.stop_state = state_of(state, token)
                     continue
                 cut = Cut(state, (token,), reason, token if reason == "stop" else None)
-            over.append(branch)
-            self._finish(request, _hypothesis(tip, cut, rank, branch.score), events)
+            over[branch] = _hypothesis(tip, cut, rank, branch.score)
         if over:
-            for branch in over:
+            for branch, hypothesis in over.items():
                 branch.release()
+                self._finish(request, hypothesis, events)
             request.branches = [branch for branch in request.branches if branch not in over]
 
     # ---- any decoder
