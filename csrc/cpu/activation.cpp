@@ -39,8 +39,9 @@ void activate_as(const pd_silu_mul_args &a, int thread, int num_threads) {
 
 int check_silu_mul(const pd_silu_mul_args &a) {
   const char *name = "pd_silu_mul";
-  if (check_count(name, "num_rows", a.num_rows) || check_array(name, "x", a.x, a.num_rows) || check_array(name, "out", a.out, a.num_rows) ||
-      check_dtype(name, a.dtype) || check_range(name, "dim", a.dim, 1, INT32_MAX / 2) || check_range(name, "gelu", a.gelu, 0, 1))
+  if (check_count(name, "num_rows", a.num_rows) || check_array(name, "x", a.x, a.num_rows) ||
+      check_array(name, "out", a.out, a.num_rows) || check_dtype(name, a.dtype) ||
+      check_range(name, "dim", a.dim, 1, INT32_MAX / 2) || check_range(name, "gelu", a.gelu, 0, 1))
     return -1;
   return 0;
 }

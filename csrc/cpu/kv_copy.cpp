@@ -17,7 +17,8 @@ Run next_run(const pd_kv_copy_args &a, int32_t first) {
   Run run{src, dst, 1};
   if (src % size != dst % size || src == dst) return run;
   const int32_t room = size - src % size < *a.num_moves - first ? size - src % size : *a.num_moves - first;
-  while (run.length < room && a.src[first + run.length] == src + run.length && a.dst[first + run.length] == dst + run.length)
+  while (run.length < room && a.src[first + run.length] == src + run.length &&
+         a.dst[first + run.length] == dst + run.length)
     run.length++;
   return run;
 }
@@ -59,10 +60,12 @@ void copy_run(const CacheShape &shape, int64_t bytes, char *k, char *v, const Ru
 
 int check_kv_copy(const pd_kv_copy_args &a) {
   const char *name = "pd_kv_copy";
-  if (check_count(name, "num_moves", a.num_moves) || check_array(name, "src", a.src, a.num_moves) || check_array(name, "dst", a.dst, a.num_moves) ||
-      check_pointer(name, "k_cache", a.k_cache) || check_pointer(name, "v_cache", a.v_cache) ||
+  if (check_count(name, "num_moves", a.num_moves) || check_array(name, "src", a.src, a.num_moves) ||
+      check_array(name, "dst", a.dst, a.num_moves) || check_pointer(name, "k_cache", a.k_cache) ||
+      check_pointer(name, "v_cache", a.v_cache) ||
       check_cache_shape(name, a.kv_heads, a.head_dim, a.block_size, a.dtype) ||
-      check_range(name, "num_layers", a.num_layers, 1, 65536) || check_range(name, "layer_stride", a.layer_stride, 0, INT64_MAX))
+      check_range(name, "num_layers", a.num_layers, 1, 65536) ||
+      check_range(name, "layer_stride", a.layer_stride, 0, INT64_MAX))
     return -1;
   for (int32_t i = 0; i < *a.num_moves; i++) {
     if (a.src[i] < 0) return fail("%s: src[%d] is %d; a slot must be 0 or more", name, i, a.src[i]);

@@ -40,12 +40,14 @@ void norm_rows(const pd_rms_norm_args &a, int thread, int num_threads) {
 
 int check_rms_norm(const pd_rms_norm_args &a) {
   const char *name = "pd_rms_norm";
-  if (check_count(name, "num_rows", a.num_rows) || check_array(name, "x", a.x, a.num_rows) || check_pointer(name, "weight", a.weight) ||
-      check_array(name, "out", a.out, a.num_rows) || check_dtype(name, a.dtype) || check_range(name, "dim", a.dim, 1, INT32_MAX))
+  if (check_count(name, "num_rows", a.num_rows) || check_array(name, "x", a.x, a.num_rows) ||
+      check_pointer(name, "weight", a.weight) || check_array(name, "out", a.out, a.num_rows) ||
+      check_dtype(name, a.dtype) || check_range(name, "dim", a.dim, 1, INT32_MAX))
     return -1;
-  if (a.residual && a.row_ids) return fail("pd_rms_norm: row_ids is given with residual; a sum needs every row, it must be NULL");
-  if (!(a.eps >= 0.0f) || !std::isfinite(a.eps)) return fail("pd_rms_norm: eps is %g; it must be 0 or more", (double)a.eps);
-  if (!std::isfinite(a.weight_offset)) return fail("pd_rms_norm: weight_offset is %g; it must be finite", (double)a.weight_offset);
+  if (a.residual && a.row_ids) return fail("%s: row_ids is given with residual; of the two one must be NULL", name);
+  if (!(a.eps >= 0.0f) || !std::isfinite(a.eps)) return fail("%s: eps is %g; it must be 0 or more", name, (double)a.eps);
+  if (!std::isfinite(a.weight_offset))
+    return fail("%s: weight_offset is %g; it must be finite", name, (double)a.weight_offset);
   return 0;
 }
 

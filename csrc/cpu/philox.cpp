@@ -5,11 +5,13 @@
 
 using namespace pagedec;
 
-extern "C" int pd_gumbel(uint64_t seed, uint64_t stream, int32_t position, int32_t first_token, int32_t num_tokens, float *out) {
+extern "C" int pd_gumbel(uint64_t seed, uint64_t stream, int32_t position, int32_t first_token, int32_t num_tokens,
+                         float *out) {
   const char *name = "pd_gumbel";
   if (check_range(name, "first_token", first_token, 0, INT32_MAX) ||
-      check_range(name, "num_tokens", num_tokens, 0, (int64_t)INT32_MAX - first_token) || (num_tokens && check_pointer(name, "out", out)))
+      check_range(name, "num_tokens", num_tokens, 0, (int64_t)INT32_MAX - first_token))
     return -1;
+  if (num_tokens && check_pointer(name, "out", out)) return -1;
   const NoiseKey key{seed, stream, position};
   const int64_t end = (int64_t)first_token + num_tokens;
   for (int64_t group = first_token / 64; group * 64 < end; group++) {
@@ -18,8 +20,9 @@ extern "C" int pd_gumbel(uint64_t seed, uint64_t stream, int32_t position, int32
     philox_group(key, (uint32_t)(group * 16), words);
     for (uint32_t &word : words) word >>= 8;
     for (int i = 0; i < 64; i += 16) store16(noise + i, gumbel_of<F16>(load16i((const int32_t *)words + i)));
-    const int64_t begin = group * 64 < first_token ? first_token : group * 64, stop = group * 64 + 64 < end ? group * 64 + 64 : end;
-    memcpy(out + (begin - first_token), noise + (begin - group * 64), (stop - begin) * sizeof(float));
+    const int64_t start = group * 64, begin = start < first_token ? first_token : start;
+    const int64_t stop = start + 64 < end ? start + 64 : end;
+    memcpy(out + (begin - first_token), noise + (begin - start), (stop - begin) * sizeof(float));
   }
   return 0;
 }

@@ -1,5 +1,5 @@
-// Counter-based noise: Philox4x32-10 (Salmon et al. 2011) and the Gumbel variable made of one word. The integers are the same on
-// every instruction set by definition, the floats because only exact operations are used (vec_small.h).
+// Counter-based noise: Philox4x32-10 (Salmon et al. 2011) and the Gumbel variable made of one word. The integers are the
+// same on every instruction set by definition, the floats because only exact operations are used (vec_small.h).
 #pragma once
 #include <cstdint>
 
@@ -91,7 +91,8 @@ PD_INLINE void philox_group(const NoiseKey &key, uint32_t first, uint32_t words[
 }
 #endif
 
-// -log(-log(u)) for u = (n + 0.5) * 2^-24, n = word >> 8. In fp32 u >= 1/2 is not exact, but 1 - u is, and so is what log needs.
+// -log(-log(u)) for u = (n + 0.5) * 2^-24, n = word >> 8. In fp32 u >= 1/2 is not exact, but 1 - u is, and so is what
+// the logarithm needs.
 template <class F, class I>
 PD_INLINE F gumbel_of(I n) {
   using C = Ints<F>;
@@ -101,7 +102,8 @@ PD_INLINE F gumbel_of(I n) {
   const F x = (to_float(mirrored) + C::real(0.5f)) * scale;  // u below 1/2, else 1 - u: exact
   const I bits = as_int(x), exponent = shift_right(bits - C::integer(0x3f3504f3), 23);
   const auto near = less(x, C::real(0.29289321881f));  // u > sqrt(1/2)
-  const F f_high = select(near, C::real(0.0f) - x, one - (x + x)), e_high = select(near, C::real(0.0f), C::real(-1.0f));
+  const F f_high = select(near, C::real(0.0f) - x, one - (x + x));
+  const F e_high = select(near, C::real(0.0f), C::real(-1.0f));
   const F f_low = as_float(bits - shift_left(exponent, 23)) - one;
   const F e = C::real(0.0f) - log_parts(select(low, f_low, f_high), select(low, to_float(exponent), e_high));
   return C::real(0.0f) - log_small(e);

@@ -44,7 +44,10 @@ void write_k(float *k, const CacheShape &shape, const float *x) {
 }
 void write_k(bf16 *k, const CacheShape &shape, const float *x) {
   bf16 rounded[kMaxHeadDim];
-  for (int64_t d = 0; d < shape.head_dim; d += 16) store_some(rounded + d, load_some(x + d, shape.head_dim - d), shape.head_dim - d);
+  for (int64_t d = 0; d < shape.head_dim; d += 16) {
+    const int64_t n = shape.head_dim - d;
+    store_some(rounded + d, load_some(x + d, n), n);
+  }
   for (int64_t d = 0; d < shape.head_dim; d += 2) memcpy(k + d * shape.block_size, rounded + d, 4);
 }
 void write_v(float *v, const CacheShape &shape, const float *x) { memcpy(v, x, shape.head_dim * 4); }
@@ -96,13 +99,16 @@ void write_rows(const pd_rope_kv_write_args &a, int thread, int num_threads) {
 
 int check_rope_kv_write(const pd_rope_kv_write_args &a) {
   const char *name = "pd_rope_kv_write";
-  if (check_count(name, "num_rows", a.num_rows) || check_array(name, "qkv", a.qkv, a.num_rows) || check_array(name, "q_out", a.q_out, a.num_rows) ||
+  if (check_count(name, "num_rows", a.num_rows) || check_array(name, "qkv", a.qkv, a.num_rows) ||
+      check_array(name, "q_out", a.q_out, a.num_rows) || check_array(name, "slots", a.slots, a.num_rows) ||
       check_pointer(name, "k_cache", a.k_cache) || check_pointer(name, "v_cache", a.v_cache) ||
-      check_array(name, "slots", a.slots, a.num_rows) || check_cache_shape(name, a.kv_heads, a.head_dim, a.block_size, a.dtype) ||
+      check_cache_shape(name, a.kv_heads, a.head_dim, a.block_size, a.dtype) ||
       check_range(name, "q_heads", a.q_heads, 1, 65536) || check_range(name, "interleaved", a.interleaved, 0, 1))
     return -1;
   if (a.cos_sin) {
-    if (check_array(name, "positions", a.positions, a.num_rows) || check_range(name, "rotary_dim", a.rotary_dim, 2, a.head_dim)) return -1;
+    if (check_array(name, "positions", a.positions, a.num_rows) ||
+        check_range(name, "rotary_dim", a.rotary_dim, 2, a.head_dim))
+      return -1;
     if (a.rotary_dim % 2) return fail("%s: rotary_dim is %d; it must be even", name, a.rotary_dim);
   }
   if (!(a.norm_eps >= 0.0f) || !std::isfinite(a.norm_eps))

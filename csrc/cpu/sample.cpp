@@ -1,5 +1,7 @@
-// Gumbel-max draws. What top_k, top_p and min_p keep is a beginning of the row's order, so it is one order key (the last one kept)
-// and one distance; a short beginning is also kept as a list. Nothing sorts the vocabulary.
+// Gumbel-max draws. What top_k, top_p and min_p keep is a beginning of the row's order, so it is one order key (the last one
+// kept) and one distance; a short beginning is also kept as a list. Nothing sorts the vocabulary.
+#include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "cpu/check_small.h"
@@ -77,35 +79,44 @@ struct Kept {
 
   // The mass in each thirty-second of a nat below the top finds the bin where top_p is reached; only that bin is sorted.
   void keep_mass_by_histogram(const Row &row, float top_p) {
-    std::vector<double> bins(kBins, 0.0);
-    for_near_tokens(row, [&](int64_t, int bin, float mass) { bins[bin] += (double)mass; });
+    std::array<double, kBins + 1> bins{};  // the last: what lies too low to count
+    for_near_vectors(row, [&](int64_t, int64_t n, F16 bin, F16 d) {
+      int32_t bins_of[16];
+      float masses[16];
+      store16i(bins_of, truncate(bin));
+      store16(masses, exp_small(d));
+      for (int64_t j = 0; j < n; j++) bins[bins_of[j]] += (double)masses[j];
+    });
     double total = 0.0, before = 0.0;
-    for (const double mass : bins) total += mass;
+    for (int bin = 0; bin < kBins; bin++) total += bins[bin];
     const double wanted = (double)top_p * total;
-    int bin = 0;
-    while (bin < kBins && before + bins[bin] < wanted) before += bins[bin++];
-    if (bin == kBins) return;  // only rounding keeps the sum below: everything is kept
+    int end = 0;
+    while (end < kBins && before + bins[end] < wanted) before += bins[end++];
+    if (end == kBins) return;  // only rounding keeps the sum below: everything is kept
     list.clear();
-    for_near_tokens(row, [&](int64_t token, int its_bin, float) {
-      if (its_bin == bin) list.push_back(order_key(row.x[token], token));
+    for_near_vectors(row, [&](int64_t first, int64_t n, F16 bin, F16) {
+      const I16 number = truncate(bin);
+      uint32_t mask = mask_bits(less(number, set16i(end + 1))) & ~mask_bits(less(number, set16i(end)));
+      for (mask &= (1u << n) - 1; mask; mask &= mask - 1) {
+        const int64_t token = first + __builtin_ctz(mask);
+        list.push_back(order_key(row.x[token], token));
+      }
     });
     if (!std::is_sorted(list.begin(), list.end())) std::sort(list.begin(), list.end());
     cut(row, wanted - before);
     last = list.back();
   }
 
+  // visit(first token, number of tokens, bins as floats, distances) for sixteen at a time, where some may be near the top.
   template <class Visit>
-  void for_near_tokens(const Row &row, Visit visit) const {
+  void for_near_vectors(const Row &row, Visit visit) const {
     for (int64_t g = 0; g < num_groups(row.vocab); g++) {
       if (!(distance_of(row, row.maxima[g]) * -kBinsPerNat < (float)kBins)) continue;
-      const int64_t end = g * kGroup + kGroup < row.vocab ? g * kGroup + kGroup : row.vocab;
+      const int64_t end = std::min(g * kGroup + kGroup, row.vocab);
       for (int64_t i = g * kGroup; i < end; i += 16) {
-        float far[16], mass[16];
-        const F16 d = distance(load_some(row.x + i, end - i, kMinusInf), set16(row.top), set16(inverse_temperature));
-        store16(far, d * set16(-kBinsPerNat));
-        store16(mass, exp_small(d));
-        for (int64_t j = 0; j < 16 && i + j < end; j++)
-          if (far[j] < (float)kBins) visit(i + j, (int)far[j], mass[j]);
+        const F16 logits = load_some(row.x + i, end - i, kMinusInf);
+        const F16 d = distance(logits, set16(row.top), set16(inverse_temperature));
+        visit(i, std::min<int64_t>(end - i, 16), smaller(d * set16(-kBinsPerNat), set16((float)kBins)), d);
       }
     }
   }
@@ -174,8 +185,8 @@ void draw_from_group(const Row &row, const Kept &kept, const NoiseKey &noise, in
   }
 }
 
-// Every token that could win: G <= -log(1 - u), so d + G > best needs 1 - u < exp(d - best), and d is at most the group's. The noise of
-// a group is made only if some word could pass. The allowance of 0.1 % is far above the rounding of d, G and exp.
+// Every token that could win: G <= -log(1 - u), so d + G > best needs 1 - u < exp(d - best), and d is at most the group's.
+// The noise of a group is made only if some word could pass. The allowance of 0.1 % is far above the rounding of d, G, exp.
 int32_t draw_from_row(const Row &row, const Kept &kept, const NoiseKey &noise) {
   Winner winner{kMinusInf, row.argmax};
   const int64_t groups = num_groups(row.vocab), start = row.argmax / kGroup;
@@ -183,7 +194,8 @@ int32_t draw_from_row(const Row &row, const Kept &kept, const NoiseKey &noise) {
   draw_from_group(row, kept, noise, start, 1.0f, winner);  // a good score to begin with
   for (int64_t g = 0; g < groups; g += 16) {
     float chances[16];
-    const F16 d = distance(load_some(row.maxima.data() + g, groups - g, kMinusInf), set16(row.top), set16(kept.inverse_temperature));
+    const F16 maxima = load_some(row.maxima.data() + g, groups - g, kMinusInf);
+    const F16 d = distance(maxima, set16(row.top), set16(kept.inverse_temperature));
     store16(chances, exp_small(d - set16(winner.score - 0.001f)));
     for (int64_t i = 0; i < 16 && g + i < groups; i++)
       if (chances[i] * 16777216.0f > 0.5f && row.maxima[g + i] >= lowest && g + i != start)

@@ -36,10 +36,13 @@ float scan(const float *x, int64_t vocab, float *group_maxima) {
 
 int check_topk_lse(const pd_topk_lse_args &a) {
   const char *name = "pd_topk_lse";
-  if (check_count(name, "num_rows", a.num_rows) || check_array(name, "logits", a.logits, a.num_rows) || check_array(name, "lse", a.lse, a.num_rows) ||
-      check_range(name, "vocab", a.vocab, 1, INT32_MAX - kGroup) || check_range(name, "k", a.k, 0, a.vocab))
+  if (check_count(name, "num_rows", a.num_rows) || check_array(name, "logits", a.logits, a.num_rows) ||
+      check_array(name, "lse", a.lse, a.num_rows) || check_range(name, "vocab", a.vocab, 1, INT32_MAX - kGroup) ||
+      check_range(name, "k", a.k, 0, a.vocab))
     return -1;
-  if (a.k && (check_array(name, "token_ids", a.token_ids, a.num_rows) || check_array(name, "values", a.values, a.num_rows))) return -1;
+  if (a.k && (check_array(name, "token_ids", a.token_ids, a.num_rows) ||
+              check_array(name, "values", a.values, a.num_rows)))
+    return -1;
   return 0;
 }
 

@@ -1,7 +1,7 @@
 // The order of a row's logits and the selection of its first k: descending value, then ascending token id.
 //
-// An order key is 64 bits: the logit turned into an integer that grows as the logit falls, then the id. Any exact selection or sort
-// of keys gives the one right answer, ties included.
+// An order key is 64 bits: the logit turned into an integer that grows as the logit falls, then the id. Any exact selection
+// or sort of keys gives the one right answer, ties included.
 #pragma once
 #include <algorithm>
 #include <cstdint>

@@ -1,7 +1,7 @@
 // Sixteen floats at every instruction-set level, for the kernels that are not matrix products.
 //
-// Only operations that IEEE 754 defines exactly are offered, no fused multiply-add and no approximate reciprocal, and sums over
-// lanes have one order: what is written with these has the same bits on every instruction set.
+// Only operations that IEEE 754 defines exactly are offered, no fused multiply-add and no approximate reciprocal, and sums
+// over lanes have one order: what is written with these has the same bits on every instruction set.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -79,13 +79,17 @@ PD_INLINE I16 shift_right(I16 a, int n) { return {_mm512_srai_epi32(a.v, n)}; }
 PD_INLINE F16 as_float(I16 a) { return {_mm512_castsi512_ps(a.v)}; }
 PD_INLINE I16 as_int(F16 a) { return {_mm512_castps_si512(a.v)}; }
 PD_INLINE F16 to_float(I16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
+PD_INLINE I16 truncate(F16 a) { return {_mm512_cvttps_epi32(a.v)}; }
+PD_INLINE void store16i(int32_t *p, I16 a) { _mm512_storeu_si512(p, a.v); }
 PD_INLINE F16 load16(const bf16 *p) {
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16))};
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
 PD_INLINE void store16(bf16 *p, F16 a) {
   const __m512i u = _mm512_castps_si512(a.v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-  const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd), 16);
+  const __m512i bias = _mm512_add_epi32(_mm512_set1_epi32(0x7fff), odd);
+  const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(u, bias), 16);
   const __m512i quiet = _mm512_or_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(0x40));
   const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
   _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(nan, rounded, quiet)));
@@ -138,15 +142,22 @@ PD_INLINE I16 shift_right(I16 x, int n) { return {_mm256_srai_epi32(x.a, n), _mm
 PD_INLINE F16 as_float(I16 x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 PD_INLINE I16 as_int(F16 x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 PD_INLINE F16 to_float(I16 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+PD_INLINE I16 truncate(F16 x) { return {_mm256_cvttps_epi32(x.a), _mm256_cvttps_epi32(x.b)}; }
+PD_INLINE void store16i(int32_t *p, I16 x) {
+  _mm256_storeu_si256((__m256i *)p, x.a);
+  _mm256_storeu_si256((__m256i *)(p + 8), x.b);
+}
 PD_INLINE I16 select(M16 m, I16 x, I16 y) { return as_int(select(m, as_float(x), as_float(y))); }
 PD_INLINE F16 load16(const bf16 *p) {
   const __m128i *q = (const __m128i *)p;
-  return as_float(shift_left({_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), _mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1))}, 16));
+  const I16 wide{_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), _mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1))};
+  return as_float(shift_left(wide, 16));
 }
 PD_INLINE __m256i round_bf16(__m256 x) {
   const __m256i u = _mm256_castps_si256(x), high = _mm256_srli_epi32(u, 16);
   const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
-  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd), 16);
+  const __m256i bias = _mm256_add_epi32(_mm256_set1_epi32(0x7fff), odd);
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(u, bias), 16);
   const __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
   return _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
 }
@@ -194,6 +205,7 @@ PD_LANEWISE(I16, operator-, (I16 a, I16 b), (int32_t)((uint32_t)a.v[i] - (uint32
 PD_LANEWISE(I16, shift_left, (I16 a, int n), (int32_t)((uint32_t)a.v[i] << n))
 PD_LANEWISE(I16, shift_right, (I16 a, int n), a.v[i] >> n)
 PD_LANEWISE(F16, to_float, (I16 a), (float)a.v[i])
+PD_LANEWISE(I16, truncate, (F16 a), (int32_t)a.v[i])
 #undef PD_LANEWISE
 PD_INLINE F16 as_float(I16 a) {
   F16 r;
@@ -209,6 +221,7 @@ template <class E>
 PD_INLINE void store16(E *p, F16 a) {
   PD_LANES from_float(a.v[i], p + i);
 }
+PD_INLINE void store16i(int32_t *p, I16 a) { memcpy(p, &a, sizeof a); }
 PD_INLINE uint32_t mask_bits(M16 m) {
   uint32_t bits = 0;
   PD_LANES bits |= (uint32_t)m.v[i] << i;
