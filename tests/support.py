@@ -1,0 +1,40 @@
+"""What tests of whole models share: logits of every position, without a scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from pagedec.core.protocol import DRAW_DTYPE, LaneForward
+from pagedec.models.buffers import READ_ROWS
+from pagedec.models.llama import Llama
+from pagedec.runtime.cache import allocate_cache
+from pagedec.runtime.runner import LaneRunner
+
+BLOCK_SIZE = 16
+NOTHING = np.empty(0, np.int32)
+
+
+def all_logits(model: Llama, tokens: Sequence[int], chunk: int = READ_ROWS) -> torch.Tensor:
+    """fp32 [len(tokens), vocab] of one sequence, evaluated `chunk` rows a step in scattered blocks."""
+    assert chunk <= READ_ROWS, "a step's logits must all be in the buffer"
+    num_blocks = -(-len(tokens) // BLOCK_SIZE)
+    table = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+    runner = LaneRunner(model, allocate_cache(model.arch, num_blocks, BLOCK_SIZE, model.backend.dtype), chunk)
+    pieces = []
+    for start in range(0, len(tokens), chunk):
+        piece = np.array(tokens[start : start + chunk], np.int32)
+        n, end = len(piece), start + len(piece)
+        at = np.arange(start, end, dtype=np.int32)
+        slots = (table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE).astype(np.int32)
+        runner.execute(
+            LaneForward(
+                "target", piece, at, slots, None, np.array([0, n], np.int32), np.array([end], np.int32), table[None],
+                NOTHING, NOTHING, NOTHING, np.arange(n, dtype=np.int32), np.empty(0, DRAW_DTYPE), NOTHING, 0,
+                NOTHING, NOTHING, NOTHING, NOTHING, [],
+            )
+        )  # fmt: skip
+        pieces.append(runner.buffers.logits[:n].clone())
+    return torch.cat(pieces)
