@@ -222,7 +222,8 @@ void Builder::cut_pieces() {
     auto rows = [&](int k) { return num_rows(order_[k]); };
     int r = rows(i), total = r, j = i + 1, end = i + 1;
     if (r > step) {
-      for (int t = 0; t < r; t += step) add_piece(i, i + 1, t, std::min(r, t + step));
+      const int pieces = (r + step - 1) / step;
+      for (int x = 0; x < pieces; x++) add_piece(i, i + 1, (int)((int64_t)r * x / pieces), (int)((int64_t)r * (x + 1) / pieces));
       i++;
       continue;
     }

@@ -43,7 +43,8 @@ def read_slots(
     """Return K and V of these slots, each [num_slots, num_kv_heads, head_dim], contiguous."""
     block, offset = _places(k_cache, slots)
     if k_cache.dtype == torch.bfloat16:
-        return k_cache[block, :, :, offset].flatten(2).contiguous(), v_cache[block, :, offset // 2, :, offset % 2].contiguous()
+        k, v = k_cache[block, :, :, offset].flatten(2), v_cache[block, :, offset // 2, :, offset % 2]
+        return k.contiguous(), v.contiguous()
     return k_cache[block, :, :, offset].contiguous(), v_cache[block, :, offset].contiguous()
 
 
@@ -81,13 +82,12 @@ def visible_slots(kv_len: int, num_rows: int, parents: Ints | None) -> list[list
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: AttentionShape, compute_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Attend from one row's q [num_heads, head_dim] to k and v [num_tokens, num_kv_heads, head_dim]."""
+    """Attend from one row's q [num_heads, head_dim] to k and v [num_kv_heads, num_tokens, head_dim]."""
     grouped = q.to(compute_dtype).reshape(shape.num_kv_heads, -1, shape.head_dim)
-    logits = torch.matmul(grouped, k.to(compute_dtype).permute(1, 2, 0).contiguous()) * shape.scale
+    logits = torch.matmul(grouped, k.transpose(1, 2)) * shape.scale
     if shape.soft_cap > 0:
         logits = shape.soft_cap * torch.tanh(logits / shape.soft_cap)
-    out = torch.matmul(torch.softmax(logits, dim=-1), v.to(compute_dtype).transpose(0, 1).contiguous())
-    return out.reshape(shape.num_heads, shape.head_dim)
+    return torch.matmul(torch.softmax(logits, dim=-1), v).reshape(shape.num_heads, shape.head_dim)
 
 
 def paged_attention(
@@ -106,14 +106,20 @@ def paged_attention(
     rows = q.reshape(-1, shape.num_heads, shape.head_dim)
     out = torch.empty(rows.shape, dtype=compute_dtype)
     for branch, (first, last) in enumerate(zip(row_indptr[:-1], row_indptr[1:], strict=True)):
-        table = np.asarray(block_table[branch], dtype=np.int64)
+        if first == last:
+            continue
         own_parents = None if parents is None else parents[first:last]
-        for row, seen in enumerate(visible_slots(int(kv_len[branch]), int(last - first), own_parents), int(first)):
-            position = len(seen) - 1
-            index = np.asarray(seen[max(0, position + 1 - shape.window) if shape.window else 0 :], dtype=np.int64)
-            slots = table[index // shape.block_size] * shape.block_size + index % shape.block_size
-            k, v = read_slots(k_cache, v_cache, torch.from_numpy(slots))
-            out[row] = attend(rows[row], k, v, shape, compute_dtype)
+        seen = [
+            np.asarray(index[max(0, len(index) - shape.window) if shape.window else 0 :], dtype=np.int64)
+            for index in visible_slots(int(kv_len[branch]), int(last - first), own_parents)
+        ]
+        start = min(int(index[0]) for index in seen)
+        table = np.asarray(block_table[branch], dtype=np.int64)
+        places = np.arange(start, int(kv_len[branch]))
+        slots = table[places // shape.block_size] * shape.block_size + places % shape.block_size
+        k, v = (part.to(compute_dtype) for part in read_slots(k_cache, v_cache, slots))
+        for row, index in enumerate(seen, int(first)):  # copies of the same shape and alignment whatever is around them
+            own = torch.from_numpy(index - start)
+            own_k, own_v = (part.index_select(0, own).transpose(0, 1).contiguous() for part in (k, v))
+            out[row] = attend(rows[row], own_k, own_v, shape, compute_dtype)
     return out
-
-

@@ -146,7 +146,9 @@ class Emulation:
                 assert np.isnan(self.partial_m[at]), "two thread blocks wrote one partial result"
                 self.partial_o[at], self.partial_m[at], self.partial_l[at] = state.o[i], state.m[i], state.l[i]
 
-    def _tile(self, unit: Record, packed: list[tuple[Record, int]], num_heads: int, kv_head: int, state: _State) -> None:
+    def _tile(
+        self, unit: Record, packed: list[tuple[Record, int]], num_heads: int, kv_head: int, state: _State
+    ) -> None:
         start, row0, row1 = unit["tile"] * TILE, unit["row0"] * num_heads, unit["row1"] * num_heads
         ends = [min(TILE, packed[i][0]["end"] - start) for i in range(row0, row1)]
         num_lanes = max(ends)

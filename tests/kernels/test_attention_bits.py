@@ -35,7 +35,9 @@ def crowd(cache: Cache) -> list[Branch]:
     generator = np.random.default_rng(5)
     size = cache.shape.block_size
     prompt = cache.branch(1100, 3)
-    forks = [cache.fork(prompt, n // size, n + own) for n, own in [(1024, 3), (1024, 70), (512, 30), (64, 1), (576, 500)]]
+    forks = [
+        cache.fork(prompt, n // size, n + own) for n, own in [(1024, 3), (1024, 70), (512, 30), (64, 1), (576, 500)]
+    ]
     trees = [cache.branch(n, 20, random_tree(generator, 2, 18)) for n in (60, 140, 525)]
     return [prompt, *forks, cache.branch(200, 200), *trees, cache.branch(1), cache.branch(2048)]
 
@@ -79,7 +81,9 @@ def test_chunked_is_whole(library: Library, dtype: torch.dtype, head_dim: int) -
             part = Branch(branch.table, last, last - first)
             assert same_bits(run(library, cache, [part], q[first:last].clone()), whole[first:last])
     for row in (0, 1, 62, 63, 64, 511, 512, 599):
-        assert same_bits(run(library, cache, [Branch(branch.table, row + 1)], q[row : row + 1].clone()), whole[row : row + 1])
+        assert same_bits(
+            run(library, cache, [Branch(branch.table, row + 1)], q[row : row + 1].clone()), whole[row : row + 1]
+        )
 
 
 @pytest.mark.parametrize(("kv_len", "window"), [(40, 0), (64, 0), (130, 0), (515, 0), (130, 33), (515, 70)])

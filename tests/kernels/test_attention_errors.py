@@ -87,7 +87,11 @@ def test_batch(best: Library, change: Callable[[Batch], None], message: str) -> 
         ("num_branches", 0, "num_rows is 7; without branches it must be 0"),
         ("num_rows", -1, "num_rows is -1; it must be 0 or more"),
         ("num_rows", 8, "row_indptr[2] is 7; it must be num_rows = 8"),
-        ("num_rows", 2**31 - 1, "num_rows is 2147483647; 2147483647 rows of 4 heads of 64 are more than 2^31 - 1 numbers"),
+        (
+            "num_rows",
+            2**31 - 1,
+            "num_rows is 2147483647; 2147483647 rows of 4 heads of 64 are more than 2^31 - 1 numbers",
+        ),
         ("table_stride", -1, "table_stride is -1; it must be 0 or more"),
         ("table_stride", 1, "table_stride is 1; kv_len[0] = 20 needs 2 blocks of 16"),
         ("row_indptr", None, "row_indptr is NULL"),

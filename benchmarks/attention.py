@@ -1,0 +1,180 @@
+"""Paged attention next to what bounds it: the memory bus, the dot-product unit, and torch's own attention.
+
+    python benchmarks/attention.py [--layers 30] [--rounds 9] [--threads 0] [--only TEXT]
+
+Every round times ours, a plain read of the same bytes, torch's scaled_dot_product_attention on contiguous copies, and
+ours again, one after the other in one process; ratios are taken inside a round. Printed: median [quartiles]; `self` is
+ours against itself, the noise of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pagedec.kernels.library import AttentionArgs, AttnBatch, AttnShape, Dtype, Library, load
+
+Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 9, 3, 64, 16  # SmolLM2-135M
+
+
+@dataclass(slots=True)
+class Case:
+    """Branches of equal length: `shared` tokens of prompt in common, the last num_rows of them computed."""
+
+    name: str
+    num_branches: int
+    kv_len: int
+    shared: int = 0
+    num_rows: int = 1
+
+    @property
+    def num_blocks(self) -> int:
+        return self.shared // BLOCK + self.num_branches * -(-(self.kv_len - self.shared) // BLOCK)
+
+    @property
+    def kv_bytes(self) -> int:
+        return 2 * self.num_blocks * BLOCK * KV_HEADS * HEAD_DIM * 2
+
+    @property
+    def flops(self) -> float:
+        seen = self.kv_len - (self.num_rows - 1) / 2
+        return 4.0 * self.num_branches * self.num_rows * seen * Q_HEADS * HEAD_DIM
+
+    def tables(self) -> np.ndarray:
+        """Return block ids [num_branches, blocks], the prompt's first."""
+        prompt = np.arange(self.shared // BLOCK, dtype=np.int32)
+        own = np.arange(len(prompt), self.num_blocks, dtype=np.int32).reshape(self.num_branches, -1)
+        return np.ascontiguousarray(np.concatenate([np.tile(prompt, (self.num_branches, 1)), own], axis=1))
+
+
+CASES = (
+    Case("decode 1 x 1024", 1, 1024),
+    Case("decode 8 x 1024", 8, 1024),
+    Case("decode 16 x 1024", 16, 1024),
+    Case("decode 64 x 128", 64, 128),
+    Case("decode 64 x 1024", 64, 1024),
+    Case("4 beams, 1024 + 32", 4, 1056, shared=1024),
+    Case("16 beams, 1024 + 32", 16, 1056, shared=1024),
+    Case("64 beams, 1024 + 32", 64, 1056, shared=1024),
+    Case("prefill 256", 1, 256, num_rows=256),
+    Case("prefill 1024", 1, 1024, num_rows=1024),
+)
+
+
+class Ours:
+    """The kernel on `layers` layers of one case."""
+
+    def __init__(self, library: Library, case: Case, layers: int) -> None:
+        self.library, self.plan = library, library.plan()
+        elements = case.num_blocks * BLOCK * KV_HEADS * HEAD_DIM
+        self.cache = torch.randn(layers, 2, elements, generator=torch.Generator().manual_seed(0)).bfloat16()
+        rows = case.num_branches * case.num_rows
+        self.q = torch.randn(rows, Q_HEADS * HEAD_DIM, generator=torch.Generator().manual_seed(1)).bfloat16()
+        self.out = torch.empty_like(self.q)
+        self.num_rows = np.array([rows], np.int32)
+        self.indptr = np.arange(case.num_branches + 1, dtype=np.int32) * np.int32(case.num_rows)
+        self.kv_len = np.full(case.num_branches, case.kv_len, np.int32)
+        self.tables = case.tables()
+        self.shape = AttnShape(Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK, int(Dtype.BF16), 0, HEAD_DIM**-0.5, 0.0)
+        self.batch = AttnBatch(
+            case.num_branches, rows, self.indptr.ctypes.data, self.kv_len.ctypes.data, self.tables.ctypes.data, None,
+            self.tables.shape[1], 1,
+        )  # fmt: skip
+        self.replan()
+        self.records = [
+            AttentionArgs(
+                self.num_rows.ctypes.data, self.plan.handle, self.q.data_ptr(), layer[0].data_ptr(),
+                layer[1].data_ptr(), self.out.data_ptr(),
+            )
+            for layer in self.cache
+        ]  # fmt: skip
+
+    def replan(self) -> None:
+        self.plan.update(self.shape, self.batch)
+
+    def run(self) -> None:
+        for record in self.records:
+            self.library.call(record)
+
+
+def torch_attention(case: Case, layers: int) -> Callable[[], None]:
+    """Return torch's attention on contiguous tensors of the same sizes, each branch with its own copy of the prompt."""
+    generator = torch.Generator().manual_seed(2)
+    sizes = (layers, 2, case.num_branches, KV_HEADS, case.kv_len, HEAD_DIM)
+    kv = torch.randn(sizes, generator=generator).bfloat16()
+    q = torch.randn(case.num_branches, Q_HEADS, case.num_rows, HEAD_DIM, generator=generator).bfloat16()
+
+    def run() -> None:
+        for k, v in kv:
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=case.num_rows > 1, enable_gqa=True)
+
+    return run
+
+
+def seconds(run: Callable[[], None], least: float = 0.02) -> float:
+    """Time one run, repeated until the clock is no matter."""
+    start, count = time.perf_counter(), 0
+    while True:
+        run()
+        count += 1
+        elapsed = time.perf_counter() - start
+        if elapsed >= least:
+            return elapsed / count
+
+
+def spread(values: Sequence[float], form: str = ".2f") -> str:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:{form}} [{low:{form}} {high:{form}}]"
+
+
+def measure(library: Library, case: Case, layers: int, rounds: int) -> str:
+    """Return one line of the table."""
+    ours, theirs = Ours(library, case, layers), torch_attention(case, layers)
+    probe = library.functions.pd_probe_read
+    theirs(), ours.run()
+    plan_us = min(seconds(ours.replan, 1e-4) for _ in range(20)) * 1e6
+    times: list[tuple[float, float, float, float]] = []
+    for _ in range(rounds):
+        first = seconds(ours.run)
+        read = layers * case.kv_bytes / (probe(ours.cache.data_ptr(), ours.cache.nbytes, 3) * 1e9)
+        times.append((first, read, seconds(theirs), seconds(ours.run)))
+    mine = [first for first, _, _, _ in times]
+    gflops = [layers * case.flops / first / 1e9 for first in mine]
+    return (
+        f"{case.name:20s} {spread([t * 1e3 for t in mine]):>24s} {spread([t[0] / t[1] for t in times]):>18s} "
+        f"{spread(gflops, '.0f'):>15s} {spread([t[2] / t[0] for t in times], '.1f'):>17s} "
+        f"{spread([t[3] / t[0] for t in times]):>18s} {plan_us:8.0f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=0, help="0: torch's number")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    library = load()
+    dot = library.functions.pd_probe_dot(int(Dtype.BF16), 0.5)
+    print(
+        f"{library.isa}, {library.num_threads} threads, {options.layers} layers, bf16, {Q_HEADS}/{KV_HEADS} heads of {HEAD_DIM}"
+    )
+    print(f"dot-product bound {dot:.0f} GFLOP/s")
+    print(
+        f"{'':20s} {'ours, ms':>24s} {'ours / read':>18s} {'GFLOP/s':>15s} {'torch / ours':>17s} {'self':>18s} {'plan, us':>8s}"
+    )
+    for case in CASES:
+        if options.only in case.name:
+            print(measure(library, case, options.layers, options.rounds), flush=True)
+
+
+if __name__ == "__main__":
+    main()
