@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -63,7 +63,7 @@ class LanguageModel:
 class FakeRunner:
     """Carries out the arrays of a plan. All writes come before all reads, as in a batched layer."""
 
-    def __init__(self, models: dict[str, Model], limits: SchedulerLimits) -> None:
+    def __init__(self, models: Mapping[str, Model], limits: SchedulerLimits) -> None:
         self.models, self.block_size = models, limits.block_size
         self.kv: dict[str, list[tuple[int, int] | None]] = {
             lane: [None] * (num_blocks * limits.block_size) for lane, num_blocks in limits.num_blocks.items()
@@ -193,7 +193,7 @@ class FakeRunner:
 class FakeEngine:
     """plan -> execute -> settle. After every step, everything that must hold is checked."""
 
-    def __init__(self, models: dict[str, Model], limits: SchedulerLimits) -> None:
+    def __init__(self, models: Mapping[str, Model], limits: SchedulerLimits) -> None:
         self.scheduler = Scheduler(limits)
         self.runner = FakeRunner(models, limits)
         self._published: dict[tuple[int, bytes], list[tuple[int, int] | None]] = {}

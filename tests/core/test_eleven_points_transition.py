@@ -165,6 +165,19 @@ def test_05_copies_keep_their_order() -> None:
     assert lane.moves() == [(12, 16), (13, 17), (17, 20)]
 
 
+def test_05_cancelled_copies_leave_nothing_to_find() -> None:
+    """A block that was published for what a copy was still to bring must not be found when the copy never runs."""
+    lane = Lane(6, 6)
+    evaluated = drafted(lane, TREE)
+    [child] = lane.next([lane.root], Verdict((Child(lane.root, (15,), (2, 4)),)), evaluated)
+    key = lane.history.block_key(child.tip, 8)
+    lane.pool.publish(child.table.blocks()[1], key)
+    child.release()
+    lane.copies.cancel()
+    assert lane.pool.lookup(key) is None and lane.pool.num_available == 20
+    lane.check([])
+
+
 # ----------------------------------------------------------------------------------------------------------------- 10
 def test_10_a_path_belongs_to_this_steps_query() -> None:
     lane = Lane(6, 6)
