@@ -1,6 +1,9 @@
 // A list of kernels in one parallel region, with a barrier after each: entering a region and a Python call for every kernel of
 // every layer would cost a double-digit share of a small model's step.
 #include <omp.h>
+#include <sched.h>
+
+#include <atomic>
 
 #include "common/internal.h"
 
@@ -38,6 +41,36 @@ void part(const pd_op &op, int t, int n) {
   }
 }
 
+// OpenMP's barrier spins for milliseconds, or with a passive policy sleeps at once. A kernel takes tens of microseconds: alone,
+// nobody waits longer than SPINS pauses (about 30 us); next to a busy process, yielding lets the thread that is waited for run.
+class Barrier {
+ public:
+  explicit Barrier(int threads) : threads_(threads) {}
+  void wait() {
+    const uint32_t phase = phase_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      phase_.store(phase + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
+      if (spins < SPINS) pause();
+      else sched_yield();
+    }
+  }
+
+ private:
+  static constexpr int SPINS = 2000;
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<uint32_t> phase_{0};
+  const int threads_;
+};
+
 int single(pd_op_kind kind, const void *args) {
   const pd_op op{kind, 0, args};
   return pd_run(&op, 1);
@@ -53,14 +86,19 @@ int pd_run(const pd_op *ops, int64_t num_ops) {
   for (int64_t i = 0; i < num_ops; i++)
     if (check(ops[i])) return -1;
   const int n = num_threads();
+  // Inside someone else's parallel region, or under a thread limit, OpenMP gives fewer threads than asked for: count first.
+  Barrier *barrier = nullptr;
 #pragma omp parallel num_threads(n)
   {
     const int t = omp_get_thread_num(), got = omp_get_num_threads();
+#pragma omp single
+    barrier = new Barrier(got);
     for (int64_t i = 0; i < num_ops; i++) {
       part(ops[i], t, got);
-#pragma omp barrier
+      if (i + 1 < num_ops) barrier->wait();
     }
   }
+  delete barrier;
   return 0;
 }
 int pd_gemm(const pd_gemm_args *a) { return single(PD_OP_GEMM, a); }
