@@ -260,12 +260,13 @@ def test_infinite_logits_share_the_draw(library: Library) -> None:
         assert set(tokens.tolist()) == {3, 150}
 
 
-def test_top_p_keeps_the_lower_id_of_equals(library: Library) -> None:
-    x = np.zeros((1, 5000), np.float32)
-    for top_p, num_kept in ((0.0999, 500), (0.5, 2500), (0.00019, 1)):
-        draws = calls.draws(3000, position=np.arange(3000), top_p=top_p)
-        tokens = calls.sample(library, x, draws)
-        assert tokens.max() < num_kept and (num_kept == 1 or tokens.max() > 0.99 * num_kept)
+@pytest.mark.parametrize("parameters", [{"top_p": 0.0999}, {"top_p": 0.45}, {"top_k": 3}, {"top_k": 1500}], ids=str)
+def test_exactly_the_lowest_ids_of_equals_are_kept(library: Library, parameters: dict[str, Any]) -> None:
+    """The last token kept is drawn (missed with probability exp(-20 or less)), the one behind it never."""
+    x = np.zeros((1, 4000), np.float32)
+    draws = calls.draws(40000, position=np.arange(40000), **parameters)
+    num_kept = int(np.isfinite(reference.log_probabilities(x[0], draws[0])).sum())
+    assert calls.sample(library, x, draws).max() == num_kept - 1
 
 
 def test_top_k_beyond_the_vocabulary_keeps_everything(library: Library) -> None:
