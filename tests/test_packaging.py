@@ -20,7 +20,7 @@ NOT_SHIPPED = ("tests/", "benchmarks/", "examples/", "docs/", "build/", ".ci/", 
 
 def pip(*arguments: str, environment: dict[str, str] | None = None) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
