@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Sequence
 from hashlib import blake2b
 
 _KEY_BYTES = 16  # 128 bits: the chance that two of 2^40 blocks share a key is 2^-49
@@ -39,11 +39,24 @@ class History:
             self._run.append(self._run[tip] if tip == node - 1 else node)
         return known
 
-    def append(self, tip: int, tokens: Iterable[int]) -> int:
+    def append(self, tip: int, tokens: Sequence[int]) -> int:
         """The node that continues `tip` by `tokens`."""
+        if len(tokens) > 8 and tip == len(self.token) - 1:
+            return self._append_run(tip, tokens)
         for token in tokens:
             tip = self.append_one(tip, token)
         return tip
+
+    def _append_run(self, tip: int, tokens: Sequence[int]) -> int:
+        """Continue the newest node, which nothing continues yet: a prompt, without a lookup for each token."""
+        first, count, depth = tip + 1, len(tokens), self.depth[tip]
+        keys = [node << 32 | token for node, token in enumerate(tokens, tip)]
+        self._child.update(zip(keys, range(first, first + count), strict=True))
+        self.token += tokens
+        self.parent += range(tip, tip + count)
+        self.depth += range(depth + 1, depth + 1 + count)
+        self._run += [self._run[tip]] * count
+        return tip + count
 
     def ancestor(self, tip: int, length: int) -> int:
         """The node of the first `length` tokens of `tip`."""

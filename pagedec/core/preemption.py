@@ -56,8 +56,8 @@ class Room:
 
     def _idle_branches(self) -> Iterator[Branch]:
         for request in self._requests:
-            asked = self._asked(request)
-            if asked is None:  # plain sampling: everybody wants to advance
+            asked = self._asked(request) if holds_blocks(request) else None
+            if asked is None:  # nothing to take, or plain sampling, in which everybody wants to advance
                 continue
             for branch in list(request.branches):
                 if branch not in asked and branch.table.num_blocks:
@@ -69,9 +69,18 @@ class Room:
                 yield from request.branches
 
 
+def holds_blocks(request: Request) -> bool:
+    """Something could be taken from it."""
+    for branch in request.branches:
+        for table in branch.tables.values():
+            if table.num_blocks:
+                return True
+    return False
+
+
 def preempt(request: Request) -> bool:
     """Release a request's tables; its history brings everything back. False: it held nothing."""
-    held = any(table.num_blocks for branch in request.branches for table in branch.tables.values())
+    held = holds_blocks(request)
     if held:
         for branch in request.branches:
             branch.release()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 
 from pagedec.core.branch import Branch
@@ -163,8 +162,11 @@ class Settler:
             if cut.tokens and child.keep is None:
                 progress.append(Progress(request, rank, cut.tokens))
             if cut.reason is None:
-                same = not tokens and child.keep is None
-                live.append(child if same else replace(child, stop_state=cut.state))
+                live.append(
+                    Child(parent, child.tokens, child.path, child.keep, child.score, child.state, cut.state)
+                    if tokens or child.keep is not None
+                    else child
+                )
             else:
                 tip = parent.tip if child.keep is None else history.ancestor(parent.tip, length)
                 finished.append(_hypothesis(tip, cut, rank, parent.score if child.score is None else child.score))

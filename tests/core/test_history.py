@@ -22,7 +22,7 @@ def grown(choices: list[tuple[int, int, int]]) -> tuple[History, dict[int, list[
     return history, texts
 
 
-CHOICES = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 2), st.integers(1, 6)), max_size=40)
+CHOICES = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 2), st.integers(1, 12)), max_size=40)
 
 
 @given(CHOICES)

@@ -128,7 +128,7 @@ def test_a_waiting_crowd_costs_nothing() -> None:
 
 
 def test_counters() -> None:
-    engine = engine_of(7, max_num_batched_tokens=64)
+    engine = engine_of(6, max_num_batched_tokens=64)
     first = sampling("a", 8, 12).add(engine.scheduler)
     second = sampling("b", 8, 12, seed=2).add(engine.scheduler)
     engine.run()
