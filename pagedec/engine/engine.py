@@ -14,7 +14,7 @@ from pagedec.core.protocol import Decoder, DecoderContext, Hypothesis, Verdict
 from pagedec.core.request import Ended, Event, Finished, Progress, Request
 from pagedec.core.scheduler import Scheduler
 from pagedec.core.stopping import Stopping
-from pagedec.decoders.registry import make_decoder
+from pagedec.decoders.registry import decoder_for, make_decoder
 from pagedec.engine.stats import EngineStats
 from pagedec.errors import InvalidArgument
 from pagedec.executor.base import Executor
@@ -72,17 +72,18 @@ class Engine:
         self._first: dict[str, float] = {}
 
     # ---- requests
-    def check(self, prompt: Sequence[int], params: Any, field: str = "prompt") -> None:
-        """Raise `InvalidArgument` unless a request with this prompt could be added. Changes nothing."""
-        limit = self._limit(prompt, params, field)
+    def check(self, prompt: Sequence[int], params: Any) -> None:
+        """Raise what `add` would raise. Changes nothing."""
+        limit = self._limit(prompt, params)
         self.scheduler.admit(self._maker(params), prompt, self._stopping(params), limit)
 
     def add(
         self, request_id: str, prompt: Sequence[int], params: Any, priority: int = 0, cache_salt: str = ""
     ) -> Request:
         """Queue a request. `params` is of a registered decoder's parameter type; lower `priority` runs earlier; prefix cache
-        blocks are shared only under the same `cache_salt`. Raises `InvalidArgument` for what could not run alone."""
-        limit = self._limit(prompt, params, "prompt")
+        blocks are shared only under the same `cache_salt`. Raises `InvalidArgument` for what could not run alone, `NotFound` for
+        parameters that no decoder has registered."""
+        limit = self._limit(prompt, params)
         if getattr(params, "seed", 0) is None:
             params = dataclasses.replace(params, seed=self._seeds.getrandbits(64))
         request = self.scheduler.add(
@@ -145,15 +146,16 @@ class Engine:
     def _maker(self, params: Any) -> Callable[[DecoderContext], Decoder]:
         return lambda context: make_decoder(params, context)
 
-    def _limit(self, prompt: Sequence[int], params: Any, field: str) -> int:
+    def _limit(self, prompt: Sequence[int], params: Any) -> int:
         """The longest sequence a request may reach: the context, the pool, or its own max_tokens."""
+        decoder_for(type(params))  # before anything is read from what may be no parameters at all
         limits = self.scheduler.limits
         pool = (limits.num_blocks["target"] - 1) * limits.block_size
         longest = min(self.limits.max_model_len, pool)
         if len(prompt) >= longest:
             what = "the context" if longest == self.limits.max_model_len else "the KV pool"
             limit = f"must be at most {longest - 1} tokens long: {what} holds {longest}, and one must be new"
-            raise InvalidArgument(field, f"{len(prompt)} tokens", limit)
+            raise InvalidArgument("prompt", f"{len(prompt)} tokens", limit)
         max_tokens = getattr(params, "max_tokens", None)
         return longest if max_tokens is None else min(longest, len(prompt) + max_tokens)
 

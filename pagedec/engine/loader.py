@@ -28,6 +28,7 @@ from pagedec.text.tokenizer import Tokenizer
 
 CACHE_SHARE = 4  # the KV pool takes a quarter of the free memory where nothing is said ...
 CACHE_LIMIT = 4 << 30  # ... and at most this many bytes: pages are touched only as blocks are used
+MIN_BLOCKS = 2  # one for tokens, and one for the copy of a shared block
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +76,18 @@ def count_blocks(config: CacheConfig, arch: Architecture, dtype: torch.dtype, ma
     """How many blocks of KV to keep: what is asked for, or what the free memory allows and the requests can use."""
     size = block_bytes(arch, config.block_size, dtype)
     if config.num_blocks is not None:
+        if config.num_blocks < MIN_BLOCKS:
+            raise InvalidArgument("num_blocks", config.num_blocks, f"must be at least {MIN_BLOCKS}")
         return config.num_blocks
     if config.kv_cache_memory is not None:
         num_blocks = int(config.kv_cache_memory) // size
-        if num_blocks < 1:
-            raise InvalidArgument("kv_cache_memory", config.kv_cache_memory, f"must be at least one block of {size} bytes")
+        if num_blocks < MIN_BLOCKS:
+            limit = f"must be at least {MIN_BLOCKS} blocks of {size} bytes"
+            raise InvalidArgument("kv_cache_memory", config.kv_cache_memory, limit)
         return num_blocks
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     useful = num_seqs * -(-max_model_len // config.block_size)
-    return max(1, min(useful, CACHE_LIMIT // size, free // CACHE_SHARE // size))
+    return max(MIN_BLOCKS, min(useful, CACHE_LIMIT // size, free // CACHE_SHARE // size))
 
 
 def load_tokenizer(config: ModelConfig, files: ModelFiles) -> Tokenizer | None:
@@ -119,7 +123,9 @@ def assemble(
             num_blocks={lane: runner.cache.num_blocks for lane, runner in lanes.items()},
             vocab_size=loaded.arch.vocab_size,
             block_size=size,
-            max_blocks_per_table=-(-(loaded.max_model_len + rows) // size),  # a draft may reach behind the context's end
+            max_blocks_per_table=-(
+                -(loaded.max_model_len + rows) // size
+            ),  # a draft may reach behind the context's end
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=rows,
             enable_prefix_caching=config.cache.enable_prefix_caching,
@@ -132,7 +138,8 @@ def assemble(
 def load_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
     """An engine ready for requests, and its tokenizer."""
     backend = choose_backend(config.parallel, config.model.dtype)
+    tokenizer = load_tokenizer(config.model, resolve_model(config.model.model, config.model.load_format))
     loaded = load_model(config.model, backend)
-    tokenizer = load_tokenizer(config.model, loaded.files)
     eos = tokenizer.eos_token_ids if tokenizer is not None else loaded.arch.eos_token_ids
-    return assemble(config, loaded, tuple(eos)), tokenizer
+    # a tokenizer may know tokens that the model cannot write
+    return assemble(config, loaded, tuple(token for token in eos if token < loaded.arch.vocab_size)), tokenizer

@@ -1,0 +1,40 @@
+"""Ctrl-C between steps instead of within one."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+
+@contextlib.contextmanager
+def held_interrupts() -> Iterator[Callable[[], None]]:
+    """Hold back Ctrl-C until the yielded function is called, or until the end: raised anywhere, it could leave a block
+    without an owner.
+
+    A second one is raised at once. In other threads, and where somebody else handles the signal, nothing changes.
+    """
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: None
+        return
+    num_held = 0
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        nonlocal num_held
+        num_held += 1
+        if num_held > 1:
+            raise KeyboardInterrupt
+
+    def raise_held() -> None:
+        if num_held:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield raise_held
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    raise_held()

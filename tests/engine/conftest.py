@@ -1,0 +1,55 @@
+"""Engines for tests of the offline API: a tiny random model for what takes many tokens, the default model for text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pagedec import LLM
+from tests.models.checkpoints import VOCAB, make_checkpoint, variant
+
+EOS = 2
+assert EOS < VOCAB
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _debug() -> Iterator[None]:
+    """The pool is checked after every step and fresh blocks are poisoned."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PAGEDEC_DEBUG", "1")
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of two layers and 131 tokens whose end token comes up every now and then."""
+    path = tmp_path_factory.mktemp("tiny")
+    make_checkpoint(variant("tiny", length=8, initializer_range=0.08), path)
+    return path
+
+
+@pytest.fixture
+def tiny(tiny_path: Path) -> Iterator[Callable[..., LLM]]:
+    """Makes engines over it, of any size; loading takes milliseconds."""
+    made = []
+
+    def make(**arguments: object) -> LLM:
+        settings = {"dtype": "float32", "skip_tokenizer_init": True, "num_blocks": 64, **arguments}
+        made.append(LLM(str(tiny_path), **settings))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.engine.scheduler.check()
+        llm.close()
+
+
+@pytest.fixture(scope="session")
+def text_llm() -> Iterator[LLM]:
+    """The default model."""
+    llm = LLM("smollm2", num_blocks=96, max_model_len=512)
+    yield llm
+    llm.engine.scheduler.check()
+    llm.close()

@@ -1,0 +1,272 @@
+"""Wrong input is refused before anything starts, in words that name field, value and limit, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagedec import LLM, SamplingParams
+from pagedec.engine import loader
+from pagedec.errors import InvalidArgument, ModelFileError, PagedecError
+from pagedec.text.tokenizer import Tokenizer
+
+Tiny = Callable[..., LLM]
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture
+def llm(tiny: Tiny) -> LLM:
+    return tiny(max_model_len=40)
+
+
+def state(llm: LLM) -> tuple[object, ...]:
+    """All that a request could have changed."""
+    scheduler, pool = llm.engine.scheduler, llm.engine.scheduler.pools["target"]
+    return (
+        scheduler.step, len(scheduler.requests), scheduler._num_arrivals, list(pool.free), list(pool.evictable),
+        llm.engine.stats.num_steps, llm._num_requests, llm.engine._seeds.getstate(),
+    )  # fmt: skip
+
+
+def refused(llm: LLM, prompts: Any, params: Any = GREEDY, **others: Any) -> InvalidArgument:
+    """The error, after which the engine is as it was, and works."""
+    before = state(llm)
+    with pytest.raises(InvalidArgument) as caught:
+        llm.generate(prompts, params, use_tqdm=False, **others)
+    assert state(llm) == before
+    error = caught.value
+    assert error.field in str(error) and error.limit in str(error) and error.code == "INVALID_ARGUMENT"
+    good = PROMPT if llm.tokenizer is None else "Hello"
+    [output] = llm.generate(good, GREEDY, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 4 or output.outputs[0].finish_reason == "stop"
+    llm.engine.scheduler.check()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("prompts", "field", "value", "limit"),
+    [
+        ([[]], "prompts[0]", [], "must have at least one token"),
+        ([PROMPT, []], "prompts[1]", [], "must have at least one token"),
+        ([[5, 131]], "prompts[0]", 131, "token ids must be from 0 to 130"),
+        ([5, 131], "prompts[0]", 131, "token ids must be from 0 to 130"),
+        ([PROMPT, [3, -1]], "prompts[1]", -1, "token ids must be from 0 to 130"),
+        ([[2**70]], "prompts[0]", 2**70, "token ids must be from 0 to 130"),
+        ([[1] * 40], "prompts[0]", "40 tokens", "must be at most 39 tokens long: the context holds 40"),
+        ("text", "prompts[0]", "text", "must be token ids: the engine runs with skip_tokenizer_init"),
+        ({"prompt": "text"}, "prompts[0]", "text", "must be token ids: the engine runs with skip_tokenizer_init"),
+        ({"prompt": PROMPT}, "prompts[0].prompt", PROMPT, "must be text"),
+        ({"prompt_token_ids": "ab"}, "prompts[0].prompt_token_ids", "ab", "must be token ids"),
+        ({"prompt_token_ids": None}, "prompts[0]", None, "must be text, a list of token ids, or a mapping"),
+        ({}, "prompts[0]", [], "must have exactly one of the keys prompt, prompt_token_ids"),
+        ([PROMPT, {"tokens": PROMPT}], "prompts[1]", ["tokens"], "must have exactly one of the keys"),
+        ({"prompt": "a", "prompt_token_ids": PROMPT}, "prompts[0]", ["prompt", "prompt_token_ids"], "exactly one"),
+        (7, "prompts", 7, "must be a prompt or a list of them"),
+        (None, "prompts", None, "must be a prompt or a list of them"),
+        (b"\x05\x06", "prompts", b"\x05\x06", "must be a prompt or a list of them"),
+        ([b"\x05\x06"], "prompts[0]", b"\x05\x06", "must be text, a list of token ids, or a mapping"),
+        ([None], "prompts[0]", None, "must be text, a list of token ids, or a mapping"),
+        ([5, None], "prompts[0]", 5, "must be text, a list of token ids, or a mapping"),
+        ([[5, 6.0]], "prompts[0]", [5, 6.0], "must be text, a list of token ids, or a mapping"),
+        ([[5, True]], "prompts[0]", [5, True], "must be text, a list of token ids, or a mapping"),
+        ([[[5, 6]]], "prompts[0]", [[5, 6]], "must be text, a list of token ids, or a mapping"),
+        ([PROMPT, [5, "6"]], "prompts[1]", [5, "6"], "must be text, a list of token ids, or a mapping"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_wrong_prompt(llm: LLM, prompts: Any, field: str, value: Any, limit: str) -> None:
+    error = refused(llm, prompts)
+    assert (error.field, error.value) == (field, value)
+    assert limit in error.limit
+
+
+def test_prompt_longer_than_the_pool(tiny: Tiny) -> None:
+    error = refused(tiny(num_blocks=3), [[1] * 32])
+    assert (error.field, error.value) == ("prompts[0]", "32 tokens")
+    assert error.limit == "must be at most 31 tokens long: the KV pool holds 32, and one must be new"
+
+
+def test_the_longest_prompt_that_fits_is_taken(tiny: Tiny) -> None:
+    for arguments, length in (({"num_blocks": 3}, 31), ({"max_model_len": 40}, 39)):
+        [output] = tiny(**arguments).generate([[1] * length], SamplingParams(ignore_eos=True), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 1 and output.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("params", "field", "value", "limit"),
+    [
+        ([GREEDY], "sampling_params", 1, "must be one, or one for each of 2 prompts"),
+        ([GREEDY] * 3, "sampling_params", 3, "must be one, or one for each of 2 prompts"),
+        ([], "sampling_params", 0, "must be one, or one for each of 2 prompts"),
+        ([GREEDY, None], "sampling_params[1]", None, "must be parameters of a decoder that is registered; known are"),
+        ({"temperature": 0}, "sampling_params[0]", {"temperature": 0}, "sampling (SamplingParams)"),
+        ("greedy", "sampling_params[0]", "greedy", "sampling (SamplingParams)"),
+        (SamplingParams, "sampling_params[0]", SamplingParams, "sampling (SamplingParams)"),
+        (SamplingParams(stop_token_ids=[3, 131]), "stop_token_ids", 131, "token ids must be from 0 to 130"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_wrong_params(llm: LLM, params: Any, field: str, value: Any, limit: str) -> None:
+    error = refused(llm, [PROMPT, PROMPT], params)
+    assert (error.field, error.value) == (field, value)
+    assert limit in error.limit
+
+
+@pytest.mark.parametrize("priority", [[1], [1, 2, 3], 5, "12", [1, "2"], [1, None], [0.5, 1], [True, 1]], ids=repr)
+def test_wrong_priority(llm: LLM, priority: Any) -> None:
+    assert refused(llm, [PROMPT, PROMPT], priority=priority).field == "priority"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("temperature", value) for value in (math.nan, -0.5, math.inf, "1")),
+        *(("top_p", value) for value in (math.nan, 0, 1.5)),
+        *(("min_p", value) for value in (math.nan, -0.1)),
+        *(("n", value) for value in (0, 1.5)),
+        *(("max_tokens", value) for value in (0, -3, math.nan)),
+        *(("seed", value) for value in (-1, 0.5)),
+        ("stop_token_ids", [-1]), ("best_of", 3), ("top_k", math.nan),
+    ],
+)  # fmt: skip
+def test_wrong_sampling_params_name_field_and_value(name: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.field == name
+    assert repr(value) in str(caught.value) and caught.value.limit
+
+
+def test_wrong_text(text_llm: LLM) -> None:
+    for text in ("", "half a \ud800 pair"):
+        assert refused(text_llm, ["fine", text]).field == "prompts[1]"
+    error = refused(text_llm, ["word " * 600])
+    assert error.field == "prompts[0]" and "at most 511 tokens" in error.limit and len(str(error)) < 300
+
+
+def test_other_spellings_of_a_prompt_mean_the_same(llm: LLM, text_llm: LLM) -> None:
+    spellings = [PROMPT, tuple(PROMPT), np.array(PROMPT).tolist(), list(np.array(PROMPT)), {"prompt_token_ids": PROMPT}]
+    outputs = llm.generate(spellings, GREEDY, use_tqdm=False)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+    assert all(output.prompt_token_ids == PROMPT and output.prompt is None for output in outputs)
+    for alone in (PROMPT, {"prompt_token_ids": PROMPT}, (prompt for prompt in [PROMPT])):
+        [output] = llm.generate(alone, GREEDY, use_tqdm=False)
+        assert output.outputs == outputs[0].outputs
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+    text = "The sky is"
+    assert text_llm.tokenizer is not None
+    mixed = [text, text_llm.tokenizer.encode(text), {"prompt": text}]
+    outputs = text_llm.generate(mixed, GREEDY, use_tqdm=False)
+    assert len({output.outputs[0].text for output in outputs}) == 1 and outputs[0].outputs[0].text
+    assert [output.prompt for output in outputs] == [text, None, text]
+
+
+# ------------------------------------------------------------------------------------------------ what an engine is made of
+@pytest.fixture
+def copy(tiny_path: Path, tmp_path: Path) -> Path:
+    """The tiny model's files, to be damaged."""
+    return Path(shutil.copytree(tiny_path, tmp_path / "model"))
+
+
+def not_made(monkeypatch: pytest.MonkeyPatch, model: object, **arguments: Any) -> PagedecError:
+    """The error of an engine for which no KV was allocated."""
+    monkeypatch.setattr(loader, "allocate_cache", lambda *_: pytest.fail("KV is allocated for what cannot run"))
+    with pytest.raises(PagedecError) as caught:
+        LLM(str(model), **{"skip_tokenizer_init": True, **arguments})
+    return caught.value
+
+
+def change(path: Path, **values: Any) -> None:
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in {**config, **values}.items() if value is not ...}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "limit"),
+    [
+        ({"no_such": 1}, "no_such", "known are model, "),
+        ({"num_blocks": 0}, "num_blocks", "must be a whole number from 1"),
+        ({"num_blocks": 1}, "num_blocks", "must be at least 2"),
+        ({"kv_cache_memory": "64KiB", "block_size": 64}, "kv_cache_memory", "must be at least 2 blocks of"),
+        ({"max_model_len": 257}, "max_model_len", "must be at most 256, the model's context"),
+        ({"max_model_len": math.nan}, "max_model_len", "must be a whole number"),
+        ({"block_size": 24}, "block_size", "must be one of 8, 16, 32, 64"),
+        ({"dtype": "float8"}, "dtype", "must be one of"),
+        ({"attention_backend": "flash-attn"}, "attention_backend", "not available in this version"),
+        ({"max_num_seqs": 0}, "max_num_seqs", "must be a whole number from 1"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens", "must be a whole number from 1"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_wrong_engine_argument(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], field: str, limit: str
+) -> None:
+    error = not_made(monkeypatch, tiny_path, **arguments)
+    assert isinstance(error, InvalidArgument) and error.field == field
+    assert limit in error.limit
+
+
+def test_missing_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (tmp_path / "nowhere", tmp_path / "nowhere.gguf", tmp_path):
+        error = not_made(monkeypatch, name)
+        assert isinstance(error, ModelFileError) and str(tmp_path) in str(error)
+
+
+def test_missing_tokenizer_is_noticed_before_the_weights_are_read(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "open_weights", lambda *_: pytest.fail("weights are opened for what cannot run"))
+    error = not_made(monkeypatch, copy, skip_tokenizer_init=False)
+    assert isinstance(error, ModelFileError)
+    assert "tokenizer.json" in str(error) and "skip_tokenizer_init" in str(error)
+
+
+def cut(path: Path, share: float) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * share)])
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda model: (model / "config.json").unlink(), "config.json"),
+        (lambda model: cut(model / "config.json", 0.5), "config.json"),
+        (lambda model: (model / "config.json").write_text("[]"), "config.json"),
+        (lambda model: change(model / "config.json", hidden_size=...), "hidden_size"),
+        (lambda model: change(model / "config.json", architectures=["GPT2LMHeadModel"]), "architectures"),
+        (lambda model: change(model / "config.json", hidden_act="gelu"), "hidden_act"),
+        (lambda model: change(model / "config.json", intermediate_size=95), "mlp.gate_proj.weight"),
+        (lambda model: change(model / "config.json", num_hidden_layers=3), "model.layers.2"),
+        (lambda model: change(model / "config.json", num_hidden_layers=1), "model.layers.1"),
+        (lambda model: change(model / "config.json", eos_token_id=131), "eos_token_id"),
+        (lambda model: (model / "model.safetensors").unlink(), "safetensors"),
+        (lambda model: cut(model / "model.safetensors", 0.7), "model.safetensors"),
+        (lambda model: cut(model / "model.safetensors", 0.001), "model.safetensors"),
+        (lambda model: (model / "model.safetensors").write_bytes(b""), "model.safetensors"),
+    ],
+)
+def test_damaged_files(copy: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], named: str) -> None:
+    damage(copy)
+    assert named in str(not_made(monkeypatch, copy))
+
+
+def test_end_tokens_that_the_model_cannot_write_end_nothing(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer may know more tokens than the model's vocabulary has; banning them must not reach behind the logits."""
+
+    def with_far_end(*arguments: Any) -> Tokenizer | None:
+        tokenizer = load_tokenizer(*arguments)
+        assert tokenizer is not None
+        tokenizer.eos_token_ids = (2, 49151)
+        return tokenizer
+
+    load_tokenizer = loader.load_tokenizer
+    monkeypatch.setattr(loader, "load_tokenizer", with_far_end)
+    llm = LLM(str(tiny_path), tokenizer="smollm2", num_blocks=16, dtype="float32")
+    [output] = llm.generate([PROMPT], SamplingParams(temperature=0, min_tokens=6, max_tokens=6), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 6 and llm.engine.limits.eos_token_ids == (2,)
+    llm.close()
