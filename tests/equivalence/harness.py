@@ -1,0 +1,159 @@
+"""Runs requests on the real engine and compares bits. Nothing here takes a tolerance."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pagedec.core.branch import Branch
+from pagedec.core.protocol import DRAW_DTYPE, Answer, DecoderContext, LaneForward, Query, Sampler, TopK, Verdict
+from pagedec.decoders import decoder, make_decoder
+from pagedec.engine.engine import Engine
+from pagedec.models.llama import Llama
+from pagedec.runtime.cache import allocate_cache
+from pagedec.runtime.runner import LaneRunner
+
+TRACED = 8  # log-probabilities recorded at each position: their bits are the row's bits
+TEXTS = [json.loads(line)["prompt"] for line in Path(__file__).parent.parent.joinpath("data/prompts.jsonl").open()]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request by name. `params` as a user gives them."""
+
+    name: str
+    prompt: tuple[int, ...]
+    params: Any
+
+    def __hash__(self) -> int:
+        return hash((self.prompt, repr(self.params)))
+
+
+def prompts(count: int, low: int, high: int, seed: int = 0) -> list[tuple[int, ...]]:
+    """Pieces of real text of mixed lengths; every second one begins as its predecessor does."""
+    from pagedec.formats.resolve import resolve_model
+    from pagedec.text.tokenizer import Tokenizer
+
+    rng = random.Random(seed)
+    path = resolve_model().tokenizer
+    assert path is not None
+    ids = [token for text in TEXTS for token in Tokenizer.from_path(path).encode(text)]
+    out: list[tuple[int, ...]] = []
+    for i in range(count):
+        length, start = rng.randrange(low, high + 1), rng.randrange(len(ids) - high)
+        shared = out[-1][: rng.randrange(length)] if i % 2 else ()
+        out.append((*shared, *ids[start : start + length - len(shared)]))
+    return out
+
+
+# ------------------------------------------------------------------------------------------------------------ tracing
+@dataclass(frozen=True)
+class TracedParams:
+    """Any decoder's parameters; its rows' log-probabilities go to `trace` as bytes, by stream and position."""
+
+    inner: Any
+    trace: dict[tuple[int, int], bytes] = field(default_factory=dict, repr=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@decoder("test-traced", params=TracedParams)
+class Traced:
+    """Asks for the best log-probabilities as well, and otherwise does what the inner decoder does."""
+
+    def __init__(self, params: TracedParams, context: DecoderContext) -> None:
+        self.inner, self.trace, self.depth = make_decoder(params.inner, context), params.trace, context.history.depth
+        self.lanes, self.gang, self.width = self.inner.lanes, self.inner.gang, self.inner.width
+        self.initial_state = self.inner.initial_state
+
+    def propose(self, branches: Sequence[Branch], room: int) -> Sequence[Query]:
+        queries = self.inner.propose(branches, room)
+        return [Query(query.branch, (*query.asks, TopK(TRACED)), query.draft) for query in queries]
+
+    def advance(self, queries: Sequence[Query], answers: Sequence[Answer]) -> Verdict:
+        plain = [Query(query.branch, query.asks[:-1], query.draft) for query in queries]
+        verdict = self.inner.advance(plain, [Answer(a.draft, a.values[:-1]) for a in answers])
+        topk = {query.branch: answer.values[-1] for query, answer in zip(queries, answers, strict=True)}
+        for child in verdict.live:
+            tokens, logprobs = topk[child.parent]
+            for i, node in enumerate((0, *child.path)):
+                key = (child.state[0], self.depth[child.parent.tip] + i)
+                bits = np.asarray(tokens[node], np.int32).tobytes() + np.asarray(logprobs[node], np.float32).tobytes()
+                assert self.trace.setdefault(key, bits) == bits, f"{key} was evaluated twice, with different bits"
+        return verdict
+
+    def rank(self, state: Any) -> int:
+        return self.inner.rank(state)
+
+
+@dataclass
+class Outcome:
+    """Answers by name, and what happened on the way."""
+
+    tokens: dict[str, list[list[int]]]
+    num_preemptions: int = 0
+    num_cached: int = 0
+    num_accepted: int = 0
+
+
+def run(engine: Engine, cases: Iterable[Case], disturb: random.Random | None = None) -> Outcome:
+    """All cases as one batch; `disturb` preempts at random and lets requests arrive late."""
+    waiting, outcome = list(cases), Outcome({})
+    count = len(waiting)
+    while len(outcome.tokens) < count:
+        while waiting and (disturb is None or disturb.random() < 0.7):
+            case = waiting.pop(0)
+            engine.add(case.name, case.prompt, case.params)
+        if disturb and engine.scheduler.requests and disturb.random() < 0.15:
+            engine.scheduler.preempt(disturb.choice(engine.scheduler.requests).id)
+        for finished in engine.step():
+            outcome.tokens[finished.request_id] = [answer.token_ids for answer in finished.answers]
+            outcome.num_preemptions += finished.metrics.num_preemptions
+            outcome.num_cached += finished.metrics.num_cached_tokens
+            outcome.num_accepted += finished.metrics.num_accepted_tokens
+    engine.scheduler.check()
+    return outcome
+
+
+# ---------------------------------------------------------------------------------------------------- without any cache
+class Scratch:
+    """The model on whole texts: every call evaluates everything from the first token on, in blocks of its own."""
+
+    block_size, num_blocks = 16, 32
+
+    def __init__(self, model: Llama) -> None:
+        dtype = model.backend.dtype
+        cache = allocate_cache(model.arch, self.num_blocks, self.block_size, dtype)
+        self.model, self.runner = model, LaneRunner(model, cache, self.num_blocks * self.block_size)
+
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """fp32 [1, vocab] after the last token."""
+        n, none = len(tokens), np.empty(0, np.int32)
+        at = np.arange(n, dtype=np.int32)
+        forward = LaneForward(
+            "target", np.array(tokens, np.int32), at, at, None, np.array([0, n], np.int32), np.array([n], np.int32),
+            np.arange(self.num_blocks, dtype=np.int32)[None].copy(), none, none, none, np.array([n - 1], np.int32),
+            np.empty(0, DRAW_DTYPE), none, 0, none, none, none, none, [],
+        )  # fmt: skip
+        self.runner.execute(forward)
+        return self.runner.buffers.logits[:1].clone()
+
+    def logprobs(self, tokens: Sequence[int]) -> list[float]:
+        logits = self.logits(tokens)
+        lse = self.model.backend.topk(logits, np.zeros(1, np.int32), 0)[2]
+        values: list[float] = (logits[0].numpy() - lse).tolist()
+        return values
+
+    def draw(self, tokens: Sequence[int], stream: int, sampler: Sampler) -> int:
+        record = (
+            sampler.seed, stream, 0, len(tokens), sampler.top_k, sampler.temperature, sampler.top_p, sampler.min_p,
+        )  # fmt: skip
+        return int(self.model.backend.sample(self.logits(tokens), np.array([record], DRAW_DTYPE))[0])

@@ -1,0 +1,125 @@
+"""Exact: a request returns the same bits alone or in a crowd, chunked or whole, preempted or not, on a prefix cache hit or a
+miss, as one of n samples or by itself, speculated or not. Tokens and eight log-probabilities a position are compared."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+
+from pagedec import SamplingParams
+from pagedec.core.protocol import DecoderContext
+from pagedec.decoders import Sampling, decoder
+from pagedec.engine.engine import Engine
+from tests.algorithms.lookahead import LookaheadParams
+from tests.algorithms.ngram import NGramParams
+from tests.algorithms.random_tree import RandomTreeParams
+from tests.algorithms.speculative import SpeculativeParams
+from tests.equivalence.harness import Case, Outcome, TracedParams, prompts, run
+
+Make = Callable[..., Engine]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamParams(SamplingParams):
+    """One stream by its name."""
+
+    stream: int = 0
+
+
+@decoder("test-stream", params=StreamParams)
+class Stream(Sampling):
+    """What sample `stream` of n would be, by itself."""
+
+    def __init__(self, params: StreamParams, context: DecoderContext) -> None:
+        super().__init__(params, context)
+        self.initial_state = (params.stream,)
+
+
+GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=12)
+SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=12)
+
+
+def cases(count: int, low: int = 3, high: int = 60) -> list[Case]:
+    """Greedy and seeded requests in turn, traced."""
+    return [
+        Case(f"request {i}", prompt, TracedParams(GREEDY if i % 2 else replace(SEEDED, seed=i)))
+        for i, prompt in enumerate(prompts(count, low, high))
+    ]
+
+
+def fresh(case: Case, name: str = "", **changes: object) -> Case:
+    """The same request with an empty trace."""
+    inner = replace(case.params.inner, **changes) if changes else case.params.inner
+    return Case(name or case.name, case.prompt, TracedParams(inner))
+
+
+def assert_same(a: list[Case], b: list[Case], left: Outcome, right: Outcome) -> None:
+    """Tokens and traced bits of two runs of the same requests."""
+    for one, other in zip(a, b, strict=True):
+        assert left.tokens[one.name] == right.tokens[other.name], f"{one.name}: tokens differ"
+        assert one.params.trace == other.params.trace, f"{one.name}: equal tokens from different bits"
+        assert one.params.trace, f"{one.name}: nothing was traced"
+
+
+def alone(engine: Engine, requests: list[Case]) -> Outcome:
+    outcome = Outcome({})
+    for case in requests:
+        outcome.tokens |= run(engine, [case]).tokens
+    return outcome
+
+
+def test_alone_equals_in_a_crowd_of_16_mixed_lengths(engine: Make) -> None:
+    one, crowd = cases(16), cases(16)
+    assert_same(one, crowd, alone(engine(enable_prefix_caching=False), one), run(engine(), crowd))
+
+
+@pytest.mark.parametrize("rows", [5, 33])
+def test_chunked_equals_whole(engine: Make, rows: int) -> None:
+    whole, chunked = cases(5, 40, 150), cases(5, 40, 150)
+    assert_same(whole, chunked, run(engine(), whole), run(engine(max_num_batched_tokens=rows), chunked))
+
+
+def test_preempted_equals_not(engine: Make) -> None:
+    calm, tossed = cases(8), cases(8)
+    outcome = run(engine(num_blocks=12), tossed, random.Random(1))
+    assert outcome.num_preemptions > 3
+    assert_same(calm, tossed, run(engine(), calm), outcome)
+
+
+def test_prefix_hit_equals_miss(engine: Make) -> None:
+    miss, hit, warm = cases(5, 33, 90), cases(5, 33, 90), engine()
+    first = run(warm, miss)
+    second = run(warm, hit)
+    assert second.num_cached >= sum(len(case.prompt) // 16 * 16 for case in hit)
+    assert_same(miss, hit, first, second)
+
+
+def test_four_samples_equal_their_streams_alone(engine: Make) -> None:
+    prompt = prompts(1, 20, 40)[0]
+    together = Case("n=4", prompt, TracedParams(replace(SEEDED, n=4)))
+    answers = run(engine(), [together]).tokens["n=4"]
+    assert len({tuple(answer) for answer in answers}) == 4
+    trace: dict[tuple[int, int], bytes] = {}
+    for stream in range(4):
+        params = StreamParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=12, stream=stream)
+        single = Case(f"stream {stream}", prompt, TracedParams(params))
+        assert run(engine(), [single]).tokens[single.name] == [answers[stream]]
+        trace |= single.params.trace
+    assert trace == together.params.trace
+
+
+@pytest.mark.parametrize("method", [NGramParams, RandomTreeParams, LookaheadParams, SpeculativeParams])
+def test_speculated_equals_not(engine: Make, method: type[SamplingParams]) -> None:
+    def drafted(case: Case) -> Case:
+        p = case.params.inner
+        params = method(n=p.n, temperature=p.temperature, top_p=p.top_p, seed=p.seed, max_tokens=24)
+        return Case(case.name, case.prompt, TracedParams(params))
+
+    plain = [fresh(case, max_tokens=24) for case in cases(6, 10, 70)]
+    speculated = [drafted(case) for case in plain]
+    outcome = run(engine(), speculated)
+    assert outcome.num_accepted > 0, "no draft was ever accepted: nothing was shown"
+    assert_same(plain, speculated, run(engine(), plain), outcome)
