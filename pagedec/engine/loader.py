@@ -15,7 +15,7 @@ from pagedec.engine.engine import Engine, ModelLimits
 from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.executor.inline import InlineExecutor
 from pagedec.formats.loading import open_weights
-from pagedec.formats.resolve import ModelFiles, resolve_model
+from pagedec.formats.resolve import ModelFiles, resolve_model, resolve_tokenizer
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import LibraryNotFound, load
@@ -95,7 +95,7 @@ def load_tokenizer(config: ModelConfig, files: ModelFiles) -> Tokenizer | None:
     if config.skip_tokenizer_init:
         return None
     if config.tokenizer is not None:
-        return Tokenizer.from_path(resolve_model(config.tokenizer).tokenizer or config.tokenizer)
+        return Tokenizer.from_path(resolve_tokenizer(config.tokenizer))
     if files.tokenizer is None:
         raise ModelFileError(files.model, "has no tokenizer; name one with tokenizer, or set skip_tokenizer_init")
     return Tokenizer.from_path(files.tokenizer)
