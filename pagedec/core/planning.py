@@ -19,6 +19,7 @@ from pagedec.core.protocol import Query, Roll, Sampler
 from pagedec.core.request import Request
 from pagedec.core.table import BlockTable, reserve
 from pagedec.core.trunk import Trunks
+from pagedec.errors import RequestError
 
 
 class Planner:
@@ -70,7 +71,7 @@ class Planner:
     def _queries(self, request: Request) -> list[Query]:
         if request.asked_in != self._plan.step:
             request.asked_in = self._plan.step
-            request.queries = list(request.decoder.propose(request.branches, self._rows_left))
+            request.queries = propose(request, self._rows_left)
             request.idle = not request.queries
         return request.queries
 
@@ -316,6 +317,18 @@ class Planner:
             request.history, request.branches, request.branches if asked is None else asked
         )
         return trunks
+
+
+def propose(request: Request, room: int) -> list[Query]:
+    """What a request's decoder asks; its mistakes are the request's, by name."""
+    try:
+        queries = list(request.decoder.propose(request.branches, room))
+    except Exception as error:
+        raise RequestError(request.id, f"its decoder cannot propose: {error!r}") from error
+    asked = {query.branch for query in queries}
+    if len(asked) < len(queries) or not asked <= set(request.branches):
+        raise RequestError(request.id, "its decoder must ask of each living branch at most once, and of no other")
+    return queries
 
 
 def _extend_from_cache(branch: Branch, request: Request) -> None:

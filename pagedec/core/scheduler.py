@@ -163,10 +163,17 @@ class Scheduler:
         return all(request.idle for request in self.requests)
 
     def plan(self) -> StepPlan:
-        """What to evaluate next. Without forwards there is nothing to do until something is added or edited."""
+        """What to evaluate next. Without forwards there is nothing to do until something is added or edited.
+
+        Raises `RequestError` where a decoder fails; what was planned so far is taken back, and all is recomputed.
+        """
         self._require_between_steps("plan")
         self.step += 1
-        plan = Planner(self.limits, self.requests, self._copies, self.step).make()
+        try:
+            plan = Planner(self.limits, self.requests, self._copies, self.step).make()
+        except BaseException:
+            self.forget_kv()
+            raise
         if not plan.forwards and not self.idle:
             raise InvariantError(f"step {self.step}: requests want to advance, but none can")
         self._copies = self._new_copies()

@@ -14,7 +14,8 @@ from pagedec.core.protocol import Answer, Child, Hypothesis, LaneAnswers, Query,
 from pagedec.core.request import Event, Finished, Progress, Request
 from pagedec.core.stopping import Cut
 from pagedec.core.table import BlockTable
-from pagedec.core.transition import transition
+from pagedec.core.transition import transition, validate
+from pagedec.errors import RequestError
 
 
 class Settler:
@@ -117,7 +118,11 @@ class Settler:
             answers.append(answer)
             request.num_drafted_tokens += len(answer.draft.tokens)
         evaluated = {query.branch: answer.draft for query, answer in zip(queries, answers, strict=True)}
-        verdict = request.decoder.advance(queries, answers)
+        try:
+            verdict = request.decoder.advance(queries, answers)
+            validate(request.history, request.branches, evaluated, verdict)
+        except Exception as error:
+            raise RequestError(request.id, f"its decoder cannot advance: {error!r}") from error
         request.num_accepted_tokens += sum(len(child.path) for child in verdict.live)
         self.apply(request, evaluated, verdict, events)
 

@@ -10,9 +10,10 @@ import pytest
 
 from pagedec.core.branch import Branch
 from pagedec.core.planning import Planner
-from pagedec.core.protocol import Query
+from pagedec.core.protocol import Answer, Child, DecoderContext, Query, Verdict
 from pagedec.core.stopping import Stopping
 from pagedec.decoders import Sampling
+from pagedec.errors import RequestError
 from pagedec.params import SamplingParams
 from tests.algorithms.interactive import Interactive
 from tests.core.fake import FakeEngine
@@ -134,3 +135,51 @@ def test_counters() -> None:
     engine.run()
     assert (first.num_cached_tokens, first.num_preemptions, first.first_step) == (0, 0, 1)
     assert second.num_cached_tokens == 8 and second.num_preemptions > 0
+
+
+class Failing(Sampling):
+    """Goes wrong at its third token, in one way or another."""
+
+    how = ""
+
+    def propose(self, branches: Sequence[Branch], room: int) -> Sequence[Query]:
+        queries = super().propose(branches, room)
+        if self.how == "advance" or self.context.history.depth[branches[0].tip] < 8:
+            return queries
+        if self.how == "twice":
+            return [*queries, *queries]
+        raise ZeroDivisionError
+
+    def advance(self, queries: Sequence[Query], answers: Sequence[Answer]) -> Verdict:
+        if self.how == "advance" and self.context.history.depth[queries[0].branch.tip] >= 8:
+            return Verdict((Child(queries[0].branch, path=(5,)),))
+        return super().advance(queries, answers)
+
+
+@pytest.mark.parametrize("how", ["raise", "twice", "advance"])
+def test_a_failing_decoder_is_named_and_leaks_nothing(how: str) -> None:
+    """Its request can be aborted; the others go on and return what they always return."""
+    engine = engine_of(60)
+    other = sampling("a", max_tokens=9).add(engine.scheduler)
+    params = SamplingParams(seed=1)
+
+    def make(context: DecoderContext) -> Failing:
+        made = Failing(params, context)
+        made.how = how
+        return made
+
+    engine.scheduler.add("bad", make, [1, 2, 3, 4, 5, 6], Stopping(max_tokens=9))
+    with pytest.raises(RequestError, match="'bad'"):
+        engine.run()
+    engine.scheduler.abort("bad")
+    engine.scheduler.forget_kv()
+    engine._published.clear()
+    engine.check()
+    engine.run()
+    alone = engine_of(60)
+    want = sampling("a", max_tokens=9).add(alone.scheduler)
+    alone.run()
+    if how != "advance":  # there the step's answers are lost with it, and drawn again
+        assert other.num_preemptions > 0
+    assert results(other) == results(want)
+    engine.check_whole()
