@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pagedec.environment import limit_spinning
 from pagedec.errors import PagedecError
 from pagedec.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pagedec.params import SamplingParams
+
+limit_spinning()
 
 if TYPE_CHECKING:
     from pagedec.llm import LLM

@@ -62,3 +62,13 @@ def read(name: str) -> str | None:
         raise KeyError(name)
     check()
     return os.environ.get(name)
+
+
+def limit_spinning() -> None:
+    """Let OpenMP's threads wait awake for 10,000 turns (some 0.1 ms), not for milliseconds, unless the user has chosen.
+
+    Next to a busy process every wait would otherwise cost a whole time slice of the thread that is waited for. The OpenMP
+    runtime reads this once, when torch loads it, so it must be set before.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
