@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -147,13 +148,27 @@ def run(
     return run_plan(library, make_plan(library, cache, Batch(branches), share), cache, q)
 
 
-def reference(cache: Cache, branches: Sequence[Branch], q: torch.Tensor) -> torch.Tensor:
-    """Return what attention means, in float64."""
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Spare the reference's thousands of tiny operations the cost of waking threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def reference(
+    cache: Cache, branches: Sequence[Branch], q: torch.Tensor, compute_dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """Return what attention means."""
     batch = Batch(branches)
-    return paged_attention(
-        q, cache.k, cache.v, cache.shape, batch.row_indptr.tolist(), batch.kv_len.tolist(), batch.block_table,
-        None if batch.parents is None else batch.parents.tolist(), compute_dtype=torch.float64,
-    )  # fmt: skip
+    with one_torch_thread():
+        return paged_attention(
+            q, cache.k, cache.v, cache.shape, batch.row_indptr, batch.kv_len, batch.block_table, batch.parents,
+            compute_dtype=compute_dtype,
+        )  # fmt: skip
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

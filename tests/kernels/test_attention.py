@@ -119,10 +119,10 @@ def test_random_batches(libraries: list[Library], seed: int) -> None:
     shape = AttentionShape(group * kv_heads, kv_heads, int(generator.choice(HEAD_DIMS)), block_size, 0.1, window)
     cache = Cache(shape, 8192 // block_size, DTYPES[seed % 2], seed)
     branches = [cache.branch(int(generator.integers(200, 700)), int(generator.integers(1, 20)))]
-    for _ in range(8):
-        kv_len, kind = int(generator.integers(1, 500)), generator.integers(3)
+    for _ in range(6):
+        kv_len, kind = int(generator.integers(1, 300)), generator.integers(3)
         if kind == 0:
-            branches.append(cache.branch(kv_len, min(kv_len, int(generator.integers(1, 40)))))
+            branches.append(cache.branch(kv_len, min(kv_len, int(generator.integers(1, 24)))))
         elif kind == 1:
             parent = branches[int(generator.integers(len(branches)))]
             shared = int(generator.integers(0, (parent.kv_len - parent.num_rows) // block_size + 1))

@@ -39,7 +39,7 @@ def test_emulated_kernel(best: Library, block_size: int, window: int) -> None:
     branches = [
         prompt,
         *(cache.fork(prompt, n // block_size, n + own) for n, own in [(1024, 3), (1024, 70), (512, 30), (64, 1)]),
-        cache.branch(90, 60),
+        cache.branch(90, 20),
         cache.branch(540, 20, random_tree(generator, 2, 18)),
         cache.branch(1),
     ]

@@ -7,17 +7,14 @@ import pytest
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.reference_attention import cache_shapes, paged_attention, read_slots, write_slots
-from tests.kernels.attention_cases import Batch, Branch, Cache, path_of, random_tree, same_bits
+from pagedec.kernels.reference_attention import cache_shapes, read_slots, write_slots
+from tests.kernels.attention_cases import Batch, Branch, Cache, path_of, random_tree, reference, same_bits
 
 DTYPES = [torch.bfloat16, torch.float32]
 
 
 def attend(cache: Cache, branches: list[Branch], q: torch.Tensor) -> torch.Tensor:
-    batch = Batch(branches)
-    return paged_attention(
-        q, cache.k, cache.v, cache.shape, batch.row_indptr, batch.kv_len, batch.block_table, batch.parents
-    )
+    return reference(cache, branches, q, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
