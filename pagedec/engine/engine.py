@@ -16,7 +16,7 @@ from pagedec.core.scheduler import Scheduler
 from pagedec.core.stopping import Stopping
 from pagedec.decoders.registry import decoder_for, make_decoder
 from pagedec.engine.stats import EngineStats
-from pagedec.errors import InvalidArgument
+from pagedec.errors import InvalidArgument, RequestError
 from pagedec.executor.base import Executor
 from pagedec.outputs import RequestMetrics
 
@@ -109,10 +109,10 @@ class Engine:
         """Plan, execute, settle. Returns the requests that ended.
 
         If the device fails, the requests of the step are aborted, all KV is given up, the others go on from their histories, and
-        the device's error is raised.
+        the device's error is raised. If a request's decoder cannot say what to ask, that request is aborted.
         """
         stats, began = self.stats, self.clock()
-        plan = self.scheduler.plan()
+        plan = self._plan()
         planned = self.clock()
         if not plan.forwards:
             return []
@@ -172,6 +172,18 @@ class Engine:
             getattr(params, "max_tokens", None),
             getattr(params, "ignore_eos", False),
         )
+
+    def _plan(self) -> StepPlan:
+        try:
+            return self.scheduler.plan()
+        except RequestError as error:
+            self.abort(error.request_id)
+            raise
+        except BaseException:  # nobody knows whose fault it is, and the next plan would fail in the same way
+            for request in list(self.scheduler.requests):
+                self.abort(request.id)
+            self.scheduler.forget_kv()
+            raise
 
     def _fail(self, plan: StepPlan) -> None:
         for request in {work.request.id: work.request for work in plan.works}.values():
