@@ -178,7 +178,7 @@ template <class T, int SD, int... R>
 PD_INLINE void attend_rows(std::integer_sequence<int, R...>, int rows, bool masked, const TileArgs<T> &a) {
   typedef void (*Kernel)(const TileArgs<T> &);
   static constexpr Kernel kernels[][3] = {
-      {attend<T, SD, R + 1, false, false>, attend<T, SD, R + 1, false, true>, attend<T, SD, R + 1, true, false>}...};
+      {attend<T, SD, R + 1, false, false>, attend<T, SD, R + 1, false, true>, attend<T, SD, R + 1, true, true>}...};
   kernels[rows - 1][masked ? 2 : a.ahead](a);
 }
 

@@ -86,7 +86,8 @@ PD_INLINE void logits(const TileArgs<T> &a, vec::F (&s)[R][NT]) {
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
       for (int c = 0; c < NC; c++) acc[r][c] = vec::zero();
-    auto step = [&](int d) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+    for (int d = 0; d < steps; d++) {
       vec::I raw[NC];
 #pragma GCC unroll 4
       for (int c = 0; c < NC; c++) {
@@ -105,8 +106,7 @@ PD_INLINE void logits(const TileArgs<T> &a, vec::F (&s)[R][NT]) {
           for (int c = 0; c < NC; c++) acc[r][c] = T::mac(x[c], q, acc[r][c]);
         }
       }
-    };
-    for (int d = 0; d < steps; d += 2) step(d), step(d + 1);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -198,10 +198,8 @@ PD_INLINE void pv_columns(const TileArgs<T> &a, const typename T::Q *p, const St
     for (int b = 0; b * a.block_size < TILE; b++) {
       const typename T::E *v = a.v[b] + T::STEP * h, *n = a.next_v[b] + T::STEP * h;
       const typename T::Q *pb = p + b * a.block_size;
-      for (int t = 0; t < per_block; t += 2) {
-        pv_step<T, R, NV, PREFETCH>(v + t * stride, n + t * stride, pb + t * T::STEP, nullptr, acc);
-        pv_step<T, R, NV, PREFETCH>(v + (t + 1) * stride, n + (t + 1) * stride, pb + (t + 1) * T::STEP, nullptr, acc);
-      }
+#pragma GCC unroll 2
+      for (int t = 0; t < per_block; t++) pv_step<T, R, NV, PREFETCH>(v + t * stride, n + t * stride, pb + t * T::STEP, nullptr, acc);
     }
   } else {
     auto at = [&](int t) { return a.v[t / per_block] + (t % per_block) * stride + T::STEP * h; };
@@ -242,7 +240,6 @@ PD_INLINE void find_steps(const TileArgs<T> &a, Steps &s) {
 // R rows against a tile. q [R][SD], o [R][SD], l [R][W], m [R] in units of log 2; MASKED: row r sees lanes lo[r] .. hi[r]-1.
 template <class T, int SD, int R, bool MASKED, bool PREFETCH>
 void attend(const TileArgs<T> &a) {
-  static_assert(!(MASKED && PREFETCH));
   alignas(64) typename T::Q p[R * TILE];
   {
     vec::F s[R][NT];
@@ -272,13 +269,10 @@ void attend(const TileArgs<T> &a) {
   }
   Steps steps;
   if (MASKED) {
-    find_steps<T, R>(a, steps);  // and prefetch apart from the loops, which are not the same for every row
+    find_steps<T, R>(a, steps);  // and prefetch V apart from its loops, which read no more than is seen
     const int lines = a.block_size * a.head_dim * (int)sizeof(typename T::E) / 64;
     for (int b = 0; a.ahead && b * a.block_size < TILE; b++)
-      for (int i = 0; i < lines; i++) {
-        prefetch<true>((const char *)a.next_k[b * a.block_size / vec::W] + 64 * i);
-        prefetch<true>((const char *)a.next_v[b] + 64 * i);
-      }
+      for (int i = 0; i < lines; i++) prefetch<true>((const char *)a.next_v[b] + 64 * i);
   }
   int h = 0;
   for (; h + NC * vec::W <= a.head_dim; h += NC * vec::W) pv_columns<T, SD, R, NC, MASKED, PREFETCH>(a, p, steps, h);
