@@ -164,7 +164,9 @@ class Planner:
         if not queries:
             return True
         depth, chunk = request.history.depth, self._limits.chunk
-        waiting = {query.branch for query in queries if self._must_wait(request, query.branch)}
+        asked = {query.branch for query in queries}
+        # In the branches' own order: what a branch waits for has then been looked up in the prefix cache.
+        waiting = {branch for branch in request.branches if branch in asked and self._must_wait(request, branch)}
         pending = [depth[query.branch.tip] - query.branch.table.length for query in queries]
         rows = sum(max(1, count) for count in pending)
         if waiting or rows > self._rows_left or len(queries) > self._seqs_left or max(pending) > chunk:
