@@ -115,6 +115,7 @@ class Engine:
         plan = self._plan()
         planned = self.clock()
         if not plan.forwards:
+            self.scheduler.settle(plan, {})
             return []
         try:
             answers = self.executor.execute(plan.forwards).result()

@@ -1,0 +1,188 @@
+"""Decoding and prefill of the default model, next to what bounds them and to transformers, all taking turns in one run.
+
+    python benchmarks/decode.py [--batch 1 8 16 64] [--rounds 31] [--prefill 1024] [--no-transformers]
+
+One run of "step" is one step of the whole engine (plan, forward, read-out, settle) that gives every sequence of the batch one
+token. Beside it, in every round: a plain read of as many bytes as the step must read (weights and KV), the linear layers alone,
+ours and torch's packed ones, and one decoding step of transformers. The roof is max(read, arithmetic / dot-product rate) of the
+same round. Host is the time of a step outside the device: plan and settle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable
+
+import torch
+from common import Timing, heading, interleave, ratio, self_spread, table
+from gemm import SMOLLM2, Layers
+
+from pagedec import LLM, SamplingParams
+from pagedec.kernels.library import Library
+from pagedec.kernels.memory import Arena
+from pagedec.kernels.native import NativeBackend
+from pagedec.runtime.cache import block_bytes
+
+PROMPT = 32  # tokens
+NEW_TOKENS = 64
+FOREVER = SamplingParams(temperature=0, ignore_eos=True, max_tokens=NEW_TOKENS + 64)
+
+
+class Contest:
+    """The engine, the probes and transformers on the same model."""
+
+    def __init__(self, with_transformers: bool) -> None:
+        self.llm = LLM(dtype="bfloat16", max_model_len=2048, enable_prefix_caching=False)
+        self.engine = self.llm.engine
+        runner = self.engine.executor.runner.lanes["target"]  # type: ignore[attr-defined]
+        self.arch, self.cache = runner.model.arch, runner.cache
+        assert isinstance(runner.backend, NativeBackend), "build the kernels first: make build"
+        self.library: Library = runner.backend.library
+        self.layers = Layers(self.library, SMOLLM2, torch.bfloat16, 1024)
+        self.memory = Arena().allocate(1 << 30).fill_(1)
+        self.dot_rate = max(self.library.functions.pd_probe_dot(int(self.layers.code), 0.2) for _ in range(5)) * 1e9
+        self.rng = random.Random(0)
+        self.peer = load_transformers(self.llm) if with_transformers else None
+
+    def prompt(self, length: int) -> list[int]:
+        return [self.rng.randrange(self.arch.vocab_size) for _ in range(length)]
+
+    def read(self, num_bytes: int) -> Callable[[], object]:
+        return lambda: self.library.functions.pd_probe_read(self.memory.data_ptr(), num_bytes, 1)
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        return num_tokens * block_bytes(self.arch, self.cache.block_size, torch.bfloat16) // self.cache.block_size
+
+    def flops(self, rows: int, read_rows: int, kv_tokens: int) -> float:
+        """2 for each product: linear layers, the output matrix on the rows read out, attention over `kv_tokens` keys in all."""
+        head = self.arch.vocab_size * self.arch.hidden_size
+        width = self.arch.num_attention_heads * self.arch.head_dim
+        body = self.layers.num_products - head
+        return 2.0 * (rows * body + read_rows * head + 2 * self.arch.num_layers * width * kv_tokens)
+
+
+def load_transformers(llm: LLM) -> torch.nn.Module:
+    """The same weights in transformers' own Llama, bf16."""
+    from transformers import AutoModelForCausalLM
+
+    from pagedec.formats.resolve import resolve_model
+
+    path = resolve_model(llm.config.model.model).weights
+    assert path is not None
+    return AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.bfloat16).eval()
+
+
+def peer_step(peer: torch.nn.Module, prompts: list[list[int]]) -> Callable[[], object]:
+    """One decoding step of transformers over a cache that the prompts have filled."""
+    with torch.inference_mode():
+        out = peer(torch.tensor(prompts), use_cache=True)
+    state = {"past": out.past_key_values, "last": out.logits[:, -1:].argmax(-1)}
+
+    def step() -> None:
+        with torch.inference_mode():
+            out = peer(state["last"], past_key_values=state["past"], use_cache=True)
+        state.update(past=out.past_key_values, last=out.logits[:, -1:].argmax(-1))
+
+    return step
+
+
+def floor(read: Timing, flops: float, dot_rate: float) -> Timing:
+    return Timing(tuple(max(seconds, flops / dot_rate) for seconds in read.seconds))
+
+
+def pair(a: Timing, b: Timing) -> str:
+    middle, spread = ratio(a, b)
+    return f"{middle:.2f} ± {spread:.2f}"
+
+
+def decode(contest: Contest, batch: int, rounds: int) -> list[object]:
+    """One line: a batch that decodes `rounds` tokens each."""
+    engine, prompts = contest.engine, [contest.prompt(PROMPT) for _ in range(batch)]
+    for i, prompt in enumerate(prompts):
+        engine.add(f"batch {batch}, {i}", prompt, FOREVER)
+    while any(len(branch.tables) and branch.table.length < PROMPT for r in engine.scheduler.requests for branch in r.branches):
+        engine.step()
+    kv = batch * (PROMPT + rounds // 2)
+    contest.layers.rows[0] = batch
+    linears = contest.layers.contestants(batch)
+    contestants: dict[str, Callable[[], object]] = {
+        "step": engine.step,
+        "read": contest.read(contest.layers.num_bytes + contest.kv_bytes(kv)),
+        "linears": linears["ours"],
+        "torch": linears["torch"],
+    }
+    if contest.peer is not None:
+        contestants["transformers"] = peer_step(contest.peer, prompts)
+    before = engine.stats.plan_seconds + engine.stats.settle_seconds, engine.stats.num_steps
+    timings = interleave(contestants, rounds, warmup=2)
+    host = (engine.stats.plan_seconds + engine.stats.settle_seconds - before[0]) / (engine.stats.num_steps - before[1])
+    for request in list(engine.scheduler.requests):
+        engine.abort(request.id)
+    step = timings["step"]
+    roof = floor(timings["read"], contest.flops(batch, batch, kv), contest.dot_rate)
+    peer = timings.get("transformers")
+    return [
+        batch, f"{step.median * 1e3:.2f}", f"{batch / step.median:.0f}", f"{timings['read'].median * 1e3:.2f}",
+        f"{roof.median * 1e3:.2f}", pair(step, roof), f"{timings['linears'].median * 1e3:.2f}",
+        f"{timings['torch'].median * 1e3:.2f}", f"{host * 1e3:.2f}", pair(peer, step) if peer else "-",
+        f"{self_spread(step):.2f}",
+    ]  # fmt: skip
+
+
+def prefill(contest: Contest, length: int, rounds: int) -> list[object]:
+    """One line: a prompt evaluated from nothing, in the engine's own chunks, and its first token drawn."""
+    engine, count = contest.engine, iter(range(1 << 30))
+
+    def run() -> None:
+        engine.add(f"prefill {next(count)}", contest.prompt(length), SamplingParams(temperature=0, max_tokens=1))
+        while engine.scheduler.requests:
+            engine.step()
+
+    prompts = [contest.prompt(length)]
+
+    def peer() -> None:
+        with torch.inference_mode():
+            contest.peer(torch.tensor(prompts), use_cache=True, logits_to_keep=1)  # type: ignore[misc]
+
+    chunks = -(-length // engine.scheduler.limits.max_num_batched_tokens)
+    contestants: dict[str, Callable[[], object]] = {
+        "prefill": run,
+        "read": contest.read(min(len(contest.memory), chunks * contest.layers.num_bytes)),
+    }
+    if contest.peer is not None:
+        contestants["transformers"] = peer
+    timings = interleave(contestants, rounds)
+    ours = timings["prefill"]
+    flops = contest.flops(length, 1, length * (length + 1) // 2)
+    roof = floor(timings["read"], flops, contest.dot_rate)
+    return [
+        length, f"{ours.median * 1e3:.0f}", f"{length / ours.median:.0f}", f"{roof.median * 1e3:.0f}", pair(ours, roof),
+        pair(timings["transformers"], ours) if contest.peer else "-", f"{self_spread(ours):.2f}",
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 16, 64])
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--prefill", type=int, default=1024)
+    parser.add_argument("--no-transformers", action="store_true")
+    arguments = parser.parse_args()
+    if not 1 <= arguments.rounds <= NEW_TOKENS:
+        parser.error(f"--rounds is {arguments.rounds}; it must be from 1 to {NEW_TOKENS}")
+    contest = Contest(not arguments.no_transformers)
+    heading("Decoding: SmolLM2-135M, bf16")
+    rate = contest.dot_rate / 1e9
+    print(f"kernels {contest.library.isa}, {contest.library.num_threads} threads, dot products {rate:.0f} GFLOP/s; ms\n")
+    columns = [
+        "batch", "step", "tokens/s", "read", "roof", "step / roof", "linears", "torch linears", "host",
+        "transformers / step", "step / step",
+    ]  # fmt: skip
+    table(columns, [decode(contest, batch, arguments.rounds) for batch in arguments.batch])
+    columns = ["prompt", "ms", "tokens/s", "roof", "ms / roof", "transformers / ours", "ours / ours"]
+    table(columns, [prefill(contest, arguments.prefill, 7)])
+
+
+if __name__ == "__main__":
+    main()
