@@ -56,26 +56,39 @@ FinishFn pick_finish(const pd_gemm_args &a) {
 
 struct Job {
   const pd_gemm_args &a;
-  int64_t row_bytes, x_stride, num_steps, panel_bytes, num_panels, num_slices;  // a step is a word of x, 128 bytes of panel
-  int64_t row_begin, row_end, panel_begin, panel_end;               // this thread's share
-  const char *next, *next_end;                                      // what it will read in the following layer
-  FinishFn finish;
-  const char *x;        // of the row block in work: a.x itself, or the copy
+  int64_t row_bytes = 0, num_steps = 0, num_slices = 0, panel_bytes = 0;  // a step is a word of x and 128 bytes of a panel
+  int64_t row_begin = 0, row_end = 0, panel_begin = 0, panel_end = 0;     // this thread's share
+  FinishFn finish = nullptr;
+  const char *next = nullptr, *next_end = nullptr;  // what this thread will read in the following layer, or NULL
+  const char *x = nullptr;                          // of the row block in work: a.x itself, or a copy
+  int64_t x_stride = 0;
+
+  int64_t slice_begin(int64_t s) const { return num_steps * s / num_slices; }
+  const char *panel(int64_t p) const { return (const char *)a.packed + p * panel_bytes; }
 };
 
-Job make_job(const pd_gemm_args &a, int thread, int num_threads) {
-  const int64_t rows = *a.num_rows, row_bytes = (int64_t)a.k * (a.dtype == PD_BF16 ? 2 : 4);
-  const int64_t steps = (row_bytes + 3) / 4, panels = ((int64_t)a.n + 31) / 32;
-  int row_groups = 1;
-  int64_t best = rows * ((panels + num_threads - 1) / num_threads);
+// Into how many groups the threads split the rows; each group's threads split the panels. One, unless panels are too few.
+int num_row_groups(int64_t rows, int64_t panels, int num_threads) {
+  int best = 1;
+  int64_t best_cost = rows * ((panels + num_threads - 1) / num_threads);
   for (int g = 2; g <= num_threads && rows / g >= ROW_SPLIT_MIN_ROWS; g++) {
     const int64_t columns = num_threads / g, cost = (rows + g - 1) / g * ((panels + columns - 1) / columns);
-    if (num_threads % g == 0 && cost < best) best = cost, row_groups = g;
+    if (num_threads % g == 0 && cost < best_cost) best_cost = cost, best = g;
   }
-  const int columns = num_threads / row_groups, column = thread % columns, group = thread / columns;
-  Job j{a, row_bytes, row_bytes, steps, steps * 128, panels, (steps + SLICE_STEPS - 1) / SLICE_STEPS, 0, 0, 0, 0, nullptr, nullptr, pick_finish(a), nullptr};
-  j.row_begin = rows * group / row_groups, j.row_end = rows * (group + 1) / row_groups;
+  return best;
+}
+
+Job make_job(const pd_gemm_args &a, int thread, int num_threads) {
+  const int64_t rows = *a.num_rows, panels = ((int64_t)a.n + 31) / 32;
+  Job j{a};
+  j.row_bytes = (int64_t)a.k * (a.dtype == PD_BF16 ? 2 : 4);
+  j.num_steps = (j.row_bytes + 3) / 4, j.num_slices = (j.num_steps + SLICE_STEPS - 1) / SLICE_STEPS;
+  j.panel_bytes = j.num_steps * 128;
+  const int groups = num_row_groups(rows, panels, num_threads), columns = num_threads / groups;
+  const int column = thread % columns, group = thread / columns;
+  j.row_begin = rows * group / groups, j.row_end = rows * (group + 1) / groups;
   j.panel_begin = panels * column / columns, j.panel_end = panels * (column + 1) / columns;
+  j.finish = pick_finish(a);
   if (a.next_packed) {
     j.next = (const char *)a.next_packed + (a.next_bytes * thread / num_threads & -64);
     j.next_end = (const char *)a.next_packed + a.next_bytes * (thread + 1) / num_threads;
@@ -108,20 +121,19 @@ void place_rows(Job &j, int64_t row, int64_t rows) {
 }
 
 // One slice of one panel by a block of rows. ahead: what to prefetch meanwhile.
-void slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float *acc, const char *ahead, const char *ahead_end) {
-  const int64_t s0 = j.num_steps * s / j.num_slices, s1 = j.num_steps * (s + 1) / j.num_slices;
-  const bool last = s + 1 == j.num_slices, half_step = last && j.row_bytes % 4;
+void run_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float *acc, const char *ahead, const char *ahead_end) {
+  const bool last = s + 1 == j.num_slices;
   const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
   const int64_t lines = (ahead_end - ahead) / 64;
   TileArgs t{};
   t.x_stride = j.x_stride;
-  t.panel = (const char *)j.a.packed + p * j.panel_bytes + s0 * 128;
-  t.num_steps = s1 - s0 - half_step;
-  t.half_step = half_step, t.first = s == 0;
+  t.panel = j.panel(p) + j.slice_begin(s) * 128;
+  t.half_step = last && j.row_bytes % 4, t.first = s == 0;
+  t.num_steps = j.slice_begin(s + 1) - j.slice_begin(s) - t.half_step;
   t.lines_ahead = (8 + tiles - 1) / tiles;
   for (int i = 0; i < tiles; i++) {
     const int r0 = rows * i / tiles, r1 = rows * (i + 1) / tiles;
-    t.x = j.x + r0 * j.x_stride + s0 * 4;
+    t.x = j.x + r0 * j.x_stride + j.slice_begin(s) * 4;
     t.acc = j.num_slices > 1 ? acc + r0 * 32 : acc;  // nothing to keep: stay in L1
     t.ahead = ahead + lines * i / tiles * 64, t.ahead_end = ahead + lines * (i + 1) / tiles * 64;
     pick_tile(j.a.dtype, r1 - r0)(t);
@@ -129,25 +141,24 @@ void slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float *acc
   }
 }
 
-void run(Job j) {
+void run(Job &j) {
   alignas(64) float acc[BLOCK_ROWS * 32];
   const int64_t rows = j.row_end - j.row_begin, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-  const char *packed = (const char *)j.a.packed;
+  const int64_t slice_bytes = j.num_steps / j.num_slices * 128;
   for (int64_t b = 0; b < blocks; b++) {
     const int64_t r0 = j.row_begin + rows * b / blocks, r1 = j.row_begin + rows * (b + 1) / blocks;
     place_rows(j, r0, r1 - r0);
     for (int64_t p = j.panel_begin; p < j.panel_end; p++)
       for (int64_t s = 0; s < j.num_slices; s++) {
-        const char *ahead = packed + p * j.panel_bytes + j.num_steps * (s + 1) / j.num_slices * 128;  // runs on into the next panel
-        const char *end = ahead + (j.num_steps * (s + 2) / j.num_slices - j.num_steps * (s + 1) / j.num_slices) * 128;
-        if (s + 1 == j.num_slices) end = ahead + j.num_steps / j.num_slices * 128;
+        // the next slice, of this panel or of the one behind it; then the next block's first; then the next layer's
+        const char *ahead = j.panel(p) + j.slice_begin(s + 1) * 128, *end = ahead + slice_bytes;
         if (p + 1 == j.panel_end && s + 1 == j.num_slices) {
-          const int64_t bytes = end - ahead;
-          ahead = b + 1 < blocks ? packed + j.panel_begin * j.panel_bytes : j.next;
-          end = b + 1 < blocks || j.next_end - ahead > bytes ? ahead + bytes : j.next_end;
+          const bool again = b + 1 < blocks;
+          ahead = again ? j.panel(j.panel_begin) : j.next;
+          end = again || j.next_end - j.next > slice_bytes ? ahead + slice_bytes : j.next_end;
         }
         if (r1 - r0 < PREFETCH_MIN_ROWS) end = ahead;
-        slice(j, r0, (int)(r1 - r0), p, s, acc, ahead, end);
+        run_slice(j, r0, (int)(r1 - r0), p, s, acc, ahead, end);
       }
   }
 }
@@ -176,7 +187,9 @@ int check_gemm(const pd_gemm_args &a) {
 }
 
 void gemm_part(const pd_gemm_args &a, int thread, int num_threads) {
-  if (*a.num_rows > 0) run(make_job(a, thread, num_threads));
+  if (*a.num_rows == 0) return;
+  Job job = make_job(a, thread, num_threads);
+  run(job);
 }
 
 }  // namespace pagedec
