@@ -16,7 +16,7 @@ from pagedec.config import EngineConfig
 from pagedec.engine.engine import Answer, Engine, FinishedRequest
 from pagedec.engine.interrupts import held_interrupts
 from pagedec.engine.loader import load_engine
-from pagedec.errors import InvalidArgument, NotFound
+from pagedec.errors import InvalidArgument, NotFound, RequestError
 from pagedec.outputs import CompletionOutput, RequestOutput
 from pagedec.params import SamplingParams
 
@@ -122,6 +122,9 @@ class LLM:
                         num_tokens += finished.metrics.num_output_tokens
                         bar.set_postfix_str(f"{num_tokens / (time.perf_counter() - began):.1f} tokens/s", refresh=False)
                         bar.update()
+                    if self.engine.idle and len(outputs) < len(jobs):
+                        waiting = next(job.request_id for job in jobs if job.request_id not in outputs)
+                        raise RequestError(waiting, "its decoder waits for a client; only a session can go on with it")
             finally:
                 bar.close()
                 for job in jobs:  # after an error or an interrupt nothing may stay behind
