@@ -65,7 +65,7 @@ def test_streams(seed: int) -> None:
 
 @pytest.mark.long
 def test_many_worlds() -> None:
-    for seed in range(1000, 4000):
+    for seed in range(1000, 2500):
         alone_and_mixed(seed)
 
 
