@@ -166,13 +166,17 @@ class Engine:
             if not 0 <= token < self.limits.vocab_size:
                 limit = f"token ids must be from 0 to {self.limits.vocab_size - 1}"
                 raise InvalidArgument("stop_token_ids", token, limit)
-        return Stopping(
+        stopping = Stopping(
             self.limits.eos_token_ids,
             stop_token_ids,
             getattr(params, "min_tokens", 0),
             getattr(params, "max_tokens", None),
             getattr(params, "ignore_eos", False),
         )
+        if stopping.min_tokens and len(stopping.ends) >= self.limits.vocab_size:
+            limit = "must leave a token that may be drawn before min_tokens are reached"
+            raise InvalidArgument("stop_token_ids", f"{len(stopping.ends)} tokens", limit)
+        return stopping
 
     def _plan(self) -> StepPlan:
         try:

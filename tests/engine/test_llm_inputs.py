@@ -111,6 +111,7 @@ def test_the_longest_prompt_that_fits_is_taken(tiny: Tiny) -> None:
         ("greedy", "sampling_params[0]", "greedy", "sampling (SamplingParams)"),
         (SamplingParams, "sampling_params[0]", SamplingParams, "sampling (SamplingParams)"),
         (SamplingParams(stop_token_ids=[3, 131]), "stop_token_ids", 131, "token ids must be from 0 to 130"),
+        (SamplingParams(stop_token_ids=range(131), min_tokens=1), "stop_token_ids", "131 tokens", "must leave a token"),
     ],
     ids=lambda value: repr(value)[:40],
 )
