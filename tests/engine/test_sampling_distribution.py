@@ -15,6 +15,7 @@ import pytest
 from scipy.stats import chi2
 
 from pagedec import LLM, SamplingParams
+from pagedec.kernels.library import available_isas
 from tests.support import all_logits
 
 Tiny = Callable[..., LLM]
@@ -113,11 +114,11 @@ def test_first_token_of_the_default_model(text_llm: LLM, params: SamplingParams)
     assert p_value(first_tokens(text_llm, TEXT, params), p) > LEAST_P
 
 
-@pytest.mark.parametrize("kernels", ["native", "reference"])
+@pytest.mark.parametrize("kernels", ["reference", *(["native"] if available_isas() else [])])
 def test_one_draw_from_each_seed(tiny: Tiny, kernels: str) -> None:
     """Seeds in a row are as independent as streams of one seed."""
     llm = tiny(attention_backend=kernels, num_blocks=300)
-    params = [with_seed(CASES[0], seed, 1) for seed in range(NUM_DRAWS // (4 if kernels == "reference" else 1))]
+    params = [with_seed(CASES[0], seed, 1) for seed in range(NUM_DRAWS // (10 if kernels == "reference" else 1))]
     outputs = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
     drawn = [output.outputs[0].token_ids[0] for output in outputs]
     assert p_value(drawn, processed(next_logits(llm, PROMPT), CASES[0])) > LEAST_P

@@ -23,6 +23,7 @@ from tests.support import all_logits
 BACKENDS = ("reference", *available_isas())
 RELATIVE = 1e-5  # of the largest logit; measured: 2e-6 at most
 RELATIVE_BF16 = 0.05  # in the mean square; measured: 0.03 at most, and a wrong layout or mask is off by about 1
+SLOW_LENGTH = 200  # positions of the reference kernels, which go row by row in torch
 Checkpoints = Callable[[Variant], Checkpoint]
 
 
@@ -53,7 +54,8 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def test_logits_at_every_position(chosen: Variant, backend: str, checkpoints: Checkpoints) -> None:
     checkpoint = checkpoints(chosen)
     model = load_llama(checkpoint, make_backend(backend))
-    assert relative_error(all_logits(model, checkpoint.tokens), checkpoint.logits) < RELATIVE
+    count = min(len(checkpoint.tokens), SLOW_LENGTH) if backend == "reference" else len(checkpoint.tokens)
+    assert relative_error(all_logits(model, checkpoint.tokens[:count]), checkpoint.logits[:count]) < RELATIVE
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
