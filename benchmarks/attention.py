@@ -1,6 +1,6 @@
 """Paged attention next to what bounds it: the memory bus, the dot-product unit, and torch's own attention.
 
-    python benchmarks/attention.py [--layers 30] [--rounds 9] [--threads 0] [--only TEXT]
+    PYTHONPATH=. python benchmarks/attention.py [--layers 30] [--rounds 9] [--threads 0] [--only TEXT]
 
 Every round times ours, a plain read of the same bytes, torch's scaled_dot_product_attention on contiguous copies, and
 ours again, one after the other in one process; ratios are taken inside a round. Printed: median [quartiles]; `self` is
@@ -104,15 +104,20 @@ class Ours:
 
 
 def torch_attention(case: Case, layers: int) -> Callable[[], None]:
-    """Return torch's attention on contiguous tensors of the same sizes, each branch with its own copy of the prompt."""
+    """Return torch's attention on contiguous tensors, each branch with its own copy of the prompt.
+
+    With enable_gqa torch leaves its fused kernel. So a decode's query heads stand as rows of their kv head, and a
+    prefill has its kv heads repeated beforehand.
+    """
     generator = torch.Generator().manual_seed(2)
-    sizes = (layers, 2, case.num_branches, KV_HEADS, case.kv_len, HEAD_DIM)
-    kv = torch.randn(sizes, generator=generator).bfloat16()
-    q = torch.randn(case.num_branches, Q_HEADS, case.num_rows, HEAD_DIM, generator=generator).bfloat16()
+    prefill, group = case.num_rows > 1, Q_HEADS // KV_HEADS
+    heads, rows = (Q_HEADS, case.num_rows) if prefill else (KV_HEADS, group)
+    kv = torch.randn((layers, 2, case.num_branches, heads, case.kv_len, HEAD_DIM), generator=generator).bfloat16()
+    q = torch.randn(case.num_branches, heads, rows, HEAD_DIM, generator=generator).bfloat16()
 
     def run() -> None:
         for k, v in kv:
-            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=case.num_rows > 1, enable_gqa=True)
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=prefill)
 
     return run
 
