@@ -1,10 +1,14 @@
-"""One copy of the default model's weights for each dtype, and engines of any size over it."""
+"""One copy of each model's weights, and engines of any size over it: what runs with them runs on every backend."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import tempfile
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,59 +17,76 @@ from pagedec.engine.engine import Engine
 from pagedec.engine.loader import LoadedModel, assemble, choose_backend, load_model
 from pagedec.formats.loading import open_weights
 from pagedec.models.llama import Llama
-from tests.equivalence.harness import Case, Scratch
+from tests.equivalence.harness import Case, Scratch, run
 
-DRAFT_LAYERS = 16  # of 30: near enough to the whole model to be accepted now and then
+DRAFT_LAYERS = {30: 16, 4: 3}  # near enough to the whole model to be accepted now and then
+# Small enough for torch, with the default model's vocabulary, so that the same prompts serve.
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 96,
+    "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
+    "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+KINDS = {
+    "bfloat16": {"model": "smollm2", "dtype": "bfloat16"},
+    "float32": {"model": "smollm2", "dtype": "float32"},
+    "reference": {"dtype": "float32", "attention_backend": "reference", "load_format": "dummy"},
+}
 
 
-@lru_cache(maxsize=2)
-def weights(dtype: str) -> tuple[LoadedModel, LoadedModel]:
-    """The default model, and its first layers as a draft model."""
-    config = EngineConfig.from_kwargs(model="smollm2", dtype=dtype, max_model_len=512)
-    backend = choose_backend(config.parallel, dtype)
+@lru_cache(maxsize=3)
+def arguments(kind: str) -> dict[str, Any]:
+    """Engine arguments: the compiled kernels on the default model in both dtypes, and torch on a tiny random one."""
+    if kind != "reference":
+        return KINDS[kind]
+    directory = Path(tempfile.mkdtemp(prefix="pagedec-tiny-"))
+    (directory / "config.json").write_text(json.dumps(TINY))
+    return {**KINDS[kind], "model": str(directory)}
+
+
+@lru_cache(maxsize=3)
+def weights(kind: str) -> tuple[LoadedModel, LoadedModel]:
+    """A model, and its first layers as a draft model."""
+    config = EngineConfig.from_kwargs(max_model_len=512, **arguments(kind))
+    backend = choose_backend(config.parallel, config.model.dtype)
     loaded = load_model(config.model, backend)
-    arch = dataclasses.replace(loaded.arch, num_layers=DRAFT_LAYERS)
+    arch = dataclasses.replace(loaded.arch, num_layers=DRAFT_LAYERS[loaded.arch.num_layers])
     source = open_weights(loaded.files, loaded.arch.weight_shapes(), backend.dtype, loaded.arch.optional_weights())
     draft = dataclasses.replace(loaded, model=Llama(arch, source, backend, 512), arch=arch)
     return loaded, draft
 
 
-@pytest.fixture(scope="session", params=["bfloat16", "float32"])
-def dtype(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(scope="session", params=sorted(KINDS))
+def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+def make_engine(kind: str, num_blocks: int = 256, **changes: Any) -> Engine:
+    loaded, draft = weights(kind)
+    config = EngineConfig.from_kwargs(num_blocks=num_blocks, **(arguments(kind) | changes))
+    return assemble(config, loaded, tuple(loaded.arch.eos_token_ids), draft)
+
+
 @pytest.fixture
-def engine(dtype: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+def engine(kind: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """Makes engines that check their pool after every step and poison every fresh block."""
     monkeypatch.setenv("PAGEDEC_DEBUG", "1")
-
-    def make(num_blocks: int = 256, **arguments: object) -> Engine:
-        config = EngineConfig.from_kwargs(dtype=dtype, num_blocks=num_blocks, **arguments)
-        loaded, draft = weights(dtype)
-        return assemble(config, loaded, tuple(loaded.arch.eos_token_ids), draft)
-
-    return make
+    return partial(make_engine, kind)
 
 
 @pytest.fixture(scope="session")
-def scratch(dtype: str) -> Scratch:
-    return Scratch(weights(dtype)[0].model)
+def scratch(kind: str) -> Scratch:
+    return Scratch(weights(kind)[0].model)
 
 
 @pytest.fixture(scope="session")
-def plain(dtype: str) -> Callable[[Case], list[list[int]]]:
+def plain(kind: str) -> Callable[[Case], list[list[int]]]:
     """What a case returns with plain sampling, alone, in an engine with room for everything. Computed once."""
-    from tests.equivalence.harness import run
-
-    loaded, draft = weights(dtype)
-    config = EngineConfig.from_kwargs(dtype=dtype, num_blocks=256)
-    engine = assemble(config, loaded, tuple(loaded.arch.eos_token_ids), draft)
-    known: dict[Case, list[list[int]]] = {}
+    own, known = make_engine(kind), {}
 
     def result(case: Case) -> list[list[int]]:
         if case not in known:
-            known[case] = run(engine, [case]).tokens[case.name]
+            known[case] = run(own, [case]).tokens[case.name]
         return known[case]
 
     return result

@@ -67,7 +67,7 @@ def test_each_method_alone_equals_plain_decoding(engine: Make, plain: Plain) -> 
 def test_all_methods_in_one_batch_under_preemption(engine: Make, plain: Plain, num_blocks: int, rows: int) -> None:
     cases = lossless()
     outcome = run(engine(num_blocks=num_blocks, max_num_batched_tokens=rows), cases, random.Random(num_blocks))
-    assert outcome.num_preemptions > 5, "the pool was too large to show anything"
+    assert outcome.num_preemptions > 2, "the pool was too large to show anything"
     assert_plain(cases, outcome.tokens, plain)
 
 

@@ -57,10 +57,11 @@ def fresh(case: Case, name: str = "", **changes: object) -> Case:
 
 
 def assert_same(a: list[Case], b: list[Case], left: Outcome, right: Outcome) -> None:
-    """Tokens and traced bits of two runs of the same requests."""
+    """Tokens and traced bits of two runs of the same requests. A draft may be accepted past the end of an answer, so the
+    second may have looked at more positions."""
     for one, other in zip(a, b, strict=True):
         assert left.tokens[one.name] == right.tokens[other.name], f"{one.name}: tokens differ"
-        assert one.params.trace == other.params.trace, f"{one.name}: equal tokens from different bits"
+        assert one.params.trace.items() <= other.params.trace.items(), f"{one.name}: equal tokens from different bits"
         assert one.params.trace, f"{one.name}: nothing was traced"
 
 
