@@ -101,7 +101,9 @@ def decode(contest: Contest, batch: int, rounds: int) -> list[object]:
     engine, prompts = contest.engine, [contest.prompt(PROMPT) for _ in range(batch)]
     for i, prompt in enumerate(prompts):
         engine.add(f"batch {batch}, {i}", prompt, FOREVER)
-    while any(len(branch.tables) and branch.table.length < PROMPT for r in engine.scheduler.requests for branch in r.branches):
+    while any(
+        len(branch.tables) and branch.table.length < PROMPT for r in engine.scheduler.requests for branch in r.branches
+    ):
         engine.step()
     kv = batch * (PROMPT + rounds // 2)
     contest.layers.rows[0] = batch
@@ -174,7 +176,9 @@ def main() -> None:
     contest = Contest(not arguments.no_transformers)
     heading("Decoding: SmolLM2-135M, bf16")
     rate = contest.dot_rate / 1e9
-    print(f"kernels {contest.library.isa}, {contest.library.num_threads} threads, dot products {rate:.0f} GFLOP/s; ms\n")
+    print(
+        f"kernels {contest.library.isa}, {contest.library.num_threads} threads, dot products {rate:.0f} GFLOP/s; ms\n"
+    )
     columns = [
         "batch", "step", "tokens/s", "read", "roof", "step / roof", "linears", "torch linears", "host",
         "transformers / step", "step / step",

@@ -1,6 +1,6 @@
 """From process start to the first token of the default model: cold (nothing converted yet) and from the converted form.
 
-    python benchmarks/startup.py [--runs 3]
+python benchmarks/startup.py [--runs 3]
 """
 
 from __future__ import annotations

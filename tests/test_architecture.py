@@ -43,7 +43,7 @@ EXTRA: dict[str, set[str]] = {
     "cli": {"llm", "session", "engine", "config", "environment", "serve"},
     "v1": set(),
     "__main__": {"cli"},
-    "__init__": {"llm", "session", "config", "decoders"},
+    "__init__": {"llm", "session", "config", "decoders", "environment"},
 }
 TO_THE_RIGHT = {part: set(CHAIN[i + 1 :]) for i, part in enumerate(CHAIN)}
 ALLOWED = {

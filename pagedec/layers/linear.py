@@ -13,9 +13,7 @@ from pagedec.kernels.reference_linear import interleave_gate_up
 INTERLEAVE = 16  # gate and up rows alternate in groups of 16: one vector of each lies in a 32-wide panel
 
 
-def pack_stacked(
-    backend: Backend, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None] = ()
-) -> Any:
+def pack_stacked(backend: Backend, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None] = ()) -> Any:
     """Projections of the same input, their outputs one behind the other."""
     bias = None
     if any(b is not None for b in biases):

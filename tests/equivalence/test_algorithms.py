@@ -89,7 +89,11 @@ def test_interleaved_true_continuations_settle_by_compaction(engine: Make, scrat
 def beams(count: int) -> list[Case]:
     texts = prompts(count, 6, 40, seed=9)
     return [
-        Case(f"beam {i}", text, BeamParams(2 + 2 * (i % 2), 5, early_stopping=i % 2 == 0, length_penalty=0.5 + 0.5 * (i % 3)))
+        Case(
+            f"beam {i}",
+            text,
+            BeamParams(2 + 2 * (i % 2), 5, early_stopping=i % 2 == 0, length_penalty=0.5 + 0.5 * (i % 3)),
+        )
         for i, text in enumerate(texts)
     ]
 
