@@ -18,8 +18,9 @@ namespace {
 constexpr int BLOCK_ROWS = 144;          // x of a block and two slices of panel fit L2 up to k = 2048; larger blocks gain nothing
 constexpr int64_t SLICE_STEPS = 1024;    // 128 KB of panel
 constexpr int ROW_SPLIT_MIN_ROWS = 48;   // a thread's rows below which a second reader of the same panels costs more than it brings
-// While one tile passes a panel the hardware's prefetching is as fast as a plain read, and ours costs 5-30 %. With more of them
-// memory would be idle from the second tile on. The 512-bit FMA kernel is never so short of memory (ours costs it 4-15 %).
+// While one tile passes a panel the hardware prefetches; doing it too costs up to 30 % below 7 rows, and from there to 12 rows
+// between -6 % (one thread, idle machine) and 17 % (memory shared with others). With more tiles memory would be idle from the
+// second on. The 512-bit FMA kernel is never so short of memory (prefetching costs it 4-15 %).
 constexpr int PREFETCH_MIN_ROWS = PD_LEVEL == 3 ? TILE_ROWS + 1 : PD_LEVEL == 2 ? INT32_MAX : 7;
 
 // acc [rows][32] of panel p becomes rows row, row + 1, ... of y.
