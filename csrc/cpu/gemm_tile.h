@@ -11,9 +11,10 @@
 
 namespace pagedec {
 
-// Registers: 12 rows x 2 zmm leave room for the panel and a broadcast; 3 rows x 4 ymm (the same 12 accumulators as 6 x 2, with
+// Registers: 14 rows x 2 zmm leave room for the panel, where a dot product takes its word of x from memory; 12 where it must be
+// widened first; 3 rows x 4 ymm (the same 12 accumulators as 6 x 2, with
 // fewer loads and half of the widening of x for each product); 1 row x 8 xmm.
-constexpr int TILE_ROWS = PD_LEVEL >= 2 ? 12 : PD_LEVEL == 1 ? 3 : 1;
+constexpr int TILE_ROWS = PD_LEVEL >= 3 ? 14 : PD_LEVEL >= 2 ? 12 : PD_LEVEL == 1 ? 3 : 1;
 
 struct TileArgs {
   const char *x;         // first word of the first row
@@ -100,12 +101,13 @@ PD_INLINE void step(F16 (&c)[R][2], const char *panel, Word word) {
 
 PD_INLINE void prefetch_to_l2(const char *p) { __builtin_prefetch(p, 0, 2); }
 
-// The rows' addresses in five registers: base + {0, 1, 2, 4, 8} * stride is one addressing mode. Twelve pointers, or eleven
+// The rows' addresses in six registers: base + {0, 1, 2, 4, 8} * stride is one addressing mode. Fourteen pointers, or thirteen
 // offsets, would be spilled in the innermost loop (measured: 4 to 6 % of the whole).
 struct RowPointers {
-  const char *r0, *r3, *r6, *r9;
+  const char *r0, *r3, *r6, *r9, *r12;
   int64_t stride;
-  __attribute__((always_inline)) RowPointers(const char *x, int64_t s) : r0(x), r3(x + 3 * s), r6(x + 6 * s), r9(x + 9 * s), stride(s) {}
+  __attribute__((always_inline)) RowPointers(const char *x, int64_t s)
+      : r0(x), r3(x + 3 * s), r6(x + 6 * s), r9(x + 9 * s), r12(x + 12 * s), stride(s) {}
   __attribute__((always_inline)) const char *operator[](int row) const {
     switch (row) {
       case 0: return r0;
@@ -119,12 +121,16 @@ struct RowPointers {
       case 8: return r0 + 8 * stride;
       case 9: return r9;
       case 10: return r6 + 4 * stride;
-      default: return r3 + 8 * stride;
+      case 11: return r3 + 8 * stride;
+      case 12: return r12;
+      default: return r9 + 4 * stride;
     }
   }
-  __attribute__((always_inline)) void advance(int64_t bytes) { r0 += bytes, r3 += bytes, r6 += bytes, r9 += bytes; }
+  __attribute__((always_inline)) void advance(int64_t bytes) {
+    r0 += bytes, r3 += bytes, r6 += bytes, r9 += bytes, r12 += bytes;
+  }
   // Keeps the compiler from replacing them by a pointer for each row.
-  __attribute__((always_inline)) void pin() { asm("" : "+r"(r0), "+r"(r3), "+r"(r6), "+r"(r9), "+r"(stride)); }
+  __attribute__((always_inline)) void pin() { asm("" : "+r"(r0), "+r"(r3), "+r"(r6), "+r"(r9), "+r"(r12), "+r"(stride)); }
 };
 
 template <int DTYPE, int R>
