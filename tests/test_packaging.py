@@ -64,7 +64,12 @@ def doctor(wheel: Path, place: Path) -> dict[str, dict[str, str]]:
     """What `pagedec doctor` says of an installed wheel, away from the sources."""
     pip("install", "--no-deps", "--target", str(place / "site"), str(wheel))
     environment = {name: value for name, value in os.environ.items() if "PAGEDEC" not in name}
-    command = [sys.executable, "-m", "pagedec", "doctor", "--no-probe", "--json"]
+    # The checkout's own editable install redirects imports before any path is searched.
+    program = (
+        "import runpy, sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in type(f).__module__];"
+        "sys.argv[1:] = ['doctor', '--no-probe', '--json']; runpy.run_module('pagedec', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", program]
     environment["PYTHONPATH"] = str(place / "site")
     done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
