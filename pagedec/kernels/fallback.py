@@ -5,6 +5,7 @@ Slow, and exact in the same sense: a row's bits do not depend on its neighbours.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -15,6 +16,8 @@ from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, Head
 from pagedec.kernels.records import Epilogue
 from pagedec.kernels.reference_attention import paged_attention
 from pagedec.kernels.reference_linear import TorchPackedLinear, gated_product
+
+_log = logging.getLogger(__name__)
 
 
 class ReferencePlan:
@@ -115,13 +118,23 @@ class ReferenceProgram:
 
 
 class ReferenceBackend:
-    """Everything in torch and numpy."""
+    """Everything in torch and numpy. `varying` holds the linear shapes (n, k) of which torch does not keep a row's bits."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.name, self.dtype = "reference", dtype
+        self.varying: set[tuple[int, int]] = set()
+        self._probed: set[tuple[int, int]] = set()
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> TorchPackedLinear:
-        return TorchPackedLinear(weight.to(self.dtype), bias)
+        """Pack, and probe each shape once: whether results are exact depends on the machine's library."""
+        linear = TorchPackedLinear(weight.to(self.dtype), bias)
+        shape = (linear.n, linear.k)
+        if shape not in self._probed:
+            self._probed.add(shape)
+            if not linear.probe_invariance():
+                self.varying.add(shape)
+                _log.warning("torch's linear layer of shape %s x %s is not batch-invariant in %s", *shape, self.dtype)
+        return linear
 
     def program(self) -> ReferenceProgram:
         return ReferenceProgram()
