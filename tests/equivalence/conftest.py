@@ -31,20 +31,22 @@ KINDS = {
     "bfloat16": {"model": "smollm2", "dtype": "bfloat16"},
     "float32": {"model": "smollm2", "dtype": "float32"},
     "reference": {"dtype": "float32", "attention_backend": "reference", "load_format": "dummy"},
+    "tiny": {"dtype": "bfloat16", "load_format": "dummy"},
 }
+TINY_KINDS = ("reference", "tiny")
 
 
-@lru_cache(maxsize=3)
+@lru_cache(maxsize=len(KINDS))
 def arguments(kind: str) -> dict[str, Any]:
-    """Engine arguments: the compiled kernels on the default model in both dtypes, and torch on a tiny random one."""
-    if kind != "reference":
+    """Engine arguments: the compiled kernels on the default model in both dtypes; torch, and the kernels, on a tiny one."""
+    if kind not in TINY_KINDS:
         return KINDS[kind]
     directory = Path(tempfile.mkdtemp(prefix="pagedec-tiny-"))
     (directory / "config.json").write_text(json.dumps(TINY))
     return {**KINDS[kind], "model": str(directory)}
 
 
-@lru_cache(maxsize=3)
+@lru_cache(maxsize=len(KINDS))
 def weights(kind: str) -> tuple[LoadedModel, LoadedModel]:
     """A model, and its first layers as a draft model."""
     config = EngineConfig.from_kwargs(max_model_len=512, **arguments(kind))
@@ -56,7 +58,7 @@ def weights(kind: str) -> tuple[LoadedModel, LoadedModel]:
     return loaded, draft
 
 
-@pytest.fixture(scope="session", params=sorted(KINDS))
+@pytest.fixture(scope="session", params=sorted(set(KINDS) - {"tiny"}))
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -104,10 +104,13 @@ class Outcome:
     num_accepted: int = 0
 
 
-def run(engine: Engine, cases: Iterable[Case], disturb: random.Random | None = None) -> Outcome:
-    """All cases as one batch; `disturb` preempts at random and lets requests arrive late."""
+def run(
+    engine: Engine, cases: Iterable[Case], disturb: random.Random | None = None, waiting_for: Sequence[str] = ()
+) -> Outcome:
+    """All cases as one batch, beside the requests `waiting_for` that the engine already has; `disturb` preempts at random and
+    lets requests arrive late."""
     waiting, outcome = list(cases), Outcome({})
-    count = len(waiting)
+    count = len(waiting) + len(waiting_for)
     while len(outcome.tokens) < count:
         while waiting and (disturb is None or disturb.random() < 0.7):
             case = waiting.pop(0)
