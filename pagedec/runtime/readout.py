@@ -38,35 +38,42 @@ def read_piece(backend: Backend, forward: LaneForward, logits: torch.Tensor, sta
     """
     stop = start + len(logits)
     whole = start == 0 and stop == len(forward.read_rows)
+    if len(forward.topk_rows) or len(forward.logprob_rows) or len(forward.banned_rows):
+        _read_probabilities(backend, forward, logits, start, whole, reading)
+    _draw(backend, forward, logits, start, whole, reading)
+
+
+def _read_probabilities(
+    backend: Backend, forward: LaneForward, logits: torch.Tensor, start: int, whole: bool, reading: Reading
+) -> None:
+    stop = start + len(logits)
     picked = _within(forward.topk_rows, start, stop, whole)
     asked = _within(forward.logprob_rows, start, stop, whole)
     banned = _within(forward.banned_rows, start, stop, whole)
-    lse = None
     if len(asked):
         rows = forward.logprob_rows[asked] - start
-        lse = backend.topk(logits, rows, 0)[2]
         values = logits.numpy()[rows, forward.logprob_tokens[asked]]
-        reading.logprobs[asked] = values - lse
-    if len(picked):
-        rows = (forward.topk_rows[picked] - start).astype(np.int32)
-        lse = backend.topk(logits, rows, 0)[2] if len(banned) else None
+        reading.logprobs[asked] = values - backend.topk(logits, rows, 0)[2]
+    rows = (forward.topk_rows[picked] - start).astype(np.int32)
+    lse = backend.topk(logits, rows, 0)[2] if len(picked) and len(banned) else None
     if len(banned):
         logits.numpy()[forward.banned_rows[banned] - start, forward.banned_tokens[banned]] = -np.inf
     if len(picked):
         tokens, values, after = backend.topk(logits, rows, forward.topk_k)
         reading.topk_tokens[picked] = tokens
         reading.topk_logprobs[picked] = values - (after if lse is None else lse)[:, None]
-    _draw(backend, forward, logits, start, whole, reading)
 
 
 def _draw(
     backend: Backend, forward: LaneForward, logits: torch.Tensor, start: int, whole: bool, reading: Reading
 ) -> None:
-    drawn = _within(forward.draws["row"], start, start + len(logits), whole)
-    if not len(drawn):
+    if not len(forward.draws):
         return
     if whole:
-        reading.draws[:] = backend.sample(logits, forward.draws)
+        reading.draws = backend.sample(logits, forward.draws)
+        return
+    drawn = _within(forward.draws["row"], start, start + len(logits), whole)
+    if not len(drawn):
         return
     draws = forward.draws[drawn]
     draws["row"] -= start

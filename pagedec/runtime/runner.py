@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import torch
 
 from pagedec.core.protocol import DRAW_DTYPE, Answers, LaneAnswers, LaneForward, RollPlan
 from pagedec.errors import InvariantError
@@ -22,11 +23,13 @@ class LaneRunner:
         self.model, self.cache, self.backend, self.debug = model, cache, model.backend, debug
         self.buffers = model.buffers(max_rows)
         self.plan = self.backend.plan(model.attention_shape(cache.block_size))
-        self.body, self.head = self.backend.program(), self.backend.program()
+        self.body, self.head, self.whole = (self.backend.program() for _ in range(3))
         model.record(self.body, self.buffers, cache, self.plan)
         model.record_head(self.head, self.buffers)
-        self.body.finish()
-        self.head.finish()
+        model.record(self.whole, self.buffers, cache, self.plan)
+        model.record_head(self.whole, self.buffers)
+        for program in (self.body, self.head, self.whole):
+            program.finish()
 
     def prepare(self, forward: LaneForward) -> None:
         """What must precede every read and write of the step: poison in debug builds, then the copies in order."""
@@ -37,18 +40,26 @@ class LaneRunner:
 
     def execute(self, forward: LaneForward) -> LaneAnswers:
         """Evaluate the rows and answer what is asked of them."""
-        reading = Reading.of(forward)
+        reading, rows = Reading.of(forward), forward.read_rows
         if len(forward.token_ids):
             self.buffers.load(forward.token_ids, forward.positions, forward.slots)
             self.plan.update(forward.row_indptr, forward.kv_len, forward.block_table, forward.parents)
-            self.body.run()
-            for start in range(0, len(forward.read_rows), READ_ROWS):
-                logits = self.buffers.load_read(forward.read_rows[start : start + READ_ROWS])
-                self.head.run()
-                if self.debug and bool(logits.isnan().any()):
-                    raise InvariantError("logits are NaN: a row read a slot that no row had written")
-                read_piece(self.backend, forward, logits, start, reading)
+            if 0 < len(rows) <= READ_ROWS:  # nearly always: one program, from token ids to logits
+                logits = self.buffers.load_read(rows)
+                self.whole.run()
+                self._read(forward, logits, 0, reading)
+            else:
+                self.body.run()
+                for start in range(0, len(rows), READ_ROWS):
+                    logits = self.buffers.load_read(rows[start : start + READ_ROWS])
+                    self.head.run()
+                    self._read(forward, logits, start, reading)
         return LaneAnswers(reading.draws, reading.topk_tokens, reading.topk_logprobs, reading.logprobs, [])
+
+    def _read(self, forward: LaneForward, logits: torch.Tensor, start: int, reading: Reading) -> None:
+        if self.debug and bool(logits.isnan().any()):
+            raise InvariantError("logits are NaN: a row read a slot that no row had written")
+        read_piece(self.backend, forward, logits, start, reading)
 
     def roll(self, forward: LaneForward) -> list[tuple[int, ...]]:
         """Continue the chains that `execute` began: the i-th token of each is evaluated to give the next one."""
