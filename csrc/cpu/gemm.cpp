@@ -17,7 +17,9 @@ namespace {
 // Measured on Zen 4 (1 MB L2, 2 cores, 33-60 GB/s).
 constexpr int BLOCK_ROWS = 144;          // x of a block and two slices of panel fit L2 up to k = 2048; larger blocks gain nothing
 constexpr int64_t SLICE_STEPS = 1024;    // 128 KB of panel
-constexpr int ROW_SPLIT_MIN_ROWS = 48;   // a thread's rows below which a second reader of the same panels costs more than it brings
+// g groups of threads that share the rows read the weights g times. That hides behind the arithmetic from some 32 rows a group on two
+// threads (measured: 64 rows as 2 x 32 are 3 % faster in a whole step, 32 as 2 x 16 6 % slower), and in proportion on more.
+constexpr int ROW_SPLIT_MIN_ROWS = 16;  // of a group, for each thread there is
 // While one tall tile passes a panel the hardware prefetches; doing it too costs up to 30 % below 7 rows, and from there to 12
 // rows between -6 % (one thread, idle machine) and 17 % (memory shared with others). With more tiles memory would be idle from
 // the second on. The 512-bit FMA kernel is never so short of memory (prefetching costs it 4-15 %).
@@ -75,13 +77,14 @@ struct Job {
   const char *panel(int64_t p) const { return (const char *)a.packed + p * panel_bytes; }
 };
 
-// Into how many groups the threads split the rows; each group's threads split the panels. One, unless panels are too few.
+// Into how many groups the threads split the rows; each group's threads split the panels. As many as the weights may be read: a thread
+// then finds in its own cache the rows that it wrote in the kernel before, where half of each row would come from another core.
 int num_row_groups(int64_t rows, int64_t panels, int num_threads) {
   int best = 1;
   int64_t best_cost = rows * ((panels + num_threads - 1) / num_threads);
-  for (int g = 2; g <= num_threads && rows / g >= ROW_SPLIT_MIN_ROWS; g++) {
+  for (int g = 2; g <= num_threads && rows / g >= (int64_t)ROW_SPLIT_MIN_ROWS * num_threads; g++) {
     const int64_t columns = num_threads / g, cost = (rows + g - 1) / g * ((panels + columns - 1) / columns);
-    if (num_threads % g == 0 && cost < best_cost) best_cost = cost, best = g;
+    if (num_threads % g == 0 && cost <= best_cost) best_cost = cost, best = g;
   }
   return best;
 }
