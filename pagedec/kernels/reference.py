@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pagedec.kernels.reference_attention import write_slots
+
 
 def embed(
     token_ids: Tensor,
@@ -88,26 +90,6 @@ def rotate(x: Tensor, table: Tensor, *, interleaved: bool = False) -> Tensor:
     return torch.cat((pairs, rest), -1)
 
 
-def write_slots(cache: Tensor, slots: Tensor, rows: Tensor, *, keys: bool) -> None:
-    """Write rows [rows, kv_heads, head_dim] to their slots of one layer's K or V; slot -1 is not written."""
-    written = slots >= 0
-    rows, places = rows[written].to(cache.dtype), slots[written].long()
-    paired = cache.dim() == 5
-    if keys:
-        block, offset = places // cache.shape[3], places % cache.shape[3]
-        if paired:
-            cache[block, :, :, offset] = rows.view(*rows.shape[:-1], -1, 2)
-        else:
-            cache[block, :, :, offset] = rows
-        return
-    size = cache.shape[2] * (2 if paired else 1)
-    block, offset = places // size, places % size
-    if paired:
-        cache[block, :, offset // 2, :, offset % 2] = rows
-    else:
-        cache[block, :, offset] = rows
-
-
 def rope_kv_write(
     qkv: Tensor,
     k_cache: Tensor,
@@ -134,8 +116,8 @@ def rope_kv_write(
             return x
         return rotate(x, cos_sin[positions.long()], interleaved=shape.interleaved)
 
-    write_slots(k_cache, slots, prepare(k, k_norm), keys=True)
-    write_slots(v_cache, slots, v, keys=False)
+    written = slots >= 0
+    write_slots(k_cache, v_cache, slots[written], prepare(k, k_norm)[written], v[written])
     return prepare(q, q_norm).to(qkv.dtype).flatten(1)
 
 

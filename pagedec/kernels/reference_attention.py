@@ -42,7 +42,7 @@ def read_slots(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return K and V of these slots, each [num_slots, num_kv_heads, head_dim], contiguous."""
     block, offset = _places(k_cache, slots)
-    if k_cache.dtype == torch.bfloat16:
+    if k_cache.dim() == 5:  # pairs lie side by side
         k, v = k_cache[block, :, :, offset].flatten(2), v_cache[block, :, offset // 2, :, offset % 2]
         return k.contiguous(), v.contiguous()
     return k_cache[block, :, :, offset].contiguous(), v_cache[block, :, offset].contiguous()
@@ -53,7 +53,7 @@ def write_slots(
 ) -> None:
     """Store K and V, each [num_slots, num_kv_heads, head_dim], into these slots."""
     block, offset = _places(k_cache, slots)
-    if k_cache.dtype == torch.bfloat16:
+    if k_cache.dim() == 5:  # pairs lie side by side
         k_cache[block, :, :, offset] = k.unflatten(2, (-1, 2)).to(k_cache.dtype)
         v_cache[block, :, offset // 2, :, offset % 2] = v.to(v_cache.dtype)
     else:
