@@ -1,0 +1,45 @@
+"""What is done to a row's logits before a token is drawn from them: the request's own rules, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Processing:
+    """A request's rules, applied in the order of the fields to every row that it reads out.
+
+    A row's history is the tokens that it sees, itself included: those of its branch and, in a draft, its ancestors'.
+
+    1. `allowed_token_ids`: all others are banned (logit -inf); None: no such rule.
+    2. `bad_words`: where the history ends with all but the last token of one, its last is banned; one token alone always is.
+    3. `logit_bias`: pairs (token id, number added to its logit), each id once.
+    4. `no_repeat_ngram_size` n > 0: a token is banned where its n-gram is in the history already.
+    5. `repetition_penalty` r (Keskar et al. 2019): of tokens in the history, a logit z > 0 becomes z / r, another z * r.
+    6. `frequency_penalty` f and `presence_penalty` p: of a token that was generated c > 0 times, prompt not counted, z - f * c - p.
+    """
+
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    no_repeat_ngram_size: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+
+
+NO_PROCESSING = Processing()
+
+
+@dataclass(slots=True)
+class ProcessRows:
+    """The read-out rows of one forward whose logits are processed, as flat arrays of one entry a row, in the order of `rows`."""
+
+    rows: np.ndarray  # int32 [num_processed], into LaneForward.read_rows, ascending, each once
+    branches: np.ndarray  # int32 [num_processed]: the branch of the forward that the row belongs to
+    prompt_lengths: np.ndarray  # int32 [num_processed]: tokens of the history that were not generated
+    rule_ids: np.ndarray  # int32 [num_processed], into rules
+    rules: Sequence[Processing]
