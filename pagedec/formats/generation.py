@@ -1,0 +1,52 @@
+"""generation_config.json: what a model's makers recommend for drawing its tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pagedec.errors import InvalidArgument, ModelFileError
+from pagedec.fields import Flag, Integer, Number, Rule
+from pagedec.formats.files import read_json_object
+from pagedec.params import MIN_TEMPERATURE
+
+FILE_NAME = "generation_config.json"
+# Name in the file: the field of SamplingParams, and what the file may hold
+_FIELDS: dict[str, tuple[str, Rule]] = {
+    "temperature": ("temperature", Number("temperature", low=MIN_TEMPERATURE, zero=True)),
+    "top_k": ("top_k", Integer("top_k", low=-1)),
+    "top_p": ("top_p", Number("top_p", above=0, high=1)),
+    "min_p": ("min_p", Number("min_p", low=0, high=1)),
+    "repetition_penalty": ("repetition_penalty", Number("repetition_penalty", above=0)),
+    "no_repeat_ngram_size": ("no_repeat_ngram_size", Integer("no_repeat_ngram_size")),
+    "max_new_tokens": ("max_tokens", Integer("max_new_tokens", low=1)),
+}
+
+
+def _checked(path: Path, name: str, value: object, rule: Rule) -> Any:
+    try:
+        return rule.check(name, value)
+    except InvalidArgument as error:
+        raise ModelFileError(path, str(error)) from error
+
+
+def read_generation_config(path: Path) -> dict[str, Any]:
+    """Return the recommended values by the names of SamplingParams' fields, {} where there is no generation_config.json.
+
+    `path` is a model directory, or the file itself; next to a .gguf file nothing is looked for. Fields that are missing, null or
+    of no use here are left out. `do_sample` false is temperature 0 whatever temperature stands beside it. Raises ModelFileError
+    naming file, field, value and limit.
+    """
+    file = path if path.name == FILE_NAME else path / FILE_NAME
+    if not file.is_file():
+        return {}
+    content = read_json_object(file, "the generation configuration")
+    values = {
+        field: _checked(file, name, content[name], rule)
+        for name, (field, rule) in _FIELDS.items()
+        if content.get(name) is not None
+    }
+    do_sample = content.get("do_sample")
+    if do_sample is not None and not _checked(file, "do_sample", do_sample, Flag("draw, or take the most probable")):
+        values["temperature"] = 0.0
+    return values
