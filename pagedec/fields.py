@@ -34,6 +34,8 @@ class Rule(ABC):
     optional: bool = dataclasses.field(default=False, kw_only=True)
     """True: None is allowed too."""
     metavar: ClassVar[str] = "VALUE"
+    repeated: ClassVar[bool] = False
+    """True: a flag may be given several times, and its values are put together."""
 
     @property
     @abstractmethod
@@ -179,13 +181,15 @@ class Text(Rule):
 
 @dataclass(frozen=True, slots=True)
 class TokenIds(Rule):
-    """Token ids, kept as a tuple; None means none. As text: separated by commas."""
+    """Token ids, kept as a tuple; None means none, or with `optional` no rule. As text: separated by commas."""
 
     metavar = "ID,ID"
+    filled: bool = False
+    """True: at least one."""
 
     @property
     def limit(self) -> str:
-        return f"a sequence of token ids from 0 to {MAX_INT32}"
+        return f"a sequence of {'at least one token id' if self.filled else 'token ids'} from 0 to {MAX_INT32}"
 
     def accept(self, value: object) -> tuple[int, ...]:
         if value is None:
@@ -195,10 +199,73 @@ class TokenIds(Rule):
         token_ids = tuple(_integer(token_id) for token_id in value)
         for token_id in token_ids:
             _within(token_id, 0, MAX_INT32)
+        if self.filled and not token_ids:
+            raise ValueError
         return token_ids
 
     def read(self, text: str) -> object:
         return [int(part) for part in text.split(",") if part.strip()]
+
+
+@dataclass(frozen=True, slots=True)
+class Texts(Rule):
+    """One text or several, none of them empty, kept as a tuple; None means none. As text: itself, or a JSON list of texts."""
+
+    metavar = "TEXT"
+    repeated = True
+
+    @property
+    def limit(self) -> str:
+        return "a text that is not empty, or a list of them"
+
+    def accept(self, value: object) -> tuple[str, ...]:
+        if value is None:
+            return ()
+        if isinstance(value, (bytes, Mapping)) or not isinstance(value, Iterable):
+            raise TypeError
+        texts = (value,) if isinstance(value, str) else tuple(value)
+        for text in texts:
+            if not isinstance(text, str):
+                raise TypeError
+            if not text.encode("utf-8"):  # half a surrogate pair is no text either
+                raise ValueError
+        return texts
+
+    def read(self, text: str) -> object:
+        if not text.startswith("["):
+            return text
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNumbers(Rule):
+    """A finite number from `low` to `high` for each of some token ids. Ids may be texts, as in JSON. As text: a JSON object."""
+
+    low: float
+    high: float
+    metavar = "JSON"
+
+    @property
+    def limit(self) -> str:
+        return f'a table of token ids and numbers from {self.low:g} to {self.high:g}, as JSON such as {{"17": -2.5}}'
+
+    def accept(self, value: object) -> dict[int, float]:
+        if not isinstance(value, Mapping):
+            raise TypeError
+        numbers: dict[int, float] = {}
+        for key, number in value.items():
+            token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else _integer(key)
+            _within(token_id, 0, MAX_INT32)
+            if token_id in numbers:
+                raise ValueError
+            numbers[token_id] = Number("", low=self.low, high=self.high).accept(number)
+        return numbers
+
+    def read(self, text: str) -> object:
+        return json.loads(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +310,9 @@ class Table(Rule):
         return json.loads(text)
 
 
-def option(default: Any, rule: Rule) -> Any:
-    """A dataclass field with a default and a rule."""
-    return dataclasses.field(default=default, metadata={RULE: rule})
+def option(default: Any, rule: Rule, *, hashed: bool = True) -> Any:
+    """A dataclass field with a default and a rule; `hashed` False for values that have no hash."""
+    return dataclasses.field(default=default, hash=None if hashed else False, metadata={RULE: rule})
 
 
 def rules(cls: type[Any]) -> dict[str, tuple[Rule, Any]]:

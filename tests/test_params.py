@@ -35,7 +35,22 @@ WRONG = [
     *[("min_tokens", value) for value in (-1, None, 1.0, True)],
     *[("stop_token_ids", value) for value in ("12", b"1", 5, [1.0], [True], [-1], [2**31], {1: 2}, [None])],
     *[("ignore_eos", value) for value in (0, 1, None, "true")],
-]
+    *[("presence_penalty", value) for value in (-2.01, 2.01, NAN, None, "0", True)],
+    *[("frequency_penalty", value) for value in (-2.01, 2.01, INF, None, False)],
+    *[("repetition_penalty", value) for value in (0, -1, NAN, INF, None, "1")],
+    *[("stop", value) for value in ("", [""], ["a", ""], b"a", [b"a"], 5, [5], [None], {"a": 1}, "\ud800", ["a", "\udc00"])],
+    *[("bad_words", value) for value in ("", [""], b"a", 5, [5], {"a": 1}, ["\ud800"])],
+    *[("logprobs", value) for value in (-2, 1.0, "1", True, 2**31)],
+    *[("prompt_logprobs", value) for value in (-2, 0.5, "1", False)],
+    *[(name, value) for name in ("detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+                                 "include_stop_str_in_output") for value in (0, None, "true")],
+    *[("truncate_prompt_tokens", value) for value in (0, -1, 1.0, "5", True)],
+    *[("logit_bias", value) for value in ({1: 100.5}, {1: -101}, {1: NAN}, {1: None}, {1: "2"}, {1: True}, {-1: 1},
+                                          {2**31: 1}, {1.0: 1}, {True: 1}, {"x": 1}, {" 1": 1}, {"-1": 1}, {"1_0": 1},
+                                          {"\u0661": 1}, {1: 1, "1": 1}, [(1, 1)], "1", 5)],
+    *[("allowed_token_ids", value) for value in ([], (), "12", b"1", 5, [1.0], [-1], [2**31], {1: 2}, [None])],
+    *[("no_repeat_ngram_size", value) for value in (-1, 1.0, None, True, "2")],
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("field", "value"), WRONG, ids=lambda value: repr(value)[:30])
@@ -62,6 +77,17 @@ def test_wrong_value_names_field_value_and_limit(field: str, value: Any) -> None
         ({"stop_token_ids": [3, np.int32(1)]}, {"stop_token_ids": (3, 1)}),
         ({"stop_token_ids": None}, {"stop_token_ids": ()}),
         ({"min_tokens": 5, "max_tokens": 5}, {"min_tokens": 5, "max_tokens": 5}),
+        ({"stop": "\n\n"}, {"stop": ("\n\n",)}),
+        ({"stop": ["a", "b", "a"]}, {"stop": ("a", "b", "a")}),
+        ({"stop": None, "bad_words": None}, {"stop": (), "bad_words": ()}),
+        ({"stop": []}, {"stop": ()}),
+        ({"bad_words": "no"}, {"bad_words": ("no",)}),
+        ({"logit_bias": {"7": 1, np.int64(3): -100}}, {"logit_bias": {7: 1.0, 3: -100.0}}),
+        ({"logit_bias": {}}, {"logit_bias": {}}),
+        ({"allowed_token_ids": np.arange(3)}, {"allowed_token_ids": (0, 1, 2)}),
+        ({"presence_penalty": -2, "frequency_penalty": 2}, {"presence_penalty": -2.0, "frequency_penalty": 2.0}),
+        ({"repetition_penalty": 1e-3}, {"repetition_penalty": 1e-3}),
+        ({"logprobs": -1, "prompt_logprobs": 0}, {"logprobs": -1, "prompt_logprobs": 0}),
     ],
 )
 def test_values_have_one_normal_form(given: dict[str, Any], kept: dict[str, Any]) -> None:
@@ -75,8 +101,14 @@ def test_values_have_one_normal_form(given: dict[str, Any], kept: dict[str, Any]
 
 def test_defaults_are_those_of_vllm_but_for_max_tokens() -> None:
     params = SamplingParams()
-    values = [getattr(params, field.name) for field in dataclasses.fields(params)]
-    assert values == [1, 1.0, 0, 1.0, 0.0, None, None, 0, (), False]
+    assert {field.name: getattr(params, field.name) for field in dataclasses.fields(params)} == {
+        "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,
+        "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": (), "stop_token_ids": (), "ignore_eos": False,
+        "max_tokens": None, "min_tokens": 0, "logprobs": None, "prompt_logprobs": None, "detokenize": True,
+        "skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False,
+        "truncate_prompt_tokens": None, "logit_bias": None, "allowed_token_ids": None, "bad_words": (),
+        "no_repeat_ngram_size": 0,
+    }  # fmt: skip
     assert not params.greedy and SamplingParams(temperature=0).greedy
 
 
@@ -85,10 +117,33 @@ def test_min_tokens_above_max_tokens() -> None:
         SamplingParams(min_tokens=4, max_tokens=3)
 
 
+def test_stop_strings_need_text() -> None:
+    with pytest.raises(InvalidArgument, match=r"^stop is \('a',\): must be empty where detokenize is false"):
+        SamplingParams(stop="a", detokenize=False)
+
+
+def test_a_copy_with_changes_is_checked_as_a_new_one() -> None:
+    params = SamplingParams(stop="a", logit_bias={1: 2}, seed=3)
+    assert params.clone() == params and params.clone() is not params
+    assert params.clone(temperature=0, stop=None) == SamplingParams(temperature=0, logit_bias={1: 2}, seed=3)
+    with pytest.raises(InvalidArgument, match="^n is 0"):
+        params.clone(n=0)
+    with pytest.raises(InvalidArgument, match="^temprature is 1: not a field of SamplingParams"):
+        params.clone(temprature=1)
+
+
+def test_a_caller_may_change_what_was_passed() -> None:
+    bias, stop = {1: 2.0}, ["a"]
+    params = SamplingParams(logit_bias=bias, stop=stop)
+    bias[5], stop[0] = 1.0, "b"
+    assert (params.logit_bias, params.stop) == ({1: 2.0}, ("a",))
+    assert hash(params) == hash(params.clone()) and params != params.clone(logit_bias={1: 3})
+
+
 @pytest.mark.parametrize("make", [lambda values: SamplingParams(**values), SamplingParams.from_dict])
 def test_unknown_field_names_the_known_ones(make: Any) -> None:
     with pytest.raises(
-        InvalidArgument, match=r"^temprature is 1: not a field of SamplingParams; known are n, temperature,"
+        InvalidArgument, match=r"^temprature is 1: not a field of SamplingParams; known are n, presence_penalty,"
     ):
         make({"temprature": 1})
 
@@ -100,11 +155,11 @@ def test_from_dict_checks_as_the_constructor_does() -> None:
 
 
 def test_params_are_immutable_and_survive_pickling() -> None:
-    params = SamplingParams(n=2, temperature=0.5, stop_token_ids=[1])
+    params = SamplingParams(n=2, temperature=0.5, stop_token_ids=[1], logit_bias={"3": 1}, stop="x")
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.n = 3  # type: ignore[misc]
     assert pickle.loads(pickle.dumps(params)) == params
-    assert dataclasses.replace(params, n=4) == SamplingParams(n=4, temperature=0.5, stop_token_ids=[1])
+    assert dataclasses.replace(params, n=4) == params.clone(n=4)
     with pytest.raises(InvalidArgument, match="n is 0"):
         dataclasses.replace(params, n=0)
 

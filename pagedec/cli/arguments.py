@@ -58,11 +58,14 @@ def add_fields(
         shown = _default(default)
         text = rule.help.replace("%", "%%") + (f" (default: {shown})" if shown else "")
         if isinstance(rule, Flag):
-            action = argparse.BooleanOptionalAction
-            group.add_argument(flag, dest=prefix + name, action=action, default=argparse.SUPPRESS, help=text)
+            group.add_argument(
+                flag, dest=prefix + name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
+            )
         else:
-            metavar = _metavar(rule)
-            group.add_argument(flag, dest=prefix + name, metavar=metavar, default=argparse.SUPPRESS, help=text)
+            metavar, action = _metavar(rule), "append" if rule.repeated else "store"
+            group.add_argument(
+                flag, dest=prefix + name, action=action, metavar=metavar, default=argparse.SUPPRESS, help=text
+            )
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,9 +84,13 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _given(arguments: argparse.Namespace, prefix: str, fields: Mapping[str, tuple[Rule, Any]]) -> dict[str, Any]:
     given = {key.removeprefix(prefix): value for key, value in vars(arguments).items() if key.startswith(prefix)}
-    return {
-        name: fields[name][0].parse(name, value) if isinstance(value, str) else value for name, value in given.items()
-    }
+    return {name: _parsed(name, fields[name][0], value) for name, value in given.items()}
+
+
+def _parsed(name: str, rule: Rule, value: object) -> object:
+    if isinstance(value, list):  # of a flag that was given several times
+        return tuple(item for text in value for item in rule.parse(name, text))
+    return rule.parse(name, value) if isinstance(value, str) else value
 
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
