@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from pagedec.core.protocol import DRAW_DTYPE, LaneForward
+from pagedec.models.base import Model
 from pagedec.models.buffers import READ_ROWS
-from pagedec.models.llama import Llama
 from pagedec.runtime.cache import allocate_cache
 from pagedec.runtime.runner import LaneRunner
 
@@ -17,7 +17,7 @@ BLOCK_SIZE = 16
 NOTHING = np.empty(0, np.int32)
 
 
-def all_logits(model: Llama, tokens: Sequence[int], chunk: int = READ_ROWS) -> torch.Tensor:
+def all_logits(model: Model, tokens: Sequence[int], chunk: int = READ_ROWS) -> torch.Tensor:
     """fp32 [len(tokens), vocab] of one sequence, evaluated `chunk` rows a step in scattered blocks."""
     assert chunk <= READ_ROWS, "a step's logits must all be in the buffer"
     num_blocks = -(-len(tokens) // BLOCK_SIZE)

@@ -14,14 +14,14 @@ from pagedec.core.scheduler import Scheduler
 from pagedec.engine.engine import Engine, ModelLimits
 from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.executor.inline import InlineExecutor
-from pagedec.formats.loading import open_weights
 from pagedec.formats.resolve import ModelFiles, resolve_model, resolve_tokenizer
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import LibraryNotFound, load
 from pagedec.kernels.native import NativeBackend
-from pagedec.models.config import Architecture, load_architecture
-from pagedec.models.llama import Llama
+from pagedec.models.architecture import Architecture
+from pagedec.models.base import Model
+from pagedec.models.registry import build_model, load_architecture, open_model_weights
 from pagedec.runtime.cache import allocate_cache, block_bytes
 from pagedec.runtime.runner import LaneRunner, ModelRunner
 from pagedec.text.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ MIN_BLOCKS = 2  # one for tokens, and one for the copy of a shared block
 class LoadedModel:
     """A model in a backend's hands, and what is known of it."""
 
-    model: Llama
+    model: Model
     arch: Architecture
     files: ModelFiles
     max_model_len: int
@@ -67,9 +67,8 @@ def load_model(config: ModelConfig, backend: Backend) -> LoadedModel:
     length = limit if config.max_model_len is None else config.max_model_len
     if length > limit:
         raise InvalidArgument("max_model_len", length, f"must be at most {limit}, the model's context")
-    arch.require_full_attention()
-    source = open_weights(files, arch.weight_shapes(), backend.dtype, arch.optional_weights(), config.seed)
-    return LoadedModel(Llama(arch, source, backend, length), arch, files, length)
+    source = open_model_weights(arch, files, backend.dtype, config.seed)
+    return LoadedModel(build_model(arch, source, backend, length), arch, files, length)
 
 
 def count_blocks(config: CacheConfig, arch: Architecture, dtype: torch.dtype, max_model_len: int, num_seqs: int) -> int:

@@ -7,7 +7,7 @@ import torch
 
 from pagedec.kernels.backend import CacheTensors
 from pagedec.kernels.memory import zeros
-from pagedec.models.config import Architecture
+from pagedec.models.architecture import Architecture
 
 POISON_TOKEN = -1
 

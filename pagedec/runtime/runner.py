@@ -10,26 +10,20 @@ import torch
 from pagedec.core.protocol import DRAW_DTYPE, Answers, LaneAnswers, LaneForward, RollPlan
 from pagedec.errors import InvariantError
 from pagedec.kernels.backend import CacheTensors
+from pagedec.models.base import Model
 from pagedec.models.buffers import READ_ROWS
-from pagedec.models.llama import Llama
 from pagedec.runtime.cache import poison
 from pagedec.runtime.readout import Reading, read_piece
 
 
 class LaneRunner:
-    """One model with its cache, and the recorded programs over its buffers."""
+    """One model with its cache, a plan for each kind of its layers, and the programs over its buffers."""
 
-    def __init__(self, model: Llama, cache: CacheTensors, max_rows: int, debug: bool = False) -> None:
+    def __init__(self, model: Model, cache: CacheTensors, max_rows: int, debug: bool = False) -> None:
         self.model, self.cache, self.backend, self.debug = model, cache, model.backend, debug
         self.buffers = model.buffers(max_rows)
-        self.plan = self.backend.plan(model.attention_shape(cache.block_size))
-        self.body, self.head, self.whole = (self.backend.program() for _ in range(3))
-        model.record(self.body, self.buffers, cache, self.plan)
-        model.record_head(self.head, self.buffers)
-        model.record(self.whole, self.buffers, cache, self.plan)
-        model.record_head(self.whole, self.buffers)
-        for program in (self.body, self.head, self.whole):
-            program.finish()
+        self.plans = [self.backend.plan(shape) for shape in model.attention_shapes(cache.block_size)]
+        self.programs = model.programs(self.buffers, cache, self.plans)
 
     def prepare(self, forward: LaneForward) -> None:
         """What must precede every read and write of the step: poison in debug builds, then the copies in order."""
@@ -43,16 +37,17 @@ class LaneRunner:
         reading, rows = Reading.of(forward), forward.read_rows
         if len(forward.token_ids):
             self.buffers.load(forward.token_ids, forward.positions, forward.slots)
-            self.plan.update(forward.row_indptr, forward.kv_len, forward.block_table, forward.parents)
+            for plan in self.plans:
+                plan.update(forward.row_indptr, forward.kv_len, forward.block_table, forward.parents)
             if 0 < len(rows) <= READ_ROWS:  # nearly always: one program, from token ids to logits
                 logits = self.buffers.load_read(rows)
-                self.whole.run()
+                self.programs.whole.run()
                 self._read(forward, logits, 0, reading)
             else:
-                self.body.run()
+                self.programs.body.run()
                 for start in range(0, len(rows), READ_ROWS):
                     logits = self.buffers.load_read(rows[start : start + READ_ROWS])
-                    self.head.run()
+                    self.programs.head.run()
                     self._read(forward, logits, start, reading)
         return LaneAnswers(reading.draws, reading.topk_tokens, reading.topk_logprobs, reading.logprobs, [])
 

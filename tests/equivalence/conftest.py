@@ -15,8 +15,7 @@ import pytest
 from pagedec.config import EngineConfig
 from pagedec.engine.engine import Engine
 from pagedec.engine.loader import LoadedModel, assemble, choose_backend, load_model
-from pagedec.formats.loading import open_weights
-from pagedec.models.llama import Llama
+from pagedec.models.registry import build_model, open_model_weights
 from tests.equivalence.harness import Case, Scratch, run
 
 DRAFT_LAYERS = {30: 16, 4: 3}  # near enough to the whole model to be accepted now and then
@@ -53,8 +52,8 @@ def weights(kind: str) -> tuple[LoadedModel, LoadedModel]:
     backend = choose_backend(config.parallel, config.model.dtype)
     loaded = load_model(config.model, backend)
     arch = dataclasses.replace(loaded.arch, num_layers=DRAFT_LAYERS[loaded.arch.num_layers])
-    source = open_weights(loaded.files, loaded.arch.weight_shapes(), backend.dtype, loaded.arch.optional_weights())
-    draft = dataclasses.replace(loaded, model=Llama(arch, source, backend, 512), arch=arch)
+    source = open_model_weights(loaded.arch, loaded.files, backend.dtype)
+    draft = dataclasses.replace(loaded, model=build_model(arch, source, backend, 512), arch=arch)
     return loaded, draft
 
 

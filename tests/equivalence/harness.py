@@ -16,7 +16,7 @@ from pagedec.core.branch import Branch
 from pagedec.core.protocol import DRAW_DTYPE, Answer, DecoderContext, LaneForward, Query, Sampler, TopK, Verdict
 from pagedec.decoders import decoder, make_decoder
 from pagedec.engine.engine import Engine
-from pagedec.models.llama import Llama
+from pagedec.models.base import Model
 from pagedec.runtime.cache import allocate_cache
 from pagedec.runtime.runner import LaneRunner
 
@@ -132,7 +132,7 @@ class Scratch:
 
     block_size, num_blocks = 16, 32
 
-    def __init__(self, model: Llama) -> None:
+    def __init__(self, model: Model) -> None:
         dtype = model.backend.dtype
         cache = allocate_cache(model.arch, self.num_blocks, self.block_size, dtype)
         self.model, self.runner = model, LaneRunner(model, cache, self.num_blocks * self.block_size)

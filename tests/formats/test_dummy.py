@@ -11,7 +11,7 @@ import torch
 from pagedec.formats.dummy import STANDARD_DEVIATION, DummySource
 from pagedec.formats.loading import open_weights
 from pagedec.formats.resolve import resolve_model
-from pagedec.models.config import load_architecture
+from pagedec.models.registry import load_architecture
 
 SHAPES = {
     "model.embed_tokens.weight": (300, 64),

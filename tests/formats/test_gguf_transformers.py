@@ -14,7 +14,7 @@ from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 from pagedec.formats.gguf import GgufSource
 from pagedec.formats.gguf_header import read_gguf_header
 from pagedec.formats.source import check_weights
-from pagedec.models.config import architecture_of_gguf
+from pagedec.models.registry import architecture_of_gguf
 
 WriteGguf = Callable[..., Path]
 

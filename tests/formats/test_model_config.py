@@ -11,20 +11,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.formats.gguf_header import read_gguf_header
 from pagedec.formats.resolve import ModelFiles, resolve_model
-from pagedec.models.config import (
-    Architecture,
-    RopeScaling,
-    architecture_of_gguf,
-    from_gguf,
-    from_hf_config,
-    load_architecture,
-)
+from pagedec.models.architecture import Architecture
 from pagedec.models.presets import PRESETS
+from pagedec.models.registry import architecture_of_gguf, from_gguf, from_hf_config, load_architecture
+from pagedec.models.rope import RopeScaling
 
 WriteGguf = Callable[..., Path]
 SMALL = {
@@ -59,7 +54,6 @@ def test_defaults_of_a_small_config() -> None:
     assert (arch.name, arch.num_kv_heads, arch.head_dim, arch.rotary_dim) == ("llama", 4, 16, 16)
     assert (arch.rope_theta, arch.rope_scaling, arch.sliding_window, arch.eos_token_ids) == (10000.0, None, None, ())
     assert not (arch.tie_word_embeddings or arch.attention_bias or arch.mlp_bias or arch.qk_norm)
-    arch.require_full_attention()
 
 
 def test_both_spellings_of_rope_and_dtype() -> None:
@@ -80,6 +74,7 @@ def small_models() -> dict[str, Any]:
         "llama": LlamaConfig(**shape, **ends, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
         "llama wide heads": LlamaConfig(**shape, head_dim=32, rope_parameters=LLAMA3 | {"rope_theta": 5e5}),
         "mistral": MistralConfig(**shape, sliding_window=None),
+        "qwen2": Qwen2Config(**shape, tie_word_embeddings=True),
         "qwen3": Qwen3Config(**shape, head_dim=32, tie_word_embeddings=True),
         "qwen3 biased": Qwen3Config(**shape, head_dim=16, attention_bias=True),
     }
@@ -107,7 +102,7 @@ def test_configs_that_transformers_saves(tmp_path: Path, case: str) -> None:
     )
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 def test_defaults_are_those_of_transformers(model_type: str) -> None:
     """A config that leaves all it can to defaults means the same here and there."""
     given = {key: value for key, value in SMALL.items() if key != "architectures"} | {"model_type": model_type}
@@ -127,25 +122,49 @@ def test_defaults_are_those_of_transformers(model_type: str) -> None:
 
 WINDOWS = [
     ({"sliding_window": 4096, "max_position_embeddings": 32768}, 4096),
-    ({"sliding_window": 4096, "max_position_embeddings": 4096}, None),
-    ({"sliding_window": None, "max_position_embeddings": 32768}, None),
+    ({"sliding_window": 4096, "max_position_embeddings": 4096}, 0),
+    ({"sliding_window": None, "max_position_embeddings": 32768}, 0),
     ({"max_position_embeddings": 32768}, 4096),
 ]
 
 
 @pytest.mark.parametrize(("given", "expected"), WINDOWS)
-def test_the_window_of_mistral(given: dict[str, Any], expected: int | None) -> None:
+def test_the_window_of_mistral(given: dict[str, Any], expected: int) -> None:
+    """A window is one only where a sequence can outgrow it."""
     arch = from_hf_config(SMALL | {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 4} | given)
-    assert (arch.name, arch.sliding_window) == ("llama", expected)
-    if expected is not None:
-        with pytest.raises(InvalidArgument, match="sliding_window is 4096: a window shorter than the context of 32768"):
-            arch.require_full_attention()
+    assert arch.name == "mistral"
+    assert [arch.window(i, arch.max_position_embeddings) for i in range(2)] == [expected, expected]
+    assert arch.window(0, 4096) == 0
+
+
+UPPER = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2, "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_the_window_of_qwen(name: str) -> None:
+    """In the layers from max_window_layers on or where layer_types says, and only where it is switched on."""
+
+    def windows(**given: Any) -> list[int]:
+        config = SMALL | {"architectures": [name], "num_key_value_heads": 4, "head_dim": 16} | UPPER | given
+        arch = from_hf_config(config)
+        return [arch.window(i, 100) for i in range(arch.num_layers)]
+
+    assert windows() == [0, 0, 8, 8]
+    assert windows(use_sliding_window=False) == [0, 0, 0, 0]
+    assert windows(sliding_window=None) == [0, 0, 0, 0]
+    assert windows(max_window_layers=4) == [0, 0, 0, 0]
+    types = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+    assert windows(layer_types=types) == [8, 0, 0, 8]
+    with pytest.raises(InvalidArgument, match="layer_types is 'chunked_attention': .*supported are full_attention"):
+        windows(layer_types=[*types[:3], "chunked_attention"])
+    with pytest.raises(InvalidArgument, match="layer_types is .*: must be a list of 4 names"):
+        windows(layer_types=types[:3])
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["GPT2LMHeadModel"]}, "architectures is 'GPT2LMHeadModel': .*supported are LlamaForCausalLM"),
     ({"architectures": [3]}, "architectures is 3"),
-    ({"architectures": None, "model_type": "gemma"}, "model_type is 'gemma': .*llama, mistral, qwen3"),
+    ({"architectures": None, "model_type": "gemma"}, "model_type is 'gemma': .*llama, mistral, qwen2, qwen3"),
     ({"architectures": None}, "model_type is None"),
     ({"hidden_size": None}, "hidden_size is None: must be given"),
     ({"vocab_size": None}, "vocab_size is None"),
@@ -227,8 +246,9 @@ def test_gguf_fields() -> None:
     }
     arch = from_gguf(GGUF | more, ["blk.0.attn_q.bias"])
     assert (arch.head_dim, arch.rope_scaling, arch.sliding_window) == (16, RopeScaling("linear", 4.0), 32)
-    assert (arch.attention_bias, arch.tie_word_embeddings, arch.eos_token_ids) == (True, True, (5, 7))
-    assert from_gguf(GGUF | {"llama.attention.sliding_window": 64}).sliding_window is None
+    assert (arch.attention_bias, arch.output_bias, arch.tie_word_embeddings) == (True, False, True)
+    assert arch.eos_token_ids == (5, 7)
+    assert from_gguf(GGUF | {"llama.attention.sliding_window": 64}).window(0, 64) == 0
 
 
 def test_rope_factors_of_a_gguf_file(write_gguf: WriteGguf) -> None:

@@ -9,8 +9,9 @@ import pytest
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from pagedec.models.config import from_gguf, from_hf_config, rope_frequencies
 from pagedec.models.presets import PRESETS
+from pagedec.models.registry import from_gguf, from_hf_config
+from pagedec.models.rope import rope_frequencies
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 96,

@@ -13,6 +13,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -20,6 +22,7 @@ from transformers import (
 CLASSES: Mapping[str, tuple[type[Any], type[Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
 VOCAB = 131
@@ -67,9 +70,17 @@ VARIANTS = (
     variant("sharded", max_shard_size="60KB", num_hidden_layers=3),
     variant("mistral", "mistral", sliding_window=None, num_attention_heads=6, num_key_value_heads=2, head_dim=32),
     variant("mistral-window-of-the-context", "mistral", sliding_window=256),
+    variant("mistral-window", "mistral", sliding_window=13),
+    variant("mistral-window-two-chunks", "mistral", sliding_window=600, max_position_embeddings=1200, length=1060),
+    variant("qwen2-tied", "qwen2", num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True),
+    variant("qwen2-window", "qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=1, max_shard_size="60KB"),
     variant("qwen3", "qwen3", num_attention_heads=4, num_key_value_heads=2, head_dim=128),
     variant("qwen3-tied-dim-80", "qwen3", head_dim=80, tie_word_embeddings=True, attention_bias=True),
-)
+    variant(
+        "qwen3-layer-types", "qwen3", use_sliding_window=True, sliding_window=11,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pagedec import LLM, SamplingParams
 from pagedec.formats.loading import open_weights
 from pagedec.formats.resolve import resolve_model
-from pagedec.models.config import Architecture, load_architecture
+from pagedec.models.architecture import Architecture
+from pagedec.models.registry import load_architecture
 
 DATA = Path(__file__).parent.parent / "data" / "prompts.jsonl"
 NUM_TOKENS = 64

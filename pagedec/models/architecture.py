@@ -1,0 +1,160 @@
+"""What a decoder-only transformer is, as a value that is checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagedec.errors import InvalidArgument
+from pagedec.models.checks import is_int, one_of, positive_int, positive_number
+from pagedec.models.rope import RopeScaling
+
+ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new")
+"""Two functions with two names each: silu, and the tanh approximation of GELU."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNames:
+    """A layer's weights below `model.layers.<i>.`; of qkv and gate_up one name for each part, or one for all, whose rows
+    then lie one behind the other. Norms named "" do not exist."""
+
+    input_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    o: str = "self_attn.o_proj"
+    attention_out_norm: str = ""
+    mlp_norm: str = "post_attention_layernorm"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    mlp_out_norm: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A decoder-only transformer, down to the last number that changes its results. `name` is the family's.
+
+    `attention_bias` is a bias on the projections of q, k and v, `output_bias` on the one behind attention, `mlp_bias` on
+    all of the MLP. `qk_norm` is an RMS norm of each query and key head before rotation. `rms_norm_eps` is the epsilon of
+    all norms; `norm_offset` is added to the weights of RMS norms. `rope_interleaved` rotates neighbours (2i, 2i+1)
+    instead of halves.
+
+    `sliding_window` is the number of keys that a query sees, itself included, in all layers but
+    `full_attention_layers`; None: all keys in all layers. `local_rope_theta` is the base of the layers with a window, whose
+    frequencies are then not scaled; None: that of all others. A logit of attention is query_scale * q.k, None:
+    head_dim ** -0.5. Soft caps (0: none) bound logits by cap * tanh(logit / cap).
+    """
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    rotary_dim: int = 0
+    rope_interleaved: bool = False
+    local_rope_theta: float | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    hidden_act: str = "silu"
+    qk_norm: bool = False
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    query_scale: float | None = None
+    attention_soft_cap: float = 0.0
+    final_soft_cap: float = 0.0
+    sliding_window: int | None = None
+    full_attention_layers: tuple[int, ...] = ()
+    names: LayerNames = LayerNames()
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in (
+            *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_attention_heads"),
+            *("num_kv_heads", "head_dim", "max_position_embeddings"),
+        ):
+            positive_int(field, getattr(self, field))
+        for field in ("rms_norm_eps", "rope_theta", "embedding_scale"):
+            positive_number(field, getattr(self, field))
+        for field in ("local_rope_theta", "query_scale"):
+            if getattr(self, field) is not None:
+                positive_number(field, getattr(self, field))
+        for field in ("attention_soft_cap", "final_soft_cap"):
+            if getattr(self, field) != 0:
+                positive_number(field, getattr(self, field))
+        for field in ("tie_word_embeddings", "attention_bias", "output_bias", "mlp_bias", "qk_norm"):
+            if not isinstance(getattr(self, field), bool):
+                raise InvalidArgument(field, getattr(self, field), "must be true or false")
+        if self.rotary_dim == 0:
+            object.__setattr__(self, "rotary_dim", self.head_dim)
+        one_of("hidden_act", self.hidden_act, ACTIVATIONS)
+        self._check_heads()
+        if self.sliding_window is not None:
+            positive_int("sliding_window", self.sliding_window)
+        bos = () if self.bos_token_id is None else (self.bos_token_id,)
+        for field, tokens in (("bos_token_id", bos), ("eos_token_id", self.eos_token_ids)):
+            for token in tokens:
+                if not is_int(token) or not 0 <= token < self.vocab_size:
+                    raise InvalidArgument(field, token, f"must be from 0 to {self.vocab_size - 1}, in the vocabulary")
+
+    def _check_heads(self) -> None:
+        if self.num_attention_heads % self.num_kv_heads:
+            limit = f"must be a multiple of num_key_value_heads, which is {self.num_kv_heads}"
+            raise InvalidArgument("num_attention_heads", self.num_attention_heads, limit)
+        if self.head_dim % 2:
+            raise InvalidArgument("head_dim", self.head_dim, "must be even: rotary positions turn pairs")
+        if not is_int(self.rotary_dim) or self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim:
+            raise InvalidArgument("rotary_dim", self.rotary_dim, f"must be even and from 2 to {self.head_dim}")
+        if self.rope_scaling is not None:
+            self.rope_scaling.check_width(self.rotary_dim)
+
+    def is_sliding(self, layer: int) -> bool:
+        """Return whether the layer's queries see a window only."""
+        return self.sliding_window is not None and layer not in self.full_attention_layers
+
+    def window(self, layer: int, max_position: int) -> int:
+        """Return how many keys a query of the layer sees in contexts of `max_position` tokens; 0: all of them."""
+        window = self.sliding_window
+        return 0 if window is None or not self.is_sliding(layer) or window >= max_position else window
+
+    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the weights of one layer, by their names below the layer's own."""
+        names, hidden, inner = self.names, self.hidden_size, self.intermediate_size
+        num_q, num_kv = self.num_attention_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        qkv, gate_up = (num_q, num_kv, num_kv), (inner, inner)
+        rows: list[tuple[str, int, int, bool]] = []
+        for parts, counts, bias in ((names.qkv, qkv, self.attention_bias), (names.gate_up, gate_up, self.mlp_bias)):
+            own = (sum(counts),) if len(parts) == 1 else counts
+            rows += [(part, count, hidden, bias) for part, count in zip(parts, own, strict=True)]
+        rows += [(names.o, hidden, num_q, self.output_bias), (names.down, hidden, inner, self.mlp_bias)]
+        shapes: dict[str, tuple[int, ...]] = {}
+        for part, n, k, bias in rows:
+            shapes[f"{part}.weight"] = (n, k)
+            if bias:
+                shapes[f"{part}.bias"] = (n,)
+        for norm in (names.input_norm, names.attention_out_norm, names.mlp_norm, names.mlp_out_norm):
+            if norm:
+                shapes[f"{norm}.weight"] = (hidden,)
+        if self.qk_norm:
+            shapes |= {f"self_attn.{norm}.weight": (self.head_dim,) for norm in ("q_norm", "k_norm")}
+        return shapes
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return every weight that the model needs, by Hugging Face name, with its shape."""
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
+        for i in range(self.num_layers):
+            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in self.layer_shapes().items()}
+        shapes["model.norm.weight"] = (self.hidden_size,)
+        if not self.tie_word_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, self.hidden_size)
+        return shapes
+
+    def optional_weights(self) -> tuple[str, ...]:
+        """Return names that a file may hold without need: the tied output matrix."""
+        return ("lm_head.weight",) if self.tie_word_embeddings else ()

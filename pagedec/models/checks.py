@@ -1,0 +1,39 @@
+"""Checks of single values of a model configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pagedec.errors import InvalidArgument
+
+
+def is_int(value: object) -> bool:
+    """Return whether the value is an integer and not a truth value."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def positive_int(field: str, value: object) -> None:
+    """Raise InvalidArgument unless the value is an integer of at least 1."""
+    if not is_int(value) or value < 1:  # type: ignore[operator]
+        raise InvalidArgument(field, value, "must be an integer of at least 1")
+
+
+def positive_number(field: str, value: object) -> None:
+    """Raise InvalidArgument unless the value is a finite number greater than 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise InvalidArgument(field, value, "must be a finite number greater than 0")
+
+
+def one_of(field: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise InvalidArgument unless the value is one of the names allowed."""
+    if value not in allowed:
+        raise InvalidArgument(field, value, f"must be one of {', '.join(allowed)}")
+
+
+def required(config: Mapping[str, Any], field: str) -> Any:
+    """Return a field's value; raise InvalidArgument where it is missing or null."""
+    if config.get(field) is None:
+        raise InvalidArgument(field, None, "must be given in the model configuration")
+    return config[field]

@@ -1,0 +1,100 @@
+"""All families of models: which one a configuration means, and the model that it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pagedec.errors import InvalidArgument, ModelFileError
+from pagedec.formats.files import read_json_object
+from pagedec.formats.gguf_header import GgufHeader, read_gguf_header
+from pagedec.formats.gguf_names import ROPE_FACTORS
+from pagedec.formats.loading import open_weights
+from pagedec.formats.resolve import ModelFiles
+from pagedec.formats.source import WeightSource
+from pagedec.kernels.backend import Backend
+from pagedec.models import llama, mistral, qwen2, qwen3
+from pagedec.models.architecture import Architecture
+from pagedec.models.base import Family, Model
+from pagedec.models.config import GgufFields
+from pagedec.models.presets import PRESETS
+
+FAMILIES: Mapping[str, Family] = {
+    family.name: family for family in (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)
+}
+ARCHITECTURES = {name: family for family in FAMILIES.values() for name in family.architectures}
+MODEL_TYPES = {name: family for family in FAMILIES.values() for name in family.model_types}
+GGUF_NAMES = {name: family for family in FAMILIES.values() for name in family.gguf_names}
+
+
+def _unknown(config: Mapping[str, Any], files: ModelFiles | None) -> Architecture:
+    """Answer for a configuration that no family reads: the place for models that are not native."""
+    declared = config.get("architectures")
+    if isinstance(declared, list) and declared:
+        field, value, known = "architectures", declared[0], ARCHITECTURES
+    else:
+        field, value, known = "model_type", config.get("model_type"), MODEL_TYPES
+    raise InvalidArgument(field, value, f"is not supported; supported are {', '.join(known)}")
+
+
+def from_hf_config(config: Mapping[str, Any], files: ModelFiles | None = None) -> Architecture:
+    """Return the architecture of a config.json, in the spelling of transformers 4 or 5. `files`: where it comes from."""
+    declared, model_type = config.get("architectures"), config.get("model_type")
+    if isinstance(declared, list) and declared:
+        family = ARCHITECTURES.get(declared[0]) if isinstance(declared[0], str) else None
+    else:
+        family = MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
+    return _unknown(config, files) if family is None else family.read(config)
+
+
+def from_gguf(
+    fields: Mapping[str, Any], tensor_names: Collection[str] = (), rope_factors: Sequence[float] | None = None
+) -> Architecture:
+    """Return the architecture of a GGUF header; `rope_factors` are the values of its tensor rope_freqs.weight."""
+    name = fields.get("general.architecture")
+    family = GGUF_NAMES.get(name) if isinstance(name, str) else None
+    if family is None or family.read_gguf is None:
+        raise InvalidArgument("general.architecture", name, f"is not supported; supported are {', '.join(GGUF_NAMES)}")
+    return family.read_gguf(GgufFields(str(name), fields, tensor_names, rope_factors))
+
+
+def _read_rope_factors(header: GgufHeader) -> list[float] | None:
+    tensor = header.tensors.get(ROPE_FACTORS)
+    if tensor is None:
+        return None
+    if tensor.encoding.name != "F32" or len(tensor.shape) != 1:
+        problem = f"tensor {ROPE_FACTORS} is {tensor.encoding.name} {list(tensor.shape)}, must be a list of F32"
+        raise ModelFileError(header.path, problem)
+    return np.fromfile(header.path, "<f4", tensor.shape[0], offset=tensor.start).astype(float).tolist()
+
+
+def architecture_of_gguf(header: GgufHeader) -> Architecture:
+    """Return the architecture that a GGUF file describes."""
+    return from_gguf(header.fields, header.tensors.keys(), _read_rope_factors(header))
+
+
+def load_architecture(files: ModelFiles) -> Architecture:
+    """Return the architecture of a resolved model, from its config.json, its GGUF header or its preset."""
+    if files.preset is not None:
+        if files.preset not in PRESETS:
+            limit = f"must be a model directory, a .gguf file, or one of the presets {', '.join(PRESETS)}"
+            raise InvalidArgument("model", files.preset, limit)
+        return from_hf_config(PRESETS[files.preset])
+    config = Path(files.config or "")
+    if config.suffix == ".gguf":
+        return architecture_of_gguf(read_gguf_header(config))
+    return from_hf_config(read_json_object(config, "the model configuration"), files)
+
+
+def open_model_weights(arch: Architecture, files: ModelFiles, dtype: torch.dtype, seed: int = 0) -> WeightSource:
+    """Open the weights that the architecture needs; raise ModelFileError where the files hold others."""
+    return open_weights(files, arch.weight_shapes(), dtype, arch.optional_weights(), seed)
+
+
+def build_model(arch: Architecture, source: WeightSource, backend: Backend, max_position: int) -> Model:
+    """Take the weights into the backend's form; positions below `max_position` can be evaluated."""
+    return FAMILIES[arch.name].model(arch, source, backend, max_position)

@@ -1,0 +1,149 @@
+"""Rotary frequencies, and the ways in which they are stretched beyond the trained context."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from pagedec.errors import InvalidArgument
+from pagedec.models.checks import positive_int, positive_number, required
+
+ROPE_SCALINGS = ("default", "linear", "llama3", "longrope")
+_ORIGINAL = "original_max_position_embeddings"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the trained context.
+
+    "linear" divides all by `factor`, "llama3" divides long wavelengths by it and blends between two bounds,
+    "factors" divides each by its own number. "longrope" (Ding et al. 2024) does too, by `factors` in contexts of up to
+    `original_max_position_embeddings` tokens and by `long_factors` in longer ones, and multiplies cosines and sines by
+    `attention_factor`.
+    """
+
+    kind: str
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive_number("rope_scaling.factor", self.factor)
+        positive_number("rope_scaling.attention_factor", self.attention_factor)
+        if self.kind in ("llama3", "longrope"):
+            positive_int("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings)
+        if self.kind == "llama3":
+            positive_number("rope_scaling.low_freq_factor", self.low_freq_factor)
+            positive_number("rope_scaling.high_freq_factor", self.high_freq_factor)
+            if self.high_freq_factor <= self.low_freq_factor:
+                limit = f"must be greater than low_freq_factor, which is {self.low_freq_factor}"
+                raise InvalidArgument("rope_scaling.high_freq_factor", self.high_freq_factor, limit)
+        for divisor in (*self.factors, *self.long_factors):
+            positive_number("rope_scaling.factors", divisor)
+
+    def check_width(self, rotary_dim: int) -> None:
+        """Raise InvalidArgument unless there is one factor for each frequency."""
+        given = {"factors": ("factors",), "longrope": ("factors", "long_factors")}
+        for field in given.get(self.kind, ()):
+            if len(getattr(self, field)) != rotary_dim // 2:
+                limit = f"must be {rotary_dim // 2} numbers, one for each rotary frequency"
+                raise InvalidArgument(f"rope_scaling.{field}", getattr(self, field), limit)
+
+
+class RopeShape(Protocol):
+    """What rotary frequencies depend on; an Architecture is one."""
+
+    @property
+    def rotary_dim(self) -> int: ...
+    @property
+    def rope_theta(self) -> float: ...
+    @property
+    def rope_scaling(self) -> RopeScaling | None: ...
+
+
+def _needed(parameters: Mapping[str, Any], field: str) -> Any:
+    return required({f"rope_scaling.{field}": parameters.get(field)}, f"rope_scaling.{field}")
+
+
+def _longrope(parameters: Mapping[str, Any], max_position: int, original: Any) -> RopeScaling:
+    """Read longrope as transformers does: the attention factor follows from how far the context is stretched."""
+    original = _needed({_ORIGINAL: original}, _ORIGINAL)
+    positive_int(f"rope_scaling.{_ORIGINAL}", original)
+    short, long = _needed(parameters, "short_factor"), _needed(parameters, "long_factor")
+    for field, given in (("short_factor", short), ("long_factor", long)):
+        if not isinstance(given, list | tuple):
+            raise InvalidArgument(f"rope_scaling.{field}", given, "must be a list of numbers")
+    factor, attention = parameters.get("factor"), parameters.get("attention_factor")
+    factor = max_position / original if factor is None else factor
+    positive_number("rope_scaling.factor", factor)
+    if attention is None:
+        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return RopeScaling(
+        "longrope", factor, original_max_position_embeddings=original, factors=tuple(short), long_factors=tuple(long),
+        attention_factor=attention,
+    )  # fmt: skip
+
+
+def rope_scaling_from_hf(
+    parameters: Mapping[str, Any], max_position: Any, original: Any = None, kinds: tuple[str, ...] = ROPE_SCALINGS
+) -> RopeScaling | None:
+    """Return the scaling of a config's rope_scaling or rope_parameters; `original`: the trained context where only the
+    configuration around it has it."""
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind not in kinds:
+        limit = f"is not supported; supported are {', '.join(kinds)}"
+        raise InvalidArgument("rope_scaling.rope_type", kind, limit)
+    if kind == "default":
+        return None
+    original = parameters.get(_ORIGINAL) or original
+    if kind == "longrope":
+        return _longrope(parameters, max_position, original)
+    factor = _needed(parameters, "factor")
+    if kind == "linear":
+        return RopeScaling("linear", factor)
+    low, high = _needed(parameters, "low_freq_factor"), _needed(parameters, "high_freq_factor")
+    return RopeScaling("llama3", factor, low, high, original or max_position)
+
+
+def rope_frequencies(shape: RopeShape, max_position: int = 0) -> np.ndarray:
+    """Return the rotary frequencies in radians a token, float64 [rotary_dim / 2], for contexts of `max_position` tokens.
+
+    The values are those that transformers computes in fp32, bit for bit: at position 100,000 the last bit of a frequency
+    is worth a hundredth of a radian, so more exact numbers would be further from what the models are compared with.
+    Only longrope looks at `max_position`. transformers looks at the batch's longest row instead; then a row's result
+    would depend on the rows beside it.
+    """
+    import torch  # for its pow in fp32, which differs from numpy's in the last bit
+
+    exponents = torch.arange(0, shape.rotary_dim, 2, dtype=torch.int64).float() / shape.rotary_dim
+    powers = shape.rope_theta**exponents
+    frequencies = 1.0 / powers
+    scaling = shape.rope_scaling
+    if scaling is None:
+        pass
+    elif scaling.kind == "linear":
+        frequencies = frequencies / scaling.factor
+    elif scaling.kind == "factors":
+        frequencies = frequencies / torch.tensor(scaling.factors, dtype=torch.float32)
+    elif scaling.kind == "longrope":
+        is_long = max_position > scaling.original_max_position_embeddings
+        factors = scaling.long_factors if is_long else scaling.factors
+        frequencies = 1.0 / (torch.tensor(factors, dtype=torch.float32) * powers)
+    else:
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        original = scaling.original_max_position_embeddings
+        wavelengths = 2 * math.pi / frequencies
+        divided = torch.where(wavelengths > original / low, frequencies / scaling.factor, frequencies)
+        blend = (original / wavelengths - low) / (high - low)
+        blended = (1 - blend) * divided / scaling.factor + blend * divided
+        between = (wavelengths >= original / high) & (wavelengths <= original / low)
+        frequencies = torch.where(between, blended, divided)
+    return frequencies.double().numpy()

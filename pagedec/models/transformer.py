@@ -1,0 +1,144 @@
+"""The transformer that most families are, with the differences an Architecture names.
+
+Blocks of grouped-query attention with rotary positions and a gated MLP, RMS norms before them and in some families behind
+them too (Touvron et al. 2023, Llama; Gemma Team 2024, Gemma 2). The residual stream is fp32 whatever the dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pagedec.formats.source import WeightSource
+from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan, Program
+from pagedec.kernels.records import Epilogue
+from pagedec.layers.linear import pack_after_gated, pack_gated, pack_stacked, padded_width
+from pagedec.layers.rope import rope_table
+from pagedec.models.architecture import Architecture
+from pagedec.models.base import RecordedModel
+from pagedec.models.buffers import StepBuffers
+from pagedec.models.rope import rope_frequencies
+
+GATED = {"silu": Epilogue.SILU_MUL, "swish": Epilogue.SILU_MUL}
+"""The epilogue of a gated product; all other activations are the tanh approximation of GELU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One block's weights: RMS norm weights fp32 [hidden], the others packed."""
+
+    input_norm: torch.Tensor
+    qkv: Any
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: Any
+    attention_out_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: Any
+    down: Any
+    mlp_out_norm: torch.Tensor | None
+
+
+class Transformer(RecordedModel):
+    """Weights of one model, and how its forward is recorded."""
+
+    def __init__(self, arch: Architecture, source: WeightSource, backend: Backend, max_position: int) -> None:
+        self.arch, self.backend, self._source = arch, backend, source
+        embedding = source.load("model.embed_tokens.weight")
+        self.embedding = embedding.to(backend.dtype).contiguous()
+        # Rounded, because the models were trained with a scale of their weights' dtype
+        self.embedding_scale = float(torch.tensor(arch.embedding_scale).to(backend.dtype))
+        self.layers = [self._load_layer(f"model.layers.{i}.") for i in range(arch.num_layers)]
+        self.norm = self._norm("model.norm")
+        self.lm_head = backend.pack(embedding if arch.tie_word_embeddings else source.load("lm_head.weight"))
+        layer_windows = [arch.window(i, max_position) for i in range(arch.num_layers)]
+        self.windows = tuple(dict.fromkeys(layer_windows))
+        self.kinds = [self.windows.index(window) for window in layer_windows]
+        scale = 1.0 if arch.rope_scaling is None else arch.rope_scaling.attention_factor
+        rope = rope_table(rope_frequencies(arch, max_position), max_position, arch.rope_interleaved, scale)
+        self.rope = self.local_rope = rope
+        if arch.local_rope_theta is not None:
+            local = dataclasses.replace(arch, rope_theta=arch.local_rope_theta, rope_scaling=None)
+            self.local_rope = rope_table(rope_frequencies(local), max_position, arch.rope_interleaved)
+        del self._source
+
+    def _norm(self, name: str) -> torch.Tensor:
+        return (self._source.load(f"{name}.weight").float() + self.arch.norm_offset).contiguous()
+
+    def _load_layer(self, prefix: str) -> Layer:
+        arch, names, backend = self.arch, self.arch.names, self.backend
+
+        def weight(name: str) -> torch.Tensor:
+            return self._source.load(f"{prefix}{name}.weight")
+
+        def bias(name: str, given: bool) -> torch.Tensor | None:
+            return self._source.load(f"{prefix}{name}.bias") if given else None
+
+        def norm(name: str) -> torch.Tensor | None:
+            return self._norm(prefix + name) if name else None
+
+        def gated(parts: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+            """Gate and up, whether they are two tensors or the halves of one."""
+            if len(parts) == 2 or parts[0] is None:
+                return [parts[0], parts[-1]]
+            return list(parts[0].chunk(2))
+
+        gate, up = gated([weight(name) for name in names.gate_up])
+        assert gate is not None and up is not None
+        return Layer(
+            input_norm=self._norm(prefix + names.input_norm),
+            qkv=pack_stacked(
+                backend, [weight(name) for name in names.qkv], [bias(name, arch.attention_bias) for name in names.qkv]
+            ),
+            q_norm=norm("self_attn.q_norm") if arch.qk_norm else None,
+            k_norm=norm("self_attn.k_norm") if arch.qk_norm else None,
+            o=pack_stacked(backend, [weight(names.o)], [bias(names.o, arch.output_bias)]),
+            attention_out_norm=norm(names.attention_out_norm),
+            mlp_norm=self._norm(prefix + names.mlp_norm),
+            gate_up=pack_gated(backend, gate, up, *gated([bias(name, arch.mlp_bias) for name in names.gate_up])),
+            down=pack_after_gated(backend, weight(names.down), bias(names.down, arch.mlp_bias)),
+            mlp_out_norm=norm(names.mlp_out_norm),
+        )
+
+    def attention_shapes(self, block_size: int) -> tuple[AttentionShape, ...]:
+        arch = self.arch
+        scale = arch.head_dim**-0.5 if arch.query_scale is None else arch.query_scale
+        return tuple(
+            AttentionShape(
+                arch.num_attention_heads, arch.num_kv_heads, arch.head_dim, block_size, scale, window,
+                arch.attention_soft_cap,
+            )
+            for window in self.windows
+        )  # fmt: skip
+
+    def buffers(self, max_rows: int) -> StepBuffers:
+        return StepBuffers(self.arch, max_rows, self.backend.dtype, padded_width(self.arch.intermediate_size))
+
+    def record(self, p: Program, b: StepBuffers, cache: CacheTensors, plans: Sequence[Plan]) -> None:
+        rows, arch = b.num_rows, self.arch
+        eps, activation = arch.rms_norm_eps, GATED.get(arch.hidden_act, Epilogue.GELU_MUL)
+        p.embed(rows, b.token_ids, self.embedding, b.x, b.slots, cache.tokens, self.embedding_scale)
+        for i, layer in enumerate(self.layers):
+            rope = self.local_rope if arch.is_sliding(i) else self.rope
+            p.rms_norm(rows, b.x, layer.input_norm, b.normed, eps)
+            p.linear(rows, b.normed, layer.qkv, b.qkv)
+            norms = (layer.q_norm, layer.k_norm, eps)
+            p.rope_kv_write(rows, b.qkv, b.q, cache, i, b.positions, b.slots, rope, norms)
+            p.attention(rows, plans[self.kinds[i]], b.q, cache, i, b.attended)
+            self._add(p, b, b.attended, layer.o, layer.attention_out_norm)
+            p.rms_norm(rows, b.x, layer.mlp_norm, b.normed, eps)
+            p.linear(rows, b.normed, layer.gate_up, b.mlp, activation)
+            self._add(p, b, b.mlp, layer.down, layer.mlp_out_norm)
+
+    def _add(self, p: Program, b: StepBuffers, y: torch.Tensor, weight: Any, norm: torch.Tensor | None) -> None:
+        """The residual stream += a block's last projection, normed where the family norms it."""
+        assert norm is None
+        p.linear(b.num_rows, y, weight, b.x, Epilogue.ADD)
+
+    def record_head(self, p: Program, b: StepBuffers) -> None:
+        p.rms_norm(b.num_read, b.x, self.norm, b.read, self.arch.rms_norm_eps, b.read_rows)
+        p.linear(b.num_read, b.read, self.lm_head, b.logits)
