@@ -22,7 +22,9 @@ int check(const pd_op &op) {
     case PD_OP_ARGMAX: return check_argmax(*(const pd_argmax_args *)op.args);
     case PD_OP_TOPK_LSE: return check_topk_lse(*(const pd_topk_lse_args *)op.args);
     case PD_OP_SAMPLE: return check_sample(*(const pd_sample_args *)op.args);
-    default: return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_SAMPLE);
+    case PD_OP_LAYER_NORM: return check_layer_norm(*(const pd_layer_norm_args *)op.args);
+    case PD_OP_SOFT_CAP: return check_soft_cap(*(const pd_soft_cap_args *)op.args);
+    default: return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_SOFT_CAP);
   }
 }
 
@@ -38,6 +40,8 @@ void part(const pd_op &op, int t, int n) {
     case PD_OP_ARGMAX: return argmax_part(*(const pd_argmax_args *)op.args, t, n);
     case PD_OP_TOPK_LSE: return topk_lse_part(*(const pd_topk_lse_args *)op.args, t, n);
     case PD_OP_SAMPLE: return sample_part(*(const pd_sample_args *)op.args, t, n);
+    case PD_OP_LAYER_NORM: return layer_norm_part(*(const pd_layer_norm_args *)op.args, t, n);
+    case PD_OP_SOFT_CAP: return soft_cap_part(*(const pd_soft_cap_args *)op.args, t, n);
   }
 }
 
@@ -104,10 +108,12 @@ int pd_run(const pd_op *ops, int64_t num_ops) {
 int pd_gemm(const pd_gemm_args *a) { return single(PD_OP_GEMM, a); }
 int pd_embed(const pd_embed_args *a) { return single(PD_OP_EMBED, a); }
 int pd_rms_norm(const pd_rms_norm_args *a) { return single(PD_OP_RMS_NORM, a); }
+int pd_layer_norm(const pd_layer_norm_args *a) { return single(PD_OP_LAYER_NORM, a); }
 int pd_silu_mul(const pd_silu_mul_args *a) { return single(PD_OP_SILU_MUL, a); }
 int pd_rope_kv_write(const pd_rope_kv_write_args *a) { return single(PD_OP_ROPE_KV_WRITE, a); }
 int pd_kv_copy(const pd_kv_copy_args *a) { return single(PD_OP_KV_COPY, a); }
 int pd_attention(const pd_attention_args *a) { return single(PD_OP_ATTENTION, a); }
+int pd_soft_cap(const pd_soft_cap_args *a) { return single(PD_OP_SOFT_CAP, a); }
 int pd_argmax(const pd_argmax_args *a) { return single(PD_OP_ARGMAX, a); }
 int pd_topk_lse(const pd_topk_lse_args *a) { return single(PD_OP_TOPK_LSE, a); }
 int pd_sample(const pd_sample_args *a) { return single(PD_OP_SAMPLE, a); }

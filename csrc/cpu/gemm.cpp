@@ -35,7 +35,7 @@ int tile_begin(int i, int tiles, int rows) {
 // acc [rows][32] of panel p becomes rows row, row + 1, ... of y.
 template <int EPILOGUE, int Y_DTYPE>
 void finish(const pd_gemm_args &a, int64_t row, int rows, int64_t p, const float *acc) {
-  constexpr bool gated = EPILOGUE >= PD_SILU_MUL;
+  constexpr bool gated = EPILOGUE == PD_SILU_MUL || EPILOGUE == PD_GELU_MUL;
   const int64_t width = gated ? a.n / 2 : a.n, column = gated ? p * 16 : p * 32;
   const int left = width - column < 32 ? (int)(width - column) : 32;
   F16 bias[2] = {zero16(), zero16()};
@@ -45,6 +45,7 @@ void finish(const pd_gemm_args &a, int64_t row, int rows, int64_t p, const float
     F16 r[2] = {load16(acc + i * 32), load16(acc + i * 32 + 16)};
     if (a.bias) r[0] = add16(r[0], bias[0]), r[1] = add16(r[1], bias[1]);
     if constexpr (gated) r[0] = mul16(EPILOGUE == PD_SILU_MUL ? silu16(r[0]) : gelu16(r[0]), r[1]);
+    if constexpr (EPILOGUE == PD_GELU) r[0] = gelu16(r[0]), r[1] = gelu16(r[1]);
     const int64_t at = (row + i) * width + column;
     for (int j = 0; j < (gated ? 1 : 2) && left > j * 16; j++) {
       float *y = (float *)a.y + at + j * 16;
@@ -57,10 +58,11 @@ void finish(const pd_gemm_args &a, int64_t row, int rows, int64_t p, const float
 
 using FinishFn = void (*)(const pd_gemm_args &, int64_t, int, int64_t, const float *);
 FinishFn pick_finish(const pd_gemm_args &a) {
-  static constexpr FinishFn fn[4][2] = {{finish<PD_STORE, PD_F32>, finish<PD_STORE, PD_BF16>},
+  static constexpr FinishFn fn[5][2] = {{finish<PD_STORE, PD_F32>, finish<PD_STORE, PD_BF16>},
                                         {finish<PD_ADD, PD_F32>, nullptr},
                                         {finish<PD_SILU_MUL, PD_F32>, finish<PD_SILU_MUL, PD_BF16>},
-                                        {finish<PD_GELU_MUL, PD_F32>, finish<PD_GELU_MUL, PD_BF16>}};
+                                        {finish<PD_GELU_MUL, PD_F32>, finish<PD_GELU_MUL, PD_BF16>},
+                                        {finish<PD_GELU, PD_F32>, finish<PD_GELU, PD_BF16>}};
   return fn[a.epilogue][a.y_dtype];
 }
 
@@ -184,10 +186,10 @@ int check_gemm(const pd_gemm_args &a) {
   if (a.k < 1) return fail("pd_gemm: k is %d; it must be 1 or more", a.k);
   if (a.dtype != PD_F32 && a.dtype != PD_BF16) return fail("pd_gemm: dtype is %d; it must be 0 (fp32) or 1 (bf16)", a.dtype);
   if (a.y_dtype != PD_F32 && a.y_dtype != PD_BF16) return fail("pd_gemm: y_dtype is %d; it must be 0 (fp32) or 1 (bf16)", a.y_dtype);
-  if (a.epilogue < PD_STORE || a.epilogue > PD_GELU_MUL)
-    return fail("pd_gemm: epilogue is %d; it must be %d to %d", a.epilogue, PD_STORE, PD_GELU_MUL);
+  if (a.epilogue < PD_STORE || a.epilogue > PD_GELU)
+    return fail("pd_gemm: epilogue is %d; it must be %d to %d", a.epilogue, PD_STORE, PD_GELU);
   if (a.epilogue == PD_ADD && a.y_dtype != PD_F32) return fail("pd_gemm: y_dtype is %d; with PD_ADD it must be 0 (fp32)", a.y_dtype);
-  if (a.epilogue >= PD_SILU_MUL && a.n % 2) return fail("pd_gemm: n is %d; with gate and up rows it must be even", a.n);
+  if ((a.epilogue == PD_SILU_MUL || a.epilogue == PD_GELU_MUL) && a.n % 2) return fail("pd_gemm: n is %d; with gate and up rows it must be even", a.n);
   if (a.reserved) return fail("pd_gemm: reserved is %d; it must be 0", a.reserved);
   if (!a.packed) return fail("pd_gemm: packed is NULL");
   if ((uintptr_t)a.packed % 64) return fail("pd_gemm: packed is at %p; it must be 64-byte aligned", a.packed);

@@ -1,4 +1,4 @@
-// RMS norm of rows of the residual stream. A row's sum of squares has one order: 16 lanes, then a tree over the lanes.
+// RMS norm and layer norm of rows of the residual stream. A row's sums have one order: 16 lanes, then a tree over the lanes.
 #include <cmath>
 
 #include "cpu/check_small.h"
@@ -7,7 +7,7 @@
 namespace pagedec {
 namespace {
 
-template <class E>
+template <class E, bool kAdd>
 void norm_row(const pd_rms_norm_args &a, float *x, const float *residual, E *out) {
   const int64_t dim = a.dim;
   F16 sum = set16(0.0f);
@@ -22,18 +22,47 @@ void norm_row(const pd_rms_norm_args &a, float *x, const float *residual, E *out
   const F16 scale = set16(1.0f / std::sqrt(sum_lanes(sum) / (float)dim + a.eps)), offset = set16(a.weight_offset);
   for (int64_t i = 0; i < dim; i += 16) {
     const F16 weight = load_some(a.weight + i, dim - i) + offset;
-    store_some(out + i, load_some(x + i, dim - i) * scale * weight, dim - i);
+    F16 y = load_some(x + i, dim - i) * scale * weight;
+    if constexpr (kAdd) y = load_some(out + i, dim - i) + y;
+    store_some(out + i, y, dim - i);
   }
 }
 
-template <class E>
+template <class E, bool kAdd = false>
 void norm_rows(const pd_rms_norm_args &a, int thread, int num_threads) {
   const Range rows = share(*a.num_rows, thread, num_threads);
   for (int64_t r = rows.begin; r < rows.end; r++) {
     const int64_t row = a.row_ids ? a.row_ids[r] : r;
     float *x = const_cast<float *>(a.x) + row * a.dim;  // written only where a residual is added
-    norm_row(a, x, a.residual ? a.residual + row * a.dim : nullptr, (E *)a.out + r * a.dim);
+    norm_row<E, kAdd>(a, x, a.residual ? a.residual + row * a.dim : nullptr, (E *)a.out + r * a.dim);
   }
+}
+
+// The mean is subtracted before squares are summed: no cancellation where it is large.
+template <class E>
+void layer_norm_row(const pd_layer_norm_args &a, const float *x, E *out) {
+  const int64_t dim = a.dim;
+  F16 sum = set16(0.0f), squares = set16(0.0f);
+  for (int64_t i = 0; i < dim; i += 16) sum = sum + load_some(x + i, dim - i);
+  const float mean_value = sum_lanes(sum) / (float)dim;
+  const F16 mean = set16(mean_value);
+  for (int64_t i = 0; i < dim; i += 16) {
+    const F16 v = load_some(x + i, dim - i, mean_value) - mean;  // the lanes behind the end add nothing
+    squares = squares + v * v;
+  }
+  const F16 scale = set16(1.0f / std::sqrt(sum_lanes(squares) / (float)dim + a.eps));
+  for (int64_t i = 0; i < dim; i += 16) {
+    F16 y = (load_some(x + i, dim - i) - mean) * scale * load_some(a.weight + i, dim - i);
+    if (a.bias) y = y + load_some(a.bias + i, dim - i);
+    store_some(out + i, y, dim - i);
+  }
+}
+
+template <class E>
+void layer_norm_rows(const pd_layer_norm_args &a, int thread, int num_threads) {
+  const Range rows = share(*a.num_rows, thread, num_threads);
+  for (int64_t r = rows.begin; r < rows.end; r++)
+    layer_norm_row(a, a.x + (a.row_ids ? a.row_ids[r] : r) * (int64_t)a.dim, (E *)a.out + r * a.dim);
 }
 
 }  // namespace
@@ -48,11 +77,28 @@ int check_rms_norm(const pd_rms_norm_args &a) {
   if (!(a.eps >= 0.0f) || !std::isfinite(a.eps)) return fail("%s: eps is %g; it must be 0 or more", name, (double)a.eps);
   if (!std::isfinite(a.weight_offset))
     return fail("%s: weight_offset is %g; it must be finite", name, (double)a.weight_offset);
+  if (check_range(name, "add", a.add, 0, 1)) return -1;
+  if (a.add && a.dtype != PD_F32) return fail("%s: dtype is %d; with add it must be %d (fp32)", name, a.dtype, PD_F32);
+  return 0;
+}
+
+int check_layer_norm(const pd_layer_norm_args &a) {
+  const char *name = "pd_layer_norm";
+  if (check_count(name, "num_rows", a.num_rows) || check_array(name, "x", a.x, a.num_rows) ||
+      check_pointer(name, "weight", a.weight) || check_array(name, "out", a.out, a.num_rows) ||
+      check_dtype(name, a.dtype) || check_range(name, "dim", a.dim, 1, INT32_MAX))
+    return -1;
+  if (!(a.eps >= 0.0f) || !std::isfinite(a.eps)) return fail("%s: eps is %g; it must be 0 or more", name, (double)a.eps);
   return 0;
 }
 
 void rms_norm_part(const pd_rms_norm_args &a, int thread, int num_threads) {
+  if (a.add) return norm_rows<float, true>(a, thread, num_threads);
   a.dtype == PD_BF16 ? norm_rows<bf16>(a, thread, num_threads) : norm_rows<float>(a, thread, num_threads);
+}
+
+void layer_norm_part(const pd_layer_norm_args &a, int thread, int num_threads) {
+  a.dtype == PD_BF16 ? layer_norm_rows<bf16>(a, thread, num_threads) : layer_norm_rows<float>(a, thread, num_threads);
 }
 
 }  // namespace pagedec

@@ -23,7 +23,7 @@
 extern "C" {
 #endif
 
-#define PD_ABI_VERSION 1
+#define PD_ABI_VERSION 2
 #if defined(__GNUC__)
 #define PD_EXPORT __attribute__((visibility("default")))
 #else
@@ -46,7 +46,8 @@ typedef enum {
   PD_STORE = 0,    /* y [rows][n] in y_dtype */
   PD_ADD = 1,      /* y [rows][n] fp32: y += result (the residual stream) */
   PD_SILU_MUL = 2, /* W holds gate and up rows interleaved by 16 (gate 0-15, up 0-15, gate 16-31, ...): y [rows][n/2] in y_dtype = silu(gate) * up */
-  PD_GELU_MUL = 3  /* as PD_SILU_MUL with the tanh approximation of GELU */
+  PD_GELU_MUL = 3, /* as PD_SILU_MUL with the tanh approximation of GELU */
+  PD_GELU = 4      /* y [rows][n] in y_dtype = gelu(result), the tanh approximation */
 } pd_epilogue;
 
 PD_EXPORT int64_t pd_packed_bytes(int64_t n, int64_t k, int32_t dtype);             /* bytes of a packed weight; 64-byte aligned storage is the caller's */
@@ -64,7 +65,8 @@ typedef struct {
 PD_EXPORT int pd_gemm(const pd_gemm_args *);
 
 /* ---- rows in and out of the residual stream, which is fp32 whatever the dtype */
-typedef struct { /* out[r] = table[token_ids[r]] * scale; and the cache's token plane: token_plane[slots[r]] = token_ids[r] where slots[r] >= 0 */
+typedef struct { /* out[r] = table[token_ids[r]] * scale (+ position_table[positions[r]]), NaN where an id or a position is outside its
+                  * table; and the cache's token plane: token_plane[slots[r]] = token_ids[r] where slots[r] >= 0 */
   const int32_t *num_rows;
   const int32_t *token_ids;
   const void *table;           /* [vocab][dim] in dtype */
@@ -73,6 +75,9 @@ typedef struct { /* out[r] = table[token_ids[r]] * scale; and the cache's token 
   int32_t *token_plane;        /* [num_blocks * block_size] or NULL */
   int32_t dim, vocab, dtype;
   float scale;
+  const int32_t *positions;    /* [rows]; given together with position_table or both NULL */
+  const void *position_table;  /* [num_positions][dim] in dtype */
+  int32_t num_positions, reserved;
 } pd_embed_args;
 PD_EXPORT int pd_embed(const pd_embed_args *);
 
@@ -85,8 +90,22 @@ typedef struct { /* out[r] = x[row_ids ? row_ids[r] : r] / sqrt(mean(x^2) + eps)
   const int32_t *row_ids;      /* [rows] or NULL */
   int32_t dim, dtype;
   float eps, weight_offset;
+  int32_t add, reserved;       /* add: out is fp32 (and dtype says so) and the result is added to it */
 } pd_rms_norm_args;
 PD_EXPORT int pd_rms_norm(const pd_rms_norm_args *);
+
+typedef struct { /* out[r] = (v - mean(v)) / sqrt(var(v) + eps) * weight + bias, over dim, with v = x[row_ids ? row_ids[r] : r]; var: the mean of squares */
+  const int32_t *num_rows;
+  const float *x;              /* [*][dim] */
+  const float *weight;         /* [dim] */
+  const float *bias;           /* [dim] or NULL */
+  void *out;                   /* [rows][dim] in dtype */
+  const int32_t *row_ids;      /* [rows] or NULL */
+  int32_t dim, dtype;
+  float eps;
+  int32_t reserved;
+} pd_layer_norm_args;
+PD_EXPORT int pd_layer_norm(const pd_layer_norm_args *);
 
 typedef struct { /* out [rows][dim] in dtype = silu(x[:, :dim]) * x[:, dim:]; gelu: tanh approximation of GELU instead of SiLU */
   const int32_t *num_rows;
@@ -158,6 +177,14 @@ typedef struct {
 PD_EXPORT int pd_attention(const pd_attention_args *);
 
 /* ---- read-out. logits [rows][vocab] fp32. Ties go to the lower token id, everywhere. */
+typedef struct { /* x = cap * tanh(x / cap), in place */
+  const int32_t *num_rows;
+  float *x;                    /* [rows][n] */
+  int32_t n;
+  float cap;
+} pd_soft_cap_args;
+PD_EXPORT int pd_soft_cap(const pd_soft_cap_args *);
+
 typedef struct {
   const int32_t *num_rows;
   const float *logits;
@@ -200,7 +227,7 @@ PD_EXPORT int pd_gumbel(uint64_t seed, uint64_t stream, int32_t position, int32_
 /* ---- a constant list of kernels, carried out in order in one parallel region */
 typedef enum {
   PD_OP_GEMM = 1, PD_OP_EMBED, PD_OP_RMS_NORM, PD_OP_SILU_MUL, PD_OP_ROPE_KV_WRITE, PD_OP_KV_COPY, PD_OP_ATTENTION,
-  PD_OP_ARGMAX, PD_OP_TOPK_LSE, PD_OP_SAMPLE
+  PD_OP_ARGMAX, PD_OP_TOPK_LSE, PD_OP_SAMPLE, PD_OP_LAYER_NORM, PD_OP_SOFT_CAP
 } pd_op_kind;
 typedef struct { int32_t kind, reserved; const void *args; } pd_op;
 PD_EXPORT int pd_run(const pd_op *ops, int64_t num_ops);

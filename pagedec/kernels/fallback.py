@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from pagedec.kernels import reference, reference_readout
 from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope
@@ -47,22 +48,46 @@ class ReferenceProgram:
     def embed(
         self, rows: torch.Tensor, token_ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor,
         slots: torch.Tensor, token_plane: torch.Tensor, scale: float = 1.0,
+        positions: torch.Tensor | None = None, position_table: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         def run() -> None:
             n = int(rows)
-            out[:n] = reference.embed(token_ids[:n], table, scale, slots=slots[:n], token_plane=token_plane)
+            out[:n] = reference.embed(
+                token_ids[:n], table, scale, slots=slots[:n], token_plane=token_plane,
+                positions=None if positions is None else positions[:n], position_table=position_table,
+            )  # fmt: skip
 
         self._kernels.append(run)
 
     def rms_norm(
         self, rows: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float,
-        row_ids: torch.Tensor | None = None,
+        row_ids: torch.Tensor | None = None, add: bool = False,
     ) -> None:  # fmt: skip
         def run() -> None:
             n = int(rows)
             chosen = x[:n] if row_ids is None else x[row_ids[:n].long()]
             for i in range(n):  # one row at a time: torch may split a sum by how many there are
-                out[i : i + 1] = reference.rms_norm(chosen[i : i + 1], weight, eps, out_dtype=out.dtype)
+                normed = reference.rms_norm(chosen[i : i + 1], weight, eps, out_dtype=out.dtype)
+                out[i : i + 1] = out[i : i + 1] + normed if add else normed
+
+        self._kernels.append(run)
+
+    def layer_norm(
+        self, rows: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor,
+        eps: float, row_ids: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        def run() -> None:
+            n = int(rows)
+            chosen = x[:n] if row_ids is None else x[row_ids[:n].long()]
+            for i in range(n):
+                out[i : i + 1] = reference.layer_norm(chosen[i : i + 1], weight, bias, eps, out_dtype=out.dtype)
+
+        self._kernels.append(run)
+
+    def soft_cap(self, rows: torch.Tensor, x: torch.Tensor, cap: float) -> None:
+        def run() -> None:
+            for i in range(int(rows)):  # torch's vectors end elsewhere in a longer array
+                x[i] = reference.soft_cap(x[i], cap)
 
         self._kernels.append(run)
 
@@ -77,6 +102,9 @@ class ReferenceProgram:
                 y[:n] += product.float()
             elif epilogue == Epilogue.STORE:
                 y[:n] = product
+            elif epilogue == Epilogue.GELU:
+                for i in range(n):  # torch's vectors end elsewhere in a longer array
+                    y[i] = functional.gelu(product[i], approximate="tanh")
             else:
                 y[:n] = gated_product(product, gelu=epilogue == Epilogue.GELU_MUL)
 

@@ -29,23 +29,25 @@ from pagedec.kernels.records import (
     Epilogue,
     GemmArgs,
     KvCopyArgs,
+    LayerNormArgs,
     Op,
     OpKind,
     RmsNormArgs,
     RopeKvWriteArgs,
     SampleArgs,
     SiluMulArgs,
+    SoftCapArgs,
     TopkLseArgs,
 )
 
 __all__ = [
     "ABI_VERSION", "DRAW_DTYPE", "ISAS", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape",
-    "Draw", "Dtype", "EmbedArgs", "Epilogue", "GemmArgs", "KernelError", "KvCopyArgs", "Library", "LibraryNotFound",
-    "Op", "OpKind", "Program", "RmsNormArgs", "RopeKvWriteArgs", "SampleArgs", "SiluMulArgs", "TopkLseArgs",
-    "available_isas", "library_directories", "load",
+    "Draw", "Dtype", "EmbedArgs", "Epilogue", "GemmArgs", "KernelError", "KvCopyArgs", "LayerNormArgs", "Library",
+    "LibraryNotFound", "Op", "OpKind", "Program", "RmsNormArgs", "RopeKvWriteArgs", "SampleArgs", "SiluMulArgs",
+    "SoftCapArgs", "TopkLseArgs", "available_isas", "library_directories", "load",
 ]  # fmt: skip
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 ISAS = environment.ISAS  # from the poorest to the richest
 Floats = npt.NDArray[np.float32]
 
@@ -114,12 +116,12 @@ class Library:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.functions = ctypes.CDLL(str(path))
+        version = self.functions.pd_abi_version()  # before anything else: another version may lack functions
+        if version != ABI_VERSION:
+            raise KernelError(f"{path}: ABI version is {version}; this package needs {ABI_VERSION}: build it again")
         for name, (argument_types, result_type) in PROTOTYPES.items():
             function = getattr(self.functions, name)
             function.argtypes, function.restype = argument_types, result_type
-        version = self.functions.pd_abi_version()
-        if version != ABI_VERSION:
-            raise KernelError(f"{path}: ABI version is {version}; this package needs {ABI_VERSION}: build it again")
         self.isa: str = self.functions.pd_isa().decode()
         self._kernels = {kind: getattr(self.functions, C_NAMES[kind].removesuffix("_args")) for kind in OP_KINDS}
 

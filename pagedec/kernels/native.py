@@ -19,11 +19,13 @@ from pagedec.kernels.library import (
     Epilogue,
     GemmArgs,
     KvCopyArgs,
+    LayerNormArgs,
     Library,
     Program,
     RmsNormArgs,
     RopeKvWriteArgs,
     SampleArgs,
+    SoftCapArgs,
     TopkLseArgs,
 )
 from pagedec.kernels.memory import Arena
@@ -87,6 +89,7 @@ class NativeProgram:
     def embed(
         self, rows: torch.Tensor, token_ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor,
         slots: torch.Tensor, token_plane: torch.Tensor, scale: float = 1.0,
+        positions: torch.Tensor | None = None, position_table: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         backend, int32 = self._backend, torch.int32
         self._add(
@@ -95,23 +98,44 @@ class NativeProgram:
                 address(table, backend.dtype, "table"), address(out, torch.float32, "out"),
                 address(slots, int32, "slots"), address(token_plane, int32, "token_plane"),
                 table.shape[1], table.shape[0], int(backend.code), scale,
+                address(positions, int32, "positions"), address(position_table, backend.dtype, "position_table"),
+                0 if position_table is None else position_table.shape[0], 0,
             ),
-            rows, token_ids, table, out, slots, token_plane,
+            rows, token_ids, table, out, slots, token_plane, positions, position_table,
         )  # fmt: skip
 
     def rms_norm(
         self, rows: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float,
-        row_ids: torch.Tensor | None = None,
+        row_ids: torch.Tensor | None = None, add: bool = False,
     ) -> None:  # fmt: skip
-        backend, f32 = self._backend, torch.float32
+        f32 = torch.float32
+        out_dtype = f32 if add else self._backend.dtype
         self._add(
             RmsNormArgs(
                 address(rows, torch.int32, "rows"), address(x, f32, "x"), None, address(weight, f32, "weight"),
-                address(out, backend.dtype, "out"), address(row_ids, torch.int32, "row_ids"),
-                x.shape[1], int(backend.code), eps, 0.0,
+                address(out, out_dtype, "out"), address(row_ids, torch.int32, "row_ids"),
+                x.shape[1], int(DTYPES[out_dtype]), eps, 0.0, int(add), 0,
             ),
             rows, x, weight, out, row_ids,
         )  # fmt: skip
+
+    def layer_norm(
+        self, rows: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor,
+        eps: float, row_ids: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        backend, f32 = self._backend, torch.float32
+        self._add(
+            LayerNormArgs(
+                address(rows, torch.int32, "rows"), address(x, f32, "x"), address(weight, f32, "weight"),
+                address(bias, f32, "bias"), address(out, backend.dtype, "out"),
+                address(row_ids, torch.int32, "row_ids"), x.shape[1], int(backend.code), eps, 0,
+            ),
+            rows, x, weight, bias, out, row_ids,
+        )  # fmt: skip
+
+    def soft_cap(self, rows: torch.Tensor, x: torch.Tensor, cap: float) -> None:
+        record = SoftCapArgs(address(rows, torch.int32, "rows"), address(x, torch.float32, "x"), x.shape[1], cap)
+        self._add(record, rows, x)
 
     def linear(
         self, rows: torch.Tensor, x: torch.Tensor, weight: NativeWeight, y: torch.Tensor,

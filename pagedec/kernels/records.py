@@ -27,6 +27,7 @@ class Epilogue(IntEnum):
     ADD = 1
     SILU_MUL = 2
     GELU_MUL = 3
+    GELU = 4
 
 
 class OpKind(IntEnum):
@@ -42,6 +43,8 @@ class OpKind(IntEnum):
     ARGMAX = 8
     TOPK_LSE = 9
     SAMPLE = 10
+    LAYER_NORM = 11
+    SOFT_CAP = 12
 
 
 class GemmArgs(Structure):
@@ -78,11 +81,15 @@ class EmbedArgs(Structure):
         ("vocab", c_int32),
         ("dtype", c_int32),
         ("scale", c_float),
+        ("positions", c_void_p),
+        ("position_table", c_void_p),
+        ("num_positions", c_int32),
+        ("reserved", c_int32),
     ]
 
 
 class RmsNormArgs(Structure):
-    """RMS norm of (gathered) rows, with the residual added first where it is given."""
+    """RMS norm of (gathered) rows, with the residual added first where it is given; `add`: added to out."""
 
     _fields_ = [
         ("num_rows", c_void_p),
@@ -95,6 +102,25 @@ class RmsNormArgs(Structure):
         ("dtype", c_int32),
         ("eps", c_float),
         ("weight_offset", c_float),
+        ("add", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class LayerNormArgs(Structure):
+    """Layer norm of (gathered) rows."""
+
+    _fields_ = [
+        ("num_rows", c_void_p),
+        ("x", c_void_p),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("row_ids", c_void_p),
+        ("dim", c_int32),
+        ("dtype", c_int32),
+        ("eps", c_float),
+        ("reserved", c_int32),
     ]
 
 
@@ -201,6 +227,12 @@ class AttentionArgs(Structure):
     ]
 
 
+class SoftCapArgs(Structure):
+    """cap * tanh(x / cap) in place."""
+
+    _fields_ = [("num_rows", c_void_p), ("x", c_void_p), ("n", c_int32), ("cap", c_float)]
+
+
 class ArgmaxArgs(Structure):
     """The largest logit of each row."""
 
@@ -281,12 +313,14 @@ C_NAMES: dict[type[Structure], str] = {
     GemmArgs: "pd_gemm_args",
     EmbedArgs: "pd_embed_args",
     RmsNormArgs: "pd_rms_norm_args",
+    LayerNormArgs: "pd_layer_norm_args",
     SiluMulArgs: "pd_silu_mul_args",
     RopeKvWriteArgs: "pd_rope_kv_write_args",
     KvCopyArgs: "pd_kv_copy_args",
     AttnShape: "pd_attn_shape",
     AttnBatch: "pd_attn_batch",
     AttentionArgs: "pd_attention_args",
+    SoftCapArgs: "pd_soft_cap_args",
     ArgmaxArgs: "pd_argmax_args",
     TopkLseArgs: "pd_topk_lse_args",
     Draw: "pd_draw",
@@ -304,6 +338,8 @@ OP_KINDS: dict[type[Structure], OpKind] = {
     ArgmaxArgs: OpKind.ARGMAX,
     TopkLseArgs: OpKind.TOPK_LSE,
     SampleArgs: OpKind.SAMPLE,
+    LayerNormArgs: OpKind.LAYER_NORM,
+    SoftCapArgs: OpKind.SOFT_CAP,
 }
 
 _P_INT32 = POINTER(c_int32)
@@ -321,6 +357,7 @@ PROTOTYPES: dict[str, tuple[list[Any], Any]] = {
     "pd_gemm": ([POINTER(GemmArgs)], ctypes.c_int),
     "pd_embed": ([POINTER(EmbedArgs)], ctypes.c_int),
     "pd_rms_norm": ([POINTER(RmsNormArgs)], ctypes.c_int),
+    "pd_layer_norm": ([POINTER(LayerNormArgs)], ctypes.c_int),
     "pd_silu_mul": ([POINTER(SiluMulArgs)], ctypes.c_int),
     "pd_rope_kv_write": ([POINTER(RopeKvWriteArgs)], ctypes.c_int),
     "pd_kv_copy": ([POINTER(KvCopyArgs)], ctypes.c_int),
@@ -329,6 +366,7 @@ PROTOTYPES: dict[str, tuple[list[Any], Any]] = {
     "pd_attn_plan": ([c_void_p, POINTER(AttnShape), POINTER(AttnBatch)], ctypes.c_int),
     "pd_plan_view": ([c_void_p, POINTER(_P_INT32), POINTER(c_int64)], ctypes.c_int),
     "pd_attention": ([POINTER(AttentionArgs)], ctypes.c_int),
+    "pd_soft_cap": ([POINTER(SoftCapArgs)], ctypes.c_int),
     "pd_argmax": ([POINTER(ArgmaxArgs)], ctypes.c_int),
     "pd_topk_lse": ([POINTER(TopkLseArgs)], ctypes.c_int),
     "pd_sample": ([POINTER(SampleArgs)], ctypes.c_int),

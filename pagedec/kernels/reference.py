@@ -25,14 +25,21 @@ def embed(
     *,
     slots: Tensor | None = None,
     token_plane: Tensor | None = None,
+    positions: Tensor | None = None,
+    position_table: Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return table[token_ids] * scale, NaN where an id is outside the table; note the ids in the token plane."""
+    """Return table[token_ids] * scale (+ position_table[positions]), NaN where an id or a position is outside its table;
+    note the ids in the token plane."""
     if slots is not None and token_plane is not None:
         written = slots >= 0
         token_plane[slots[written].long()] = token_ids[written].to(token_plane.dtype)
     known = (token_ids >= 0) & (token_ids < table.shape[0])
     rows = table[torch.where(known, token_ids, 0).long()].to(compute_dtype) * scale
+    if positions is not None and position_table is not None:
+        inside = (positions >= 0) & (positions < position_table.shape[0])
+        rows = rows + position_table[torch.where(inside, positions, 0).long()].to(compute_dtype)
+        known = known & inside
     return torch.where(known[:, None], rows, torch.nan)
 
 
@@ -55,6 +62,29 @@ def rms_norm(
     rows = (x if row_ids is None else x[row_ids.long()]).to(compute_dtype)
     scale = 1.0 / torch.sqrt(rows.square().mean(-1, keepdim=True) + eps)
     return (rows * scale * (weight.to(compute_dtype) + weight_offset)).to(out_dtype)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    row_ids: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias of the rows."""
+    rows = (x if row_ids is None else x[row_ids.long()]).to(compute_dtype)
+    centred = rows - rows.mean(-1, keepdim=True)
+    scale = 1.0 / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps)
+    normed = centred * scale * weight.to(compute_dtype)
+    return (normed if bias is None else normed + bias.to(compute_dtype)).to(out_dtype)
+
+
+def soft_cap(x: Tensor, cap: float, *, compute_dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return cap * tanh(x / cap)."""
+    return (cap * torch.tanh(x.to(compute_dtype) / cap)).to(x.dtype)
 
 
 def silu_mul(x: Tensor, *, gelu: bool = False, compute_dtype: torch.dtype = torch.float32) -> Tensor:

@@ -50,6 +50,8 @@ def linear(
         if y is None:
             raise ValueError("y is None; with ADD it must be what is added to")
         product = y.to(compute_dtype) + product
+    elif epilogue == Epilogue.GELU:
+        product = functional.gelu(product, approximate="tanh")
     elif epilogue != Epilogue.STORE:
         product = gated_product(product, gelu=epilogue == Epilogue.GELU_MUL)
     return product.to(y_dtype)

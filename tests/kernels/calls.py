@@ -16,11 +16,13 @@ from pagedec.kernels.library import (
     Dtype,
     EmbedArgs,
     KvCopyArgs,
+    LayerNormArgs,
     Library,
     RmsNormArgs,
     RopeKvWriteArgs,
     SampleArgs,
     SiluMulArgs,
+    SoftCapArgs,
     TopkLseArgs,
 )
 from pagedec.kernels.reference import RopeShape
@@ -66,6 +68,8 @@ def embed(
     scale: float = 1.0,
     slots: Tensor | None = None,
     token_plane: Tensor | None = None,
+    positions: Tensor | None = None,
+    position_table: Tensor | None = None,
 ) -> Tensor:
     vocab, dim = table.shape
     out, rows = torch.full((len(token_ids), dim), torch.nan), count(len(token_ids))
@@ -73,7 +77,8 @@ def embed(
         EmbedArgs(
             num_rows=pointer(rows), token_ids=pointer(token_ids), table=pointer(table), out=pointer(out),
             slots=pointer(slots), token_plane=pointer(token_plane), dim=dim, vocab=vocab, dtype=CODES[table.dtype],
-            scale=scale,
+            scale=scale, positions=pointer(positions), position_table=pointer(position_table),
+            num_positions=0 if position_table is None else len(position_table),
         )
     )  # fmt: skip
     return out
@@ -89,15 +94,46 @@ def rms_norm(
     row_ids: Tensor | None = None,
     weight_offset: float = 0.0,
     out_dtype: torch.dtype = torch.float32,
+    add_to: Tensor | None = None,
 ) -> Tensor:
     num_rows, dim = len(x) if row_ids is None else len(row_ids), x.shape[1]
     out, rows = torch.full((num_rows, dim), torch.nan, dtype=out_dtype), count(num_rows)
+    if add_to is not None:
+        out = add_to.clone()
     library.call(
         RmsNormArgs(
             num_rows=pointer(rows), x=pointer(x), residual=pointer(residual), weight=pointer(weight), out=pointer(out),
             row_ids=pointer(row_ids), dim=dim, dtype=CODES[out_dtype], eps=eps, weight_offset=weight_offset,
+            add=int(add_to is not None),
         )
     )  # fmt: skip
+    return out
+
+
+def layer_norm(
+    library: Library,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    row_ids: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    num_rows, dim = len(x) if row_ids is None else len(row_ids), x.shape[1]
+    out, rows = torch.full((num_rows, dim), torch.nan, dtype=out_dtype), count(num_rows)
+    library.call(
+        LayerNormArgs(
+            num_rows=pointer(rows), x=pointer(x), weight=pointer(weight), bias=pointer(bias), out=pointer(out),
+            row_ids=pointer(row_ids), dim=dim, dtype=CODES[out_dtype], eps=eps,
+        )
+    )  # fmt: skip
+    return out
+
+
+def soft_cap(library: Library, x: Tensor, cap: float) -> Tensor:
+    out, rows = x.clone(), count(len(x))
+    library.call(SoftCapArgs(num_rows=pointer(rows), x=pointer(out), n=x.shape[1], cap=cap))
     return out
 
 

@@ -31,6 +31,38 @@ def test_id_outside_the_table_gives_nan(library: Library) -> None:
     assert out[[0, 2, 3]].isnan().all() and not out[1].isnan().any()
 
 
+@pytest.mark.parametrize("dtype", calls.DTYPES)
+@pytest.mark.parametrize("dim", [1, 15, 16, 33, 576])
+def test_rows_of_the_position_table_are_added(library: Library, dtype: torch.dtype, dim: int) -> None:
+    table, offsets = calls.normal(50, dim, seed=dim, dtype=dtype), calls.normal(9, dim, seed=1, dtype=dtype)
+    ids, positions = calls.ints([0, 49, 7, 7, 31]), calls.ints([8, 0, 3, 4, 3])
+    for scale in (1.0, 3.5):
+        out = calls.embed(library, ids, table, scale, positions=positions, position_table=offsets)
+        assert calls.same_bits(out, reference.embed(ids, table, scale, positions=positions, position_table=offsets))
+        assert calls.same_bits(out, table[ids.long()].float() * scale + offsets[positions.long()].float())
+
+
+def test_position_outside_its_table_gives_nan(library: Library) -> None:
+    table, ids, positions = calls.normal(10, 20, seed=1), calls.ints([3, 3, 3, -1]), calls.ints([-1, 4, 5, 2])
+    plane = torch.zeros(4, dtype=torch.int32)
+    out = calls.embed(library, ids, table, 1.0, calls.ints(range(4)), plane, positions, table[:5].contiguous())
+    assert out[[0, 2, 3]].isnan().all() and not out[1].isnan().any()
+    assert torch.equal(plane, ids)
+
+
+def test_positions_need_their_table(library: Library) -> None:
+    data, rows = torch.zeros(64), calls.count(1)
+    p = data.data_ptr()
+    for positions, table, num, message in (
+        (None, p, 3, "positions is NULL"),
+        (p, None, 3, "position_table is NULL"),
+        (p, p, 0, "num_positions is 0"),
+    ):
+        record = EmbedArgs(rows.data_ptr(), p, p, p, None, None, 4, 4, 0, 1.0, positions, table, num, 0)
+        with pytest.raises(KernelError, match=f"^pd_embed: {message}"):
+            library.call(record)
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_threads_and_rows_do_not_change_a_row(library: Library, num_threads: int) -> None:
     table, ids = calls.normal(64, 40, seed=2), calls.ints(list(range(64)))

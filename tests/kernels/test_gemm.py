@@ -174,6 +174,23 @@ def test_activation_is_accurate_over_the_whole_range(library: Library, epilogue:
     assert torch.equal(actual[large].float(), gate[large])
 
 
+@pytest.mark.parametrize("n", [1, 33, 96])
+def test_gelu_is_near_float64_over_the_whole_range(library: Library, n: int) -> None:
+    """One input, weight 1, any width: also where e^x underflows or overflows."""
+    x = torch.cat([torch.linspace(-60, 60, 4001), torch.logspace(-30, 38, 500), -torch.logspace(-30, 38, 500)])[:, None]
+    linear, bias = Linear.pack(library, torch.ones(n, 1)), normal(n, seed=1)
+    actual, exact = linear(x, Epilogue.GELU).double(), x.double().expand(-1, n)
+    exact = exact * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (exact + 0.044715 * exact**3))
+    z = 2 * (2 / torch.pi) ** 0.5 * (x.double() + 0.044715 * x.double() ** 3)
+    relative = 1e-6 + 3e-7 * z.abs().clamp(max=110)
+    assert ((actual - exact).abs() <= relative * exact.abs() + 4e-37).all()
+    near = x[x.abs()[:, 0] < 30].contiguous()
+    shifted = Linear.pack(library, torch.ones(n, 1), bias)(near, Epilogue.GELU)
+    expected = reference.linear(near, torch.ones(n, 1), bias, epilogue=Epilogue.GELU)
+    assert torch.allclose(shifted, expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(linear(near, Epilogue.GELU, y_dtype=torch.bfloat16), linear(near, Epilogue.GELU).bfloat16())
+
+
 @pytest.mark.parametrize("epilogue", list(Epilogue))
 def test_nan_and_infinity_propagate_to_their_row_only(library: Library, epilogue: Epilogue) -> None:
     x, weight = normal(14, 37, seed=1, dtype=torch.bfloat16), normal(64, 37, seed=2, dtype=torch.bfloat16).abs()
@@ -187,7 +204,7 @@ def test_nan_and_infinity_propagate_to_their_row_only(library: Library, epilogue
         assert torch.equal(dirty[others], clean[others].to(y_dtype))
         assert dirty[3].isnan().all()
         assert (dirty[7] == torch.inf).all()
-        if epilogue in GATED:  # -inf times 0, as in torch
+        if epilogue in (*GATED, Epilogue.GELU):  # -inf times 0, as in torch
             assert dirty[9].isnan().all()
         else:
             assert (dirty[9] == -torch.inf).all()
@@ -244,7 +261,7 @@ BAD_FIELDS = [
     ({"k": -3}, "k is -3; it must be 1 or more"),
     ({"dtype": 2}, "dtype is 2"),
     ({"y_dtype": -1}, "y_dtype is -1"),
-    ({"epilogue": 4}, "epilogue is 4; it must be 0 to 3"),
+    ({"epilogue": 5}, "epilogue is 5; it must be 0 to 4"),
     ({"epilogue": 1, "y_dtype": 1}, "y_dtype is 1; with PD_ADD it must be 0"),
     ({"epilogue": 2, "n": 31}, "n is 31; with gate and up rows it must be even"),
     ({"reserved": 7}, "reserved is 7; it must be 0"),

@@ -13,12 +13,14 @@ from pagedec.kernels.library import (
     EmbedArgs,
     KernelError,
     KvCopyArgs,
+    LayerNormArgs,
     Library,
     Program,
     RmsNormArgs,
     RopeKvWriteArgs,
     SampleArgs,
     SiluMulArgs,
+    SoftCapArgs,
     TopkLseArgs,
 )
 from tests.kernels import calls
@@ -80,6 +82,8 @@ def forward(b: Buffers) -> list[object]:
         ),
         KvCopyArgs(p(b.moves), p(SRC), p(DST), p(b.k), p(b.v), p(b.plane), 0, 1, 2, HEAD_DIM, BLOCK_SIZE, 0),
         SiluMulArgs(rows, p(b.q), p(b.gated), 16, 0, 0),
+        LayerNormArgs(rows, p(b.hidden), p(WEIGHT), None, p(b.normed), None, DIM, 0, 1e-5),
+        SoftCapArgs(rows, p(b.gated), 16, 0.5),
         ArgmaxArgs(rows, p(b.gated), p(b.best), 16),
         TopkLseArgs(rows, p(b.gated), p(b.best), p(b.top), p(b.values), p(b.lse), 16, 3),
         SampleArgs(rows, p(DRAWS), p(b.gated), p(b.drawn), 16),
