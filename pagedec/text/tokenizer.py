@@ -14,10 +14,10 @@ from pagedec.formats.files import read_json_object
 from pagedec.formats.gguf_header import read_gguf_header
 from pagedec.text.byte_table import ByteTable, Spelling, build_byte_table
 from pagedec.text.detokenizer import Detokenizer
-from pagedec.text.gguf_tokenizer import build_tokenizer, token_id
+from pagedec.text.gguf_fields import read_vocabulary
+from pagedec.text.gguf_tokenizer import tokenizer_of
 
 WITHOUT = "or set skip_tokenizer_init=True and pass token ids"
-END_KINDS = ("eos", "eot", "eom")  # end of sequence, of turn, of message
 
 
 class Tokenizer:
@@ -166,14 +166,13 @@ def _from_directory(directory: Path) -> Tokenizer:
 
 def tokenizer_from_gguf(fields: Mapping[str, Any], path: Path) -> Tokenizer:
     """Return the tokenizer that the metadata of a GGUF file describe; `path` is for errors."""
-    inner = build_tokenizer(fields, path)
-    num_tokens = inner.get_vocab_size()
-    ends = (token_id(fields, kind, num_tokens, path) for kind in END_KINDS)
+    vocabulary = read_vocabulary(fields, path)
+    inner = tokenizer_of(vocabulary)
     template = fields.get("tokenizer.chat_template")
     return Tokenizer(
         inner,
         path,
-        token_id(fields, "bos", num_tokens, path),
-        [end_id for end_id in ends if end_id is not None],
+        vocabulary.special_id("bos"),
+        vocabulary.end_ids(),
         template if isinstance(template, str) else None,
     )

@@ -9,11 +9,14 @@ import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, pre_tokenizers
 from transformers import AutoTokenizer
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as TRANSFORMERS_SPLITS
 
 from pagedec.errors import ModelFileError
 from pagedec.formats.gguf_header import read_gguf_header
-from pagedec.text.gguf_tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, build_tokenizer
+from pagedec.text.gguf_byte_level import GPT4O_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, STYLES, TEKKEN_SPLIT
+from pagedec.text.gguf_tokenizer import build_tokenizer
 from pagedec.text.tokenizer import Tokenizer, tokenizer_from_gguf
 
 # The expression of GPT-2 (Radford et al. 2019); SmolLM cuts out single digits before it
@@ -85,6 +88,17 @@ def test_equal_to_plain_bpe(tokenizer: Tokenizer, plain: PlainBpe, text: str) ->
     assert tokenizer.encode(text) == plain.encode(text)
 
 
+SHARED = sorted(set(STYLES) & set(TRANSFORMERS_SPLITS))
+
+
+@pytest.mark.parametrize("pre", SHARED)
+def test_splits_are_those_of_transformers(pre: str, texts: list[str]) -> None:
+    cut = pre_tokenizers.Split(Regex(TRANSFORMERS_SPLITS[pre]), "isolated")
+    theirs = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    ours = build_tokenizer(small(pre=pre), HERE).pre_tokenizer
+    assert all(ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text) for text in texts)
+
+
 @settings(max_examples=150)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_equal_to_plain_bpe_on_any_text(tokenizer: Tokenizer, plain: PlainBpe, value: str) -> None:
@@ -140,6 +154,10 @@ CUTS = [
     ("qwen2", "I'LL say 123 times", ["I", "'LL", " say", " ", "1", "2", "3", " times"]),
     ("llama-bpe", "a\n\n  b(c)", ["a", "\n\n", " ", " b", "(c", ")"]),
     ("gpt-2", "a\n\n  b(c)", ["a", "\n\n ", " b", "(", "c", ")"]),
+    ("glm4", "I'LL say 1234 times", ["I", "'LL", " say", " ", "123", "4", " times"]),
+    ("tekken", "I'LL say 123 HelloWorld/\n", ["I", "'LL", " say", " ", "1", "2", "3", " Hello", "World", "/\n"]),
+    ("gpt-4o", "I'LL say 1234 HelloWorld's/\n", ["I'LL", " say", " ", "123", "4", " Hello", "World's", "/\n"]),
+    ("deepseek-coder", "a 12(b) c\n", ["a", " ", "1", "2", "(", "b", ")", " c", "\n"]),
 ]
 
 
@@ -148,7 +166,18 @@ def test_where_text_is_cut(pre: str, value: str, expected: list[str]) -> None:
     assert words(small(pre=pre), value) == expected
 
 
-@pytest.mark.parametrize(("pre", "split"), [("llama-bpe", LLAMA3_SPLIT), ("qwen2", QWEN2_SPLIT), ("gpt-2", GPT2_SPLIT)])
+SPLITS = [
+    ("llama-bpe", LLAMA3_SPLIT),
+    ("chatglm-bpe", LLAMA3_SPLIT),
+    ("qwen2", QWEN2_SPLIT),
+    ("tekken", TEKKEN_SPLIT),
+    ("gpt-4o", GPT4O_SPLIT),
+    ("gpt-2", GPT2_SPLIT),
+    ("phi-2", GPT2_SPLIT),
+]
+
+
+@pytest.mark.parametrize(("pre", "split"), SPLITS)
 def test_cuts_equal_another_regex_engine(pre: str, split: str, text: str) -> None:
     assert words(small(pre=pre), text) == regex.findall(split, text)
 
@@ -191,7 +220,7 @@ def test_qwen2_composes_characters() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model": "llama"}, "tokenizer.ggml.model is 'llama', supported is 'gpt2'"),
+    ({"model": "t5"}, "tokenizer.ggml.model is 't5', supported are gpt2, llama"),
     ({"model": None}, "tokenizer.ggml.model is None"),
     ({"pre": "unheard-of"}, "tokenizer.ggml.pre is 'unheard-of', supported are gpt-2"),
     ({"pre": None}, "tokenizer.ggml.pre is None"),
