@@ -24,6 +24,7 @@ from pagedec.fields import (
     rules,
     strict,
 )
+from pagedec.params import SamplingParams
 
 DEFAULT_MODEL = "smollm2"
 QUANTIZATIONS = ("int8",)
@@ -197,6 +198,11 @@ class EngineConfig:
 
 def read_file(path: str | Path) -> Mapping[str, Any]:
     """The engine arguments in a TOML file, names checked, values not yet."""
+    return read_tables(path)[0]
+
+
+def read_tables(path: str | Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The engine arguments in a TOML file, and the sampling parameters of its table [sampling]; names checked, values not yet."""
     try:
         with open(path, "rb") as file:
             values = tomllib.load(file)
@@ -204,5 +210,9 @@ def read_file(path: str | Path) -> Mapping[str, Any]:
         raise InvalidArgument("config", str(path), f"cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidArgument("config", str(path), f"is not TOML: {error}") from error
+    sampling = values.pop("sampling", {})
+    if not isinstance(sampling, dict):
+        raise InvalidArgument("sampling", sampling, f"must be a table of sampling parameters in {path}")
     check_names(f"{path}", values, engine_rules(), values)
-    return values
+    check_names(f"[sampling] in {path}", sampling, rules(SamplingParams), sampling)
+    return values, sampling

@@ -39,11 +39,12 @@ EXTRA: dict[str, set[str]] = {
     "engine": {"core", "decoders", "config", "text", "formats", "environment"},
     "llm": {"engine", "config", "text", "core", "decoders"},
     "session": {"engine", "config", "text", "core", "decoders", "llm"},
+    "batch": {"llm", "session", "engine", "config", "text", "core", "decoders"},
     "serve": {"llm", "session", "engine", "config", "text", "environment", "v1"},
-    "cli": {"llm", "session", "engine", "config", "environment", "serve"},
+    "cli": {"llm", "session", "batch", "text", "engine", "config", "environment", "serve"},
     "v1": set(),
     "__main__": {"cli"},
-    "__init__": {"llm", "session", "config", "decoders", "environment"},
+    "__init__": {"llm", "session", "batch", "config", "decoders", "environment"},
 }
 TO_THE_RIGHT = {part: set(CHAIN[i + 1 :]) for i, part in enumerate(CHAIN)}
 ALLOWED = {

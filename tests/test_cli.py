@@ -260,7 +260,7 @@ def test_interrupt(
 
 # ---------------------------------------------------------------------------------------------------------------- help
 @pytest.mark.parametrize(
-    "command", [[], ["generate"], ["bench"], ["bench", "latency"], ["bench", "throughput"], ["doctor"]]
+    "command", [[], ["generate"], ["batch"], ["bench"], ["bench", "latency"], ["bench", "throughput"], ["doctor"]]
 )
 def test_help_of_every_command(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
 
-from pagedec.config import EngineConfig, engine_rules, read_file
+from pagedec.config import EngineConfig, engine_rules, read_tables
 from pagedec.errors import PagedecError
 from pagedec.fields import Flag, Rule, rules
 from pagedec.params import SamplingParams
@@ -73,7 +73,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="TOML file of engine arguments, named as below with underscores; flags win over it",
+        help="TOML file of engine arguments, named as below with underscores, and of sampling parameters in its table "
+        "[sampling]; flags win over it",
     )
     add_fields(parser, "engine arguments", engine_rules(), ENGINE, RENAMED)
 
@@ -93,15 +94,29 @@ def _parsed(name: str, rule: Rule, value: object) -> object:
     return rule.parse(name, value) if isinstance(value, str) else value
 
 
+def _file(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The engine arguments and sampling parameters of --config, if it was given."""
+    path = getattr(arguments, "config", None)
+    return ({}, {}) if path is None else read_tables(path)
+
+
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     """The engine's configuration: file first, flags over it, all of it checked."""
-    values = dict(read_file(arguments.config)) if arguments.config is not None else {}
+    values = dict(_file(arguments)[0])
     return EngineConfig.from_kwargs(**{**values, **_given(arguments, ENGINE, engine_rules())})
 
 
+def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that the file and the flags give, the flags over the file, each checked, by name."""
+    values = dict(_file(arguments)[1])
+    values |= _given(arguments, SAMPLING, rules(SamplingParams))
+    SamplingParams(**values)
+    return values
+
+
 def sampling_params(arguments: argparse.Namespace, **defaults: Any) -> SamplingParams:
-    """The sampling parameters of the flags over `defaults`."""
-    return SamplingParams(**{**defaults, **_given(arguments, SAMPLING, rules(SamplingParams))})
+    """The sampling parameters of file and flags over `defaults`."""
+    return SamplingParams(**{**defaults, **given_sampling(arguments)})
 
 
 def add_options(parser: argparse.ArgumentParser, title: str, options: type[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.metadata
 import os
@@ -10,20 +11,21 @@ from collections.abc import Sequence
 
 from pagedec import environment
 from pagedec.cli.arguments import Parser
+from pagedec.cli.console import FAILED, INTERRUPTED, USER_ERROR, say
 from pagedec.errors import PagedecError
 
 COMMANDS = {
     "generate": "continue prompts with a model",
+    "batch": "answer a file of requests, and go on with it after an interruption",
     "bench": "measure latency or throughput",
     "doctor": "say what is installed, what is active, and why the rest is not",
 }
-USER_ERROR = 2
-INTERRUPTED = 130
 DESCRIPTION = "Serving runtime for language models in which branching is cheap."
 EPILOG = """\
 examples:
   pagedec generate "Once upon a time" --max-tokens 64
   pagedec generate -f prompts.txt --temperature 0.8 --top-p 0.95 --seed 7 --json
+  pagedec batch -i requests.jsonl -o answers.jsonl --max-tokens 256
   pagedec bench throughput --num-prompts 64
   pagedec doctor
 
@@ -45,7 +47,8 @@ def parser() -> Parser:
     commands = top.add_subparsers(dest="command", metavar="COMMAND", title="commands", required=True)
     for name, summary in COMMANDS.items():
         module = importlib.import_module(f"pagedec.cli.{name}")
-        command = commands.add_parser(name, help=summary, description=module.__doc__)
+        epilog = getattr(module, "EPILOG", None)
+        command = commands.add_parser(name, help=summary, description=module.__doc__, epilog=epilog)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return top
@@ -53,12 +56,17 @@ def parser() -> Parser:
 
 def refuse(error: ValueError) -> int:
     """Say what the caller did wrong, in one line."""
-    print(f"pagedec: error: {' '.join(str(error).split())}", file=sys.stderr)
+    say(f"error: {error}")
     return USER_ERROR
 
 
+def _silence() -> None:
+    """Nobody takes the output any more: let the interpreter's own last flush find a place for it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0: done, 2: the caller's mistake, said in one line."""
+    """Run one command; 0: done, 1: the output could not be written, 2: the caller's mistake; both are said in one line."""
     try:
         environment.check()
     except ValueError as error:
@@ -71,8 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PagedecError as error:
         return refuse(error)
     except KeyboardInterrupt:
-        print("pagedec: interrupted", file=sys.stderr)
+        say("interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence()
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise
+        say(f"error: the output cannot be written: {error.strerror}")
+        _silence()
+        return FAILED

@@ -1,0 +1,152 @@
+"""From the body of an OpenAI request to prompts and sampling parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from pagedec.errors import FeatureNotAvailable, InvalidArgument
+from pagedec.fields import check_names, rules
+from pagedec.params import SamplingParams
+
+TextOrIds: TypeAlias = str | list[int]
+
+IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+"""Fields that change nothing in an answer."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "stream_options": (),
+    "response_format": ({"type": "text"},),
+    "prompt_logprobs": (),
+}
+"""Fields of both endpoints that are known but not carried out, and the values that ask for nothing."""
+NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {**NEUTRAL, "echo": (False,), "best_of": (1,), "suffix": ("",)}
+NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
+    **NEUTRAL,
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+}
+SAMPLING = tuple(name for name in rules(SamplingParams) if name not in ("logprobs", "prompt_logprobs"))
+"""Parameters that a body gives by our own names, most of which are OpenAI's too."""
+COMPLETION_FIELDS = ("model", "prompt", *SAMPLING, "logprobs", *NEUTRAL_COMPLETION, *IGNORED)
+CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message")
+CHAT_FIELDS = (
+    *("model", "messages", *SAMPLING, "max_completion_tokens", "logprobs", "top_logprobs", *CHAT_OPTIONS),
+    *(*NEUTRAL_CHAT, *IGNORED),
+)
+MAX_TOP_LOGPROBS = 20
+"""OpenAI's own limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a body asks for: prompts, or messages of a chat with the options of their template."""
+
+    model: str | None
+    prompts: Sequence[TextOrIds]
+    messages: Sequence[Mapping[str, Any]] | None
+    chat_options: Mapping[str, bool]
+    params: SamplingParams
+
+
+def parse_body(chat: bool, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Ask:
+    """Read a body over the defaults; null means not given, as in OpenAI's interface.
+
+    Raises InvalidArgument naming field, value and limit; FeatureNotAvailable for what is known but cannot be done.
+    """
+    kind, fields, neutral = (
+        ("a chat completion", CHAT_FIELDS, NEUTRAL_CHAT)
+        if chat
+        else ("a completion", COMPLETION_FIELDS, NEUTRAL_COMPLETION)
+    )
+    check_names(kind, body, fields, body)
+    given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
+    for name, allowed in neutral.items():
+        if name in given and (value := given.pop(name)) not in allowed:
+            only = f", only {' or '.join(map(repr, allowed))}" if allowed else ""
+            raise FeatureNotAvailable(name, value, f"not available in a batch{only}")
+    model = given.pop("model", None)
+    if model is not None and not isinstance(model, str):
+        raise InvalidArgument("model", model, "must be a text")
+    params = _params(given, defaults, chat)
+    if not chat:
+        return Ask(model, parse_prompts(given.get("prompt")), None, {}, params)
+    options = {name: given[name] for name in CHAT_OPTIONS if name in given}
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise InvalidArgument(name, value, "must be true or false")
+    return Ask(model, (), _messages(given.get("messages")), options, params)
+
+
+def _params(given: Mapping[str, Any], defaults: Mapping[str, Any], chat: bool) -> SamplingParams:
+    values = dict(defaults) | {name: given[name] for name in SAMPLING if name in given}
+    if "max_completion_tokens" in given:
+        if "max_tokens" in given:
+            limit = "give either this or max_tokens, its old name"
+            raise InvalidArgument("max_completion_tokens", given["max_completion_tokens"], limit)
+        values["max_tokens"] = given["max_completion_tokens"]
+    if isinstance(seed := values.get("seed"), int) and not isinstance(seed, bool) and -(2**63) <= seed < 0:
+        values["seed"] = seed % 2**64  # OpenAI's seeds are signed
+    values |= _logprobs(given, chat)
+    return SamplingParams.from_dict(values)
+
+
+def _logprobs(given: Mapping[str, Any], chat: bool) -> dict[str, int | None]:
+    """Completions give a number; chats a flag, and the number beside it."""
+    asked = given.get("logprobs")
+    if not chat:
+        if asked is None:
+            return {}
+        _check_count("logprobs", asked)
+        return {"logprobs": asked}
+    if asked is not None and not isinstance(asked, bool):
+        raise InvalidArgument("logprobs", asked, "must be true or false")
+    top = given.get("top_logprobs")
+    if top is not None:
+        _check_count("top_logprobs", top)
+        if not asked:
+            raise InvalidArgument("top_logprobs", top, "logprobs must be true with it")
+    return {} if asked is None else {"logprobs": (top or 0) if asked else None}
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_TOP_LOGPROBS:
+        raise InvalidArgument(name, value, f"must be a whole number from 0 to {MAX_TOP_LOGPROBS}")
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def parse_prompts(prompt: object) -> list[TextOrIds]:
+    """OpenAI's four forms of a prompt: text, token ids, or a list of either."""
+    limit = "must be text, token ids, or a list of texts or of lists of token ids, and not be empty"
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise InvalidArgument("prompt", prompt, limit)
+    if _is_ids(prompt):
+        return [prompt]
+    if all(isinstance(item, str) for item in prompt) or all(map(_is_ids, prompt)):
+        return prompt
+    raise InvalidArgument("prompt", prompt, limit)
+
+
+def _messages(messages: object) -> list[Mapping[str, Any]]:
+    if not isinstance(messages, list) or not messages:
+        raise InvalidArgument("messages", messages, "must be a list of messages, at least one")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise InvalidArgument(f"messages[{i}]", message, "must be an object with role and content")
+        if not isinstance(message.get("role"), str):
+            raise InvalidArgument(f"messages[{i}].role", message.get("role"), "must be a text, such as user")
+    return messages

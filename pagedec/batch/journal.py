@@ -1,0 +1,147 @@
+"""The output file: whole lines only, appended one by one, so that a job which is killed at any moment can go on."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import stat
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pagedec.batch.records import RECORD_ID, as_line, is_error
+from pagedec.errors import InvalidArgument, PagedecError
+
+SYNC_SECONDS = 5.0
+"""Longest time that answers lie in the system's memory only: a killed process loses none, a machine without power these."""
+BEGINNING = b'{"id": "line-'
+
+
+class OutputError(PagedecError):
+    """The output cannot be written. What is in it is whole, and the job can go on once the cause is gone."""
+
+    code = "FAILED_PRECONDITION"
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(path, problem)
+        self.path, self.problem = path, problem
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}"
+
+
+class Done(NamedTuple):
+    """What an earlier run has recorded of a line."""
+
+    digest: str
+    settings: str
+    is_error: bool
+
+
+class Journal:
+    """An output file, locked against other jobs. `done` maps line numbers to what the file has of them.
+
+    Raises InvalidArgument if the file is no output of a batch, cannot be opened, or belongs to a job that runs.
+    """
+
+    def __init__(self, path: Path, restart: bool = False) -> None:
+        self.path = path
+        self._fd = _open(path)
+        try:
+            _lock(self._fd, path)
+            if restart:
+                os.ftruncate(self._fd, 0)
+            self.done, self._length = self._scan()
+            if self._length < os.fstat(self._fd).st_size:
+                os.ftruncate(self._fd, self._length)  # the record in whose middle the job was killed
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._synced = time.monotonic()
+
+    def _scan(self) -> tuple[dict[int, Done], int]:
+        done: dict[int, Done] = {}
+        length = 0
+        with open(self.path, "rb") as file:
+            for at, data in enumerate(file, start=1):
+                if not data.endswith(b"\n"):
+                    size = min(len(data), len(BEGINNING))
+                    if data[:size] != BEGINNING[:size]:  # nothing of somebody else's file may be cut off
+                        raise self._foreign(at)
+                    break
+                number, entry = self._entry(at, data)
+                if number in done:
+                    raise self._foreign(at, f"is a second record of input line {number}")
+                done[number] = entry
+                length += len(data)
+        return done, length
+
+    def _entry(self, at: int, data: bytes) -> tuple[int, Done]:
+        try:
+            record = json.loads(data)
+            match = RECORD_ID.fullmatch(record["id"])
+            failed = is_error(record)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise self._foreign(at) from None
+        if match is None:
+            raise self._foreign(at)
+        return int(match[1]), Done(match[2], match[3], failed)
+
+    def _foreign(self, at: int, problem: str = "is no record of a batch") -> InvalidArgument:
+        return InvalidArgument(
+            "output", str(self.path), f"line {at} {problem}; name another file, or start over with restart"
+        )
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add one record, whole. Raises OutputError, and leaves the file as it was before, if the disk does not take it."""
+        data = as_line(record)
+        try:
+            written = os.write(self._fd, data)
+            while written < len(data):  # only a full disk or a limit stops in the middle; the next write says which
+                written += os.write(self._fd, data[written:])
+            self._length += len(data)
+            if time.monotonic() - self._synced > SYNC_SECONDS:
+                self._sync()
+        except OSError as error:
+            with contextlib.suppress(OSError):  # a torn line at the end is cut off when the job goes on
+                os.ftruncate(self._fd, self._length)
+            raise OutputError(self.path, f"cannot be written: {error.strerror}") from error
+
+    def _sync(self) -> None:
+        os.fsync(self._fd)
+        self._synced = time.monotonic()
+
+    def close(self) -> None:
+        """Put everything on the disk and give the file to others. May be called again."""
+        if self._fd < 0:
+            return
+        fd, self._fd = self._fd, -1
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            raise OutputError(self.path, f"cannot be written: {error.strerror}") from error
+        finally:
+            os.close(fd)
+
+
+def _open(path: Path) -> int:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise InvalidArgument("output", str(path), f"cannot be written: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise InvalidArgument("output", str(path), "must be a plain file: a job that goes on reads it")
+    return fd
+
+
+def _lock(fd: int, path: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InvalidArgument("output", str(path), "another job is writing it") from None
+    except OSError as error:
+        raise InvalidArgument("output", str(path), f"cannot be locked: {error.strerror}") from error

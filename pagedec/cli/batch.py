@@ -1,0 +1,138 @@
+"""Answer a file of requests in OpenAI's batch format into another file.
+
+Each line of the input is one request, for /v1/completions or /v1/chat/completions:
+
+  {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once", "max_tokens": 16}}
+
+Each line of the output is the record of one line, written when its answer ends, so in any order; custom_id says whose it is.
+A line that cannot be answered becomes a record whose error names the line, the field, the value and the limit; it stops nothing.
+
+A job that was interrupted or killed goes on where it was: give the same command again. Each record's id holds the number and a
+digest of its line, so a line that was changed since is noticed. The same command on a complete job does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pagedec.cli.arguments import (
+    add_engine_arguments,
+    add_options,
+    add_sampling_arguments,
+    engine_config,
+    given_options,
+    given_sampling,
+)
+from pagedec.cli.console import DONE, FAILED, INTERRUPTED, say, show_progress
+from pagedec.fields import Flag, Integer, check_fields, option
+
+if TYPE_CHECKING:
+    from pagedec.batch.job import BatchJob, BatchSummary
+
+EPILOG = """\
+bodies:
+  Fields are OpenAI's: model, prompt (text, token ids, or a list of either) or messages, max_tokens, max_completion_tokens,
+  temperature, top_p, n, seed, stop, logprobs, top_logprobs, logit_bias, presence_penalty, frequency_penalty; and all sampling
+  parameters above by their own names, such as top_k, min_p, min_tokens, ignore_eos. What a body does not say comes from the flags,
+  then from the model's own recommendation; max_tokens that nobody gives is up to the context's end. A field that is not known, or
+  that asks for what a batch cannot do (stream, echo, tools ...), makes an error record. model, where given, must be the model
+  that runs, by the name given to --model or by its last part.
+
+  A body without a seed is given one, made from --engine-seed and the line: an interrupted job ends as an uninterrupted one.
+
+records:
+  {"id", "custom_id", "response": {"status_code": 200, "request_id", "body"}, "error": null}
+  status_code 400, 404 or 500: body.error says why the request could not be carried out. response null: the line was no
+  request (no JSON, no custom_id or one that came before, an unknown url), and error says why.
+
+exit status:
+  0 every line has its record, error records included; 1 the output could not be written; 2 a mistake in the command; 130 interrupted
+
+examples:
+  pagedec batch -i requests.jsonl -o answers.jsonl
+  pagedec batch -i requests.jsonl -o answers.jsonl --model ./my-model --temperature 0 --max-tokens 256
+  pagedec batch -i requests.jsonl -o answers.jsonl --restart
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """How the job is run."""
+
+    any_model: bool = option(False, Flag("answer bodies that name any other model, too"))
+    restart: bool = option(False, Flag("throw away what the output holds and start over"))
+    window: int | None = option(
+        None, Integer("most answers in the engine's hands; none: 4 x max_num_seqs", low=1, optional=True)
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-i", "--input", metavar="FILE", required=True, help="requests, one JSON object a line")
+    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="records; made, or gone on with")
+    parser.add_argument(
+        "--progress", action=argparse.BooleanOptionalAction, help="show a progress bar (default: on a terminal)"
+    )
+    add_options(parser, "job", BatchOptions)
+    add_sampling_arguments(parser)
+    add_engine_arguments(parser)
+
+
+def _summary(summary: BatchSummary) -> str:
+    seconds = max(summary.seconds, 1e-9)
+    before = f", {summary.num_answered_before} of them before" if summary.num_answered_before else ""
+    return (
+        f"{summary.num_lines} lines answered{before}, {summary.num_errors} with errors; {summary.num_answered} lines and "
+        f"{summary.num_output_tokens} tokens in {summary.seconds:.1f} s: {summary.num_answered / seconds:.2f} lines/s, "
+        f"{summary.num_output_tokens / seconds:.1f} tokens/s"
+    )
+
+
+def _left(job: BatchJob) -> str:
+    return (
+        f"{job.num_done} of {job.num_lines} lines are answered in {job.output}; the same command goes on with the rest"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = engine_config(arguments)
+    defaults = given_sampling(arguments)
+    options = given_options(arguments, BatchOptions)
+
+    from pagedec.batch.job import BatchJob
+    from pagedec.batch.journal import OutputError
+
+    model = config.model
+    with BatchJob(
+        arguments.input,
+        arguments.output,
+        model=model.model,
+        defaults=defaults,
+        seed=model.seed,
+        any_model=options.any_model,
+        restart=options.restart,
+    ) as job:
+        if job.complete:
+            say(f"nothing to do: all {job.num_lines} lines are answered in {job.output}, {job.num_errors} with errors")
+            return DONE
+
+        from pagedec.cli.active import active_line
+        from pagedec.llm import LLM
+
+        try:
+            llm = LLM(**config.to_kwargs())
+            say(active_line(llm))
+            summary = job.run(llm, use_tqdm=show_progress(arguments.progress), window=options.window)
+        except KeyboardInterrupt:
+            say(f"interrupted: {_left(job)}")
+            return INTERRUPTED
+        except OutputError as error:
+            say(f"error: {error}; {_left(job)}")
+            return FAILED
+        llm.close()
+    say(_summary(summary))
+    return DONE

@@ -1,0 +1,120 @@
+"""`pagedec batch`: flags, messages, exit statuses."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pagedec.batch.journal import Journal
+from pagedec.cli import main
+from tests.batch.files import read_output, request, write_input
+from tests.batch.test_kill import ENGINE, num_lines
+
+
+@pytest.fixture
+def flags(tiny: Path) -> list[str]:
+    return ["--model", str(tiny), *ENGINE]
+
+
+def run(source: Path, out: Path, *flags: str) -> int:
+    return main.main(["batch", "-i", str(source), "-o", str(out), *flags])
+
+
+def test_a_job_and_then_nothing_to_do(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [request("a", prompt="x"), request("b", prompt="x", max_tokens=5), "bad"]
+    source, out = write_input(tmp_path / "in", lines), tmp_path / "out"
+    assert run(source, out, "--max-tokens", "2", "--temperature", "0", *flags) == 0
+    shown, err = capsys.readouterr()
+    assert shown == ""
+    assert "pagedec: 3 lines answered, 1 with errors; 3 lines and 7 tokens in " in err
+    usages = [record["response"]["body"]["usage"] for record in read_output(out)[:2]]
+    assert [usage["completion_tokens"] for usage in usages] == [2, 5]
+    assert run(source, out, "--max-tokens", "2", "--temperature", "0", *flags) == 0
+    assert capsys.readouterr().err == (
+        f"pagedec: nothing to do: all 3 lines are answered in {out}, 1 with errors\n"
+    )  # fmt: skip
+    assert run(source, out, "--max-tokens", "3", "--temperature", "0", *flags) == main.USER_ERROR
+    err = capsys.readouterr().err
+    assert "was begun with another model, seed or other sampling parameters" in err and len(err.splitlines()) == 1
+    assert run(source, out, "--max-tokens", "3", "--temperature", "0", "--restart", *flags) == 0
+    assert read_output(out)[0]["response"]["body"]["usage"]["completion_tokens"] == 3
+
+
+def test_defaults_from_a_file(flags: list[str], tmp_path: Path) -> None:
+    config = tmp_path / "job.toml"
+    config.write_text("[sampling]\nmax_tokens = 3\ntemperature = 0\n")
+    source = write_input(tmp_path / "in", [request("a", prompt="x")])
+    assert run(source, tmp_path / "out", "--config", str(config), *flags) == 0
+    assert read_output(tmp_path / "out")[0]["response"]["body"]["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: -i/--input, -o/--output"),
+        (["-i", "none", "-o", "out"], "input is 'none': cannot be read: No such file or directory"),
+        (["-i", "none", "-o", "out", "--window", "0"], "window is 0: must be a whole number from 1"),
+        (["-i", "none", "-o", "out", "--top-p", "2"], "top_p is "),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["batch", *arguments]) == main.USER_ERROR
+    err = capsys.readouterr().err
+    assert err.startswith(f"pagedec: error: {message}") and len(err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_jobs_on_one_output(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_input(tmp_path / "in", [request("a", prompt="x")])
+    held = Journal(tmp_path / "out")
+    assert run(source, tmp_path / "out", *flags) == main.USER_ERROR
+    assert "another job is writing it" in capsys.readouterr().err
+    held.close()
+
+
+def test_a_full_disk(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_input(tmp_path / "in", [request(f"r{i}", prompt="x", max_tokens=2) for i in range(9)])
+    out, limits = tmp_path / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, limits[1]))
+    try:
+        assert run(source, out, *flags) == main.FAILED
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    count = len(read_output(out))
+    assert 0 < count < 9
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"pagedec: error: {out}: cannot be written: File too large; {count} of 9 lines are answered in {out}; "
+        "the same command goes on with the rest"
+    )
+    assert run(source, out, *flags) == 0
+    assert len(read_output(out)) == 9
+
+
+def test_ctrl_c(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_input(tmp_path / "in", [request(f"r{i}", prompt="x", max_tokens=20) for i in range(60)])
+    out = tmp_path / "out"
+
+    def interrupt() -> None:
+        while num_lines(out) < 2:
+            time.sleep(0.001)
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert run(source, out, "--window", "1", *flags) == main.INTERRUPTED
+    thread.join()
+    count = len(read_output(out))
+    left = f"pagedec: interrupted: {count} of 60 lines are answered in {out}; the same command goes on with the rest"
+    assert 2 <= count < 60 and capsys.readouterr().err.splitlines()[-1] == left

@@ -1,0 +1,136 @@
+"""OpenAI's bodies as prompts and sampling parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pagedec.batch.bodies import CHAT_FIELDS, COMPLETION_FIELDS, parse_body
+from pagedec.errors import FeatureNotAvailable, InvalidArgument
+from pagedec.fields import rules
+from pagedec.params import SamplingParams
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def completion(defaults: dict[str, Any] | None = None, **body: Any) -> Any:
+    return parse_body(False, {"prompt": "x"} | body, defaults or {})
+
+
+def chat(defaults: dict[str, Any] | None = None, **body: Any) -> Any:
+    return parse_body(True, {"messages": HELLO} | body, defaults or {})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"], ["a", "b"]), ([[1], [2, 3]], [[1], [2, 3]]), ("", [""])],
+)
+def test_the_forms_of_a_prompt(prompt: Any, prompts: Any) -> None:
+    assert completion(prompt=prompt).prompts == prompts
+
+
+@pytest.mark.parametrize("prompt", [None, [], 3, {}, [1, "a"], [[1], "a"], [[]], [True], [1.0], [[1], []], ["a", None]])
+def test_what_is_no_prompt(prompt: Any) -> None:
+    with pytest.raises(InvalidArgument, match="^prompt is .*: must be text, token ids, or a list of"):
+        completion(prompt=prompt)
+
+
+@pytest.mark.parametrize(
+    ("body", "values"),
+    [
+        ({}, {}),
+        ({"max_tokens": 7, "temperature": 0}, {"max_tokens": 7, "temperature": 0}),
+        ({"max_tokens": None, "stop": None, "n": None}, {}),
+        ({"stop": "\n"}, {"stop": ["\n"]}),
+        ({"stop": ["a", "b"], "n": 3, "seed": 5, "top_p": 0.5}, {"stop": ["a", "b"], "n": 3, "seed": 5, "top_p": 0.5}),
+        ({"seed": -1}, {"seed": 2**64 - 1}),
+        ({"logit_bias": {"17": -100, "3": 2}}, {"logit_bias": {17: -100, 3: 2}}),
+        ({"presence_penalty": 1, "frequency_penalty": -0.5}, {"presence_penalty": 1, "frequency_penalty": -0.5}),
+        ({"top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True},
+         {"top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True}),
+        ({"stream": False, "response_format": {"type": "text"}, "user": "me", "metadata": {"a": 1}}, {}),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_both_endpoints_take_sampling_parameters(body: dict[str, Any], values: dict[str, Any]) -> None:
+    assert completion(**body).params == chat(**body).params == SamplingParams(**values)
+
+
+def test_logprobs_are_a_number_in_one_and_a_flag_in_the_other() -> None:
+    assert [completion(logprobs=value).params.logprobs for value in (None, 0, 5)] == [None, 0, 5]
+    assert chat(logprobs=True).params.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=3).params.logprobs == 3
+    assert chat({"logprobs": 2}).params.logprobs == completion({"logprobs": 2}).params.logprobs == 2
+    assert chat({"logprobs": 2}, logprobs=False).params.logprobs is None
+
+
+def test_bodies_win_over_defaults() -> None:
+    defaults = {"temperature": 0.5, "max_tokens": 4, "stop": ["x"]}
+    assert completion(defaults, max_tokens=9).params == SamplingParams(temperature=0.5, max_tokens=9, stop=["x"])
+    assert chat(defaults, max_completion_tokens=9).params.max_tokens == 9
+    assert chat(defaults, max_completion_tokens=None).params.max_tokens == 4
+
+
+def test_chats() -> None:
+    ask = chat(add_generation_prompt=False, continue_final_message=True, model="m")
+    assert (ask.messages, ask.prompts, ask.model) == (HELLO, (), "m")
+    assert ask.chat_options == {"add_generation_prompt": False, "continue_final_message": True}
+
+
+@pytest.mark.parametrize(
+    ("is_chat", "body", "message"),
+    [
+        (False, {"top_n": 3}, "top_n is 3: not a field of a completion; known are model, prompt, n,"),
+        (False, {"messages": HELLO}, "messages is .*: not a field of a completion"),
+        (True, {"prompt": "a"}, "prompt is 'a': not a field of a chat completion"),
+        (True, {"nothing": None}, "nothing is None: not a field of a chat completion"),
+        (False, {"max_completion_tokens": 3}, "max_completion_tokens is 3: not a field of a completion"),
+        (True, {"max_completion_tokens": 3, "max_tokens": 3}, "max_completion_tokens is 3: give either this or max_tokens"),
+        (True, {"max_completion_tokens": 0}, "max_tokens is 0: must be a whole number from 1"),
+        (False, {"max_tokens": "7"}, "max_tokens is '7': must be a whole number from 1"),
+        (False, {"temperature": -1}, "temperature is -1: must be 0, or a finite number"),
+        (False, {"n": True}, "n is True: must be a whole number from 1"),
+        (False, {"seed": -(2**63) - 1}, "seed is -9223372036854775809: must be a whole number from 0"),
+        (False, {"stop": 3}, "stop is 3: must be "),
+        (False, {"logit_bias": {"a": 1}}, "logit_bias is {'a': 1}: must be "),
+        (False, {"logprobs": True}, "logprobs is True: must be a whole number from 0 to 20"),
+        (False, {"logprobs": 21}, "logprobs is 21: must be a whole number from 0 to 20"),
+        (True, {"logprobs": 1}, "logprobs is 1: must be true or false"),
+        (True, {"top_logprobs": 2}, "top_logprobs is 2: logprobs must be true with it"),
+        (True, {"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21: must be a whole number from 0 to 20"),
+        (False, {"model": 3}, "model is 3: must be a text"),
+        (True, {"messages": []}, r"messages is \[\]: must be a list of messages"),
+        (True, {"messages": "Hi"}, "messages is 'Hi': must be a list of messages"),
+        (True, {"messages": ["Hi"]}, r"messages\[0\] is 'Hi': must be an object"),
+        (True, {"messages": [*HELLO, {"content": "a"}]}, r"messages\[1\].role is None: must be a text"),
+        (True, {"continue_final_message": 1}, "continue_final_message is 1: must be true or false"),
+        (False, {"min_tokens": 5, "max_tokens": 3}, "min_tokens is 5: must be at most max_tokens, which is 3"),
+    ],
+)  # fmt: skip
+def test_mistakes_name_field_value_and_limit(is_chat: bool, body: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{message}"):
+        (chat if is_chat else completion)(**body)
+
+
+@pytest.mark.parametrize(
+    ("is_chat", "body"),
+    [
+        *[(kind, {"stream": True}) for kind in (False, True)],
+        *[(kind, {"response_format": {"type": "json_object"}}) for kind in (False, True)],
+        *[(False, body) for body in ({"echo": True}, {"best_of": 2}, {"suffix": "end"}, {"prompt_logprobs": 1})],
+        *[(True, body) for body in ({"tools": [{}]}, {"tool_choice": "required"}, {"modalities": ["audio"]})],
+    ],
+    ids=repr,
+)
+def test_what_a_batch_cannot_do_is_refused_by_name(is_chat: bool, body: dict[str, Any]) -> None:
+    [(name, value)] = body.items()
+    with pytest.raises(FeatureNotAvailable, match=f"^{name} is .*: not available in a batch") as caught:
+        (chat if is_chat else completion)(**body)
+    assert (caught.value.field, caught.value.value) == (name, value)
+
+
+def test_every_sampling_parameter_has_a_field() -> None:
+    for fields in (COMPLETION_FIELDS, CHAT_FIELDS):
+        assert set(rules(SamplingParams)) <= set(fields)
+        assert len(fields) == len(set(fields))

@@ -1,0 +1,149 @@
+"""One configuration with three faces: for every argument, a file, flags and Python give the same value or the same refusal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from pagedec.cli.arguments import (
+    RENAMED,
+    Parser,
+    add_engine_arguments,
+    add_sampling_arguments,
+    engine_config,
+    sampling_params,
+)
+from pagedec.config import EngineConfig, engine_rules, read_tables
+from pagedec.errors import InvalidArgument
+from pagedec.fields import Flag, Integer, Number, Rule, Size, Text, rules
+from pagedec.params import SamplingParams
+
+SPECIAL: dict[str, Any] = {
+    "speculative_config": {"method": "ngram"},
+    "stop_token_ids": [3, 4],
+    "allowed_token_ids": [3, 4],
+    "stop": ["a", 'b"\n'],
+    "bad_words": ["x y"],
+    "logit_bias": {"17": -2.5},
+    "spaces_between_special_tokens": True,
+}
+"""Values of fields whose rule does not say one."""
+
+
+def other_values(name: str, rule: Rule, default: Any) -> list[Any]:
+    """Values that the rule allows besides the default; what an argument's choices are is all tried."""
+    if name in SPECIAL:
+        return [SPECIAL[name]]
+    if isinstance(rule, Flag):
+        return [True, False]
+    if choices := getattr(rule, "choices", ()):
+        return list(choices)
+    if isinstance(rule, Size):
+        return ["64MiB", 1 << 20]
+    if isinstance(rule, Integer):
+        return [rule.low, rule.high, rule.low + 1]
+    if isinstance(rule, Number):
+        return [0.75, 1]
+    assert isinstance(rule, Text), name
+    return ["none-such", "a b"]
+
+
+def cases(fields: dict[str, tuple[Rule, Any]]) -> list[tuple[str, Any]]:
+    return [(name, value) for name, (rule, default) in fields.items() for value in other_values(name, rule, default)]
+
+
+def toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {toml(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value)
+
+
+def flags(name: str, value: Any, renamed: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+    flag = renamed.get(name, name).replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return [part for item in value for part in (f"--{flag}", item)]
+    if isinstance(value, list):
+        return [f"--{flag}", ",".join(map(str, value))]
+    return [f"--{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
+
+
+def parse(*given: str) -> argparse.Namespace:
+    parser = Parser(prog="test")
+    add_sampling_arguments(parser)
+    add_engine_arguments(parser)
+    return parser.parse_args(given)
+
+
+def outcome(make: Any) -> Any:
+    """A configuration, or what is said against it."""
+    try:
+        return make()
+    except InvalidArgument as error:
+        return type(error), error.field, error.limit
+
+
+@pytest.mark.parametrize(("name", "value"), cases(engine_rules()), ids=repr)
+def test_engine_arguments(name: str, value: Any, tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(f"{name} = {toml(value)}\n")
+    expected = outcome(lambda: EngineConfig.from_kwargs(**{name: value}))
+    assert outcome(lambda: EngineConfig.from_file(file)) == expected
+    assert outcome(lambda: engine_config(parse(*flags(name, value, RENAMED)))) == expected
+    assert outcome(lambda: engine_config(parse("--config", str(file)))) == expected
+
+
+@pytest.mark.parametrize(("name", "value"), cases(rules(SamplingParams)), ids=repr)
+def test_sampling_parameters(name: str, value: Any, tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(f'model = "m"\n[sampling]\n{name} = {toml(value)}\n')
+    expected = outcome(lambda: SamplingParams(**{name: value}))
+    assert outcome(lambda: SamplingParams(**read_tables(file)[1])) == expected
+    assert outcome(lambda: sampling_params(parse(*flags(name, value)))) == expected
+    assert outcome(lambda: sampling_params(parse("--config", str(file)))) == expected
+    assert EngineConfig.from_file(file).model.model == "m", "the table does not disturb the engine's arguments"
+
+
+def test_most_values_are_not_refused() -> None:
+    """Or the tests above would compare refusals only."""
+
+    def taken(fields: dict[str, tuple[Rule, Any]], make: Any) -> set[str]:
+        return {name for name, value in cases(fields) if not isinstance(outcome(partial(make, **{name: value})), tuple)}
+
+    not_yet = {"speculative_config", "quantization"}
+    assert set(engine_rules()) - taken(engine_rules(), EngineConfig.from_kwargs) <= not_yet
+    assert taken(rules(SamplingParams), SamplingParams) == set(rules(SamplingParams))
+
+
+def test_flags_win_over_the_file_and_defaults_over_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("[sampling]\ntemperature = 0.5\nmax_tokens = 4\n")
+    arguments = parse("--config", str(file), "--max-tokens", "9")
+    assert sampling_params(arguments, top_k=3, temperature=1.5) == SamplingParams(
+        temperature=0.5, max_tokens=9, top_k=3
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[sampling]\ntemprature = 1", r"temprature is 1: not a field of \[sampling\] in .*config.toml; known are n, "),
+        ("[sampling]\nblock_size = 16", r"block_size is 16: not a field of \[sampling\]"),
+        ("sampling = 3", "sampling is 3: must be a table of sampling parameters in .*config.toml"),
+        ("temperature = 0", "temperature is 0: not a field of .*config.toml; known are model"),
+    ],
+)
+def test_wrong_names_in_the_file(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(text)
+    for read in (EngineConfig.from_file, read_tables):
+        with pytest.raises(InvalidArgument, match=f"^{message}"):
+            read(file)
