@@ -13,11 +13,14 @@ from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.formats.files import read_json_object
 from pagedec.formats.gguf_header import read_gguf_header
 from pagedec.text.byte_table import ByteTable, Spelling, build_byte_table
+from pagedec.text.chat_template import Message, Tool, render_chat
 from pagedec.text.detokenizer import Detokenizer
 from pagedec.text.gguf_fields import read_vocabulary
 from pagedec.text.gguf_tokenizer import tokenizer_of
 
 WITHOUT = "or set skip_tokenizer_init=True and pass token ids"
+GGUF_KINDS = {"bos_token": "bos", "eos_token": "eos"}
+"""What templates call a special token, and what a GGUF header does."""
 
 
 class Tokenizer:
@@ -29,7 +32,8 @@ class Tokenizer:
         path: Path,
         bos_token_id: int | None = None,
         eos_token_ids: Iterable[int] = (),
-        chat_template: str | None = None,
+        chat_template: str | Mapping[str, str] | None = None,
+        special_tokens: Mapping[str, str] | None = None,
     ) -> None:
         inner.no_truncation()  # a tokenizer.json may carry those of its training
         inner.no_padding()
@@ -37,7 +41,11 @@ class Tokenizer:
         self.path = path
         self.bos_token_id = bos_token_id
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
-        self.chat_template = chat_template
+        named = {"default": chat_template} if isinstance(chat_template, str) else chat_template
+        self.chat_templates: dict[str, str] = dict(named or {})
+        """Templates by their names; the usual one is "default", the one for calls of tools may be "tool_use"."""
+        self.special_tokens: dict[str, str] = dict(special_tokens or {})
+        """Special tokens by what they are for, as templates call them: {"bos_token": "<s>"}."""
         self.vocab_size: int = inner.get_vocab_size(with_added_tokens=True)
         self.byte_table = self._build_table()
 
@@ -53,6 +61,42 @@ class Tokenizer:
         special = [i for i, token in self._inner.get_added_tokens_decoder().items() if token.special]
         spelling, drops_leading_space = _spelling(self._inner.decoder, self.path)
         return build_byte_table(self._inner.get_vocab(with_added_tokens=True), special, spelling, drops_leading_space)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's usual chat template."""
+        return self.chat_templates.get("default")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The first of the tokens that end a text."""
+        return self.eos_token_ids[0] if self.eos_token_ids else None
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return every token's id by its name."""
+        vocabulary: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
+        return vocabulary
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        **template_kwargs: Any,
+    ) -> str | list[int]:
+        """Return a conversation's prompt: its token ids, or with `tokenize` False its text. See `render_chat`."""
+        text = render_chat(
+            self, conversation, add_generation_prompt=add_generation_prompt, tools=tools, documents=documents,
+            continue_final_message=continue_final_message, chat_template=chat_template, template_kwargs=template_kwargs,
+        )  # fmt: skip
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with the tokens that its model wants around it unless told otherwise."""
@@ -150,29 +194,58 @@ def _from_directory(directory: Path) -> Tokenizer:
     except Exception as error:  # the library raises plain Exception
         raise ModelFileError(path, f"is no tokenizer: {error}; name a tokenizer directory, {WITHOUT}") from error
     config = _optional_json(directory / "tokenizer_config.json")
-    bos = _token_name(config.get("bos_token"))
-    template = config.get("chat_template")
-    jinja = directory / "chat_template.jinja"
-    if jinja.is_file():
-        template = jinja.read_text(encoding="utf-8")
+    special = _special_tokens(directory, config)
+    bos = special.get("bos_token")
     return Tokenizer(
         inner,
         path,
         None if bos is None else inner.token_to_id(bos),
         _end_ids(inner, directory, config),
-        template if isinstance(template, str) else None,
+        _chat_templates(directory, config),
+        special,
     )
+
+
+def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens by what they are for, as {"bos_token": "<s>"}."""
+    both = {**_optional_json(directory / "special_tokens_map.json"), **config}
+    return {key: token for key in both if key.endswith("_token") and (token := _token_name(both[key])) is not None}
+
+
+def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates of a directory by name; files win over the configuration, as in transformers."""
+    value = config.get("chat_template")
+    templates = {}
+    if isinstance(value, str):
+        templates["default"] = value
+    elif isinstance(value, list):
+        for entry in value:
+            if isinstance(entry, Mapping) and isinstance(entry.get("template"), str):
+                templates[str(entry.get("name"))] = entry["template"]
+    files = {"default": directory / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    return templates | {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
 
 
 def tokenizer_from_gguf(fields: Mapping[str, Any], path: Path) -> Tokenizer:
     """Return the tokenizer that the metadata of a GGUF file describe; `path` is for errors."""
     vocabulary = read_vocabulary(fields, path)
     inner = tokenizer_of(vocabulary)
-    template = fields.get("tokenizer.chat_template")
+    ids = {name: vocabulary.special_id(kind) for name, kind in GGUF_KINDS.items()}
     return Tokenizer(
         inner,
         path,
-        vocabulary.special_id("bos"),
+        ids["bos_token"],
         vocabulary.end_ids(),
-        template if isinstance(template, str) else None,
+        _gguf_templates(fields),
+        {name: str(inner.id_to_token(i)) for name, i in ids.items() if i is not None},
     )
+
+
+def _gguf_templates(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates of a GGUF header by name: one without a name, others listed in `tokenizer.chat_templates`."""
+    key = "tokenizer.chat_template"
+    others = fields.get(f"{key}s")
+    names = [name for name in others if isinstance(name, str)] if isinstance(others, list) else []
+    found = {"default": fields.get(key)} | {name: fields.get(f"{key}.{name}") for name in names}
+    return {name: text for name, text in found.items() if isinstance(text, str)}

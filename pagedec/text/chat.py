@@ -1,0 +1,117 @@
+"""A conversation that grows by appending tokens, so that the prefix cache finds all of it at the next turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pagedec.errors import InvalidArgument
+from pagedec.text.chat_template import Message, Tool, check_messages, render_chat
+from pagedec.text.tokenizer import Tokenizer
+
+__all__ = ["Conversation", "Message", "Tool", "check_messages", "render_chat"]
+
+
+class Conversation:
+    """Messages of one chat, and the tokens that stand for them.
+
+    `ask` gives the prompt of the next answer, `answer` takes what was generated. An answer's tokens are kept as they were generated:
+    encoding its text again may give others. Where the template rewrites what was said before (some drop thoughts), the part before
+    the change is kept and the whole is encoded anew.
+
+        token_ids = conversation.ask("Why?")
+        [output] = llm.generate({"prompt_token_ids": token_ids}, params)
+        text = conversation.answer(output.outputs[0].token_ids)
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message] = (),
+        *,
+        chat_template: str | None = None,
+        tools: Sequence[Tool] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.messages: list[dict[str, Any]] = check_messages(messages) if messages else []
+        self._options: dict[str, Any] = {
+            "chat_template": chat_template, "tools": tools, "template_kwargs": template_kwargs
+        }  # fmt: skip
+        self._known: list[tuple[str, list[int]]] = []
+        """Beginnings of the next prompt, as text and as tokens, the longest first."""
+        self._open = False
+        """A prompt was given out that has no answer yet."""
+
+    def ask(self, content: str | Sequence[Mapping[str, Any]] | Message) -> list[int]:
+        """Add a message (a text is the user's) and return the token ids to generate an answer from.
+
+        Raises `InvalidArgument` as `render_chat` does; the conversation is then as before.
+        """
+        message = content if isinstance(content, Mapping) else {"role": "user", "content": content}
+        [checked] = check_messages([message])
+        prompt = render_chat(self.tokenizer, [*self.messages, checked], **self._options)
+        token_ids = self._encode(prompt)
+        self.messages.append(checked)
+        self._known = [(prompt, token_ids), *self._known]
+        self._open = True
+        return list(token_ids)
+
+    def answer(self, token_ids: Iterable[int], text: str | None = None) -> str:
+        """Add the answer to the last prompt, and return its text (without the space that some vocabularies write first).
+
+        `token_ids` are all that was generated, an end token included if there is one. `text`: what the answer is to be called in the
+        messages, if not the text of its tokens.
+        """
+        if not self._open:
+            raise InvalidArgument("answer", text, "must follow a prompt: call ask first")
+        generated = list(token_ids)
+        prompt, prompt_ids = self._known[0]
+        ended = bool(generated) and generated[-1] in self.tokenizer.eos_token_ids
+        said = generated[:-1] if ended else generated
+        written = self._text(said, skip_special_tokens=False, keep_leading_space=True)
+        shown = self._text(said, skip_special_tokens=True) if text is None else text
+        known = []
+        for spelling in dict.fromkeys((written, self._text(said, skip_special_tokens=False))):
+            if ended:  # a template ends a turn with this token, or with one of its own
+                end = self.tokenizer.token_bytes(generated[-1]).decode("utf-8", "replace")
+                known.append((prompt + spelling + end, [*prompt_ids, *generated]))
+            known.append((prompt + spelling, [*prompt_ids, *said]))
+        known.sort(key=lambda entry: -len(entry[0]))
+        self._known = [*known, (prompt, prompt_ids)]
+        self.messages.append({"role": "assistant", "content": shown})
+        self._open = False
+        return shown
+
+    def retract(self) -> None:
+        """Take back the last message if it has no answer."""
+        if self._open:
+            self.messages.pop()
+            self._known.pop(0)
+            self._open = False
+
+    def _text(self, token_ids: list[int], skip_special_tokens: bool, keep_leading_space: bool = False) -> str:
+        detokenizer = self.tokenizer.detokenizer(skip_special_tokens, keep_leading_space)
+        return detokenizer.push(token_ids) + detokenizer.finish()
+
+    def _encode(self, prompt: str) -> list[int]:
+        for text, token_ids in self._known:
+            if prompt.startswith(text):
+                rest = self._encode_behind(token_ids, prompt[len(text) :])
+                if rest is not None:
+                    return [*token_ids, *rest]
+        return self.tokenizer.encode(prompt, add_special_tokens=False)
+
+    def _encode_behind(self, token_ids: list[int], rest: str) -> list[int] | None:
+        """The tokens of `rest`, as they would be behind `token_ids`. None where that depends on more than the last token."""
+        if not token_ids:
+            return None
+        table, last = self.tokenizer.byte_table, token_ids[-1]
+        if (
+            last in table.special_ids
+        ):  # nothing merges across it, but the word behind it may be written in a way of its own
+            both = table.token_bytes(last).decode("utf-8", "replace") + rest
+            found = self.tokenizer.encode(both, add_special_tokens=False)
+            return found[1:] if found[:1] == [last] else None
+        found = self.tokenizer.encode(rest, add_special_tokens=False)
+        return found if table.join(found, skip_special_tokens=False) == rest.encode("utf-8") else None

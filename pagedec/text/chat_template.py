@@ -1,0 +1,308 @@
+"""Messages to a prompt: a model's own chat template, rendered by the rules of Hugging Face transformers."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import jinja2.nodes
+import jinja2.parser
+import jinja2.utils
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pagedec.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from pagedec.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+Tool = Mapping[str, Any] | Callable[..., Any]
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+CUT = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Stands behind the message that is to be continued, so that what the template writes behind it can be cut off. It ends with a
+space to show whether the template strips what it writes."""
+MARK = "0f5c1a"
+PARTS_PROBE = [{"role": "user", "content": [{"type": "text", "text": MARK}]}]
+
+
+class _Refusal(jinja2.TemplateError):
+    """What a template says with raise_exception."""
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's words for training; here it changes nothing."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """A template's `namespace()` that keeps no name with an underscore in front, where Python keeps its own."""
+
+    def __init__(*args: Any, **values: Any) -> None:
+        self, values = args[0], dict(*args[1:], **values)
+        for name in values:
+            _Namespace._check(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _Namespace._check(name)
+        super().__setitem__(name, value)
+
+    @staticmethod
+    def _check(name: object) -> None:
+        if str(name).startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}")
+
+
+def _refuse(message: object) -> None:
+    raise _Refusal(str(message))
+
+
+def _as_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _new_dict(*args: Any, **values: Any) -> dict[Any, Any]:
+    return dict(*args, **values)
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(text: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _as_json
+    environment.globals |= {
+        "raise_exception": _refuse, "strftime_now": _now, "dict": _new_dict, "namespace": _Namespace
+    }  # fmt: skip
+    try:
+        return environment.from_string(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise InvalidArgument("chat_template", text, f"is no template: line {error.lineno}: {error.message}") from None
+
+
+@functools.lru_cache(maxsize=64)
+def _reads_parts(text: str) -> bool:
+    """Whether a template walks through the parts of a message's content, rather than taking it for text."""
+    try:
+        shown = _compiled(text).render(messages=PARTS_PROBE, tools=None, documents=None, add_generation_prompt=False)
+    except Exception:  # a template for texts, one that wants more than one message, or one that needs special tokens
+        return False
+    return MARK in shown and "'text'" not in shown and '"text"' not in shown
+
+
+def _plain(value: Any) -> Any:
+    """A copy made of JSON's types: a template may come with a file from anywhere, and must not reach objects."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    for kind in (str, bool, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return f"<{type(value).__name__}>"
+
+
+def _parts(field: str, parts: Sequence[Any]) -> list[dict[str, Any]]:
+    for j, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            limit = 'must be {"type": "text", "text": ...}: these models read nothing but text'
+            raise InvalidArgument(f"{field}.content[{j}]", part, limit)
+    return [dict(part) for part in parts]
+
+
+def _tool_calls(field: str, calls: Any) -> list[Any]:
+    """Calls with their arguments as an object, which templates expect, also where they came as JSON text."""
+    if not isinstance(calls, (list, tuple)):
+        raise InvalidArgument(f"{field}.tool_calls", calls, "must be a list")
+    plain = _plain(calls)
+    for j, call in enumerate(plain):
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+            except json.JSONDecodeError as error:
+                name = f"{field}.tool_calls[{j}].function.arguments"
+                raise InvalidArgument(name, function["arguments"], f"must be JSON: {error.msg}") from None
+    return list(plain)
+
+
+def check_messages(messages: object, field: str = "messages") -> list[dict[str, Any]]:
+    """The messages as plain values. Raises `InvalidArgument` naming `field[i]` for what is no message."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
+        raise InvalidArgument(field, messages, 'must be a list of messages such as {"role": "user", "content": "Hi"}')
+    checked = []
+    for i, message in enumerate(messages):
+        name = f"{field}[{i}]"
+        if not isinstance(message, Mapping) or not all(isinstance(key, str) for key in message):
+            raise InvalidArgument(name, message, 'must be a message such as {"role": "user", "content": "Hi"}')
+        if not isinstance(message.get("role"), str) or not message["role"]:
+            raise InvalidArgument(f"{name}.role", message.get("role"), "must be a text such as user, assistant, system")
+        content = message.get("content")
+        own = _plain(message)
+        if isinstance(content, (list, tuple)):
+            own["content"] = _parts(name, content)
+        elif content is None and not message.get("tool_calls") and set(message) <= {"role", "content", "name"}:
+            raise InvalidArgument(f"{name}.content", content, "must be text, or a list of parts of text")
+        elif content is not None and not isinstance(content, str):
+            raise InvalidArgument(f"{name}.content", content, "must be text, or a list of parts of text")
+        if message.get("tool_calls") is not None:
+            own["tool_calls"] = _tool_calls(name, message["tool_calls"])
+        checked.append(own)
+    if not checked:
+        raise InvalidArgument(field, [], "must have at least one message")
+    return checked
+
+
+def _schemas(tools: Sequence[Tool] | None) -> list[Any] | None:
+    """Tools as JSON schemas; a function's own is read from its types and its docstring."""
+    if tools is None:
+        return None
+    schemas = []
+    for i, tool in enumerate(tools):
+        if isinstance(tool, Mapping):
+            schemas.append(_plain(tool))
+        elif callable(tool):
+            from transformers.utils import get_json_schema
+
+            try:
+                schemas.append(_plain(get_json_schema(tool)))
+            except Exception as error:  # the library's own kinds, which are plain Exceptions
+                raise InvalidArgument(f"tools[{i}]", tool, f"has no schema: {error}") from error
+        else:
+            raise InvalidArgument(
+                f"tools[{i}]", tool, "must be a JSON schema, or a function with types and a docstring"
+            )
+    return schemas
+
+
+def choose_template(tokenizer: Tokenizer, chat_template: str | None, with_tools: bool) -> str:
+    """The text of the template to use: the one given, the one of that name, or the model's own."""
+    named = tokenizer.chat_templates
+    if chat_template is not None:
+        if not isinstance(chat_template, str) or not chat_template:
+            raise InvalidArgument(
+                "chat_template", chat_template, "must be the text of a template, or a template's name"
+            )
+        return named.get(chat_template, chat_template)
+    if with_tools and "tool_use" in named:
+        return named["tool_use"]
+    if "default" not in named:
+        known = f"; {tokenizer.path} has those named {', '.join(sorted(named))}" if named else ""
+        problem = f"must be given: the tokenizer {tokenizer.path} has none{known}"
+        raise InvalidArgument("chat_template", None, problem)
+    return named["default"]
+
+
+def _render(template: jinja2.Template, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+    return template.render({**variables, "messages": messages})
+
+
+def _failure(template: jinja2.Template, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str | None:
+    try:
+        _render(template, messages, variables)
+    except _Refusal as refusal:
+        return f"the chat template refuses it: {refusal}"
+    except Exception as error:  # the template's own code failed, in any of Python's ways
+        return f"the chat template fails with it: {type(error).__name__}: {error}"
+    return None
+
+
+def _blame(template: jinja2.Template, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> InvalidArgument:
+    """The error of a conversation that cannot be rendered, naming the message with which it begins."""
+    problem = _failure(template, messages, variables)
+    good, bad = 0, len(messages)  # messages[:bad] fails in this way, messages[:good] does not
+    while good + 1 < bad:
+        middle = (good + bad) // 2
+        if _failure(template, messages[:middle], variables) == problem:
+            bad = middle
+        else:
+            good = middle
+    return InvalidArgument(f"messages[{bad - 1}]", messages[bad - 1], problem or "the chat template fails with it")
+
+
+def _mark_last(messages: list[dict[str, Any]]) -> str:
+    """Put the mark behind the last message's text; return that text."""
+    content = messages[-1].get("content")
+    if isinstance(content, str):
+        messages[-1]["content"] = content + CUT
+        return content
+    if isinstance(content, list) and content:
+        text: str = content[-1]["text"]
+        content[-1]["text"] = text + CUT
+        return text
+    raise InvalidArgument(f"messages[{len(messages) - 1}].content", content, "must be a text, to be continued")
+
+
+def _cut_at_mark(rendered: str, text: str, last: int) -> str:
+    at = rendered.rfind(CUT.strip())
+    if at < 0 or text.strip() not in rendered:
+        raise InvalidArgument(f"messages[{last}].content", text, "cannot be continued: the chat template rewrites it")
+    kept = rendered[:at]
+    return kept if rendered.startswith(CUT, at) else kept.rstrip()
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    chat_template: str | None = None,
+    tools: Sequence[Tool] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the prompt of a conversation, special tokens written out: encode it without adding any.
+
+    `add_generation_prompt` opens the assistant's turn; `continue_final_message` instead leaves the last message open, so that
+    the answer goes on with it. `chat_template` is a template's text or the name of one of the model's. `tools` are JSON schemas, or
+    functions with types and a docstring. `template_kwargs` are further variables of the template. A message's content is text or a
+    list of text parts; where a template knows no parts they are joined by line ends.
+
+    The template runs in jinja's sandbox with the names that transformers gives it (raise_exception, strftime_now, tojson).
+    Raises `InvalidArgument`: for a missing or broken template, and naming the message that the template refuses.
+    """
+    if add_generation_prompt and continue_final_message:
+        limit = (
+            "must be false where add_generation_prompt is true: the answer is a new message, or goes on with the last"
+        )
+        raise InvalidArgument("continue_final_message", True, limit)
+    for name in template_kwargs or ():
+        if name in OWN_VARIABLES:
+            raise InvalidArgument("chat_template_kwargs", name, f"must not be one of {', '.join(OWN_VARIABLES)}")
+    own = check_messages(messages)
+    text = choose_template(tokenizer, chat_template, tools is not None)
+    template = _compiled(text)
+    if not _reads_parts(text):
+        for message in own:
+            if isinstance(message.get("content"), list):
+                message["content"] = "\n".join(part["text"] for part in message["content"])
+    variables = {
+        **tokenizer.special_tokens, **_plain(template_kwargs or {}), "tools": _schemas(tools),
+        "documents": _plain(documents), "add_generation_prompt": add_generation_prompt,
+    }  # fmt: skip
+    final = _mark_last(own) if continue_final_message else ""
+    try:
+        rendered = _render(template, own, variables)
+    except Exception:  # whatever it was, it is said by name and message
+        raise _blame(template, own, variables) from None
+    return _cut_at_mark(rendered, final, len(own) - 1) if continue_final_message else rendered
