@@ -37,12 +37,14 @@ def _random_normal(seed: int, name: str, shape: tuple[int, ...], dtype: torch.dt
 
 
 class DummySource:
-    """Random tensors of the given shapes: projections and embeddings normal(0, 0.02), norms 1, biases 0."""
+    """Random tensors of the given shapes: projections and embeddings normal(0, 0.02), norms `norm_value`, biases 0."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, seed: int = 0) -> None:
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, seed: int = 0, norm_value: float = 1.0
+    ) -> None:
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(f"dtype is {dtype}, must be bfloat16, float16 or float32")
-        self._shapes, self._dtype, self._seed = dict(shapes), dtype, seed
+        self._shapes, self._dtype, self._seed, self._norm_value = dict(shapes), dtype, seed, norm_value
 
     @property
     def path(self) -> Path:
@@ -67,5 +69,5 @@ class DummySource:
         if name.endswith(".bias"):
             return torch.zeros(shape, dtype=self._dtype)
         if len(shape) == 1:
-            return torch.ones(shape, dtype=self._dtype)
+            return torch.full(shape, self._norm_value, dtype=self._dtype)
         return _random_normal(self._seed, name, shape, self._dtype)

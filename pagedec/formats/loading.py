@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from pagedec.formats.cache import open_converted
 from pagedec.formats.dummy import DummySource
 from pagedec.formats.resolve import ModelFiles
 from pagedec.formats.safetensors import open_directory
-from pagedec.formats.source import WeightSource, check_weights
+from pagedec.formats.source import RenamedSource, WeightSource, check_weights
 
 
 def open_weights(
@@ -19,17 +19,23 @@ def open_weights(
     dtype: torch.dtype,
     optional: Collection[str] = (),
     seed: int = 0,
+    *,
+    renamed: Sequence[tuple[str, str | None]] = (),
+    norm_value: float = 1.0,
 ) -> WeightSource:
     """Open a model's weights and check that they are exactly those of `shapes`; no weight is read for the check.
 
-    `dtype` is what the caller computes in: dummy weights have it, and a GGUF file is converted to it once.
+    `dtype` is what the caller computes in: dummy weights have it, and a GGUF file is converted to it once. `renamed` is how
+    names in safetensors files become those of `shapes` (see RenamedSource); `norm_value` is the value of dummy norms.
     """
     source: WeightSource
     if files.weights is None:
-        source = DummySource(shapes, dtype, seed)
+        source = DummySource(shapes, dtype, seed, norm_value)
     elif files.load_format == "gguf":
         source = open_converted(files.weights, dtype)
     else:
         source = open_directory(files.weights)
+        if renamed:
+            source = RenamedSource(source, renamed)
     check_weights(source, shapes, optional)
     return source

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -36,6 +37,56 @@ class WeightSource(Protocol):
     def load(self, name: str) -> torch.Tensor:
         """Return the tensor; it may be a view of a file mapping, so treat it as read-only."""
         ...
+
+
+class RenamedSource:
+    """A source whose tensors are asked for under other names.
+
+    `renames` are applied to each stored name in order: a regular expression and what the beginning that it matches
+    becomes, or None: tensors whose whole name matches are not part of the model.
+    """
+
+    def __init__(self, source: WeightSource, renames: Sequence[tuple[str, str | None]]) -> None:
+        self._source = source
+        self._stored: dict[str, str] = {}
+        for stored in source.names():
+            name = _renamed(stored, renames)
+            if name is None:
+                continue
+            if name in self._stored:
+                raise ModelFileError(source.path, f"tensors {self._stored[name]} and {stored} are both {name}")
+            self._stored[name] = stored
+
+    @property
+    def path(self) -> Path:
+        """Return the path of the source behind."""
+        return self._source.path
+
+    def names(self) -> list[str]:
+        """Return the new names, in the order of the file."""
+        return list(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape without reading it."""
+        return self._source.shape(self._stored[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that `load` gives."""
+        return self._source.dtype(self._stored[name])
+
+    def load(self, name: str) -> torch.Tensor:
+        """Return the tensor; treat it as read-only."""
+        return self._source.load(self._stored[name])
+
+
+def _renamed(name: str, renames: Sequence[tuple[str, str | None]]) -> str | None:
+    for pattern, replacement in renames:
+        if replacement is None:
+            if re.fullmatch(pattern, name):
+                return None
+        elif match := re.match(pattern, name):
+            name = replacement + name[match.end() :]
+    return name
 
 
 def _listed(names: Sequence[str]) -> str:

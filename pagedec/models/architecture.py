@@ -26,6 +26,11 @@ class LayerNames:
     down: str = "mlp.down_proj"
     mlp_out_norm: str = ""
 
+    @property
+    def has_out_norms(self) -> bool:
+        """Whether a block's output is normed before it is added to the residual stream."""
+        return bool(self.attention_out_norm or self.mlp_out_norm)
+
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
@@ -40,6 +45,8 @@ class Architecture:
     `full_attention_layers`; None: all keys in all layers. `local_rope_theta` is the base of the layers with a window, whose
     frequencies are then not scaled; None: that of all others. A logit of attention is query_scale * q.k, None:
     head_dim ** -0.5. Soft caps (0: none) bound logits by cap * tanh(logit / cap).
+
+    `renamed`: how weights' names in files become those that are asked for, as in `RenamedSource`.
     """
 
     name: str
@@ -71,6 +78,7 @@ class Architecture:
     sliding_window: int | None = None
     full_attention_layers: tuple[int, ...] = ()
     names: LayerNames = LayerNames()
+    renamed: tuple[tuple[str, str | None], ...] = ()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 

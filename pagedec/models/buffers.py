@@ -14,7 +14,8 @@ class StepBuffers:
     """Inputs and activations of one lane. `num_rows` rows of each count in a step, `num_read` rows of the read-out.
 
     token_ids, positions, slots int32 [max_rows]; read_rows int32 [READ_ROWS]; x fp32 [max_rows, hidden] is the residual
-    stream; logits fp32 [READ_ROWS, vocab]; the rest in the model's dtype.
+    stream; block fp32 [max_rows, hidden] a block's output, where the model norms that; logits fp32 [READ_ROWS, vocab]; the
+    rest in the model's dtype.
     """
 
     def __init__(self, arch: Architecture, max_rows: int, dtype: torch.dtype, mlp_width: int) -> None:
@@ -27,6 +28,7 @@ class StepBuffers:
         self.token_ids, self.positions, self.slots = ints(max_rows), ints(max_rows), ints(max_rows)
         self.read_rows = ints(READ_ROWS)
         self.x = torch.zeros(max_rows, arch.hidden_size)
+        self.block = torch.zeros(max_rows if arch.names.has_out_norms else 0, arch.hidden_size)
         self.normed = torch.zeros(max_rows, arch.hidden_size, dtype=dtype)
         self.qkv = torch.zeros(max_rows, heads * arch.head_dim, dtype=dtype)
         self.q = torch.zeros(max_rows, width, dtype=dtype)

@@ -17,15 +17,14 @@ from pagedec.formats.loading import open_weights
 from pagedec.formats.resolve import ModelFiles
 from pagedec.formats.source import WeightSource
 from pagedec.kernels.backend import Backend
-from pagedec.models import llama, mistral, qwen2, qwen3
+from pagedec.models import gemma2, gemma3, glm, glm4, gpt2, llama, mistral, phi3, qwen2, qwen3
 from pagedec.models.architecture import Architecture
 from pagedec.models.base import Family, Model
 from pagedec.models.config import GgufFields
 from pagedec.models.presets import PRESETS
 
-FAMILIES: Mapping[str, Family] = {
-    family.name: family for family in (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)
-}
+MODULES = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, glm, glm4, gpt2)
+FAMILIES: Mapping[str, Family] = {module.FAMILY.name: module.FAMILY for module in MODULES}
 ARCHITECTURES = {name: family for family in FAMILIES.values() for name in family.architectures}
 MODEL_TYPES = {name: family for family in FAMILIES.values() for name in family.model_types}
 GGUF_NAMES = {name: family for family in FAMILIES.values() for name in family.gguf_names}
@@ -92,7 +91,10 @@ def load_architecture(files: ModelFiles) -> Architecture:
 
 def open_model_weights(arch: Architecture, files: ModelFiles, dtype: torch.dtype, seed: int = 0) -> WeightSource:
     """Open the weights that the architecture needs; raise ModelFileError where the files hold others."""
-    return open_weights(files, arch.weight_shapes(), dtype, arch.optional_weights(), seed)
+    return open_weights(
+        files, arch.weight_shapes(), dtype, arch.optional_weights(), seed, renamed=arch.renamed,
+        norm_value=1.0 - arch.norm_offset,
+    )  # fmt: skip
 
 
 def build_model(arch: Architecture, source: WeightSource, backend: Backend, max_position: int) -> Model:

@@ -136,9 +136,14 @@ class Transformer(RecordedModel):
 
     def _add(self, p: Program, b: StepBuffers, y: torch.Tensor, weight: Any, norm: torch.Tensor | None) -> None:
         """The residual stream += a block's last projection, normed where the family norms it."""
-        assert norm is None
-        p.linear(b.num_rows, y, weight, b.x, Epilogue.ADD)
+        if norm is None:
+            p.linear(b.num_rows, y, weight, b.x, Epilogue.ADD)
+        else:
+            p.linear(b.num_rows, y, weight, b.block)
+            p.rms_norm(b.num_rows, b.block, norm, b.x, self.arch.rms_norm_eps, add=True)
 
     def record_head(self, p: Program, b: StepBuffers) -> None:
         p.rms_norm(b.num_read, b.x, self.norm, b.read, self.arch.rms_norm_eps, b.read_rows)
         p.linear(b.num_read, b.read, self.lm_head, b.logits)
+        if self.arch.final_soft_cap:
+            p.soft_cap(b.num_read, b.logits, self.arch.final_soft_cap)

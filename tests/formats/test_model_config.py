@@ -162,7 +162,7 @@ def test_the_window_of_qwen(name: str) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["GPT2LMHeadModel"]}, "architectures is 'GPT2LMHeadModel': .*supported are LlamaForCausalLM"),
+    ({"architectures": ["BertForMaskedLM"]}, "architectures is 'BertForMaskedLM': .*supported are LlamaForCausalLM"),
     ({"architectures": [3]}, "architectures is 3"),
     ({"architectures": None, "model_type": "gemma"}, "model_type is 'gemma': .*llama, mistral, qwen2, qwen3"),
     ({"architectures": None}, "model_type is None"),

@@ -8,32 +8,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+import transformers
 
-CLASSES: Mapping[str, tuple[type[Any], type[Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}
+FAMILIES: Mapping[str, str] = {
+    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2", "gemma3": "Gemma3",
+    "phi3": "Phi3", "glm": "Glm", "glm4": "Glm4", "gpt2": "GPT2",
+}  # fmt: skip
+"""How transformers' classes of a family begin."""
 VOCAB = 131
 SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.15,
 }  # fmt: skip
+GPT2_SHAPE = {
+    "vocab_size": VOCAB, "n_embd": 64, "n_inner": 96, "n_layer": 2, "n_head": 2, "n_positions": 256, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.15,
+}  # fmt: skip
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + i / 16 for i in range(16)],
+    "long_factor": [1.0 + i / 2 for i in range(16)],
+}  # fmt: skip
+HALF_LONGROPE = LONGROPE | {"partial_rotary_factor": 0.5, "attention_factor": 1.3}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
 GREEDY_PROMPTS = ([5, 17, 40, 99, 3], [77, 1, 1, 130], list(range(20, 60)))
 NUM_NEW_TOKENS = 24
@@ -48,10 +51,26 @@ class Variant:
     changes: tuple[tuple[str, Any], ...] = ()
     length: int = 70
     max_shard_size: str = "5GB"
+    max_model_len: int | None = None
 
 
-def variant(name: str, family: str = "llama", length: int = 70, max_shard_size: str = "5GB", **changes: Any) -> Variant:
-    return Variant(name, family, tuple(changes.items()), length, max_shard_size)
+def variant(
+    name: str, family: str = "llama", length: int = 70, max_shard_size: str = "5GB", max_model_len: int | None = None,
+    **changes: Any,
+) -> Variant:  # fmt: skip
+    return Variant(name, family, tuple(changes.items()), length, max_shard_size, max_model_len)
+
+
+def transformers_model(family: str, changes: Mapping[str, Any]) -> transformers.PreTrainedModel:
+    """A tiny model of a family with random weights, its attention written out: the fused one knows no soft caps."""
+    begin = FAMILIES[family]
+    config_name = f"{begin}{'Text' if family == 'gemma3' else ''}Config"
+    shape = GPT2_SHAPE if family == "gpt2" else SHAPE
+    config = getattr(transformers, config_name)(**{**shape, **changes})
+    model_class = getattr(transformers, f"{begin}{'LMHeadModel' if family == 'gpt2' else 'ForCausalLM'}")
+    model = model_class(config).float().eval()
+    model.set_attn_implementation("eager")
+    return model
 
 
 VARIANTS = (
@@ -80,6 +99,27 @@ VARIANTS = (
         "qwen3-layer-types", "qwen3", use_sliding_window=True, sliding_window=11,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    variant("gemma2", "gemma2", sliding_window=10, max_shard_size="60KB"),
+    variant("gemma2-untied-no-caps", "gemma2", sliding_window=512, tie_word_embeddings=False,
+            attn_logit_softcapping=None, final_logit_softcapping=None),
+    variant("gemma2-two-chunks", "gemma2", sliding_window=530, max_position_embeddings=1200, length=1060),
+    variant("gemma3", "gemma3", sliding_window=12, num_hidden_layers=6, tie_word_embeddings=True),
+    variant("gemma3-ropes", "gemma3", sliding_window=12, rope_parameters=GEMMA3_ROPE, length=150,
+            layer_types=["full_attention", "sliding_attention"], query_pre_attn_scalar=64),
+    variant("gemma3-biases-cap", "gemma3", sliding_window=7, attention_bias=True, final_logit_softcapping=20.0,
+            num_attention_heads=4, num_key_value_heads=2),
+    variant("phi3", "phi3", num_attention_heads=4, num_key_value_heads=2),
+    variant("phi3-window-odd-width", "phi3", sliding_window=9, intermediate_size=91, tie_word_embeddings=True),
+    variant("phi3-longrope-short", "phi3", rope_parameters=LONGROPE, head_dim=32, max_position_embeddings=512,
+            original_max_position_embeddings=128, max_model_len=128),
+    variant("phi3-longrope-long", "phi3", rope_parameters=HALF_LONGROPE, hidden_size=128,
+            max_position_embeddings=512, original_max_position_embeddings=3, length=150),
+    variant("glm", "glm", num_attention_heads=4, num_key_value_heads=2, head_dim=32),
+    variant("glm4", "glm4", num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_shard_size="60KB"),
+    variant("glm4-no-bias-tied", "glm4", attention_bias=False, tie_word_embeddings=True, intermediate_size=75),
+    variant("gpt2", "gpt2", max_shard_size="60KB"),
+    variant("gpt2-untied-odd-width", "gpt2", tie_word_embeddings=False, n_inner=91, activation_function="gelu_pytorch_tanh"),
+    variant("gpt2-unscaled-two-chunks", "gpt2", scale_attn_weights=False, n_positions=1200, length=1060),
 )  # fmt: skip
 
 
@@ -98,14 +138,14 @@ class Checkpoint:
 @torch.no_grad()
 def make_checkpoint(chosen: Variant, path: Path) -> Checkpoint:
     """Make a model with weights, norms and biases all random, save it and ask it."""
-    config_class, model_class = CLASSES[chosen.family]
     torch.manual_seed(3)
-    model = model_class(config_class(**{**SHAPE, **dict(chosen.changes)})).float().eval()
+    model = transformers_model(chosen.family, dict(chosen.changes))
+    middle = 0.0 if chosen.family.startswith("gemma") else 1.0  # Gemma adds 1 to the weights of its norms
     for name, parameter in model.named_parameters():
         if name.endswith(".bias"):
             parameter.normal_(0, 0.3)
         elif parameter.dim() == 1:
-            parameter.uniform_(0.5, 1.5)
+            parameter.uniform_(middle - 0.5, middle + 0.5)
     model.save_pretrained(path, max_shard_size=chosen.max_shard_size)
     tokens = torch.randint(0, VOCAB, (chosen.length,))
     logits = model(tokens[None]).logits[0].float()

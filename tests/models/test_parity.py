@@ -20,6 +20,7 @@ from tests.models.checkpoints import GREEDY_PROMPTS, NUM_NEW_TOKENS, VARIANTS, C
 from tests.support import all_logits
 
 BACKENDS = ("reference", *available_isas())
+TEXT_BACKENDS = ("reference", *available_isas()[-1:])  # logits are compared on all of them
 RELATIVE = 1e-5  # of the largest logit; measured: 2e-6 at most
 RELATIVE_BF16 = 0.05  # in the mean square; measured: 0.03 at most, and a wrong layout or mask is off by about 1
 SLOW_LENGTH = 200  # positions of the reference kernels, which go row by row in torch
@@ -34,8 +35,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return lambda chosen: make(chosen.name)
 
 
-def load_llama(checkpoint: Checkpoint, backend: Backend, dtype: str = "float32") -> Model:
-    config = EngineConfig.from_kwargs(model=str(checkpoint.path), dtype=dtype, skip_tokenizer_init=True)
+def load_native(chosen: Variant, checkpoint: Checkpoint, backend: Backend, dtype: str = "float32") -> Model:
+    config = EngineConfig.from_kwargs(
+        model=str(checkpoint.path), dtype=dtype, max_model_len=chosen.max_model_len, skip_tokenizer_init=True
+    )
     return load_model(config.model, backend).model
 
 
@@ -52,7 +55,7 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 @pytest.mark.parametrize("chosen", VARIANTS, ids=lambda chosen: chosen.name)
 def test_logits_at_every_position(chosen: Variant, backend: str, checkpoints: Checkpoints) -> None:
     checkpoint = checkpoints(chosen)
-    model = load_llama(checkpoint, make_backend(backend))
+    model = load_native(chosen, checkpoint, make_backend(backend))
     count = min(len(checkpoint.tokens), SLOW_LENGTH) if backend == "reference" else len(checkpoint.tokens)
     assert relative_error(all_logits(model, checkpoint.tokens[:count]), checkpoint.logits[:count]) < RELATIVE
 
@@ -61,7 +64,7 @@ def test_logits_at_every_position(chosen: Variant, backend: str, checkpoints: Ch
 @pytest.mark.parametrize("chosen", [v for v in VARIANTS if v.length < 100], ids=lambda chosen: chosen.name)
 def test_logits_in_bfloat16(chosen: Variant, backend: str, checkpoints: Checkpoints) -> None:
     checkpoint = checkpoints(chosen)
-    model = load_llama(checkpoint, make_backend(backend, torch.bfloat16), "bfloat16")
+    model = load_native(chosen, checkpoint, make_backend(backend, torch.bfloat16), "bfloat16")
     error = all_logits(model, checkpoint.tokens) - checkpoint.logits
     assert float(error.norm() / checkpoint.logits.norm()) < RELATIVE_BF16
 
@@ -69,19 +72,27 @@ def test_logits_in_bfloat16(chosen: Variant, backend: str, checkpoints: Checkpoi
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logits_in_small_pieces(backend: str, checkpoints: Checkpoints) -> None:
     """A sequence in pieces of 7 rows, across block boundaries."""
-    checkpoint = checkpoints(VARIANTS[1])
-    model = load_llama(checkpoint, make_backend(backend))
+    chosen = VARIANTS[1]
+    checkpoint = checkpoints(chosen)
+    model = load_native(chosen, checkpoint, make_backend(backend))
     assert relative_error(all_logits(model, checkpoint.tokens, chunk=7), checkpoint.logits) < RELATIVE
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TEXT_BACKENDS)
 @pytest.mark.parametrize("chosen", VARIANTS, ids=lambda chosen: chosen.name)
 def test_greedy_texts(chosen: Variant, backend: str, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = checkpoints(chosen)
     arguments = {"attention_backend": "reference" if backend == "reference" else "native"}
     if backend != "reference":
         monkeypatch.setenv("PAGEDEC_ISA", backend)
-    llm = LLM(str(checkpoint.path), dtype="float32", skip_tokenizer_init=True, num_blocks=24, **arguments)
+    llm = LLM(
+        str(checkpoint.path),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        num_blocks=24,
+        max_model_len=chosen.max_model_len,
+        **arguments,
+    )
     assert llm.engine.executor.runner.lanes["target"].backend.name == backend
     outputs = llm.generate(GREEDY_PROMPTS, SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS), use_tqdm=False)
     llm.close()

@@ -1,0 +1,58 @@
+"""Gemma 2 (Gemma Team 2024): norms before and behind each block, bounded logits, a window in every second layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pagedec.errors import InvalidArgument
+from pagedec.models.architecture import Architecture, LayerNames
+from pagedec.models.base import Family
+from pagedec.models.checks import positive_int, positive_number, required
+from pagedec.models.config import base_fields, full_layers, merged
+from pagedec.models.transformer import Transformer
+
+DEFAULTS = {
+    "vocab_size": 256000, "rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "num_key_value_heads": 4,
+    "head_dim": 256, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256, "sliding_window": 4096, "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+}  # fmt: skip
+NAMES = LayerNames(
+    attention_out_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_out_norm="post_feedforward_layernorm",
+)
+
+
+def gemma_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what Gemma 2 and Gemma 3 have in common and apart from others: norm weights around 0, scaled embeddings."""
+    if values.get("use_bidirectional_attention"):
+        raise InvalidArgument("use_bidirectional_attention", True, "is not supported; rows see what precedes them")
+    positive_int("hidden_size", required(values, "hidden_size"))
+    positive_number("query_pre_attn_scalar", values["query_pre_attn_scalar"])
+    bias = values.get("attention_bias", False)
+    return {
+        "hidden_act": values["hidden_activation"],
+        "attention_bias": bias,
+        "output_bias": bias,
+        "norm_offset": 1.0,
+        "embedding_scale": values["hidden_size"] ** 0.5,
+        "query_scale": values["query_pre_attn_scalar"] ** -0.5,
+        "attention_soft_cap": values.get("attn_logit_softcapping", 0.0),
+        "final_soft_cap": values.get("final_logit_softcapping", 0.0),
+        "sliding_window": values["sliding_window"],
+        "names": NAMES,
+    }
+
+
+def read(config: Mapping[str, Any]) -> Architecture:
+    values = merged(config, DEFAULTS)
+    count = required(values, "num_hidden_layers")
+    positive_int("num_hidden_layers", count)
+    default = ["full_attention" if i % 2 else "sliding_attention" for i in range(count)]
+    fields = base_fields(values) | gemma_fields(values)
+    return Architecture("gemma2", **fields, full_attention_layers=full_layers(values, default))
+
+
+FAMILY = Family("gemma2", ("Gemma2ForCausalLM",), ("gemma2",), read, Transformer)

@@ -1,0 +1,26 @@
+"""GLM-4 of 2024 (GLM Team 2024): biases on q, k and v, fused gate and up, neighbours rotated in half of each head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pagedec.models.architecture import Architecture, LayerNames
+from pagedec.models.base import Family
+from pagedec.models.config import base_fields, merged
+from pagedec.models.transformer import Transformer
+
+DEFAULTS = {
+    "rms_norm_eps": 1.5625e-07, "max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
+    "partial_rotary_factor": 0.5, "attention_bias": True,
+}  # fmt: skip
+NAMES = LayerNames(gate_up=("mlp.gate_up_proj",))
+
+
+def read(config: Mapping[str, Any], name: str = "glm", names: LayerNames = NAMES) -> Architecture:
+    values = merged(config, DEFAULTS)
+    bias = values["attention_bias"]
+    return Architecture(name, **base_fields(values), attention_bias=bias, rope_interleaved=True, names=names)
+
+
+FAMILY = Family("glm", ("GlmForCausalLM",), ("glm",), read, Transformer)
