@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from pagedec.errors import FeatureNotAvailable, InvalidArgument
 from pagedec.fields import check_names, rules
 from pagedec.params import SamplingParams
+from pagedec.text.chat import check_messages
 
 TextOrIds: TypeAlias = str | list[int]
 
@@ -84,7 +85,7 @@ def parse_body(chat: bool, body: Mapping[str, Any], defaults: Mapping[str, Any])
     for name, value in options.items():
         if not isinstance(value, bool):
             raise InvalidArgument(name, value, "must be true or false")
-    return Ask(model, (), _messages(given.get("messages")), options, params)
+    return Ask(model, (), check_messages(given.get("messages")), options, params)
 
 
 def _params(given: Mapping[str, Any], defaults: Mapping[str, Any], chat: bool) -> SamplingParams:
@@ -139,14 +140,3 @@ def parse_prompts(prompt: object) -> list[TextOrIds]:
     if all(isinstance(item, str) for item in prompt) or all(map(_is_ids, prompt)):
         return prompt
     raise InvalidArgument("prompt", prompt, limit)
-
-
-def _messages(messages: object) -> list[Mapping[str, Any]]:
-    if not isinstance(messages, list) or not messages:
-        raise InvalidArgument("messages", messages, "must be a list of messages, at least one")
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise InvalidArgument(f"messages[{i}]", message, "must be an object with role and content")
-        if not isinstance(message.get("role"), str):
-            raise InvalidArgument(f"messages[{i}].role", message.get("role"), "must be a text, such as user")
-    return messages

@@ -29,10 +29,11 @@ from pagedec.batch.records import (
     request_error_record,
 )
 from pagedec.engine.interrupts import held_interrupts
-from pagedec.errors import FeatureNotAvailable, InvalidArgument, NotFound, PagedecError
+from pagedec.errors import InvalidArgument, NotFound, PagedecError
 from pagedec.llm import LLM
 from pagedec.outputs import RequestOutput
 from pagedec.params import SamplingParams
+from pagedec.text.chat import render_chat
 
 WINDOW = 4
 """Answers in the engine's hands, as a multiple of the branches of a step: enough that no step waits for a line."""
@@ -237,7 +238,11 @@ class _Run:
         if tokenizer is None:
             limit = "needs a tokenizer with a chat template, and the engine runs with skip_tokenizer_init"
             raise InvalidArgument("messages", ask.messages, limit)
-        raise FeatureNotAvailable("messages", ask.messages, "chats are not available in this version")
+        options = {
+            "add_generation_prompt": not ask.chat_options.get("continue_final_message", False),
+            **ask.chat_options,
+        }
+        return tokenizer.encode(render_chat(tokenizer, ask.messages or (), **options), add_special_tokens=False)
 
     def _seed(self, line: Line, index: int) -> int:
         """The seed of a prompt whose body has none: the same in every run of the job."""

@@ -17,6 +17,7 @@ from pagedec.errors import PagedecError
 COMMANDS = {
     "generate": "continue prompts with a model",
     "batch": "answer a file of requests, and go on with it after an interruption",
+    "tokenize": "show how a model's tokenizer reads text",
     "bench": "measure latency or throughput",
     "doctor": "say what is installed, what is active, and why the rest is not",
 }
@@ -26,6 +27,7 @@ examples:
   pagedec generate "Once upon a time" --max-tokens 64
   pagedec generate -f prompts.txt --temperature 0.8 --top-p 0.95 --seed 7 --json
   pagedec batch -i requests.jsonl -o answers.jsonl --max-tokens 256
+  pagedec tokenize --count -f book.txt
   pagedec bench throughput --num-prompts 64
   pagedec doctor
 

@@ -80,6 +80,29 @@ def test_answers_are_those_of_generate(llm: LLM, tmp_path: Path) -> None:
     assert (summary.num_prompt_tokens, summary.num_output_tokens) == (3 + 5, 9 + 20)
 
 
+def test_chats_are_rendered_by_the_model_s_template(llm: LLM, tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Be"}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    half = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well,"}]
+    lines = [
+        request("new", chat=True, messages=messages, temperature=0, max_completion_tokens=6),
+        request("more", chat=True, messages=half, temperature=0, max_tokens=6, continue_final_message=True),
+        request("empty", chat=True, messages=[{"role": "user"}]),
+        request("parts", chat=True, messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
+    ]
+    run_batch(llm, write_input(tmp_path / "in", lines), tmp_path / "out")
+    new, more, empty, parts = read_output(tmp_path / "out")
+    prompts = ["<|system|>Be<|end|><|user|>Hi<|end|><|assistant|>", "<|user|>Hi<|end|><|assistant|>Well,"]
+    expected = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
+    for record, output in zip((new, more), expected, strict=True):
+        body = record["response"]["body"]
+        assert body["object"] == "chat.completion"
+        message = {"role": "assistant", "content": output.outputs[0].text, "refusal": None}
+        assert body["choices"][0]["message"] == message
+        assert body["usage"]["prompt_tokens"] == len(output.prompt_token_ids)
+    faults = [record["response"]["body"]["error"] for record in (empty, parts)]
+    assert [fault["param"] for fault in faults] == ["messages[0].content", "messages[0].content[0]"]
+
+
 def test_bad_lines_become_records_and_stop_nothing(llm: LLM, tmp_path: Path) -> None:
     lines = mixed_lines(40)
     summary = run_batch(llm, write_input(tmp_path / "in", lines), tmp_path / "out", defaults={"max_tokens": 4})
