@@ -238,11 +238,12 @@ class _Run:
         if tokenizer is None:
             limit = "needs a tokenizer with a chat template, and the engine runs with skip_tokenizer_init"
             raise InvalidArgument("messages", ask.messages, limit)
-        options = {
-            "add_generation_prompt": not ask.chat_options.get("continue_final_message", False),
-            **ask.chat_options,
-        }
-        return tokenizer.encode(render_chat(tokenizer, ask.messages or (), **options), add_special_tokens=False)
+        continued = ask.chat_options.get("continue_final_message", False)
+        opened = ask.chat_options.get("add_generation_prompt", not continued)
+        text = render_chat(
+            tokenizer, ask.messages or (), add_generation_prompt=opened, continue_final_message=continued
+        )
+        return tokenizer.encode(text, add_special_tokens=False)
 
     def _seed(self, line: Line, index: int) -> int:
         """The seed of a prompt whose body has none: the same in every run of the job."""
