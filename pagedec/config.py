@@ -28,6 +28,7 @@ from pagedec.params import SamplingParams
 
 DEFAULT_MODEL = "smollm2"
 QUANTIZATIONS = ("int8",)
+MODEL_IMPLS = ("auto", "native", "transformers")
 EXECUTORS = ("inline", "ray")
 ATTENTION_BACKENDS = ("auto", "native", "reference", "flash-attn", "xformers")
 
@@ -60,6 +61,13 @@ class ModelConfig:
         Text(
             "numbers of weights and activations; auto: the best for this machine",
             choices=("auto", "bfloat16", "float32"),
+        ),
+    )
+    model_impl: str = option(
+        "auto",
+        Text(
+            "whose code computes the model; transformers: its modeling code with our attention; auto: native where there is one",
+            choices=MODEL_IMPLS,
         ),
     )
     quantization: str | None = option(None, Text("quantization of the weights", choices=QUANTIZATIONS, optional=True))

@@ -21,7 +21,7 @@ from pagedec.kernels.library import LibraryNotFound, load
 from pagedec.kernels.native import NativeBackend
 from pagedec.models.architecture import Architecture
 from pagedec.models.base import Model
-from pagedec.models.registry import build_model, load_architecture, open_model_weights
+from pagedec.models.registry import load_architecture, load_model_weights
 from pagedec.runtime.cache import allocate_cache, block_bytes
 from pagedec.runtime.runner import LaneRunner, ModelRunner
 from pagedec.text.tokenizer import Tokenizer
@@ -62,13 +62,12 @@ def choose_backend(parallel: ParallelConfig, dtype: str) -> Backend:
 def load_model(config: ModelConfig, backend: Backend) -> LoadedModel:
     """Resolve, check and load the weights of one model."""
     files = resolve_model(config.model, config.load_format)
-    arch = load_architecture(files)
+    arch = load_architecture(files, config.model_impl)
     limit = arch.max_position_embeddings
     length = limit if config.max_model_len is None else config.max_model_len
     if length > limit:
         raise InvalidArgument("max_model_len", length, f"must be at most {limit}, the model's context")
-    source = open_model_weights(arch, files, backend.dtype, config.seed)
-    return LoadedModel(build_model(arch, source, backend, length), arch, files, length)
+    return LoadedModel(load_model_weights(arch, files, backend, length, config.seed), arch, files, length)
 
 
 def count_blocks(config: CacheConfig, arch: Architecture, dtype: torch.dtype, max_model_len: int, num_seqs: int) -> int:

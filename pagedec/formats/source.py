@@ -94,7 +94,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def _is_buffer(name: str) -> bool:
+def is_buffer(name: str) -> bool:
     """Say whether a name is a rotary table that old checkpoints store and every runtime computes."""
     return name.endswith("rotary_emb.inv_freq")
 
@@ -105,7 +105,7 @@ def check_names(
     """Raise ModelFileError listing all names that are missing and all that nothing would use."""
     expected_set, found_set = set(expected), set(found)
     missing = sorted(expected_set - found_set)
-    unexpected = sorted(name for name in found_set - expected_set - set(optional) if not _is_buffer(name))
+    unexpected = sorted(name for name in found_set - expected_set - set(optional) if not is_buffer(name))
     problems = []
     if missing:
         problems.append(f"{len(missing)} missing: {_listed(missing)}")

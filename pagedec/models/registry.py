@@ -21,6 +21,8 @@ from pagedec.models import gemma2, gemma3, glm, glm4, gpt2, llama, mistral, phi3
 from pagedec.models.architecture import Architecture
 from pagedec.models.base import Family, Model
 from pagedec.models.config import GgufFields
+from pagedec.models.hosted import load_hosted
+from pagedec.models.hosted_config import HostedArchitecture, hosted_architecture
 from pagedec.models.presets import PRESETS
 
 MODULES = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, glm, glm4, gpt2)
@@ -30,24 +32,33 @@ MODEL_TYPES = {name: family for family in FAMILIES.values() for name in family.m
 GGUF_NAMES = {name: family for family in FAMILIES.values() for name in family.gguf_names}
 
 
-def _unknown(config: Mapping[str, Any], files: ModelFiles | None) -> Architecture:
-    """Answer for a configuration that no family reads: the place for models that are not native."""
+def _unknown(config: Mapping[str, Any]) -> InvalidArgument:
     declared = config.get("architectures")
     if isinstance(declared, list) and declared:
         field, value, known = "architectures", declared[0], ARCHITECTURES
     else:
         field, value, known = "model_type", config.get("model_type"), MODEL_TYPES
-    raise InvalidArgument(field, value, f"is not supported; supported are {', '.join(known)}")
+    return InvalidArgument(field, value, f"is not supported; supported are {', '.join(known)}")
 
 
-def from_hf_config(config: Mapping[str, Any], files: ModelFiles | None = None) -> Architecture:
-    """Return the architecture of a config.json, in the spelling of transformers 4 or 5. `files`: where it comes from."""
+def from_hf_config(
+    config: Mapping[str, Any], files: ModelFiles | None = None, model_impl: str = "auto"
+) -> Architecture:
+    """Return the architecture of a config.json, in the spelling of transformers 4 or 5. `files`: where it comes from.
+
+    `model_impl` "native": only our own families; "transformers": its modeling code; "auto": that where there is no family
+    of our own. Only a configuration with `files` can be given to transformers.
+    """
     declared, model_type = config.get("architectures"), config.get("model_type")
     if isinstance(declared, list) and declared:
         family = ARCHITECTURES.get(declared[0]) if isinstance(declared[0], str) else None
     else:
         family = MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
-    return _unknown(config, files) if family is None else family.read(config)
+    if family is not None and model_impl != "transformers":
+        return family.read(config)
+    if files is None or model_impl == "native":
+        raise _unknown(config)
+    return hosted_architecture(config, None if files.config is None else files.config.parent)
 
 
 def from_gguf(
@@ -76,17 +87,20 @@ def architecture_of_gguf(header: GgufHeader) -> Architecture:
     return from_gguf(header.fields, header.tensors.keys(), _read_rope_factors(header))
 
 
-def load_architecture(files: ModelFiles) -> Architecture:
-    """Return the architecture of a resolved model, from its config.json, its GGUF header or its preset."""
+def load_architecture(files: ModelFiles, model_impl: str = "auto") -> Architecture:
+    """Return the architecture of a resolved model, from its config.json, its GGUF header or its preset; `model_impl` as in
+    `from_hf_config`."""
     if files.preset is not None:
         if files.preset not in PRESETS:
             limit = f"must be a model directory, a .gguf file, or one of the presets {', '.join(PRESETS)}"
             raise InvalidArgument("model", files.preset, limit)
-        return from_hf_config(PRESETS[files.preset])
+        return from_hf_config(PRESETS[files.preset], files, model_impl)
     config = Path(files.config or "")
     if config.suffix == ".gguf":
+        if model_impl == "transformers":
+            raise InvalidArgument("model_impl", model_impl, "must be auto or native for a .gguf file")
         return architecture_of_gguf(read_gguf_header(config))
-    return from_hf_config(read_json_object(config, "the model configuration"), files)
+    return from_hf_config(read_json_object(config, "the model configuration"), files, model_impl)
 
 
 def open_model_weights(arch: Architecture, files: ModelFiles, dtype: torch.dtype, seed: int = 0) -> WeightSource:
@@ -100,3 +114,12 @@ def open_model_weights(arch: Architecture, files: ModelFiles, dtype: torch.dtype
 def build_model(arch: Architecture, source: WeightSource, backend: Backend, max_position: int) -> Model:
     """Take the weights into the backend's form; positions below `max_position` can be evaluated."""
     return FAMILIES[arch.name].model(arch, source, backend, max_position)
+
+
+def load_model_weights(
+    arch: Architecture, files: ModelFiles, backend: Backend, max_position: int, seed: int = 0
+) -> Model:
+    """Open the weights and build the model, native or hosted."""
+    if isinstance(arch, HostedArchitecture):
+        return load_hosted(arch, files, backend, max_position, seed)
+    return build_model(arch, open_model_weights(arch, files, backend.dtype, seed), backend, max_position)
