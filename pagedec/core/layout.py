@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,9 @@ import numpy as np
 from pagedec.core.block import BlockPool
 from pagedec.core.copies import CopyPlan
 from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.marks import RowMarks
 from pagedec.core.plan import AskSlice, Work
+from pagedec.core.processing import NO_PROCESSING, Processing
 from pagedec.core.protocol import (
     DRAW_DTYPE,
     Answer,
@@ -61,8 +63,9 @@ class LaneBuilder:
     """Collects the rows of one lane's forward, branch by branch."""
 
     __slots__ = (
-        "_banned", "_counts", "_draw_positions", "_draw_records", "_draw_rows", "_first_rows", "_logprobs", "_parents",
-        "_positions", "_read_only", "_read_rows", "_rolls", "_starts", "_tables", "_tokens", "_topk", "_topk_k", "pool",
+        "_banned", "_counts", "_draw_positions", "_draw_records", "_draw_rows", "_first_rows", "_logprobs", "_marks",
+        "_parents", "_positions", "_read_only", "_read_rows", "_rolls", "_starts", "_tables", "_tokens", "_topk", "_topk_k",
+        "pool",
     )  # fmt: skip
 
     def __init__(self, pool: BlockPool) -> None:
@@ -84,6 +87,7 @@ class LaneBuilder:
         self._logprobs: list[tuple[int, int]] = []
         self._banned: list[tuple[int, int]] = []
         self._rolls: list[tuple[RollPlan, BlockTable, int]] = []
+        self._marks: RowMarks | None = None
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -133,12 +137,21 @@ class LaneBuilder:
         return last
 
     def read(
-        self, query: Query, root_row: int, length: int, draft: Draft | Roll, stopping: Stopping
+        self,
+        query: Query,
+        root_row: int,
+        length: int,
+        draft: Draft | Roll,
+        stopping: Stopping,
+        read: dict[int, int] | None = None,
     ) -> tuple[AskSlice, ...]:
-        """Read out what `query` asks of the branch whose root stands at `root_row` and ends `length` tokens."""
+        """Read out what `query` asks of the branch whose root stands at `root_row` and ends `length` tokens.
+
+        `read` receives each node's place among the rows read out.
+        """
         depths = node_depths(draft)
         state = query.branch.stop_state
-        rows: dict[int, int] = {}  # node: its place among the rows read out
+        rows = {} if read is None else read
         slices = []
         for ask in query.asks:
             nodes = range(len(depths)) if ask.nodes is None else [node for node in ask.nodes if node < len(depths)]
@@ -164,9 +177,41 @@ class LaneBuilder:
                 self._logprobs += [(rows[node], token) for node, token in run if node in rows]
         return tuple(slices)
 
-    def roll(self, table: BlockTable, root_row: int, length: int, roll: Roll) -> int:
+    # ---- rows that are processed or reported
+    @property
+    def marks(self) -> RowMarks:
+        """What is to be done with some of the rows read out, beside answering asks."""
+        if self._marks is None:
+            self._marks = RowMarks()
+        return self._marks
+
+    @property
+    def num_read(self) -> int:
+        return len(self._read_rows)
+
+    def process(self, read_rows: Iterable[int], processing: Processing, prompt_length: int) -> None:
+        """Have rows read out of the branch added last processed."""
+        self.marks.process(read_rows, len(self._tables) - 1, processing, prompt_length)
+
+    def read_given(self, first_row: int, tokens: Sequence[int], num_top: int) -> tuple[int, int]:
+        """Report each of `tokens` at the rows from `first_row` on: their first places among the given tokens and reported rows."""
+        first = len(self._read_rows)
+        self._read_rows += range(first_row, first_row + len(tokens))
+        return self.marks.report_given(first, tokens, num_top)
+
+    def roll(
+        self,
+        table: BlockTable,
+        root_row: int,
+        length: int,
+        roll: Roll,
+        processing: Processing = NO_PROCESSING,
+        prompt_length: int = 0,
+    ) -> int:
         """Roll a chain behind the branch added last, whose table ends `length` tokens; returns its place among the rolls."""
-        plan = RollPlan(len(self._tables) - 1, root_row, roll.count, roll.sampler, roll.stream, (), -1)
+        branch = len(self._tables) - 1
+        sampler, stream = roll.sampler, roll.stream
+        plan = RollPlan(branch, root_row, roll.count, sampler, stream, (), -1, processing, prompt_length)
         self._rolls.append((plan, table, length))
         return len(self._rolls) - 1
 
@@ -204,6 +249,8 @@ class LaneBuilder:
             fresh=fresh, read_rows=np.array(self._read_rows, np.int32), draws=self._draws(),
             topk_rows=np.array(topk, np.int32), topk_k=self._topk_k, logprob_rows=logprobs[0], logprob_tokens=logprobs[1],
             banned_rows=banned[0], banned_tokens=banned[1], rolls=self._finish_rolls(),
+            processing=None if self._marks is None else self._marks.processing(),
+            report=None if self._marks is None else self._marks.report(),
         )  # fmt: skip
 
     def _trees(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:

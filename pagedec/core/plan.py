@@ -22,6 +22,20 @@ class AskSlice:
     """Streams of a Sample, k of a TopK, 1 for LogProbs."""
 
 
+@dataclass(slots=True)
+class WorkReport:
+    """Where a work's reported rows stand in `LaneForward.report`."""
+
+    rows: dict[int, int] = field(default_factory=dict)
+    """A node's place among the reported rows."""
+    first_given: int = 0
+    num_given: int = 0
+    """Prompt tokens that its rows are followed by, from `position` on: entries of the given tokens, ..."""
+    first_row: int = 0
+    """... and their rows, among the reported ones."""
+    position: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Work:
     """Rows of one branch on one lane. Without a query they only fill the cache: prefill and recompute are the same."""
@@ -38,6 +52,7 @@ class Work:
     query: Query | None = None
     draft: Draft | Roll = EMPTY
     asks: tuple[AskSlice, ...] = ()
+    report: WorkReport | None = None
     roll: int = -1
     """Of the draft lane: its place among the forward's rolls. Of the target lane: where its Roll was rolled."""
 

@@ -13,10 +13,12 @@ from pagedec.core.copies import CopyPlan
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.layout import LaneBuilder, draw_record, node_depths, num_nodes
 from pagedec.core.limits import SchedulerLimits
-from pagedec.core.plan import StepPlan, Work
+from pagedec.core.plan import StepPlan, Work, WorkReport
 from pagedec.core.preemption import Room
+from pagedec.core.processing import NO_PROCESSING
 from pagedec.core.protocol import Query, Roll, Sampler
 from pagedec.core.request import Request
+from pagedec.core.stopping import COUNT
 from pagedec.core.table import BlockTable, reserve
 from pagedec.core.trunk import Trunks
 from pagedec.errors import RequestError
@@ -83,7 +85,7 @@ class Planner:
     def _plan_plain(self, request: Request, sampler: Sampler) -> bool:
         """Plain sampling: a branch with one pending token and one stream is a row and a draw; anything else is a query."""
         depth, token, target = request.history.depth, request.history.token, self._target
-        stopping, step, works = request.stopping, self._plan.step, self._plan.works
+        stopping, step, works, marked = request.stopping, self._plan.step, self._plan.works, request.marks_rows
         pool = target.pool
         size, refs, keys = pool.block_size, pool.refs, pool.key_of
         queries: dict[Branch, Query] = {}
@@ -106,9 +108,11 @@ class Planner:
             record = request.records.get(state[0])
             if record is None:
                 record = request.records[state[0]] = draw_record(sampler, state[0])
-            banned = stopping.ends if branch.stop_state < stopping.min_tokens else ()
+            banned = stopping.ends if branch.stop_state & COUNT < stopping.min_tokens else ()
             draw = target.add_plain(table, start, token[branch.tip], record, banned)
             works.append(Work(request, branch, table, start, 1, draw))
+            if marked:
+                self._mark(works[-1], {0: target.num_read - 1})
             branch.planned_in = step
             if (start + 1) % size == 0 and self._limits.enable_prefix_caching:
                 self._computing.add(request.history.block_key(branch.tip, start + 1))
@@ -236,7 +240,7 @@ class Planner:
         row = builder.add(table, start, tokens, history.token[branch.tip])
         work = Work(request, branch, table, start, count)
         if caught_up:
-            work.roll = builder.roll(table, row, length, roll)
+            work.roll = builder.roll(table, row, length, roll, request.processing, branch.prompt_length)
         self._plan.works.append(work)
         self._draft_rows_left -= max(1, count)
         return (roll, work.roll) if caught_up else (EMPTY, -1)
@@ -251,8 +255,12 @@ class Planner:
         tokens = history.slice(branch.tip, start, start + count)
         root = self._target.add(table, start, tokens, history.token[branch.tip], draft)
         work = Work(request, branch, table, start, count, query=query, draft=draft)
+        if request.awaits_prompt_report(branch):
+            self._report_prompt(work, root - max(1, count) + 1, count)
         if query is not None:
-            work.asks = self._target.read(query, root, length, draft, request.stopping)
+            read: dict[int, int] = {}
+            work.asks = self._target.read(query, root, length, draft, request.stopping, read)
+            self._mark(work, read)
         if isinstance(draft, Roll):
             work.roll = roll
             self._builders["draft"].use_roll(roll, root + 1)
@@ -267,6 +275,28 @@ class Planner:
         self._seqs_left -= 1
         if request.first_step < 0:
             self._admit(request, start)
+
+    def _mark(self, work: Work, read: dict[int, int]) -> None:
+        """Have a work's read-out rows processed and reported as its request says; `read` maps nodes to them."""
+        request, marks = work.request, self._target
+        if request.processing is not NO_PROCESSING:
+            marks.process(read.values(), request.processing, work.branch.prompt_length)
+        if request.reports is not None and request.reports.reporting.num_logprobs is not None:
+            num_top = request.reports.reporting.num_logprobs
+            work.report = work.report or WorkReport()
+            work.report.rows = {node: marks.marks.report_row(row, num_top) for node, row in read.items()}
+
+    def _report_prompt(self, work: Work, first_row: int, count: int) -> None:
+        """Have the prompt tokens that follow a work's rows reported, as far as they were not before."""
+        request, branch = work.request, work.branch
+        assert request.reports is not None and request.reports.reporting.num_prompt_logprobs is not None
+        position = max(work.start + 1, len(request.reports.prompt))
+        tokens = request.history.slice(branch.tip, position, min(work.start + count + 1, branch.prompt_length))
+        if not tokens:
+            return
+        num_top = request.reports.reporting.num_prompt_logprobs
+        first_given, place = self._target.read_given(first_row + position - work.start - 1, tokens, num_top)
+        work.report = WorkReport({}, first_given, len(tokens), place, position)
 
     def _admit(self, request: Request, num_cached: int) -> None:
         request.first_step = self._plan.step
@@ -284,7 +314,7 @@ class Planner:
         length = history.depth[branch.tip]
         if table.length >= length - 1:
             return False
-        caching = self._limits.enable_prefix_caching
+        caching = self._limits.enable_prefix_caching and not request.awaits_prompt_report(branch)
         before = table.length
         if caching:
             _extend_from_cache(branch, request)

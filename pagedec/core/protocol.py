@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.processing import NO_PROCESSING, Processing, ProcessRows
+from pagedec.core.reporting import Reported, ReportRows
 
 if TYPE_CHECKING:
     from pagedec.core.branch import Branch
@@ -52,7 +54,9 @@ class Sample:
 class TopK:
     """The `k` most probable tokens of each node, ties to the lower id.
 
-    Answer: (token ids [num_nodes, k], log-probabilities [num_nodes, k] fp32), in descending order.
+    Answer: (token ids [num_nodes, k], log-probabilities [num_nodes, k] fp32), in descending order. Where the request processes
+    its logits, the tokens are the best of the processed ones, and a log-probability is the processed logit less the log-sum-exp of
+    the model's own: rules are applied to log-probabilities, without renormalising, as in Hugging Face's beam search.
     """
 
     k: int
@@ -121,7 +125,8 @@ class Child:
 class Hypothesis:
     """A finished answer: the history of `tip` followed by `tokens`. Never a table, so it costs no block while it waits.
 
-    `rank` orders a request's answers. `reason` is "stop" or "length"; `stop_token` the token id that ended it, if one did.
+    `rank` orders a request's answers. `reason` is "stop" or "length"; `stop_token` the token id that ended it, if one did;
+    `stop_string` the string that did, behind which the answer's text has `excess_bytes` more.
     """
 
     tip: int
@@ -130,6 +135,8 @@ class Hypothesis:
     score: float = 0.0
     reason: str = "stop"
     stop_token: int | None = None
+    stop_string: str | None = None
+    excess_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +207,9 @@ class RollPlan:
     slots: Any
     target_row: int
     """Where the rolled tokens go: rows `target_row` .. `target_row + count - 1` of the target forward; -1: not used."""
+    processing: Processing = NO_PROCESSING
+    """The request's own, so that draft and target draw alike; `prompt_length` tokens of the branch were not generated."""
+    prompt_length: int = 0
 
 
 @dataclass(slots=True)
@@ -228,6 +238,8 @@ class LaneForward:
     )  # int32 [num_banned], into read_rows: tokens that may not be drawn or be among the top k there
     banned_tokens: np.ndarray  # int32 [num_banned]
     rolls: list[RollPlan]
+    processing: ProcessRows | None = None
+    report: ReportRows | None = None
 
 
 @dataclass(slots=True)
@@ -239,6 +251,7 @@ class LaneAnswers:
     topk_logprobs: np.ndarray  # fp32 [num_topk, topk_k]
     logprobs: np.ndarray  # fp32 [num_logprobs]
     rolled: list[tuple[int, ...]]  # one chain for each roll
+    report: Reported | None = None  # where the forward has one
 
 
 Answers: TypeAlias = dict[str, LaneAnswers]

@@ -7,7 +7,9 @@ from typing import NamedTuple, TypeAlias
 
 from pagedec.core.branch import Branch
 from pagedec.core.history import History
+from pagedec.core.processing import NO_PROCESSING, Processing
 from pagedec.core.protocol import Decoder, Hypothesis, Query, Sampler
+from pagedec.core.reporting import Reports, TokenLogprobs
 from pagedec.core.stopping import Stopping
 
 
@@ -27,6 +29,9 @@ class Request:
     prompt_length: int
     plain: Sampler | None = None
     """The decoder's sampler if it does nothing but sample: its steps need no queries."""
+    processing: Processing = NO_PROCESSING
+    reports: Reports | None = None
+    """None: it reports nothing."""
     records: dict[int, bytes] = field(default_factory=dict)
     """A plain stream's draw but for its row and position."""
     done: list[Hypothesis] = field(default_factory=list)
@@ -46,6 +51,18 @@ class Request:
     num_accepted_tokens: int = 0
 
     @property
+    def marks_rows(self) -> bool:
+        """Its read-out rows are processed or reported."""
+        return self.reports is not None or self.processing is not NO_PROCESSING
+
+    def awaits_prompt_report(self, branch: Branch) -> bool:
+        """Rows of the prompt that the branch still has must run, even where their KV could be found."""
+        reports = self.reports
+        if reports is None or reports.reporting.num_prompt_logprobs is None:
+            return False
+        return len(reports.prompt) < branch.prompt_length
+
+    @property
     def order(self) -> tuple[int, int]:
         """The place among all requests: lower priority first, then who came first."""
         return self.priority, self.arrival
@@ -58,11 +75,14 @@ class Request:
 
 
 class Progress(NamedTuple):
-    """A branch was given new tokens. `rank` is that of the answer it will become. Gangs are not streamed: beams reorder."""
+    """A branch was given new tokens. `rank` is that of the answer it will become. Gangs are not streamed: beams reorder.
+
+    `logprobs`: their reports, where the request has any; None for a token that did not come of the model."""
 
     request: Request
     rank: int
     tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 class Finished(NamedTuple):

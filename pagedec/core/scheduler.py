@@ -18,7 +18,9 @@ from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan
 from pagedec.core.planning import Planner
 from pagedec.core.preemption import preempt
+from pagedec.core.processing import NO_PROCESSING, Processing
 from pagedec.core.protocol import Decoder, DecoderContext, LaneAnswers, Verdict
+from pagedec.core.reporting import NO_REPORTING, Reporting, Reports
 from pagedec.core.request import Ended, Event, Request
 from pagedec.core.settling import Settler
 from pagedec.core.stopping import Stopping
@@ -55,11 +57,14 @@ class Scheduler:
         priority: int = 0,
         salt: str = "",
         eos_token_ids: tuple[int, ...] | None = None,
+        processing: Processing = NO_PROCESSING,
+        reporting: Reporting = NO_REPORTING,
     ) -> Request:
         """Accept a request, or raise `InvalidArgument` if it could not run alone.
 
         `limit` is the longest sequence it may reach, by default the prompt and `stopping.max_tokens`. Prefix cache blocks are
         shared only among requests of the same `salt`. `eos_token_ids` is what the decoder is told; by default, the stopping's.
+        `processing` is done to the logits of each row that is read out for the decoder, `reporting` says what is kept of them.
         """
         if request_id in self._by_id:
             raise InvalidArgument("request_id", request_id, "must not be the id of a request that still runs")
@@ -76,8 +81,10 @@ class Scheduler:
         )
         plain = getattr(decoder, "plain_sampler", None) if self.limits.array_settle else None
         request = Request(
-            request_id, decoder, history, [root], stopping, limit, priority, self._num_arrivals, len(prompt), plain
-        )
+            request_id, decoder, history, [root], stopping, limit, priority, self._num_arrivals, len(prompt), plain,
+            NO_PROCESSING if processing == NO_PROCESSING else processing,
+            None if reporting == NO_REPORTING else Reports(reporting),
+        )  # fmt: skip
         self._num_arrivals += 1
         insort(self.requests, request, key=_order)
         self._by_id[request_id] = request

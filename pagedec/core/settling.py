@@ -11,6 +11,8 @@ from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.layout import read_answer
 from pagedec.core.plan import StepPlan, Work
 from pagedec.core.protocol import Answer, Child, Hypothesis, LaneAnswers, Query, Sample, Verdict
+from pagedec.core.recording import Recorder, reported
+from pagedec.core.reporting import TokenLogprobs
 from pagedec.core.request import Event, Finished, Progress, Request
 from pagedec.core.stopping import Cut
 from pagedec.core.table import BlockTable
@@ -21,7 +23,7 @@ from pagedec.errors import RequestError
 class Settler:
     """Carries a step's answers into the requests. `copies` receives what the next step has to copy first."""
 
-    __slots__ = ("_answers", "_copies", "_draws", "_publishing", "_rolled", "_size")
+    __slots__ = ("_answers", "_copies", "_draws", "_publishing", "_recorder", "_rolled", "_size")
 
     def __init__(
         self, answers: Mapping[str, LaneAnswers], copies: Mapping[str, CopyPlan], block_size: int, publishing: bool
@@ -29,12 +31,18 @@ class Settler:
         self._answers, self._copies, self._size, self._publishing = answers, copies, block_size, publishing
         self._draws: list[int] = answers["target"].draws.tolist() if "target" in answers else []
         self._rolled: Sequence[tuple[int, ...]] = answers["draft"].rolled if "draft" in answers else ()
+        self._recorder: Recorder | None = None
 
     def settle(self, plan: StepPlan) -> list[Event]:
         """Note what is cached now, publish it, then let every answered request go on."""
         works = [work for work in plan.works if not work.request.closed]
+        target = plan.forwards.get("target")
+        if target is not None and target.report is not None:
+            self._recorder = Recorder(target, self._answers["target"])
         for work in works:
             self._note_cached(work)
+            if work.report is not None and self._recorder is not None:
+                self._recorder.record(work)
         events: list[Event] = []
         for request, group in groupby(works, key=_request_of):
             answered = [work for work in group if work.draw >= 0 or work.query is not None]
@@ -87,12 +95,21 @@ class Settler:
     def _advance_plain(self, request: Request, works: Sequence[Work], events: list[Event]) -> None:
         history, stopping, draws = request.history, request.stopping, self._draws
         depth, limit, state_of, reason_of = history.depth, request.limit, stopping.next, stopping.reason
+        simple = stopping.strings is None and request.reports is None
         over: dict[Branch, Hypothesis] = {}
         for work in works:
             branch, token = work.branch, draws[work.draw]
             tip, state = branch.tip, branch.stop_state
             rank = branch.state[0]
-            if depth[tip] >= limit:
+            if not simple:
+                cut = stopping.cut(state, (token,), limit - depth[tip])
+                if cut.tokens:
+                    events.append(Progress(request, rank, cut.tokens, _logprobs(request, tip, cut.tokens)))
+                if cut.reason is None:
+                    branch.tip = history.append_one(tip, token)
+                    branch.stop_state = cut.state
+                    continue
+            elif depth[tip] >= limit:
                 cut = Cut(state, (), "length")
             else:
                 reason = reason_of(state, token)
@@ -124,6 +141,8 @@ class Settler:
         except Exception as error:
             raise RequestError(request.id, f"its decoder cannot advance: {error!r}") from error
         request.num_accepted_tokens += sum(len(child.path) for child in verdict.live)
+        if self._recorder is not None:
+            self._recorder.record_paths(works, answers, verdict)
         self.apply(request, evaluated, verdict, events)
 
     def _answer(self, request: Request, work: Work) -> tuple[Query, Answer]:
@@ -165,7 +184,7 @@ class Settler:
             cut = stopping.cut(state, tokens, request.limit - length)
             rank = request.decoder.rank(parent.state if child.state is None else child.state)
             if cut.tokens and child.keep is None:
-                progress.append(Progress(request, rank, cut.tokens))
+                progress.append(Progress(request, rank, cut.tokens, _logprobs(request, parent.tip, cut.tokens)))
             if cut.reason is None:
                 live.append(
                     Child(parent, child.tokens, child.path, child.keep, child.score, child.state, cut.state)
@@ -186,8 +205,16 @@ def _request_of(work: Work) -> Request:
     return work.request
 
 
+def _logprobs(request: Request, tip: int, tokens: Sequence[int]) -> tuple[TokenLogprobs | None, ...] | None:
+    reports = request.reports
+    if reports is None or reports.reporting.num_logprobs is None:
+        return None
+    return tuple(reported(request.history, reports, tip, tokens))
+
+
 def _hypothesis(tip: int, cut: Cut, rank: int, score: float) -> Hypothesis:
-    return Hypothesis(tip, cut.tokens, rank, score, cut.reason or "stop", cut.stop_token)
+    reason = cut.reason or "stop"
+    return Hypothesis(tip, cut.tokens, rank, score, reason, cut.stop_token, cut.stop_string, cut.excess_bytes)
 
 
 def _common_length(request: Request, branches: Sequence[Branch]) -> int:

@@ -11,10 +11,12 @@ from typing import Any
 
 from pagedec.core.plan import StepPlan
 from pagedec.core.protocol import Decoder, DecoderContext, Hypothesis, Verdict
+from pagedec.core.recording import answer_reports
+from pagedec.core.reporting import TokenLogprobs
 from pagedec.core.request import Ended, Event, Finished, Progress, Request
 from pagedec.core.scheduler import Scheduler
-from pagedec.core.stopping import Stopping
 from pagedec.decoders.registry import decoder_for, make_decoder
+from pagedec.engine.options import Options, Vocabulary, read_options
 from pagedec.engine.stats import EngineStats
 from pagedec.errors import InvalidArgument, RequestError
 from pagedec.executor.base import Executor
@@ -32,26 +34,37 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One finished answer. `token_ids` include the stop token; `score` is the decoder's own."""
+    """One finished answer. `token_ids` include the stop token, and all tokens of a stop string; `score` is the decoder's own.
+
+    The text of the tokens has `excess_bytes` behind the end of `stop_string`. `logprobs` has an entry for each token, None for
+    one that a client appended; `cumulative_logprob` is their sum. Both are None where they were not asked for.
+    """
 
     token_ids: list[int]
     finish_reason: str
     stop_token_id: int | None
     score: float
+    stop_string: str | None = None
+    excess_bytes: int = 0
+    logprobs: list[TokenLogprobs | None] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """A request of which nothing lives any more; answers in the order of their ranks."""
+    """A request of which nothing lives any more; answers in the order of their ranks. `prompt_logprobs` begins with None: nothing
+    comes before the first token."""
 
     request_id: str
     answers: list[Answer]
     metrics: RequestMetrics
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class Engine:
     """Steps requests of any registered decoder through one scheduler and one executor. Not thread-safe: one thread steps it.
 
+    Without a `vocabulary`, requests with stop strings or bad words are refused.
     `observe` is called with each step's events as they come, for whoever streams.
     """
 
@@ -63,8 +76,9 @@ class Engine:
         seed: int = 0,
         debug: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
-        self.scheduler, self.executor, self.limits = scheduler, executor, limits
+        self.scheduler, self.executor, self.limits, self.vocabulary = scheduler, executor, limits, vocabulary
         self.debug, self.stats, self.clock = debug, EngineStats(), clock
         self.observe: Callable[[Sequence[Event]], None] | None = None
         self._seeds = random.Random(seed)
@@ -75,7 +89,7 @@ class Engine:
     def check(self, prompt: Sequence[int], params: Any) -> None:
         """Raise what `add` would raise. Changes nothing."""
         limit = self._limit(prompt, params)
-        self.scheduler.admit(self._maker(params), prompt, self._stopping(params), limit)
+        self.scheduler.admit(self._maker(params), prompt, self._options(params).stopping, limit)
 
     def add(
         self, request_id: str, prompt: Sequence[int], params: Any, priority: int = 0, cache_salt: str = ""
@@ -83,12 +97,13 @@ class Engine:
         """Queue a request. `params` is of a registered decoder's parameter type; lower `priority` runs earlier; prefix cache
         blocks are shared only under the same `cache_salt`. Raises `InvalidArgument` for what could not run alone, `NotFound` for
         parameters that no decoder has registered."""
-        limit = self._limit(prompt, params)
+        limit, options = self._limit(prompt, params), self._options(params)
         if getattr(params, "seed", 0) is None:
             params = dataclasses.replace(params, seed=self._seeds.getrandbits(64))
         request = self.scheduler.add(
-            request_id, self._maker(params), prompt, self._stopping(params), limit,
+            request_id, self._maker(params), prompt, options.stopping, limit,
             priority=priority, salt=cache_salt, eos_token_ids=self.limits.eos_token_ids,
+            processing=options.processing, reporting=options.reporting,
         )  # fmt: skip
         self._arrived[request_id] = self.clock()
         return request
@@ -117,6 +132,7 @@ class Engine:
         if not plan.forwards:
             self.scheduler.settle(plan, {})
             return []
+        self._note_blocks()
         try:
             answers = self.executor.execute(plan.forwards).result()
             executed = self.clock()
@@ -160,23 +176,9 @@ class Engine:
         max_tokens = getattr(params, "max_tokens", None)
         return longest if max_tokens is None else min(longest, len(prompt) + max_tokens)
 
-    def _stopping(self, params: Any) -> Stopping:
-        stop_token_ids = tuple(getattr(params, "stop_token_ids", ()))
-        for token in stop_token_ids:
-            if not 0 <= token < self.limits.vocab_size:
-                limit = f"token ids must be from 0 to {self.limits.vocab_size - 1}"
-                raise InvalidArgument("stop_token_ids", token, limit)
-        stopping = Stopping(
-            self.limits.eos_token_ids,
-            stop_token_ids,
-            getattr(params, "min_tokens", 0),
-            getattr(params, "max_tokens", None),
-            getattr(params, "ignore_eos", False),
-        )
-        if stopping.min_tokens and len(stopping.ends) >= self.limits.vocab_size:
-            limit = "must leave a token that may be drawn before min_tokens are reached"
-            raise InvalidArgument("stop_token_ids", f"{len(stopping.ends)} tokens", limit)
-        return stopping
+    def _options(self, params: Any) -> Options:
+        limits = self.limits
+        return read_options(params, limits.vocab_size, limits.eos_token_ids, self.vocabulary)
 
     def _plan(self) -> StepPlan:
         try:
@@ -189,6 +191,12 @@ class Engine:
                 self.abort(request.id)
             self.scheduler.forget_kv()
             raise
+
+    def _note_blocks(self) -> None:
+        pool, stats = self.scheduler.pools["target"], self.stats
+        stats.num_blocks, stats.num_blocks_cached = pool.num_blocks, len(pool.evictable)
+        stats.num_blocks_used = pool.num_blocks - pool.num_available
+        stats.max_blocks_used = max(stats.max_blocks_used, stats.num_blocks_used)
 
     def _fail(self, plan: StepPlan) -> None:
         for request in {work.request.id: work.request for work in plan.works}.values():
@@ -231,9 +239,20 @@ class Engine:
         self._forget(request.id)
         self.stats.num_finished += 1
         self.stats.num_output_tokens += num_tokens
-        return FinishedRequest(request.id, answers, metrics)
+        reports = request.reports
+        asked = reports is not None and reports.reporting.num_prompt_logprobs is not None
+        return FinishedRequest(request.id, answers, metrics, reports.prompt if reports and asked else None)
 
 
 def _answer(request: Request, hypothesis: Hypothesis) -> Answer:
-    tokens = request.output(hypothesis)
-    return Answer(tokens, hypothesis.reason, hypothesis.stop_token, hypothesis.score)
+    logprobs = answer_reports(request, hypothesis)
+    return Answer(
+        request.output(hypothesis),
+        hypothesis.reason,
+        hypothesis.stop_token,
+        hypothesis.score,
+        hypothesis.stop_string,
+        hypothesis.excess_bytes,
+        logprobs,
+        None if logprobs is None else float(sum(entry.logprob for entry in logprobs if entry is not None)),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -12,6 +13,7 @@ from pagedec.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfi
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.scheduler import Scheduler
 from pagedec.engine.engine import Engine, ModelLimits
+from pagedec.engine.options import Vocabulary
 from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.executor.inline import InlineExecutor
 from pagedec.formats.resolve import ModelFiles, resolve_model, resolve_tokenizer
@@ -108,9 +110,14 @@ def build_lane(loaded: LoadedModel, config: EngineConfig, debug: bool = False) -
 
 
 def assemble(
-    config: EngineConfig, loaded: LoadedModel, eos_token_ids: tuple[int, ...], draft: LoadedModel | None = None
+    config: EngineConfig,
+    loaded: LoadedModel,
+    eos_token_ids: tuple[int, ...],
+    draft: LoadedModel | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Engine:
-    """An engine over a loaded model, with caches of its own; with `draft`, rolls run on that model's lane."""
+    """An engine over a loaded model, with caches of its own; with `draft`, rolls run on that model's lane; with `vocabulary`,
+    requests may have stop strings and bad words."""
     debug = environment.read("PAGEDEC_DEBUG") == "1"
     lanes = {"target": build_lane(loaded, config, debug)}
     if draft is not None:
@@ -130,7 +137,14 @@ def assemble(
         )
     )
     limits = ModelLimits(loaded.arch.vocab_size, loaded.max_model_len, eos_token_ids)
-    return Engine(scheduler, InlineExecutor(ModelRunner(lanes)), limits, seed=config.model.seed, debug=debug)
+    executor = InlineExecutor(ModelRunner(lanes))
+    return Engine(scheduler, executor, limits, seed=config.model.seed, debug=debug, vocabulary=vocabulary)
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
+    """What the engine needs to know of a tokenizer."""
+    table = tokenizer.byte_table
+    return Vocabulary(table.pieces, table.special_ids, partial(tokenizer.encode, add_special_tokens=False))
 
 
 def load_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
@@ -140,4 +154,6 @@ def load_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
     loaded = load_model(config.model, backend)
     eos = tokenizer.eos_token_ids if tokenizer is not None else loaded.arch.eos_token_ids
     # a tokenizer may know tokens that the model cannot write
-    return assemble(config, loaded, tuple(token for token in eos if token < loaded.arch.vocab_size)), tokenizer
+    ends = tuple(token for token in eos if token < loaded.arch.vocab_size)
+    vocabulary = None if tokenizer is None else vocabulary_of(tokenizer)
+    return assemble(config, loaded, ends, vocabulary=vocabulary), tokenizer

@@ -1,4 +1,4 @@
-"""What an engine has done so far."""
+"""What an engine has done so far, and what it holds now."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counts and seconds since the engine was made. `plan`, `execute` and `settle` are the parts of all steps."""
+    """Counts and seconds since the engine was made. `plan`, `execute` and `settle` are the parts of all steps.
+
+    Blocks are the target lane's, as the last step used them, before what it finished was given back: for KV use over time, read
+    them after each step.
+    """
 
     num_steps: int = 0
     num_rows: int = 0
@@ -16,6 +20,14 @@ class EngineStats:
     plan_seconds: float = 0.0
     execute_seconds: float = 0.0
     settle_seconds: float = 0.0
+    num_blocks: int = 0
+    """Of the pool."""
+    num_blocks_used: int = 0
+    """Held by block tables, or by a copy that the step made."""
+    num_blocks_cached: int = 0
+    """Held by nobody, but findable in the prefix cache."""
+    max_blocks_used: int = 0
+    """The most that any step used."""
 
     @property
     def host_seconds_per_step(self) -> float:

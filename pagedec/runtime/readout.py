@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import numpy as np
 import torch
 
 from pagedec.core.protocol import LaneForward
-from pagedec.kernels.backend import Backend
+from pagedec.core.reporting import Reported
+from pagedec.kernels.backend import Backend, CacheTensors
+from pagedec.runtime.report import RawRows, empty_report
+
+
+class _Processes(Protocol):
+    """A backend whose kernels process logits."""
+
+    def process_logits(self, logits: torch.Tensor, start: int, forward: LaneForward, cache: CacheTensors) -> None: ...
 
 
 @dataclass(slots=True)
@@ -19,6 +28,7 @@ class Reading:
     topk_tokens: np.ndarray
     topk_logprobs: np.ndarray
     logprobs: np.ndarray
+    report: Reported | None
 
     @staticmethod
     def of(forward: LaneForward) -> Reading:
@@ -28,23 +38,40 @@ class Reading:
             np.empty((n, k), np.int32),
             np.empty((n, k), np.float32),
             np.empty(len(forward.logprob_rows), np.float32),
+            empty_report(forward),
         )
 
 
-def read_piece(backend: Backend, forward: LaneForward, logits: torch.Tensor, start: int, reading: Reading) -> None:
+def read_piece(
+    backend: Backend, forward: LaneForward, logits: torch.Tensor, start: int, cache: CacheTensors, reading: Reading
+) -> None:
     """Answer what is asked of the read-out rows `start` .. `start + len(logits) - 1`, whose logits are given.
 
-    Log-probabilities are the model's own: log-sum-exp is taken before banned tokens are masked, top k and draws after.
+    Log-probabilities and reports are of the model's own logits. Only then are logits processed and banned tokens masked, in
+    place, and top k and draws taken. `cache` is the one that the rows were evaluated in.
     """
     stop = start + len(logits)
     whole = start == 0 and stop == len(forward.read_rows)
-    if len(forward.topk_rows) or len(forward.logprob_rows) or len(forward.banned_rows):
-        _read_probabilities(backend, forward, logits, start, whole, reading)
-    _draw(backend, forward, logits, start, whole, reading)
+    raw = None if reading.report is None else RawRows(backend, forward, logits, start)
+    if (
+        len(forward.topk_rows) or len(forward.logprob_rows) or len(forward.banned_rows)
+        or forward.processing is not None
+    ):  # fmt: skip
+        _read_probabilities(backend, forward, logits, start, whole, cache, reading)
+    drawn = _draw(backend, forward, logits, start, whole, reading)
+    if raw is not None and reading.report is not None:
+        picked = _within(forward.topk_rows, start, stop, whole)
+        raw.fill(reading.report, drawn, reading.draws, picked, reading.topk_tokens)
 
 
 def _read_probabilities(
-    backend: Backend, forward: LaneForward, logits: torch.Tensor, start: int, whole: bool, reading: Reading
+    backend: Backend,
+    forward: LaneForward,
+    logits: torch.Tensor,
+    start: int,
+    whole: bool,
+    cache: CacheTensors,
+    reading: Reading,
 ) -> None:
     stop = start + len(logits)
     picked = _within(forward.topk_rows, start, stop, whole)
@@ -55,7 +82,10 @@ def _read_probabilities(
         values = logits.numpy()[rows, forward.logprob_tokens[asked]]
         reading.logprobs[asked] = values - backend.topk(logits, rows, 0)[2]
     rows = (forward.topk_rows[picked] - start).astype(np.int32)
-    lse = backend.topk(logits, rows, 0)[2] if len(picked) and len(banned) else None
+    changed = len(banned) or forward.processing is not None
+    lse = backend.topk(logits, rows, 0)[2] if len(picked) and changed else None
+    if forward.processing is not None:
+        cast(_Processes, backend).process_logits(logits, start, forward, cache)
     if len(banned):
         logits.numpy()[forward.banned_rows[banned] - start, forward.banned_tokens[banned]] = -np.inf
     if len(picked):
@@ -66,18 +96,19 @@ def _read_probabilities(
 
 def _draw(
     backend: Backend, forward: LaneForward, logits: torch.Tensor, start: int, whole: bool, reading: Reading
-) -> None:
-    if not len(forward.draws):
-        return
+) -> np.ndarray:
+    """Which draws were drawn now."""
     if whole:
-        reading.draws = backend.sample(logits, forward.draws)
-        return
+        drawn = np.arange(len(forward.draws))
+        if len(drawn):
+            reading.draws = backend.sample(logits, forward.draws)
+        return drawn
     drawn = _within(forward.draws["row"], start, start + len(logits), whole)
-    if not len(drawn):
-        return
-    draws = forward.draws[drawn]
-    draws["row"] -= start
-    reading.draws[drawn] = backend.sample(logits, draws)
+    if len(drawn):
+        draws = forward.draws[drawn]
+        draws["row"] -= start
+        reading.draws[drawn] = backend.sample(logits, draws)
+    return drawn
 
 
 def _within(rows: np.ndarray, start: int, stop: int, whole: bool) -> np.ndarray:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
+from pagedec.core.processing import NO_PROCESSING, ProcessRows
 from pagedec.core.protocol import DRAW_DTYPE, Answers, LaneAnswers, LaneForward, RollPlan
 from pagedec.errors import InvariantError
 from pagedec.kernels.backend import CacheTensors
@@ -49,12 +50,14 @@ class LaneRunner:
                     logits = self.buffers.load_read(rows[start : start + READ_ROWS])
                     self.programs.head.run()
                     self._read(forward, logits, start, reading)
-        return LaneAnswers(reading.draws, reading.topk_tokens, reading.topk_logprobs, reading.logprobs, [])
+        return LaneAnswers(
+            reading.draws, reading.topk_tokens, reading.topk_logprobs, reading.logprobs, [], reading.report
+        )
 
     def _read(self, forward: LaneForward, logits: torch.Tensor, start: int, reading: Reading) -> None:
         if self.debug and bool(logits.isnan().any()):
             raise InvariantError("logits are NaN: a row read a slot that no row had written")
-        read_piece(self.backend, forward, logits, start, reading)
+        read_piece(self.backend, forward, logits, start, self.cache, reading)
 
     def roll(self, forward: LaneForward) -> list[tuple[int, ...]]:
         """Continue the chains that `execute` began: the i-th token of each is evaluated to give the next one."""
@@ -118,6 +121,18 @@ def _nothing() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     return np.empty(0, np.int32), np.empty((0, 0), np.int32), np.empty((0, 0), np.float32), np.empty(0, np.float32)
 
 
+def _processing(rolls: Sequence[RollPlan], branches: Sequence[int]) -> ProcessRows | None:
+    """The rows of a forward that reads one row for each roll: those whose request processes its logits."""
+    rows = [row for row, roll in enumerate(rolls) if roll.processing is not NO_PROCESSING]
+    if not rows:
+        return None
+    return ProcessRows(
+        np.array(rows, np.int32), np.array([branches[row] for row in rows], np.int32),
+        np.array([rolls[row].prompt_length for row in rows], np.int32), np.arange(len(rows), dtype=np.int32),
+        tuple(rolls[row].processing for row in rows),
+    )  # fmt: skip
+
+
 def _with_draws(forward: LaneForward, draws: np.ndarray) -> LaneForward:
     """The draft lane's forward, read out at the rows where chains begin."""
     none = np.empty(0, np.int32)
@@ -125,6 +140,7 @@ def _with_draws(forward: LaneForward, draws: np.ndarray) -> LaneForward:
         forward.lane, forward.token_ids, forward.positions, forward.slots, forward.parents, forward.row_indptr,
         forward.kv_len, forward.block_table, none, none, none,
         np.array([roll.row for roll in forward.rolls], np.int32), draws, none, 0, none, none, none, none, [],
+        _processing(forward.rolls, [roll.branch for roll in forward.rolls]),
     )  # fmt: skip
 
 
@@ -140,5 +156,5 @@ def _roll_forward(forward: LaneForward, rolls: list[RollPlan], tokens: list[int]
     return LaneForward(
         forward.lane, np.array(tokens, np.int32), positions, np.array([r.slots[i - 1] for r in rolls], np.int32), None,
         np.arange(n + 1, dtype=np.int32), positions + np.int32(1), forward.block_table[branches], none, none, none,
-        np.arange(n, dtype=np.int32), draws, none, 0, none, none, none, none, [],
+        np.arange(n, dtype=np.int32), draws, none, 0, none, none, none, none, [], _processing(rolls, range(n)),
     )  # fmt: skip

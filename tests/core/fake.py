@@ -14,8 +14,10 @@ import numpy as np
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan
 from pagedec.core.protocol import LaneAnswers, LaneForward, RollPlan
+from pagedec.core.reporting import Reported
 from pagedec.core.request import Event
 from pagedec.core.scheduler import Scheduler
+from tests.core.oracle import process, report
 
 VOCABULARY = 8
 EOS = 0
@@ -149,7 +151,8 @@ class FakeRunner:
             self.seen(lane, forward, int(branch), int(row - forward.row_indptr[branch]))
             for branch, row in zip(branches, forward.read_rows, strict=True)
         ]
-        logprobs = [model(text) for text in texts]
+        raw = [model(text) for text in texts]
+        logprobs = self._processed(forward, raw, texts, branches)
         banned: dict[int, list[int]] = {}
         for row, token in zip(forward.banned_rows.tolist(), forward.banned_tokens.tolist(), strict=True):
             banned.setdefault(row, []).append(token)
@@ -165,13 +168,30 @@ class FakeRunner:
             best = sorted(allowed, key=lambda token: (-logprobs[row][token], token))[: forward.topk_k]
             topk.append([(token, logprobs[row][token]) for token in best])
         given = zip(forward.logprob_rows.tolist(), forward.logprob_tokens.tolist(), strict=True)
-        return LaneAnswers(
+        answers = LaneAnswers(
             np.array(draws, np.int32),
             np.array([[token for token, _ in row] for row in topk], np.int32),
             np.array([[logprob for _, logprob in row] for row in topk], np.float32),
-            np.array([logprobs[row][token] for row, token in given], np.float32),
+            np.array([raw[row][token] for row, token in given], np.float32),
             [],
         )
+        answers.report = None if forward.report is None else _report(forward, raw, answers)
+        return answers
+
+    def _processed(
+        self, forward: LaneForward, raw: list[Sequence[float]], texts: list[list[int]], branches: np.ndarray
+    ) -> list[Sequence[float]]:
+        """Log-probabilities with each row's rules applied to what the row sees."""
+        given, out = forward.processing, list(raw)
+        if given is None:
+            return out
+        rows = given.rows.tolist()
+        assert rows == sorted(set(rows)), "processed rows must be ascending, each once"
+        for i, row in enumerate(rows):
+            assert given.branches[i] == branches[row], "a processed row belongs to another branch"
+            rules = given.rules[given.rule_ids[i]]
+            out[row] = process(raw[row], texts[row], int(given.prompt_lengths[i]), rules)
+        return out
 
     def _roll(self, lane: str, forward: LaneForward, roll: RollPlan) -> tuple[int, ...]:
         """The first token comes from the branch's root row, each further one evaluates the token just drawn."""
@@ -181,13 +201,48 @@ class FakeRunner:
         rolled: list[int] = []
         for i in range(roll.count):
             gumbel = noise(roll.sampler.seed, roll.stream, len(seen))
-            rolled.append(pick(self.models[lane](seen), roll.sampler.temperature == 0, gumbel))
+            scores = process(self.models[lane](seen), seen, roll.prompt_length, roll.processing)
+            rolled.append(pick(scores, roll.sampler.temperature == 0, gumbel))
             if i < roll.count - 1:
                 slot = int(roll.slots[i])
                 assert slot == table[len(seen) // size] * size + len(seen) % size, "a rolled token lies elsewhere"
                 self.kv[lane][slot] = (rolled[-1], len(seen))
                 seen.append(rolled[-1])
         return tuple(rolled)
+
+
+def _report(forward: LaneForward, raw: list[Sequence[float]], answers: LaneAnswers) -> Reported:
+    """What the forward reports of the unprocessed log-probabilities; noise where nobody may look."""
+    rows = forward.report
+    assert rows is not None
+    reported = rows.rows.tolist()
+    assert reported == sorted(set(reported)), "reported rows must be ascending, each once"
+    tops = [report(raw[row], 0, k) for row, k in zip(reported, rows.num_top.tolist(), strict=True)]
+
+    def chosen(row: int, token: int) -> tuple[float, int]:
+        return report(raw[row], token, 0)[1:3] if row in reported else (float("nan"), -1)
+
+    given = [
+        chosen(row, token) for row, token in zip(rows.given_rows.tolist(), rows.given_tokens.tolist(), strict=True)
+    ]
+    draws = [chosen(row, t) for row, t in zip(forward.draws["row"].tolist(), answers.draws.tolist(), strict=True)]
+    topk = [
+        [chosen(row, token) for token in tokens]
+        for row, tokens in zip(forward.topk_rows.tolist(), answers.topk_tokens.tolist(), strict=True)
+    ]
+    asked = zip(forward.logprob_rows.tolist(), forward.logprob_tokens.tolist(), strict=True)
+    return Reported(
+        np.array([token for top in tops for token in top.top_ids], np.int32),
+        np.array([value for top in tops for value in top.top_logprobs], np.float32),
+        *_split(given), *_split(draws),
+        np.array([[value for value, _ in row] for row in topk], np.float32),
+        np.array([[rank for _, rank in row] for row in topk], np.int32),
+        _split([chosen(row, token) for row, token in asked])[1],
+    )  # fmt: skip
+
+
+def _split(pairs: list[tuple[float, int]]) -> tuple[np.ndarray, np.ndarray]:
+    return np.array([value for value, _ in pairs], np.float32), np.array([rank for _, rank in pairs], np.int32)
 
 
 class FakeEngine:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagedec.core.limits import SchedulerLimits
+from pagedec.core.processing import NO_PROCESSING, Processing
+from pagedec.core.reporting import NO_REPORTING, Reporting
 from pagedec.core.request import Request
 from pagedec.core.scheduler import Scheduler
 from pagedec.core.stopping import Stopping
@@ -50,6 +52,8 @@ class Case:
     stopping: Stopping = field(default_factory=Stopping)
     limit: int | None = None
     eos: tuple[int, ...] = ()
+    processing: Processing = NO_PROCESSING
+    reporting: Reporting = NO_REPORTING
 
     @property
     def is_session(self) -> bool:
@@ -58,7 +62,7 @@ class Case:
     def add(self, scheduler: Scheduler, priority: int = 0, salt: str = "") -> Request:
         return scheduler.add(
             self.name, lambda context: make_decoder(self.params, context), self.prompt, self.stopping, self.limit,
-            priority=priority, salt=salt, eos_token_ids=self.eos,
+            priority=priority, salt=salt, eos_token_ids=self.eos, processing=self.processing, reporting=self.reporting,
         )  # fmt: skip
 
 

@@ -1,0 +1,150 @@
+"""From a step's reported rows to the request's reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pagedec.core.draft import Draft
+from pagedec.core.history import History
+from pagedec.core.layout import num_nodes
+from pagedec.core.plan import Work
+from pagedec.core.protocol import Answer, Hypothesis, LaneAnswers, LaneForward, Sample, TopK, Verdict
+from pagedec.core.reporting import Reports, TokenLogprobs
+from pagedec.core.request import Request
+from pagedec.errors import InvariantError
+
+_Found = tuple[int, float, int]  # token id, log-probability, rank
+
+
+class Recorder:
+    """Reads one forward's reported rows."""
+
+    __slots__ = ("_answers", "_ends", "_forward", "_report")
+
+    def __init__(self, forward: LaneForward, answers: LaneAnswers) -> None:
+        assert forward.report is not None
+        if answers.report is None:
+            raise InvariantError("a forward's reported rows were not answered")
+        self._forward, self._answers, self._report = forward, answers, answers.report
+        self._ends: list[int] = forward.report.num_top.cumsum().tolist()
+
+    def record(self, work: Work) -> None:
+        """Keep the prompt tokens' reports, and those of all tokens that may follow the root."""
+        reports, report = work.request.reports, work.report
+        if reports is None or report is None:
+            return
+        if report.num_given:
+            self._record_prompt(reports, work)
+        if 0 in report.rows:
+            self._record_node(reports, work, 0, work.branch.tip)
+
+    def record_paths(self, works: Sequence[Work], answers: Sequence[Answer], verdict: Verdict) -> None:
+        """Keep the reports of what follows the draft nodes that a verdict accepts."""
+        reports = works[0].request.reports
+        if reports is None:
+            return
+        history = works[0].request.history
+        ran = {work.branch: (work, answer.draft) for work, answer in zip(works, answers, strict=True)}
+        for child in verdict.live:
+            if child.path and child.parent in ran:
+                work, draft = ran[child.parent]
+                self._record_path(reports, history, work, draft, child.path)
+        for hypothesis in verdict.done:
+            for work, draft in ran.values():
+                if work.branch.tip == hypothesis.tip and draft.tokens:
+                    self._record_path(reports, history, work, draft, _way(draft, hypothesis.tokens))
+
+    def _record_path(self, reports: Reports, history: History, work: Work, draft: Draft, path: Sequence[int]) -> None:
+        tip = work.branch.tip
+        for node in path:
+            tip = history.append_one(tip, draft.tokens[node - 1])
+            if work.report is not None and node in work.report.rows:
+                self._record_node(reports, work, node, tip)
+
+    def _record_prompt(self, reports: Reports, work: Work) -> None:
+        assert work.report is not None and self._forward.report is not None
+        first, row, position = work.report.first_given, work.report.first_row, work.report.position
+        tokens = self._forward.report.given_tokens[first : first + work.report.num_given].tolist()
+        for i, token in enumerate(tokens):
+            if position + i > len(reports.prompt):
+                raise InvariantError(f"prompt token {len(reports.prompt)} was evaluated without its report")
+            if position + i == len(reports.prompt):
+                logprob, rank = self._report.given_logprobs[first + i], self._report.given_ranks[first + i]
+                reports.prompt.append(TokenLogprobs(token, float(logprob), int(rank), *self._top(row + i)))
+
+    def _record_node(self, reports: Reports, work: Work, node: int, tip: int) -> None:
+        assert work.report is not None
+        top = None
+        for token, logprob, rank in self._found(work, node):
+            edge = tip << 32 | token
+            if edge not in reports.edges:
+                top = top or self._top(work.report.rows[node])
+                reports.edges[edge] = TokenLogprobs(token, logprob, rank, *top)
+
+    def _top(self, row: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        first, stop = self._ends[row - 1] if row else 0, self._ends[row]
+        return tuple(self._report.top_ids[first:stop].tolist()), tuple(self._report.top_logprobs[first:stop].tolist())
+
+    def _found(self, work: Work, node: int) -> Iterator[_Found]:
+        """What the decoder was answered at a node."""
+        answers, report = self._answers, self._report
+        if work.query is None:
+            yield _entry(answers.draws, report.draw_logprobs, report.draw_ranks, work.draw)
+            return
+        for ask, part in zip(work.query.asks, work.asks, strict=True):
+            places = [node] if ask.nodes is None else _places(ask.nodes, node, num_nodes(work.draft))
+            if isinstance(ask, Sample):
+                for at in places:
+                    for i in range(part.first + at * part.width, part.first + (at + 1) * part.width):
+                        yield _entry(answers.draws, report.draw_logprobs, report.draw_ranks, i)
+            elif isinstance(ask, TopK):
+                for at in places:
+                    i = part.first + at
+                    ids, logprobs, ranks = answers.topk_tokens[i], report.topk_logprobs[i], report.topk_ranks[i]
+                    yield from zip(ids[: ask.k].tolist(), logprobs.tolist(), ranks.tolist(), strict=False)
+            else:
+                for at in places:
+                    yield _entry(self._forward.logprob_tokens, answers.logprobs, report.logprob_ranks, part.first + at)
+
+
+def reported(history: History, reports: Reports, tip: int, tokens: Sequence[int]) -> list[TokenLogprobs | None]:
+    """The reports of `tokens` behind `tip`; None for one that did not come of the model, as a client's."""
+    found = []
+    for token in tokens:
+        found.append(reports.edges.get(tip << 32 | token))
+        tip = history.append_one(tip, token)
+    return found
+
+
+def answer_reports(request: Request, hypothesis: Hypothesis) -> list[TokenLogprobs | None] | None:
+    """The reports of a finished answer's tokens; None: the request has none."""
+    if request.reports is None or request.reports.reporting.num_logprobs is None:
+        return None
+    history = request.history
+    start = history.ancestor(hypothesis.tip, min(request.prompt_length, history.depth[hypothesis.tip]))
+    return reported(history, request.reports, start, request.output(hypothesis))
+
+
+def _entry(tokens: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray, i: int) -> _Found:
+    return int(tokens[i]), float(logprobs[i]), int(ranks[i])
+
+
+def _places(nodes: Sequence[int], node: int, last: int) -> list[int]:
+    """Where `node` stands among those of the nodes that were run."""
+    return [at for at, other in enumerate([other for other in nodes if other <= last]) if other == node]
+
+
+def _way(draft: Draft, tokens: Sequence[int]) -> list[int]:
+    """The nodes down a draft along `tokens`, as far as there are any."""
+    way: list[int] = []
+    for token in tokens:
+        parent = way[-1] if way else 0
+        children = [
+            node for node, up in enumerate(draft.parents, 1) if up == parent and draft.tokens[node - 1] == token
+        ]
+        if not children:
+            break
+        way.append(children[0])
+    return way

@@ -1,0 +1,164 @@
+"""From a request's parameters to what the core needs of them.
+
+Parameters are read by name, with a neutral default where a decoder's own parameters lack one: any registered type works. Every
+error is an `InvalidArgument` naming the field, the value and the limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pagedec.core.processing import NO_PROCESSING, Processing
+from pagedec.core.reporting import NO_REPORTING, Reporting
+from pagedec.core.stop_strings import StopStrings
+from pagedec.core.stopping import Stopping
+from pagedec.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The text of tokens. `pieces[id]` are a token's bytes (an id past the end has none), `special_ids` the tokens that are
+    left out of text, `encode` gives the token ids of a text without special tokens around it."""
+
+    pieces: Sequence[bytes]
+    special_ids: frozenset[int]
+    encode: Callable[[str], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """One request's rules."""
+
+    stopping: Stopping
+    processing: Processing
+    reporting: Reporting
+
+
+def read_options(
+    params: Any, vocab_size: int, eos_token_ids: tuple[int, ...], vocabulary: Vocabulary | None
+) -> Options:
+    """The rules that `params` ask for. Raises `InvalidArgument` for ids that the model does not know, for text without a
+    vocabulary, and for rules that leave nothing to draw."""
+    stopping = _stopping(params, vocab_size, eos_token_ids, vocabulary)
+    processing = _processing(params, vocab_size, vocabulary)
+    _check_something_is_left(stopping, processing, vocab_size)
+    return Options(stopping, processing, _reporting(params, vocab_size))
+
+
+def _stopping(params: Any, vocab_size: int, eos: tuple[int, ...], vocabulary: Vocabulary | None) -> Stopping:
+    ids = _token_ids("stop_token_ids", getattr(params, "stop_token_ids", None) or (), vocab_size)
+    stop = getattr(params, "stop", None) or ()
+    strings = StopStrings((stop,) if isinstance(stop, str) else tuple(stop)) if stop else None
+    pieces: Sequence[bytes] = ()
+    silent: frozenset[int] = frozenset()
+    if strings is not None:
+        if vocabulary is None:
+            raise InvalidArgument("stop", list(strings.strings), "must be empty: the engine has no tokenizer")
+        pieces = vocabulary.pieces
+        silent = vocabulary.special_ids if getattr(params, "skip_special_tokens", True) else silent
+    return Stopping(
+        eos,
+        ids,
+        getattr(params, "min_tokens", 0),
+        getattr(params, "max_tokens", None),
+        getattr(params, "ignore_eos", False),
+        strings,
+        pieces,
+        silent,
+    )
+
+
+def _processing(params: Any, vocab_size: int, vocabulary: Vocabulary | None) -> Processing:
+    allowed = getattr(params, "allowed_token_ids", None)
+    if allowed is not None:
+        allowed = tuple(sorted(set(_token_ids("allowed_token_ids", allowed, vocab_size))))
+        if not allowed:
+            raise InvalidArgument("allowed_token_ids", [], "must name at least one token, or be None")
+    words = getattr(params, "bad_words", None) or ()
+    bias = getattr(params, "logit_bias", None) or {}
+    _token_ids("logit_bias", bias, vocab_size)
+    repetition = _number("repetition_penalty", params, 1.0)
+    if repetition <= 0:
+        raise InvalidArgument("repetition_penalty", repetition, "must be above 0")
+    size = getattr(params, "no_repeat_ngram_size", 0)
+    if size < 0:
+        raise InvalidArgument("no_repeat_ngram_size", size, "must be at least 0")
+    processing = Processing(
+        allowed,
+        bad_word_ids(words, vocab_size, vocabulary) if words else (),
+        tuple(sorted((int(token), _finite("logit_bias", number)) for token, number in bias.items())),
+        size,
+        repetition,
+        _number("frequency_penalty", params, 0.0),
+        _number("presence_penalty", params, 0.0),
+    )
+    return NO_PROCESSING if processing == NO_PROCESSING else processing
+
+
+def bad_word_ids(words: Sequence[str], vocab_size: int, vocabulary: Vocabulary | None) -> tuple[tuple[int, ...], ...]:
+    """The token sequences of bad words, by vLLM's rule (`SamplingParams.update_from_tokenizer`): each word as it begins a text,
+    and as it follows a space, where that is another first token and as many tokens."""
+    if vocabulary is None:
+        raise InvalidArgument("bad_words", list(words), "must be empty: the engine has no tokenizer")
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = vocabulary.encode(word.lstrip()) if isinstance(word, str) else []
+        if not bare:
+            raise InvalidArgument("bad_words", word, "must be text with at least one token")
+        spaced = vocabulary.encode(" " + word.lstrip())
+        ways = [bare, spaced] if len(spaced) == len(bare) and spaced[0] != bare[0] else [bare]
+        for ids in ways:
+            if max(ids) >= vocab_size:
+                limit = f"must be of tokens from 0 to {vocab_size - 1}; it has token {max(ids)}"
+                raise InvalidArgument("bad_words", word, limit)
+            found[tuple(ids)] = None
+    return tuple(found)
+
+
+def _reporting(params: Any, vocab_size: int) -> Reporting:
+    counts = []
+    for field in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, field, None)
+        if count is not None and not -1 <= count <= vocab_size:
+            raise InvalidArgument(field, count, f"must be from 0 to {vocab_size}, the vocabulary, or -1 for all of it")
+        counts.append(vocab_size if count == -1 else count)
+    reporting = Reporting(*counts)
+    return NO_REPORTING if reporting == NO_REPORTING else reporting
+
+
+def _check_something_is_left(stopping: Stopping, processing: Processing, vocab_size: int) -> None:
+    """Rules that do not depend on the text must leave a token that may be drawn."""
+    early = stopping.stops if stopping.min_tokens else frozenset()
+    single = {word[0] for word in processing.bad_words if len(word) == 1}
+    allowed = processing.allowed_token_ids
+    left = vocab_size - len(early | single) if allowed is None else len(set(allowed) - early - single)
+    if left > 0:
+        return
+    if allowed is not None:
+        limit = "must leave a token that may be drawn beside bad_words and, before min_tokens, the stop tokens"
+        raise InvalidArgument("allowed_token_ids", f"{len(allowed)} tokens", limit)
+    if not single:
+        limit = "must leave a token that may be drawn before min_tokens are reached"
+        raise InvalidArgument("stop_token_ids", f"{len(stopping.ends)} tokens", limit)
+    raise InvalidArgument("bad_words", f"{len(single)} tokens", "must leave a token that may be drawn")
+
+
+def _token_ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+    checked = tuple(int(token) for token in ids)
+    for token in checked:
+        if not 0 <= token < vocab_size:
+            raise InvalidArgument(field, token, f"token ids must be from 0 to {vocab_size - 1}")
+    return checked
+
+
+def _number(field: str, params: Any, default: float) -> float:
+    return _finite(field, getattr(params, field, default))
+
+
+def _finite(field: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise InvalidArgument(field, value, "must be a finite number")
+    return float(value)

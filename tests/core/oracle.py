@@ -1,0 +1,85 @@
+"""What a request's own rules mean, on plain lists: logits processing, stop strings, reported log-probabilities."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagedec.core.processing import Processing
+from pagedec.core.reporting import TokenLogprobs
+from pagedec.core.stopping import Stopping
+
+
+def process(logits: Sequence[float], tokens: Sequence[int], prompt_length: int, rules: Processing) -> list[float]:
+    """The logits after `tokens` with the rules applied, in fp32 as the kernels do."""
+    z = np.array(logits, np.float32)
+    if rules.allowed_token_ids is not None:
+        banned = np.ones(len(z), bool)
+        banned[list(rules.allowed_token_ids)] = False
+        z[banned] = -np.inf
+    for word in rules.bad_words:
+        if len(word) == 1 or list(word[:-1]) == list(tokens[len(tokens) - len(word) + 1 :]):
+            z[word[-1]] = -np.inf
+    for token, number in rules.logit_bias:
+        z[token] += np.float32(number)
+    n = rules.no_repeat_ngram_size
+    if n:
+        end = list(tokens[len(tokens) - n + 1 :]) if n > 1 else []
+        for i in range(len(tokens) - n + 1):
+            if list(tokens[i : i + n - 1]) == end:
+                z[tokens[i + n - 1]] = -np.inf
+    if rules.repetition_penalty != 1.0:
+        r = np.float32(rules.repetition_penalty)
+        for token in set(tokens):
+            z[token] = z[token] / r if z[token] > 0 else z[token] * r
+    for token, count in Counter(tokens[prompt_length:]).items():
+        z[token] = z[token] - np.float32(rules.frequency_penalty) * np.float32(count)
+        z[token] -= np.float32(rules.presence_penalty)
+    values: list[float] = z.tolist()
+    return values
+
+
+def report(logprobs: Sequence[float], token: int, num_top: int) -> TokenLogprobs:
+    """What is reported of `token` from the log-probabilities of all tokens."""
+    best = sorted(range(len(logprobs)), key=lambda other: (-logprobs[other], other))[:num_top]
+    rank = 1 + sum(other > logprobs[token] for other in logprobs)
+    return TokenLogprobs(token, logprobs[token], rank, tuple(best), tuple(logprobs[other] for other in best))
+
+
+@dataclass(frozen=True)
+class Ending:
+    """An answer and how it ended."""
+
+    tokens: list[int]
+    reason: str
+    stop_string: str | None = None
+    excess_bytes: int = 0
+
+
+def generate(draw: Callable[[Sequence[int]], int], prompt: Sequence[int], stopping: Stopping) -> Ending:
+    """One token after the other, looking through the whole text after each. Needs `stopping.max_tokens`."""
+    tokens, text = list(prompt), b""
+    assert stopping.max_tokens is not None
+    for count in range(1, stopping.max_tokens + 1):
+        tokens.append(draw(tokens))
+        if tokens[-1] in stopping.stops and count > stopping.min_tokens:
+            return Ending(tokens, "stop")
+        before = len(text)
+        if stopping.strings is not None and tokens[-1] not in stopping.silent:
+            text += stopping.pieces[tokens[-1]]
+        found = find(text, before, stopping.strings.strings if stopping.strings else ())
+        if found is not None and count > stopping.min_tokens:
+            return Ending(tokens, "stop", found[0], len(text) - found[1])
+    return Ending(tokens, "length")
+
+
+def find(text: bytes, before: int, strings: Sequence[str]) -> tuple[str, int] | None:
+    """The string that ends first behind `before` bytes, and where; of those that end there the longest."""
+    for end in range(before + 1, len(text) + 1):
+        ending = [string for string in strings if text[:end].endswith(string.encode())]
+        if ending:
+            return max(ending, key=lambda string: len(string.encode())), end
+    return None

@@ -1,0 +1,112 @@
+"""Parameters of any registered type become rules of the core, or errors that name field, value and limit."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pagedec.core.processing import NO_PROCESSING, Processing
+from pagedec.core.reporting import NO_REPORTING, Reporting
+from pagedec.engine.options import Options, Vocabulary, read_options
+from pagedec.errors import InvalidArgument
+from pagedec.params import SamplingParams
+
+# "a b": a word begins with a space, or with none at the start; "xyz" is two tokens either way.
+TEXTS = {
+    "a": [1],
+    " a": [2],
+    "b": [3],
+    " b": [9, 3],
+    "xyz": [4, 5],
+    " xyz": [6, 5],
+    "same": [7],
+    " same": [7],
+    "": [],
+    "big": [99],
+}
+VOCABULARY = Vocabulary((b"<e>", b"a", b" a", b"b"), frozenset({0}), lambda text: TEXTS.get(text, [8]))
+
+
+def read(vocabulary: Vocabulary | None = VOCABULARY, **fields: Any) -> Options:
+    return read_options(SimpleNamespace(**fields), 10, (0,), vocabulary)
+
+
+def test_parameters_that_say_nothing_cost_nothing() -> None:
+    for params in (SimpleNamespace(), SamplingParams()):
+        options = read_options(params, 10, (0,), None)
+        assert options.processing is NO_PROCESSING and options.reporting is NO_REPORTING
+        assert options.stopping.strings is None and options.stopping.ends == (0,)
+
+
+def test_every_rule_has_its_place() -> None:
+    processing = read(
+        allowed_token_ids=[5, 1, 5], bad_words=["xyz"], logit_bias={3: 1, 2: -0.5}, no_repeat_ngram_size=2,
+        repetition_penalty=1.5, frequency_penalty=0.25, presence_penalty=-1,
+    ).processing  # fmt: skip
+    assert processing == Processing((1, 5), ((4, 5), (6, 5)), ((2, -0.5), (3, 1.0)), 2, 1.5, 0.25, -1.0)
+
+
+def test_bad_words_begin_a_text_or_follow_a_space() -> None:
+    """Both spellings where they differ in their first token and not in length, as in vLLM; leading spaces do not count."""
+    for words, want in (
+        (["a"], ((1,), (2,))), ([" a"], ((1,), (2,))), (["b"], ((3,),)), (["same"], ((7,),)),
+        (["xyz", "a", "a"], ((4, 5), (6, 5), (1,), (2,))),
+    ):  # fmt: skip
+        assert read(bad_words=words).processing.bad_words == want
+
+
+def test_stop_strings_are_made_of_the_vocabularys_bytes() -> None:
+    stopping = read(stop=["a a", "b"], max_tokens=5).stopping
+    cut = stopping.cut(stopping.start, (1, 2, 3))
+    assert (cut.tokens, cut.stop_string) == ((1, 2), "a a")
+    shown = read(stop="<e>", ignore_eos=True, skip_special_tokens=False).stopping
+    assert shown.cut(shown.start, (0,)).stop_string == "<e>"
+
+
+@pytest.mark.parametrize(
+    ("fields", "want"),
+    [
+        ({"logprobs": 0}, Reporting(0)),
+        ({"logprobs": -1}, Reporting(10)),
+        ({"prompt_logprobs": 10, "logprobs": 1}, Reporting(1, 10)),
+        ({"prompt_logprobs": -1}, Reporting(None, 10)),
+    ],
+)
+def test_reports(fields: dict[str, Any], want: Reporting) -> None:
+    assert read(**fields).reporting == want
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"stop_token_ids": (10,)}, "stop_token_ids is 10: token ids must be from 0 to 9"),
+        ({"stop_token_ids": (-1,)}, "stop_token_ids is -1"),
+        ({"allowed_token_ids": (3, 10)}, "allowed_token_ids is 10"),
+        ({"allowed_token_ids": ()}, r"allowed_token_ids is \[\]: must name at least one"),
+        ({"logit_bias": {12: 1.0}}, "logit_bias is 12"),
+        ({"logit_bias": {1: math.nan}}, "logit_bias is nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+        ({"presence_penalty": math.inf}, "presence_penalty is inf"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size is -1"),
+        ({"logprobs": 11}, "logprobs is 11: must be from 0 to 10"),
+        ({"prompt_logprobs": -2}, "prompt_logprobs is -2"),
+        ({"bad_words": [" "]}, "bad_words is ' '"),
+        ({"bad_words": ["big"]}, "bad_words is 'big': must be of tokens from 0 to 9; it has token 99"),
+        ({"stop": [""]}, "stop is ''"),
+        ({"allowed_token_ids": (1, 2), "bad_words": ["a"]}, "allowed_token_ids is '2 tokens'"),
+        ({"allowed_token_ids": (0,), "min_tokens": 1}, "allowed_token_ids is '1 tokens'"),
+        ({"stop_token_ids": range(10), "min_tokens": 1}, "stop_token_ids is '10 tokens'"),
+    ],
+)
+def test_refusals(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{named}"):
+        read(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"stop": ["x"]}, {"bad_words": ["a"]}])
+def test_text_needs_a_vocabulary(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match="must be empty: the engine has no tokenizer"):
+        read(None, **fields)
