@@ -6,21 +6,31 @@ from typing import TYPE_CHECKING, Any
 
 from pagedec.environment import limit_spinning
 from pagedec.errors import PagedecError
-from pagedec.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from pagedec.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from pagedec.params import SamplingParams
 
 limit_spinning()
 
 if TYPE_CHECKING:
-    from pagedec.llm import LLM
+    from pagedec.llm import LLM, TextPrompt, TokensPrompt
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "PagedecError", "RequestMetrics", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Logprob",
+    "PagedecError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":  # torch takes seconds to import, and --help must not wait for it
-        from pagedec.llm import LLM
+    if name in ("LLM", "TextPrompt", "TokensPrompt"):  # torch takes seconds to import, and --help must not wait for it
+        from pagedec import llm
 
-        return LLM
+        return getattr(llm, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,6 +30,8 @@ DEFAULT_MODEL = "smollm2"
 QUANTIZATIONS = ("int8",)
 MODEL_IMPLS = ("auto", "native", "transformers")
 EXECUTORS = ("inline", "ray")
+GENERATION_CONFIG_OFF = ("none", "vllm")
+"""Values of `generation_config` that mean our own defaults."""
 ATTENTION_BACKENDS = ("auto", "native", "reference", "flash-attn", "xformers")
 
 
@@ -73,6 +75,10 @@ class ModelConfig:
     quantization: str | None = option(None, Text("quantization of the weights", choices=QUANTIZATIONS, optional=True))
     max_model_len: int | None = option(
         None, Integer("most tokens of a prompt and its answer; none: what the model allows", low=1, optional=True)
+    )
+    generation_config: str = option(
+        "auto",
+        Text("sampling defaults; auto: the model's generation_config.json; none: ours; else a directory or a file"),
     )
     seed: int = option(0, Integer("seed of random weights, and of requests without a seed", high=MAX_UINT64))
 

@@ -38,14 +38,33 @@ class RequestMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log-probability in one place: of the model itself, before penalties, bans and temperature.
+
+    `rank` 1 is the most probable. `decoded_token` is the token's own text (None without a tokenizer); bytes that are only a part
+    of a character show as U+FFFD.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One answer. `finish_reason`: "stop", "length", "abort", or None while it runs; `stop_reason`: the token id or text
-    that ended it, None for the model's own end token."""
+    that ended it, None for the model's own end token.
+
+    `token_ids` are all tokens that were generated, what ended the answer included; `text` is without it unless it was asked for.
+    `logprobs` has a table for each token, the token itself among its entries; None for a token that was not generated but
+    given. `cumulative_logprob` is the sum over the tokens. Both come with the finished answer, where they were asked for.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob] | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -63,6 +82,8 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     metrics: RequestMetrics | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """A table for each token of the prompt; None for the first, before which there is nothing."""
 
     @property
     def num_cached_tokens(self) -> int:

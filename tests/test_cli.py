@@ -91,6 +91,7 @@ def test_generate_json_is_one_object_a_line(stand_in: type[StandIn], capsys: pyt
             "text": "<b>",
             "token_ids": [98],
             "cumulative_logprob": None,
+            "logprobs": None,
             "finish_reason": "length",
             "stop_reason": None,
         }

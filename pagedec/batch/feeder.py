@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from pagedec.batch.bodies import TextOrIds
 from pagedec.errors import InvalidArgument, InvariantError, NotFound, PagedecError, RequestError
-from pagedec.llm import LLM
+from pagedec.llm import LLM, Job
 from pagedec.outputs import RequestOutput
 from pagedec.params import SamplingParams
 
@@ -32,17 +32,17 @@ class Feeder(Generic[K]):
         self.llm = llm
         self.num_pending = 0
         """Answers that were asked for and have not come."""
-        self._running: dict[str, tuple[_Group[K], Any]] = {}
+        self._running: dict[str, tuple[_Group[K], Job]] = {}
 
     def add(self, key: K, prompts: Sequence[TextOrIds], params: Sequence[SamplingParams]) -> None:
         """Queue the prompts of one key, each with its parameters. Raises what the engine says of any of them, and adds none."""
         try:
-            jobs = self.llm._check(list(prompts), list(params))
+            jobs = self.llm.prepare(list(prompts), list(params))
         except InvalidArgument as error:
             raise _of_a_body(error, len(prompts)) from None
         group: _Group[K] = _Group(key, sum(one.n for one in params))
         for job in jobs:
-            self.llm.engine.add(job.request_id, job.token_ids, job.params)
+            self.llm.engine.add(job.request_id, job.token_ids, job.params, cache_salt=job.cache_salt)
             group.outputs[job.request_id] = None
             self._running[job.request_id] = group, job
         self.num_pending += group.num_answers
@@ -61,7 +61,7 @@ class Feeder(Generic[K]):
         complete: list[tuple[K, list[RequestOutput] | PagedecError]] = []
         for request in finished:
             group, job = self._running.pop(request.request_id)
-            group.outputs[request.request_id] = self.llm._output(job, request)
+            group.outputs[request.request_id] = self.llm.answers.request(job, request)
             outputs = [output for output in group.outputs.values() if output is not None]
             if len(outputs) == len(group.outputs):
                 self.num_pending -= group.num_answers

@@ -223,7 +223,7 @@ class Engine:
 
     def _finished(self, request: Request, now: float) -> FinishedRequest:
         done = sorted(request.done, key=lambda hypothesis: hypothesis.rank)
-        answers = [_answer(request, hypothesis) for hypothesis in done]
+        answers = [answer_of(request, hypothesis) for hypothesis in done]
         num_tokens = sum(len(answer.token_ids) for answer in answers)
         metrics = RequestMetrics(
             arrival_time=self._arrived[request.id],
@@ -244,7 +244,8 @@ class Engine:
         return FinishedRequest(request.id, answers, metrics, reports.prompt if reports and asked else None)
 
 
-def _answer(request: Request, hypothesis: Hypothesis) -> Answer:
+def answer_of(request: Request, hypothesis: Hypothesis) -> Answer:
+    """One finished answer of a request, others may still run."""
     logprobs = answer_reports(request, hypothesis)
     return Answer(
         request.output(hypothesis),

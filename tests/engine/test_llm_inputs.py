@@ -65,10 +65,14 @@ def refused(llm: LLM, prompts: Any, params: Any = GREEDY, **others: Any) -> Inva
         ({"prompt": "text"}, "prompts[0]", "text", "must be token ids: the engine runs with skip_tokenizer_init"),
         ({"prompt": PROMPT}, "prompts[0].prompt", PROMPT, "must be text"),
         ({"prompt_token_ids": "ab"}, "prompts[0].prompt_token_ids", "ab", "must be token ids"),
-        ({"prompt_token_ids": None}, "prompts[0]", None, "must be text, a list of token ids, or a mapping"),
-        ({}, "prompts[0]", [], "must have exactly one of the keys prompt, prompt_token_ids"),
-        ([PROMPT, {"tokens": PROMPT}], "prompts[1]", ["tokens"], "must have exactly one of the keys"),
-        ({"prompt": "a", "prompt_token_ids": PROMPT}, "prompts[0]", ["prompt", "prompt_token_ids"], "exactly one"),
+        ({"prompt_token_ids": None}, "prompts[0]", ["prompt_token_ids"], "must have prompt or prompt_token_ids"),
+        ({}, "prompts[0]", [], "must have prompt or prompt_token_ids, may have cache_salt, and nothing else"),
+        ([PROMPT, {"tokens": PROMPT}], "prompts[1]", ["tokens"], "must have prompt or prompt_token_ids"),
+        ({"prompt_token_ids": PROMPT, "multi_modal_data": {}}, "prompts[0]", ["prompt_token_ids", "multi_modal_data"],
+         "and nothing else"),
+        ({"prompt": 5, "prompt_token_ids": PROMPT}, "prompts[0].prompt", 5, "must be text"),
+        ({"prompt_token_ids": PROMPT, "cache_salt": 5}, "prompts[0].cache_salt", 5, "must be text"),
+        ({"prompt_token_ids": [5, 6.0]}, "prompts[0]", {"prompt_token_ids": [5, 6.0]}, "must be text, a list"),
         (7, "prompts", 7, "must be a prompt or a list of them"),
         (None, "prompts", None, "must be a prompt or a list of them"),
         (b"\x05\x06", "prompts", b"\x05\x06", "must be a prompt or a list of them"),
@@ -81,7 +85,7 @@ def refused(llm: LLM, prompts: Any, params: Any = GREEDY, **others: Any) -> Inva
         ([PROMPT, [5, "6"]], "prompts[1]", [5, "6"], "must be text, a list of token ids, or a mapping"),
     ],
     ids=lambda value: repr(value)[:40],
-)
+)  # fmt: skip
 def test_wrong_prompt(llm: LLM, prompts: Any, field: str, value: Any, limit: str) -> None:
     error = refused(llm, prompts)
     assert (error.field, error.value) == (field, value)
@@ -153,10 +157,19 @@ def test_wrong_text(text_llm: LLM) -> None:
 
 
 def test_other_spellings_of_a_prompt_mean_the_same(llm: LLM, text_llm: LLM) -> None:
-    spellings = [PROMPT, tuple(PROMPT), np.array(PROMPT).tolist(), list(np.array(PROMPT)), {"prompt_token_ids": PROMPT}]
+    both = {"prompt": "shown", "prompt_token_ids": PROMPT, "cache_salt": ""}
+    spellings = [
+        PROMPT,
+        tuple(PROMPT),
+        np.array(PROMPT).tolist(),
+        list(np.array(PROMPT)),
+        {"prompt_token_ids": PROMPT},
+        both,
+    ]
     outputs = llm.generate(spellings, GREEDY, use_tqdm=False)
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
-    assert all(output.prompt_token_ids == PROMPT and output.prompt is None for output in outputs)
+    assert all(output.prompt_token_ids == PROMPT for output in outputs)
+    assert [output.prompt for output in outputs] == [None] * 5 + ["shown"]
     for alone in (PROMPT, {"prompt_token_ids": PROMPT}, (prompt for prompt in [PROMPT])):
         [output] = llm.generate(alone, GREEDY, use_tqdm=False)
         assert output.outputs == outputs[0].outputs
@@ -221,7 +234,7 @@ def test_missing_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_tokenizer_is_noticed_before_the_weights_are_read(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "open_weights", lambda *_: pytest.fail("weights are opened for what cannot run"))
+    monkeypatch.setattr(loader, "load_model_weights", lambda *_: pytest.fail("weights are opened for what cannot run"))
     error = not_made(monkeypatch, copy, skip_tokenizer_init=False)
     assert isinstance(error, ModelFileError)
     assert "tokenizer.json" in str(error) and "skip_tokenizer_init" in str(error)
@@ -239,7 +252,7 @@ def cut(path: Path, share: float) -> None:
         (lambda model: cut(model / "config.json", 0.5), "config.json"),
         (lambda model: (model / "config.json").write_text("[]"), "config.json"),
         (lambda model: change(model / "config.json", hidden_size=...), "hidden_size"),
-        (lambda model: change(model / "config.json", architectures=["GPT2LMHeadModel"]), "architectures"),
+        (lambda model: change(model / "config.json", architectures=["NoSuchForCausalLM"]), "architectures"),
         (lambda model: change(model / "config.json", hidden_act="gelu"), "hidden_act"),
         (lambda model: change(model / "config.json", intermediate_size=95), "mlp.gate_proj.weight"),
         (lambda model: change(model / "config.json", num_hidden_layers=3), "model.layers.2"),

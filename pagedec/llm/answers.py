@@ -1,0 +1,94 @@
+"""From what the engine answers, tokens and their reports, to what people read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from pagedec.core.reporting import TokenLogprobs
+from pagedec.engine.engine import Answer, FinishedRequest
+from pagedec.llm.prompts import Job
+from pagedec.outputs import CompletionOutput, Logprob, RequestOutput
+from pagedec.text.streaming import TextStream
+from pagedec.text.tokenizer import Tokenizer
+
+
+class Answers:
+    """Writes outputs with a model's vocabulary; without a tokenizer their texts are empty."""
+
+    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> None:
+        self.tokenizer, self.eos_token_ids = tokenizer, frozenset(eos_token_ids)
+        self._token_text = functools.lru_cache(maxsize=1 << 16)(self._decoded)
+
+    def request(self, job: Job, finished: FinishedRequest) -> RequestOutput:
+        """The whole output of a request that has ended."""
+        return RequestOutput(
+            job.request_id,
+            job.prompt,
+            job.token_ids,
+            [self.completion(i, answer, job.params) for i, answer in enumerate(finished.answers)],
+            True,
+            finished.metrics,
+            prompt_logprobs=self.logprobs(finished.prompt_logprobs),
+        )
+
+    def completion(self, index: int, answer: Answer, params: Any) -> CompletionOutput:
+        """One finished answer."""
+        stop_reason: int | str | None = answer.stop_string
+        if stop_reason is None and not self._is_end(answer.stop_token_id, params):
+            stop_reason = answer.stop_token_id
+        return CompletionOutput(
+            index=index,
+            text=self.text(answer, params),
+            token_ids=answer.token_ids,
+            cumulative_logprob=answer.cumulative_logprob,
+            logprobs=self.logprobs(answer.logprobs),
+            finish_reason=answer.finish_reason,
+            stop_reason=stop_reason,
+        )
+
+    def text(self, answer: Answer, params: Any) -> str:
+        """An answer's text, without what ended it unless that is asked for."""
+        if self.tokenizer is None or not getattr(params, "detokenize", True):
+            return ""
+        include = getattr(params, "include_stop_str_in_output", False)
+        token_ids = answer.token_ids if include or answer.stop_token_id is None else answer.token_ids[:-1]
+        data = self.tokenizer.byte_table.join(token_ids, getattr(params, "skip_special_tokens", True))
+        if answer.stop_string is not None:
+            behind = answer.excess_bytes + (0 if include else len(answer.stop_string.encode()))
+            data = data[: len(data) - behind]
+        return data.decode("utf-8", "replace")
+
+    def stream(self, params: Any) -> TextStream | None:
+        """What gives the same text in pieces; None where there is no text."""
+        if self.tokenizer is None or not getattr(params, "detokenize", True):
+            return None
+        return TextStream(
+            self.tokenizer.byte_table,
+            tuple(getattr(params, "stop", None) or ()),
+            min_tokens=getattr(params, "min_tokens", 0),
+            include_stop_string=getattr(params, "include_stop_str_in_output", False),
+            skip_special_tokens=getattr(params, "skip_special_tokens", True),
+        )
+
+    def logprobs(self, reports: Sequence[TokenLogprobs | None] | None) -> list[dict[int, Logprob] | None] | None:
+        """One table for each token: its own entry and those of the most probable tokens. None where nothing is reported."""
+        if reports is None:
+            return None
+        return [None if report is None else self._table(report) for report in reports]
+
+    def _table(self, report: TokenLogprobs) -> dict[int, Logprob]:
+        table = {report.token_id: Logprob(report.logprob, report.rank, self._token_text(report.token_id))}
+        rank, last = 0, None
+        for place, (token_id, logprob) in enumerate(zip(report.top_ids, report.top_logprobs, strict=True), start=1):
+            rank, last = (rank, last) if logprob == last else (place, logprob)
+            if token_id not in table:
+                table[token_id] = Logprob(logprob, rank, self._token_text(token_id))
+        return table
+
+    def _decoded(self, token_id: int) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+    def _is_end(self, token_id: int | None, params: Any) -> bool:
+        return token_id in self.eos_token_ids and not getattr(params, "ignore_eos", False)

@@ -1,0 +1,94 @@
+"""An answer's text as it grows, up to a stop string."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+
+from pagedec.core.stop_strings import StopStrings
+from pagedec.text.byte_table import ByteTable
+
+
+class TextStream:
+    """Turn an answer's tokens into pieces of text whose sum is the answer's text.
+
+    A piece never ends within a character, nor with what may be the beginning of a stop string: such bytes are held back until it is
+    known what they are. At the first place where a stop string ends the text ends: before the string, or with
+    `include_stop_string` behind it. A stop string that ends within the first `min_tokens` tokens ends nothing, as in the engine.
+    Bytes that are no UTF-8 become U+FFFD.
+    """
+
+    __slots__ = (
+        "_begun",
+        "_held",
+        "_include",
+        "_left",
+        "_pending",
+        "_special",
+        "_state",
+        "_stop",
+        "_table",
+        "stop_string",
+    )
+
+    def __init__(
+        self,
+        table: ByteTable,
+        stop: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        include_stop_string: bool = False,
+        skip_special_tokens: bool = True,
+        keep_leading_space: bool = True,
+    ) -> None:
+        self._table, self._include, self._left = table, include_stop_string, min_tokens
+        self._special = table.special_ids if skip_special_tokens else frozenset()
+        self._stop = StopStrings(tuple(stop)) if stop else None
+        self._state = StopStrings.start
+        self._held = b""
+        """Bytes that may begin a stop string: those of `_state`."""
+        self._pending = b""
+        """The bytes of an unfinished character."""
+        self._begun = keep_leading_space or not table.drops_leading_space
+        self.stop_string: str | None = None
+        """The stop string that has ended the text; what is pushed behind it is ignored."""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Return the text that these tokens make certain."""
+        text = ""
+        for token_id in token_ids:
+            if self.stop_string is None:
+                text += self._push(b"" if token_id in self._special else self._table.token_bytes(token_id))
+        return text
+
+    def finish(self, token_ids: Iterable[int] = ()) -> str:
+        """Return what was held back, at the end of the answer. `token_ids`: a stop token that is part of the text; no stop
+        string ends with it."""
+        if self.stop_string is not None:
+            return ""
+        data = b"".join(self._table.token_bytes(token_id) for token_id in token_ids if token_id not in self._special)
+        held, self._held = self._held, b""
+        return self._decode(held + data, final=True)
+
+    def _push(self, data: bytes) -> str:
+        counts, self._left = self._left <= 0, self._left - 1
+        if self._stop is None:
+            return self._decode(data, final=False)
+        self._state, match = self._stop.feed(self._state, data)
+        data = self._held + data
+        if match is not None and counts:
+            self.stop_string = self._stop.strings[match[0]]
+            end = len(self._held) + match[1]
+            return self._decode(data[: end if self._include else end - len(self.stop_string.encode())], final=True)
+        sure = len(data) - self._stop.held(self._state)
+        self._held = data[sure:]
+        return self._decode(data[:sure], final=False)
+
+    def _decode(self, data: bytes, final: bool) -> str:
+        if not self._begun and data:  # the space that these vocabularies put before the first word
+            data = data.removeprefix(b" ")
+            self._begun = True
+        data = self._pending + data
+        text, num_used = codecs.utf_8_decode(data, "replace", final)
+        self._pending = data[num_used:]
+        return text
