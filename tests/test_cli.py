@@ -16,7 +16,7 @@ import pytest
 from pagedec.cli import active, main
 from pagedec.engine.stats import EngineStats
 from pagedec.fields import rules
-from pagedec.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from pagedec.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from pagedec.params import SamplingParams
 
 SOURCES = Path(__file__).resolve().parent.parent
@@ -26,6 +26,7 @@ class StandIn:
     """An LLM that echoes. Right for these tests because every token it returns is known beforehand."""
 
     calls: list[dict[str, Any]] = []
+    recommended: dict[str, Any] = {}
 
     def __init__(self, **engine_args: Any) -> None:
         self.engine_args = engine_args
@@ -33,6 +34,14 @@ class StandIn:
 
     def close(self) -> None:
         StandIn.calls[-1]["closed"] = True
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams(**self.recommended)
+
+    def chat(self, messages: list[Any], sampling_params: SamplingParams, *, use_tqdm: bool) -> list[RequestOutput]:
+        outputs = self.generate([talk[-1]["content"] for talk in messages], sampling_params, use_tqdm=use_tqdm)
+        StandIn.calls[-1]["prompts"] = messages
+        return outputs
 
     def generate(self, prompts: list[Any], sampling_params: SamplingParams, *, use_tqdm: bool) -> list[RequestOutput]:
         StandIn.calls.append(
@@ -149,6 +158,50 @@ def test_generate_without_tokenizer_takes_token_ids(
     assert capsys.readouterr().out.splitlines() == ["=== 1,2,3", "--- 3 tokens, length", "1,2,3"]
 
 
+def test_generate_as_a_chat(stand_in: type[StandIn], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "--chat", "--system", "Be", "a", "b") == 0
+    system = {"role": "system", "content": "Be"}
+    assert stand_in.calls[0]["prompts"] == [
+        [system, {"role": "user", "content": "a"}],
+        [system, {"role": "user", "content": "b"}],
+    ]
+    assert capsys.readouterr().out.splitlines()[2] == "<a>"
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_model(
+    stand_in: type[StandIn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StandIn, "recommended", {"temperature": 0.1, "top_k": 1, "top_p": 0.1})
+    file = tmp_path / "engine.toml"
+    file.write_text("[sampling]\ntemperature = 0.2\ntop_k = 2\n")
+    assert run("generate", "a", "--config", str(file), "--temperature", "0.3") == 0
+    assert stand_in.calls[0]["params"] == SamplingParams(temperature=0.3, top_k=2, top_p=0.1)
+
+
+def test_log_probabilities_are_printed(
+    stand_in: type[StandIn], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[dict[int, Logprob] | None] = [
+        {5: Logprob(-1.5, 2, "é\n"), 6: Logprob(-0.5, 1, "x")}, None, {7: Logprob(-0.25, 1, None)}
+    ]  # fmt: skip
+
+    def generate(self: StandIn, prompts: list[Any], params: Any, *, use_tqdm: bool) -> list[RequestOutput]:
+        StandIn.calls.append({})
+        answer = CompletionOutput(0, "é\nyz", [5, 6, 7], finish_reason="length", logprobs=given)
+        return [RequestOutput("0", "a", [1], [answer], True)]
+
+    monkeypatch.setattr(StandIn, "generate", generate)
+    assert run("generate", "a", "--logprobs", "2") == 0
+    assert capsys.readouterr().out.splitlines()[4:] == [
+        '      -1.5000 "é\\n"          -0.5000 "x"; -1.5000 "é\\n"',
+        "             given",
+        "      -0.2500 7",
+    ]
+    assert run("generate", "a", "--logprobs", "2", "--json") == 0
+    [record] = map(json.loads, capsys.readouterr().out.splitlines())
+    assert record["outputs"][0]["logprobs"][0]["6"] == {"logprob": -0.5, "rank": 1, "decoded_token": "x"}
+
+
 # --------------------------------------------------------------------------------------------------------------- bench
 def test_bench_latency_repeats_one_batch(stand_in: type[StandIn], capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--batch-size 3 --input-len 5 --output-len 4 --num-iters 2 --num-iters-warmup 1"
@@ -196,6 +249,7 @@ def test_bench_prints_lines(stand_in: type[StandIn], capsys: pytest.CaptureFixtu
         (["generate", "a", "--temprature", "1"], "unrecognized arguments: --temprature 1"),
         (["generate", "-f", "no/such/file"], "file is 'no/such/file': cannot be read: No such file or directory"),
         (["generate", "a", "--config", "no.toml"], "config is 'no.toml': cannot be read: No such file or directory"),
+        (["generate", "a", "--system", "b"], "system is 'b': must be given with --chat"),
         (["generate", "a b", "--skip-tokenizer-init"], "prompt is 'a b': must be token ids separated by commas"),
         (["bench"], "the following arguments are required: KIND; see pagedec bench --help"),
         (["bench", "latency", "--batch-size", "0"], "batch_size is 0: must be a whole number from 1 to"),
@@ -261,7 +315,18 @@ def test_interrupt(
 
 # ---------------------------------------------------------------------------------------------------------------- help
 @pytest.mark.parametrize(
-    "command", [[], ["generate"], ["batch"], ["bench"], ["bench", "latency"], ["bench", "throughput"], ["doctor"]]
+    "command",
+    [
+        [],
+        ["generate"],
+        ["chat"],
+        ["batch"],
+        ["tokenize"],
+        ["bench"],
+        ["bench", "latency"],
+        ["bench", "throughput"],
+        ["doctor"],
+    ],
 )
 def test_help_of_every_command(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -30,6 +30,7 @@ from pagedec.batch.records import (
 )
 from pagedec.engine.interrupts import held_interrupts
 from pagedec.errors import InvalidArgument, NotFound, PagedecError
+from pagedec.fields import rules
 from pagedec.llm import LLM
 from pagedec.outputs import RequestOutput
 from pagedec.params import SamplingParams
@@ -160,7 +161,8 @@ class _Run:
     def __init__(self, job: BatchJob, journal: Journal, llm: LLM) -> None:
         self.job, self.journal, self.llm = job, journal, llm
         self.feeder: Feeder[_Work] = Feeder(llm)
-        self.defaults = job.defaults
+        own = llm.get_default_sampling_params()
+        self.defaults = {name: getattr(own, name) for name in rules(SamplingParams)} | job.defaults
         self.seen: dict[str, int] = {}
         """The line of each custom_id so far."""
         self.num_answered = self.num_prompt_tokens = self.num_output_tokens = 0

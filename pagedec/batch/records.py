@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 from pagedec.batch.bodies import Ask
 from pagedec.batch.lines import Line, LineError
 from pagedec.errors import FeatureNotAvailable, InvalidArgument, NotFound, PagedecError, RequestError
-from pagedec.outputs import CompletionOutput, RequestOutput
+from pagedec.outputs import CompletionOutput, Logprob, RequestOutput
 
 RECORD_ID = re.compile(r"line-([1-9][0-9]*)-([0-9a-f]{16})-([0-9a-f]{8})")
 STATUSES: Mapping[type[PagedecError], int] = {
@@ -114,32 +115,48 @@ def _chat_choice(index: int, answer: CompletionOutput, num_top: int, token_bytes
     }
 
 
-def _text_logprobs(answer: Any) -> dict[str, Any] | None:
-    if getattr(answer, "logprobs", None) is None:
+def _reported(answer: CompletionOutput) -> list[tuple[int, dict[int, Logprob]]] | None:
+    """The tokens of an answer that have a report, with it."""
+    if answer.logprobs is None:
         return None
-    tokens, offsets, own, top, offset = [], [], [], [], 0
-    for token_id, entries in zip(answer.token_ids, answer.logprobs, strict=True):
-        text = entries[token_id].decoded_token or ""
-        tokens.append(text)
-        offsets.append(offset)
-        own.append(entries[token_id].logprob)
-        top.append({entry.decoded_token or "": entry.logprob for entry in entries.values()})
-        offset += len(text)
-    return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}
+    pairs = zip(answer.token_ids, answer.logprobs, strict=True)
+    return [(token_id, entries) for token_id, entries in pairs if entries is not None]
 
 
-def _chat_logprobs(answer: Any, num_top: int, token_bytes: TokenBytes | None) -> dict[str, Any] | None:
-    if getattr(answer, "logprobs", None) is None:
+def _by_text(token_id: int, entries: Mapping[int, Logprob]) -> dict[str, float]:
+    """Log-probabilities by tokens' texts. Of several with one text the drawn one stays, or the most probable."""
+    order = sorted(entries, key=lambda other: (other == token_id, entries[other].logprob))
+    return {entries[other].decoded_token or "": entries[other].logprob for other in order}
+
+
+def _text_logprobs(answer: CompletionOutput) -> dict[str, Any] | None:
+    reported = _reported(answer)
+    if reported is None:
+        return None
+    texts = [entries[token_id].decoded_token or "" for token_id, entries in reported]
+    return {
+        "tokens": texts,
+        "token_logprobs": [entries[token_id].logprob for token_id, entries in reported],
+        "top_logprobs": [_by_text(token_id, entries) for token_id, entries in reported],
+        "text_offset": list(itertools.accumulate(map(len, texts[:-1]), initial=0))[: len(texts)],
+    }
+
+
+def _chat_logprobs(answer: CompletionOutput, num_top: int, token_bytes: TokenBytes | None) -> dict[str, Any] | None:
+    reported = _reported(answer)
+    if reported is None:
         return None
 
-    def entry(token_id: int, logprob: Any) -> dict[str, Any]:
+    def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
         data = None if token_bytes is None else list(token_bytes(token_id))
         return {"token": logprob.decoded_token or "", "logprob": logprob.logprob, "bytes": data}
 
     content = []
-    for token_id, entries in zip(answer.token_ids, answer.logprobs, strict=True):
+    for token_id, entries in reported:
         # the drawn token is always among the entries, as one more where it is none of the most probable
-        top = sorted((item for item in entries.items() if item[1].rank <= num_top), key=lambda item: item[1].rank)
-        listed = [entry(other, logprob) for other, logprob in top[:num_top]]
-        content.append(entry(token_id, entries[token_id]) | {"top_logprobs": listed})
+        ranked = sorted((one.rank or 0, other) for other, one in entries.items())
+        listed = [entry(other, entries[other]) for rank, other in ranked if num_top < 0 or rank <= num_top]
+        content.append(
+            entry(token_id, entries[token_id]) | {"top_logprobs": listed[:num_top] if num_top >= 0 else listed}
+        )
     return {"content": content, "refusal": None}

@@ -1,6 +1,7 @@
 """Continue prompts with a model. Prompts come as arguments, from a file, or from standard input, one a line.
 
-Answers go to standard output, everything else to standard error.
+Answers go to standard output, everything else to standard error. With --chat each prompt is what a user says, put into the model's
+chat template. What no flag says about sampling is what the model's makers recommend (--generation-config).
 """
 
 from __future__ import annotations
@@ -10,15 +11,23 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pagedec.cli.arguments import add_engine_arguments, add_sampling_arguments, engine_config, sampling_params
+from pagedec.cli.arguments import add_engine_arguments, add_sampling_arguments, engine_config, given_sampling
 from pagedec.errors import InvalidArgument
-from pagedec.outputs import RequestOutput
+from pagedec.outputs import Logprob, RequestOutput
 
 Prompt = str | dict[str, Any]
+EPILOG = """\
+examples:
+  pagedec generate "Once upon a time" "The capital of France is" --max-tokens 32
+  pagedec generate --chat --system "Answer in one word." "What is the capital of France?" --temperature 0
+  pagedec generate -f prompts.txt --n 2 --temperature 0.8 --top-p 0.95 --seed 7 --json
+  pagedec generate "2 + 2 =" --max-tokens 1 --logprobs 5
+  pagedec generate --config engine.toml --stop "\\n" --stop END < prompts.txt
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="prompts, one a line; in a .jsonl file objects with prompt or prompt_token_ids",
     )
+    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message to be answered")
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: the system prompt")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object for each prompt, in the prompts' order"
     )
@@ -92,6 +103,17 @@ def read_prompts(arguments: argparse.Namespace, token_ids_only: bool) -> list[Pr
     return [_token_ids(prompt) if token_ids_only and isinstance(prompt, str) else prompt for prompt in prompts]
 
 
+def _conversations(prompts: Sequence[Prompt], system: str | None) -> list[list[dict[str, str]]]:
+    """One conversation for each prompt: the system prompt if there is one, and what the user says."""
+    first = [] if system is None else [{"role": "system", "content": system}]
+    conversations = []
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise InvalidArgument("prompts", prompt, "must be text with --chat")
+        conversations.append([*first, {"role": "user", "content": prompt}])
+    return conversations
+
+
 def as_json(output: RequestOutput) -> str:
     """One output as one line of JSON."""
     record = dataclasses.asdict(output)
@@ -111,7 +133,24 @@ def as_text(output: RequestOutput) -> str:
         name = f"answer {answer.index + 1}: " if len(output.outputs) > 1 else ""
         lines.append(f"--- {name}{len(answer.token_ids)} tokens, {answer.finish_reason}")
         lines.append(answer.text if answer.text or not answer.token_ids else ",".join(map(str, answer.token_ids)))
+        if answer.logprobs is not None:
+            lines += [_logprobs_line(i, entries) for i, entries in zip(answer.token_ids, answer.logprobs, strict=True)]
     return "\n".join(lines)
+
+
+def _logprobs_line(token_id: int, entries: Mapping[int, Logprob] | None) -> str:
+    """One token of an answer: its log-probability, and the most probable ones."""
+    if entries is None:
+        return f"    {'given':>14}"
+
+    def shown(number: int) -> str:
+        entry = entries[number]
+        name = json.dumps(entry.decoded_token, ensure_ascii=False) if entry.decoded_token is not None else number
+        return f"{entry.logprob:9.4f} {name}"
+
+    top = sorted(entries, key=lambda number: entries[number].rank or 0)
+    others = "; ".join(shown(number).strip() for number in top) if len(top) > 1 else ""
+    return f"    {shown(token_id):24} {others}".rstrip()
 
 
 def summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
@@ -128,7 +167,9 @@ def summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     config = engine_config(arguments)
-    params = sampling_params(arguments)
+    given = given_sampling(arguments)
+    if arguments.system is not None and not arguments.chat:
+        raise InvalidArgument("system", arguments.system, "must be given with --chat")
     prompts = read_prompts(arguments, config.model.skip_tokenizer_init)
     progress = sys.stderr.isatty() if arguments.progress is None else arguments.progress
 
@@ -138,7 +179,11 @@ def run(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     llm = LLM(**config.to_kwargs())
     loaded = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=progress)
+    params = llm.get_default_sampling_params().clone(**given)
+    if arguments.chat:
+        outputs = llm.chat(_conversations(prompts, arguments.system), params, use_tqdm=progress)
+    else:
+        outputs = llm.generate(prompts, params, use_tqdm=progress)
     finished = time.perf_counter()
     llm.close()
     for output in outputs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -102,7 +102,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, sampling_params: Any = None, *, priority: int = 0, cache_salt: str = ""
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """The answers to one prompt as they grow: each output has all of the text so far, the last one is `finished`.
 
         Text never ends within a character or with what may be the beginning of a stop string. Closing the iterator aborts the

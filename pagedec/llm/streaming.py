@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 from pagedec.core.request import Event, Finished, Progress
@@ -57,7 +57,7 @@ class Streams:
                 self._open[request.request_id].finished = request
         return finished
 
-    def run(self, job: Job, priority: int, cache_salt: str) -> Iterator[RequestOutput]:
+    def run(self, job: Job, priority: int, cache_salt: str) -> Generator[RequestOutput, None, None]:
         """The outputs of one request, each with all so far. It starts with the first one asked for."""
         stream = self._open[job.request_id] = _Open(job)
         answers: dict[int, CompletionOutput] = {}

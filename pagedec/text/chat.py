@@ -83,6 +83,13 @@ class Conversation:
         self._open = False
         return shown
 
+    def fork(self) -> Conversation:
+        """Return a second one that goes on from the same state."""
+        other = Conversation(self.tokenizer)
+        other.messages, other._options = list(self.messages), self._options
+        other._known, other._open = list(self._known), self._open
+        return other
+
     def retract(self) -> None:
         """Take back the last message if it has no answer."""
         if self._open:

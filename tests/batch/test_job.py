@@ -103,6 +103,37 @@ def test_chats_are_rendered_by_the_model_s_template(llm: LLM, tmp_path: Path) ->
     assert [fault["param"] for fault in faults] == ["messages[0].content", "messages[0].content[0]"]
 
 
+def test_log_probabilities_in_both_forms(llm: LLM, tmp_path: Path) -> None:
+    params = SamplingParams(seed=4, max_tokens=6, logprobs=2)
+    lines = [
+        request("text", prompt="abc", seed=4, max_tokens=6, logprobs=2),
+        request("chat", chat=True, messages=[{"role": "user", "content": "Hi"}], seed=4, max_tokens=6, logprobs=True,
+                top_logprobs=2),
+        request("own", chat=True, messages=[{"role": "user", "content": "Hi"}], seed=4, max_tokens=6, logprobs=True),
+    ]  # fmt: skip
+    run_batch(llm, write_input(tmp_path / "in", lines), tmp_path / "out")
+    text, chat, own = (record["response"]["body"]["choices"][0]["logprobs"] for record in read_output(tmp_path / "out"))
+    [output] = llm.generate("abc", params, use_tqdm=False)
+    answer = output.outputs[0]
+    assert answer.logprobs is not None
+    entries = [
+        table[token] for token, table in zip(answer.token_ids, answer.logprobs, strict=True) if table is not None
+    ]
+    assert text["token_logprobs"] == [entry.logprob for entry in entries]
+    assert text["tokens"] == [entry.decoded_token for entry in entries]
+    assert text["text_offset"] == [sum(map(len, text["tokens"][:i])) for i in range(6)]
+    assert all(own in top.values() for own, top in zip(text["token_logprobs"], text["top_logprobs"], strict=True))
+    [output] = llm.chat([{"role": "user", "content": "Hi"}], params, use_tqdm=False)
+    assert llm.tokenizer is not None
+    for content, token in zip(chat["content"], output.outputs[0].token_ids, strict=True):
+        assert bytes(content["bytes"]) == llm.tokenizer.token_bytes(token)
+        tops = [entry["logprob"] for entry in content["top_logprobs"]]
+        assert len(tops) == 2 and tops[0] >= tops[1] and content["logprob"] <= tops[0]
+        assert (content["logprob"] in tops) or content["logprob"] <= tops[1]
+    assert [one["top_logprobs"] for one in own["content"]] == [[]] * 6
+    assert [one["logprob"] for one in own["content"]] == [one["logprob"] for one in chat["content"]]
+
+
 def test_bad_lines_become_records_and_stop_nothing(llm: LLM, tmp_path: Path) -> None:
     lines = mixed_lines(40)
     summary = run_batch(llm, write_input(tmp_path / "in", lines), tmp_path / "out", defaults={"max_tokens": 4})

@@ -15,7 +15,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIAL = ("<s>", END, "<|system|>", "<|user|>", "<|assistant|>")
-VOCAB_SIZE = 256 + len(SPECIAL) + 59  # ids that no token has are in most models' weights too
+VOCAB_SIZE = 256 + len(SPECIAL) + 3  # most models have some weights more than tokens
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
