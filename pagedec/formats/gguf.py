@@ -1,8 +1,9 @@
-"""Weights in GGUF files: dequantised, under their Hugging Face names, with Hugging Face's order of rotary rows."""
+"""Weights in GGUF files: dequantised, under their Hugging Face names, in Hugging Face's layout."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +11,12 @@ import torch
 
 from pagedec.errors import ModelFileError
 from pagedec.formats.gguf_header import GgufHeader, GgufTensor, read_gguf_header
-from pagedec.formats.gguf_names import ROPE_FACTORS, hugging_face_name
+from pagedec.formats.gguf_names import NO_WEIGHTS, layout_of
 from pagedec.formats.mapping import map_file, view_tensor
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-# Architectures whose converter pairs neighbouring rows for rotation; the others keep Hugging Face's halves
-PERMUTED_ARCHITECTURES = ("llama",)
-_ROTATED = re.compile(r"model\.layers\.\d+\.self_attn\.([qk])_proj\.(?:weight|bias)")
+MAX_FACTORS = 4096  # half a head's size, far above any in use
+_BLOCK_TENSOR = re.compile(r"blk\.\d+\.(\w+)\.(weight|bias)")
 
 
 def unpermute(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -43,6 +42,44 @@ def dequantize(raw: torch.Tensor, tensor: GgufTensor) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(values, np.float32))
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """One of Hugging Face's tensors in the file: rows `first` to `last` of `tensor`, after what the converter did is undone.
+
+    `num_heads`: 0, or the heads whose rotary rows are paired.
+    """
+
+    tensor: GgufTensor
+    first: int
+    last: int
+    num_heads: int = 0
+    offset: float = 0.0
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = (self.last - self.first, *self.tensor.shape[1:])
+        return shape[::-1] if self.transposed else shape
+
+    def bytes_of(self, mapped: torch.Tensor) -> tuple[torch.Tensor, GgufTensor]:
+        """Return the rows' own bytes, and what describes them."""
+        whole, num_rows = self.tensor, self.last - self.first
+        if num_rows == whole.shape[0]:
+            return mapped[whole.start : whole.start + whole.num_bytes], whole
+        num_row_bytes = whole.num_bytes // whole.shape[0]
+        start, num_bytes = whole.start + self.first * num_row_bytes, num_rows * num_row_bytes
+        rows = GgufTensor(whole.name, whole.encoding, (num_rows, *whole.shape[1:]), start, num_bytes)
+        return mapped[start : start + num_bytes], rows
+
+    def restore(self, values: torch.Tensor) -> torch.Tensor:
+        """Undo the converter: rows of heads, norms, and which way round a matrix lies."""
+        if self.num_heads:
+            values = unpermute(values, self.num_heads)
+        if self.offset:
+            values = (values.float() - self.offset).to(values.dtype)
+        return values.T.contiguous() if self.transposed else values
+
+
 class GgufSource:
     """The tensors of one GGUF file; each is dequantised when loaded."""
 
@@ -50,34 +87,56 @@ class GgufSource:
         self.header = read_gguf_header(path) if header is None else header
         self._path = path
         self._mapped: torch.Tensor | None = None
-        self._tensors: dict[str, GgufTensor] = {}
+        self._architecture = self.header.fields.get("general.architecture")
+        self._layout = layout_of(self._architecture)
+        self._stored: dict[str, _Stored] = {}
         for name, tensor in self.header.tensors.items():
-            if name == ROPE_FACTORS:
+            if name in NO_WEIGHTS:
                 continue
-            hf_name = hugging_face_name(name)
-            if hf_name in self._tensors:
-                raise ModelFileError(path, f"tensors {name} and {self._tensors[hf_name].name} are both {hf_name}")
-            self._tensors[hf_name] = tensor
-        self._num_heads = self._rotated_heads()
+            for hf_name, stored in self._places(tensor).items():
+                if hf_name in self._stored:
+                    other = self._stored[hf_name].tensor.name
+                    raise ModelFileError(path, f"tensors {name} and {other} are both {hf_name}")
+                self._stored[hf_name] = stored
 
-    def _rotated_heads(self) -> dict[str, int]:
-        """Return the head counts of the projections that need reordering, by "q" and "k"."""
-        fields = self.header.fields
-        architecture = fields.get("general.architecture")
-        if architecture not in PERMUTED_ARCHITECTURES:
-            return {}
+    def _places(self, tensor: GgufTensor) -> dict[str, _Stored]:
+        """Return what a tensor of the file becomes, by Hugging Face name."""
+        names, layout = self._layout.names(tensor.name), self._layout
+        num_rows = tensor.shape[0]
+        if len(names) > 1:
+            return self._split(tensor, names)
+        match = _BLOCK_TENSOR.fullmatch(tensor.name)
+        stem = match[1] if match else tensor.name.rpartition(".")[0]
+        num_heads = self._num_heads(tensor, stem[-1]) if layout.paired and stem in ("attn_q", "attn_k") else 0
+        offset = layout.norm_offset if stem.endswith("norm") and tensor.name.endswith(".weight") else 0.0
+        transposed = stem in layout.transposed and len(tensor.shape) == 2
+        return {names[0]: _Stored(tensor, 0, num_rows, num_heads, offset, transposed)}
+
+    def _head_count(self, kind: str) -> object:
+        """Return the number of heads of "q", "k" or "v" as the file has it."""
+        fields, architecture = self.header.fields, self._architecture
         num_q = fields.get(f"{architecture}.attention.head_count")
-        heads = {"q": num_q, "k": fields.get(f"{architecture}.attention.head_count_kv", num_q)}
-        for name, tensor in self._tensors.items():
-            match = _ROTATED.fullmatch(name)
-            num_heads = heads[match[1]] if match else None
-            if match and (
-                not isinstance(num_heads, int) or num_heads < 1 or tensor.shape[0] % (2 * num_heads)
-            ):  # an odd head size has no halves
-                raise ModelFileError(
-                    self._path, f"tensor {tensor.name} has {tensor.shape[0]} rows for {num_heads!r} {match[1]} heads"
-                )
-        return {key: value for key, value in heads.items() if isinstance(value, int)}
+        return num_q if kind == "q" else fields.get(f"{architecture}.attention.head_count_kv", num_q)
+
+    def _num_heads(self, tensor: GgufTensor, kind: str) -> int:
+        num_heads = self._head_count(kind)
+        if not isinstance(num_heads, int) or num_heads < 1 or tensor.shape[0] % (2 * num_heads):
+            # an odd head size has no halves
+            raise ModelFileError(
+                self._path, f"tensor {tensor.name} has {tensor.shape[0]} rows for {num_heads!r} {kind} heads"
+            )
+        return num_heads
+
+    def _split(self, tensor: GgufTensor, names: tuple[str, ...]) -> dict[str, _Stored]:
+        heads = [self._head_count(kind) for kind in "qkv"]
+        counts = [count for count in heads if isinstance(count, int) and count > 0]
+        if len(counts) != len(heads) or tensor.shape[0] % sum(counts):
+            raise ModelFileError(self._path, f"tensor {tensor.name} has {tensor.shape[0]} rows for {heads} heads")
+        head_dim, first, places = tensor.shape[0] // sum(counts), 0, {}
+        for name, count in zip(names, counts, strict=True):
+            places[name] = _Stored(tensor, first, first + count * head_dim)
+            first += count * head_dim
+        return places
 
     @property
     def path(self) -> Path:
@@ -86,21 +145,36 @@ class GgufSource:
 
     def names(self) -> list[str]:
         """Return all Hugging Face names, in the order of the file."""
-        return list(self._tensors)
+        return list(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape."""
-        return self._tensors[name].shape
+        return self._stored[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype, fp32 for quantised tensors."""
-        return PLAIN.get(self._tensors[name].encoding.name, torch.float32)
+        return PLAIN.get(self._stored[name].tensor.encoding.name, torch.float32)
 
     def load(self, name: str) -> torch.Tensor:
         """Return the tensor, dequantised and in Hugging Face's order."""
-        tensor = self._tensors[name]
         if self._mapped is None:
             self._mapped = map_file(self._path, self.header.num_file_bytes)
-        values = dequantize(self._mapped[tensor.start : tensor.start + tensor.num_bytes], tensor)
-        match = _ROTATED.fullmatch(name)
-        return unpermute(values, self._num_heads[match[1]]) if match and self._num_heads else values
+        stored = self._stored[name]
+        return stored.restore(dequantize(*stored.bytes_of(self._mapped)))
+
+
+def read_factors(header: GgufHeader) -> dict[str, tuple[float, ...]]:
+    """Return the tensors of a file that belong to its configuration: the divisors of rotary frequencies, by name."""
+    found = {}
+    for name in NO_WEIGHTS:
+        tensor = header.tensors.get(name)
+        if tensor is None:
+            continue
+        if tensor.encoding.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_FACTORS:
+            problem = f"tensor {name} is {tensor.encoding.name} {list(tensor.shape)}, must be a list of F32"
+            raise ModelFileError(header.path, problem)
+        values = np.fromfile(header.path, "<f4", tensor.shape[0], offset=tensor.start)
+        if len(values) != tensor.shape[0]:
+            raise ModelFileError(header.path, f"tensor {name} ends past the file: truncated?")
+        found[name] = tuple(values.astype(float).tolist())
+    return found

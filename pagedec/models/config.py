@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,12 +92,29 @@ def upper_window(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class GgufFields:
-    """A GGUF header's fields with what else a reader needs: the tensors' names, and the values of rope_freqs.weight."""
+    """A GGUF header's fields with what else a reader needs: the tensors' names, and divisors of the rotary frequencies.
+
+    `rope_factors` are the values of rope_freqs.weight, `longrope_factors` those of rope_factors_short.weight and
+    rope_factors_long.weight.
+    """
 
     name: str
     fields: Mapping[str, Any]
     tensor_names: Collection[str] = ()
     rope_factors: Sequence[float] | None = None
+    longrope_factors: tuple[Sequence[float], Sequence[float]] | None = None
+
+    def integer(self, field: str, default: int | None = None) -> int:
+        """Return the architecture's own field, an integer of at least 1."""
+        value = self.get(field, default)
+        positive_int(f"{self.name}.{field}", value)
+        return int(value)
+
+    def number(self, field: str, default: float | None = None) -> float:
+        """Return the architecture's own field, a finite number greater than 0."""
+        value = self.get(field, default)
+        positive_number(f"{self.name}.{field}", value)
+        return float(value)
 
     def get(self, field: str, default: Any = None) -> Any:
         """Return the architecture's own field; raise InvalidArgument where it is missing and has no default."""
@@ -107,12 +125,35 @@ class GgufFields:
         """Return the scaling of rotary frequencies."""
         if self.rope_factors is not None:
             return RopeScaling("factors", factors=tuple(self.rope_factors))
+        if self.longrope_factors is not None:
+            return self._longrope(*self.longrope_factors)
         kind = self.get("rope.scaling.type", "none")
         if kind == "linear":
             return RopeScaling("linear", self.get("rope.scaling.factor", 1.0))
         if kind != "none":
             raise InvalidArgument("rope.scaling.type", kind, "is not supported; supported are none, linear")
         return None
+
+    def _longrope(self, short: Sequence[float], long: Sequence[float]) -> RopeScaling:
+        context = self.integer("context_length")
+        original = self.integer("rope.scaling.original_context_length", context)
+        factor = context / original
+        default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        return RopeScaling(
+            "longrope", factor, original_max_position_embeddings=original, factors=tuple(short),
+            long_factors=tuple(long), attention_factor=self.number("rope.scaling.attn_factor", default),
+        )  # fmt: skip
+
+    def token_ids(self) -> dict[str, Any]:
+        """Return the vocabulary's size and the tokens that begin and end a text."""
+        fields, tokens = self.fields, self.fields.get("tokenizer.ggml.tokens", ())
+        ids = [fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+        num_tokens = len(tokens) if isinstance(tokens, list) else None
+        return {
+            "vocab_size": fields.get(f"{self.name}.vocab_size", num_tokens),
+            "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_ids": tuple(token for i, token in enumerate(ids) if token is not None and token not in ids[:i]),
+        }
 
     def base(self) -> dict[str, Any]:
         """Return the fields of an Architecture that all families with rotary positions write alike."""
@@ -127,9 +168,7 @@ class GgufFields:
         if get("attention.value_length", head_dim) != head_dim:
             limit = f"must equal the key length, which is {head_dim}"
             raise InvalidArgument(f"{name}.attention.value_length", get("attention.value_length"), limit)
-        ids = [fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-        return {
-            "vocab_size": fields.get(f"{name}.vocab_size", len(fields.get("tokenizer.ggml.tokens", ()))),
+        return self.token_ids() | {
             "hidden_size": hidden,
             "intermediate_size": get("feed_forward_length"),
             "num_layers": get("block_count"),
@@ -142,10 +181,8 @@ class GgufFields:
             "rope_scaling": self.rope_scaling(),
             "rotary_dim": get("rope.dimension_count", head_dim),
             "tie_word_embeddings": "output.weight" not in names,
-            "attention_bias": "blk.0.attn_q.bias" in names,
+            "attention_bias": "blk.0.attn_q.bias" in names or "blk.0.attn_qkv.bias" in names,
             "output_bias": "blk.0.attn_output.bias" in names,
             "mlp_bias": "blk.0.ffn_up.bias" in names,
             "sliding_window": fields.get(f"{name}.attention.sliding_window") or None,
-            "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_ids": tuple(dict.fromkeys(token for token in ids if token is not None)),
         }

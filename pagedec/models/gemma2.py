@@ -9,7 +9,7 @@ from pagedec.errors import InvalidArgument
 from pagedec.models.architecture import Architecture, LayerNames
 from pagedec.models.base import Family
 from pagedec.models.checks import positive_int, positive_number, required
-from pagedec.models.config import base_fields, full_layers, merged
+from pagedec.models.config import GgufFields, base_fields, full_layers, merged
 from pagedec.models.transformer import Transformer
 
 DEFAULTS = {
@@ -55,4 +55,29 @@ def read(config: Mapping[str, Any]) -> Architecture:
     return Architecture("gemma2", **fields, full_attention_layers=full_layers(values, default))
 
 
-FAMILY = Family("gemma2", ("Gemma2ForCausalLM",), ("gemma2",), read, Transformer)
+def gemma_gguf_fields(fields: GgufFields, layers_of_27b: int) -> dict[str, Any]:
+    """Return what the GGUF files of Gemma 2 and 3 have in common; llama.cpp takes away the 1 that its converter adds to
+    norms, and knows the largest models, whose queries are scaled by the width of a head's share, by their depth."""
+    base = fields.base()
+    hidden, heads, head_dim = base["hidden_size"], base["num_attention_heads"], base["head_dim"]
+    share = hidden // heads if base["num_layers"] == layers_of_27b else head_dim
+    positive_number(f"{fields.name}.attention.key_length", share)
+    return base | {
+        "hidden_act": "gelu_pytorch_tanh",
+        "norm_offset": 1.0,
+        "embedding_scale": hidden**0.5,
+        "query_scale": share**-0.5,
+        "attention_soft_cap": fields.fields.get(f"{fields.name}.attn_logit_softcapping", 0.0),
+        "final_soft_cap": fields.fields.get(f"{fields.name}.final_logit_softcapping", 0.0),
+        "sliding_window": fields.integer("attention.sliding_window"),
+        "names": NAMES,
+    }
+
+
+def read_gguf(fields: GgufFields) -> Architecture:
+    count = fields.integer("block_count")
+    full = tuple(range(1, count, 2))
+    return Architecture("gemma2", **gemma_gguf_fields(fields, 46), full_attention_layers=full)
+
+
+FAMILY = Family("gemma2", ("Gemma2ForCausalLM",), ("gemma2",), read, Transformer, ("gemma2",), read_gguf)

@@ -10,8 +10,8 @@ from pagedec.errors import InvalidArgument
 from pagedec.models.architecture import Architecture
 from pagedec.models.base import Family
 from pagedec.models.checks import positive_int, required
-from pagedec.models.config import base_fields, full_layers, merged, rope_parameters
-from pagedec.models.gemma2 import gemma_fields
+from pagedec.models.config import GgufFields, base_fields, full_layers, merged, rope_parameters
+from pagedec.models.gemma2 import gemma_fields, gemma_gguf_fields
 from pagedec.models.transformer import Transformer
 
 DEFAULTS = {
@@ -68,4 +68,18 @@ def read(config: Mapping[str, Any]) -> Architecture:
     )
 
 
-FAMILY = Family("gemma3", ("Gemma3ForCausalLM", IMAGE_MODEL), ("gemma3_text", "gemma3"), read, Transformer)
+def read_gguf(fields: GgufFields) -> Architecture:
+    """Files say neither which layers have a window nor how those rotate, unless they are recent; llama.cpp knows."""
+    count, pattern = fields.integer("block_count"), fields.integer("attention.sliding_window_pattern", 6)
+    return Architecture(
+        "gemma3",
+        **gemma_gguf_fields(fields, 62),
+        qk_norm=True,
+        local_rope_theta=fields.number("rope.freq_base_swa", 1e4),
+        full_attention_layers=tuple(range(pattern - 1, count, pattern)),
+    )
+
+
+FAMILY = Family(
+    "gemma3", ("Gemma3ForCausalLM", IMAGE_MODEL), ("gemma3_text", "gemma3"), read, Transformer, ("gemma3",), read_gguf
+)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pagedec.models.architecture import Architecture, LayerNames
 from pagedec.models.base import Family
-from pagedec.models.config import base_fields, merged
+from pagedec.models.config import GgufFields, base_fields, merged
 from pagedec.models.transformer import Transformer
 
 DEFAULTS = {
@@ -23,4 +23,8 @@ def read(config: Mapping[str, Any], name: str = "glm", names: LayerNames = NAMES
     return Architecture(name, **base_fields(values), attention_bias=bias, rope_interleaved=True, names=names)
 
 
-FAMILY = Family("glm", ("GlmForCausalLM",), ("glm",), read, Transformer)
+def read_gguf(fields: GgufFields, name: str = "glm", names: LayerNames = NAMES) -> Architecture:
+    return Architecture(name, **fields.base(), rope_interleaved=True, names=names)
+
+
+FAMILY = Family("glm", ("GlmForCausalLM",), ("glm",), read, Transformer, ("chatglm",), read_gguf)

@@ -8,6 +8,7 @@ from typing import Any
 from pagedec.models import glm
 from pagedec.models.architecture import Architecture, LayerNames
 from pagedec.models.base import Family
+from pagedec.models.config import GgufFields
 from pagedec.models.transformer import Transformer
 
 NAMES = LayerNames(
@@ -19,4 +20,8 @@ def read(config: Mapping[str, Any]) -> Architecture:
     return glm.read(config, "glm4", NAMES)
 
 
-FAMILY = Family("glm4", ("Glm4ForCausalLM",), ("glm4",), read, Transformer)
+def read_gguf(fields: GgufFields) -> Architecture:
+    return glm.read_gguf(fields, "glm4", NAMES)
+
+
+FAMILY = Family("glm4", ("Glm4ForCausalLM",), ("glm4",), read, Transformer, ("glm4",), read_gguf)

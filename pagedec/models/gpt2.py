@@ -17,7 +17,7 @@ from pagedec.models.architecture import Architecture
 from pagedec.models.base import Family, RecordedModel
 from pagedec.models.buffers import StepBuffers
 from pagedec.models.checks import one_of, positive_int, required
-from pagedec.models.config import merged, token_ids
+from pagedec.models.config import GgufFields, merged, token_ids
 
 DEFAULTS = {
     "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "layer_norm_epsilon": 1e-5,
@@ -90,6 +90,30 @@ def read(config: Mapping[str, Any]) -> Architecture:
     )
 
 
+def read_gguf(fields: GgufFields) -> Architecture:
+    hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
+    if hidden % heads:
+        limit = f"must be a multiple of the head count, which is {heads}"
+        raise InvalidArgument("gpt2.embedding_length", hidden, limit)
+    return GPT2Architecture(
+        "gpt2",
+        **fields.token_ids(),
+        hidden_size=hidden,
+        intermediate_size=fields.integer("feed_forward_length", 4 * hidden),
+        num_layers=fields.integer("block_count"),
+        num_attention_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=fields.integer("context_length"),
+        rms_norm_eps=fields.number("attention.layer_norm_epsilon"),
+        tie_word_embeddings="output.weight" not in fields.tensor_names,
+        attention_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        hidden_act="gelu_new",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One block: norms as weight and bias, fp32 [hidden], the others packed."""
@@ -157,4 +181,4 @@ class GPT2(RecordedModel):
         p.linear(b.num_read, b.read, self.lm_head, b.logits)
 
 
-FAMILY = Family("gpt2", ("GPT2LMHeadModel",), ("gpt2",), read, GPT2)
+FAMILY = Family("gpt2", ("GPT2LMHeadModel",), ("gpt2",), read, GPT2, ("gpt2",), read_gguf)

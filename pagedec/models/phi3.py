@@ -11,7 +11,7 @@ from typing import Any
 
 from pagedec.models.architecture import Architecture, LayerNames
 from pagedec.models.base import Family
-from pagedec.models.config import base_fields, merged, rope_parameters
+from pagedec.models.config import GgufFields, base_fields, merged, rope_parameters
 from pagedec.models.transformer import Transformer
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
@@ -29,4 +29,8 @@ def read(config: Mapping[str, Any]) -> Architecture:
     return Architecture("phi3", **fields, sliding_window=values.get("sliding_window"), names=NAMES)
 
 
-FAMILY = Family("phi3", ("Phi3ForCausalLM",), ("phi3",), read, Transformer)
+def read_gguf(fields: GgufFields) -> Architecture:
+    return Architecture("phi3", **fields.base(), names=NAMES)
+
+
+FAMILY = Family("phi3", ("Phi3ForCausalLM",), ("phi3",), read, Transformer, ("phi3",), read_gguf)

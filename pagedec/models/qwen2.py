@@ -7,7 +7,7 @@ from typing import Any
 
 from pagedec.models.architecture import Architecture
 from pagedec.models.base import Family
-from pagedec.models.config import base_fields, merged, upper_window
+from pagedec.models.config import GgufFields, base_fields, merged, upper_window
 from pagedec.models.transformer import Transformer
 
 DEFAULTS = {
@@ -21,4 +21,8 @@ def read(config: Mapping[str, Any]) -> Architecture:
     return Architecture("qwen2", **base_fields(values), **upper_window(values), attention_bias=True)
 
 
-FAMILY = Family("qwen2", ("Qwen2ForCausalLM",), ("qwen2",), read, Transformer)
+def read_gguf(fields: GgufFields) -> Architecture:
+    return Architecture("qwen2", **fields.base() | {"attention_bias": True})
+
+
+FAMILY = Family("qwen2", ("Qwen2ForCausalLM",), ("qwen2",), read, Transformer, ("qwen2",), read_gguf)

@@ -6,13 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.formats.files import read_json_object
+from pagedec.formats.gguf import read_factors
 from pagedec.formats.gguf_header import GgufHeader, read_gguf_header
-from pagedec.formats.gguf_names import ROPE_FACTORS
+from pagedec.formats.gguf_names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 from pagedec.formats.loading import open_weights
 from pagedec.formats.resolve import ModelFiles
 from pagedec.formats.source import WeightSource
@@ -62,29 +62,27 @@ def from_hf_config(
 
 
 def from_gguf(
-    fields: Mapping[str, Any], tensor_names: Collection[str] = (), rope_factors: Sequence[float] | None = None
+    fields: Mapping[str, Any],
+    tensor_names: Collection[str] = (),
+    rope_factors: Sequence[float] | None = None,
+    longrope_factors: tuple[Sequence[float], Sequence[float]] | None = None,
 ) -> Architecture:
-    """Return the architecture of a GGUF header; `rope_factors` are the values of its tensor rope_freqs.weight."""
+    """Return the architecture of a GGUF header; for the factors see GgufFields."""
     name = fields.get("general.architecture")
     family = GGUF_NAMES.get(name) if isinstance(name, str) else None
     if family is None or family.read_gguf is None:
         raise InvalidArgument("general.architecture", name, f"is not supported; supported are {', '.join(GGUF_NAMES)}")
-    return family.read_gguf(GgufFields(str(name), fields, tensor_names, rope_factors))
-
-
-def _read_rope_factors(header: GgufHeader) -> list[float] | None:
-    tensor = header.tensors.get(ROPE_FACTORS)
-    if tensor is None:
-        return None
-    if tensor.encoding.name != "F32" or len(tensor.shape) != 1:
-        problem = f"tensor {ROPE_FACTORS} is {tensor.encoding.name} {list(tensor.shape)}, must be a list of F32"
-        raise ModelFileError(header.path, problem)
-    return np.fromfile(header.path, "<f4", tensor.shape[0], offset=tensor.start).astype(float).tolist()
+    return family.read_gguf(GgufFields(str(name), fields, tensor_names, rope_factors, longrope_factors))
 
 
 def architecture_of_gguf(header: GgufHeader) -> Architecture:
     """Return the architecture that a GGUF file describes."""
-    return from_gguf(header.fields, header.tensors.keys(), _read_rope_factors(header))
+    found = read_factors(header)
+    short, long = found.get(SHORT_FACTORS), found.get(LONG_FACTORS)
+    if (short is None) != (long is None):
+        raise ModelFileError(header.path, f"has only one of the tensors {SHORT_FACTORS} and {LONG_FACTORS}")
+    longrope = None if short is None or long is None else (short, long)
+    return from_gguf(header.fields, header.tensors.keys(), found.get(ROPE_FACTORS), longrope)
 
 
 def load_architecture(files: ModelFiles, model_impl: str = "auto") -> Architecture:

@@ -1,0 +1,146 @@
+"""Saved models of transformers as GGUF files: metadata, names and layouts as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter
+from safetensors.numpy import load_file
+
+F32 = GGMLQuantizationType.F32
+ARCHITECTURES = {
+    "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2",
+    "gemma3_text": "gemma3", "phi3": "phi3", "glm": "chatglm", "glm4": "glm4", "gpt2": "gpt2",
+}  # fmt: skip
+"""general.architecture by model_type."""
+Tensors = dict[str, np.ndarray]
+
+
+def read_tensors(directory: Path) -> Tensors:
+    """All of a saved model's tensors, whatever file they are in."""
+    return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def pair_rows(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    """Llama's q and k: the halves of each head become even and odd rows."""
+    return rows.reshape(num_heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def stored(name: str, values: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
+    """A tensor as the converter of its architecture writes it."""
+    kind = config["model_type"]
+    if kind in ("llama", "mistral") and (".q_proj." in name or ".k_proj." in name):
+        heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
+        return pair_rows(values, heads)
+    if kind.startswith("gemma") and name.endswith("norm.weight"):
+        return values + np.float32(1)
+    if kind == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+        return values.T
+    return values
+
+
+def llama3_factors(config: Mapping[str, Any]) -> np.ndarray:
+    """The tensor rope_freqs.weight of Llama 3.1, by its definition."""
+    rope, dim = config["rope_parameters"], config["head_dim"]
+    factors = []
+    for i in range(dim // 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (2 * i / dim)
+        turns = rope["original_max_position_embeddings"] / wavelength
+        smooth = (turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
+        smooth = min(max(smooth, 0.0), 1.0)
+        factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(factors, np.float32)
+
+
+def add_rope(writer: GGUFWriter, config: Mapping[str, Any], extra: Tensors) -> None:
+    """Rotation: base, scaling, the part of a head that turns, and the tensors of factors."""
+    rope, kind = config["rope_parameters"], config["model_type"]
+    rope = rope.get("full_attention", rope)
+    head_dim = config["head_dim"] if config.get("head_dim") else config["hidden_size"] // config["num_attention_heads"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if not kind.startswith("gemma"):
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    elif rope["rope_type"] == "llama3":
+        extra["rope_freqs.weight"] = llama3_factors(config)
+    elif rope["rope_type"] == "longrope":
+        original = config["original_max_position_embeddings"]
+        scale = config["max_position_embeddings"] / original
+        writer.add_rope_scaling_orig_ctx_len(original)
+        computed = math.sqrt(1 + math.log(scale) / math.log(original))
+        writer.add_rope_scaling_attn_factors(rope.get("attention_factor") or computed)
+        extra["rope_factors_long.weight"] = np.array(rope["long_factor"], np.float32)
+        extra["rope_factors_short.weight"] = np.array(rope["short_factor"], np.float32)
+
+
+def add_fields(writer: GGUFWriter, config: Mapping[str, Any], extra: Tensors) -> None:
+    """The architecture's own metadata."""
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_token_list([f"token {i}" for i in range(config["vocab_size"])])
+    writer.add_pad_token_id(0)
+    if config["model_type"] == "gpt2":
+        writer.add_context_length(config["n_positions"])
+        writer.add_embedding_length(config["n_embd"])
+        writer.add_feed_forward_length(config["n_inner"])
+        writer.add_block_count(config["n_layer"])
+        writer.add_head_count(config["n_head"])
+        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+        return
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        writer.add_sliding_window(config["sliding_window"])
+    if config.get("attn_logit_softcapping"):
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    add_rope(writer, config, extra)
+
+
+def write_model(directory: Path, path: Path, encoding: GGMLQuantizationType = F32, fused_qkv: bool = False) -> Path:
+    """Write a saved model as GGUF, its matrices in `encoding`; `fused_qkv`: as ChatGLM's first files have q, k and v."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    architecture = ARCHITECTURES[config["model_type"]]
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    table = gguf.get_tensor_name_map(number, config.get("num_hidden_layers", config.get("n_layer")))
+    writer, extra = GGUFWriter(path, architecture), {}
+    add_fields(writer, config, extra)
+    tensors: Tensors = {}
+    for name, values in read_tensors(directory).items():
+        stem, _, kind = name.rpartition(".")
+        full = stem if "." in stem or config["model_type"] != "gpt2" else f"transformer.{stem}"
+        given = table.get_name(full) or table.get_name(f"transformer.{stem}")
+        if given != "output" or not config["tie_word_embeddings"]:
+            tensors[f"{given}.{kind}"] = stored(name, values, config)
+    if fused_qkv:
+        for i in range(config["num_hidden_layers"]):
+            for kind in ("weight", "bias"):
+                parts = [tensors.pop(f"blk.{i}.attn_{part}.{kind}") for part in "qkv"]
+                tensors[f"blk.{i}.attn_qkv.{kind}"] = np.concatenate(parts)
+    for name, values in (tensors | extra).items():
+        values, kept = np.ascontiguousarray(values), values.ndim == 1 or encoding == F32
+        if kept:
+            writer.add_tensor(name, values.astype(np.float32))
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(values, encoding), raw_dtype=encoding)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
