@@ -311,10 +311,15 @@ class Planner:
     # ---- reuse of valid KV: the prefix cache, siblings, blocks that somebody is just computing
     def _must_wait(self, request: Request, branch: Branch) -> bool:
         history, table = request.history, branch.table
+        if request.reports is not None and request.awaits_prompt_report(branch):
+            table.truncate(
+                min(table.length, len(request.reports.prompt) - 1)
+            )  # a fork may hold what was found in the cache
+            return False
         length = history.depth[branch.tip]
         if table.length >= length - 1:
             return False
-        caching = self._limits.enable_prefix_caching and not request.awaits_prompt_report(branch)
+        caching = self._limits.enable_prefix_caching
         before = table.length
         if caching:
             _extend_from_cache(branch, request)

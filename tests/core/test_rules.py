@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from pagedec.core.processing import NO_PROCESSING, Processing
+from pagedec.core.protocol import Child, Hypothesis, Verdict
 from pagedec.core.recording import answer_reports
 from pagedec.core.reporting import NO_REPORTING, Reporting, TokenLogprobs
 from pagedec.core.request import Finished, Progress, Request
@@ -18,6 +19,7 @@ from pagedec.core.stop_strings import StopStrings
 from pagedec.core.stopping import Stopping
 from pagedec.params import SamplingParams
 from tests.algorithms.beam import BeamParams, beam
+from tests.algorithms.interactive import InteractiveParams
 from tests.core.fake import EOS, VOCABULARY, FakeEngine, pick, reference_noise
 from tests.core.oracle import Ending, generate, process, report
 from tests.core.world import METHODS, Case, World, limits, results
@@ -219,6 +221,31 @@ def test_a_prompt_is_reported_once_and_then_found() -> None:
     for request in twins:
         assert request.num_cached_tokens == 0 and request.reports is not None
         assert request.reports.prompt == [None, *(reports(world, prompt, 1, 0) or ())]
+
+
+@pytest.mark.parametrize("chunk", [2, None])
+def test_a_session_that_forks_before_its_prompt_has_run(chunk: int | None) -> None:
+    """One branch goes back and is given the prompt's tokens by its client: it may read the cache, the other must not gain by it."""
+    world = World(2)
+    prompt = [(3 * i) % VOCABULARY for i in range(13)]
+    engine = FakeEngine(world.models, limits(40, max_chunk=chunk))
+    Case("warm", SamplingParams(temperature=0.0), prompt, None, Stopping(max_tokens=1)).add(engine.scheduler)
+    engine.run()
+    session = Case("s", InteractiveParams(temperature=0.0), prompt, None, limit=30, reporting=Reporting(1, 1))
+    request = session.add(engine.scheduler)
+    [root] = request.branches
+    again = Child(root, tuple(prompt[1:]), keep=1, state=replace(root.state, name="t", remaining=2))
+    engine.scheduler.edit("s", Verdict((again, Child(root, state=replace(root.state, remaining=2)))))
+    while any(branch.state.remaining for branch in request.branches):
+        engine.step()
+    assert request.reports is not None
+    assert request.reports.prompt == [None, *(reports(world, prompt, 1, 1) or ())]
+    for branch in request.branches:
+        tokens = request.history.tokens(branch.tip)
+        found = answer_reports(request, Hypothesis(branch.tip))
+        assert len(tokens) == 15 and found == reports(world, tokens, len(prompt), 1)
+    engine.scheduler.abort("s")
+    engine.check_whole()
 
 
 def _fields(case: Case) -> dict[str, Any]:
