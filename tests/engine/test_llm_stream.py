@@ -1,0 +1,157 @@
+"""Answers while they grow are beginnings of what they become, whoever else runs, and nothing stays behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pagedec import LLM, SamplingParams
+from pagedec.errors import InvalidArgument, RequestError
+from pagedec.outputs import RequestOutput
+
+Tiny = Callable[..., LLM]
+PROMPT = "The capital of France is"
+IDS = [5, 17, 40, 99, 3]
+
+
+def check_growth(outputs: list[RequestOutput]) -> None:
+    """Each output is a beginning of the next one, and only the last one is finished."""
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    for earlier, later in zip(outputs, outputs[1:], strict=False):
+        becomes = {answer.index: answer for answer in later.outputs}
+        for answer in earlier.outputs:
+            after = becomes[answer.index]
+            assert after.text.startswith(answer.text)
+            assert after.token_ids[: len(answer.token_ids)] == answer.token_ids
+            assert answer.finish_reason is None or answer == after
+
+
+def settled(llm: LLM) -> bool:
+    llm.engine.scheduler.check()
+    return llm.engine.scheduler.requests == [] and not llm._streams._open and llm.engine.observe is None
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0, max_tokens=16),
+        SamplingParams(temperature=0, max_tokens=16, stop=". It", include_stop_str_in_output=True),
+        SamplingParams(temperature=0, max_tokens=24, stop=["\n\nThe", "never"]),
+        SamplingParams(temperature=1.2, seed=4, n=3, max_tokens=10, logprobs=1),
+        SamplingParams(temperature=2.0, seed=4, n=2, max_tokens=12, top_k=2000),
+        SamplingParams(temperature=0, max_tokens=5, detokenize=False),
+    ],
+    ids=range(6),
+)
+def test_the_last_output_is_what_generate_returns(text_llm: LLM, params: SamplingParams) -> None:
+    outputs = list(text_llm.stream(PROMPT, params))
+    check_growth(outputs)
+    [expected] = text_llm.generate(PROMPT, params, use_tqdm=False)
+    assert outputs[-1].outputs == expected.outputs and len(outputs) > 3
+    assert (outputs[-1].prompt, outputs[-1].prompt_token_ids) == (expected.prompt, expected.prompt_token_ids)
+    assert outputs[-1].metrics is not None and settled(text_llm)
+
+
+def test_each_of_several_answers_ends_for_itself(tiny: Tiny) -> None:
+    """Answers that have ended stay as they are, with their reasons, while others go on."""
+    llm, params = tiny(), SamplingParams(n=12, seed=3, max_tokens=30, stop_token_ids=range(40, 50))
+    outputs = list(llm.stream(IDS, params))
+    check_growth(outputs)
+    lengths = {len(answer.token_ids) for answer in outputs[-1].outputs}
+    assert len(lengths) > 2, "they end at different times"
+    early = [answer for answer in outputs[-2].outputs if answer.finish_reason == "stop"]
+    assert early and outputs[-1].outputs == llm.generate(IDS, params, use_tqdm=False)[0].outputs
+
+
+def test_closing_aborts(tiny: Tiny) -> None:
+    llm, params = tiny(num_blocks=8), SamplingParams(max_tokens=60, ignore_eos=True)
+    never = llm.stream(IDS, params)
+    never.close()
+    for _ in range(20):
+        stream = llm.stream(IDS, params)
+        for _ in range(3):
+            assert not next(stream).finished
+        assert len(llm.engine.scheduler.requests) == 1
+        stream.close()
+        assert settled(llm)
+    stream = llm.stream(IDS, params)
+    next(stream)
+    del stream
+    assert settled(llm)
+
+
+def test_streams_and_generate_alternate(tiny: Tiny) -> None:
+    """In any order of asking, with prompts of others between: each gets the answer that it has alone."""
+    llm, rng = tiny(num_blocks=40, max_num_seqs=5), random.Random(1)
+    prompts = [[rng.randrange(3, 131) for _ in range(rng.randint(1, 30))] for _ in range(12)]
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=5 + 2 * i, n=1 + i % 2) for i in range(12)]
+    alone = [llm.generate(prompt, own, use_tqdm=False)[0].outputs for prompt, own in zip(prompts, params, strict=True)]
+    streams = {i: llm.stream(prompts[i], params[i], priority=i % 3) for i in range(12)}
+    outputs: dict[int, list[RequestOutput]] = {i: [] for i in streams}
+    while streams:
+        i = rng.choice(list(streams))
+        outputs[i].append(next(streams[i]))
+        if outputs[i][-1].finished:
+            assert list(streams.pop(i)) == []
+        if rng.random() < 0.1:
+            k = rng.randrange(12)
+            assert llm.generate(prompts[k], params[k], use_tqdm=False)[0].outputs == alone[k]
+    for i in outputs:
+        check_growth(outputs[i])
+        assert outputs[i][-1].outputs == alone[i]
+    assert settled(llm)
+
+
+def test_wrong_arguments_are_refused_at_once(tiny: Tiny) -> None:
+    llm = tiny()
+    for prompt, params, options, field in (
+        ([], None, {}, "prompts[0]"), ([5, 131], None, {}, "prompts[0]"), ("a", None, {}, "prompts[0]"),
+        (IDS, SamplingParams(stop_token_ids=[131]), {}, "stop_token_ids"), (IDS, 5, {}, "sampling_params[0]"),
+        (IDS, None, {"priority": "high"}, "priority"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgument) as caught:
+            llm.stream(prompt, params, **options)
+        assert caught.value.field == field
+    assert settled(llm)
+
+
+def test_salts_keep_streams_apart(tiny: Tiny) -> None:
+    llm, params = tiny(), SamplingParams(temperature=0, max_tokens=1)
+    cached = []
+    for options in ({"cache_salt": "a"}, {"cache_salt": "a"}, {"cache_salt": "b"}, {}):
+        cached.append(list(llm.stream([7, 8] * 24, params, **options))[-1].num_cached_tokens)
+    salted = {"prompt_token_ids": [7, 8] * 24, "cache_salt": "b"}
+    assert cached == [0, 48, 0, 0] and list(llm.stream(salted, params))[-1].num_cached_tokens == 48
+
+
+def test_a_failed_step_ends_its_streams(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever takes the step gets the device's error; the others' next output is one that says what happened."""
+    llm, params = tiny(), SamplingParams(max_tokens=30, ignore_eos=True)
+    streams = [llm.stream(IDS, params) for _ in range(3)]
+    for stream in streams[:2]:
+        next(stream)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.executor, "execute", fail)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            for _ in range(3):
+                next(streams[0])
+    with pytest.raises(RequestError, match="was given up: a step failed"):
+        for _ in range(3):
+            next(streams[1])
+    assert list(streams[2])[-1].finished, "a stream that had not begun is none of the failed"
+    assert settled(llm)
+
+
+def test_observers_go_on_observing(tiny: Tiny) -> None:
+    llm, seen = tiny(), []
+    llm.engine.observe = seen.append
+    list(llm.stream(IDS, SamplingParams(max_tokens=3, ignore_eos=True)))
+    assert len(seen) >= 3 and llm.engine.observe is not None
+    llm.engine.observe = None
