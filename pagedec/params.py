@@ -19,7 +19,6 @@ from pagedec.fields import (
     check_fields,
     check_names,
     option,
-    rules,
     strict,
 )
 
@@ -109,15 +108,19 @@ class SamplingParams:
 
     def clone(self, **changes: Any) -> SamplingParams:
         """Make one like this one but for `changes`; they are checked as in a new one."""
-        check_names(type(self).__name__, changes, rules(type(self)), changes)
+        check_names(type(self).__name__, changes, _names(type(self)), changes)
         return dataclasses.replace(self, **changes)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Make one from names and values; an unknown name is an error that lists the known ones."""
-        check_names(cls.__name__, values, rules(cls), values)
+        check_names(cls.__name__, values, _names(cls), values)
         return cls(**values)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+def _names(cls: type[SamplingParams]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls))

@@ -105,7 +105,8 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         """The answers to one prompt as they grow: each output has all of the text so far, the last one is `finished`.
 
-        Text never ends within a character or with what may be the beginning of a stop string. Closing the iterator aborts the
+        Text never ends within a character or with what may be the beginning of a stop string; log-probabilities come with an
+        answer's end. Methods that reorder their branches, such as beams, give nothing before the end. Closing the iterator aborts the
         request. Several streams may be open at once, and `generate` may run between; all are carried on by whichever is asked.
         Invalid arguments are raised here, not by the iterator.
         """

@@ -11,6 +11,9 @@ import pytest
 from pagedec import LLM, SamplingParams
 from pagedec.errors import InvalidArgument, RequestError
 from pagedec.outputs import RequestOutput
+from tests.algorithms.beam import BeamParams
+from tests.algorithms.interactive import InteractiveParams
+from tests.algorithms.ngram import NGramParams
 
 Tiny = Callable[..., LLM]
 PROMPT = "The capital of France is"
@@ -155,3 +158,31 @@ def test_observers_go_on_observing(tiny: Tiny) -> None:
     list(llm.stream(IDS, SamplingParams(max_tokens=3, ignore_eos=True)))
     assert len(seen) >= 3 and llm.engine.observe is not None
     llm.engine.observe = None
+
+
+def test_decoders_mix(tiny: Tiny) -> None:
+    """Sampling, speculation and beams in one call and in streams, each as it is alone; beams come only when they are done."""
+    llm = tiny(num_blocks=60)
+    params = [
+        SamplingParams(temperature=0, max_tokens=12, logprobs=1), BeamParams(3, 10),
+        NGramParams(temperature=0.7, seed=2, max_tokens=20, n=2), SamplingParams(seed=1, n=3, max_tokens=9), BeamParams(2, 14),
+    ]  # fmt: skip
+    alone = [llm.generate(IDS, own, use_tqdm=False)[0].outputs for own in params]
+    mixed = llm.generate([IDS] * 5, params, use_tqdm=False, priority=[0, 1, 0, 2, 0])
+    assert [output.outputs for output in mixed] == alone
+    streams = [llm.stream(IDS, own) for own in params]
+    first = [next(stream) for stream in streams]
+    assert [output.finished for output in first] == [False, True, False, False, True]
+    for output, stream, expected in zip(first, streams, alone, strict=True):
+        outputs = [output, *stream]
+        check_growth(outputs)
+        assert outputs[-1].outputs == expected
+    assert params[2].clone(size=3).size == 3
+    assert settled(llm)
+
+
+def test_a_stream_that_waits_for_a_client_says_so(tiny: Tiny) -> None:
+    llm = tiny()
+    with pytest.raises(RequestError, match="its decoder waits for a client"):
+        list(llm.stream(IDS, InteractiveParams()))
+    assert settled(llm)
