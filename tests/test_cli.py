@@ -3,6 +3,7 @@ arguments and answers with the prompt's own tokens; the real one is run in test_
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import subprocess
@@ -41,7 +42,7 @@ class StandIn:
     def chat(self, messages: list[Any], sampling_params: SamplingParams, *, use_tqdm: bool) -> list[RequestOutput]:
         outputs = self.generate([talk[-1]["content"] for talk in messages], sampling_params, use_tqdm=use_tqdm)
         StandIn.calls[-1]["prompts"] = messages
-        return outputs
+        return [dataclasses.replace(output, prompt=f"<|user|>{output.prompt}") for output in outputs]
 
     def generate(self, prompts: list[Any], sampling_params: SamplingParams, *, use_tqdm: bool) -> list[RequestOutput]:
         StandIn.calls.append(
@@ -165,7 +166,7 @@ def test_generate_as_a_chat(stand_in: type[StandIn], capsys: pytest.CaptureFixtu
         [system, {"role": "user", "content": "a"}],
         [system, {"role": "user", "content": "b"}],
     ]
-    assert capsys.readouterr().out.splitlines()[2] == "<a>"
+    assert capsys.readouterr().out.splitlines()[:3] == ["=== a", "--- 1 tokens, length", "<a>"]
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_model(

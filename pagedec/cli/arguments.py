@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
 
-from pagedec.config import EngineConfig, engine_rules, read_tables
+from pagedec.config import ENGINE_GROUPS, EngineConfig, engine_rules, read_tables
 from pagedec.errors import PagedecError
 from pagedec.fields import Flag, Rule, rules
 from pagedec.params import SamplingParams
@@ -15,6 +15,12 @@ ENGINE = "engine."
 SAMPLING = "sampling."
 OPTIONS = "options."
 T = TypeVar("T")
+ENGINE_TITLES = {
+    "model": "engine: the model",
+    "cache": "engine: the KV cache",
+    "scheduler": "engine: the steps",
+    "parallel": "engine: the machine",
+}
 RENAMED = {"seed": "engine-seed"}
 """Engine arguments whose flag would collide with a request's."""
 
@@ -69,14 +75,15 @@ def add_fields(
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --config and a flag for each engine argument."""
-    parser.add_argument(
+    """Add --config and a flag for each engine argument, in the groups of the configuration."""
+    parser.add_argument_group("configuration file").add_argument(
         "--config",
         metavar="FILE",
         help="TOML file of engine arguments, named as below with underscores, and of sampling parameters in its table "
         "[sampling]; flags win over it",
     )
-    add_fields(parser, "engine arguments", engine_rules(), ENGINE, RENAMED)
+    for name, group in ENGINE_GROUPS.items():
+        add_fields(parser, ENGINE_TITLES[name], rules(group), ENGINE, RENAMED)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:

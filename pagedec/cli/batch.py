@@ -30,7 +30,9 @@ from pagedec.fields import Flag, Integer, check_fields, option
 
 if TYPE_CHECKING:
     from pagedec.batch.job import BatchJob, BatchSummary
+    from pagedec.config import EngineConfig
 
+USAGE = "pagedec batch -i FILE -o FILE [--restart] [sampling flags] [engine flags]"
 EPILOG = """\
 bodies:
   Fields are OpenAI's: model, prompt (text, token ids, or a list of either) or messages, max_tokens, max_completion_tokens,
@@ -107,32 +109,36 @@ def run(arguments: argparse.Namespace) -> int:
     from pagedec.batch.journal import OutputError
 
     model = config.model
-    with BatchJob(
-        arguments.input,
-        arguments.output,
-        model=model.model,
-        defaults=defaults,
-        seed=model.seed,
-        any_model=options.any_model,
-        restart=options.restart,
-    ) as job:
-        if job.complete:
-            say(f"nothing to do: all {job.num_lines} lines are answered in {job.output}, {job.num_errors} with errors")
-            return DONE
+    try:
+        with BatchJob(
+            arguments.input,
+            arguments.output,
+            model=model.model,
+            defaults=defaults,
+            seed=model.seed,
+            any_model=options.any_model,
+            restart=options.restart,
+        ) as job:
+            return _run(job, config, show_progress(arguments.progress), options.window)
+    except OutputError as error:
+        say(f"error: {error}; {_left(job)}")
+        return FAILED
 
-        from pagedec.cli.active import active_line
-        from pagedec.llm import LLM
 
-        try:
-            llm = LLM(**config.to_kwargs())
+def _run(job: BatchJob, config: EngineConfig, progress: bool, window: int | None) -> int:
+    if job.complete:
+        say(f"nothing to do: all {job.num_lines} lines are answered in {job.output}, {job.num_errors} with errors")
+        return DONE
+
+    from pagedec.cli.active import active_line
+    from pagedec.llm import LLM
+
+    try:
+        with LLM(**config.to_kwargs()) as llm:
             say(active_line(llm))
-            summary = job.run(llm, use_tqdm=show_progress(arguments.progress), window=options.window)
-        except KeyboardInterrupt:
-            say(f"interrupted: {_left(job)}")
-            return INTERRUPTED
-        except OutputError as error:
-            say(f"error: {error}; {_left(job)}")
-            return FAILED
-        llm.close()
+            summary = job.run(llm, use_tqdm=progress, window=window)
+    except KeyboardInterrupt:
+        say(f"interrupted: {_left(job)}")
+        return INTERRUPTED
     say(_summary(summary))
     return DONE

@@ -74,7 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("latency", LatencyOptions, "one batch of equal requests, repeated: seconds, step times, tokens a second"),
         ("throughput", ThroughputOptions, "many requests at once: requests and tokens a second"),
     ):
-        kind = kinds.add_parser(name, help=summary, description=f"{summary}\n\n{UNLESS}")
+        usage = f"pagedec bench {name} [--json] [workload flags] [sampling flags] [engine flags]"
+        kind = kinds.add_parser(name, help=summary, description=f"{summary}\n\n{UNLESS}", usage=usage)
         kind.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
         add_options(kind, "workload", options)
         add_sampling_arguments(kind)

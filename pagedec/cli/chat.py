@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pagedec.outputs import CompletionOutput, RequestOutput
     from pagedec.text.chat import Conversation
 
+USAGE = "pagedec chat [--system TEXT] [-v] [sampling flags] [engine flags]"
 EPILOG = """\
 commands:
   /reset        forget the conversation, keep the system prompt

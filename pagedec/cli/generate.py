@@ -20,6 +20,7 @@ from pagedec.errors import InvalidArgument
 from pagedec.outputs import Logprob, RequestOutput
 
 Prompt = str | dict[str, Any]
+USAGE = "pagedec generate [PROMPT ...] [-f FILE] [--chat] [sampling flags] [engine flags]"
 EPILOG = """\
 examples:
   pagedec generate "Once upon a time" "The capital of France is" --max-tokens 32
@@ -125,10 +126,10 @@ def as_json(output: RequestOutput) -> str:
     return json.dumps(record, ensure_ascii=False)
 
 
-def as_text(output: RequestOutput) -> str:
-    """One output for a reader: the prompt, then each answer with the reason of its end."""
+def as_text(output: RequestOutput, title: str | None = None) -> str:
+    """One output for a reader: the prompt or its title, then each answer with the reason of its end."""
     prompt = output.prompt if output.prompt is not None else ",".join(map(str, output.prompt_token_ids))
-    lines = [f"=== {prompt}"]
+    lines = [f"=== {prompt if title is None else title}"]
     for answer in output.outputs:
         name = f"answer {answer.index + 1}: " if len(output.outputs) > 1 else ""
         lines.append(f"--- {name}{len(answer.token_ids)} tokens, {answer.finish_reason}")
@@ -171,6 +172,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.system is not None and not arguments.chat:
         raise InvalidArgument("system", arguments.system, "must be given with --chat")
     prompts = read_prompts(arguments, config.model.skip_tokenizer_init)
+    conversations = _conversations(prompts, arguments.system) if arguments.chat else []
     progress = sys.stderr.isatty() if arguments.progress is None else arguments.progress
 
     from pagedec.cli.active import active_line
@@ -181,13 +183,14 @@ def run(arguments: argparse.Namespace) -> int:
     loaded = time.perf_counter()
     params = llm.get_default_sampling_params().clone(**given)
     if arguments.chat:
-        outputs = llm.chat(_conversations(prompts, arguments.system), params, use_tqdm=progress)
+        outputs = llm.chat(conversations, params, use_tqdm=progress)
     else:
         outputs = llm.generate(prompts, params, use_tqdm=progress)
     finished = time.perf_counter()
     llm.close()
-    for output in outputs:
-        print(as_json(output) if arguments.json else as_text(output))
+    for i, output in enumerate(outputs):
+        said = conversations[i][-1]["content"] if arguments.chat else None
+        print(as_json(output) if arguments.json else as_text(output, said))
     print(f"pagedec: {active_line(llm)}; loaded in {loaded - started:.1f} s", file=sys.stderr)
     print(f"pagedec: {summary(outputs, finished - loaded)}", file=sys.stderr)
     return 0

@@ -51,8 +51,8 @@ def parser() -> Parser:
     commands = top.add_subparsers(dest="command", metavar="COMMAND", title="commands", required=True)
     for name, summary in COMMANDS.items():
         module = importlib.import_module(f"pagedec.cli.{name}")
-        epilog = getattr(module, "EPILOG", None)
-        command = commands.add_parser(name, help=summary, description=module.__doc__, epilog=epilog)
+        usage, epilog = getattr(module, "USAGE", None), getattr(module, "EPILOG", None)
+        command = commands.add_parser(name, help=summary, description=module.__doc__, usage=usage, epilog=epilog)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return top

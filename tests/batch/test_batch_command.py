@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import threading
@@ -100,6 +101,18 @@ def test_a_full_disk(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFix
     )
     assert run(source, out, *flags) == 0
     assert len(read_output(out)) == 9
+
+
+def test_a_disk_that_fails_at_the_end(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    source, out = write_input(tmp_path / "in", [request("a", prompt="x", max_tokens=2)]), tmp_path / "out"
+    monkeypatch.setattr(os, "fsync", full)
+    assert run(source, out, *flags) == main.FAILED
+    assert f"pagedec: error: {out}: cannot be written: No space left on device; 1 of 1" in capsys.readouterr().err
 
 
 def test_ctrl_c(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

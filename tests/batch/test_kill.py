@@ -35,7 +35,7 @@ def num_lines(path: Path) -> int:
 
 def kill_after(process: subprocess.Popen[str], out: Path, count: int) -> None:
     """Kill the job once the output has so many lines; it must not have ended before."""
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 1800
     while num_lines(out) < count and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
@@ -91,7 +91,7 @@ def test_two_thousand_lines_and_three_kills(tmp_path: Path) -> None:
         seconds.append(f"killed after {time.monotonic() - began:.0f} s with {num_lines(out)} lines")
     for path in (out, whole):
         done = start(source, path)
-        _, err = done.communicate(timeout=1800)
+        _, err = done.communicate(timeout=3600)
         assert done.returncode == 0, err
         seconds.append(err.splitlines()[-1])
     print(json.dumps(seconds, indent=1))
