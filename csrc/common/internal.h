@@ -29,6 +29,7 @@ int check_rope_kv_write(const pd_rope_kv_write_args &);
 int check_kv_copy(const pd_kv_copy_args &);
 int check_attention(const pd_attention_args &);
 int check_soft_cap(const pd_soft_cap_args &);
+int check_process_logits(const pd_process_logits_args &);
 int check_argmax(const pd_argmax_args &);
 int check_topk_lse(const pd_topk_lse_args &);
 int check_sample(const pd_sample_args &);
@@ -42,6 +43,7 @@ void rope_kv_write_part(const pd_rope_kv_write_args &, int thread, int num_threa
 void kv_copy_part(const pd_kv_copy_args &, int thread, int num_threads);
 void attention_part(const pd_attention_args &, int thread, int num_threads);
 void soft_cap_part(const pd_soft_cap_args &, int thread, int num_threads);
+void process_logits_part(const pd_process_logits_args &, int thread, int num_threads);
 void argmax_part(const pd_argmax_args &, int thread, int num_threads);
 void topk_lse_part(const pd_topk_lse_args &, int thread, int num_threads);
 void sample_part(const pd_sample_args &, int thread, int num_threads);

@@ -24,7 +24,8 @@ int check(const pd_op &op) {
     case PD_OP_SAMPLE: return check_sample(*(const pd_sample_args *)op.args);
     case PD_OP_LAYER_NORM: return check_layer_norm(*(const pd_layer_norm_args *)op.args);
     case PD_OP_SOFT_CAP: return check_soft_cap(*(const pd_soft_cap_args *)op.args);
-    default: return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_SOFT_CAP);
+    case PD_OP_PROCESS_LOGITS: return check_process_logits(*(const pd_process_logits_args *)op.args);
+    default: return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_PROCESS_LOGITS);
   }
 }
 
@@ -42,6 +43,7 @@ void part(const pd_op &op, int t, int n) {
     case PD_OP_SAMPLE: return sample_part(*(const pd_sample_args *)op.args, t, n);
     case PD_OP_LAYER_NORM: return layer_norm_part(*(const pd_layer_norm_args *)op.args, t, n);
     case PD_OP_SOFT_CAP: return soft_cap_part(*(const pd_soft_cap_args *)op.args, t, n);
+    case PD_OP_PROCESS_LOGITS: return process_logits_part(*(const pd_process_logits_args *)op.args, t, n);
   }
 }
 
@@ -114,6 +116,7 @@ int pd_rope_kv_write(const pd_rope_kv_write_args *a) { return single(PD_OP_ROPE_
 int pd_kv_copy(const pd_kv_copy_args *a) { return single(PD_OP_KV_COPY, a); }
 int pd_attention(const pd_attention_args *a) { return single(PD_OP_ATTENTION, a); }
 int pd_soft_cap(const pd_soft_cap_args *a) { return single(PD_OP_SOFT_CAP, a); }
+int pd_process_logits(const pd_process_logits_args *a) { return single(PD_OP_PROCESS_LOGITS, a); }
 int pd_argmax(const pd_argmax_args *a) { return single(PD_OP_ARGMAX, a); }
 int pd_topk_lse(const pd_topk_lse_args *a) { return single(PD_OP_TOPK_LSE, a); }
 int pd_sample(const pd_sample_args *a) { return single(PD_OP_SAMPLE, a); }

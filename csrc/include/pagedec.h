@@ -185,6 +185,40 @@ typedef struct { /* x = cap * tanh(x / cap), in place */
 } pd_soft_cap_args;
 PD_EXPORT int pd_soft_cap(const pd_soft_cap_args *);
 
+/* Rules of a request, carried out in the order of the steps on each of its rows. A row's history is the tokens that it sees, itself
+ * included, as pd_attn_batch says; all arithmetic is fp32. Token ids outside the vocabulary are passed over.
+ *   1. logits of all tokens that are not allowed become -inf
+ *   2. where the history ends with all but the last token of a word, the last becomes -inf
+ *   3. biases are added, each token once
+ *   4. where a token would repeat an n-gram of the history, it becomes -inf
+ *   5. of every token in the history, z > 0 becomes z / repetition_penalty, another z * repetition_penalty
+ *   6. of a token that stands c > 0 times behind the prompt, z becomes (z - frequency_penalty * c) - presence_penalty */
+typedef struct {
+  const int32_t *allowed;      /* [num_allowed] */
+  const int32_t *word_indptr;  /* [num_words + 1]: word w is word_tokens[word_indptr[w]] .. word_tokens[word_indptr[w + 1] - 1] */
+  const int32_t *word_tokens;
+  const int32_t *bias_tokens;  /* [num_biases] */
+  const float *bias_values;    /* [num_biases] */
+  int32_t num_allowed;         /* -1: all tokens are allowed */
+  int32_t num_words, num_biases, no_repeat_ngram_size; /* 0: no such rule */
+  float repetition_penalty, frequency_penalty, presence_penalty; /* 1, 0, 0: no such rule */
+  int32_t reserved;
+} pd_rules;
+typedef struct {
+  const int32_t *num_rows;     /* rows to process */
+  float *logits;               /* [*][vocab] */
+  const int32_t *rows;         /* [num_rows] ascending: rows of logits */
+  const int32_t *rule_ids;     /* [num_rows], into rules */
+  const pd_rules *rules;       /* [num_rules] */
+  const int32_t *prompt_lengths; /* [num_rows]: tokens of the history that were not generated */
+  const int32_t *branches;     /* [num_rows] */
+  const int32_t *query_rows;   /* [num_rows]: rows of the forward, each of its branch */
+  const int32_t *row_indptr, *kv_len, *block_table, *parents; /* of the forward, as in pd_attn_batch; parents may be NULL */
+  const int32_t *token_plane;
+  int32_t num_rules, num_branches, table_stride, block_size, vocab, reserved;
+} pd_process_logits_args;
+PD_EXPORT int pd_process_logits(const pd_process_logits_args *);
+
 typedef struct {
   const int32_t *num_rows;
   const float *logits;
@@ -227,7 +261,8 @@ PD_EXPORT int pd_gumbel(uint64_t seed, uint64_t stream, int32_t position, int32_
 /* ---- a constant list of kernels, carried out in order in one parallel region */
 typedef enum {
   PD_OP_GEMM = 1, PD_OP_EMBED, PD_OP_RMS_NORM, PD_OP_SILU_MUL, PD_OP_ROPE_KV_WRITE, PD_OP_KV_COPY, PD_OP_ATTENTION,
-  PD_OP_ARGMAX, PD_OP_TOPK_LSE, PD_OP_SAMPLE, PD_OP_LAYER_NORM, PD_OP_SOFT_CAP
+  PD_OP_ARGMAX, PD_OP_TOPK_LSE, PD_OP_SAMPLE, PD_OP_LAYER_NORM, PD_OP_SOFT_CAP,
+  PD_OP_PROCESS_LOGITS
 } pd_op_kind;
 typedef struct { int32_t kind, reserved; const void *args; } pd_op;
 PD_EXPORT int pd_run(const pd_op *ops, int64_t num_ops);

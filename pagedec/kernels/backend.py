@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import torch
 
+from pagedec.kernels.processing import ReadForward
 from pagedec.kernels.records import Epilogue
 
 
@@ -151,6 +152,10 @@ class Backend(Protocol):
 
     def copy_slots(self, cache: CacheTensors, src: np.ndarray, dst: np.ndarray) -> None:
         """Slot dst[i] = slot src[i] for i = 0, 1, ... in order, in every layer and head, and in the token plane."""
+
+    def process_logits(self, logits: torch.Tensor, start: int, forward: ReadForward, cache: CacheTensors) -> None:
+        """Apply the rules of `forward.processing` in place to logits fp32 [n, vocab], the read-out rows `start` ..
+        `start + n - 1`. Histories are read from the cache's token plane. Raises InvalidArgument for rules out of range."""
 
     def sample(self, logits: torch.Tensor, draws: np.ndarray) -> np.ndarray:
         """One token for each draw (DRAW_DTYPE) from logits fp32 [num_rows, vocab]: int32 [num_draws]."""

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from pagedec.kernels import reference, reference_readout
+from pagedec.kernels import reference, reference_processing, reference_readout
 from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope
+from pagedec.kernels.processing import ReadForward, RuleTable, rows_within
 from pagedec.kernels.records import Epilogue
 from pagedec.kernels.reference_attention import paged_attention
 from pagedec.kernels.reference_linear import TorchPackedLinear, gated_product
@@ -150,6 +151,7 @@ class ReferenceBackend:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.name, self.dtype = "reference", dtype
+        self._rules = RuleTable()
         self.varying: set[tuple[int, int]] = set()
         self._probed: set[tuple[int, int]] = set()
 
@@ -172,6 +174,22 @@ class ReferenceBackend:
 
     def copy_slots(self, cache: CacheTensors, src: np.ndarray, dst: np.ndarray) -> None:
         reference.kv_copy(cache.k, cache.v, torch.from_numpy(src), torch.from_numpy(dst), cache.tokens)
+
+    def process_logits(self, logits: torch.Tensor, start: int, forward: ReadForward, cache: CacheTensors) -> None:
+        processing, vocab = forward.processing, logits.shape[1]
+        if processing is None:
+            return
+        picked = rows_within(processing, start, start + len(logits))
+        flat = [self._rules.flat(rules, vocab) for rules in processing.rules]
+        for i in range(picked.start, picked.stop):
+            row, branch = int(processing.rows[i]), int(processing.branches[i])
+            history = reference_processing.history(
+                int(forward.read_rows[row]), branch, forward.row_indptr, forward.kv_len, forward.block_table,
+                forward.parents, cache.tokens.numpy(), cache.block_size,
+            )  # fmt: skip
+            reference_processing.process(
+                logits.numpy()[row - start], history, int(processing.prompt_lengths[i]), flat[processing.rule_ids[i]]
+            )
 
     def sample(self, logits: torch.Tensor, draws: np.ndarray) -> np.ndarray:
         return reference_readout.sample(logits.numpy(), draws)

@@ -32,8 +32,10 @@ from pagedec.kernels.records import (
     LayerNormArgs,
     Op,
     OpKind,
+    ProcessLogitsArgs,
     RmsNormArgs,
     RopeKvWriteArgs,
+    Rules,
     SampleArgs,
     SiluMulArgs,
     SoftCapArgs,
@@ -43,8 +45,8 @@ from pagedec.kernels.records import (
 __all__ = [
     "ABI_VERSION", "DRAW_DTYPE", "ISAS", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape",
     "Draw", "Dtype", "EmbedArgs", "Epilogue", "GemmArgs", "KernelError", "KvCopyArgs", "LayerNormArgs", "Library",
-    "LibraryNotFound", "Op", "OpKind", "Program", "RmsNormArgs", "RopeKvWriteArgs", "SampleArgs", "SiluMulArgs",
-    "SoftCapArgs", "TopkLseArgs", "available_isas", "library_directories", "load",
+    "LibraryNotFound", "Op", "OpKind", "ProcessLogitsArgs", "Program", "RmsNormArgs", "RopeKvWriteArgs", "Rules",
+    "SampleArgs", "SiluMulArgs", "SoftCapArgs", "TopkLseArgs", "available_isas", "library_directories", "load",
 ]  # fmt: skip
 
 ABI_VERSION = 2
@@ -120,7 +122,9 @@ class Library:
         if version != ABI_VERSION:
             raise KernelError(f"{path}: ABI version is {version}; this package needs {ABI_VERSION}: build it again")
         for name, (argument_types, result_type) in PROTOTYPES.items():
-            function = getattr(self.functions, name)
+            function = getattr(self.functions, name, None)
+            if function is None:
+                raise KernelError(f"{path}: it has no function {name}: build it again")
             function.argtypes, function.restype = argument_types, result_type
         self.isa: str = self.functions.pd_isa().decode()
         self._kernels = {kind: getattr(self.functions, C_NAMES[kind].removesuffix("_args")) for kind in OP_KINDS}

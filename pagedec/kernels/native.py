@@ -21,6 +21,7 @@ from pagedec.kernels.library import (
     KvCopyArgs,
     LayerNormArgs,
     Library,
+    ProcessLogitsArgs,
     Program,
     RmsNormArgs,
     RopeKvWriteArgs,
@@ -29,6 +30,7 @@ from pagedec.kernels.library import (
     TopkLseArgs,
 )
 from pagedec.kernels.memory import Arena
+from pagedec.kernels.processing import ReadForward, RuleTable, rows_within
 
 DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16}
 
@@ -40,6 +42,10 @@ def address(tensor: torch.Tensor | None, dtype: torch.dtype, what: str) -> int |
     if tensor.dtype != dtype or not tensor.is_contiguous():
         raise ValueError(f"{what} is {tensor.dtype}, strides {tensor.stride()}; it must be contiguous {dtype}")
     return tensor.data_ptr()
+
+
+def _int32(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array, np.int32)
 
 
 @dataclass(slots=True)
@@ -200,6 +206,7 @@ class NativeBackend:
         self.library, self.dtype, self.code = library, dtype, DTYPES[dtype]
         self.name = library.isa
         self.arena = Arena()
+        self._rules = RuleTable()
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeWeight:
         n, k = weight.shape
@@ -222,6 +229,33 @@ class NativeBackend:
                 count.ctypes.data, src.ctypes.data, dst.ctypes.data, cache.k.data_ptr(), cache.v.data_ptr(),
                 cache.tokens.data_ptr(), cache.k.stride(0), cache.k.shape[0], cache.num_kv_heads, cache.head_dim,
                 cache.block_size, int(self.code), 0,
+            )
+        )  # fmt: skip
+
+    def process_logits(self, logits: torch.Tensor, start: int, forward: ReadForward, cache: CacheTensors) -> None:
+        processing, vocab = forward.processing, logits.shape[1]
+        picked = rows_within(processing, start, start + len(logits))
+        if processing is None or picked.start == picked.stop:
+            return
+        flat = [self._rules.flat(rules, vocab) for rules in processing.rules]
+        count = np.array([picked.stop - picked.start], np.int32)
+        rows = processing.rows[picked]
+        table, parents = forward.block_table, forward.parents
+        arrays = [
+            _int32(array)
+            for array in (
+                rows - start, processing.rule_ids[picked], processing.prompt_lengths[picked],
+                processing.branches[picked], forward.read_rows[rows], forward.row_indptr, forward.kv_len, table,
+            )
+        ]  # fmt: skip
+        own, rule_ids, *rest = (array.ctypes.data for array in arrays)
+        records = np.frombuffer(b"".join(rules.record for rules in flat), np.uint8)
+        tree = None if parents is None else _int32(parents)
+        self.library.call(
+            ProcessLogitsArgs(
+                count.ctypes.data, address(logits, torch.float32, "logits"), own, rule_ids, records.ctypes.data,
+                *rest, None if tree is None else tree.ctypes.data, address(cache.tokens, torch.int32, "tokens"),
+                len(flat), len(forward.kv_len), table.shape[1], cache.block_size, vocab, 0,
             )
         )  # fmt: skip
 

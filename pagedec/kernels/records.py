@@ -10,7 +10,22 @@ from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_uint64, c_vo
 from enum import IntEnum
 from typing import Any
 
-import numpy as np
+from pagedec.kernels.records_readout import (
+    DRAW_DTYPE,
+    ArgmaxArgs,
+    Draw,
+    ProcessLogitsArgs,
+    Rules,
+    SampleArgs,
+    SoftCapArgs,
+    TopkLseArgs,
+)
+
+__all__ = [
+    "C_NAMES", "DRAW_DTYPE", "OP_KINDS", "PROTOTYPES", "ArgmaxArgs", "AttentionArgs", "AttnBatch", "AttnShape", "Draw",
+    "Dtype", "EmbedArgs", "Epilogue", "GemmArgs", "KvCopyArgs", "LayerNormArgs", "Op", "OpKind", "ProcessLogitsArgs",
+    "RmsNormArgs", "RopeKvWriteArgs", "Rules", "SampleArgs", "SiluMulArgs", "SoftCapArgs", "TopkLseArgs",
+]  # fmt: skip
 
 
 class Dtype(IntEnum):
@@ -45,6 +60,7 @@ class OpKind(IntEnum):
     SAMPLE = 10
     LAYER_NORM = 11
     SOFT_CAP = 12
+    PROCESS_LOGITS = 13
 
 
 class GemmArgs(Structure):
@@ -227,86 +243,11 @@ class AttentionArgs(Structure):
     ]
 
 
-class SoftCapArgs(Structure):
-    """cap * tanh(x / cap) in place."""
-
-    _fields_ = [("num_rows", c_void_p), ("x", c_void_p), ("n", c_int32), ("cap", c_float)]
-
-
-class ArgmaxArgs(Structure):
-    """The largest logit of each row."""
-
-    _fields_ = [
-        ("num_rows", c_void_p),
-        ("logits", c_void_p),
-        ("token_ids", c_void_p),
-        ("vocab", c_int32),
-        ("reserved", c_int32),
-    ]
-
-
-class TopkLseArgs(Structure):
-    """The k largest logits of each row and the row's logsumexp."""
-
-    _fields_ = [
-        ("num_rows", c_void_p),
-        ("logits", c_void_p),
-        ("row_ids", c_void_p),
-        ("token_ids", c_void_p),
-        ("values", c_void_p),
-        ("lse", c_void_p),
-        ("vocab", c_int32),
-        ("k", c_int32),
-    ]
-
-
-class Draw(Structure):
-    """One Gumbel-max draw from one row; DRAW_DTYPE is the same record for numpy."""
-
-    _fields_ = [
-        ("seed", c_uint64),
-        ("stream", c_uint64),
-        ("row", c_int32),
-        ("position", c_int32),
-        ("top_k", c_int32),
-        ("temperature", c_float),
-        ("top_p", c_float),
-        ("min_p", c_float),
-    ]
-
-
-class SampleArgs(Structure):
-    """A list of draws."""
-
-    _fields_ = [
-        ("num_draws", c_void_p),
-        ("draws", c_void_p),
-        ("logits", c_void_p),
-        ("token_ids", c_void_p),
-        ("vocab", c_int32),
-        ("reserved", c_int32),
-    ]
-
-
 class Op(Structure):
     """One kernel of a program."""
 
     _fields_ = [("kind", c_int32), ("reserved", c_int32), ("args", c_void_p)]
 
-
-DRAW_DTYPE = np.dtype(
-    [
-        ("seed", np.uint64),
-        ("stream", np.uint64),
-        ("row", np.int32),
-        ("position", np.int32),
-        ("top_k", np.int32),
-        ("temperature", np.float32),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-    ],
-    align=True,
-)
 
 # The C name of every record, and the program kind of those that are kernels.
 C_NAMES: dict[type[Structure], str] = {
@@ -321,6 +262,8 @@ C_NAMES: dict[type[Structure], str] = {
     AttnBatch: "pd_attn_batch",
     AttentionArgs: "pd_attention_args",
     SoftCapArgs: "pd_soft_cap_args",
+    Rules: "pd_rules",
+    ProcessLogitsArgs: "pd_process_logits_args",
     ArgmaxArgs: "pd_argmax_args",
     TopkLseArgs: "pd_topk_lse_args",
     Draw: "pd_draw",
@@ -340,6 +283,7 @@ OP_KINDS: dict[type[Structure], OpKind] = {
     SampleArgs: OpKind.SAMPLE,
     LayerNormArgs: OpKind.LAYER_NORM,
     SoftCapArgs: OpKind.SOFT_CAP,
+    ProcessLogitsArgs: OpKind.PROCESS_LOGITS,
 }
 
 _P_INT32 = POINTER(c_int32)
@@ -367,6 +311,7 @@ PROTOTYPES: dict[str, tuple[list[Any], Any]] = {
     "pd_plan_view": ([c_void_p, POINTER(_P_INT32), POINTER(c_int64)], ctypes.c_int),
     "pd_attention": ([POINTER(AttentionArgs)], ctypes.c_int),
     "pd_soft_cap": ([POINTER(SoftCapArgs)], ctypes.c_int),
+    "pd_process_logits": ([POINTER(ProcessLogitsArgs)], ctypes.c_int),
     "pd_argmax": ([POINTER(ArgmaxArgs)], ctypes.c_int),
     "pd_topk_lse": ([POINTER(TopkLseArgs)], ctypes.c_int),
     "pd_sample": ([POINTER(SampleArgs)], ctypes.c_int),

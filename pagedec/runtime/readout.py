@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -12,12 +11,6 @@ from pagedec.core.protocol import LaneForward
 from pagedec.core.reporting import Reported
 from pagedec.kernels.backend import Backend, CacheTensors
 from pagedec.runtime.report import RawRows, empty_report
-
-
-class _Processes(Protocol):
-    """A backend whose kernels process logits."""
-
-    def process_logits(self, logits: torch.Tensor, start: int, forward: LaneForward, cache: CacheTensors) -> None: ...
 
 
 @dataclass(slots=True)
@@ -85,7 +78,7 @@ def _read_probabilities(
     changed = len(banned) or forward.processing is not None
     lse = backend.topk(logits, rows, 0)[2] if len(picked) and changed else None
     if forward.processing is not None:
-        cast(_Processes, backend).process_logits(logits, start, forward, cache)
+        backend.process_logits(logits, start, forward, cache)
     if len(banned):
         logits.numpy()[forward.banned_rows[banned] - start, forward.banned_tokens[banned]] = -np.inf
     if len(picked):

@@ -149,6 +149,14 @@ def test_other_abi_is_refused(tmp_path: Path) -> None:
         load("scalar", tmp_path)
 
 
+def test_library_of_older_sources_is_refused(tmp_path: Path) -> None:
+    source, path = tmp_path / "older.cpp", tmp_path / "libpagedec_scalar.so"
+    source.write_text(f'extern "C" int pd_abi_version(void) {{ return {ABI_VERSION}; }}\n')
+    subprocess.run([compiler(), "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
+    with pytest.raises(KernelError, match="it has no function pd_last_error: build it again"):
+        load("scalar", tmp_path)
+
+
 def test_failing_call_raises_the_librarys_words(library: Library) -> None:
     library.check(0)
     with pytest.raises(KernelError, match="pd_argmax: num_rows is NULL"):

@@ -1,0 +1,114 @@
+"""What the kernels need to process logits: which rows of a piece, and each request's rules as arrays, made once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pagedec.core.processing import Processing, ProcessRows
+from pagedec.errors import InvalidArgument
+from pagedec.kernels.records_readout import Rules
+
+
+class ReadForward(Protocol):
+    """What of a forward (`LaneForward`) says which tokens a read-out row sees, and what is done to its logits."""
+
+    read_rows: np.ndarray
+    row_indptr: np.ndarray
+    kv_len: np.ndarray
+    block_table: np.ndarray
+    parents: np.ndarray | None
+    processing: ProcessRows | None
+
+
+def rows_within(processing: ProcessRows | None, start: int, stop: int) -> slice:
+    """The entries of `processing` that are read-out rows from `start` to below `stop`; None has none."""
+    if processing is None:
+        return slice(0, 0)
+    first, last = np.searchsorted(processing.rows, (start, stop)).tolist()
+    return slice(first, last)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatRules:
+    """A request's rules as arrays; `record` is the kernel's own, with their addresses."""
+
+    rules: Processing
+    allowed: np.ndarray | None  # int32 [num_allowed]
+    word_indptr: np.ndarray  # int32 [num_words + 1]
+    word_tokens: np.ndarray  # int32
+    bias_tokens: np.ndarray  # int32 [num_biases]
+    bias_values: np.ndarray  # fp32 [num_biases]
+    record: bytes
+
+
+def flatten(rules: Processing, vocab_size: int) -> FlatRules:
+    """Return the rules as arrays. Raises InvalidArgument where a field has no meaning for this vocabulary."""
+    _check_numbers(rules)
+    allowed = rules.allowed_token_ids
+    flat = None if allowed is None else _token_ids("allowed_token_ids", allowed, vocab_size)
+    if not all(rules.bad_words):
+        raise InvalidArgument("bad_words", (), "each must have one token or more")
+    lengths = [0, *(len(word) for word in rules.bad_words)]
+    word_tokens = _token_ids("bad_words", [token for word in rules.bad_words for token in word], vocab_size)
+    bias_tokens = _token_ids("logit_bias", [token for token, _ in rules.logit_bias], vocab_size)
+    if len(np.unique(bias_tokens)) < len(bias_tokens):
+        raise InvalidArgument("logit_bias", rules.logit_bias, "each token id must stand there once")
+    word_indptr = np.cumsum(lengths, dtype=np.int32)
+    bias_values = np.array([_finite("logit_bias", value) for _, value in rules.logit_bias], np.float32)
+    record = Rules(
+        None if flat is None else flat.ctypes.data, word_indptr.ctypes.data, word_tokens.ctypes.data,
+        bias_tokens.ctypes.data, bias_values.ctypes.data, -1 if flat is None else len(flat), len(rules.bad_words),
+        len(bias_tokens), rules.no_repeat_ngram_size, rules.repetition_penalty, rules.frequency_penalty,
+        rules.presence_penalty, 0,
+    )  # fmt: skip
+    return FlatRules(rules, flat, word_indptr, word_tokens, bias_tokens, bias_values, bytes(record))
+
+
+def _check_numbers(rules: Processing) -> None:
+    if _finite("repetition_penalty", rules.repetition_penalty) <= 0:
+        raise InvalidArgument("repetition_penalty", rules.repetition_penalty, "must be above 0 in fp32")
+    _finite("frequency_penalty", rules.frequency_penalty)
+    _finite("presence_penalty", rules.presence_penalty)
+    if not 0 <= rules.no_repeat_ngram_size < 2**31:
+        raise InvalidArgument("no_repeat_ngram_size", rules.no_repeat_ngram_size, "must be from 0 to 2^31 - 1")
+
+
+def _finite(field: str, value: float) -> np.float32:
+    with np.errstate(over="ignore"):
+        rounded = np.float32(value)
+    if not np.isfinite(rounded):
+        raise InvalidArgument(field, value, "must be finite in fp32")
+    return rounded
+
+
+def _token_ids(field: str, tokens: list[int] | tuple[int, ...], vocab_size: int) -> np.ndarray:
+    wide = np.array(tokens, np.int64)
+    wrong = wide[(wide < 0) | (wide >= vocab_size)]
+    if len(wrong):
+        raise InvalidArgument(field, int(wrong[0]), f"its token ids must be from 0 to {vocab_size - 1}")
+    return wide.astype(np.int32)
+
+
+class RuleTable:
+    """The flat form of the rules used lately, found by the identity of their object: requests keep theirs from step to
+    step, and to compare long lists would cost more than to apply them."""
+
+    def __init__(self, capacity: int = 256) -> None:
+        self.capacity = capacity
+        self._entries: OrderedDict[tuple[int, int], FlatRules] = OrderedDict()
+
+    def flat(self, rules: Processing, vocab_size: int) -> FlatRules:
+        """Return the arrays of these rules. An entry holds its rules: their id is not given to others while it lives."""
+        key = (id(rules), vocab_size)
+        found = self._entries.get(key)
+        if found is not None:
+            self._entries.move_to_end(key)
+            return found
+        made = self._entries[key] = flatten(rules, vocab_size)
+        while len(self._entries) > self.capacity:
+            self._entries.popitem(last=False)
+        return made

@@ -1,0 +1,129 @@
+"""The records of read-out: what is done with logits, field by field as in csrc/include/pagedec.h."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_float, c_int32, c_uint64, c_void_p
+
+import numpy as np
+
+
+class SoftCapArgs(Structure):
+    """cap * tanh(x / cap) in place."""
+
+    _fields_ = [("num_rows", c_void_p), ("x", c_void_p), ("n", c_int32), ("cap", c_float)]
+
+
+class ArgmaxArgs(Structure):
+    """The largest logit of each row."""
+
+    _fields_ = [
+        ("num_rows", c_void_p),
+        ("logits", c_void_p),
+        ("token_ids", c_void_p),
+        ("vocab", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class TopkLseArgs(Structure):
+    """The k largest logits of each row and the row's logsumexp."""
+
+    _fields_ = [
+        ("num_rows", c_void_p),
+        ("logits", c_void_p),
+        ("row_ids", c_void_p),
+        ("token_ids", c_void_p),
+        ("values", c_void_p),
+        ("lse", c_void_p),
+        ("vocab", c_int32),
+        ("k", c_int32),
+    ]
+
+
+class Draw(Structure):
+    """One Gumbel-max draw from one row; DRAW_DTYPE is the same record for numpy."""
+
+    _fields_ = [
+        ("seed", c_uint64),
+        ("stream", c_uint64),
+        ("row", c_int32),
+        ("position", c_int32),
+        ("top_k", c_int32),
+        ("temperature", c_float),
+        ("top_p", c_float),
+        ("min_p", c_float),
+    ]
+
+
+class SampleArgs(Structure):
+    """A list of draws."""
+
+    _fields_ = [
+        ("num_draws", c_void_p),
+        ("draws", c_void_p),
+        ("logits", c_void_p),
+        ("token_ids", c_void_p),
+        ("vocab", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class Rules(Structure):
+    """What is done to the logits of a request's rows."""
+
+    _fields_ = [
+        ("allowed", c_void_p),
+        ("word_indptr", c_void_p),
+        ("word_tokens", c_void_p),
+        ("bias_tokens", c_void_p),
+        ("bias_values", c_void_p),
+        ("num_allowed", c_int32),
+        ("num_words", c_int32),
+        ("num_biases", c_int32),
+        ("no_repeat_ngram_size", c_int32),
+        ("repetition_penalty", c_float),
+        ("frequency_penalty", c_float),
+        ("presence_penalty", c_float),
+        ("reserved", c_int32),
+    ]
+
+
+class ProcessLogitsArgs(Structure):
+    """Rules of requests on rows of logits, and where the rows' histories stand."""
+
+    _fields_ = [
+        ("num_rows", c_void_p),
+        ("logits", c_void_p),
+        ("rows", c_void_p),
+        ("rule_ids", c_void_p),
+        ("rules", c_void_p),
+        ("prompt_lengths", c_void_p),
+        ("branches", c_void_p),
+        ("query_rows", c_void_p),
+        ("row_indptr", c_void_p),
+        ("kv_len", c_void_p),
+        ("block_table", c_void_p),
+        ("parents", c_void_p),
+        ("token_plane", c_void_p),
+        ("num_rules", c_int32),
+        ("num_branches", c_int32),
+        ("table_stride", c_int32),
+        ("block_size", c_int32),
+        ("vocab", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+DRAW_DTYPE = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("stream", np.uint64),
+        ("row", np.int32),
+        ("position", np.int32),
+        ("top_k", np.int32),
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+    ],
+    align=True,
+)

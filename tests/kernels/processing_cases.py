@@ -1,0 +1,172 @@
+"""Random forwards whose rows have known histories, and what processing does to their logits in plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from pagedec.core.processing import NO_PROCESSING, Processing, ProcessRows
+from pagedec.kernels.backend import Backend, CacheTensors
+
+BLOCK_SIZE = 8
+
+
+@dataclass(slots=True)
+class Forward:
+    """What process_logits reads of a forward."""
+
+    read_rows: np.ndarray
+    row_indptr: np.ndarray
+    kv_len: np.ndarray
+    block_table: np.ndarray
+    parents: np.ndarray | None
+    processing: ProcessRows | None
+
+
+@dataclass(slots=True)
+class Case:
+    """A forward, its token plane, logits of the read-out rows, and the history of each of them."""
+
+    forward: Forward
+    plane: torch.Tensor
+    logits: torch.Tensor
+    histories: list[list[int]]
+
+    def cache(self) -> CacheTensors:
+        nothing = torch.empty(0)
+        return CacheTensors(nothing, nothing, self.plane, 1, 16, BLOCK_SIZE)
+
+    def process(self, backend: Backend, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """The logits of rows `start` .. `stop - 1` after processing; a guard row behind them stays NaN."""
+        chosen = self.logits[start:stop]
+        guarded = torch.cat([chosen, torch.full((1, chosen.shape[1]), torch.nan)])
+        backend.process_logits(guarded[:-1], start, self.forward, self.cache())
+        assert guarded[-1].isnan().all()
+        return guarded[:-1]
+
+    def expected(self) -> torch.Tensor:
+        out, wanted = self.logits.numpy().copy(), self.forward.processing
+        assert wanted is not None
+        for row, prompt, rule in zip(wanted.rows, wanted.prompt_lengths, wanted.rule_ids, strict=True):
+            out[row] = processed(out[row], self.histories[row], int(prompt), wanted.rules[rule])
+        return torch.from_numpy(out)
+
+    def only(self, rows: Sequence[int]) -> Case:
+        """The same forward, of which only these read-out rows (by their place among the processed) are processed."""
+        p = self.forward.processing
+        assert p is not None
+        part = ProcessRows(
+            *(getattr(p, name)[list(rows)] for name in ("rows", "branches", "prompt_lengths", "rule_ids")), p.rules
+        )
+        return replace(self, forward=replace(self.forward, processing=part))
+
+
+def processed(row: np.ndarray, history: list[int], prompt: int, rules: Processing) -> np.ndarray:
+    """The docstring of Processing, word by word, token by token, in fp32."""
+    out, f32, n = row.copy(), np.float32, rules.no_repeat_ngram_size
+    biases, generated = dict(rules.logit_bias), history[prompt:]
+    grams = {tuple(history[i : i + n]) for i in range(len(history) - n + 1)}
+    for token in range(len(row)):
+        z = row[token]
+        if rules.allowed_token_ids is not None and token not in rules.allowed_token_ids:
+            z = f32(-np.inf)
+        for word in rules.bad_words:
+            if word[-1] == token and (len(word) == 1 or tuple(history[-(len(word) - 1) :]) == word[:-1]):
+                z = f32(-np.inf)
+        if token in biases:
+            z = f32(z + f32(biases[token]))
+        if n > 0 and len(history) >= n - 1 and (*history[len(history) - n + 1 :], token) in grams:
+            z = f32(-np.inf)
+        if rules.repetition_penalty != 1.0 and token in history:
+            r = f32(rules.repetition_penalty)
+            z = f32(z / r) if z > 0 else f32(z * r)
+        count = generated.count(token)
+        if count:
+            z = f32(f32(z - f32(f32(rules.frequency_penalty) * f32(count))) - f32(rules.presence_penalty))
+        out[token] = z
+    return out
+
+
+def random_rules(rng: np.random.Generator, vocab: int) -> Processing:
+    """Each rule with its own chance, so that all of them meet now and then."""
+
+    def chance() -> bool:
+        return bool(rng.random() < 0.4)
+
+    def ids(n: int) -> tuple[int, ...]:
+        return tuple(int(t) for t in rng.integers(0, vocab, n))
+
+    return Processing(
+        allowed_token_ids=ids(int(rng.integers(0, 2 * vocab))) if chance() else None,
+        bad_words=tuple(ids(int(n)) for n in rng.integers(1, 4, int(rng.integers(0, 12)))) if chance() else (),
+        logit_bias=tuple((t, float(rng.normal() * 5)) for t in sorted(set(ids(4)))) if chance() else (),
+        no_repeat_ngram_size=int(rng.integers(1, 6)) if chance() else 0,
+        repetition_penalty=float(rng.uniform(0.5, 2)) if chance() else 1.0,
+        frequency_penalty=float(rng.normal()) if chance() else 0.0,
+        presence_penalty=float(rng.normal()) if chance() else 0.0,
+    )
+
+
+def random_case(seed: int, vocab: int = 7, num_branches: int = 9, max_length: int = 60, trees: bool = True) -> Case:
+    """Branches of one to `max_length` tokens that share blocks, end in chains and trees, and are read out here and there.
+
+    The vocabulary is small, so that histories repeat themselves.
+    """
+    rng = np.random.default_rng(seed)
+    width = -(-max_length // BLOCK_SIZE)
+    ids = list(rng.permutation(num_branches * width))
+    plane = rng.integers(0, vocab, len(ids) * BLOCK_SIZE).astype(np.int32)
+    table = np.full((num_branches, width), -1, np.int32)
+    rows: list[tuple[int, int, list[int]]] = []  # branch, length of the longest prompt there can be, history
+    parents: list[int] = []
+    indptr, kv_len = [0], []
+    for branch in range(num_branches):
+        length = int(rng.integers(1, max_length + 1))
+        shared = int(rng.integers(0, kv_len[-1] // BLOCK_SIZE + 1)) if branch and rng.random() < 0.5 else 0
+        table[branch, :shared] = table[branch - 1, :shared]
+        for i in range(shared, -(-length // BLOCK_SIZE)):
+            table[branch, i] = ids.pop()
+        tokens = [int(t) for block in table[branch] if block >= 0 for t in plane.reshape(-1, BLOCK_SIZE)[block]]
+        num_rows = int(rng.integers(1, min(length, 9) + 1))
+        chain = int(rng.integers(1, num_rows + 1)) if trees else num_rows
+        before, seen = length - num_rows, []
+        for i in range(num_rows):
+            parent = -1 if i < chain else int(rng.integers(chain - 1, i))
+            seen.append(tokens[: before + i + 1] if i < chain else [*seen[parent], tokens[before + i]])
+            parents.append(parent)
+            rows.append((branch, before + chain, seen[-1]))
+        indptr.append(len(rows))
+        kv_len.append(length)
+    read = np.sort(rng.choice(len(rows), int(rng.integers(1, len(rows) + 1)), replace=False)).astype(np.int32)
+    picked = np.sort(rng.choice(len(read), int(rng.integers(1, len(read) + 1)), replace=False)).astype(np.int32)
+    rules = [NO_PROCESSING, *(random_rules(rng, vocab) for _ in range(6))]
+    of_row = [rows[r] for r in read]
+    wanted = ProcessRows(
+        picked,
+        np.array([of_row[i][0] for i in picked], np.int32),
+        np.array([rng.integers(0, of_row[i][1] + 1) for i in picked], np.int32),
+        rng.integers(0, len(rules), len(picked)).astype(np.int32),
+        rules,
+    )
+    tree = np.array(parents, np.int32) if trees else None
+    forward = Forward(read, np.array(indptr, np.int32), np.array(kv_len, np.int32), table, tree, wanted)
+    logits = torch.from_numpy((rng.normal(size=(len(read), vocab)) * 3).astype(np.float32))
+    logits[rng.random(logits.shape) < 0.05] = 0.0
+    return Case(forward, torch.from_numpy(plane), logits, [row[2] for row in of_row])
+
+
+def simple_case(histories: Sequence[Sequence[int]], logits: torch.Tensor, rules: Processing, prompt: int = 0) -> Case:
+    """One branch and one row for each history, blocks in order."""
+    n, width = len(histories), max(1, -(-max(map(len, histories)) // BLOCK_SIZE))
+    plane = np.full((n, width * BLOCK_SIZE), -1, np.int32)
+    for i, history in enumerate(histories):
+        plane[i, : len(history)] = history
+    at = np.arange(n, dtype=np.int32)
+    wanted = ProcessRows(at, at, np.full(n, prompt, np.int32), np.zeros(n, np.int32), [rules])
+    table = np.arange(n * width, dtype=np.int32).reshape(n, width)
+    lengths = np.array([len(history) for history in histories], np.int32)
+    forward = Forward(at, np.arange(n + 1, dtype=np.int32), lengths, table, None, wanted)
+    return Case(forward, torch.from_numpy(plane.reshape(-1)), logits, [list(history) for history in histories])
