@@ -26,13 +26,25 @@ TINY = {
     "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
     "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 49152, "hidden_size": 96,
+    "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 512, "sliding_window": 20, "sliding_window_pattern": 3, "query_pre_attn_scalar": 32,
+    "final_logit_softcapping": 30.0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 49152, "n_embd": 96, "n_inner": 160,
+    "n_layer": 4, "n_head": 6, "n_positions": 512, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 KINDS = {
     "bfloat16": {"model": "smollm2", "dtype": "bfloat16"},
     "float32": {"model": "smollm2", "dtype": "float32"},
     "reference": {"dtype": "float32", "attention_backend": "reference", "load_format": "dummy"},
     "tiny": {"dtype": "bfloat16", "load_format": "dummy"},
+    "gemma3": {"dtype": "bfloat16", "load_format": "dummy"},
+    "gpt2": {"dtype": "float32", "load_format": "dummy"},
 }
-TINY_KINDS = ("reference", "tiny")
+TINY_KINDS = {"reference": TINY, "tiny": TINY, "gemma3": GEMMA3, "gpt2": GPT2}
 
 
 @lru_cache(maxsize=len(KINDS))
@@ -41,7 +53,7 @@ def arguments(kind: str) -> dict[str, Any]:
     if kind not in TINY_KINDS:
         return KINDS[kind]
     directory = Path(tempfile.mkdtemp(prefix="pagedec-tiny-"))
-    (directory / "config.json").write_text(json.dumps(TINY))
+    (directory / "config.json").write_text(json.dumps(TINY_KINDS[kind]))
     return {**KINDS[kind], "model": str(directory)}
 
 
@@ -57,7 +69,7 @@ def weights(kind: str) -> tuple[LoadedModel, LoadedModel]:
     return loaded, draft
 
 
-@pytest.fixture(scope="session", params=sorted(set(KINDS) - {"tiny"}))
+@pytest.fixture(scope="session", params=["bfloat16", "float32", "reference"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -262,7 +262,7 @@ def test_rope_factors_of_a_gguf_file(write_gguf: WriteGguf) -> None:
 
 
 REFUSED_GGUF: list[tuple[dict[str, Any], str]] = [
-    ({"general.architecture": "gemma3"}, "general.architecture is 'gemma3': .*supported are llama, qwen3"),
+    ({"general.architecture": "mamba"}, "general.architecture is 'mamba': .*supported are llama, qwen2"),
     ({"general.architecture": None}, "general.architecture is None"),
     ({"llama.block_count": None}, "llama.block_count is None: must be given"),
     ({"llama.attention.head_count": [4, 4]}, r"llama.attention.head_count is \[4, 4\]"),
