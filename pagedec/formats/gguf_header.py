@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagedec.errors import ModelFileError
+from pagedec.formats.files import file_size
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
+MAX_HEADER_BYTES = 256 << 20  # a vocabulary of 262144 tokens takes 6 MB, with its merges 30; as objects many times that
 MAX_NESTING = 4  # arrays of arrays; files in use have none
 
 # GGUF's value types; 8 is a string, 9 an array
@@ -86,6 +88,8 @@ class _Cursor:
     def need(self, num_bytes: int, what: str) -> None:
         if num_bytes > self.size - self.position:
             raise self.fail(f"{what} needs {num_bytes} bytes, {self.size - self.position} are left: truncated?")
+        if self.position + num_bytes > MAX_HEADER_BYTES:
+            raise self.fail(f"{what} ends past byte {MAX_HEADER_BYTES}, the longest header that is read")
 
     def scalar(self, code: str, what: str) -> int | float | bool:
         num_bytes = struct.calcsize("<" + code)
@@ -120,6 +124,8 @@ class _Cursor:
                 position += 8 + num_bytes
                 if position > size:
                     raise self.fail(f"{what}: string {len(result)} of {count} ends past the file: truncated?")
+                if position > MAX_HEADER_BYTES:
+                    raise self.fail(f"{what} ends past byte {MAX_HEADER_BYTES}, the longest header that is read")
                 result.append(str(data[position - num_bytes : position], "utf-8"))
         except struct.error as error:
             raise self.fail(f"{what}: string {len(result)} of {count} is cut off: truncated?") from error
@@ -224,6 +230,7 @@ def _parse(cursor: _Cursor) -> GgufHeader:
 def read_gguf_header(path: Path) -> GgufHeader:
     """Read and check everything but the weights; raise ModelFileError naming the file and what is wrong."""
 
+    file_size(path)  # a pipe would wait for ever
     try:
         with path.open("rb") as file:
             magic = file.read(len(MAGIC))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,6 +82,21 @@ def _from_directory(model: str, directory: Path, load_format: str) -> ModelFiles
     return ModelFiles(model, "safetensors", config, directory, directory)
 
 
+def _local(field: str, name: str) -> Path:
+    """Return a name as a path; raise InvalidArgument for one that the system takes for none."""
+    if not name or "\0" in name:
+        raise InvalidArgument(field, name, "must be a path, a hub id or the name of the default model")
+    try:
+        path = Path(name).expanduser()
+        os.fsencode(path)
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, half a surrogate pair
+        raise InvalidArgument(
+            field, name, f"must be a path, a hub id or the name of the default model: {error}"
+        ) from error
+    return path
+
+
 def _fetch(field: str, name: str, patterns: Sequence[str]) -> Path:
     """Return the directory of a hub id, fetched where it is not here yet."""
     if _HUB_ID.fullmatch(name) is None or ".." in name:
@@ -97,9 +113,7 @@ def _fetch(field: str, name: str, patterns: Sequence[str]) -> Path:
 
 def resolve_tokenizer(name: str) -> Path:
     """Find a tokenizer alone: a directory, a tokenizer.json, a .gguf, "smollm2" or a hub id."""
-    path = Path(name).expanduser()
-    if not name or "\0" in name:
-        raise InvalidArgument("tokenizer", name, "must be a path or a hub id")
+    path = _local("tokenizer", name)
     if path.exists() or path.suffix in (".gguf", ".json"):
         return path
     return _default_file() if name == DEFAULT_MODEL else _fetch("tokenizer", name, TOKENIZER_PATTERNS)
@@ -110,9 +124,7 @@ def resolve_model(model: str | None = None, load_format: str = "auto") -> ModelF
     if load_format not in LOAD_FORMATS:
         raise InvalidArgument("load_format", load_format, f"must be one of {', '.join(LOAD_FORMATS)}")
     name = DEFAULT_MODEL if model is None else model
-    if not name or "\0" in name:
-        raise InvalidArgument("model", name, "must be a path, a hub id or the name of the default model")
-    path = Path(name).expanduser()
+    path = _local("model", name)
     if path.is_dir():
         return _from_directory(name, path, load_format)
     if path.is_file() and path.suffix != ".gguf":

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
-from pagedec.errors import ModelFileError
-from pagedec.formats.files import file_size, parse_json_object, read_json_object
+from pagedec.errors import MAX_SHOWN, ModelFileError, shown
+from pagedec.formats.files import file_size, is_file, parse_json_object, read_json_object
 from pagedec.formats.mapping import map_file, view_tensor
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_COUNT = 2**63 - 1  # of a size or a byte position
+MAX_DIMS = 16
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -53,7 +55,7 @@ class SafetensorsHeader:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT
 
 
 def _entry(path: Path, name: str, value: Any, data_start: int, num_data_bytes: int) -> TensorEntry:
@@ -62,12 +64,14 @@ def _entry(path: Path, name: str, value: Any, data_start: int, num_data_bytes: i
         raise ModelFileError(path, f"tensor {name}: its header entry lacks dtype, shape or data_offsets")
     dtype = DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
     if dtype is None:
-        raise ModelFileError(path, f"tensor {name}: dtype {value['dtype']!r} is not one of {', '.join(DTYPES)}")
+        raise ModelFileError(path, f"tensor {name}: dtype {shown(value['dtype'])} is not one of {', '.join(DTYPES)}")
     shape, offsets = value["shape"], value["data_offsets"]
     if not isinstance(shape, list) or not all(_is_count(size) for size in shape):
-        raise ModelFileError(path, f"tensor {name}: shape {shape!r} is not a list of sizes")
+        raise ModelFileError(path, f"tensor {name}: shape {shown(shape)} is not a list of sizes")
+    if len(shape) > MAX_DIMS:
+        raise ModelFileError(path, f"tensor {name} has {len(shape)} dimensions, must be at most {MAX_DIMS}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
-        raise ModelFileError(path, f"tensor {name}: data_offsets {offsets!r} are not two byte positions")
+        raise ModelFileError(path, f"tensor {name}: data_offsets {shown(offsets)} are not two byte positions")
     begin, end = offsets
     num_bytes = math.prod(shape) * dtype.itemsize
     if end - begin != num_bytes:
@@ -82,12 +86,18 @@ def read_header(path: Path) -> SafetensorsHeader:
     num_file_bytes = file_size(path)
     if num_file_bytes < 8:
         raise ModelFileError(path, f"has {num_file_bytes} bytes, a safetensors file at least 8: truncated?")
-    with path.open("rb") as file:
-        (num_header_bytes,) = struct.unpack("<Q", file.read(8))
-        if num_header_bytes > min(MAX_HEADER_BYTES, num_file_bytes - 8):
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            (num_header_bytes,) = struct.unpack("<Q", start)
             limit = min(MAX_HEADER_BYTES, num_file_bytes - 8)
-            raise ModelFileError(path, f"announces a header of {num_header_bytes} bytes, at most {limit} are possible")
-        raw = file.read(num_header_bytes)
+            if num_header_bytes > limit:
+                what = f", it begins with {start!r}: not a safetensors file?" if start[:1] != b"\0" else ""
+                problem = f"announces a header of {num_header_bytes} bytes, at most {limit} are possible{what}"
+                raise ModelFileError(path, problem)
+            raw = file.read(num_header_bytes)
+    except OSError as error:
+        raise ModelFileError(path, f"cannot be read ({error.strerror})") from error
     header = parse_json_object(path, raw, "the safetensors header")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -169,7 +179,7 @@ def weight_files(directory: Path) -> list[Path]:
         return [single]
     if index.is_file():
         shards = [directory / shard for shard in sorted(set(_read_index(index).values()))]
-        missing = [shard.name for shard in shards if not shard.is_file()]
+        missing = [shard.name[:MAX_SHOWN] for shard in shards if not is_file(shard)]
         if missing:
             raise ModelFileError(index, f"names files that are not there: {', '.join(missing)}")
         return shards

@@ -116,7 +116,7 @@ def check_names(
 
 
 def check_weights(source: WeightSource, shapes: Mapping[str, tuple[int, ...]], optional: Collection[str] = ()) -> None:
-    """Raise ModelFileError unless `source` holds exactly the named tensors with exactly these shapes."""
+    """Raise ModelFileError unless `source` holds exactly the named tensors with exactly these shapes, as floating point."""
     check_names(shapes, source.names(), source.path, optional)
     wrong = [
         f"{name} has shape {list(source.shape(name))}, the model configuration needs {list(shape)}"
@@ -125,3 +125,7 @@ def check_weights(source: WeightSource, shapes: Mapping[str, tuple[int, ...]], o
     ]
     if wrong:
         raise ModelFileError(source.path, f"{len(wrong)} of the weights have a wrong shape; {_listed(wrong)}")
+    dtypes = {name: source.dtype(name) for name in shapes}
+    wrong = [f"{name} is {dtype}" for name, dtype in dtypes.items() if not dtype.is_floating_point]
+    if wrong:
+        raise ModelFileError(source.path, f"{len(wrong)} of the weights are no floating point; {_listed(wrong)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagedec.errors import InvalidArgument
-from pagedec.models.checks import is_int, one_of, positive_int, positive_number
+from pagedec.models.checks import MAX_CONTEXT, is_int, layer_count, one_of, positive_int, positive_number
 from pagedec.models.rope import RopeScaling
 
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new")
@@ -88,6 +88,11 @@ class Architecture:
             *("num_kv_heads", "head_dim", "max_position_embeddings"),
         ):
             positive_int(field, getattr(self, field))
+        layer_count("num_layers", self.num_layers)
+        if self.max_position_embeddings > MAX_CONTEXT:  # rotary tables have a row for each position
+            raise InvalidArgument(
+                "max_position_embeddings", self.max_position_embeddings, f"must be at most {MAX_CONTEXT}"
+            )
         for field in ("rms_norm_eps", "rope_theta", "embedding_scale"):
             positive_number(field, getattr(self, field))
         for field in ("local_rope_theta", "query_scale"):

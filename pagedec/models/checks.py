@@ -8,6 +8,10 @@ from typing import Any
 
 from pagedec.errors import InvalidArgument
 
+MAX_INT32 = 2**31 - 1
+MAX_LAYERS = 10_000
+MAX_CONTEXT = 2**24  # tokens
+
 
 def is_int(value: object) -> bool:
     """Return whether the value is an integer and not a truth value."""
@@ -15,9 +19,18 @@ def is_int(value: object) -> bool:
 
 
 def positive_int(field: str, value: object) -> None:
-    """Raise InvalidArgument unless the value is an integer of at least 1."""
+    """Raise InvalidArgument unless the value is an integer of at least 1, and one that kernels can count to."""
     if not is_int(value) or value < 1:  # type: ignore[operator]
         raise InvalidArgument(field, value, "must be an integer of at least 1")
+    if value > MAX_INT32:  # type: ignore[operator]
+        raise InvalidArgument(field, value, f"must be at most {MAX_INT32}")
+
+
+def layer_count(field: str, value: object) -> None:
+    """Raise InvalidArgument unless the value is a number of layers, so that lists of them may be made."""
+    positive_int(field, value)
+    if value > MAX_LAYERS:  # type: ignore[operator]
+        raise InvalidArgument(field, value, f"must be at most {MAX_LAYERS}")
 
 
 def positive_number(field: str, value: object) -> None:

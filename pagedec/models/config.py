@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagedec.errors import InvalidArgument
-from pagedec.models.checks import positive_int, positive_number, required
+from pagedec.models.checks import layer_count, positive_int, positive_number, required
 from pagedec.models.rope import RopeScaling, rope_scaling_from_hf
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -71,6 +71,7 @@ def full_layers(values: Mapping[str, Any], default: Sequence[str]) -> tuple[int,
     """Return the layers that attend to everything, from layer_types or, where it is not given, `default`."""
     types = values.get("layer_types", default)
     count = required(values, "num_hidden_layers")
+    layer_count("num_hidden_layers", count)
     if not isinstance(types, list | tuple) or len(types) != count:
         raise InvalidArgument("layer_types", types, f"must be a list of {count} names, one for each layer")
     for kind in types:
@@ -84,7 +85,7 @@ def upper_window(values: Mapping[str, Any]) -> dict[str, Any]:
     if not values.get("use_sliding_window") or values.get("sliding_window") is None:
         return {}
     first, count = values["max_window_layers"], required(values, "num_hidden_layers")
-    positive_int("num_hidden_layers", count)
+    layer_count("num_hidden_layers", count)
     default = ["sliding_attention" if i >= first else "full_attention" for i in range(count)]
     full = full_layers(values, default)
     return {"sliding_window": values["sliding_window"], "full_attention_layers": full} if len(full) < count else {}
@@ -109,6 +110,12 @@ class GgufFields:
         value = self.get(field, default)
         positive_int(f"{self.name}.{field}", value)
         return int(value)
+
+    def layers(self) -> int:
+        """Return the number of blocks."""
+        count = self.integer("block_count")
+        layer_count(f"{self.name}.block_count", count)
+        return count
 
     def number(self, field: str, default: float | None = None) -> float:
         """Return the architecture's own field, a finite number greater than 0."""

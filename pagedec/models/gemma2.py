@@ -8,7 +8,7 @@ from typing import Any
 from pagedec.errors import InvalidArgument
 from pagedec.models.architecture import Architecture, LayerNames
 from pagedec.models.base import Family
-from pagedec.models.checks import positive_int, positive_number, required
+from pagedec.models.checks import layer_count, positive_int, positive_number, required
 from pagedec.models.config import GgufFields, base_fields, full_layers, merged
 from pagedec.models.transformer import Transformer
 
@@ -49,7 +49,7 @@ def gemma_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 def read(config: Mapping[str, Any]) -> Architecture:
     values = merged(config, DEFAULTS)
     count = required(values, "num_hidden_layers")
-    positive_int("num_hidden_layers", count)
+    layer_count("num_hidden_layers", count)
     default = ["full_attention" if i % 2 else "sliding_attention" for i in range(count)]
     fields = base_fields(values) | gemma_fields(values)
     return Architecture("gemma2", **fields, full_attention_layers=full_layers(values, default))
@@ -75,7 +75,7 @@ def gemma_gguf_fields(fields: GgufFields, layers_of_27b: int) -> dict[str, Any]:
 
 
 def read_gguf(fields: GgufFields) -> Architecture:
-    count = fields.integer("block_count")
+    count = fields.layers()
     full = tuple(range(1, count, 2))
     return Architecture("gemma2", **gemma_gguf_fields(fields, 46), full_attention_layers=full)
 

@@ -9,7 +9,7 @@ from typing import Any
 from pagedec.errors import InvalidArgument
 from pagedec.models.architecture import Architecture
 from pagedec.models.base import Family
-from pagedec.models.checks import positive_int, required
+from pagedec.models.checks import layer_count, positive_int, required
 from pagedec.models.config import GgufFields, base_fields, full_layers, merged, rope_parameters
 from pagedec.models.gemma2 import gemma_fields, gemma_gguf_fields
 from pagedec.models.transformer import Transformer
@@ -54,8 +54,8 @@ def read(config: Mapping[str, Any]) -> Architecture:
         limit = "is not supported in Gemma 3; must be null"
         raise InvalidArgument("attn_logit_softcapping", values["attn_logit_softcapping"], limit)
     count, pattern = required(values, "num_hidden_layers"), values["sliding_window_pattern"]
-    for field, value in (("num_hidden_layers", count), ("sliding_window_pattern", pattern)):
-        positive_int(field, value)
+    layer_count("num_hidden_layers", count)
+    positive_int("sliding_window_pattern", pattern)
     default = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(count)]
     rope, local_theta = _ropes(values)
     return Architecture(
@@ -70,7 +70,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
 
 def read_gguf(fields: GgufFields) -> Architecture:
     """Files say neither which layers have a window nor how those rotate, unless they are recent; llama.cpp knows."""
-    count, pattern = fields.integer("block_count"), fields.integer("attention.sliding_window_pattern", 6)
+    count, pattern = fields.layers(), fields.integer("attention.sliding_window_pattern", 6)
     return Architecture(
         "gemma3",
         **gemma_gguf_fields(fields, 62),

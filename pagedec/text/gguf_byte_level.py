@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from pagedec.errors import shown
 from pagedec.text.gguf_fields import PREFIX, GgufVocabulary, read_list
 
 # How text is cut before merging: the models' own expressions
@@ -83,7 +84,7 @@ def style_of(vocabulary: GgufVocabulary) -> Style:
     style = STYLES.get(pre) if isinstance(pre, str) else None
     if style is None:
         known = ", ".join(STYLES)
-        raise vocabulary.fail("pre", f"is {pre!r}, supported are {known}; name a tokenizer directory")
+        raise vocabulary.fail("pre", f"is {shown(pre)}, supported are {known}; name a tokenizer directory")
     return style
 
 
@@ -99,10 +100,10 @@ def _merges(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
     for i, line in enumerate(read_list(vocabulary.fields, "merges", str, vocabulary.path)):
         left, _, right = line.partition(" ")
         if not left or not right:
-            raise vocabulary.fail("merges:", f"number {i} is {line!r}, must be two tokens with a space between")
+            raise vocabulary.fail("merges:", f"number {i} is {shown(line)}, must be two tokens with a space between")
         for part in (left, right, left + right):
             if part not in vocabulary.ids:
-                raise vocabulary.fail("merges", f"do not fit the tokens: number {i} needs {part!r}")
+                raise vocabulary.fail("merges", f"do not fit the tokens: number {i} needs {shown(part)}")
         merges.append((left, right))
     return merges
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, processors
 
-from pagedec.errors import ModelFileError
+from pagedec.errors import MAX_SHOWN, ModelFileError, shown
 from pagedec.text.gguf_byte_level import build_byte_level, style_of
 from pagedec.text.gguf_fields import CONTROL, PREFIX, UNKNOWN, USER_DEFINED, GgufVocabulary, read_vocabulary
 from pagedec.text.gguf_sentencepiece import build_sentencepiece
@@ -51,8 +51,10 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: GgufVocabulary) -> None:
 def tokenizer_of(vocabulary: GgufVocabulary) -> Tokenizer:
     """Return the tokenizer of a vocabulary; raise ModelFileError naming the field that is wrong or not supported."""
     kind = vocabulary.fields.get(PREFIX + "model")
-    if kind not in BUILDERS:
-        raise vocabulary.fail("model", f"is {kind!r}, supported are {', '.join(BUILDERS)}; name a tokenizer directory")
+    if not isinstance(kind, str) or kind not in BUILDERS:
+        raise vocabulary.fail(
+            "model", f"is {shown(kind)}, supported are {', '.join(BUILDERS)}; name a tokenizer directory"
+        )
     adds_bos = kind == "llama" or style_of(vocabulary).adds_bos
     post_processor = _post_processor(vocabulary, adds_bos)
     try:
@@ -61,7 +63,7 @@ def tokenizer_of(vocabulary: GgufVocabulary) -> Tokenizer:
     except ModelFileError:
         raise
     except Exception as error:  # the library raises plain Exception
-        raise ModelFileError(vocabulary.path, f"{PREFIX}tokens make no tokenizer: {error}") from error
+        raise ModelFileError(vocabulary.path, f"{PREFIX}tokens make no tokenizer: {str(error)[:MAX_SHOWN]}") from error
     if post_processor is not None:
         tokenizer.post_processor = post_processor
     return tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 
 import tokenizers
 
-from pagedec.errors import InvalidArgument, ModelFileError
+from pagedec.errors import MAX_SHOWN, InvalidArgument, ModelFileError
 from pagedec.formats.files import read_json_object
 from pagedec.formats.gguf_header import read_gguf_header
 from pagedec.text.byte_table import ByteTable, Spelling, build_byte_table
@@ -192,7 +192,9 @@ def _from_directory(directory: Path) -> Tokenizer:
     try:
         inner = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
-        raise ModelFileError(path, f"is no tokenizer: {error}; name a tokenizer directory, {WITHOUT}") from error
+        raise ModelFileError(
+            path, f"is no tokenizer: {str(error)[:MAX_SHOWN]}; name a tokenizer directory, {WITHOUT}"
+        ) from error
     config = _optional_json(directory / "tokenizer_config.json")
     special = _special_tokens(directory, config)
     bos = special.get("bos_token")

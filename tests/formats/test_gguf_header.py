@@ -160,6 +160,6 @@ def test_bad_magic(tmp_path: Path, content: bytes) -> None:
 
 
 def test_missing_file_and_directory(tmp_path: Path) -> None:
-    for path in (tmp_path / "none.gguf", tmp_path):
-        with pytest.raises(ModelFileError, match="cannot be read"):
+    for path, problem in ((tmp_path / "none.gguf", "does not exist"), (tmp_path, "is not a file")):
+        with pytest.raises(ModelFileError, match=problem):
             read_gguf_header(path)
