@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -37,7 +39,8 @@ def test_the_architecture() -> None:
 
 @pytest.mark.long
 @torch.no_grad()
-def test_texts_and_logits_equal_those_of_transformers() -> None:
+def test_weights_and_texts_equal_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDEC_CACHE", str(tmp_path))  # the converted form has a gigabyte
     path = gemma_path()
     model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32).eval()
     source = GgufSource(path)
