@@ -13,6 +13,7 @@ class Processing:
     """A request's rules, applied in the order of the fields to every row that it reads out.
 
     A row's history is the tokens that it sees, itself included: those of its branch and, in a draft, its ancestors'.
+    Where bad words and n-grams ban all that is allowed, token 0 is drawn: rules that are met one by one can meet nothing together.
 
     1. `allowed_token_ids`: all others are banned (logit -inf); None: no such rule.
     2. `bad_words`: where the history ends with all but the last token of one, its last is banned; one token alone always is.

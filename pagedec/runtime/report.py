@@ -34,7 +34,8 @@ class RawRows:
         self.rows = rows[self.first : self.stop]
         self.logits = logits[torch.from_numpy(self.rows - start).long()]
         self.values = self.logits.numpy()
-        self.lse = backend.topk(self.logits, np.arange(len(self.rows), dtype=np.int32), 0)[2]
+        if len(self.rows):
+            self.lse = backend.topk(self.logits, np.arange(len(self.rows), dtype=np.int32), 0)[2]
 
     def fill(
         self, out: Reported, drawn: np.ndarray, draws: np.ndarray, picked: np.ndarray, topk_tokens: np.ndarray

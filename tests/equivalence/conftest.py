@@ -14,8 +14,11 @@ import pytest
 
 from pagedec.config import EngineConfig
 from pagedec.engine.engine import Engine
-from pagedec.engine.loader import LoadedModel, assemble, choose_backend, load_model
+from pagedec.engine.loader import LoadedModel, assemble, choose_backend, load_model, vocabulary_of
+from pagedec.engine.options import Vocabulary
+from pagedec.formats.resolve import resolve_model
 from pagedec.models.registry import build_model, open_model_weights
+from pagedec.text.tokenizer import Tokenizer
 from tests.equivalence.harness import Case, Scratch, run
 
 DRAFT_LAYERS = {30: 16, 4: 3}  # near enough to the whole model to be accepted now and then
@@ -69,6 +72,14 @@ def weights(kind: str) -> tuple[LoadedModel, LoadedModel]:
     return loaded, draft
 
 
+@lru_cache(maxsize=1)
+def vocabulary() -> Vocabulary:
+    """The default model's: the tiny ones have as many tokens."""
+    path = resolve_model().tokenizer
+    assert path is not None
+    return vocabulary_of(Tokenizer.from_path(path))
+
+
 @pytest.fixture(scope="session", params=["bfloat16", "float32", "reference"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -77,7 +88,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def make_engine(kind: str, num_blocks: int = 256, **changes: Any) -> Engine:
     loaded, draft = weights(kind)
     config = EngineConfig.from_kwargs(num_blocks=num_blocks, **(arguments(kind) | changes))
-    return assemble(config, loaded, tuple(loaded.arch.eos_token_ids), draft)
+    return assemble(config, loaded, tuple(loaded.arch.eos_token_ids), draft, vocabulary())
 
 
 @pytest.fixture

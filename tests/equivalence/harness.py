@@ -15,7 +15,7 @@ import torch
 from pagedec.core.branch import Branch
 from pagedec.core.protocol import DRAW_DTYPE, Answer, DecoderContext, LaneForward, Query, Sampler, TopK, Verdict
 from pagedec.decoders import decoder, make_decoder
-from pagedec.engine.engine import Engine
+from pagedec.engine.engine import Engine, FinishedRequest
 from pagedec.models.base import Model
 from pagedec.runtime.cache import allocate_cache
 from pagedec.runtime.runner import LaneRunner
@@ -99,6 +99,7 @@ class Outcome:
     """Answers by name, and what happened on the way."""
 
     tokens: dict[str, list[list[int]]]
+    finished: dict[str, FinishedRequest] = field(default_factory=dict)
     num_preemptions: int = 0
     num_cached: int = 0
     num_accepted: int = 0
@@ -118,6 +119,7 @@ def run(
         if disturb and engine.scheduler.requests and disturb.random() < 0.15:
             engine.scheduler.preempt(disturb.choice(engine.scheduler.requests).id)
         for finished in engine.step():
+            outcome.finished[finished.request_id] = finished
             outcome.tokens[finished.request_id] = [answer.token_ids for answer in finished.answers]
             outcome.num_preemptions += finished.metrics.num_preemptions
             outcome.num_cached += finished.metrics.num_cached_tokens

@@ -1,0 +1,191 @@
+"""Every decoder with every feature: what there is, and the table of it in docs/features.md, which `test_table.py` proves cell by cell.
+
+python -m tests.equivalence.features      # refreshes the table in docs/features.md
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pagedec import SamplingParams
+from pagedec.engine.engine import Engine, FinishedRequest
+from tests.algorithms.beam import BeamParams
+from tests.algorithms.lookahead import LookaheadParams
+from tests.algorithms.ngram import NGramParams
+from tests.algorithms.random_tree import RandomTreeParams
+from tests.algorithms.speculative import SpeculativeParams
+from tests.equivalence.conftest import make_engine, vocabulary
+from tests.equivalence.harness import Case, prompts, run
+
+PAGE = Path(__file__).parents[2] / "docs" / "features.md"
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+MAX_TOKENS = 10
+PROMPT = prompts(1, 40, 40, seed=21)[0]
+OTHERS = [
+    Case(f"other {i}", prompt, SamplingParams(temperature=0.7, seed=i, max_tokens=8, repetition_penalty=1 + i / 8))
+    for i, prompt in enumerate(prompts(5, 5, 50, seed=22))
+]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What is asked of the engine, of the request, and of those around it."""
+
+    engine: dict[str, Any] | None = None
+    params: dict[str, Any] | None = None
+    others: bool = False
+    disturb: bool = False
+    twice: bool = False
+    priority: int = 0
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RuledBeamParams(BeamParams):
+    """Beams of a request with rules of its own: the engine reads them from any parameters by their names."""
+
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+
+
+STOP_TOKEN, STOP_TEXT, BAD_TEXT = "the fifth token", "text across two tokens", "text of the second token"
+_known: dict[str, FinishedRequest] = {}
+FEW = tuple(sorted({*PROMPT[:8], *(token for token in OTHERS[0].prompt if token not in PROMPT)}))[:16]
+"""With so few tokens to draw, every rule about repetition has something to do, and drafts are often right."""
+SEEDED = {"temperature": 0.8, "top_p": 0.95, "seed": 4}
+LONG = {"allowed_token_ids": FEW, "max_tokens": 20}
+ALL_RULES = {
+    **LONG, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2, "no_repeat_ngram_size": 3,
+    "logit_bias": {FEW[0]: 0.5}, "logprobs": 3, "prompt_logprobs": 1,
+}  # fmt: skip
+FEATURES = {
+    "alone": Feature(),
+    "in a crowd": Feature(others=True),
+    "chunked prefill": Feature({"max_num_batched_tokens": 7}),
+    "preemption": Feature({"num_blocks": 14}, others=True, disturb=True),
+    "prefix cache hit": Feature(twice=True),
+    "no prefix cache": Feature({"enable_prefix_caching": False}, others=True),
+    "blocks of 8": Feature({"block_size": 8}, others=True),
+    "blocks of 64": Feature({"block_size": 64}, others=True),
+    "low priority": Feature({"num_blocks": 20}, others=True, priority=1),
+    "cache salt": Feature(twice=True, salt="tenant"),
+    "min_tokens": Feature(params={"min_tokens": 6}),
+    "seed, temperature, top_p": Feature(params=SEEDED, others=True),
+    "n = 3": Feature(params={**SEEDED, "n": 3}, others=True),
+    "stop_token_ids": Feature(params={"stop_token_ids": STOP_TOKEN}),
+    "ignore_eos": Feature(params={"ignore_eos": True}),
+    "stop": Feature(params={"stop": STOP_TEXT}, others=True),
+    "logit_bias": Feature(params={"logit_bias": {FEW[0]: 4.0, FEW[1]: 4.0}}, others=True),
+    "allowed_token_ids": Feature(params=LONG, others=True),
+    "bad_words": Feature(params={"bad_words": BAD_TEXT}, others=True),
+    "no_repeat_ngram_size": Feature(params={**LONG, "no_repeat_ngram_size": 2}, others=True),
+    "repetition_penalty": Feature(params={**LONG, "repetition_penalty": 50.0}, others=True),
+    "presence_penalty": Feature(params={**LONG, "presence_penalty": 2.0}, others=True),
+    "frequency_penalty": Feature(params={**LONG, "frequency_penalty": 0.5}, others=True),
+    "logprobs": Feature(params={"logprobs": 3}, others=True),
+    "prompt_logprobs": Feature({"max_num_batched_tokens": 11}, {"prompt_logprobs": 2}, twice=True),
+    "rules and reports, n = 3": Feature(params={**ALL_RULES, **SEEDED, "n": 3}, others=True),
+    "rules and reports, preempted": Feature({"num_blocks": 14, "max_num_batched_tokens": 19}, ALL_RULES, True, True),
+}
+DECODERS: dict[str, Any] = {
+    "greedy and sampling": SamplingParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
+    "n-gram": NGramParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
+    "random tree": RandomTreeParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
+    "lookahead": LookaheadParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
+    "draft model": SpeculativeParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
+    "beam search": RuledBeamParams(3, 6),
+}
+# Of the decoders of the tests; each with the error it gives and why.
+REFUSED = {
+    ("beam search", "seed, temperature, top_p"): (TypeError, "its parameters have none: beams are not drawn"),
+    ("beam search", "n = 3"): (TypeError, "its parameters have none: it returns beam_width answers"),
+    ("beam search", "rules and reports, n = 3"): (TypeError, "as n = 3"),
+    ("beam search", "stop_token_ids"): (TypeError, "its parameters have none yet: beams end at the model's end tokens"),
+    ("beam search", "stop"): (TypeError, "its parameters have none yet: beams end at the model's end tokens"),
+}
+
+
+def with_features(params: Any, changes: dict[str, Any]) -> Any:
+    """The decoder's parameters with a feature; what depends on the text is taken from plain decoding's."""
+    changes = dict(changes)
+    if isinstance(params, SamplingParams):
+        tokens = alone(params).answers[0].token_ids
+        if changes.get("stop_token_ids") == STOP_TOKEN:
+            changes["stop_token_ids"] = (tokens[4],)
+        if changes.get("stop") == STOP_TEXT:
+            changes["stop"] = (_across(tokens),)
+    if changes.get("bad_words") == BAD_TEXT:
+        tokens = alone(DECODERS["greedy and sampling"]).answers[0].token_ids
+        changes["bad_words"] = (_text(tokens[1]),)
+    return replace(params, **changes)
+
+
+def _text(token: int) -> str:
+    return bytes(vocabulary().pieces[token]).decode(errors="strict")
+
+
+def _across(tokens: list[int]) -> str:
+    """The end of one token and the beginning of the next, neither of them whole if it can be."""
+    for left, right in zip(tokens[2:], tokens[3:], strict=False):
+        one, two = (bytes(vocabulary().pieces[token]) for token in (left, right))
+        if one.isascii() and two.isascii() and len(one) > 1 and len(two) > 1:
+            return (one[1:] + two[:-1]).decode()
+    raise AssertionError("no two tokens of plain text in a row")
+
+
+def alone(params: Any) -> FinishedRequest:
+    """By itself, with room for everything: plain sampling where the decoder must not change a token, else the decoder itself."""
+    if isinstance(params, SamplingParams):
+        names = SamplingParams.__dataclass_fields__
+        params = SamplingParams(**{name: getattr(params, name) for name in names})
+    key = repr(params)  # some hold a dict and have no hash
+    if key not in _known:
+        _known[key] = run(make_engine("tiny"), [Case("cell", PROMPT, params)]).finished["cell"]
+    return _known[key]
+
+
+def in_engine(engine: Engine, feature: Feature, params: Any) -> FinishedRequest:
+    """With the feature, and with those around it."""
+    for _ in range(1 + feature.twice):
+        cases = list(OTHERS) if feature.others else []
+        request = engine.add("cell", PROMPT, params, feature.priority, feature.salt)
+        disturb = random.Random(5) if feature.disturb else None
+        outcome = run(engine, cases, disturb, waiting_for=["cell"])
+        engine.scheduler.check()
+    if feature.twice:
+        reported = getattr(params, "prompt_logprobs", None) is not None
+        assert request.num_cached_tokens == 0 if reported else request.num_cached_tokens >= len(PROMPT) // 16 * 16
+    return outcome.finished["cell"]
+
+
+def table_markdown() -> str:
+    """Features down, decoders across; a cell that is not ok names its error and the reason."""
+    names = list(DECODERS)
+    lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for feature in FEATURES:
+        cells = []
+        for decoder in names:
+            error, reason = REFUSED.get((decoder, feature), (None, ""))
+            cells.append("ok" if error is None else f"{error.__name__}: {reason}")
+        lines.append(f"| {feature} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def page(text: str) -> str:
+    """The page with the table as it is now."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{table_markdown()}\n{END}{rest.split(END)[1]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,92 @@
+"""A request's own rules on the real model: drawing under them is a loop over whole texts, and reports have the same bits wherever
+they come from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pagedec import SamplingParams
+from pagedec.core.processing import Processing
+from pagedec.core.protocol import DRAW_DTYPE
+from pagedec.core.reporting import TokenLogprobs
+from pagedec.decoders.sampling import sampler_of
+from pagedec.engine.engine import Engine
+from pagedec.engine.options import read_options
+from tests.algorithms.lookahead import LookaheadParams
+from tests.algorithms.ngram import NGramParams
+from tests.algorithms.random_tree import RandomTreeParams
+from tests.algorithms.speculative import SpeculativeParams
+from tests.core.oracle import process
+from tests.equivalence.conftest import vocabulary
+from tests.equivalence.harness import Case, Scratch, prompts, run
+
+Make = Callable[..., Engine]
+PROMPTS = prompts(4, 12, 24, seed=31)
+FEW = tuple(sorted(set(PROMPTS[0])))[:12]
+MAX_TOKENS = 6
+RULES = (
+    SamplingParams(temperature=0, max_tokens=MAX_TOKENS, repetition_penalty=1.4, presence_penalty=0.5, logprobs=4),
+    SamplingParams(temperature=0, max_tokens=MAX_TOKENS, allowed_token_ids=FEW, no_repeat_ngram_size=3, logprobs=0),
+    SamplingParams(
+        temperature=0.9, top_p=0.9, seed=5, max_tokens=MAX_TOKENS, allowed_token_ids=FEW, frequency_penalty=0.7,
+        repetition_penalty=0.8, logit_bias={FEW[0]: 2.5, FEW[3]: -1.0}, logprobs=2,
+    ),
+    SamplingParams(temperature=0.7, seed=6, max_tokens=MAX_TOKENS, bad_words=["the", "a little", ","], logprobs=3),
+)  # fmt: skip
+
+
+def loop(scratch: Scratch, prompt: Sequence[int], params: SamplingParams) -> tuple[list[int], list[TokenLogprobs]]:
+    """One whole text after the other: the model's logits, reported; the rules, applied on the host; a draw."""
+    rules: Processing = read_options(params, 49152, (), vocabulary()).processing
+    tokens, reports, sampler, backend = list(prompt), [], sampler_of(params), scratch.model.backend
+    for _ in range(params.max_tokens or 0):
+        raw = scratch.logits(tokens)
+        ruled = torch.tensor([process(raw[0].tolist(), tokens, len(prompt), rules)], dtype=torch.float32)
+        record = (sampler.seed, 0, 0, len(tokens), sampler.top_k, sampler.temperature, sampler.top_p, sampler.min_p)
+        token = int(backend.sample(ruled, np.array([record], DRAW_DTYPE))[0])
+        ids, values, lse = backend.topk(raw, np.zeros(1, np.int32), params.logprobs or 0)
+        row = raw[0].numpy()
+        own, top = float(np.float32(row[token] - lse[0])), tuple((values - lse)[0].astype(np.float32).tolist())
+        reports.append(TokenLogprobs(token, own, 1 + int((row > row[token]).sum()), tuple(ids[0].tolist()), top))
+        tokens.append(token)
+    return tokens[len(prompt) :], reports
+
+
+def test_ruled_sampling_is_a_loop_over_whole_texts(engine: Make, scratch: Scratch) -> None:
+    """All of it bitwise, from a batch under preemption, with and without drafts."""
+    methods = (SamplingParams, NGramParams, RandomTreeParams, LookaheadParams, SpeculativeParams)
+    cases, want = [], {}
+    for i, (prompt, params) in enumerate(zip(PROMPTS, RULES, strict=True)):
+        params = replace(params, ignore_eos=True)
+        expected = loop(scratch, prompt, params)
+        for method in methods if i in (1, 2) else methods[: 1 + i]:
+            name = f"{method.__name__} {i}"
+            cases.append(Case(name, prompt, method(**{f: getattr(params, f) for f in params.__dataclass_fields__})))
+            want[name] = expected
+    outcome = run(engine(num_blocks=9, max_num_batched_tokens=40), cases, random.Random(3))
+    assert outcome.num_preemptions > 2 and outcome.num_accepted > 0
+    for name, (tokens, reports) in want.items():
+        [answer] = outcome.finished[name].answers
+        assert answer.token_ids == tokens, f"{name}: tokens differ"
+        assert answer.logprobs == reports, f"{name}: reports differ"
+
+
+@pytest.mark.parametrize("rows", [7, 64])
+def test_prompts_are_reported_with_the_same_bits_in_any_chunks(engine: Make, rows: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2, logprobs=1)
+    cases = [Case(str(i), prompt, params) for i, prompt in enumerate(PROMPTS)]
+    alone = {}
+    roomy = engine()
+    for case in cases:
+        alone |= run(roomy, [case]).finished
+    outcome = run(engine(num_blocks=6, max_num_batched_tokens=rows), cases, random.Random(rows))
+    for case in cases:
+        got, want = outcome.finished[case.name], alone[case.name]
+        assert got.prompt_logprobs == want.prompt_logprobs and got.answers == want.answers
+        assert got.prompt_logprobs is not None and len(got.prompt_logprobs) == len(case.prompt)
