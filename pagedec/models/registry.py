@@ -110,7 +110,12 @@ def open_model_weights(arch: Architecture, files: ModelFiles, dtype: torch.dtype
 
 
 def build_model(arch: Architecture, source: WeightSource, backend: Backend, max_position: int) -> Model:
-    """Take the weights into the backend's form; positions below `max_position` can be evaluated."""
+    """Take the weights into the backend's form; positions below `max_position` can be evaluated.
+
+    Raises InvalidArgument for heads that compiled kernels do not attend with.
+    """
+    if backend.name != "reference" and (arch.head_dim % 16 or arch.head_dim > 256):
+        raise InvalidArgument("head_dim", arch.head_dim, "must be a multiple of 16 up to 256 with compiled kernels")
     return FAMILIES[arch.name].model(arch, source, backend, max_position)
 
 

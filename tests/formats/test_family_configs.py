@@ -17,6 +17,8 @@ from pagedec.formats.loading import open_weights
 from pagedec.formats.resolve import ModelFiles, resolve_model
 from pagedec.formats.source import RenamedSource
 from pagedec.kernels.fallback import ReferenceBackend
+from pagedec.kernels.library import available_isas, load
+from pagedec.kernels.native import NativeBackend
 from pagedec.models.architecture import Architecture
 from pagedec.models.registry import (
     ARCHITECTURES,
@@ -189,6 +191,16 @@ def test_dummy_weights(name: str) -> None:
     for field in norms:
         weight = getattr(model.layers[0], field)  # type: ignore[attr-defined]
         assert weight is None or torch.equal(weight, torch.ones_like(weight)), field
+
+
+@pytest.mark.parametrize("head_dim", [20, 272])
+@pytest.mark.skipif(not available_isas(), reason="no compiled kernels")
+def test_heads_that_the_kernels_do_not_take(head_dim: int) -> None:
+    """Refused when a model is loaded, and not in its first step."""
+    arch = from_hf_config(config_of("llama", head_dim=head_dim))
+    source = open_model_weights(arch, ModelFiles("m", "dummy"), torch.float32)
+    with pytest.raises(InvalidArgument, match=f"head_dim is {head_dim}: must be a multiple of 16 up to 256"):
+        build_model(arch, source, NativeBackend(load(), torch.float32), 64)
 
 
 def test_the_text_part_of_gemma3_with_images(tmp_path: Path) -> None:
