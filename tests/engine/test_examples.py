@@ -1,0 +1,43 @@
+"""The example scripts run, and the one for vLLM is a script for vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def test_a_script_for_vllm_runs_but_for_its_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The example is taken as its vLLM self, and nothing but the import's module is changed back."""
+    ours = (EXAMPLES / "vllm_script.py").read_text()
+    theirs = ours.replace("\nfrom pagedec import LLM, SamplingParams\n", "\nfrom vllm import LLM, SamplingParams\n")
+    assert theirs != ours and "pagedec" not in theirs
+    script = tmp_path / "script.py"
+    script.write_text(re.sub(r"^from vllm import", "from pagedec import", theirs, flags=re.MULTILINE))
+    with contextlib.redirect_stderr(io.StringIO()):
+        runpy.run_path(str(script))["main"]("smollm2")
+    shown = capsys.readouterr().out
+    assert shown.count("'The capital of France is' -> ") == 3
+    assert "(stop, '.')" in shown or "(stop, '\\n')" in shown
+    assert "Paris" not in shown.split("== rules")[1].split("\n")[1]
+    assert "rank 1: " in shown and shown.count("The capital of Italy") >= 1
+    assert [line for line in shown.splitlines() if line.startswith("== ")] == [
+        "== one set of parameters for all prompts", "== parameters for each prompt", "== rules",
+        next(line for line in shown.splitlines() if line.startswith("== logprobs")), "== chat", "== several chats",
+        "== the answer goes on",
+    ]  # fmt: skip
+
+
+def test_the_offline_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.redirect_stderr(io.StringIO()):
+        runpy.run_path(str(EXAMPLES / "offline.py"))["main"]()
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("'My three favourite colours are' -> ") for line in lines) == 3
+    cached = [int(found) for found in re.findall(r"\((\d+) of \d+ prompt tokens were cached\)", "\n".join(lines))]
+    assert len(cached) == 2 and cached[1] > cached[0]
