@@ -134,6 +134,20 @@ def test_log_probabilities_in_both_forms(llm: LLM, tmp_path: Path) -> None:
     assert [one["logprob"] for one in own["content"]] == [one["logprob"] for one in chat["content"]]
 
 
+def test_biases_and_stops_of_bodies_reach_the_engine(llm: LLM, tmp_path: Path) -> None:
+    assert llm.tokenizer is not None
+    a, b = llm.tokenizer.encode("ab")
+    lines = [
+        request("bias", prompt="x", max_tokens=3, logit_bias={str(a): 100}),
+        request("penalty", prompt="x", max_tokens=4, temperature=0, logit_bias={str(a): 100, str(b): 99}, presence_penalty=2),
+        request("stop", prompt="x", max_tokens=9, logit_bias={str(a): 100}, stop=["aaa"]),
+    ]  # fmt: skip
+    run_batch(llm, write_input(tmp_path / "in", lines), tmp_path / "out")
+    bias, penalty, stop = read_output(tmp_path / "out")
+    assert (texts(bias), texts(penalty), texts(stop)) == (["aaa"], ["abaa"], [""])
+    assert stop["response"]["body"]["choices"][0]["stop_reason"] == "aaa"
+
+
 def test_bad_lines_become_records_and_stop_nothing(llm: LLM, tmp_path: Path) -> None:
     lines = mixed_lines(40)
     summary = run_batch(llm, write_input(tmp_path / "in", lines), tmp_path / "out", defaults={"max_tokens": 4})
