@@ -9,6 +9,7 @@ results are right, and not promised to be bitwise the same in other company.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,8 +23,10 @@ from pagedec.models.architecture import Architecture
 from pagedec.models.base import Programs
 from pagedec.models.buffers import StepBuffers
 from pagedec.models.hosted_attention import RUN, AttentionCall, Refused, answering, register
-from pagedec.models.hosted_config import HostedArchitecture, check_length
+from pagedec.models.hosted_config import HostedArchitecture, check_length, first_line
 from pagedec.models.hosted_probe import check_rows
+
+_log = logging.getLogger(__name__)
 
 NO_ROTATION = Rope(None)  # the modeling code has rotated
 EXACT = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -146,6 +149,9 @@ class HostedModel:
     def __init__(self, arch: HostedArchitecture, model: Any, backend: Backend, max_position: int) -> None:
         self.arch: Architecture = arch
         self._hosted, self.backend, self.max_position = arch, backend, max_position
+        _log.warning(
+            "%s runs through transformers: its results' last bits may depend on their company", arch.class_name
+        )
         self.model, self._read_out = model, _ReadOut(model, arch.trunk)
         try:
             check_rows(self._read_out.run, arch.layers, arch.vocab_size, max_position, EXACT[backend.dtype])
@@ -219,8 +225,7 @@ def _from_files(arch: HostedArchitecture, files: ModelFiles, backend: Backend) -
             use_safetensors=True, trust_remote_code=False, output_loading_info=True,
         )  # fmt: skip
     except Exception as error:  # the loader raises errors of three libraries
-        message = str(error).strip().partition("\n")[0]
-        raise ModelFileError(files.weights, f"transformers cannot load the weights: {message}") from error
+        raise ModelFileError(files.weights, f"transformers cannot load the weights: {first_line(error)}") from error
     problems = []
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(name for name in map(str, info.get(what) or ()) if not is_buffer(name))

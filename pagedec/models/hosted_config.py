@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pagedec.errors import InvalidArgument, ModelFileError
+from pagedec.errors import InvalidArgument, ModelFileError, PagedecError
 from pagedec.models.architecture import Architecture
 from pagedec.models.hosted_attention import PROBE, Refused, register
 from pagedec.models.hosted_probe import LayerAttention, probe_attention
@@ -54,8 +54,7 @@ def read_config(config: Mapping[str, Any], directory: Path | None) -> Any:
         else:
             hf = transformers.CONFIG_MAPPING[model_type].from_dict(dict(config))
     except Exception as error:  # configuration classes check themselves, with errors of many types
-        message = str(error).strip().partition("\n")[0]
-        raise ModelFileError(directory or "preset", f"{version} refuses config.json: {message}") from error
+        raise ModelFileError(directory or "preset", f"{version} refuses config.json: {first_line(error)}") from error
     return hf
 
 
@@ -68,8 +67,13 @@ def hosted_architecture(config: Mapping[str, Any], directory: Path | None) -> Ho
     register()
     try:
         return _looked_at(config, read_config(config, directory))
+    except PagedecError:
+        raise
     except Refused as error:
         raise _refuse(config, f"cannot run on the paged cache: {error}") from error
+    except Exception as error:  # configurations and modeling codes are foreign: what they raise is the reason
+        message = f"{type(error).__name__}: {first_line(error)}"
+        raise _refuse(config, f"cannot run on the paged cache: looking at it fails with {message}") from error
 
 
 def _looked_at(config: Mapping[str, Any], hf: Any) -> HostedArchitecture:
@@ -112,16 +116,16 @@ def build_empty(model_class: Any, hf: Any) -> Any:
     try:
         with torch.device("meta"):
             model = model_class._from_config(hf, attn_implementation=PROBE, dtype=torch.bfloat16)
-    except Refused:
-        raise
-    except KeyError as error:
+    except KeyError as error:  # a table of attention classes of its own
         if PROBE not in str(error):
-            raise Refused(f"its class cannot be built: KeyError: {error}") from error
+            raise
         raise Refused("its modeling code does not call transformers' attention interface") from error
-    except Exception as error:  # modeling codes are foreign: whatever they raise is why they cannot be hosted
-        message = str(error).strip().partition("\n")[0]
-        raise Refused(f"its class cannot be built: {type(error).__name__}: {message}") from error
     return model.eval()
+
+
+def first_line(error: Exception) -> str:
+    """The beginning of a message that may be a page long."""
+    return str(error).strip().partition("\n")[0]
 
 
 def _refuse(config: Mapping[str, Any], reason: str) -> InvalidArgument:
@@ -155,6 +159,8 @@ def _text_config(hf: Any) -> Any:
 
 def _check_config(hf: Any, text: Any) -> None:
     """What a configuration alone rules out."""
+    if text is not hf or getattr(hf, "sub_configs", None):
+        raise Refused("its configuration is made of several, as those of models that take more than text are")
     if getattr(text, "kv_lora_rank", None):
         raise Refused("it has latent attention (kv_lora_rank): its cache is not made of keys and values")
     if getattr(hf, "quantization_config", None):

@@ -24,7 +24,7 @@ MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 16
 
 NAMED_INPUTS: Mapping[str, str] = {
-    "s_aux": "attention sinks (s_aux)",
+    "s_aux": "sinks (s_aux)",
     "position_bias": "a bias by position (position_bias)",
     "alibi": "a bias by position (alibi)",
     "head_mask": "a mask of heads (head_mask)",
@@ -65,7 +65,7 @@ class _Recorder:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         self.calls.append(call)
-        return torch.zeros_like(call.query).transpose(1, 2)
+        return torch.zeros_like(call.query).transpose(1, 2).contiguous()
 
 
 class _WithoutValues(TorchDispatchMode):
@@ -100,22 +100,17 @@ def probe_attention(model: Any, num_layers: int, max_position: int) -> Looks:
     recorder, trunks = _Recorder(), _Trunks(model)
     ids = torch.zeros(1, NUM_ROWS, dtype=torch.long, device="meta")
     positions = torch.arange(NUM_ROWS, device="meta")[None]
-    try:
-        with torch.no_grad(), _WithoutValues(), answering(recorder):
-            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-    except Refused:
-        raise
-    except Exception as error:  # modeling codes are foreign: whatever they raise is why they cannot be hosted
-        message = str(error).strip().partition("\n")[0]
-        raise Refused(f"its forward cannot be looked at: {type(error).__name__}: {message}") from error
+    with torch.no_grad(), _WithoutValues(), answering(recorder):
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     if logits.dim() != 3 or logits.shape[:2] != (1, NUM_ROWS):
         raise Refused(f"its forward gives {list(logits.shape)} logits for {NUM_ROWS} rows")
     layers = _in_order(recorder.calls, num_layers)
+    num_positions = min(max_position, MAX_POSITION)
     windows: dict[int, int] = {}  # layers of a kind share one mask
     for call in layers:
         if isinstance(call.mask, ProbeMask) and id(call.mask) not in windows:
-            windows[id(call.mask)] = _window_of(call.mask, min(max_position, MAX_POSITION))
-    kinds = tuple(_checked(i, call, windows.get(id(call.mask))) for i, call in enumerate(layers))
+            windows[id(call.mask)] = _window_of(call.mask, num_positions)
+    kinds = tuple(_checked(i, call, windows.get(id(call.mask)), num_positions) for i, call in enumerate(layers))
     shapes = {(kind.num_heads, kind.num_kv_heads, kind.head_dim) for kind in kinds}
     if len(shapes) > 1:
         raise Refused(f"its layers differ in their heads: (heads, KV heads, head size) are {sorted(shapes)}")
@@ -165,13 +160,15 @@ def _in_order(calls: Sequence[AttentionCall], num_layers: int) -> list[Attention
     return [by_layer[layer] for layer in range(num_layers)]
 
 
-def _checked(layer: int, call: AttentionCall, window: int | None) -> LayerAttention:
+def _checked(layer: int, call: AttentionCall, window: int | None, num_positions: int) -> LayerAttention:
     """A layer's call as the kernels can carry it out; `window` is what its mask says, None without a mask."""
     where = f"layer {layer}"
     for name, value in call.others.items():
         if value is None or value is False or name in WITHOUT_EFFECT:
             continue
-        raise Refused(f"{where} gives attention {NAMED_INPUTS.get(name, f'an input that is not known here ({name})')}")
+        raise Refused(
+            f"{where} has attention with {NAMED_INPUTS.get(name, f'an input that is not known here ({name})')}"
+        )
     if call.others.get("dropout"):
         raise Refused(f"{where} drops attention at random")
     if window is None:
@@ -183,7 +180,7 @@ def _checked(layer: int, call: AttentionCall, window: int | None) -> LayerAttent
         if call.window is not None:
             raise Refused(f"{where} names a window of {call.window} and has no mask with one")
         window = 0
-    elif isinstance(call.window, int) and window and call.window != window:
+    elif isinstance(call.window, int) and 0 < call.window < num_positions and call.window != window:
         raise Refused(f"{where} names a window of {call.window}, and its mask has one of {window}")
     num_heads, num_kv_heads, head_dim = _heads(where, call)
     scale = head_dim**-0.5 if call.scaling is None else call.scaling
@@ -222,7 +219,7 @@ def _window_of(mask: ProbeMask, num_positions: int) -> int:
                 raise Refused("its attention is not causal")
             if not torch.equal(seen, (keys <= query) & (keys > query - width)):
                 raise Refused("its attention mask is neither causal nor a sliding window")
-    except RuntimeError as error:  # it looks at tensors of the meta device
+    except (RuntimeError, IndexError) as error:  # it looks at tensors, of the meta device or of a step's rows
         raise Refused("its attention mask depends on more than positions") from error
     return 0 if width >= num_positions else width
 
@@ -239,7 +236,7 @@ class _RowByRow:
             raise InvariantError(f"layer {call.module.layer_idx} attends in another way than when it was looked at")
         groups = kind.num_heads // kind.num_kv_heads
         key, value = (t.repeat_interleave(groups, dim=1) for t in (call.key, call.value))
-        return (value + call.query.tanh() + key.tanh()).transpose(1, 2)
+        return (value + call.query.tanh() + key.tanh()).transpose(1, 2).contiguous()
 
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
