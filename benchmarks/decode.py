@@ -1,11 +1,12 @@
 """Decoding and prefill of the default model, next to what bounds them and to transformers, all taking turns in one run.
 
-    python benchmarks/decode.py [--batch 1 8 16 64] [--rounds 31] [--prefill 1024] [--no-transformers]
+    python benchmarks/decode.py [--batch 1 8 16 64] [--rounds 31] [--prefill 1024] [--no-transformers] [--no-int8]
 
 One run of "step" is one step of the whole engine (plan, forward, read-out, settle) that gives every sequence of the batch one
-token. Beside it, in every round: a plain read of as many bytes as the step must read (weights and KV), the linear layers alone,
-ours and torch's packed ones, and one decoding step of transformers. The roof is max(read, arithmetic / dot-product rate) of the
-same round. Host is the time of a step outside the device: plan and settle.
+token; "int8" is the same step of an engine with int8 weights and the same prompts, "bf16 / int8" what that gains. Beside it, in
+every round: a plain read of as many bytes as the bf16 step must read (weights and KV), the linear layers alone, ours and torch's
+packed ones, and one decoding step of transformers. The roof is max(read, arithmetic / dot-product rate) of the same round. Host is
+the time of a step outside the device: plan and settle.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from common import Timing, heading, interleave, ratio, self_spread, table
 from gemm import SMOLLM2, Layers
 
 from pagedec import LLM, SamplingParams
+from pagedec.engine.engine import Engine
 from pagedec.kernels.library import Library
 from pagedec.kernels.memory import Arena
 from pagedec.kernels.native import NativeBackend
@@ -32,9 +34,13 @@ FOREVER = SamplingParams(temperature=0, ignore_eos=True, max_tokens=NEW_TOKENS +
 class Contest:
     """The engine, the probes and transformers on the same model."""
 
-    def __init__(self, with_transformers: bool) -> None:
+    def __init__(self, with_transformers: bool, with_int8: bool) -> None:
         self.llm = LLM(dtype="bfloat16", max_model_len=2048, enable_prefix_caching=False)
         self.engine = self.llm.engine
+        self.int8: Engine | None = None
+        if with_int8:
+            int8 = LLM(dtype="bfloat16", quantization="int8", max_model_len=2048, enable_prefix_caching=False)
+            self.int8 = int8.engine
         runner = self.engine.executor.runner.lanes["target"]  # type: ignore[attr-defined]
         self.arch, self.cache = runner.model.arch, runner.cache
         assert isinstance(runner.backend, NativeBackend), "build the kernels first: make build"
@@ -96,15 +102,20 @@ def pair(a: Timing, b: Timing) -> str:
     return f"{middle:.2f} ± {spread:.2f}"
 
 
-def decode(contest: Contest, batch: int, rounds: int) -> list[object]:
-    """One line: a batch that decodes `rounds` tokens each."""
-    engine, prompts = contest.engine, [contest.prompt(PROMPT) for _ in range(batch)]
+def begin(engine: Engine, prompts: list[list[int]]) -> None:
+    """Add the prompts and evaluate them."""
     for i, prompt in enumerate(prompts):
-        engine.add(f"batch {batch}, {i}", prompt, FOREVER)
+        engine.add(f"batch {len(prompts)}, {i}", prompt, FOREVER)
     while any(
         len(branch.tables) and branch.table.length < PROMPT for r in engine.scheduler.requests for branch in r.branches
     ):
         engine.step()
+
+
+def decode(contest: Contest, batch: int, rounds: int) -> list[object]:
+    """One line: a batch that decodes `rounds` tokens each."""
+    engine, prompts = contest.engine, [contest.prompt(PROMPT) for _ in range(batch)]
+    begin(engine, prompts)
     kv = batch * (PROMPT + rounds // 2)
     contest.layers.rows[0] = batch
     linears = contest.layers.contestants(batch)
@@ -114,21 +125,26 @@ def decode(contest: Contest, batch: int, rounds: int) -> list[object]:
         "linears": linears["ours"],
         "torch": linears["torch"],
     }
+    if contest.int8 is not None:
+        begin(contest.int8, prompts)
+        contestants["int8"] = contest.int8.step
     if contest.peer is not None:
         contestants["transformers"] = peer_step(contest.peer, prompts)
     before = engine.stats.plan_seconds + engine.stats.settle_seconds, engine.stats.num_steps
     timings = interleave(contestants, rounds, warmup=2)
     host = (engine.stats.plan_seconds + engine.stats.settle_seconds - before[0]) / (engine.stats.num_steps - before[1])
-    for request in list(engine.scheduler.requests):
-        engine.abort(request.id)
-    step = timings["step"]
+    for each in filter(None, (engine, contest.int8)):
+        for request in list(each.scheduler.requests):
+            each.abort(request.id)
+    step, int8 = timings["step"], timings.get("int8")
     roof = floor(timings["read"], contest.flops(batch, batch, kv), contest.dot_rate)
     peer = timings.get("transformers")
     return [
         batch, f"{step.median * 1e3:.2f}", f"{batch / step.median:.0f}", f"{timings['read'].median * 1e3:.2f}",
         f"{roof.median * 1e3:.2f}", pair(step, roof), f"{timings['linears'].median * 1e3:.2f}",
         f"{timings['torch'].median * 1e3:.2f}", f"{host * 1e3:.2f}", pair(peer, step) if peer else "-",
-        f"{self_spread(step):.2f}",
+        f"{int8.median * 1e3:.2f}" if int8 else "-", f"{batch / int8.median:.0f}" if int8 else "-",
+        pair(step, int8) if int8 else "-", f"{self_spread(step):.2f}",
     ]  # fmt: skip
 
 
@@ -170,18 +186,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--prefill", type=int, default=1024)
     parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument("--no-int8", action="store_true")
     arguments = parser.parse_args()
     if not 1 <= arguments.rounds <= NEW_TOKENS:
         parser.error(f"--rounds is {arguments.rounds}; it must be from 1 to {NEW_TOKENS}")
-    contest = Contest(not arguments.no_transformers)
-    heading("Decoding: SmolLM2-135M, bf16")
+    contest = Contest(not arguments.no_transformers, not arguments.no_int8)
+    heading("Decoding: SmolLM2-135M, bf16 and int8 weights")
     rate = contest.dot_rate / 1e9
     print(
         f"kernels {contest.library.isa}, {contest.library.num_threads} threads, dot products {rate:.0f} GFLOP/s; ms\n"
     )
     columns = [
         "batch", "step", "tokens/s", "read", "roof", "step / roof", "linears", "torch linears", "host",
-        "transformers / step", "step / step",
+        "transformers / step", "int8", "int8 tokens/s", "bf16 / int8", "step / step",
     ]  # fmt: skip
     table(columns, [decode(contest, batch, arguments.rounds) for batch in arguments.batch])
     columns = ["prompt", "ms", "tokens/s", "roof", "ms / roof", "transformers / ours", "ours / ours"]

@@ -72,7 +72,14 @@ class ModelConfig:
             choices=MODEL_IMPLS,
         ),
     )
-    quantization: str | None = option(None, Text("quantization of the weights", choices=QUANTIZATIONS, optional=True))
+    quantization: str | None = option(
+        None,
+        Text(
+            "int8: weights of all linear layers as 8-bit integers, and their inputs while they run; none: as dtype says",
+            choices=QUANTIZATIONS,
+            optional=True,
+        ),
+    )
     max_model_len: int | None = option(
         None, Integer("most tokens of a prompt and its answer; none: what the model allows", low=1, optional=True)
     )
@@ -84,7 +91,6 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _not_available(self, quantization=None)
 
 
 @strict

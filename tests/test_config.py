@@ -35,7 +35,6 @@ WRONG = [
     *[("seed", value) for value in (-1, None, 2**64)],
 ]
 NOT_YET = [
-    ("quantization", "int8"),
     ("speculative_config", {"method": "ngram"}),
     ("tensor_parallel_size", 2),
     ("executor", "ray"),

@@ -118,7 +118,7 @@ def test_most_values_are_not_refused() -> None:
     def taken(fields: dict[str, tuple[Rule, Any]], make: Any) -> set[str]:
         return {name for name, value in cases(fields) if not isinstance(outcome(partial(make, **{name: value})), tuple)}
 
-    not_yet = {"speculative_config", "quantization"}
+    not_yet = {"speculative_config"}
     assert set(engine_rules()) - taken(engine_rules(), EngineConfig.from_kwargs) <= not_yet
     assert taken(rules(SamplingParams), SamplingParams) == set(rules(SamplingParams))
 

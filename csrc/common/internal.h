@@ -34,7 +34,11 @@ int check_argmax(const pd_argmax_args &);
 int check_topk_lse(const pd_topk_lse_args &);
 int check_sample(const pd_sample_args &);
 
-void gemm_part(const pd_gemm_args &, int thread, int num_threads);
+// x of a linear layer with int8 weights is quantised into a workspace: by the threads together, with a barrier behind it, where
+// gemm_quantize_part returns true (for all threads alike), else by each thread for itself inside gemm_part.
+int64_t gemm_workspace_bytes(const pd_gemm_args &, int num_threads);
+bool gemm_quantize_part(const pd_gemm_args &, char *workspace, int thread, int num_threads);
+void gemm_part(const pd_gemm_args &, char *workspace, int thread, int num_threads);
 void embed_part(const pd_embed_args &, int thread, int num_threads);
 void rms_norm_part(const pd_rms_norm_args &, int thread, int num_threads);
 void layer_norm_part(const pd_layer_norm_args &, int thread, int num_threads);

@@ -3,7 +3,10 @@
 #include <omp.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstdlib>
+#include <memory>
 
 #include "common/internal.h"
 
@@ -29,9 +32,9 @@ int check(const pd_op &op) {
   }
 }
 
-void part(const pd_op &op, int t, int n) {
+void part(const pd_op &op, char *workspace, int t, int n) {
   switch (op.kind) {
-    case PD_OP_GEMM: return gemm_part(*(const pd_gemm_args *)op.args, t, n);
+    case PD_OP_GEMM: return gemm_part(*(const pd_gemm_args *)op.args, workspace, t, n);
     case PD_OP_EMBED: return embed_part(*(const pd_embed_args *)op.args, t, n);
     case PD_OP_RMS_NORM: return rms_norm_part(*(const pd_rms_norm_args *)op.args, t, n);
     case PD_OP_SILU_MUL: return silu_mul_part(*(const pd_silu_mul_args *)op.args, t, n);
@@ -77,6 +80,20 @@ class Barrier {
   const int threads_;
 };
 
+// What the program's linear layers need besides their arguments, kept by each thread that runs programs: 64-byte aligned, or NULL.
+char *find_workspace(int64_t bytes) {
+  struct Free {
+    void operator()(char *p) const { free(p); }
+  };
+  static thread_local std::unique_ptr<char, Free> workspace;
+  static thread_local int64_t size = 0;
+  if (bytes > size) {
+    workspace.reset((char *)aligned_alloc(64, bytes));
+    size = workspace ? bytes : 0;
+  }
+  return workspace.get();
+}
+
 int single(pd_op_kind kind, const void *args) {
   const pd_op op{kind, 0, args};
   return pd_run(&op, 1);
@@ -89,9 +106,15 @@ using namespace pagedec;
 
 extern "C" {
 int pd_run(const pd_op *ops, int64_t num_ops) {
-  for (int64_t i = 0; i < num_ops; i++)
-    if (check(ops[i])) return -1;
   const int n = num_threads();
+  int64_t workspace_bytes = 0;
+  for (int64_t i = 0; i < num_ops; i++) {
+    if (check(ops[i])) return -1;
+    if (ops[i].kind == PD_OP_GEMM)
+      workspace_bytes = std::max(workspace_bytes, gemm_workspace_bytes(*(const pd_gemm_args *)ops[i].args, n));
+  }
+  char *const workspace = workspace_bytes ? find_workspace(workspace_bytes) : nullptr;
+  if (workspace_bytes && !workspace) return fail("pd_run: no memory for %lld bytes of workspace", (long long)workspace_bytes);
   // Inside someone else's parallel region, or under a thread limit, OpenMP gives fewer threads than asked for: count first.
   Barrier *barrier = nullptr;
 #pragma omp parallel num_threads(n)
@@ -100,7 +123,8 @@ int pd_run(const pd_op *ops, int64_t num_ops) {
 #pragma omp single
     barrier = new Barrier(got);
     for (int64_t i = 0; i < num_ops; i++) {
-      part(ops[i], t, got);
+      if (ops[i].kind == PD_OP_GEMM && gemm_quantize_part(*(const pd_gemm_args *)ops[i].args, workspace, t, got)) barrier->wait();
+      part(ops[i], workspace, t, got);
       if (i + 1 < num_ops) barrier->wait();
     }
   }

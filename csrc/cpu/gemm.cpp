@@ -6,10 +6,11 @@
 //          threads and rows enough, threads split the rows as well.
 // Order    row block > panel > slice of k > tile. A slice of the panel stays in L1/L2 while the tiles of the block pass it, and
 //          meanwhile they prefetch the next slice, an equal share each, so that memory is never idle.
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 
-#include "cpu/gemm_tile.h"
+#include "cpu/gemm_int8.h"
 
 namespace pagedec {
 namespace {
@@ -25,24 +26,40 @@ constexpr int ROW_SPLIT_MIN_ROWS = 16;  // of a group, for each thread there is
 // the second on. The 512-bit FMA kernel is never so short of memory (prefetching costs it 4-15 %).
 constexpr int TALL_ROWS = TILE_ROWS + 2;  // up to here the first tile is as tall as can be: 16 rows are 14 + 2, 5 % faster than 8 + 8
 constexpr int PREFETCH_MIN_ROWS = PD_LEVEL == 3 ? TALL_ROWS + 1 : PD_LEVEL == 2 ? INT32_MAX : 7;
+constexpr int INT8_PREFETCH_MIN_ROWS = 7;
+// Below so many values of x (rows times k, for each thread that would repeat the work) every thread quantises for itself: that costs
+// about 0.1 ns a value, a barrier some us.
+constexpr int64_t SHARE_MIN_VALUES = 32768;
 
 // Where tile i of a block begins: equal heights, but where hardware prefetching makes one tall tile better.
-int tile_begin(int i, int tiles, int rows) {
-  if (PD_LEVEL == 3 && tiles == 2 && rows <= TALL_ROWS) return i == 0 ? 0 : i == 1 ? TILE_ROWS : rows;
+int tile_begin(bool int8, int i, int tiles, int rows) {
+  if (!int8 && PD_LEVEL == 3 && tiles == 2 && rows <= TALL_ROWS) return i == 0 ? 0 : i == 1 ? TILE_ROWS : rows;
   return rows * i / tiles;
 }
 
-// acc [rows][32] of panel p becomes rows row, row + 1, ... of y.
-template <int EPILOGUE, int Y_DTYPE>
-void finish(const pd_gemm_args &a, int64_t row, int rows, int64_t p, const float *acc) {
+// Rows a multiple of 4 KB apart fall into one set of an 8-way L1, which cannot hold a tall tile's.
+constexpr int64_t L1_SET_PERIOD = 4096;
+
+// What a thread needs to know of x in the row block in work.
+struct Rows {
+  const char *x = nullptr;  // a.x itself, a copy, or what became of it
+  int64_t stride = 0;
+};
+
+// acc [rows][32] of panel p becomes rows row, row + 1, ... of y. scales: int8 only, of the outputs.
+template <int EPILOGUE, int Y_DTYPE, bool INT8>
+void finish(const pd_gemm_args &a, int64_t row, int rows, int64_t p, const float *acc, const float *scales) {
   constexpr bool gated = EPILOGUE == PD_SILU_MUL || EPILOGUE == PD_GELU_MUL;
   const int64_t width = gated ? a.n / 2 : a.n, column = gated ? p * 16 : p * 32;
   const int left = width - column < 32 ? (int)(width - column) : 32;
   F16 bias[2] = {zero16(), zero16()};
   for (int j = 0; a.bias && j < 2; j++)
     bias[j] = gated ? load16(a.bias + p * 32 + j * 16) : load16_part(a.bias + column + j * 16, left > j * 16 ? left - j * 16 : 0);
+  F16 scale[2] = {zero16(), zero16()};
+  if constexpr (INT8) scale[0] = load16(scales), scale[1] = load16(scales + 16);
   for (int i = 0; i < rows; i++) {
     F16 r[2] = {load16(acc + i * 32), load16(acc + i * 32 + 16)};
+    if constexpr (INT8) r[0] = mul16(r[0], scale[0]), r[1] = mul16(r[1], scale[1]);
     if (a.bias) r[0] = add16(r[0], bias[0]), r[1] = add16(r[1], bias[1]);
     if constexpr (gated) r[0] = mul16(EPILOGUE == PD_SILU_MUL ? silu16(r[0]) : gelu16(r[0]), r[1]);
     if constexpr (EPILOGUE == PD_GELU) r[0] = gelu16(r[0]), r[1] = gelu16(r[1]);
@@ -56,26 +73,34 @@ void finish(const pd_gemm_args &a, int64_t row, int rows, int64_t p, const float
   }
 }
 
-using FinishFn = void (*)(const pd_gemm_args &, int64_t, int, int64_t, const float *);
+using FinishFn = void (*)(const pd_gemm_args &, int64_t, int, int64_t, const float *, const float *);
+template <bool INT8>
 FinishFn pick_finish(const pd_gemm_args &a) {
-  static constexpr FinishFn fn[5][2] = {{finish<PD_STORE, PD_F32>, finish<PD_STORE, PD_BF16>},
-                                        {finish<PD_ADD, PD_F32>, nullptr},
-                                        {finish<PD_SILU_MUL, PD_F32>, finish<PD_SILU_MUL, PD_BF16>},
-                                        {finish<PD_GELU_MUL, PD_F32>, finish<PD_GELU_MUL, PD_BF16>},
-                                        {finish<PD_GELU, PD_F32>, finish<PD_GELU, PD_BF16>}};
+  static constexpr FinishFn fn[5][2] = {{finish<PD_STORE, PD_F32, INT8>, finish<PD_STORE, PD_BF16, INT8>},
+                                        {finish<PD_ADD, PD_F32, INT8>, nullptr},
+                                        {finish<PD_SILU_MUL, PD_F32, INT8>, finish<PD_SILU_MUL, PD_BF16, INT8>},
+                                        {finish<PD_GELU_MUL, PD_F32, INT8>, finish<PD_GELU_MUL, PD_BF16, INT8>},
+                                        {finish<PD_GELU, PD_F32, INT8>, finish<PD_GELU, PD_BF16, INT8>}};
   return fn[a.epilogue][a.y_dtype];
 }
 
 struct Job {
   const pd_gemm_args &a;
-  int64_t row_bytes = 0, num_steps = 0, num_slices = 0, panel_bytes = 0;  // a step is a word of x and 128 bytes of a panel
+  bool int8 = false;
+  int64_t row_bytes = 0, num_steps = 0, num_slices = 0;   // a step is a word of x (int8: four values of it) and 128 bytes of a panel
+  int64_t header = 0, panel_bytes = 0;                    // of a panel: bytes before its first step, and in all
   int64_t row_begin = 0, row_end = 0, panel_begin = 0, panel_end = 0;     // this thread's share
   FinishFn finish = nullptr;
   const char *next = nullptr, *next_end = nullptr;  // what this thread will read in the following layer, or NULL
-  const char *x = nullptr;                          // of the row block in work: a.x itself, or a copy
-  int64_t x_stride = 0;
+  char *workspace = nullptr;                        // int8: this thread's own, or what all have quantised into
+  bool shared = false;
+  Rows rows{};
 
-  int64_t slice_begin(int64_t s) const { return num_steps * s / num_slices; }
+  int64_t slice_begin(int64_t s) const {  // int8: where a group begins
+    const int64_t step = num_steps * s / num_slices;
+    return int8 && s < num_slices ? step / GROUP_STEPS * GROUP_STEPS : step;
+  }
+  int64_t slice_offset(int64_t s) const { return s ? header + slice_begin(s) * 128 : 0; }  // in the panel; the header goes with the first
   const char *panel(int64_t p) const { return (const char *)a.packed + p * panel_bytes; }
 };
 
@@ -91,17 +116,34 @@ int num_row_groups(int64_t rows, int64_t panels, int num_threads) {
   return best;
 }
 
-Job make_job(const pd_gemm_args &a, int thread, int num_threads) {
+// x in int8, in the workspace: rows that are not L1_SET_PERIOD apart.
+int64_t int8_stride(const Int8Row &shape) { return shape.bytes % L1_SET_PERIOD ? shape.bytes : shape.bytes + 64; }
+int64_t int8_bytes(const pd_gemm_args &a, int64_t rows) { return rows * int8_stride(Int8Row(a.k)); }
+int64_t own_rows(const pd_gemm_args &a) { return *a.num_rows < BLOCK_ROWS ? *a.num_rows : BLOCK_ROWS; }
+
+// Whether the threads of a group quantise its rows together.
+bool shares_rows(const pd_gemm_args &a, int num_threads) {
+  const int groups = num_row_groups(*a.num_rows, ((int64_t)a.n + 31) / 32, num_threads), columns = num_threads / groups;
+  return (int64_t)*a.num_rows / groups * a.k * (columns - 1) / columns >= SHARE_MIN_VALUES;
+}
+
+Job make_job(const pd_gemm_args &a, char *workspace, int thread, int num_threads) {
   const int64_t rows = *a.num_rows, panels = ((int64_t)a.n + 31) / 32;
   Job j{a};
+  j.int8 = a.quantization == PD_INT8;
   j.row_bytes = (int64_t)a.k * (a.dtype == PD_BF16 ? 2 : 4);
-  j.num_steps = (j.row_bytes + 3) / 4, j.num_slices = (j.num_steps + SLICE_STEPS - 1) / SLICE_STEPS;
-  j.panel_bytes = j.num_steps * 128;
+  j.num_steps = j.int8 ? ((int64_t)a.k + 3) / 4 : (j.row_bytes + 3) / 4;
+  j.num_slices = (j.num_steps + SLICE_STEPS - 1) / SLICE_STEPS;
+  if (j.int8) {
+    j.header = INT8_HEADER, j.shared = shares_rows(a, num_threads);
+    j.workspace = j.shared ? workspace : workspace + thread * int8_bytes(a, own_rows(a));
+  }
+  j.panel_bytes = j.header + j.num_steps * 128;
   const int groups = num_row_groups(rows, panels, num_threads), columns = num_threads / groups;
   const int column = thread % columns, group = thread / columns;
   j.row_begin = rows * group / groups, j.row_end = rows * (group + 1) / groups;
   j.panel_begin = panels * column / columns, j.panel_end = panels * (column + 1) / columns;
-  j.finish = pick_finish(a);
+  j.finish = j.int8 ? pick_finish<true>(a) : pick_finish<false>(a);
   if (a.next_packed) {
     j.next = (const char *)a.next_packed + (a.next_bytes * thread / num_threads & -64);
     j.next_end = (const char *)a.next_packed + a.next_bytes * (thread + 1) / num_threads;
@@ -109,9 +151,8 @@ Job make_job(const pd_gemm_args &a, int thread, int num_threads) {
   return j;
 }
 
-// Rows a multiple of 4 KB apart fall into one set of an 8-way L1, which cannot hold a tall tile's. A block of such rows is copied,
-// each row a line further than it was (measured, k = 4096 and 14336: 1.16-1.2 times faster at 12 and 24 rows, 1.07 at 144).
-constexpr int64_t L1_SET_PERIOD = 4096;
+// A block of rows L1_SET_PERIOD apart is copied, each row a line further than it was (measured, k = 4096 and 14336: 1.16-1.2 times
+// faster at 12 and 24 rows, 1.07 at 144).
 constexpr int COPY_MIN_ROWS = TILE_ROWS > 8 ? 10 : INT32_MAX, COPY_MIN_PANELS = 8;  // below these the copy costs more than it saves
 
 void place_rows(Job &j, int64_t row, int64_t rows) {
@@ -121,7 +162,7 @@ void place_rows(Job &j, int64_t row, int64_t rows) {
   static thread_local std::unique_ptr<char, Free> scratch;
   static thread_local int64_t scratch_bytes = 0;
   const int64_t row_bytes = j.row_bytes;
-  j.x = (const char *)j.a.x + row * row_bytes, j.x_stride = row_bytes;
+  j.rows = {(const char *)j.a.x + row * row_bytes, row_bytes};
   if (row_bytes % L1_SET_PERIOD || rows < COPY_MIN_ROWS || j.panel_end - j.panel_begin < COPY_MIN_PANELS) return;
   const int64_t stride = row_bytes + 64;
   if (rows * stride > scratch_bytes) {
@@ -129,48 +170,64 @@ void place_rows(Job &j, int64_t row, int64_t rows) {
     scratch_bytes = scratch ? rows * stride : 0;
     if (!scratch) return;  // only slower
   }
-  for (int64_t i = 0; i < rows; i++) memcpy(scratch.get() + i * stride, j.x + i * row_bytes, row_bytes);
-  j.x = scratch.get(), j.x_stride = stride;
+  for (int64_t i = 0; i < rows; i++) memcpy(scratch.get() + i * stride, j.rows.x + i * row_bytes, row_bytes);
+  j.rows = {scratch.get(), stride};
+}
+
+// Rows begin .. end of x, one behind the other.
+void quantize_rows(const Job &j, int64_t begin, int64_t end, char *to) {
+  const Int8Row shape(j.a.k);
+  for (int64_t r = begin; r < end; r++, to += int8_stride(shape))
+    quantize_row((const char *)j.a.x + r * j.row_bytes, j.a.dtype, j.a.k, shape, to);
+}
+void place_int8_rows(Job &j, int64_t row, int64_t rows) {
+  if (!j.shared) quantize_rows(j, row, row + rows, j.workspace);
+  j.rows = {j.workspace + (j.shared ? int8_bytes(j.a, row) : 0), int8_stride(Int8Row(j.a.k))};
 }
 
 // One slice of one panel by a block of rows. ahead: what to prefetch meanwhile.
 void run_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float *acc, const char *ahead, const char *ahead_end) {
   const bool last = s + 1 == j.num_slices;
-  const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+  const int height = j.int8 ? INT8_TILE_ROWS : TILE_ROWS, tiles = (rows + height - 1) / height;
+  const float *scales = (const float *)j.panel(p);
+  const Int8Row shape(j.a.k);
   const int64_t lines = (ahead_end - ahead) / 64;
   TileArgs t{};
-  t.x_stride = j.x_stride;
-  t.panel = j.panel(p) + j.slice_begin(s) * 128;
-  t.half_step = last && j.row_bytes % 4, t.first = s == 0;
+  t.x_stride = j.rows.stride;
+  t.panel = j.panel(p) + j.header + j.slice_begin(s) * 128;
+  t.half_step = last && !j.int8 && j.row_bytes % 4, t.first = s == 0;
   t.num_steps = j.slice_begin(s + 1) - j.slice_begin(s) - t.half_step;
   t.lines_ahead = (8 + tiles - 1) / tiles;
   for (int i = 0; i < tiles; i++) {
-    const int r0 = tile_begin(i, tiles, rows), r1 = tile_begin(i + 1, tiles, rows);
-    t.x = j.x + r0 * j.x_stride + j.slice_begin(s) * 4;
+    const int r0 = tile_begin(j.int8, i, tiles, rows), r1 = tile_begin(j.int8, i + 1, tiles, rows);
+    const char *x = j.rows.x + r0 * j.rows.stride;
+    t.x = x + j.slice_begin(s) * (j.int8 ? shape.step_bytes : 4);
+    t.heads = x + shape.heads + j.slice_begin(s) / GROUP_STEPS * (int64_t)sizeof(GroupHead);
     t.acc = j.num_slices > 1 ? acc + r0 * 32 : acc;  // nothing to keep: stay in L1
     t.ahead = ahead + lines * i / tiles * 64, t.ahead_end = ahead + lines * (i + 1) / tiles * 64;
-    pick_tile(j.a.dtype, r1 - r0)(t);
-    if (last) j.finish(j.a, row + r0, r1 - r0, p, t.acc);
+    (j.int8 ? pick_int8_tile(r1 - r0) : pick_tile(j.a.dtype, r1 - r0))(t);
+    if (last) j.finish(j.a, row + r0, r1 - r0, p, t.acc, scales);
   }
 }
 
 void run(Job &j) {
   alignas(64) float acc[BLOCK_ROWS * 32];
   const int64_t rows = j.row_end - j.row_begin, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-  const int64_t slice_bytes = j.num_steps / j.num_slices * 128;
+  const int64_t slice_bytes = j.panel_bytes / j.num_slices / 64 * 64;
+  const int prefetch_min_rows = j.int8 ? INT8_PREFETCH_MIN_ROWS : PREFETCH_MIN_ROWS;
   for (int64_t b = 0; b < blocks; b++) {
     const int64_t r0 = j.row_begin + rows * b / blocks, r1 = j.row_begin + rows * (b + 1) / blocks;
-    place_rows(j, r0, r1 - r0);
+    j.int8 ? place_int8_rows(j, r0, r1 - r0) : place_rows(j, r0, r1 - r0);
     for (int64_t p = j.panel_begin; p < j.panel_end; p++)
       for (int64_t s = 0; s < j.num_slices; s++) {
         // the next slice, of this panel or of the one behind it; then the next block's first; then the next layer's
-        const char *ahead = j.panel(p) + j.slice_begin(s + 1) * 128, *end = ahead + slice_bytes;
+        const char *ahead = s + 1 < j.num_slices ? j.panel(p) + j.slice_offset(s + 1) : j.panel(p + 1), *end = ahead + slice_bytes;
         if (p + 1 == j.panel_end && s + 1 == j.num_slices) {
           const bool again = b + 1 < blocks;
           ahead = again ? j.panel(j.panel_begin) : j.next;
           end = again || j.next_end - j.next > slice_bytes ? ahead + slice_bytes : j.next_end;
         }
-        if (r1 - r0 < PREFETCH_MIN_ROWS) end = ahead;
+        if (r1 - r0 < prefetch_min_rows) end = ahead;
         run_slice(j, r0, (int)(r1 - r0), p, s, acc, ahead, end);
       }
   }
@@ -190,7 +247,8 @@ int check_gemm(const pd_gemm_args &a) {
     return fail("pd_gemm: epilogue is %d; it must be %d to %d", a.epilogue, PD_STORE, PD_GELU);
   if (a.epilogue == PD_ADD && a.y_dtype != PD_F32) return fail("pd_gemm: y_dtype is %d; with PD_ADD it must be 0 (fp32)", a.y_dtype);
   if ((a.epilogue == PD_SILU_MUL || a.epilogue == PD_GELU_MUL) && a.n % 2) return fail("pd_gemm: n is %d; with gate and up rows it must be even", a.n);
-  if (a.reserved) return fail("pd_gemm: reserved is %d; it must be 0", a.reserved);
+  if (a.quantization != PD_PLAIN && a.quantization != PD_INT8)
+    return fail("pd_gemm: quantization is %d; it must be 0 (none) or 1 (int8)", a.quantization);
   if (!a.packed) return fail("pd_gemm: packed is NULL");
   if ((uintptr_t)a.packed % 64) return fail("pd_gemm: packed is at %p; it must be 64-byte aligned", a.packed);
   if (a.next_bytes < 0) return fail("pd_gemm: next_bytes is %lld; it must be 0 or more", (long long)a.next_bytes);
@@ -199,9 +257,24 @@ int check_gemm(const pd_gemm_args &a) {
   return 0;
 }
 
-void gemm_part(const pd_gemm_args &a, int thread, int num_threads) {
+int64_t gemm_workspace_bytes(const pd_gemm_args &a, int num_threads) {
+  if (a.quantization != PD_INT8 || *a.num_rows == 0) return 0;
+  return std::max(int8_bytes(a, *a.num_rows), num_threads * int8_bytes(a, own_rows(a)));
+}
+
+bool gemm_quantize_part(const pd_gemm_args &a, char *workspace, int thread, int num_threads) {
+  if (a.quantization != PD_INT8 || *a.num_rows == 0 || !shares_rows(a, num_threads)) return false;
+  const Job j = make_job(a, workspace, thread, num_threads);
+  // this thread's share of its group's rows: it finds those that it wrote in its own cache
+  const int64_t rows = j.row_end - j.row_begin, columns = num_threads / num_row_groups(*a.num_rows, ((int64_t)a.n + 31) / 32, num_threads);
+  const int64_t column = thread % columns, begin = j.row_begin + rows * column / columns, end = j.row_begin + rows * (column + 1) / columns;
+  quantize_rows(j, begin, end, workspace + int8_bytes(a, begin));
+  return true;
+}
+
+void gemm_part(const pd_gemm_args &a, char *workspace, int thread, int num_threads) {
   if (*a.num_rows == 0) return;
-  Job job = make_job(a, thread, num_threads);
+  Job job = make_job(a, workspace, thread, num_threads);
   run(job);
 }
 

@@ -1,7 +1,47 @@
 // Weights into panels: [N/32][steps][32] words of 4 bytes, a word being two bf16 or one fp32 of one output's row.
+#include <omp.h>
+
+#include <cstdlib>
 #include <cstring>
+#include <memory>
 
 #include "common/internal.h"
+#include "cpu/gemm_int8.h"
+
+namespace pagedec {
+namespace {
+
+// w of one output: q + 128 [k] and its scale. Every operation is one of IEEE 754: the same on every instruction set.
+void quantize_output(const void *w, int32_t dtype, int64_t k, float *wide, uint8_t *q, float *scale) {
+  const float *f = (const float *)w;
+  if (dtype == PD_BF16) {
+    for (int64_t i = 0; i < k; i++) {
+      const uint32_t u = (uint32_t)((const uint16_t *)w)[i] << 16;
+      memcpy(wide + i, &u, 4);
+    }
+    f = wide;
+  }
+  uint32_t max_bits = 0;  // magnitudes compare like integers
+  for (int64_t i = 0; i < k; i++) {
+    uint32_t u;
+    memcpy(&u, f + i, 4);
+    u &= 0x7fffffff;
+    max_bits = u > max_bits ? u : max_bits;
+  }
+  float max;
+  memcpy(&max, &max_bits, 4);
+  const float by = int8_factor(max);
+  *scale = max / 127.f;
+  if (by == 0) return (void)memset(q, 128, k);
+  for (int64_t i = 0; i < k; i++) q[i] = (uint8_t)(int8_round(f[i] * by) + 128);
+}
+
+struct Free {
+  void operator()(void *p) const { free(p); }
+};
+
+}  // namespace
+}  // namespace pagedec
 
 using namespace pagedec;
 
@@ -32,6 +72,45 @@ int pd_pack(const void *w, int64_t n, int64_t k, int32_t dtype, void *packed) {
       uint32_t last = 0;  // an odd k: the pair's second half is zero
       memcpy(&last, from + c * row_bytes + whole * 4, 2);
       memcpy(to + whole * 128 + c * 4, &last, 4);
+    }
+  }
+  return 0;
+}
+
+int64_t pd_packed_int8_bytes(int64_t n, int64_t k) {
+  if (n < 1) return fail("pd_packed_int8_bytes: n is %lld; it must be 1 or more", (long long)n);
+  if (k < 1) return fail("pd_packed_int8_bytes: k is %lld; it must be 1 or more", (long long)k);
+  return (n + 31) / 32 * (INT8_HEADER + (k + 3) / 4 * 128);
+}
+
+int pd_pack_int8(const void *w, int64_t n, int64_t k, int32_t dtype, void *packed) {
+  if (!w) return fail("pd_pack_int8: w is NULL");
+  if (!packed) return fail("pd_pack_int8: packed is NULL");
+  if ((uintptr_t)packed % 64) return fail("pd_pack_int8: packed is at %p; it must be 64-byte aligned", packed);
+  if (dtype != PD_F32 && dtype != PD_BF16) return fail("pd_pack_int8: dtype is %d; it must be 0 (fp32) or 1 (bf16)", dtype);
+  if (pd_packed_int8_bytes(n, k) < 0) return -1;
+  const int64_t steps = (k + 3) / 4, padded = steps * 4, row_bytes = k * (dtype == PD_BF16 ? 2 : 4);
+  const int threads = num_threads();
+  // for each thread: one row in fp32, and 32 rows of q
+  const int64_t scratch_bytes = (padded * 36 + 63) / 64 * 64;
+  const std::unique_ptr<char, Free> scratch((char *)aligned_alloc(64, threads * scratch_bytes));
+  if (!scratch) return fail("pd_pack_int8: no memory for %lld bytes of scratch", (long long)(threads * scratch_bytes));
+#pragma omp parallel num_threads(threads)
+  {
+    float *wide = (float *)(scratch.get() + omp_get_thread_num() * scratch_bytes);
+    uint8_t *q = (uint8_t *)(wide + padded);
+    memset(q, 0, padded * 32);
+#pragma omp for schedule(static)
+    for (int64_t p = 0; p < (n + 31) / 32; p++) {
+      char *to = (char *)packed + p * (INT8_HEADER + steps * 128);
+      const int rows = n - p * 32 < 32 ? (int)(n - p * 32) : 32;
+      float scales[32] = {};
+      for (int c = 0; c < rows; c++)
+        quantize_output((const char *)w + (p * 32 + c) * row_bytes, dtype, k, wide, q + c * padded, scales + c);
+      memcpy(to, scales, INT8_HEADER), to += INT8_HEADER;
+      if (rows < 32) memset(to, 0, steps * 128);
+      for (int64_t s = 0; s < steps; s++)
+        for (int c = 0; c < rows; c++) memcpy(to + s * 128 + c * 4, q + c * padded + s * 4, 4);
     }
   }
   return 0;

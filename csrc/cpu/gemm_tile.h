@@ -24,6 +24,7 @@ struct TileArgs {
   bool half_step;        // one more step, whose word of x is a single bf16 (k is odd, and here it ends)
   bool first;            // accumulators start at zero, not at what acc holds
   float *acc;            // [R][32], 64-byte aligned
+  const char *heads;     // int8 only: the first group's of the first row
   const char *ahead;     // lines to prefetch meanwhile: ahead <= line < ahead_end
   const char *ahead_end;
   int lines_ahead;       // in every 4 steps

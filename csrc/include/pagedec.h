@@ -12,6 +12,7 @@
  *   K, bf16   [num_blocks][kv_heads][D/2][block_size][2]     K, fp32   [num_blocks][kv_heads][D][block_size]
  *   V, bf16   [num_blocks][kv_heads][block_size/2][D][2]     V, fp32   [num_blocks][kv_heads][block_size][D]
  *   weight, bf16   [N/32][K/2][32][2]                         weight, fp32   [N/32][K][32]        (N padded to 32 with zeros)
+ *   weight, int8   [N/32] panels: 32 scales fp32, then q + 128 [K/4][32][4]
  * Every row's result is a function of that row's own inputs: not of num_rows, its neighbours, or the number of threads.
  */
 #ifndef PAGEDEC_H
@@ -52,13 +53,24 @@ typedef enum {
 
 PD_EXPORT int64_t pd_packed_bytes(int64_t n, int64_t k, int32_t dtype);             /* bytes of a packed weight; 64-byte aligned storage is the caller's */
 PD_EXPORT int pd_pack(const void *w, int64_t n, int64_t k, int32_t dtype, void *packed); /* w [n][k] row-major in dtype; k may be odd */
+
+/* int8 weights: q = W * (127 / max |W|) of each output, to nearest even, and scale = max |W| / 127. When the kernel runs, x alike in groups
+ * of 64 values of a row. y = epilogue((the sum over groups, in order, of (sum of q q) * scale of the group) * scale of the output + bias).
+ * A group's sum is an integer that fp32 holds exactly and the rest has one order, so results without an activation are the
+ * same on every instruction set. A row of x with an infinity or NaN in it gives NaN; a group whose values are all below 2^-120 counts as zeros. */
+typedef enum { PD_PLAIN = 0, PD_INT8 = 1 } pd_quantization;
+PD_EXPORT int64_t pd_packed_int8_bytes(int64_t n, int64_t k);                       /* as pd_packed_bytes */
+PD_EXPORT int pd_pack_int8(const void *w, int64_t n, int64_t k, int32_t dtype, void *packed); /* w [n][k] in dtype */
+PD_EXPORT int pd_allow_vnni(int32_t allow); /* for tests. 0: do as without the instruction that multiplies bytes; 1 if it will be used */
+
 typedef struct {
   const int32_t *num_rows;
   const void *x;
   const void *packed;
   const float *bias;           /* [n] or NULL; for the *_MUL epilogues interleaved like W */
   void *y;
-  int32_t n, k, dtype, y_dtype, epilogue, reserved;
+  int32_t n, k, dtype, y_dtype, epilogue;
+  int32_t quantization;        /* of W: pd_quantization */
   const void *next_packed;     /* weight of the linear layer that follows, or NULL: its first panels are prefetched */
   int64_t next_bytes;
 } pd_gemm_args;

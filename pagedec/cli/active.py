@@ -116,7 +116,9 @@ def active_line(llm: LLM) -> str:
     from pagedec.engine.loader import choose_backend
 
     config = llm.config
-    backend = choose_backend(config.parallel, config.model.dtype)
+    backend = choose_backend(config.parallel, config.model.dtype, config.model.quantization)
     kernels = "reference (torch)" if backend.name == "reference" else f"{backend.name} (compiled)"
-    dtype = str(backend.dtype).removeprefix("torch.")
+    dtype = str(backend.dtype).removeprefix("torch.") + (
+        f", {backend.quantization} weights" if backend.quantization else ""
+    )
     return f"{config.model.model}: kernels {kernels}, {dtype}, {torch.get_num_threads()} threads"

@@ -43,7 +43,7 @@ class LoadedModel:
     max_model_len: int
 
 
-def choose_backend(parallel: ParallelConfig, dtype: str) -> Backend:
+def choose_backend(parallel: ParallelConfig, dtype: str, quantization: str | None = None) -> Backend:
     """The compiled kernels, or torch where there are none or where it is asked for.
 
     dtype "auto" is bfloat16 on compiled kernels, which read half the bytes of float32, and float32 on the reference.
@@ -53,12 +53,12 @@ def choose_backend(parallel: ParallelConfig, dtype: str) -> Backend:
         torch.set_num_threads(parallel.num_threads)
     if parallel.attention_backend != "reference":
         try:
-            return NativeBackend(load(), names.get(dtype, torch.bfloat16))
+            return NativeBackend(load(), names.get(dtype, torch.bfloat16), quantization)
         except LibraryNotFound as error:
             if parallel.attention_backend == "native":
                 limit = f"is not available: {error}"
                 raise InvalidArgument("attention_backend", parallel.attention_backend, limit) from error
-    return ReferenceBackend(names.get(dtype, torch.float32))
+    return ReferenceBackend(names.get(dtype, torch.float32), quantization)
 
 
 def load_model(config: ModelConfig, backend: Backend) -> LoadedModel:
@@ -149,7 +149,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
 
 def load_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
     """An engine ready for requests, and its tokenizer."""
-    backend = choose_backend(config.parallel, config.model.dtype)
+    backend = choose_backend(config.parallel, config.model.dtype, config.model.quantization)
     tokenizer = load_tokenizer(config.model, resolve_model(config.model.model, config.model.load_format))
     loaded = load_model(config.model, backend)
     eos = tokenizer.eos_token_ids if tokenizer is not None else loaded.arch.eos_token_ids

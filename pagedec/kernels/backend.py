@@ -74,6 +74,13 @@ class PackedWeight(Protocol):
     k: int
 
 
+def checked_quantization(quantization: str | None) -> str | None:
+    """Return it if there is such a quantisation of weights; else ValueError."""
+    if quantization not in (None, "int8"):
+        raise ValueError(f"quantization is {quantization!r}; it must be None or 'int8'")
+    return quantization
+
+
 class Plan(Protocol):
     """How a step's attention is carried out, for every layer of one kind."""
 
@@ -142,9 +149,15 @@ class Backend(Protocol):
     name: str
     """Instruction set of the compiled kernels, or "reference"."""
     dtype: torch.dtype
+    quantization: str | None
+    """What models' linear layers are packed with: None or "int8"."""
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-        """Take a [n, k] weight into the backend's form. Gated weights are interleaved by the caller."""
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: str | None = None) -> Any:
+        """Take a [n, k] weight into the backend's form. Gated weights are interleaved by the caller.
+
+        quantization "int8": each output's row as integers of -127 .. 127 and one scale, from the weight in the numbers given;
+        rows of x alike in groups of 64 when the layer runs. None: in the backend's dtype.
+        """
 
     def program(self) -> Program: ...
 

@@ -13,11 +13,11 @@ import torch
 from torch.nn import functional
 
 from pagedec.kernels import reference, reference_processing, reference_readout
-from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope
+from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope, checked_quantization
 from pagedec.kernels.processing import ReadForward, RuleTable, rows_within
 from pagedec.kernels.records import Epilogue
 from pagedec.kernels.reference_attention import paged_attention
-from pagedec.kernels.reference_linear import TorchPackedLinear, gated_product
+from pagedec.kernels.reference_linear import Int8Linear, TorchPackedLinear, gated_product
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class ReferenceProgram:
         self._kernels.append(run)
 
     def linear(
-        self, rows: torch.Tensor, x: torch.Tensor, weight: TorchPackedLinear, y: torch.Tensor,
+        self, rows: torch.Tensor, x: torch.Tensor, weight: TorchPackedLinear | Int8Linear, y: torch.Tensor,
         epilogue: Epilogue = Epilogue.STORE,
     ) -> None:  # fmt: skip
         def run() -> None:
@@ -149,14 +149,18 @@ class ReferenceProgram:
 class ReferenceBackend:
     """Everything in torch and numpy. `varying` holds the linear shapes (n, k) of which torch does not keep a row's bits."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.name, self.dtype = "reference", dtype
+    def __init__(self, dtype: torch.dtype, quantization: str | None = None) -> None:
+        self.name, self.dtype, self.quantization = "reference", dtype, checked_quantization(quantization)
         self._rules = RuleTable()
         self.varying: set[tuple[int, int]] = set()
         self._probed: set[tuple[int, int]] = set()
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> TorchPackedLinear:
-        """Pack, and probe each shape once: whether results are exact depends on the machine's library."""
+    def pack(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: str | None = None
+    ) -> TorchPackedLinear | Int8Linear:
+        """Pack, and probe each plain shape once: whether results are exact depends on the machine's library."""
+        if checked_quantization(quantization) is not None:
+            return Int8Linear(weight, bias)
         linear = TorchPackedLinear(weight.to(self.dtype), bias)
         shape = (linear.n, linear.k)
         if shape not in self._probed:

@@ -33,6 +33,7 @@ from pagedec.kernels.records import (
     Op,
     OpKind,
     ProcessLogitsArgs,
+    Quantization,
     RmsNormArgs,
     RopeKvWriteArgs,
     Rules,
@@ -45,7 +46,7 @@ from pagedec.kernels.records import (
 __all__ = [
     "ABI_VERSION", "DRAW_DTYPE", "ISAS", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape",
     "Draw", "Dtype", "EmbedArgs", "Epilogue", "GemmArgs", "KernelError", "KvCopyArgs", "LayerNormArgs", "Library",
-    "LibraryNotFound", "Op", "OpKind", "ProcessLogitsArgs", "Program", "RmsNormArgs", "RopeKvWriteArgs", "Rules",
+    "LibraryNotFound", "Op", "OpKind", "ProcessLogitsArgs", "Program", "Quantization", "RmsNormArgs", "RopeKvWriteArgs", "Rules",
     "SampleArgs", "SiluMulArgs", "SoftCapArgs", "TopkLseArgs", "available_isas", "library_directories", "load",
 ]  # fmt: skip
 
@@ -161,6 +162,17 @@ class Library:
     def pack(self, weight_address: int, n: int, k: int, dtype: Dtype, packed_address: int) -> None:
         """Pack a row-major [n, k] weight into storage of packed_bytes, 64-byte aligned."""
         self.check(self.functions.pd_pack(weight_address, n, k, int(dtype), packed_address))
+
+    def packed_int8_bytes(self, n: int, k: int) -> int:
+        """Return the size of a weight packed in int8."""
+        size = int(self.functions.pd_packed_int8_bytes(n, k))
+        if size < 0:
+            raise KernelError(self.functions.pd_last_error().decode(errors="replace"))
+        return size
+
+    def pack_int8(self, weight_address: int, n: int, k: int, dtype: Dtype, packed_address: int) -> None:
+        """Quantise and pack a row-major [n, k] weight in dtype into storage of packed_int8_bytes, 64-byte aligned."""
+        self.check(self.functions.pd_pack_int8(weight_address, n, k, int(dtype), packed_address))
 
     def gumbel(self, seed: int, stream: int, position: int, first_token: int, num_tokens: int) -> Floats:
         """Return the noise of num_tokens consecutive tokens, fp32."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope
+from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope, checked_quantization
 from pagedec.kernels.library import (
     ArgmaxArgs,
     AttentionArgs,
@@ -23,6 +24,7 @@ from pagedec.kernels.library import (
     Library,
     ProcessLogitsArgs,
     Program,
+    Quantization,
     RmsNormArgs,
     RopeKvWriteArgs,
     SampleArgs,
@@ -56,6 +58,7 @@ class NativeWeight:
     bias: torch.Tensor | None
     n: int
     k: int
+    quantization: Quantization = Quantization.PLAIN
 
 
 class NativePlan:
@@ -86,6 +89,7 @@ class NativeProgram:
         self._backend, self._library = backend, backend.library
         self._records: list[object] = []
         self._keep: list[object] = []
+        self._linears: list[tuple[GemmArgs, NativeWeight]] = []
         self._program: Program | None = None
 
     def _add(self, record: object, *keep: object) -> None:
@@ -151,8 +155,9 @@ class NativeProgram:
         record = GemmArgs(
             address(rows, torch.int32, "rows"), address(x, backend.dtype, "x"), weight.data.data_ptr(),
             address(weight.bias, torch.float32, "bias"), y.data_ptr(), weight.n, weight.k, int(backend.code),
-            int(DTYPES[y.dtype]), int(epilogue), 0, None, 0,
+            int(DTYPES[y.dtype]), int(epilogue), int(weight.quantization), None, 0,
         )  # fmt: skip
+        self._linears.append((record, weight))
         self._add(record, rows, x, weight, y)
 
     def rope_kv_write(
@@ -186,10 +191,8 @@ class NativeProgram:
 
     def finish(self) -> None:
         """Tell each linear layer which weight follows, so that its first panels are on their way, and fix the list."""
-        linears = [record for record in self._records if isinstance(record, GemmArgs)]
-        for record, following in zip(linears, linears[1:], strict=False):
-            record.next_packed = following.packed
-            record.next_bytes = self._library.packed_bytes(following.n, following.k, self._backend.code)
+        for (record, _), (_, following) in itertools.pairwise(self._linears):
+            record.next_packed, record.next_bytes = following.data.data_ptr(), len(following.data)
         self._program = Program(self._records)  # type: ignore[arg-type]
 
     def run(self) -> None:
@@ -200,20 +203,30 @@ class NativeProgram:
 class NativeBackend:
     """Compiled kernels of one instruction set, for one dtype."""
 
-    def __init__(self, library: Library, dtype: torch.dtype) -> None:
+    def __init__(self, library: Library, dtype: torch.dtype, quantization: str | None = None) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype}; the compiled kernels take torch.float32 and torch.bfloat16")
+        self.quantization = checked_quantization(quantization)
         self.library, self.dtype, self.code = library, dtype, DTYPES[dtype]
         self.name = library.isa
         self.arena = Arena()
         self._rules = RuleTable()
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeWeight:
+    def pack(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: str | None = None
+    ) -> NativeWeight:
         n, k = weight.shape
+        if bias is not None:
+            bias = bias.float().contiguous()
+        if checked_quantization(quantization) is not None:
+            weight = weight.contiguous() if weight.dtype in DTYPES else weight.float().contiguous()
+            data = self.arena.allocate(self.library.packed_int8_bytes(n, k))
+            self.library.pack_int8(weight.data_ptr(), n, k, DTYPES[weight.dtype], data.data_ptr())
+            return NativeWeight(data, bias, n, k, Quantization.INT8)
         weight = weight.to(self.dtype).contiguous()
         data = self.arena.allocate(self.library.packed_bytes(n, k, self.code))
         self.library.pack(weight.data_ptr(), n, k, self.code, data.data_ptr())
-        return NativeWeight(data, None if bias is None else bias.float().contiguous(), n, k)
+        return NativeWeight(data, bias, n, k)
 
     def program(self) -> NativeProgram:
         return NativeProgram(self)

@@ -45,6 +45,13 @@ class Epilogue(IntEnum):
     GELU = 4
 
 
+class Quantization(IntEnum):
+    """How a packed weight holds its numbers."""
+
+    PLAIN = 0
+    INT8 = 1
+
+
 class OpKind(IntEnum):
     """Kernels that a program can hold."""
 
@@ -64,7 +71,7 @@ class OpKind(IntEnum):
 
 
 class GemmArgs(Structure):
-    """y = epilogue(x W^T + bias), W packed by pd_pack."""
+    """y = epilogue(x W^T + bias), W packed by pd_pack, or by pd_pack_int8."""
 
     _fields_ = [
         ("num_rows", c_void_p),
@@ -77,7 +84,7 @@ class GemmArgs(Structure):
         ("dtype", c_int32),
         ("y_dtype", c_int32),
         ("epilogue", c_int32),
-        ("reserved", c_int32),
+        ("quantization", c_int32),
         ("next_packed", c_void_p),
         ("next_bytes", c_int64),
     ]
@@ -298,6 +305,9 @@ PROTOTYPES: dict[str, tuple[list[Any], Any]] = {
     "pd_num_threads": ([], c_int32),
     "pd_packed_bytes": ([c_int64, c_int64, c_int32], c_int64),
     "pd_pack": ([c_void_p, c_int64, c_int64, c_int32, c_void_p], ctypes.c_int),
+    "pd_packed_int8_bytes": ([c_int64, c_int64], c_int64),
+    "pd_pack_int8": ([c_void_p, c_int64, c_int64, c_int32, c_void_p], ctypes.c_int),
+    "pd_allow_vnni": ([c_int32], ctypes.c_int),
     "pd_gemm": ([POINTER(GemmArgs)], ctypes.c_int),
     "pd_embed": ([POINTER(EmbedArgs)], ctypes.c_int),
     "pd_rms_norm": ([POINTER(RmsNormArgs)], ctypes.c_int),

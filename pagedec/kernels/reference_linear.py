@@ -63,6 +63,48 @@ def _has_packed_linear(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+INT8_GROUP = 64  # values of a row of x that share a scale; their products' sum fits the 24 bits of fp32 in any order
+
+
+def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (q [rows, k] fp32 integers of -127 .. 127, scale fp32 [rows]) with values = q * scale, to nearest even.
+
+    A row with an infinity or NaN in it has q 0 and a scale that is no finite number; one of values below 2^-120 has q 0.
+    """
+    values = values.float()
+    largest = values.abs().amax(1)
+    usable = (largest >= 2.0**-120) & largest.isfinite()
+    factor = torch.where(usable, torch.full_like(largest, 127.0) / largest, 0.0)
+    q = torch.where(usable[:, None], (values * factor[:, None]).round(), 0.0)
+    return q, largest / 127.0
+
+
+class Int8Linear:
+    """x W^T + bias with each output's W, and each group of 64 values of a row of x, as int8 times a scale.
+
+    A group's sum is an integer that fp32 cannot round, groups are added in order: the bits of the compiled kernels, in every batch.
+    """
+
+    __slots__ = ("bias", "k", "n", "scale", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.n, self.k = weight.shape
+        self.weight, self.scale = quantize_rows(weight)
+        self.bias = None if bias is None else bias.float().contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the product of x [rows, k], fp32 [rows, n]."""
+        if x.ndim != 2 or x.shape[1] != self.k:
+            raise ValueError(f"x is {tuple(x.shape)}; it must be [rows, {self.k}]")
+        product = torch.zeros(len(x), self.n)
+        for start in range(0, self.k, INT8_GROUP):
+            group = slice(start, start + INT8_GROUP)
+            q, scale = quantize_rows(x[:, group])
+            product += (q @ self.weight[:, group].T) * scale[:, None]
+        product *= self.scale
+        return product if self.bias is None else product + self.bias
+
+
 class TorchPackedLinear:
     """x W^T + bias on torch's packed linear, every call of one shape: [block_rows, k].
 

@@ -1,4 +1,7 @@
-"""Linear layers: several projections in one packed weight, so that a step reads each input once."""
+"""Linear layers: several projections in one packed weight, so that a step reads each input once.
+
+They are packed with the backend's quantisation; without one, in its dtype.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,18 @@ from pagedec.kernels.reference_linear import interleave_gate_up
 INTERLEAVE = 16  # gate and up rows alternate in groups of 16: one vector of each lies in a 32-wide panel
 
 
+def _numbers(backend: Backend, weight: torch.Tensor) -> torch.Tensor:
+    """The weight as it is packed: quantisation takes it as it was loaded, rounding it before would add a second error."""
+    return weight.to(backend.dtype) if backend.quantization is None else weight
+
+
 def pack_stacked(backend: Backend, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None] = ()) -> Any:
     """Projections of the same input, their outputs one behind the other."""
     bias = None
     if any(b is not None for b in biases):
         parts = [torch.zeros(len(w)) if b is None else b.float() for w, b in zip(weights, biases, strict=True)]
         bias = torch.cat(parts)
-    return backend.pack(torch.cat([w.to(backend.dtype) for w in weights]), bias)
+    return backend.pack(torch.cat([_numbers(backend, w) for w in weights]), bias, backend.quantization)
 
 
 def padded_width(width: int) -> int:
@@ -39,14 +47,14 @@ def pack_gated(
     if gate_bias is not None and up_bias is not None:
         columns = [_pad_rows(b.float()[:, None]) for b in (gate_bias, up_bias)]
         bias = interleave_gate_up(*columns)[:, 0]
-    gate, up = _pad_rows(gate.to(backend.dtype)), _pad_rows(up.to(backend.dtype))
-    return backend.pack(interleave_gate_up(gate, up), bias)
+    gate, up = _pad_rows(_numbers(backend, gate)), _pad_rows(_numbers(backend, up))
+    return backend.pack(interleave_gate_up(gate, up), bias, backend.quantization)
 
 
 def pack_after_gated(backend: Backend, down: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
     """The projection [n, width] that reads a gated layer's padded output."""
     extra = padded_width(down.shape[1]) - down.shape[1]
-    return backend.pack(torch.nn.functional.pad(down.to(backend.dtype), (0, extra)), bias)
+    return backend.pack(torch.nn.functional.pad(_numbers(backend, down), (0, extra)), bias, backend.quantization)
 
 
 def _pad_rows(weight: torch.Tensor) -> torch.Tensor:

@@ -150,7 +150,7 @@ class GPT2(RecordedModel):
             for i in range(arch.num_layers)
         ]  # fmt: skip
         self.norm = norm("ln_f")
-        self.lm_head = backend.pack(embedding if arch.tie_word_embeddings else source.load("lm_head.weight"))
+        self.lm_head = pack_stacked(backend, [embedding if arch.tie_word_embeddings else source.load("lm_head.weight")])
 
     def attention_shapes(self, block_size: int) -> tuple[AttentionShape, ...]:
         arch = self.arch

@@ -54,7 +54,7 @@ class Transformer(RecordedModel):
         self.embedding_scale = float(torch.tensor(arch.embedding_scale).to(backend.dtype))
         self.layers = [self._load_layer(f"model.layers.{i}.") for i in range(arch.num_layers)]
         self.norm = self._norm("model.norm")
-        self.lm_head = backend.pack(embedding if arch.tie_word_embeddings else source.load("lm_head.weight"))
+        self.lm_head = pack_stacked(backend, [embedding if arch.tie_word_embeddings else source.load("lm_head.weight")])
         layer_windows = [arch.window(i, max_position) for i in range(arch.num_layers)]
         self.windows = tuple(dict.fromkeys(layer_windows))
         self.kinds = [self.windows.index(window) for window in layer_windows]

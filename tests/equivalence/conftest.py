@@ -46,8 +46,9 @@ KINDS = {
     "tiny": {"dtype": "bfloat16", "load_format": "dummy"},
     "gemma3": {"dtype": "bfloat16", "load_format": "dummy"},
     "gpt2": {"dtype": "float32", "load_format": "dummy"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8", "load_format": "dummy"},
 }
-TINY_KINDS = {"reference": TINY, "tiny": TINY, "gemma3": GEMMA3, "gpt2": GPT2}
+TINY_KINDS = {"reference": TINY, "tiny": TINY, "gemma3": GEMMA3, "gpt2": GPT2, "int8": TINY}
 
 
 @lru_cache(maxsize=len(KINDS))
@@ -64,7 +65,7 @@ def arguments(kind: str) -> dict[str, Any]:
 def weights(kind: str) -> tuple[LoadedModel, LoadedModel]:
     """A model, and its first layers as a draft model."""
     config = EngineConfig.from_kwargs(max_model_len=512, **arguments(kind))
-    backend = choose_backend(config.parallel, config.model.dtype)
+    backend = choose_backend(config.parallel, config.model.dtype, config.model.quantization)
     loaded = load_model(config.model, backend)
     arch = dataclasses.replace(loaded.arch, num_layers=DRAFT_LAYERS[loaded.arch.num_layers])
     source = open_model_weights(loaded.arch, loaded.files, backend.dtype)

@@ -264,7 +264,7 @@ BAD_FIELDS = [
     ({"epilogue": 5}, "epilogue is 5; it must be 0 to 4"),
     ({"epilogue": 1, "y_dtype": 1}, "y_dtype is 1; with PD_ADD it must be 0"),
     ({"epilogue": 2, "n": 31}, "n is 31; with gate and up rows it must be even"),
-    ({"reserved": 7}, "reserved is 7; it must be 0"),
+    ({"quantization": 7}, "quantization is 7; it must be 0"),
     ({"packed": None}, "packed is NULL"),
     ({"next_bytes": -64}, "next_bytes is -64; it must be 0 or more"),
     ({"x": None}, "x is NULL with 2 rows"),
