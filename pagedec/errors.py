@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
+MAX_PROBLEM = 4000
+"""Characters of what is wrong with a file, long lists of names included."""
 MAX_SHOWN = 200
 """Characters of a value that a message repeats: a prompt of a megabyte must not become a message of a megabyte."""
 
@@ -57,7 +59,10 @@ class ModelFileError(PagedecError):
         self.problem = problem
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.problem}"
+        problem, half = self.problem, MAX_PROBLEM // 2
+        if len(problem) > MAX_PROBLEM:  # what a hostile file repeats
+            problem = f"{problem[:half]} ... {problem[-half:]}"
+        return f"{self.path}: {problem}"
 
 
 class NotFound(PagedecError):
