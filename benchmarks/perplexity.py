@@ -35,10 +35,10 @@ KINDS: dict[str, dict[str, str | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """A window after its first token; `logprobs` receives one value for each."""
+    """A window after its first token; `scores` receives one value for each."""
 
     tokens: tuple[int, ...]
-    logprobs: list[float] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
     ignore_eos: bool = True
 
 
@@ -63,7 +63,7 @@ class Score:
         (query,), (answer,) = queries, answers
         count = len(answer.draft.tokens)
         assert count, "the window does not fit the engine"
-        self.params.logprobs.extend(float(value) for value in answer.values[0])
+        self.params.scores.extend(float(value) for value in answer.values[0])
         scored = query.branch.state + count
         if scored == len(self.params.tokens):
             return Verdict(done=(Hypothesis(query.branch.tip),), drop=(query.branch,))
@@ -83,8 +83,8 @@ def score(llm: LLM, windows: Sequence[Sequence[int]]) -> list[float]:
         llm.engine.add(f"window {i}", window[:1], params)
         while llm.engine.scheduler.requests:
             llm.engine.step()
-        assert len(params.logprobs) == len(window) - 1
-        logprobs += params.logprobs
+        assert len(params.scores) == len(window) - 1
+        logprobs += params.scores
     return logprobs
 
 

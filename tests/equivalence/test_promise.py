@@ -38,12 +38,13 @@ class Stream(Sampling):
         self.initial_state = (params.stream,)
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("gemma3", "gpt2")]
+OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("gemma3", "gpt2", "int8")]
 
 
 @pytest.fixture(scope="session", params=["bfloat16", "float32", "reference", *OTHERS])
 def kind(request: pytest.FixtureRequest) -> str:
-    """Other families too: windows and norms behind blocks, learned positions. tests/models has shorter runs of all of them."""
+    """Other families too (windows and norms behind blocks, learned positions), and int8 weights. tests/models has
+    shorter runs of the families."""
     return str(request.param)
 
 

@@ -1,0 +1,36 @@
+"""int8 weights from the front door: every linear layer has them, and the text stays sane."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagedec import LLM, SamplingParams
+from pagedec.cli.active import active_line
+from pagedec.kernels.library import Quantization
+from pagedec.kernels.native import NativeBackend
+
+GREEDY = SamplingParams(temperature=0, max_tokens=1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_default_model_in_int8_knows_its_capitals(dtype: str) -> None:
+    llm = LLM(model="smollm2", quantization="int8", dtype=dtype, max_model_len=256, num_blocks=64)
+    prompts = ["The capital of France is", "The capital of Italy is"]
+    texts = [output.outputs[0].text for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    assert texts == [" Paris", " Rome"]
+    assert "int8 weights" in active_line(llm)
+    model = llm.engine.executor.runner.lanes["target"].model  # type: ignore[attr-defined]
+    if isinstance(model.backend, NativeBackend):
+        layers = [getattr(layer, name) for layer in model.layers for name in ("qkv", "o", "gate_up", "down")]
+        assert {layer.quantization for layer in [*layers, model.lm_head]} == {Quantization.INT8}
+
+
+def test_alone_and_in_a_crowd_are_the_same_bits() -> None:
+    llm = LLM(model="smollm2", quantization="int8", max_model_len=256, num_blocks=64, enable_prefix_caching=False)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
+    prompts = ["The capital of France is", "Once upon a time there was a", "1, 1, 2, 3, 5, 8,"]
+    crowd = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    for prompt, other in zip(prompts, crowd, strict=True):
+        alone = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+        assert alone.token_ids == other.token_ids
+        assert alone.logprobs == other.logprobs
