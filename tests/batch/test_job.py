@@ -35,10 +35,10 @@ BAD: list[dict[str, Any] | str | bytes] = [
     request("no such url") | {"url": "/v1/embeddings"},
     request("no such field", prompt="x", temprature=1),
     request("no such value", prompt="x", top_p=2),
-    request("too long", prompt="x" * 600),
+    request("too long", prompt="x" * 40_000),
     request("not text", prompt=7),
     request("not here", prompt="x", model="gpt-4"),
-    request("not in the vocabulary", prompt=[3, 9999]),
+    request("not in the vocabulary", prompt=[3, 10**6]),
 ]
 
 
