@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import sys
 
 import numpy as np
@@ -11,6 +12,8 @@ from hypothesis import settings
 
 settings.register_profile("pagedec", derandomize=True, deadline=None)
 settings.load_profile("pagedec")
+# A shell that starts this in the background has interrupts ignored, here and in every process that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

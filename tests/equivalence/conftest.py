@@ -81,7 +81,12 @@ def vocabulary() -> Vocabulary:
     return vocabulary_of(Tokenizer.from_path(path))
 
 
-@pytest.fixture(scope="session", params=["bfloat16", "float32", "reference"])
+OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("gemma3", "gpt2", "int8")]
+"""Other families (windows and norms behind blocks; learned positions), and int8 weights. tests/models has shorter runs of all
+families, tests/engine of int8."""
+
+
+@pytest.fixture(scope="session", params=["bfloat16", "float32", "reference", *OTHERS])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

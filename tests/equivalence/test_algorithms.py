@@ -63,7 +63,7 @@ def test_each_method_alone_equals_plain_decoding(engine: Make, plain: Plain) -> 
         assert_plain([case], run(own, [case]).tokens, plain)
 
 
-@pytest.mark.parametrize(("num_blocks", "rows"), [(14, 64), (20, 16)])
+@pytest.mark.parametrize(("num_blocks", "rows"), [(14, 64), (16, 16)])
 def test_all_methods_in_one_batch_under_preemption(engine: Make, plain: Plain, num_blocks: int, rows: int) -> None:
     cases = lossless()
     outcome = run(engine(num_blocks=num_blocks, max_num_batched_tokens=rows), cases, random.Random(num_blocks))

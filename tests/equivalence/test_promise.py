@@ -38,16 +38,6 @@ class Stream(Sampling):
         self.initial_state = (params.stream,)
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("gemma3", "gpt2", "int8")]
-
-
-@pytest.fixture(scope="session", params=["bfloat16", "float32", "reference", *OTHERS])
-def kind(request: pytest.FixtureRequest) -> str:
-    """Other families too (windows and norms behind blocks, learned positions), and int8 weights. tests/models has
-    shorter runs of the families."""
-    return str(request.param)
-
-
 GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=12)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=12)
 
