@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,21 @@ class Case:
         return hash((self.prompt, repr(self.params)))
 
 
-def prompts(count: int, low: int, high: int, seed: int = 0) -> list[tuple[int, ...]]:
-    """Pieces of real text of mixed lengths; every second one begins as its predecessor does."""
+@lru_cache(maxsize=1)
+def text_ids() -> tuple[int, ...]:
+    """All texts in the default model's tokens."""
     from pagedec.formats.resolve import resolve_model
     from pagedec.text.tokenizer import Tokenizer
 
-    rng = random.Random(seed)
     path = resolve_model().tokenizer
     assert path is not None
-    ids = [token for text in TEXTS for token in Tokenizer.from_path(path).encode(text)]
+    tokenizer = Tokenizer.from_path(path)
+    return tuple(token for text in TEXTS for token in tokenizer.encode(text))
+
+
+def prompts(count: int, low: int, high: int, seed: int = 0) -> list[tuple[int, ...]]:
+    """Pieces of real text of mixed lengths; every second one begins as its predecessor does."""
+    rng, ids = random.Random(seed), text_ids()
     out: list[tuple[int, ...]] = []
     for i in range(count):
         length, start = rng.randrange(low, high + 1), rng.randrange(len(ids) - high)
