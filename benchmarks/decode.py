@@ -68,15 +68,15 @@ class Contest:
         return 2.0 * (rows * body + read_rows * head + 2 * self.arch.num_layers * width * kv_tokens)
 
 
-def load_transformers(llm: LLM) -> torch.nn.Module:
-    """The same weights in transformers' own Llama, bf16."""
+def load_transformers(llm: LLM, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+    """The same weights in transformers' own Llama."""
     from transformers import AutoModelForCausalLM
 
     from pagedec.formats.resolve import resolve_model
 
     path = resolve_model(llm.config.model.model).weights
     assert path is not None
-    return AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.bfloat16).eval()
+    return AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=dtype).eval()
 
 
 def peer_step(peer: torch.nn.Module, prompts: list[list[int]]) -> Callable[[], object]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +120,7 @@ def compare(llm: LLM, peer: Any, parts: list[list[Request]], batch: int) -> None
             ratios.append(other / mine)
             row += [f"{other:.1f}", f"{tokens / other:.0f}", f"{other / mine:.2f}"]
         rows.append(row)
+        print(*row, file=sys.stderr, flush=True)
     columns = ["round", "requests", "prompt tokens", "new tokens", "ours, s", "tokens/s"]
     table([*columns, *(["transformers, s", "tokens/s", "transformers / ours"] if peer is not None else [])], rows)
     if ratios:
@@ -139,6 +141,7 @@ def main() -> None:
     parser.add_argument("--num-blocks", type=int, default=4096)
     parser.add_argument("--peer-batch", type=int, default=16)
     parser.add_argument("--quantization")
+    parser.add_argument("--peer-dtype", choices=("bfloat16", "float32"), help="by default, what this processor has")
     parser.add_argument("--no-transformers", action="store_true")
     arguments = parser.parse_args()
     llm = LLM(
@@ -146,7 +149,12 @@ def main() -> None:
     )
     job = make_job(llm, arguments.text.read_text(), arguments.prompts)
     heading(f"Offline: {len(job)} requests, prompts of {PROMPT_LENGTHS} and answers of {ANSWER_LENGTHS} tokens, bf16")
-    peer = None if arguments.no_transformers else load_transformers(llm)
+    # Without bf16 instructions torch's linear layers are faster in fp32, from small batches on.
+    has_bf16 = "bf16" in llm.engine.executor.runner.lanes["target"].backend.name  # type: ignore[attr-defined]
+    peer_dtype = arguments.peer_dtype or ("bfloat16" if has_bf16 else "float32")
+    peer = None if arguments.no_transformers else load_transformers(llm, getattr(torch, peer_dtype))
+    if peer is not None:
+        print(f"transformers in {peer_dtype}, batches of {arguments.peer_batch}\n", flush=True)
     parts = [job[i :: arguments.rounds] for i in range(arguments.rounds)]
     compare(llm, peer, parts, arguments.peer_batch)
 
