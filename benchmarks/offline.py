@@ -149,7 +149,7 @@ def main() -> None:
     )
     job = make_job(llm, arguments.text.read_text(), arguments.prompts)
     heading(f"Offline: {len(job)} requests, prompts of {PROMPT_LENGTHS} and answers of {ANSWER_LENGTHS} tokens, bf16")
-    # Without bf16 instructions torch's linear layers are faster in fp32, from small batches on.
+    # Without bf16 instructions torch emulates them; --peer-dtype tries the other.
     has_bf16 = "bf16" in llm.engine.executor.runner.lanes["target"].backend.name  # type: ignore[attr-defined]
     peer_dtype = arguments.peer_dtype or ("bfloat16" if has_bf16 else "float32")
     peer = None if arguments.no_transformers else load_transformers(llm, getattr(torch, peer_dtype))
