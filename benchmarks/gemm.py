@@ -1,10 +1,11 @@
 """Linear layers next to what bounds them: a plain read of the weights, the dot-product unit, and torch's packed linear.
 
-    python benchmarks/gemm.py [--rows 1 2 4 8 ...] [--rounds 9] [--isa NAME] [--dtype bf16|fp32] [--model smollm2|8b] [--threads 0]
+    python benchmarks/gemm.py [--rows 1 2 4 ...] [--rounds 9] [--isa NAME] [--dtype bf16|fp32|int8] [--model smollm2|8b]
 
 One run is all the linear layers of a model's step, in order, as one program. Every round times ours, a plain read of the
 same bytes by every thread, torch's packed linear (mkldnn._linear_pointwise, one pack for all rows), and ours again;
-ratios are taken inside a round. `roof` is what the slower of memory and dot products allows, over what we took.
+ratios are taken inside a round. `roof` is what the slower of memory and dot products allows, over what we took. int8 is next to
+torch's bf16, and its roof is bf16's dot products.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable
 import torch
 from common import Timing, heading, interleave, ratio, table
 
-from pagedec.kernels.library import Dtype, Epilogue, GemmArgs, Library, Program, load
+from pagedec.kernels.library import Dtype, Epilogue, GemmArgs, Library, Program, Quantization, load
 from pagedec.kernels.memory import Arena
 
 # (outputs, inputs) of every linear layer of a step: qkv, o, gate_up, down of each layer, then lm_head
@@ -23,16 +24,19 @@ SMOLLM2 = [(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30 + [(49152, 576
 # two layers of Llama-3.1-8B: enough to leave every cache
 LLAMA_8B = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)] * 2
 MODELS = {"smollm2": SMOLLM2, "8b": LLAMA_8B}
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.bfloat16}
 
 
 class Layers:
     """The layers of a model with random weights, packed by us and by torch."""
 
-    def __init__(self, library: Library, shapes: list[tuple[int, int]], dtype: torch.dtype, max_rows: int) -> None:
+    def __init__(
+        self, library: Library, shapes: list[tuple[int, int]], dtype: torch.dtype, max_rows: int, int8: bool = False
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.library, self.shapes, self.code = library, shapes, Dtype.BF16 if dtype == torch.bfloat16 else Dtype.F32
-        sizes = [library.packed_bytes(n, k, self.code) for n, k in shapes]
+        quantization = Quantization.INT8 if int8 else Quantization.PLAIN
+        sizes = [library.packed_int8_bytes(n, k) if int8 else library.packed_bytes(n, k, self.code) for n, k in shapes]
         self.num_bytes, self.num_products = sum(sizes), sum(n * k for n, k in shapes)
         self.storage = Arena().allocate(self.num_bytes)
         weights = {shape: (0.05 * torch.randn(shape, generator=generator)).to(dtype) for shape in dict.fromkeys(shapes)}
@@ -42,19 +46,20 @@ class Layers:
         records, offset = [], 0
         for i, ((n, k), size) in enumerate(zip(shapes, sizes, strict=True)):
             address = self.storage.data_ptr() + offset
-            library.pack(weights[n, k].data_ptr(), n, k, self.code, address)
+            pack = library.pack_int8 if int8 else library.pack
+            pack(weights[n, k].data_ptr(), n, k, self.code, address)
             offset += size
             following = sizes[i + 1] if i + 1 < len(sizes) else 0
             records.append(
                 GemmArgs(
                     self.rows.data_ptr(), self.x[k].data_ptr(), address, None, self.y[n].data_ptr(), n, k,
-                    int(self.code), int(self.code), int(Epilogue.STORE), 0,
+                    int(self.code), int(self.code), int(Epilogue.STORE), int(quantization),
                     address + size if following else None, following,
                 )
             )  # fmt: skip
         self.program = Program(records)
-        pack = torch.ops.mkldnn._reorder_linear_weight  # a copy for each layer, or torch would read from cache
-        self.torch_weights = [pack(weights[shape], 16) for shape in shapes]
+        reorder = torch.ops.mkldnn._reorder_linear_weight  # a copy for each layer, or torch would read from cache
+        self.torch_weights = [reorder(weights[shape], 16) for shape in shapes]
 
     def contestants(self, num_rows: int) -> dict[str, Callable[[], object]]:
         self.rows[0] = num_rows
@@ -104,7 +109,8 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     library.set_num_threads(arguments.threads)
-    layers = Layers(library, MODELS[arguments.model], DTYPES[arguments.dtype], max(arguments.rows))
+    int8, dtype = arguments.dtype == "int8", DTYPES[arguments.dtype]
+    layers = Layers(library, MODELS[arguments.model], dtype, max(arguments.rows), int8)
     heading(f"Linear layers: {arguments.model}, {len(layers.shapes)} layers, {arguments.dtype}, {library.isa}")
     dot_rate = max(library.functions.pd_probe_dot(int(layers.code), 0.2) for _ in range(5))
     print(

@@ -24,6 +24,7 @@ from common import Timing, heading, self_spread, table
 from decode import load_transformers
 
 from pagedec import LLM, SamplingParams
+from pagedec.cli.active import cpu_facts
 
 PROMPT_LENGTHS, ANSWER_LENGTHS = (16, 1024), (16, 256)
 TEXTS = Path(__file__).parent.parent / "tests" / "data" / "prompts.jsonl"
@@ -150,7 +151,7 @@ def main() -> None:
     job = make_job(llm, arguments.text.read_text(), arguments.prompts)
     heading(f"Offline: {len(job)} requests, prompts of {PROMPT_LENGTHS} and answers of {ANSWER_LENGTHS} tokens, bf16")
     # Without bf16 instructions torch emulates them; --peer-dtype tries the other.
-    has_bf16 = "bf16" in llm.engine.executor.runner.lanes["target"].backend.name  # type: ignore[attr-defined]
+    has_bf16 = "avx512_bf16" in cpu_facts()[1]
     peer_dtype = arguments.peer_dtype or ("bfloat16" if has_bf16 else "float32")
     peer = None if arguments.no_transformers else load_transformers(llm, getattr(torch, peer_dtype))
     if peer is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PREFIX = "PAGEDEC_"
-ISAS = ("scalar", "avx2", "avx512", "avx512bf16")
+ISAS = ("scalar", "avx2", "avx512", "avx512bf16", "amx")
 
 
 @dataclass(frozen=True, slots=True)

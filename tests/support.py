@@ -1,4 +1,4 @@
-"""What tests of whole models share: logits of every position, without a scheduler."""
+"""What tests of whole models share: logits of every position, without a scheduler, and a small model's metadata."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ from pagedec.runtime.runner import LaneRunner
 
 BLOCK_SIZE = 16
 NOTHING = np.empty(0, np.int32)
+LLAMA_GGUF_FIELDS = {
+    "general.architecture": "llama",
+    "llama.context_length": 64,
+    "llama.embedding_length": 32,
+    "llama.block_count": 2,
+    "llama.feed_forward_length": 64,
+    "llama.attention.head_count": 4,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.vocab_size": 96,
+}
+"""The metadata of a small Llama."""
 
 
 def all_logits(model: Model, tokens: Sequence[int], chunk: int = READ_ROWS) -> torch.Tensor:

@@ -12,7 +12,7 @@ from pagedec import environment
 from pagedec.cli import active, doctor, main
 from pagedec.kernels import library
 
-ALL_FLAGS = frozenset(active.ISA_FLAGS["avx512bf16"])
+ALL_FLAGS = frozenset(active.ISA_FLAGS["amx"])
 
 
 def test_cpu_facts_are_read_from_cpuinfo(tmp_path: Path) -> None:

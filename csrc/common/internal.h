@@ -8,7 +8,7 @@
 
 #include "pagedec.h"
 
-// 0 scalar, 1 AVX2 + FMA, 2 AVX-512 F/BW/VL/DQ, 3 AVX-512 BF16 + VNNI
+// 0 scalar, 1 AVX2 + FMA, 2 AVX-512 F/BW/VL/DQ, 3 AVX-512 BF16 + VNNI, 4 AMX tiles, bf16 and int8
 #ifndef PD_LEVEL
 #define PD_LEVEL 0
 #endif

@@ -1,5 +1,11 @@
 #include <omp.h>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <cstdarg>
 #include <cstdio>
 
@@ -16,6 +22,17 @@ int fail(const char *format, ...) {
   va_end(list);
   return -1;
 }
+
+#if defined(__x86_64__)
+// Whether there is a matrix unit and Linux lets this process use it: its registers (8 KB a thread) are granted when asked for.
+static bool grants_amx() {
+  constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25;  // CPUID.7.0:EDX
+  constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;   // Linux, Documentation/arch/x86/xstate.rst
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (~d & (BF16 | TILE | INT8))) return false;
+  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+#endif
 int num_threads() { return threads > 0 ? threads : omp_get_max_threads(); }
 }  // namespace pagedec
 
@@ -31,7 +48,10 @@ const char *pd_best_isa(void) {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) return "avx512bf16";
+  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  static const bool amx = bf16 && grants_amx();
+  if (amx) return "amx";
+  if (bf16) return "avx512bf16";
   if (avx512) return "avx512";
   if (avx2) return "avx2";
 #endif

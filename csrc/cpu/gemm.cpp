@@ -1,7 +1,8 @@
 // Linear layers: y = epilogue(x W^T + bias) for any number of rows, one packed weight for all of them.
 //
-// Bits     Every output is one chain of multiply-adds over k = 0, 1, 2, ... Tile heights, row blocks, slices of k and the number
-//          of threads decide only which chains run side by side and where a chain rests in memory on its way.
+// Bits     Every output is one chain of multiply-adds over k = 0, 1, 2, ... (on the matrix unit of lines of k: gemm_amx.h). Tile heights,
+//          row blocks, slices of k and the number of threads decide only which chains run side by side and where a chain rests in
+//          memory on its way.
 // Threads  A thread owns a run of panels: its own stream from memory, k is never split. Where there are too few panels for the
 //          threads and rows enough, threads split the rows as well.
 // Order    row block > panel > slice of k > tile. A slice of the panel stays in L1/L2 while the tiles of the block pass it, and
@@ -10,7 +11,7 @@
 #include <cstdlib>
 #include <memory>
 
-#include "cpu/gemm_int8.h"
+#include "cpu/gemm_amx.h"
 
 namespace pagedec {
 namespace {
@@ -20,13 +21,18 @@ constexpr int BLOCK_ROWS = 144;          // x of a block and two slices of panel
 constexpr int64_t SLICE_STEPS = 1024;    // 128 KB of panel
 // g groups of threads that share the rows read the weights g times. That hides behind the arithmetic from some 32 rows a group on two
 // threads (measured: 64 rows as 2 x 32 are 3 % faster in a whole step, 32 as 2 x 16 6 % slower), and in proportion on more.
-constexpr int ROW_SPLIT_MIN_ROWS = 16;  // of a group, for each thread there is
+constexpr int ROW_SPLIT_MIN_ROWS = PD_LEVEL >= 4 ? 64 : 16;  // of a group, for each thread there is
 // While one tall tile passes a panel the hardware prefetches; doing it too costs up to 30 % below 7 rows, and from there to 12
 // rows between -6 % (one thread, idle machine) and 17 % (memory shared with others). With more tiles memory would be idle from
 // the second on. The 512-bit FMA kernel is never so short of memory (prefetching costs it 4-15 %).
 constexpr int TALL_ROWS = TILE_ROWS + 2;  // up to here the first tile is as tall as can be: 16 rows are 14 + 2, 5 % faster than 8 + 8
 constexpr int PREFETCH_MIN_ROWS = PD_LEVEL == 3 ? TALL_ROWS + 1 : PD_LEVEL == 2 ? INT32_MAX : 7;
 constexpr int INT8_PREFETCH_MIN_ROWS = 7;
+constexpr bool HAS_AMX = PD_LEVEL >= 4;
+constexpr int64_t AMX_SLICE_STEPS = 128;
+constexpr int AMX_SLICE_MIN_ROWS = 128;
+constexpr int AMX_PREFETCH_MIN_ROWS = 17;
+constexpr int INT8_AMX_MIN_ROWS = 24;  // measured: 16 rows are faster without tiles (6.8 ms against 8), 32 with them (8 against 10.1)
 // Below so many values of x (rows times k, for each thread that would repeat the work) every thread quantises for itself: that costs
 // about 0.1 ns a value, a barrier some us.
 constexpr int64_t SHARE_MIN_VALUES = 32768;
@@ -86,7 +92,7 @@ FinishFn pick_finish(const pd_gemm_args &a) {
 
 struct Job {
   const pd_gemm_args &a;
-  bool int8 = false;
+  bool int8 = false, amx = false;
   int64_t row_bytes = 0, num_steps = 0, num_slices = 0;   // a step is a word of x (int8: four values of it) and 128 bytes of a panel
   int64_t header = 0, panel_bytes = 0;                    // of a panel: bytes before its first step, and in all
   int64_t row_begin = 0, row_end = 0, panel_begin = 0, panel_end = 0;     // this thread's share
@@ -96,9 +102,9 @@ struct Job {
   bool shared = false;
   Rows rows{};
 
-  int64_t slice_begin(int64_t s) const {  // int8: where a group begins
+  int64_t slice_begin(int64_t s) const {  // int8: where a group begins; amx: a line
     const int64_t step = num_steps * s / num_slices;
-    return int8 && s < num_slices ? step / GROUP_STEPS * GROUP_STEPS : step;
+    return (int8 || HAS_AMX) && s < num_slices ? step / GROUP_STEPS * GROUP_STEPS : step;
   }
   int64_t slice_offset(int64_t s) const { return s ? header + slice_begin(s) * 128 : 0; }  // in the panel; the header goes with the first
   const char *panel(int64_t p) const { return (const char *)a.packed + p * panel_bytes; }
@@ -133,7 +139,8 @@ Job make_job(const pd_gemm_args &a, char *workspace, int thread, int num_threads
   j.int8 = a.quantization == PD_INT8;
   j.row_bytes = (int64_t)a.k * (a.dtype == PD_BF16 ? 2 : 4);
   j.num_steps = j.int8 ? ((int64_t)a.k + 3) / 4 : (j.row_bytes + 3) / 4;
-  j.num_slices = (j.num_steps + SLICE_STEPS - 1) / SLICE_STEPS;
+  const int64_t slice = HAS_AMX && rows > AMX_SLICE_MIN_ROWS ? AMX_SLICE_STEPS : SLICE_STEPS;
+  j.num_slices = (j.num_steps + slice - 1) / slice;
   if (j.int8) {
     j.header = INT8_HEADER, j.shared = shares_rows(a, num_threads);
     j.workspace = j.shared ? workspace : workspace + thread * int8_bytes(a, own_rows(a));
@@ -143,6 +150,7 @@ Job make_job(const pd_gemm_args &a, char *workspace, int thread, int num_threads
   const int column = thread % columns, group = thread / columns;
   j.row_begin = rows * group / groups, j.row_end = rows * (group + 1) / groups;
   j.panel_begin = panels * column / columns, j.panel_end = panels * (column + 1) / columns;
+  if constexpr (HAS_AMX) j.amx = j.int8 ? use_vnni() && j.row_end - j.row_begin >= INT8_AMX_MIN_ROWS : a.dtype == PD_BF16;
   j.finish = j.int8 ? pick_finish<true>(a) : pick_finish<false>(a);
   if (a.next_packed) {
     j.next = (const char *)a.next_packed + (a.next_bytes * thread / num_threads & -64);
@@ -210,14 +218,43 @@ void run_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float 
   }
 }
 
+// The same on the matrix unit, two tiles of rows at a time. acc holds each tile by itself: rows that two of them have are in both.
+void run_amx_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float *acc, const char *ahead, const char *ahead_end) {
+  const AmxTiles tiles(rows);
+  const int pairs = (tiles.count + 1) / 2;
+  const Int8Row shape(j.a.k);
+  const int64_t lines = (ahead_end - ahead) / 64, begin = j.slice_begin(s);
+  AmxArgs t{};
+  t.x_stride = j.rows.stride, t.height = tiles.height;
+  t.panel = j.panel(p) + j.header + begin * 128;
+  t.num_steps = j.slice_begin(s + 1) - begin, t.first = s == 0;
+  t.tail_bytes = (j.int8 ? j.num_steps * 4 : j.row_bytes) % AMX_LINE;
+  t.lines_ahead = (32 + pairs - 1) / pairs;
+  for (int i = 0; i < tiles.count; i += 2) {
+    const int pair = i / 2, count = i + 1 < tiles.count ? 2 : 1;
+    const char *x = j.rows.x + tiles.begin(i) * j.rows.stride;
+    t.x = x + begin * 4;
+    t.second = (tiles.begin(i + count - 1) - tiles.begin(i)) * j.rows.stride;
+    t.heads = x + shape.heads + begin / GROUP_STEPS * (int64_t)sizeof(GroupHead);
+    t.acc = j.num_slices > 1 ? acc + i * AMX_ROWS * 32 : acc;  // nothing to keep: stay in L1
+    t.ahead = ahead + lines * pair / pairs * 64, t.ahead_end = ahead + lines * (pair + 1) / pairs * 64;
+    amx_tiles(t, count, j.int8);
+        for (int k = i; k < i + count && s + 1 == j.num_slices; k++)
+      j.finish(j.a, row + tiles.first(k), tiles.end(k) - tiles.first(k), p,
+               t.acc + ((k - i) * AMX_ROWS + tiles.first(k) - tiles.begin(k)) * 32, (const float *)j.panel(p));
+  }
+}
+
 void run(Job &j) {
   alignas(64) float acc[BLOCK_ROWS * 32];
+  static_assert(BLOCK_ROWS % AMX_ROWS == 0);
   const int64_t rows = j.row_end - j.row_begin, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
   const int64_t slice_bytes = j.panel_bytes / j.num_slices / 64 * 64;
-  const int prefetch_min_rows = j.int8 ? INT8_PREFETCH_MIN_ROWS : PREFETCH_MIN_ROWS;
+  const int prefetch_min_rows = j.amx ? AMX_PREFETCH_MIN_ROWS : j.int8 ? INT8_PREFETCH_MIN_ROWS : PREFETCH_MIN_ROWS;
   for (int64_t b = 0; b < blocks; b++) {
     const int64_t r0 = j.row_begin + rows * b / blocks, r1 = j.row_begin + rows * (b + 1) / blocks;
     j.int8 ? place_int8_rows(j, r0, r1 - r0) : place_rows(j, r0, r1 - r0);
+    if (j.amx) amx_configure(AmxTiles((int)(r1 - r0)).height);
     for (int64_t p = j.panel_begin; p < j.panel_end; p++)
       for (int64_t s = 0; s < j.num_slices; s++) {
         // the next slice, of this panel or of the one behind it; then the next block's first; then the next layer's
@@ -228,9 +265,10 @@ void run(Job &j) {
           end = again || j.next_end - j.next > slice_bytes ? ahead + slice_bytes : j.next_end;
         }
         if (r1 - r0 < prefetch_min_rows) end = ahead;
-        run_slice(j, r0, (int)(r1 - r0), p, s, acc, ahead, end);
+        (j.amx ? run_amx_slice : run_slice)(j, r0, (int)(r1 - r0), p, s, acc, ahead, end);
       }
   }
+  if (j.amx) amx_release();
 }
 
 }  // namespace

@@ -2,7 +2,7 @@
 // Every timing of a kernel is reported against one of these, taken in the same run.
 #include <omp.h>
 
-#include "cpu/gemm_vec.h"
+#include "cpu/gemm_amx.h"
 
 #if defined(__x86_64__)
 #define HIDE(v) "+x"(v)  // its value is unknown from here on
@@ -43,9 +43,22 @@ double dot_part(int64_t rounds, float *sink) {  // a product and a sum, each wai
 #else
 constexpr int CHAINS = PD_LEVEL >= 2 ? 16 : 6;  // of 16 lanes: enough to cover the instruction's latency
 
+#if PD_LEVEL >= 4
+double multiply_tiles(int64_t rounds) {  // zeros: tiles know no faster and no slower values
+  amx_configure(AMX_ROWS);
+  for (int64_t r = 0; r < rounds; r++)
+    tile_multiply<false, 0, 4, 6>(), tile_multiply<false, 1, 4, 7>(), tile_multiply<false, 2, 5, 6>(), tile_multiply<false, 3, 5, 7>();
+  amx_release();
+  return (double)rounds * 4 * 2 * AMX_ROWS * 16 * 32;
+}
+#endif
+
 // FLOP of `rounds` rounds; the result depends on every chain, so that none can be left out.
 template <int DTYPE>
 double dot_part(int64_t rounds, float *sink) {
+#if PD_LEVEL >= 4
+  if constexpr (DTYPE == PD_BF16) return multiply_tiles(rounds);
+#endif
   F16 c[CHAINS];
 #pragma GCC unroll 16
   for (int i = 0; i < CHAINS; i++) c[i] = set16((float)i);

@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pagedec.llm import LLM
 
+_AVX2 = ("avx2", "fma", "bmi2")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
+_AVX512BF16 = (*_AVX512, "avx512_bf16", "avx512_vnni")
 ISA_FLAGS: Mapping[str, tuple[str, ...]] = {
     "scalar": (),
-    "avx2": ("avx2", "fma", "bmi2"),
-    "avx512": ("avx2", "fma", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq"),
-    "avx512bf16": ("avx2", "fma", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"),
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512bf16": _AVX512BF16,
+    "amx": (*_AVX512BF16, "amx_tile", "amx_bf16", "amx_int8"),
 }
 """Instruction sets that a kernel library needs, by the names of /proc/cpuinfo."""
 

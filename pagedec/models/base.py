@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -45,19 +46,19 @@ class Model(Protocol):
         """Return the forward over these tensors; the plans are of `attention_shapes`, in its order."""
 
 
-class RecordedModel:
+class RecordedModel(ABC):
     """A model whose forward is recorded kernel by kernel."""
 
     arch: Architecture
     backend: Backend
 
+    @abstractmethod
     def record(self, p: Program, b: StepBuffers, cache: CacheTensors, plans: Sequence[Plan]) -> None:
         """Record the forward of a step's rows, from token ids to the residual stream."""
-        raise NotImplementedError
 
+    @abstractmethod
     def record_head(self, p: Program, b: StepBuffers) -> None:
         """Record the logits of the rows chosen by `read_rows`."""
-        raise NotImplementedError
 
     def programs(self, b: StepBuffers, cache: CacheTensors, plans: Sequence[Plan]) -> Programs:
         """Record the forward in pieces and as a whole."""

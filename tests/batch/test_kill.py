@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -23,9 +24,13 @@ SOURCES = Path(__file__).resolve().parent.parent.parent
 ENGINE = ("--load-format", "dummy", "--num-blocks", "256", "--max-num-seqs", "8")
 
 
-def start(source: Path, out: Path, *flags: str) -> subprocess.Popen[str]:
+def start(source: Path, out: Path, *flags: str, debug: bool = False) -> subprocess.Popen[str]:
+    """`debug`: the process checks its pool after every step, the last one included."""
     command = [sys.executable, "-m", "pagedec", "batch", "-i", str(source), "-o", str(out), *flags]
-    return subprocess.Popen(command, cwd=SOURCES, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environ = os.environ | ({"PAGEDEC_DEBUG": "1"} if debug else {})
+    return subprocess.Popen(
+        command, cwd=SOURCES, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def num_lines(path: Path) -> int:
@@ -60,7 +65,7 @@ def test_a_killed_job_goes_on(llm: LLM, tiny: Path, tmp_path: Path) -> None:
     flags = ["--model", str(tiny), *ENGINE, "--max-tokens", "24"]
     kill_after(start(source, out, *flags, "--window", "1"), out, 9)
     before = num_lines(out)
-    done = start(source, out, *flags)
+    done = start(source, out, *flags, debug=True)
     _, err = done.communicate(timeout=300)
     assert done.returncode == 0, err
     assert 9 <= before < len(lines)
@@ -91,7 +96,7 @@ def test_two_thousand_lines_and_three_kills(model: str, tiny: Path, tmp_path: Pa
         kill_after(start(source, out, *flags), out, count)
         seconds.append(f"killed after {time.monotonic() - began:.0f} s with {num_lines(out)} lines")
     for path in (out, whole):
-        done = start(source, path, *flags)
+        done = start(source, path, *flags, debug=path == out)
         _, err = done.communicate(timeout=3600)
         assert done.returncode == 0, err
         seconds.append(err.splitlines()[-1])

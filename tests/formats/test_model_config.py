@@ -20,6 +20,7 @@ from pagedec.models.architecture import Architecture
 from pagedec.models.presets import PRESETS
 from pagedec.models.registry import architecture_of_gguf, from_gguf, from_hf_config, load_architecture
 from pagedec.models.rope import RopeScaling
+from tests.support import LLAMA_GGUF_FIELDS
 
 WriteGguf = Callable[..., Path]
 SMALL = {
@@ -36,16 +37,6 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}
-GGUF = {
-    "general.architecture": "llama",
-    "llama.context_length": 64,
-    "llama.embedding_length": 32,
-    "llama.block_count": 2,
-    "llama.feed_forward_length": 64,
-    "llama.attention.head_count": 4,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "llama.vocab_size": 96,
 }
 
 
@@ -233,7 +224,7 @@ def fields(arch: Architecture) -> dict[str, Any]:
 
 
 def test_gguf_fields() -> None:
-    arch = from_gguf(GGUF, ["output.weight"])
+    arch = from_gguf(LLAMA_GGUF_FIELDS, ["output.weight"])
     assert (arch.num_kv_heads, arch.head_dim, arch.rotary_dim, arch.tie_word_embeddings) == (4, 8, 8, False)
     more = {
         "llama.attention.key_length": 16,
@@ -244,11 +235,11 @@ def test_gguf_fields() -> None:
         "tokenizer.ggml.eos_token_id": 5,
         "tokenizer.ggml.eot_token_id": 7,
     }
-    arch = from_gguf(GGUF | more, ["blk.0.attn_q.bias"])
+    arch = from_gguf(LLAMA_GGUF_FIELDS | more, ["blk.0.attn_q.bias"])
     assert (arch.head_dim, arch.rope_scaling, arch.sliding_window) == (16, RopeScaling("linear", 4.0), 32)
     assert (arch.attention_bias, arch.output_bias, arch.tie_word_embeddings) == (True, False, True)
     assert arch.eos_token_ids == (5, 7)
-    assert from_gguf(GGUF | {"llama.attention.sliding_window": 64}).window(0, 64) == 0
+    assert from_gguf(LLAMA_GGUF_FIELDS | {"llama.attention.sliding_window": 64}).window(0, 64) == 0
 
 
 def test_rope_factors_of_a_gguf_file(write_gguf: WriteGguf) -> None:
@@ -278,7 +269,7 @@ REFUSED_GGUF: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "problem"), REFUSED_GGUF)
 def test_refused_gguf(change: dict[str, Any], problem: str) -> None:
-    given = {key: value for key, value in (GGUF | change).items() if value is not None}
+    given = {key: value for key, value in (LLAMA_GGUF_FIELDS | change).items() if value is not None}
     with pytest.raises(InvalidArgument, match=problem):
         from_gguf(given)
 

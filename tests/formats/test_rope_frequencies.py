@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from pagedec.models.presets import PRESETS
 from pagedec.models.registry import from_gguf, from_hf_config
 from pagedec.models.rope import rope_frequencies
+from tests.support import LLAMA_GGUF_FIELDS
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 96,
@@ -55,18 +56,10 @@ def test_llama3_scaling_has_all_three_parts() -> None:
 
 
 def test_factors_of_a_gguf_file_divide_the_frequencies() -> None:
-    fields = {
-        "general.architecture": "llama",
-        "llama.context_length": 64,
-        "llama.embedding_length": 32,
-        "llama.block_count": 2,
-        "llama.feed_forward_length": 64,
-        "llama.attention.head_count": 4,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        "llama.vocab_size": 96,
-    }
-    plain = rope_frequencies(from_gguf(fields))
-    assert np.array_equal(rope_frequencies(from_gguf(fields, (), [1.0, 2.0, 4.0, 8.0])), plain / [1.0, 2.0, 4.0, 8.0])
+    plain = rope_frequencies(from_gguf(LLAMA_GGUF_FIELDS))
+    assert np.array_equal(
+        rope_frequencies(from_gguf(LLAMA_GGUF_FIELDS, (), [1.0, 2.0, 4.0, 8.0])), plain / [1.0, 2.0, 4.0, 8.0]
+    )
 
 
 def test_partial_rotation_uses_its_own_width() -> None:

@@ -75,6 +75,7 @@ def assert_near(actual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, 
 
 
 SHAPES = [(1, 32, 2), (1, 1, 1), (3, 33, 7), (5, 31, 64), (13, 100, 129), (40, 65, 300), (26, 130, 2051), (150, 40, 33)]
+SHAPES += [(200, 65, 901)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -102,6 +103,28 @@ def test_any_size_on_every_instruction_set(
     for library in libraries:
         with threads(library, num_threads):
             assert_near(Linear.pack(library, weight, bias)(x, Epilogue.ADD, y), x, weight, bias, y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_rows_and_few_agree_where_k_is_cut_differently(library: Library, dtype: torch.dtype) -> None:
+    x, weight = normal(300, 1301, seed=1, dtype=dtype), normal(70, 1301, seed=2, dtype=dtype)
+    linear = Linear.pack(library, weight)
+    whole = linear(x)
+    assert_near(whole, x, weight, None)
+    for rows in (1, 15, 17, 33, 128, 129, 161):
+        assert torch.equal(linear(x[:rows]), whole[:rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 31, 33, 64, 130])
+def test_an_outputs_nan_and_infinity_stay_in_it(library: Library, dtype: torch.dtype, k: int) -> None:
+    x, weight = normal(21, k, seed=1, dtype=dtype), normal(96, k, seed=2, dtype=dtype)
+    clean = Linear.pack(library, weight)(x)
+    weight[32], weight[40] = torch.nan, torch.inf  # in the second panel: the first one's last step must not look there
+    dirty = Linear.pack(library, weight)(x)
+    assert dirty[:, 32].isnan().all()
+    others = [n for n in range(96) if n not in (32, 40)]
+    assert torch.equal(dirty[:, others], clean[:, others])
 
 
 @pytest.mark.parametrize("k", [4096, 4099, 6144])

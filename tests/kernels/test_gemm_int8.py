@@ -19,6 +19,7 @@ from tests.kernels.test_gemm import aligned
 
 GATED = (Epilogue.SILU_MUL, Epilogue.GELU_MUL)
 SHAPES = [(1, 32, 4), (1, 1, 1), (3, 33, 7), (5, 31, 64), (13, 100, 129), (40, 65, 300), (26, 130, 5051), (150, 40, 33)]
+SHAPES += [(200, 65, 901)]
 
 
 @contextmanager
@@ -264,5 +265,5 @@ def test_every_library_says_whether_it_multiplies_bytes(library: Library) -> Non
     assert library.functions.pd_allow_vnni(0) == 0
     allowed = library.functions.pd_allow_vnni(1)
     with open("/proc/cpuinfo") as file:
-        assert allowed == int("avx512_vnni" in file.read() and library.isa in ("avx512", "avx512bf16"))
+        assert allowed == int("avx512_vnni" in file.read() and library.isa in ("avx512", "avx512bf16", "amx"))
     assert load(library.isa) is library

@@ -119,17 +119,18 @@ def test_every_instruction_set_gives_the_same_layer_norm(libraries: list[Library
     assert all(calls.same_bits(first, other) for other in others)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("dim", 0, "dim is 0"),
-        ("dtype", 7, "dtype is 7"),
-        ("x", None, "x is NULL"),
-        ("weight", None, "weight is NULL"),
-        ("out", None, "out is NULL"),
-        ("eps", -1.0, "eps is -1"),
-    ],
-)
+BAD_FIELDS = [
+    ("dim", 0, "dim is 0"),
+    ("dtype", 7, "dtype is 7"),
+    ("x", None, "x is NULL"),
+    ("weight", None, "weight is NULL"),
+    ("out", None, "out is NULL"),
+    ("eps", -1.0, "eps is -1"),
+    ("eps", float("nan"), "eps is nan"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "message"), BAD_FIELDS)
 def test_invalid_field_of_layer_norm_is_named(library: Library, field: str, value: object, message: str) -> None:
     data, rows = torch.zeros(64), calls.count(1)
     fields: dict[str, object] = dict.fromkeys(("x", "weight", "bias", "out", "row_ids"), data.data_ptr())
@@ -141,13 +142,7 @@ def test_invalid_field_of_layer_norm_is_named(library: Library, field: str, valu
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("dim", 0, "dim is 0"),
-        ("dtype", 7, "dtype is 7"),
-        ("x", None, "x is NULL"),
-        ("weight", None, "weight is NULL"),
-        ("out", None, "out is NULL"),
-        ("eps", -1.0, "eps is -1"),
-        ("eps", float("nan"), "eps is nan"),
+        *BAD_FIELDS,
         ("weight_offset", float("inf"), "weight_offset is inf"),
         ("residual", 1, "row_ids is given with residual"),
         ("add", 2, "add is 2"),
