@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "cpu/attention_tile.h"
+#include "cpu/attention_amx.h"
 
 namespace pagedec {
 
@@ -55,6 +55,9 @@ class AttentionLoop {
   void run_span(const plan::Span &span);
   void run_unit(const plan::Unit &u, const plan::Piece &piece, int side);
   bool set_masks(int from, int n, int start, bool &masked);
+  void place_rows(int from, int side);
+  void run_rows(int row0, int n, int start, int side);
+  void run_whole_rows(int row0, int n, int side);
   void end_chunk(const plan::Span &span, int chunk, bool first_item, bool last_item, int side);
   float *partial(int record, int head) const { return p_.partials.get() + ((size_t)record * p_.shape.q_heads + head) * (d_ + 2); }
   void merge(int split, int head);
@@ -68,6 +71,7 @@ class AttentionLoop {
   TileArgs<T> tile_;
   int head_ = 0, heads_ = 1, kv_head_ = 0;   // of the span: first query head, how many
   int ahead_span_ = 0, ahead_unit_ = 0, last_span_ = 0;  // where prefetching stands
+  int whole_rows_ = 0;                                   // that the matrix unit is configured for
 };
 
 template <class T, int SD>
@@ -184,7 +188,7 @@ PD_INLINE void attend_rows(std::integer_sequence<int, R...>, int rows, bool mask
 
 template <class T, int SD>
 void AttentionLoop<T, SD>::run_unit(const plan::Unit &u, const plan::Piece &piece, int side) {
-  const int start = u.tile * TILE, row0 = u.row0 * heads_, n = (u.row1 - u.row0) * heads_, groups = (n + ROWS_TILE - 1) / ROWS_TILE;
+  const int start = u.tile * TILE, row0 = u.row0 * heads_, n = (u.row1 - u.row0) * heads_;
   Blocks blocks = locate(u, kv_head_);
   if (u.path >= 0) gather(u, p_.rows[piece.row0 + u.row0], kv_head_, blocks);
   vectors(blocks, tile_.k, tile_.v);
@@ -195,13 +199,48 @@ void AttentionLoop<T, SD>::run_unit(const plan::Unit &u, const plan::Piece &piec
                blocks.k[c] + i * size_ * T::STEP, size_ * T::STEP * sizeof(E));
     for (int c = 0; c < NT; c++) tile_.k[c] = tile_.next_k[c] = s_->wide_k + c * vec::W * d_;
   }
+  tile_.ahead = true;  // of the unit's first rows
+  if constexpr (HAS_WHOLE_TILES<T>) {
+    if (takes_whole_tiles(d_)) {
+      auto whole = [&](int r) { return s_->begin[r] <= start && s_->end[r] >= start + TILE; };
+      for (int from = row0, to = row0; from < row0 + n; from = to) {
+        while (to < row0 + n && whole(to) == whole(from)) to++;
+        whole(from) ? run_whole_rows(from, to - from, side) : run_rows(from, to - from, start, side);
+      }
+      return;
+    }
+  }
+  run_rows(row0, n, start, side);
+}
+
+template <class T, int SD>
+void AttentionLoop<T, SD>::place_rows(int from, int side) {
+  tile_.q = s_->q + from * SD, tile_.o = s_->o[side] + from * SD, tile_.l = s_->l[side] + from * vec::W, tile_.m = s_->m[side] + from;
+}
+
+template <class T, int SD>
+void AttentionLoop<T, SD>::run_rows(int row0, int n, int start, int side) {
+  const int groups = (n + ROWS_TILE - 1) / ROWS_TILE;
   for (int g = 0; g < groups; g++) {  // register tiles of nearly equal height
     const int from = row0 + n * g / groups, count = row0 + n * (g + 1) / groups - from;
     bool masked;
     if (!set_masks(from, count, start, masked)) continue;
-    tile_.q = s_->q + from * SD, tile_.o = s_->o[side] + from * SD, tile_.l = s_->l[side] + from * vec::W, tile_.m = s_->m[side] + from;
-    tile_.lo = s_->lo, tile_.hi = s_->hi, tile_.ahead = g == 0;
+    place_rows(from, side);
+    tile_.lo = s_->lo, tile_.hi = s_->hi;
     attend_rows<T, SD>(std::make_integer_sequence<int, ROWS_TILE>(), count, masked, tile_);
+    tile_.ahead = false;
+  }
+}
+
+template <class T, int SD>
+void AttentionLoop<T, SD>::run_whole_rows(int row0, int n, int side) {
+  const int groups = (n + AMX_ROWS - 1) / AMX_ROWS;
+  for (int g = 0; g < groups; g++) {
+    const int from = row0 + n * g / groups, count = row0 + n * (g + 1) / groups - from;
+    if (count != whole_rows_) configure_attention(whole_rows_ = count, size_);
+    place_rows(from, side);
+    attend_whole<SD>(tile_, count);
+    tile_.ahead = false;
   }
 }
 
@@ -281,6 +320,7 @@ void AttentionLoop<T, SD>::run() {
     for (int i = 0; i < UNITS_AHEAD; i++) look_ahead();
     for (int i = p_.worker_indptr[w]; i < last_span_; i++) run_span(p_.spans[i]);
   }
+  if (whole_rows_) amx_release();
   const int64_t merges = (int64_t)p_.splits.size() * h_.q_heads;
   if (!merges) return;
 #pragma omp barrier

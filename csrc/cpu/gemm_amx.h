@@ -9,11 +9,11 @@
 #pragma once
 #include <algorithm>
 
+#include "cpu/amx.h"
 #include "cpu/gemm_int8.h"
 
 namespace pagedec {
 
-constexpr int AMX_ROWS = 16;             // of a tile
 constexpr int AMX_STEPS = 16;            // of a line
 constexpr int64_t AMX_LINE = 64;         // bytes of each row
 constexpr int64_t AMX_PANEL = AMX_STEPS * 128;
@@ -43,24 +43,6 @@ struct AmxArgs {
 };
 
 #if PD_LEVEL >= 4
-// Written out: the compiler's own take no template's numbers, and its load does not say that it reads memory.
-template <int T>
-PD_INLINE void tile_zero() {
-  asm volatile("tilezero %%tmm%c0" ::"i"(T));
-}
-template <int T>
-PD_INLINE void tile_load(const void *p, int64_t stride) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(T) : "memory");
-}
-template <int T>
-PD_INLINE void tile_store(void *p, int64_t stride) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(T) : "memory");
-}
-template <bool INT8, int SUM, int X, int W>
-PD_INLINE void tile_multiply() {  // bytes: signed x, unsigned weights
-  if constexpr (INT8) asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(X), "i"(W));
-  else asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(X), "i"(W));
-}
 template <int T>  // sums T and T + 1: two halves of [16][32]
 PD_INLINE void zero_sums() {
   tile_zero<T>(), tile_zero<T + 1>();
@@ -88,13 +70,9 @@ PD_INLINE void multiply_line(const char *x, int64_t stride, int64_t second, cons
 
 // Tiles 0 to 3 are sums, 4 and 5 two tiles of x (sums 0, 1 and 2, 3), 6 and 7 the halves of a panel.
 inline void amx_configure(int height) {
-  struct alignas(64) {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {};
-  } config;
-  for (int i = 0; i < 8; i++) config.rows[i] = (uint8_t)(i < 6 ? height : AMX_ROWS);
-  asm volatile("ldtilecfg %0" ::"m"(config));
+  AmxShapes shapes;
+  for (int i = 0; i < 8; i++) shapes.set(i, i < 6 ? height : AMX_ROWS, 64);
+  shapes.load();
 }
 
 // line(x, stride, second, panel) for every line of k; the last is padded with zeros, on both sides: behind a panel may lie NaN.
@@ -168,11 +146,9 @@ PD_INLINE void amx_tiles(const AmxArgs &t, int tiles, bool int8) {
   if (tiles == 2) int8 ? amx_int8<2>(t) : amx_bf16<2>(t);
   else int8 ? amx_int8<1>(t) : amx_bf16<1>(t);
 }
-PD_INLINE void amx_release() { asm volatile("tilerelease"); }
 #else  // never called: what calls them is left out by if constexpr
 PD_INLINE void amx_configure(int) {}
 PD_INLINE void amx_tiles(const AmxArgs &, int, bool) {}
-PD_INLINE void amx_release() {}
 #endif
 
 }  // namespace pagedec

@@ -1,0 +1,85 @@
+// A tile that rows see whole, on the matrix unit: up to 16 rows at once.
+//
+// K and V lie in the cache as the unit takes them: pairs of dimensions by token, pairs of tokens by dimension. Whether a row sees a tile
+// whole follows from its positions alone. So does, then, which way its sums take (this one, or attention_tile.h), and its bits do not
+// depend on the rows beside it.
+#pragma once
+#include "cpu/amx.h"
+#include "cpu/attention_tile.h"
+
+namespace pagedec {
+
+template <class T>
+constexpr bool HAS_WHOLE_TILES = false;
+PD_INLINE bool takes_whole_tiles(int head_dim) { return head_dim % 32 == 0; }  // dimensions that one instruction sums
+
+#if PD_LEVEL >= 4
+template <>
+constexpr bool HAS_WHOLE_TILES<Bf16> = true;
+
+// Tiles 0 to 3 are sums, 4 is of q, 5 of K, 6 of the probabilities, 7 of V.
+inline void configure_attention(int rows, int block_size) {
+  const int pairs = std::min(AMX_ROWS, block_size / 2);  // of tokens, in one tile of V
+  AmxShapes shapes;
+  for (int i = 0; i < 5; i++) shapes.set(i, rows, 64);
+  shapes.set(5, AMX_ROWS, 64), shapes.set(6, rows, pairs * 4), shapes.set(7, pairs, 64);
+  shapes.load();
+}
+
+template <int... C>
+PD_INLINE void multiply_k(const TileArgs<Bf16> &a, int pair, std::integer_sequence<int, C...>) {
+  const int64_t stride = a.k_stride * (int64_t)sizeof(uint16_t);
+  ((tile_load<5>(a.k[C] + pair * a.k_stride, stride), tile_multiply<false, C, 4, 5>()), ...);
+}
+
+// Dimensions h .. h + 16 * sizeof...(C) of o += P V.
+template <int SD, int... C>
+PD_INLINE void multiply_v(const TileArgs<Bf16> &a, const uint16_t *p, int h, std::integer_sequence<int, C...>) {
+  const int pairs = std::min(AMX_ROWS, a.block_size / 2);
+  const int64_t stride = a.head_dim * 2;  // elements from pair to pair
+  float *const o = a.o + h;
+  (tile_load<C>(o + C * 16, SD * 4), ...);
+  for (int b = 0; b * a.block_size < TILE; b++)
+    for (int pair = 0; pair < a.block_size / 2; pair += pairs) {
+      const uint16_t *v = a.v[b] + pair * stride + h * 2;
+      tile_load<6>(p + b * a.block_size + pair * 2, TILE * 2);
+      ((tile_load<7>(v + C * 32, stride * 2), tile_multiply<false, C, 6, 7>()), ...);
+    }
+  (tile_store<C>(o + C * 16, SD * 4), ...);
+}
+
+template <int SD>
+void attend_whole(const TileArgs<Bf16> &a, int rows) {
+  alignas(64) float s[AMX_ROWS][TILE];
+  alignas(64) uint16_t p[AMX_ROWS * TILE];
+  static_assert(NT == 4);
+  using Four = std::make_integer_sequence<int, 4>;
+  tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+  for (int pair = 0; pair < a.head_dim / 2; pair += AMX_ROWS) {
+    tile_load<4>(a.q + pair * 2, SD * 2);
+    multiply_k(a, pair, Four());
+    for (int i = pair; a.ahead && i < pair + AMX_ROWS; i++)
+      for (int c = 0; c < NT; c++) prefetch<true>(a.next_k[c] + i * a.k_stride);
+  }
+  tile_store<0>(s[0], TILE * 4), tile_store<1>(s[0] + 16, TILE * 4), tile_store<2>(s[0] + 32, TILE * 4), tile_store<3>(s[0] + 48, TILE * 4);
+  if (__builtin_expect(a.soft_cap > 0, 0)) cap_logits(s[0], rows * TILE, a.soft_cap, a.inner_scale);
+  for (int r = 0; r < rows; r++) {
+    vec::F lanes[NT];
+#pragma GCC unroll 4
+    for (int c = 0; c < NT; c++) lanes[c] = vec::load(s[r] + c * vec::W);
+    softmax<Bf16>(lanes, a.scale, a.o + r * SD, a.head_dim, a.l + r * vec::W, a.m[r], p + r * TILE);
+  }
+  const int lines = a.block_size * a.head_dim * (int)sizeof(uint16_t) / 64;
+  for (int b = 0; a.ahead && b * a.block_size < TILE; b++)
+    for (int i = 0; i < lines; i++) prefetch<true>((const char *)a.next_v[b] + 64 * i);
+  int h = 0;
+  for (; h + 64 <= a.head_dim; h += 64) multiply_v<SD>(a, p, h, Four());
+  if (h < a.head_dim) multiply_v<SD>(a, p, h, std::make_integer_sequence<int, 2>());
+}
+#else  // never called
+inline void configure_attention(int, int) {}
+template <int SD, class T>
+void attend_whole(const T &, int) {}
+#endif
+
+}  // namespace pagedec
