@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import re
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -79,6 +80,12 @@ def _within(value: float, low: float | None, high: float | None) -> None:
         raise ValueError
 
 
+def float32(number: float) -> float:
+    """The number as the kernels take it. Raises OverflowError where it would be infinite."""
+    rounded: float = struct.unpack("f", struct.pack("f", number))[0]
+    return rounded
+
+
 @dataclass(frozen=True, slots=True)
 class Integer(Rule):
     """A whole number from `low` to `high`; numpy's integers count, bools do not."""
@@ -107,7 +114,10 @@ class Integer(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Number(Rule):
-    """A finite number from `low` to `high`; `above` excludes its own value; `zero` is allowed besides."""
+    """A finite number from `low` to `high`; `above` excludes its own value; `zero` is allowed besides.
+
+    All of it holds in fp32, in which the kernels take it: one that they refuse would cost its whole step.
+    """
 
     low: float | None = None
     high: float | None = None
@@ -120,7 +130,8 @@ class Number(Rule):
         parts = [f"at least {self.low:g}" if self.low is not None else ""]
         parts += [f"above {self.above:g}" if self.above is not None else ""]
         parts += [f"at most {self.high:g}" if self.high is not None else ""]
-        return ("0, or " if self.zero else "") + "a finite number " + " and ".join(filter(None, parts))
+        bits = " in 32 bits" if self.high is None or self.above is not None else ""
+        return ("0, or " if self.zero else "") + "a finite number " + " and ".join(filter(None, parts)) + bits
 
     def accept(self, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, Real):
@@ -131,7 +142,8 @@ class Number(Rule):
         if self.zero and number == 0:
             return 0.0
         _within(number, self.low, self.high)
-        if self.above is not None and number <= self.above:
+        rounded = float32(number)
+        if self.above is not None and rounded <= self.above:
             raise ValueError
         return number
 

@@ -26,9 +26,9 @@ from pagedec.params import MAX_SAMPLES, MIN_TEMPERATURE, SamplingParams
 NAN, INF = math.nan, math.inf
 WRONG = [
     *[("n", value) for value in (0, -1, MAX_SAMPLES + 1, 1.0, "1", None, True, [1])],
-    *[("temperature", value) for value in (-0.1, NAN, INF, -INF, "1", None, True, MIN_TEMPERATURE / 2, 1j)],
+    *[("temperature", value) for value in (-0.1, 1e39, NAN, INF, -INF, "1", None, True, MIN_TEMPERATURE / 2, 1j)],
     *[("top_k", value) for value in (-2, 1.5, None, False, 2**31, "all")],
-    *[("top_p", value) for value in (0, 0.0, -0.5, 1.0000001, NAN, INF, None, True)],
+    *[("top_p", value) for value in (0, 0.0, 1e-46, -0.5, 1.0000001, NAN, INF, None, True)],
     *[("min_p", value) for value in (-0.1, 1.1, NAN, INF, None, True)],
     *[("seed", value) for value in (-1, 2**64, 0.5, "7", True)],
     *[("max_tokens", value) for value in (0, -1, 2.0, True, "3")],
@@ -37,7 +37,7 @@ WRONG = [
     *[("ignore_eos", value) for value in (0, 1, None, "true")],
     *[("presence_penalty", value) for value in (-2.01, 2.01, NAN, None, "0", True)],
     *[("frequency_penalty", value) for value in (-2.01, 2.01, INF, None, False)],
-    *[("repetition_penalty", value) for value in (0, -1, NAN, INF, None, "1")],
+    *[("repetition_penalty", value) for value in (0, -1, 1e-46, 1e39, NAN, INF, None, "1")],
     *[("stop", value) for value in ("", [""], ["a", ""], b"a", [b"a"], 5, [5], [None], {"a": 1}, "\ud800", ["a", "\udc00"])],
     *[("bad_words", value) for value in ("", [""], b"a", 5, [5], {"a": 1}, ["\ud800"])],
     *[("logprobs", value) for value in (-2, 1.0, "1", True, 2**31)],

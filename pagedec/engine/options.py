@@ -16,6 +16,7 @@ from pagedec.core.reporting import NO_REPORTING, Reporting
 from pagedec.core.stop_strings import StopStrings
 from pagedec.core.stopping import Stopping
 from pagedec.errors import InvalidArgument
+from pagedec.fields import MAX_INT32, float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +82,11 @@ def _processing(params: Any, vocab_size: int, vocabulary: Vocabulary | None) -> 
     bias = getattr(params, "logit_bias", None) or {}
     _token_ids("logit_bias", bias, vocab_size)
     repetition = _number("repetition_penalty", params, 1.0)
-    if repetition <= 0:
-        raise InvalidArgument("repetition_penalty", repetition, "must be above 0")
+    if float32(repetition) <= 0:
+        raise InvalidArgument("repetition_penalty", repetition, "must be above 0 in 32 bits")
     size = getattr(params, "no_repeat_ngram_size", 0)
-    if size < 0:
-        raise InvalidArgument("no_repeat_ngram_size", size, "must be at least 0")
+    if not 0 <= size <= MAX_INT32:
+        raise InvalidArgument("no_repeat_ngram_size", size, f"must be from 0 to {MAX_INT32}")
     processing = Processing(
         allowed,
         bad_word_ids(words, vocab_size, vocabulary) if words else (),
@@ -159,6 +160,10 @@ def _number(field: str, params: Any, default: float) -> float:
 
 
 def _finite(field: str, value: float) -> float:
-    if not math.isfinite(value):
-        raise InvalidArgument(field, value, "must be a finite number")
-    return float(value)
+    """The number, which the kernels can take: one that they refuse would cost its whole step."""
+    try:
+        if math.isfinite(float32(value)):
+            return float(value)
+    except OverflowError:
+        pass
+    raise InvalidArgument(field, value, "must be a finite number in 32 bits")
