@@ -81,8 +81,11 @@ def _within(value: float, low: float | None, high: float | None) -> None:
 
 
 def float32(number: float) -> float:
-    """The number as the kernels take it. Raises OverflowError where it would be infinite."""
-    rounded: float = struct.unpack("f", struct.pack("f", number))[0]
+    """The number as the kernels take it; infinite where it is too large for them."""
+    try:
+        rounded: float = struct.unpack("<f", struct.pack("<f", number))[0]
+    except OverflowError:
+        return math.copysign(math.inf, number)
     return rounded
 
 
@@ -137,12 +140,12 @@ class Number(Rule):
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError
         number = float(value)
-        if not math.isfinite(number):
+        rounded = float32(number)
+        if not math.isfinite(rounded):
             raise ValueError
         if self.zero and number == 0:
             return 0.0
         _within(number, self.low, self.high)
-        rounded = float32(number)
         if self.above is not None and rounded <= self.above:
             raise ValueError
         return number

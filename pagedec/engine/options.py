@@ -161,9 +161,6 @@ def _number(field: str, params: Any, default: float) -> float:
 
 def _finite(field: str, value: float) -> float:
     """The number, which the kernels can take: one that they refuse would cost its whole step."""
-    try:
-        if math.isfinite(float32(value)):
-            return float(value)
-    except OverflowError:
-        pass
-    raise InvalidArgument(field, value, "must be a finite number in 32 bits")
+    if not math.isfinite(float32(value)):
+        raise InvalidArgument(field, value, "must be a finite number in 32 bits")
+    return float(value)
