@@ -230,6 +230,8 @@ def read_tables(path: str | Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]
         raise InvalidArgument("config", str(path), f"cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidArgument("config", str(path), f"is not TOML: {error}") from error
+    except RecursionError:
+        raise InvalidArgument("config", str(path), "is not TOML that can be read: it is nested too deeply") from None
     sampling = values.pop("sampling", {})
     if not isinstance(sampling, dict):
         raise InvalidArgument("sampling", sampling, f"must be a table of sampling parameters in {path}")

@@ -64,7 +64,7 @@ class Rule(ABC):
             return None
         try:
             value = self.read(text)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             raise InvalidArgument(name, text, f"must be {self.limit}") from None
         return self.check(name, value)
 

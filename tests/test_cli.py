@@ -279,6 +279,36 @@ def test_a_bad_json_line_is_named(
     assert "p.jsonl line 2 is " in capsys.readouterr().err
 
 
+def test_parameters_in_a_json_line_are_not_passed_over(
+    stand_in: type[StandIn], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a", "max_tokens": 5}\n')
+    assert run("generate", "-f", str(file)) == 2
+    assert "p.jsonl line 1: max_tokens is 5: sampling parameters are given by flags" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
+def test_a_byte_order_mark_is_no_part_of_a_prompt(name: str, stand_in: type[StandIn], tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_text('{"prompt": "a"}\r\n' if name == "p.jsonl" else "a\r\n", encoding="utf-8-sig")
+    assert run("generate", "-f", str(file)) == 0
+    assert stand_in.calls[0]["prompts"] == ["a"]
+
+
+@pytest.mark.parametrize("flag", ["--stop", "--logit-bias", "--config", "-f"])
+def test_nesting_without_end(
+    flag: str, stand_in: type[StandIn], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    value = "[" * 20_000
+    if flag in ("--config", "-f"):
+        (tmp_path / "p.jsonl").write_text(("x=" if flag == "--config" else "") + value)
+        value = str(tmp_path / "p.jsonl")
+    assert run("generate", "a", flag, value) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("pagedec: error: ") and len(err.splitlines()) == 1 and len(err) < 1000
+
+
 def test_a_file_that_is_not_text(stand_in: type[StandIn], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "p.txt"
     file.write_bytes(b"ab\xff")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from pagedec.cli.arguments import (
     add_engine_arguments,
     add_sampling_arguments,
     engine_config,
+    given_sampling,
     sampling_params,
 )
 from pagedec.config import EngineConfig, engine_rules, read_tables
@@ -121,6 +123,16 @@ def test_most_values_are_not_refused() -> None:
     not_yet = {"speculative_config"}
     assert set(engine_rules()) - taken(engine_rules(), EngineConfig.from_kwargs) <= not_yet
     assert taken(rules(SamplingParams), SamplingParams) == set(rules(SamplingParams))
+
+
+def test_a_configuration_from_a_pipe() -> None:
+    """As with `--config <(...)`: it can be read only once."""
+    reader, writer = os.pipe()
+    os.write(writer, b'dtype = "float32"\n[sampling]\nmax_tokens = 3\n')
+    os.close(writer)
+    arguments = parse("--config", f"/dev/fd/{reader}")
+    assert (engine_config(arguments).model.dtype, given_sampling(arguments)) == ("float32", {"max_tokens": 3})
+    os.close(reader)
 
 
 def test_flags_win_over_the_file_and_defaults_over_nothing(tmp_path: Path) -> None:

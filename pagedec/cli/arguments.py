@@ -103,8 +103,12 @@ def _parsed(name: str, rule: Rule, value: object) -> object:
 
 def _file(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The engine arguments and sampling parameters of --config, if it was given."""
-    path = getattr(arguments, "config", None)
-    return ({}, {}) if path is None else read_tables(path)
+    if getattr(arguments, "config", None) is None:
+        return {}, {}
+    if not hasattr(arguments, "tables"):  # a pipe can be read only once
+        arguments.tables = read_tables(arguments.config)
+    tables: tuple[Mapping[str, Any], Mapping[str, Any]] = arguments.tables
+    return tables
 
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:

@@ -11,11 +11,11 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagedec.cli.arguments import add_engine_arguments, add_sampling_arguments, engine_config, given_sampling
 from pagedec.cli.console import DONE, USER_ERROR, say
+from pagedec.cli.texts import read_text
 from pagedec.errors import InvalidArgument, PagedecError
 from pagedec.params import SamplingParams
 
@@ -211,24 +211,13 @@ def _answer(chat: Chat, line: str, interactive: bool, verbose: bool) -> int | No
     return None
 
 
-def read_template(path: str | None) -> str | None:
-    """The text of a template's file."""
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise InvalidArgument("chat_template", path, f"cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidArgument("chat_template", path, f"is not UTF-8: {error.reason} at byte {error.start}") from None
-
-
 def run(arguments: argparse.Namespace) -> int:
     config = engine_config(arguments)
     given = given_sampling(arguments)
     if given.get("n", 1) != 1:
         raise InvalidArgument("n", given["n"], "must be 1: a chat goes on with one answer")
-    template = read_template(arguments.chat_template)
+    path = arguments.chat_template
+    template = None if path is None else read_text("chat_template", path)
 
     from pagedec.cli.active import active_line
     from pagedec.llm import LLM

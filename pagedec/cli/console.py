@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
+from typing import TextIO
 
 DONE = 0
 FAILED = 1
 """Something outside gave way, such as a disk."""
 USER_ERROR = 2
 INTERRUPTED = 130
+TERMINATED = 143
+
+
+def open_streams() -> None:
+    """Make the three standard streams UTF-8, whatever the locale, as files are; one that was closed leads nowhere.
+
+    A stream that a program has put in their place stays as it is.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+        elif isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):
+            stream.reconfigure(encoding="utf-8", errors="strict" if name == "stdin" else "backslashreplace")
+
+
+def mute(stream: TextIO) -> None:
+    """Nobody takes what goes to this stream any more: let all of it, the interpreter's own last flush too, lead nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def say(message: object) -> None:
-    """One line on standard error."""
-    print(f"pagedec: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
-
-
-def show_progress(wanted: bool | None) -> bool:
-    """Whether to draw a progress bar: as asked, and else on a terminal."""
-    return sys.stderr.isatty() if wanted is None else wanted
+    """One line on standard error. Where nobody reads it, or it cannot be written, the work goes on."""
+    try:
+        print(f"pagedec: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    except OSError:
+        mute(sys.stderr)

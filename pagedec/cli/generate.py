@@ -12,14 +12,17 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from pagedec.cli.arguments import add_engine_arguments, add_sampling_arguments, engine_config, given_sampling
+from pagedec.cli.texts import read_stdin, read_text
 from pagedec.errors import InvalidArgument
+from pagedec.fields import rules
 from pagedec.outputs import Logprob, RequestOutput
+from pagedec.params import SamplingParams
 
 Prompt = str | dict[str, Any]
+SAMPLING = rules(SamplingParams)
 USAGE = "pagedec generate [PROMPT ...] [-f FILE] [--chat] [sampling flags] [engine flags]"
 EPILOG = """\
 examples:
@@ -66,11 +69,18 @@ def _json_lines(path: str, lines: Iterable[str]) -> list[Prompt]:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InvalidArgument(f"{path} line {number}", line.strip(), f"is not JSON: {error.msg}") from None
+        except (json.JSONDecodeError, RecursionError) as error:
+            limit = f"is not JSON: {getattr(error, 'msg', 'nested too deeply')}"
+            raise InvalidArgument(f"{path} line {number}", line.strip(), limit) from None
         if not isinstance(record, dict) or ("prompt" in record) == ("prompt_token_ids" in record):
             limit = "must be an object with either prompt or prompt_token_ids"
             raise InvalidArgument(f"{path} line {number}", line.strip(), limit)
+        for name in record:
+            if name in SAMPLING:
+                limit = (
+                    "sampling parameters are given by flags, to all prompts; pagedec batch reads them from each line"
+                )
+                raise InvalidArgument(f"{path} line {number}: {name}", record[name], limit)
         prompts.append(record["prompt"] if "prompt" in record else {"prompt_token_ids": record["prompt_token_ids"]})
     return prompts
 
@@ -80,13 +90,7 @@ def _lines(lines: Iterable[str]) -> list[str]:
 
 
 def _file(path: str) -> list[Prompt]:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise InvalidArgument("file", path, f"cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidArgument("file", path, f"is not UTF-8: {error.reason} at byte {error.start}") from None
-    lines = text.split("\n")
+    lines = read_text("file", path).removeprefix("\ufeff").split("\n")
     return _json_lines(path, lines) if path.endswith(".jsonl") else [*_lines(lines)]
 
 
@@ -94,11 +98,11 @@ def read_prompts(arguments: argparse.Namespace, token_ids_only: bool) -> list[Pr
     """The prompts of arguments, file and standard input, in this order."""
     prompts: list[Prompt] = []
     for prompt in arguments.prompts:
-        prompts += _lines(sys.stdin) if prompt == "-" else [prompt]
+        prompts += _lines(read_stdin().split("\n")) if prompt == "-" else [prompt]
     if arguments.file is not None:
         prompts += _file(arguments.file)
     if not arguments.prompts and arguments.file is None and not sys.stdin.isatty():
-        prompts += _lines(sys.stdin)
+        prompts += _lines(read_stdin().split("\n"))
     if not prompts:
         raise InvalidArgument("prompts", [], "must be at least one: as an argument, with --file, or on standard input")
     return [_token_ids(prompt) if token_ids_only and isinstance(prompt, str) else prompt for prompt in prompts]

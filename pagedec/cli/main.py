@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import importlib
 import importlib.metadata
-import os
 import sys
 from collections.abc import Sequence
 
 from pagedec import environment
 from pagedec.cli.arguments import Parser
-from pagedec.cli.console import FAILED, INTERRUPTED, USER_ERROR, say
+from pagedec.cli.console import FAILED, INTERRUPTED, USER_ERROR, mute, open_streams, say
 from pagedec.errors import PagedecError
 
 COMMANDS = {
@@ -64,13 +63,9 @@ def refuse(error: ValueError) -> int:
     return USER_ERROR
 
 
-def _silence() -> None:
-    """Nobody takes the output any more: let the interpreter's own last flush find a place for it."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0: done, 1: the output could not be written, 2: the caller's mistake; both are said in one line."""
+    open_streams()
     try:
         environment.check()
     except ValueError as error:
@@ -86,11 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        _silence()
+        mute(sys.stdout)
         return 0
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
         say(f"error: the output cannot be written: {error.strerror}")
-        _silence()
+        mute(sys.stdout)
         return FAILED

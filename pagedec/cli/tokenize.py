@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedec.cli.console import DONE
+from pagedec.cli.texts import read_stdin, read_text
 from pagedec.config import ModelConfig, read_tables
 from pagedec.errors import InvalidArgument
 from pagedec.fields import TokenIds, rules
@@ -78,34 +79,18 @@ def _split(text: str, lines: bool) -> list[str]:
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if lines else [text]
 
 
-def _stdin() -> str:
-    data = sys.stdin.buffer.read() if hasattr(sys.stdin, "buffer") else sys.stdin.read().encode()
-    return _decoded("standard input", data)
-
-
-def _decoded(name: str, data: bytes) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidArgument("file", name, f"is not UTF-8: {error.reason} at byte {error.start}") from None
-
-
 def read_texts(arguments: argparse.Namespace) -> list[str]:
     """The texts of arguments, file and standard input, in this order."""
     texts: list[str] = []
     for text in arguments.texts:
-        texts += _split(_stdin(), arguments.lines) if text == "-" else [text]
+        texts += _split(read_stdin(), arguments.lines) if text == "-" else [text]
     if arguments.file is not None:
-        try:
-            data = Path(arguments.file).read_bytes()
-        except OSError as error:
-            raise InvalidArgument("file", arguments.file, f"cannot be read: {error.strerror}") from error
-        texts += _split(_decoded(arguments.file, data), arguments.lines)
+        texts += _split(read_text("file", arguments.file), arguments.lines)
     if not arguments.texts and arguments.file is None:
         if sys.stdin.isatty():
             limit = "must be at least one: as an argument, with --file, or on standard input"
             raise InvalidArgument("texts", [], limit)
-        texts += _split(_stdin(), arguments.lines)
+        texts += _split(read_stdin(), arguments.lines)
     return texts
 
 
@@ -114,6 +99,8 @@ def _messages(text: str) -> list[Any]:
         messages = json.loads(text)
     except json.JSONDecodeError as error:
         raise InvalidArgument("messages", text, f"is not JSON: {error.msg}") from None
+    except RecursionError:
+        raise InvalidArgument("messages", text, "is not JSON that can be read: it is nested too deeply") from None
     if not isinstance(messages, list):
         raise InvalidArgument("messages", text, 'must be a list such as [{"role": "user", "content": "Hi"}]')
     return messages

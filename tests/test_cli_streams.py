@@ -1,0 +1,59 @@
+"""The three standard streams: closed, read no more, or of another encoding."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagedec.cli import main
+from tests.batch.tiny import make_tiny
+
+SOURCES = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def shell(
+    arguments: str, redirections: str = "", data: bytes = b"", **environ: str
+) -> subprocess.CompletedProcess[bytes]:
+    command = f"{sys.executable} -m pagedec {arguments} {redirections}"
+    return subprocess.run(
+        command, shell=True, input=data, cwd=SOURCES, env=os.environ | environ, capture_output=True, timeout=120
+    )
+
+
+def test_text_is_utf_8_whatever_the_locale(tiny: Path) -> None:
+    done = shell(f"tokenize --json --model {tiny} é", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout == '{"text": "é", "token_ids": [127, 102], "count": 2}\n'.encode()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:surrogateescape", "utf-8:strict", "latin-1"])
+def test_prompts_that_are_not_utf_8(encoding: str, tiny: Path) -> None:
+    done = shell(f"generate --model {tiny}", data=b"ab\n\xff\n", PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr == b"pagedec: error: file is 'standard input': is not UTF-8: invalid start byte at byte 3\n"
+
+
+@pytest.mark.parametrize(("closed", "out"), [("<&-", b"64\n"), (">&-", b""), ("2>&-", b"64\n"), ("<&- >&- 2>&-", b"")])
+def test_a_closed_stream_leads_nowhere(closed: str, out: bytes, tiny: Path) -> None:
+    done = shell(f"tokenize a --model {tiny}", closed)
+    assert (done.returncode, done.stdout, done.stderr) == (0, out, b"")
+
+
+def test_nothing_to_read() -> None:
+    done = shell("generate", "<&-")
+    assert done.returncode == 2 and done.stderr.startswith(b"pagedec: error: prompts is []: must be at least one")
+
+
+def test_a_disk_that_takes_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        assert main.main(["generate", "--temperature", "-1"]) == main.USER_ERROR
