@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 from pagedec.batch.bodies import Ask, parse_body
 from pagedec.batch.feeder import Feeder
 from pagedec.batch.journal import Journal
 from pagedec.batch.lines import Line, LineError, Request, parse_line, read_lines
+from pagedec.batch.progress import Progress
 from pagedec.batch.records import (
     answer_record,
     completion_body,
@@ -28,6 +28,7 @@ from pagedec.batch.records import (
     record_id,
     request_error_record,
 )
+from pagedec.config import ModelConfig
 from pagedec.engine.interrupts import held_interrupts
 from pagedec.errors import InvalidArgument, NotFound, PagedecError
 from pagedec.fields import rules
@@ -64,12 +65,14 @@ class _Work(NamedTuple):
 class BatchJob:
     """An input file and its output, checked and locked. `run` answers what is not answered yet; use it in a `with` statement.
 
-    `model` is the name of the model that will run it, `defaults` are sampling parameters for bodies that do not say, `seed` names
+    `model` is the model that will run it, `defaults` are sampling parameters for bodies that do not say. The model's `seed` names
     the randomness of bodies without a seed: such a line is given one from its number and content, so that a job which was
-    interrupted ends with the answers of one that was not. With `any_model`, bodies may name any model.
+    interrupted ends with the answers of one that was not. With `any_model`, bodies may name any model. With `restart`, `run`
+    forgets earlier answers.
 
-    Each record's id names the line, its content and the settings. Raises InvalidArgument if a line or the settings have changed
-    since a line was answered, if a file cannot be read or written, or if another job is writing the output.
+    Each record's id names the line, its content and the settings, which are all of these. Raises InvalidArgument if a line or
+    the settings have changed since a line was answered, if a file cannot be read or written, or if another job is writing the
+    output.
     """
 
     def __init__(
@@ -77,23 +80,18 @@ class BatchJob:
         input: str | Path,
         output: str | Path,
         *,
-        model: str,
+        model: ModelConfig,
         defaults: Mapping[str, Any] | None = None,
-        seed: int = 0,
         any_model: bool = False,
         restart: bool = False,
     ) -> None:
-        self.input, self.output, self.model, self.any_model, self.seed = (
-            Path(input),
-            Path(output),
-            model,
-            any_model,
-            seed,
-        )
+        self.input, self.output, self.any_model = Path(input), Path(output), any_model
+        self.restart = restart
+        self.model, self.seed = model.model, model.seed
         self.defaults = dict(defaults or {})
         params = SamplingParams.from_dict(self.defaults)
         checked = {name: getattr(params, name) for name in sorted(self.defaults)}
-        settings = json.dumps([model, any_model, seed, checked], default=str)
+        settings = json.dumps([dataclasses.asdict(model), any_model, checked], default=str)
         self.settings = hashlib.blake2b(settings.encode(), digest_size=4).hexdigest()
         _check_files(self.input, self.output)
         self._journal = Journal(self.output, restart)
@@ -118,10 +116,11 @@ class BatchJob:
             if entry.digest != line.digest:
                 raise self._changed(f"line {line.number} is not the one that {self.output} has an answer to")
             if entry.settings != self.settings:
-                limit = "was begun with another model, seed or other sampling parameters; give the same"
-                raise InvalidArgument(
-                    "output", str(self.output), f"{limit}, name another file, or start over with restart"
+                limit = (
+                    "was begun with another model, seed or other sampling parameters, or with the model in another form "
+                    "(dtype, quantization, tokenizer, max_model_len ...); give the same, name another file, or start over with restart"
                 )
+                raise InvalidArgument("output", str(self.output), limit)
         if num_found < len(self._done):
             raise self._changed(f"{self.output} has answers to lines that are not there")
         return num_lines
@@ -131,16 +130,26 @@ class BatchJob:
 
     @property
     def complete(self) -> bool:
-        """Every line has its record."""
-        return self.num_done == self.num_lines
+        """Every line has its record, and a restart has nothing to forget."""
+        return self.num_done == self.num_lines and not self._journal.stale
 
-    def run(self, llm: LLM, *, use_tqdm: bool = False, window: int | None = None) -> BatchSummary:
+    def run(
+        self,
+        llm: LLM,
+        *,
+        use_tqdm: bool = False,
+        window: int | None = None,
+        report: Callable[[str], None] | None = None,
+    ) -> BatchSummary:
         """Answer the lines that have no record. Records are written as answers end, in any order.
 
-        `window`: most answers in the engine's hands at a time. On an interrupt or an error what runs is aborted and what was
-        written stays. Raises KeyboardInterrupt, OutputError, and what the engine raises if a step fails.
+        `window`: most answers in the engine's hands at a time. `report`: takes a line about the progress now and then. On an
+        interrupt or an error what runs is aborted and what was written stays. Raises KeyboardInterrupt, OutputError, and what the
+        engine raises if a step fails.
         """
-        return _Run(self, self._journal, llm).go(use_tqdm, window or WINDOW * llm.config.scheduler.max_num_seqs)
+        self._journal.begin()
+        progress = Progress(self.num_lines, self.num_done, use_tqdm, report)
+        return _Run(self, self._journal, llm).go(progress, window or WINDOW * llm.config.scheduler.max_num_seqs)
 
     def close(self) -> None:
         """Put the output on the disk and let it go."""
@@ -167,12 +176,9 @@ class _Run:
         """The line of each custom_id so far."""
         self.num_answered = self.num_prompt_tokens = self.num_output_tokens = 0
 
-    def go(self, use_tqdm: bool, window: int) -> BatchSummary:
+    def go(self, progress: Progress, window: int) -> BatchSummary:
         job, feeder, before, began = self.job, self.feeder, self.job.num_done, time.perf_counter()
         lines = read_lines(job.input)
-        bar = tqdm(
-            total=job.num_lines, initial=before, desc="lines", unit="line", disable=not use_tqdm, dynamic_ncols=True
-        )
         with held_interrupts() as raise_if_interrupted:
             try:
                 more = True
@@ -185,12 +191,10 @@ class _Run:
                         raise_if_interrupted()
                     for work, result in feeder.step() if feeder.num_pending else ():
                         self._finish(work, result)
-                    rate = self.num_output_tokens / (time.perf_counter() - began)
-                    bar.set_postfix_str(f"{rate:.1f} tokens/s, {job.num_errors} errors", refresh=False)
-                    bar.update(job.num_done - bar.n)
+                    progress.update(job.num_done, job.num_errors, self.num_output_tokens)
                     raise_if_interrupted()
             finally:
-                bar.close()
+                progress.close()
                 feeder.abort()
         seconds = time.perf_counter() - began
         tokens = self.num_prompt_tokens, self.num_output_tokens
@@ -272,13 +276,20 @@ class _Run:
 
 def _check_files(input: Path, output: Path) -> None:
     """Before the output is made: the input must be there, and must not be the output."""
+    plain = "must be a plain file: a job that goes on reads it again"
+    for name, path in (("input", input), ("output", output)):
+        if str(path) == "-":
+            raise InvalidArgument(name, "-", plain)
     try:
         if not stat.S_ISREG(os.stat(input).st_mode):
-            raise InvalidArgument("input", str(input), "must be a plain file: a job that goes on reads it again")
-        with open(input, "rb"):
-            same = output.exists() and os.path.samefile(input, output)
+            raise InvalidArgument("input", str(input), plain)
+        with open(input, "rb") as file:
+            found = os.fstat(file.fileno())
     except OSError as error:
         raise InvalidArgument("input", str(input), f"cannot be read: {error.strerror}") from error
+    same = False
+    with contextlib.suppress(OSError):  # an output that is not there is made, and one that cannot be is refused then
+        same = os.path.samestat(found, os.stat(output))
     if same:
         raise InvalidArgument("output", str(output), "must not be the input")
 
@@ -298,8 +309,7 @@ def run_batch(
 
     Lines that cannot be answered become error records and stop nothing. See `BatchJob` for the arguments and the errors.
     """
-    model = llm.config.model
     with BatchJob(
-        input, output, model=model.model, defaults=defaults, seed=model.seed, any_model=any_model, restart=restart
+        input, output, model=llm.config.model, defaults=defaults, any_model=any_model, restart=restart
     ) as job:
         return job.run(llm, use_tqdm=use_tqdm, window=window)

@@ -42,7 +42,8 @@ class Done(NamedTuple):
 
 
 class Journal:
-    """An output file, locked against other jobs. `done` maps line numbers to what the file has of them.
+    """An output file, locked against other jobs. `done` maps line numbers to what the file has of them. With `restart` that is
+    nothing, and what the file holds is thrown away when the new run begins: one that fails before that costs no answers.
 
     Raises InvalidArgument if the file is no output of a batch, cannot be opened, or belongs to a job that runs.
     """
@@ -52,10 +53,9 @@ class Journal:
         self._fd = _open(path)
         try:
             _lock(self._fd, path)
-            if restart:
-                os.ftruncate(self._fd, 0)
-            self.done, self._length = self._scan()
-            if self._length < os.fstat(self._fd).st_size:
+            self.stale = restart
+            self.done, self._length = ({}, 0) if restart else self._scan()
+            if not restart and self._length < os.fstat(self._fd).st_size:
                 os.ftruncate(self._fd, self._length)  # the record in whose middle the job was killed
         except BaseException:
             os.close(self._fd)
@@ -95,8 +95,19 @@ class Journal:
             "output", str(self.path), f"line {at} {problem}; name another file, or start over with restart"
         )
 
+    def begin(self) -> None:
+        """Throw away what a restart is to forget. May be called again. Raises OutputError."""
+        if not self.stale:
+            return
+        try:
+            os.ftruncate(self._fd, 0)
+        except OSError as error:
+            raise OutputError(self.path, f"cannot be written: {error.strerror}") from error
+        self.stale = False
+
     def append(self, record: Mapping[str, Any]) -> None:
         """Add one record, whole. Raises OutputError, and leaves the file as it was before, if the disk does not take it."""
+        self.begin()
         data = as_line(record)
         try:
             written = os.write(self._fd, data)

@@ -14,7 +14,13 @@ digest of its line, so a line that was changed since is noticed. The same comman
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from pagedec.cli.arguments import (
@@ -25,7 +31,7 @@ from pagedec.cli.arguments import (
     given_options,
     given_sampling,
 )
-from pagedec.cli.console import DONE, FAILED, INTERRUPTED, say, show_progress
+from pagedec.cli.console import DONE, FAILED, INTERRUPTED, TERMINATED, say
 from pagedec.fields import Flag, Integer, check_fields, option
 
 if TYPE_CHECKING:
@@ -51,6 +57,7 @@ records:
 
 exit status:
   0 every line has its record, error records included; 1 the output could not be written; 2 a mistake in the command; 130 interrupted
+  with Ctrl-C, 143 with SIGTERM: both end the job between two steps, and say how far it is
 
 examples:
   pagedec batch -i requests.jsonl -o answers.jsonl
@@ -77,7 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-i", "--input", metavar="FILE", required=True, help="requests, one JSON object a line")
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help="records; made, or gone on with")
     parser.add_argument(
-        "--progress", action=argparse.BooleanOptionalAction, help="show a progress bar (default: on a terminal)"
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="say how far the job is: a bar on a terminal, else a line every 30 seconds (default: yes)",
     )
     add_options(parser, "job", BatchOptions)
     add_sampling_arguments(parser)
@@ -95,9 +105,32 @@ def _summary(summary: BatchSummary) -> str:
 
 
 def _left(job: BatchJob) -> str:
-    return (
-        f"{job.num_done} of {job.num_lines} lines are answered in {job.output}; the same command goes on with the rest"
-    )
+    command = "the same command without --restart" if job.restart else "the same command"
+    return f"{job.num_done} of {job.num_lines} lines are answered in {job.output}; {command} goes on with the rest"
+
+
+@contextlib.contextmanager
+def _interrupted_by_termination() -> Iterator[Callable[[], bool]]:
+    """Take SIGTERM for a Ctrl-C; the yielded function says whether it came. A job that runs as a container's first process
+    would otherwise not even notice it."""
+    came = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+        handler = signal.getsignal(signal.SIGINT)
+        if not callable(handler):  # a job in the background of a script ignores Ctrl-C
+            raise KeyboardInterrupt
+        handler(number, frame)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield lambda: came
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -108,18 +141,20 @@ def run(arguments: argparse.Namespace) -> int:
     from pagedec.batch.job import BatchJob
     from pagedec.batch.journal import OutputError
 
-    model = config.model
     try:
-        with BatchJob(
-            arguments.input,
-            arguments.output,
-            model=model.model,
-            defaults=defaults,
-            seed=model.seed,
-            any_model=options.any_model,
-            restart=options.restart,
-        ) as job:
-            return _run(job, config, show_progress(arguments.progress), options.window)
+        with (
+            _interrupted_by_termination() as was_terminated,
+            BatchJob(
+                arguments.input,
+                arguments.output,
+                model=config.model,
+                defaults=defaults,
+                any_model=options.any_model,
+                restart=options.restart,
+            ) as job,
+        ):
+            status = _run(job, config, arguments.progress, options.window)
+            return TERMINATED if was_terminated() else status
     except OutputError as error:
         say(f"error: {error}; {_left(job)}")
         return FAILED
@@ -136,7 +171,8 @@ def _run(job: BatchJob, config: EngineConfig, progress: bool, window: int | None
     try:
         with LLM(**config.to_kwargs()) as llm:
             say(active_line(llm))
-            summary = job.run(llm, use_tqdm=progress, window=window)
+            bar = progress and sys.stderr.isatty()
+            summary = job.run(llm, use_tqdm=bar, window=window, report=say if progress and not bar else None)
     except KeyboardInterrupt:
         say(f"interrupted: {_left(job)}")
         return INTERRUPTED

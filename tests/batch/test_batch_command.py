@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from pagedec.batch.job import BatchJob
 from pagedec.batch.journal import Journal
 from pagedec.cli import main
 from tests.batch.files import read_output, request, write_input
-from tests.batch.test_kill import ENGINE, num_lines
+from tests.batch.test_kill import ENGINE, num_lines, start
 
 
 @pytest.fixture
@@ -115,19 +116,46 @@ def test_a_disk_that_fails_at_the_end(
     assert f"pagedec: error: {out}: cannot be written: No space left on device; 1 of 1" in capsys.readouterr().err
 
 
-def test_ctrl_c(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, main.INTERRUPTED), (signal.SIGTERM, 143)], ids=["ctrl-c", "terminated"]
+)
+def test_signals(
+    number: signal.Signals, status: int, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = write_input(tmp_path / "in", [request(f"r{i}", prompt="x", max_tokens=20) for i in range(60)])
     out = tmp_path / "out"
 
     def interrupt() -> None:
         while num_lines(out) < 2:
             time.sleep(0.001)
-        signal.raise_signal(signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    assert run(source, out, "--window", "1", *flags) == main.INTERRUPTED
+    assert run(source, out, "--window", "1", *flags) == status
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     thread.join()
     count = len(read_output(out))
     left = f"pagedec: interrupted: {count} of 60 lines are answered in {out}; the same command goes on with the rest"
     assert 2 <= count < 60 and capsys.readouterr().err.splitlines()[-1] == left
+
+
+def test_after_a_restart_the_same_command_would_start_over(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(job: BatchJob, *_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BatchJob, "run", interrupted)
+    source = write_input(tmp_path / "in", [request("a", prompt="x")])
+    assert run(source, tmp_path / "out", "--restart", *flags) == main.INTERRUPTED
+    assert capsys.readouterr().err.endswith("the same command without --restart goes on with the rest\n")
+
+
+def test_messages_that_nobody_reads_stop_nothing(flags: list[str], tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in", [request("a", prompt="x", max_tokens=2), "bad"])
+    process = start(source, tmp_path / "out", *flags)
+    assert process.stderr is not None
+    process.stderr.close()
+    assert process.wait(timeout=120) == 0
+    assert len(read_output(tmp_path / "out")) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import pytest
 from pagedec import LLM, SamplingParams
 from pagedec.batch import BatchJob, run_batch
 from pagedec.batch.feeder import Feeder
+from pagedec.config import ModelConfig
 from pagedec.errors import InvalidArgument, RequestError
 from tests.batch.files import read_output, request, stable, write_input
 
@@ -250,8 +252,14 @@ def test_a_changed_input_is_noticed(lines: list[Any], message: str, llm: LLM, tm
 def test_changed_settings_are_noticed(tmp_path: Path, llm: LLM) -> None:
     source = write_input(tmp_path / "in", good_lines(2))
     run_batch(llm, source, tmp_path / "out", defaults={"max_tokens": 4})
-    base: dict[str, Any] = {"model": llm.config.model.model, "defaults": {"max_tokens": 4}}
-    for change in ({"model": "other"}, {"seed": 1}, {"defaults": {}}, {"any_model": True}):
+    model = llm.config.model
+    base: dict[str, Any] = {"model": model, "defaults": {"max_tokens": 4}}
+    models: list[dict[str, Any]] = [
+        {"model": "other"}, {"seed": 1}, {"dtype": "float32"}, {"quantization": "int8"}, {"max_model_len": 64},
+        {"generation_config": "none"}, {"tokenizer": "other"},
+    ]  # fmt: skip
+    changes = [{"model": dataclasses.replace(model, **change)} for change in models]
+    for change in (*changes, {"defaults": {}}, {"any_model": True}):
         with pytest.raises(InvalidArgument, match="was begun with another model, seed or other sampling parameters"):
             BatchJob(source, tmp_path / "out", **base | change)
     with BatchJob(source, tmp_path / "out", **base) as job:
@@ -272,15 +280,39 @@ def test_what_is_no_input_makes_no_output(name: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(InvalidArgument, match="^input is "):
-        BatchJob(tmp_path / name, tmp_path / "out", model="m")
+        BatchJob(tmp_path / name, tmp_path / "out", model=ModelConfig("m"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "value"), [("input", "-"), ("output", "-"), ("output", "x" * 300)])
+def test_the_file_that_is_wrong_is_named(
+    name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {"input": write_input(tmp_path / "in", good_lines(1)), "output": tmp_path / "out"}
+    with pytest.raises(InvalidArgument, match=f"^{name} is '[-x .]+': (must be a plain file|.*File name too long)"):
+        BatchJob(**files | {name: Path(value)}, model=ModelConfig("m"))
+    assert os.listdir() == ["in"]
+
+
+def test_a_restart_that_never_runs_loses_no_answers(llm: LLM, tmp_path: Path) -> None:
+    """As when the model of the new command does not exist."""
+    source, out = write_input(tmp_path / "in", good_lines(2)), tmp_path / "out"
+    run_batch(llm, source, out, defaults={"max_tokens": 2})
+    before = out.read_bytes()
+    with BatchJob(source, out, model=ModelConfig("other"), restart=True) as job:
+        assert not job.complete and job.num_done == 0
+    assert out.read_bytes() == before
+    write_input(source, [])
+    assert run_batch(llm, source, out, restart=True).num_lines == 0
+    assert out.read_bytes() == b""
 
 
 def test_the_input_is_not_overwritten(tmp_path: Path) -> None:
     source = write_input(tmp_path / "in", good_lines(1))
     (tmp_path / "link").symlink_to(source)
     with pytest.raises(InvalidArgument, match="^output is .*: must not be the input"):
-        BatchJob(source, tmp_path / "link", model="m", restart=True)
+        BatchJob(source, tmp_path / "link", model=ModelConfig("m"), restart=True)
     assert source.read_bytes()
 
 
@@ -351,10 +383,3 @@ def test_an_interrupt_leaves_whole_records_and_an_empty_engine(llm: LLM, tmp_pat
     rest = run_batch(llm, source, out)
     assert 0 < before < 60 and rest.num_answered == 60 - before
     assert len({json.dumps(record["custom_id"]) for record in read_output(out)}) == 60
-
-
-def test_progress_is_one_bar(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = write_input(tmp_path / "in", [*good_lines(2), "bad"])
-    run_batch(llm, source, tmp_path / "out", defaults={"max_tokens": 2}, use_tqdm=True)
-    out, err = capsys.readouterr()
-    assert out == "" and "lines: 100%" in err and "3/3" in err and "tokens/s, 1 errors" in err

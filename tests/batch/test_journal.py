@@ -52,9 +52,11 @@ def test_a_torn_line_is_cut_off_wherever_it_was_torn(tmp_path: Path) -> None:
 
 
 def test_restart_forgets(tmp_path: Path) -> None:
-    write(tmp_path / "out")
+    data = write(tmp_path / "out")
     journal = Journal(tmp_path / "out", restart=True)
-    assert journal.done == {} and (tmp_path / "out").read_bytes() == b""
+    assert journal.done == {} and (tmp_path / "out").read_bytes() == data, "nothing has begun yet"
+    journal.begin()
+    assert (tmp_path / "out").read_bytes() == b""
     journal.close()
 
 
