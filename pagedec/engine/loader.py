@@ -16,6 +16,7 @@ from pagedec.engine.engine import Engine, ModelLimits
 from pagedec.engine.options import Vocabulary
 from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.executor.inline import InlineExecutor
+from pagedec.formats.generation import read_end_ids
 from pagedec.formats.resolve import ModelFiles, resolve_model, resolve_tokenizer
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.fallback import ReferenceBackend
@@ -147,13 +148,20 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
     return Vocabulary(table.pieces, table.special_ids, partial(tokenizer.encode, add_special_tokens=False))
 
 
+def end_tokens(loaded: LoadedModel, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokens that end an answer: the tokenizer's and the model's own, of which a tokenizer from elsewhere need not know. Those
+    that the model cannot write are left out."""
+    config = loaded.files.config
+    own = [] if config is None or config.suffix == ".gguf" else read_end_ids(config.parent)
+    known = () if tokenizer is None else tokenizer.eos_token_ids
+    both = dict.fromkeys((*known, *(own or loaded.arch.eos_token_ids)))
+    return tuple(token for token in both if token < loaded.arch.vocab_size)
+
+
 def load_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
     """An engine ready for requests, and its tokenizer."""
     backend = choose_backend(config.parallel, config.model.dtype, config.model.quantization)
     tokenizer = load_tokenizer(config.model, resolve_model(config.model.model, config.model.load_format))
     loaded = load_model(config.model, backend)
-    eos = tokenizer.eos_token_ids if tokenizer is not None else loaded.arch.eos_token_ids
-    # a tokenizer may know tokens that the model cannot write
-    ends = tuple(token for token in eos if token < loaded.arch.vocab_size)
     vocabulary = None if tokenizer is None else vocabulary_of(tokenizer)
-    return assemble(config, loaded, ends, vocabulary=vocabulary), tokenizer
+    return assemble(config, loaded, end_tokens(loaded, tokenizer), vocabulary=vocabulary), tokenizer

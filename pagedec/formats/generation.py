@@ -50,3 +50,17 @@ def read_generation_config(path: Path) -> dict[str, Any]:
     if do_sample is not None and not _checked(file, "do_sample", do_sample, Flag("draw, or take the most probable")):
         values["temperature"] = 0.0
     return values
+
+
+def read_end_ids(directory: Path) -> list[int]:
+    """Return the tokens that end a text by a directory's generation_config.json, or where that names none by its config.json."""
+    found = None
+    for name in (FILE_NAME, "config.json"):
+        file = directory / name
+        if found is None and file.is_file():
+            found = read_json_object(file, "the file").get("eos_token_id")
+    ids = [end_id for end_id in (found if isinstance(found, list) else [found]) if end_id is not None]
+    for end_id in ids:
+        if not isinstance(end_id, int) or isinstance(end_id, bool) or end_id < 0:
+            raise InvalidArgument("eos_token_id", end_id, "must be an integer of at least 0, or a list of them")
+    return ids

@@ -11,6 +11,7 @@ import tokenizers
 
 from pagedec.errors import MAX_SHOWN, InvalidArgument, ModelFileError
 from pagedec.formats.files import read_json_object
+from pagedec.formats.generation import read_end_ids
 from pagedec.formats.gguf_header import read_gguf_header
 from pagedec.text.byte_table import ByteTable, Spelling, build_byte_table
 from pagedec.text.chat_template import Message, Tool, render_chat
@@ -170,17 +171,9 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 def _end_ids(inner: tokenizers.Tokenizer, directory: Path, config: Mapping[str, Any]) -> list[int]:
     """Return the tokens that end a text: those of generation_config.json (or config.json), and the tokenizer's own."""
-    for file in ("generation_config.json", "config.json"):
-        ids = _optional_json(directory / file).get("eos_token_id")
-        if ids is not None:
-            break
-    found = list(ids) if isinstance(ids, list) else [ids]
     name = _token_name(config.get("eos_token"))
-    found.append(None if name is None else inner.token_to_id(name))
-    for end_id in found:
-        if end_id is not None and (not isinstance(end_id, int) or isinstance(end_id, bool) or end_id < 0):
-            raise InvalidArgument("eos_token_id", end_id, "must be an integer of at least 0, or a list of them")
-    return [end_id for end_id in found if end_id is not None]
+    own = None if name is None else inner.token_to_id(name)
+    return [*read_end_ids(directory), *(() if own is None else (own,))]
 
 
 def _from_directory(directory: Path) -> Tokenizer:

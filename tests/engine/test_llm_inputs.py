@@ -284,3 +284,14 @@ def test_end_tokens_that_the_model_cannot_write_end_nothing(tiny_path: Path, mon
     [output] = llm.generate([PROMPT], SamplingParams(temperature=0, min_tokens=6, max_tokens=6), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 6 and llm.engine.limits.eos_token_ids == (2,)
     llm.close()
+
+
+@pytest.mark.parametrize("settings", [{"skip_tokenizer_init": True}, {"tokenizer": "smollm2"}], ids=["none", "another"])
+def test_the_models_own_ends_need_no_tokenizer_of_its_own(copy: Path, settings: dict[str, Any]) -> None:
+    """generation_config.json names more end tokens than config.json, and a tokenizer from elsewhere knows of neither."""
+    (copy / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    with LLM(str(copy), num_blocks=16, dtype="float32", **settings) as llm:
+        params = SamplingParams(temperature=0, max_tokens=6, logit_bias={5: 100})
+        [output] = llm.generate([PROMPT], params, use_tqdm=False)
+        [answer] = output.outputs
+        assert (answer.token_ids, answer.finish_reason, answer.stop_reason) == ([5], "stop", None)
