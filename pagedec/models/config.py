@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pagedec.errors import InvalidArgument
-from pagedec.models.checks import layer_count, positive_int, positive_number, required
-from pagedec.models.rope import RopeScaling, rope_scaling_from_hf
+from pagedec.models.checks import is_int, layer_count, positive_int, positive_number, required
+from pagedec.models.rope import RopeScaling, longrope_attention, rope_scaling_from_hf
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
+class _Values(dict[str, Any]):
+    """A configuration's values; to subscript one that is missing or null is the configuration's fault."""
+
+    def __missing__(self, field: str) -> Any:
+        return required(self, field)
+
+
 def merged(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration over its class's defaults; an explicit null counts as not given, and overrides a default."""
-    return {key: value for key, value in {**defaults, **config}.items() if value is not None}
+    return _Values((key, value) for key, value in {**defaults, **config}.items() if value is not None)
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
@@ -86,6 +92,8 @@ def upper_window(values: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     first, count = values["max_window_layers"], required(values, "num_hidden_layers")
     layer_count("num_hidden_layers", count)
+    if not is_int(first) or first < 0:
+        raise InvalidArgument("max_window_layers", first, "must be an integer of at least 0")
     default = ["sliding_attention" if i >= first else "full_attention" for i in range(count)]
     full = full_layers(values, default)
     return {"sliding_window": values["sliding_window"], "full_attention_layers": full} if len(full) < count else {}
@@ -145,10 +153,9 @@ class GgufFields:
         context = self.integer("context_length")
         original = self.integer("rope.scaling.original_context_length", context)
         factor = context / original
-        default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
         return RopeScaling(
             "longrope", factor, original_max_position_embeddings=original, factors=tuple(short),
-            long_factors=tuple(long), attention_factor=self.number("rope.scaling.attn_factor", default),
+            long_factors=tuple(long), attention_factor=self.number("rope.scaling.attn_factor", longrope_attention(factor, original)),
         )  # fmt: skip
 
     def token_ids(self) -> dict[str, Any]:

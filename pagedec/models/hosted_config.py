@@ -11,6 +11,7 @@ import torch
 
 from pagedec.errors import InvalidArgument, ModelFileError, PagedecError
 from pagedec.models.architecture import Architecture
+from pagedec.models.checks import layer_count
 from pagedec.models.hosted_attention import PROBE, Refused, register
 from pagedec.models.hosted_probe import LayerAttention, probe_attention
 
@@ -171,8 +172,10 @@ def _check_config(hf: Any, text: Any) -> None:
     for rope in rope_types(text):
         if rope == "dynamic":
             raise Refused("its rotary frequencies follow the longest row of a step (rope_type dynamic)")
-    if not isinstance(getattr(text, "num_hidden_layers", None), int):
+    num_layers = getattr(text, "num_hidden_layers", None)
+    if not isinstance(num_layers, int):
         raise Refused("its configuration does not say how many layers it has")
+    layer_count("num_hidden_layers", num_layers)
 
 
 def _check_class(model_class: Any) -> None:

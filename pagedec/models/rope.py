@@ -73,6 +73,15 @@ def _needed(parameters: Mapping[str, Any], field: str) -> Any:
     return required({f"rope_scaling.{field}": parameters.get(field)}, f"rope_scaling.{field}")
 
 
+def longrope_attention(factor: float, original: int) -> float:
+    """Return what multiplies cosines and sines where nothing is said, for contexts stretched by `factor`."""
+    if factor <= 1:
+        return 1.0
+    if original < 2:  # its logarithm divides
+        raise InvalidArgument(f"rope_scaling.{_ORIGINAL}", original, "must be at least 2 to be stretched")
+    return math.sqrt(1 + math.log(factor) / math.log(original))
+
+
 def _longrope(parameters: Mapping[str, Any], max_position: int, original: Any) -> RopeScaling:
     """Read longrope as transformers does: the attention factor follows from how far the context is stretched."""
     original = _needed({_ORIGINAL: original}, _ORIGINAL)
@@ -85,7 +94,7 @@ def _longrope(parameters: Mapping[str, Any], max_position: int, original: Any) -
     factor = max_position / original if factor is None else factor
     positive_number("rope_scaling.factor", factor)
     if attention is None:
-        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        attention = longrope_attention(factor, original)
     return RopeScaling(
         "longrope", factor, original_max_position_embeddings=original, factors=tuple(short), long_factors=tuple(long),
         attention_factor=attention,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pagedec.errors import InvalidArgument, ModelFileError
+from pagedec.errors import InvalidArgument, ModelFileError, PagedecError
 from pagedec.formats.loading import open_weights
 from pagedec.formats.resolve import ModelFiles, resolve_model
 from pagedec.formats.source import RenamedSource
@@ -23,11 +24,13 @@ from pagedec.models.architecture import Architecture
 from pagedec.models.registry import (
     ARCHITECTURES,
     FAMILIES,
+    MODULES,
     build_model,
     from_hf_config,
     load_architecture,
     open_model_weights,
 )
+from tests.formats.hostile import damage_value
 from tests.models.checkpoints import FAMILIES as TRANSFORMERS_NAMES
 from tests.models.checkpoints import GEMMA3_ROPE, LONGROPE, transformers_model
 from tests.support import all_logits
@@ -140,6 +143,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
     ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
     ("gemma2", {"final_logit_softcapping": -1.0}, "final_soft_cap is -1.0"),
+    ("gemma2", {"query_pre_attn_scalar": 10**400}, "query_pre_attn_scalar is 1000.*: must be a finite number"),
     ("gemma2", {"sliding_window": 0}, "sliding_window is 0"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0: is not supported in Gemma 3"),
     ("gemma3", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
@@ -158,6 +162,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
         "rope_scaling.factors is .*: must be 8 numbers",
     ),
+    (
+        "phi3",
+        {
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8},
+            "original_max_position_embeddings": 1,
+        },
+        "original_max_position_embeddings is 1: must be at least 2 to be stretched",
+    ),
+    (
+        "qwen3",
+        {"use_sliding_window": True, "max_window_layers": [1]},
+        r"max_window_layers is \[1\]: must be an integer of at least 0",
+    ),
     ("glm4", {"attention_bias": 1}, "attention_bias is 1: must be true or false"),
     ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu': must be one of gelu_new"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
@@ -165,6 +182,46 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"n_head": "4"}, "n_head is '4'"),
     ("gpt2", {"layer_norm_epsilon": 0}, "rms_norm_eps is 0"),
 ]
+
+
+NEEDED: list[tuple[str, tuple[str, ...]]] = [
+    (
+        "gemma2",
+        ("vocab_size", "num_hidden_layers", "hidden_activation", "query_pre_attn_scalar", "sliding_window"),
+    ),
+    ("gemma3", ("hidden_activation", "sliding_window", "sliding_window_pattern", "rope_theta", "rope_local_base_freq")),
+    ("glm", ("attention_bias", "rms_norm_eps")),
+    ("gpt2", ("vocab_size", "n_embd", "n_head", "n_positions", "layer_norm_epsilon", "tie_word_embeddings")),
+    ("qwen2", ("max_window_layers",)),
+]
+
+
+@pytest.mark.parametrize(("name", "field"), [(name, field) for name, fields in NEEDED for field in fields])
+def test_null_where_something_is_needed(name: str, field: str) -> None:
+    """An explicit null takes a default away; what then cannot be done without is an error with the field's name."""
+    changes: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8} if name == "qwen2" else {}
+    with pytest.raises(InvalidArgument, match=f"^{field} is None: must be"):
+        from_hf_config(config_of(name, **changes, **{field: None}))
+
+
+def test_damaged_configurations() -> None:
+    """Of every family: an architecture or an error of ours, whatever stands in a field."""
+    modules = {module.FAMILY.name: module for module in MODULES}
+    good = refused = 0
+    for seed in range(3000):
+        rng = random.Random(seed)
+        name = rng.choice(list(NAMES))
+        defaults: Mapping[str, Any] = getattr(modules[name], "DEFAULTS", {})
+        config = {**defaults, **config_of(name)}
+        for field in rng.sample(list(config), rng.randint(1, 2)):
+            config[field] = damage_value(config[field], rng)
+        try:
+            good += len(from_hf_config(config).weight_shapes()) > 0
+        except PagedecError:
+            refused += 1
+        except Exception as error:
+            raise AssertionError(f"seed {seed} raised {type(error).__name__}") from error
+    assert good > 100 and refused > 1000
 
 
 @pytest.mark.parametrize(("name", "change", "problem"), REFUSED)

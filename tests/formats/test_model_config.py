@@ -169,6 +169,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"partial_rotary_factor": 2.0}, "rotary_dim is 32: must be even and from 2 to 16"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
     ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+    ({"rope_theta": 10**400}, "rope_theta is 1000.*: must be a finite number"),
     ({"rope_theta": float("inf")}, "rope_theta is inf"),
     ({"rope_theta": "1e4"}, "rope_theta is '1e4'"),
     ({"rope_scaling": [1]}, r"rope_parameters is \[1\]"),

@@ -91,6 +91,12 @@ def test_a_configuration_that_transformers_refuses(tmp_path: Path) -> None:
         look(config, tmp_path)
 
 
+def test_more_layers_than_can_be_looked_at(tmp_path: Path) -> None:
+    config = tiny_config("olmo2", architectures=["Olmo2ForCausalLM"]).to_dict() | {"num_hidden_layers": 10**6}
+    with pytest.raises(InvalidArgument, match="num_hidden_layers is 1000000: must be at most 10000"):
+        look(config, tmp_path)
+
+
 def test_longrope_beyond_its_first_context(tmp_path: Path) -> None:
     """Up to the original context its frequencies are fixed; beyond, they follow the longest row of a step."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
