@@ -12,7 +12,7 @@ import struct
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -151,13 +151,21 @@ def _checked(path: Path, key: str) -> SafetensorsSource | None:
     return source
 
 
-def open_converted(path: Path, dtype: torch.dtype, directory: Path | None = None) -> WeightSource:
+def open_converted(
+    path: Path,
+    dtype: torch.dtype,
+    directory: Path | None = None,
+    check: Callable[[WeightSource], None] | None = None,
+) -> WeightSource:
     """Open a GGUF file in its converted form, matrices in `dtype`, making that form first where it is missing or damaged.
 
+    `check` sees the file itself and may raise: what nobody can use is not converted.
     Without room or permission for it the file itself is opened, and dequantised as it is loaded. So is a file that holds
     nothing quantised: mapping it is as fast.
     """
     source = GgufSource(path)
+    if check is not None:
+        check(source)
     if all(tensor.encoding.name in PLAIN for tensor in source.header.tensors.values()):
         return source
     key = _key(source, dtype)

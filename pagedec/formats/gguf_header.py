@@ -222,6 +222,11 @@ def _parse(cursor: _Cursor) -> GgufHeader:
     num_tensors = cursor.count("Q", "number of tensors", 32)
     num_fields = cursor.count("Q", "number of fields", 13)
     fields = _read_fields(cursor, num_fields)
+    num_parts = fields.get("split.count", 1)
+    if isinstance(num_parts, int) and num_parts > 1:
+        part = fields.get("split.no")
+        which = f"part {part + 1}" if isinstance(part, int) else "one part"
+        raise ModelFileError(cursor.path, f"is {which} of {num_parts} of a model; join them: llama-gguf-split --merge")
     tensors = _read_tensors(cursor, num_tensors)
     data_start, placed = _place(cursor, tensors, fields.get("general.alignment", DEFAULT_ALIGNMENT))
     return GgufHeader(cursor.path, cursor.size, data_start, fields, placed)

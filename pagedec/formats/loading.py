@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -32,7 +33,7 @@ def open_weights(
     if files.weights is None:
         source = DummySource(shapes, dtype, seed, norm_value)
     elif files.load_format == "gguf":
-        source = open_converted(files.weights, dtype)
+        source = open_converted(files.weights, dtype, check=partial(check_weights, shapes=shapes, optional=optional))
     else:
         source = open_directory(files.weights)
         if renamed:

@@ -13,9 +13,12 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 
+from pagedec.errors import ModelFileError
 from pagedec.formats import cache
 from pagedec.formats.cache import cache_directory, open_converted
 from pagedec.formats.gguf import GgufSource
+from pagedec.formats.loading import open_weights
+from pagedec.formats.resolve import ModelFiles
 from pagedec.formats.safetensors import SafetensorsSource
 from pagedec.formats.source import WeightSource
 
@@ -114,6 +117,18 @@ def test_no_partial_file_is_left_when_converting_fails(
     with pytest.raises(RuntimeError, match="interrupted"):
         open_converted(model, torch.bfloat16, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_model_that_does_not_fit_is_not_converted(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before gigabytes are written, and nothing of it stays."""
+    monkeypatch.setenv("PAGEDEC_CACHE", str(tmp_path / "cache"))
+    files = ModelFiles("m", "gguf", model, model, model)
+    for shapes in ({"model.norm.weight": (32,)}, dict.fromkeys(GgufSource(model).names(), (3,))):
+        with pytest.raises(ModelFileError, match=r"tiny\.gguf: "):
+            open_weights(files, shapes, torch.bfloat16)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_what_a_killed_process_left_is_removed_but_not_the_work_of_a_living_one(model: Path, tmp_path: Path) -> None:
