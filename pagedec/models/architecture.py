@@ -10,6 +10,8 @@ from pagedec.models.rope import RopeScaling
 
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new")
 """Two functions with two names each: silu, and the tanh approximation of GELU."""
+OUTPUT = "lm_head.weight"
+"""The output matrix, where it is not the embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +160,20 @@ class Architecture:
             shapes |= {f"self_attn.{norm}.weight": (self.head_dim,) for norm in ("q_norm", "k_norm")}
         return shapes
 
+    def embedding_name(self) -> str:
+        """Return the name of the embedding, which is the output matrix too where they are tied."""
+        return "model.embed_tokens.weight"
+
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return every weight that the model needs, by Hugging Face name, with its shape."""
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
+        shapes: dict[str, tuple[int, ...]] = {self.embedding_name(): (self.vocab_size, self.hidden_size)}
         for i in range(self.num_layers):
             shapes |= {f"model.layers.{i}.{name}": shape for name, shape in self.layer_shapes().items()}
         shapes["model.norm.weight"] = (self.hidden_size,)
         if not self.tie_word_embeddings:
-            shapes["lm_head.weight"] = (self.vocab_size, self.hidden_size)
+            shapes[OUTPUT] = (self.vocab_size, self.hidden_size)
         return shapes
 
     def optional_weights(self) -> tuple[str, ...]:
         """Return names that a file may hold without need: the tied output matrix."""
-        return ("lm_head.weight",) if self.tie_word_embeddings else ()
+        return (OUTPUT,) if self.tie_word_embeddings else ()

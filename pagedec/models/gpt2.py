@@ -44,9 +44,12 @@ class GPT2Architecture(Architecture):
             shapes |= {f"{name}.weight": (k, n), f"{name}.bias": (n,)}
         return shapes
 
+    def embedding_name(self) -> str:
+        return "wte.weight"
+
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         hidden = self.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {"wte.weight": (self.vocab_size, hidden)}
+        shapes: dict[str, tuple[int, ...]] = {self.embedding_name(): (self.vocab_size, hidden)}
         shapes["wpe.weight"] = (self.max_position_embeddings, hidden)
         for i in range(self.num_layers):
             shapes |= {f"h.{i}.{name}": shape for name, shape in self.layer_shapes().items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,17 @@ from pagedec.formats.gguf_header import GgufHeader, read_gguf_header
 from pagedec.formats.gguf_names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 from pagedec.formats.loading import open_weights
 from pagedec.formats.resolve import ModelFiles
-from pagedec.formats.source import WeightSource
+from pagedec.formats.source import WeightSource, check_weights
 from pagedec.kernels.backend import Backend
 from pagedec.models import gemma2, gemma3, glm, glm4, gpt2, llama, mistral, phi3, qwen2, qwen3
-from pagedec.models.architecture import Architecture
+from pagedec.models.architecture import OUTPUT, Architecture
 from pagedec.models.base import Family, Model
 from pagedec.models.config import GgufFields
 from pagedec.models.hosted import load_hosted
 from pagedec.models.hosted_config import HostedArchitecture, hosted_architecture
 from pagedec.models.presets import PRESETS
+
+_log = logging.getLogger(__name__)
 
 MODULES = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, glm, glm4, gpt2)
 FAMILIES: Mapping[str, Family] = {module.FAMILY.name: module.FAMILY for module in MODULES}
@@ -41,6 +45,14 @@ def _unknown(config: Mapping[str, Any]) -> InvalidArgument:
     return InvalidArgument(field, value, f"is not supported; supported are {', '.join(known)}")
 
 
+def _refuse_quantised(config: Mapping[str, Any]) -> None:
+    quantised = config.get("quantization_config")
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+        limit = "is not supported in safetensors; weights must be floating point, or a .gguf file"
+        raise InvalidArgument("quantization_config", method, limit)
+
+
 def from_hf_config(
     config: Mapping[str, Any], files: ModelFiles | None = None, model_impl: str = "auto"
 ) -> Architecture:
@@ -55,6 +67,7 @@ def from_hf_config(
     else:
         family = MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
     if family is not None and model_impl != "transformers":
+        _refuse_quantised(config)
         return family.read(config)
     if files is None or model_impl == "native":
         raise _unknown(config)
@@ -109,6 +122,22 @@ def open_model_weights(arch: Architecture, files: ModelFiles, dtype: torch.dtype
     )  # fmt: skip
 
 
+def as_stored(arch: Architecture, source: WeightSource) -> Architecture:
+    """Return the architecture that the weights show: an output matrix that differs from the embedding is not tied to it.
+
+    transformers does the same: such files come from training that untied the two and left the configuration as it was.
+    """
+    if not arch.tie_word_embeddings or OUTPUT not in source.names():
+        return arch
+    check_weights(source, {**arch.weight_shapes(), OUTPUT: (arch.vocab_size, arch.hidden_size)})
+    if torch.equal(source.load(OUTPUT), source.load(arch.embedding_name())):
+        return arch
+    _log.warning(
+        "%s: %s differs from the embedding, to which the configuration ties it; it is used", source.path, OUTPUT
+    )
+    return dataclasses.replace(arch, tie_word_embeddings=False)
+
+
 def build_model(arch: Architecture, source: WeightSource, backend: Backend, max_position: int) -> Model:
     """Take the weights into the backend's form; positions below `max_position` can be evaluated.
 
@@ -125,4 +154,5 @@ def load_model_weights(
     """Open the weights and build the model, native or hosted."""
     if isinstance(arch, HostedArchitecture):
         return load_hosted(arch, files, backend, max_position, seed)
-    return build_model(arch, open_model_weights(arch, files, backend.dtype, seed), backend, max_position)
+    source = open_model_weights(arch, files, backend.dtype, seed)
+    return build_model(as_stored(arch, source), source, backend, max_position)
