@@ -172,10 +172,25 @@ def check_messages(messages: object, field: str = "messages") -> list[dict[str, 
     return checked
 
 
+def _check_variables(template_kwargs: Mapping[str, Any] | None) -> None:
+    field = "chat_template_kwargs"
+    if template_kwargs is None:
+        return
+    if not isinstance(template_kwargs, Mapping) or not all(isinstance(name, str) for name in template_kwargs):
+        raise InvalidArgument(
+            field, template_kwargs, "must be a table of a template's variables by their names, or None"
+        )
+    for name in template_kwargs:
+        if name in OWN_VARIABLES:
+            raise InvalidArgument(field, name, f"must not be one of {', '.join(OWN_VARIABLES)}")
+
+
 def _schemas(tools: Sequence[Tool] | None) -> list[Any] | None:
     """Tools as JSON schemas; a function's own is read from its types and its docstring."""
     if tools is None:
         return None
+    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
+        raise InvalidArgument("tools", tools, "must be a list of JSON schemas or functions, or None")
     schemas = []
     for i, tool in enumerate(tools):
         if isinstance(tool, Mapping):
@@ -202,6 +217,10 @@ def choose_template(tokenizer: Tokenizer, chat_template: str | None, with_tools:
             raise InvalidArgument(
                 "chat_template", chat_template, "must be the text of a template, or a template's name"
             )
+        if chat_template not in named and "{" not in chat_template:  # it would be every conversation's prompt
+            known = ", ".join(sorted(named)) or "none"
+            limit = f"must be a template's text, with jinja's braces, or the name of one of the tokenizer's: {known}"
+            raise InvalidArgument("chat_template", chat_template, limit)
         return named.get(chat_template, chat_template)
     if with_tools and "tool_use" in named:
         return named["tool_use"]
@@ -286,9 +305,7 @@ def render_chat(
             "must be false where add_generation_prompt is true: the answer is a new message, or goes on with the last"
         )
         raise InvalidArgument("continue_final_message", True, limit)
-    for name in template_kwargs or ():
-        if name in OWN_VARIABLES:
-            raise InvalidArgument("chat_template_kwargs", name, f"must not be one of {', '.join(OWN_VARIABLES)}")
+    _check_variables(template_kwargs)
     own = check_messages(messages)
     text = choose_template(tokenizer, chat_template, tools is not None)
     template = _compiled(text)

@@ -185,6 +185,18 @@ def test_wrong_messages(tmp_path: Path, messages: Any, field: str, limit: str) -
     assert error.field == field and limit in error.limit
 
 
+def test_what_is_no_template_no_list_of_tools_and_no_table(tmp_path: Path) -> None:
+    """A misspelled name of a template would otherwise be the prompt of every conversation."""
+    ours = made(tmp_path, templates.CHATML)
+    error = refused(lambda: render_chat(ours, [HI], chat_template="chatml"))
+    assert error.field == "chat_template" and error.limit.endswith("the name of one of the tokenizer's: default")
+    for tools in ("f", {"type": "function"}, 5):
+        assert refused(lambda tools=tools: render_chat(ours, [HI], tools=tools)).field == "tools"
+    for variables in ([("a", 1)], {1: 2}, "a"):
+        error = refused(lambda variables=variables: render_chat(ours, [HI], template_kwargs=variables))
+        assert (error.field, error.value) == ("chat_template_kwargs", variables)
+
+
 def test_wrong_templates_and_options(tmp_path: Path) -> None:
     without = Tokenizer.from_path(save(tmp_path, byte_level()))
     assert "has none" in refused(lambda: render_chat(without, [HI])).limit
