@@ -8,7 +8,7 @@ from typing import Any
 
 from pagedec.errors import InvalidArgument
 from pagedec.models.checks import is_int, layer_count, positive_int, positive_number, required
-from pagedec.models.rope import RopeScaling, longrope_attention, rope_scaling_from_hf
+from pagedec.models.rope import RopeScaling, longrope_attention, rope_scaling_from_hf, yarn_attention
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -53,6 +53,7 @@ def base_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     rope = rope_parameters(values)
     partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
     positive_number("partial_rotary_factor", partial)
+    scaling = rope_scaling_from_hf(rope, max_position, values.get("original_max_position_embeddings"))
     return {
         "vocab_size": required(values, "vocab_size"),
         "hidden_size": values["hidden_size"],
@@ -61,10 +62,10 @@ def base_fields(values: Mapping[str, Any]) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_kv_heads": values.get("num_key_value_heads", heads),
         "head_dim": head_dim,
-        "max_position_embeddings": max_position,
+        "max_position_embeddings": max_position if scaling is None else scaling.context(max_position),
         "rms_norm_eps": required(values, "rms_norm_eps"),
         "rope_theta": rope.get("rope_theta", values.get("rope_theta", 10000.0)),
-        "rope_scaling": rope_scaling_from_hf(rope, max_position, values.get("original_max_position_embeddings")),
+        "rope_scaling": scaling,
         "rotary_dim": int(head_dim * partial),
         "tie_word_embeddings": values.get("tie_word_embeddings", False),
         "hidden_act": values.get("hidden_act", "silu"),
@@ -145,9 +146,23 @@ class GgufFields:
         kind = self.get("rope.scaling.type", "none")
         if kind == "linear":
             return RopeScaling("linear", self.get("rope.scaling.factor", 1.0))
+        if kind == "yarn":
+            return self._yarn()
         if kind != "none":
-            raise InvalidArgument("rope.scaling.type", kind, "is not supported; supported are none, linear")
+            raise InvalidArgument("rope.scaling.type", kind, "is not supported; supported are none, linear, yarn")
         return None
+
+    def _yarn(self) -> RopeScaling:
+        factor = self.number("rope.scaling.factor")
+        return RopeScaling(
+            "yarn", factor,
+            original_max_position_embeddings=self.integer(
+                "rope.scaling.original_context_length", self.integer("context_length")
+            ),
+            attention_factor=self.number("rope.scaling.attn_factor", 1.0) * yarn_attention(factor),
+            beta_fast=self.number("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=self.number("rope.scaling.yarn_beta_slow", 1.0),
+        )  # fmt: skip
 
     def _longrope(self, short: Sequence[float], long: Sequence[float]) -> RopeScaling:
         context = self.integer("context_length")
@@ -182,6 +197,7 @@ class GgufFields:
         if get("attention.value_length", head_dim) != head_dim:
             limit = f"must equal the key length, which is {head_dim}"
             raise InvalidArgument(f"{name}.attention.value_length", get("attention.value_length"), limit)
+        scaling = self.rope_scaling()
         return self.token_ids() | {
             "hidden_size": hidden,
             "intermediate_size": get("feed_forward_length"),
@@ -189,10 +205,10 @@ class GgufFields:
             "num_attention_heads": heads,
             "num_kv_heads": get("attention.head_count_kv", heads),
             "head_dim": head_dim,
-            "max_position_embeddings": context,
+            "max_position_embeddings": context if scaling is None else scaling.context(context),
             "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
             "rope_theta": get("rope.freq_base", 10000.0),
-            "rope_scaling": self.rope_scaling(),
+            "rope_scaling": scaling,
             "rotary_dim": get("rope.dimension_count", head_dim),
             "tie_word_embeddings": "output.weight" not in names,
             "attention_bias": "blk.0.attn_q.bias" in names or "blk.0.attn_qkv.bias" in names,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,9 @@ LLAMA3 = {
 }
 
 
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
 def test_defaults_of_a_small_config() -> None:
     arch = from_hf_config(SMALL)
     assert (arch.name, arch.num_kv_heads, arch.head_dim, arch.rotary_dim) == ("llama", 4, 16, 16)
@@ -56,6 +60,20 @@ def test_both_spellings_of_rope_and_dtype() -> None:
     assert from_hf_config(old).rope_theta == 5e5
     linear = SMALL | {"rope_scaling": {"type": "linear", "factor": 2.0}}
     assert from_hf_config(linear).rope_scaling == RopeScaling("linear", 2.0)
+
+
+def test_the_context_that_yarn_gives() -> None:
+    """Qwen's model cards add yarn to a configuration and leave its context as it was."""
+    added = SMALL | {"max_position_embeddings": 40960, "rope_scaling": YARN}
+    assert from_hf_config(added).max_position_embeddings == 131072
+    assert from_hf_config(added | {"max_position_embeddings": 200_000}).max_position_embeddings == 200_000
+    unsaid = {"rope_scaling": {"type": "yarn", "factor": 2.0}, "max_position_embeddings": 512}
+    scaling = from_hf_config(SMALL | unsaid).rope_scaling
+    assert scaling is not None and scaling.original_max_position_embeddings == 512
+    fields = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
+    arch = from_gguf(LLAMA_GGUF_FIELDS | {f"llama.{key}": value for key, value in fields.items()})
+    assert arch.max_position_embeddings == 256 and arch.rope_scaling is not None
+    assert arch.rope_scaling.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
 
 
 def small_models() -> dict[str, Any]:
@@ -173,7 +191,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_theta": float("inf")}, "rope_theta is inf"),
     ({"rope_theta": "1e4"}, "rope_theta is '1e4'"),
     ({"rope_scaling": [1]}, r"rope_parameters is \[1\]"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn': .*default, linear, llama3"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic': .*default, linear, llama3"),
+    ({"rope_scaling": YARN | {"factor": 0}}, "rope_scaling.factor is 0"),
+    ({"rope_scaling": YARN | {"factor": 1e300}}, "max_position_embeddings is 2147483647: must be at most"),
+    ({"rope_scaling": YARN | {"beta_fast": "x"}}, "rope_scaling.beta_fast is 'x'"),
+    ({"rope_scaling": YARN | {"truncate": 1}}, "rope_scaling.truncate is 1: must be true or false"),
+    ({"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": -9}}, "rope_scaling.mscale_all_dim is -9"),
+    ({"rope_scaling": YARN | {"original_max_position_embeddings": -4}}, "original_max_position_embeddings is -4"),
     ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is None: must be given"),
     ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, "rope_scaling.factor is -1"),
     ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor is 1.0: must be greater than"),
@@ -262,7 +286,8 @@ REFUSED_GGUF: list[tuple[dict[str, Any], str]] = [
     ({"llama.attention.head_count": 0}, "llama.attention.head_count is 0"),
     ({"llama.attention.value_length": 4}, "value_length is 4: must equal the key length, which is 8"),
     ({"llama.expert_count": 8}, "llama.expert_count is 8: mixtures of experts"),
-    ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type is 'yarn'"),
+    ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope': .*none, linear, yarn"),
+    ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.factor is None"),
     ({"llama.vocab_size": "96"}, "vocab_size is '96'"),
     ({"tokenizer.ggml.eos_token_id": 96}, "eos_token_id is 96: must be from 0 to 95"),
 ]

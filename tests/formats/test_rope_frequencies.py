@@ -9,6 +9,7 @@ import pytest
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from pagedec.errors import InvalidArgument
 from pagedec.models.presets import PRESETS
 from pagedec.models.registry import from_gguf, from_hf_config
 from pagedec.models.rope import rope_frequencies
@@ -28,20 +29,36 @@ def llama3(factor: float, low: float, high: float, original: int) -> dict[str, A
     return {"rope_type": "llama3", **dict(zip(names, (factor, low, high, original), strict=True))}
 
 
+def yarn(**changes: Any) -> dict[str, Any]:
+    return {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, **changes}
+
+
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize("theta", [10000.0, 100000.0, 500000.0, 1e6])
 @pytest.mark.parametrize(
     "scaling",
-    [None, {"rope_type": "linear", "factor": 3.0}, llama3(8.0, 1.0, 4.0, 8192), llama3(32.0, 1.0, 4.0, 8192)],
+    [
+        None,
+        {"rope_type": "linear", "factor": 3.0},
+        llama3(8.0, 1.0, 4.0, 8192),
+        llama3(32.0, 1.0, 4.0, 8192),
+        yarn(),
+        yarn(beta_fast=16.0, beta_slow=2.0, truncate=False),
+        yarn(mscale=0.7, mscale_all_dim=1.3),
+        yarn(mscale=1.0, attention_factor=1.5, beta_fast=None),
+        yarn(factor=1.0, original_max_position_embeddings=4),
+    ],
 )
 def test_equal_to_transformers(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> None:
     rope = (scaling or {"rope_type": "default"}) | {"rope_theta": theta}
     config = LlamaConfig(**SHAPE, head_dim=head_dim, rope_parameters=dict(rope), max_position_embeddings=131072)
-    theirs = LlamaRotaryEmbedding(config).inv_freq
+    theirs = LlamaRotaryEmbedding(config)
     given = SHAPE | {"architectures": ["LlamaForCausalLM"], "head_dim": head_dim, "rope_parameters": rope}
-    ours = rope_frequencies(from_hf_config(given))
+    arch = from_hf_config(given)
+    ours = rope_frequencies(arch)
     assert ours.dtype == np.float64 and ours.shape == (head_dim // 2,)
-    assert np.array_equal(ours, theirs.double().numpy())
+    assert np.array_equal(ours, theirs.inv_freq.double().numpy())
+    assert (1.0 if arch.rope_scaling is None else arch.rope_scaling.attention_factor) == theirs.attention_scaling
 
 
 def test_llama3_scaling_has_all_three_parts() -> None:
@@ -53,6 +70,12 @@ def test_llama3_scaling_has_all_three_parts() -> None:
     between = (ratio > 1.0) & (ratio < 8.0)
     assert 1 <= int(between.sum()) < 16
     assert bool(np.all(np.diff(ratio) >= -1e-6))
+
+
+def test_yarn_needs_frequencies_that_differ() -> None:
+    given = SHAPE | {"architectures": ["LlamaForCausalLM"], "rope_parameters": yarn(rope_theta=1)}
+    with pytest.raises(InvalidArgument, match="rope_theta is 1: must differ from 1 with yarn"):
+        rope_frequencies(from_hf_config(given))
 
 
 def test_factors_of_a_gguf_file_divide_the_frequencies() -> None:

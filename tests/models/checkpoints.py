@@ -29,6 +29,7 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + i / 16 for i in range(16)],
     "long_factor": [1.0 + i / 2 for i in range(16)],
@@ -85,6 +86,7 @@ VARIANTS = (
     variant("odd-width", intermediate_size=37, hidden_size=50),
     variant("rope-llama3", rope_parameters=LLAMA3_ROPE, length=150),
     variant("rope-linear", rope_parameters={"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}, length=150),
+    variant("rope-yarn", rope_parameters=YARN, length=150),
     variant("two-chunks", max_position_embeddings=1200, length=1060),
     variant("sharded", max_shard_size="60KB", num_hidden_layers=3),
     variant("mistral", "mistral", sliding_window=None, num_attention_heads=6, num_key_value_heads=2, head_dim=32),
@@ -114,6 +116,7 @@ VARIANTS = (
             original_max_position_embeddings=128, max_model_len=128),
     variant("phi3-longrope-long", "phi3", rope_parameters=HALF_LONGROPE, hidden_size=128,
             max_position_embeddings=512, original_max_position_embeddings=3, length=150),
+    variant("glm-yarn", "glm", rope_parameters=YARN | {"partial_rotary_factor": 0.5, "beta_fast": 8.0, "truncate": False}),
     variant("glm", "glm", num_attention_heads=4, num_key_value_heads=2, head_dim=32),
     variant("glm4", "glm4", num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_shard_size="60KB"),
     variant("glm4-no-bias-tied", "glm4", attention_bias=False, tie_word_embeddings=True, intermediate_size=75),

@@ -69,6 +69,10 @@ def add_rope(writer: GGUFWriter, config: Mapping[str, Any], extra: Tensors) -> N
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
+    elif rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     elif rope["rope_type"] == "llama3":
         extra["rope_freqs.weight"] = llama3_factors(config)
     elif rope["rope_type"] == "longrope":
