@@ -214,7 +214,9 @@ def test_a_models_own_defaults(recommending: Path, tmp_path: Path, tiny: Tiny) -
 def test_arguments_that_mean_nothing_here(tiny: Tiny) -> None:
     llm = tiny(
         trust_remote_code=True, enforce_eager=False, disable_log_stats=True, gpu_memory_utilization=0.9, swap_space=4,
-        cpu_offload_gb=0, pipeline_parallel_size=1, tokenizer_mode="auto", tensor_parallel_size=1,
+        cpu_offload_gb=0, pipeline_parallel_size=1, tokenizer_mode="auto", tensor_parallel_size=1, data_parallel_size=1,
+        enable_chunked_prefill=True, kv_cache_dtype="auto", device="cpu", max_logprobs=20, max_seq_len_to_capture=8192,
+        disable_custom_all_reduce=True,
     )  # fmt: skip
     assert "swap_space" not in llm.config.to_kwargs()
 
@@ -225,7 +227,9 @@ def test_arguments_that_mean_nothing_here(tiny: Tiny) -> None:
         ("trust_remote_code", "yes", InvalidArgument), ("gpu_memory_utilization", 1.5, InvalidArgument),
         ("swap_space", -1, InvalidArgument), ("pipeline_parallel_size", 2, FeatureNotAvailable),
         ("tensor_parallel_size", 2, FeatureNotAvailable), ("tokenizer_mode", "slow", FeatureNotAvailable),
-        ("max_lora_rank", 8, InvalidArgument),
+        ("max_lora_rank", 8, InvalidArgument), ("max_logprobs", -2, InvalidArgument),
+        ("enable_chunked_prefill", False, FeatureNotAvailable), ("kv_cache_dtype", "fp8", FeatureNotAvailable),
+        ("device", "cuda", FeatureNotAvailable),
     ],
 )  # fmt: skip
 def test_arguments_that_ask_for_what_there_is_not(tiny: Tiny, name: str, value: Any, kind: type[PagedecError]) -> None:
