@@ -19,7 +19,7 @@ from pagedec.errors import InvalidArgument, NotFound, RequestError
 from pagedec.llm.answers import Answers
 from pagedec.llm.compatibility import drop_neutral
 from pagedec.llm.defaults import sampling_defaults
-from pagedec.llm.prompts import Job, Prompt, as_conversations, as_list, as_priorities, read_prompt
+from pagedec.llm.prompts import Job, Prompt, as_conversations, as_list, as_priorities, read_prompt, read_salt
 from pagedec.llm.streaming import Streams
 from pagedec.outputs import RequestOutput
 from pagedec.params import SamplingParams
@@ -112,7 +112,7 @@ class LLM:
         """
         [job] = self.prepare([prompt], sampling_params)
         [order] = as_priorities([priority], 1)
-        return self._streams.run(job, order, cache_salt or job.cache_salt)
+        return self._streams.run(job, order, read_salt("cache_salt", cache_salt) or job.cache_salt)
 
     # ---- what goes with it
     def get_default_sampling_params(self) -> SamplingParams:

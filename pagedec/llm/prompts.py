@@ -77,6 +77,18 @@ def as_conversations(messages: object) -> tuple[list[Sequence[Message]], bool]:
     return (many, True) if several else ([many], False)
 
 
+def read_salt(field: str, salt: object) -> str:
+    """A cache salt, whose bytes can be hashed."""
+    if not isinstance(salt, str):
+        raise InvalidArgument(field, salt, "must be text")
+    try:
+        salt.encode()
+    except UnicodeEncodeError as error:
+        limit = f"must be text, has half a surrogate pair at character {error.start}"
+        raise InvalidArgument(field, salt, limit) from None
+    return salt
+
+
 def read_prompt(prompt: Any, field: str, tokenizer: Tokenizer | None) -> tuple[str | None, list[int], str]:
     """A prompt's text if there is one, its token ids, and its cache salt. Raises `InvalidArgument` naming `field`."""
     text, token_ids, salt = None, prompt, ""
@@ -90,8 +102,7 @@ def read_prompt(prompt: Any, field: str, tokenizer: Tokenizer | None) -> tuple[s
             raise InvalidArgument(f"{field}.prompt", text, "must be text")
         if isinstance(token_ids, str):
             raise InvalidArgument(f"{field}.prompt_token_ids", token_ids, "must be token ids")
-        if not isinstance(salt, str):
-            raise InvalidArgument(f"{field}.cache_salt", salt, "must be text")
+        salt = read_salt(f"{field}.cache_salt", salt)
         token_ids = text if token_ids is None else token_ids
     if isinstance(token_ids, str):
         if tokenizer is None:

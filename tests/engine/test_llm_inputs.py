@@ -72,6 +72,8 @@ def refused(llm: LLM, prompts: Any, params: Any = GREEDY, **others: Any) -> Inva
          "and nothing else"),
         ({"prompt": 5, "prompt_token_ids": PROMPT}, "prompts[0].prompt", 5, "must be text"),
         ({"prompt_token_ids": PROMPT, "cache_salt": 5}, "prompts[0].cache_salt", 5, "must be text"),
+        ({"prompt_token_ids": PROMPT, "cache_salt": "a\ud800"}, "prompts[0].cache_salt", "a\ud800",
+         "must be text, has half a surrogate pair at character 1"),
         ({"prompt_token_ids": [5, 6.0]}, "prompts[0]", {"prompt_token_ids": [5, 6.0]}, "must be text, a list"),
         (7, "prompts", 7, "must be a prompt or a list of them"),
         (None, "prompts", None, "must be a prompt or a list of them"),
