@@ -89,7 +89,8 @@ def _renamed(name: str, renames: Sequence[tuple[str, str | None]]) -> str | None
     return name
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Return the names as a message has them: the first few, and how many more."""
     more = len(names) - MAX_LISTED_NAMES
     return ", ".join(names[:MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
 
@@ -108,9 +109,9 @@ def check_names(
     unexpected = sorted(name for name in found_set - expected_set - set(optional) if not is_buffer(name))
     problems = []
     if missing:
-        problems.append(f"{len(missing)} missing: {_listed(missing)}")
+        problems.append(f"{len(missing)} missing: {listed(missing)}")
     if unexpected:
-        problems.append(f"{len(unexpected)} unexpected: {_listed(unexpected)}")
+        problems.append(f"{len(unexpected)} unexpected: {listed(unexpected)}")
     if problems:
         raise ModelFileError(path, "the weight names do not fit the model configuration; " + "; ".join(problems))
 
@@ -124,8 +125,8 @@ def check_weights(source: WeightSource, shapes: Mapping[str, tuple[int, ...]], o
         if source.shape(name) != shape
     ]
     if wrong:
-        raise ModelFileError(source.path, f"{len(wrong)} of the weights have a wrong shape; {_listed(wrong)}")
+        raise ModelFileError(source.path, f"{len(wrong)} of the weights have a wrong shape; {listed(wrong)}")
     dtypes = {name: source.dtype(name) for name in shapes}
     wrong = [f"{name} is {dtype}" for name, dtype in dtypes.items() if not dtype.is_floating_point]
     if wrong:
-        raise ModelFileError(source.path, f"{len(wrong)} of the weights are no floating point; {_listed(wrong)}")
+        raise ModelFileError(source.path, f"{len(wrong)} of the weights are no floating point; {listed(wrong)}")

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from pagedec.errors import InvalidArgument, InvariantError, ModelFileError
 from pagedec.formats.resolve import ModelFiles
-from pagedec.formats.source import MAX_LISTED_NAMES, is_buffer
+from pagedec.formats.safetensors import open_directory
+from pagedec.formats.source import WeightSource, is_buffer, listed
 from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan, Rope
 from pagedec.models.architecture import Architecture
 from pagedec.models.base import Programs
@@ -219,20 +220,36 @@ def _random(arch: HostedArchitecture, backend: Backend, seed: int) -> Any:
 
 def _from_files(arch: HostedArchitecture, files: ModelFiles, backend: Backend) -> Any:
     assert files.weights is not None
+    stored = open_directory(files.weights)  # what is damaged is found by our reader, which names it
     try:
         model, info = _model_class(arch).from_pretrained(
             files.weights, config=arch.config, dtype=backend.dtype, attn_implementation=RUN, local_files_only=True,
-            use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+            use_safetensors=True, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
     except Exception as error:  # the loader raises errors of three libraries
         raise ModelFileError(files.weights, f"transformers cannot load the weights: {first_line(error)}") from error
-    problems = []
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        names = sorted(name for name in map(str, info.get(what) or ()) if not is_buffer(name))
-        if names:
-            more = f" and {len(names) - MAX_LISTED_NAMES} more" if len(names) > MAX_LISTED_NAMES else ""
-            problems.append(f"{len(names)} {what.partition('_')[0]}: {', '.join(names[:MAX_LISTED_NAMES])}{more}")
-    if problems:
-        problem = "the weight names do not fit the model configuration; "
-        raise ModelFileError(files.weights, problem + "; ".join(problems))
+    check_loaded(model, stored, info)
     return model
+
+
+def check_loaded(model: Any, stored: WeightSource, info: Mapping[str, Any]) -> None:
+    """Raise ModelFileError unless the files held exactly the model's weights, as floating point.
+
+    `info` is what transformers' loader says; it casts whatever it finds, so integers would be taken for weights.
+    """
+    prefix, weights = f"{model.base_model_prefix}.", {name for name, _ in model.named_parameters()}
+    integers = [
+        f"{name} is {stored.dtype(name)}"
+        for name in stored.names()  # files may hold a trunk alone, without what a head puts before its names
+        if not stored.dtype(name).is_floating_point and {name, prefix + name, name.removeprefix(prefix)} & weights
+    ]
+    wrong = [
+        f"{name} has shape {list(found)}, must have {list(needed)}"
+        for name, found, needed in sorted(info.get("mismatched_keys") or (), key=str)
+    ]
+    problems = [("of wrong shape", wrong), ("no floating point", integers)]
+    for what in ("missing", "unexpected"):
+        problems.append((what, sorted(name for name in info.get(f"{what}_keys") or () if not is_buffer(name))))
+    if any(names for _, names in problems):
+        told = "; ".join(f"{len(names)} {what}: {listed(names)}" for what, names in problems if names)
+        raise ModelFileError(stored.path, f"the weights do not fit the model configuration; {told}")

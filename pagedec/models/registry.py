@@ -138,13 +138,17 @@ def as_stored(arch: Architecture, source: WeightSource) -> Architecture:
     return dataclasses.replace(arch, tie_word_embeddings=False)
 
 
+def _check_heads(arch: Architecture, backend: Backend) -> None:
+    if backend.name != "reference" and (arch.head_dim % 16 or arch.head_dim > 256):
+        raise InvalidArgument("head_dim", arch.head_dim, "must be a multiple of 16 up to 256 with compiled kernels")
+
+
 def build_model(arch: Architecture, source: WeightSource, backend: Backend, max_position: int) -> Model:
     """Take the weights into the backend's form; positions below `max_position` can be evaluated.
 
     Raises InvalidArgument for heads that compiled kernels do not attend with.
     """
-    if backend.name != "reference" and (arch.head_dim % 16 or arch.head_dim > 256):
-        raise InvalidArgument("head_dim", arch.head_dim, "must be a multiple of 16 up to 256 with compiled kernels")
+    _check_heads(arch, backend)
     return FAMILIES[arch.name].model(arch, source, backend, max_position)
 
 
@@ -154,5 +158,6 @@ def load_model_weights(
     """Open the weights and build the model, native or hosted."""
     if isinstance(arch, HostedArchitecture):
         return load_hosted(arch, files, backend, max_position, seed)
+    _check_heads(arch, backend)  # before a GGUF file is converted
     source = open_model_weights(arch, files, backend.dtype, seed)
     return build_model(as_stored(arch, source), source, backend, max_position)

@@ -28,6 +28,7 @@ from pagedec.models.registry import (
     build_model,
     from_hf_config,
     load_architecture,
+    load_model_weights,
     open_model_weights,
 )
 from tests.formats.hostile import damage_value
@@ -258,6 +259,9 @@ def test_heads_that_the_kernels_do_not_take(head_dim: int) -> None:
     source = open_model_weights(arch, ModelFiles("m", "dummy"), torch.float32)
     with pytest.raises(InvalidArgument, match=f"head_dim is {head_dim}: must be a multiple of 16 up to 256"):
         build_model(arch, source, NativeBackend(load(), torch.float32), 64)
+    unread = Path("unread.gguf")  # and before weights are opened, which converts them
+    with pytest.raises(InvalidArgument, match=f"head_dim is {head_dim}"):
+        load_model_weights(arch, ModelFiles("m", "gguf", unread, unread), NativeBackend(load(), torch.float32), 64)
 
 
 def test_the_text_part_of_gemma3_with_images(tmp_path: Path) -> None:

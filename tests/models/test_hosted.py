@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -211,11 +212,29 @@ def test_weights_that_do_not_fit(checkpoints: Checkpoints, tmp_path: Path) -> No
     save_file({**weights, "model.layers.1.mlp.extra.weight": gone}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelFileError, match="1 missing: model.layers.1.mlp.up_proj.weight; 1 unexpected: .*extra"):
         load_hosted(tmp_path, make_backend(BACKEND))
-    (tmp_path / "model.safetensors").write_bytes(b"not a file of weights")
+    weights["model.layers.1.mlp.up_proj.weight"] = gone.T.contiguous()
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ModelFileError, match=r"1 of wrong shape: .*up_proj.weight has shape \[64, 96\], must have \[96, 64\]"
+    ):
+        load_hosted(tmp_path, make_backend(BACKEND))
+    weights["model.layers.1.mlp.up_proj.weight"] = gone.to(torch.int8)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelFileError, match="1 no floating point: model.layers.1.mlp.up_proj.weight is torch.int8"):
+        load_hosted(tmp_path, make_backend(BACKEND))
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
     with pytest.raises(ModelFileError, match="transformers cannot load the weights"):
         load_hosted(tmp_path, make_backend(BACKEND))
+    (tmp_path / "weights.safetensors").unlink()
+    with pytest.raises(ModelFileError, match="has no safetensors weights"):
+        load_hosted(tmp_path, make_backend(BACKEND))
+    (tmp_path / "model.safetensors").write_bytes(b"not a file of weights")
+    with pytest.raises(ModelFileError, match="model.safetensors: announces a header of .* not a safetensors file"):
+        load_hosted(tmp_path, make_backend(BACKEND))
+    leads_away = {"weight_map": dict.fromkeys(weights, "../model.safetensors")}
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ModelFileError, match="transformers cannot load the weights"):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(leads_away))
+    with pytest.raises(ModelFileError, match="not to a .safetensors file beside it"):
         load_hosted(tmp_path, make_backend(BACKEND))
 
 
