@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pagedec.errors import InvalidArgument
+from pagedec.errors import InvalidArgument, shown
 from pagedec.fields import (
     MAX_UINT64,
     Flag,
@@ -120,6 +120,14 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+def _refuse_change(params: SamplingParams, name: str, value: object) -> None:
+    how = f"parameters stay as they were checked; params.clone({name}={shown(value)}) makes others"
+    raise dataclasses.FrozenInstanceError(f"{name} cannot be set: {how}")
+
+
+SamplingParams.__setattr__ = _refuse_change  # type: ignore[method-assign,assignment]
 
 
 def _names(cls: type[SamplingParams]) -> tuple[str, ...]:

@@ -156,7 +156,9 @@ def test_from_dict_checks_as_the_constructor_does() -> None:
 
 def test_params_are_immutable_and_survive_pickling() -> None:
     params = SamplingParams(n=2, temperature=0.5, stop_token_ids=[1], logit_bias={"3": 1}, stop="x")
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(
+        dataclasses.FrozenInstanceError, match=r"^n cannot be set: .*; params\.clone\(n=3\) makes others$"
+    ):
         params.n = 3  # type: ignore[misc]
     assert pickle.loads(pickle.dumps(params)) == params
     assert dataclasses.replace(params, n=4) == params.clone(n=4)
