@@ -13,7 +13,7 @@ import pytest
 
 from pagedec import LLM, SamplingParams
 from pagedec.cli import main
-from pagedec.cli.chat import Chat
+from pagedec.cli.chat import Chat, read_turns
 from pagedec.errors import InvalidArgument
 from pagedec.formats.resolve import default_model_path
 from pagedec.text.chat import Conversation
@@ -203,6 +203,7 @@ def test_a_script_has_commands(tiny: Path, monkeypatch: pytest.MonkeyPatch, caps
         ([], b"/what\n", "/what is no command; known are /reset /undo /regenerate /help /exit"),
         ([], b"x" * 600 + b"\n", "prompts[0] is '"),
         ([], b"\xff\n", "standard input is 'bytes': is not UTF-8"),
+        (["--no-detokenize"], b"", "detokenize is False: must be true: a chat is text"),
         (["--n", "2"], b"", "n is 2: must be 1: a chat goes on with one answer"),
         (["--skip-tokenizer-init"], b"", "skip_tokenizer_init is True: must be false: a chat is text"),
         (["--chat-template", "none"], b"", "chat_template is 'none': cannot be read: No such file"),
@@ -220,6 +221,45 @@ def test_mistakes_are_one_line(
     assert script(monkeypatch, *flags(tiny), *arguments, stdin=stdin) == main.USER_ERROR
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"pagedec: error: {message}") and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "turns"),
+    [
+        (b'"""one\n  two\r\n\nthree"""\nnext\n', ["one\n  two\n\nthree", "next"]),
+        (b'"""\n/exit\n"""\n', ["//exit"]),
+        (b'  """one"""\n""""""\ntwo', ["one", "two"]),
+        (b'a """\nb\n"""c\nd', ['a """', "b", "c\nd"]),
+    ],
+)
+def test_turns_of_several_lines(typed: bytes, turns: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
+    assert list(read_turns(interactive=False)) == turns
+
+
+def test_on_a_terminal_nothing_that_is_typed_ends_the_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = [
+        '"""a',
+        KeyboardInterrupt(),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+        '"""b',
+        'c"""',
+    ]
+    Terminal(monkeypatch, *typed)
+    assert list(read_turns(interactive=True)) == ["b\nc"]
+    out, err = capsys.readouterr()
+    assert "(Ctrl-D or /exit leaves)" in out and err.endswith("is not UTF-8: invalid start byte\n")
+
+
+def test_a_conversation_that_is_full_says_how_to_go_on(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Terminal(monkeypatch, "x" * 300, "x" * 300, "/undo", "x" * 300)
+    assert main.main([*flags(tiny), "--temperature", "0", "--max-tokens", "4", "--ignore-eos"]) == 0
+    faults = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert len(faults) == 1 and faults[0].endswith("one must be new; /undo and /reset make room")
 
 
 def test_a_model_without_a_template_needs_one(
@@ -242,7 +282,7 @@ class Terminal:
         keys = iter(typed)
 
         def take(prompt: str) -> str:
-            assert prompt == "> "
+            assert prompt in ("> ", "... ")
             key = next(keys, EOFError())
             if isinstance(key, BaseException):
                 raise key

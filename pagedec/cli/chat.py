@@ -32,7 +32,7 @@ commands:
   /regenerate   answer the last turn again, with the next seed where one is set
   /help         list the commands
   /exit         leave; so does the end of the input
-  A line that begins with two slashes is a turn that begins with one.
+  A line that begins with two slashes is a turn that begins with one. A turn of several lines stands between two \"\"\".
 
 examples:
   pagedec chat --system "You answer in one sentence." --temperature 0
@@ -40,7 +40,9 @@ examples:
   printf 'My name is Ada.\\nWhat is my name?\\n' | pagedec chat
 """
 COMMANDS = ("/reset", "/undo", "/regenerate", "/help", "/exit")
-PROMPT = "> "
+PROMPT, MORE = "> ", "... "
+QUOTES = '"""'
+QUOTING = f"a turn that begins with a slash is written with two, one of several lines between two {QUOTES}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,27 +141,51 @@ def statistics(output: RequestOutput) -> str:
 
 
 def read_turns(interactive: bool) -> Iterator[str]:
-    """The user's turns, to the end of the input; lines without a word are left out."""
+    """The user's turns, to the end of the input; those without a word are left out."""
     if interactive:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  gives input() editing and a history
     while True:
         try:
-            line = input(PROMPT) if interactive else sys.stdin.readline()
-        except EOFError:
-            print()
-            return
+            turn = _read_turn(interactive)
         except KeyboardInterrupt:
             if not interactive:
                 raise
             print("\n(Ctrl-D or /exit leaves)")
             continue
         except UnicodeDecodeError as error:
-            raise InvalidArgument("standard input", "bytes", f"is not UTF-8: {error.reason}") from None
-        if not line and not interactive:
+            fault = InvalidArgument("standard input", "bytes", f"is not UTF-8: {error.reason}")
+            if not interactive:
+                raise fault from None
+            say(f"error: {fault}")
+            continue
+        if turn is None:
             return
-        if line.strip():
-            yield line.strip()
+        if turn.strip():
+            yield turn.strip()
+
+
+def _read_turn(interactive: bool) -> str | None:
+    """One turn: a line, or the lines between two QUOTES. None at the end of the input."""
+    first = _read_line(interactive, PROMPT)
+    if first is None or not first.lstrip().startswith(QUOTES):
+        return first
+    lines = [first.lstrip().removeprefix(QUOTES)]
+    while not lines[-1].endswith(QUOTES) and (more := _read_line(interactive, MORE)) is not None:
+        lines.append(more)
+    text = "\n".join(lines).removesuffix(QUOTES).strip()
+    return f"/{text}" if text.startswith("/") else text  # what is quoted is no command
+
+
+def _read_line(interactive: bool, prompt: str) -> str | None:
+    if not interactive:
+        line = sys.stdin.readline()
+        return line.rstrip() if line else None
+    try:
+        return input(prompt).rstrip()
+    except EOFError:
+        print()
+        return None
 
 
 def _write(text: str) -> None:
@@ -173,7 +199,7 @@ def take(chat: Chat, line: str, interactive: bool, verbose: bool) -> int | None:
     if command == "/exit":
         return DONE
     if command == "/help":
-        say(f"commands: {' '.join(COMMANDS)}; a turn that begins with a slash is written with two")
+        say(f"commands: {' '.join(COMMANDS)}; {QUOTING}")
     elif command == "/reset":
         chat.reset()
     elif command == "/undo":
@@ -198,7 +224,8 @@ def _answer(chat: Chat, line: str, interactive: bool, verbose: bool) -> int | No
     except PagedecError as error:
         if not interactive:
             raise
-        say(f"error: {error}")
+        is_full = isinstance(error, InvalidArgument) and error.field == "prompts[0]" and chat.turns
+        say(f"error: {error}{'; /undo and /reset make room' if is_full else ''}")
         return None
     except KeyboardInterrupt:
         _write("\n")
@@ -216,6 +243,8 @@ def run(arguments: argparse.Namespace) -> int:
     given = given_sampling(arguments)
     if given.get("n", 1) != 1:
         raise InvalidArgument("n", given["n"], "must be 1: a chat goes on with one answer")
+    if not given.get("detokenize", True):
+        raise InvalidArgument("detokenize", False, "must be true: a chat is text")
     path = arguments.chat_template
     template = None if path is None else read_text("chat_template", path)
 
