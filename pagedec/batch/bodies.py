@@ -38,11 +38,12 @@ NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
 }
 SAMPLING = tuple(name for name in rules(SamplingParams) if name not in ("logprobs", "prompt_logprobs"))
 """Parameters that a body gives by our own names, most of which are OpenAI's too."""
-COMPLETION_FIELDS = ("model", "prompt", *SAMPLING, "logprobs", *NEUTRAL_COMPLETION, *IGNORED)
-CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message")
+ORDER = ("priority", "cache_salt")
+COMPLETION_FIELDS = ("model", "prompt", *SAMPLING, "logprobs", *ORDER, *NEUTRAL_COMPLETION, *IGNORED)
+CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 CHAT_FIELDS = (
     *("model", "messages", *SAMPLING, "max_completion_tokens", "logprobs", "top_logprobs", *CHAT_OPTIONS),
-    *(*NEUTRAL_CHAT, *IGNORED),
+    *(*ORDER, *NEUTRAL_CHAT, *IGNORED),
 )
 MAX_TOP_LOGPROBS = 20
 """OpenAI's own limit."""
@@ -55,8 +56,10 @@ class Ask:
     model: str | None
     prompts: Sequence[TextOrIds]
     messages: Sequence[Mapping[str, Any]] | None
-    chat_options: Mapping[str, bool]
+    chat_options: Mapping[str, Any]
     params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
 
 
 def parse_body(chat: bool, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Ask:
@@ -78,14 +81,22 @@ def parse_body(chat: bool, body: Mapping[str, Any], defaults: Mapping[str, Any])
     model = given.pop("model", None)
     if model is not None and not isinstance(model, str):
         raise InvalidArgument("model", model, "must be a text")
+    priority, salt = given.get("priority", 0), given.get("cache_salt", "")
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidArgument("priority", priority, "must be a whole number; lower ones run earlier")
+    if not isinstance(salt, str):
+        raise InvalidArgument("cache_salt", salt, "must be a text")
     params = _params(given, defaults, chat)
     if not chat:
-        return Ask(model, parse_prompts(given.get("prompt")), None, {}, params)
+        return Ask(model, parse_prompts(given.get("prompt")), None, {}, params, priority, salt)
     options = {name: given[name] for name in CHAT_OPTIONS if name in given}
     for name, value in options.items():
-        if not isinstance(value, bool):
+        if name == "chat_template_kwargs":
+            if not isinstance(value, dict):
+                raise InvalidArgument(name, value, 'must be an object such as {"enable_thinking": false}')
+        elif not isinstance(value, bool):
             raise InvalidArgument(name, value, "must be true or false")
-    return Ask(model, (), check_messages(given.get("messages")), options, params)
+    return Ask(model, (), check_messages(given.get("messages")), options, params, priority, salt)
 
 
 def _params(given: Mapping[str, Any], defaults: Mapping[str, Any], chat: bool) -> SamplingParams:

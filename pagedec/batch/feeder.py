@@ -34,7 +34,14 @@ class Feeder(Generic[K]):
         """Answers that were asked for and have not come."""
         self._running: dict[str, tuple[_Group[K], Job]] = {}
 
-    def add(self, key: K, prompts: Sequence[TextOrIds], params: Sequence[SamplingParams]) -> None:
+    def add(
+        self,
+        key: K,
+        prompts: Sequence[TextOrIds],
+        params: Sequence[SamplingParams],
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> None:
         """Queue the prompts of one key, each with its parameters. Raises what the engine says of any of them, and adds none."""
         try:
             jobs = self.llm.prepare(list(prompts), list(params))
@@ -42,7 +49,7 @@ class Feeder(Generic[K]):
             raise _of_a_body(error, len(prompts)) from None
         group: _Group[K] = _Group(key, sum(one.n for one in params))
         for job in jobs:
-            self.llm.engine.add(job.request_id, job.token_ids, job.params, cache_salt=job.cache_salt)
+            self.llm.engine.add(job.request_id, job.token_ids, job.params, priority, cache_salt)
             group.outputs[job.request_id] = None
             self._running[job.request_id] = group, job
         self.num_pending += group.num_answers

@@ -30,7 +30,7 @@ from pagedec.batch.records import (
 )
 from pagedec.config import ModelConfig
 from pagedec.engine.interrupts import held_interrupts
-from pagedec.errors import InvalidArgument, NotFound, PagedecError
+from pagedec.errors import FeatureNotAvailable, InvalidArgument, NotFound, PagedecError
 from pagedec.fields import rules
 from pagedec.llm import LLM
 from pagedec.outputs import RequestOutput
@@ -90,6 +90,8 @@ class BatchJob:
         self.model, self.seed = model.model, model.seed
         self.defaults = dict(defaults or {})
         params = SamplingParams.from_dict(self.defaults)
+        if params.prompt_logprobs is not None:
+            raise FeatureNotAvailable("prompt_logprobs", params.prompt_logprobs, "not available in a batch")
         checked = {name: getattr(params, name) for name in sorted(self.defaults)}
         settings = json.dumps([dataclasses.asdict(model), any_model, checked], default=str)
         self.settings = hashlib.blake2b(settings.encode(), digest_size=4).hexdigest()
@@ -237,7 +239,7 @@ class _Run:
         params = [ask.params] * len(prompts)
         if ask.params.seed is None:
             params = [dataclasses.replace(ask.params, seed=self._seed(line, i)) for i in range(len(prompts))]
-        self.feeder.add(_Work(line, request.custom_id, ask), prompts, params)
+        self.feeder.add(_Work(line, request.custom_id, ask), prompts, params, ask.priority, ask.cache_salt)
 
     def _chat_prompt(self, ask: Ask) -> list[int]:
         tokenizer = self.llm.tokenizer
@@ -247,7 +249,11 @@ class _Run:
         continued = ask.chat_options.get("continue_final_message", False)
         opened = ask.chat_options.get("add_generation_prompt", not continued)
         text = render_chat(
-            tokenizer, ask.messages or (), add_generation_prompt=opened, continue_final_message=continued
+            tokenizer,
+            ask.messages or (),
+            add_generation_prompt=opened,
+            continue_final_message=continued,
+            template_kwargs=ask.chat_options.get("chat_template_kwargs"),
         )
         return tokenizer.encode(text, add_special_tokens=False)
 

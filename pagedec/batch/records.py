@@ -78,6 +78,8 @@ def completion_body(
         choices = [_chat_choice(i, answer, num_top, token_bytes) for i, answer in enumerate(answers)]
     else:
         choices = [_text_choice(i, answer) for i, answer in enumerate(answers)]
+    if token_bytes is None or not ask.params.detokenize:  # there is no text
+        choices = [{**choice, "token_ids": answer.token_ids} for choice, answer in zip(choices, answers, strict=True)]
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_answer = sum(len(answer.token_ids) for answer in answers)
     return {

@@ -43,10 +43,12 @@ EPILOG = """\
 bodies:
   Fields are OpenAI's: model, prompt (text, token ids, or a list of either) or messages, max_tokens, max_completion_tokens,
   temperature, top_p, n, seed, stop, logprobs, top_logprobs, logit_bias, presence_penalty, frequency_penalty; and all sampling
-  parameters above by their own names, such as top_k, min_p, min_tokens, ignore_eos. What a body does not say comes from the flags,
+  parameters above by their own names, such as top_k, min_p, min_tokens, ignore_eos; priority (lower runs earlier), cache_salt,
+  and chat_template_kwargs (variables of the chat template). What a body does not say comes from the flags,
   then from the model's own recommendation; max_tokens that nobody gives is up to the context's end. A field that is not known, or
   that asks for what a batch cannot do (stream, echo, tools ...), makes an error record. model, where given, must be the model
-  that runs, by the name given to --model or by its last part.
+  that runs, by the name given to --model or by its last part. Where there is no text (detokenize false, --skip-tokenizer-init),
+  choices have token_ids.
 
   A body without a seed is given one, made from --engine-seed and the line: an interrupted job ends as an uninterrupted one.
 

@@ -72,6 +72,14 @@ def test_bodies_win_over_defaults() -> None:
     assert chat(defaults, max_completion_tokens=None).params.max_tokens == 4
 
 
+def test_order_salt_and_variables_of_the_template() -> None:
+    ask = completion(priority=-3, cache_salt="ours")
+    assert (ask.priority, ask.cache_salt) == (-3, "ours")
+    ask = chat(chat_template_kwargs={"enable_thinking": False})
+    assert (ask.priority, ask.cache_salt) == (0, "")
+    assert ask.chat_options == {"chat_template_kwargs": {"enable_thinking": False}}
+
+
 def test_chats() -> None:
     ask = chat(add_generation_prompt=False, continue_final_message=True, model="m")
     assert (ask.messages, ask.prompts, ask.model) == (HELLO, (), "m")
@@ -104,6 +112,9 @@ def test_chats() -> None:
         (True, {"messages": "Hi"}, "messages is 'Hi': must be a list of messages"),
         (True, {"messages": ["Hi"]}, r"messages\[0\] is 'Hi': must be a message"),
         (True, {"messages": [*HELLO, {"content": "a"}]}, r"messages\[1\].role is None: must be a text"),
+        (True, {"chat_template_kwargs": [1]}, r"chat_template_kwargs is \[1\]: must be an object"),
+        (False, {"priority": "high"}, "priority is 'high': must be a whole number"),
+        (False, {"cache_salt": 3}, "cache_salt is 3: must be a text"),
         (True, {"continue_final_message": 1}, "continue_final_message is 1: must be true or false"),
         (False, {"min_tokens": 5, "max_tokens": 3}, "min_tokens is 5: must be at most max_tokens, which is 3"),
     ],
