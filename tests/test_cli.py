@@ -189,7 +189,8 @@ def test_log_probabilities_are_printed(
     def generate(self: StandIn, prompts: list[Any], params: Any, *, use_tqdm: bool) -> list[RequestOutput]:
         StandIn.calls.append({})
         answer = CompletionOutput(0, "é\nyz", [5, 6, 7], finish_reason="length", logprobs=given)
-        return [RequestOutput("0", "a", [1], [answer], True)]
+        asked = [None, {8: Logprob(-2.0, 1, "z")}] if params.prompt_logprobs == 0 else None
+        return [RequestOutput("0", "a", [1, 8], [answer], True, prompt_logprobs=asked)]
 
     monkeypatch.setattr(StandIn, "generate", generate)
     assert run("generate", "a", "--logprobs", "2") == 0
@@ -198,6 +199,10 @@ def test_log_probabilities_are_printed(
         "             given",
         "      -0.2500 7",
     ]
+    assert run("generate", "a", "--prompt-logprobs", "0") == 0
+    assert capsys.readouterr().out.splitlines()[:4] == [
+        "=== a", "             given", '      -2.0000 "z"', "--- 3 tokens, length"
+    ]  # fmt: skip
     assert run("generate", "a", "--logprobs", "2", "--json") == 0
     [record] = map(json.loads, capsys.readouterr().out.splitlines())
     assert record["outputs"][0]["logprobs"][0]["6"] == {"logprob": -0.5, "rank": 1, "decoded_token": "x"}
@@ -254,6 +259,7 @@ def test_bench_prints_lines(stand_in: type[StandIn], capsys: pytest.CaptureFixtu
         (["generate", "a b", "--skip-tokenizer-init"], "prompt is 'a b': must be token ids separated by commas"),
         (["bench"], "the following arguments are required: KIND; see pagedec bench --help"),
         (["bench", "latency", "--batch-size", "0"], "batch_size is 0: must be a whole number from 1 to"),
+        (["bench", "latency", "--min-tokens", "200"], "min_tokens is 200: must be at most max_tokens, which is 128"),
         (["bench", "throughput", "--num-prompts", "x"], "num_prompts is 'x': must be a whole number from 1 to"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

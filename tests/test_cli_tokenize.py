@@ -92,6 +92,7 @@ def test_the_chat_template(shown: Any) -> None:
         (["a", "--model", ""], "model is '': must be a text that is not empty"),
         (["a", "--model", "none.gguf"], "none.gguf: "),
         (["a", "--tokenizer", "none.json"], "none.json"),
+        (["--count", "--pieces", "a"], "argument --pieces: not allowed with argument --count"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -69,7 +69,10 @@ class Journal:
             for at, data in enumerate(file, start=1):
                 if not data.endswith(b"\n"):
                     size = min(len(data), len(BEGINNING))
-                    if data[:size] != BEGINNING[:size]:  # nothing of somebody else's file may be cut off
+                    is_lost = done and not data.strip(b"\0")  # how some file systems end a file when the power fails
+                    if (
+                        data[:size] != BEGINNING[:size] and not is_lost
+                    ):  # nothing of somebody else's file may be cut off
                         raise self._foreign(at)
                     break
                 number, entry = self._entry(at, data)

@@ -28,6 +28,7 @@ from pagedec.cli.arguments import (
 )
 from pagedec.fields import Integer, check_fields, option
 from pagedec.outputs import RequestOutput
+from pagedec.params import SamplingParams
 
 if TYPE_CHECKING:
     from pagedec.engine.stats import EngineStats
@@ -122,9 +123,14 @@ def _num_tokens(outputs: Sequence[RequestOutput]) -> int:
     return sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
 
 
+def workload_params(arguments: argparse.Namespace, options: LatencyOptions | ThroughputOptions) -> SamplingParams:
+    """How the answers of a workload are drawn and how long they are, unless flags say otherwise."""
+    return sampling_params(arguments, temperature=0.0, ignore_eos=True, max_tokens=options.output_len)
+
+
 def latency(llm: LLM, arguments: argparse.Namespace) -> dict[str, float]:
     options = given_options(arguments, LatencyOptions)
-    params = sampling_params(arguments, temperature=0.0, ignore_eos=True, max_tokens=options.output_len)
+    params = workload_params(arguments, options)
     seconds: list[float] = []
     outputs: list[RequestOutput] = []
     before = copy.copy(llm.engine.stats)
@@ -151,7 +157,7 @@ def latency(llm: LLM, arguments: argparse.Namespace) -> dict[str, float]:
 
 def throughput(llm: LLM, arguments: argparse.Namespace) -> dict[str, float]:
     options = given_options(arguments, ThroughputOptions)
-    params = sampling_params(arguments, temperature=0.0, ignore_eos=True, max_tokens=options.output_len)
+    params = workload_params(arguments, options)
     llm.generate(random_prompts(1, options.input_len, 0), params, use_tqdm=False)
     prompts = random_prompts(options.num_prompts, options.input_len, 1)
     before = copy.copy(llm.engine.stats)
@@ -178,8 +184,7 @@ KINDS = {"latency": (LatencyOptions, latency), "throughput": (ThroughputOptions,
 def run(arguments: argparse.Namespace) -> int:
     config = engine_config(arguments)
     options, measure = KINDS[arguments.kind]
-    given_options(arguments, options)  # mistakes are said before the model is loaded
-    sampling_params(arguments)
+    workload_params(arguments, given_options(arguments, options))  # mistakes are said before the model is loaded
 
     from pagedec.cli.active import active_line
     from pagedec.llm import LLM

@@ -134,6 +134,8 @@ def as_text(output: RequestOutput, title: str | None = None) -> str:
     """One output for a reader: the prompt or its title, then each answer with the reason of its end."""
     prompt = output.prompt if output.prompt is not None else ",".join(map(str, output.prompt_token_ids))
     lines = [f"=== {prompt if title is None else title}"]
+    if output.prompt_logprobs is not None:
+        lines += map(_logprobs_line, output.prompt_token_ids, output.prompt_logprobs)
     for answer in output.outputs:
         name = f"answer {answer.index + 1}: " if len(output.outputs) > 1 else ""
         lines.append(f"--- {name}{len(answer.token_ids)} tokens, {answer.finish_reason}")
@@ -145,7 +147,7 @@ def as_text(output: RequestOutput, title: str | None = None) -> str:
 
 def _logprobs_line(token_id: int, entries: Mapping[int, Logprob] | None) -> str:
     """One token of an answer: its log-probability, and the most probable ones."""
-    if entries is None:
+    if entries is None:  # of an answer: not drawn; of a prompt: its first token, before which there is nothing
         return f"    {'given':>14}"
 
     def shown(number: int) -> str:

@@ -51,10 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="add the tokens that the model wants around a text; with --decode, show special tokens (default: yes)",
     )
-    shown = parser.add_argument_group("what is shown")
+    form = parser.add_argument_group("what is shown")
+    shown = form.add_mutually_exclusive_group()
     shown.add_argument("--pieces", action="store_true", help="each token on a line of its own, with what it stands for")
     shown.add_argument("--count", action="store_true", help="the number of tokens only")
-    shown.add_argument("--json", action="store_true", help="one JSON object for each text")
+    form.add_argument("--json", action="store_true", help="one JSON object for each text")
     model = parser.add_argument_group("model")
     for name in ("model", "tokenizer"):
         rule, default = rules(ModelConfig)[name]

@@ -106,7 +106,13 @@ def build_lane(loaded: LoadedModel, config: EngineConfig, debug: bool = False) -
     """A model with a cache of its own."""
     backend, cache, scheduler = loaded.model.backend, config.cache, config.scheduler
     num_blocks = count_blocks(cache, loaded.arch, backend.dtype, loaded.max_model_len, scheduler.max_num_seqs)
-    tensors = allocate_cache(loaded.arch, num_blocks, cache.block_size, backend.dtype)
+    try:
+        tensors = allocate_cache(loaded.arch, num_blocks, cache.block_size, backend.dtype)
+    except (OSError, MemoryError) as error:
+        size = num_blocks * block_bytes(loaded.arch, cache.block_size, backend.dtype)
+        name = "num_blocks" if cache.kv_cache_memory is None else "kv_cache_memory"
+        limit = f"must be less: the KV pool would take {size / 2**30:.1f} GiB, which this machine does not give"
+        raise InvalidArgument(name, getattr(cache, name), limit) from error
     return LaneRunner(loaded.model, tensors, scheduler.max_num_batched_tokens, debug)
 
 

@@ -51,6 +51,17 @@ def test_a_torn_line_is_cut_off_wherever_it_was_torn(tmp_path: Path) -> None:
         assert path.read_bytes()[:whole] == data[:whole] and path.read_bytes().endswith(b"\n")
 
 
+def test_zeros_behind_the_records_are_what_a_power_failure_left(tmp_path: Path) -> None:
+    data = write(tmp_path / "out")
+    (tmp_path / "out").write_bytes(data + bytes(4096))
+    Journal(tmp_path / "out").close()
+    assert (tmp_path / "out").read_bytes() == data
+    (tmp_path / "out").write_bytes(bytes(4096))
+    with pytest.raises(InvalidArgument, match="line 1 is no record of a batch"):
+        Journal(tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == bytes(4096)
+
+
 def test_restart_forgets(tmp_path: Path) -> None:
     data = write(tmp_path / "out")
     journal = Journal(tmp_path / "out", restart=True)

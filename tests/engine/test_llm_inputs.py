@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import shutil
@@ -227,6 +228,23 @@ def test_wrong_engine_argument(
     error = not_made(monkeypatch, tiny_path, **arguments)
     assert isinstance(error, InvalidArgument) and error.field == field
     assert limit in error.limit
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"num_blocks": 2**31 - 1}, {"kv_cache_memory": 2**50}], ids=lambda value: next(iter(value))
+)
+def test_a_pool_that_the_machine_has_no_memory_for(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(loader, "allocate_cache", refuse)
+    [name] = arguments
+    with pytest.raises(
+        InvalidArgument, match=f"^{name} is .*: must be less: the KV pool would take [0-9.]+ GiB, which"
+    ):
+        LLM(str(tiny_path), skip_tokenizer_init=True, **arguments)
 
 
 def test_missing_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
