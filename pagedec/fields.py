@@ -80,6 +80,15 @@ def _within(value: float, low: float | None, high: float | None) -> None:
         raise ValueError
 
 
+def check_encodable(field: str, text: str) -> None:
+    """Raise `InvalidArgument` for a text with half a surrogate pair, which has no bytes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        limit = f"must be text, has half a surrogate pair at character {error.start}"
+        raise InvalidArgument(field, text, limit) from error
+
+
 def float32(number: float) -> float:
     """The number as the kernels take it; infinite where it is too large for them."""
     try:

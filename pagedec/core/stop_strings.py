@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pagedec.errors import InvalidArgument
+from pagedec.fields import check_encodable
 
 MAX_STOP_STRINGS = 64
 
@@ -90,9 +91,5 @@ def _checked(strings: Sequence[str]) -> tuple[str, ...]:
     for string in strings:
         if not isinstance(string, str) or not string:
             raise InvalidArgument("stop", string, "must hold strings that are not empty")
-        try:
-            string.encode()
-        except UnicodeEncodeError as error:
-            limit = f"must be text, has half a surrogate pair at character {error.start}"
-            raise InvalidArgument("stop", string, limit) from error
+        check_encodable("stop", string)
     return tuple(strings)

@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any, TypeAlias, TypedDict
 
 from pagedec.errors import InvalidArgument
+from pagedec.fields import check_encodable
 from pagedec.text.chat_template import Message
 from pagedec.text.tokenizer import Tokenizer
 
@@ -81,11 +82,7 @@ def read_salt(field: str, salt: object) -> str:
     """A cache salt, whose bytes can be hashed."""
     if not isinstance(salt, str):
         raise InvalidArgument(field, salt, "must be text")
-    try:
-        salt.encode()
-    except UnicodeEncodeError as error:
-        limit = f"must be text, has half a surrogate pair at character {error.start}"
-        raise InvalidArgument(field, salt, limit) from None
+    check_encodable(field, salt)
     return salt
 
 

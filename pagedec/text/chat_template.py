@@ -16,6 +16,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pagedec.errors import InvalidArgument
+from pagedec.fields import check_encodable
 
 if TYPE_CHECKING:
     from pagedec.text.tokenizer import Tokenizer
@@ -126,6 +127,7 @@ def _parts(field: str, parts: Sequence[Any]) -> list[dict[str, Any]]:
         if kind != "text" or not isinstance(part.get("text"), str):
             limit = 'must be {"type": "text", "text": ...}: these models read nothing but text'
             raise InvalidArgument(f"{field}.content[{j}]", part, limit)
+        check_encodable(f"{field}.content[{j}].text", part["text"])
     return [dict(part) for part in parts]
 
 
@@ -164,6 +166,8 @@ def check_messages(messages: object, field: str = "messages") -> list[dict[str, 
             raise InvalidArgument(f"{name}.content", content, "must be text, or a list of parts of text")
         elif content is not None and not isinstance(content, str):
             raise InvalidArgument(f"{name}.content", content, "must be text, or a list of parts of text")
+        elif content is not None:
+            check_encodable(f"{name}.content", content)
         if message.get("tool_calls") is not None:
             own["tool_calls"] = _tool_calls(name, message["tool_calls"])
         checked.append(own)

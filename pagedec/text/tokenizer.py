@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from pagedec.errors import MAX_SHOWN, InvalidArgument, ModelFileError
+from pagedec.fields import check_encodable
 from pagedec.formats.files import read_json_object
 from pagedec.formats.generation import read_end_ids
 from pagedec.formats.gguf_header import read_gguf_header
@@ -134,11 +135,7 @@ class Tokenizer:
 def _check_text(text: object) -> None:
     if not isinstance(text, str):
         raise InvalidArgument("prompt", text, f"must be a string, is a {type(text).__name__}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        limit = f"must be text, has half a surrogate pair at character {error.start}"
-        raise InvalidArgument("prompt", text, limit) from error
+    check_encodable("prompt", text)
 
 
 def _spelling(decoder: Any, path: Path) -> tuple[Spelling, bool]:
