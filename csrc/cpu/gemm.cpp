@@ -223,12 +223,11 @@ void run_amx_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, fl
   const AmxTiles tiles(rows);
   const int pairs = (tiles.count + 1) / 2;
   const Int8Row shape(j.a.k);
-  const int64_t lines = (ahead_end - ahead) / 64, begin = j.slice_begin(s);
+  const int64_t lines = (ahead_end - ahead) / 64, begin = j.slice_begin(s), end = j.slice_begin(s + 1);
   AmxArgs t{};
   t.x_stride = j.rows.stride, t.height = tiles.height;
   t.panel = j.panel(p) + j.header + begin * 128;
-  t.num_steps = j.slice_begin(s + 1) - begin, t.first = s == 0;
-  t.tail_bytes = (j.int8 ? j.num_steps * 4 : j.row_bytes) % AMX_LINE;
+  t.x_bytes = (j.int8 ? end * 4 : std::min(end * 4, j.row_bytes)) - begin * 4, t.first = s == 0;  // k may be odd
   t.lines_ahead = (32 + pairs - 1) / pairs;
   for (int i = 0; i < tiles.count; i += 2) {
     const int pair = i / 2, count = i + 1 < tiles.count ? 2 : 1;
@@ -239,7 +238,7 @@ void run_amx_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, fl
     t.acc = j.num_slices > 1 ? acc + i * AMX_ROWS * 32 : acc;  // nothing to keep: stay in L1
     t.ahead = ahead + lines * pair / pairs * 64, t.ahead_end = ahead + lines * (pair + 1) / pairs * 64;
     amx_tiles(t, count, j.int8);
-        for (int k = i; k < i + count && s + 1 == j.num_slices; k++)
+    for (int k = i; k < i + count && s + 1 == j.num_slices; k++)
       j.finish(j.a, row + tiles.first(k), tiles.end(k) - tiles.first(k), p,
                t.acc + ((k - i) * AMX_ROWS + tiles.first(k) - tiles.begin(k)) * 32, (const float *)j.panel(p));
   }

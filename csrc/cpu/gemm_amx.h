@@ -33,8 +33,7 @@ struct AmxArgs {
   int64_t second;           // bytes from a tile's x to that of the next
   int height;
   const char *panel;
-  int64_t num_steps;        // not only whole lines, where k ends
-  int64_t tail_bytes;       // of x in the last line, where that is not whole
+  int64_t x_bytes;          // of each row; not only whole lines, where k ends
   bool first;               // sums start at zero, not at what acc holds
   float *acc;               // [tiles][16][32], 64-byte aligned
   const char *heads;        // int8 only: the first group's of the first row
@@ -79,8 +78,8 @@ inline void amx_configure(int height) {
 template <class Line>
 PD_INLINE void amx_lines(const AmxArgs &t, int tiles, Line line) {
   const char *x = t.x, *panel = t.panel, *ahead = t.ahead;
-  int64_t left = t.num_steps;
-  for (; left >= AMX_STEPS; left -= AMX_STEPS, x += AMX_LINE, panel += AMX_PANEL) {
+  int64_t left = t.x_bytes;
+  for (; left >= AMX_LINE; left -= AMX_LINE, x += AMX_LINE, panel += AMX_PANEL) {
     for (const char *stop = std::min(ahead + t.lines_ahead * 64, t.ahead_end); ahead < stop; ahead += 256)  // a line or three too far does no harm
       prefetch_to_l2(ahead), prefetch_to_l2(ahead + 64), prefetch_to_l2(ahead + 128), prefetch_to_l2(ahead + 192);
     line(x, t.x_stride, t.second, panel);
@@ -88,8 +87,8 @@ PD_INLINE void amx_lines(const AmxArgs &t, int tiles, Line line) {
   if (left == 0) return;
   alignas(64) char last_x[2][AMX_ROWS * AMX_LINE] = {}, last_panel[AMX_PANEL] = {};
   for (int i = 0; i < tiles; i++)
-    for (int r = 0; r < t.height; r++) memcpy(last_x[i] + r * AMX_LINE, x + i * t.second + r * t.x_stride, t.tail_bytes);
-  memcpy(last_panel, panel, left * 128);
+    for (int r = 0; r < t.height; r++) memcpy(last_x[i] + r * AMX_LINE, x + i * t.second + r * t.x_stride, left);
+  memcpy(last_panel, panel, (left + 3) / 4 * 128);
   line(last_x[0], AMX_LINE, sizeof last_x[0], last_panel);
 }
 

@@ -1,0 +1,129 @@
+"""Nothing in front of an array and nothing behind it is read or written: both ends lie at pages that cannot be touched.
+
+An error here is a segmentation fault; pytest prints the line that called the kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from ctypes import Structure, c_void_p
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagedec.kernels.library import Dtype, GemmArgs, Library
+from pagedec.kernels.reference import RopeShape
+from tests.kernels import calls
+from tests.kernels.calls import CODES, DTYPES, count, ints, normal, pointer, threads
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="protects pages as Linux does")
+PAGE = mmap.PAGESIZE
+
+
+def guarded(tensor: Tensor, *, at_front: bool = False) -> Tensor:
+    """A copy that ends (or begins) at a page that cannot be touched."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    size = -(-num_bytes // PAGE) * PAGE
+    memory = mmap.mmap(-1, size + 2 * PAGE)
+    storage = torch.frombuffer(memory, dtype=torch.uint8)
+    mprotect = ctypes.CDLL(None, use_errno=True).mprotect
+    for page in (0, PAGE + size):
+        assert mprotect(c_void_p(storage.data_ptr() + page), ctypes.c_size_t(PAGE), 0) == 0
+    start = PAGE if at_front else PAGE + size - num_bytes
+    copy = storage[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor)
+
+
+class GuardedLibrary:
+    """Calls a kernel on guarded copies of the tensors whose addresses `calls` has put into its record, at either end."""
+
+    def __init__(self, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.library, self.num_guarded = library, 0
+        self._tensors: dict[int, Tensor] = {}
+        monkeypatch.setattr(calls, "pointer", self._pointer)
+
+    def _pointer(self, tensor: Tensor | None) -> int | None:
+        if tensor is not None:
+            self._tensors[tensor.data_ptr()] = tensor
+        return pointer(tensor)
+
+    def call(self, record: Structure) -> None:
+        fields = {name: getattr(record, name) for name, kind in record._fields_ if kind is c_void_p}
+        tensors = {name: self._tensors[at] for name, at in fields.items() if at and self._tensors[at].numel()}
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
+        for at_front in (True, False):
+            copies = {name: guarded(tensor, at_front=at_front) for name, tensor in before.items()}
+            for name, copy in copies.items():
+                setattr(record, name, copy.data_ptr())
+            self.library.call(record)
+        for name, tensor in tensors.items():
+            tensor.copy_(copies[name])
+        self.num_guarded += len(tensors)
+
+
+@pytest.fixture
+def guards(library: Library, monkeypatch: pytest.MonkeyPatch) -> GuardedLibrary:
+    return GuardedLibrary(library, monkeypatch)
+
+
+def product(library: Library, x: Tensor, weight: Tensor, *, int8: bool) -> Tensor:
+    """A linear layer between guards."""
+    (n, k), dtype = weight.shape, Dtype(CODES[weight.dtype])
+    num_bytes = library.packed_int8_bytes(n, k) if int8 else library.packed_bytes(n, k, dtype)
+    packed, weight = guarded(torch.zeros(num_bytes, dtype=torch.uint8)), guarded(weight)
+    pack = library.pack_int8 if int8 else library.pack
+    pack(weight.data_ptr(), n, k, dtype, packed.data_ptr())
+    rows, bias, y = guarded(count(len(x))), guarded(torch.zeros(n)), guarded(torch.full((len(x), n), torch.nan))
+    arrays = (rows, x, packed, bias, y)
+    library.call(GemmArgs(*map(pointer, arrays), n, k, int(dtype), int(Dtype.F32), 0, int(int8), None, 0))
+    return y.clone()
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 2, 31, 33, 63, 64, 95, 2079])
+def test_linear_layers(library: Library, dtype: torch.dtype, k: int, int8: bool) -> None:
+    """And a row of NaN stays in its row: the values behind a row's end are its neighbour's."""
+    for rows, n in ((1, 1), (2, 33), (17, 32), (33, 33), (145, 16)):
+        x, weight = guarded(normal(rows, k, seed=1, dtype=dtype)), normal(n, k, seed=2, dtype=dtype)
+        with threads(library, 1 + rows % 3):
+            expected = product(library, x, weight, int8=int8)
+            dirty = guarded(x)
+            dirty[rows // 2] = torch.nan
+            actual = product(library, dirty, weight, int8=int8)
+        others = [row for row in range(rows) if row != rows // 2]
+        assert actual[rows // 2].isnan().all() and not expected.isnan().any()
+        assert torch.equal(actual[others], expected[others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [1, 7, 16, 47])
+def test_rows_in_and_out(guards: GuardedLibrary, dtype: torch.dtype, dim: int) -> None:
+    library = cast(Library, guards)
+    x, weight, table = normal(5, dim, seed=1), normal(dim, seed=2), normal(9, dim, seed=3, dtype=dtype)
+    calls.rms_norm(library, x, weight, 1e-5, out_dtype=dtype, residual=normal(5, dim, seed=4))
+    calls.rms_norm(library, x, weight, 1e-5, row_ids=ints([4, 0]), add_to=normal(2, dim, seed=5))
+    calls.layer_norm(library, x, weight, weight, 1e-5, row_ids=ints([4]), out_dtype=dtype)
+    calls.soft_cap(library, x, 5.0)
+    calls.silu_mul(library, normal(3, 2 * dim, seed=6, dtype=dtype), gelu=dim > 7)
+    plane, places = ints([-1] * 16), ints([8, 0, 3])
+    calls.embed(library, ints([8, 0, 9]), table, 2.0, ints([15, -1, 0]), plane, places, table)
+    assert guards.num_guarded > 20
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [2, 18, 64])
+def test_cache_writes_and_moves(guards: GuardedLibrary, dtype: torch.dtype, head_dim: int) -> None:
+    library, (k, v) = cast(Library, guards), calls.caches(dtype, 1, 3, 2, head_dim, 8, seed=1)
+    qkv, norm = normal(3, 7 * head_dim, seed=2, dtype=dtype), normal(head_dim, seed=3)
+    for interleaved in (False, True):
+        shape = RopeShape(3, 2, head_dim, interleaved, 1e-5)
+        arrays = (k[0].clone(), v[0].clone(), ints([4, 0, 1]), ints([23, -1, 0]))
+        calls.rope_kv_write(library, qkv, *arrays, shape, cos_sin=normal(5, head_dim, seed=4), q_norm=norm, k_norm=norm)
+    calls.kv_copy(library, k, v, ints([17, 18, 19, 23, 0]), ints([9, 10, 11, 0, 23]), ints(range(24)))
+    calls.kv_copy(library, k, v, ints(range(16, 24)), ints(range(8)), ints(range(24)))
+    assert guards.num_guarded > 20
