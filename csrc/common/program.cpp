@@ -2,11 +2,15 @@
 // every layer would cost a double-digit share of a small model's step.
 #include <omp.h>
 #include <sched.h>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <memory>
+#include <new>
 
 #include "common/internal.h"
 
@@ -54,7 +58,7 @@ void part(const pd_op &op, char *workspace, int t, int n) {
 // nobody waits longer than SPINS pauses (about 30 us); next to a busy process, yielding lets the thread that is waited for run.
 class Barrier {
  public:
-  explicit Barrier(int threads) : threads_(threads) {}
+  void expect(int threads) { threads_ = threads; }  // before the first wait
   void wait() {
     const uint32_t phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
@@ -77,7 +81,22 @@ class Barrier {
   }
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<uint32_t> phase_{0};
-  const int threads_;
+  int threads_ = 0;
+};
+
+// Results must not depend on which thread computes them: whatever a thread has been set to (flushing denormals, say, which torch
+// sets for one thread alone), kernels round to nearest and keep denormals.
+class ExactFloats {
+ public:
+#if defined(__x86_64__)
+  ExactFloats() : before_(_mm_getcsr()) { _mm_setcsr(0x1f80); }  // as a process begins: all exceptions masked
+  ~ExactFloats() { _mm_setcsr(before_); }
+
+ private:
+  const unsigned before_;
+#else
+  ExactFloats() {}
+#endif
 };
 
 // What the program's linear layers need besides their arguments, kept by each thread that runs programs: 64-byte aligned, or NULL.
@@ -115,21 +134,27 @@ int pd_run(const pd_op *ops, int64_t num_ops) {
   }
   char *const workspace = workspace_bytes ? find_workspace(workspace_bytes) : nullptr;
   if (workspace_bytes && !workspace) return fail("pd_run: no memory for %lld bytes of workspace", (long long)workspace_bytes);
-  // Inside someone else's parallel region, or under a thread limit, OpenMP gives fewer threads than asked for: count first.
-  Barrier *barrier = nullptr;
+  Barrier barrier;
+  std::atomic<int64_t> starved{-1};  // the last kernel for which a thread found no memory
 #pragma omp parallel num_threads(n)
   {
+    const ExactFloats exact;
+    // Inside someone else's parallel region, or under a thread limit, OpenMP gives fewer threads than asked for: count first.
     const int t = omp_get_thread_num(), got = omp_get_num_threads();
 #pragma omp single
-    barrier = new Barrier(got);
+    barrier.expect(got);
     for (int64_t i = 0; i < num_ops; i++) {
-      if (ops[i].kind == PD_OP_GEMM && gemm_quantize_part(*(const pd_gemm_args *)ops[i].args, workspace, t, got)) barrier->wait();
-      part(ops[i], workspace, t, got);
-      if (i + 1 < num_ops) barrier->wait();
+      if (ops[i].kind == PD_OP_GEMM && gemm_quantize_part(*(const pd_gemm_args *)ops[i].args, workspace, t, got)) barrier.wait();
+      try {
+        part(ops[i], workspace, t, got);
+      } catch (const std::bad_alloc &) {  // must not leave the region; the other threads wait at the barrier
+        starved = i;
+      }
+      if (i + 1 < num_ops) barrier.wait();
     }
   }
-  delete barrier;
-  return 0;
+  const int64_t op = starved;
+  return op < 0 ? 0 : fail("pd_run: no memory for ops[%lld], of kind %d", (long long)op, ops[op].kind);
 }
 int pd_gemm(const pd_gemm_args *a) { return single(PD_OP_GEMM, a); }
 int pd_embed(const pd_embed_args *a) { return single(PD_OP_EMBED, a); }

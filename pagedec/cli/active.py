@@ -70,6 +70,8 @@ def kernel_facts(flags: frozenset[str]) -> dict[str, str]:
             facts[isa] = f"available, not used: {f'{active} is in use' if active else reason}"
         elif missing and flags:
             facts[isa] = f"not usable: this processor lacks {', '.join(missing)}"
+        elif available and isa in library.built_isas():
+            facts[isa] = "not usable: the system does not grant this process the registers it needs"
         else:
             facts[isa] = "not built: install pagedec where a C++ compiler is, or run make build in its sources"
     facts["reference (torch)"] = f"not used: {active} is in use" if active else f"active: {reason}"

@@ -47,7 +47,7 @@ __all__ = [
     "ABI_VERSION", "DRAW_DTYPE", "ISAS", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape",
     "Draw", "Dtype", "EmbedArgs", "Epilogue", "GemmArgs", "KernelError", "KvCopyArgs", "LayerNormArgs", "Library",
     "LibraryNotFound", "Op", "OpKind", "ProcessLogitsArgs", "Program", "Quantization", "RmsNormArgs", "RopeKvWriteArgs", "Rules",
-    "SampleArgs", "SiluMulArgs", "SoftCapArgs", "TopkLseArgs", "available_isas", "library_directories", "load",
+    "SampleArgs", "SiluMulArgs", "SoftCapArgs", "TopkLseArgs", "available_isas", "built_isas", "library_directories", "load",
 ]  # fmt: skip
 
 ABI_VERSION = 2
@@ -216,6 +216,11 @@ def _paths(directory: Path | None) -> dict[str, Path]:
 @functools.cache
 def _open(path: Path) -> Library:
     return Library(path)
+
+
+def built_isas(directory: Path | None = None) -> tuple[str, ...]:
+    """Return the instruction sets whose library there is, whether this processor runs them or not."""
+    return tuple(_paths(directory))
 
 
 def available_isas(directory: Path | None = None) -> tuple[str, ...]:
