@@ -40,6 +40,15 @@ struct Free {
   void operator()(void *p) const { free(p); }
 };
 
+// Sizes that a linear layer can have, of which no number of bytes overflows.
+int check_size(const char *name, int64_t n, int64_t k) {
+  constexpr int64_t MOST = INT32_MAX, MOST_WEIGHTS = (int64_t)1 << 48;
+  if (n < 1 || n > MOST) return fail("%s: n is %lld; it must be 1 to %lld", name, (long long)n, (long long)MOST);
+  if (k < 1 || k > MOST) return fail("%s: k is %lld; it must be 1 to %lld", name, (long long)k, (long long)MOST);
+  if (n * k <= MOST_WEIGHTS) return 0;
+  return fail("%s: n * k is %lld; it must be at most %lld", name, (long long)(n * k), (long long)MOST_WEIGHTS);
+}
+
 }  // namespace
 }  // namespace pagedec
 
@@ -47,8 +56,7 @@ using namespace pagedec;
 
 extern "C" {
 int64_t pd_packed_bytes(int64_t n, int64_t k, int32_t dtype) {
-  if (n < 1) return fail("pd_packed_bytes: n is %lld; it must be 1 or more", (long long)n);
-  if (k < 1) return fail("pd_packed_bytes: k is %lld; it must be 1 or more", (long long)k);
+  if (check_size("pd_packed_bytes", n, k)) return -1;
   if (dtype != PD_F32 && dtype != PD_BF16) return fail("pd_packed_bytes: dtype is %d; it must be 0 (fp32) or 1 (bf16)", dtype);
   return (n + 31) / 32 * (dtype == PD_BF16 ? (k + 1) / 2 : k) * 128;
 }
@@ -78,8 +86,7 @@ int pd_pack(const void *w, int64_t n, int64_t k, int32_t dtype, void *packed) {
 }
 
 int64_t pd_packed_int8_bytes(int64_t n, int64_t k) {
-  if (n < 1) return fail("pd_packed_int8_bytes: n is %lld; it must be 1 or more", (long long)n);
-  if (k < 1) return fail("pd_packed_int8_bytes: k is %lld; it must be 1 or more", (long long)k);
+  if (check_size("pd_packed_int8_bytes", n, k)) return -1;
   return (n + 31) / 32 * (INT8_HEADER + (k + 3) / 4 * 128);
 }
 

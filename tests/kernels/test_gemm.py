@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pagedec.kernels import reference_linear as reference
-from pagedec.kernels.library import Epilogue, GemmArgs, KernelError, Library, OpKind, Program
+from pagedec.kernels.library import Dtype, Epilogue, GemmArgs, KernelError, Library, OpKind, Program
 from pagedec.kernels.reference_linear import TorchPackedLinear, interleave_gate_up
 from tests.kernels.calls import CODES, DTYPES, count, normal, pointer, threads
 
@@ -325,6 +325,13 @@ def test_packing_names_what_is_invalid(library: Library) -> None:
         with pytest.raises(KernelError, match=message):
             library.check(library.functions.pd_pack(weight.data_ptr(), n, k, dtype, packed.data_ptr()))
         assert library.functions.pd_packed_bytes(n, k, dtype) == -1
+    for n, k, message in [(2**31, 8, "n is"), (8, 2**31, "k is"), (2**30, 2**30, r"n \* k is")]:
+        with pytest.raises(
+            KernelError, match=f"pd_packed_bytes: {message} {n * k if '*' in message else 2**31}; it must be"
+        ):
+            library.packed_bytes(n, k, Dtype.F32)
+        with pytest.raises(KernelError, match=f"pd_packed_int8_bytes: {message}"):
+            library.packed_int8_bytes(n, k)
     with pytest.raises(KernelError, match="w is NULL"):
         library.check(library.functions.pd_pack(None, 32, 8, 0, packed.data_ptr()))
     with pytest.raises(KernelError, match="64-byte aligned"):
