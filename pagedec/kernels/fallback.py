@@ -184,7 +184,7 @@ class ReferenceBackend:
         if processing is None:
             return
         picked = rows_within(processing, start, start + len(logits))
-        flat = [self._rules.flat(rules, vocab) for rules in processing.rules]
+        flat = self._rules.flat(processing.rules, vocab)
         for i in range(picked.start, picked.stop):
             row, branch = int(processing.rows[i]), int(processing.branches[i])
             history = reference_processing.history(

@@ -250,7 +250,7 @@ class NativeBackend:
         picked = rows_within(processing, start, start + len(logits))
         if processing is None or picked.start == picked.stop:
             return
-        flat = [self._rules.flat(rules, vocab) for rules in processing.rules]
+        flat = self._rules.flat(processing.rules, vocab)
         count = np.array([picked.stop - picked.start], np.int32)
         rows = processing.rows[picked]
         table, parents = forward.block_table, forward.parents

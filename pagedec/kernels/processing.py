@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -101,14 +102,20 @@ class RuleTable:
         self.capacity = capacity
         self._entries: OrderedDict[tuple[int, int], FlatRules] = OrderedDict()
 
-    def flat(self, rules: Processing, vocab_size: int) -> FlatRules:
-        """Return the arrays of these rules. An entry holds its rules: their id is not given to others while it lives."""
+    def flat(self, wanted: Sequence[Processing], vocab_size: int) -> list[FlatRules]:
+        """Return the arrays of each of a forward's rules. They stay for the next, however many they are, and so do as many of
+        another vocabulary: a draft model's forward comes between."""
+        found = [self._flat(rules, vocab_size) for rules in wanted]
+        while len(self._entries) > max(self.capacity, 2 * len(found)):
+            self._entries.popitem(last=False)
+        return found
+
+    def _flat(self, rules: Processing, vocab_size: int) -> FlatRules:
+        """An entry holds its rules: their id is not given to others while it lives."""
         key = (id(rules), vocab_size)
         found = self._entries.get(key)
         if found is not None:
             self._entries.move_to_end(key)
             return found
         made = self._entries[key] = flatten(rules, vocab_size)
-        while len(self._entries) > self.capacity:
-            self._entries.popitem(last=False)
         return made

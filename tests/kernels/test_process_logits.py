@@ -325,15 +325,24 @@ def test_an_invalid_record_is_named(library: Library, fields: dict[str, object],
 
 
 def test_flat_rules_are_made_once_and_forgotten_in_order() -> None:
-    table, rules = RuleTable(capacity=2), [Processing(bad_words=((i,),)) for i in range(3)]
-    first = table.flat(rules[0], 7)
-    assert table.flat(rules[0], 7) is first
-    assert table.flat(Processing(bad_words=((0,),)), 7) is not first  # equal, and another object
-    assert table.flat(rules[0], 7) is first
-    table.flat(rules[1], 7)
-    assert table.flat(rules[0], 7) is first
-    table.flat(rules[1], 7), table.flat(rules[2], 7)
-    assert table.flat(rules[0], 7) is not first
+    table, rules = RuleTable(capacity=4), [Processing(bad_words=((i,),)) for i in range(5)]
+    [first] = table.flat(rules[:1], 7)
+    assert table.flat([rules[0]], 7)[0] is first
+    assert table.flat([Processing(bad_words=((0,),))], 7)[0] is not first  # equal, and another object
+    for other in rules[1:4]:
+        table.flat([other], 7)
+        assert table.flat([rules[0]], 7)[0] is first
+    for other in rules[1:]:
+        table.flat([other], 7)
+    assert table.flat([rules[0]], 7)[0] is not first
     with pytest.raises(InvalidArgument, match="bad_words is 2"):
-        table.flat(rules[2], 2)  # of another vocabulary
-    assert table.flat(NO_PROCESSING, 7).allowed is None
+        table.flat([rules[2]], 2)  # of another vocabulary
+    assert table.flat([NO_PROCESSING], 7)[0].allowed is None
+
+
+def test_a_forwards_rules_are_kept_for_the_next_however_many_they_are() -> None:
+    """The draft model's forward between them, of another vocabulary, does not drive them out."""
+    table, rules = RuleTable(capacity=2), [Processing(bad_words=((i,),)) for i in range(50)]
+    target, draft = table.flat(rules, 60), table.flat(rules, 50)
+    assert all(a is b for a, b in zip(table.flat(rules, 60), target, strict=True))
+    assert all(a is b for a, b in zip(table.flat(rules, 50), draft, strict=True))
