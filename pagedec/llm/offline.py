@@ -46,7 +46,6 @@ class LLM:
         self.answers = Answers(self.tokenizer, self.engine.limits.eos_token_ids)
         self._streams = Streams(self.engine, self.answers)
         self._num_requests = 0
-        self._texts = ThreadPoolExecutor(1, thread_name_prefix="pagedec-text")
         self._closed = False
 
     # ---- text from prompts
@@ -155,7 +154,9 @@ class LLM:
         by_id = {job.request_id: job for job in jobs}
         outputs: dict[str, Future[RequestOutput]] = {}
         bar = tqdm(total=len(jobs), desc="prompts", disable=not use_tqdm, dynamic_ncols=True)
-        with held_interrupts() as raise_if_interrupted:
+        # a thread of this call alone: one kept from call to call would not be there in a forked child
+        texts = ThreadPoolExecutor(1, thread_name_prefix="pagedec-text")
+        with held_interrupts() as raise_if_interrupted, texts:
             try:
                 for job, priority in zip(jobs, priorities, strict=True):
                     self.engine.add(job.request_id, job.token_ids, job.params, priority, job.cache_salt)
@@ -164,7 +165,7 @@ class LLM:
                     raise_if_interrupted()
                     for finished in self._step(by_id):
                         job = by_id[finished.request_id]
-                        outputs[job.request_id] = self._texts.submit(self.answers.request, job, finished)
+                        outputs[job.request_id] = texts.submit(self.answers.request, job, finished)
                         num_tokens += finished.metrics.num_output_tokens
                         bar.set_postfix_str(f"{num_tokens / (time.perf_counter() - began):.1f} tokens/s", refresh=False)
                         bar.update()
@@ -189,7 +190,6 @@ class LLM:
         """Give up the device, the memory and the threads. May be called again."""
         self._closed = True
         self._streams.close()
-        self._texts.shutdown()
         self.engine.stop()
 
     def __enter__(self) -> LLM:

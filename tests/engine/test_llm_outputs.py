@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -276,3 +280,27 @@ def test_text_is_that_of_the_tokens_without_the_end(text_llm: LLM) -> None:
 def test_tokens_without_a_tokenizer_have_no_text(tiny: Tiny) -> None:
     [output] = generate(tiny(), PROMPT, SamplingParams(max_tokens=4))
     assert output.prompt is None and output.outputs[0].text == "" and output.outputs[0].token_ids
+
+
+FORK = """
+import os, signal, sys
+from pagedec import LLM, SamplingParams
+llm = LLM(sys.argv[1], skip_tokenizer_init=True, num_blocks=16, dtype="float32")
+def answer():
+    return llm.generate([[5, 17, 40]], SamplingParams(temperature=0.0, max_tokens=9), use_tqdm=False)[0].outputs[0].token_ids
+expected = answer()
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    os._exit(0 if answer() == expected else 1)
+print(os.waitpid(child, 0)[1], answer() == expected)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_an_llm_answers_in_a_forked_child(tiny_path: Path) -> None:
+    """Of the parent's threads the child has none."""
+    command = [sys.executable, "-c", FORK, str(tiny_path)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environ)
+    assert done.stdout.split() == ["0", "True"], done.stderr[-2000:]
