@@ -92,3 +92,12 @@ def test_probe_says_no_where_bits_depend_on_the_batch(monkeypatch: pytest.Monkey
     monkeypatch.setattr(doctor, "DEFAULT_LINEARS", {"small": (32, 64)})
     monkeypatch.setattr("pagedec.kernels.reference_linear.TorchPackedLinear.probe_invariance", lambda self: False)
     assert doctor.invariance_facts() == {"small 32x64": "bfloat16 NO, float32 NO"}
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_where_nothing_can_run_the_exit_status_says_so(
+    form: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main.main(["doctor", *form]) == 1
+    assert "does not import, so nothing can run" in capsys.readouterr().out

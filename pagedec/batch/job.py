@@ -131,9 +131,14 @@ class BatchJob:
         return InvalidArgument("input", str(self.input), f"{what}; name another output, or start over with restart")
 
     @property
+    def begun(self) -> bool:
+        """The output holds nothing but answers of this job: a restart has thrown away the others."""
+        return not self._journal.stale
+
+    @property
     def complete(self) -> bool:
         """Every line has its record, and a restart has nothing to forget."""
-        return self.num_done == self.num_lines and not self._journal.stale
+        return self.num_done == self.num_lines and self.begun
 
     def run(
         self,

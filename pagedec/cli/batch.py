@@ -8,7 +8,8 @@ Each line of the output is the record of one line, written when its answer ends,
 A line that cannot be answered becomes a record whose error names the line, the field, the value and the limit; it stops nothing.
 
 A job that was interrupted or killed goes on where it was: give the same command again. Each record's id holds the number and a
-digest of its line, so a line that was changed since is noticed. The same command on a complete job does nothing.
+digest of its line and of the settings: a line, a model or a parameter that was changed since is noticed. The same command on a
+complete job does nothing.
 """
 
 from __future__ import annotations
@@ -107,6 +108,8 @@ def _summary(summary: BatchSummary) -> str:
 
 
 def _left(job: BatchJob) -> str:
+    if not job.begun:
+        return f"{job.output} is as it was"
     command = "the same command without --restart" if job.restart else "the same command"
     return f"{job.num_done} of {job.num_lines} lines are answered in {job.output}; {command} goes on with the rest"
 

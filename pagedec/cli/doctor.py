@@ -1,7 +1,7 @@
 """Say what is installed, which kernels are active, and why each of the others is not.
 
 Loads no model. With --probe, also measures whether torch's packed linear, the fallback without compiled kernels, gives every
-row the same bits in any batch, for each linear layer of the default model.
+row the same bits in any batch, for each linear layer of the default model. The exit status is 1 where nothing can run, else 0.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from pagedec import environment
 from pagedec.cli.active import backend_facts, cpu_facts, kernel_facts, package_version
+from pagedec.cli.console import DONE, FAILED
 
 PACKAGES = ("pagedec", "torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "tqdm")
 SHOWN_FLAGS = (
@@ -134,11 +135,12 @@ def examine(probe: bool) -> dict[str, Any]:
 
 def run(arguments: argparse.Namespace) -> int:
     sections = examine(arguments.probe)
+    status = FAILED if "problem" in sections else DONE
     if arguments.json:
         print(json.dumps(sections))
-        return 0
+        return status
     for title, facts in sections.items():
         print(title)
         for name, value in facts.items():
             print(f"  {name:20} {value}")
-    return 0
+    return status

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pagedec.batch.feeder import Feeder
 from pagedec.batch.job import BatchJob
 from pagedec.batch.journal import Journal
 from pagedec.cli import main
@@ -143,12 +144,16 @@ def test_signals(
 def test_after_a_restart_the_same_command_would_start_over(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(job: BatchJob, *_: object, **__: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
+    source, out = write_input(tmp_path / "in", [request("a", prompt="x")]), tmp_path / "out"
     monkeypatch.setattr(BatchJob, "run", interrupted)
-    source = write_input(tmp_path / "in", [request("a", prompt="x")])
-    assert run(source, tmp_path / "out", "--restart", *flags) == main.INTERRUPTED
+    assert run(source, out, "--restart", *flags) == main.INTERRUPTED
+    assert capsys.readouterr().err.endswith(f"pagedec: interrupted: {out} is as it was\n")
+    monkeypatch.undo()
+    monkeypatch.setattr(Feeder, "add", interrupted)
+    assert run(source, out, "--restart", *flags) == main.INTERRUPTED
     assert capsys.readouterr().err.endswith("the same command without --restart goes on with the rest\n")
 
 
