@@ -35,6 +35,11 @@ def main(model):
     greedy = SamplingParams(temperature=0, max_tokens=16)
     show("one set of parameters for all prompts", llm.generate(PROMPTS, greedy, use_tqdm=False))
 
+    params = llm.get_default_sampling_params()
+    params.temperature = 0
+    params.max_tokens = 8
+    show("the model's own parameters, changed", llm.generate(PROMPTS, params, use_tqdm=False))
+
     each = [
         SamplingParams(temperature=0, max_tokens=24, stop=["\n", "."], include_stop_str_in_output=True),
         SamplingParams(n=2, temperature=0.8, top_p=0.95, top_k=50, min_p=0.01, seed=7, max_tokens=16),

@@ -334,9 +334,9 @@ class Table(Rule):
         return json.loads(text)
 
 
-def option(default: Any, rule: Rule, *, hashed: bool = True) -> Any:
-    """A dataclass field with a default and a rule; `hashed` False for values that have no hash."""
-    return dataclasses.field(default=default, hash=None if hashed else False, metadata={RULE: rule})
+def option(default: Any, rule: Rule) -> Any:
+    """A dataclass field with a default and a rule."""
+    return dataclasses.field(default=default, metadata={RULE: rule})
 
 
 def rules(cls: type[Any]) -> dict[str, tuple[Rule, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pagedec.errors import InvalidArgument, shown
+from pagedec.errors import InvalidArgument
 from pagedec.fields import (
     MAX_UINT64,
     Flag,
@@ -31,7 +31,9 @@ MIN_TEMPERATURE = 1e-5
 @strict
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn and when a request ends. Checked when made; `temperature` 0 is greedy.
+    """How tokens are drawn and when a request ends. `temperature` 0 is greedy.
+
+    Checked as a whole when made and when a field is set; a request copies it. Raises `InvalidArgument`.
 
     With a `seed`, the same prompt returns the same tokens in any company. Without one, a seed is drawn for each request.
     """
@@ -84,7 +86,7 @@ class SamplingParams:
         None, Integer("keep only this many of the prompt's last tokens", low=1, optional=True)
     )
     logit_bias: dict[int, float] | None = option(
-        None, TokenNumbers("numbers added to the logits of tokens", low=-100, high=100, optional=True), hashed=False
+        None, TokenNumbers("numbers added to the logits of tokens", low=-100, high=100, optional=True)
     )
     allowed_token_ids: Sequence[int] | None = option(
         None, TokenIds("draw none but these tokens", filled=True, optional=True)
@@ -122,12 +124,15 @@ class SamplingParams:
         return self.temperature == 0
 
 
-def _refuse_change(params: SamplingParams, name: str, value: object) -> None:
-    how = f"parameters stay as they were checked; params.clone({name}={shown(value)}) makes others"
-    raise dataclasses.FrozenInstanceError(f"{name} cannot be set: {how}")
+def _set_checked(params: SamplingParams, name: str, value: object) -> None:
+    changed = params.clone(**{name: value})
+    for field in _names(type(params)):  # what a check makes of one value may show in another field
+        object.__setattr__(params, field, getattr(changed, field))
 
 
-SamplingParams.__setattr__ = _refuse_change  # type: ignore[method-assign,assignment]
+# Scripts set fields of the recommended parameters. A request takes a copy, so what is set later is of later ones.
+SamplingParams.__setattr__ = _set_checked  # type: ignore[method-assign,assignment]
+SamplingParams.__hash__ = None  # type: ignore[assignment]
 
 
 def _names(cls: type[SamplingParams]) -> tuple[str, ...]:

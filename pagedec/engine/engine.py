@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 import time
@@ -98,8 +99,8 @@ class Engine:
         blocks are shared only under the same `cache_salt`. Raises `InvalidArgument` for what could not run alone, `NotFound` for
         parameters that no decoder has registered."""
         limit, options = self._limit(prompt, params), self._options(params)
-        if getattr(params, "seed", 0) is None:
-            params = dataclasses.replace(params, seed=self._seeds.getrandbits(64))
+        unseeded = getattr(params, "seed", 0) is None
+        params = dataclasses.replace(params, seed=self._seeds.getrandbits(64)) if unseeded else copy.copy(params)
         request = self.scheduler.add(
             request_id, self._maker(params), prompt, options.stopping, limit,
             priority=priority, salt=cache_salt, eos_token_ids=self.limits.eos_token_ids,

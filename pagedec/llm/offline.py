@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -146,7 +147,7 @@ class LLM:
                 keep = getattr(own, "truncate_prompt_tokens", None)
                 token_ids = token_ids[-keep:] if isinstance(keep, int) else token_ids
                 self.engine.check(token_ids, own)
-            jobs.append(Job(str(self._num_requests + i), text, token_ids, own, salt))
+            jobs.append(Job(str(self._num_requests + i), text, token_ids, copy.copy(own), salt))
         self._num_requests += len(jobs)
         return jobs
 

@@ -69,6 +69,17 @@ def test_each_of_several_answers_ends_for_itself(tiny: Tiny) -> None:
     assert early and outputs[-1].outputs == llm.generate(IDS, params, use_tqdm=False)[0].outputs
 
 
+def test_what_is_set_later_is_not_of_a_stream_that_began(tiny: Tiny) -> None:
+    llm, params = tiny(), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    stream = llm.stream(IDS, params)
+    params.max_tokens = 2
+    assert len(list(stream)[-1].outputs[0].token_ids) == 6
+    llm.engine.add("direct", IDS, params)
+    params.max_tokens = 4
+    finished = next(done for _ in range(8) for done in llm.engine.step())
+    assert [len(answer.token_ids) for answer in finished.answers] == [2]
+
+
 def test_closing_aborts(tiny: Tiny) -> None:
     llm, params = tiny(num_blocks=8), SamplingParams(max_tokens=60, ignore_eos=True)
     never = llm.stream(IDS, params)

@@ -15,9 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagedec.kernels.backend import AttentionShape
 from pagedec.kernels.library import Dtype, GemmArgs, Library
 from pagedec.kernels.reference import RopeShape
 from tests.kernels import calls
+from tests.kernels.attention_cases import Cache, run
 from tests.kernels.calls import CODES, DTYPES, count, ints, normal, pointer, threads
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="protects pages as Linux does")
@@ -127,3 +129,17 @@ def test_cache_writes_and_moves(guards: GuardedLibrary, dtype: torch.dtype, head
     calls.kv_copy(library, k, v, ints([17, 18, 19, 23, 0]), ints([9, 10, 11, 0, 23]), ints(range(24)))
     calls.kv_copy(library, k, v, ints(range(16, 24)), ints(range(8)), ints(range(24)))
     assert guards.num_guarded > 20
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
+@pytest.mark.parametrize("head_dim", [16, 64, 96])
+def test_attention(library: Library, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
+    shape = AttentionShape(6, 2, head_dim, block_size, 0.1)
+    cache = Cache(shape, 320 // block_size, dtype, seed=1)
+    branches = [cache.branch(192, num_rows=70), cache.branch(128)]  # all of the blocks; tiles seen whole and in part
+    q = cache.query(71)
+    expected = run(library, cache, branches, q)
+    for at_front in (True, False):
+        cache.k, cache.v = guarded(cache.k, at_front=at_front), guarded(cache.v, at_front=at_front)
+        assert torch.equal(run(library, cache, branches, guarded(q, at_front=at_front)), expected)
