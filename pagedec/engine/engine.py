@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import random
 import time
@@ -95,12 +94,12 @@ class Engine:
     def add(
         self, request_id: str, prompt: Sequence[int], params: Any, priority: int = 0, cache_salt: str = ""
     ) -> Request:
-        """Queue a request. `params` is of a registered decoder's parameter type; lower `priority` runs earlier; prefix cache
-        blocks are shared only under the same `cache_salt`. Raises `InvalidArgument` for what could not run alone, `NotFound` for
+        """Queue a request. `params` is of a registered decoder's parameter type, and kept; lower `priority` runs earlier; prefix
+        cache blocks are shared only under the same `cache_salt`. Raises `InvalidArgument` for what could not run alone, `NotFound` for
         parameters that no decoder has registered."""
         limit, options = self._limit(prompt, params), self._options(params)
-        unseeded = getattr(params, "seed", 0) is None
-        params = dataclasses.replace(params, seed=self._seeds.getrandbits(64)) if unseeded else copy.copy(params)
+        if getattr(params, "seed", 0) is None:
+            params = dataclasses.replace(params, seed=self._seeds.getrandbits(64))
         request = self.scheduler.add(
             request_id, self._maker(params), prompt, options.stopping, limit,
             priority=priority, salt=cache_salt, eos_token_ids=self.limits.eos_token_ids,

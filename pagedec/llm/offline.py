@@ -147,7 +147,8 @@ class LLM:
                 keep = getattr(own, "truncate_prompt_tokens", None)
                 token_ids = token_ids[-keep:] if isinstance(keep, int) else token_ids
                 self.engine.check(token_ids, own)
-            jobs.append(Job(str(self._num_requests + i), text, token_ids, copy.copy(own), salt))
+            kept = copy.copy(own) if isinstance(own, SamplingParams) else own  # whose fields can be set
+            jobs.append(Job(str(self._num_requests + i), text, token_ids, kept, salt))
         self._num_requests += len(jobs)
         return jobs
 

@@ -74,10 +74,6 @@ def test_what_is_set_later_is_not_of_a_stream_that_began(tiny: Tiny) -> None:
     stream = llm.stream(IDS, params)
     params.max_tokens = 2
     assert len(list(stream)[-1].outputs[0].token_ids) == 6
-    llm.engine.add("direct", IDS, params)
-    params.max_tokens = 4
-    finished = next(done for _ in range(8) for done in llm.engine.step())
-    assert [len(answer.token_ids) for answer in finished.answers] == [2]
 
 
 def test_closing_aborts(tiny: Tiny) -> None:
