@@ -26,10 +26,16 @@ inline void configure_attention(int rows, int block_size) {
   shapes.load();
 }
 
+// The tile of a later unit that lies where this one's was loaded: a few lines beside each load, not all of them at once.
+PD_INLINE void prefetch_tile(bool ahead, const uint16_t *p, int64_t stride, int rows) {
+  for (int i = 0; ahead && i < rows; i++) prefetch<true>(p + i * stride);
+}
+
 template <int... C>
 PD_INLINE void multiply_k(const TileArgs<Bf16> &a, int pair, std::integer_sequence<int, C...>) {
-  const int64_t stride = a.k_stride * (int64_t)sizeof(uint16_t);
-  ((tile_load<5>(a.k[C] + pair * a.k_stride, stride), tile_multiply<false, C, 4, 5>()), ...);
+  const int64_t stride = a.k_stride;  // elements
+  ((tile_load<5>(a.k[C] + pair * stride, stride * 2), tile_multiply<false, C, 4, 5>(),
+    prefetch_tile(a.ahead, a.next_k[C] + pair * stride, stride, AMX_ROWS)), ...);
 }
 
 // Dimensions h .. h + 16 * sizeof...(C) of o += P V.
@@ -41,9 +47,10 @@ PD_INLINE void multiply_v(const TileArgs<Bf16> &a, const uint16_t *p, int h, std
   (tile_load<C>(o + C * 16, SD * 4), ...);
   for (int b = 0; b * a.block_size < TILE; b++)
     for (int pair = 0; pair < a.block_size / 2; pair += pairs) {
-      const uint16_t *v = a.v[b] + pair * stride + h * 2;
+      const int64_t at = pair * stride + h * 2;
       tile_load<6>(p + b * a.block_size + pair * 2, TILE * 2);
-      ((tile_load<7>(v + C * 32, stride * 2), tile_multiply<false, C, 6, 7>()), ...);
+      ((tile_load<7>(a.v[b] + at + C * 32, stride * 2), tile_multiply<false, C, 6, 7>(),
+        prefetch_tile(a.ahead, a.next_v[b] + at + C * 32, stride, pairs)), ...);
     }
   (tile_store<C>(o + C * 16, SD * 4), ...);
 }
@@ -58,8 +65,6 @@ void attend_whole(const TileArgs<Bf16> &a, int rows) {
   for (int pair = 0; pair < a.head_dim / 2; pair += AMX_ROWS) {
     tile_load<4>(a.q + pair * 2, SD * 2);
     multiply_k(a, pair, Four());
-    for (int i = pair; a.ahead && i < pair + AMX_ROWS; i++)
-      for (int c = 0; c < NT; c++) prefetch<true>(a.next_k[c] + i * a.k_stride);
   }
   tile_store<0>(s[0], TILE * 4), tile_store<1>(s[0] + 16, TILE * 4), tile_store<2>(s[0] + 32, TILE * 4), tile_store<3>(s[0] + 48, TILE * 4);
   if (__builtin_expect(a.soft_cap > 0, 0)) cap_logits(s[0], rows * TILE, a.soft_cap, a.inner_scale);
@@ -69,9 +74,6 @@ void attend_whole(const TileArgs<Bf16> &a, int rows) {
     for (int c = 0; c < NT; c++) lanes[c] = vec::load(s[r] + c * vec::W);
     softmax<Bf16>(lanes, a.scale, a.o + r * SD, a.head_dim, a.l + r * vec::W, a.m[r], p + r * TILE);
   }
-  const int lines = a.block_size * a.head_dim * (int)sizeof(uint16_t) / 64;
-  for (int b = 0; a.ahead && b * a.block_size < TILE; b++)
-    for (int i = 0; i < lines; i++) prefetch<true>((const char *)a.next_v[b] + 64 * i);
   int h = 0;
   for (; h + 64 <= a.head_dim; h += 64) multiply_v<SD>(a, p, h, Four());
   if (h < a.head_dim) multiply_v<SD>(a, p, h, std::make_integer_sequence<int, 2>());

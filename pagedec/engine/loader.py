@@ -54,7 +54,10 @@ def choose_backend(parallel: ParallelConfig, dtype: str, quantization: str | Non
         torch.set_num_threads(parallel.num_threads)
     if parallel.attention_backend != "reference":
         try:
-            return NativeBackend(load(), names.get(dtype, torch.bfloat16), quantization)
+            library = load()
+            if parallel.num_threads is not None:  # torch's number is of the calling thread alone
+                library.set_num_threads(parallel.num_threads)
+            return NativeBackend(library, names.get(dtype, torch.bfloat16), quantization)
         except LibraryNotFound as error:
             if parallel.attention_backend == "native":
                 limit = f"is not available: {error}"

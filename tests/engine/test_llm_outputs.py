@@ -7,12 +7,15 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pagedec import LLM, SamplingParams
+from pagedec.kernels.library import available_isas, load
 from pagedec.outputs import RequestOutput
 from tests.engine.conftest import EOS
 
@@ -304,3 +307,15 @@ def test_an_llm_answers_in_a_forked_child(tiny_path: Path) -> None:
     environ = {**os.environ, "OMP_NUM_THREADS": "2"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environ)
     assert done.stdout.split() == ["0", "True"], done.stderr[-2000:]
+
+
+@pytest.mark.skipif(not available_isas(), reason="no kernel library is built")
+def test_the_number_of_threads_holds_in_every_thread(tiny: Tiny) -> None:
+    library, before = load(), torch.get_num_threads()
+    try:
+        tiny(num_threads=1)
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(lambda: library.num_threads).result() == 1
+    finally:
+        library.set_num_threads(0)
+        torch.set_num_threads(before)
