@@ -89,7 +89,7 @@ def sampling(history: int, num_requests: int, array_settle: bool, repeats: int) 
     for i in range(num_requests):
         params = SamplingParams(temperature=0.8, top_p=0.95, seed=i)
         prompt = rng.integers(10, VOCABULARY, history).tolist()
-        scheduler.add(str(i), functools.partial(make_decoder, params), prompt, stopping)
+        scheduler.add(scheduler.admit(str(i), functools.partial(make_decoder, params), prompt, stopping))
     seconds: list[float] = []
 
     def step() -> None:

@@ -105,7 +105,7 @@ def pair(a: Timing, b: Timing) -> str:
 def begin(engine: Engine, prompts: list[list[int]]) -> None:
     """Add the prompts and evaluate them."""
     for i, prompt in enumerate(prompts):
-        engine.add(f"batch {len(prompts)}, {i}", prompt, FOREVER)
+        engine.add(engine.admit(f"batch {len(prompts)}, {i}", prompt, FOREVER))
     while any(
         len(branch.tables) and branch.table.length < PROMPT for r in engine.scheduler.requests for branch in r.branches
     ):
@@ -153,7 +153,8 @@ def prefill(contest: Contest, length: int, rounds: int) -> list[object]:
     engine, count = contest.engine, iter(range(1 << 30))
 
     def run() -> None:
-        engine.add(f"prefill {next(count)}", contest.prompt(length), SamplingParams(temperature=0, max_tokens=1))
+        params = SamplingParams(temperature=0, max_tokens=1)
+        engine.add(engine.admit(f"prefill {next(count)}", contest.prompt(length), params))
         while engine.scheduler.requests:
             engine.step()
 

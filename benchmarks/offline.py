@@ -62,9 +62,9 @@ class KvUse:
         self.began = time.perf_counter()
         self.seconds: list[float] = []
         self.used: list[int] = []
-        llm.engine.observe = self.note
+        llm.loop.after_step.append(self.note)
 
-    def note(self, events: object) -> None:
+    def note(self) -> None:
         self.seconds.append(time.perf_counter() - self.began)
         self.used.append(self.pool.num_blocks - self.pool.num_available)
 

@@ -23,6 +23,7 @@ from pagedec.core.branch import Branch
 from pagedec.core.draft import Draft
 from pagedec.core.protocol import Answer, Child, DecoderContext, Hypothesis, LogProbs, Query, Verdict
 from pagedec.decoders import decoder
+from pagedec.params import RequestParams
 
 CHUNK = 255  # drafted tokens a step
 KINDS: dict[str, dict[str, str | None]] = {
@@ -34,12 +35,11 @@ KINDS: dict[str, dict[str, str | None]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
+class Scoring(RequestParams):
     """A window after its first token; `scores` receives one value for each."""
 
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
     scores: list[float] = field(default_factory=list)
-    ignore_eos: bool = True
 
 
 @decoder("score", params=Scoring)
@@ -79,8 +79,8 @@ def score(llm: LLM, windows: Sequence[Sequence[int]]) -> list[float]:
     """Log-probabilities of all tokens of all windows but each one's first."""
     logprobs: list[float] = []
     for i, window in enumerate(windows):
-        params = Scoring(tuple(window[1:]))
-        llm.engine.add(f"window {i}", window[:1], params)
+        params = Scoring(tuple(window[1:]), ignore_eos=True)
+        llm.engine.add(llm.engine.admit(f"window {i}", window[:1], params))
         while llm.engine.scheduler.requests:
             llm.engine.step()
         assert len(params.scores) == len(window) - 1

@@ -7,21 +7,24 @@ from typing import TYPE_CHECKING, Any
 from pagedec.environment import limit_spinning
 from pagedec.errors import PagedecError
 from pagedec.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from pagedec.params import SamplingParams
+from pagedec.params import RequestOutputKind, RequestParams, SamplingParams
 
 limit_spinning()
 
 if TYPE_CHECKING:
-    from pagedec.llm import LLM, TextPrompt, TokensPrompt
+    from pagedec.llm import LLM, AsyncLLM, TextPrompt, TokensPrompt
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "Logprob",
     "PagedecError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
+    "RequestParams",
     "SamplingParams",
     "TextPrompt",
     "TokensPrompt",
@@ -29,7 +32,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("LLM", "TextPrompt", "TokensPrompt"):  # torch takes seconds to import, and --help must not wait for it
+    if name in (
+        "LLM",
+        "AsyncLLM",
+        "TextPrompt",
+        "TokensPrompt",
+    ):  # torch takes seconds to import, and --help must not wait for it
         from pagedec import llm
 
         return getattr(llm, name)

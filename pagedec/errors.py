@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -92,6 +93,31 @@ class RequestError(PagedecError):
 
     def __str__(self) -> str:
         return f"request {shown(self.request_id)}: {self.problem}"
+
+
+class DeviceError(RequestError):
+    """A request cannot be carried out because nothing can: the device fails whatever it is asked."""
+
+    code = "UNAVAILABLE"
+
+
+class RequestsFailed(RequestError):
+    """Some requests of a call could not be carried out; it is raised when the others are done.
+
+    `outputs` has one output for each prompt, in their order: of those that failed with `error` set, and no answers. `errors` are all
+    that went wrong; this one says what the first of them says.
+    """
+
+    def __init__(self, errors: Sequence[RequestError], outputs: Sequence[object]) -> None:
+        super().__init__(errors[0].request_id, errors[0].problem)
+        self.args = tuple(errors), tuple(outputs)  # so that the error survives pickling between processes
+        self.errors, self.outputs = list(errors), list(outputs)
+
+    def __str__(self) -> str:
+        more = (
+            f"; and {len(self.errors) - 1} more of {len(self.outputs)} requests failed" if len(self.errors) > 1 else ""
+        )
+        return f"{super().__str__()}{more}"
 
 
 class InvariantError(RuntimeError):

@@ -340,8 +340,15 @@ def option(default: Any, rule: Rule) -> Any:
 
 
 def rules(cls: type[Any]) -> dict[str, tuple[Rule, Any]]:
-    """Each checked field of a dataclass by name: its rule and its default."""
-    return {f.name: (f.metadata[RULE], f.default) for f in dataclasses.fields(cls) if RULE in f.metadata}
+    """Each checked field of a dataclass by name: its rule and its default. Its own fields come before those it inherits."""
+    fields = {f.name: f for f in dataclasses.fields(cls) if RULE in f.metadata}
+    return {name: (fields[name].metadata[RULE], fields[name].default) for name in field_names(cls) if name in fields}
+
+
+def field_names(cls: type[Any]) -> tuple[str, ...]:
+    """The names of a dataclass's fields, its own before those it inherits."""
+    own = cls.__dict__.get("__annotations__", ())
+    return tuple(sorted((f.name for f in dataclasses.fields(cls)), key=lambda name: name not in own))
 
 
 def check_fields(record: Any) -> None:
@@ -361,7 +368,7 @@ def check_names(kind: str, names: Iterable[str], known: Iterable[str], values: M
 def strict(cls: type[T]) -> type[T]:
     """Make an unknown keyword of a dataclass an InvalidArgument that names the known ones, not a TypeError."""
     init: Callable[..., None] = cls.__init__
-    known = tuple(f.name for f in dataclasses.fields(cls))  # type: ignore[arg-type]
+    known = field_names(cls)
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pagedec.errors import RequestError
+
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
@@ -18,6 +20,8 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache held at first admission."""
     num_preemptions: int = 0
+    num_released_branches: int = 0
+    """Idle branches that gave way to other requests, and came back when they were needed."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
@@ -84,6 +88,8 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """A table for each token of the prompt; None for the first, before which there is nothing."""
+    error: RequestError | None = None
+    """Why the request could not be carried out; it has no answers then. Only where errors were asked to be returned."""
 
     @property
     def num_cached_tokens(self) -> int:

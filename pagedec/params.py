@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from typing import Any, TypeVar
 
 from pagedec.errors import InvalidArgument
 from pagedec.fields import (
@@ -18,6 +19,7 @@ from pagedec.fields import (
     TokenNumbers,
     check_fields,
     check_names,
+    field_names,
     option,
     strict,
 )
@@ -28,17 +30,41 @@ MIN_TEMPERATURE = 1e-5
 """Smallest temperature above 0: a logit of 1e4 divided by it stays far below fp32's largest number."""
 
 
-@strict
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How tokens are drawn and when a request ends. `temperature` 0 is greedy.
+P = TypeVar("P", bound="RequestParams")
 
-    Checked as a whole when made and when a field is set; a request copies it. Raises `InvalidArgument`.
 
-    With a `seed`, the same prompt returns the same tokens in any company. Without one, a seed is drawn for each request.
+class RequestOutputKind(Enum):
+    """What each output of a stream holds; vLLM's names and values."""
+
+    CUMULATIVE = 0
+    """All of the answers so far."""
+    DELTA = 1
+    """What has come since the output before."""
+    FINAL_ONLY = 2
+    """All of the answers, once: there is no other output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestParams:
+    """What any request may ask for, whatever decodes it: when its answers end, what is done to logits before a token is chosen, what
+    is reported, and how text is made. The parameters of every decoder are a subclass.
+
+    Checked as a whole when made. Raises `InvalidArgument`.
     """
 
-    n: int = option(1, Integer("answers for each prompt", low=1, high=MAX_SAMPLES))
+    max_tokens: int | None = option(
+        None, Integer("most tokens of an answer; none: up to the context's end", low=1, optional=True)
+    )
+    min_tokens: int = option(0, Integer("do not end an answer before this many tokens"))
+    stop: Sequence[str] | None = option(
+        (), Texts("text that ends an answer; give it again for several, or once as a JSON list")
+    )
+    stop_token_ids: Sequence[int] = option((), TokenIds("token ids that end an answer, besides the model's own"))
+    ignore_eos: bool = option(False, Flag("go on after the model's end token"))
+    include_stop_str_in_output: bool = option(False, Flag("keep what ended an answer, a text or a token, in its text"))
+    seed: int | None = option(
+        None, Integer("names the randomness; none: a fresh one each time", high=MAX_UINT64, optional=True)
+    )
     presence_penalty: float = option(
         0.0, Number("taken from the logit of every token that was generated before", low=-2, high=2)
     )
@@ -48,28 +74,16 @@ class SamplingParams:
     repetition_penalty: float = option(
         1.0, Number("above 1 makes tokens of the prompt and the answer less probable, below 1 more", above=0)
     )
-    temperature: float = option(
-        1.0, Number("0 is greedy; below 1 sharpens, above 1 flattens", low=MIN_TEMPERATURE, zero=True)
+    no_repeat_ngram_size: int = option(
+        0, Integer("no sequence of this many tokens comes twice, the prompt's included; 0: no such rule")
     )
-    top_p: float = option(
-        1.0, Number("draw among the smallest set of tokens of at least this probability", above=0, high=1)
+    logit_bias: dict[int, float] | None = option(
+        None, TokenNumbers("numbers added to the logits of tokens", low=-100, high=100, optional=True)
     )
-    top_k: int = option(0, Integer("draw among the k most probable tokens only; 0 or -1: all", low=-1))
-    min_p: float = option(
-        0.0, Number("drop tokens less probable than this share of the most probable one", low=0, high=1)
+    allowed_token_ids: Sequence[int] | None = option(
+        None, TokenIds("draw none but these tokens", filled=True, optional=True)
     )
-    seed: int | None = option(
-        None, Integer("names the randomness; none: a fresh one each time", high=MAX_UINT64, optional=True)
-    )
-    stop: Sequence[str] | None = option(
-        (), Texts("text that ends an answer; give it again for several, or once as a JSON list")
-    )
-    stop_token_ids: Sequence[int] = option((), TokenIds("token ids that end an answer, besides the model's own"))
-    ignore_eos: bool = option(False, Flag("go on after the model's end token"))
-    max_tokens: int | None = option(
-        None, Integer("most tokens of an answer; none: up to the context's end", low=1, optional=True)
-    )
-    min_tokens: int = option(0, Integer("do not end an answer before this many tokens"))
+    bad_words: Sequence[str] | None = option((), Texts("text that no answer has; give it again for several"))
     logprobs: int | None = option(
         None, Integer("report this many of the most probable tokens of each step; -1: all", low=-1, optional=True)
     )
@@ -81,24 +95,16 @@ class SamplingParams:
     spaces_between_special_tokens: bool = option(
         True, Flag("taken for compatibility: text is the tokens' own bytes, and nothing is ever put between them")
     )
-    include_stop_str_in_output: bool = option(False, Flag("keep what ended an answer, a text or a token, in its text"))
     truncate_prompt_tokens: int | None = option(
         None, Integer("keep only this many of the prompt's last tokens", low=1, optional=True)
     )
-    logit_bias: dict[int, float] | None = option(
-        None, TokenNumbers("numbers added to the logits of tokens", low=-100, high=100, optional=True)
-    )
-    allowed_token_ids: Sequence[int] | None = option(
-        None, TokenIds("draw none but these tokens", filled=True, optional=True)
-    )
-    bad_words: Sequence[str] | None = option((), Texts("text that no answer has; give it again for several"))
-    no_repeat_ngram_size: int = option(
-        0, Integer("no sequence of this many tokens comes twice, the prompt's included; 0: no such rule")
-    )
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """Of `LLM.stream` and `AsyncLLM`; a call for many prompts returns final outputs."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        object.__setattr__(self, "top_k", max(self.top_k, 0))
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise InvalidArgument("output_kind", self.output_kind, "must be a RequestOutputKind")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidArgument(
                 "min_tokens", self.min_tokens, f"must be at most max_tokens, which is {self.max_tokens}"
@@ -108,32 +114,61 @@ class SamplingParams:
                 "stop", self.stop, "must be empty where detokenize is false: there is no text to stop at"
             )
 
-    def clone(self, **changes: Any) -> SamplingParams:
+    def clone(self: P, **changes: Any) -> P:
         """Make one like this one but for `changes`; they are checked as in a new one."""
-        check_names(type(self).__name__, changes, _names(type(self)), changes)
+        check_names(type(self).__name__, changes, field_names(type(self)), changes)
         return dataclasses.replace(self, **changes)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
+    def from_dict(cls: type[P], values: Mapping[str, Any]) -> P:
         """Make one from names and values; an unknown name is an error that lists the known ones."""
-        check_names(cls.__name__, values, _names(cls), values)
+        check_names(cls.__name__, values, field_names(cls), values)
         return cls(**values)
+
+
+def _set_checked(params: RequestParams, name: str, value: object) -> None:
+    changed = params.clone(**{name: value})
+    for field in field_names(type(params)):  # what a check makes of one value may show in another field
+        object.__setattr__(params, field, getattr(changed, field))
+
+
+def settable(cls: type[P]) -> type[P]:
+    """Let the fields of a class of parameters be set, each time checked as a whole: scripts do that to recommended ones. A request
+    takes a copy, so what is set later is of later ones."""
+    cls.__setattr__ = _set_checked  # type: ignore[method-assign,assignment]
+    cls.__hash__ = None  # type: ignore[assignment]
+    return cls
+
+
+@settable
+@strict
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams(RequestParams):
+    """How tokens are drawn and when a request ends. `temperature` 0 is greedy.
+
+    Checked as a whole when made and when a field is set; a request copies it. Raises `InvalidArgument`.
+
+    With a `seed`, the same prompt returns the same tokens in any company. Without one, a seed is drawn for each request.
+    """
+
+    n: int = option(1, Integer("answers for each prompt", low=1, high=MAX_SAMPLES))
+    temperature: float = option(
+        1.0, Number("0 is greedy; below 1 sharpens, above 1 flattens", low=MIN_TEMPERATURE, zero=True)
+    )
+    top_p: float = option(
+        1.0, Number("draw among the smallest set of tokens of at least this probability", above=0, high=1)
+    )
+    top_k: int = option(0, Integer("draw among the k most probable tokens only; 0 or -1: all", low=-1))
+    min_p: float = option(
+        0.0, Number("drop tokens less probable than this share of the most probable one", low=0, high=1)
+    )
+
+    def __post_init__(self) -> None:
+        RequestParams.__post_init__(
+            self
+        )  # a dataclass with slots is another class than the one its methods were made in
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
-
-
-def _set_checked(params: SamplingParams, name: str, value: object) -> None:
-    changed = params.clone(**{name: value})
-    for field in _names(type(params)):  # what a check makes of one value may show in another field
-        object.__setattr__(params, field, getattr(changed, field))
-
-
-# Scripts set fields of the recommended parameters. A request takes a copy, so what is set later is of later ones.
-SamplingParams.__setattr__ = _set_checked  # type: ignore[method-assign,assignment]
-SamplingParams.__hash__ = None  # type: ignore[assignment]
-
-
-def _names(cls: type[SamplingParams]) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(cls))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from pagedec.core.protocol import DRAW_DTYPE, LaneForward
+from pagedec.core.request import Failed, Progress, Request
+from pagedec.engine.engine import Engine, EngineEvent, FinishedRequest
 from pagedec.models.base import Model
 from pagedec.models.buffers import READ_ROWS
 from pagedec.runtime.cache import allocate_cache
@@ -26,6 +29,39 @@ LLAMA_GGUF_FIELDS = {
     "llama.vocab_size": 96,
 }
 """The metadata of a small Llama."""
+
+
+def add(
+    engine: Engine, request_id: str, prompt: Sequence[int], params: Any, priority: int = 0, salt: str = ""
+) -> Request:
+    """Queue a request in an engine without a loop."""
+    request = engine.admit(request_id, prompt, params, priority, salt)
+    engine.add(request)
+    return request
+
+
+def step(engine: Engine, seen: list[EngineEvent] | None = None) -> list[FinishedRequest]:
+    """One step of an engine without a loop: the requests that ended. Raises the error of one that failed."""
+    events = engine.step()
+    if seen is not None:
+        seen += events
+    for event in events:
+        if isinstance(event, Failed):
+            raise event.error
+    return [event for event in events if isinstance(event, FinishedRequest)]
+
+
+def drain(engine: Engine, seen: list[EngineEvent] | None = None) -> dict[str, list[list[int]]]:
+    """All answers of what runs, by request."""
+    answers: dict[str, list[list[int]]] = {}
+    while not engine.idle:
+        for finished in step(engine, seen):
+            answers[finished.request.id] = [answer.token_ids for answer in finished.answers]
+    return answers
+
+
+def progress(events: Sequence[EngineEvent]) -> list[Progress]:
+    return [event for event in events if isinstance(event, Progress)]
 
 
 def all_logits(model: Model, tokens: Sequence[int], chunk: int = READ_ROWS) -> torch.Tensor:

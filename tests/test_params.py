@@ -21,7 +21,7 @@ from pagedec.errors import (
     RequestError,
 )
 from pagedec.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from pagedec.params import MAX_SAMPLES, MIN_TEMPERATURE, SamplingParams
+from pagedec.params import MAX_SAMPLES, MIN_TEMPERATURE, RequestOutputKind, SamplingParams
 
 NAN, INF = math.nan, math.inf
 WRONG = [
@@ -102,6 +102,7 @@ def test_values_have_one_normal_form(given: dict[str, Any], kept: dict[str, Any]
 def test_defaults_are_those_of_vllm_but_for_max_tokens() -> None:
     params = SamplingParams()
     assert {field.name: getattr(params, field.name) for field in dataclasses.fields(params)} == {
+        "output_kind": RequestOutputKind.CUMULATIVE,
         "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,
         "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": (), "stop_token_ids": (), "ignore_eos": False,
         "max_tokens": None, "min_tokens": 0, "logprobs": None, "prompt_logprobs": None, "detokenize": True,
@@ -143,7 +144,7 @@ def test_a_caller_may_change_what_was_passed() -> None:
 @pytest.mark.parametrize("make", [lambda values: SamplingParams(**values), SamplingParams.from_dict])
 def test_unknown_field_names_the_known_ones(make: Any) -> None:
     with pytest.raises(
-        InvalidArgument, match=r"^temprature is 1: not a field of SamplingParams; known are n, presence_penalty,"
+        InvalidArgument, match=r"^temprature is 1: not a field of SamplingParams; known are n, temperature,"
     ):
         make({"temprature": 1})
 

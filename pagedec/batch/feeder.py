@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from pagedec.batch.bodies import TextOrIds
-from pagedec.errors import InvalidArgument, InvariantError, NotFound, PagedecError, RequestError
+from pagedec.core.reporting import TokenLogprobs
+from pagedec.core.request import Finished
+from pagedec.engine.engine import FinishedRequest
+from pagedec.errors import DeviceError, InvalidArgument, PagedecError, RequestError
 from pagedec.llm import LLM, Job
 from pagedec.outputs import RequestOutput
 from pagedec.params import SamplingParams
 
 K = TypeVar("K")
+TURN_SECONDS = 1.0
+"""Between two looks at the progress where nothing ends."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,13 +31,15 @@ class _Group(Generic[K]):
 
 
 class Feeder(Generic[K]):
-    """Runs groups of prompts through an LLM that nobody else uses meanwhile. A group has a key, and its outputs come together."""
+    """Runs groups of prompts through an LLM. A group has a key, and its outputs come together."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self.num_pending = 0
         """Answers that were asked for and have not come."""
-        self._running: dict[str, tuple[_Group[K], Job]] = {}
+        self._groups: dict[int, _Group[K]] = {}  # those that run, by identity
+        self._complete: list[tuple[K, list[RequestOutput] | PagedecError]] = []
+        self._lost: DeviceError | None = None
 
     def add(
         self,
@@ -44,48 +51,78 @@ class Feeder(Generic[K]):
     ) -> None:
         """Queue the prompts of one key, each with its parameters. Raises what the engine says of any of them, and adds none."""
         try:
-            jobs = self.llm.prepare(list(prompts), list(params))
+            prepared = self.llm.prepare(list(prompts), list(params), [priority] * len(prompts), cache_salt)
         except InvalidArgument as error:
             raise _of_a_body(error, len(prompts)) from None
         group: _Group[K] = _Group(key, sum(one.n for one in params))
-        for job in jobs:
-            self.llm.engine.add(job.request_id, job.token_ids, job.params, priority, cache_salt)
-            group.outputs[job.request_id] = None
-            self._running[job.request_id] = group, job
+        group.outputs = {job.request_id: None for job, _ in prepared}
+        self._groups[id(group)] = group
         self.num_pending += group.num_answers
+        for job, request in prepared:
+            self.llm.loop.submit(request, _Member(self, group, job))
 
     def step(self) -> list[tuple[K, list[RequestOutput] | PagedecError]]:
-        """One step of the engine. Returns the keys that are complete, with the outputs of their prompts in order, or with the
-        error that ended one of them. Whatever else the engine raises means that the step's requests are lost."""
-        if self._running and self.llm.engine.idle:
-            raise InvariantError(f"{len(self._running)} requests wait in an engine that is idle")
-        try:
-            finished = self.llm.engine.step()
-        except RequestError as error:
-            group = self._running[error.request_id][0]
-            self._drop(group)
-            return [(group.key, error)]
-        complete: list[tuple[K, list[RequestOutput] | PagedecError]] = []
-        for request in finished:
-            group, job = self._running.pop(request.request_id)
-            group.outputs[request.request_id] = self.llm.answers.request(job, request)
-            outputs = [output for output in group.outputs.values() if output is not None]
-            if len(outputs) == len(group.outputs):
-                self.num_pending -= group.num_answers
-                complete.append((group.key, outputs))
+        """Wait until some keys are complete, or for TURN_SECONDS. Returns those that are, with the outputs of their prompts in order, or
+        with the error that ended one of these. Raises `DeviceError` where nothing can be carried out any more."""
+        turn = time.monotonic() + TURN_SECONDS
+        self.llm.loop.drive(lambda: bool(self._complete or self._lost) or not self._groups or time.monotonic() > turn)
+        if self._lost is not None:
+            raise self._lost
+        complete, self._complete = self._complete, []
         return complete
 
     def abort(self) -> None:
         """Forget all that runs."""
-        while self._running:
-            self._drop(next(iter(self._running.values()))[0])
+        for group in list(self._groups.values()):
+            self._drop(group)
+
+    def take(self, group: _Group[K], job: Job, result: FinishedRequest) -> None:
+        """One request has ended."""
+        group.outputs[job.request_id] = self.llm.answers.request(job, result)
+        outputs = [output for output in group.outputs.values() if output is not None]
+        if len(outputs) == len(group.outputs) and self._forget(group):
+            self._complete.append((group.key, outputs))
+
+    def give_up(self, group: _Group[K], error: RequestError) -> None:
+        """One request has failed, and its group with it; not where the device is lost: it may be asked again elsewhere."""
+        if isinstance(error, DeviceError):
+            self._lost = error
+        elif id(group) in self._groups:
+            self._drop(group)
+            self._complete.append((group.key, error))
 
     def _drop(self, group: _Group[K]) -> None:
+        self._forget(group)
+        for request_id, output in group.outputs.items():
+            if output is None:
+                self.llm.loop.abort(request_id)
+
+    def _forget(self, group: _Group[K]) -> bool:
+        if self._groups.pop(id(group), None) is None:
+            return False
         self.num_pending -= group.num_answers
-        for request_id in group.outputs:
-            if self._running.pop(request_id, None) is not None:
-                with contextlib.suppress(NotFound):  # a failed step has aborted its own requests
-                    self.llm.engine.abort(request_id)
+        return True
+
+
+class _Member(Generic[K]):
+    """Takes the results of one request of a group."""
+
+    __slots__ = ("_feeder", "_group", "_job")
+
+    def __init__(self, feeder: Feeder[K], group: _Group[K], job: Job) -> None:
+        self._feeder, self._group, self._job = feeder, group, job
+
+    def tokens(self, rank: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> None:
+        """A record has all tokens together."""
+
+    def ended(self, event: Finished) -> None:
+        """A record has all answers together."""
+
+    def finished(self, result: FinishedRequest) -> None:
+        self._feeder.take(self._group, self._job, result)
+
+    def failed(self, error: RequestError) -> None:
+        self._feeder.give_up(self._group, error)
 
 
 def _of_a_body(error: InvalidArgument, num_prompts: int) -> InvalidArgument:

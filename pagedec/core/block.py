@@ -116,13 +116,15 @@ class BlockPool:
             del self.block_of[key]
             self.key_of[block] = None
 
-    def forget(self) -> None:
-        """Drop the prefix cache: what it remembers is no longer on the device."""
-        for block in self.evictable:
-            self.free.append(block)
+    def reset(self) -> None:
+        """Forget who holds what, and the prefix cache: nothing of it is on the device any more. Tables of before are void."""
+        self.refs, self.pins = [0] * self.num_blocks, [0] * self.num_blocks
+        self.free = list(range(self.num_blocks - 1, -1, -1))
         self.evictable.clear()
         self.block_of.clear()
         self.key_of = [None] * self.num_blocks
+        self.fresh = []
+        self.free_rows = list(range(len(self.rows) - 1, -1, -1))
 
     # ---- rows
     def take_row(self) -> int:

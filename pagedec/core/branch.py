@@ -19,13 +19,18 @@ class Branch:
     stop_state: int
     prompt_length: int
     score: float = 0.0
+    given_length: int = 0
+    """Tokens up to here are given: the prompt, or all that stands before the end of what a client appended. Stops look behind it."""
     planned_in: int = -1
-    """The last step that has work for this branch."""
+    """The last step that has work for this branch, or had for the one that it comes of."""
 
     @property
     def table(self) -> BlockTable:
         """The target lane's table."""
         return self.tables["target"]
+
+    def __post_init__(self) -> None:
+        self.given_length = self.given_length or self.prompt_length
 
     def release(self) -> None:
         """Give back all blocks; the tip stays, and the pending chain brings them back."""

@@ -31,6 +31,18 @@ class Draft:
         return Draft(tokens, tuple(range(len(tokens)))) if tokens else EMPTY
 
     @property
+    def num_nodes(self) -> int:
+        """How many nodes besides the root."""
+        return len(self.tokens)
+
+    def depths(self) -> list[int]:
+        """The depth of every node, the root's 0 first."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    @property
     def is_chain(self) -> bool:
         return self.parents == tuple(range(len(self.tokens)))
 

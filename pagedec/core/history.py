@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -89,15 +90,19 @@ class History:
         """Tokens `start` to `stop` of `tip`."""
         return self.suffix(self.ancestor(tip, stop), stop - start)
 
-    def common_length(self, a: int, b: int) -> int:
-        """How many leading tokens two sequences share."""
+    def common_length(self, *tips: int) -> int:
+        """How many leading tokens sequences share."""
+        return self.depth[functools.reduce(self._common, tips)]
+
+    def _common(self, a: int, b: int) -> int:
+        """The last node that two sequences share."""
         while a != b:
             if a < b:
                 a, b = b, a
             if self._run[a] <= b:  # b lies in a's run, before a
-                return self.depth[b]
+                return b
             a = self.parent[self._run[a]]
-        return self.depth[a]
+        return a
 
     def block_key(self, tip: int, end: int) -> bytes:
         """The chained key of the block that ends after `end` tokens: it vouches for everything before it as well."""

@@ -44,21 +44,6 @@ def draw_record(sampler: Sampler, stream: int) -> bytes:
     ).tobytes()  # fmt: skip
 
 
-def node_depths(draft: Draft | Roll) -> Sequence[int]:
-    """The depth of every node, the root's 0 first."""
-    if isinstance(draft, Roll):
-        return range(draft.count + 1)
-    depths = [0]
-    for parent in draft.parents:
-        depths.append(depths[parent] + 1)
-    return depths
-
-
-def num_nodes(draft: Draft | Roll) -> int:
-    """How many nodes besides the root."""
-    return draft.count if isinstance(draft, Roll) else len(draft.tokens)
-
-
 class LaneBuilder:
     """Collects the rows of one lane's forward, branch by branch."""
 
@@ -119,7 +104,7 @@ class LaneBuilder:
         if not tokens:
             chain, start = (root,), start - 1
             self._read_only.append(first)
-        size = num_nodes(draft)
+        size = draft.num_nodes
         self._tables.append(table)
         self._starts.append(start)
         self._counts.append(len(chain) + size)
@@ -132,7 +117,7 @@ class LaneBuilder:
             self._tokens += draft.tokens
             if not draft.is_chain:
                 self._parents.append((last + 1, np.array(draft.parents, np.int32) + (len(chain) - 1)))
-                depths = np.array(node_depths(draft)[1:], np.int32)
+                depths = np.array(draft.depths()[1:], np.int32)
                 self._positions.append((last + 1, depths + (start + len(chain) - 1)))
         return last
 
@@ -149,7 +134,7 @@ class LaneBuilder:
 
         `read` receives each node's place among the rows read out.
         """
-        depths = node_depths(draft)
+        depths = draft.depths()
         state = query.branch.stop_state
         rows = {} if read is None else read
         slices = []

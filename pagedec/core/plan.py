@@ -10,6 +10,7 @@ from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.protocol import LaneForward, Query, Roll, RollPlan
 from pagedec.core.request import Request
 from pagedec.core.table import BlockTable
+from pagedec.errors import RequestError
 
 
 @dataclass(slots=True)
@@ -71,6 +72,12 @@ class StepPlan:
     copies: dict[str, CopyPlan] = field(default_factory=dict)
     num_rows: int = 0
     """Rows of all lanes' forwards."""
+    num_released: int = 0
+    """Idle branches that gave way to the step."""
+    failed: dict[Request, RequestError] = field(default_factory=dict)
+    """Requests whose decoders did not say what to evaluate."""
+    idled: list[Request] = field(default_factory=list)
+    """Requests whose decoders have nothing to evaluate any more."""
 
     @property
     def rolls(self) -> list[RollPlan]:

@@ -1,54 +1,67 @@
 """One step's plan: rows are handed out in the order of the requests until none is left.
 
-There is no prefill phase and no decode phase: every branch has a pending chain, the accepted tokens not yet cached.
+There is no prefill phase and no decode phase: every branch has a pending chain, the accepted tokens not yet cached. Chains come
+first; what they leave is for drafts (`drafting.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right, insort
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from pagedec.core.block import BlockPool
 from pagedec.core.branch import Branch
+from pagedec.core.checks import check_queries
 from pagedec.core.copies import CopyPlan
-from pagedec.core.draft import EMPTY, Draft
-from pagedec.core.layout import LaneBuilder, draw_record, node_depths, num_nodes
+from pagedec.core.demand import Demand, Forecast
+from pagedec.core.drafting import Chain, Drafting
+from pagedec.core.layout import LaneBuilder, draw_record
 from pagedec.core.limits import SchedulerLimits
-from pagedec.core.plan import StepPlan, Work, WorkReport
+from pagedec.core.plan import StepPlan, Work
 from pagedec.core.preemption import Room
-from pagedec.core.processing import NO_PROCESSING
-from pagedec.core.protocol import Query, Roll, Sampler
-from pagedec.core.request import Request
+from pagedec.core.protocol import Query, Sampler
+from pagedec.core.request import Request, order_of
+from pagedec.core.reuse import Reuse
+from pagedec.core.rows import Rows
 from pagedec.core.stopping import COUNT
 from pagedec.core.table import BlockTable, reserve
-from pagedec.core.trunk import Trunks
-from pagedec.errors import RequestError
+from pagedec.errors import PagedecError, RequestError
 
 
 class Planner:
-    """Makes the plan of one step."""
+    """Makes the plan of one step.
+
+    `requests`: all, in the order in which they run; `started`: those that hold blocks, in the same order; it gains those that this step
+    lets in. `only`: those that may run, if not all may.
+    """
 
     __slots__ = (
-        "_builders", "_computing", "_copies", "_draft_rows_left", "_limits", "_plan", "_requests", "_room", "_rows_left",
-        "_seqs_left", "_target", "_trunks",
+        "_builders", "_copies", "_drafting", "_demand", "_forecast", "_limits", "_only", "_plan", "_requests", "_reuse", "_room",
+        "_rows", "_started",
     )  # fmt: skip
 
     def __init__(
-        self, limits: SchedulerLimits, requests: Sequence[Request], copies: Mapping[str, CopyPlan], step: int
+        self,
+        limits: SchedulerLimits,
+        requests: Sequence[Request],
+        started: list[Request],
+        demand: Demand,
+        copies: Mapping[str, CopyPlan],
+        step: int,
+        only: Collection[Request] | None = None,
     ) -> None:
-        self._limits, self._requests, self._copies = limits, requests, copies
-        self._plan = StepPlan(step)
+        self._limits, self._requests, self._started, self._demand = limits, requests, started, demand
+        self._copies, self._only, self._plan = copies, only, StepPlan(step)
         self._builders = {lane: LaneBuilder(plan.pool) for lane, plan in copies.items()}
-        self._target = self._builders["target"]
-        self._rows_left = self._draft_rows_left = limits.max_num_batched_tokens
-        self._seqs_left = limits.max_num_seqs
-        self._computing: set[bytes] = set()  # keys of the blocks that this step fills
-        self._trunks: dict[Request, Trunks] = {}
-        self._room = Room(requests, step, self._asked)
+        self._rows = Rows(limits, self._builders, self._plan)
+        self._room = Room(requests, step, self._asked, only)
+        self._reuse = Reuse(limits.enable_prefix_caching, self._rows.computing, self._asked)
+        self._drafting = Drafting(limits, self._rows, copies, self._room)
+        self._forecast: Forecast | None = None
 
     def make(self) -> StepPlan:
         """Plan every request in order. After one that finds no room, younger ones hold nothing and get nothing."""
-        for request in self._requests:
-            if self._rows_left <= 0 or self._seqs_left <= 0:
+        for request in self._turns():
+            if self._rows.is_full:
                 break
             if request.plain is not None:
                 has_room = self._plan_plain(request, request.plain)
@@ -58,6 +71,7 @@ class Planner:
                 has_room = self._plan_queries(request, self._queries(request))
             if not has_room:
                 break
+        self._drafting.grant()
         plan = self._plan
         for lane in sorted(
             self._copies, key=lambda lane: lane == "target"
@@ -67,24 +81,80 @@ class Planner:
                 plan.forwards[lane] = builder.finish(copies)
                 plan.num_rows += len(builder)
             plan.copies[lane] = copies
+        plan.num_released = self._room.num_released
         return plan
+
+    # ---- whose turn it is
+    def _turns(self) -> Iterator[Request]:
+        """Those that may run, in order. Behind the first that has to wait outside, only those that are inside already."""
+        for request in self._requests:
+            if self._may_run(request):
+                if not request.started and not self._lets_in(request):
+                    inside = self._started[bisect_right(self._started, request.order, key=order_of) :]
+                    yield from (other for other in inside if other.started and self._may_run(other))
+                    return
+                yield request
+
+    def _may_run(self, request: Request) -> bool:
+        return not request.idle and (self._only is None or request in self._only)
+
+    def _lets_in(self, request: Request) -> bool:
+        """Where nobody has a row yet, whoever is first comes in: something always advances."""
+        if not self._rows.is_empty and self._only is None:
+            demand = self._demand
+            if demand.refused == (request, demand.num_changes):
+                return False
+            if self._forecast is None:
+                inside = [other for other in self._started if other.started]
+                self._forecast = demand.forecast(self._copies["target"].pool, inside, request)
+            if not self._forecast.admits(request, self._reuse.num_shared(request)):
+                demand.refused = request, demand.num_changes
+                return False
+        request.started = True
+        if request not in self._started:  # it may have given way in this very step
+            insort(self._started, request, key=order_of)
+        return True
 
     # ---- what is asked
     def _queries(self, request: Request) -> list[Query]:
-        if request.asked_in != self._plan.step:
+        if request.asked_in != self._plan.step and not request.idle:
             request.asked_in = self._plan.step
-            request.queries = propose(request, self._rows_left)
+            try:
+                request.queries = propose(request, self._spare_rows(), self._limits.vocab_size)
+            except RequestError as error:
+                self._plan.failed[request] = error
+                request.queries = []
             request.idle = not request.queries
+            if request.idle and request not in self._plan.failed:
+                self._plan.idled.append(request)
         return request.queries
 
     def _asked(self, request: Request) -> set[Branch] | None:
         """The branches that want to advance; None: all."""
+        if request.idle:
+            return set()
         return None if request.plain is not None else {query.branch for query in self._queries(request)}
+
+    def _spare_rows(self) -> int:
+        """Rows that no chain of those that hold blocks needs, as far as can be told before all of them are asked, nor any draft yet."""
+        spare = self._limits.max_num_batched_tokens - self._drafting.wanted
+        for request in self._started:
+            if spare <= 0:
+                return 0
+            if request.idle or not request.started:
+                continue
+            if request.plain is None and request.asked_in >= 0:
+                spare -= len(request.queries)
+                continue
+            depth = request.history.depth
+            for branch in request.branches:
+                spare -= max(1, min(depth[branch.tip] - branch.table.length, self._limits.chunk))
+        return max(0, spare)
 
     # ---- one request; False: out of blocks
     def _plan_plain(self, request: Request, sampler: Sampler) -> bool:
         """Plain sampling: a branch with one pending token and one stream is a row and a draw; anything else is a query."""
-        depth, token, target = request.history.depth, request.history.token, self._target
+        depth, token, rows, target = request.history.depth, request.history.token, self._rows, self._rows.target
         stopping, step, works, marked = request.stopping, self._plan.step, self._plan.works, request.marks_rows
         pool = target.pool
         size, refs, keys = pool.block_size, pool.refs, pool.key_of
@@ -94,9 +164,11 @@ class Planner:
             start = table.length
             if depth[branch.tip] - start != 1 or len(state) != 1:
                 queries = queries or {query.branch: query for query in self._queries(request)}
-                if not self._plan_query(request, queries[branch]):
+                if branch not in queries:  # the request has failed, or its decoder is not as plain as it says
+                    return True
+                if not self._plan_queries(request, [queries[branch]]):
                     return False
-                if self._rows_left <= 0 or self._seqs_left <= 0:
+                if rows.is_full:
                     return True
                 continue
             leaf = table.leaf
@@ -112,55 +184,43 @@ class Planner:
             draw = target.add_plain(table, start, token[branch.tip], record, banned)
             works.append(Work(request, branch, table, start, 1, draw))
             if marked:
-                self._mark(works[-1], {0: target.num_read - 1})
+                rows.mark(works[-1], {0: target.num_read - 1})
             branch.planned_in = step
             if (start + 1) % size == 0 and self._limits.enable_prefix_caching:
-                self._computing.add(request.history.block_key(branch.tip, start + 1))
-            self._rows_left -= 1
-            self._seqs_left -= 1
+                rows.computing.add(request.history.block_key(branch.tip, start + 1))
+            rows.left -= 1
+            rows.seqs_left -= 1
             if request.first_step < 0:
-                self._admit(request, start)
-            if self._rows_left <= 0 or self._seqs_left <= 0:
+                rows.admit(request, start)
+            if rows.left <= 0 or rows.seqs_left <= 0:
                 return True
         return True
 
     def _plan_queries(self, request: Request, queries: Sequence[Query]) -> bool:
+        chains: list[Chain] = []
+        has_room = True
         for query in queries:
-            if self._rows_left <= 0 or self._seqs_left <= 0:
-                return True
-            if not self._plan_query(request, query):
-                return False
-        return True
+            if self._rows.is_full or not has_room:
+                break
+            branch = query.branch
+            if self._reuse.must_wait(request, branch):
+                continue
+            pending = request.history.depth[branch.tip] - branch.table.length
+            count = min(pending, self._limits.chunk, self._rows.left)
+            has_room = self._reserve(request, [(branch.table, count)], {branch})
+            if has_room:
+                self._rows.take(request, branch, count)
+                chains.append(Chain(branch, count, query, count == pending))
+        self._lay(request, chains)
+        return has_room
 
-    def _plan_query(self, request: Request, query: Query) -> bool:
-        branch = query.branch
-        if self._must_wait(request, branch):
-            return True
-        history, table = request.history, branch.table
-        length = history.depth[branch.tip]
-        pending = length - table.length
-        count = min(pending, self._limits.chunk, self._rows_left)
-        final = count == pending
-        draft, roll = query.draft, -1
-        if isinstance(draft, Roll):
-            draft, roll = self._plan_roll(request, branch, draft, final)
-        if not final or not self._fits(request, table, length, draft, self._rows_left - max(1, count)):
-            draft = EMPTY
-        size = num_nodes(draft)
-        if size and not reserve([(table, count + size)], self._copies["target"]):
-            draft, size = EMPTY, 0  # a draft is optional: it never makes anybody give way
-        if not size and not self._reserve(request, [(table, count)], {branch}):
-            return False
-        self._add(request, branch, count, query if final else None, draft, roll)
-        return True
-
-    def _fits(self, request: Request, table: BlockTable, length: int, draft: Draft | Roll, rows_left: int) -> bool:
-        """A draft must fit the step's rows, the table, and the longest sequence the request may reach."""
-        size = num_nodes(draft)
-        if not size:
-            return True
-        capacity = table.pool.width * table.pool.block_size
-        return size <= rows_left and length + size <= capacity and length + max(node_depths(draft)) <= request.limit
+    def _lay(self, request: Request, chains: Sequence[Chain]) -> None:
+        """Chains with drafts are laid out when all chains have their rows."""
+        if any(chain.query.draft.num_nodes for chain in chains):
+            self._drafting.postpone(request, chains)
+            return
+        for branch, count, query, is_whole in chains:
+            self._rows.lay(request, branch, count, query if is_whole else None)
 
     # ---- gangs
     def _plan_gang(self, request: Request, queries: Sequence[Query]) -> bool:
@@ -170,137 +230,33 @@ class Planner:
         depth, chunk = request.history.depth, self._limits.chunk
         asked = {query.branch for query in queries}
         # In the branches' own order: what a branch waits for has then been looked up in the prefix cache.
-        waiting = {branch for branch in request.branches if branch in asked and self._must_wait(request, branch)}
+        waiting = {branch for branch in request.branches if branch in asked and self._reuse.must_wait(request, branch)}
         pending = [depth[query.branch.tip] - query.branch.table.length for query in queries]
         rows = sum(max(1, count) for count in pending)
-        if waiting or rows > self._rows_left or len(queries) > self._seqs_left or max(pending) > chunk:
+        if waiting or rows > self._rows.left or len(queries) > self._rows.seqs_left or max(pending) > chunk:
             return self._recompute_gang(request, queries, waiting)
-        drafts = [EMPTY if isinstance(query.draft, Roll) else query.draft for query in queries]
-        drafts = self._reserve_gang_drafts(request, queries, pending, drafts, self._rows_left - rows)
-        if not any(draft.tokens for draft in drafts):
-            wants = [(query.branch.table, count) for query, count in zip(queries, pending, strict=True)]
-            if not self._reserve(request, wants, set(request.branches)):
-                return False
-        for query, count, draft in zip(queries, pending, drafts, strict=True):
-            self._add(request, query.branch, count, query, draft)
+        wants = [(query.branch.table, count) for query, count in zip(queries, pending, strict=True)]
+        if not self._reserve(request, wants, set(request.branches)):
+            return False
+        for query, count in zip(queries, pending, strict=True):
+            self._rows.take(request, query.branch, count)
+        self._lay(
+            request, [Chain(query.branch, count, query, True) for query, count in zip(queries, pending, strict=True)]
+        )
         return True
-
-    def _reserve_gang_drafts(
-        self, request: Request, queries: Sequence[Query], pending: Sequence[int], drafts: list[Draft], rows_left: int
-    ) -> list[Draft]:
-        """Reserve chains and drafts together, or strip all drafts."""
-        wants = []
-        num_drafted = sum(len(draft.tokens) for draft in drafts)
-        if not num_drafted:
-            return drafts
-        for query, count, draft in zip(queries, pending, drafts, strict=True):
-            table = query.branch.table
-            if not self._fits(request, table, table.length + count, draft, rows_left):
-                break
-            wants.append((table, count + len(draft.tokens)))
-        if num_drafted > rows_left or len(wants) < len(queries) or not reserve(wants, self._copies["target"]):
-            return [EMPTY] * len(queries)
-        return drafts
 
     def _recompute_gang(self, request: Request, queries: Sequence[Query], waiting: set[Branch]) -> bool:
         for query in queries:
             branch = query.branch
             missing = request.history.depth[branch.tip] - branch.table.length - 1  # the root waits for the gang
-            count = min(self._limits.chunk, missing, self._rows_left)
-            if branch in waiting or count <= 0 or self._seqs_left <= 0:
+            count = min(self._limits.chunk, missing, self._rows.left)
+            if branch in waiting or count <= 0 or self._rows.seqs_left <= 0:
                 continue
             if not self._reserve(request, [(branch.table, count)], set(request.branches)):
                 return False
-            self._add(request, branch, count, None, EMPTY)
+            self._rows.take(request, branch, count)
+            self._rows.lay(request, branch, count, None)
         return True
-
-    # ---- the draft lane
-    def _plan_roll(self, request: Request, branch: Branch, roll: Roll, final: bool) -> tuple[Draft | Roll, int]:
-        """Best effort: catch up by chunks beside the target lane, roll when caught up, else let the step go plain."""
-        if "draft" not in branch.tables or roll.count < 1:
-            return EMPTY, -1
-        table, builder, history = branch.tables["draft"], self._builders["draft"], request.history
-        table.truncate(table.length)  # a tail that no step has used is forgotten
-        length = history.depth[branch.tip]
-        pending = length - table.length
-        count = min(pending, self._limits.chunk, self._draft_rows_left)
-        caught_up = (
-            final
-            and count == pending
-            and length + roll.count <= min(request.limit, table.pool.width * table.pool.block_size)
-        )
-        if self._draft_rows_left <= 0 or (not caught_up and not count):
-            return EMPTY, -1
-        want = count + (roll.count - 1 if caught_up else 0)
-        while not reserve([(table, want)], self._copies["draft"]):
-            if not self._room.make_on_draft_lane(branch):
-                return EMPTY, -1
-        start = table.length
-        tokens = history.slice(branch.tip, start, start + count)
-        row = builder.add(table, start, tokens, history.token[branch.tip])
-        work = Work(request, branch, table, start, count)
-        if caught_up:
-            work.roll = builder.roll(table, row, length, roll, request.processing, branch.prompt_length)
-        self._plan.works.append(work)
-        self._draft_rows_left -= max(1, count)
-        return (roll, work.roll) if caught_up else (EMPTY, -1)
-
-    # ---- rows
-    def _add(
-        self, request: Request, branch: Branch, count: int, query: Query | None, draft: Draft | Roll, roll: int = -1
-    ) -> None:
-        """Rows for `count` pending tokens of a branch and for the draft behind them, for which there is room."""
-        history, table = request.history, branch.table
-        start, length = table.length, history.depth[branch.tip]
-        tokens = history.slice(branch.tip, start, start + count)
-        root = self._target.add(table, start, tokens, history.token[branch.tip], draft)
-        work = Work(request, branch, table, start, count, query=query, draft=draft)
-        if request.awaits_prompt_report(branch):
-            self._report_prompt(work, root - max(1, count) + 1, count)
-        if query is not None:
-            read: dict[int, int] = {}
-            work.asks = self._target.read(query, root, length, draft, request.stopping, read)
-            self._mark(work, read)
-        if isinstance(draft, Roll):
-            work.roll = roll
-            self._builders["draft"].use_roll(roll, root + 1)
-        self._plan.works.append(work)
-        branch.planned_in = self._plan.step
-        if self._limits.enable_prefix_caching:
-            size = table.pool.block_size
-            last = min(-(-(start + count) // size) * size, length // size * size)
-            for end in range(start // size * size + size, last + 1, size):
-                self._computing.add(history.block_key(branch.tip, end))
-        self._rows_left -= max(1, count) + num_nodes(draft)
-        self._seqs_left -= 1
-        if request.first_step < 0:
-            self._admit(request, start)
-
-    def _mark(self, work: Work, read: dict[int, int]) -> None:
-        """Have a work's read-out rows processed and reported as its request says; `read` maps nodes to them."""
-        request, marks = work.request, self._target
-        if request.processing is not NO_PROCESSING:
-            marks.process(read.values(), request.processing, work.branch.prompt_length)
-        if request.reports is not None and request.reports.reporting.num_logprobs is not None:
-            num_top = request.reports.reporting.num_logprobs
-            work.report = work.report or WorkReport()
-            work.report.rows = {node: marks.marks.report_row(row, num_top) for node, row in read.items()}
-
-    def _report_prompt(self, work: Work, first_row: int, count: int) -> None:
-        """Have the prompt tokens that follow a work's rows reported, as far as they were not before."""
-        request, branch = work.request, work.branch
-        assert request.reports is not None and request.reports.reporting.num_prompt_logprobs is not None
-        position = max(work.start + 1, len(request.reports.prompt))
-        tokens = request.history.slice(branch.tip, position, min(work.start + count + 1, branch.prompt_length))
-        if not tokens:
-            return
-        num_top = request.reports.reporting.num_prompt_logprobs
-        first_given, place = self._target.read_given(first_row + position - work.start - 1, tokens, num_top)
-        work.report = WorkReport({}, first_given, len(tokens), place, position)
-
-    def _admit(self, request: Request, num_cached: int) -> None:
-        request.first_step = self._plan.step
-        request.num_cached_tokens = min(num_cached, request.prompt_length)
 
     def _reserve(self, request: Request, wants: Sequence[tuple[BlockTable, int]], protected: set[Branch]) -> bool:
         while not reserve(wants, self._copies["target"]):
@@ -308,72 +264,14 @@ class Planner:
                 return False
         return True
 
-    # ---- reuse of valid KV: the prefix cache, siblings, blocks that somebody is just computing
-    def _must_wait(self, request: Request, branch: Branch) -> bool:
-        history, table = request.history, branch.table
-        if request.reports is not None and request.awaits_prompt_report(branch):
-            table.truncate(
-                min(table.length, len(request.reports.prompt) - 1)
-            )  # a fork may hold what was found in the cache
-            return False
-        length = history.depth[branch.tip]
-        if table.length >= length - 1:
-            return False
-        caching = self._limits.enable_prefix_caching
-        before = table.length
-        if caching:
-            _extend_from_cache(branch, request)
-        if len(request.branches) > 1 and self._wait_for_trunk(request, branch, table.length > before):
-            return True
-        table = branch.table
-        end = table.length + table.pool.block_size
-        at_boundary = table.length % table.pool.block_size == 0 and end <= length
-        return caching and at_boundary and history.block_key(branch.tip, end) in self._computing
 
-    def _wait_for_trunk(self, request: Request, branch: Branch, extended: bool) -> bool:
-        trunks = self._trunks.get(request)
-        if trunks is None:
-            trunks = self._find_trunks(request)
-        elif extended:
-            trunks.mark(branch)
-        donor, best = trunks.donor(branch)
-        if donor is not None and donor.table.length < best:  # it has given way since
-            trunks = self._find_trunks(request)
-            donor, best = trunks.donor(branch)
-        if best < min(trunks.length(branch), request.history.depth[branch.tip] - 1):
-            return True
-        if donor is not None and best > branch.table.length:
-            branch.table.release()
-            branch.tables["target"] = donor.table.fork()
-            branch.table.truncate(best)
-        return False
-
-    def _find_trunks(self, request: Request) -> Trunks:
-        asked = self._asked(request)
-        trunks = self._trunks[request] = Trunks(
-            request.history, request.branches, request.branches if asked is None else asked
-        )
-        return trunks
-
-
-def propose(request: Request, room: int) -> list[Query]:
+def propose(request: Request, room: int, vocab_size: int) -> list[Query]:
     """What a request's decoder asks; its mistakes are the request's, by name."""
     try:
         queries = list(request.decoder.propose(request.branches, room))
+        check_queries(queries, request.branches, vocab_size)
+    except PagedecError as error:
+        raise RequestError(request.id, f"its decoder cannot propose: {error}") from error
     except Exception as error:
         raise RequestError(request.id, f"its decoder cannot propose: {error!r}") from error
-    asked = {query.branch for query in queries}
-    if len(asked) < len(queries) or not asked <= set(request.branches):
-        raise RequestError(request.id, "its decoder must ask of each living branch at most once, and of no other")
     return queries
-
-
-def _extend_from_cache(branch: Branch, request: Request) -> None:
-    table, history = branch.table, request.history
-    pool: BlockPool = table.pool
-    size, length = pool.block_size, history.depth[branch.tip]
-    while table.length % size == 0 and table.length + size <= length:
-        block = pool.lookup(history.block_key(branch.tip, table.length + size))
-        if block is None:
-            return
-        table.extend(block)

@@ -2,33 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from pagedec.core.branch import Branch
 from pagedec.core.request import Request
 
 
 class Room:
-    """The order of giving way within one step: idle branches, then the youngest requests, then the request's own youngest
-    branches without work in this step. Drafts were stripped before. The oldest request of the highest priority never gives way.
+    """The order of giving way within one step: requests that may not run in it; idle branches, of the lowest priority
+    first and then the one that has been idle for longest; the youngest requests; the request's own youngest branches
+    without work in this step. Drafts take only what is left. The oldest request of the highest priority never gives way.
 
     Each of the orders is walked once a step: what has been passed has nothing left to give, or has work in this step.
     """
 
-    __slots__ = ("_asked", "_draft", "_idle", "_own", "_own_request", "_requests", "_step", "_youngest")
+    __slots__ = (
+        "_asked",
+        "_draft",
+        "_idle",
+        "_own",
+        "_own_request",
+        "_paused",
+        "_requests",
+        "_step",
+        "_youngest",
+        "num_released",
+    )
 
-    def __init__(self, requests: Sequence[Request], step: int, asked: Callable[[Request], set[Branch] | None]) -> None:
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        step: int,
+        asked: Callable[[Request], set[Branch] | None],
+        only: Collection[Request] | None = None,
+    ) -> None:
         self._requests, self._step, self._asked = requests, step, asked
+        self._paused = iter(() if only is None else [request for request in requests if request not in only])
         self._idle = self._idle_branches()
         self._youngest = len(requests) - 1
         self._own: Iterator[Branch] = iter(())
         self._own_request: Request | None = None
         self._draft = self._draft_branches()
+        self.num_released = 0
+        """Idle branches that have given way."""
 
     def make(self, request: Request, protected: set[Branch]) -> bool:
         """Have somebody give way to `request`. False: nobody is left."""
-        for branch in self._idle:
+        for paused in self._paused:
+            if preempt(paused):
+                return True
+        for owner, branch in self._idle:
             branch.release()
+            owner.num_released_branches += 1
+            self.num_released += 1
+            owner.started = not owner.idle or holds_blocks(owner)
             return True
         while self._youngest >= 0 and self._requests[self._youngest] is not request:
             victim = self._requests[self._youngest]
@@ -54,14 +81,17 @@ class Room:
                 return True
         return False
 
-    def _idle_branches(self) -> Iterator[Branch]:
+    def _idle_branches(self) -> Iterator[tuple[Request, Branch]]:
+        idle: list[tuple[Request, Branch]] = []
         for request in self._requests:
             asked = self._asked(request) if holds_blocks(request) else None
             if asked is None:  # nothing to take, or plain sampling, in which everybody wants to advance
                 continue
-            for branch in list(request.branches):
-                if branch not in asked and branch.table.num_blocks:
-                    yield branch
+            idle += ((request, branch) for branch in request.branches if branch not in asked)
+        idle.sort(key=lambda entry: (-entry[0].priority, entry[1].planned_in))
+        for request, branch in idle:
+            if branch.table.num_blocks:  # else a step of its own has not given it any, or it was released meanwhile
+                yield request, branch
 
     def _draft_branches(self) -> Iterator[Branch]:
         for request in reversed(self._requests):
@@ -85,4 +115,5 @@ def preempt(request: Request) -> bool:
         for branch in request.branches:
             branch.release()
         request.num_preemptions += 1
+    request.started = False
     return held

@@ -15,6 +15,7 @@ import numpy as np
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.processing import NO_PROCESSING, Processing, ProcessRows
 from pagedec.core.reporting import Reported, ReportRows
+from pagedec.core.stopping import NO_STOPPING, Cut, Stopping
 
 if TYPE_CHECKING:
     from pagedec.core.branch import Branch
@@ -83,6 +84,15 @@ class Roll:
     sampler: Sampler = GREEDY
     stream: int = 0
 
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes besides the root."""
+        return self.count
+
+    def depths(self) -> Sequence[int]:
+        """The depth of every node, the root's 0 first."""
+        return range(self.count + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Query:
@@ -113,8 +123,6 @@ class Child:
     keep: int | None = None
     score: float | None = None
     state: Any = None
-    stop_state: Any = None
-    """Filled in by the scheduler."""
 
     @property
     def is_plain(self) -> bool:
@@ -138,11 +146,17 @@ class Hypothesis:
     stop_string: str | None = None
     excess_bytes: int = 0
 
+    @staticmethod
+    def ended(tip: int, cut: Cut, rank: int = 0, score: float = 0.0) -> Hypothesis:
+        """The answer that ends behind `tip` as `cut` says."""
+        reason = cut.reason or "stop"
+        return Hypothesis(tip, cut.tokens, rank, score, reason, cut.stop_token, cut.stop_string, cut.excess_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The next generation. Touched are the branches queried, named as a parent, or dropped: of these only the children live
-    on, at their parent's place; the untouched live on as they are."""
+    on, at their parent's place; the untouched live on as they are. One that leaves no branch ends the request."""
 
     live: tuple[Child, ...] = ()
     done: tuple[Hypothesis, ...] = ()
@@ -153,13 +167,23 @@ class Verdict:
 @dataclass(frozen=True, slots=True)
 class DecoderContext:
     """What a decoder may know of its request: the history it continues (a branch names its text by `branch.tip`), the end
-    tokens, the vocabulary's size, and the longest sequence any branch may reach."""
+    tokens, the vocabulary's size, the longest sequence any branch may reach, and when a branch ends."""
 
     history: History
     prompt_length: int
     max_length: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+    stopping: Stopping = NO_STOPPING
+
+    def ending(self, branch: Branch, token: int) -> Cut | None:
+        """How `branch` ends with `token`: at a stop token, a stop string, or a length. None: it goes on.
+
+        Other branches are ended by the scheduler. A gang's are not: their decoder ranks what ends among what goes on, and keeps
+        no branch alive behind its end.
+        """
+        cut = self.stopping.cut(branch.stop_state, (token,), self.max_length - self.history.depth[branch.tip])
+        return cut if cut.reason is not None else None
 
 
 class Decoder(Protocol):
@@ -168,14 +192,16 @@ class Decoder(Protocol):
     lanes: tuple[str, ...]
     """("target",), or ("target", "draft") where queries may carry a Roll."""
     gang: bool
-    """True: all queried branches are evaluated in one step or none (beams)."""
+    """True: all queried branches are evaluated in one step or none, and the decoder ends them itself (beams)."""
     width: int
-    """The most branches that live at once. Admission reserves room for a gang of this width."""
+    """The most branches that live at once. Admission reserves room for a gang of this width, and a wider one fails."""
     initial_state: Any
     """The root branch's state."""
 
     def propose(self, branches: Sequence[Branch], room: int) -> Sequence[Query]:
-        """Queries of the branches that want to advance; the others are idle. Pure and repeatable. `room`: rows the step has left."""
+        """Queries of the branches that want to advance; the others are idle. Where there are none, it is not asked again before
+        a client edits the request. Pure and repeatable. `room`: rows that no chain needs, as far as can be told; a draft that finds
+        none is stripped."""
 
     def advance(self, queries: Sequence[Query], answers: Sequence[Answer]) -> Verdict:
         """The only place where state changes. Called once for each step in which queries of this request were run."""

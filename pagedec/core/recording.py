@@ -8,7 +8,6 @@ import numpy as np
 
 from pagedec.core.draft import Draft
 from pagedec.core.history import History
-from pagedec.core.layout import num_nodes
 from pagedec.core.plan import Work
 from pagedec.core.protocol import Answer, Hypothesis, LaneAnswers, LaneForward, Sample, TopK, Verdict
 from pagedec.core.reporting import Reports, TokenLogprobs
@@ -94,7 +93,7 @@ class Recorder:
             yield _entry(answers.draws, report.draw_logprobs, report.draw_ranks, work.draw)
             return
         for ask, part in zip(work.query.asks, work.asks, strict=True):
-            places = [node] if ask.nodes is None else _places(ask.nodes, node, num_nodes(work.draft))
+            places = [node] if ask.nodes is None else _places(ask.nodes, node, work.draft.num_nodes)
             if isinstance(ask, Sample):
                 for at in places:
                     for i in range(part.first + at * part.width, part.first + (at + 1) * part.width):

@@ -11,6 +11,7 @@ from pagedec.core.processing import NO_PROCESSING, Processing
 from pagedec.core.protocol import Decoder, Hypothesis, Query, Sampler
 from pagedec.core.reporting import Reports, TokenLogprobs
 from pagedec.core.stopping import Stopping
+from pagedec.errors import RequestError
 
 
 @dataclass(slots=True, eq=False)
@@ -38,8 +39,12 @@ class Request:
     closed: bool = False
     """No branch lives any more, or the request was aborted."""
     idle: bool = False
-    """The last propose asked nothing; only an edit can wake it."""
+    """The last propose asked nothing; it is not asked again before a client's edit."""
     queries: list[Query] = field(default_factory=list)
+    started: bool = False
+    """It was let in: it holds blocks, or has work in the step that is planned."""
+    common_length: int = 0
+    """Of a gang: how many tokens all its live branches share."""
     asked_in: int = -1
     """The step whose queries `queries` are."""
     first_step: int = -1
@@ -47,6 +52,8 @@ class Request:
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache when the request was first admitted."""
     num_preemptions: int = 0
+    num_released_branches: int = 0
+    """Idle branches that gave way, one by one; they come back by their pending chain."""
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
 
@@ -98,4 +105,22 @@ class Ended(NamedTuple):
     request: Request
 
 
-Event: TypeAlias = Progress | Finished | Ended
+class Waiting(NamedTuple):
+    """The request's decoder asks nothing: nothing happens to it before a client's edit."""
+
+    request: Request
+
+
+class Failed(NamedTuple):
+    """The request cannot be carried out, and is forgotten. `error` names it and says why; others do not notice."""
+
+    request: Request
+    error: RequestError
+
+
+Event: TypeAlias = Progress | Finished | Ended | Waiting | Failed
+
+
+def order_of(request: Request) -> tuple[int, int]:
+    """Requests' key where they stand in order."""
+    return request.order

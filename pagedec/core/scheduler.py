@@ -6,27 +6,28 @@ It is deterministic: the same calls give the same plans. It knows neither tensor
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from pagedec.core.admission import check_prompt, check_width
 from pagedec.core.block import BlockPool
 from pagedec.core.branch import Branch
+from pagedec.core.checks import check_verdict
 from pagedec.core.copies import CopyPlan
+from pagedec.core.demand import Demand
 from pagedec.core.history import History
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan
 from pagedec.core.planning import Planner
-from pagedec.core.preemption import preempt
+from pagedec.core.preemption import holds_blocks, preempt
 from pagedec.core.processing import NO_PROCESSING, Processing
 from pagedec.core.protocol import Decoder, DecoderContext, LaneAnswers, Verdict
 from pagedec.core.reporting import NO_REPORTING, Reporting, Reports
-from pagedec.core.request import Ended, Event, Request
-from pagedec.core.settling import Settler
+from pagedec.core.request import Ended, Event, Failed, Request, Waiting, order_of
+from pagedec.core.settling import Settler, ranks_of
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable
-from pagedec.core.transition import validate
-from pagedec.errors import InvalidArgument, InvariantError, NotFound
+from pagedec.errors import InvalidArgument, InvariantError, NotFound, RequestError
 
 
 class Scheduler:
@@ -40,13 +41,16 @@ class Scheduler:
         }
         self.requests: list[Request] = []  # in the order in which they run
         self._by_id: dict[str, Request] = {}
+        self._started: list[Request] = []  # those that hold blocks, in the same order
         self._copies = self._new_copies()
+        self._demand = Demand()
         self._plan: StepPlan | None = None  # the one that is out
+        self._events: list[Event] = []  # what has happened since the last settling
         self._num_arrivals = 0
         self.step = 0
 
     # ---- what a client may do, between steps
-    def add(
+    def admit(
         self,
         request_id: str,
         make_decoder: Callable[[DecoderContext], Decoder],
@@ -60,52 +64,41 @@ class Scheduler:
         processing: Processing = NO_PROCESSING,
         reporting: Reporting = NO_REPORTING,
     ) -> Request:
-        """Accept a request, or raise `InvalidArgument` if it could not run alone.
+        """A request for `add`, with everything checked. Changes nothing. Raises `InvalidArgument` if it could not run alone, and what
+        `make_decoder` raises.
 
         `limit` is the longest sequence it may reach, by default the prompt and `stopping.max_tokens`. Prefix cache blocks are
         shared only among requests of the same `salt`. `eos_token_ids` is what the decoder is told; by default, the stopping's.
         `processing` is done to the logits of each row that is read out for the decoder, `reporting` says what is kept of them.
         """
-        if request_id in self._by_id:
-            raise InvalidArgument("request_id", request_id, "must not be the id of a request that still runs")
-        decoder, history, limit = self.admit(make_decoder, prompt, stopping, limit, salt, eos_token_ids)
+        limits = self.limits
+        limit = check_prompt(limits, prompt, stopping, limit)
         if stopping.max_tokens is not None:
             stopping = replace(stopping, max_tokens=min(stopping.max_tokens, limit - len(prompt)))
+        history = History(limits.block_size, salt)
+        eos = stopping.eos_token_ids if eos_token_ids is None else eos_token_ids
+        decoder = make_decoder(DecoderContext(history, len(prompt), limit, limits.vocab_size, eos, stopping))
+        check_width(limits, decoder, len(prompt), limit)
+        tip = history.append(0, [int(token) for token in prompt])
         tables = {lane: BlockTable(self.pools[lane]) for lane in decoder.lanes if lane in self.pools}
-        root = Branch(
-            history.append(0, [int(token) for token in prompt]),
-            tables,
-            decoder.initial_state,
-            stopping.start,
-            len(prompt),
-        )
-        plain = getattr(decoder, "plain_sampler", None) if self.limits.array_settle else None
-        request = Request(
-            request_id, decoder, history, [root], stopping, limit, priority, self._num_arrivals, len(prompt), plain,
+        root = Branch(tip, tables, decoder.initial_state, stopping.start, len(prompt))
+        plain = getattr(decoder, "plain_sampler", None) if limits.array_settle else None
+        return Request(
+            request_id, decoder, history, [root], stopping, limit, priority, -1, len(prompt), plain,
             NO_PROCESSING if processing == NO_PROCESSING else processing,
             None if reporting == NO_REPORTING else Reports(reporting),
         )  # fmt: skip
-        self._num_arrivals += 1
-        insort(self.requests, request, key=_order)
-        self._by_id[request_id] = request
-        return request
 
-    def admit(
-        self,
-        make_decoder: Callable[[DecoderContext], Decoder],
-        prompt: Sequence[int],
-        stopping: Stopping,
-        limit: int | None = None,
-        salt: str = "",
-        eos_token_ids: tuple[int, ...] | None = None,
-    ) -> tuple[Decoder, History, int]:
-        """What `add` would start with, or its error; changes nothing."""
-        limit = check_prompt(self.limits, prompt, stopping, limit)
-        history = History(self.limits.block_size, salt)
-        eos = stopping.eos_token_ids if eos_token_ids is None else eos_token_ids
-        decoder = make_decoder(DecoderContext(history, len(prompt), limit, self.limits.vocab_size, eos))
-        check_width(self.limits, decoder, len(prompt), limit)
-        return decoder, history, limit
+    def add(self, request: Request) -> None:
+        """Queue a request that `admit` has made. Raises `InvalidArgument` if one of its id still runs."""
+        if request.id in self._by_id:
+            raise InvalidArgument("request_id", request.id, "must not be the id of a request that still runs")
+        if request.arrival >= 0:
+            raise InvariantError(f"request {request.id} is queued a second time")
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        insort(self.requests, request, key=order_of)
+        self._by_id[request.id] = request
 
     def get(self, request_id: str) -> Request:
         """The running request of this id."""
@@ -116,18 +109,22 @@ class Scheduler:
 
     def abort(self, request_id: str) -> None:
         """Forget a request. Allowed while a plan is out; answers for it are then ignored."""
-        request = self.get(request_id)
-        for branch in request.branches:
-            branch.release()
-        request.branches = []
-        self._close(request)
+        self._drop(self.get(request_id))
+
+    def fail(self, request: Request, error: RequestError) -> None:
+        """Forget a request that cannot be carried out; the next events say so. Allowed while a plan is out."""
+        self._drop(request)
+        self._events.append(Failed(request, error))
 
     def edit(self, request_id: str, verdict: Verdict) -> list[Event]:
-        """A client's fork, rollback, append or close: a generation in which nothing was evaluated."""
+        """A client's fork, rollback, append or close: a generation in which nothing was evaluated. What it appends ends nothing.
+
+        Raises `InvalidArgument` for what cannot be done; nothing has changed then.
+        """
         self._require_between_steps("edit")
         request = self.get(request_id)
         history = request.history
-        validate(history, request.branches, {}, verdict)
+        check_verdict(history, request.branches, {}, verdict, self.limits.vocab_size, request.decoder)
         for i, child in enumerate(verdict.live):
             length = history.depth[child.parent.tip] if child.keep is None else child.keep
             if length + len(child.tokens) > request.limit:
@@ -135,13 +132,11 @@ class Scheduler:
                     f"must be at most {request.limit - length}: the request's sequences end at {request.limit} tokens"
                 )
                 raise InvalidArgument(f"live[{i}].tokens", len(child.tokens), text)
-            if any(not 0 <= token < self.limits.vocab_size for token in child.tokens):
-                raise InvalidArgument(
-                    f"live[{i}].tokens", child.tokens, f"must be from 0 to {self.limits.vocab_size - 1}"
-                )
-        request.idle = False
+        ranks = ranks_of(request, verdict)
         events: list[Event] = []
-        self._settler({}).apply(request, {}, verdict, events)
+        self._settler({}, events).edit(request, verdict, ranks)
+        request.idle = False
+        self._demand.num_changes += 1
         self._close_if_over(request, events)
         return events
 
@@ -151,52 +146,77 @@ class Scheduler:
         preempt(self.get(request_id))
 
     def forget_kv(self) -> None:
-        """The device has lost its cache: drop the plan that is out, all tables and the prefix cache. Every request goes on."""
-        out = self._plan.copies.values() if self._plan is not None else ()
+        """The device has lost its cache: drop the plan that is out, all tables and the prefix cache. Every request goes on.
+
+        Nothing of what the pools say of themselves is used, so this also mends what was left half done.
+        """
         self._plan = None
-        for request in self.requests:
-            preempt(request)
-        for copies in (*out, *self._copies.values()):
-            copies.cancel()
         for pool in self.pools.values():
-            pool.forget()
-            pool.fresh = []
+            pool.reset()
+        for request in self.requests:
+            request.num_preemptions += holds_blocks(request)
+            request.started = False
+            for branch in request.branches:
+                branch.tables = {lane: BlockTable(self.pools[lane]) for lane in branch.tables}
         self._copies = self._new_copies()
 
     # ---- a step
     @property
     def idle(self) -> bool:
-        """Nothing wants to advance, as far as the last plan could tell."""
-        return all(request.idle for request in self.requests)
+        """Nothing wants to advance, as far as the last plan could tell, and nothing is left to be told."""
+        return not self._events and all(request.idle for request in self.requests)
 
-    def plan(self) -> StepPlan:
-        """What to evaluate next. Without forwards there is nothing to do until something is added or edited.
+    def plan(self, only: Collection[Request] | None = None) -> StepPlan:
+        """What to evaluate next, of the requests `only` if not of all. Without forwards there is nothing to do until something is
+        added or edited; but for what `settle` then tells.
 
-        Raises `RequestError` where a decoder fails; what was planned so far is taken back, and all is recomputed.
+        A request whose decoder fails is forgotten, and so is the first one if not even that can run: `settle` tells of them. What
+        else is raised is our own mistake: `forget_kv` must follow.
         """
         self._require_between_steps("plan")
         self.step += 1
-        try:
-            plan = Planner(self.limits, self.requests, self._copies, self.step).make()
-        except BaseException:
-            self.forget_kv()
-            raise
-        if not plan.forwards and not self.idle:
-            raise InvariantError(f"step {self.step}: requests want to advance, but none can")
+        self._started = [request for request in self._started if request.started and not request.closed]
+        plan = Planner(self.limits, self.requests, self._started, self._demand, self._copies, self.step, only).make()
         self._copies = self._new_copies()
         self._plan = plan
+        self._events += (Waiting(request) for request in plan.idled)
+        self._demand.num_changes += len(plan.idled)
+        for request, error in plan.failed.items():
+            self.fail(request, error)
+        if not plan.forwards and not plan.failed:
+            self._fail_what_cannot_run(only)
         return plan
 
     def settle(self, plan: StepPlan, answers: Mapping[str, LaneAnswers]) -> list[Event]:
-        """Take in a step's answers: the requests' next generations, and what became of them."""
+        """Take in a step's answers: the requests' next generations, and what became of them.
+
+        A request whose decoder fails, or whose answers cannot be carried in, is forgotten; in the second case all KV is given up, and
+        the others draw the same tokens again.
+        """
         if plan is not self._plan:
             raise InvariantError(f"step {plan.step} is settled, but it is not out")
         self._plan = None
         for copies in plan.copies.values():
             copies.finish()
-        events = self._settler(answers).settle(plan)
-        for request in dict.fromkeys(event.request for event in events):
-            self._close_if_over(request, events)
+        settler = self._settler(answers, self._events)
+        try:
+            failed = settler.settle(plan)
+        except Exception as error:  # our own mistake, half way through one request
+            if settler.current is None:
+                raise
+            cause = RequestError(settler.current.id, f"its answers cannot be carried in: {error!r}")
+            cause.__cause__ = error
+            self.forget_kv()
+            failed = {settler.current: cause}
+        for request, problem in failed.items():
+            self.fail(request, problem)
+        for request in dict.fromkeys(work.request for work in plan.works):
+            self._close_if_over(request, self._events)
+        return self.take_events()
+
+    def take_events(self) -> list[Event]:
+        """What has happened since events were taken last."""
+        events, self._events = self._events, []
         return events
 
     def check(self) -> None:
@@ -210,10 +230,13 @@ class Scheduler:
                 )
         if sorted(self._by_id) != sorted(request.id for request in self.requests):
             raise InvariantError("requests and their ids disagree")
+        inside = [request for request in self._started if request.started and not request.closed]
+        if any(holds_blocks(request) and request not in inside for request in self.requests):
+            raise InvariantError("a request holds blocks and was not let in")
 
     # ---- inside
-    def _settler(self, answers: Mapping[str, LaneAnswers]) -> Settler:
-        return Settler(answers, self._copies, self.limits.block_size, self.limits.enable_prefix_caching)
+    def _settler(self, answers: Mapping[str, LaneAnswers], events: list[Event]) -> Settler:
+        return Settler(self.limits, answers, self._copies, self._demand, events)
 
     def _new_copies(self) -> dict[str, CopyPlan]:
         return {lane: CopyPlan(pool) for lane, pool in self.pools.items()}
@@ -222,20 +245,32 @@ class Scheduler:
         if self._plan is not None:
             raise InvariantError(f"{what} while step {self._plan.step} is out")
 
+    def _fail_what_cannot_run(self, only: Collection[Request] | None) -> None:
+        """An empty plan, although somebody wants to advance: whoever comes first has had the whole device, and does not fit it."""
+        for request in self.requests:
+            if not request.idle and (only is None or request in only):
+                self.fail(
+                    request, RequestError(request.id, "nothing of it can be evaluated, with the whole device to itself")
+                )
+                return
+
     def _close_if_over(self, request: Request, events: list[Event]) -> None:
         if not request.branches and not request.closed:
             self._close(request)
             events.append(Ended(request))
 
+    def _drop(self, request: Request) -> None:
+        for branch in request.branches:
+            branch.release()
+        request.branches = []
+        self._close(request)
+
     def _close(self, request: Request) -> None:
         request.closed = True
+        self._demand.num_changes += 1
         self.requests.remove(request)
         del self._by_id[request.id]
         if not self.requests:  # nobody is left who needs the copies
             for copies in self._copies.values():
                 copies.cancel()
             self._copies = self._new_copies()
-
-
-def _order(request: Request) -> tuple[int, int]:
-    return request.order

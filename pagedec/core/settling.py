@@ -1,58 +1,82 @@
-"""From a step's answers to the next generations. Settling never fails."""
+"""From a step's answers to the next generations. Settling never fails but for what a decoder says, and that is its request's alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 from pagedec.core.branch import Branch
+from pagedec.core.checks import check_rank, check_verdict
 from pagedec.core.copies import CopyPlan
+from pagedec.core.demand import Demand
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.layout import read_answer
+from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan, Work
-from pagedec.core.protocol import Answer, Child, Hypothesis, LaneAnswers, Query, Sample, Verdict
+from pagedec.core.protocol import Answer, Hypothesis, LaneAnswers, Query, Sample, Verdict
 from pagedec.core.recording import Recorder, reported
 from pagedec.core.reporting import TokenLogprobs
 from pagedec.core.request import Event, Finished, Progress, Request
 from pagedec.core.stopping import Cut
 from pagedec.core.table import BlockTable
-from pagedec.core.transition import transition, validate
-from pagedec.errors import RequestError
+from pagedec.core.transition import Heir, transition
+from pagedec.errors import InvalidArgument, PagedecError, RequestError, shown
 
 
 class Settler:
-    """Carries a step's answers into the requests. `copies` receives what the next step has to copy first."""
+    """Carries a step's answers into the requests. `copies` receives what the next step has to copy first, `events` what has
+    happened, `demand` how long answers were."""
 
-    __slots__ = ("_answers", "_copies", "_draws", "_publishing", "_recorder", "_rolled", "_size")
+    __slots__ = (
+        "_answers", "_copies", "_demand", "_draws", "_events", "_publishing", "_recorder", "_rolled", "_size", "_vocab_size",
+        "current",
+    )  # fmt: skip
 
     def __init__(
-        self, answers: Mapping[str, LaneAnswers], copies: Mapping[str, CopyPlan], block_size: int, publishing: bool
+        self,
+        limits: SchedulerLimits,
+        answers: Mapping[str, LaneAnswers],
+        copies: Mapping[str, CopyPlan],
+        demand: Demand,
+        events: list[Event],
     ) -> None:
-        self._answers, self._copies, self._size, self._publishing = answers, copies, block_size, publishing
+        self._answers, self._copies, self._demand, self._events = answers, copies, demand, events
+        self._size, self._publishing, self._vocab_size = (
+            limits.block_size, limits.enable_prefix_caching, limits.vocab_size
+        )  # fmt: skip
         self._draws: list[int] = answers["target"].draws.tolist() if "target" in answers else []
         self._rolled: Sequence[tuple[int, ...]] = answers["draft"].rolled if "draft" in answers else ()
         self._recorder: Recorder | None = None
+        self.current: Request | None = None
+        """Whose answers are being carried in."""
 
-    def settle(self, plan: StepPlan) -> list[Event]:
-        """Note what is cached now, publish it, then let every answered request go on."""
+    def settle(self, plan: StepPlan) -> dict[Request, RequestError]:
+        """Note what is cached now, publish it, then let every answered request go on. Returns those whose decoders failed: of these
+        nothing has changed."""
         works = [work for work in plan.works if not work.request.closed]
         target = plan.forwards.get("target")
         if target is not None and target.report is not None:
             self._recorder = Recorder(target, self._answers["target"])
         for work in works:
+            self.current = work.request
             self._note_cached(work)
             if work.report is not None and self._recorder is not None:
                 self._recorder.record(work)
-        events: list[Event] = []
+        failed: dict[Request, RequestError] = {}
         for request, group in groupby(works, key=_request_of):
-            answered = [work for work in group if work.draw >= 0 or work.query is not None]
+            self.current = request
+            answered = [work for work in group if work.answers_something]
             if not answered:
                 continue
-            if any(work.draw < 0 for work in answered):
-                self._advance(request, answered, events)
-            else:
-                self._advance_plain(request, answered, events)
-        return events
+            if all(work.draw >= 0 for work in answered):
+                self._advance_plain(request, answered)
+                continue
+            try:
+                self._advance(request, answered)
+            except RequestError as error:
+                failed[request] = error
+        return failed
 
     # ---- what is cached, and what of it can be found
     def _note_cached(self, work: Work) -> None:
@@ -63,8 +87,8 @@ class Settler:
             table.truncate(length, tuple(tail))
         elif length // self._size > table.published and self._publishing:
             request = work.request  # before the transition, or a finished request would leave nothing
-            settled = _common_length(request, request.branches) if request.decoder.gang else length
-            self._publish(request, work.branch, settled)
+            beams = request.decoder.gang and len(request.branches) > 1
+            self._publish(request, work.branch, request.common_length if beams else length)
 
     def _publish(self, request: Request, branch: Branch, settled: int) -> None:
         """Offer full blocks of accepted tokens to the prefix cache."""
@@ -77,23 +101,20 @@ class Settler:
             table.published = last
 
     def _publish_generation(self, request: Request) -> None:
-        if not self._publishing or not request.branches:
-            return
+        """Offer what the new branches have: of a gang only what all of them share, which cannot be displaced any more."""
         branches = request.branches
-        if request.decoder.gang:  # what all live beams share cannot be displaced any more
-            if all(branch.table.length // self._size <= branch.table.published for branch in branches):
-                return
-            settled = _common_length(request, branches)
-            for branch in branches:
-                self._publish(request, branch, settled)
-        else:
-            for branch in branches:
-                if branch.table.length // self._size > branch.table.published:
-                    self._publish(request, branch, branch.table.length)
+        if not self._publishing or not branches:
+            return
+        gang = request.decoder.gang
+        if gang:
+            request.common_length = request.history.common_length(*(branch.tip for branch in branches))
+        for branch in branches:
+            if branch.table.length // self._size > branch.table.published:
+                self._publish(request, branch, request.common_length if gang else branch.table.length)
 
     # ---- plain sampling: one token for each branch, and no verdict
-    def _advance_plain(self, request: Request, works: Sequence[Work], events: list[Event]) -> None:
-        history, stopping, draws = request.history, request.stopping, self._draws
+    def _advance_plain(self, request: Request, works: Sequence[Work]) -> None:
+        history, stopping, draws, events = request.history, request.stopping, self._draws, self._events
         depth, limit, state_of, reason_of = history.depth, request.limit, stopping.next, stopping.reason
         simple = stopping.strings is None and request.reports is None
         over: dict[Branch, Hypothesis] = {}
@@ -119,15 +140,15 @@ class Settler:
                     branch.stop_state = state_of(state, token)
                     continue
                 cut = Cut(state, (token,), reason, token if reason == "stop" else None)
-            over[branch] = _hypothesis(tip, cut, rank, branch.score)
+            over[branch] = Hypothesis.ended(tip, cut, rank, branch.score)
         if over:
             for branch, hypothesis in over.items():
                 branch.release()
-                self._finish(request, hypothesis, events)
+                self._finish(request, hypothesis)
             request.branches = [branch for branch in request.branches if branch not in over]
 
     # ---- any decoder
-    def _advance(self, request: Request, works: Sequence[Work], events: list[Event]) -> None:
+    def _advance(self, request: Request, works: Sequence[Work]) -> None:
         queries, answers = [], []
         for work in works:
             query, answer = self._answer(request, work)
@@ -137,13 +158,16 @@ class Settler:
         evaluated = {query.branch: answer.draft for query, answer in zip(queries, answers, strict=True)}
         try:
             verdict = request.decoder.advance(queries, answers)
-            validate(request.history, request.branches, evaluated, verdict)
+            check_verdict(request.history, request.branches, evaluated, verdict, self._vocab_size, request.decoder)
+            if self._recorder is not None:
+                self._recorder.record_paths(works, answers, verdict)
+            generation = self._generation(request, evaluated, verdict, ranks_of(request, verdict))
+        except PagedecError as error:
+            raise RequestError(request.id, f"its decoder cannot advance: {error}") from error
         except Exception as error:
             raise RequestError(request.id, f"its decoder cannot advance: {error!r}") from error
         request.num_accepted_tokens += sum(len(child.path) for child in verdict.live)
-        if self._recorder is not None:
-            self._recorder.record_paths(works, answers, verdict)
-        self.apply(request, evaluated, verdict, events)
+        self._apply(request, evaluated, verdict, generation)
 
     def _answer(self, request: Request, work: Work) -> tuple[Query, Answer]:
         if work.query is not None:
@@ -152,53 +176,85 @@ class Settler:
         query = Query(work.branch, (Sample(request.plain, tuple(work.branch.state)),))
         return query, Answer(EMPTY, (self._answers["target"].draws[work.draw : work.draw + 1].reshape(1, 1),))
 
-    def apply(self, request: Request, evaluated: Mapping[Branch, Draft], verdict: Verdict, events: list[Event]) -> None:
-        """The next generation of a request, with everything behind a stop cut off."""
-        kept, finished, progress = self._cut(request, evaluated, verdict)
-        request.branches = transition(request.history, request.branches, evaluated, kept, self._copies)
+    def edit(self, request: Request, verdict: Verdict, ranks: Sequence[int]) -> None:
+        """A generation in which nothing was evaluated: what it appends is the client's, and ends nothing."""
+        self._apply(request, {}, verdict, self._generation(request, {}, verdict, ranks, given=True))
+
+    def _apply(
+        self, request: Request, evaluated: Mapping[Branch, Draft], verdict: Verdict, generation: Generation
+    ) -> None:
+        request.branches = transition(
+            request.history, request.branches, evaluated, generation.heirs, generation.dropped, self._copies
+        )
         self._publish_generation(request)
         if not request.decoder.gang:
-            events += progress
-        for hypothesis in (*kept.done, *finished):
-            self._finish(request, hypothesis, events)
+            self._events += generation.progress
+        for hypothesis in (*verdict.done, *generation.finished):
+            self._finish(request, hypothesis)
 
-    def _cut(
-        self, request: Request, evaluated: Mapping[Branch, Draft], verdict: Verdict
-    ) -> tuple[Verdict, list[Hypothesis], list[Event]]:
-        """The verdict without what follows a stop; the answers that end there; the tokens each child was given."""
+    def _generation(
+        self,
+        request: Request,
+        evaluated: Mapping[Branch, Draft],
+        verdict: Verdict,
+        ranks: Sequence[int],
+        given: bool = False,
+    ) -> Generation:
+        """What lives on of a verdict that was checked, without what follows a stop. `given`: its tokens are a client's."""
         history, stopping = request.history, request.stopping
-        live: list[Child] = []
-        finished: list[Hypothesis] = []
-        progress: list[Event] = []
-        for child in verdict.live:
-            parent, state = child.parent, child.parent.stop_state
-            tokens = child.tokens
-            if child.path and parent in evaluated:
+        out = Generation([], [*verdict.drop], [], [])
+        cut_off: list[Branch] = []
+        for child, rank in zip(verdict.live, ranks, strict=True):
+            parent, state, given_length = child.parent, child.parent.stop_state, child.parent.given_length
+            length, tokens = history.depth[parent.tip], child.tokens
+            if child.path:
                 drafted = evaluated[parent].tokens
-                tokens = (*[drafted[node - 1] for node in child.path if 0 < node <= len(drafted)], *tokens)
-            length = history.depth[parent.tip]
+                tokens = (*[drafted[node - 1] for node in child.path], *tokens)
             if child.keep is not None:
-                length = min(length, child.keep)
-                first = min(length, parent.prompt_length)
-                state = stopping.replay(history.slice(parent.tip, first, length))
-            cut = stopping.cut(state, tokens, request.limit - length)
-            rank = request.decoder.rank(parent.state if child.state is None else child.state)
-            if cut.tokens and child.keep is None:
-                progress.append(Progress(request, rank, cut.tokens, _logprobs(request, parent.tip, cut.tokens)))
-            if cut.reason is None:
-                live.append(
-                    Child(parent, child.tokens, child.path, child.keep, child.score, child.state, cut.state)
-                    if tokens or child.keep is not None
-                    else child
-                )
+                length, given_length = child.keep, min(given_length, child.keep)
+                state = stopping.replay(history.slice(parent.tip, given_length, length))
+            if given and tokens:
+                cut, given_length = Cut(stopping.start, tokens), length + len(tokens)
             else:
-                tip = parent.tip if child.keep is None else history.ancestor(parent.tip, length)
-                finished.append(_hypothesis(tip, cut, rank, parent.score if child.score is None else child.score))
-        return Verdict(tuple(live), verdict.done, verdict.drop), finished, progress
+                cut = stopping.cut(state, tokens, request.limit - length)
+            if cut.tokens and child.keep is None:
+                out.progress.append(Progress(request, rank, cut.tokens, _logprobs(request, parent.tip, cut.tokens)))
+            if cut.reason is None:
+                out.heirs.append(Heir(child, cut.state, given_length))
+                continue
+            if request.decoder.gang:
+                limit = f"must be in done: it has ended with {shown(cut.tokens)}, and a gang ends its branches itself"
+                raise InvalidArgument("live", f"a child of rank {rank}", limit)
+            tip = parent.tip if child.keep is None else history.ancestor(parent.tip, length)
+            score = parent.score if child.score is None else child.score
+            out.finished.append(Hypothesis.ended(tip, cut, rank, score))
+            cut_off.append(parent)
+        alive = {heir.child.parent for heir in out.heirs}
+        out.dropped.extend(dict.fromkeys(branch for branch in cut_off if branch not in alive))
+        return out
 
-    def _finish(self, request: Request, hypothesis: Hypothesis, events: list[Event]) -> None:
+    def _finish(self, request: Request, hypothesis: Hypothesis) -> None:
         request.done.append(hypothesis)
-        events.append(Finished(request, hypothesis))
+        self._events.append(Finished(request, hypothesis))
+        length = request.history.depth[hypothesis.tip] + len(hypothesis.tokens) - request.prompt_length
+        self._demand.note(max(0, length), hypothesis.reason == "stop")
+
+
+class Generation(NamedTuple):
+    """What follows from a verdict: who lives on, who does not, which answers end, and what each child was given."""
+
+    heirs: list[Heir]
+    dropped: list[Branch]
+    finished: list[Hypothesis]
+    progress: list[Event]
+
+
+def ranks_of(request: Request, verdict: Verdict) -> list[int]:
+    """The rank of each child of a verdict that was checked. Raises what the decoder does, and `InvalidArgument` for what is no rank."""
+    ranks = [request.decoder.rank(child.parent.state if child.state is None else child.state) for child in verdict.live]
+    for i, rank in enumerate(ranks):
+        check_rank(f"rank of live[{i}]", rank)
+    return ranks
 
 
 def _request_of(work: Work) -> Request:
@@ -210,13 +266,3 @@ def _logprobs(request: Request, tip: int, tokens: Sequence[int]) -> tuple[TokenL
     if reports is None or reports.reporting.num_logprobs is None:
         return None
     return tuple(reported(request.history, reports, tip, tokens))
-
-
-def _hypothesis(tip: int, cut: Cut, rank: int, score: float) -> Hypothesis:
-    reason = cut.reason or "stop"
-    return Hypothesis(tip, cut.tokens, rank, score, reason, cut.stop_token, cut.stop_string, cut.excess_bytes)
-
-
-def _common_length(request: Request, branches: Sequence[Branch]) -> int:
-    first = branches[0].tip
-    return min(request.history.common_length(first, branch.tip) for branch in branches)

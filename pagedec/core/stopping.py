@@ -120,3 +120,6 @@ class Stopping:
             found = None if match is None else (self.strings.strings[match[0]], len(data) - match[1])
             known = self._known[at << _SHIFT | token] = (after << _SHIFT, found)
         return known[0] | (state & COUNT) + 1, known[1]
+
+
+NO_STOPPING = Stopping()

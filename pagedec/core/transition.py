@@ -1,60 +1,48 @@
 """From one generation of branches to the next: the only code that changes tables because of what a decoder said.
 
-Validate all, then fork all children, then release all parents, then write. The last child of a dying parent takes over its
+Check all (`checks.py`), then fork all children, then release all parents, then write. The last child of a dying parent takes over its
 tables, so it writes in place; of several plain children the first is the parent itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from pagedec.core.branch import Branch
 from pagedec.core.copies import CopyPlan
 from pagedec.core.draft import Draft
 from pagedec.core.history import History
-from pagedec.core.protocol import Child, Verdict
+from pagedec.core.protocol import Child
 from pagedec.core.table import BlockTable
-from pagedec.errors import InvalidArgument
 
 
-def validate(history: History, live: Sequence[Branch], evaluated: Mapping[Branch, Draft], verdict: Verdict) -> None:
-    """Find everything that can be wrong with a verdict before anything changes."""
-    alive, dropped = set(live), set(verdict.drop)
-    if not dropped <= alive:
-        raise InvalidArgument("drop", len(dropped - alive), "of the branches dropped are not alive")
-    for i, child in enumerate(verdict.live):
-        field = f"live[{i}]"
-        if child.parent not in alive or child.parent in dropped:
-            raise InvalidArgument(f"{field}.parent", child.parent.tip, "must be the tip of a branch that is alive")
-        if child.keep is not None:
-            length = history.depth[child.parent.tip]
-            if child.path:
-                raise InvalidArgument(f"{field}.path", child.path, "must be empty where keep is given")
-            if not 1 <= child.keep <= length:
-                raise InvalidArgument(f"{field}.keep", child.keep, f"must be from 1 to the branch's length, {length}")
-        if child.path:
-            draft = evaluated.get(child.parent)
-            size = len(draft.tokens) if draft is not None else 0
-            if draft is None or not 1 <= child.path[-1] <= size or draft.path(child.path[-1]) != child.path:
-                raise InvalidArgument(f"{field}.path", child.path, "must be a way down the draft of this step's query")
+@dataclass(frozen=True, slots=True)
+class Heir:
+    """A child, and what becomes of its stops: the automaton's state, and up to where its tokens are given."""
+
+    child: Child
+    stop_state: int
+    given_length: int
 
 
 def transition(
     history: History,
     live: Sequence[Branch],
     evaluated: Mapping[Branch, Draft],
-    verdict: Verdict,
+    heirs: Sequence[Heir],
+    dropped: Sequence[Branch],
     copies: Mapping[str, CopyPlan],
 ) -> list[Branch]:
-    """The next generation. `evaluated` maps each branch queried in this step to the draft that was run behind it.
+    """The next generation, of children that were checked. `evaluated` maps each branch queried in this step to the draft that was
+    run behind it.
 
     Touched are the branches queried, named as a parent, or dropped: only their children live on, at their parent's place.
     The untouched live on as they are.
     """
-    validate(history, live, evaluated, verdict)
-    children: dict[Branch, list[Child]] = {branch: [] for branch in (*evaluated, *verdict.drop)}
-    for child in verdict.live:
-        children.setdefault(child.parent, []).append(child)
+    children: dict[Branch, list[Heir]] = {branch: [] for branch in (*evaluated, *dropped)}
+    for heir in heirs:
+        children.setdefault(heir.child.parent, []).append(heir)
     families = [(parent, _fork(history, parent, children[parent], evaluated)) for parent in live if parent in children]
     for parent, family in families:
         if not family:
@@ -74,13 +62,14 @@ def transition(
 
 
 def _fork(
-    history: History, parent: Branch, children: Sequence[Child], evaluated: Mapping[Branch, Draft]
+    history: History, parent: Branch, heirs: Sequence[Heir], evaluated: Mapping[Branch, Draft]
 ) -> list[tuple[Branch, Child]]:
     """One parent's children, with tables but without their own tokens' KV settled."""
-    survivor = next((i for i, child in enumerate(children) if child.is_plain), None)
-    heir = len(children) - 1 if survivor is None else None
+    survivor = next((i for i, heir in enumerate(heirs) if heir.child.is_plain), None)
+    last = len(heirs) - 1 if survivor is None else None
     family = []
-    for i, child in enumerate(children):
+    for i, heir in enumerate(heirs):
+        child = heir.child
         if i == survivor:
             family.append((parent, child))
             continue
@@ -91,11 +80,13 @@ def _fork(
             tip = history.append(tip, [tokens[node - 1] for node in child.path])
         branch = Branch(
             history.append(tip, child.tokens),
-            parent.tables if i == heir else {lane: table.fork() for lane, table in parent.tables.items()},
+            parent.tables if i == last else {lane: table.fork() for lane, table in parent.tables.items()},
             parent.state if child.state is None else child.state,
-            parent.stop_state if child.stop_state is None else child.stop_state,
+            heir.stop_state,
             min(parent.prompt_length, keep),
             parent.score if child.score is None else child.score,
+            heir.given_length,
+            parent.planned_in,
         )
         family.append((branch, child))
     return family

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from pagedec.core.protocol import Decoder, DecoderContext
 from pagedec.errors import InvalidArgument, NotFound
+from pagedec.params import RequestParams
 
 
 class DecoderClass(Protocol):
@@ -22,7 +23,7 @@ class Registered:
 
     name: str
     make: DecoderClass
-    params: type[Any]
+    params: type[RequestParams]
 
 
 _by_name: dict[str, Registered] = {}
@@ -30,11 +31,14 @@ _by_params: dict[type[Any], Registered] = {}
 _Class = TypeVar("_Class", bound=DecoderClass)
 
 
-def decoder(name: str, *, params: type[Any]) -> Callable[[_Class], _Class]:
-    """Register a class as the decoder `name`; requests whose parameters are of type `params` use it.
+def decoder(name: str, *, params: type[RequestParams]) -> Callable[[_Class], _Class]:
+    """Register a class as the decoder `name`; requests whose parameters are of type `params`, a subclass of `RequestParams`, use it.
 
     Registering the same class again (a reloaded module) replaces it; another class under a taken name is refused.
     """
+
+    if not (isinstance(params, type) and issubclass(params, RequestParams)):
+        raise InvalidArgument("params", params, "must be a subclass of RequestParams: what any request may ask for")
 
     def register(cls: _Class) -> _Class:
         entry = Registered(name, cls, params)

@@ -1,26 +1,29 @@
-"""The engine: requests in, steps, finished requests out."""
+"""The engine: requests in, steps, events out."""
 
 from __future__ import annotations
 
 import dataclasses
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from hashlib import blake2b
+from typing import TypeAlias
 
+from pagedec.core.checks import check_answers
 from pagedec.core.plan import StepPlan
-from pagedec.core.protocol import Decoder, DecoderContext, Hypothesis, Verdict
+from pagedec.core.protocol import Hypothesis, Verdict
 from pagedec.core.recording import answer_reports
 from pagedec.core.reporting import TokenLogprobs
-from pagedec.core.request import Ended, Event, Finished, Progress, Request
+from pagedec.core.request import Ended, Event, Failed, Finished, Progress, Request, Waiting
 from pagedec.core.scheduler import Scheduler
 from pagedec.decoders.registry import decoder_for, make_decoder
-from pagedec.engine.options import Options, Vocabulary, read_options
+from pagedec.engine.options import Vocabulary, read_options
+from pagedec.engine.recovery import Recovery
 from pagedec.engine.stats import EngineStats
-from pagedec.errors import InvalidArgument, RequestError
+from pagedec.errors import DeviceError, InvalidArgument, RequestError
 from pagedec.executor.base import Executor
 from pagedec.outputs import RequestMetrics
+from pagedec.params import RequestParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +58,20 @@ class FinishedRequest:
     """A request of which nothing lives any more; answers in the order of their ranks. `prompt_logprobs` begins with None: nothing
     comes before the first token."""
 
-    request_id: str
+    request: Request
     answers: list[Answer]
     metrics: RequestMetrics
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
+EngineEvent: TypeAlias = Progress | Finished | Waiting | Failed | FinishedRequest
+"""What a step has brought: for one request new tokens, an answer's end, no more to ask, an error; or the end of them all."""
+
+
 class Engine:
-    """Steps requests of any registered decoder through one scheduler and one executor. Not thread-safe: one thread steps it.
+    """Steps requests of any registered decoder through one scheduler and one executor. Not thread-safe: its loop steps it.
 
     Without a `vocabulary`, requests with stop strings or bad words are refused.
-    `observe` is called with each step's events as they come, for whoever streams.
     """
 
     def __init__(
@@ -79,68 +85,100 @@ class Engine:
         vocabulary: Vocabulary | None = None,
     ) -> None:
         self.scheduler, self.executor, self.limits, self.vocabulary = scheduler, executor, limits, vocabulary
-        self.debug, self.stats, self.clock = debug, EngineStats(), clock
-        self.observe: Callable[[Sequence[Event]], None] | None = None
-        self._seeds = random.Random(seed)
-        self._arrived: dict[str, float] = {}
-        self._first: dict[str, float] = {}
+        self.seed, self.debug, self.stats, self.clock = seed, debug, EngineStats(), clock
+        self.num_unseeded = 0
+        """Requests admitted without a seed of their own."""
+        self._recovery = Recovery()
+        self._arrived: dict[Request, float] = {}
+        self._first: dict[Request, float] = {}
 
     # ---- requests
-    def check(self, prompt: Sequence[int], params: Any) -> None:
-        """Raise what `add` would raise. Changes nothing."""
-        limit = self._limit(prompt, params)
-        self.scheduler.admit(self._maker(params), prompt, self._options(params).stopping, limit)
-
-    def add(
-        self, request_id: str, prompt: Sequence[int], params: Any, priority: int = 0, cache_salt: str = ""
+    def admit(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: RequestParams,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> Request:
-        """Queue a request. `params` is of a registered decoder's parameter type, and kept; lower `priority` runs earlier; prefix
-        cache blocks are shared only under the same `cache_salt`. Raises `InvalidArgument` for what could not run alone, `NotFound` for
-        parameters that no decoder has registered."""
-        limit, options = self._limit(prompt, params), self._options(params)
-        if getattr(params, "seed", 0) is None:
-            params = dataclasses.replace(params, seed=self._seeds.getrandbits(64))
-        request = self.scheduler.add(
-            request_id, self._maker(params), prompt, options.stopping, limit,
-            priority=priority, salt=cache_salt, eos_token_ids=self.limits.eos_token_ids,
+        """Check a request and make all it needs; `add` takes it as it is. May be called by any thread, one at a time.
+
+        `params` is of a registered decoder's parameter type, and kept. Where its seed is None, the engine's seed and the
+        number of such requests before it name the randomness. Lower `priority` runs earlier; prefix cache blocks are
+        shared only under the same `cache_salt`. Raises `InvalidArgument` for what could not run alone, `NotFound` for
+        parameters that no decoder has registered.
+        """
+        decoder_for(type(params))  # before anything is read from what may be no parameters at all
+        limit = self._limit(prompt, params.max_tokens)
+        limits = self.limits
+        options = read_options(params, limits.vocab_size, limits.eos_token_ids, self.vocabulary)
+        ordinal = self.num_unseeded
+        seeded = params if params.seed is not None else dataclasses.replace(params, seed=self._seed_of(ordinal))
+        request = self.scheduler.admit(
+            request_id, lambda context: make_decoder(seeded, context), prompt, options.stopping, limit,
+            priority=priority, salt=cache_salt, eos_token_ids=limits.eos_token_ids,
             processing=options.processing, reporting=options.reporting,
         )  # fmt: skip
-        self._arrived[request_id] = self.clock()
+        if params.seed is None:
+            self.num_unseeded = ordinal + 1
         return request
+
+    def add(self, request: Request) -> None:
+        """Queue what `admit` has made, once. Raises `InvalidArgument` if a request of its id still runs."""
+        self.scheduler.add(request)
+        self._arrived[request] = self.clock()
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its blocks. Raises `NotFound` if it does not run."""
+        request = self.scheduler.get(request_id)
         self.scheduler.abort(request_id)
-        self._forget(request_id)
+        self._forget(request)
 
-    def edit(self, request_id: str, verdict: Verdict) -> None:
-        """Apply a client's fork, rollback, append or close between steps."""
-        events = self.scheduler.edit(request_id, verdict)
-        if self.observe is not None:
-            self.observe(events)
+    def fail(self, request_id: str, error: RequestError) -> None:
+        """Forget a request that nobody can go on with; the next step's events say so. Raises `NotFound` if it does not run."""
+        self.scheduler.fail(self.scheduler.get(request_id), error)
+
+    def edit(self, request_id: str, verdict: Verdict) -> list[EngineEvent]:
+        """Apply a client's fork, rollback, append or close between steps. Raises `NotFound` and `InvalidArgument`."""
+        return self._collect(self.scheduler.edit(request_id, verdict), self.clock())
 
     # ---- steps
-    def step(self) -> list[FinishedRequest]:
-        """Plan, execute, settle. Returns the requests that ended.
+    def step(self) -> list[EngineEvent]:
+        """Plan, execute, settle; what has happened.
 
-        If the device fails, the requests of the step are aborted, all KV is given up, the others go on from their histories, and
-        the device's error is raised. If a request's decoder cannot say what to ask, that request is aborted.
+        A request that cannot be carried out fails, by an event; the others do not notice. If the device fails, all KV is given up and
+        every request goes on from its history; the step is tried again, and whoever cannot get through one alone fails with the
+        device's error. Interrupts are raised: the step is then as if it had not been begun, its KV lost.
         """
         stats, began = self.stats, self.clock()
-        plan = self._plan()
-        planned = self.clock()
-        if not plan.forwards:
-            self.scheduler.settle(plan, {})
-            return []
-        self._note_blocks()
+        try:
+            plan = self.scheduler.plan(self._recovery.only)
+            planned = self.clock()
+            if not plan.forwards:
+                return self._collect(self.scheduler.settle(plan, {}), planned)
+            self._note_blocks(plan)
+        except Exception as error:  # our own mistake, and nobody knows yet by whom
+            running = [request for request in self.scheduler.requests if not request.idle]
+            return self._failed_step(error, list(self._recovery.only or running))
+        except BaseException:
+            self.scheduler.forget_kv()
+            raise
         try:
             answers = self.executor.execute(plan.forwards).result()
+            check_answers(plan.forwards, answers, self.limits.vocab_size)
             executed = self.clock()
+        except Exception as error:
+            return self._failed_step(error, list(dict.fromkeys(work.request for work in plan.works)))
+        except BaseException:
+            self.scheduler.forget_kv()
+            raise
+        try:
             events = self.scheduler.settle(plan, answers)
         except BaseException:
-            self._fail(plan)
+            self.scheduler.forget_kv()
             raise
         settled = self.clock()
+        self._recovery.passed(work.request for work in plan.works if work.answers_something)
         stats.num_steps += 1
         stats.num_rows += plan.num_rows
         stats.plan_seconds += planned - began
@@ -160,12 +198,12 @@ class Engine:
         self.executor.stop()
 
     # ---- inside
-    def _maker(self, params: Any) -> Callable[[DecoderContext], Decoder]:
-        return lambda context: make_decoder(params, context)
+    def _seed_of(self, ordinal: int) -> int:
+        name = f"{self.seed}/{ordinal}".encode()
+        return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
-    def _limit(self, prompt: Sequence[int], params: Any) -> int:
+    def _limit(self, prompt: Sequence[int], max_tokens: int | None) -> int:
         """The longest sequence a request may reach: the context, the pool, or its own max_tokens."""
-        decoder_for(type(params))  # before anything is read from what may be no parameters at all
         limits = self.scheduler.limits
         pool = (limits.num_blocks["target"] - 1) * limits.block_size
         longest = min(self.limits.max_model_len, pool)
@@ -173,75 +211,69 @@ class Engine:
             what = "the context" if longest == self.limits.max_model_len else "the KV pool"
             limit = f"must be at most {longest - 1} tokens long: {what} holds {longest}, and one must be new"
             raise InvalidArgument("prompt", f"{len(prompt)} tokens", limit)
-        max_tokens = getattr(params, "max_tokens", None)
         return longest if max_tokens is None else min(longest, len(prompt) + max_tokens)
 
-    def _options(self, params: Any) -> Options:
-        limits = self.limits
-        return read_options(params, limits.vocab_size, limits.eos_token_ids, self.vocabulary)
-
-    def _plan(self) -> StepPlan:
-        try:
-            return self.scheduler.plan()
-        except RequestError as error:
-            self.abort(error.request_id)
-            raise
-        except BaseException:  # nobody knows whose fault it is, and the next plan would fail in the same way
-            for request in list(self.scheduler.requests):
-                self.abort(request.id)
-            self.scheduler.forget_kv()
-            raise
-
-    def _note_blocks(self) -> None:
+    def _note_blocks(self, plan: StepPlan) -> None:
         pool, stats = self.scheduler.pools["target"], self.stats
         stats.num_blocks, stats.num_blocks_cached = pool.num_blocks, len(pool.evictable)
         stats.num_blocks_used = pool.num_blocks - pool.num_available
         stats.max_blocks_used = max(stats.max_blocks_used, stats.num_blocks_used)
+        stats.num_released_branches += plan.num_released
 
-    def _fail(self, plan: StepPlan) -> None:
-        for request in {work.request.id: work.request for work in plan.works}.values():
-            if not request.closed:
-                self.abort(request.id)
+    def _failed_step(self, error: Exception, suspects: Sequence[Request]) -> list[EngineEvent]:
+        """All KV is given up: nobody knows what the device has written. Whoever has had every chance fails with the cause."""
+        self.stats.num_failed_steps += 1
         self.scheduler.forget_kv()
+        hopeless = self._recovery.failed([request for request in suspects if not request.closed])
+        kind = RequestError if hopeless is not None else DeviceError
+        for request in list(self.scheduler.requests) if hopeless is None else hopeless:
+            problem = kind(request.id, f"cannot be evaluated: {error!r}")
+            problem.__cause__ = error
+            self.scheduler.fail(request, problem)
+        return self._collect(self.scheduler.take_events(), self.clock())
 
-    def _forget(self, request_id: str) -> None:
-        self._arrived.pop(request_id, None)
-        self._first.pop(request_id, None)
+    def _forget(self, request: Request) -> None:
+        self._arrived.pop(request, None)
+        self._first.pop(request, None)
 
-    def _collect(self, events: Sequence[Event], now: float) -> list[FinishedRequest]:
-        ended = []
+    def _collect(self, events: Sequence[Event], now: float) -> list[EngineEvent]:
+        collected: list[EngineEvent] = []
         first = self._first
         for event in events:
+            if isinstance(event, Ended):
+                collected.append(self._finished(event.request, now))
+                continue
             if isinstance(event, (Progress, Finished)):
-                if event.request.id not in first:
-                    first[event.request.id] = now
-            elif isinstance(event, Ended):
-                ended.append(self._finished(event.request, now))
-        if self.observe is not None:
-            self.observe(events)
-        return ended
+                if event.request not in first:
+                    first[event.request] = now
+            elif isinstance(event, Failed):
+                self.stats.num_failed += 1
+                self._forget(event.request)
+            collected.append(event)
+        return collected
 
     def _finished(self, request: Request, now: float) -> FinishedRequest:
         done = sorted(request.done, key=lambda hypothesis: hypothesis.rank)
         answers = [answer_of(request, hypothesis) for hypothesis in done]
         num_tokens = sum(len(answer.token_ids) for answer in answers)
         metrics = RequestMetrics(
-            arrival_time=self._arrived[request.id],
-            first_token_time=self._first.get(request.id, now),
+            arrival_time=self._arrived[request],
+            first_token_time=self._first.get(request, now),
             finished_time=now,
             num_prompt_tokens=request.prompt_length,
             num_output_tokens=num_tokens,
             num_cached_tokens=request.num_cached_tokens,
             num_preemptions=request.num_preemptions,
+            num_released_branches=request.num_released_branches,
             num_draft_tokens=request.num_drafted_tokens,
             num_accepted_tokens=request.num_accepted_tokens,
         )
-        self._forget(request.id)
+        self._forget(request)
         self.stats.num_finished += 1
         self.stats.num_output_tokens += num_tokens
         reports = request.reports
         asked = reports is not None and reports.reporting.num_prompt_logprobs is not None
-        return FinishedRequest(request.id, answers, metrics, reports.prompt if reports and asked else None)
+        return FinishedRequest(request, answers, metrics, reports.prompt if reports and asked else None)
 
 
 def answer_of(request: Request, hypothesis: Hypothesis) -> Answer:

@@ -8,14 +8,22 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+_held: Callable[[], None] | None = None
+"""Raises the interrupt that the outermost `held_interrupts` of the main thread has held back; None: nobody holds."""
+
 
 @contextlib.contextmanager
 def held_interrupts() -> Iterator[Callable[[], None]]:
     """Hold back Ctrl-C until the yielded function is called, or until the end: raised anywhere, it could leave a block
     without an owner.
 
-    A second one is raised at once. In other threads, and where somebody else handles the signal, nothing changes.
+    A second one is raised at once. Within another one, it is that one's function. In other threads, and where somebody else handles
+    the signal, nothing changes.
     """
+    global _held
+    if threading.current_thread() is threading.main_thread() and _held is not None:
+        yield _held
+        return
     ours = threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield lambda: None
@@ -33,8 +41,10 @@ def held_interrupts() -> Iterator[Callable[[], None]]:
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, hold)
+    _held = raise_held
     try:
         yield raise_held
     finally:
+        _held = None
         signal.signal(signal.SIGINT, signal.default_int_handler)
     raise_held()

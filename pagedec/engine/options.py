@@ -1,7 +1,6 @@
 """From a request's parameters to what the core needs of them.
 
-Parameters are read by name, with a neutral default where a decoder's own parameters lack one: any registered type works. Every
-error is an `InvalidArgument` naming the field, the value and the limit.
+Every error is an `InvalidArgument` naming the field, the value and the limit.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pagedec.core.processing import NO_PROCESSING, Processing
 from pagedec.core.reporting import NO_REPORTING, Reporting
@@ -17,6 +15,7 @@ from pagedec.core.stop_strings import StopStrings
 from pagedec.core.stopping import Stopping
 from pagedec.errors import InvalidArgument
 from pagedec.fields import MAX_INT32, float32
+from pagedec.params import RequestParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Options:
 
 
 def read_options(
-    params: Any, vocab_size: int, eos_token_ids: tuple[int, ...], vocabulary: Vocabulary | None
+    params: RequestParams, vocab_size: int, eos_token_ids: tuple[int, ...], vocabulary: Vocabulary | None
 ) -> Options:
     """The rules that `params` ask for. Raises `InvalidArgument` for ids that the model does not know, for text without a
     vocabulary, and for rules that leave nothing to draw."""
@@ -49,9 +48,9 @@ def read_options(
     return Options(stopping, processing, _reporting(params, vocab_size))
 
 
-def _stopping(params: Any, vocab_size: int, eos: tuple[int, ...], vocabulary: Vocabulary | None) -> Stopping:
-    ids = _token_ids("stop_token_ids", getattr(params, "stop_token_ids", None) or (), vocab_size)
-    stop = getattr(params, "stop", None) or ()
+def _stopping(params: RequestParams, vocab_size: int, eos: tuple[int, ...], vocabulary: Vocabulary | None) -> Stopping:
+    ids = _token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
+    stop = params.stop or ()
     strings = StopStrings((stop,) if isinstance(stop, str) else tuple(stop)) if stop else None
     pieces: Sequence[bytes] = ()
     silent: frozenset[int] = frozenset()
@@ -59,32 +58,32 @@ def _stopping(params: Any, vocab_size: int, eos: tuple[int, ...], vocabulary: Vo
         if vocabulary is None:
             raise InvalidArgument("stop", list(strings.strings), "must be empty: the engine has no tokenizer")
         pieces = vocabulary.pieces
-        silent = vocabulary.special_ids if getattr(params, "skip_special_tokens", True) else silent
+        silent = vocabulary.special_ids if params.skip_special_tokens else silent
     return Stopping(
         eos,
         ids,
-        getattr(params, "min_tokens", 0),
-        getattr(params, "max_tokens", None),
-        getattr(params, "ignore_eos", False),
+        params.min_tokens,
+        params.max_tokens,
+        params.ignore_eos,
         strings,
         pieces,
         silent,
     )
 
 
-def _processing(params: Any, vocab_size: int, vocabulary: Vocabulary | None) -> Processing:
-    allowed = getattr(params, "allowed_token_ids", None)
+def _processing(params: RequestParams, vocab_size: int, vocabulary: Vocabulary | None) -> Processing:
+    allowed = params.allowed_token_ids
     if allowed is not None:
         allowed = tuple(sorted(set(_token_ids("allowed_token_ids", allowed, vocab_size))))
         if not allowed:
             raise InvalidArgument("allowed_token_ids", [], "must name at least one token, or be None")
-    words = getattr(params, "bad_words", None) or ()
-    bias = getattr(params, "logit_bias", None) or {}
+    words = params.bad_words or ()
+    bias = params.logit_bias or {}
     _token_ids("logit_bias", bias, vocab_size)
-    repetition = _number("repetition_penalty", params, 1.0)
+    repetition = _finite("repetition_penalty", params.repetition_penalty)
     if float32(repetition) <= 0:
         raise InvalidArgument("repetition_penalty", repetition, "must be above 0 in 32 bits")
-    size = getattr(params, "no_repeat_ngram_size", 0)
+    size = params.no_repeat_ngram_size
     if not 0 <= size <= MAX_INT32:
         raise InvalidArgument("no_repeat_ngram_size", size, f"must be from 0 to {MAX_INT32}")
     processing = Processing(
@@ -93,8 +92,8 @@ def _processing(params: Any, vocab_size: int, vocabulary: Vocabulary | None) -> 
         tuple(sorted((int(token), _finite("logit_bias", number)) for token, number in bias.items())),
         size,
         repetition,
-        _number("frequency_penalty", params, 0.0),
-        _number("presence_penalty", params, 0.0),
+        _finite("frequency_penalty", params.frequency_penalty),
+        _finite("presence_penalty", params.presence_penalty),
     )
     return NO_PROCESSING if processing == NO_PROCESSING else processing
 
@@ -119,10 +118,10 @@ def bad_word_ids(words: Sequence[str], vocab_size: int, vocabulary: Vocabulary |
     return tuple(found)
 
 
-def _reporting(params: Any, vocab_size: int) -> Reporting:
+def _reporting(params: RequestParams, vocab_size: int) -> Reporting:
     counts = []
     for field in ("logprobs", "prompt_logprobs"):
-        count = getattr(params, field, None)
+        count = getattr(params, field)
         if count is not None and not -1 <= count <= vocab_size:
             raise InvalidArgument(field, count, f"must be from 0 to {vocab_size}, the vocabulary, or -1 for all of it")
         counts.append(vocab_size if count == -1 else count)
@@ -153,10 +152,6 @@ def _token_ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ..
         if not 0 <= token < vocab_size:
             raise InvalidArgument(field, token, f"token ids must be from 0 to {vocab_size - 1}")
     return checked
-
-
-def _number(field: str, params: Any, default: float) -> float:
-    return _finite(field, getattr(params, field, default))
 
 
 def _finite(field: str, value: float) -> float:

@@ -16,6 +16,10 @@ class EngineStats:
     num_steps: int = 0
     num_rows: int = 0
     num_finished: int = 0
+    num_failed: int = 0
+    """Requests that could not be carried out."""
+    num_failed_steps: int = 0
+    """Steps that the device did not carry out; their requests went on from their histories, or were given up."""
     num_output_tokens: int = 0
     plan_seconds: float = 0.0
     execute_seconds: float = 0.0
@@ -28,6 +32,8 @@ class EngineStats:
     """Held by nobody, but findable in the prefix cache."""
     max_blocks_used: int = 0
     """The most that any step used."""
+    num_released_branches: int = 0
+    """Idle branches that gave way to others."""
 
     @property
     def host_seconds_per_step(self) -> float:

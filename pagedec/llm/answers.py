@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 from pagedec.core.reporting import TokenLogprobs
 from pagedec.engine.engine import Answer, FinishedRequest
 from pagedec.llm.prompts import Job
 from pagedec.outputs import CompletionOutput, Logprob, RequestOutput
+from pagedec.params import RequestParams
 from pagedec.text.streaming import TextStream
 from pagedec.text.tokenizer import Tokenizer
 
@@ -33,7 +33,7 @@ class Answers:
             prompt_logprobs=self.logprobs(finished.prompt_logprobs),
         )
 
-    def completion(self, index: int, answer: Answer, params: Any) -> CompletionOutput:
+    def completion(self, index: int, answer: Answer, params: RequestParams) -> CompletionOutput:
         """One finished answer."""
         stop_reason: int | str | None = answer.stop_string
         if stop_reason is None and not self._is_end(answer.stop_token_id, params):
@@ -48,28 +48,28 @@ class Answers:
             stop_reason=stop_reason,
         )
 
-    def text(self, answer: Answer, params: Any) -> str:
+    def text(self, answer: Answer, params: RequestParams) -> str:
         """An answer's text, without what ended it unless that is asked for."""
-        if self.tokenizer is None or not getattr(params, "detokenize", True):
+        if self.tokenizer is None or not params.detokenize:
             return ""
-        include = getattr(params, "include_stop_str_in_output", False)
+        include = params.include_stop_str_in_output
         token_ids = answer.token_ids if include or answer.stop_token_id is None else answer.token_ids[:-1]
-        data = self.tokenizer.byte_table.join(token_ids, getattr(params, "skip_special_tokens", True))
+        data = self.tokenizer.byte_table.join(token_ids, params.skip_special_tokens)
         if answer.stop_string is not None:
             behind = answer.excess_bytes + (0 if include else len(answer.stop_string.encode()))
             data = data[: len(data) - behind]
         return data.decode("utf-8", "replace")
 
-    def stream(self, params: Any) -> TextStream | None:
+    def stream(self, params: RequestParams) -> TextStream | None:
         """What gives the same text in pieces; None where there is no text."""
-        if self.tokenizer is None or not getattr(params, "detokenize", True):
+        if self.tokenizer is None or not params.detokenize:
             return None
         return TextStream(
             self.tokenizer.byte_table,
-            tuple(getattr(params, "stop", None) or ()),
-            min_tokens=getattr(params, "min_tokens", 0),
-            include_stop_string=getattr(params, "include_stop_str_in_output", False),
-            skip_special_tokens=getattr(params, "skip_special_tokens", True),
+            tuple(params.stop or ()),
+            min_tokens=params.min_tokens,
+            include_stop_string=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
         )
 
     def logprobs(self, reports: Sequence[TokenLogprobs | None] | None) -> list[dict[int, Logprob] | None] | None:
@@ -90,5 +90,5 @@ class Answers:
     def _decoded(self, token_id: int) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
-    def _is_end(self, token_id: int | None, params: Any) -> bool:
-        return token_id in self.eos_token_ids and not getattr(params, "ignore_eos", False)
+    def _is_end(self, token_id: int | None, params: RequestParams) -> bool:
+        return token_id in self.eos_token_ids and not params.ignore_eos

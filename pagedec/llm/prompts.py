@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, NamedTuple, TypeAlias, TypedDict
 
+from pagedec.core.request import Request
 from pagedec.errors import InvalidArgument
 from pagedec.fields import check_encodable
+from pagedec.params import RequestParams
 from pagedec.text.chat_template import Message
 from pagedec.text.tokenizer import Tokenizer
 
@@ -34,13 +36,19 @@ KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One checked prompt, ready to be added to an engine."""
+    """One checked prompt, under the id that the engine knows it by."""
 
     request_id: str
     prompt: str | None
     token_ids: list[int]
-    params: Any
-    cache_salt: str = ""
+    params: RequestParams
+
+
+class Prepared(NamedTuple):
+    """A job, and the request that the engine's loop takes for it: the loop's then, so that it goes when it is over."""
+
+    job: Job
+    request: Request
 
 
 def is_id(token: object) -> bool:

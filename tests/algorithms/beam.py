@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from pagedec.core.branch import Branch
 from pagedec.core.protocol import Answer, Child, DecoderContext, Hypothesis, Query, TopK, Verdict
+from pagedec.core.stopping import Cut
 from pagedec.decoders import decoder
+from pagedec.params import RequestParams
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class BeamParams:
+class BeamParams(RequestParams):
     """The best `beam_width` sequences of up to `max_tokens` tokens."""
 
-    beam_width: int
-    max_tokens: int
+    beam_width: int = 1
     early_stopping: bool = True
     length_penalty: float = 1.0
-    min_tokens: int = 0
-    ignore_eos: bool = False
 
 
 class FinishedBeams(Generic[T]):
@@ -55,15 +54,20 @@ class Beam:
     initial_state = 0
 
     def __init__(self, params: BeamParams, context: DecoderContext) -> None:
-        self.width, self.max_tokens, self.eos = params.beam_width, params.max_tokens, set(context.eos_token_ids)
-        self.pool: FinishedBeams[tuple[int, tuple[int, ...]]] = FinishedBeams(
+        self.width, self.context = params.beam_width, context
+        self.max_tokens, self.num_candidates = context.max_length - context.prompt_length, 2 * params.beam_width
+        self.eos = () if params.ignore_eos else context.eos_token_ids
+        self.pool: FinishedBeams[Hypothesis] = FinishedBeams(
             params.beam_width, params.early_stopping, params.length_penalty
         )
         self.length = 0
 
     def propose(self, branches: Sequence[Branch], room: int) -> Sequence[Query]:
         """All beams in the order of their ranks: twice as many candidates, so that ended ones leave enough."""
-        return [Query(branch, (TopK(2 * self.width),)) for branch in sorted(branches, key=lambda branch: branch.state)]
+        return [
+            Query(branch, (TopK(min(self.num_candidates, self.context.vocab_size)),))
+            for branch in sorted(branches, key=lambda branch: branch.state)
+        ]
 
     def advance(self, queries: Sequence[Query], answers: Sequence[Answer]) -> Verdict:
         """The best candidates live; ended ones go to the pool. Ties go to the lower flat index."""
@@ -75,19 +79,27 @@ class Beam:
         ]
         candidates.sort(key=lambda entry: (-entry[0], entry[1].state, entry[2]))
         live: list[Child] = []
-        for rank, (score, branch, token) in enumerate(candidates[: 2 * self.width]):
-            if token in self.eos:
+        for rank, (score, branch, token) in enumerate(candidates[: self.num_candidates]):
+            cut = self._stop(branch, token)
+            if cut is not None:
                 if rank < self.width:
-                    self.pool.add(score, self.length, (branch.tip, (token,)))
+                    self.pool.add(score, self.length, Hypothesis.ended(branch.tip, cut))
             elif len(live) < self.width:
                 live.append(Child(branch, (token,), score=score, state=len(live)))
         full = self.pool.is_done(candidates[0][0], self.length)
         if not full and self.length < self.max_tokens:
             return Verdict(tuple(live))
         for child in () if full else live:
-            self.pool.add(child.score or 0.0, self.length, (child.parent.tip, child.tokens))
-        done = [Hypothesis(tip, tokens, i, score) for i, (score, (tip, tokens)) in enumerate(self.pool.best)]
-        return Verdict(done=tuple(done))
+            self.pool.add(child.score or 0.0, self.length, Hypothesis(child.parent.tip, child.tokens, reason="length"))
+        best = enumerate(self.pool.best)
+        return Verdict(done=tuple(replace(hypothesis, rank=i, score=score) for i, (score, hypothesis) in best))
+
+    def _stop(self, branch: Branch, token: int) -> Cut | None:
+        """How a candidate ends: at one of the model's end tokens, a stop token, or a stop string."""
+        cut = self.context.ending(branch, token)
+        if cut is not None and cut.reason == "stop":
+            return cut
+        return Cut(0, (token,), "stop", token) if token in self.eos else None
 
     def rank(self, state: int) -> int:
         """A beam's rank is its state."""
@@ -97,7 +109,8 @@ class Beam:
 def beam(
     logprobs: Callable[[Sequence[int]], Sequence[float]], prompt: Sequence[int], params: BeamParams, eos: Sequence[int]
 ) -> list[list[int]]:
-    """The same on lists, from the log-probabilities of all tokens after a text."""
+    """The same on lists, from the log-probabilities of all tokens after a text; `eos`: every token that ends a beam."""
+    assert params.max_tokens is not None
     width, beams = params.beam_width, [(0.0, list(prompt))]
     pool: FinishedBeams[list[int]] = FinishedBeams(width, params.early_stopping, params.length_penalty)
     for length in range(1, params.max_tokens + 1):

@@ -319,15 +319,14 @@ def test_the_input_is_not_overwritten(tmp_path: Path) -> None:
 def test_a_request_that_the_engine_gives_up_is_a_record(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when a decoder cannot say what to ask: the engine has aborted that request, and the others go on."""
+    """As when a decoder cannot say what to ask: that request fails, and the others go on."""
     step, steps = llm.engine.step, []
 
     def failing() -> Any:
         steps.append(1)
         if len(steps) == 2:
             victim = next(iter(llm.engine.scheduler.requests)).id
-            llm.engine.abort(victim)
-            raise RequestError(victim, "cannot go on")
+            llm.engine.fail(victim, RequestError(victim, "cannot go on"))
         return step()
 
     monkeypatch.setattr(llm.engine, "step", failing)

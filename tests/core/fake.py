@@ -15,8 +15,9 @@ from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan
 from pagedec.core.protocol import LaneAnswers, LaneForward, RollPlan
 from pagedec.core.reporting import Reported
-from pagedec.core.request import Event
+from pagedec.core.request import Event, Failed
 from pagedec.core.scheduler import Scheduler
+from pagedec.errors import RequestError
 from tests.core.oracle import process, report
 
 VOCABULARY = 8
@@ -253,10 +254,12 @@ class FakeEngine:
         self.runner = FakeRunner(models, limits)
         self._published: dict[tuple[int, bytes], list[tuple[int, int] | None]] = {}
         self.num_steps = 0
+        self.failed: dict[str, RequestError] = {}
 
     def step(self) -> list[Event]:
         plan = self.scheduler.plan()
         events = self.scheduler.settle(plan, self.runner.execute(plan))
+        self.failed |= {event.request.id: event.error for event in events if isinstance(event, Failed)}
         self.num_steps += 1
         self.check()
         return events

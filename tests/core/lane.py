@@ -7,6 +7,7 @@ from typing import Any
 
 from pagedec.core.block import BlockPool
 from pagedec.core.branch import Branch
+from pagedec.core.checks import check_verdict
 from pagedec.core.copies import CopyPlan
 from pagedec.core.draft import Draft
 from pagedec.core.history import History
@@ -14,7 +15,7 @@ from pagedec.core.plan import StepPlan
 from pagedec.core.protocol import Verdict
 from pagedec.core.request import Request
 from pagedec.core.table import BlockTable, reserve
-from pagedec.core.transition import transition
+from pagedec.core.transition import Heir, transition
 from tests.algorithms.interactive import InteractiveParams, SessionState
 from tests.core.fake import FakeEngine
 from tests.core.world import BLOCK, Case, World, limits
@@ -35,7 +36,12 @@ class Lane:
     def next(
         self, live: Sequence[Branch], verdict: Verdict, evaluated: dict[Branch, Draft] | None = None
     ) -> list[Branch]:
-        return transition(self.history, live, evaluated or {}, verdict, {"target": self.copies})
+        check_verdict(self.history, live, evaluated or {}, verdict, vocab_size=1 << 20)
+        heirs = [
+            Heir(child, child.parent.stop_state, min(child.parent.given_length, child.keep or 1 << 30))
+            for child in verdict.live
+        ]
+        return transition(self.history, live, evaluated or {}, heirs, verdict.drop, {"target": self.copies})
 
     def check(self, branches: Sequence[Branch]) -> None:
         self.pool.check([branch.table for branch in branches])

@@ -8,6 +8,7 @@ import pytest
 
 from pagedec.core.block import BlockPool
 from pagedec.core.copies import CopyPlan
+from pagedec.core.demand import Forecast
 from pagedec.core.draft import Draft
 from pagedec.core.history import History
 from pagedec.core.protocol import Child, Hypothesis, Verdict
@@ -40,7 +41,7 @@ def test_06_a_finishing_request_leaves_its_blocks() -> None:
 def test_06_a_gang_publishes_what_all_beams_share() -> None:
     """What only some beams hold can still be displaced."""
     engine = engine_of(60)
-    case = Case("beam", BeamParams(3, 12), [1, 2, 3, 4, 5], None, limit=20)
+    case = Case("beam", BeamParams(3, max_tokens=12), [1, 2, 3, 4, 5], None, limit=20)
     request = case.add(engine.scheduler)
     seen_private = False
     while not engine.scheduler.idle:
@@ -138,8 +139,9 @@ def held(request: Request) -> list[int]:
     return [branch.table.num_blocks for branch in request.branches]
 
 
-def test_08_the_order_of_giving_way() -> None:
+def test_08_the_order_of_giving_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts, idle branches, the youngest request, then the request's own youngest branches; the oldest never."""
+    monkeypatch.setattr(Forecast, "admits", lambda *_: True)  # who is let in too early is who must give way
     engine = engine_of(12, enable_prefix_caching=False, max_num_batched_tokens=64)
     scheduler = engine.scheduler
     old = Case("old", SamplingParams(n=4, seed=1), [1, 2, 3, 4, 5, 6], None, Stopping(max_tokens=22)).add(scheduler)
@@ -233,7 +235,7 @@ def test_09_recompute_follows_the_history(caching: bool) -> None:
     )  # fmt: skip
     engine = FakeEngine(models, own)
     prompt = [(i * i + i // 7) % VOCABULARY for i in range(1024)]
-    request = Case("beam", BeamParams(64, 30), prompt, None, limit=1054).add(engine.scheduler)
+    request = Case("beam", BeamParams(64, max_tokens=30), prompt, None, limit=1054).add(engine.scheduler)
     for _ in range(9):
         execute(engine)
     assert len(request.branches) == 64

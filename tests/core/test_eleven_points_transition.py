@@ -11,7 +11,7 @@ from pagedec.core.table import BlockTable, reserve
 from pagedec.errors import InvalidArgument
 from pagedec.params import SamplingParams
 from tests.algorithms.interactive import InteractiveParams
-from tests.core.lane import TREE, Lane, drafted, engine_of, session
+from tests.core.lane import TREE, Lane, drafted, engine_of, execute, generate, session
 from tests.core.world import BLOCK, Case
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -205,13 +205,15 @@ def test_10_rollback_into_the_prompt_shortens_it() -> None:
 
 def test_10_rollback_takes_the_stopping_state_back() -> None:
     """A branch that was rolled back has as many tokens left as if it had never gone further."""
-    lane = engine_of()
+    engine = engine_of()
     request = Case("s", InteractiveParams(seed=1), [1, 2, 3], None, Stopping(max_tokens=20), limit=23).add(
-        lane.scheduler
+        engine.scheduler
     )
-    lane.scheduler.edit("s", Verdict((Child(request.branches[0], (4, 5, 6, 7)),)))
+    engine.scheduler.edit("s", Verdict((Child(request.branches[0], state=generate(4)),)))
+    for _ in range(4):
+        execute(engine)
     assert request.branches[0].stop_state == 4
-    lane.scheduler.edit("s", Verdict((Child(request.branches[0], keep=5),)))
+    engine.scheduler.edit("s", Verdict((Child(request.branches[0], keep=5),)))
     assert request.branches[0].stop_state == 2
-    lane.scheduler.edit("s", Verdict((Child(request.branches[0], keep=2),)))
+    engine.scheduler.edit("s", Verdict((Child(request.branches[0], keep=2),)))
     assert request.branches[0].stop_state == 0

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pagedec.core import planning, preemption, table, transition
+from pagedec.core import planning, preemption, reuse, table, transition
 from pagedec.core.protocol import Child, Verdict
-from pagedec.core.request import Finished, Progress
+from pagedec.core.request import Ended, Finished, Progress
 from pagedec.core.stopping import Stopping
 from pagedec.errors import InvalidArgument
 from pagedec.params import SamplingParams
@@ -142,14 +142,14 @@ def test_rare_events_happen(monkeypatch: pytest.MonkeyPatch) -> None:
     count(preemption.Room, "make", lambda made: "room made" if made else "no room")
     count(preemption.Room, "make_on_draft_lane", lambda made: "draft table dropped" if made else None)
     count(preemption, "preempt", lambda held: "preempted" if held else None)
-    count(planning.Planner, "_wait_for_trunk", lambda waits: "waited for a trunk" if waits else None)
-    count(planning.Planner, "_must_wait", lambda waits: "waited" if waits else None)
+    count(reuse.Reuse, "_wait_for_trunk", lambda waits: "waited for a trunk" if waits else None)
+    count(reuse.Reuse, "must_wait", lambda waits: "waited" if waits else None)
     count(planning.Planner, "_recompute_gang", lambda _: "gang recomputed")
     count(table.BlockTable, "extend", lambda _: "prefix block hit")
     count(transition, "compact_path", lambda _: "paths")
     for seed in range(1, 41, 2):
         world = World(seed)
-        _, engine = world.run(world.cases, limits(24, max_chunk=3), random.Random(seed))
+        _, engine = world.run(world.cases, limits(24, 6, max_chunk=3), random.Random(seed))
         counts["evictions"] += engine.scheduler.pools["target"].num_evictions
     for event in (
         "room made", "no room", "draft table dropped", "preempted", "waited for a trunk", "waited", "gang recomputed",
@@ -184,7 +184,7 @@ def test_events_tell_the_whole_story() -> None:
             elif isinstance(event, Finished):
                 if not event.request.decoder.gang:
                     assert text[name, event.hypothesis.rank] == event.request.output(event.hypothesis)
-            else:
+            elif isinstance(event, Ended):
                 ended[name] += 1
     assert ended == Counter(dict.fromkeys(requests, 1))
     assert not any(requests[name].decoder.gang for name, _ in text)
@@ -235,7 +235,7 @@ def test_refusals_change_nothing() -> None:
             scheduler.edit("s", verdict)
     greedy, once = SamplingParams(temperature=0.0), Stopping(max_tokens=1)
     refused = [
-        Case("large", greedy, [1] * 70, None, once), Case("wide", BeamParams(30, 2), [1], None, limit=3),
+        Case("large", greedy, [1] * 70, None, once), Case("wide", BeamParams(30, max_tokens=2), [1], None, limit=3),
         Case("s", greedy, [1], None, once), Case("empty", greedy, [], None, once),
         Case("unknown token", greedy, [VOCABULARY], None, once), Case("endless", greedy, [1], None),
         Case("full", greedy, [1, 2], None, once, limit=2), Case("long", greedy, [1], None, limit=1000),

@@ -161,7 +161,7 @@ def test_beams_report_what_the_model_said(seed: int) -> None:
     """Finished beams wait for the others: their last token's report was made when it was evaluated."""
     world, rng = World(seed), random.Random(seed)
     prompt, processing = world.prompt(), random_processing(rng)
-    params = BeamParams(rng.choice([2, 3]), 8, rng.random() < 0.5)
+    params = BeamParams(rng.choice([2, 3]), rng.random() < 0.5, max_tokens=8)
     want = beam(lambda tokens: process(world.target(tokens), tokens, len(prompt), processing), prompt, params, (EOS,))
     case = Ruled(
         "beam",

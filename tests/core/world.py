@@ -60,10 +60,12 @@ class Case:
         return isinstance(self.params, InteractiveParams)
 
     def add(self, scheduler: Scheduler, priority: int = 0, salt: str = "") -> Request:
-        return scheduler.add(
+        request = scheduler.admit(
             self.name, lambda context: make_decoder(self.params, context), self.prompt, self.stopping, self.limit,
             priority=priority, salt=salt, eos_token_ids=self.eos, processing=self.processing, reporting=self.reporting,
         )  # fmt: skip
+        scheduler.add(request)
+        return request
 
 
 def results(request: Request) -> list[list[int]]:
@@ -128,7 +130,7 @@ class World:
         cases = []
         for early_stopping in (True, False):
             width, count, text = self.rng.choice([2, 3, 4]), self.rng.randrange(1, 13), self.prompt()
-            params = BeamParams(width, count, early_stopping, self.rng.choice([0.5, 1.0, 2.0]))
+            params = BeamParams(width, early_stopping, self.rng.choice([0.5, 1.0, 2.0]), max_tokens=count)
             want = beam(self.target, text, params, (EOS,))
             cases.append(Case(f"beam, {early_stopping=}", params, text, want, limit=len(text) + count, eos=(EOS,)))
         return cases

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagedec import LLM
+from tests.engine.crowd import Tokens, workload
 from tests.models.checkpoints import VOCAB, make_checkpoint, variant
 
 EOS = 2
@@ -53,3 +54,13 @@ def text_llm() -> Iterator[LLM]:
     yield llm
     llm.engine.scheduler.check()
     llm.close()
+
+
+@pytest.fixture(scope="session")
+def expected(tiny_path: Path) -> list[Tokens]:
+    """Each request alone, in an engine with room."""
+    llm = LLM(str(tiny_path), dtype="float32", skip_tokenizer_init=True, num_blocks=64)
+    prompts, params = workload()
+    outputs = [llm.generate([prompt], own, use_tqdm=False)[0] for prompt, own in zip(prompts, params, strict=True)]
+    llm.close()
+    return [[answer.token_ids for answer in output.outputs] for output in outputs]

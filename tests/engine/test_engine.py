@@ -9,21 +9,22 @@ from itertools import count
 import pytest
 
 from pagedec import LLM, SamplingParams
-from pagedec.core.request import Ended, Event, Finished, Progress
-from pagedec.engine.engine import Engine, FinishedRequest
+from pagedec.core.request import Failed, Finished, Progress
+from pagedec.engine.engine import Engine, EngineEvent, FinishedRequest
 from pagedec.errors import InvalidArgument, NotFound, RequestError
 from tests.algorithms.beam import BeamParams
 from tests.algorithms.interactive import InteractiveParams
+from tests.support import add, step
 
 Tiny = Callable[..., LLM]
 PROMPT = [5, 17, 40, 99, 3]
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
-def drain(engine: Engine) -> dict[str, FinishedRequest]:
+def drain(engine: Engine, seen: list[EngineEvent] | None = None) -> dict[str, FinishedRequest]:
     ended: dict[str, FinishedRequest] = {}
     while engine.scheduler.requests:
-        ended |= {finished.request_id: finished for finished in engine.step()}
+        ended |= {finished.request.id: finished for finished in step(engine, seen)}
     return ended
 
 
@@ -39,15 +40,15 @@ def test_an_engine_without_requests_does_nothing(tiny: Tiny) -> None:
 
 def test_ids_are_names_of_running_requests(tiny: Tiny) -> None:
     engine = tiny().engine
-    engine.add("a", PROMPT, PARAMS)
+    add(engine, "a", PROMPT, PARAMS)
     with pytest.raises(InvalidArgument, match="request_id is 'a'"):
-        engine.add("a", PROMPT, PARAMS)
+        add(engine, "a", PROMPT, PARAMS)
     with pytest.raises(NotFound, match="request 'b' does not exist"):
         engine.abort("b")
     engine.abort("a")
-    engine.add("a", PROMPT, PARAMS)
+    add(engine, "a", PROMPT, PARAMS)
     assert list(drain(engine)) == ["a"]
-    engine.add("a", PROMPT, PARAMS)
+    add(engine, "a", PROMPT, PARAMS)
     assert list(drain(engine)) == ["a"]
 
 
@@ -64,25 +65,24 @@ def test_requests_that_arrive_late_are_answered_as_alone(tiny: Tiny, seed: int) 
     alone = {}
     roomy = tiny().engine
     for name, (prompt, params) in cases.items():
-        roomy.add(name, prompt, params)
+        add(roomy, name, prompt, params)
         alone |= {name: answers(finished) for name, finished in drain(roomy).items()}
     engine = tiny(num_blocks=9, max_num_seqs=5).engine
     waiting, got = list(cases), {}
     while waiting or engine.scheduler.requests:
         if waiting and rng.random() < 0.5:
             name = waiting.pop()
-            engine.add(name, *cases[name], priority=rng.randrange(3))
-        got |= {finished.request_id: answers(finished) for finished in engine.step()}
+            add(engine, name, *cases[name], priority=rng.randrange(3))
+        got |= {finished.request.id: answers(finished) for finished in step(engine)}
     assert got == alone
 
 
 def test_events_tell_the_whole_answer_in_pieces(tiny: Tiny) -> None:
     engine = tiny().engine
-    seen: list[Event] = []
-    engine.observe = seen.extend
-    engine.add("a", PROMPT, SamplingParams(n=3, seed=1, max_tokens=20))
-    engine.add("b", PROMPT, SamplingParams(seed=2, max_tokens=7))
-    ended = drain(engine)
+    seen: list[EngineEvent] = []
+    add(engine, "a", PROMPT, SamplingParams(n=3, seed=1, max_tokens=20))
+    add(engine, "b", PROMPT, SamplingParams(seed=2, max_tokens=7))
+    ended = drain(engine, seen)
     for name, finished in ended.items():
         pieces: dict[int, list[int]] = {rank: [] for rank in range(len(finished.answers))}
         over = set()
@@ -94,15 +94,14 @@ def test_events_tell_the_whole_answer_in_pieces(tiny: Tiny) -> None:
                 over.add(event.hypothesis.rank)
         assert [pieces[rank] for rank in sorted(pieces)] == answers(finished)
         assert over == set(pieces)
-    assert sorted(event.request.id for event in seen if isinstance(event, Ended)) == ["a", "b"]
+    assert sorted(event.request.id for event in seen if isinstance(event, FinishedRequest)) == ["a", "b"]
 
 
 def test_a_gang_is_told_at_its_end_only(tiny: Tiny) -> None:
     engine = tiny().engine
-    seen: list[Event] = []
-    engine.observe = seen.extend
-    engine.add("beams", PROMPT, BeamParams(3, 8))
-    [finished] = drain(engine).values()
+    seen: list[EngineEvent] = []
+    add(engine, "beams", PROMPT, BeamParams(3, max_tokens=8))
+    [finished] = drain(engine, seen).values()
     assert not any(isinstance(event, Progress) for event in seen)
     assert len(finished.answers) == 3 == sum(isinstance(event, Finished) for event in seen)
     scores = [answer.score for answer in finished.answers]
@@ -114,7 +113,7 @@ def test_times_are_those_of_the_clock(tiny: Tiny) -> None:
     engine = tiny(max_num_batched_tokens=2).engine
     ticks = count()
     engine.clock = lambda: float(next(ticks))
-    engine.add("a", PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))
+    add(engine, "a", PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))
     m = drain(engine)["a"].metrics
     # 5 prompt tokens in steps of 2, 2 and 1; four readings a step: begun, planned, executed, settled
     assert (m.arrival_time, m.first_token_time, m.finished_time) == (0.0, 12.0, 20.0)
@@ -129,7 +128,7 @@ def test_blocks_are_found_again_under_the_same_salt_only(tiny: Tiny) -> None:
     prompt = PROMPT * 8
 
     def cached(name: str, salt: str) -> int:
-        engine.add(name, prompt, PARAMS, cache_salt=salt)
+        add(engine, name, prompt, PARAMS, salt=salt)
         return drain(engine)[name].metrics.num_cached_tokens
 
     assert [cached("1", "x"), cached("2", "x"), cached("3", "y"), cached("4", ""), cached("5", "y")] == [
@@ -147,7 +146,7 @@ def test_a_seed_is_drawn_only_for_who_has_none(tiny: Tiny) -> None:
     def last(*seeds: int | None) -> list[list[int]]:
         engine = tiny(seed=5).engine
         for i, seed in enumerate(seeds):
-            engine.add(str(i), PROMPT, SamplingParams(seed=seed, max_tokens=8))
+            add(engine, str(i), PROMPT, SamplingParams(seed=seed, max_tokens=8))
         return answers(drain(engine)[str(len(seeds) - 1)])
 
     assert last(None) == last(7, None) == last(7, 8, None) != last(None, None)
@@ -156,12 +155,11 @@ def test_a_seed_is_drawn_only_for_who_has_none(tiny: Tiny) -> None:
 def test_refused_requests_leave_nothing(tiny: Tiny) -> None:
     engine = tiny(max_model_len=16).engine
     wrong: list[tuple[Sequence[int], object]] = [([], PARAMS), ([131], PARAMS), ([1] * 16, PARAMS), (PROMPT, None)]
-    wrong.append((PROMPT, BeamParams(300, 4)))
+    wrong.append((PROMPT, BeamParams(300, max_tokens=4)))
     for prompt, params in wrong:
-        for call in (engine.check, lambda *given: engine.add("a", *given)):
-            with pytest.raises((InvalidArgument, NotFound)):
-                call(prompt, params)
-    assert engine.scheduler.requests == [] and engine._arrived == {}
+        with pytest.raises((InvalidArgument, NotFound)):
+            engine.admit("a", prompt, params)
+    assert engine.scheduler.requests == [] and engine._arrived == {} and engine.num_unseeded == 0
     engine.scheduler.check()
 
 
@@ -176,9 +174,13 @@ def test_generate_does_not_wait_for_a_client(tiny: Tiny) -> None:
 
 def test_nothing_runs_behind_stop(tiny: Tiny) -> None:
     llm = tiny()
-    llm.engine.add("a", PROMPT, PARAMS)
+    add(llm.engine, "a", PROMPT, PARAMS)
     llm.engine.stop()
-    with pytest.raises(RuntimeError, match="stopped"):
-        llm.engine.step()
+    events: list[EngineEvent] = []
+    while not llm.engine.idle:
+        events += llm.engine.step()
+    [failed] = events
+    assert isinstance(failed, Failed) and "stopped" in str(failed.error)
+    assert isinstance(failed.error.__cause__, RuntimeError)
     llm.engine.scheduler.check()
     assert llm.engine.scheduler.requests == []

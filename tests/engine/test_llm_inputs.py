@@ -33,7 +33,7 @@ def state(llm: LLM) -> tuple[object, ...]:
     scheduler, pool = llm.engine.scheduler, llm.engine.scheduler.pools["target"]
     return (
         scheduler.step, len(scheduler.requests), scheduler._num_arrivals, list(pool.free), list(pool.evictable),
-        llm.engine.stats.num_steps, llm._num_requests, llm.engine._seeds.getstate(),
+        llm.engine.stats.num_steps, llm._num_requests, llm.engine.num_unseeded,
     )  # fmt: skip
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pagedec import LLM, SamplingParams
 from pagedec.errors import InvalidArgument, RequestError
-from pagedec.outputs import RequestOutput
+from pagedec.outputs import CompletionOutput, RequestOutput
+from pagedec.params import RequestOutputKind
 from tests.algorithms.beam import BeamParams
 from tests.algorithms.interactive import InteractiveParams
 from tests.algorithms.ngram import NGramParams
@@ -34,7 +36,7 @@ def check_growth(outputs: list[RequestOutput]) -> None:
 
 def settled(llm: LLM) -> bool:
     llm.engine.scheduler.check()
-    return llm.engine.scheduler.requests == [] and not llm._streams._open and llm.engine.observe is None
+    return llm.engine.scheduler.requests == [] and not llm.loop._sinks and not llm.engine._arrived
 
 
 @pytest.mark.parametrize(
@@ -138,8 +140,8 @@ def test_salts_keep_streams_apart(tiny: Tiny) -> None:
     assert cached == [0, 48, 0, 0] and list(llm.stream(salted, params))[-1].num_cached_tokens == 48
 
 
-def test_a_failed_step_ends_its_streams(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever takes the step gets the device's error; the others' next output is one that says what happened."""
+def test_a_device_that_is_gone_ends_all_streams(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them says so, with the device's error; one that had not begun finds it back."""
     llm, params = tiny(), SamplingParams(max_tokens=30, ignore_eos=True)
     streams = [llm.stream(IDS, params) for _ in range(3)]
     for stream in streams[:2]:
@@ -150,30 +152,56 @@ def test_a_failed_step_ends_its_streams(tiny: Tiny, monkeypatch: pytest.MonkeyPa
 
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.executor, "execute", fail)
-        with pytest.raises(RuntimeError, match="the device is gone"):
-            for _ in range(3):
-                next(streams[0])
-    with pytest.raises(RequestError, match="was given up: a step failed"):
-        for _ in range(3):
-            next(streams[1])
-    assert list(streams[2])[-1].finished, "a stream that had not begun is none of the failed"
+        for stream in streams[:2]:
+            with pytest.raises(RequestError, match="the device is gone"):
+                for _ in range(3):
+                    next(stream)
+    assert list(streams[2])[-1].finished
     assert settled(llm)
 
 
-def test_observers_go_on_observing(tiny: Tiny) -> None:
-    llm, seen = tiny(), []
-    llm.engine.observe = seen.append
-    list(llm.stream(IDS, SamplingParams(max_tokens=3, ignore_eos=True)))
-    assert len(seen) >= 3 and llm.engine.observe is not None
-    llm.engine.observe = None
+@pytest.mark.parametrize("params", [
+    SamplingParams(temperature=0, max_tokens=20), SamplingParams(n=3, seed=4, max_tokens=14, logprobs=2),
+    SamplingParams(temperature=0, max_tokens=24, stop=["\n\nThe", ". It"], include_stop_str_in_output=True),
+    SamplingParams(temperature=0, max_tokens=5, detokenize=False), BeamParams(3, max_tokens=6),
+], ids=range(5))  # fmt: skip
+def test_what_an_output_holds(text_llm: LLM, params: Any) -> None:
+    """Pieces add up to the whole, whose numbers and endings the last piece of each answer has; or there is the whole alone."""
+    [expected] = text_llm.generate(PROMPT, params, use_tqdm=False)
+    [final] = text_llm.stream(PROMPT, replace(params, output_kind=RequestOutputKind.FINAL_ONLY))
+    assert final.outputs == expected.outputs and final.finished
+    whole: dict[int, CompletionOutput] = {}
+    for output in text_llm.stream(PROMPT, replace(params, output_kind=RequestOutputKind.DELTA)):
+        for piece in output.outputs:
+            last = whole.get(piece.index)
+            logprobs = None if piece.logprobs is None else [*((last and last.logprobs) or ()), *piece.logprobs]
+            assert last is None or last.finish_reason is None or (output.finished and not piece.token_ids)
+            whole[piece.index] = replace(
+                piece, text=(last.text if last else "") + piece.text, logprobs=logprobs,
+                token_ids=[*(last.token_ids if last else ()), *piece.token_ids],
+            )  # fmt: skip
+    assert [whole[index] for index in sorted(whole)] == expected.outputs
+
+
+def test_log_probabilities_come_with_their_tokens(tiny: Tiny) -> None:
+    llm, params = tiny(), SamplingParams(seed=1, max_tokens=9, logprobs=2, ignore_eos=True)
+    outputs = list(llm.stream(IDS, params))
+    [whole] = outputs[-1].outputs
+    assert whole.logprobs is not None and len(outputs) == 9
+    for output in outputs:
+        [answer] = output.outputs
+        assert answer.logprobs == whole.logprobs[: len(answer.token_ids)]
+    assert outputs[-2].outputs[0].cumulative_logprob == pytest.approx(
+        sum(table[token].logprob for token, table in zip(whole.token_ids[:8], whole.logprobs, strict=False) if table)
+    )
 
 
 def test_decoders_mix(tiny: Tiny) -> None:
     """Sampling, speculation and beams in one call and in streams, each as it is alone; beams come only when they are done."""
     llm = tiny(num_blocks=60)
     params = [
-        SamplingParams(temperature=0, max_tokens=12, logprobs=1), BeamParams(3, 10),
-        NGramParams(temperature=0.7, seed=2, max_tokens=20, n=2), SamplingParams(seed=1, n=3, max_tokens=9), BeamParams(2, 14),
+        SamplingParams(temperature=0, max_tokens=12, logprobs=1), BeamParams(3, max_tokens=10),
+        NGramParams(temperature=0.7, seed=2, max_tokens=20, n=2), SamplingParams(seed=1, n=3, max_tokens=9), BeamParams(2, max_tokens=14),
     ]  # fmt: skip
     alone = [llm.generate(IDS, own, use_tqdm=False)[0].outputs for own in params]
     mixed = llm.generate([IDS] * 5, params, use_tqdm=False, priority=[0, 1, 0, 2, 0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from pagedec.core.processing import NO_PROCESSING, Processing
 from pagedec.core.reporting import NO_REPORTING, Reporting
 from pagedec.engine.options import Options, Vocabulary, read_options
 from pagedec.errors import InvalidArgument
-from pagedec.params import SamplingParams
+from pagedec.params import RequestParams, SamplingParams
 
 # "a b": a word begins with a space, or with none at the start; "xyz" is two tokens either way.
 TEXTS = {
@@ -31,11 +30,15 @@ VOCABULARY = Vocabulary((b"<e>", b"a", b" a", b"b"), frozenset({0}), lambda text
 
 
 def read(vocabulary: Vocabulary | None = VOCABULARY, **fields: Any) -> Options:
-    return read_options(SimpleNamespace(**fields), 10, (0,), vocabulary)
+    """Fields as they are: a decoder's own parameters may check less than ours."""
+    params = RequestParams()
+    for name, value in fields.items():
+        object.__setattr__(params, name, value)
+    return read_options(params, 10, (0,), vocabulary)
 
 
 def test_parameters_that_say_nothing_cost_nothing() -> None:
-    for params in (SimpleNamespace(), SamplingParams()):
+    for params in (RequestParams(), SamplingParams()):
         options = read_options(params, 10, (0,), None)
         assert options.processing is NO_PROCESSING and options.reporting is NO_REPORTING
         assert options.stopping.strings is None and options.stopping.ends == (0,)

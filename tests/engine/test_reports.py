@@ -13,12 +13,12 @@ import transformers
 from pagedec import LLM, SamplingParams
 from pagedec.core.protocol import Child, Hypothesis, Verdict
 from pagedec.core.recording import answer_reports
-from pagedec.core.request import Progress
-from pagedec.engine.engine import Engine
+from pagedec.engine.engine import Engine, EngineEvent
 from pagedec.engine.options import Vocabulary
 from tests.algorithms.interactive import InteractiveParams
 from tests.engine.test_engine import PROMPT, drain
 from tests.models.checkpoints import VOCAB
+from tests.support import add, progress, step
 
 Tiny = Callable[..., LLM]
 LONG_PROMPT = [(7 * i) % VOCAB for i in range(150)]
@@ -53,7 +53,7 @@ def test_reports_are_transformers_log_softmax(
         prompt_logprobs=VOCAB,
         repetition_penalty=2.0,
     )
-    engine.add("a", LONG_PROMPT, params)
+    add(engine, "a", LONG_PROMPT, params)
     finished = drain(engine)["a"]
     [answer] = finished.answers
     assert finished.prompt_logprobs is not None and answer.logprobs is not None
@@ -87,12 +87,12 @@ def test_rows_that_are_read_in_turns(tiny: Tiny) -> None:
     alone = {}
     for name, (prompt, params) in cases.items():
         own = tiny().engine
-        own.add(name, prompt, params)
+        add(own, name, prompt, params)
         alone |= drain(own)
     for order in (list(cases), list(cases)[::-1], ["plain", "reported", "reported too", "penalised"]):
         engine = tiny().engine
         for name in order:
-            engine.add(name, *cases[name])
+            add(engine, name, *cases[name])
         for name, finished in drain(engine).items():
             assert finished.answers == alone[name].answers, name
             assert finished.prompt_logprobs == alone[name].prompt_logprobs, name
@@ -100,20 +100,20 @@ def test_rows_that_are_read_in_turns(tiny: Tiny) -> None:
 
 def test_nothing_is_reported_that_was_not_asked_for(tiny: Tiny) -> None:
     engine = tiny().engine
-    engine.add("a", PROMPT, SamplingParams(temperature=0, max_tokens=3))
-    engine.add("b", PROMPT, SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=0))
+    add(engine, "a", PROMPT, SamplingParams(temperature=0, max_tokens=3))
+    add(engine, "b", PROMPT, SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=0))
     ended = drain(engine)
     for name, reported in (("a", False), ("b", True)):
         finished = ended[name]
         assert (finished.prompt_logprobs is not None) == reported
         assert finished.answers[0].logprobs is None and finished.answers[0].cumulative_logprob is None
-    engine.add("c", PROMPT[:1], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2))
+    add(engine, "c", PROMPT[:1], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2))
     assert drain(engine)["c"].prompt_logprobs == [None]
 
 
 def test_a_clients_tokens_have_no_report(tiny: Tiny) -> None:
     engine = tiny().engine
-    request = engine.add("s", PROMPT, InteractiveParams(temperature=0, logprobs=1, ignore_eos=True))
+    request = add(engine, "s", PROMPT, InteractiveParams(temperature=0, logprobs=1, ignore_eos=True))
 
     def edit(*children: Child) -> None:
         engine.edit("s", Verdict(children))
@@ -122,7 +122,7 @@ def test_a_clients_tokens_have_no_report(tiny: Tiny) -> None:
         state = request.branches[0].state
         edit(Child(request.branches[0], state=type(state)(remaining=count)))
         for _ in range(count):
-            engine.step()
+            step(engine)
 
     generate(2)
     drawn = request.history.suffix(request.branches[0].tip, 2)
@@ -150,31 +150,34 @@ def with_vocabulary(engine: Engine) -> Engine:
 def test_an_answer_says_where_its_stop_string_ended(tiny: Tiny) -> None:
     engine = with_vocabulary(tiny().engine)
     plain = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    engine.add("plain", PROMPT, plain)
+    add(engine, "plain", PROMPT, plain)
     tokens = drain(engine)["plain"].answers[0].token_ids
     stop = f"{tokens[3]};{tokens[4]}"[:-1]
-    seen: list[Progress] = []
-    engine.observe = lambda events: seen.extend(event for event in events if isinstance(event, Progress))
-    engine.add("a", PROMPT, plain.clone(stop=["never", stop], logprobs=0))
-    [answer] = drain(engine)["a"].answers
+    seen: list[EngineEvent] = []
+    add(engine, "a", PROMPT, plain.clone(stop=["never", stop], logprobs=0))
+    [answer] = drain(engine, seen)["a"].answers
     text = "".join(f"{token};" for token in answer.token_ids)
     assert answer.finish_reason == "stop" and answer.stop_token_id is None and answer.stop_string == stop
     assert text[: len(text) - answer.excess_bytes].endswith(stop)
     assert text.find(stop) + len(stop) == len(text) - answer.excess_bytes
-    assert tokens[: len(answer.token_ids)] == answer.token_ids == [token for event in seen for token in event.tokens]
-    assert answer.logprobs == [entry for event in seen for entry in event.logprobs or ()]
+    assert (
+        tokens[: len(answer.token_ids)]
+        == answer.token_ids
+        == [token for event in progress(seen) for token in event.tokens]
+    )
+    assert answer.logprobs == [entry for event in progress(seen) for entry in event.logprobs or ()]
 
 
 def test_kv_use_can_be_read_after_each_step(tiny: Tiny) -> None:
     engine = tiny(num_blocks=32).engine
-    engine.add("a", LONG_PROMPT[:40], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    add(engine, "a", LONG_PROMPT[:40], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
     used = []
     while engine.scheduler.requests:
-        engine.step()
+        step(engine)
         used.append(engine.stats.num_blocks_used)
     assert used == sorted(used) and used[0] == 3 and used[-1] == engine.stats.max_blocks_used == 4
-    engine.add("b", [3], SamplingParams(temperature=0, max_tokens=1))
-    engine.step()
+    add(engine, "b", [3], SamplingParams(temperature=0, max_tokens=1))
+    step(engine)
     stats = engine.stats
     assert (stats.num_blocks, stats.num_blocks_used, stats.num_blocks_cached) == (32, 1, 3)
     assert stats.max_blocks_used == 4

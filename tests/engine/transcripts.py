@@ -20,7 +20,7 @@ from typing import Any
 
 from pagedec.core.plan import StepPlan
 from pagedec.core.protocol import Child, LaneForward, Roll, Verdict
-from pagedec.core.request import Ended, Event, Progress, Request
+from pagedec.core.request import Ended, Event, Failed, Progress, Request, Waiting
 from pagedec.core.stopping import Stopping
 from pagedec.decoders import make_decoder
 from pagedec.errors import PagedecError
@@ -86,16 +86,17 @@ class Driver:
         limit = len(text) + max_tokens
         params: Any
         if method == "beam":
-            params, stopping = BeamParams(int(options["width"]), max_tokens), Stopping()
+            params, stopping = BeamParams(int(options["width"]), max_tokens=max_tokens), Stopping()
         else:
             stopping = Stopping((), stops, min_tokens, None if method == "interactive" else max_tokens)
             seed = options.get("seed")
             temperature = 0.0 if seed is None else 1.0
             params = METHODS[method](n=int(options.get("n", "1")), temperature=temperature, seed=seed and int(seed))
-        self.engine.scheduler.add(
+        request = self.engine.scheduler.admit(
             name, lambda context: make_decoder(params, context), text, stopping, limit, priority=priority, salt=salt,
             eos_token_ids=(EOS,),
         )  # fmt: skip
+        self.engine.scheduler.add(request)
         return "ok"
 
     def abort(self, name: str) -> str:
@@ -204,6 +205,10 @@ def describe_event(event: Event) -> str:
             f"{request.id} ended: {len(request.done)} answers, {request.num_cached_tokens} tokens cached,"
             f" {request.num_preemptions} preemptions, {request.num_accepted_tokens} of {request.num_drafted_tokens} accepted"
         )
+    if isinstance(event, Waiting):
+        return f"{event.request.id} waits for its client"
+    if isinstance(event, Failed):
+        return f"{event.request.id} failed: {event.error}"
     hypothesis = event.hypothesis
     stop = "" if hypothesis.stop_token is None else f" at {hypothesis.stop_token}"
     return f"{event.request.id}[{hypothesis.rank}] done: {event.request.output(hypothesis)} {hypothesis.reason}{stop}"

@@ -19,6 +19,7 @@ from tests.algorithms.random_tree import RandomTreeParams
 from tests.algorithms.speculative import SpeculativeParams
 from tests.equivalence.conftest import make_engine, vocabulary
 from tests.equivalence.harness import Case, prompts, run
+from tests.support import add
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
@@ -41,21 +42,6 @@ class Feature:
     twice: bool = False
     priority: int = 0
     salt: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RuledBeamParams(BeamParams):
-    """Beams of a request with rules of its own: the engine reads them from any parameters by their names."""
-
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    no_repeat_ngram_size: int = 0
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
 
 
 STOP_TOKEN, STOP_TEXT, BAD_TEXT = "the fifth token", "text across two tokens", "text of the second token"
@@ -103,27 +89,23 @@ DECODERS: dict[str, Any] = {
     "random tree": RandomTreeParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
     "lookahead": LookaheadParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
     "draft model": SpeculativeParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
-    "beam search": RuledBeamParams(3, 6),
+    "beam search": BeamParams(3, max_tokens=6),
 }
 # Of the decoders of the tests; each with the error it gives and why.
 REFUSED = {
     ("beam search", "seed, temperature, top_p"): (TypeError, "its parameters have none: beams are not drawn"),
     ("beam search", "n = 3"): (TypeError, "its parameters have none: it returns beam_width answers"),
     ("beam search", "rules and reports, n = 3"): (TypeError, "as n = 3"),
-    ("beam search", "stop_token_ids"): (TypeError, "its parameters have none yet: beams end at the model's end tokens"),
-    ("beam search", "stop"): (TypeError, "its parameters have none yet: beams end at the model's end tokens"),
 }
 
 
 def with_features(params: Any, changes: dict[str, Any]) -> Any:
     """The decoder's parameters with a feature; what depends on the text is taken from plain decoding's."""
     changes = dict(changes)
-    if isinstance(params, SamplingParams):
-        tokens = alone(params).answers[0].token_ids
-        if changes.get("stop_token_ids") == STOP_TOKEN:
-            changes["stop_token_ids"] = (tokens[4],)
-        if changes.get("stop") == STOP_TEXT:
-            changes["stop"] = (_across(tokens),)
+    if changes.get("stop_token_ids") == STOP_TOKEN:
+        changes["stop_token_ids"] = (alone(params).answers[0].token_ids[4],)
+    if changes.get("stop") == STOP_TEXT:
+        changes["stop"] = (_across(alone(params).answers[0].token_ids),)
     if changes.get("bad_words") == BAD_TEXT:
         tokens = alone(DECODERS["greedy and sampling"]).answers[0].token_ids
         changes["bad_words"] = (_text(tokens[1]),)
@@ -158,7 +140,7 @@ def in_engine(engine: Engine, feature: Feature, params: Any) -> FinishedRequest:
     """With the feature, and with those around it."""
     for _ in range(1 + feature.twice):
         cases = list(OTHERS) if feature.others else []
-        request = engine.add("cell", PROMPT, params, feature.priority, feature.salt)
+        request = add(engine, "cell", PROMPT, params, feature.priority, feature.salt)
         disturb = random.Random(5) if feature.disturb else None
         outcome = run(engine, cases, disturb, waiting_for=["cell"])
         engine.scheduler.check()

@@ -17,9 +17,12 @@ from pagedec.core.branch import Branch
 from pagedec.core.protocol import DRAW_DTYPE, Answer, DecoderContext, LaneForward, Query, Sampler, TopK, Verdict
 from pagedec.decoders import decoder, make_decoder
 from pagedec.engine.engine import Engine, FinishedRequest
+from pagedec.fields import rules
 from pagedec.models.base import Model
+from pagedec.params import RequestParams
 from pagedec.runtime.cache import allocate_cache
 from pagedec.runtime.runner import LaneRunner
+from tests.support import add, step
 
 TRACED = 8  # log-probabilities recorded at each position: their bits are the row's bits
 TEXTS = [json.loads(line)["prompt"] for line in Path(__file__).parent.parent.joinpath("data/prompts.jsonl").open()]
@@ -62,14 +65,16 @@ def prompts(count: int, low: int, high: int, seed: int = 0) -> list[tuple[int, .
 
 # ------------------------------------------------------------------------------------------------------------ tracing
 @dataclass(frozen=True)
-class TracedParams:
+class TracedParams(RequestParams):
     """Any decoder's parameters; its rows' log-probabilities go to `trace` as bytes, by stream and position."""
 
-    inner: Any
+    inner: Any = None
     trace: dict[tuple[int, int], bytes] = field(default_factory=dict, repr=False)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+
+def traced(inner: Any) -> TracedParams:
+    """What `inner` asks for, traced."""
+    return TracedParams(inner=inner, **{name: getattr(inner, name) for name in rules(RequestParams)})
 
 
 @decoder("test-traced", params=TracedParams)
@@ -122,12 +127,12 @@ def run(
     while len(outcome.tokens) < count:
         while waiting and (disturb is None or disturb.random() < 0.7):
             case = waiting.pop(0)
-            engine.add(case.name, case.prompt, case.params)
-        if disturb and engine.scheduler.requests and disturb.random() < 0.15:
+            add(engine, case.name, case.prompt, case.params)
+        if disturb and engine.scheduler.requests and disturb.random() < 0.3:
             engine.scheduler.preempt(disturb.choice(engine.scheduler.requests).id)
-        for finished in engine.step():
-            outcome.finished[finished.request_id] = finished
-            outcome.tokens[finished.request_id] = [answer.token_ids for answer in finished.answers]
+        for finished in step(engine):
+            outcome.finished[finished.request.id] = finished
+            outcome.tokens[finished.request.id] = [answer.token_ids for answer in finished.answers]
             outcome.num_preemptions += finished.metrics.num_preemptions
             outcome.num_cached += finished.metrics.num_cached_tokens
             outcome.num_accepted += finished.metrics.num_accepted_tokens

@@ -22,6 +22,7 @@ from tests.algorithms.oracle_tree import OracleTreeParams
 from tests.algorithms.random_tree import RandomTreeParams
 from tests.algorithms.speculative import SpeculativeParams
 from tests.equivalence.harness import Case, Scratch, prompts, run
+from tests.support import add
 
 Make = Callable[..., Engine]
 Plain = Callable[[Case], list[list[int]]]
@@ -66,8 +67,8 @@ def test_each_method_alone_equals_plain_decoding(engine: Make, plain: Plain) -> 
 @pytest.mark.parametrize(("num_blocks", "rows"), [(14, 64), (16, 16)])
 def test_all_methods_in_one_batch_under_preemption(engine: Make, plain: Plain, num_blocks: int, rows: int) -> None:
     cases = lossless()
-    outcome = run(engine(num_blocks=num_blocks, max_num_batched_tokens=rows), cases, random.Random(num_blocks))
-    assert outcome.num_preemptions > 2, "the pool was too large to show anything"
+    outcome = run(engine(num_blocks=num_blocks, max_num_batched_tokens=rows), cases, random.Random(num_blocks + rows))
+    assert outcome.num_preemptions > 2, "nothing was shown"
     assert_plain(cases, outcome.tokens, plain)
 
 
@@ -92,7 +93,7 @@ def beams(count: int) -> list[Case]:
         Case(
             f"beam {i}",
             text,
-            BeamParams(2 + 2 * (i % 2), 5, early_stopping=i % 2 == 0, length_penalty=0.5 + 0.5 * (i % 3)),
+            BeamParams(2 + 2 * (i % 2), max_tokens=5, early_stopping=i % 2 == 0, length_penalty=0.5 + 0.5 * (i % 3)),
         )
         for i, text in enumerate(texts)
     ]
@@ -106,7 +107,7 @@ def test_beams_equal_beam_search_on_lists(engine: Make, scratch: Scratch) -> Non
         for case in cases
     }
     assert run(roomy, cases).tokens == want
-    outcome = run(tight, [*cases, *lossless()[:4]], random.Random(2))
+    outcome = run(tight, [*cases, *lossless()[:4]], random.Random(6))
     assert outcome.num_preemptions > 0
     assert {case.name: outcome.tokens[case.name] for case in cases} == want
 
@@ -118,12 +119,12 @@ def test_sessions_equal_plain_lists(engine: Make, scratch: Scratch, num_blocks: 
     prompt, seed, vocab_size = prompts(1, 8, 12, seed=4)[0], 3, own.limits.vocab_size
     limit = SESSION_ROOM
     params = InteractiveParams(temperature=0.8, seed=seed, max_tokens=200, ignore_eos=True)
-    request = own.add("session", prompt, params)
+    request = add(own, "session", prompt, params)
     client = Client(
         lambda: request.branches, lambda verdict: own.edit("session", verdict), request.history.tokens, seed, limit,
         vocab_size,
     )  # fmt: skip
-    own.add("beside", prompts(1, 20, 30, seed=5)[0], SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
+    add(own, "beside", prompts(1, 20, 30, seed=5)[0], SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
     for _ in range(500):
         if not own.scheduler.requests:
             break

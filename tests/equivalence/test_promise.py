@@ -17,7 +17,7 @@ from tests.algorithms.lookahead import LookaheadParams
 from tests.algorithms.ngram import NGramParams
 from tests.algorithms.random_tree import RandomTreeParams
 from tests.algorithms.speculative import SpeculativeParams
-from tests.equivalence.harness import Case, Outcome, TracedParams, prompts, run
+from tests.equivalence.harness import Case, Outcome, prompts, run, traced
 
 Make = Callable[..., Engine]
 
@@ -45,7 +45,7 @@ SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=12)
 def cases(count: int, low: int = 3, high: int = 60) -> list[Case]:
     """Greedy and seeded requests in turn, traced."""
     return [
-        Case(f"request {i}", prompt, TracedParams(GREEDY if i % 2 else replace(SEEDED, seed=i)))
+        Case(f"request {i}", prompt, traced(GREEDY if i % 2 else replace(SEEDED, seed=i)))
         for i, prompt in enumerate(prompts(count, low, high))
     ]
 
@@ -53,7 +53,7 @@ def cases(count: int, low: int = 3, high: int = 60) -> list[Case]:
 def fresh(case: Case, name: str = "", **changes: object) -> Case:
     """The same request with an empty trace."""
     inner = replace(case.params.inner, **changes) if changes else case.params.inner
-    return Case(name or case.name, case.prompt, TracedParams(inner))
+    return Case(name or case.name, case.prompt, traced(inner))
 
 
 def assert_same(a: list[Case], b: list[Case], left: Outcome, right: Outcome) -> None:
@@ -100,13 +100,13 @@ def test_prefix_hit_equals_miss(engine: Make) -> None:
 
 def test_four_samples_equal_their_streams_alone(engine: Make) -> None:
     prompt = prompts(1, 20, 40)[0]
-    together = Case("n=4", prompt, TracedParams(replace(SEEDED, n=4)))
+    together = Case("n=4", prompt, traced(replace(SEEDED, n=4)))
     answers = run(engine(), [together]).tokens["n=4"]
     assert len({tuple(answer) for answer in answers}) == 4
     trace: dict[tuple[int, int], bytes] = {}
     for stream in range(4):
         params = StreamParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=12, stream=stream)
-        single = Case(f"stream {stream}", prompt, TracedParams(params))
+        single = Case(f"stream {stream}", prompt, traced(params))
         assert run(engine(), [single]).tokens[single.name] == [answers[stream]]
         trace |= single.params.trace
     assert trace == together.params.trace
@@ -117,7 +117,7 @@ def test_speculated_equals_not(engine: Make, method: type[SamplingParams]) -> No
     def drafted(case: Case) -> Case:
         p = case.params.inner
         params = method(n=p.n, temperature=p.temperature, top_p=p.top_p, seed=p.seed, max_tokens=24)
-        return Case(case.name, case.prompt, TracedParams(params))
+        return Case(case.name, case.prompt, traced(params))
 
     plain = [fresh(case, max_tokens=24) for case in cases(6, 10, 70)]
     speculated = [drafted(case) for case in plain]

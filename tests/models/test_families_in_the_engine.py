@@ -17,7 +17,7 @@ from pagedec.engine.engine import Engine
 from pagedec.engine.loader import LoadedModel, assemble, choose_backend, load_model
 from pagedec.kernels.library import available_isas
 from tests.algorithms.random_tree import RandomTreeParams
-from tests.equivalence.harness import Case, Outcome, TracedParams, run
+from tests.equivalence.harness import Case, Outcome, run, traced
 from tests.models.checkpoints import VOCAB, make_checkpoint, variant
 
 VARIANTS = {
@@ -76,7 +76,7 @@ def cases() -> list[Case]:
     for i in range(6):
         shared = out[-1].prompt[: rng.randrange(10, 30)] if i % 2 else ()
         prompt = (*shared, *(rng.randrange(3, VOCAB) for _ in range(rng.randrange(20, 50))))
-        out.append(Case(f"request {i}", prompt, TracedParams(GREEDY if i % 3 else replace(SAMPLED, seed=i))))
+        out.append(Case(f"request {i}", prompt, traced(GREEDY if i % 3 else replace(SAMPLED, seed=i))))
     return out
 
 
@@ -118,7 +118,7 @@ def test_drafted_trees_change_nothing(make: Make) -> None:
             ignore_eos=True,
             max_nodes=16,
         )
-        drafted.append(Case(case.name, case.prompt, TracedParams(params)))
+        drafted.append(Case(case.name, case.prompt, traced(params)))
     speculated = run(make(), drafted)
     assert speculated.num_accepted > 0
     assert_same(plain, run(make(), plain), drafted, speculated)

@@ -1,0 +1,239 @@
+"""What a decoder or a device says, before anything follows from it. A decoder's mistake is found here, by name, and is its own
+request's alone."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+
+import numpy as np
+
+from pagedec.core.branch import Branch
+from pagedec.core.draft import Draft
+from pagedec.core.history import History
+from pagedec.core.protocol import (
+    Answers,
+    Ask,
+    Child,
+    Decoder,
+    Hypothesis,
+    LaneForward,
+    LogProbs,
+    Query,
+    Roll,
+    Sample,
+    Sampler,
+    TopK,
+    Verdict,
+)
+from pagedec.errors import InvalidArgument, InvariantError
+
+MAX_INT32 = 2**31 - 1
+REASONS = ("stop", "length")
+
+
+# ------------------------------------------------------------------------------------------------------------- queries
+def check_queries(queries: Sequence[Query], branches: Sequence[Branch], vocab_size: int) -> None:
+    """Raise `InvalidArgument` unless each query is of a living branch, each branch is asked once, and drafts and asks can be run."""
+    alive, asked = set(branches), set()
+    for i, query in enumerate(queries):
+        if not isinstance(query, Query):
+            raise InvalidArgument(f"queries[{i}]", query, "must be a Query")
+        branch = query.branch
+        if not isinstance(branch, Branch) or branch not in alive:
+            raise InvalidArgument(f"queries[{i}].branch", branch, "must be one of the request's living branches")
+        if branch in asked:
+            raise InvalidArgument(f"queries[{i}].branch", branch.tip, "must be asked at most once a step")
+        asked.add(branch)
+        if not isinstance(query.asks, tuple):
+            raise InvalidArgument(f"queries[{i}].asks", query.asks, "must be a tuple of asks")
+        try:
+            _check_draft(query.draft, vocab_size)
+            for ask in query.asks:
+                _check_ask(ask, query.draft, vocab_size)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"queries[{i}].{error.field}", error.value, error.limit) from None
+
+
+def _check_draft(draft: Draft | Roll, vocab_size: int) -> None:
+    if isinstance(draft, Draft):
+        _check_tokens("draft.tokens", draft.tokens, vocab_size)
+    elif isinstance(draft, Roll):
+        _check_whole("draft.count", draft.count, 0, MAX_INT32)
+        _check_sampler("draft.sampler", draft.sampler)
+        _check_stream("draft.stream", draft.stream)
+    else:
+        raise InvalidArgument("draft", draft, "must be a Draft or a Roll")
+
+
+def _check_ask(ask: Ask, draft: Draft | Roll, vocab_size: int) -> None:
+    """Nodes are those of the draft that was proposed: the scheduler may strip it, and answers what was run."""
+    if isinstance(ask, Sample):
+        _check_sampler("asks.sampler", ask.sampler)
+        if not ask.streams:
+            raise InvalidArgument("asks.streams", ask.streams, "must name at least one stream")
+        for stream in ask.streams:
+            _check_stream("asks.streams", stream)
+    elif isinstance(ask, TopK):
+        _check_whole("asks.k", ask.k, 1, vocab_size)
+    elif isinstance(ask, LogProbs):
+        if len(ask.nodes) != len(ask.tokens):
+            raise InvalidArgument("asks.tokens", len(ask.tokens), f"must be one for each of {len(ask.nodes)} nodes")
+        _check_tokens("asks.tokens", ask.tokens, vocab_size)
+    else:
+        raise InvalidArgument("asks", ask, "must be a Sample, a TopK or a LogProbs")
+    if ask.nodes is not None:
+        last = draft.num_nodes
+        for node in ask.nodes:
+            _check_whole("asks.nodes", node, 0, last)
+
+
+def _check_sampler(field: str, sampler: Sampler) -> None:
+    problem = _sampler_problem(sampler) if isinstance(sampler, Sampler) else ("", sampler, "must be a Sampler")
+    if problem is not None:
+        name, value, limit = problem
+        raise InvalidArgument(f"{field}.{name}" if name else field, value, limit)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sampler_problem(sampler: Sampler) -> tuple[str, object, str] | None:
+    """What the kernels could not draw with: field, value and limit."""
+    if not (math.isfinite(sampler.temperature) and sampler.temperature >= 0):
+        return "temperature", sampler.temperature, "must be a finite number, 0 or more"
+    if not (isinstance(sampler.top_k, int) and 0 <= sampler.top_k <= MAX_INT32):
+        return "top_k", sampler.top_k, f"must be a whole number from 0 to {MAX_INT32}"
+    if not 0 < sampler.top_p <= 1:
+        return "top_p", sampler.top_p, "must be above 0 and at most 1"
+    if not 0 <= sampler.min_p <= 1:
+        return "min_p", sampler.min_p, "must be from 0 to 1"
+    if not isinstance(sampler.seed, int):
+        return "seed", sampler.seed, "must be a whole number"
+    return None
+
+
+def _check_stream(field: str, stream: object) -> None:
+    if not isinstance(stream, int):
+        raise InvalidArgument(field, stream, "must be a whole number: a stream is 64 bits")
+
+
+def _check_whole(field: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or not low <= value <= high:
+        raise InvalidArgument(field, value, f"must be a whole number from {low} to {high}")
+
+
+def _check_tokens(field: str, tokens: Iterable[object], vocab_size: int) -> None:
+    for token in tokens:
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise InvalidArgument(field, token, f"must be token ids, whole numbers from 0 to {vocab_size - 1}")
+
+
+# ------------------------------------------------------------------------------------------------------------ verdicts
+def check_verdict(
+    history: History,
+    live: Sequence[Branch],
+    evaluated: Mapping[Branch, Draft],
+    verdict: Verdict,
+    vocab_size: int,
+    decoder: Decoder | None = None,
+) -> None:
+    """Find everything that can be wrong with a verdict before anything changes. Raises `InvalidArgument`.
+
+    `evaluated`: the branches queried, with the draft that was run behind each. `decoder`: whose width a gang must keep to.
+    """
+    if not isinstance(verdict, Verdict):
+        raise InvalidArgument("verdict", verdict, "must be a Verdict")
+    alive, dropped = set(live), set(verdict.drop)
+    if not dropped <= alive:
+        raise InvalidArgument("drop", len(dropped - alive), "of the branches dropped are not alive")
+    for i, child in enumerate(verdict.live):
+        try:
+            _check_child(history, alive - dropped if dropped else alive, evaluated, child, vocab_size)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"live[{i}]{error.field}", error.value, error.limit) from None
+    for i, hypothesis in enumerate(verdict.done):
+        try:
+            _check_hypothesis(history, hypothesis, vocab_size)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"done[{i}]{error.field}", error.value, error.limit) from None
+    if decoder is not None and decoder.gang:
+        touched = {child.parent for child in verdict.live} | dropped | set(evaluated)
+        width = len(verdict.live) + sum(branch not in touched for branch in live)
+        if width > decoder.width:
+            raise InvalidArgument("live", width, f"branches must be at most the gang's declared width, {decoder.width}")
+
+
+def _check_child(
+    history: History, alive: set[Branch], evaluated: Mapping[Branch, Draft], child: Child, vocab_size: int
+) -> None:
+    if not isinstance(child, Child):
+        raise InvalidArgument("", child, "must be a Child")
+    parent = child.parent
+    if not isinstance(parent, Branch) or parent not in alive:
+        tip = parent.tip if isinstance(parent, Branch) else parent
+        raise InvalidArgument(".parent", tip, "must be the tip of a branch that is alive")
+    if child.tokens:
+        _check_tokens(".tokens", child.tokens, vocab_size)
+    if child.keep is not None:
+        length = history.depth[parent.tip]
+        if child.path:
+            raise InvalidArgument(".path", child.path, "must be empty where keep is given")
+        if not isinstance(child.keep, int) or not 1 <= child.keep <= length:
+            raise InvalidArgument(".keep", child.keep, f"must be from 1 to the branch's length, {length}")
+    if child.path:
+        draft = evaluated.get(parent)
+        size = len(draft.tokens) if draft is not None else 0
+        inside = all(isinstance(node, int) and 1 <= node <= size for node in child.path)
+        if draft is None or not inside or draft.path(child.path[-1]) != tuple(child.path):
+            raise InvalidArgument(".path", child.path, "must be a way down the draft of this step's query")
+    _check_score(child.score)
+
+
+def _check_hypothesis(history: History, hypothesis: Hypothesis, vocab_size: int) -> None:
+    if not isinstance(hypothesis, Hypothesis):
+        raise InvalidArgument("", hypothesis, "must be a Hypothesis")
+    _check_whole(".tip", hypothesis.tip, 1, len(history.token) - 1)
+    _check_tokens(".tokens", hypothesis.tokens, vocab_size)
+    check_rank(".rank", hypothesis.rank)
+    _check_score(hypothesis.score)
+    if hypothesis.reason not in REASONS:
+        raise InvalidArgument(".reason", hypothesis.reason, f"must be one of {', '.join(REASONS)}")
+
+
+def _check_score(score: object) -> None:
+    if score is not None and (not isinstance(score, Real) or math.isnan(score)):
+        raise InvalidArgument(".score", score, "must be a number")
+
+
+def check_rank(field: str, rank: object) -> None:
+    """Raise unless `rank` may order a request's answers."""
+    _check_whole(field, rank, 0, MAX_INT32)
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+def check_answers(forwards: Mapping[str, LaneForward], answers: Answers, vocab_size: int) -> None:
+    """Raise `InvariantError` unless a device's answers are ones: as many as were asked for, of tokens that there are."""
+    for lane, forward in forwards.items():
+        given = answers.get(lane)
+        if given is None:
+            raise InvariantError(f"lane {lane} was not answered")
+        expected = (len(forward.draws),), (len(forward.topk_rows), forward.topk_k), (len(forward.logprob_rows),)
+        if lane == "target" and (given.draws.shape, given.topk_tokens.shape, given.logprobs.shape) != expected:
+            found = given.draws.shape, given.topk_tokens.shape, given.logprobs.shape
+            raise InvariantError(f"lane {lane} was answered in shapes {found}, not {expected}")
+        rolled = [len(chain) for chain in given.rolled]
+        if rolled != [roll.count for roll in forward.rolls]:
+            raise InvariantError(
+                f"lane {lane} has rolled {rolled} tokens, not {[roll.count for roll in forward.rolls]}"
+            )
+        for tokens in (
+            given.draws,
+            given.topk_tokens,
+            np.array([t for chain in given.rolled for t in chain], np.int32),
+        ):
+            if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+                wrong = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
+                raise InvariantError(f"lane {lane} has answered token {wrong}; there are {vocab_size}")
+        if np.isnan(given.topk_logprobs).any() or np.isnan(given.logprobs).any():
+            raise InvariantError(f"lane {lane} has answered log-probabilities that are no numbers")

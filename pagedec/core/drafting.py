@@ -1,0 +1,120 @@
+"""Drafts: rows behind the chains of a step, from what all chains have left. A draft takes no row, no block and no place that a
+living chain needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from pagedec.core.branch import Branch
+from pagedec.core.copies import CopyPlan
+from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.limits import SchedulerLimits
+from pagedec.core.plan import Work
+from pagedec.core.preemption import Room
+from pagedec.core.protocol import Query, Roll
+from pagedec.core.request import Request
+from pagedec.core.rows import Rows
+from pagedec.core.table import reserve
+
+
+class Chain(NamedTuple):
+    """A branch whose next `num_tokens` pending tokens have their rows. `is_whole`: they are all of them, so its query is answered."""
+
+    branch: Branch
+    num_tokens: int
+    query: Query
+    is_whole: bool
+
+
+class Drafting:
+    """Lays out the chains that drafts may follow, with the drafts that fit."""
+
+    __slots__ = ("_copies", "_limits", "_postponed", "_room", "_rows", "wanted")
+
+    def __init__(self, limits: SchedulerLimits, rows: Rows, copies: Mapping[str, CopyPlan], room: Room) -> None:
+        self._limits, self._rows, self._copies, self._room = limits, rows, copies, room
+        self._postponed: list[tuple[Request, Sequence[Chain]]] = []
+        self.wanted = 0
+        """Rows of all drafts so far."""
+
+    def postpone(self, request: Request, chains: Sequence[Chain]) -> None:
+        """Lay out these chains, which have their rows and their blocks, when all others have theirs, too."""
+        self._postponed.append((request, chains))
+        self.wanted += sum(chain.query.draft.num_nodes for chain in chains if chain.is_whole)
+
+    def grant(self) -> None:
+        """Lay out what was postponed, in the order of the requests, each draft whole or not at all."""
+        for request, chains in self._postponed:
+            if request.decoder.gang:
+                self._lay_gang(request, chains)
+                continue
+            for chain in chains:
+                self._lay(request, chain)
+
+    def _lay(self, request: Request, chain: Chain) -> None:
+        branch, count, draft, roll, size = chain.branch, chain.num_tokens, chain.query.draft, -1, 0
+        if isinstance(draft, Roll):
+            draft, roll = self._plan_roll(request, branch, draft, chain.is_whole)
+        if chain.is_whole and draft.num_nodes and self._fits(request, branch, draft, self._rows.left):
+            size = draft.num_nodes
+        if not size or not reserve([(branch.table, count + size)], self._copies["target"]):
+            draft, size = EMPTY, 0
+        self._rows.left -= size
+        self._rows.lay(request, branch, count, chain.query if chain.is_whole else None, draft, roll)
+
+    def _lay_gang(self, request: Request, chains: Sequence[Chain]) -> None:
+        """All drafts of a gang, or none."""
+        drafts = [EMPTY if isinstance(chain.query.draft, Roll) else chain.query.draft for chain in chains]
+        size = sum(draft.num_nodes for draft in drafts)
+        both = list(zip(chains, drafts, strict=True))
+        fit = size <= self._rows.left and all(self._fits(request, c.branch, d, size) for c, d in both if d.num_nodes)
+        wants = [(chain.branch.table, chain.num_tokens + draft.num_nodes) for chain, draft in both]
+        granted = size > 0 and fit and reserve(wants, self._copies["target"])
+        self._rows.left -= size if granted else 0
+        for chain, draft in both:
+            self._rows.lay(request, chain.branch, chain.num_tokens, chain.query, draft if granted else EMPTY)
+
+    def _fits(self, request: Request, branch: Branch, draft: Draft | Roll, rows_left: int) -> bool:
+        """A draft must fit the step's rows, the table, and the longest sequence the request may reach."""
+        size, length = draft.num_nodes, request.history.depth[branch.tip]
+        pool = branch.table.pool
+        capacity = pool.width * pool.block_size
+        return size <= rows_left and length + size <= capacity and length + max(draft.depths()) <= request.limit
+
+    # ---- the draft lane
+    def _plan_roll(self, request: Request, branch: Branch, roll: Roll, is_whole: bool) -> tuple[Draft | Roll, int]:
+        """Best effort: catch up by chunks beside the target lane, roll when caught up, else let the step go plain."""
+        if "draft" not in branch.tables or roll.count < 1:
+            return EMPTY, -1
+        table, rows, history = branch.tables["draft"], self._rows, request.history
+        builder = rows.builders["draft"]
+        table.truncate(table.length)  # a tail that no step has used is forgotten
+        length = history.depth[branch.tip]
+        pending = length - table.length
+        count = min(pending, self._limits.chunk, rows.draft_left)
+        caught_up = is_whole and count == pending and length + roll.count <= request.limit
+        caught_up = caught_up and length + roll.count - 1 <= self._limits.longest("draft")  # the last one is only drawn
+        if rows.draft_left <= 0 or not (caught_up or count) or not self._can_read(request, branch, count):
+            return EMPTY, -1
+        want = count + (roll.count - 1 if caught_up else 0)
+        while not reserve([(table, want)], self._copies["draft"]):
+            if not self._room.make_on_draft_lane(branch):
+                return EMPTY, -1
+        start = table.length
+        tokens = history.slice(branch.tip, start, start + count)
+        row = builder.add(table, start, tokens, history.token[branch.tip])
+        work = Work(request, branch, table, start, count)
+        if caught_up:
+            work.roll = builder.roll(table, row, length, roll, request.processing, branch.prompt_length)
+        rows.plan.works.append(work)
+        rows.draft_left -= max(1, count)
+        return (roll, work.roll) if caught_up else (EMPTY, -1)
+
+    def _can_read(self, request: Request, branch: Branch, count: int) -> bool:
+        """The draft model has a context and a vocabulary of its own; what goes beyond them it never sees."""
+        start, limits = branch.tables["draft"].length, self._limits
+        if start + count > limits.longest("draft"):
+            return False
+        tokens = request.history.slice(branch.tip, start, start + count)
+        return max(tokens, default=0) < limits.vocab_size_of("draft")

@@ -1,0 +1,105 @@
+"""The rows of one step: how many are left, and which branch has which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pagedec.core.branch import Branch
+from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.layout import LaneBuilder
+from pagedec.core.limits import SchedulerLimits
+from pagedec.core.plan import StepPlan, Work, WorkReport
+from pagedec.core.processing import NO_PROCESSING
+from pagedec.core.protocol import Query, Roll
+from pagedec.core.request import Request
+
+
+class Rows:
+    """Hands out a step's rows. A branch takes the rows of its chain in its turn; they are laid out then or, where a draft may follow
+    them, when it is known whether it does."""
+
+    __slots__ = ("_caching", "_whole", "builders", "computing", "draft_left", "left", "plan", "seqs_left", "target")
+
+    def __init__(self, limits: SchedulerLimits, builders: Mapping[str, LaneBuilder], plan: StepPlan) -> None:
+        self.builders, self.plan, self.target = builders, plan, builders["target"]
+        self.left = self.draft_left = self._whole = limits.max_num_batched_tokens
+        self.seqs_left = limits.max_num_seqs
+        self.computing: set[bytes] = set()  # keys of the blocks that this step fills
+        self._caching = limits.enable_prefix_caching
+
+    @property
+    def is_full(self) -> bool:
+        return self.left <= 0 or self.seqs_left <= 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Nobody has a row yet."""
+        return self.left == self._whole
+
+    def take(self, request: Request, branch: Branch, count: int) -> None:
+        """Count the rows of `count` pending tokens of a branch; without a pending token, the row that reads the root."""
+        table, start = branch.table, branch.table.length
+        self.left -= max(1, count)
+        self.seqs_left -= 1
+        branch.planned_in = self.plan.step
+        if request.first_step < 0:
+            self.admit(request, start)
+        if self._caching:
+            size, history = table.pool.block_size, request.history
+            length = history.depth[branch.tip]
+            last = min(-(-(start + count) // size) * size, length // size * size)
+            for end in range(start // size * size + size, last + 1, size):
+                self.computing.add(history.block_key(branch.tip, end))
+
+    def admit(self, request: Request, num_cached: int) -> None:
+        """Note a request's first row, and what the prefix cache had of its prompt."""
+        request.first_step = self.plan.step
+        request.num_cached_tokens = min(num_cached, request.prompt_length)
+
+    def lay(
+        self,
+        request: Request,
+        branch: Branch,
+        count: int,
+        query: Query | None,
+        draft: Draft | Roll = EMPTY,
+        roll: int = -1,
+    ) -> None:
+        """Lay out `count` pending tokens of a branch and the draft behind them, for which there is room."""
+        history, table, target = request.history, branch.table, self.target
+        start, length = table.length, history.depth[branch.tip]
+        tokens = history.slice(branch.tip, start, start + count)
+        root = target.add(table, start, tokens, history.token[branch.tip], draft)
+        work = Work(request, branch, table, start, count, query=query, draft=draft)
+        if request.awaits_prompt_report(branch):
+            self._report_prompt(work, root - max(1, count) + 1, count)
+        if query is not None:
+            read: dict[int, int] = {}
+            work.asks = target.read(query, root, length, draft, request.stopping, read)
+            self.mark(work, read)
+        if isinstance(draft, Roll):
+            work.roll = roll
+            self.builders["draft"].use_roll(roll, root + 1)
+        self.plan.works.append(work)
+
+    def mark(self, work: Work, read: dict[int, int]) -> None:
+        """Have a work's read-out rows processed and reported as its request says; `read` maps nodes to them."""
+        request, target = work.request, self.target
+        if request.processing is not NO_PROCESSING:
+            target.process(read.values(), request.processing, work.branch.prompt_length)
+        if request.reports is not None and request.reports.reporting.num_logprobs is not None:
+            num_top = request.reports.reporting.num_logprobs
+            work.report = work.report or WorkReport()
+            work.report.rows = {node: target.marks.report_row(row, num_top) for node, row in read.items()}
+
+    def _report_prompt(self, work: Work, first_row: int, count: int) -> None:
+        """Have the prompt tokens that follow a work's rows reported, as far as they were not before."""
+        request, branch = work.request, work.branch
+        assert request.reports is not None and request.reports.reporting.num_prompt_logprobs is not None
+        position = max(work.start + 1, len(request.reports.prompt))
+        tokens = request.history.slice(branch.tip, position, min(work.start + count + 1, branch.prompt_length))
+        if not tokens:
+            return
+        num_top = request.reports.reporting.num_prompt_logprobs
+        first_given, place = self.target.read_given(first_row + position - work.start - 1, tokens, num_top)
+        work.report = WorkReport({}, first_given, len(tokens), place, position)

@@ -1,0 +1,260 @@
+"""The loop around the engine: the only caller of `Engine.step`. Any thread may bring requests; one at a time drives for all."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
+
+from pagedec.core.reporting import TokenLogprobs
+from pagedec.core.request import Failed, Finished, Progress, Request
+from pagedec.engine.engine import Engine, EngineEvent, FinishedRequest
+from pagedec.engine.interrupts import held_interrupts
+from pagedec.errors import InvalidArgument, NotFound, PagedecError, RequestError
+
+WAIT_SECONDS = 0.05
+"""How long a thread sleeps before it looks whether it was interrupted, or forgotten by one that drove."""
+CLOSED = "was given up: the engine is closed"
+T = TypeVar("T")
+
+
+class Sink(Protocol):
+    """Takes what becomes of one request. Called between steps by whoever drives, so it must be quick, and must not wait for the loop.
+    What it raises fails its request, and no other."""
+
+    def tokens(self, rank: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> None:
+        """The answer of this rank has new tokens, with their reports where there are any."""
+
+    def ended(self, event: Finished) -> None:
+        """One answer is complete; others may still run."""
+
+    def finished(self, result: FinishedRequest) -> None:
+        """All answers are complete. Nothing follows."""
+
+    def failed(self, error: RequestError) -> None:
+        """The request could not be carried out. Nothing follows."""
+
+
+class EngineLoop:
+    """Steps an engine for the requests of any number of threads.
+
+    Either a thread of its own drives (`start`), or whoever waits for something does (`drive`); in the second case nothing runs while
+    nobody waits. Requests come from `engine.admit`, which any thread may call.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.after_step: list[Callable[[], None]] = []
+        """Called after each step by whoever drives, when all sinks have been told."""
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._filled = threading.Event()
+        self._driving = threading.Lock()
+        self._waiting: dict[threading.Event, Callable[[], bool]] = {}
+        self._sinks: dict[str, Sink] = {}
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self.broken: BaseException | None = None
+        """What has ended the loop's own thread, if anything has."""
+
+    # ---- what any thread may do
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queue what `engine.admit` has made; `sink` is told what becomes of it. Raises `InvalidArgument` if the loop is closed."""
+        self._require_open()
+        self._post(lambda: self._add(request, sink))
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request between two steps; its sink is told nothing more. One that is over, or never was, is none."""
+        self._post(lambda: self._abort(request_id))
+        self._tidy()
+
+    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Have whoever drives call `function` with the engine between two steps. Raises `InvalidArgument` if the loop is closed."""
+        self._require_open()
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(self.engine))
+                except Exception as error:
+                    future.set_exception(error)
+
+        self._post(run)
+        return future
+
+    def drive(self, until: Callable[[], bool]) -> None:
+        """Return when `until()`, which must be cheap. Steps for everybody unless somebody else does already.
+
+        On the main thread Ctrl-C is held back until a step is over, and then raised. Raises `InvalidArgument` where the loop is closed
+        before `until()`, and what the engine raises.
+        """
+        with held_interrupts() as raise_if_interrupted:
+            while not until():
+                raise_if_interrupted()
+                if self._thread is not None or not self._driving.acquire(blocking=False):
+                    self._wait(until)
+                    continue
+                try:
+                    while not until():
+                        raise_if_interrupted()
+                        if not self._inbox:
+                            self._require_open()
+                        self._turn()
+                finally:
+                    self._driving.release()
+                    self._wake(anyone=True)
+                    self._tidy()
+
+    # ---- a thread of its own
+    def start(self) -> None:
+        """Drive in a thread until `close`."""
+        self._require_open()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="pagedec-engine", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Fail what still runs, and give up the device. May be called again, and from any thread but the loop's own."""
+        if self._closed:
+            return
+        self._closed = True
+        self._post(self._fail_all)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        with self._driving:
+            self._empty_inbox()
+            self._finish_turn()
+            self.engine.stop()
+
+    def _run(self) -> None:
+        try:
+            while not self._closed or self._inbox:
+                with self._driving:
+                    self._turn()
+        except BaseException as error:  # our own mistake: nobody must wait for what will not come
+            self._closed, self.broken = True, error
+            with self._driving:
+                self._fail_all()
+                self._finish_turn()
+            raise
+
+    # ---- one turn, by whoever holds `_driving`
+    def _turn(self) -> None:
+        self._empty_inbox()
+        if self.engine.idle:
+            if not self._closed:  # wait for somebody to bring something
+                self._filled.wait(WAIT_SECONDS if self._thread is None else None)
+        else:
+            self._tell(self.engine.step())
+        self._finish_turn()
+
+    def _finish_turn(self) -> None:
+        for hook in self.after_step:
+            hook()
+        if self._waiting:
+            self._wake()
+
+    def _empty_inbox(self) -> None:
+        self._filled.clear()
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _tidy(self) -> None:
+        """Carry out what was posted while somebody else drove, who may have stopped: perhaps nobody ever drives again."""
+        while self._inbox and self._driving.acquire(blocking=False):
+            try:
+                with held_interrupts():
+                    self._empty_inbox()
+                    self._finish_turn()
+            finally:
+                self._driving.release()
+
+    def _add(self, request: Request, sink: Sink) -> None:
+        if self._closed:
+            sink.failed(RequestError(request.id, CLOSED))
+            return
+        try:
+            self.engine.add(request)
+        except PagedecError as error:
+            problem = RequestError(request.id, f"was not begun: {error}")
+            problem.__cause__ = error
+            sink.failed(problem)
+            return
+        self._sinks[request.id] = sink
+
+    def _abort(self, request_id: str) -> None:
+        if self._sinks.pop(request_id, None) is not None:
+            with contextlib.suppress(NotFound):  # it has failed, and the next step would have told of it
+                self.engine.abort(request_id)
+
+    def _fail_all(self) -> None:
+        sinks, self._sinks = self._sinks, {}
+        for request_id, sink in sinks.items():
+            with contextlib.suppress(NotFound):
+                self.engine.abort(request_id)
+            problem = RequestError(request_id, f"was given up: {self.broken!r}" if self.broken else CLOSED)
+            problem.__cause__ = self.broken
+            with contextlib.suppress(Exception):  # the last word to a sink that may be gone
+                sink.failed(problem)
+
+    def _tell(self, events: Sequence[EngineEvent]) -> None:
+        sinks = self._sinks
+        for event in events:
+            request = event.request
+            sink = sinks.get(request.id)
+            if sink is None:
+                continue
+            try:
+                if isinstance(event, Progress):
+                    sink.tokens(event.rank, event.tokens, event.logprobs)
+                elif isinstance(event, Finished):
+                    sink.ended(event)
+                elif isinstance(event, FinishedRequest):
+                    sink.finished(event)
+                    del sinks[request.id]
+                elif isinstance(event, Failed):
+                    del sinks[request.id]
+                    sink.failed(event.error)
+                else:
+                    problem = "its decoder waits for a client; only a session can go on with it"
+                    self.engine.fail(request.id, RequestError(request.id, problem))
+            except Exception as error:
+                self._drop(request.id, sink, error)
+
+    def _drop(self, request_id: str, sink: Sink, error: Exception) -> None:
+        """A sink has failed: so does its request."""
+        self._sinks.pop(request_id, None)
+        with contextlib.suppress(NotFound):
+            self.engine.abort(request_id)
+        problem = RequestError(request_id, f"its results cannot be taken: {error!r}")
+        problem.__cause__ = error
+        with contextlib.suppress(Exception):  # it was told of its own mistake
+            sink.failed(problem)
+
+    # ---- threads that wait
+    def _post(self, action: Callable[[], None]) -> None:
+        self._inbox.append(action)
+        self._filled.set()
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        """Sleep until somebody has seen `until()`, or nobody drives."""
+        woken = threading.Event()
+        self._waiting[woken] = until
+        try:
+            if not until():
+                woken.wait(WAIT_SECONDS)
+        finally:
+            self._waiting.pop(woken, None)
+
+    def _wake(self, anyone: bool = False) -> None:
+        for woken, until in list(self._waiting.items()):
+            if until() or anyone:
+                woken.set()
+                anyone = False
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise InvalidArgument("LLM", "closed", "must be open: its device and its memory were given up")

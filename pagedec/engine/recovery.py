@@ -1,0 +1,72 @@
+"""After a failed step: the same again, then halves of it, until the request that cannot be carried out stands alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from pagedec.core.request import Request
+
+RETRIES = 2
+"""How often the requests of a failed step are tried again together, before they are told apart: most failures pass."""
+MAX_FAILURES = 24
+"""Failures without one good step between them after which it is the device that cannot go on. Telling one request of 2^16 apart takes
+1 + RETRIES + 16 of them."""
+
+
+@dataclass(slots=True)
+class _Trial:
+    """Requests that must each get through a step before they run with the others again."""
+
+    requests: list[Request]
+    retries: int
+
+
+class Recovery:
+    """Which requests may run, and which are given up. While some are on trial only those run: what fails then is theirs."""
+
+    def __init__(self) -> None:
+        self._trials: list[_Trial] = []  # the last one is on
+        self._num_failures = 0
+
+    @property
+    def only(self) -> Collection[Request] | None:
+        """The requests on trial; None: all may run."""
+        while self._trials:
+            trial = self._trials[-1]
+            trial.requests = [request for request in trial.requests if not request.closed and not request.idle]
+            if trial.requests:
+                return trial.requests
+            self._trials.pop()
+        return None
+
+    def passed(self, answered: Iterable[Request]) -> None:
+        """A step has been carried out, and these requests were answered in it: they are not to blame."""
+        self._num_failures = 0
+        if self._trials:
+            through = set(answered)
+            trial = self._trials[-1]
+            trial.requests = [request for request in trial.requests if request not in through]
+
+    def failed(self, suspects: Sequence[Request]) -> list[Request] | None:
+        """A step with the requests `suspects` has failed. Returns those that are given up; None: everybody is."""
+        self._num_failures += 1
+        if self._num_failures >= MAX_FAILURES:
+            self._trials.clear()
+            self._num_failures = 0
+            return None
+        retries = RETRIES
+        if self._trials:
+            trial = self._trials.pop()
+            retries = trial.retries
+            rest = [request for request in trial.requests if request not in suspects]
+            if rest:
+                self._trials.append(_Trial(rest, retries))
+        if retries > 0:
+            self._trials.append(_Trial(list(suspects), retries - 1))
+            return []
+        if len(suspects) == 1:
+            return list(suspects)
+        half = len(suspects) // 2
+        self._trials += (_Trial(list(suspects[half:]), 0), _Trial(list(suspects[:half]), 0))
+        return []

@@ -1,0 +1,214 @@
+"""`AsyncLLM` runs prompts and conversations for coroutines; a thread of its own steps the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from pagedec.errors import InvalidArgument
+from pagedec.llm.front import Front
+from pagedec.llm.prompts import Prepared, Prompt, as_priorities, read_salt
+from pagedec.llm.streams import Stream
+from pagedec.outputs import RequestOutput
+from pagedec.text.chat_template import Message, Tool
+
+LONG_TEXT = 20_000
+"""Characters from which on a prompt is tokenised in a thread: some 5 ms, which an event loop should not be held up for."""
+
+
+class AsyncLLM(Front):
+    """A model and everything it needs to write text for coroutines. Arguments are those of `EngineConfig.from_kwargs`.
+
+    Any number of coroutines, of any event loops, stream at the same time from one batch. Leave it with `close`, or as a context
+    manager, asynchronous or not.
+    """
+
+    def __init__(self, model: str | None = None, **engine_args: Any) -> None:
+        super().__init__(model, **engine_args)
+        self._readers: dict[str, Reader] = {}
+        self._mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
+        self.loop.after_step.append(self._deliver)
+        self.loop.start()
+
+    # ---- text from prompts
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: Any = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The answers to one prompt as they grow; what each output holds says `sampling_params.output_kind`, by default all of the
+        text so far. The last one is `finished`.
+
+        A reader that is slower than the engine gets what has come meanwhile in one output. Leaving the iterator, closing it, or
+        cancelling the task aborts the request before the next step. `request_id`: a name for `abort` and for the outputs, of no
+        request that still runs. Raises `InvalidArgument` naming field, value and limit, and `RequestError` where the request fails.
+        """
+        orders = as_priorities([priority], 1)
+        salt = read_salt("cache_salt", cache_salt)
+        if _is_long(prompt):
+            prepared = await asyncio.to_thread(self.prepare, [prompt], sampling_params, orders, salt, request_id)
+        else:
+            prepared = self.prepare([prompt], sampling_params, orders, salt, request_id)
+        async for output in self._stream(prepared):
+            yield output
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: Any = None,
+        request_id: str | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        tools: Sequence[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The answer to one conversation as it grows. What the arguments mean: see `generate` and `render_chat`."""
+        template = {
+            "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
+            "chat_template": chat_template, "tools": tools, "template_kwargs": chat_template_kwargs,
+        }  # fmt: skip
+        orders = as_priorities([priority], 1)
+        prepared = await asyncio.to_thread(self.prepare_chat, [messages], sampling_params, orders, template, request_id)
+        async for output in self._stream(prepared):
+            yield output
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests. Their iterators give out what there is, with the reason "abort"; one that is over, or never was, is none."""
+        for one in (request_id,) if isinstance(request_id, str) else tuple(request_id):
+            reader = self._readers.get(one)
+            if reader is not None:
+                self.loop.abort(one)
+                reader.stream.aborted()
+                reader.wake()
+
+    async def check_health(self) -> None:
+        """Raise what has ended the engine's thread, if anything has."""
+        if self.loop.broken is not None:
+            raise self.loop.broken
+
+    async def _stream(self, prepared: list[Prepared]) -> AsyncGenerator[RequestOutput, None]:
+        job, request = prepared.pop()
+        reader = Reader(self._mailbox(), Stream(job, self.answers))
+        if self._readers.setdefault(job.request_id, reader) is not reader:
+            raise InvalidArgument("request_id", job.request_id, "must not be the id of a request that still runs")
+        try:
+            self.loop.submit(request, reader.stream)
+            del request  # the loop's now
+            while True:
+                await reader.news()
+                for output in reader.stream.read():
+                    yield output
+                    if output.finished:
+                        return
+        finally:
+            del self._readers[job.request_id]
+            if not reader.stream.is_over:
+                self.loop.abort(job.request_id)
+
+    # ---- news from the engine's thread
+    def _mailbox(self) -> Mailbox:
+        events = asyncio.get_running_loop()
+        mailbox = self._mailboxes.get(events)
+        if mailbox is None:
+            mailbox = self._mailboxes[events] = Mailbox(events)
+        return mailbox
+
+    def _deliver(self) -> None:
+        for mailbox in list(self._mailboxes.values()):
+            for abandoned in mailbox.deliver():
+                self.loop.abort(abandoned)
+
+    # ---- the end
+    def shutdown(self) -> None:
+        """The same as `close`."""
+        self.close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    def __enter__(self) -> AsyncLLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Mailbox:
+    """The readers of one event loop that have news: all of them are woken with one call, after each step."""
+
+    def __init__(self, events: asyncio.AbstractEventLoop) -> None:
+        self.events = events
+        self._ready: list[Reader] = []
+
+    def put(self, reader: Reader) -> None:
+        """Have a reader woken after the step. Called by the engine's thread alone."""
+        self._ready.append(reader)
+
+    def deliver(self) -> list[str]:
+        """Wake the readers. Returns the requests of those whose event loop is closed."""
+        if not self._ready:
+            return []
+        ready, self._ready = self._ready, []
+        try:
+            self.events.call_soon_threadsafe(_wake, ready)
+        except RuntimeError:  # closed, and nobody has closed its iterators before
+            return [reader.stream.job.request_id for reader in ready]
+        return []
+
+
+class Reader:
+    """A coroutine that reads one stream."""
+
+    def __init__(self, mailbox: Mailbox, stream: Stream) -> None:
+        self.stream, self._mailbox = stream, mailbox
+        self._posted = False  # its news are in the mailbox, or were read since
+        self._waiter: asyncio.Future[None] | None = None
+        stream.notify = self._notify
+
+    async def news(self) -> None:
+        """Return when there is news."""
+        self._posted = False  # before looking: what comes from now on is posted again
+        while not self.stream.has_news:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+            self._posted = False
+
+    def wake(self) -> None:
+        """Go on reading. Called in the event loop."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _notify(self) -> None:
+        if not self._posted:
+            self._posted = True
+            self._mailbox.put(self)
+
+
+def _wake(readers: Sequence[Reader]) -> None:
+    for reader in readers:
+        reader.wake()
+
+
+def _is_long(prompt: Any) -> bool:
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return isinstance(text, str) and len(text) > LONG_TEXT

@@ -1,0 +1,97 @@
+"""What a call for many prompts collects: outputs in the prompts' order, errors apart, and a bar that moves meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future
+
+from tqdm import tqdm
+
+from pagedec.core.reporting import TokenLogprobs
+from pagedec.core.request import Finished
+from pagedec.engine.engine import FinishedRequest
+from pagedec.errors import RequestError, RequestsFailed
+from pagedec.llm.answers import Answers
+from pagedec.llm.prompts import Job
+from pagedec.outputs import RequestOutput
+
+REFRESH_SECONDS = 0.2
+"""Between two looks at the bar's numbers; it is drawn by tqdm's own clock."""
+
+
+class Collection:
+    """The jobs of one call. Texts are made by `texts`, apart from whoever steps the engine."""
+
+    def __init__(self, jobs: Sequence[Job], answers: Answers, texts: Executor, use_tqdm: bool) -> None:
+        self.jobs, self.answers, self.texts = jobs, answers, texts
+        self.num_left = len(jobs)
+        self.outputs: dict[str, Future[RequestOutput]] = {}
+        self.errors: dict[str, RequestError] = {}
+        self._bar = tqdm(total=len(jobs), desc="prompts", disable=not use_tqdm, dynamic_ncols=True)
+        self._num_tokens, self._began, self._shown = 0, time.perf_counter(), 0.0
+
+    @property
+    def done(self) -> bool:
+        return self.num_left == 0
+
+    def sink(self, job: Job) -> Collected:
+        """What takes one job's results."""
+        return Collected(self, job)
+
+    def count(self, num_tokens: int) -> None:
+        """Show that there are more tokens."""
+        self._num_tokens += num_tokens
+        now = time.perf_counter()
+        if not self._bar.disable and now - self._shown > REFRESH_SECONDS:
+            self._shown = now
+            self._bar.set_postfix_str(f"{self._num_tokens / (now - self._began):.1f} tokens/s")
+
+    def over(self, job: Job) -> None:
+        """One job has its output or its error."""
+        self.num_left -= 1
+        self._bar.update()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.close()
+
+    def results(self, return_errors: bool) -> list[RequestOutput]:
+        """One output for each job, in their order. Raises `RequestsFailed` if any has failed, unless errors are to be returned."""
+        outputs = []
+        for job in self.jobs:
+            error = self.errors.get(job.request_id)
+            if error is None:
+                outputs.append(self.outputs[job.request_id].result())
+            else:
+                outputs.append(RequestOutput(job.request_id, job.prompt, job.token_ids, [], True, error=error))
+        if self.errors and not return_errors:
+            errors = [output.error for output in outputs if output.error is not None]
+            raise RequestsFailed(errors, outputs) from errors[0]
+        return outputs
+
+
+class Collected:
+    """Takes one job's results."""
+
+    __slots__ = ("_collection", "_job", "_streamed")
+
+    def __init__(self, collection: Collection, job: Job) -> None:
+        self._collection, self._job, self._streamed = collection, job, 0
+
+    def tokens(self, rank: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> None:
+        self._streamed += len(token_ids)
+        self._collection.count(len(token_ids))
+
+    def ended(self, event: Finished) -> None:
+        """The output has all answers together."""
+
+    def finished(self, result: FinishedRequest) -> None:
+        collection, job = self._collection, self._job
+        collection.outputs[job.request_id] = collection.texts.submit(collection.answers.request, job, result)
+        collection.count(result.metrics.num_output_tokens - self._streamed)  # gangs have none before their end
+        collection.over(job)
+
+    def failed(self, error: RequestError) -> None:
+        self._collection.errors[self._job.request_id] = error
+        self._collection.over(self._job)

@@ -1,0 +1,166 @@
+"""What `LLM` and `AsyncLLM` have in common: a loaded model, and the way in for prompts."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pagedec.config import EngineConfig
+from pagedec.engine.engine import Engine
+from pagedec.engine.loader import load_engine
+from pagedec.engine.loop import EngineLoop
+from pagedec.errors import InvalidArgument, NotFound
+from pagedec.llm.answers import Answers
+from pagedec.llm.compatibility import drop_neutral
+from pagedec.llm.defaults import sampling_defaults
+from pagedec.llm.prompts import Job, Prepared, Prompt, as_conversations, as_priorities, read_prompt, read_salt
+from pagedec.params import RequestParams, SamplingParams
+from pagedec.text.chat import Conversation
+from pagedec.text.chat_template import Message, render_chat
+from pagedec.text.tokenizer import Tokenizer
+
+
+class Front:
+    """A model with its engine, tokenizer and defaults. Everything here may be called from any thread."""
+
+    def __init__(self, model: str | None = None, **engine_args: Any) -> None:
+        if model is not None:
+            engine_args["model"] = model
+        self.config = EngineConfig.from_kwargs(**drop_neutral(engine_args))
+        self._defaults = sampling_defaults(self.config.model)
+        self.engine: Engine
+        self.engine, self.tokenizer = load_engine(self.config)
+        self.answers = Answers(self.tokenizer, self.engine.limits.eos_token_ids)
+        self.loop = EngineLoop(self.engine)
+        self._num_requests = 0
+        self._admitting = threading.Lock()
+        self._closed = False
+
+    # ---- what goes with a model
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where nothing is said: the model's generation_config.json over our defaults."""
+        return SamplingParams.from_dict(self._defaults)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises `InvalidArgument` with skip_tokenizer_init."""
+        if self.tokenizer is None:
+            raise InvalidArgument("skip_tokenizer_init", True, "must be false: this needs the tokenizer")
+        return self.tokenizer
+
+    def conversation(self, messages: Sequence[Message] = (), **options: Any) -> Conversation:
+        """A chat whose prompts grow by appending, so that the prefix cache holds all that was said. See `Conversation`."""
+        return Conversation(self.get_tokenizer(), messages, **options)
+
+    # ---- the way in
+    def prepare(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Any = None,
+        priorities: Sequence[int] | None = None,
+        cache_salt: str = "",
+        request_id: str | None = None,
+    ) -> list[Prepared]:
+        """Check prompts and parameters, and make the requests that the loop takes. Raises `InvalidArgument`; nothing has changed then.
+
+        `sampling_params` is one object for all prompts or one for each; `priorities` one number for each; `cache_salt` of prompts
+        that bring none; `request_id` is a name for the only one.
+        """
+        if self._closed:
+            raise InvalidArgument("LLM", "closed", "must be open: its device and its memory were given up")
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise InvalidArgument(
+                "sampling_params", len(each), f"must be one, or one for each of {len(prompts)} prompts"
+            )
+        orders = as_priorities(priorities, len(prompts))
+        name = None if request_id is None else read_salt("request_id", request_id)
+        with self._numbered(len(prompts)) as first:
+            return [
+                self._prepared(
+                    name or str(first + i), f"prompts[{i}]", prompt, f"sampling_params[{i}]", own, order, cache_salt
+                )
+                for i, (prompt, own, order) in enumerate(zip(prompts, each, orders, strict=True))
+            ]
+
+    def prepare_chat(
+        self,
+        messages: Any,
+        sampling_params: Any,
+        priorities: Sequence[int] | None,
+        template: Mapping[str, Any],
+        request_id: str | None = None,
+    ) -> list[Prepared]:
+        """The same for one conversation or a list of them; `template` holds `render_chat`'s options."""
+        tokenizer = self.get_tokenizer()
+        conversations, several = as_conversations(messages)
+        prompts = []
+        for i, conversation in enumerate(conversations):
+            with _renamed("messages", f"messages[{i}]" if several else "messages"):
+                text = render_chat(tokenizer, conversation, **template)
+            prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
+        return self.prepare(prompts, sampling_params, priorities, request_id=request_id)
+
+    @contextlib.contextmanager
+    def _numbered(self, count: int) -> Iterator[int]:
+        """The first of `count` numbers for requests, while nobody else has any admitted. After an error all is as before: a call that
+        was refused does not change what later ones draw."""
+        with self._admitting:
+            first, num_unseeded = self._num_requests, self.engine.num_unseeded
+            try:
+                yield first
+                self._num_requests += count
+            except BaseException:
+                self.engine.num_unseeded = num_unseeded
+                raise
+
+    def _prepared(
+        self,
+        request_id: str,
+        field: str,
+        prompt: Prompt,
+        params_field: str,
+        params: Any,
+        priority: int,
+        cache_salt: str,
+    ) -> Prepared:
+        with _named(field, params_field, params):
+            text, token_ids, salt = read_prompt(prompt, field, self.tokenizer)
+            if isinstance(params, SamplingParams):
+                params = copy.copy(params)  # whose fields can be set
+            if isinstance(params, RequestParams) and params.truncate_prompt_tokens is not None:
+                token_ids = token_ids[-params.truncate_prompt_tokens :]
+            request = self.engine.admit(request_id, token_ids, params, priority, salt or cache_salt)
+        return Prepared(Job(request.id, text, token_ids, params), request)
+
+    # ---- the end
+    def close(self) -> None:
+        """Give up the device, the memory and the threads. What runs fails. May be called again."""
+        self._closed = True
+        self.loop.close()
+
+
+@contextlib.contextmanager
+def _named(prompt: str, sampling_params: str, params: object) -> Iterator[None]:
+    """Errors about one of several prompts, or about its parameters, say which one it was."""
+    try:
+        with _renamed("prompt", prompt):
+            yield
+    except NotFound as error:
+        limit = f"must be parameters of a decoder that is registered; {error.known}"
+        raise InvalidArgument(sampling_params, params, limit) from None
+
+
+@contextlib.contextmanager
+def _renamed(field: str, name: str) -> Iterator[None]:
+    """Errors about `field`, or about a part of it as in `field[2].role`, are about `name`."""
+    try:
+        yield
+    except InvalidArgument as error:
+        rest = error.field.removeprefix(field)
+        if field == name or rest == error.field or (rest and rest[0] not in "[."):
+            raise
+        raise type(error)(name + rest, error.value, error.limit) from None

@@ -1,0 +1,152 @@
+"""One request's answers while they grow: the engine's thread puts in what comes, the reader takes out what there is."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from pagedec.core.reporting import TokenLogprobs
+from pagedec.core.request import Finished
+from pagedec.engine.engine import Answer, FinishedRequest, answer_of
+from pagedec.errors import RequestError
+from pagedec.llm.answers import Answers
+from pagedec.llm.prompts import Job
+from pagedec.outputs import CompletionOutput, Logprob, RequestOutput
+from pagedec.params import RequestOutputKind
+from pagedec.text.streaming import TextStream
+
+_Tokens = tuple[int, Sequence[int], Sequence[TokenLogprobs | None] | None]
+
+
+class Stream:
+    """The sink of one request, and its reader. What comes faster than it is read is merged.
+
+    `notify` is called by the engine's thread when there is news. Everything else belongs to the reader's thread: texts are made
+    there. Text never ends within a character, nor with what may be the beginning of a stop string.
+    """
+
+    def __init__(self, job: Job, answers: Answers) -> None:
+        self.job, self.answers = job, answers
+        self.notify: Callable[[], None] | None = None
+        self._is_final_only = job.params.output_kind is RequestOutputKind.FINAL_ONLY
+        self.is_over = False
+        """Nothing more will come; what has come may still be unread."""
+        self._news: deque[_Tokens | tuple[int, Answer] | FinishedRequest | RequestError | None] = deque()
+        self._grown: dict[int, _Growing] = {}
+
+    # ---- the engine's side
+    def tokens(self, rank: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> None:
+        self._put((rank, token_ids, logprobs), is_quiet=self._is_final_only)
+
+    def ended(self, event: Finished) -> None:
+        self._put((event.hypothesis.rank, answer_of(event.request, event.hypothesis)))
+
+    def finished(self, result: FinishedRequest) -> None:
+        self.is_over = True
+        self._put(result)
+
+    def failed(self, error: RequestError) -> None:
+        self.is_over = True
+        self._put(error)
+
+    def _put(self, news: _Tokens | tuple[int, Answer] | FinishedRequest | RequestError, is_quiet: bool = False) -> None:
+        self._news.append(news)
+        if self.notify is not None and not is_quiet:
+            self.notify()
+
+    # ---- the reader's side
+    def aborted(self) -> None:
+        """The request was aborted: what there is will be its last output."""
+        if not self.is_over:
+            self.is_over = True
+            self._news.append(None)
+
+    @property
+    def has_news(self) -> bool:
+        return self.is_over if self._is_final_only else bool(self._news)
+
+    def read(self) -> Iterator[RequestOutput]:
+        """The outputs that the news make, of the kind that the request asks for: usually one, none where only the final one is
+        wanted. Raises `RequestError` behind them if the request has failed."""
+        job, is_delta = self.job, self.job.params.output_kind is RequestOutputKind.DELTA
+        touched: dict[int, _Growing] = {}
+        failure: RequestError | None = None
+        while self._news and failure is None:
+            news = self._news.popleft()
+            if isinstance(news, FinishedRequest):
+                final = self.answers.request(job, news)
+                if is_delta:
+                    final = replace(
+                        final, outputs=[self._growing(answer.index).rest(answer) for answer in final.outputs]
+                    )
+                yield final
+                return
+            if isinstance(news, RequestError):
+                failure = news
+                continue
+            if news is None:
+                yield self._cut()
+                return
+            growing = touched[news[0]] = self._growing(news[0])
+            if len(news) == 2:
+                growing.end(self.answers.completion(*news, job.params))
+            else:
+                growing.push(news[1], self.answers.logprobs(news[2]))
+        if touched and not self._is_final_only:
+            shown = sorted((touched if is_delta else self._grown).items())
+            parts = [growing.rest(growing.so_far) if is_delta else growing.so_far for _, growing in shown]
+            yield RequestOutput(job.request_id, job.prompt, job.token_ids, parts)
+        if failure is not None:
+            raise failure
+
+    def _cut(self) -> RequestOutput:
+        """The last output of a request that was aborted."""
+        job, is_delta = self.job, self.job.params.output_kind is RequestOutputKind.DELTA
+        parts = []
+        for _, growing in sorted(self._grown.items()):
+            if growing.so_far.finish_reason is None:
+                growing.end(replace(growing.so_far, finish_reason="abort"))
+            parts.append(growing.rest(growing.so_far) if is_delta else growing.so_far)
+        return RequestOutput(job.request_id, job.prompt, job.token_ids, parts, True)
+
+    def _growing(self, rank: int) -> _Growing:
+        growing = self._grown.get(rank)
+        if growing is None:
+            growing = self._grown[rank] = _Growing(rank, self.answers.stream(self.job.params))
+        return growing
+
+
+class _Growing:
+    """One answer: what it is so far, and how much of it was given out."""
+
+    __slots__ = ("_num_characters", "_num_tokens", "_text", "so_far")
+
+    def __init__(self, rank: int, text: TextStream | None) -> None:
+        self._text = text
+        self._num_characters = self._num_tokens = 0
+        self.so_far = CompletionOutput(rank, "", [])
+
+    def push(self, token_ids: Sequence[int], logprobs: list[dict[int, Logprob] | None] | None) -> None:
+        """Add tokens. A stop token, which belongs to no text, counts with the answer's end."""
+        last = self.so_far
+        if last.finish_reason is not None:
+            return
+        text = last.text + self._text.push(token_ids) if self._text is not None else ""
+        tables, total = last.logprobs, last.cumulative_logprob
+        if logprobs is not None:
+            tables = [*(tables or ()), *logprobs]
+            chosen = zip(token_ids, logprobs, strict=True)
+            total = (total or 0.0) + sum(table[token_id].logprob for token_id, table in chosen if table is not None)
+        self.so_far = CompletionOutput(last.index, text, [*last.token_ids, *token_ids], total, tables)
+
+    def end(self, answer: CompletionOutput) -> None:
+        """The answer is complete."""
+        self.so_far = answer
+
+    def rest(self, whole: CompletionOutput) -> CompletionOutput:
+        """What of the answer was not given out before."""
+        first, first_token = self._num_characters, self._num_tokens
+        self._num_characters, self._num_tokens = len(whole.text), len(whole.token_ids)
+        logprobs = None if whole.logprobs is None else whole.logprobs[first_token:]
+        return replace(whole, text=whole.text[first:], token_ids=whole.token_ids[first_token:], logprobs=logprobs)

@@ -1,0 +1,261 @@
+"""What one request's decoder says wrong ends that request alone: its neighbours keep their steps, their blocks and their bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagedec.core.branch import Branch
+from pagedec.core.draft import Draft
+from pagedec.core.protocol import (
+    Answer,
+    Child,
+    DecoderContext,
+    Hypothesis,
+    LogProbs,
+    Query,
+    Roll,
+    Sample,
+    Sampler,
+    TopK,
+    Verdict,
+)
+from pagedec.core.stopping import Stopping
+from pagedec.decoders import Sampling
+from pagedec.errors import RequestError
+from pagedec.params import SamplingParams
+from tests.algorithms.beam import Beam, BeamParams
+from tests.algorithms.interactive import SessionState
+from tests.algorithms.ngram import NGramParams
+from tests.core.fake import VOCABULARY, FakeEngine
+from tests.core.lane import session
+from tests.core.world import Case, World, limits, results
+
+PROMPT = [1, 2, 3, 4, 5, 6]
+AT = 3
+"""Tokens of its answer with which a decoder goes wrong: its neighbours are in the middle of theirs."""
+NAN = float("nan")
+
+
+class Wrong(Sampling):
+    """Says what it should not, once its answer has AT tokens."""
+
+    change_queries: Callable[[list[Query]], Any] | None = None
+    change_verdict: Callable[[Verdict], Any] | None = None
+    wrong_rank: Any = 0
+
+    def propose(self, branches: Sequence[Branch], room: int) -> Any:
+        queries = list(super().propose(branches, room))
+        if self.change_queries is None or not self._is_time(branches[0]):
+            return queries
+        return type(self).change_queries(queries)  # type: ignore[misc]
+
+    def advance(self, queries: Sequence[Query], answers: Sequence[Answer]) -> Any:
+        verdict = super().advance(queries, answers)
+        if self.change_verdict is None or not self._is_time(queries[0].branch):
+            return verdict
+        return type(self).change_verdict(verdict)  # type: ignore[misc]
+
+    def rank(self, state: Any) -> int:
+        if isinstance(self.wrong_rank, int):
+            return super().rank(state)
+        return self.wrong_rank() if callable(self.wrong_rank) else self.wrong_rank  # type: ignore[no-any-return]
+
+    def _is_time(self, branch: Branch) -> bool:
+        return self.context.history.depth[branch.tip] - self.context.prompt_length >= AT
+
+
+def asking(*asks: Any, draft: Any = None) -> Callable[[list[Query]], Any]:
+    """Queries that ask something else, of another draft."""
+
+    def change(queries: list[Query]) -> list[Query]:
+        return [replace(query, asks=asks, draft=query.draft if draft is None else draft) for query in queries]
+
+    return change
+
+
+def saying(**changes: Any) -> Callable[[Verdict], Any]:
+    """A verdict whose children say something else."""
+    return lambda verdict: Verdict(tuple(replace(child, **changes) for child in verdict.live))
+
+
+def done(**values: Any) -> Callable[[Verdict], Any]:
+    return lambda verdict: Verdict(done=(Hypothesis(**({"tip": verdict.live[0].parent.tip} | values)),))
+
+
+def boom(*_: Any) -> Any:
+    raise ZeroDivisionError("its own fault")
+
+
+TWO = Draft.chain((1, 2))
+QUERIES: dict[str, tuple[Callable[[list[Query]], Any], str]] = {
+    "raises": (boom, "ZeroDivisionError"),
+    "no list": (lambda _: 5, "not iterable"),
+    "no query": (lambda _: ["x"], r"queries\[0\] is 'x': must be a Query"),
+    "twice": (lambda queries: [*queries, *queries], r"queries\[2\].branch.*at most once"),
+    "a stranger": (
+        lambda queries: [replace(queries[0], branch=Branch(1, {}, (0,), 0, 1))], r"queries\[0\].branch.*living",
+    ),
+    "no branch": (lambda queries: [replace(queries[0], branch=[])], r"queries\[0\].branch"),
+    "asks in a list": (lambda queries: [replace(queries[0], asks=[TopK(1)])], r"asks.*must be a tuple"),
+    "no ask": (asking("top"), r"asks is 'top'"),
+    "k of 0": (asking(TopK(0)), rf"asks.k is 0: must be a whole number from 1 to {VOCABULARY}"),
+    "k beyond the vocabulary": (asking(TopK(VOCABULARY + 1)), rf"asks.k is {VOCABULARY + 1}"),
+    "k is half": (asking(TopK(1.5)), "asks.k is 1.5"),  # type: ignore[arg-type]
+    "a node that is not there": (asking(TopK(1, (1,))), "asks.nodes is 1: must be a whole number from 0 to 0"),
+    "a node behind the draft": (asking(TopK(1, (3,)), draft=TWO), "asks.nodes is 3"),
+    "a negative node": (asking(TopK(1, (-1,))), "asks.nodes is -1"),
+    "an unknown token": (asking(LogProbs((0,), (VOCABULARY,))), f"asks.tokens is {VOCABULARY}"),
+    "a negative token": (asking(LogProbs((0,), (-1,))), "asks.tokens is -1"),
+    "more nodes than tokens": (asking(LogProbs((0, 0), (1,))), "asks.tokens is 1: must be one for each of 2"),
+    "no stream": (asking(Sample(streams=())), "asks.streams"),
+    "a stream by name": (asking(Sample(streams=("a",))), "asks.streams is 'a'"),  # type: ignore[arg-type]
+    "temperature nan": (asking(Sample(Sampler(NAN))), "asks.sampler.temperature is nan"),
+    "temperature below 0": (asking(Sample(Sampler(-1.0))), "asks.sampler.temperature is -1.0"),
+    "top_p of 0": (asking(Sample(Sampler(1.0, top_p=0.0))), "asks.sampler.top_p is 0.0"),
+    "min_p above 1": (asking(Sample(Sampler(1.0, min_p=1.5))), "asks.sampler.min_p is 1.5"),
+    "top_k below 0": (asking(Sample(Sampler(1.0, top_k=-1))), "asks.sampler.top_k is -1"),
+    "no sampler": (asking(Sample(None)), "asks.sampler is None"),  # type: ignore[arg-type]
+    "no draft": (asking(TopK(1), draft=[1]), r"draft is \[1\]"),
+    "a draft of unknown tokens": (asking(TopK(1), draft=Draft.chain((1, VOCABULARY))), f"draft.tokens is {VOCABULARY}"),
+    "a draft of negative tokens": (asking(TopK(1), draft=Draft.chain((-1,))), "draft.tokens is -1"),
+    "a negative roll": (asking(TopK(1), draft=Roll(-1)), "draft.count is -1"),
+}  # fmt: skip
+VERDICTS: dict[str, tuple[Callable[[Verdict], Any], str]] = {
+    "raises": (boom, "ZeroDivisionError"),
+    "nothing": (lambda _: None, "verdict is None: must be a Verdict"),
+    "token -1": (saying(tokens=(-1,)), r"live\[0\].tokens is -1"),
+    "an unknown token": (saying(tokens=(1, VOCABULARY)), rf"live\[0\].tokens is {VOCABULARY}"),
+    "numpy's own numbers": (saying(tokens=(np.int32(1),)), r"live\[0\].tokens"),
+    "half a token": (saying(tokens=(1.5,)), r"live\[0\].tokens is 1.5"),
+    "a path without a draft": (saying(path=(1,)), r"live\[0\].path is \(1,\)"),
+    "a score that is none": (saying(score=NAN), r"live\[0\].score is nan"),
+    "kept and longer": (saying(keep=100), r"live\[0\].keep is 100"),
+    "kept by half": (saying(keep=2.5), r"live\[0\].keep is 2.5"),
+    "no child": (lambda verdict: Verdict(("x",)), r"live\[0\] is 'x': must be a Child"),  # type: ignore[arg-type]
+    "a stranger's child": (
+        lambda verdict: Verdict((Child(Branch(1, {}, (0,), 0, 1), (1,)),)), r"live\[0\].parent is 1",
+    ),
+    "drops a stranger": (lambda verdict: Verdict(drop=(Branch(1, {}, (0,), 0, 1),)), "drop is 1"),
+    "done nowhere": (done(tip=10**6), r"done\[0\].tip is 1000000"),
+    "done before the first token": (done(tip=0), r"done\[0\].tip is 0"),
+    "done with an unknown token": (done(tokens=(VOCABULARY,)), r"done\[0\].tokens"),
+    "done without reason": (done(reason="tired"), r"done\[0\].reason is 'tired': must be one of stop, length"),
+    "done at rank -1": (done(rank=-1), r"done\[0\].rank is -1"),
+    "done at no rank": (done(rank="first"), r"done\[0\].rank is 'first'"),
+    "done with no score": (done(score=NAN), r"done\[0\].score is nan"),
+    "no hypothesis": (lambda verdict: Verdict(done=((1, 2),)), r"done\[0\] is \(1, 2\)"),  # type: ignore[arg-type]
+}  # fmt: skip
+
+
+def neighbours() -> list[Case]:
+    """Plain and drafted samples, beams, and a session that waits: all of them in the middle when somebody goes wrong."""
+    long = Stopping(max_tokens=12)
+    return [
+        Case("greedy", SamplingParams(temperature=0), [*PROMPT, 7], None, long),
+        Case("samples", SamplingParams(n=3, seed=2), PROMPT, None, long),
+        Case("ngram", NGramParams(temperature=0), [1, 2, 3, 1, 2, 3, 1, 2], None, long),
+        Case("beams", BeamParams(3, max_tokens=10), PROMPT[::-1], None, limit=16),
+    ]
+
+
+def alone() -> dict[str, list[list[int]]]:
+    answers = {}
+    for case in neighbours():
+        engine = FakeEngine(World(0).models, limits(60))
+        request = case.add(engine.scheduler)
+        engine.run()
+        answers[case.name] = results(request)
+    return answers
+
+
+def wrong(**what: Any) -> Callable[[DecoderContext], Wrong]:
+    made = type(
+        "Made", (Wrong,), {name: staticmethod(value) if callable(value) else value for name, value in what.items()}
+    )
+    return lambda context: made(SamplingParams(n=2, seed=5), context)
+
+
+def run_beside(make: Callable[[DecoderContext], Any]) -> tuple[FakeEngine, RequestError]:
+    """The wrong request among its neighbours: they return what they return alone, and have given up nothing."""
+    want = alone()
+    engine = FakeEngine(World(0).models, limits(120, max_num_batched_tokens=64))
+    scheduler = engine.scheduler
+    cases = neighbours()
+    requests = [case.add(scheduler) for case in cases[:2]]
+    bad = scheduler.admit("bad", make, PROMPT, Stopping(max_tokens=9))
+    scheduler.add(bad)
+    requests += [case.add(scheduler) for case in cases[2:]]
+    waits = session(engine, [1, 2, 3])
+    scheduler.edit("session", Verdict((Child(waits.branches[0], state=SessionState(remaining=2)),)))
+    engine.run()
+    assert list(engine.failed) == ["bad"] and bad.closed and bad.branches == []
+    assert [results(request) for request in requests] == list(want.values())
+    assert not any(request.num_preemptions or request.num_released_branches for request in (*requests, waits))
+    cached = scheduler.pools["target"].num_blocks - len(scheduler.pools["target"].free)
+    assert cached > waits.branches[0].table.num_blocks, "the prefix cache is kept"
+    scheduler.abort("session")
+    engine.check_whole()
+    return engine, engine.failed["bad"]
+
+
+@pytest.mark.parametrize("name", QUERIES)
+def test_a_wrong_query(name: str) -> None:
+    change, message = QUERIES[name]
+    _, error = run_beside(wrong(change_queries=change))
+    assert error.request_id == "bad" and "cannot propose" in str(error)
+    with pytest.raises(RequestError, match=message):
+        raise error
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_a_wrong_verdict(name: str) -> None:
+    change, message = VERDICTS[name]
+    _, error = run_beside(wrong(change_verdict=change))
+    assert error.request_id == "bad" and "cannot advance" in str(error)
+    with pytest.raises(RequestError, match=message):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"), [(boom, "ZeroDivisionError"), ("first", "rank of live"), (None, "rank of")]
+)
+def test_a_wrong_rank(rank: Any, message: str) -> None:
+    _, error = run_beside(wrong(wrong_rank=rank))
+    with pytest.raises(RequestError, match=message):
+        raise error
+
+
+class Growing(Beam):
+    """A gang that forgets how wide it said it was."""
+
+    def advance(self, queries: Sequence[Query], answers: Sequence[Answer]) -> Verdict:
+        verdict = super().advance(queries, answers)
+        return Verdict(verdict.live * 2, verdict.done) if self.length == AT else verdict
+
+
+class Deaf(Beam):
+    """A gang that lets beams live behind their stops."""
+
+    def _stop(self, branch: Branch, token: int) -> None:
+        return None
+
+
+def test_a_gang_wider_than_it_said() -> None:
+    """It would never again find room for all of it in one step."""
+    _, error = run_beside(lambda context: Growing(BeamParams(3, max_tokens=9), context))
+    assert "live is 6: branches must be at most the gang's declared width, 3" in str(error)
+
+
+def test_a_gang_that_does_not_end_its_beams() -> None:
+    engine = FakeEngine(World(0).models, limits(60))
+    stopping = Stopping((), tuple(range(1, VOCABULARY)), max_tokens=9)
+    request = engine.scheduler.admit("bad", lambda context: Deaf(BeamParams(3), context), PROMPT, stopping)
+    engine.scheduler.add(request)
+    engine.run()
+    assert "it has ended" in str(engine.failed["bad"]) and request.done == []
+    engine.check_whole()

@@ -1,0 +1,150 @@
+"""Aborts and Ctrl-C at any moment: no block is lost, nobody else's answer changes, and the next request is right."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from pagedec.core.protocol import Answers, LaneForward
+from pagedec.engine.interrupts import held_interrupts
+from pagedec.errors import NotFound
+from pagedec.executor.inline import InlineExecutor
+from tests.engine.crowd import NUM_PROMPTS, SMALL, Tiny, Tokens, assert_whole, right_answers, workload
+from tests.support import add, drain, step
+
+
+# --------------------------------------------------------------------------------------------------------------- aborts
+@pytest.mark.parametrize("seed", range(6))
+def test_aborts_at_any_moment(tiny: Tiny, expected: list[Tokens], seed: int) -> None:
+    """Between steps, while a step is out, and from whoever watches the events; the others do not notice."""
+    engine = (llm := tiny(**SMALL)).engine
+    rng = random.Random(seed)
+    prompts, params = workload()
+    aborted: set[str] = set()
+    answers: dict[str, Tokens] = {}
+
+    def abort_somebody(*_: object) -> None:
+        if engine.scheduler.requests and rng.random() < 0.06:
+            chosen = rng.choice(engine.scheduler.requests).id
+            engine.abort(chosen)
+            aborted.add(chosen)
+            with pytest.raises(NotFound):
+                engine.abort(chosen)
+
+    class Meanwhile(InlineExecutor):
+        def execute(self, forwards: Mapping[str, LaneForward]) -> Future[Answers]:
+            abort_somebody()
+            done = super().execute(forwards)
+            abort_somebody()
+            return done
+
+    inner = engine.executor
+    assert isinstance(inner, InlineExecutor) and inner.runner is not None
+    engine.executor = Meanwhile(inner.runner)
+    for number in range(3 * NUM_PROMPTS):
+        i = number % NUM_PROMPTS
+        add(engine, f"{number}", prompts[i], params[i])
+        abort_somebody()
+        for finished in step(engine):
+            abort_somebody()
+            answers[finished.request.id] = [answer.token_ids for answer in finished.answers]
+        engine.scheduler.check()
+    answers |= drain(engine)
+    assert len(aborted) > 2 and len(answers) > 2
+    assert len(aborted | set(answers)) == 3 * NUM_PROMPTS
+    for number, answer in answers.items():
+        assert answer == expected[int(number) % NUM_PROMPTS]
+    engine.executor = inner
+    assert_whole(llm, expected)
+
+
+# ----------------------------------------------------------------------------------------------------------- interrupts
+def interrupt_after(num_lines: int) -> Callable[[FrameType, str, Any], Any]:
+    """A trace function that presses Ctrl-C when so many lines of the core have run."""
+    left = [num_lines]
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if "/pagedec/core/" not in frame.f_code.co_filename and "/pagedec/engine/" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            left[0] -= 1
+            if left[0] == 0:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    return trace
+
+
+@pytest.mark.parametrize("num_lines", [1, 40, *random.Random(3).sample(range(100, 13_000), 40)])
+def test_ctrl_c_at_any_line(tiny: Tiny, expected: list[Tokens], num_lines: int) -> None:
+    """It ends the call, and the step it fell into is whole."""
+    llm, previous = tiny(**SMALL), sys.gettrace()
+    sys.settrace(interrupt_after(num_lines))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            right_answers(llm)
+    finally:
+        sys.settrace(previous)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert_whole(llm, expected)
+
+
+def test_a_held_interrupt_comes_when_asked_for() -> None:
+    reached = []
+    with pytest.raises(KeyboardInterrupt), held_interrupts() as raise_if_interrupted:
+        raise_if_interrupted()
+        signal.raise_signal(signal.SIGINT)
+        reached.append("after the signal")
+        raise_if_interrupted()
+        reached.append("never")
+    assert reached == ["after the signal"]
+
+
+def test_a_held_interrupt_comes_at_the_end_at_the_latest() -> None:
+    reached = []
+    with pytest.raises(KeyboardInterrupt), held_interrupts():
+        signal.raise_signal(signal.SIGINT)
+        reached.append("after the signal")
+    assert reached == ["after the signal"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_comes_at_once() -> None:
+    reached = []
+    with pytest.raises(KeyboardInterrupt), held_interrupts():
+        signal.raise_signal(signal.SIGINT)
+        reached.append("first")
+        signal.raise_signal(signal.SIGINT)
+        reached.append("second")
+    assert reached == ["first"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_foreign_handlers_and_threads_are_left_alone() -> None:
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        with held_interrupts():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert came == [signal.SIGINT]
+    seen = []
+
+    def elsewhere() -> None:
+        with held_interrupts() as raise_if_interrupted:
+            raise_if_interrupted()
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert seen == [signal.default_int_handler]

@@ -1,0 +1,295 @@
+"""Coroutines and threads: what several bring is one batch, each gets its own answers and errors, and leaving leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagedec import AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
+from pagedec.core.plan import StepPlan
+from pagedec.errors import InvalidArgument, RequestError
+from tests.engine.crowd import Tokens, workload
+from tests.engine.test_hostile import MoodyAdvanceParams
+from tests.engine.test_llm_stream import check_growth
+
+IDS = [5, 17, 40, 99, 3]
+FOREVER = SamplingParams(max_tokens=400, ignore_eos=True)
+Make = Callable[..., AsyncLLM]
+
+
+@pytest.fixture
+def make(tiny_path: Path) -> Iterator[Make]:
+    """Makes asynchronous engines over the tiny model."""
+    made = []
+
+    def build(**arguments: Any) -> AsyncLLM:
+        settings = {"dtype": "float32", "skip_tokenizer_init": True, "num_blocks": 64, **arguments}
+        made.append(AsyncLLM(str(tiny_path), **settings))
+        return made[-1]
+
+    yield build
+    for llm in made:
+        llm.close()
+        llm.engine.scheduler.check()
+        assert llm.engine.scheduler.requests == [] and not llm.loop._sinks and not llm._readers
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
+
+
+async def read(iterator: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in iterator]
+
+
+def tokens(output: RequestOutput) -> list[list[int]]:
+    return [answer.token_ids for answer in output.outputs]
+
+
+async def settled(llm: AsyncLLM) -> None:
+    """Wait until nothing runs; what was aborted is gone before the next step."""
+    for _ in range(1000):
+        if not await asyncio.wrap_future(llm.loop.call(lambda engine: bool(engine.scheduler.requests))):
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("something still runs")
+
+
+# ------------------------------------------------------------------------------------------------------------ coroutines
+def test_many_streams_are_what_each_is_alone(make: Make, expected: list[Tokens]) -> None:
+    llm = make(num_blocks=40)
+    prompts, params = workload()
+
+    async def one(i: int) -> list[RequestOutput]:
+        await asyncio.sleep(0.001 * (i % 3))
+        return await read(llm.generate(prompts[i % 7], params[i % 7]))
+
+    async def main() -> None:
+        streams = await asyncio.gather(*(one(i) for i in range(35)))
+        for i, outputs in enumerate(streams):
+            check_growth(outputs)
+            assert tokens(outputs[-1]) == expected[i % 7]
+        assert any(len(outputs) > 5 for outputs in streams)
+
+    run(main())
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_what_outputs_hold(make: Make, kind: RequestOutputKind) -> None:
+    llm, params = make(), SamplingParams(seed=3, n=2, max_tokens=12, logprobs=1, ignore_eos=True)
+
+    async def main() -> None:
+        whole = (await read(llm.generate(IDS, params)))[-1]
+        outputs = await read(llm.generate(IDS, params.clone(output_kind=kind)))
+        assert outputs[-1].finished and not any(output.finished for output in outputs[:-1])
+        if kind is RequestOutputKind.DELTA:
+            for i in range(2):
+                pieces = [answer for output in outputs for answer in output.outputs if answer.index == i]
+                assert [token for piece in pieces for token in piece.token_ids] == whole.outputs[i].token_ids
+                assert [table for piece in pieces for table in piece.logprobs or ()] == whole.outputs[i].logprobs
+        else:
+            assert outputs[-1].outputs == whole.outputs
+        assert (len(outputs) == 1) == (kind is RequestOutputKind.FINAL_ONLY)
+
+    run(main())
+
+
+def test_a_slow_reader_gets_what_came_meanwhile(make: Make) -> None:
+    """All of it, in fewer outputs; the engine and the other readers do not wait for it."""
+    llm, params = make(), SamplingParams(seed=3, max_tokens=60, ignore_eos=True)
+
+    async def slow() -> list[RequestOutput]:
+        outputs = []
+        async for output in llm.generate(IDS, params):
+            outputs.append(output)
+            if len(outputs) < 4:
+                await asyncio.sleep(0.1)
+        return outputs
+
+    async def main() -> None:
+        held, quick = await asyncio.gather(slow(), read(llm.generate(IDS, params)))
+        assert tokens(held[-1]) == tokens(quick[-1]) and len(held) < len(quick)
+        check_growth(held)
+
+    run(main())
+
+
+def leave(how: str) -> Callable[[AsyncLLM], Coroutine[Any, Any, None]]:
+    async def breaking(llm: AsyncLLM) -> None:
+        stream = llm.generate(IDS, FOREVER)
+        async for _ in stream:
+            break
+        await stream.aclose()
+
+    async def cancelling(llm: AsyncLLM) -> None:
+        task = asyncio.create_task(read(llm.generate(IDS, FOREVER)))
+        while not llm._readers:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def timing_out(llm: AsyncLLM) -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(read(llm.generate(IDS, FOREVER)), 0.02)
+
+    async def failing(llm: AsyncLLM) -> None:
+        with pytest.raises(ZeroDivisionError):
+            async for _ in llm.generate(IDS, FOREVER):
+                raise ZeroDivisionError
+
+    async def before_it_begins(llm: AsyncLLM) -> None:
+        await llm.generate(IDS, FOREVER).aclose()
+
+    return {
+        "break": breaking, "cancel": cancelling, "timeout": timing_out, "raise": failing, "never": before_it_begins,
+    }[how]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["break", "cancel", "timeout", "raise", "never"])
+def test_leaving_aborts(make: Make, how: str) -> None:
+    llm = make(num_blocks=32)
+    steps: list[int] = []
+    plan = llm.engine.scheduler.plan
+
+    def counted(*args: Any) -> StepPlan:
+        steps.append(len(llm.engine.scheduler.requests))
+        return plan(*args)
+
+    llm.engine.scheduler.plan = counted  # type: ignore[method-assign]
+
+    async def main() -> None:
+        for _ in range(5):
+            await leave(how)(llm)
+            await settled(llm)
+            assert (
+                await asyncio.wrap_future(llm.loop.call(lambda engine: engine.scheduler.pools["target"].num_available))
+                == 32
+            )
+        [*_, last] = [output async for output in llm.generate(IDS, SamplingParams(max_tokens=3, ignore_eos=True))]
+        assert len(last.outputs[0].token_ids) == 3
+
+    run(main())
+    assert max(steps) == 1, "each was gone before the next began"
+
+
+def test_aborting_by_name(make: Make) -> None:
+    """The iterator gives what there is; a name is free again, and a strange one is none."""
+    llm = make()
+
+    async def main() -> None:
+        outputs = []
+        async for output in llm.generate(IDS, FOREVER, "mine"):
+            outputs.append(output)
+            assert output.request_id == "mine"
+            if len(outputs) == 4:
+                with pytest.raises(InvalidArgument, match="request_id is 'mine'"):
+                    await read(llm.generate(IDS, FOREVER, "mine"))
+                await llm.abort(["mine", "nobody"])
+        last = outputs[-1]
+        assert last.finished and last.outputs[0].finish_reason == "abort" and len(last.outputs[0].token_ids) >= 4
+        check_growth([*outputs[:-1], outputs[-1]])
+        await settled(llm)
+        again = await read(llm.generate(IDS, SamplingParams(max_tokens=2, ignore_eos=True), "mine"))
+        assert len(again[-1].outputs[0].token_ids) == 2
+        await llm.abort("mine")
+
+    run(main())
+
+
+def test_failures_are_their_own(make: Make, expected: list[Tokens]) -> None:
+    llm = make()
+    prompts, params = workload()
+
+    async def main() -> None:
+        bad = [read(llm.generate(IDS, MoodyAdvanceParams(seed=i, max_tokens=9))) for i in range(4)]
+        good = [read(llm.generate(prompt, own)) for prompt, own in zip(prompts, params, strict=True)]
+        results = await asyncio.gather(*bad, *good, return_exceptions=True)
+        for error in results[:4]:
+            assert isinstance(error, RequestError) and "a user's mistake" in str(error)
+        assert [tokens(outputs[-1]) for outputs in results[4:]] == expected  # type: ignore[index]
+        with pytest.raises(InvalidArgument, match=r"prompts\[0\]"):
+            await read(llm.generate([], FOREVER))
+        with pytest.raises(InvalidArgument, match="priority"):
+            await read(llm.generate(IDS, FOREVER, priority="high"))  # type: ignore[arg-type]
+
+    run(main())
+
+
+def test_several_event_loops(make: Make, expected: list[Tokens]) -> None:
+    """Each in a thread of its own, all in one batch; one that is closed in the middle takes nobody along."""
+    llm = make()
+    prompts, params = workload()
+    got: dict[int, list[Tokens]] = {}
+
+    async def main(number: int) -> None:
+        streams = await asyncio.gather(*(read(llm.generate(p, own)) for p, own in zip(prompts, params, strict=True)))
+        got[number] = [tokens(outputs[-1]) for outputs in streams]
+
+    async def vanish() -> None:
+        stream = llm.generate(IDS, FOREVER)
+        await anext(stream)
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(10)
+
+    def gone() -> None:
+        events = asyncio.new_event_loop()
+        task = events.create_task(vanish())
+        with pytest.raises(RuntimeError, match="stopped"):
+            events.run_until_complete(task)
+        events.close()
+
+    threads = [threading.Thread(target=lambda i=i: run(main(i))) for i in range(3)]
+    threads.append(threading.Thread(target=gone))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == dict.fromkeys(range(3), expected)
+    run(settled(llm))
+    llm._readers.clear()  # of the iterator whose event loop is gone
+
+
+def test_closing_tells_everybody(make: Make) -> None:
+    async def main() -> None:
+        async with make() as llm:
+            task = asyncio.create_task(read(llm.generate(IDS, FOREVER)))
+            while not llm.engine.stats.num_steps:
+                await asyncio.sleep(0.001)
+        with pytest.raises(RequestError, match="the engine is closed"):
+            await task
+        with pytest.raises(InvalidArgument, match="LLM is 'closed'"):
+            await read(llm.generate(IDS, FOREVER))
+        await llm.check_health()
+
+    run(main())
+
+
+def test_the_engines_thread_does_not_die_silently(make: Make) -> None:
+    """Our own mistake outside of any step: everybody is told, and whoever comes later."""
+    llm = make()
+
+    def fail(events: Any) -> None:
+        raise ZeroDivisionError("made up")
+
+    async def main() -> None:
+        task = asyncio.create_task(read(llm.generate(IDS, FOREVER)))
+        while not llm.engine.stats.num_steps:
+            await asyncio.sleep(0.001)
+        llm.loop._tell = fail  # type: ignore[method-assign]
+        with pytest.raises(RequestError, match="made up"):
+            await task
+        with pytest.raises(ZeroDivisionError):
+            await llm.check_health()
+        with pytest.raises(InvalidArgument, match="closed"):
+            await read(llm.generate(IDS, FOREVER))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", lambda _: None)
+        run(main())

@@ -1,0 +1,109 @@
+"""What one request does wrong is its own: its decoder, its callback. Neighbours keep their steps, their blocks and their bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pagedec import SamplingParams
+from pagedec.core.protocol import DecoderContext, Verdict
+from pagedec.decoders import Sampling, decoder
+from pagedec.errors import RequestsFailed
+from pagedec.outputs import RequestOutput
+from tests.engine.crowd import NUM_PROMPTS, SMALL, Tiny, Tokens, assert_whole, right_answers, workload
+
+
+class MoodyParams(SamplingParams):
+    """A decoder that fails in `where` when its answer has three tokens."""
+
+    where = "propose"
+
+
+class MoodyAdvanceParams(MoodyParams):
+    where = "advance"
+
+
+class MoodyRankParams(MoodyParams):
+    where = "rank"
+
+
+@decoder("test-moody", params=MoodyParams)
+class Moody(Sampling):
+    def __init__(self, params: MoodyParams, context: DecoderContext) -> None:
+        super().__init__(params, context)
+        self.where = params.where
+        self.depth = 0
+
+    def propose(self, branches: Any, room: int) -> Any:
+        self._fail("propose", branches)
+        return super().propose(branches, room)
+
+    def advance(self, queries: Any, answers: Any) -> Verdict:
+        self._fail("advance", [query.branch for query in queries])
+        return super().advance(queries, answers)
+
+    def rank(self, state: Any) -> int:
+        if self.where == "rank" and self.depth >= 3:
+            raise ZeroDivisionError("a user's mistake")
+        return super().rank(state)
+
+    def _fail(self, where: str, branches: Any) -> None:
+        self.depth = self.context.history.depth[branches[0].tip] - self.context.prompt_length
+        if where == self.where and self.depth >= 3:
+            raise ZeroDivisionError("a user's mistake")
+
+
+@pytest.mark.parametrize("kind", [MoodyParams, MoodyAdvanceParams, MoodyRankParams])
+@pytest.mark.parametrize("roomy", [False, True], ids=["small", "roomy"])
+def test_a_decoder_fails(tiny: Tiny, expected: list[Tokens], kind: type[MoodyParams], roomy: bool) -> None:
+    """It is named, it ends, and nobody else has lost a token, nor a block where there is room for all."""
+    llm = tiny() if roomy else tiny(**SMALL)
+    prompts, params = workload()
+    params[2] = kind(seed=2, n=2, max_tokens=9)
+    with pytest.raises(RequestsFailed, match="a user's mistake") as caught:
+        llm.generate(prompts, params, use_tqdm=False)
+    assert caught.value.request_id == "2" and isinstance(caught.value.errors[0].__cause__, ZeroDivisionError)
+    assert caught.value.__cause__ is caught.value.errors[0]
+    outputs: list[RequestOutput] = caught.value.outputs  # type: ignore[assignment]
+    got = [[answer.token_ids for answer in output.outputs] for output in outputs]
+    assert got == [want if i != 2 else [] for i, want in enumerate(expected)]
+    preemptions = [output.metrics.num_preemptions for output in outputs if output.metrics is not None]
+    assert len(preemptions) == NUM_PROMPTS - 1 and (not roomy or not any(preemptions))
+    assert_whole(llm, expected)
+
+
+class Tearing:
+    """A sink that cannot take what it is given."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.error = what, None
+
+    def tokens(self, *_: Any) -> None:
+        self._tear("tokens")
+
+    def ended(self, *_: Any) -> None:
+        self._tear("ended")
+
+    def finished(self, *_: Any) -> None:
+        self._tear("finished")
+
+    def failed(self, error: Any) -> None:
+        self.error = error
+
+    def _tear(self, what: str) -> None:
+        if what == self.what:
+            raise ZeroDivisionError("a user's callback")
+
+
+@pytest.mark.parametrize("what", ["tokens", "ended", "finished"])
+def test_a_callback_fails(tiny: Tiny, expected: list[Tokens], what: str) -> None:
+    """Its own request fails with it, and no other."""
+    llm, sink = tiny(**SMALL), Tearing(what)
+    prompts, params = workload()
+    [(_, request)] = llm.prepare([prompts[0]], params[0])
+    llm.loop.submit(request, sink)  # type: ignore[arg-type]
+    assert right_answers(llm) == expected
+    llm.loop.drive(lambda: sink.error is not None)
+    assert "a user's callback" in str(sink.error)
+    assert_whole(llm, expected)
