@@ -9,6 +9,9 @@ from pathlib import Path
 
 PREFIX = "PAGEDEC_"
 ISAS = ("scalar", "avx2", "avx512", "avx512bf16", "amx")
+EMULATED_ISA = "amx_emulated"
+"""The amx library with the matrix unit's instructions emulated one by one: slow, for tests and debugging on a processor without the
+unit (it needs what avx512bf16 needs). `make build` makes it, no wheel holds it, and it is used only where it is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,11 @@ def _path(value: str) -> str | None:
 VARIABLES = {
     variable.name: variable
     for variable in (
-        Variable("PAGEDEC_ISA", "kernel library to use; none: the reference kernels", _one_of(*ISAS, "none")),
+        Variable(
+            "PAGEDEC_ISA",
+            f"kernel library to use; none: the reference kernels; {EMULATED_ISA}: for tests",
+            _one_of(*ISAS, EMULATED_ISA, "none"),
+        ),
         Variable("PAGEDEC_LIB_DIR", "directory of the kernel libraries", _directory),
         Variable("PAGEDEC_CACHE", "directory of converted models, made where it is missing", _path),
         Variable("PAGEDEC_DEBUG", "1: check the pool after every step and poison fresh blocks", _one_of("0", "1")),

@@ -54,6 +54,28 @@ def test_one_library_is_active_and_the_others_say_why_not(monkeypatch: pytest.Mo
     assert all(facts[isa].startswith("available, not used: PAGEDEC_ISA is none") for isa in available)
 
 
+def test_the_emulation_says_what_it_is_for_and_is_never_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PAGEDEC_ISA", raising=False)
+    emulated = library.EMULATED_ISA
+    if emulated not in library.loadable_isas():
+        pytest.skip("it is not built, or this processor lacks AVX512-BF16")
+    flags, meaning = active.cpu_facts()[1], "slow, for tests of the amx kernels on a processor without the matrix unit"
+    for isa in library.available_isas():
+        (tmp_path / f"libpagedec_{isa}.so").symlink_to(library.load(isa).path)
+    assert active.kernel_facts(flags)[emulated] == f"not used: {meaning}"
+    monkeypatch.setenv("PAGEDEC_ISA", emulated)
+    facts = active.kernel_facts(flags)
+    assert facts[emulated] == f"active: {meaning}"
+    assert [name for name, fact in facts.items() if fact.startswith("active")] == [emulated]
+    assert facts["reference (torch)"] == f"not used: {emulated} is in use"
+    monkeypatch.setenv("PAGEDEC_LIB_DIR", str(tmp_path))
+    facts = active.kernel_facts(flags)
+    assert emulated not in facts
+    assert facts["reference (torch)"].startswith(f"active: isa is '{emulated}'; built and run by this processor are ")
+
+
 def test_optional_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_wheel.py").write_text("raise ImportError('undefined symbol:\\n  _ZN3c10')\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -106,7 +106,8 @@ def test_with_a_compiler_the_wheel_has_the_libraries(sdist: Path, tmp_path: Path
     pip("wheel", "--no-build-isolation", "--no-deps", "-w", str(tmp_path), str(sdist))
     [wheel] = tmp_path.glob("*.whl")
     assert wheel.name.startswith("pagedec-0.1.0-py3-none-") and not wheel.name.endswith("-any.whl")
-    assert "pagedec/lib/libpagedec_scalar.so" in zipfile.ZipFile(wheel).namelist()
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "pagedec/lib/libpagedec_scalar.so" in names and "pagedec/lib/libpagedec_amx_emulated.so" not in names
     kernels = doctor(wheel, tmp_path)["kernels"]
     assert list(kernels.values()).count("active") == 1
     assert kernels["reference (torch)"].startswith("not used: ")

@@ -4,6 +4,12 @@
 #include <cstdint>
 
 #include "common/internal.h"
+#ifdef PD_WITH_OR_WITHOUT_UNIT
+#error "this file is compiled once for the unit and for its emulation: name it in PAGEDEC_UNIT_SOURCES (CMakeLists.txt)"
+#endif
+#ifdef PD_EMULATE_AMX  // a library for tests: the unit's instructions are functions
+#include "cpu/amx_emulation.h"
+#endif
 
 namespace pagedec {
 
@@ -15,10 +21,35 @@ struct alignas(64) AmxShapes {  // as the processor reads it
   uint16_t row_bytes[16] = {};
   uint8_t rows[16] = {};
   void set(int tile, int num_rows, int bytes) { rows[tile] = (uint8_t)num_rows, row_bytes[tile] = (uint16_t)bytes; }
-  void load() const { asm volatile("ldtilecfg %0" ::"m"(*this)); }
 };
+#endif
 
+#if PD_LEVEL < 4  // never called: what calls it is left out by if constexpr
+PD_INLINE void amx_release() {}
+
+#elif defined(PD_EMULATE_AMX)
+PD_INLINE void load_shapes(const AmxShapes &shapes) { emulation::ldtilecfg(&shapes); }
+template <int T>
+PD_INLINE void tile_zero() {
+  emulation::tilezero(T);
+}
+template <int T>
+PD_INLINE void tile_load(const void *p, int64_t stride) {
+  emulation::tileloadd(T, p, stride);
+}
+template <int T>
+PD_INLINE void tile_store(void *p, int64_t stride) {
+  emulation::tilestored(T, p, stride);
+}
+template <bool INT8, int SUM, int X, int W>
+PD_INLINE void tile_multiply() {
+  INT8 ? emulation::tdpbsud(SUM, X, W) : emulation::tdpbf16ps(SUM, X, W);
+}
+PD_INLINE void amx_release() { emulation::tilerelease(); }
+
+#else
 // Written out: the compiler's own take no template's numbers, and its load does not say that it reads memory.
+PD_INLINE void load_shapes(const AmxShapes &shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
 template <int T>
 PD_INLINE void tile_zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(T));
@@ -37,8 +68,6 @@ PD_INLINE void tile_multiply() {  // bytes: signed x, unsigned weights
   else asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(X), "i"(W));
 }
 PD_INLINE void amx_release() { asm volatile("tilerelease"); }
-#else  // never called: what calls it is left out by if constexpr
-PD_INLINE void amx_release() {}
 #endif
 
 }  // namespace pagedec

@@ -9,23 +9,7 @@
 
 namespace pagedec {
 
-template <class T>
-constexpr bool HAS_WHOLE_TILES = false;
-PD_INLINE bool takes_whole_tiles(int head_dim) { return head_dim % 32 == 0; }  // dimensions that one instruction sums
-
 #if PD_LEVEL >= 4
-template <>
-constexpr bool HAS_WHOLE_TILES<Bf16> = true;
-
-// Tiles 0 to 3 are sums, 4 is of q, 5 of K, 6 of the probabilities, 7 of V.
-inline void configure_attention(int rows, int block_size) {
-  const int pairs = std::min(AMX_ROWS, block_size / 2);  // of tokens, in one tile of V
-  AmxShapes shapes;
-  for (int i = 0; i < 5; i++) shapes.set(i, rows, 64);
-  shapes.set(5, AMX_ROWS, 64), shapes.set(6, rows, pairs * 4), shapes.set(7, pairs, 64);
-  shapes.load();
-}
-
 // The tile of a later unit that lies where this one's was loaded: a few lines beside each load, not all of them at once.
 PD_INLINE void prefetch_tile(bool ahead, const uint16_t *p, int64_t stride, int rows) {
   for (int i = 0; ahead && i < rows; i++) prefetch<true>(p + i * stride);
@@ -55,8 +39,26 @@ PD_INLINE void multiply_v(const TileArgs<Bf16> &a, const uint16_t *p, int h, std
   (tile_store<C>(o + C * 16, SD * 4), ...);
 }
 
+// Tiles 0 to 3 are sums, 4 is of q, 5 of K, 6 of the probabilities, 7 of V.
+template <>
+struct WholeTiles<Bf16> {
+  static constexpr bool EXIST = true;
+  static constexpr int ROWS = AMX_ROWS;
+  static bool take(int head_dim) { return head_dim % 32 == 0; }  // dimensions that one instruction sums
+  static void configure(int rows, int block_size) {
+    const int pairs = std::min(AMX_ROWS, block_size / 2);  // of tokens, in one tile of V
+    AmxShapes shapes;
+    for (int i = 0; i < 5; i++) shapes.set(i, rows, 64);
+    shapes.set(5, AMX_ROWS, 64), shapes.set(6, rows, pairs * 4), shapes.set(7, pairs, 64);
+    load_shapes(shapes);
+  }
+  template <int SD>
+  static void attend(const TileArgs<Bf16> &a, int rows);
+  static void release() { amx_release(); }
+};
+
 template <int SD>
-void attend_whole(const TileArgs<Bf16> &a, int rows) {
+void WholeTiles<Bf16>::attend(const TileArgs<Bf16> &a, int rows) {
   alignas(64) float s[AMX_ROWS][TILE];
   alignas(64) uint16_t p[AMX_ROWS * TILE];
   static_assert(NT == 4);
@@ -78,10 +80,6 @@ void attend_whole(const TileArgs<Bf16> &a, int rows) {
   for (; h + 64 <= a.head_dim; h += 64) multiply_v<SD>(a, p, h, Four());
   if (h < a.head_dim) multiply_v<SD>(a, p, h, std::make_integer_sequence<int, 2>());
 }
-#else  // never called
-inline void configure_attention(int, int) {}
-template <int SD, class T>
-void attend_whole(const T &, int) {}
 #endif
 
 }  // namespace pagedec

@@ -1,4 +1,5 @@
 // Attention over a bf16 cache.
+#include "cpu/attention_amx.h"  // before the loop, which asks for it
 #include "cpu/attention_loop.h"
 
 namespace pagedec {

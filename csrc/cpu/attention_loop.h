@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "cpu/attention_amx.h"
+#include "cpu/attention_tile.h"
 
 namespace pagedec {
 
@@ -200,8 +200,8 @@ void AttentionLoop<T, SD>::run_unit(const plan::Unit &u, const plan::Piece &piec
     for (int c = 0; c < NT; c++) tile_.k[c] = tile_.next_k[c] = s_->wide_k + c * vec::W * d_;
   }
   tile_.ahead = true;  // of the unit's first rows
-  if constexpr (HAS_WHOLE_TILES<T>) {
-    if (takes_whole_tiles(d_)) {
+  if constexpr (WholeTiles<T>::EXIST) {
+    if (WholeTiles<T>::take(d_)) {
       auto whole = [&](int r) { return s_->begin[r] <= start && s_->end[r] >= start + TILE; };
       for (int from = row0, to = row0; from < row0 + n; from = to) {
         while (to < row0 + n && whole(to) == whole(from)) to++;
@@ -234,12 +234,12 @@ void AttentionLoop<T, SD>::run_rows(int row0, int n, int start, int side) {
 
 template <class T, int SD>
 void AttentionLoop<T, SD>::run_whole_rows(int row0, int n, int side) {
-  const int groups = (n + AMX_ROWS - 1) / AMX_ROWS;
+  const int groups = (n + WholeTiles<T>::ROWS - 1) / WholeTiles<T>::ROWS;
   for (int g = 0; g < groups; g++) {
     const int from = row0 + n * g / groups, count = row0 + n * (g + 1) / groups - from;
-    if (count != whole_rows_) configure_attention(whole_rows_ = count, size_);
+    if (count != whole_rows_) WholeTiles<T>::configure(whole_rows_ = count, size_);
     place_rows(from, side);
-    attend_whole<SD>(tile_, count);
+    WholeTiles<T>::template attend<SD>(tile_, count);
     tile_.ahead = false;
   }
 }
@@ -320,7 +320,8 @@ void AttentionLoop<T, SD>::run() {
     for (int i = 0; i < UNITS_AHEAD; i++) look_ahead();
     for (int i = p_.worker_indptr[w]; i < last_span_; i++) run_span(p_.spans[i]);
   }
-  if (whole_rows_) amx_release();
+  if constexpr (WholeTiles<T>::EXIST)
+    if (whole_rows_) WholeTiles<T>::release();
   const int64_t merges = (int64_t)p_.splits.size() * h_.q_heads;
   if (!merges) return;
 #pragma omp barrier

@@ -66,6 +66,12 @@ struct Fp32 {
   PD_INLINE void store_out(E *p, vec::F x) { vec::store(p, x); }
 };
 
+// How rows meet a tile that they see whole, where there is a faster way (attention_amx.h).
+template <class T>
+struct WholeTiles {
+  static constexpr bool EXIST = false;
+};
+
 constexpr int NC = PD_LEVEL >= 2 ? 4 : 2;  // vectors side by side: with 6 rows 24 of 32 accumulators, or 12 of 16
 constexpr int NT = TILE / vec::W;
 

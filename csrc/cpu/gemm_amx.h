@@ -71,7 +71,7 @@ PD_INLINE void multiply_line(const char *x, int64_t stride, int64_t second, cons
 inline void amx_configure(int height) {
   AmxShapes shapes;
   for (int i = 0; i < 8; i++) shapes.set(i, i < 6 ? height : AMX_ROWS, 64);
-  shapes.load();
+  load_shapes(shapes);
 }
 
 // line(x, stride, second, panel) for every line of k; the last is padded with zeros, on both sides: behind a panel may lie NaN.

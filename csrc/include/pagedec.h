@@ -36,7 +36,7 @@ typedef enum { PD_F32 = 0, PD_BF16 = 1 } pd_dtype;
 /* ---- library */
 PD_EXPORT int32_t pd_abi_version(void);
 PD_EXPORT const char *pd_last_error(void);   /* of this thread's last failing call; valid until the next one */
-PD_EXPORT const char *pd_isa(void);          /* "scalar", "avx2", "avx512", "avx512bf16" or "amx": what this library was built for */
+PD_EXPORT const char *pd_isa(void);          /* "scalar", "avx2", "avx512", "avx512bf16" or "amx": what this library was built for. Or "amx_emulated". */
 PD_EXPORT const char *pd_best_isa(void);     /* the richest of those that this processor runs (any library can be asked). Asks Linux for what "amx" needs. */
 PD_EXPORT int pd_set_num_threads(int32_t n); /* of every later call; 0: OpenMP's own choice. The thread that a forked child begins with uses 1. */
 PD_EXPORT int32_t pd_num_threads(void);

@@ -60,7 +60,8 @@ def kernel_facts(flags: frozenset[str]) -> dict[str, str]:
         reason = ""
     except (library.LibraryNotFound, library.KernelError, OSError) as error:
         active, reason = None, str(error)
-    available = library.available_isas() if active is not None or "PAGEDEC_ISA" in reason else ()
+    loadable = library.loadable_isas() if active is not None or "PAGEDEC_ISA" in reason else ()
+    available = [isa for isa in loadable if isa != library.EMULATED_ISA]
     facts = {}
     for isa in library.ISAS:
         missing = [flag for flag in ISA_FLAGS[isa] if flag not in flags]
@@ -74,6 +75,11 @@ def kernel_facts(flags: frozenset[str]) -> dict[str, str]:
             facts[isa] = "not usable: the system does not grant this process the registers it needs"
         else:
             facts[isa] = "not built: install pagedec where a C++ compiler is, or run make build in its sources"
+    if library.EMULATED_ISA in loadable:  # no choice for a user: unmentioned where it is not built
+        use = "active" if library.EMULATED_ISA == active else "not used"
+        facts[library.EMULATED_ISA] = (
+            f"{use}: slow, for tests of the amx kernels on a processor without the matrix unit"
+        )
     facts["reference (torch)"] = f"not used: {active} is in use" if active else f"active: {reason}"
     return facts
 

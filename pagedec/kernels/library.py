@@ -44,14 +44,16 @@ from pagedec.kernels.records import (
 )
 
 __all__ = [
-    "ABI_VERSION", "DRAW_DTYPE", "ISAS", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape",
+    "ABI_VERSION", "DRAW_DTYPE", "EMULATED_ISA", "ISAS", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape",
     "Draw", "Dtype", "EmbedArgs", "Epilogue", "GemmArgs", "KernelError", "KvCopyArgs", "LayerNormArgs", "Library",
     "LibraryNotFound", "Op", "OpKind", "ProcessLogitsArgs", "Program", "Quantization", "RmsNormArgs", "RopeKvWriteArgs", "Rules",
     "SampleArgs", "SiluMulArgs", "SoftCapArgs", "TopkLseArgs", "available_isas", "built_isas", "library_directories", "load",
+    "loadable_isas",
 ]  # fmt: skip
 
 ABI_VERSION = 2
 ISAS = environment.ISAS  # from the poorest to the richest
+EMULATED_ISA, EMULATED_ISA_NEEDS = environment.EMULATED_ISA, "avx512bf16"
 Floats = npt.NDArray[np.float32]
 
 
@@ -206,7 +208,7 @@ def library_directories() -> list[Path]:
 def _paths(directory: Path | None) -> dict[str, Path]:
     paths: dict[str, Path] = {}
     for place in [directory] if directory is not None else library_directories():
-        for isa in ISAS:
+        for isa in (*ISAS, EMULATED_ISA):
             path = place / f"libpagedec_{isa}.so"
             if isa not in paths and path.is_file():
                 paths[isa] = path.resolve()
@@ -224,12 +226,21 @@ def built_isas(directory: Path | None = None) -> tuple[str, ...]:
 
 
 def available_isas(directory: Path | None = None) -> tuple[str, ...]:
-    """Return the instruction sets that are built and that this processor runs, the poorest first."""
+    """Return the instruction sets that are built and that this processor runs, the poorest first; never the emulated one."""
     paths = _paths(directory)
     if "scalar" not in paths:
         return ()
     best = ISAS.index(_open(paths["scalar"]).best_isa())
     return tuple(isa for isa in ISAS[: best + 1] if isa in paths)
+
+
+def loadable_isas(directory: Path | None = None) -> tuple[str, ...]:
+    """Return what `load` takes by name: the available instruction sets, then the emulated one where it is built and runs."""
+    paths = _paths(directory)
+    if "scalar" not in paths:
+        return ()
+    runs = ISAS.index(_open(paths["scalar"]).best_isa()) >= ISAS.index(EMULATED_ISA_NEEDS)
+    return available_isas(directory) + ((EMULATED_ISA,) if runs and EMULATED_ISA in paths else ())
 
 
 def load(isa: str | None = None, directory: Path | None = None) -> Library:
@@ -240,13 +251,13 @@ def load(isa: str | None = None, directory: Path | None = None) -> Library:
     wanted = environment.read("PAGEDEC_ISA") if isa is None else isa
     if wanted == "none":
         raise LibraryNotFound("PAGEDEC_ISA is none: the compiled kernels are switched off")
-    if wanted is not None and wanted not in ISAS:
-        raise ValueError(f"isa is {wanted!r}; it must be one of {', '.join(ISAS)}")
+    if wanted is not None and wanted not in (*ISAS, EMULATED_ISA):
+        raise ValueError(f"isa is {wanted!r}; it must be one of {', '.join((*ISAS, EMULATED_ISA))}")
     available = available_isas(directory)
     if not available:
         places = [directory] if directory is not None else library_directories()
         raise LibraryNotFound(f"no libpagedec_scalar.so in {', '.join(str(place) for place in places)}")
-    chosen = available[-1] if wanted is None else wanted
-    if chosen not in available:
-        raise LibraryNotFound(f"isa is {chosen!r}; built and run by this processor are {', '.join(available)}")
+    chosen, known = available[-1] if wanted is None else wanted, loadable_isas(directory)
+    if chosen not in known:
+        raise LibraryNotFound(f"isa is {chosen!r}; built and run by this processor are {', '.join(known)}")
     return _open(_paths(directory)[chosen])

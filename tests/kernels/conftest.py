@@ -1,4 +1,4 @@
-"""Every instruction set of this processor, each as its own case."""
+"""Every instruction set of this processor, each as its own case, and the emulated matrix unit."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import shutil
 
 import pytest
 
-from pagedec.kernels.library import Library, available_isas, library_directories, load
+from pagedec.kernels.library import Library, library_directories, load, loadable_isas
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "library" in metafunc.fixturenames:
-        isas = available_isas() or ("none",)
+        isas = loadable_isas() or ("none",)
         metafunc.parametrize("library", isas, indirect=True, scope="session")
 
 
 def _need_libraries() -> None:
-    if available_isas():
+    if loadable_isas():
         return
     places = ", ".join(str(place) for place in library_directories())
     if shutil.which("c++") is None and shutil.which("g++") is None:
@@ -32,6 +32,6 @@ def library(request: pytest.FixtureRequest) -> Library:
 
 @pytest.fixture(scope="session")
 def libraries() -> list[Library]:
-    """All of them, the portable one first."""
+    """All of them, the portable one first, the emulated one last."""
     _need_libraries()
-    return [load(isa) for isa in available_isas()]
+    return [load(isa) for isa in loadable_isas()]

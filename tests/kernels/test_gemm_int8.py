@@ -265,5 +265,5 @@ def test_every_library_says_whether_it_multiplies_bytes(library: Library) -> Non
     assert library.functions.pd_allow_vnni(0) == 0
     allowed = library.functions.pd_allow_vnni(1)
     with open("/proc/cpuinfo") as file:
-        assert allowed == int("avx512_vnni" in file.read() and library.isa in ("avx512", "avx512bf16", "amx"))
+        assert allowed == int("avx512_vnni" in file.read() and library.isa not in ("scalar", "avx2"))
     assert load(library.isa) is library

@@ -12,6 +12,7 @@ from pagedec.kernels import records
 from pagedec.kernels.library import (
     ABI_VERSION,
     DRAW_DTYPE,
+    EMULATED_ISA,
     ISAS,
     KernelError,
     Library,
@@ -20,6 +21,7 @@ from pagedec.kernels.library import (
     available_isas,
     library_directories,
     load,
+    loadable_isas,
 )
 
 HEADER = Path(__file__).resolve().parents[2] / "csrc" / "include" / "pagedec.h"
@@ -86,7 +88,7 @@ def test_library_is_what_it_was_asked_for(library: Library) -> None:
 
 
 def test_all_instruction_sets_load_side_by_side(libraries: list[Library]) -> None:
-    assert [library.isa for library in libraries] == list(available_isas())
+    assert [library.isa for library in libraries] == list(loadable_isas())
     assert libraries[0].isa == "scalar"
     assert len({library.gumbel(1, 2, 3, 0, 50).tobytes() for library in libraries}) == 1
 
@@ -111,10 +113,31 @@ def test_torch_and_kernels_share_one_openmp(library: Library) -> None:
 
 
 def test_variable_chooses_the_instruction_set(libraries: list[Library], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load() is libraries[-1]
+    monkeypatch.delenv("PAGEDEC_ISA", raising=False)
+    assert load().isa == available_isas()[-1]
     monkeypatch.setenv("PAGEDEC_ISA", "scalar")
     assert load().isa == "scalar"
     assert load(libraries[-1].isa) is libraries[-1]
+
+
+def test_the_emulation_is_loaded_only_by_name(libraries: list[Library], monkeypatch: pytest.MonkeyPatch) -> None:
+    if not {"avx512bf16", "amx"} & set(available_isas()):
+        pytest.skip("needs a processor with AVX512-BF16")
+    monkeypatch.delenv("PAGEDEC_ISA", raising=False)
+    assert libraries[-1].isa == EMULATED_ISA == "amx_emulated"
+    assert EMULATED_ISA not in available_isas() and load().isa != EMULATED_ISA
+    monkeypatch.setenv("PAGEDEC_ISA", EMULATED_ISA)
+    assert load() is libraries[-1]
+    assert load().best_isa() in ISAS
+
+
+def test_without_the_emulation_it_is_not_there(library: Library, tmp_path: Path) -> None:
+    for isa in available_isas():
+        (tmp_path / f"libpagedec_{isa}.so").symlink_to(load(isa).path)
+    assert loadable_isas(tmp_path) == available_isas(tmp_path) == available_isas()
+    known = ", ".join(available_isas())
+    with pytest.raises(LibraryNotFound, match=f"isa is 'amx_emulated'; built and run by this processor are {known}"):
+        load(EMULATED_ISA, tmp_path)
 
 
 def test_variable_none_means_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
