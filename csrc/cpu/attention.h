@@ -17,7 +17,7 @@ struct TileArgs {
   const typename T::E *next_k[TILE / vec::W], *next_v[MAX_TILE_BLOCKS];  // to prefetch
   const int32_t *lo, *hi;                                               // of each row, lanes
   int64_t k_stride;                                                     // elements from one step of dimensions to the next
-  int32_t head_dim, block_size;
+  int32_t head_dim, block_size;  // tokens of a block of V: where blocks were joined, of those together
   bool ahead;                   // prefetch (a masked tile's V; elsewhere the template says it)
   float scale;                  // of the logits as softmax meets them, times log2(e)
   float soft_cap, inner_scale;  // soft_cap > 0: logit = soft_cap * tanh(inner_scale * q.k)

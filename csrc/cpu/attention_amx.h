@@ -3,6 +3,9 @@
 // K and V lie in the cache as the unit takes them: pairs of dimensions by token, pairs of tokens by dimension. Whether a row sees a tile
 // whole follows from its positions alone. So does, then, which way its sums take (this one, or attention_tile.h), and its bits do not
 // depend on the rows beside it.
+//
+// An instruction sums the pairs that it is given and adds that to what was there, so their number shows in the bits. It is 16 pairs of
+// dimensions of K, and of V always the pairs of 16 tokens: a part of a longer block, and shorter blocks are joined (attention_loop.h).
 #pragma once
 #include "cpu/amx.h"
 #include "cpu/attention_tile.h"
@@ -10,6 +13,8 @@
 namespace pagedec {
 
 #if PD_LEVEL >= 4
+constexpr int V_PAIRS = 8;
+
 // The tile of a later unit that lies where this one's was loaded: a few lines beside each load, not all of them at once.
 PD_INLINE void prefetch_tile(bool ahead, const uint16_t *p, int64_t stride, int rows) {
   for (int i = 0; ahead && i < rows; i++) prefetch<true>(p + i * stride);
@@ -25,16 +30,15 @@ PD_INLINE void multiply_k(const TileArgs<Bf16> &a, int pair, std::integer_sequen
 // Dimensions h .. h + 16 * sizeof...(C) of o += P V.
 template <int SD, int... C>
 PD_INLINE void multiply_v(const TileArgs<Bf16> &a, const uint16_t *p, int h, std::integer_sequence<int, C...>) {
-  const int pairs = std::min(AMX_ROWS, a.block_size / 2);
   const int64_t stride = a.head_dim * 2;  // elements from pair to pair
   float *const o = a.o + h;
   (tile_load<C>(o + C * 16, SD * 4), ...);
   for (int b = 0; b * a.block_size < TILE; b++)
-    for (int pair = 0; pair < a.block_size / 2; pair += pairs) {
+    for (int pair = 0; pair < a.block_size / 2; pair += V_PAIRS) {
       const int64_t at = pair * stride + h * 2;
       tile_load<6>(p + b * a.block_size + pair * 2, TILE * 2);
       ((tile_load<7>(a.v[b] + at + C * 32, stride * 2), tile_multiply<false, C, 6, 7>(),
-        prefetch_tile(a.ahead, a.next_v[b] + at + C * 32, stride, pairs)), ...);
+        prefetch_tile(a.ahead, a.next_v[b] + at + C * 32, stride, V_PAIRS)), ...);
     }
   (tile_store<C>(o + C * 16, SD * 4), ...);
 }
@@ -43,13 +47,12 @@ PD_INLINE void multiply_v(const TileArgs<Bf16> &a, const uint16_t *p, int h, std
 template <>
 struct WholeTiles<Bf16> {
   static constexpr bool EXIST = true;
-  static constexpr int ROWS = AMX_ROWS;
+  static constexpr int ROWS = AMX_ROWS, TOKENS = V_PAIRS * 2;
   static bool take(int head_dim) { return head_dim % 32 == 0; }  // dimensions that one instruction sums
-  static void configure(int rows, int block_size) {
-    const int pairs = std::min(AMX_ROWS, block_size / 2);  // of tokens, in one tile of V
+  static void configure(int rows) {
     AmxShapes shapes;
     for (int i = 0; i < 5; i++) shapes.set(i, rows, 64);
-    shapes.set(5, AMX_ROWS, 64), shapes.set(6, rows, pairs * 4), shapes.set(7, pairs, 64);
+    shapes.set(5, AMX_ROWS, 64), shapes.set(6, rows, V_PAIRS * 4), shapes.set(7, V_PAIRS, 64);
     load_shapes(shapes);
   }
   template <int SD>

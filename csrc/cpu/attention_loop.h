@@ -16,7 +16,7 @@ struct alignas(64) AttentionState {
   typename T::Q q[ROWS_MAX * SD];
   float o[2][ROWS_MAX * SD], l[2][ROWS_MAX * vec::W], m[2][ROWS_MAX], sum[ROWS_MAX];
   int32_t begin[ROWS_MAX], end[ROWS_MAX], lo[ROWS_TILE], hi[ROWS_TILE];  // positions by packed row; lanes of a register tile
-  typename T::E gathered_k[TILE * SD], gathered_v[TILE * SD], wide_k[TILE * SD];
+  alignas(64) typename T::E gathered_k[TILE * SD], gathered_v[TILE * SD], wide_k[TILE * SD], joined_v[WholeTiles<T>::EXIST ? TILE * SD : 1];
   int32_t gathered_slots[TILE], gathered_tile, gathered_branch;
 };
 
@@ -50,6 +50,8 @@ class AttentionLoop {
   Blocks locate(const plan::Unit &u, int kv_head) const;
   void gather(const plan::Unit &u, const plan::Row &row, int kv_head, Blocks &blocks);
   void vectors(const Blocks &b, const E **k, const E **v) const;
+  void widen_k(const Blocks &b);
+  void join_v(const Blocks &b);
   void look_ahead();
   void load_rows(const plan::Span &span);
   void run_span(const plan::Span &span);
@@ -81,6 +83,8 @@ AttentionLoop<T, SD>::AttentionLoop(const pd_attention_args &a, int thread, int 
   constexpr float LOG2E = 1.44269504f;
   const pd_attn_shape &s = p_.shape;
   tile_.head_dim = d_, tile_.block_size = size_;
+  if constexpr (WholeTiles<T>::EXIST)
+    if (WholeTiles<T>::take(d_)) tile_.block_size = std::max(size_, WholeTiles<T>::TOKENS);
   tile_.k_stride = T::STEP * std::max(size_, vec::W);
   tile_.soft_cap = s.soft_cap > 0 ? s.soft_cap * LOG2E : 0.f;
   tile_.inner_scale = s.soft_cap > 0 ? s.scale / s.soft_cap : 0.f;
@@ -130,6 +134,27 @@ template <class T, int SD>
 void AttentionLoop<T, SD>::vectors(const Blocks &b, const E **k, const E **v) const {
   for (int c = 0; c < NT; c++) k[c] = b.k[c * vec::W / size_] + c * vec::W % size_ * T::STEP;
   for (int c = 0; c * size_ < TILE; c++) v[c] = b.v[c];
+}
+
+// K vectors longer than a block.
+template <class T, int SD>
+void AttentionLoop<T, SD>::widen_k(const Blocks &b) {
+  for (int c = 0; c * size_ < TILE; c++)
+    for (int i = 0; i < d_ / T::STEP; i++)
+      memcpy(s_->wide_k + (c * size_ / vec::W * (d_ / T::STEP) + i) * vec::W * T::STEP + c * size_ % vec::W * T::STEP,
+             b.k[c] + i * size_ * T::STEP, size_ * T::STEP * sizeof(E));
+  for (int c = 0; c < NT; c++) tile_.k[c] = tile_.next_k[c] = s_->wide_k + c * vec::W * d_;
+}
+
+// Blocks shorter than the matrix unit takes: V of one behind the other is V of a longer block.
+template <class T, int SD>
+void AttentionLoop<T, SD>::join_v(const Blocks &b) {
+  const int words = d_ * size_;
+  for (int c = 0; c * size_ < TILE; c++) {
+    memcpy(s_->joined_v + c * words, b.v[c], words * sizeof(E));
+    for (int i = 0; i < words; i += 64 / (int)sizeof(E)) prefetch<true>(tile_.next_v[c] + i);
+  }
+  for (int c = 0; c * tile_.block_size < TILE; c++) tile_.v[c] = tile_.next_v[c] = s_->joined_v + c * tile_.block_size * d_;
 }
 
 // The unit to prefetch: UNITS_AHEAD before the computation, across spans; it rests on the last.
@@ -192,13 +217,9 @@ void AttentionLoop<T, SD>::run_unit(const plan::Unit &u, const plan::Piece &piec
   Blocks blocks = locate(u, kv_head_);
   if (u.path >= 0) gather(u, p_.rows[piece.row0 + u.row0], kv_head_, blocks);
   vectors(blocks, tile_.k, tile_.v);
-  if (size_ < vec::W) {  // K vectors longer than a block
-    for (int c = 0; c * size_ < TILE; c++)
-      for (int i = 0; i < d_ / T::STEP; i++)
-        memcpy(s_->wide_k + (c * size_ / vec::W * (d_ / T::STEP) + i) * vec::W * T::STEP + c * size_ % vec::W * T::STEP,
-               blocks.k[c] + i * size_ * T::STEP, size_ * T::STEP * sizeof(E));
-    for (int c = 0; c < NT; c++) tile_.k[c] = tile_.next_k[c] = s_->wide_k + c * vec::W * d_;
-  }
+  if (size_ < vec::W) widen_k(blocks);
+  if constexpr (WholeTiles<T>::EXIST)
+    if (size_ < tile_.block_size) join_v(blocks);
   tile_.ahead = true;  // of the unit's first rows
   if constexpr (WholeTiles<T>::EXIST) {
     if (WholeTiles<T>::take(d_)) {
@@ -237,7 +258,7 @@ void AttentionLoop<T, SD>::run_whole_rows(int row0, int n, int side) {
   const int groups = (n + WholeTiles<T>::ROWS - 1) / WholeTiles<T>::ROWS;
   for (int g = 0; g < groups; g++) {
     const int from = row0 + n * g / groups, count = row0 + n * (g + 1) / groups - from;
-    if (count != whole_rows_) WholeTiles<T>::configure(whole_rows_ = count, size_);
+    if (count != whole_rows_) WholeTiles<T>::configure(whole_rows_ = count);
     place_rows(from, side);
     WholeTiles<T>::template attend<SD>(tile_, count);
     tile_.ahead = false;

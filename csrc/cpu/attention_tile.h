@@ -66,7 +66,7 @@ struct Fp32 {
   PD_INLINE void store_out(E *p, vec::F x) { vec::store(p, x); }
 };
 
-// How rows meet a tile that they see whole, where there is a faster way (attention_amx.h).
+// How rows meet a tile that they see whole, where there is a faster way (attention_amx.h), and the tokens of the shortest block it takes.
 template <class T>
 struct WholeTiles {
   static constexpr bool EXIST = false;
