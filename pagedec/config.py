@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pagedec.errors import FeatureNotAvailable, InvalidArgument
+from pagedec.errors import InvalidArgument
 from pagedec.fields import (
     MAX_UINT64,
     Flag,
@@ -33,16 +33,6 @@ EXECUTORS = ("inline", "ray")
 GENERATION_CONFIG_OFF = ("none", "vllm")
 """Values of `generation_config` that mean our own defaults."""
 ATTENTION_BACKENDS = ("auto", "native", "reference", "flash-attn", "xformers")
-
-
-def _not_available(record: object, **available: object) -> None:
-    """Refuse a value that is understood but has nothing behind it yet, rather than ignore it."""
-    for name, only in available.items():
-        value = getattr(record, name)
-        allowed = only if isinstance(only, tuple) else (only,)
-        if value not in allowed:
-            limit = f"not available in this version; available: {', '.join(map(str, allowed))}"
-            raise FeatureNotAvailable(name, value, limit)
 
 
 @strict
@@ -123,12 +113,11 @@ class SchedulerConfig:
         512, Integer("most rows in a step, prompts and drafts included", low=1, high=2**20)
     )
     speculative_config: dict[str, Any] | None = option(
-        None, Table('speculation, such as {"method": "ngram"}', optional=True)
+        None, Table('speculation, such as {"method": "ngram"}', optional=True, available=(None,))
     )
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _not_available(self, speculative_config=None)
 
 
 @strict
@@ -136,10 +125,15 @@ class SchedulerConfig:
 class ParallelConfig:
     """On what the work runs."""
 
-    executor: str = option("inline", Text("where steps run", choices=EXECUTORS))
-    tensor_parallel_size: int = option(1, Integer("devices that share one model", low=1, high=1024))
+    executor: str = option("inline", Text("where steps run", choices=EXECUTORS, available=("inline",)))
+    tensor_parallel_size: int = option(1, Integer("devices that share one model", low=1, high=1024, available=(1,)))
     attention_backend: str = option(
-        "auto", Text("attention kernel; auto: the fastest that is there", choices=ATTENTION_BACKENDS)
+        "auto",
+        Text(
+            "attention kernel; auto: the fastest that is there",
+            choices=ATTENTION_BACKENDS,
+            available=("auto", "native", "reference"),
+        ),
     )
     num_threads: int | None = option(
         None, Integer("threads of the CPU kernels; none: as many as torch uses", low=1, high=4096, optional=True)
@@ -147,9 +141,6 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _not_available(
-            self, executor="inline", tensor_parallel_size=1, attention_backend=("auto", "native", "reference")
-        )
 
 
 @strict

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,11 +16,24 @@ MAX_SHOWN = 200
 
 def shown(value: object) -> str:
     """The value as a message shows it: its repr, cut in the middle when long."""
-    text = repr(value)
+    return cut(repr(value))
+
+
+def cut(text: str) -> str:
+    """The text, without its middle when it is long."""
     if len(text) <= MAX_SHOWN:
         return text
     half = (MAX_SHOWN - 5) // 2
     return f"{text[:half]} ... {text[-half:]}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant: one that begins with `name`, is spelled alike, or is a word of it."""
+    known = tuple(known)
+    begun = [other for other in known if len(name) > 2 and other.startswith(name)]
+    alike = difflib.get_close_matches(name, known, 1)
+    words = [other for other in known if other in re.split("[-_]", name)]
+    return next(iter((*begun, *alike, *words)), None)
 
 
 class PagedecError(ValueError):

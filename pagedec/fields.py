@@ -16,7 +16,7 @@ from numbers import Integral, Real
 from pathlib import PurePath
 from typing import Any, ClassVar, TypeVar
 
-from pagedec.errors import InvalidArgument
+from pagedec.errors import FeatureNotAvailable, InvalidArgument, nearest
 
 T = TypeVar("T")
 RULE = "rule"
@@ -34,6 +34,8 @@ class Rule(ABC):
     help: str
     optional: bool = dataclasses.field(default=False, kw_only=True)
     """True: None is allowed too."""
+    available: tuple[Any, ...] = dataclasses.field(default=(), kw_only=True)
+    """What this version can do, where that is less than what it understands; () is all. The rest is refused by name."""
     metavar: ClassVar[str] = "VALUE"
     repeated: ClassVar[bool] = False
     """True: a flag may be given several times, and its values are put together."""
@@ -42,6 +44,12 @@ class Rule(ABC):
     @abstractmethod
     def limit(self) -> str:
         """What is allowed, as the end of "must be ..."."""
+
+    @property
+    def offered(self) -> tuple[Any, ...]:
+        """The choices that this version has; () where the rule has none."""
+        choices: tuple[Any, ...] = getattr(self, "choices", ())
+        return tuple(choice for choice in choices if not self.available or choice in self.available)
 
     @abstractmethod
     def accept(self, value: object) -> Any:
@@ -55,9 +63,13 @@ class Rule(ABC):
         if value is None and self.optional:
             return None
         try:
-            return self.accept(value)
+            accepted = self.accept(value)
         except (ValueError, TypeError, OverflowError):
             raise InvalidArgument(name, value, f"must be {self.limit}{' or None' if self.optional else ''}") from None
+        if self.available and accepted not in self.available:
+            available = ", ".join(map(str, self.available))
+            raise FeatureNotAvailable(name, value, f"not available in this version; available: {available}")
+        return accepted
 
     def parse(self, name: str, text: str) -> Any:
         if self.optional and text.lower() == "none":
@@ -67,6 +79,11 @@ class Rule(ABC):
         except (ValueError, TypeError, RecursionError):
             raise InvalidArgument(name, text, f"must be {self.limit}") from None
         return self.check(name, value)
+
+
+def _one_of(choices: Iterable[object]) -> str:
+    names = list(map(str, choices))
+    return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
 
 
 def _integer(value: object) -> int:
@@ -110,7 +127,7 @@ class Integer(Rule):
     @property
     def limit(self) -> str:
         if self.choices:
-            return f"one of {', '.join(map(str, self.choices))}"
+            return _one_of(self.offered)
         return f"a whole number from {self.low} to {self.high}"
 
     def accept(self, value: object) -> int:
@@ -191,7 +208,7 @@ class Text(Rule):
 
     @property
     def limit(self) -> str:
-        return f"one of {', '.join(self.choices)}" if self.choices else "a text that is not empty"
+        return _one_of(self.offered) if self.choices else "a text that is not empty"
 
     def accept(self, value: object) -> str:
         if isinstance(value, PurePath):
@@ -358,11 +375,13 @@ def check_fields(record: Any) -> None:
 
 
 def check_names(kind: str, names: Iterable[str], known: Iterable[str], values: Mapping[str, object]) -> None:
-    """Raise InvalidArgument for the first name that is not known, naming those that are."""
+    """Raise InvalidArgument for the first name that is not known, naming those that are, and the nearest of them."""
     known = tuple(known)
     for name in names:
         if name not in known:
-            raise InvalidArgument(name, values[name], f"not a field of {kind}; known are {', '.join(known)}")
+            meant = nearest(str(name), known)
+            limit = f"not a field of {kind}; known are {', '.join(known)}"
+            raise InvalidArgument(name, values[name], f"{limit}; did you mean {meant}?" if meant else limit)
 
 
 def strict(cls: type[T]) -> type[T]:

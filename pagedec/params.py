@@ -56,14 +56,12 @@ class RequestParams:
         None, Integer("most tokens of an answer; none: up to the context's end", low=1, optional=True)
     )
     min_tokens: int = option(0, Integer("do not end an answer before this many tokens"))
-    stop: Sequence[str] | None = option(
-        (), Texts("text that ends an answer; give it again for several, or once as a JSON list")
-    )
+    stop: Sequence[str] | None = option((), Texts("text that ends an answer"))
     stop_token_ids: Sequence[int] = option((), TokenIds("token ids that end an answer, besides the model's own"))
     ignore_eos: bool = option(False, Flag("go on after the model's end token"))
     include_stop_str_in_output: bool = option(False, Flag("keep what ended an answer, a text or a token, in its text"))
     seed: int | None = option(
-        None, Integer("names the randomness; none: a fresh one each time", high=MAX_UINT64, optional=True)
+        None, Integer("names the randomness; none: drawn from the engine's seed", high=MAX_UINT64, optional=True)
     )
     presence_penalty: float = option(
         0.0, Number("taken from the logit of every token that was generated before", low=-2, high=2)
@@ -83,7 +81,7 @@ class RequestParams:
     allowed_token_ids: Sequence[int] | None = option(
         None, TokenIds("draw none but these tokens", filled=True, optional=True)
     )
-    bad_words: Sequence[str] | None = option((), Texts("text that no answer has; give it again for several"))
+    bad_words: Sequence[str] | None = option((), Texts("text that no answer has"))
     logprobs: int | None = option(
         None, Integer("report this many of the most probable tokens of each step; -1: all", low=-1, optional=True)
     )
@@ -148,7 +146,8 @@ class SamplingParams(RequestParams):
 
     Checked as a whole when made and when a field is set; a request copies it. Raises `InvalidArgument`.
 
-    With a `seed`, the same prompt returns the same tokens in any company. Without one, a seed is drawn for each request.
+    With a `seed`, the same prompt returns the same tokens in any company. Without one, each request draws a seed from the
+    engine's own, so that the same calls of a new engine return the same tokens again.
     """
 
     n: int = option(1, Integer("answers for each prompt", low=1, high=MAX_SAMPLES))

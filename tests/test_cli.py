@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -16,7 +15,6 @@ import pytest
 
 from pagedec.cli import active, main
 from pagedec.engine.stats import EngineStats
-from pagedec.fields import rules
 from pagedec.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from pagedec.params import SamplingParams
 
@@ -240,94 +238,12 @@ def test_bench_prints_lines(stand_in: type[StandIn], capsys: pytest.CaptureFixtu
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "the following arguments are required: COMMAND; see pagedec --help"),
-        (["serv"], "argument COMMAND: invalid choice: 'serv' (choose from"),
-        (["generate"], "prompts is []: must be at least one: as an argument, with --file, or on standard input"),
-        (["generate", "a", "--temperature", "-1"], "temperature is -1.0: must be 0, or a finite number at least 1e-05"),
-        (["generate", "a", "--temperature", "hot"], "temperature is 'hot': must be 0, or a finite number"),
-        (["generate", "a", "--max-tokens", "2", "--min-tokens", "3"], "min_tokens is 3: must be at most max_tokens"),
-        (["generate", "a", "--stop-token-ids", "1,x"], "stop_token_ids is '1,x': must be a sequence of token ids"),
-        (["generate", "a", "--block-size", "7"], "block_size is 7: must be one of 8, 16, 32, 64"),
-        (["generate", "a", "--executor", "ray"], "executor is 'ray': not available in this version; available: inline"),
-        (["generate", "a", "--temprature", "1"], "unrecognized arguments: --temprature 1"),
-        (["generate", "-f", "no/such/file"], "file is 'no/such/file': cannot be read: No such file or directory"),
-        (["generate", "a", "--config", "no.toml"], "config is 'no.toml': cannot be read: No such file or directory"),
-        (["generate", "a", "--system", "b"], "system is 'b': must be given with --chat"),
-        (["generate", "a b", "--skip-tokenizer-init"], "prompt is 'a b': must be token ids separated by commas"),
-        (["bench"], "the following arguments are required: KIND; see pagedec bench --help"),
-        (["bench", "latency", "--batch-size", "0"], "batch_size is 0: must be a whole number from 1 to"),
-        (["bench", "latency", "--min-tokens", "200"], "min_tokens is 200: must be at most max_tokens, which is 128"),
-        (["bench", "throughput", "--num-prompts", "x"], "num_prompts is 'x': must be a whole number from 1 to"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_mistakes_are_one_line_and_exit_status_2(
-    arguments: list[str], message: str, stand_in: type[StandIn], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(*arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"pagedec: error: {message}")
-    assert len(err.splitlines()) == 1
-    assert stand_in.calls == [], "nothing may be loaded for a command that is wrong"
-
-
-@pytest.mark.parametrize("line", ["{", "[1]", '{"prompt": "a", "prompt_token_ids": [1]}', '{"text": "a"}'])
-def test_a_bad_json_line_is_named(
-    line: str, stand_in: type[StandIn], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "p.jsonl"
-    file.write_text(f'{{"prompt": "a"}}\n{line}\n')
-    assert run("generate", "-f", str(file)) == 2
-    assert "p.jsonl line 2 is " in capsys.readouterr().err
-
-
-def test_parameters_in_a_json_line_are_not_passed_over(
-    stand_in: type[StandIn], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "p.jsonl"
-    file.write_text('{"prompt": "a", "max_tokens": 5}\n')
-    assert run("generate", "-f", str(file)) == 2
-    assert "p.jsonl line 1: max_tokens is 5: sampling parameters are given by flags" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
 def test_a_byte_order_mark_is_no_part_of_a_prompt(name: str, stand_in: type[StandIn], tmp_path: Path) -> None:
     file = tmp_path / name
     file.write_text('{"prompt": "a"}\r\n' if name == "p.jsonl" else "a\r\n", encoding="utf-8-sig")
     assert run("generate", "-f", str(file)) == 0
     assert stand_in.calls[0]["prompts"] == ["a"]
-
-
-@pytest.mark.parametrize("flag", ["--stop", "--logit-bias", "--config", "-f"])
-def test_nesting_without_end(
-    flag: str, stand_in: type[StandIn], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    value = "[" * 20_000
-    if flag in ("--config", "-f"):
-        (tmp_path / "p.jsonl").write_text(("x=" if flag == "--config" else "") + value)
-        value = str(tmp_path / "p.jsonl")
-    assert run("generate", "a", flag, value) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("pagedec: error: ") and len(err.splitlines()) == 1 and len(err) < 1000
-
-
-def test_a_file_that_is_not_text(stand_in: type[StandIn], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "p.txt"
-    file.write_bytes(b"ab\xff")
-    assert run("generate", "-f", str(file)) == 2
-    assert "is not UTF-8: invalid start byte at byte 2" in capsys.readouterr().err
-
-
-def test_a_wrong_debugging_variable_is_named(
-    stand_in: type[StandIn], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PAGEDEC_ISSA", "avx2")
-    assert run("doctor") == 2
-    assert capsys.readouterr().err.startswith("pagedec: error: PAGEDEC_ISSA is not a known variable; known are ")
 
 
 def test_our_own_bugs_are_not_hidden(stand_in: type[StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,53 +264,3 @@ def test_interrupt(
     monkeypatch.setattr(StandIn, "generate", interrupted)
     assert run("generate", "a") == main.INTERRUPTED
     assert capsys.readouterr().err.splitlines()[-1] == "pagedec: interrupted"
-
-
-# ---------------------------------------------------------------------------------------------------------------- help
-@pytest.mark.parametrize(
-    "command",
-    [
-        [],
-        ["generate"],
-        ["chat"],
-        ["batch"],
-        ["tokenize"],
-        ["bench"],
-        ["bench", "latency"],
-        ["bench", "throughput"],
-        ["doctor"],
-    ],
-)
-def test_help_of_every_command(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        run(*command, "--help")
-    assert caught.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: {' '.join(['pagedec', *command])}")
-
-
-def test_help_names_every_sampling_parameter(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run("generate", "--help")
-    shown = capsys.readouterr().out
-    for name, (rule, _) in rules(SamplingParams).items():
-        assert f"--{name.replace('_', '-')}" in shown
-        assert " ".join(rule.help.split()[:3]) in " ".join(shown.split())
-
-
-def test_help_and_mistakes_need_no_torch() -> None:
-    program = (
-        "import sys\nfrom pagedec.cli.main import main\n"
-        "try: main(['generate', '--help'])\nexcept SystemExit: pass\n"
-        "status = main(['generate', 'a', '--temperature', '-1'])\n"
-        "slow = {'torch', 'transformers', 'tokenizers', 'scipy'} & set(sys.modules)\n"
-        "sys.exit(f'{status} {slow}' if slow or status != 2 else 0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=SOURCES, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-
-
-def test_python_m_pagedec() -> None:
-    command = [sys.executable, "-m", "pagedec", "generate", "a", "--n", "0"]
-    done = subprocess.run(command, cwd=SOURCES, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "pagedec: error: n is 0: must be a whole number from 1 to 16384\n"

@@ -201,12 +201,12 @@ def test_a_script_has_commands(tiny: Path, monkeypatch: pytest.MonkeyPatch, caps
     ("arguments", "stdin", "message"),
     [
         ([], b"/what\n", "/what is no command; known are /reset /undo /regenerate /help /exit"),
-        ([], b"x" * 600 + b"\n", "prompts[0] is '"),
-        ([], b"\xff\n", "standard input is 'bytes': is not UTF-8"),
-        (["--no-detokenize"], b"", "detokenize is False: must be true: a chat is text"),
+        ([], b"x" * 600 + b"\n", "prompts[0] is "),
+        ([], b"\xff\n", "standard input is bytes: is not UTF-8"),
+        (["--no-detokenize"], b"", "detokenize is false: must be true: a chat is text"),
         (["--n", "2"], b"", "n is 2: must be 1: a chat goes on with one answer"),
-        (["--skip-tokenizer-init"], b"", "skip_tokenizer_init is True: must be false: a chat is text"),
-        (["--chat-template", "none"], b"", "chat_template is 'none': cannot be read: No such file"),
+        (["--skip-tokenizer-init"], b"", "skip_tokenizer_init is true: must be false: a chat is text"),
+        (["--chat-template", "none"], b"", "chat_template is none: cannot be read: No such file"),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -268,7 +268,7 @@ def test_a_model_without_a_template_needs_one(
     bare = make_tiny(tmp_path)
     (bare / "tokenizer_config.json").write_text("{}")
     assert script(monkeypatch, *flags(bare), stdin=b"Hi\n") == main.USER_ERROR
-    assert "chat_template is None: must be given: " in capsys.readouterr().err
+    assert "chat_template is none: must be given: " in capsys.readouterr().err
     (tmp_path / "template").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
     arguments = [*flags(bare), "--chat-template", str(tmp_path / "template"), "-v", "--max-tokens", "2"]
     assert script(monkeypatch, *arguments, stdin=b"Hi\n") == 0

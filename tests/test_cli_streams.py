@@ -50,7 +50,7 @@ def test_a_closed_stream_leads_nowhere(closed: str, out: bytes, tiny: Path) -> N
 
 def test_nothing_to_read() -> None:
     done = shell("generate", "<&-")
-    assert done.returncode == 2 and done.stderr.startswith(b"pagedec: error: prompts is []: must be at least one")
+    assert done.returncode == 2 and done.stderr.startswith(b"pagedec: error: prompts is empty: must be at least one")
 
 
 def test_a_disk_that_takes_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,14 +82,14 @@ def test_the_chat_template(shown: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--decode", "1,x"], "token_ids is '1,x': must be a sequence of token ids"),
+        (["--decode", "1,x"], "token_ids is 1,x: must be a sequence of token ids"),
         (["--decode", "3,9999"], "token_ids is 9999: must be less than 261, the size of the vocabulary"),
         (["--decode", "--chat", "x"], "argument --chat: not allowed with argument --decode"),
         (["--chat", "{"], "messages is '{': is not JSON"),
         (["--chat", "{}"], "messages is '{}': must be a list such as"),
-        (["--chat", '[{"role": "user"}]'], "messages[0].content is None: must be text"),
-        (["-f", "none"], "file is 'none': cannot be read: No such file or directory"),
-        (["a", "--model", ""], "model is '': must be a text that is not empty"),
+        (["--chat", '[{"role": "user"}]'], "messages[0].content is none: must be text"),
+        (["-f", "none"], "file is none: cannot be read: No such file or directory"),
+        (["a", "--model", ""], "model is empty: must be a text that is not empty"),
         (["a", "--model", "none.gguf"], "none.gguf: "),
         (["a", "--tokenizer", "none.json"], "none.json"),
         (["--count", "--pieces", "a"], "argument --pieces: not allowed with argument --count"),

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from pagedec.cli.arguments import Parser, add_engine_arguments, engine_config
+from pagedec.cli.arguments import add_engine_arguments, engine_config
+from pagedec.cli.parser import Parser
 from pagedec.config import ENGINE_GROUPS, CacheConfig, EngineConfig, ModelConfig, ServerConfig, engine_rules
 from pagedec.errors import FeatureNotAvailable, InvalidArgument
 from pagedec.fields import rules
@@ -44,7 +45,7 @@ NOT_YET = [
 
 
 def from_flags(*flags: str) -> EngineConfig:
-    parser = Parser()
+    parser = Parser(prog="test")
     add_engine_arguments(parser)
     return engine_config(parser.parse_args(flags))
 
@@ -81,6 +82,16 @@ def test_unknown_argument_names_the_known_ones() -> None:
         CacheConfig(size=3)  # type: ignore[call-arg]
     with pytest.raises(InvalidArgument, match=r"^port is 1: not a field of the engine"):
         EngineConfig.from_kwargs(port=1)
+
+
+@pytest.mark.parametrize("name", ["engine_seed", "sead"])
+def test_the_engine_s_seed_is_named_where_its_flag_was_meant(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "engine.toml"
+    file.write_text(f"{name} = 1\n")
+    makers = (lambda: EngineConfig.from_kwargs(**{name: 1}), lambda: EngineConfig.from_file(file))
+    for make in makers:
+        with pytest.raises(InvalidArgument, match=rf"^{name} is 1: not a field of .*; did you mean seed\?$"):
+            make()
 
 
 def test_groups_must_be_of_their_kind() -> None:
@@ -211,8 +222,8 @@ def test_missing_file(tmp_path: Path) -> None:
         (("--kv-cache-memory", "much"), "^kv_cache_memory is 'much': must be a number of bytes from "),
         (("--speculative-config", "{"), "^speculative_config is '{': must be a table of names and values"),
         (("--speculative-config", '{"method": "ngram"}'), "^speculative_config is .*: not available in this version"),
-        (("--no-such-flag", "1"), "unrecognized arguments: --no-such-flag 1"),
-        (("--max-num", "1"), "unrecognized arguments: --max-num 1"),
+        (("--no-such-flag", "1"), "^--no-such-flag is not a flag of test; see test --help$"),
+        (("--max-num", "1"), "^--max-num is not a flag of test; did you mean --max-num-seqs"),
         (("--block-size",), "argument --block-size: expected one argument"),
     ],
 )
@@ -231,8 +242,13 @@ def test_every_argument_has_a_flag_with_its_default() -> None:
     parser = argparse.ArgumentParser()
     add_engine_arguments(parser)
     shown = " ".join(parser.format_help().split())
-    for name in engine_rules():
-        assert f"--{'engine-seed' if name == 'seed' else name.replace('_', '-')}" in shown
+    for name, (rule, default) in engine_rules().items():
+        is_offer = rule.available != (default,)
+        assert (f"--{'engine-seed' if name == 'seed' else name.replace('_', '-')}" in shown) == is_offer
+    assert (
+        "--engine-seed INT seed of random weights, and of requests without a seed; in files and in Python it is named seed"
+        in shown
+    )
     assert "(default: 16)" in shown and "(default: smollm2)" in shown
 
 

@@ -15,13 +15,13 @@ import pytest
 
 from pagedec.cli.arguments import (
     RENAMED,
-    Parser,
     add_engine_arguments,
     add_sampling_arguments,
     engine_config,
     given_sampling,
     sampling_params,
 )
+from pagedec.cli.parser import Parser
 from pagedec.config import EngineConfig, engine_rules, read_tables
 from pagedec.errors import InvalidArgument
 from pagedec.fields import Flag, Integer, Number, Rule, Size, Text, rules

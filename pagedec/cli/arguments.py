@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from typing import Any, NoReturn, TypeVar
+import dataclasses
+from collections.abc import Container, Mapping
+from typing import Any, TypeVar
 
+from pagedec.cli.texts import unescaped
 from pagedec.config import ENGINE_GROUPS, EngineConfig, engine_rules, read_tables
-from pagedec.errors import PagedecError
-from pagedec.fields import Flag, Rule, rules
+from pagedec.fields import Flag, Rule, Texts, rules
 from pagedec.params import SamplingParams
 
 ENGINE = "engine."
@@ -21,23 +22,11 @@ ENGINE_TITLES = {
     "scheduler": "engine: the steps",
     "parallel": "engine: the machine",
 }
-RENAMED = {"seed": "engine-seed"}
+RENAMED = {"seed": "engine_seed"}
 """Engine arguments whose flag would collide with a request's."""
-
-
-class UsageError(PagedecError):
-    """The command line itself is wrong."""
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose mistakes are errors like all others, one line long."""
-
-    def __init__(self, **options: Any) -> None:
-        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(allow_abbrev=False, **options)
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see {self.prog} --help")
+SEVERAL = "; give it again for several, or once as a JSON list"
+SAME_AGAIN = "drawn from --engine-seed, so that the same command gives the same answers"
+ESCAPES = r"; \n, \t, \r, \" and \uXXXX are read as in C, and \\ is a backslash"
 
 
 def _default(default: object) -> str:
@@ -46,8 +35,16 @@ def _default(default: object) -> str:
 
 
 def _metavar(rule: Rule) -> str:
-    choices = getattr(rule, "choices", ())
-    return "{" + ",".join(map(str, choices)) + "}" if choices else rule.metavar
+    return "{" + ",".join(map(str, rule.offered)) + "}" if rule.offered else rule.metavar
+
+
+def _help(name: str, rule: Rule, default: object, flag_name: str) -> str:
+    """What --help says of a flag."""
+    text = rule.help + (SEVERAL if rule.repeated else "") + (ESCAPES if isinstance(rule, Texts) else "")
+    if flag_name != name:
+        text += f"; in files and in Python it is named {name}"
+    shown = _default(default)
+    return text.replace("%", "%%") + (f" (default: {shown})" if shown else "")
 
 
 def add_fields(
@@ -56,13 +53,16 @@ def add_fields(
     fields: Mapping[str, tuple[Rule, Any]],
     prefix: str,
     renamed: Mapping[str, str] | None = None,
+    hidden: Container[str] = (),
 ) -> None:
-    """Add one flag for each field. What is not given stays absent, so that files and defaults can speak."""
+    """Add one flag for each field. What is not given stays absent, so that files and defaults can speak. --help does not list
+    the `hidden` ones, nor those that have only their default in this version."""
     group = parser.add_argument_group(title)
     for name, (rule, default) in fields.items():
-        flag = "--" + (renamed or {}).get(name, name).replace("_", "-")
-        shown = _default(default)
-        text = rule.help.replace("%", "%%") + (f" (default: {shown})" if shown else "")
+        flag_name = (renamed or {}).get(name, name)
+        flag, text = "--" + flag_name.replace("_", "-"), _help(name, rule, default, flag_name)
+        if name in hidden or rule.available == (default,):
+            text = argparse.SUPPRESS
         if isinstance(rule, Flag):
             group.add_argument(
                 flag, dest=prefix + name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
@@ -74,31 +74,52 @@ def add_fields(
             )
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --config and a flag for each engine argument, in the groups of the configuration."""
+def add_engine_arguments(parser: argparse.ArgumentParser, hidden: Container[str] = ()) -> None:
+    """Add --config and a flag for each engine argument, in the groups of the configuration. `hidden`: those all of whose values
+    but the default this command refuses."""
     parser.add_argument_group("configuration file").add_argument(
         "--config",
         metavar="FILE",
-        help="TOML file of engine arguments, named as below with underscores, and of sampling parameters in its table "
-        "[sampling]; flags win over it",
+        help="TOML file of engine arguments, named as below with underscores (but seed for --engine-seed), and of "
+        "sampling parameters in its table [sampling]; flags win over it",
     )
     for name, group in ENGINE_GROUPS.items():
-        add_fields(parser, ENGINE_TITLES[name], rules(group), ENGINE, RENAMED)
+        add_fields(parser, ENGINE_TITLES[name], rules(group), ENGINE, RENAMED, hidden)
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    add_fields(parser, "sampling parameters", rules(SamplingParams), SAMPLING)
+def add_sampling_arguments(
+    parser: argparse.ArgumentParser, without_seed: str = SAME_AGAIN, hidden: Container[str] = ()
+) -> None:
+    """Add a flag for each sampling parameter. `without_seed`: what this command does where no seed is given; `hidden`: as for
+    engine arguments."""
+    fields = rules(SamplingParams)
+    rule, default = fields["seed"]
+    seed = dataclasses.replace(rule, help=f"{rule.help.partition(';')[0]}; none: {without_seed}")
+    add_fields(parser, "sampling parameters", fields | {"seed": (seed, default)}, SAMPLING, hidden=hidden)
 
 
-def _given(arguments: argparse.Namespace, prefix: str, fields: Mapping[str, tuple[Rule, Any]]) -> dict[str, Any]:
+def _given(
+    arguments: argparse.Namespace,
+    prefix: str,
+    fields: Mapping[str, tuple[Rule, Any]],
+    renamed: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     given = {key.removeprefix(prefix): value for key, value in vars(arguments).items() if key.startswith(prefix)}
-    return {name: _parsed(name, fields[name][0], value) for name, value in given.items()}
+    return {name: _parsed((renamed or {}).get(name, name), fields[name][0], value) for name, value in given.items()}
 
 
 def _parsed(name: str, rule: Rule, value: object) -> object:
     if isinstance(value, list):  # of a flag that was given several times
-        return tuple(item for text in value for item in rule.parse(name, text))
+        return tuple(item for text in value for item in _texts(name, rule, text))
     return rule.parse(name, value) if isinstance(value, str) else value
+
+
+def _texts(name: str, rule: Rule, text: str) -> tuple[str, ...]:
+    """The texts of a JSON list, or the one text that is no such list, its escapes read."""
+    texts: tuple[str, ...] = rule.parse(name, text)
+    if texts == (text,):
+        texts = rule.check(name, unescaped(name, text))
+    return texts
 
 
 def _file(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -114,7 +135,12 @@ def _file(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], Mapping[str
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     """The engine's configuration: file first, flags over it, all of it checked."""
     values = dict(_file(arguments)[0])
-    return EngineConfig.from_kwargs(**{**values, **_given(arguments, ENGINE, engine_rules())})
+    return EngineConfig.from_kwargs(**{**values, **_given(arguments, ENGINE, engine_rules(), RENAMED)})
+
+
+def has_engine_seed(arguments: argparse.Namespace) -> bool:
+    """Whether the file or a flag gives the engine's seed."""
+    return "seed" in _file(arguments)[0] or hasattr(arguments, ENGINE + "seed")
 
 
 def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:

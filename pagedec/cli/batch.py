@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="say how far the job is: a bar on a terminal, else a line every 30 seconds (default: yes)",
     )
     add_options(parser, "job", BatchOptions)
-    add_sampling_arguments(parser)
+    add_sampling_arguments(parser, "made from --engine-seed and the line", hidden=("prompt_logprobs",))
     add_engine_arguments(parser)
 
 

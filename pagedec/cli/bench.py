@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pagedec.cli.arguments import (
-    Parser,
     add_engine_arguments,
     add_options,
     add_sampling_arguments,
@@ -26,6 +25,7 @@ from pagedec.cli.arguments import (
     given_options,
     sampling_params,
 )
+from pagedec.cli.parser import Parser
 from pagedec.fields import Integer, check_fields, option
 from pagedec.outputs import RequestOutput
 from pagedec.params import SamplingParams

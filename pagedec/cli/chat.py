@@ -42,6 +42,7 @@ examples:
 COMMANDS = ("/reset", "/undo", "/regenerate", "/help", "/exit")
 PROMPT, MORE = "> ", "... "
 QUOTES = '"""'
+FRESH = "another one for each answer, so that no two chats are alike; or, where --engine-seed is given, drawn from it"
 QUOTING = f"a turn that begins with a slash is written with two, one of several lines between two {QUOTES}"
 
 
@@ -53,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="after each answer a line of numbers on standard error"
     )
-    add_sampling_arguments(parser)
-    add_engine_arguments(parser)
+    add_sampling_arguments(parser, FRESH, hidden=("n", "detokenize"))
+    add_engine_arguments(parser, hidden=("skip_tokenizer_init",))
 
 
 class Chat:

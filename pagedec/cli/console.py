@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import re
+import shlex
 import sys
 from typing import TextIO
+
+from pagedec.errors import InvalidArgument, cut, shown
 
 DONE = 0
 FAILED = 1
@@ -26,6 +30,25 @@ def open_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):
             stream.reconfigure(encoding="utf-8", errors="strict" if name == "stdin" else "backslashreplace")
+
+
+def spelled(error: Exception) -> str:
+    """An error in the words of the command line: values as they are typed there, and Python's keywords as flags."""
+    if not isinstance(error, InvalidArgument):
+        return str(error)
+    limit = re.sub(r"\b([a-z_]+)=True\b", lambda match: f"--{match[1].replace('_', '-')}", error.limit)
+    limit = re.sub(r"\bNone\b", "none", limit)
+    return f"{error.field} is {_typed(error.value)}: {limit}"
+
+
+def _typed(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (str, list, tuple, dict)) and not value:
+        return "empty"
+    if isinstance(value, str) and value.isprintable() and "'" not in value:
+        return cut(shlex.quote(value))
+    return shown(value)
 
 
 def mute(stream: TextIO) -> None:

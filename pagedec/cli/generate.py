@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-f",
         "--file",
         metavar="FILE",
-        help="prompts, one a line; in a .jsonl file objects with prompt or prompt_token_ids",
+        help="prompts, one a line, blank ones left out; in a .jsonl file objects with prompt or prompt_token_ids",
     )
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's message to be answered")
     parser.add_argument("--system", metavar="TEXT", help="with --chat: the system prompt")
@@ -105,6 +105,8 @@ def read_prompts(arguments: argparse.Namespace, token_ids_only: bool) -> list[Pr
         prompts += _lines(read_stdin().split("\n"))
     if not prompts:
         raise InvalidArgument("prompts", [], "must be at least one: as an argument, with --file, or on standard input")
+    if "" in prompts:
+        raise InvalidArgument(f"prompts[{prompts.index('')}]", "", "must have at least one character")
     return [_token_ids(prompt) if token_ids_only and isinstance(prompt, str) else prompt for prompt in prompts]
 
 

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from pagedec import environment
-from pagedec.cli.arguments import Parser
-from pagedec.cli.console import FAILED, INTERRUPTED, USER_ERROR, mute, open_streams, say
+from pagedec.cli.console import FAILED, INTERRUPTED, USER_ERROR, mute, open_streams, say, spelled
+from pagedec.cli.parser import Parser
 from pagedec.errors import PagedecError
 
 COMMANDS = {
@@ -59,7 +59,7 @@ def parser() -> Parser:
 
 def refuse(error: ValueError) -> int:
     """Say what the caller did wrong, in one line."""
-    say(f"error: {error}")
+    say(f"error: {spelled(error)}")
     return USER_ERROR
 
 

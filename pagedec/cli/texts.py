@@ -1,11 +1,14 @@
-"""Text from files and from standard input: UTF-8, exactly as it is."""
+"""Text from files and from standard input: UTF-8, exactly as it is; and the escapes of text that a shell passes on."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 from pagedec.errors import InvalidArgument
+
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r", '"': '"', "\\": "\\"}
 
 
 def read_text(field: str, path: str) -> str:
@@ -28,3 +31,18 @@ def _decoded(field: str, name: str, data: bytes) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidArgument(field, name, f"is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def unescaped(field: str, text: str) -> str:
+    r"""The text that a flag's value means: \n, \t, \r, \", \\ and \uXXXX are read as in C, two halves of a surrogate pair as one
+    character. Raises InvalidArgument naming `field` for a backslash that begins none of these."""
+
+    def meant(match: re.Match[str]) -> str:
+        digits, letter = match.groups()
+        if not digits and letter not in ESCAPES:
+            limit = rf"has {match[0]}, which is no escape: \n, \t, \r, \" and \uXXXX are, and a backslash is written \\"
+            raise InvalidArgument(field, text, limit)
+        return chr(int(digits, 16)) if digits else ESCAPES[letter]
+
+    read = re.sub(r"\\(?:u([0-9a-fA-F]{4})|(.?))", meant, text, flags=re.DOTALL)
+    return read.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")

@@ -60,7 +60,7 @@ def test_defaults_from_a_file(flags: list[str], tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ([], "the following arguments are required: -i/--input, -o/--output"),
-        (["-i", "none", "-o", "out"], "input is 'none': cannot be read: No such file or directory"),
+        (["-i", "none", "-o", "out"], "input is none: cannot be read: No such file or directory"),
         (["-i", "none", "-o", "out", "--window", "0"], "window is 0: must be a whole number from 1"),
         (["-i", "none", "-o", "out", "--top-p", "2"], "top_p is "),
     ],

@@ -1,0 +1,236 @@
+"""What the command line says to a mistake, and what it says about itself. Nothing here may load a model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagedec.cli import main
+from pagedec.fields import rules
+from pagedec.params import SamplingParams
+
+SOURCES = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may be loaded for a command that is wrong."""
+
+    def refuse(**_: Any) -> None:
+        raise AssertionError("a model is loaded")
+
+    module = types.ModuleType("pagedec.llm")
+    module.LLM = refuse  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pagedec.llm", module)
+    monkeypatch.setattr(sys, "stdin", open("/dev/null"))
+
+
+def run(*arguments: str) -> int:
+    return main.main(list(arguments))
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND; see pagedec --help"),
+        (["generate", "a", ""], "prompts[1] is empty: must have at least one character"),
+        (["generate", "", "--chat"], "prompts[0] is empty: must have at least one character"),
+        (["generate", "-f", "/dev/null"], "prompts is empty: must be at least one: as an argument, with --file, or on"),
+        (["generate"], "prompts is empty: must be at least one: as an argument, with --file, or on standard input"),
+        (["generate", "a", "--temperature", "-1"], "temperature is -1.0: must be 0, or a finite number at least 1e-05"),
+        (["generate", "a", "--temperature", "hot"], "temperature is hot: must be 0, or a finite number"),
+        (["generate", "a", "--max-tokens", "2", "--min-tokens", "3"], "min_tokens is 3: must be at most max_tokens"),
+        (["generate", "a", "--stop-token-ids", "1,x"], "stop_token_ids is 1,x: must be a sequence of token ids"),
+        (["generate", "a", "--block-size", "7"], "block_size is 7: must be one of 8, 16, 32, 64"),
+        (["generate", "a", "--executor", "ray"], "executor is ray: not available in this version; available: inline"),
+        (["generate", "a", "--engine-seed", "-1"], "engine_seed is -1: must be a whole number from 0 to"),
+        (
+            ["generate", "a", "--max-model-len", "0"],
+            "max_model_len is 0: must be a whole number from 1 to 2147483647 or none",
+        ),
+        (["generate", "a", "--stop", ""], "stop is empty: must be a text that is not empty, or a list of them"),
+        (["generate", "-f", "no/such/file"], "file is no/such/file: cannot be read: No such file or directory"),
+        (["generate", "a", "--config", "no.toml"], "config is no.toml: cannot be read: No such file or directory"),
+        (["generate", "a", "--system", "b"], "system is b: must be given with --chat"),
+        (["generate", "a b", "--skip-tokenizer-init"], "prompt is 'a b': must be token ids separated by commas"),
+        (["bench"], "the following arguments are required: KIND; see pagedec bench --help"),
+        (["bench", "latency", "--batch-size", "0"], "batch_size is 0: must be a whole number from 1 to"),
+        (["bench", "latency", "--min-tokens", "200"], "min_tokens is 200: must be at most max_tokens, which is 128"),
+        (["bench", "throughput", "--num-prompts", "x"], "num_prompts is x: must be a whole number from 1 to"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_line_and_exit_status_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"pagedec: error: {message}")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "a", "--max-token", "5"], "--max-token is not a flag of pagedec generate; did you mean --max-tokens?"),
+        (["generate", "--max_tokens=5"], "--max_tokens is not a flag of pagedec generate; did you mean --max-tokens?"),
+        (["generate", "-max-tokens", "5"], "-max-tokens is not a flag of pagedec generate; did you mean --max-tokens?"),
+        (["chat", "--temp", "1"], "--temp is not a flag of pagedec chat; did you mean --temperature?"),
+        (["batch", "--inptu", "a"], "--inptu is not a flag of pagedec batch; did you mean --input?"),
+        (["bench", "latency", "--iters", "2"], "--iters is not a flag of pagedec bench latency; did you mean --num-iters?"),
+        (["bench", "--json"], "--json is not a flag of pagedec bench; see pagedec bench --help"),
+        (["generate", "--qqq"], "--qqq is not a flag of pagedec generate; see pagedec generate --help"),
+        (["generate", "--executo", "ray"], "--executo is not a flag of pagedec generate; see pagedec generate --help"),
+        (["--verbos", "chat"], "--verbos is not a flag of pagedec; did you mean --version?"),
+        (["generate", "--stop", "--END--"],
+         "--END-- is not a flag of pagedec generate; as the value of --stop it is written --stop=--END--"),
+        (["generate", "a", "--stop"], "argument --stop: expected one argument; see pagedec generate --help"),
+        (["chta"], "chta is no command of pagedec; did you mean chat?"),
+        (["serve"], "serve is no command of pagedec; known are generate, chat, batch, tokenize, bench, doctor"),
+        (["bench", "latancy"], "latancy is no command of pagedec bench; did you mean latency?"),
+        (["chat", "hello"], "pagedec chat takes flags only, not hello; see pagedec chat --help"),
+        (["doctor", "--json", "model"], "pagedec doctor takes flags only, not model; see pagedec doctor --help"),
+        (["batch", "in.jsonl", "-i", "a", "-o", "b"], "pagedec batch takes flags only, not in.jsonl; see pagedec batch --help"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_what_is_no_flag_or_command_names_the_nearest(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 2
+    assert capsys.readouterr() == ("", f"pagedec: error: {message}\n")
+
+
+def test_prompts_may_stand_between_flags() -> None:
+    arguments = main.parser().parse_args(
+        ["generate", "--n", "2", "a", "--seed=3", "b", "-5", "--stop", "--x y", "c d", "--", "--json", "--"]
+    )
+    assert arguments.prompts == ["a", "b", "-5", "c d", "--json", "--"]
+    assert not arguments.json and vars(arguments)["sampling.stop"] == ["--x y"]
+
+
+@pytest.mark.parametrize("command", [["generate"], ["chat"], ["batch"], ["bench", "latency"]])
+def test_help_lists_what_this_version_has(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A flag all of whose values are refused, or refused but for the default, is no offer."""
+    with pytest.raises(SystemExit):
+        run(*command, "--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    for name in ("executor", "tensor-parallel-size", "speculative-config", "ray", "flash-attn", "xformers"):
+        assert name not in shown
+    assert "--attention-backend {auto,native,reference}" in shown
+    refused = {"chat": ("--n ", "--detokenize", "--skip-tokenizer-init"), "batch": ("--prompt-logprobs",)}
+    assert [flag for flag in refused.get(command[0], ()) if flag in shown] == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "available"),
+    [("--executor", "ray", "inline"), ("--tensor-parallel-size", "2", "1"), ("--speculative-config", '{"a": 1}', "none"),
+     ("--attention-backend", "xformers", "auto, native, reference")],
+)  # fmt: skip
+def test_what_help_does_not_list_is_refused_by_name(
+    flag: str, value: str, available: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("generate", "a", flag, value) == 2
+    err, name = capsys.readouterr().err, flag.strip("-").replace("-", "_")
+    assert err.startswith(f"pagedec: error: {name} is ")
+    assert err.endswith(f": not available in this version; available: {available}\n")
+    assert run("generate", "a", "--executor", "mp") == 2
+    assert capsys.readouterr().err == "pagedec: error: executor is mp: must be inline\n"
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"prompt": "a", "prompt_token_ids": [1]}', '{"text": "a"}'])
+def test_a_bad_json_line_is_named(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text(f'{{"prompt": "a"}}\n{line}\n')
+    assert run("generate", "-f", str(file)) == 2
+    assert "p.jsonl line 2 is " in capsys.readouterr().err
+
+
+def test_parameters_in_a_json_line_are_not_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a", "max_tokens": 5}\n')
+    assert run("generate", "-f", str(file)) == 2
+    assert "p.jsonl line 1: max_tokens is 5: sampling parameters are given by flags" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--stop", "--logit-bias", "--config", "-f"])
+def test_nesting_without_end(flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    value = "[" * 20_000
+    if flag in ("--config", "-f"):
+        (tmp_path / "p.jsonl").write_text(("x=" if flag == "--config" else "") + value)
+        value = str(tmp_path / "p.jsonl")
+    assert run("generate", "a", flag, value) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("pagedec: error: ") and len(err.splitlines()) == 1 and len(err) < 1000
+
+
+def test_a_file_that_is_not_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "p.txt"
+    file.write_bytes(b"ab\xff")
+    assert run("generate", "-f", str(file)) == 2
+    assert "is not UTF-8: invalid start byte at byte 2" in capsys.readouterr().err
+
+
+def test_a_wrong_debugging_variable_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PAGEDEC_ISSA", "avx2")
+    assert run("doctor") == 2
+    assert capsys.readouterr().err.startswith("pagedec: error: PAGEDEC_ISSA is not a known variable; known are ")
+
+
+# ---------------------------------------------------------------------------------------------------------------- help
+@pytest.mark.parametrize(
+    "command",
+    [
+        [],
+        ["generate"],
+        ["chat"],
+        ["batch"],
+        ["tokenize"],
+        ["bench"],
+        ["bench", "latency"],
+        ["bench", "throughput"],
+        ["doctor"],
+    ],
+)
+def test_help_of_every_command(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(*command, "--help")
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: {' '.join(['pagedec', *command])}")
+
+
+def test_help_names_every_sampling_parameter(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("generate", "--help")
+    shown = capsys.readouterr().out
+    for name, (rule, _) in rules(SamplingParams).items():
+        assert f"--{name.replace('_', '-')}" in shown
+        assert " ".join(rule.help.split()[:3]) in " ".join(shown.split())
+
+
+def test_help_and_mistakes_need_no_torch() -> None:
+    program = (
+        "import sys\nfrom pagedec.cli.main import main\n"
+        "try: main(['generate', '--help'])\nexcept SystemExit: pass\n"
+        "status = main(['generate', 'a', '--temperature', '-1'])\n"
+        "slow = {'torch', 'transformers', 'tokenizers', 'scipy'} & set(sys.modules)\n"
+        "sys.exit(f'{status} {slow}' if slow or status != 2 else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=SOURCES, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_python_m_pagedec() -> None:
+    command = [sys.executable, "-m", "pagedec", "generate", "a", "--n", "0"]
+    done = subprocess.run(command, cwd=SOURCES, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "pagedec: error: n is 0: must be a whole number from 1 to 16384\n"
