@@ -68,7 +68,8 @@ class BatchJob:
     `model` is the model that will run it, `defaults` are sampling parameters for bodies that do not say. The model's `seed` names
     the randomness of bodies without a seed: such a line is given one from its number and content, so that a job which was
     interrupted ends with the answers of one that was not. With `any_model`, bodies may name any model. With `restart`, `run`
-    forgets earlier answers.
+    forgets earlier answers. With `retry_failed`, it forgets those that are errors of any kind, and asks their lines as they are
+    now: such a line may have been mended since.
 
     Each record's id names the line, its content and the settings, which are all of these. Raises InvalidArgument if a line or
     the settings have changed since a line was answered, if a file cannot be read or written, or if another job is writing the
@@ -84,9 +85,11 @@ class BatchJob:
         defaults: Mapping[str, Any] | None = None,
         any_model: bool = False,
         restart: bool = False,
+        retry_failed: bool = False,
     ) -> None:
+        if restart and retry_failed:
+            raise InvalidArgument("retry_failed", True, "restart=True forgets all answers; give one of the two")
         self.input, self.output, self.any_model = Path(input), Path(output), any_model
-        self.restart = restart
         self.model, self.seed = model.model, model.seed
         self.defaults = dict(defaults or {})
         params = SamplingParams.from_dict(self.defaults)
@@ -96,7 +99,7 @@ class BatchJob:
         settings = json.dumps([dataclasses.asdict(model), any_model, checked], default=str)
         self.settings = hashlib.blake2b(settings.encode(), digest_size=4).hexdigest()
         _check_files(self.input, self.output)
-        self._journal = Journal(self.output, restart)
+        self._journal = Journal(self.output, restart, retry_failed)
         self._done = self._journal.done
         self.num_errors = sum(entry.is_error for entry in self._done.values())
         try:
@@ -120,7 +123,7 @@ class BatchJob:
             if entry.settings != self.settings:
                 limit = (
                     "was begun with another model, seed or other sampling parameters, or with the model in another form "
-                    "(dtype, quantization, tokenizer, max_model_len ...); give the same, name another file, or start over with restart"
+                    "(dtype, quantization, tokenizer, max_model_len ...); give the same, name another file, or start over with restart=True"
                 )
                 raise InvalidArgument("output", str(self.output), limit)
         if num_found < len(self._done):
@@ -128,16 +131,18 @@ class BatchJob:
         return num_lines
 
     def _changed(self, what: str) -> InvalidArgument:
-        return InvalidArgument("input", str(self.input), f"{what}; name another output, or start over with restart")
+        return InvalidArgument(
+            "input", str(self.input), f"{what}; name another output, or start over with restart=True"
+        )
 
     @property
     def begun(self) -> bool:
-        """The output holds nothing but answers of this job: a restart has thrown away the others."""
+        """The output holds nothing but what this job counts as answered: a restart or a retry has thrown away the rest."""
         return not self._journal.stale
 
     @property
     def complete(self) -> bool:
-        """Every line has its record, and a restart has nothing to forget."""
+        """Every line has its record, and none is to be forgotten."""
         return self.num_done == self.num_lines and self.begun
 
     def run(
@@ -313,6 +318,7 @@ def run_batch(
     defaults: Mapping[str, Any] | None = None,
     any_model: bool = False,
     restart: bool = False,
+    retry_failed: bool = False,
     use_tqdm: bool = False,
     window: int | None = None,
 ) -> BatchSummary:
@@ -321,6 +327,7 @@ def run_batch(
     Lines that cannot be answered become error records and stop nothing. See `BatchJob` for the arguments and the errors.
     """
     with BatchJob(
-        input, output, model=llm.config.model, defaults=defaults, any_model=any_model, restart=restart
-    ) as job:
+        input, output, model=llm.config.model, defaults=defaults, any_model=any_model, restart=restart,
+        retry_failed=retry_failed,
+    ) as job:  # fmt: skip
         return job.run(llm, use_tqdm=use_tqdm, window=window)

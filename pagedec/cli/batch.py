@@ -9,7 +9,7 @@ A line that cannot be answered becomes a record whose error names the line, the 
 
 A job that was interrupted or killed goes on where it was: give the same command again. Each record's id holds the number and a
 digest of its line and of the settings: a line, a model or a parameter that was changed since is noticed. The same command on a
-complete job does nothing.
+complete job does nothing; with --retry-failed it asks the lines again that have error records.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pagedec.batch.job import BatchJob, BatchSummary
     from pagedec.config import EngineConfig
 
-USAGE = "pagedec batch -i FILE -o FILE [--restart] [sampling flags] [engine flags]"
+USAGE = "pagedec batch -i FILE -o FILE [--restart | --retry-failed] [sampling flags] [engine flags]"
 EPILOG = """\
 bodies:
   Fields are OpenAI's: model, prompt (text, token ids, or a list of either) or messages, max_tokens, max_completion_tokens,
@@ -65,6 +65,7 @@ exit status:
 examples:
   pagedec batch -i requests.jsonl -o answers.jsonl
   pagedec batch -i requests.jsonl -o answers.jsonl --model ./my-model --temperature 0 --max-tokens 256
+  pagedec batch -i requests.jsonl -o answers.jsonl --retry-failed
   pagedec batch -i requests.jsonl -o answers.jsonl --restart
 """
 
@@ -74,7 +75,16 @@ class BatchOptions:
     """How the job is run."""
 
     any_model: bool = option(False, Flag("answer bodies that name any other model, too"))
-    restart: bool = option(False, Flag("throw away what the output holds and start over"))
+    restart: bool = option(
+        False, Flag("throw away the records that the output holds and start over; refused where it holds anything else")
+    )
+    retry_failed: bool = option(
+        False,
+        Flag(
+            "ask the lines again whose records are errors of any kind, as the lines are now: they may have been mended; these "
+            "records are replaced, all others kept"
+        ),
+    )
     window: int | None = option(
         None, Integer("most answers in the engine's hands; none: 4 x max_num_seqs", low=1, optional=True)
     )
@@ -89,8 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--progress",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="say how far the job is: a bar on a terminal, else a line every 30 seconds (default: yes)",
+        help="draw a bar, even into a log (default: a bar if standard error is a terminal, else a line every 30 "
+        "seconds; with --no-progress neither)",
     )
     add_options(parser, "job", BatchOptions)
     add_sampling_arguments(parser, "made from --engine-seed and the line", hidden=("prompt_logprobs",))
@@ -107,11 +117,11 @@ def _summary(summary: BatchSummary) -> str:
     )
 
 
-def _left(job: BatchJob) -> str:
+def _left(job: BatchJob, options: BatchOptions) -> str:
     if not job.begun:
         return f"{job.output} is as it was"
-    command = "the same command without --restart" if job.restart else "the same command"
-    return f"{job.num_done} of {job.num_lines} lines are answered in {job.output}; {command} goes on with the rest"
+    without = " without --restart" if options.restart else " without --retry-failed" if options.retry_failed else ""
+    return f"{job.num_done} of {job.num_lines} lines are answered in {job.output}; the same command{without} goes on with the rest"
 
 
 @contextlib.contextmanager
@@ -156,16 +166,17 @@ def run(arguments: argparse.Namespace) -> int:
                 defaults=defaults,
                 any_model=options.any_model,
                 restart=options.restart,
+                retry_failed=options.retry_failed,
             ) as job,
         ):
-            status = _run(job, config, arguments.progress, options.window)
+            status = _run(job, config, arguments.progress, options)
             return TERMINATED if was_terminated() else status
     except OutputError as error:
-        say(f"error: {error}; {_left(job)}")
+        say(f"error: {error}; {_left(job, options)}")
         return FAILED
 
 
-def _run(job: BatchJob, config: EngineConfig, progress: bool, window: int | None) -> int:
+def _run(job: BatchJob, config: EngineConfig, progress: bool | None, options: BatchOptions) -> int:
     if job.complete:
         say(f"nothing to do: all {job.num_lines} lines are answered in {job.output}, {job.num_errors} with errors")
         return DONE
@@ -176,10 +187,11 @@ def _run(job: BatchJob, config: EngineConfig, progress: bool, window: int | None
     try:
         with LLM(**config.to_kwargs()) as llm:
             say(active_line(llm))
-            bar = progress and sys.stderr.isatty()
-            summary = job.run(llm, use_tqdm=bar, window=window, report=say if progress and not bar else None)
+            bar = sys.stderr.isatty() if progress is None else progress
+            report = say if progress is None and not bar else None
+            summary = job.run(llm, use_tqdm=bar, window=options.window, report=report)
     except KeyboardInterrupt:
-        say(f"interrupted: {_left(job)}")
+        say(f"interrupted: {_left(job, options)}")
         return INTERRUPTED
     say(_summary(summary))
     return DONE

@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print one JSON object for each prompt, in the prompts' order"
     )
     parser.add_argument(
-        "--progress", action=argparse.BooleanOptionalAction, help="show a progress bar (default: on a terminal)"
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        help="draw a progress bar, even into a log (default: if standard error is a terminal)",
     )
     add_sampling_arguments(parser)
     add_engine_arguments(parser)

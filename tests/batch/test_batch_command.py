@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pagedec.batch import progress
 from pagedec.batch.feeder import Feeder
 from pagedec.batch.job import BatchJob
 from pagedec.batch.journal import Journal
@@ -44,8 +45,34 @@ def test_a_job_and_then_nothing_to_do(flags: list[str], tmp_path: Path, capsys: 
     assert run(source, out, "--max-tokens", "3", "--temperature", "0", *flags) == main.USER_ERROR
     err = capsys.readouterr().err
     assert "was begun with another model, seed or other sampling parameters" in err and len(err.splitlines()) == 1
+    assert err.endswith("give the same, name another file, or start over with --restart\n")
     assert run(source, out, "--max-tokens", "3", "--temperature", "0", "--restart", *flags) == 0
     assert read_output(out)[0]["response"]["body"]["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("flag", ["--restart", "--retry-failed"])
+def test_somebody_else_s_file_is_not_written_over(
+    flag: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, notes = write_input(tmp_path / "in", [request("a", prompt="x")]), tmp_path / "notes"
+    notes.write_text("my notes\n")
+    assert run(source, notes, flag, *flags) == main.USER_ERROR
+    assert notes.read_text() == "my notes\n"
+    assert capsys.readouterr().err == (
+        f"pagedec: error: output is {notes}: line 1 is no record of a batch; name another file, this one stays as it is\n"
+    )
+
+
+@pytest.mark.parametrize(("flag", "bar", "lines"), [([], 0, 1), (["--progress"], 1, 0), (["--no-progress"], 0, 0)])
+def test_a_log_gets_lines_and_a_bar_if_asked_for(
+    flag: list[str], bar: int, lines: int, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(progress, "REPORT_SECONDS", 0.0)
+    source = write_input(tmp_path / "in", [request("a", prompt="x", max_tokens=2)])
+    assert run(source, tmp_path / "out", *flag, *flags) == 0
+    err = capsys.readouterr().err
+    assert (("\r" in err) == bool(bar)) and (("1 of 1 lines (100%), 0 with errors; " in err) == bool(lines))
 
 
 def test_defaults_from_a_file(flags: list[str], tmp_path: Path) -> None:

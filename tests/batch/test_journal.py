@@ -72,18 +72,36 @@ def test_restart_forgets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "tail", [b"", as_line(RECORDS[0])[:20], as_line(RECORDS[0]), bytes(64)], ids=["", "torn", "twice", "zeros"]
+)
+def test_restart_takes_what_batches_have_written(tail: bytes, tmp_path: Path) -> None:
+    """Of whatever settings: also what no job could go on with."""
+    write(tmp_path / "out")
+    with open(tmp_path / "out", "ab") as file:
+        file.write(tail)
+    for begun in (False, True):  # the second time it is empty
+        journal = Journal(tmp_path / "out", restart=True)
+        journal.append(RECORDS[1])
+        journal.close()
+        assert (tmp_path / "out").read_bytes() == as_line(RECORDS[1]), begun
+        (tmp_path / "out").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
     "content",
     [b"my notes", b"my notes\n", b'{"a": 1}\n', b"[]\n", b'{"id": 3}\n', b'{"id": "x"}\n', b"\x00\n", b"{" * 20],
 )
-def test_somebody_else_s_file_is_left_alone(content: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [{}, {"restart": True}, {"retry_failed": True}], ids=str)
+def test_somebody_else_s_file_is_left_alone(content: bytes, mode: dict[str, bool], tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.write_bytes(content)
-    with pytest.raises(InvalidArgument, match="^output is .*: line 1 is no record of a batch; name another file"):
-        Journal(path)
+    message = "^output is .*: line 1 is no record of a batch; name another file, this one stays as it is$"
+    with pytest.raises(InvalidArgument, match=message):
+        Journal(path, **mode)
     assert path.read_bytes() == content
     path.write_bytes(as_line(RECORDS[0]) + content)
     with pytest.raises(InvalidArgument, match="line 2 is no record of a batch"):
-        Journal(path)
+        Journal(path, **mode)
     assert path.read_bytes() == as_line(RECORDS[0]) + content
 
 
