@@ -71,6 +71,11 @@ def read(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def has_terminal() -> bool:
+    """Whether the terminal, as far as it says what it is, understands more than text."""
+    return os.environ.get("TERM", "dumb") not in ("", "dumb")
+
+
 def limit_spinning() -> None:
     """Let OpenMP's threads wait awake for 10,000 turns (some 0.1 ms), not for milliseconds, unless the user has chosen.
 

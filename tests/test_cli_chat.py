@@ -13,7 +13,8 @@ import pytest
 
 from pagedec import LLM, SamplingParams
 from pagedec.cli import main
-from pagedec.cli.chat import Chat, read_turns
+from pagedec.cli.chat import Chat
+from pagedec.cli.turns import read_turns
 from pagedec.errors import InvalidArgument
 from pagedec.formats.resolve import default_model_path
 from pagedec.text.chat import Conversation
@@ -87,16 +88,16 @@ def test_every_turn_finds_the_conversation_in_the_cache() -> None:
 
 
 def test_undo_and_reset(chat: Chat) -> None:
-    assert not chat.undo()
+    assert chat.undo() is None and chat.reset() == 0
     chat.answer("one")
     first = said(chat)
     chat.answer("two")
     chat.answer("three")
-    assert chat.undo() and chat.undo()
+    assert chat.undo() == "three" and chat.undo() == "two"
     assert said(chat) == first
     chat.answer("two again")
     assert [content for role, content in said(chat) if role == "user"] == ["one", "two again"]
-    chat.reset()
+    assert chat.reset() == 2
     assert said(chat) == [] and not chat.undo()
 
 
@@ -182,7 +183,7 @@ def test_a_script_prints_answers_and_nothing_else(
         prompt = {"prompt_token_ids": conversation.ask(turn)}
         [output] = llm.generate(prompt, SamplingParams(seed=3, max_tokens=8, ignore_eos=True), use_tqdm=False)
         expected += conversation.answer(output.outputs[0].token_ids) + "\n"
-    assert (out, err) == (expected, "")
+    assert (out, err) == (expected, "pagedec: cut at 8 tokens: max_tokens is 8\n" * 2)
 
 
 def test_a_script_has_commands(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +195,10 @@ def test_a_script_has_commands(tiny: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert out == out[:length] * 4, "four times the same answer to the same conversation"
     told = [line for line in err.splitlines() if "tokens read" in line]
     assert len(told) == 4 and all(" of them from the cache; 8 written, the first after " in line for line in told)
-    assert "pagedec: there is no turn to take back" in err and "pagedec: commands: /reset /undo" in err
+    told = [line.removeprefix("pagedec: ") for line in err.splitlines() if " tokens" not in line]
+    undone = 'took back "one"; 0 turns left'
+    assert told[1:-1] == [undone, "forgot 1 turn", undone, "there is no turn to take back"]
+    assert told[-1].startswith("commands: /reset /undo")
 
 
 @pytest.mark.parametrize(
@@ -221,6 +225,70 @@ def test_mistakes_are_one_line(
     assert script(monkeypatch, *flags(tiny), *arguments, stdin=stdin) == main.USER_ERROR
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"pagedec: error: {message}") and len(err.splitlines()) == 1
+
+
+def answers_of(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> list[str]:
+    """What two runs of the same script answer, and what they answer again."""
+    outs = []
+    for _ in range(2):
+        given = [*flags(tiny), "--max-tokens", "12", "--ignore-eos", *arguments]
+        assert script(monkeypatch, *given, stdin=b"one\n/regenerate\n/reset\none\n") == 0
+        outs.append(capsys.readouterr().out)
+    return outs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "same"),
+    [([], False), (["--seed", "none"], False), (["--seed", "3"], True), (["--engine-seed", "0"], True),
+     (["--config", "seeded.toml"], True)],
+)  # fmt: skip
+def test_no_two_chats_are_alike_without_a_seed(
+    arguments: list[str],
+    same: bool,
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("seeded.toml").write_text("seed = 0\n")
+    first, second = answers_of(tiny, monkeypatch, capsys, *arguments)
+    assert (first == second) == same
+
+
+def test_every_answer_has_another_seed(llm: LLM, written: list[str]) -> None:
+    assert llm.tokenizer is not None
+    chat = Chat(llm, Conversation(llm.tokenizer), PARAMS.clone(seed=None), written.append, fresh_seeds=True)
+    chat.answer("one")
+    answers = [said(chat)[1][1]]
+    assert chat.regenerate()
+    answers.append(said(chat)[1][1])
+    chat.reset()
+    chat.answer("one")
+    assert len({*answers, said(chat)[1][1]}) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-tokens", "8"], "cut at 8 tokens: max_tokens is 8"),
+        (["--max-model-len", "40"], "cut at 34 tokens: the context of 40 tokens is full; /undo and /reset make room"),
+        (["--num-blocks", "3"], "cut at 26 tokens: the KV pool is full with 32; --kv-cache-memory and --num-blocks size it, "
+         "/undo and /reset make room"),
+        (["--stop-token-ids", "64", "--allowed-token-ids", "64"], None),
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_cut_says_why(
+    arguments: list[str],
+    message: str | None,
+    tiny: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert script(monkeypatch, *flags(tiny), "--ignore-eos", *arguments, stdin=b"one\n") == 0
+    assert capsys.readouterr().err == ("" if message is None else f"pagedec: {message}\n")
 
 
 @pytest.mark.parametrize(
@@ -311,7 +379,7 @@ def test_on_a_terminal_mistakes_and_ctrl_c_end_nothing(
     assert main.main([*flags(tiny), "--temperature", "0", "--max-tokens", "4", "--ignore-eos"]) == 0
     out, err = capsys.readouterr()
     assert len(answers) == 3 and "(Ctrl-D or /exit leaves)" in out and out.endswith("\n")
-    told = [line.removeprefix("pagedec: ") for line in err.splitlines()]
+    told = [line.removeprefix("pagedec: ") for line in err.splitlines() if "cut at 4 tokens" not in line]
     assert told[1] == "/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves"
     assert told[2].startswith("error: /what is no command")
     assert told[3].startswith("error: prompts[0] is ") and len(told) == 4

@@ -69,6 +69,16 @@ def test_a_seed_names_the_tokens(tiny: list[str], capsys: pytest.CaptureFixture[
     assert len({tuple(answer) for answer in [*first, *other]}) == 4
 
 
+@pytest.mark.parametrize("seed", [[], ["--seed", "none"], ["--seed", "none", "--engine-seed", "9"]])
+def test_the_same_command_gives_the_same_answers(
+    seed: list[str], tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where no seed is set, the engine's own seed names the randomness."""
+    flags = ["5,6,7", "5,6,7", "--max-tokens", "16", "--ignore-eos", *seed, *tiny]
+    first, again = answers(capsys, *flags), answers(capsys, *flags)
+    assert first == again and first[0] != first[1]
+
+
 def test_engine_arguments_from_a_file(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "engine.toml"
     file.write_text(

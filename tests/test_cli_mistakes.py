@@ -130,6 +130,34 @@ def test_help_lists_what_this_version_has(command: list[str], capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
+    ("command", "none"),
+    [(["generate"], "drawn from --engine-seed, so that the same command gives the same answers"),
+     (["bench", "latency"], "drawn from --engine-seed, so that the same command gives the same answers"),
+     (["chat"], "another one for each answer, so that no two chats are alike; or, where --engine-seed is given, drawn from it"),
+     (["batch"], "made from --engine-seed and the line")],
+)  # fmt: skip
+def test_help_says_what_happens_without_a_seed(
+    command: list[str], none: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(*command, "--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"--seed INT names the randomness; none: {none} (default: none)" in shown
+    engine = (
+        "seed of random weights, and of requests without a seed; in files and in Python it is named seed (default: 0)"
+    )
+    assert f"--engine-seed INT {engine}" in shown
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "batch"])
+def test_help_says_how_a_text_is_written(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(command, "--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count(r"list; \n, \t, \r, \" and \uXXXX are read as in C, and \\ is a backslash") == 2
+
+
+@pytest.mark.parametrize(
     ("flag", "value", "available"),
     [("--executor", "ray", "inline"), ("--tensor-parallel-size", "2", "1"), ("--speculative-config", '{"a": 1}', "none"),
      ("--attention-backend", "xformers", "auto, native, reference")],

@@ -1,7 +1,8 @@
 """Talk with a model. The answer is shown as it comes, and the conversation stays in the KV cache between turns.
 
-On a terminal, Ctrl-C stops an answer and keeps what was said, Ctrl-D leaves, and /help lists the commands. Where standard input is no
-terminal it is a script: one turn of the user a line. Only answers go to standard output.
+On a terminal, Ctrl-C stops an answer and keeps what was said, Ctrl-D leaves, and /help lists the commands; a text of several lines
+that is pasted is one turn. Where standard input is no terminal it is a script: one turn of the user a line. Only answers go to
+standard output; what else there is to say, such as why an answer was cut, goes to standard error.
 """
 
 from __future__ import annotations
@@ -9,13 +10,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import secrets
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from pagedec.cli.arguments import add_engine_arguments, add_sampling_arguments, engine_config, given_sampling
-from pagedec.cli.console import DONE, USER_ERROR, say
+from pagedec.cli.arguments import (
+    add_engine_arguments,
+    add_sampling_arguments,
+    engine_config,
+    given_sampling,
+    has_engine_seed,
+)
+from pagedec.cli.console import DONE, USER_ERROR, say, spelled
+from pagedec.cli.screen import Screen
 from pagedec.cli.texts import read_text
+from pagedec.cli.turns import QUOTES, read_turns
 from pagedec.errors import InvalidArgument, PagedecError
 from pagedec.params import SamplingParams
 
@@ -29,7 +39,7 @@ EPILOG = """\
 commands:
   /reset        forget the conversation, keep the system prompt
   /undo         take back the last turn
-  /regenerate   answer the last turn again, with the next seed where one is set
+  /regenerate   answer the last turn again: with the next seed where --seed is given, else with another one
   /help         list the commands
   /exit         leave; so does the end of the input
   A line that begins with two slashes is a turn that begins with one. A turn of several lines stands between two \"\"\".
@@ -40,8 +50,8 @@ examples:
   printf 'My name is Ada.\\nWhat is my name?\\n' | pagedec chat
 """
 COMMANDS = ("/reset", "/undo", "/regenerate", "/help", "/exit")
-PROMPT, MORE = "> ", "... "
-QUOTES = '"""'
+MAX_SAID = 60
+"""Characters of a turn that a message repeats."""
 FRESH = "another one for each answer, so that no two chats are alike; or, where --engine-seed is given, drawn from it"
 QUOTING = f"a turn that begins with a slash is written with two, one of several lines between two {QUOTES}"
 
@@ -59,12 +69,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Chat:
-    """A conversation, with the states before each of its turns to go back to."""
+    """A conversation, with the states before each of its turns to go back to. With `fresh_seeds`, an answer whose parameters name
+    no seed gets one that nobody knows; else the engine draws it."""
 
     def __init__(
-        self, llm: LLM, conversation: Conversation, params: SamplingParams, write: Callable[[str], None]
+        self,
+        llm: LLM,
+        conversation: Conversation,
+        params: SamplingParams,
+        write: Callable[[str], None],
+        fresh_seeds: bool = False,
     ) -> None:
-        self.llm, self.params, self.write = llm, params, write
+        self.llm, self.params, self.write, self.fresh_seeds = llm, params, write, fresh_seeds
         self.conversation = conversation
         self.turns: list[tuple[Conversation, str, int]] = []
         """For each turn: the conversation before it, what the user said, and how often it was answered."""
@@ -80,9 +96,7 @@ class Chat:
         before, self.last = self.conversation.fork(), None
         try:
             token_ids = self.conversation.ask(said)
-            params = self.params
-            if params.seed is not None:
-                params = dataclasses.replace(params, seed=(params.seed + times) % 2**64)
+            params = dataclasses.replace(self.params, seed=self._seed(times))
             with contextlib.closing(self.llm.stream({"prompt_token_ids": token_ids}, params)) as stream:
                 self._show(stream)
         except PagedecError:
@@ -93,6 +107,11 @@ class Chat:
                 self.conversation = before
             else:
                 self._keep(before, said, times, self.last.outputs[0])
+
+    def _seed(self, times: int) -> int | None:
+        if self.params.seed is not None:
+            return (self.params.seed + times) % 2**64
+        return secrets.randbits(64) if self.fresh_seeds else None
 
     def _keep(self, before: Conversation, said: str, times: int, answer: CompletionOutput) -> None:
         stopped_at_text = isinstance(answer.stop_reason, str)
@@ -107,12 +126,12 @@ class Chat:
             self.write(text[shown:])
             shown = len(text)
 
-    def undo(self) -> bool:
-        """Take back the last turn; False if there is none."""
+    def undo(self) -> str | None:
+        """Take back the last turn, and return what the user said; None if there is none."""
         if not self.turns:
-            return False
-        self.conversation = self.turns.pop()[0]
-        return True
+            return None
+        self.conversation, said, _ = self.turns.pop()
+        return said
 
     def regenerate(self) -> bool:
         """Answer the last turn again; False if there is none."""
@@ -122,11 +141,13 @@ class Chat:
         self.answer(said, times + 1)
         return True
 
-    def reset(self) -> None:
-        """Forget every turn."""
+    def reset(self) -> int:
+        """Forget every turn; returns how many there were."""
+        num_turns = len(self.turns)
         if self.turns:
             self.conversation = self.turns[0][0]
             self.turns.clear()
+        return num_turns
 
 
 def statistics(output: RequestOutput) -> str:
@@ -141,60 +162,43 @@ def statistics(output: RequestOutput) -> str:
     return line
 
 
-def read_turns(interactive: bool) -> Iterator[str]:
-    """The user's turns, to the end of the input; those without a word are left out."""
-    if interactive:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  gives input() editing and a history
-    while True:
-        try:
-            turn = _read_turn(interactive)
-        except KeyboardInterrupt:
-            if not interactive:
-                raise
-            print("\n(Ctrl-D or /exit leaves)")
-            continue
-        except UnicodeDecodeError as error:
-            fault = InvalidArgument("standard input", "bytes", f"is not UTF-8: {error.reason}")
-            if not interactive:
-                raise fault from None
-            say(f"error: {fault}")
-            continue
-        if turn is None:
-            return
-        if turn.strip():
-            yield turn.strip()
-
-
-def _read_turn(interactive: bool) -> str | None:
-    """One turn: a line, or the lines between two QUOTES. None at the end of the input."""
-    first = _read_line(interactive, PROMPT)
-    if first is None or not first.lstrip().startswith(QUOTES):
-        return first
-    lines = [first.lstrip().removeprefix(QUOTES)]
-    while not lines[-1].endswith(QUOTES) and (more := _read_line(interactive, MORE)) is not None:
-        lines.append(more)
-    text = "\n".join(lines).removesuffix(QUOTES).strip()
-    return f"/{text}" if text.startswith("/") else text  # what is quoted is no command
-
-
-def _read_line(interactive: bool, prompt: str) -> str | None:
-    if not interactive:
-        line = sys.stdin.readline()
-        return line.rstrip() if line else None
-    try:
-        return input(prompt).rstrip()
-    except EOFError:
-        print()
+def why_cut(output: RequestOutput, params: SamplingParams, max_model_len: int) -> str | None:
+    """One line on an answer that ended before the model ended it; None for any other."""
+    [answer] = output.outputs
+    num_tokens = len(answer.token_ids)
+    if answer.finish_reason != "length":
         return None
+    num_all = len(output.prompt_token_ids) + num_tokens
+    if params.max_tokens is not None and num_tokens >= params.max_tokens:
+        reason = f"max_tokens is {params.max_tokens}"
+    elif num_all >= max_model_len:
+        reason = f"the context of {max_model_len} tokens is full; /undo and /reset make room"
+    else:
+        reason = f"the KV pool is full with {num_all}; --kv-cache-memory and --num-blocks size it, /undo and /reset make room"
+    return f"cut at {num_tokens} tokens: {reason}"
 
 
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def take(chat: Chat, line: str, interactive: bool, verbose: bool) -> int | None:
+def _reset(chat: Chat) -> None:
+    num_turns = chat.reset()
+    kept = "; the system prompt stays" if chat.conversation.messages else ""
+    say(f"forgot {_count(num_turns, 'turn')}{kept}" if num_turns else "there is no turn to forget")
+
+
+def _undo(chat: Chat) -> None:
+    said = chat.undo()
+    if said is None:
+        say("there is no turn to take back")
+        return
+    said = " ".join(said.split())
+    said = said if len(said) <= MAX_SAID else f"{said[:MAX_SAID]} ..."
+    say(f'took back "{said}"; {_count(len(chat.turns), "turn")} left')
+
+
+def take(chat: Chat, screen: Screen, line: str, interactive: bool, verbose: bool) -> int | None:
     """Carry out a line of the user's: a command, or a turn. Returns an exit status if it ends the chat."""
     command = line if line.startswith("/") and not line.startswith("//") else ""
     if command == "/exit":
@@ -202,41 +206,46 @@ def take(chat: Chat, line: str, interactive: bool, verbose: bool) -> int | None:
     if command == "/help":
         say(f"commands: {' '.join(COMMANDS)}; {QUOTING}")
     elif command == "/reset":
-        chat.reset()
+        _reset(chat)
     elif command == "/undo":
-        if not chat.undo():
-            say("there is no turn to take back")
+        _undo(chat)
     elif command and command != "/regenerate":
         say(f"error: {command} is no command; known are {' '.join(COMMANDS)}")
         return None if interactive else USER_ERROR
     else:
-        return _answer(chat, line, interactive, verbose)
+        _answer(chat, screen, line, interactive, verbose)
     return None
 
 
-def _answer(chat: Chat, line: str, interactive: bool, verbose: bool) -> int | None:
+def _answer(chat: Chat, screen: Screen, line: str, interactive: bool, verbose: bool) -> None:
     try:
         if line == "/regenerate":
             if not chat.regenerate():
                 say("there is no turn to answer again")
-                return None
+                return
         else:
             chat.answer(line.removeprefix("/") if line.startswith("//") else line)
     except PagedecError as error:
+        if screen.begun:
+            screen.end()
         if not interactive:
             raise
         is_full = isinstance(error, InvalidArgument) and error.field == "prompts[0]" and chat.turns
-        say(f"error: {error}{'; /undo and /reset make room' if is_full else ''}")
-        return None
+        say(f"error: {spelled(error)}{'; /undo and /reset make room' if is_full else ''}")
+        return
     except KeyboardInterrupt:
-        _write("\n")
+        screen.end()
         if not interactive:
             raise
-        return None
-    _write("\n")
-    if verbose and chat.last is not None:
+        return
+    screen.end()
+    if chat.last is None:
+        return
+    cut = why_cut(chat.last, chat.params, chat.llm.engine.limits.max_model_len)
+    if cut is not None:
+        say(cut)
+    if verbose:
         say(statistics(chat.last))
-    return None
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -266,10 +275,12 @@ def run(arguments: argparse.Namespace) -> int:
         say("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
     system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
     params = llm.get_default_sampling_params().clone(**given)
-    chat = Chat(llm, Conversation(llm.tokenizer, system, chat_template=template), params, _write)
+    screen, fresh_seeds = Screen(sys.stdout), not has_engine_seed(arguments)
+    conversation = Conversation(llm.tokenizer, system, chat_template=template)
+    chat = Chat(llm, conversation, params, screen.write, fresh_seeds)
     status: int | None = None
     for line in read_turns(interactive):
-        status = take(chat, line, interactive, arguments.verbose)
+        status = take(chat, screen, line, interactive, arguments.verbose)
         if status is not None:
             break
     llm.close()

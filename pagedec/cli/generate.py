@@ -1,25 +1,32 @@
 """Continue prompts with a model. Prompts come as arguments, from a file, or from standard input, one a line.
 
-Answers go to standard output, everything else to standard error. With --chat each prompt is what a user says, put into the model's
-chat template. What no flag says about sampling is what the model's makers recommend (--generation-config).
+Answers go to standard output, everything else to standard error. The answer to a single prompt is shown on a terminal as it comes,
+and Ctrl-C keeps what came. With --chat each prompt is what a user says, put into the model's chat template. What no flag says about
+sampling is what the model's makers recommend (--generation-config).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pagedec.cli.arguments import add_engine_arguments, add_sampling_arguments, engine_config, given_sampling
+from pagedec.cli.console import DONE, INTERRUPTED, say
+from pagedec.cli.screen import Screen, columns_of, wrapped
 from pagedec.cli.texts import read_stdin, read_text
 from pagedec.errors import InvalidArgument
 from pagedec.fields import rules
 from pagedec.outputs import Logprob, RequestOutput
 from pagedec.params import SamplingParams
+
+if TYPE_CHECKING:
+    from pagedec.llm import LLM
 
 Prompt = str | dict[str, Any]
 SAMPLING = rules(SamplingParams)
@@ -50,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--progress",
         action=argparse.BooleanOptionalAction,
-        help="draw a progress bar, even into a log (default: if standard error is a terminal)",
+        help="draw a progress bar, even into a log, and show no answer as it comes (default: if standard error is a terminal)",
     )
     add_sampling_arguments(parser)
     add_engine_arguments(parser)
@@ -134,8 +141,9 @@ def as_json(output: RequestOutput) -> str:
     return json.dumps(record, ensure_ascii=False)
 
 
-def as_text(output: RequestOutput, title: str | None = None) -> str:
-    """One output for a reader: the prompt or its title, then each answer with the reason of its end."""
+def as_text(output: RequestOutput, title: str | None = None, wrap: Callable[[str], str] = str) -> str:
+    """One output for a reader: the prompt or its title, then each answer with the reason of its end. `wrap` breaks the lines of
+    an answer's text."""
     prompt = output.prompt if output.prompt is not None else ",".join(map(str, output.prompt_token_ids))
     lines = [f"=== {prompt if title is None else title}"]
     if output.prompt_logprobs is not None:
@@ -143,7 +151,8 @@ def as_text(output: RequestOutput, title: str | None = None) -> str:
     for answer in output.outputs:
         name = f"answer {answer.index + 1}: " if len(output.outputs) > 1 else ""
         lines.append(f"--- {name}{len(answer.token_ids)} tokens, {answer.finish_reason}")
-        lines.append(answer.text if answer.text or not answer.token_ids else ",".join(map(str, answer.token_ids)))
+        text = answer.text if answer.text or not answer.token_ids else ",".join(map(str, answer.token_ids))
+        lines.append(wrap(text))
         if answer.logprobs is not None:
             lines += [_logprobs_line(i, entries) for i, entries in zip(answer.token_ids, answer.logprobs, strict=True)]
     return "\n".join(lines)
@@ -176,6 +185,54 @@ def summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
     )
 
 
+def is_live(arguments: argparse.Namespace, prompts: Sequence[Prompt], params: SamplingParams) -> bool:
+    """Whether the answer is shown as it comes: there is one, it is text, and it goes to a terminal."""
+    plain = params.n == 1 and params.detokenize and params.logprobs is None and params.prompt_logprobs is None
+    for_a_reader = sys.stdout.isatty() and not arguments.json and not arguments.progress
+    return plain and for_a_reader and len(prompts) == 1
+
+
+def show_live(
+    llm: LLM, prompt: Prompt, titles: Sequence[str], params: SamplingParams
+) -> tuple[list[RequestOutput], bool]:
+    """Show the answer to one prompt as it comes. Returns its last output, if there was one, and whether Ctrl-C ended it."""
+    stream = llm.stream(prompt, params)
+    given = (
+        prompt if isinstance(prompt, str) else prompt.get("prompt") or ",".join(map(str, prompt["prompt_token_ids"]))
+    )
+    print(f"=== {titles[0] if titles else given}")
+    screen, last, shown, is_interrupted = Screen(sys.stdout), None, 0, False
+    try:
+        with contextlib.closing(stream):
+            for last in stream:
+                text = last.outputs[0].text
+                screen.write(text[shown:])
+                shown = len(text)
+    except KeyboardInterrupt:
+        is_interrupted = True
+    screen.end()
+    num_tokens = 0 if last is None else len(last.outputs[0].token_ids)
+    reason = "interrupted" if last is None or not last.finished else last.outputs[0].finish_reason
+    print(f"--- {num_tokens} tokens, {reason}", flush=True)
+    return [] if last is None else [last], is_interrupted
+
+
+def _chat_prompt(llm: LLM, conversation: Sequence[Mapping[str, str]]) -> Prompt:
+    from pagedec.text.chat import render_chat
+
+    tokenizer = llm.get_tokenizer()
+    text = render_chat(tokenizer, conversation)
+    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+
+def _print(outputs: Sequence[RequestOutput], titles: Sequence[str], as_records: bool) -> None:
+    columns = columns_of(sys.stdout)
+    for i, output in enumerate(outputs):
+        title = titles[i] if titles else None
+        print(as_json(output) if as_records else as_text(output, title, lambda text: wrapped(text, columns)))
+    sys.stdout.flush()
+
+
 def run(arguments: argparse.Namespace) -> int:
     config = engine_config(arguments)
     given = given_sampling(arguments)
@@ -183,6 +240,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgument("system", arguments.system, "must be given with --chat")
     prompts = read_prompts(arguments, config.model.skip_tokenizer_init)
     conversations = _conversations(prompts, arguments.system) if arguments.chat else []
+    titles = [conversation[-1]["content"] for conversation in conversations]
     progress = sys.stderr.isatty() if arguments.progress is None else arguments.progress
 
     from pagedec.cli.active import active_line
@@ -192,15 +250,20 @@ def run(arguments: argparse.Namespace) -> int:
     llm = LLM(**config.to_kwargs())
     loaded = time.perf_counter()
     params = llm.get_default_sampling_params().clone(**given)
-    if arguments.chat:
+    live, is_interrupted = is_live(arguments, prompts, params) and llm.tokenizer is not None, False
+    if live:
+        [prompt] = [_chat_prompt(llm, one) for one in conversations] or prompts
+        outputs, is_interrupted = show_live(llm, prompt, titles, params)
+    elif arguments.chat:
         outputs = llm.chat(conversations, params, use_tqdm=progress)
     else:
         outputs = llm.generate(prompts, params, use_tqdm=progress)
     finished = time.perf_counter()
     llm.close()
-    for i, output in enumerate(outputs):
-        said = conversations[i][-1]["content"] if arguments.chat else None
-        print(as_json(output) if arguments.json else as_text(output, said))
-    print(f"pagedec: {active_line(llm)}; loaded in {loaded - started:.1f} s", file=sys.stderr)
-    print(f"pagedec: {summary(outputs, finished - loaded)}", file=sys.stderr)
-    return 0
+    if not live:
+        _print(outputs, titles, arguments.json)
+    say(f"{active_line(llm)}; loaded in {loaded - started:.1f} s")
+    say(summary(outputs, finished - loaded))
+    if is_interrupted:
+        say("interrupted")
+    return INTERRUPTED if is_interrupted else DONE
