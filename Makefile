@@ -75,6 +75,7 @@ compile: $(BUILD)/build.ninja
 demo: build model
 	$(BIN)/pagedec generate -f examples/prompts.txt --temperature 0 --max-tokens 48
 	$(BIN)/pagedec generate -f examples/prompts.txt --temperature 0.8 --top-p 0.95 --seed 7 --max-tokens 48
+	@echo "now type: . $(BIN)/activate, and then pagedec chat, or pagedec --help"
 
 # Style and types are reported, then the tests run whatever they said: the last line is pytest's own.
 CHECKS = $(BIN)/ruff format --check . || status=1; $(BIN)/ruff check . || status=1; $(BIN)/mypy || status=1

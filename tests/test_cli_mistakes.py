@@ -84,6 +84,8 @@ def test_mistakes_are_one_line_and_exit_status_2(
         (["generate", "-max-tokens", "5"], "-max-tokens is not a flag of pagedec generate; did you mean --max-tokens?"),
         (["chat", "--temp", "1"], "--temp is not a flag of pagedec chat; did you mean --temperature?"),
         (["batch", "--inptu", "a"], "--inptu is not a flag of pagedec batch; did you mean --input?"),
+        (["batch", "--retry"], "--retry is not a flag of pagedec batch; did you mean --retry-failed?"),
+        (["generate", "a", "--stp=b c"], "--stp is not a flag of pagedec generate; did you mean --stop?"),
         (["bench", "latency", "--iters", "2"], "--iters is not a flag of pagedec bench latency; did you mean --num-iters?"),
         (["bench", "--json"], "--json is not a flag of pagedec bench; see pagedec bench --help"),
         (["generate", "--qqq"], "--qqq is not a flag of pagedec generate; see pagedec generate --help"),

@@ -46,7 +46,7 @@ def _typed(value: object) -> str:
         return str(value).lower()
     if isinstance(value, (str, list, tuple, dict)) and not value:
         return "empty"
-    if isinstance(value, str) and value.isprintable() and "'" not in value:
+    if type(value) is str and value.isprintable() and "'" not in value:
         return cut(shlex.quote(value))
     return shown(value)
 

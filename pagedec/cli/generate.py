@@ -22,7 +22,7 @@ from pagedec.cli.screen import Screen, columns_of, wrapped
 from pagedec.cli.texts import read_stdin, read_text
 from pagedec.errors import InvalidArgument
 from pagedec.fields import rules
-from pagedec.outputs import Logprob, RequestOutput
+from pagedec.outputs import CompletionOutput, Logprob, RequestOutput
 from pagedec.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -150,12 +150,17 @@ def as_text(output: RequestOutput, title: str | None = None, wrap: Callable[[str
         lines += map(_logprobs_line, output.prompt_token_ids, output.prompt_logprobs)
     for answer in output.outputs:
         name = f"answer {answer.index + 1}: " if len(output.outputs) > 1 else ""
-        lines.append(f"--- {name}{len(answer.token_ids)} tokens, {answer.finish_reason}")
+        lines.append(f"--- {name}{_ending(answer)}")
         text = answer.text if answer.text or not answer.token_ids else ",".join(map(str, answer.token_ids))
         lines.append(wrap(text))
         if answer.logprobs is not None:
             lines += [_logprobs_line(i, entries) for i, entries in zip(answer.token_ids, answer.logprobs, strict=True)]
     return "\n".join(lines)
+
+
+def _ending(answer: CompletionOutput) -> str:
+    """How long an answer is, and why it ended there."""
+    return f"{len(answer.token_ids)} tokens, {answer.finish_reason or 'interrupted'}"
 
 
 def _logprobs_line(token_id: int, entries: Mapping[int, Logprob] | None) -> str:
@@ -211,9 +216,7 @@ def show_live(
     except KeyboardInterrupt:
         is_interrupted = True
     screen.end()
-    num_tokens = 0 if last is None else len(last.outputs[0].token_ids)
-    reason = "interrupted" if last is None or not last.finished else last.outputs[0].finish_reason
-    print(f"--- {num_tokens} tokens, {reason}", flush=True)
+    print(f"--- {_ending(CompletionOutput(0, '', []) if last is None else last.outputs[0])}", flush=True)
     return [] if last is None else [last], is_interrupted
 
 

@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         for text, before in zip(given, ["", *given], strict=False):
             if text == "--":
                 return
-            if text.startswith("--") and " " not in text:
+            if text.startswith("--") and " " not in text.partition("=")[0]:
                 self._check_flag(text, before)
             elif self._commands is not None and not _is_flag(text):
                 if text not in self._commands.choices:
