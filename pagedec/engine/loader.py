@@ -21,6 +21,7 @@ from pagedec.formats.resolve import ModelFiles, resolve_model, resolve_tokenizer
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import LibraryNotFound, load
+from pagedec.kernels.memory import trim
 from pagedec.kernels.native import NativeBackend
 from pagedec.models.architecture import Architecture
 from pagedec.models.base import Model
@@ -73,7 +74,9 @@ def load_model(config: ModelConfig, backend: Backend) -> LoadedModel:
     length = limit if config.max_model_len is None else config.max_model_len
     if length > limit:
         raise InvalidArgument("max_model_len", length, f"must be at most {limit}, the model's context")
-    return LoadedModel(load_model_weights(arch, files, backend, length, config.seed), arch, files, length)
+    model = load_model_weights(arch, files, backend, length, config.seed)
+    trim()  # packing leaves the room of its parts behind
+    return LoadedModel(model, arch, files, length)
 
 
 def count_blocks(config: CacheConfig, arch: Architecture, dtype: torch.dtype, max_model_len: int, num_seqs: int) -> int:

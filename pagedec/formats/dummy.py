@@ -71,3 +71,6 @@ class DummySource:
         if len(shape) == 1:
             return torch.full(shape, self._norm_value, dtype=self._dtype)
         return _random_normal(self._seed, name, shape, self._dtype)
+
+    def release(self) -> None:
+        """Nothing is held."""

@@ -12,7 +12,7 @@ import torch
 from pagedec.errors import ModelFileError
 from pagedec.formats.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from pagedec.formats.gguf_names import NO_WEIGHTS, layout_of
-from pagedec.formats.mapping import map_file, view_tensor
+from pagedec.formats.mapping import MappedFile, view_tensor
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAX_FACTORS = 4096  # half a head's size, far above any in use
@@ -33,7 +33,7 @@ def dequantize(raw: torch.Tensor, tensor: GgufTensor) -> torch.Tensor:
     """Return the tensor whose encoded bytes are `raw`: fp32, or its own dtype when it is not quantised."""
     name = tensor.encoding.name
     if name in PLAIN:
-        return view_tensor(raw, 0, PLAIN[name], tensor.shape)
+        return view_tensor(raw, PLAIN[name], tensor.shape)
     from gguf import GGMLQuantizationType, quants  # 0.1 s, not needed once a file is converted
 
     num_row_bytes = tensor.shape[-1] // tensor.encoding.block_size * tensor.encoding.num_bytes
@@ -61,15 +61,15 @@ class _Stored:
         shape = (self.last - self.first, *self.tensor.shape[1:])
         return shape[::-1] if self.transposed else shape
 
-    def bytes_of(self, mapped: torch.Tensor) -> tuple[torch.Tensor, GgufTensor]:
+    def bytes_of(self, mapped: MappedFile) -> tuple[torch.Tensor, GgufTensor]:
         """Return the rows' own bytes, and what describes them."""
         whole, num_rows = self.tensor, self.last - self.first
         if num_rows == whole.shape[0]:
-            return mapped[whole.start : whole.start + whole.num_bytes], whole
+            return mapped.view(whole.start, whole.num_bytes), whole
         num_row_bytes = whole.num_bytes // whole.shape[0]
         start, num_bytes = whole.start + self.first * num_row_bytes, num_rows * num_row_bytes
         rows = GgufTensor(whole.name, whole.encoding, (num_rows, *whole.shape[1:]), start, num_bytes)
-        return mapped[start : start + num_bytes], rows
+        return mapped.view(start, num_bytes), rows
 
     def restore(self, values: torch.Tensor) -> torch.Tensor:
         """Undo the converter: rows of heads, norms, and which way round a matrix lies."""
@@ -86,7 +86,7 @@ class GgufSource:
     def __init__(self, path: Path, header: GgufHeader | None = None) -> None:
         self.header = read_gguf_header(path) if header is None else header
         self._path = path
-        self._mapped: torch.Tensor | None = None
+        self._mapped: MappedFile | None = None
         self._architecture = self.header.fields.get("general.architecture")
         self._layout = layout_of(self._architecture)
         self._stored: dict[str, _Stored] = {}
@@ -158,9 +158,14 @@ class GgufSource:
     def load(self, name: str) -> torch.Tensor:
         """Return the tensor, dequantised and in Hugging Face's order."""
         if self._mapped is None:
-            self._mapped = map_file(self._path, self.header.num_file_bytes)
+            self._mapped = MappedFile(self._path, self.header.num_file_bytes)
         stored = self._stored[name]
         return stored.restore(dequantize(*stored.bytes_of(self._mapped)))
+
+    def release(self) -> None:
+        """Give up the memory of what was read."""
+        if self._mapped is not None:
+            self._mapped.release()
 
 
 def read_factors(header: GgufHeader) -> dict[str, tuple[float, ...]]:

@@ -13,7 +13,7 @@ import torch
 
 from pagedec.errors import MAX_SHOWN, ModelFileError, shown
 from pagedec.formats.files import file_size, is_file, parse_json_object, read_json_object
-from pagedec.formats.mapping import map_file, view_tensor
+from pagedec.formats.mapping import MappedFile, view_tensor
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_COUNT = 2**63 - 1  # of a size or a byte position
@@ -120,7 +120,7 @@ class SafetensorsSource:
 
     def __init__(self, path: Path, files: Sequence[Path]) -> None:
         self._path = path
-        self._mapped: dict[Path, torch.Tensor] = {}
+        self._mapped: dict[Path, MappedFile] = {}
         self._headers = {file: read_header(file) for file in files}
         self._file_of: dict[str, Path] = {}
         for file, header in self._headers.items():
@@ -157,8 +157,13 @@ class SafetensorsSource:
         """Return a view of the mapped file."""
         file, entry = self._file_of[name], self._entry(name)
         if file not in self._mapped:
-            self._mapped[file] = map_file(file, self._headers[file].num_file_bytes)
-        return view_tensor(self._mapped[file], entry.start, entry.dtype, entry.shape)
+            self._mapped[file] = MappedFile(file, self._headers[file].num_file_bytes)
+        return view_tensor(self._mapped[file].view(entry.start, entry.num_bytes), entry.dtype, entry.shape)
+
+    def release(self) -> None:
+        """Give up the memory of what was read."""
+        for mapped in self._mapped.values():
+            mapped.release()
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -38,6 +38,10 @@ class WeightSource(Protocol):
         """Return the tensor; it may be a view of a file mapping, so treat it as read-only."""
         ...
 
+    def release(self) -> None:
+        """Give up the memory of what was read. Tensors that were loaded stay valid."""
+        ...
+
 
 class RenamedSource:
     """A source whose tensors are asked for under other names.
@@ -77,6 +81,10 @@ class RenamedSource:
     def load(self, name: str) -> torch.Tensor:
         """Return the tensor; treat it as read-only."""
         return self._source.load(self._stored[name])
+
+    def release(self) -> None:
+        """Give up the memory of what was read."""
+        self._source.release()
 
 
 def _renamed(name: str, renames: Sequence[tuple[str, str | None]]) -> str | None:

@@ -27,7 +27,9 @@ def pack_stacked(backend: Backend, weights: Sequence[torch.Tensor], biases: Sequ
     if any(b is not None for b in biases):
         parts = [torch.zeros(len(w)) if b is None else b.float() for w, b in zip(weights, biases, strict=True)]
         bias = torch.cat(parts)
-    return backend.pack(torch.cat([_numbers(backend, w) for w in weights]), bias, backend.quantization)
+    numbers = [_numbers(backend, w) for w in weights]
+    stacked = numbers[0] if len(numbers) == 1 else torch.cat(numbers)  # an output matrix is packed from the file itself
+    return backend.pack(stacked, bias, backend.quantization)
 
 
 def padded_width(width: int) -> int:
@@ -53,9 +55,11 @@ def pack_gated(
 
 def pack_after_gated(backend: Backend, down: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
     """The projection [n, width] that reads a gated layer's padded output."""
-    extra = padded_width(down.shape[1]) - down.shape[1]
-    return backend.pack(torch.nn.functional.pad(_numbers(backend, down), (0, extra)), bias, backend.quantization)
+    numbers, extra = _numbers(backend, down), padded_width(down.shape[1]) - down.shape[1]
+    padded = torch.nn.functional.pad(numbers, (0, extra)) if extra else numbers
+    return backend.pack(padded, bias, backend.quantization)
 
 
 def _pad_rows(weight: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(weight, (0, 0, 0, padded_width(len(weight)) - len(weight)))
+    extra = padded_width(len(weight)) - len(weight)
+    return torch.nn.functional.pad(weight, (0, 0, 0, extra)) if extra else weight

@@ -160,4 +160,6 @@ def load_model_weights(
         return load_hosted(arch, files, backend, max_position, seed)
     _check_heads(arch, backend)  # before a GGUF file is converted
     source = open_model_weights(arch, files, backend.dtype, seed)
-    return build_model(as_stored(arch, source), source, backend, max_position)
+    model = build_model(as_stored(arch, source), source, backend, max_position)
+    source.release()  # all of it is packed by now
+    return model

@@ -1,0 +1,152 @@
+"""What loading leaves in memory, and what the KV pool takes: read from /proc in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from safetensors.torch import save_file
+
+from pagedec.kernels.library import available_isas
+from pagedec.kernels.memory import zeros
+from tests.models.gguf_files import write_model
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/status").exists() or not available_isas(), reason="needs Linux and the compiled kernels"
+)
+MIB = 1 << 20
+HIDDEN, INNER, VOCAB, LAYERS, KV_WIDTH = 512, 2048, 40_000, 8, 256
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": HIDDEN,
+    "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu",
+    "bos_token_id": 1, "eos_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+EMBEDDING = 2 * HIDDEN * VOCAB
+PACKED = EMBEDDING + 2 * LAYERS * HIDDEN * (2 * HIDDEN + 2 * KV_WIDTH + 3 * INNER)
+"""Bytes in bfloat16: the output matrix and all layers, 101 MiB; the embedding beside it has 39."""
+LIBRARIES = 24 * MIB
+"""Of code that is mapped when first used."""
+REST = 56 * MIB
+"""All that is neither weights nor code: rotary tables, the pool's token ids, a step's buffers, Python's own."""
+MEASURE = """
+import json, sys
+from pathlib import Path
+import pagedec.llm
+from pagedec import LLM, SamplingParams
+def now():
+    lines = (line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return {name: int(value.split()[0]) << 10 for name, value in lines if name in ("VmRSS", "VmHWM", "RssFile")}
+before = now()
+llm = LLM(sys.argv[1], dtype="bfloat16", skip_tokenizer_init=True, **json.loads(sys.argv[2]))
+loaded = now()
+params = SamplingParams(max_tokens=2, ignore_eos=True)
+llm.generate([list(range(3, 67))], params, use_tqdm=False)
+short = now()
+llm.generate([list(range(3, 2051))], params, use_tqdm=False)
+print(json.dumps([before, loaded, short, now()]))
+"""
+
+
+def weights(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
+    for i in range(LAYERS):
+        at = f"model.layers.{i}"
+        shapes |= {f"{at}.{norm}_layernorm.weight": (HIDDEN,) for norm in ("input", "post_attention")}
+        shapes |= {f"{at}.self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qo"}
+        shapes |= {f"{at}.self_attn.{name}_proj.weight": (KV_WIDTH, HIDDEN) for name in "kv"}
+        shapes |= {f"{at}.mlp.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
+        shapes[f"{at}.mlp.down_proj.weight"] = (HIDDEN, INNER)
+    shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
+    return {name: torch.full(shape, 0.01, dtype=dtype) for name, shape in shapes.items()}
+
+
+def save(directory: Path, num_files: int, dtype: torch.dtype = torch.bfloat16) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    tensors, places = weights(dtype), {}
+    names = sorted(tensors)
+    for i in range(num_files):
+        file = "model.safetensors" if num_files == 1 else f"model-{i}.safetensors"
+        part = names[i::num_files]
+        save_file({name: tensors[name] for name in part}, directory / file)
+        places |= dict.fromkeys(part, file)
+    if num_files > 1:
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One model in each form that weights come in."""
+    top = tmp_path_factory.mktemp("models")
+    halves = save(top / "halves", 1, torch.float16)
+    return {
+        "safetensors": save(top / "one", 1),
+        "sharded": save(top / "several", 5),
+        "gguf": write_model(halves, top / "halves.gguf", GGMLQuantizationType.F16),
+        "quantised gguf": write_model(halves, top / "bytes.gguf", GGMLQuantizationType.Q8_0),
+    }
+
+
+def measure(model: Path, cache: Path, **arguments: Any) -> list[dict[str, int]]:
+    """Before loading, after it, after 4 blocks of the pool were used, and after 128."""
+    environment = {**os.environ, "PAGEDEC_CACHE": str(cache), "PAGEDEC_DEBUG": "0"}
+    settings = json.dumps({"num_blocks": 4096, **arguments})
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(model), settings],
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, int]] = json.loads(done.stdout)
+    return found
+
+
+def grown(before: dict[str, int], after: dict[str, int], name: str) -> int:
+    return after[name] - before[name]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "sharded", "gguf", "quantised gguf"])
+def test_weights_are_in_memory_once(form: str, models: dict[str, Path], tmp_path: Path) -> None:
+    """Packed, and nothing of the file beside it; and loading has needed little more."""
+    if form == "quantised gguf":
+        measure(models[form], tmp_path)  # converts
+    before, loaded, *_ = measure(models[form], tmp_path)
+    kept = PACKED + (EMBEDDING if form == "gguf" else 0)  # in the file's own numbers it is read in place
+    assert grown(before, loaded, "RssFile") < LIBRARIES
+    assert kept < grown(before, loaded, "VmRSS") < kept + LIBRARIES + REST
+    assert loaded["VmHWM"] < loaded["VmRSS"] + 128 * MIB
+
+
+def test_int8_weights_are_in_memory_once(models: dict[str, Path], tmp_path: Path) -> None:
+    before, loaded, *_ = measure(models["safetensors"], tmp_path, quantization="int8")
+    assert grown(before, loaded, "RssFile") < LIBRARIES
+    assert PACKED / 2 < grown(before, loaded, "VmRSS") < PACKED / 2 + LIBRARIES + REST
+
+
+def test_the_pool_takes_memory_as_blocks_are_used(models: dict[str, Path], tmp_path: Path) -> None:
+    """A pool of 8 GiB costs what its used blocks hold."""
+    block = 2 * 2 * LAYERS * 16 * KV_WIDTH
+    before, loaded, short, long = measure(models["safetensors"], tmp_path, num_blocks=(8 << 30) // block)
+    assert grown(before, loaded, "VmRSS") < PACKED + LIBRARIES + REST
+    assert grown(loaded, short, "VmRSS") < 4 * block + 48 * MIB
+    assert 128 * block < grown(loaded, long, "VmRSS") < 128 * block + 64 * MIB
+
+
+def test_the_pool_is_not_shared_with_a_forked_child() -> None:
+    """What the child writes would be the parent's KV."""
+    pool = zeros((4096,), torch.int32)
+    child = os.fork()
+    if child == 0:
+        pool.fill_(7)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert int(pool.sum()) == 0
