@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pagedec.environment import limit_spinning
-from pagedec.errors import PagedecError
+from pagedec.errors import PagedecError, PoolWarning, WeightsWarning
 from pagedec.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from pagedec.params import RequestOutputKind, RequestParams, SamplingParams
 
@@ -21,6 +21,7 @@ __all__ = [
     "CompletionOutput",
     "Logprob",
     "PagedecError",
+    "PoolWarning",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
@@ -28,6 +29,7 @@ __all__ = [
     "SamplingParams",
     "TextPrompt",
     "TokensPrompt",
+    "WeightsWarning",
 ]
 
 

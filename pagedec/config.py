@@ -14,6 +14,7 @@ from pagedec.fields import (
     MAX_UINT64,
     Flag,
     Integer,
+    Number,
     Rule,
     Size,
     Table,
@@ -32,6 +33,8 @@ MODEL_IMPLS = ("auto", "native", "transformers")
 EXECUTORS = ("inline", "ray")
 GENERATION_CONFIG_OFF = ("none", "vllm")
 """Values of `generation_config` that mean our own defaults."""
+POOL_SIZES = ("num_blocks", "kv_cache_memory", "memory_utilization")
+"""The ways to say how large the KV pool is to be."""
 ATTENTION_BACKENDS = ("auto", "native", "reference", "flash-attn", "xformers")
 
 
@@ -86,31 +89,49 @@ class ModelConfig:
 @strict
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV blocks. `num_blocks` or `kv_cache_memory` sizes the pool; neither: the engine chooses by the free memory."""
+    """The KV blocks. `num_blocks`, `kv_cache_memory` or `memory_utilization` sizes the pool; none of them: a quarter of the
+    memory that is available when the weights are loaded, at most 4 GiB, but a whole context where half of it holds one."""
 
     block_size: int = option(16, Integer("tokens in a block of KV", choices=(8, 16, 32, 64)))
     num_blocks: int | None = option(None, Integer("blocks of KV in the pool", low=1, optional=True))
     kv_cache_memory: int | None = option(
         None, Size("memory of the KV pool instead of num_blocks, such as 2GiB", low=2**16, optional=True)
     )
+    memory_utilization: float | None = option(
+        None,
+        Number(
+            "share of the available memory that the KV pool may take, such as 0.5; none: a quarter, at most 4 GiB",
+            above=0,
+            high=1,
+            optional=True,
+        ),
+    )
     enable_prefix_caching: bool = option(True, Flag("keep finished prompts' blocks and reuse common beginnings"))
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.num_blocks is not None and self.kv_cache_memory is not None:
-            raise InvalidArgument(
-                "kv_cache_memory", self.kv_cache_memory, f"num_blocks is {self.num_blocks}; give one of them"
-            )
+        sizes = {name: getattr(self, name) for name in POOL_SIZES}
+        given = [name for name, value in sizes.items() if value is not None]
+        if len(given) > 1:
+            other, name = given[:2]
+            raise InvalidArgument(name, sizes[name], f"{other} is {sizes[other]}; give one of them")
 
 
 @strict
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """How much one step may hold."""
+    """How much one step, or one request, may hold."""
 
     max_num_seqs: int = option(256, Integer("most branches in a step", low=1, high=2**16))
     max_num_batched_tokens: int = option(
         512, Integer("most rows in a step, prompts and drafts included", low=1, high=2**20)
+    )
+    max_logprobs: int = option(
+        20,
+        Integer(
+            "log-probabilities of each token that any request may ask for; for more, it may have 1048576 in all; -1: no bound",
+            low=-1,
+        ),
     )
     speculative_config: dict[str, Any] | None = option(
         None, Table('speculation, such as {"method": "ngram"}', optional=True, available=(None,))

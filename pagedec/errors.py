@@ -14,6 +14,15 @@ MAX_SHOWN = 200
 """Characters of a value that a message repeats: a prompt of a megabyte must not become a message of a megabyte."""
 
 
+class Shown(str):
+    """Words in place of a value that is none or too long, such as "empty" or "104857600 bytes": shown without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 def shown(value: object) -> str:
     """The value as a message shows it: its repr, cut in the middle when long."""
     return cut(repr(value))
@@ -133,6 +142,14 @@ class RequestsFailed(RequestError):
             f"; and {len(self.errors) - 1} more of {len(self.outputs)} requests failed" if len(self.errors) > 1 else ""
         )
         return f"{super().__str__()}{more}"
+
+
+class PoolWarning(UserWarning):
+    """The KV pool holds less than one context: long sequences will be cut short."""
+
+
+class WeightsWarning(UserWarning):
+    """The weights take more memory than there is: the system may end the process while they are loaded."""
 
 
 class InvariantError(RuntimeError):

@@ -71,6 +71,8 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob] | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    limited_by: str | None = None
+    """What was reached where `finish_reason` is "length": "max_tokens", "max_model_len", or "kv_pool", which holds no more."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -83,7 +83,12 @@ class RequestParams:
     )
     bad_words: Sequence[str] | None = option((), Texts("text that no answer has"))
     logprobs: int | None = option(
-        None, Integer("report this many of the most probable tokens of each step; -1: all", low=-1, optional=True)
+        None,
+        Integer(
+            "report this many of the most probable tokens of each step; -1: all; the engine's --max-logprobs bounds them",
+            low=-1,
+            optional=True,
+        ),
     )
     prompt_logprobs: int | None = option(
         None, Integer("the same for each token of the prompt; -1: all", low=-1, optional=True)
@@ -111,6 +116,11 @@ class RequestParams:
             raise InvalidArgument(
                 "stop", self.stop, "must be empty where detokenize is false: there is no text to stop at"
             )
+
+    @property
+    def num_answers(self) -> int:
+        """How many answers a prompt gets."""
+        return 1
 
     def clone(self: P, **changes: Any) -> P:
         """Make one like this one but for `changes`; they are checked as in a new one."""
@@ -167,6 +177,11 @@ class SamplingParams(RequestParams):
             self
         )  # a dataclass with slots is another class than the one its methods were made in
         object.__setattr__(self, "top_k", max(self.top_k, 0))
+
+    @property
+    def num_answers(self) -> int:
+        """How many answers a prompt gets."""
+        return self.n
 
     @property
     def greedy(self) -> bool:

@@ -95,15 +95,10 @@ def test_generate_json_is_one_object_a_line(stand_in: type[StandIn], capsys: pyt
     assert [record["prompt"] for record in records] == ["é\n", "b"]
     assert records[1]["outputs"] == [
         {
-            "index": 0,
-            "text": "<b>",
-            "token_ids": [98],
-            "cumulative_logprob": None,
-            "logprobs": None,
-            "finish_reason": "length",
-            "stop_reason": None,
+            "index": 0, "text": "<b>", "token_ids": [98], "cumulative_logprob": None, "logprobs": None,
+            "finish_reason": "length", "stop_reason": None, "limited_by": None,
         }
-    ]
+    ]  # fmt: skip
     assert records[0]["metrics"]["time_to_first_token"] == 0.25
     assert records[0]["metrics"]["time_per_output_token"] == 0.25
     assert records[0]["finished"] is True

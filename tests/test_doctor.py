@@ -10,6 +10,7 @@ import pytest
 
 from pagedec import environment
 from pagedec.cli import active, doctor, main
+from pagedec.engine.memory import Memory
 from pagedec.kernels import library
 
 ALL_FLAGS = frozenset(active.ISA_FLAGS["amx"])
@@ -92,13 +93,33 @@ def test_optional_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_doctor_reports_every_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["doctor", "--json", "--no-probe"]) == 0
     sections = json.loads(capsys.readouterr().out)
-    assert list(sections) == ["versions", "machine", "kernels", "backends", "default model", "debugging variables"]
+    titles = ["versions", "machine", "memory", "kernels", "backends", "default model", "debugging variables"]
+    assert list(sections) == titles
     assert sections["versions"]["python"].startswith(sys.version.split()[0])
     assert set(sections["debugging variables"]) == set(environment.VARIABLES)
     assert {"cuda", "flash-attn", "xformers", "ray"} == set(sections["backends"])
     assert main.main(["doctor", "--no-probe"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "kernels" in lines and any(line.startswith("  torch ") for line in lines)
+
+
+def test_the_doctor_says_what_a_pool_would_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30
+    machine, group = Memory(20 * gib, "MemAvailable of /proc/meminfo"), Memory(3 * gib // 2, "limit of the group")
+    monkeypatch.setattr("pagedec.engine.memory._of_machine", lambda root: machine)
+    monkeypatch.setattr("pagedec.engine.memory._of_address_space", lambda root: iter(()))
+    monkeypatch.setattr("pagedec.engine.memory._of_groups", lambda root: iter(()))
+    assert doctor.memory_facts() == {
+        "machine": "20.00 GiB available (MemAvailable of /proc/meminfo)",
+        "limits": "none on this process",
+        "KV pool": "4.00 GiB, were it made now and nothing said: 4 GiB are the most where nothing is said",
+    }
+    monkeypatch.setattr("pagedec.engine.memory._of_groups", lambda root: iter([group]))
+    assert doctor.memory_facts() == {
+        "machine": "20.00 GiB available (MemAvailable of /proc/meminfo)",
+        "limits": "1.50 GiB available (limit of the group)",
+        "KV pool": "384 MiB, were it made now and nothing said: a quarter of the 1.50 GiB available (limit of the group)",
+    }
 
 
 def test_probe_covers_every_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ class Feeder(Generic[K]):
             prepared = self.llm.prepare(list(prompts), list(params), [priority] * len(prompts), cache_salt)
         except InvalidArgument as error:
             raise _of_a_body(error, len(prompts)) from None
-        group: _Group[K] = _Group(key, sum(one.n for one in params))
+        group: _Group[K] = _Group(key, sum(one.num_answers for one in params))
         group.outputs = {job.request_id: None for job, _ in prepared}
         self._groups[id(group)] = group
         self.num_pending += group.num_answers

@@ -265,6 +265,8 @@ class _Run:
             continue_final_message=continued,
             template_kwargs=ask.chat_options.get("chat_template_kwargs"),
         )
+        if ask.params.truncate_prompt_tokens is None:
+            tokenizer.check_length(text, self.llm.engine.limits.max_model_len - 1, "messages")
         return tokenizer.encode(text, add_special_tokens=False)
 
     def _seed(self, line: Line, index: int) -> int:

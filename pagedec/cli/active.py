@@ -122,7 +122,7 @@ def _on_cuda(fact: str) -> str:
 
 
 def active_line(llm: LLM) -> str:
-    """What carries out this engine's steps: model, kernels, numbers, threads."""
+    """What carries out this engine's steps: model, kernels, numbers, threads; and its KV pool."""
     import torch
 
     from pagedec.engine.loader import choose_backend
@@ -133,4 +133,5 @@ def active_line(llm: LLM) -> str:
     dtype = str(backend.dtype).removeprefix("torch.") + (
         f", {backend.quantization} weights" if backend.quantization else ""
     )
-    return f"{config.model.model}: kernels {kernels}, {dtype}, {torch.get_num_threads()} threads"
+    threads = f"{torch.get_num_threads()} threads"
+    return f"{config.model.model}: kernels {kernels}, {dtype}, {threads}; KV pool: {llm.kv_cache}"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
 import shlex
 import sys
+import warnings
+from collections.abc import Iterator
 from typing import TextIO
 
 from pagedec.errors import InvalidArgument, cut, shown
@@ -54,6 +57,20 @@ def _typed(value: object) -> str:
 def mute(stream: TextIO) -> None:
     """Nobody takes what goes to this stream any more: let all of it, the interpreter's own last flush too, lead nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@contextlib.contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """Warnings are one line for the reader, to whom the place in our sources says nothing."""
+
+    def show(message: object, category: type[Warning], *place: object, **where: object) -> None:
+        say(f"warning: {message}")
+
+    before, warnings.showwarning = warnings.showwarning, show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
 
 
 def say(message: object) -> None:

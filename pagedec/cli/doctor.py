@@ -92,6 +92,20 @@ def model_facts() -> Facts:
     }
 
 
+def memory_facts() -> Facts:
+    """What a KV pool would get now, before a model is loaded, and why."""
+    from pagedec.engine.memory import available_memory, shown_size, sources
+    from pagedec.engine.pool import default_bytes
+
+    machine, *limits = sources()
+    num_bytes, reason = default_bytes(available_memory())
+    return {
+        "machine": str(machine),
+        "limits": "; ".join(map(str, limits)) or "none on this process",
+        "KV pool": f"{shown_size(num_bytes)}, were it made now and nothing said: {reason}",
+    }
+
+
 def invariance_facts() -> Facts:
     """For each linear layer of the default model: does the fallback give a row the same bits in any batch?"""
     import torch
@@ -124,6 +138,7 @@ def examine(probe: bool) -> dict[str, Any]:
     except (ImportError, OSError) as error:
         return sections | {"problem": {"torch": f"does not import, so nothing can run: {error}"}}
     sections["machine"] = processor_facts()
+    sections["memory"] = memory_facts()
     sections["kernels"] = kernel_facts(cpu_facts()[1])
     sections["backends"] = backend_facts()
     sections["default model"] = model_facts()

@@ -160,7 +160,8 @@ def as_text(output: RequestOutput, title: str | None = None, wrap: Callable[[str
 
 def _ending(answer: CompletionOutput) -> str:
     """How long an answer is, and why it ended there."""
-    return f"{len(answer.token_ids)} tokens, {answer.finish_reason or 'interrupted'}"
+    full = " (the KV pool holds no more)" if answer.limited_by == "kv_pool" else ""
+    return f"{len(answer.token_ids)} tokens, {answer.finish_reason or 'interrupted'}{full}"
 
 
 def _logprobs_line(token_id: int, entries: Mapping[int, Logprob] | None) -> str:

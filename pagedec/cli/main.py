@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from pagedec import environment
-from pagedec.cli.console import FAILED, INTERRUPTED, USER_ERROR, mute, open_streams, say, spelled
+from pagedec.cli.console import FAILED, INTERRUPTED, USER_ERROR, mute, open_streams, say, spelled, warnings_as_lines
 from pagedec.cli.parser import Parser
 from pagedec.errors import PagedecError
 
@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse(error)
     try:
         arguments = parser().parse_args(argv)
-        status: int = arguments.run(arguments)
+        with warnings_as_lines():
+            status: int = arguments.run(arguments)
         sys.stdout.flush()
         return status
     except PagedecError as error:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.protocol import Decoder
 from pagedec.core.stopping import Stopping
-from pagedec.errors import InvalidArgument
+from pagedec.errors import InvalidArgument, Shown
 
 
 def check_prompt(limits: SchedulerLimits, prompt: Sequence[int], stopping: Stopping, limit: int | None) -> int:
     """The longest sequence the request may reach, or `InvalidArgument`."""
     if not len(prompt):
-        raise InvalidArgument("prompt", list(prompt), "must have at least one token")
+        raise InvalidArgument("prompt", Shown("empty"), "must have at least one token")
     if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
         wrong = next(token for token in prompt if not 0 <= token < limits.vocab_size)
         raise InvalidArgument("prompt", wrong, f"token ids must be from 0 to {limits.vocab_size - 1}")

@@ -116,6 +116,14 @@ class BlockPool:
             del self.block_of[key]
             self.key_of[block] = None
 
+    def forget(self) -> None:
+        """Drop the prefix cache. What nobody holds is free; what is held stays, and is found no more."""
+        for block in self.evictable:
+            self.free.append(block)
+        self.evictable.clear()
+        self.block_of.clear()
+        self.key_of = [None] * self.num_blocks
+
     def reset(self) -> None:
         """Forget who holds what, and the prefix cache: nothing of it is on the device any more. Tables of before are void."""
         self.refs, self.pins = [0] * self.num_blocks, [0] * self.num_blocks

@@ -36,6 +36,8 @@ class Request:
     records: dict[int, bytes] = field(default_factory=dict)
     """A plain stream's draw but for its row and position."""
     done: list[Hypothesis] = field(default_factory=list)
+    limited_by: str = "max_tokens"
+    """What set `limit`."""
     closed: bool = False
     """No branch lives any more, or the request was aborted."""
     idle: bool = False

@@ -160,6 +160,13 @@ class Scheduler:
                 branch.tables = {lane: BlockTable(self.pools[lane]) for lane in branch.tables}
         self._copies = self._new_copies()
 
+    def reset_prefix_cache(self) -> bool:
+        """Let nothing be found that was computed so far; requests go on with what they hold. True: nobody holds any block."""
+        self._require_between_steps("reset_prefix_cache")
+        for pool in self.pools.values():
+            pool.forget()
+        return all(pool.num_available == pool.num_blocks for pool in self.pools.values())
+
     # ---- a step
     @property
     def idle(self) -> bool:

@@ -17,7 +17,8 @@ from pagedec.core.reporting import TokenLogprobs
 from pagedec.core.request import Ended, Event, Failed, Finished, Progress, Request, Waiting
 from pagedec.core.scheduler import Scheduler
 from pagedec.decoders.registry import decoder_for, make_decoder
-from pagedec.engine.options import Vocabulary, read_options
+from pagedec.engine.options import DEFAULT_LOGPROBS, Vocabulary, check_reports, read_options
+from pagedec.engine.pool import KvPool
 from pagedec.engine.recovery import Recovery
 from pagedec.engine.stats import EngineStats
 from pagedec.errors import DeviceError, InvalidArgument, RequestError
@@ -28,11 +29,13 @@ from pagedec.params import RequestParams
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the model allows: its vocabulary, the longest sequence, and the tokens that end one."""
+    """What the model allows, and a request may ask for: its vocabulary, the longest sequence, and the tokens that end one."""
 
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
+    max_logprobs: int = DEFAULT_LOGPROBS
+    """Of each token, without regard to how many tokens there are; -1: any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class Answer:
     excess_bytes: int = 0
     logprobs: list[TokenLogprobs | None] | None = None
     cumulative_logprob: float | None = None
+    limited_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,7 @@ class Engine:
     ) -> None:
         self.scheduler, self.executor, self.limits, self.vocabulary = scheduler, executor, limits, vocabulary
         self.seed, self.debug, self.stats, self.clock = seed, debug, EngineStats(), clock
+        self.kv_cache: KvPool | None = None  # how large the target's pool was made, where a loader chose it
         self.num_unseeded = 0
         """Requests admitted without a seed of their own."""
         self._recovery = Recovery()
@@ -109,9 +114,10 @@ class Engine:
         parameters that no decoder has registered.
         """
         decoder_for(type(params))  # before anything is read from what may be no parameters at all
-        limit = self._limit(prompt, params.max_tokens)
+        limit, limited_by = self._limit(prompt, params.max_tokens)
         limits = self.limits
         options = read_options(params, limits.vocab_size, limits.eos_token_ids, self.vocabulary)
+        check_reports(options.reporting, params, len(prompt), limit, limits.max_logprobs)
         ordinal = self.num_unseeded
         seeded = params if params.seed is not None else dataclasses.replace(params, seed=self._seed_of(ordinal))
         request = self.scheduler.admit(
@@ -119,6 +125,7 @@ class Engine:
             priority=priority, salt=cache_salt, eos_token_ids=limits.eos_token_ids,
             processing=options.processing, reporting=options.reporting,
         )  # fmt: skip
+        request.limited_by = limited_by
         if params.seed is None:
             self.num_unseeded = ordinal + 1
         return request
@@ -202,8 +209,8 @@ class Engine:
         name = f"{self.seed}/{ordinal}".encode()
         return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
-    def _limit(self, prompt: Sequence[int], max_tokens: int | None) -> int:
-        """The longest sequence a request may reach: the context, the pool, or its own max_tokens."""
+    def _limit(self, prompt: Sequence[int], max_tokens: int | None) -> tuple[int, str]:
+        """The longest sequence a request may reach, and what says so: the context, the pool, or its own max_tokens."""
         limits = self.scheduler.limits
         pool = (limits.num_blocks["target"] - 1) * limits.block_size
         longest = min(self.limits.max_model_len, pool)
@@ -211,7 +218,9 @@ class Engine:
             what = "the context" if longest == self.limits.max_model_len else "the KV pool"
             limit = f"must be at most {longest - 1} tokens long: {what} holds {longest}, and one must be new"
             raise InvalidArgument("prompt", f"{len(prompt)} tokens", limit)
-        return longest if max_tokens is None else min(longest, len(prompt) + max_tokens)
+        if max_tokens is not None and len(prompt) + max_tokens <= longest:
+            return len(prompt) + max_tokens, "max_tokens"
+        return longest, "max_model_len" if longest == self.limits.max_model_len else "kv_pool"
 
     def _note_blocks(self, plan: StepPlan) -> None:
         pool, stats = self.scheduler.pools["target"], self.stats
@@ -288,4 +297,5 @@ def answer_of(request: Request, hypothesis: Hypothesis) -> Answer:
         hypothesis.excess_bytes,
         logprobs,
         None if logprobs is None else float(sum(entry.logprob for entry in logprobs if entry is not None)),
+        request.limited_by if hypothesis.reason == "length" else None,
     )

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import os
+import math
+import warnings
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from pagedec import environment
-from pagedec.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from pagedec.config import POOL_SIZES, EngineConfig, ModelConfig, ParallelConfig
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.scheduler import Scheduler
 from pagedec.engine.engine import Engine, ModelLimits
+from pagedec.engine.memory import available_memory, is_out_of_memory, shown_size
 from pagedec.engine.options import Vocabulary
-from pagedec.errors import InvalidArgument, ModelFileError
+from pagedec.engine.pool import KvPool, choose_pool
+from pagedec.errors import InvalidArgument, ModelFileError, PoolWarning, Shown, WeightsWarning
 from pagedec.executor.inline import InlineExecutor
 from pagedec.formats.generation import read_end_ids
 from pagedec.formats.resolve import ModelFiles, resolve_model, resolve_tokenizer
@@ -29,10 +32,6 @@ from pagedec.models.registry import load_architecture, load_model_weights
 from pagedec.runtime.cache import allocate_cache, block_bytes
 from pagedec.runtime.runner import LaneRunner, ModelRunner
 from pagedec.text.tokenizer import Tokenizer
-
-CACHE_SHARE = 4  # the KV pool takes a quarter of the free memory where nothing is said ...
-CACHE_LIMIT = 4 << 30  # ... and at most this many bytes: pages are touched only as blocks are used
-MIN_BLOCKS = 2  # one for tokens, and one for the copy of a shared block
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,27 +73,25 @@ def load_model(config: ModelConfig, backend: Backend) -> LoadedModel:
     length = limit if config.max_model_len is None else config.max_model_len
     if length > limit:
         raise InvalidArgument("max_model_len", length, f"must be at most {limit}, the model's context")
-    model = load_model_weights(arch, files, backend, length, config.seed)
+    size, memory = weight_bytes(arch, backend), available_memory()
+    if size > memory.num_bytes:
+        told = f"the weights of {config.model} take {shown_size(size)}, more than the {memory}: the system may end the process"
+        warnings.warn(f"{told}; quantization int8 takes a byte a weight", WeightsWarning, stacklevel=4)
+    try:
+        model = load_model_weights(arch, files, backend, length, config.seed)
+    except (OSError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        problem = f"has weights of {shown_size(size)}, which this machine does not give; {memory}"
+        raise InvalidArgument("model", config.model, problem) from error
     trim()  # packing leaves the room of its parts behind
     return LoadedModel(model, arch, files, length)
 
 
-def count_blocks(config: CacheConfig, arch: Architecture, dtype: torch.dtype, max_model_len: int, num_seqs: int) -> int:
-    """How many blocks of KV to keep: what is asked for, or what the free memory allows and the requests can use."""
-    size = block_bytes(arch, config.block_size, dtype)
-    if config.num_blocks is not None:
-        if config.num_blocks < MIN_BLOCKS:
-            raise InvalidArgument("num_blocks", config.num_blocks, f"must be at least {MIN_BLOCKS}")
-        return config.num_blocks
-    if config.kv_cache_memory is not None:
-        num_blocks = int(config.kv_cache_memory) // size
-        if num_blocks < MIN_BLOCKS:
-            limit = f"must be at least {MIN_BLOCKS} blocks of {size} bytes"
-            raise InvalidArgument("kv_cache_memory", config.kv_cache_memory, limit)
-        return num_blocks
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    useful = num_seqs * -(-max_model_len // config.block_size)
-    return max(MIN_BLOCKS, min(useful, CACHE_LIMIT // size, free // CACHE_SHARE // size))
+def weight_bytes(arch: Architecture, backend: Backend) -> int:
+    """About how much memory the weights take in a backend's form; 0 where only their modeling code knows."""
+    num_weights = sum(math.prod(shape) for shape in arch.weight_shapes().values())
+    return num_weights * (backend.dtype.itemsize if backend.quantization is None else 1)
 
 
 def load_tokenizer(config: ModelConfig, files: ModelFiles) -> Tokenizer | None:
@@ -108,18 +105,22 @@ def load_tokenizer(config: ModelConfig, files: ModelFiles) -> Tokenizer | None:
     return Tokenizer.from_path(files.tokenizer)
 
 
-def build_lane(loaded: LoadedModel, config: EngineConfig, debug: bool = False) -> LaneRunner:
+def lane_pool(loaded: LoadedModel, config: EngineConfig, taken: int = 0) -> KvPool:
+    """The size of a lane's cache; `taken`: bytes of the available memory that another lane will use."""
+    size = block_bytes(loaded.arch, config.cache.block_size, loaded.model.backend.dtype)
+    return choose_pool(config.cache, size, loaded.max_model_len, config.scheduler.max_num_seqs, taken=taken)
+
+
+def build_lane(loaded: LoadedModel, config: EngineConfig, pool: KvPool, debug: bool = False) -> LaneRunner:
     """A model with a cache of its own."""
-    backend, cache, scheduler = loaded.model.backend, config.cache, config.scheduler
-    num_blocks = count_blocks(cache, loaded.arch, backend.dtype, loaded.max_model_len, scheduler.max_num_seqs)
     try:
-        tensors = allocate_cache(loaded.arch, num_blocks, cache.block_size, backend.dtype)
+        tensors = allocate_cache(loaded.arch, pool.num_blocks, pool.block_size, loaded.model.backend.dtype)
     except (OSError, MemoryError) as error:
-        size = num_blocks * block_bytes(loaded.arch, cache.block_size, backend.dtype)
-        name = "num_blocks" if cache.kv_cache_memory is None else "kv_cache_memory"
-        limit = f"must be less: the KV pool would take {size / 2**30:.1f} GiB, which this machine does not give"
-        raise InvalidArgument(name, getattr(cache, name), limit) from error
-    return LaneRunner(loaded.model, tensors, scheduler.max_num_batched_tokens, debug)
+        name = next((name for name in POOL_SIZES if getattr(config.cache, name) is not None), "kv_cache_memory")
+        value = Shown("chosen") if getattr(config.cache, name) is None else getattr(config.cache, name)
+        limit = f"must be less: the KV pool would take {shown_size(pool.num_bytes)}, which this machine does not give"
+        raise InvalidArgument(name, value, limit) from error
+    return LaneRunner(loaded.model, tensors, config.scheduler.max_num_batched_tokens, debug)
 
 
 def assemble(
@@ -132,9 +133,10 @@ def assemble(
     """An engine over a loaded model, with caches of its own; with `draft`, rolls run on that model's lane; with `vocabulary`,
     requests may have stop strings and bad words."""
     debug = environment.read("PAGEDEC_DEBUG") == "1"
-    lanes = {"target": build_lane(loaded, config, debug)}
+    pool = lane_pool(loaded, config)
+    lanes = {"target": build_lane(loaded, config, pool, debug)}
     if draft is not None:
-        lanes["draft"] = build_lane(draft, config, debug)
+        lanes["draft"] = build_lane(draft, config, lane_pool(draft, config, pool.num_bytes), debug)
     size, rows = config.cache.block_size, config.scheduler.max_num_batched_tokens
     scheduler = Scheduler(
         SchedulerLimits(
@@ -149,9 +151,11 @@ def assemble(
             enable_prefix_caching=config.cache.enable_prefix_caching,
         )
     )
-    limits = ModelLimits(loaded.arch.vocab_size, loaded.max_model_len, eos_token_ids)
+    limits = ModelLimits(loaded.arch.vocab_size, loaded.max_model_len, eos_token_ids, config.scheduler.max_logprobs)
     executor = InlineExecutor(ModelRunner(lanes))
-    return Engine(scheduler, executor, limits, seed=config.model.seed, debug=debug, vocabulary=vocabulary)
+    engine = Engine(scheduler, executor, limits, seed=config.model.seed, debug=debug, vocabulary=vocabulary)
+    engine.kv_cache = pool
+    return engine
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
@@ -176,4 +180,8 @@ def load_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
     tokenizer = load_tokenizer(config.model, resolve_model(config.model.model, config.model.load_format))
     loaded = load_model(config.model, backend)
     vocabulary = None if tokenizer is None else vocabulary_of(tokenizer)
-    return assemble(config, loaded, end_tokens(loaded, tokenizer), vocabulary=vocabulary), tokenizer
+    engine = assemble(config, loaded, end_tokens(loaded, tokenizer), vocabulary=vocabulary)
+    complaint = None if engine.kv_cache is None else engine.kv_cache.complaint(loaded.max_model_len)
+    if complaint is not None:
+        warnings.warn(complaint, PoolWarning, stacklevel=3)  # who made the LLM
+    return engine, tokenizer

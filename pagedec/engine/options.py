@@ -17,6 +17,11 @@ from pagedec.errors import InvalidArgument
 from pagedec.fields import MAX_INT32, float32
 from pagedec.params import RequestParams
 
+DEFAULT_LOGPROBS = 20
+"""Log-probabilities of each token that a request may always ask for, as in vLLM."""
+MAX_REPORTED = 1 << 20
+"""Log-probabilities that a request may have where it asks for more of each token: some 300 MB, told in Python's numbers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
@@ -127,6 +132,26 @@ def _reporting(params: RequestParams, vocab_size: int) -> Reporting:
         counts.append(vocab_size if count == -1 else count)
     reporting = Reporting(*counts)
     return NO_REPORTING if reporting == NO_REPORTING else reporting
+
+
+def check_reports(
+    reporting: Reporting, params: RequestParams, prompt_length: int, limit: int, max_logprobs: int
+) -> None:
+    """Raise `InvalidArgument` for more reports than one request may keep, if it asks for more than `max_logprobs` of a token."""
+    num_answers = params.num_answers
+    for field, count, num_tokens in (
+        ("logprobs", reporting.num_logprobs, num_answers * (limit - prompt_length)),
+        ("prompt_logprobs", reporting.num_prompt_logprobs, prompt_length - 1),
+    ):
+        if count is None or max_logprobs < 0 or count <= max_logprobs or count * num_tokens <= MAX_REPORTED:
+            continue
+        most = max(max_logprobs, MAX_REPORTED // num_tokens)
+        limit_text = (
+            f"must be at most {most}: {count} for each of up to {num_tokens} tokens are {count * num_tokens} "
+            f"log-probabilities, and {MAX_REPORTED} may be reported in all; ask for fewer, shorten the "
+            f"{'answer (max_tokens)' if field == 'logprobs' else 'prompt'}, or raise the engine's max_logprobs"
+        )
+        raise InvalidArgument(field, getattr(params, field), limit_text)
 
 
 def _check_something_is_left(stopping: Stopping, processing: Processing, vocab_size: int) -> None:

@@ -53,30 +53,21 @@ def _key(source: GgufSource, dtype: torch.dtype) -> str:
     return hashlib.sha256(stamp.encode() + header).hexdigest()
 
 
-def _target(source: GgufSource, name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return what a tensor is kept as: matrices in `dtype`, vectors (norms, biases) exact."""
-    return dtype if len(source.shape(name)) > 1 else source.dtype(name)
-
-
-def _loaded(source: GgufSource, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Yield the converted tensors in order, a few ahead of the reader at most."""
+def _loaded(source: GgufSource) -> Iterator[torch.Tensor]:
+    """Yield the tensors in order, a few ahead of the reader at most."""
     names = source.names()
-
-    def convert(name: str) -> torch.Tensor:
-        return source.load(name).to(_target(source, name, dtype)).contiguous()
-
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         for start in range(0, len(names), 2 * NUM_THREADS):
-            yield from pool.map(convert, names[start : start + 2 * NUM_THREADS])
+            yield from pool.map(lambda name: source.load(name).contiguous(), names[start : start + 2 * NUM_THREADS])
 
 
-def _header(source: GgufSource, dtype: torch.dtype, key: str, checksum: int) -> bytes:
+def _header(source: GgufSource, key: str, checksum: int) -> bytes:
     """Return the safetensors header; its length does not depend on the checksum."""
     content: dict[str, object] = {"__metadata__": {"key": key, "crc32": f"{checksum:08x}"}}
     position = 0
     for name in source.names():
-        end = position + _num_bytes(source, name, dtype)
-        stored = _DTYPE_NAMES[_target(source, name, dtype)]
+        end = position + _num_bytes(source, name)
+        stored = _DTYPE_NAMES[source.dtype(name)]
         content[name] = {"dtype": stored, "shape": list(source.shape(name)), "data_offsets": [position, end]}
         position = end
     raw = json.dumps(content, separators=(",", ":")).encode()
@@ -84,27 +75,27 @@ def _header(source: GgufSource, dtype: torch.dtype, key: str, checksum: int) -> 
     return struct.pack("<Q", len(raw)) + raw
 
 
-def _write(file: BinaryIO, source: GgufSource, dtype: torch.dtype, key: str) -> None:
-    file.write(_header(source, dtype, key, 0))
+def _write(file: BinaryIO, source: GgufSource, key: str) -> None:
+    file.write(_header(source, key, 0))
     checksum = 0
-    for tensor in _loaded(source, dtype):
+    for tensor in _loaded(source):
         raw = tensor.view(-1).view(torch.uint8).numpy().data
         checksum = zlib.crc32(raw, checksum)
         file.write(raw)
     file.seek(0)
-    file.write(_header(source, dtype, key, checksum))
+    file.write(_header(source, key, checksum))
     file.flush()
     os.fsync(file.fileno())
 
 
-def _num_bytes(source: GgufSource, name: str, dtype: torch.dtype) -> int:
-    return torch.Size(source.shape(name)).numel() * _target(source, name, dtype).itemsize
+def _num_bytes(source: GgufSource, name: str) -> int:
+    return torch.Size(source.shape(name)).numel() * source.dtype(name).itemsize
 
 
-def _convert(source: GgufSource, dtype: torch.dtype, key: str, path: Path) -> None:
+def _convert(source: GgufSource, key: str, path: Path) -> None:
     """Write the converted form so that readers see all of it or nothing, then remove what it replaces."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    needed = sum(_num_bytes(source, name, dtype) for name in source.names())
+    needed = sum(_num_bytes(source, name) for name in source.names())
     free = shutil.disk_usage(path.parent).free
     if needed > free // 2:
         raise OSError(f"it needs {needed} bytes, and half of the free space of {path.parent} is {free // 2}")
@@ -112,7 +103,7 @@ def _convert(source: GgufSource, dtype: torch.dtype, key: str, path: Path) -> No
     part = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
-            _write(file, source, dtype, key)
+            _write(file, source, key)
         part.chmod(0o644)  # mkstemp's 0o600 would keep a shared directory from being shared
         part.replace(path)
     finally:
@@ -160,8 +151,8 @@ def open_converted(
     """Open a GGUF file in its converted form, matrices in `dtype`, making that form first where it is missing or damaged.
 
     `check` sees the file itself and may raise: what nobody can use is not converted.
-    Without room or permission for it the file itself is opened, and dequantised as it is loaded. So is a file that holds
-    nothing quantised: mapping it is as fast.
+    Without room or permission for it the file itself is opened, and each tensor converted as it is loaded, to the same bits. A
+    file that holds nothing quantised is opened as it is: mapping it is as fast.
     """
     source = GgufSource(path)
     if check is not None:
@@ -175,9 +166,9 @@ def open_converted(
     try:
         found = _checked(converted, key)
         if found is None:
-            _convert(source, dtype, key, converted)
+            _convert(source.converted(dtype), key, converted)
             found = SafetensorsSource(converted, [converted])
         return found
     except OSError as error:
         _log.warning("the converted form of %s cannot be kept: %s", path, error)
-        return source
+        return source.converted(dtype)

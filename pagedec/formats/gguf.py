@@ -16,6 +16,7 @@ from pagedec.formats.mapping import MappedFile, view_tensor
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAX_FACTORS = 4096  # half a head's size, far above any in use
+PIECE = 1 << 21  # values that are dequantised at once
 _BLOCK_TENSOR = re.compile(r"blk\.\d+\.(\w+)\.(weight|bias)")
 
 
@@ -29,17 +30,24 @@ def unpermute(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
     return paired.transpose(1, 2).reshape(rows.shape)
 
 
-def dequantize(raw: torch.Tensor, tensor: GgufTensor) -> torch.Tensor:
-    """Return the tensor whose encoded bytes are `raw`: fp32, or its own dtype when it is not quantised."""
+def dequantize(raw: torch.Tensor, tensor: GgufTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the tensor whose encoded bytes are `raw`, in `dtype`, or in its own when it is not quantised.
+
+    Values are fp32 first, a few megabytes at a time: those of a large vocabulary at once would take gigabytes.
+    """
     name = tensor.encoding.name
     if name in PLAIN:
         return view_tensor(raw, PLAIN[name], tensor.shape)
     from gguf import GGMLQuantizationType, quants  # 0.1 s, not needed once a file is converted
 
     num_row_bytes = tensor.shape[-1] // tensor.encoding.block_size * tensor.encoding.num_bytes
-    encoded = raw.numpy().reshape(*tensor.shape[:-1], num_row_bytes)
-    values = quants.dequantize(encoded, GGMLQuantizationType[name])
-    return torch.from_numpy(np.ascontiguousarray(values, np.float32))
+    encoded = raw.numpy().reshape(-1, num_row_bytes)
+    values = torch.empty(len(encoded), tensor.shape[-1], dtype=dtype)
+    num_rows = max(1, PIECE // tensor.shape[-1])
+    for start in range(0, len(encoded), num_rows):
+        piece = quants.dequantize(encoded[start : start + num_rows], GGMLQuantizationType[name])
+        values[start : start + num_rows] = torch.from_numpy(np.ascontiguousarray(piece, np.float32))
+    return values.view(tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +89,10 @@ class _Stored:
 
 
 class GgufSource:
-    """The tensors of one GGUF file; each is dequantised when loaded."""
+    """The tensors of one GGUF file; each is dequantised when loaded, matrices to the dtype of `converted` if that was called."""
 
     def __init__(self, path: Path, header: GgufHeader | None = None) -> None:
+        self._matrices: torch.dtype | None = None
         self.header = read_gguf_header(path) if header is None else header
         self._path = path
         self._mapped: MappedFile | None = None
@@ -152,15 +161,24 @@ class GgufSource:
         return self._stored[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype, fp32 for quantised tensors."""
+        """Return the dtype that `load` gives: the stored one, fp32 for quantised tensors, unless it is converted."""
+        if self._matrices is not None and len(self.shape(name)) > 1:
+            return self._matrices
         return PLAIN.get(self._stored[name].tensor.encoding.name, torch.float32)
+
+    def converted(self, dtype: torch.dtype) -> GgufSource:
+        """Return a source of the same file whose matrices are in `dtype`; vectors (norms, biases) stay exact."""
+        source = GgufSource(self._path, self.header)
+        source._matrices = dtype
+        return source
 
     def load(self, name: str) -> torch.Tensor:
         """Return the tensor, dequantised and in Hugging Face's order."""
         if self._mapped is None:
             self._mapped = MappedFile(self._path, self.header.num_file_bytes)
         stored = self._stored[name]
-        return stored.restore(dequantize(*stored.bytes_of(self._mapped)))
+        dtype = self.dtype(name)
+        return stored.restore(dequantize(*stored.bytes_of(self._mapped), dtype)).to(dtype)
 
     def release(self) -> None:
         """Give up the memory of what was read."""

@@ -46,6 +46,7 @@ class Answers:
             logprobs=self.logprobs(answer.logprobs),
             finish_reason=answer.finish_reason,
             stop_reason=stop_reason,
+            limited_by=answer.limited_by,
         )
 
     def text(self, answer: Answer, params: RequestParams) -> str:

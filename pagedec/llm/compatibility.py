@@ -13,8 +13,11 @@ NEUTRAL: dict[str, Rule] = {
     "disable_log_stats": Flag("nothing is logged"),
     "disable_custom_all_reduce": Flag("one process has nothing to reduce over"),
     "max_seq_len_to_capture": Integer("there are no graphs to capture", low=1),
-    "max_logprobs": Integer("as many log-probabilities are reported as a request asks for; -1: all", low=-1),
-    "gpu_memory_utilization": Number("there is no GPU; num_blocks or kv_cache_memory sizes the pool", above=0, high=1),
+    "gpu_memory_utilization": Number(
+        "a share of a GPU's whole memory, which nothing else needs; memory_utilization is one of what is available here",
+        above=0,
+        high=1,
+    ),
     "swap_space": Number("nothing is swapped: what was preempted is computed again", low=0),
     "cpu_offload_gb": Number("all weights are in the CPU's memory already", low=0),
 }

@@ -12,6 +12,7 @@ from pagedec.config import EngineConfig
 from pagedec.engine.engine import Engine
 from pagedec.engine.loader import load_engine
 from pagedec.engine.loop import EngineLoop
+from pagedec.engine.pool import KvPool
 from pagedec.errors import InvalidArgument, NotFound
 from pagedec.llm.answers import Answers
 from pagedec.llm.compatibility import drop_neutral
@@ -50,9 +51,23 @@ class Front:
             raise InvalidArgument("skip_tokenizer_init", True, "must be false: this needs the tokenizer")
         return self.tokenizer
 
+    @property
+    def kv_cache(self) -> KvPool:
+        """How large the KV pool is, and why: `num_blocks`, `block_size`, `num_tokens`, `num_bytes`, `reason`."""
+        assert self.engine.kv_cache is not None
+        return self.engine.kv_cache
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all KV that no request holds: no later prompt finds what was computed before. What runs goes on with its own, which
+        nobody else finds any more. True: the pool is empty; False: requests that run hold blocks of it."""
+        done = self.loop.call(lambda engine: engine.scheduler.reset_prefix_cache())
+        self.loop.drive(done.done)
+        return done.result()
+
     def conversation(self, messages: Sequence[Message] = (), **options: Any) -> Conversation:
         """A chat whose prompts grow by appending, so that the prefix cache holds all that was said. See `Conversation`."""
-        return Conversation(self.get_tokenizer(), messages, **options)
+        longest = self.engine.limits.max_model_len - 1
+        return Conversation(self.get_tokenizer(), messages, **{"max_tokens": longest, **options})
 
     # ---- the way in
     def prepare(
@@ -62,11 +77,14 @@ class Front:
         priorities: Sequence[int] | None = None,
         cache_salt: str = "",
         request_id: str | None = None,
+        *,
+        special_tokens: bool = True,
     ) -> list[Prepared]:
         """Check prompts and parameters, and make the requests that the loop takes. Raises `InvalidArgument`; nothing has changed then.
 
         `sampling_params` is one object for all prompts or one for each; `priorities` one number for each; `cache_salt` of prompts
-        that bring none; `request_id` is a name for the only one.
+        that bring none; `request_id` is a name for the only one. A text far longer than the
+        context is refused before it is tokenised; with `special_tokens`, texts are given those that the model wants around them.
         """
         if self._closed:
             raise InvalidArgument("LLM", "closed", "must be open: its device and its memory were given up")
@@ -81,8 +99,15 @@ class Front:
         with self._numbered(len(prompts)) as first:
             return [
                 self._prepared(
-                    name or str(first + i), f"prompts[{i}]", prompt, f"sampling_params[{i}]", own, order, cache_salt
-                )
+                    name or str(first + i),
+                    f"prompts[{i}]",
+                    prompt,
+                    f"sampling_params[{i}]",
+                    own,
+                    order,
+                    cache_salt,
+                    special_tokens,
+                )  # fmt: skip
                 for i, (prompt, own, order) in enumerate(zip(prompts, each, orders, strict=True))
             ]
 
@@ -97,12 +122,13 @@ class Front:
         """The same for one conversation or a list of them; `template` holds `render_chat`'s options."""
         tokenizer = self.get_tokenizer()
         conversations, several = as_conversations(messages)
-        prompts = []
+        prompts: list[Prompt] = []
         for i, conversation in enumerate(conversations):
             with _renamed("messages", f"messages[{i}]" if several else "messages"):
                 text = render_chat(tokenizer, conversation, **template)
-            prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
-        return self.prepare(prompts, sampling_params, priorities, request_id=request_id)
+            prompts.append({"prompt": text})
+        with _renamed("prompts" if several else "prompts[0]", "messages"):
+            return self.prepare(prompts, sampling_params, priorities, request_id=request_id, special_tokens=False)
 
     @contextlib.contextmanager
     def _numbered(self, count: int) -> Iterator[int]:
@@ -126,13 +152,16 @@ class Front:
         params: Any,
         priority: int,
         cache_salt: str,
+        special_tokens: bool,
     ) -> Prepared:
         with _named(field, params_field, params):
-            text, token_ids, salt = read_prompt(prompt, field, self.tokenizer)
+            keep = params.truncate_prompt_tokens if isinstance(params, RequestParams) else None
+            longest = self.engine.limits.max_model_len - 1 if keep is None else None
+            text, token_ids, salt = read_prompt(prompt, field, self.tokenizer, longest, special_tokens)
             if isinstance(params, SamplingParams):
                 params = copy.copy(params)  # whose fields can be set
-            if isinstance(params, RequestParams) and params.truncate_prompt_tokens is not None:
-                token_ids = token_ids[-params.truncate_prompt_tokens :]
+            if keep is not None:
+                token_ids = token_ids[-keep:]
             request = self.engine.admit(request_id, token_ids, params, priority, salt or cache_salt)
         return Prepared(Job(request.id, text, token_ids, params), request)
 

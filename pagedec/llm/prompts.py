@@ -94,8 +94,14 @@ def read_salt(field: str, salt: object) -> str:
     return salt
 
 
-def read_prompt(prompt: Any, field: str, tokenizer: Tokenizer | None) -> tuple[str | None, list[int], str]:
-    """A prompt's text if there is one, its token ids, and its cache salt. Raises `InvalidArgument` naming `field`."""
+def read_prompt(
+    prompt: Any, field: str, tokenizer: Tokenizer | None, max_tokens: int | None = None, special_tokens: bool = True
+) -> tuple[str | None, list[int], str]:
+    """A prompt's text if there is one, its token ids, and its cache salt. Raises `InvalidArgument` naming `field`.
+
+    A text that certainly has more than `max_tokens` tokens is refused before it is tokenised; None: however long it is, it
+    will be cut. `special_tokens`: the text is given those that its model wants around it.
+    """
     text, token_ids, salt = None, prompt, ""
     if isinstance(prompt, Mapping):
         given = [key for key in ("prompt", "prompt_token_ids") if prompt.get(key) is not None]
@@ -112,7 +118,9 @@ def read_prompt(prompt: Any, field: str, tokenizer: Tokenizer | None) -> tuple[s
     if isinstance(token_ids, str):
         if tokenizer is None:
             raise InvalidArgument(field, token_ids, "must be token ids: the engine runs with skip_tokenizer_init")
-        return token_ids, tokenizer.encode(token_ids), salt
+        if max_tokens is not None:
+            tokenizer.check_length(token_ids, max_tokens, field)
+        return token_ids, tokenizer.encode(token_ids, special_tokens), salt
     if isinstance(token_ids, Sequence) and not isinstance(token_ids, (bytes, bytearray)) and all(map(is_id, token_ids)):
         return text, [int(token) for token in token_ids], salt
     raise InvalidArgument(field, prompt, "must be text, a list of token ids, or a mapping with one of them")

@@ -17,7 +17,8 @@ class Conversation:
 
     `ask` gives the prompt of the next answer, `answer` takes what was generated. An answer's tokens are kept as they were generated:
     encoding its text again may give others. Where the template rewrites what was said before (some drop thoughts), the part before
-    the change is kept and the whole is encoded anew.
+    the change is kept and the whole is encoded anew. A prompt that certainly has more than `max_tokens` tokens is refused before it
+    is tokenised.
 
         token_ids = conversation.ask("Why?")
         [output] = llm.generate({"prompt_token_ids": token_ids}, params)
@@ -32,8 +33,9 @@ class Conversation:
         chat_template: str | None = None,
         tools: Sequence[Tool] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self._max_tokens = tokenizer, max_tokens
         self.messages: list[dict[str, Any]] = check_messages(messages) if messages else []
         self._options: dict[str, Any] = {
             "chat_template": chat_template, "tools": tools, "template_kwargs": template_kwargs
@@ -85,7 +87,7 @@ class Conversation:
 
     def fork(self) -> Conversation:
         """Return a second one that goes on from the same state."""
-        other = Conversation(self.tokenizer)
+        other = Conversation(self.tokenizer, max_tokens=self._max_tokens)
         other.messages, other._options = list(self.messages), self._options
         other._known, other._open = list(self._known), self._open
         return other
@@ -102,6 +104,8 @@ class Conversation:
         return detokenizer.push(token_ids) + detokenizer.finish()
 
     def _encode(self, prompt: str) -> list[int]:
+        if self._max_tokens is not None:
+            self.tokenizer.check_length(prompt, self._max_tokens, "messages")
         for text, token_ids in self._known:
             if prompt.startswith(text):
                 rest = self._encode_behind(token_ids, prompt[len(text) :])

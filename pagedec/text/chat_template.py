@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,10 +14,11 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.utils
 from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pagedec.errors import InvalidArgument
+from pagedec.errors import InvalidArgument, Shown
 from pagedec.fields import check_encodable
+from pagedec.text.bounded_template import BoundedEnvironment
+from pagedec.text.budget import MAX_CHARACTERS, MAX_STEPS, Budget, Exhausted, spending
 
 if TYPE_CHECKING:
     from pagedec.text.tokenizer import Tokenizer
@@ -27,6 +29,9 @@ OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 CUT = "CONTINUE_FINAL_MESSAGE_TAG "
 """Stands behind the message that is to be continued, so that what the template writes behind it can be cut off. It ends with a
 space to show whether the template strips what it writes."""
+MAX_TEMPLATE = 1 << 16
+"""Characters of a template; those in use have up to some ten thousand."""
+MAX_TIME_FORMAT = 1 << 10
 MARK = "0f5c1a"
 PARTS_PROBE = [{"role": "user", "content": [{"type": "text", "text": MARK}]}]
 
@@ -75,6 +80,8 @@ def _as_json(
 
 
 def _now(form: str) -> str:
+    if len(form) > MAX_TIME_FORMAT:
+        raise Exhausted(f"must not write the time by a format of more than {MAX_TIME_FORMAT} characters")
     return datetime.now().strftime(form)
 
 
@@ -84,24 +91,32 @@ def _new_dict(*args: Any, **values: Any) -> dict[Any, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _compiled(text: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
+    if len(text) > MAX_TEMPLATE:
+        raise InvalidArgument("chat_template", Shown(f"{len(text)} characters"), f"must be at most {MAX_TEMPLATE}")
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _as_json
+    environment.add_filter("tojson", _as_json)
     environment.globals |= {
         "raise_exception": _refuse, "strftime_now": _now, "dict": _new_dict, "namespace": _Namespace
     }  # fmt: skip
     try:
-        return environment.from_string(text)
+        with spending(Budget()):
+            return environment.from_string(text)
     except jinja2.TemplateSyntaxError as error:
         raise InvalidArgument("chat_template", text, f"is no template: line {error.lineno}: {error.message}") from None
+    except (RecursionError, SyntaxError, MemoryError, OverflowError) as error:  # of Python's compiler, behind jinja's
+        raise InvalidArgument("chat_template", text, f"is no template: {type(error).__name__}: {error}") from None
 
 
 @functools.lru_cache(maxsize=64)
 def _reads_parts(text: str) -> bool:
     """Whether a template walks through the parts of a message's content, rather than taking it for text."""
     try:
-        shown = _compiled(text).render(messages=PARTS_PROBE, tools=None, documents=None, add_generation_prompt=False)
+        with spending(Budget(MAX_STEPS // 10)):
+            shown = _compiled(text).render(
+                messages=PARTS_PROBE, tools=None, documents=None, add_generation_prompt=False
+            )
     except Exception:  # a template for texts, one that wants more than one message, or one that needs special tokens
         return False
     return MARK in shown and "'text'" not in shown and '"text"' not in shown
@@ -242,6 +257,8 @@ def _render(template: jinja2.Template, messages: list[dict[str, Any]], variables
 def _failure(template: jinja2.Template, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str | None:
     try:
         _render(template, messages, variables)
+    except Exhausted:
+        raise
     except _Refusal as refusal:
         return f"the chat template refuses it: {refusal}"
     except Exception as error:  # the template's own code failed, in any of Python's ways
@@ -251,14 +268,15 @@ def _failure(template: jinja2.Template, messages: list[dict[str, Any]], variable
 
 def _blame(template: jinja2.Template, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> InvalidArgument:
     """The error of a conversation that cannot be rendered, naming the message with which it begins."""
-    problem = _failure(template, messages, variables)
-    good, bad = 0, len(messages)  # messages[:bad] fails in this way, messages[:good] does not
-    while good + 1 < bad:
-        middle = (good + bad) // 2
-        if _failure(template, messages[:middle], variables) == problem:
-            bad = middle
-        else:
-            good = middle
+    problem, good, bad = None, 0, len(messages)  # messages[:bad] fails with the problem, messages[:good] does not
+    with contextlib.suppress(Exhausted):
+        problem = _failure(template, messages, variables)
+        while good + 1 < bad:
+            middle = (good + bad) // 2
+            if _failure(template, messages[:middle], variables) == problem:
+                bad = middle
+            else:
+                good = middle
     return InvalidArgument(f"messages[{bad - 1}]", messages[bad - 1], problem or "the chat template fails with it")
 
 
@@ -302,7 +320,8 @@ def render_chat(
     list of text parts; where a template knows no parts they are joined by line ends.
 
     The template runs in jinja's sandbox with the names that transformers gives it (raise_exception, strftime_now, tojson).
-    Raises `InvalidArgument`: for a missing or broken template, and naming the message that the template refuses.
+    Raises `InvalidArgument`: for a missing or broken template, naming the message that the template refuses, and for a
+    template that takes more than a million steps or makes a text of more than 16 Mi characters (see `budget`).
     """
     if add_generation_prompt and continue_final_message:
         limit = (
@@ -322,8 +341,15 @@ def render_chat(
         "documents": _plain(documents), "add_generation_prompt": add_generation_prompt,
     }  # fmt: skip
     final = _mark_last(own) if continue_final_message else ""
-    try:
-        rendered = _render(template, own, variables)
-    except Exception:  # whatever it was, it is said by name and message
-        raise _blame(template, own, variables) from None
+    budget = Budget()
+    with spending(budget):
+        if budget.size(own) > MAX_CHARACTERS:
+            size, limit = f"{budget.size(own)} characters", f"must be at most {MAX_CHARACTERS} characters in all"
+            raise InvalidArgument("messages", Shown(size), limit)
+        try:
+            rendered = _render(template, own, variables)
+        except Exhausted as error:
+            raise InvalidArgument("chat_template", text, str(error)) from None
+        except Exception:  # whatever it was, it is said by name and message
+            raise _blame(template, own, variables) from None
     return _cut_at_mark(rendered, final, len(own) - 1) if continue_final_message else rendered

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import tokenizers
 
-from pagedec.errors import MAX_SHOWN, InvalidArgument, ModelFileError
+from pagedec.errors import MAX_SHOWN, InvalidArgument, ModelFileError, Shown
 from pagedec.fields import check_encodable
 from pagedec.formats.files import read_json_object
 from pagedec.formats.generation import read_end_ids
@@ -19,6 +20,7 @@ from pagedec.text.chat_template import Message, Tool, render_chat
 from pagedec.text.detokenizer import Detokenizer
 from pagedec.text.gguf_fields import read_vocabulary
 from pagedec.text.gguf_tokenizer import tokenizer_of
+from pagedec.text.token_bound import TokenBound, token_bound
 
 WITHOUT = "or set skip_tokenizer_init=True and pass token ids"
 GGUF_KINDS = {"bos_token": "bos", "eos_token": "eos"}
@@ -49,7 +51,8 @@ class Tokenizer:
         self.special_tokens: dict[str, str] = dict(special_tokens or {})
         """Special tokens by what they are for, as templates call them: {"bos_token": "<s>"}."""
         self.vocab_size: int = inner.get_vocab_size(with_added_tokens=True)
-        self.byte_table = self._build_table()
+        self._spelling, drops_leading_space = _spelling(inner.decoder, path)
+        self.byte_table = self._build_table(drops_leading_space)
 
     @classmethod
     def from_path(cls, path: Path | str) -> Tokenizer:
@@ -59,10 +62,14 @@ class Tokenizer:
             return tokenizer_from_gguf(read_gguf_header(place).fields, place)
         return _from_directory(place.parent if place.name == "tokenizer.json" else place)
 
-    def _build_table(self) -> ByteTable:
+    def _build_table(self, drops_leading_space: bool) -> ByteTable:
         special = [i for i, token in self._inner.get_added_tokens_decoder().items() if token.special]
-        spelling, drops_leading_space = _spelling(self._inner.decoder, self.path)
-        return build_byte_table(self._inner.get_vocab(with_added_tokens=True), special, spelling, drops_leading_space)
+        vocabulary = self._inner.get_vocab(with_added_tokens=True)
+        return build_byte_table(vocabulary, special, self._spelling, drops_leading_space)
+
+    @functools.cached_property
+    def _bound(self) -> TokenBound:
+        return token_bound(self._inner, self._spelling)
 
     @property
     def chat_template(self) -> str | None:
@@ -99,6 +106,17 @@ class Tokenizer:
             continue_final_message=continue_final_message, chat_template=chat_template, template_kwargs=template_kwargs,
         )  # fmt: skip
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def check_length(self, text: str, max_tokens: int, field: str = "prompt") -> None:
+        """Raise `InvalidArgument` naming `field` for a text that certainly has more tokens than that. Tokenises nothing, so it
+        passes texts that are only somewhat too long."""
+        if not isinstance(text, str) or 4 * len(text) <= max_tokens:  # no need to look at the vocabulary
+            return
+        if self._bound.exceeded_by(text, max_tokens):
+            most = max_tokens * self._bound.bytes_per_token
+            size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+            limit = f"must be at most {max_tokens} tokens long, which are at most {most} bytes"
+            raise InvalidArgument(field, Shown(f"{size} bytes"), limit)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with the tokens that its model wants around it unless told otherwise."""

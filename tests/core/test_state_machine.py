@@ -84,6 +84,17 @@ class Requests:
         self.engine.runner.kv = {lane: [None] * len(kv) for lane, kv in self.engine.runner.kv.items()}
         self.engine._published.clear()
 
+    def reset_prefix_cache(self) -> None:
+        """What nobody holds is free at once, what is held is found no more; all go on."""
+        pools = self.scheduler.pools.values()
+        held = [sum(map(bool, (max(pair) for pair in zip(pool.refs, pool.pins, strict=True)))) for pool in pools]
+        assert self.scheduler.reset_prefix_cache() == (not any(held))
+        assert [len(pool.free) for pool in pools] == [
+            pool.num_blocks - count for pool, count in zip(pools, held, strict=True)
+        ]
+        assert not any(pool.block_of for pool in pools)
+        self.engine._published.clear()
+
     def nth(self, index: int) -> str:
         return self.scheduler.requests[index % len(self.scheduler.requests)].id
 
@@ -162,6 +173,10 @@ class Machine(RuleBasedStateMachine):
     def lose_device(self) -> None:
         self.requests.lose_device()
 
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.requests.reset_prefix_cache()
+
     @invariant()
     def whole(self) -> None:
         if hasattr(self, "requests"):
@@ -199,6 +214,8 @@ def test_ten_thousand_random_operations_leave_a_whole_pool(seed: int) -> None:
             requests.step_without_blocks()
         elif chance < 0.365:
             requests.lose_device()
+        elif chance < 0.375:
+            requests.reset_prefix_cache()
         else:
             requests.step()
     requests.finish()

@@ -55,8 +55,8 @@ def refused(llm: LLM, prompts: Any, params: Any = GREEDY, **others: Any) -> Inva
 @pytest.mark.parametrize(
     ("prompts", "field", "value", "limit"),
     [
-        ([[]], "prompts[0]", [], "must have at least one token"),
-        ([PROMPT, []], "prompts[1]", [], "must have at least one token"),
+        ([[]], "prompts[0]", "empty", "must have at least one token"),
+        ([PROMPT, []], "prompts[1]", "empty", "must have at least one token"),
         ([[5, 131]], "prompts[0]", 131, "token ids must be from 0 to 130"),
         ([5, 131], "prompts[0]", 131, "token ids must be from 0 to 130"),
         ([PROMPT, [3, -1]], "prompts[1]", -1, "token ids must be from 0 to 130"),

@@ -141,6 +141,51 @@ def test_the_pool_takes_memory_as_blocks_are_used(models: dict[str, Path], tmp_p
     assert 128 * block < grown(loaded, long, "VmRSS") < 128 * block + 64 * MIB
 
 
+STARVED = """
+import resource, sys, warnings
+from pathlib import Path
+import pagedec.llm
+from pagedec import LLM
+from pagedec.errors import InvalidArgument
+LLM(sys.argv[1], skip_tokenizer_init=True, num_blocks=2)  # all libraries are loaded, all threads run
+used = 4096 * int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[2]), -1))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    try:
+        LLM(sys.argv[1], dtype="float32", skip_tokenizer_init=True, **eval(sys.argv[3]))
+    except InvalidArgument as error:
+        print(error)
+print(*(f"{one.category.__name__}: {one.message}" for one in caught), sep="\\n")
+"""
+
+
+def starved(model: Path, num_bytes: int, **arguments: object) -> list[str]:
+    """What is said where so much address space is left."""
+    done = subprocess.run(
+        [sys.executable, "-c", STARVED, str(model), str(num_bytes), repr(arguments)],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_weights_that_do_not_fit_are_told(models: dict[str, Path]) -> None:
+    error, warning = starved(models["safetensors"], 150 * MIB, num_blocks=2)
+    size = "has weights of 276 MiB, which this machine does not give; 150 MiB available (limit of "
+    assert error.startswith(f"model is '{models['safetensors']}': {size}")
+    assert warning.startswith(
+        f"WeightsWarning: the weights of {models['safetensors']} take 276 MiB, more than the 150 MiB"
+    )
+    assert warning.endswith("the system may end the process; quantization int8 takes a byte a weight")
+
+
+def test_a_pool_that_does_not_fit_is_told(models: dict[str, Path]) -> None:
+    error, *_ = starved(models["safetensors"], 1024 * MIB, kv_cache_memory="4GiB")
+    assert error.startswith("kv_cache_memory is 4294967296: must be less: the KV pool would take 4.00 GiB, which this ")
+    assert not [line for line in starved(models["safetensors"], 1024 * MIB) if "must be less" in line]
+
+
 def test_the_pool_is_not_shared_with_a_forked_child() -> None:
     """What the child writes would be the parent's KV."""
     pool = zeros((4096,), torch.int32)

@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 
 from pagedec.errors import ModelFileError
-from pagedec.formats import cache
+from pagedec.formats import cache, gguf
 from pagedec.formats.cache import cache_directory, open_converted
 from pagedec.formats.gguf import GgufSource
 from pagedec.formats.loading import open_weights
@@ -152,6 +152,19 @@ def test_without_a_place_for_it_the_file_itself_is_used(
         source = open_converted(model, torch.bfloat16, blocked / "cache")
     assert isinstance(source, GgufSource)
     assert "cannot be kept" in caplog.text
+    kept = open_converted(model, torch.bfloat16, tmp_path / "cache")
+    for name in kept.names():  # or int8 weights would be other ones where a directory cannot be written
+        assert source.dtype(name) == kept.dtype(name) == source.load(name).dtype
+        assert torch.equal(source.load(name), kept.load(name))
+
+
+def test_large_tensors_are_dequantised_in_pieces(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the same bits, whatever the pieces."""
+    source = GgufSource(model)
+    whole = {name: source.load(name) for name in source.names()}
+    for piece in (1, 96, 100):
+        monkeypatch.setattr(gguf, "PIECE", piece)
+        assert all(torch.equal(source.load(name), whole[name]) for name in whole)
 
 
 def test_without_room_the_file_itself_is_used(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,3 +89,33 @@ THINKING = """{% for message in messages %}{% set content = message.content %}
 {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 """Drops an answer's thoughts as soon as it is history."""
+
+MACROS = """{%- macro value(v, quote=true) -%}
+    {%- if v is string -%}{{ '"' ~ v ~ '"' if quote else v }}
+    {%- elif v is boolean -%}{{ 'yes' if v else 'no' }}
+    {%- elif v is mapping -%}{
+        {%- for k, inner in v | dictsort %}{{ k }}:{{ value(inner, quote=quote) }}{% if not loop.last %}, {% endif %}{% endfor -%}
+    }
+    {%- elif v is sequence -%}[{% for inner in v %}{{ value(inner) }}{{ ',' if not loop.last }}{% endfor %}]
+    {%- else -%}{{ v }}
+    {%- endif -%}
+{%- endmacro -%}
+{%- macro turn(role) -%}<{{ role | upper }}{{ varargs | join('/') }}{{ kwargs | length }}>{{ caller() | trim }}</{{ role }}>{%- endmacro -%}
+{%- set ns = namespace(previous=none, roles=[]) -%}
+{%- for tool in tools or [] -%}{{ tool | tojson(indent=2) }}|{{ value(tool.function, quote=false) }}{%- endfor -%}
+{%- for message in messages -%}
+    {%- set ns.roles = ns.roles + [message.role] -%}
+    {%- call turn(message.role, loop.index, last=loop.last) -%}
+        {%- for part in (message.content or '').split('</think>') -%}{{ part | replace('Hi', 'Ho') | indent(2) }}{% endfor -%}
+        {%- for call in message.tool_calls or [] %}{{ value(call.function.arguments) }}{% endfor -%}
+        {%- filter upper %}after {{ ns.previous | default('nothing', true) }}{% endfilter -%}
+    {%- endcall -%}
+    {%- set ns.previous = message.role -%}
+{%- endfor -%}
+{{ ns.roles | unique | join(', ') }} {{ '%s of %3d' % (ns.roles[-1], messages | length) }} {{ '{:>5}|{}'.format('x', ns.roles[:1]) }}
+{%- set text %}{{ messages | map(attribute='role') | list }}{{ (1, 2) + (3,) }}{{ 'ab' * 3 }}{{ 2 ** 10 }}{% endset -%}
+{{ text }}{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | first }}
+{%- for row in range(5) | batch(2, 'x') %}{{ row }}{{ loop.length }}{% endfor %}{% for a in [[1, [2]], 3] recursive %}
+{{- loop(a) if a is iterable else a }}{% endfor %}{{ 'b' in 'abc' }}{{ 1 < 2 < 3 }}{{ messages[0].role is in ['user', 'system'] }}
+{%- if add_generation_prompt %}<ASSISTANT>{% endif -%}"""
+"""All that jinja has and a template may use."""
