@@ -24,7 +24,6 @@ from pagedec.formats.resolve import ModelFiles, resolve_model, resolve_tokenizer
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import LibraryNotFound, load
-from pagedec.kernels.memory import trim
 from pagedec.kernels.native import NativeBackend
 from pagedec.models.architecture import Architecture
 from pagedec.models.base import Model
@@ -84,7 +83,7 @@ def load_model(config: ModelConfig, backend: Backend) -> LoadedModel:
             raise
         problem = f"has weights of {shown_size(size)}, which this machine does not give; {memory}"
         raise InvalidArgument("model", config.model, problem) from error
-    trim()  # packing leaves the room of its parts behind
+    backend.settle()
     return LoadedModel(model, arch, files, length)
 
 

@@ -159,6 +159,9 @@ class Backend(Protocol):
         rows of x alike in groups of 64 when the layer runs. None: in the backend's dtype.
         """
 
+    def settle(self) -> None:
+        """All weights are packed: give back what packing needed."""
+
     def program(self) -> Program: ...
 
     def plan(self, shape: AttentionShape) -> Plan: ...

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from pagedec.kernels import reference, reference_processing, reference_readout
 from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope, checked_quantization
+from pagedec.kernels.memory import trim
 from pagedec.kernels.processing import ReadForward, RuleTable, rows_within
 from pagedec.kernels.records import Epilogue
 from pagedec.kernels.reference_attention import paged_attention
@@ -169,6 +170,9 @@ class ReferenceBackend:
                 self.varying.add(shape)
                 _log.warning("torch's linear layer of shape %s x %s is not batch-invariant in %s", *shape, self.dtype)
         return linear
+
+    def settle(self) -> None:
+        trim()
 
     def program(self) -> ReferenceProgram:
         return ReferenceProgram()

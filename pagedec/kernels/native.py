@@ -31,7 +31,7 @@ from pagedec.kernels.library import (
     SoftCapArgs,
     TopkLseArgs,
 )
-from pagedec.kernels.memory import Arena
+from pagedec.kernels.memory import Arena, trim
 from pagedec.kernels.processing import ReadForward, RuleTable, rows_within
 
 DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16}
@@ -227,6 +227,10 @@ class NativeBackend:
         data = self.arena.allocate(self.library.packed_bytes(n, k, self.code))
         self.library.pack(weight.data_ptr(), n, k, self.code, data.data_ptr())
         return NativeWeight(data, bias, n, k)
+
+    def settle(self) -> None:
+        self.arena.settle()
+        trim()
 
     def program(self) -> NativeProgram:
         return NativeProgram(self)
