@@ -3,15 +3,14 @@ request's alone."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Real
 
 import numpy as np
 
 from pagedec.core.branch import Branch
-from pagedec.core.draft import Draft
+from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.history import History
 from pagedec.core.protocol import (
     Answers,
@@ -29,28 +28,32 @@ from pagedec.core.protocol import (
     Verdict,
 )
 from pagedec.errors import InvalidArgument, InvariantError
+from pagedec.fields import MAX_INT32
 
-MAX_INT32 = 2**31 - 1
+FEW = 4
+"""Up to so many branches a list is searched as fast as a set is made."""
 REASONS = ("stop", "length")
 
 
 # ------------------------------------------------------------------------------------------------------------- queries
 def check_queries(queries: Sequence[Query], branches: Sequence[Branch], vocab_size: int) -> None:
     """Raise `InvalidArgument` unless each query is of a living branch, each branch is asked once, and drafts and asks can be run."""
-    alive, asked = set(branches), set()
+    alive: Collection[Branch] = branches if len(branches) <= FEW else set(branches)
+    asked: set[Branch] = set()
     for i, query in enumerate(queries):
         if not isinstance(query, Query):
             raise InvalidArgument(f"queries[{i}]", query, "must be a Query")
         branch = query.branch
         if not isinstance(branch, Branch) or branch not in alive:
             raise InvalidArgument(f"queries[{i}].branch", branch, "must be one of the request's living branches")
-        if branch in asked:
-            raise InvalidArgument(f"queries[{i}].branch", branch.tip, "must be asked at most once a step")
         asked.add(branch)
+        if len(asked) == i:
+            raise InvalidArgument(f"queries[{i}].branch", branch.tip, "must be asked at most once a step")
         if not isinstance(query.asks, tuple):
             raise InvalidArgument(f"queries[{i}].asks", query.asks, "must be a tuple of asks")
         try:
-            _check_draft(query.draft, vocab_size)
+            if query.draft is not EMPTY:
+                _check_draft(query.draft, vocab_size)
             for ask in query.asks:
                 _check_ask(ask, query.draft, vocab_size)
         except InvalidArgument as error:
@@ -91,26 +94,8 @@ def _check_ask(ask: Ask, draft: Draft | Roll, vocab_size: int) -> None:
 
 
 def _check_sampler(field: str, sampler: Sampler) -> None:
-    problem = _sampler_problem(sampler) if isinstance(sampler, Sampler) else ("", sampler, "must be a Sampler")
-    if problem is not None:
-        name, value, limit = problem
-        raise InvalidArgument(f"{field}.{name}" if name else field, value, limit)
-
-
-@functools.lru_cache(maxsize=4096)
-def _sampler_problem(sampler: Sampler) -> tuple[str, object, str] | None:
-    """What the kernels could not draw with: field, value and limit."""
-    if not (math.isfinite(sampler.temperature) and sampler.temperature >= 0):
-        return "temperature", sampler.temperature, "must be a finite number, 0 or more"
-    if not (isinstance(sampler.top_k, int) and 0 <= sampler.top_k <= MAX_INT32):
-        return "top_k", sampler.top_k, f"must be a whole number from 0 to {MAX_INT32}"
-    if not 0 < sampler.top_p <= 1:
-        return "top_p", sampler.top_p, "must be above 0 and at most 1"
-    if not 0 <= sampler.min_p <= 1:
-        return "min_p", sampler.min_p, "must be from 0 to 1"
-    if not isinstance(sampler.seed, int):
-        return "seed", sampler.seed, "must be a whole number"
-    return None
+    if not isinstance(sampler, Sampler):
+        raise InvalidArgument(field, sampler, "must be a Sampler")
 
 
 def _check_stream(field: str, stream: object) -> None:
@@ -144,12 +129,15 @@ def check_verdict(
     """
     if not isinstance(verdict, Verdict):
         raise InvalidArgument("verdict", verdict, "must be a Verdict")
-    alive, dropped = set(live), set(verdict.drop)
-    if not dropped <= alive:
-        raise InvalidArgument("drop", len(dropped - alive), "of the branches dropped are not alive")
+    alive: Collection[Branch] = live if len(live) <= FEW else set(live)
+    if verdict.drop:
+        strangers = sum(branch not in alive for branch in verdict.drop)
+        if strangers:
+            raise InvalidArgument("drop", strangers, "of the branches dropped are not alive")
+        alive = set(live) - set(verdict.drop)
     for i, child in enumerate(verdict.live):
         try:
-            _check_child(history, alive - dropped if dropped else alive, evaluated, child, vocab_size)
+            _check_child(history, alive, evaluated, child, vocab_size)
         except InvalidArgument as error:
             raise InvalidArgument(f"live[{i}]{error.field}", error.value, error.limit) from None
     for i, hypothesis in enumerate(verdict.done):
@@ -158,14 +146,14 @@ def check_verdict(
         except InvalidArgument as error:
             raise InvalidArgument(f"done[{i}]{error.field}", error.value, error.limit) from None
     if decoder is not None and decoder.gang:
-        touched = {child.parent for child in verdict.live} | dropped | set(evaluated)
+        touched = {child.parent for child in verdict.live} | set(verdict.drop) | set(evaluated)
         width = len(verdict.live) + sum(branch not in touched for branch in live)
         if width > decoder.width:
             raise InvalidArgument("live", width, f"branches must be at most the gang's declared width, {decoder.width}")
 
 
 def _check_child(
-    history: History, alive: set[Branch], evaluated: Mapping[Branch, Draft], child: Child, vocab_size: int
+    history: History, alive: Collection[Branch], evaluated: Mapping[Branch, Draft], child: Child, vocab_size: int
 ) -> None:
     if not isinstance(child, Child):
         raise InvalidArgument("", child, "must be a Child")
@@ -187,7 +175,8 @@ def _check_child(
         inside = all(isinstance(node, int) and 1 <= node <= size for node in child.path)
         if draft is None or not inside or draft.path(child.path[-1]) != tuple(child.path):
             raise InvalidArgument(".path", child.path, "must be a way down the draft of this step's query")
-    _check_score(child.score)
+    if child.score is not None:
+        _check_score(child.score)
 
 
 def _check_hypothesis(history: History, hypothesis: Hypothesis, vocab_size: int) -> None:
@@ -202,7 +191,7 @@ def _check_hypothesis(history: History, hypothesis: Hypothesis, vocab_size: int)
 
 
 def _check_score(score: object) -> None:
-    if score is not None and (not isinstance(score, Real) or math.isnan(score)):
+    if not isinstance(score, Real) or math.isnan(score):
         raise InvalidArgument(".score", score, "must be a number")
 
 

@@ -13,6 +13,7 @@ from pagedec.core.branch import Branch
 from pagedec.core.checks import check_queries
 from pagedec.core.copies import CopyPlan
 from pagedec.core.demand import Demand, Forecast
+from pagedec.core.draft import EMPTY
 from pagedec.core.drafting import Chain, Drafting
 from pagedec.core.layout import LaneBuilder, draw_record
 from pagedec.core.limits import SchedulerLimits
@@ -35,8 +36,8 @@ class Planner:
     """
 
     __slots__ = (
-        "_builders", "_copies", "_drafting", "_demand", "_forecast", "_limits", "_only", "_plan", "_requests", "_reuse", "_room",
-        "_rows", "_started",
+        "_builders", "_copies", "_drafting", "_demand", "_forecast", "_limits", "_num_chain_rows", "_only", "_plan",
+        "_requests", "_reuse", "_room", "_rows", "_started",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +58,7 @@ class Planner:
         self._reuse = Reuse(limits.enable_prefix_caching, self._rows.computing, self._asked)
         self._drafting = Drafting(limits, self._rows, copies, self._room)
         self._forecast: Forecast | None = None
+        self._num_chain_rows = -1  # not counted yet
 
     def make(self) -> StepPlan:
         """Plan every request in order. After one that finds no room, younger ones hold nothing and get nothing."""
@@ -87,16 +89,17 @@ class Planner:
     # ---- whose turn it is
     def _turns(self) -> Iterator[Request]:
         """Those that may run, in order. Behind the first that has to wait outside, only those that are inside already."""
+        only = self._only
         for request in self._requests:
-            if self._may_run(request):
-                if not request.started and not self._lets_in(request):
-                    inside = self._started[bisect_right(self._started, request.order, key=order_of) :]
-                    yield from (other for other in inside if other.started and self._may_run(other))
-                    return
-                yield request
-
-    def _may_run(self, request: Request) -> bool:
-        return not request.idle and (self._only is None or request in self._only)
+            if request.idle or (only is not None and request not in only):
+                continue
+            if not request.started and not self._lets_in(request):
+                inside = self._started[bisect_right(self._started, request.order, key=order_of) :]
+                yield from (
+                    other for other in inside if other.started and not other.idle and (only is None or other in only)
+                )
+                return
+            yield request
 
     def _lets_in(self, request: Request) -> bool:
         """Where nobody has a row yet, whoever is first comes in: something always advances."""
@@ -137,19 +140,19 @@ class Planner:
 
     def _spare_rows(self) -> int:
         """Rows that no chain of those that hold blocks needs, as far as can be told before all of them are asked, nor any draft yet."""
-        spare = self._limits.max_num_batched_tokens - self._drafting.wanted
-        for request in self._started:
-            if spare <= 0:
-                return 0
-            if request.idle or not request.started:
-                continue
-            if request.plain is None and request.asked_in >= 0:
-                spare -= len(request.queries)
-                continue
-            depth = request.history.depth
-            for branch in request.branches:
-                spare -= max(1, min(depth[branch.tip] - branch.table.length, self._limits.chunk))
-        return max(0, spare)
+        if self._num_chain_rows < 0:
+            self._num_chain_rows = 0
+            for request in self._started:
+                if request.idle or not request.started:
+                    continue
+                if request.plain is None and request.asked_in >= 0:
+                    self._num_chain_rows += len(request.queries)  # of its last step
+                    continue
+                depth = request.history.depth
+                for branch in request.branches:
+                    pending = depth[branch.tip] - branch.table.length
+                    self._num_chain_rows += max(1, min(pending, self._limits.chunk))
+        return max(0, self._limits.max_num_batched_tokens - self._num_chain_rows - self._drafting.wanted)
 
     # ---- one request; False: out of blocks
     def _plan_plain(self, request: Request, sampler: Sampler) -> bool:
@@ -197,28 +200,31 @@ class Planner:
         return True
 
     def _plan_queries(self, request: Request, queries: Sequence[Query]) -> bool:
+        depth, rows, chunk = request.history.depth, self._rows, self._limits.chunk
         chains: list[Chain] = []
         has_room = True
         for query in queries:
-            if self._rows.is_full or not has_room:
+            if rows.left <= 0 or rows.seqs_left <= 0 or not has_room:
                 break
             branch = query.branch
             if self._reuse.must_wait(request, branch):
                 continue
-            pending = request.history.depth[branch.tip] - branch.table.length
-            count = min(pending, self._limits.chunk, self._rows.left)
-            has_room = self._reserve(request, [(branch.table, count)], {branch})
+            table = branch.tables["target"]
+            pending = depth[branch.tip] - table.length
+            count = min(pending, chunk, rows.left)
+            has_room = self._reserve(request, [(table, count)], {branch})
             if has_room:
-                self._rows.take(request, branch, count)
+                rows.take(request, branch, count)
                 chains.append(Chain(branch, count, query, count == pending))
         self._lay(request, chains)
         return has_room
 
     def _lay(self, request: Request, chains: Sequence[Chain]) -> None:
         """Chains with drafts are laid out when all chains have their rows."""
-        if any(chain.query.draft.num_nodes for chain in chains):
-            self._drafting.postpone(request, chains)
-            return
+        for chain in chains:
+            if chain.query.draft is not EMPTY:
+                self._drafting.postpone(request, chains)
+                return
         for branch, count, query, is_whole in chains:
             self._rows.lay(request, branch, count, query if is_whole else None)
 

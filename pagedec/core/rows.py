@@ -38,8 +38,9 @@ class Rows:
 
     def take(self, request: Request, branch: Branch, count: int) -> None:
         """Count the rows of `count` pending tokens of a branch; without a pending token, the row that reads the root."""
-        table, start = branch.table, branch.table.length
-        self.left -= max(1, count)
+        table = branch.tables["target"]
+        start = table.length
+        self.left -= count or 1
         self.seqs_left -= 1
         branch.planned_in = self.plan.step
         if request.first_step < 0:
@@ -66,12 +67,12 @@ class Rows:
         roll: int = -1,
     ) -> None:
         """Lay out `count` pending tokens of a branch and the draft behind them, for which there is room."""
-        history, table, target = request.history, branch.table, self.target
+        history, table, target = request.history, branch.tables["target"], self.target
         start, length = table.length, history.depth[branch.tip]
         tokens = history.slice(branch.tip, start, start + count)
         root = target.add(table, start, tokens, history.token[branch.tip], draft)
         work = Work(request, branch, table, start, count, query=query, draft=draft)
-        if request.awaits_prompt_report(branch):
+        if request.reports is not None and request.awaits_prompt_report(branch):
             self._report_prompt(work, root - max(1, count) + 1, count)
         if query is not None:
             read: dict[int, int] = {}

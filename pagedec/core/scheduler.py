@@ -134,10 +134,11 @@ class Scheduler:
                 raise InvalidArgument(f"live[{i}].tokens", len(child.tokens), text)
         ranks = ranks_of(request, verdict)
         events: list[Event] = []
-        self._settler({}, events).edit(request, verdict, ranks)
+        settler = self._settler({}, events)
+        settler.edit(request, verdict, ranks)
         request.idle = False
         self._demand.num_changes += 1
-        self._close_if_over(request, events)
+        self._close_all(settler.over, events)
         return events
 
     def preempt(self, request_id: str) -> None:
@@ -217,8 +218,7 @@ class Scheduler:
             failed = {settler.current: cause}
         for request, problem in failed.items():
             self.fail(request, problem)
-        for request in dict.fromkeys(work.request for work in plan.works):
-            self._close_if_over(request, self._events)
+        self._close_all(settler.over, self._events)
         return self.take_events()
 
     def take_events(self) -> list[Event]:
@@ -261,8 +261,8 @@ class Scheduler:
                 )
                 return
 
-    def _close_if_over(self, request: Request, events: list[Event]) -> None:
-        if not request.branches and not request.closed:
+    def _close_all(self, over: Sequence[Request], events: list[Event]) -> None:
+        for request in over:
             self._close(request)
             events.append(Ended(request))
 

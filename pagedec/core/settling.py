@@ -30,7 +30,7 @@ class Settler:
 
     __slots__ = (
         "_answers", "_copies", "_demand", "_draws", "_events", "_publishing", "_recorder", "_rolled", "_size", "_vocab_size",
-        "current",
+        "current", "over",
     )  # fmt: skip
 
     def __init__(
@@ -50,6 +50,8 @@ class Settler:
         self._recorder: Recorder | None = None
         self.current: Request | None = None
         """Whose answers are being carried in."""
+        self.over: list[Request] = []
+        """Requests of which no branch lives any more."""
 
     def settle(self, plan: StepPlan) -> dict[Request, RequestError]:
         """Note what is cached now, publish it, then let every answered request go on. Returns those whose decoders failed: of these
@@ -146,6 +148,8 @@ class Settler:
                 branch.release()
                 self._finish(request, hypothesis)
             request.branches = [branch for branch in request.branches if branch not in over]
+            if not request.branches:
+                self.over.append(request)
 
     # ---- any decoder
     def _advance(self, request: Request, works: Sequence[Work]) -> None:
@@ -191,6 +195,8 @@ class Settler:
             self._events += generation.progress
         for hypothesis in (*verdict.done, *generation.finished):
             self._finish(request, hypothesis)
+        if not request.branches:
+            self.over.append(request)
 
     def _generation(
         self,
@@ -229,8 +235,9 @@ class Settler:
             score = parent.score if child.score is None else child.score
             out.finished.append(Hypothesis.ended(tip, cut, rank, score))
             cut_off.append(parent)
-        alive = {heir.child.parent for heir in out.heirs}
-        out.dropped.extend(dict.fromkeys(branch for branch in cut_off if branch not in alive))
+        if cut_off:
+            alive = {heir.child.parent for heir in out.heirs}
+            out.dropped.extend(dict.fromkeys(branch for branch in cut_off if branch not in alive))
         return out
 
     def _finish(self, request: Request, hypothesis: Hypothesis) -> None:

@@ -70,10 +70,11 @@ class Wrong(Sampling):
 
 
 def asking(*asks: Any, draft: Any = None) -> Callable[[list[Query]], Any]:
-    """Queries that ask something else, of another draft."""
+    """Queries that ask something else, of another draft. An ask may be a function that makes it."""
 
     def change(queries: list[Query]) -> list[Query]:
-        return [replace(query, asks=asks, draft=query.draft if draft is None else draft) for query in queries]
+        made = tuple(ask() if callable(ask) else ask for ask in asks)
+        return [replace(query, asks=made, draft=query.draft if draft is None else draft) for query in queries]
 
     return change
 
@@ -114,11 +115,11 @@ QUERIES: dict[str, tuple[Callable[[list[Query]], Any], str]] = {
     "more nodes than tokens": (asking(LogProbs((0, 0), (1,))), "asks.tokens is 1: must be one for each of 2"),
     "no stream": (asking(Sample(streams=())), "asks.streams"),
     "a stream by name": (asking(Sample(streams=("a",))), "asks.streams is 'a'"),  # type: ignore[arg-type]
-    "temperature nan": (asking(Sample(Sampler(NAN))), "asks.sampler.temperature is nan"),
-    "temperature below 0": (asking(Sample(Sampler(-1.0))), "asks.sampler.temperature is -1.0"),
-    "top_p of 0": (asking(Sample(Sampler(1.0, top_p=0.0))), "asks.sampler.top_p is 0.0"),
-    "min_p above 1": (asking(Sample(Sampler(1.0, min_p=1.5))), "asks.sampler.min_p is 1.5"),
-    "top_k below 0": (asking(Sample(Sampler(1.0, top_k=-1))), "asks.sampler.top_k is -1"),
+    "temperature nan": (asking(lambda: Sample(Sampler(NAN))), "temperature is nan"),
+    "temperature below 0": (asking(lambda: Sample(Sampler(-1.0))), "temperature is -1.0"),
+    "top_p of 0": (asking(lambda: Sample(Sampler(1.0, top_p=0.0))), "top_p is 0.0"),
+    "min_p above 1": (asking(lambda: Sample(Sampler(1.0, min_p=1.5))), "min_p is 1.5"),
+    "top_k below 0": (asking(lambda: Sample(Sampler(1.0, top_k=-1))), "top_k is -1"),
     "no sampler": (asking(Sample(None)), "asks.sampler is None"),  # type: ignore[arg-type]
     "no draft": (asking(TopK(1), draft=[1]), r"draft is \[1\]"),
     "a draft of unknown tokens": (asking(TopK(1), draft=Draft.chain((1, VOCABULARY))), f"draft.tokens is {VOCABULARY}"),
