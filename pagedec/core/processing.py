@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,6 +30,17 @@ class Processing:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+
+    def within(self, vocab_size: int) -> Processing:
+        """The rules without what they say of token ids from `vocab_size` on; itself if that is nothing."""
+        allowed = self.allowed_token_ids
+        known = replace(
+            self,
+            allowed_token_ids=None if allowed is None else tuple(token for token in allowed if token < vocab_size),
+            bad_words=tuple(word for word in self.bad_words if max(word, default=0) < vocab_size),
+            logit_bias=tuple((token, number) for token, number in self.logit_bias if token < vocab_size),
+        )
+        return self if known == self else known
 
 
 NO_PROCESSING = Processing()

@@ -110,8 +110,10 @@ def lane_pool(loaded: LoadedModel, config: EngineConfig, taken: int = 0) -> KvPo
     return choose_pool(config.cache, size, loaded.max_model_len, config.scheduler.max_num_seqs, taken=taken)
 
 
-def build_lane(loaded: LoadedModel, config: EngineConfig, pool: KvPool, debug: bool = False) -> LaneRunner:
-    """A model with a cache of its own."""
+def build_lane(
+    loaded: LoadedModel, config: EngineConfig, pool: KvPool, debug: bool = False, vocab_size: int | None = None
+) -> LaneRunner:
+    """A model with a cache of its own; it draws the token ids below `vocab_size`, if it knows more."""
     try:
         tensors = allocate_cache(loaded.arch, pool.num_blocks, pool.block_size, loaded.model.backend.dtype)
     except (OSError, MemoryError) as error:
@@ -119,7 +121,7 @@ def build_lane(loaded: LoadedModel, config: EngineConfig, pool: KvPool, debug: b
         value = Shown("chosen") if getattr(config.cache, name) is None else getattr(config.cache, name)
         limit = f"must be less: the KV pool would take {shown_size(pool.num_bytes)}, which this machine does not give"
         raise InvalidArgument(name, value, limit) from error
-    return LaneRunner(loaded.model, tensors, config.scheduler.max_num_batched_tokens, debug)
+    return LaneRunner(loaded.model, tensors, config.scheduler.max_num_batched_tokens, debug, vocab_size)
 
 
 def assemble(
@@ -135,7 +137,8 @@ def assemble(
     pool = lane_pool(loaded, config)
     lanes = {"target": build_lane(loaded, config, pool, debug)}
     if draft is not None:
-        lanes["draft"] = build_lane(draft, config, lane_pool(draft, config, pool.num_bytes), debug)
+        draft_pool = lane_pool(draft, config, pool.num_bytes)
+        lanes["draft"] = build_lane(draft, config, draft_pool, debug, loaded.arch.vocab_size)
     size, rows = config.cache.block_size, config.scheduler.max_num_batched_tokens
     scheduler = Scheduler(
         SchedulerLimits(
@@ -148,6 +151,8 @@ def assemble(
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=rows,
             enable_prefix_caching=config.cache.enable_prefix_caching,
+            max_positions={} if draft is None else {"draft": draft.max_model_len},
+            vocab_sizes={} if draft is None else {"draft": draft.arch.vocab_size},
         )
     )
     limits = ModelLimits(loaded.arch.vocab_size, loaded.max_model_len, eos_token_ids, config.scheduler.max_logprobs)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
-from pagedec.core.processing import NO_PROCESSING, ProcessRows
+from pagedec.core.processing import NO_PROCESSING, Processing, ProcessRows
 from pagedec.core.protocol import DRAW_DTYPE, Answers, LaneAnswers, LaneForward, RollPlan
 from pagedec.errors import InvariantError
 from pagedec.kernels.backend import CacheTensors
@@ -16,12 +17,28 @@ from pagedec.models.buffers import READ_ROWS
 from pagedec.runtime.cache import poison
 from pagedec.runtime.readout import Reading, read_piece
 
+MAX_RULES = 1024
+"""Requests' rules kept in the form that a lane's model takes."""
+
 
 class LaneRunner:
-    """One model with its cache, a plan for each kind of its layers, and the programs over its buffers."""
+    """One model with its cache, a plan for each kind of its layers, and the programs over its buffers.
 
-    def __init__(self, model: Model, cache: CacheTensors, max_rows: int, debug: bool = False) -> None:
+    `vocab_size`: token ids from there on are never drawn; None: all that the model knows may be.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: CacheTensors,
+        max_rows: int,
+        debug: bool = False,
+        vocab_size: int | None = None,
+    ) -> None:
         self.model, self.cache, self.backend, self.debug = model, cache, model.backend, debug
+        known = model.arch.vocab_size
+        self.num_drawn = known if vocab_size is None else min(known, vocab_size)
+        self._rules: OrderedDict[int, tuple[Processing, Processing]] = OrderedDict()
         self.buffers = model.buffers(max_rows)
         self.plans = [self.backend.plan(shape) for shape in model.attention_shapes(cache.block_size)]
         self.programs = model.programs(self.buffers, cache, self.plans)
@@ -57,18 +74,44 @@ class LaneRunner:
     def _read(self, forward: LaneForward, logits: torch.Tensor, start: int, reading: Reading) -> None:
         if self.debug and bool(logits.isnan().any()):
             raise InvariantError("logits are NaN: a row read a slot that no row had written")
+        if self.num_drawn < logits.shape[1]:
+            logits[:, self.num_drawn :] = float("-inf")
         read_piece(self.backend, forward, logits, start, self.cache, reading)
+
+    def _known_rules(self, processing: Processing) -> Processing:
+        """A request's rules about the tokens of this model, which may know fewer than the request's own. Found by their identity:
+        long ones take long to compare."""
+        found = self._rules.get(id(processing))
+        if found is None:
+            if len(self._rules) >= MAX_RULES:
+                self._rules.popitem(last=False)
+            found = self._rules[id(processing)] = processing, processing.within(self.model.arch.vocab_size)
+        return found[1]
+
+    def _processing(self, rolls: Sequence[RollPlan], branches: Sequence[int]) -> ProcessRows | None:
+        """The rows of a forward that reads one row for each roll: those whose request processes its logits."""
+        rows = [row for row, roll in enumerate(rolls) if roll.processing is not NO_PROCESSING]
+        if not rows:
+            return None
+        return ProcessRows(
+            np.array(rows, np.int32), np.array([branches[row] for row in rows], np.int32),
+            np.array([rolls[row].prompt_length for row in rows], np.int32), np.arange(len(rows), dtype=np.int32),
+            tuple(self._known_rules(rolls[row].processing) for row in rows),
+        )  # fmt: skip
 
     def roll(self, forward: LaneForward) -> list[tuple[int, ...]]:
         """Continue the chains that `execute` began: the i-th token of each is evaluated to give the next one."""
         rolls = forward.rolls
         chains: list[list[int]] = [[] for _ in rolls]
-        answers = self.execute(_with_draws(forward, _first_draws(forward)))
+        processing = self._processing(rolls, [roll.branch for roll in rolls])
+        answers = self.execute(_with_draws(forward, _first_draws(forward), processing))
         for chain, token in zip(chains, answers.draws.tolist(), strict=True):
             chain.append(token)
         for i in range(1, max(roll.count for roll in rolls)):
             going = [r for r, roll in enumerate(rolls) if roll.count > i]
-            step = _roll_forward(forward, [rolls[r] for r in going], [chains[r][-1] for r in going], i)
+            going_rolls = [rolls[r] for r in going]
+            processing = self._processing(going_rolls, range(len(going)))
+            step = _roll_forward(forward, going_rolls, [chains[r][-1] for r in going], i, processing)
             for r, token in zip(going, self.execute(step).draws.tolist(), strict=True):
                 chains[r].append(token)
         return [tuple(chain) for chain in chains]
@@ -121,30 +164,20 @@ def _nothing() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     return np.empty(0, np.int32), np.empty((0, 0), np.int32), np.empty((0, 0), np.float32), np.empty(0, np.float32)
 
 
-def _processing(rolls: Sequence[RollPlan], branches: Sequence[int]) -> ProcessRows | None:
-    """The rows of a forward that reads one row for each roll: those whose request processes its logits."""
-    rows = [row for row, roll in enumerate(rolls) if roll.processing is not NO_PROCESSING]
-    if not rows:
-        return None
-    return ProcessRows(
-        np.array(rows, np.int32), np.array([branches[row] for row in rows], np.int32),
-        np.array([rolls[row].prompt_length for row in rows], np.int32), np.arange(len(rows), dtype=np.int32),
-        tuple(rolls[row].processing for row in rows),
-    )  # fmt: skip
-
-
-def _with_draws(forward: LaneForward, draws: np.ndarray) -> LaneForward:
+def _with_draws(forward: LaneForward, draws: np.ndarray, processing: ProcessRows | None) -> LaneForward:
     """The draft lane's forward, read out at the rows where chains begin."""
     none = np.empty(0, np.int32)
     return LaneForward(
         forward.lane, forward.token_ids, forward.positions, forward.slots, forward.parents, forward.row_indptr,
         forward.kv_len, forward.block_table, none, none, none,
         np.array([roll.row for roll in forward.rolls], np.int32), draws, none, 0, none, none, none, none, [],
-        _processing(forward.rolls, [roll.branch for roll in forward.rolls]),
+        processing,
     )  # fmt: skip
 
 
-def _roll_forward(forward: LaneForward, rolls: list[RollPlan], tokens: list[int], i: int) -> LaneForward:
+def _roll_forward(
+    forward: LaneForward, rolls: list[RollPlan], tokens: list[int], i: int, processing: ProcessRows | None
+) -> LaneForward:
     """One more row for each chain: its last token, in the slot reserved for it."""
     n = len(rolls)
     branches = [roll.branch for roll in rolls]
@@ -156,5 +189,5 @@ def _roll_forward(forward: LaneForward, rolls: list[RollPlan], tokens: list[int]
     return LaneForward(
         forward.lane, np.array(tokens, np.int32), positions, np.array([r.slots[i - 1] for r in rolls], np.int32), None,
         np.arange(n + 1, dtype=np.int32), positions + np.int32(1), forward.block_table[branches], none, none, none,
-        np.arange(n, dtype=np.int32), draws, none, 0, none, none, none, none, [], _processing(rolls, range(n)),
+        np.arange(n, dtype=np.int32), draws, none, 0, none, none, none, none, [], processing,
     )  # fmt: skip
