@@ -26,18 +26,18 @@ DRAFT_LAYERS = {30: 16, 4: 3}  # near enough to the whole model to be accepted n
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 96,
     "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
-    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
+    "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
     "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 GEMMA3 = {
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 49152, "hidden_size": 96,
     "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "max_position_embeddings": 512, "sliding_window": 20, "sliding_window_pattern": 3, "query_pre_attn_scalar": 32,
+    "max_position_embeddings": 1024, "sliding_window": 20, "sliding_window_pattern": 3, "query_pre_attn_scalar": 32,
     "final_logit_softcapping": 30.0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 49152, "n_embd": 96, "n_inner": 160,
-    "n_layer": 4, "n_head": 6, "n_positions": 512, "bos_token_id": 1, "eos_token_id": 2,
+    "n_layer": 4, "n_head": 6, "n_positions": 1024, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 KINDS = {
     "bfloat16": {"model": "smollm2", "dtype": "bfloat16"},
@@ -64,12 +64,12 @@ def arguments(kind: str) -> dict[str, Any]:
 @lru_cache(maxsize=len(KINDS))
 def weights(kind: str) -> tuple[LoadedModel, LoadedModel]:
     """A model, and its first layers as a draft model."""
-    config = EngineConfig.from_kwargs(max_model_len=512, **arguments(kind))
+    config = EngineConfig.from_kwargs(max_model_len=1024, **arguments(kind))
     backend = choose_backend(config.parallel, config.model.dtype, config.model.quantization)
     loaded = load_model(config.model, backend)
     arch = dataclasses.replace(loaded.arch, num_layers=DRAFT_LAYERS[loaded.arch.num_layers])
     source = open_model_weights(loaded.arch, loaded.files, backend.dtype)
-    draft = dataclasses.replace(loaded, model=build_model(arch, source, backend, 512), arch=arch)
+    draft = dataclasses.replace(loaded, model=build_model(arch, source, backend, 1024), arch=arch)
     return loaded, draft
 
 

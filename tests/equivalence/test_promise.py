@@ -124,3 +124,29 @@ def test_speculated_equals_not(engine: Make, method: type[SamplingParams]) -> No
     outcome = run(engine(), speculated)
     assert outcome.num_accepted > 0, "no draft was ever accepted: nothing was shown"
     assert_same(plain, speculated, run(engine(), plain), outcome)
+
+
+LENGTHS = (63, 64, 65, 127, 129, 511, 512, 513, 550)
+"""Around the ends of tiles of 64 positions and of the chunk of 512; some end in the answer."""
+
+
+@pytest.mark.parametrize("shape", [
+    {"max_num_batched_tokens": 64, "block_size": 8}, {"max_num_batched_tokens": 300, "block_size": 64},
+    {"max_num_batched_tokens": 513, "num_blocks": 80}, {"max_num_batched_tokens": 129, "enable_prefix_caching": False},
+], ids=str)  # fmt: skip
+def test_long_texts(engine: Make, shape: dict[str, object]) -> None:
+    """Whole, alone and without the prefix cache equals a crowd in chunks that end anywhere, in blocks of any size."""
+
+    def texts() -> list[Case]:
+        params = [traced(GREEDY if i % 2 else replace(SEEDED, seed=i)) for i in range(len(LENGTHS))]
+        pieces = [prompts(1, length, length, seed=length // 2)[0] for length in LENGTHS]
+        return [
+            Case(f"{length} tokens", *pair)
+            for length, pair in zip(LENGTHS, zip(pieces, params, strict=True), strict=True)
+        ]
+
+    one, crowd = texts(), texts()
+    roomy = engine(num_blocks=512, max_num_batched_tokens=1024, enable_prefix_caching=False)
+    want = alone(roomy, one)
+    got = run(engine(**{"num_blocks": 1024, **shape}), crowd, random.Random(3))
+    assert_same(one, crowd, want, got)
