@@ -16,7 +16,9 @@ import torch
 
 from pagedec import LLM, SamplingParams
 from pagedec.kernels.library import available_isas, load
+from pagedec.llm import collecting
 from pagedec.outputs import RequestOutput
+from tests.algorithms.beam import BeamParams
 from tests.engine.conftest import EOS
 
 Tiny = Callable[..., LLM]
@@ -319,3 +321,28 @@ def test_the_number_of_threads_holds_in_every_thread(tiny: Tiny) -> None:
     finally:
         library.set_num_threads(0)
         torch.set_num_threads(before)
+
+
+def test_the_bar_counts_tokens_before_the_first_prompt_has_ended(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And when all have ended it has counted each of them once, those of beams too, which come at their ends."""
+    seen: list[tuple[int, str]] = []
+
+    class Bar(collecting.tqdm):  # type: ignore[misc]
+        def set_postfix_str(self, text: str, *_: object) -> None:
+            seen.append((self.n, text))
+
+    monkeypatch.setattr(collecting, "tqdm", Bar)
+    monkeypatch.setattr(collecting, "REFRESH_SECONDS", 0.0)
+    counted: list[int] = []
+    count = collecting.Collection.count
+    monkeypatch.setattr(
+        collecting.Collection, "count", lambda self, number: (counted.append(number), count(self, number))[1]
+    )
+    params = [
+        SamplingParams(max_tokens=20, ignore_eos=True),
+        SamplingParams(n=2, max_tokens=9),
+        BeamParams(2, max_tokens=5),
+    ]
+    outputs = tiny().generate([[5, 17, 40]] * 3, params, use_tqdm=True)
+    assert seen[0][0] == 0 and seen[0][1].endswith(" tokens/s")
+    assert sum(counted) == sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
