@@ -5,20 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pagedec.environment import limit_spinning
-from pagedec.errors import PagedecError, PoolWarning, WeightsWarning
+from pagedec.errors import DtypeWarning, PagedecError, PoolWarning, WeightsWarning
+from pagedec.inputs import TextPrompt, TokensPrompt
 from pagedec.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from pagedec.params import RequestOutputKind, RequestParams, SamplingParams
 
 limit_spinning()
 
 if TYPE_CHECKING:
-    from pagedec.llm import LLM, AsyncLLM, TextPrompt, TokensPrompt
+    from pagedec.llm import LLM, AsyncLLM
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "DtypeWarning",
     "Logprob",
     "PagedecError",
     "PoolWarning",
@@ -32,15 +34,17 @@ __all__ = [
     "WeightsWarning",
 ]
 
+LAZY = ("LLM", "AsyncLLM")
+"""torch takes seconds to import, and --help must not wait for it."""
+
 
 def __getattr__(name: str) -> Any:
-    if name in (
-        "LLM",
-        "AsyncLLM",
-        "TextPrompt",
-        "TokensPrompt",
-    ):  # torch takes seconds to import, and --help must not wait for it
+    if name in LAZY:
         from pagedec import llm
 
         return getattr(llm, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *LAZY})

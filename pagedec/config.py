@@ -47,6 +47,15 @@ class ModelConfig:
         DEFAULT_MODEL, Text(f"a local directory, a .gguf file, a hub id, or {DEFAULT_MODEL}, the embedded default")
     )
     tokenizer: str | None = option(None, Text("directory or hub id of the tokenizer; none: the model's", optional=True))
+    revision: str | None = option(
+        None, Text("branch, tag or commit of a model that is a hub id; none: its main branch", optional=True)
+    )
+    tokenizer_revision: str | None = option(
+        None, Text("the same of the tokenizer; none: revision, where both are of one hub id", optional=True)
+    )
+    download_dir: str | None = option(
+        None, Text("where what comes from the hub is kept; none: where its client keeps things", optional=True)
+    )
     skip_tokenizer_init: bool = option(False, Flag("take and return token ids only; no tokenizer is needed"))
     load_format: str = option(
         "auto", Text("the weights' format; dummy: random weights", choices=("auto", "safetensors", "gguf", "dummy"))
@@ -79,6 +88,9 @@ class ModelConfig:
     generation_config: str = option(
         "auto",
         Text("sampling defaults; auto: the model's generation_config.json; none: ours; else a directory or a file"),
+    )
+    override_generation_config: dict[str, Any] | None = option(
+        None, Table('values over those of generation_config, such as {"temperature": 0.5}', optional=True)
     )
     seed: int = option(0, Integer("seed of random weights, and of requests without a seed", high=MAX_UINT64))
 

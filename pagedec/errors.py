@@ -73,6 +73,14 @@ class FeatureNotAvailable(InvalidArgument):
     code = "UNIMPLEMENTED"
 
 
+class AbsentFeature(FeatureNotAvailable, AttributeError):
+    """There is no such method: also an AttributeError, so that `hasattr` says so."""
+
+    def __init__(self, name: str, instead: str) -> None:
+        super().__init__(name, Shown("not available in this version"), instead)
+        self.args = name, instead  # so that the error survives pickling between processes
+
+
 class ModelFileError(PagedecError):
     """A model's file is missing, damaged, or not what it says it is."""
 
@@ -146,6 +154,10 @@ class RequestsFailed(RequestError):
 
 class PoolWarning(UserWarning):
     """The KV pool holds less than one context: long sequences will be cut short."""
+
+
+class DtypeWarning(UserWarning):
+    """The numbers asked for are not computed in; others of their size are taken."""
 
 
 class WeightsWarning(UserWarning):

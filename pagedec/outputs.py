@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from pagedec.errors import RequestError
 
@@ -73,6 +74,10 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     limited_by: str | None = None
     """What was reached where `finish_reason` is "length": "max_tokens", "max_model_len", or "kv_pool", which holds no more."""
+    lora_request: ClassVar[None] = None
+    """vLLM's names, for what there is not: None, as there for a request without it."""
+    kv_transfer_params: ClassVar[None] = None
+    routed_experts: ClassVar[None] = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -92,6 +97,11 @@ class RequestOutput:
     """A table for each token of the prompt; None for the first, before which there is nothing."""
     error: RequestError | None = None
     """Why the request could not be carried out; it has no answers then. Only where errors were asked to be returned."""
+    lora_request: ClassVar[None] = None
+    """vLLM's names, for what there is not: None, as there for a request without it."""
+    encoder_prompt: ClassVar[None] = None
+    encoder_prompt_token_ids: ClassVar[None] = None
+    kv_transfer_params: ClassVar[None] = None
 
     @property
     def num_cached_tokens(self) -> int:

@@ -16,7 +16,7 @@ MAX_CPP_LINES = 500
 MAX_FUNCTION_LINES = 60
 CPP_SUFFIXES = {".cpp", ".h", ".cu", ".cuh"}
 
-VALUES = {"errors", "fields", "params", "outputs"}
+VALUES = {"errors", "fields", "params", "inputs", "outputs"}
 """Leaves that anyone may import: they hold values and know nothing of the rest."""
 CHAIN = ("engine", "executor", "runtime", "models", "layers", "kernels")
 """From left to right: each may import those to its right."""
@@ -24,7 +24,9 @@ EXTRA: dict[str, set[str]] = {
     "errors": set(),
     "fields": set(),
     "params": set(),
+    "inputs": set(),
     "outputs": set(),
+    "sampling_params": set(),
     "environment": set(),
     "config": set(),
     "core": {"config"},

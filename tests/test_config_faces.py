@@ -29,6 +29,7 @@ from pagedec.params import SamplingParams
 
 SPECIAL: dict[str, Any] = {
     "speculative_config": {"method": "ngram"},
+    "override_generation_config": {"temperature": 0.5},
     "stop_token_ids": [3, 4],
     "allowed_token_ids": [3, 4],
     "stop": ["a", 'b"\n'],

@@ -81,6 +81,7 @@ def test_sdist_has_the_sources_and_nothing_else(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
     assert {"pyproject.toml", "README.md", "LICENSE", "csrc/CMakeLists.txt", "csrc/include/pagedec.h"} <= set(names)
+    assert "pagedec/py.typed" in names, "without which type checkers read nothing of the package"
     expected = {path.relative_to(SOURCES).as_posix() for path in (SOURCES / "pagedec").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == expected
     assert [name for name in names if name.startswith(NOT_SHIPPED) or name.endswith((".so", ".pyc"))] == []
@@ -90,7 +91,9 @@ def test_without_a_compiler_the_wheel_is_pure_python(plain_wheel: Path) -> None:
     assert plain_wheel.name == "pagedec-0.1.0-py3-none-any.whl"
     names = zipfile.ZipFile(plain_wheel).namelist()
     assert [name for name in names if name.endswith((".so", ".cpp", ".h")) or name.startswith("tests")] == []
-    assert {"pagedec/__init__.py", "pagedec/cli/main.py", "pagedec/kernels/library.py"} <= set(names)
+    assert {"pagedec/__init__.py", "pagedec/py.typed", "pagedec/cli/main.py", "pagedec/kernels/library.py"} <= set(
+        names
+    )
     assert "pagedec-0.1.0.dist-info/licenses/LICENSE" in names
 
 
@@ -107,6 +110,7 @@ def test_with_a_compiler_the_wheel_has_the_libraries(sdist: Path, tmp_path: Path
     [wheel] = tmp_path.glob("*.whl")
     assert wheel.name.startswith("pagedec-0.1.0-py3-none-") and not wheel.name.endswith("-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
+    assert "pagedec/py.typed" in names
     assert "pagedec/lib/libpagedec_scalar.so" in names and "pagedec/lib/libpagedec_amx_emulated.so" not in names
     kernels = doctor(wheel, tmp_path)["kernels"]
     assert list(kernels.values()).count("active") == 1

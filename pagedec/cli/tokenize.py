@@ -21,6 +21,8 @@ from pagedec.fields import TokenIds, rules
 if TYPE_CHECKING:
     from pagedec.text.tokenizer import Tokenizer
 
+READ = ("model", "tokenizer", "revision", "tokenizer_revision", "download_dir")
+"""The engine arguments that say where a tokenizer is."""
 EPILOG = """\
 output:
   one line of ids for each text, separated by commas: what `pagedec generate --skip-tokenizer-init` takes as a prompt
@@ -57,11 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown.add_argument("--count", action="store_true", help="the number of tokens only")
     form.add_argument("--json", action="store_true", help="one JSON object for each text")
     model = parser.add_argument_group("model")
-    for name in ("model", "tokenizer"):
+    for name in READ:
         rule, default = rules(ModelConfig)[name]
         shown_default = f" (default: {default})" if default else ""
-        model.add_argument(f"--{name}", metavar=rule.metavar, help=f"{rule.help}{shown_default}")
-    model.add_argument("--config", metavar="FILE", help="TOML file of engine arguments, of which these two are read")
+        flag = f"--{name.replace('_', '-')}"
+        model.add_argument(flag, metavar=rule.metavar, help=f"{rule.help}{shown_default}")
+    model.add_argument("--config", metavar="FILE", help="TOML file of engine arguments, of which these are read")
 
 
 def open_tokenizer(config: ModelConfig) -> Tokenizer:
@@ -70,10 +73,13 @@ def open_tokenizer(config: ModelConfig) -> Tokenizer:
     from pagedec.text.tokenizer import Tokenizer
 
     if config.tokenizer is None and Path(config.model).expanduser().exists():
-        found = resolve_model(config.model).tokenizer
+        found = resolve_model(config.model, revision=config.revision).tokenizer
         if found is not None:
             return Tokenizer.from_path(found)
-    return Tokenizer.from_path(resolve_tokenizer(config.tokenizer or config.model))
+    revision = config.tokenizer_revision
+    if revision is None and config.tokenizer in (None, config.model):
+        revision = config.revision
+    return Tokenizer.from_path(resolve_tokenizer(config.tokenizer or config.model, revision, config.download_dir))
 
 
 def _split(text: str, lines: bool) -> list[str]:
@@ -153,7 +159,7 @@ def _show(tokenizer: Tokenizer, text: str, token_ids: list[int], arguments: argp
 
 def run(arguments: argparse.Namespace) -> int:
     values = dict(read_tables(arguments.config)[0]) if arguments.config is not None else {}
-    given = {name: getattr(arguments, name) for name in ("model", "tokenizer")}
+    given = {name: getattr(arguments, name) for name in READ}
     values |= {name: value for name, value in given.items() if value is not None}
     config = ModelConfig(**{name: value for name, value in values.items() if name in given})
     texts = read_texts(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from pagedec.formats.files import read_json_object
 from pagedec.params import MIN_TEMPERATURE
 
 FILE_NAME = "generation_config.json"
+DO_SAMPLE = "do_sample"
 # Name in the file: the field of SamplingParams, and what the file may hold
 _FIELDS: dict[str, tuple[str, Rule]] = {
     "temperature": ("temperature", Number("temperature", low=MIN_TEMPERATURE, zero=True)),
@@ -21,35 +23,40 @@ _FIELDS: dict[str, tuple[str, Rule]] = {
     "no_repeat_ngram_size": ("no_repeat_ngram_size", Integer("no_repeat_ngram_size")),
     "max_new_tokens": ("max_tokens", Integer("max_new_tokens", low=1)),
 }
+KNOWN = tuple(_FIELDS)
+"""The fields that mean something here, but for do_sample, which is another way to say temperature 0."""
 
 
-def _checked(path: Path, name: str, value: object, rule: Rule) -> Any:
-    try:
-        return rule.check(name, value)
-    except InvalidArgument as error:
-        raise ModelFileError(path, str(error)) from error
+def recommended(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a generation configuration's values by the names of SamplingParams' fields.
+
+    Fields that are missing, null or of no use here are left out. `do_sample` false is temperature 0 whatever temperature stands
+    beside it. Raises `InvalidArgument` naming field, value and limit.
+    """
+    values = {
+        field: rule.check(name, content[name])
+        for name, (field, rule) in _FIELDS.items()
+        if content.get(name) is not None
+    }
+    do_sample = content.get(DO_SAMPLE)
+    if do_sample is not None and not Flag("draw, or take the most probable").check(DO_SAMPLE, do_sample):
+        values["temperature"] = 0.0
+    return values
 
 
 def read_generation_config(path: Path) -> dict[str, Any]:
-    """Return the recommended values by the names of SamplingParams' fields, {} where there is no generation_config.json.
+    """Return the `recommended` values of a generation_config.json, {} where there is none.
 
-    `path` is a model directory, or the file itself; next to a .gguf file nothing is looked for. Fields that are missing, null or
-    of no use here are left out. `do_sample` false is temperature 0 whatever temperature stands beside it. Raises ModelFileError
-    naming file, field, value and limit.
+    `path` is a model directory, or the file itself; next to a .gguf file nothing is looked for. Raises ModelFileError naming
+    file, field, value and limit.
     """
     file = path if path.name == FILE_NAME else path / FILE_NAME
     if not file.is_file():
         return {}
-    content = read_json_object(file, "the generation configuration")
-    values = {
-        field: _checked(file, name, content[name], rule)
-        for name, (field, rule) in _FIELDS.items()
-        if content.get(name) is not None
-    }
-    do_sample = content.get("do_sample")
-    if do_sample is not None and not _checked(file, "do_sample", do_sample, Flag("draw, or take the most probable")):
-        values["temperature"] = 0.0
-    return values
+    try:
+        return recommended(read_json_object(file, "the generation configuration"))
+    except InvalidArgument as error:
+        raise ModelFileError(file, str(error)) from error
 
 
 def read_end_ids(directory: Path) -> list[int]:

@@ -97,34 +97,60 @@ def _local(field: str, name: str) -> Path:
     return path
 
 
-def _fetch(field: str, name: str, patterns: Sequence[str]) -> Path:
-    """Return the directory of a hub id, fetched where it is not here yet."""
+def is_hub_id(name: str) -> bool:
+    """Whether a model's or a tokenizer's name is looked for on the hub: it is the name of nothing here, and no path."""
     if _HUB_ID.fullmatch(name) is None or ".." in name:
+        return False
+    return name != DEFAULT_MODEL and not name.endswith((".gguf", ".json")) and not Path(name).exists()
+
+
+def _fetch(field: str, name: str, patterns: Sequence[str], revision: str | None, download_dir: str | None) -> Path:
+    """Return the directory of a hub id, fetched where it is not here yet."""
+    if not is_hub_id(name):
         raise ModelFileError(name, "does not exist")
     from huggingface_hub import snapshot_download  # 0.3 s, and most starts are local
 
+    place = None if download_dir is None else Path(download_dir).expanduser()
     try:
-        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+        return Path(snapshot_download(name, allow_patterns=list(patterns), revision=revision, cache_dir=place))
     except Exception as error:  # the hub client raises dozens of types, of three libraries
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
-        limit = f"is no local path, and could not be fetched from the hub: {type(error).__name__}: {reason}"
+        asked = "" if revision is None else f" at revision {revision}"
+        limit = f"is no local path, and could not be fetched from the hub{asked}: {type(error).__name__}: {reason}"
         raise InvalidArgument(field, name, limit) from error
 
 
-def resolve_tokenizer(name: str) -> Path:
-    """Find a tokenizer alone: a directory, a tokenizer.json, a .gguf, "smollm2" or a hub id."""
+def _check_revision(field: str, revision: str | None, name: str, is_preset: bool = False) -> None:
+    if revision is not None and (is_preset or not is_hub_id(name)):
+        raise InvalidArgument(field, revision, f"must be None: {name} is no hub id, of which alone there are revisions")
+
+
+def resolve_tokenizer(name: str, revision: str | None = None, download_dir: str | None = None) -> Path:
+    """Find a tokenizer alone: a directory, a tokenizer.json, a .gguf, "smollm2" or a hub id, of which alone there are revisions;
+    what is fetched is kept in `download_dir`, or where the hub's client keeps things."""
     path = _local("tokenizer", name)
+    _check_revision("tokenizer_revision", revision, name)
     if path.exists() or path.suffix in (".gguf", ".json"):
         return path
-    return _default_file() if name == DEFAULT_MODEL else _fetch("tokenizer", name, TOKENIZER_PATTERNS)
+    if name == DEFAULT_MODEL:
+        return _default_file()
+    return _fetch("tokenizer", name, TOKENIZER_PATTERNS, revision, download_dir)
 
 
-def resolve_model(model: str | None = None, load_format: str = "auto") -> ModelFiles:
-    """Find a model: None or "smollm2" (embedded), a .gguf, a directory, a hub id; with "dummy" also a preset's name."""
+def resolve_model(
+    model: str | None = None, load_format: str = "auto", revision: str | None = None, download_dir: str | None = None
+) -> ModelFiles:
+    """Find a model: None or "smollm2" (embedded), a .gguf, a directory, a hub id; with "dummy" also a preset's name.
+
+    `revision`: a hub id's branch, tag or commit. `download_dir`: where what is fetched is kept, if not where the hub's client
+    keeps things.
+    """
     if load_format not in LOAD_FORMATS:
         raise InvalidArgument("load_format", load_format, f"must be one of {', '.join(LOAD_FORMATS)}")
     name = DEFAULT_MODEL if model is None else model
     path = _local("model", name)
+    is_preset = load_format == "dummy" and "/" not in name
+    _check_revision("revision", revision, name, is_preset)
     if path.is_dir():
         return _from_directory(name, path, load_format)
     if path.is_file() and path.suffix != ".gguf":
@@ -135,9 +161,9 @@ def resolve_model(model: str | None = None, load_format: str = "auto") -> ModelF
         if load_format == "dummy":
             return ModelFiles(name, "dummy", preset=DEFAULT_PRESET)
         return _from_gguf(name, _default_file(), load_format)
-    if load_format == "dummy" and "/" not in name:
+    if is_preset:
         return ModelFiles(name, "dummy", preset=name)
     if load_format == "gguf":
         raise InvalidArgument("model", name, "must be a local .gguf file or a directory holding one")
     patterns = TOKENIZER_PATTERNS if load_format == "dummy" else HUB_PATTERNS
-    return _from_directory(name, _fetch("model", name, patterns), load_format)
+    return _from_directory(name, _fetch("model", name, patterns, revision, download_dir), load_format)

@@ -9,8 +9,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from pagedec.errors import InvalidArgument
+from pagedec.inputs import Prompt
+from pagedec.llm.arguments import listed
+from pagedec.llm.compatibility import check_no_lora
 from pagedec.llm.front import Front
-from pagedec.llm.prompts import Prepared, Prompt, as_priorities, read_salt
+from pagedec.llm.prompts import Prepared, as_priorities, read_salt
 from pagedec.llm.streams import Stream
 from pagedec.outputs import RequestOutput
 from pagedec.text.chat_template import Message, Tool
@@ -19,15 +22,15 @@ LONG_TEXT = 20_000
 """Characters from which on a prompt is tokenised in a thread: some 5 ms, which an event loop should not be held up for."""
 
 
+@listed
 class AsyncLLM(Front):
-    """A model and everything it needs to write text for coroutines. Arguments are those of `EngineConfig.from_kwargs`.
+    """A model and everything it needs to write text for coroutines.
 
     Any number of coroutines, of any event loops, stream at the same time from one batch. Leave it with `close`, or as a context
     manager, asynchronous or not.
     """
 
-    def __init__(self, model: str | None = None, **engine_args: Any) -> None:
-        super().__init__(model, **engine_args)
+    def _opened(self) -> None:
         self._readers: dict[str, Reader] = {}
         self._mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
         self.loop.after_step.append(self._deliver)
@@ -40,6 +43,7 @@ class AsyncLLM(Front):
         sampling_params: Any = None,
         request_id: str | None = None,
         *,
+        lora_request: None = None,
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -50,6 +54,7 @@ class AsyncLLM(Front):
         cancelling the task aborts the request before the next step. `request_id`: a name for `abort` and for the outputs, of no
         request that still runs. Raises `InvalidArgument` naming field, value and limit, and `RequestError` where the request fails.
         """
+        check_no_lora(lora_request)
         orders = as_priorities([priority], 1)
         salt = read_salt("cache_salt", cache_salt)
         if _is_long(prompt):
@@ -65,6 +70,7 @@ class AsyncLLM(Front):
         sampling_params: Any = None,
         request_id: str | None = None,
         *,
+        lora_request: None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
@@ -77,6 +83,7 @@ class AsyncLLM(Front):
             "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
             "chat_template": chat_template, "tools": tools, "template_kwargs": chat_template_kwargs,
         }  # fmt: skip
+        check_no_lora(lora_request)
         orders = as_priorities([priority], 1)
         prepared = await asyncio.to_thread(self.prepare_chat, [messages], sampling_params, orders, template, request_id)
         async for output in self._stream(prepared):

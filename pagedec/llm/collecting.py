@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
+from typing import Any
 
 from tqdm import tqdm
 
@@ -23,12 +24,17 @@ REFRESH_SECONDS = 0.2
 class Collection:
     """The jobs of one call. Texts are made by `texts`, apart from whoever steps the engine."""
 
-    def __init__(self, jobs: Sequence[Job], answers: Answers, texts: Executor, use_tqdm: bool) -> None:
+    def __init__(
+        self, jobs: Sequence[Job], answers: Answers, texts: Executor, use_tqdm: bool | Callable[..., Any]
+    ) -> None:
         self.jobs, self.answers, self.texts = jobs, answers, texts
         self.num_left = len(jobs)
         self.outputs: dict[str, Future[RequestOutput]] = {}
         self.errors: dict[str, RequestError] = {}
-        self._bar = tqdm(total=len(jobs), desc="prompts", disable=not use_tqdm, dynamic_ncols=True)
+        make = tqdm if isinstance(use_tqdm, bool) else use_tqdm
+        hidden = {"disable": True} if use_tqdm is False else {}
+        self._bar = make(total=len(jobs), desc="prompts", dynamic_ncols=True, **hidden)
+        self._is_shown = not getattr(self._bar, "disable", False)
         self._num_tokens, self._began, self._shown = 0, time.perf_counter(), 0.0
 
     @property
@@ -43,7 +49,7 @@ class Collection:
         """Show that there are more tokens."""
         self._num_tokens += num_tokens
         now = time.perf_counter()
-        if not self._bar.disable and now - self._shown > REFRESH_SECONDS:
+        if self._is_shown and now - self._shown > REFRESH_SECONDS:
             self._shown = now
             self._bar.set_postfix_str(f"{self._num_tokens / (now - self._began):.1f} tokens/s")
 

@@ -1,49 +1,62 @@
-"""Engine arguments of vLLM's scripts that have nothing to do here: checked, and then left."""
+"""What scripts for vLLM give that has no use here, or that there is not: taken where it changes nothing, refused by name where it
+asks for something."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
-from pagedec.errors import FeatureNotAvailable
-from pagedec.fields import Flag, Integer, Number, Rule
-
-NEUTRAL: dict[str, Rule] = {
-    "trust_remote_code": Flag("a permission that is never used: no code that comes with a model is run"),
-    "enforce_eager": Flag("there are no graphs to capture"),
-    "disable_log_stats": Flag("nothing is logged"),
-    "disable_custom_all_reduce": Flag("one process has nothing to reduce over"),
-    "max_seq_len_to_capture": Integer("there are no graphs to capture", low=1),
-    "gpu_memory_utilization": Number(
-        "a share of a GPU's whole memory, which nothing else needs; memory_utilization is one of what is available here",
-        above=0,
-        high=1,
-    ),
-    "swap_space": Number("nothing is swapped: what was preempted is computed again", low=0),
-    "cpu_offload_gb": Number("all weights are in the CPU's memory already", low=0),
-}
-"""Each with the reason why it changes nothing. Values are checked, so that a mistake is not missed."""
-ONLY: dict[str, tuple[Any, ...]] = {
-    "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
-    "tokenizer_mode": ("auto",),
-    "kv_cache_dtype": ("auto",),
-    "enable_chunked_prefill": (True, None),
-    "device": ("cpu", "auto"),
-}
-"""Those of which some values alone mean what is done here."""
+from pagedec.config import engine_rules
+from pagedec.errors import DtypeWarning, FeatureNotAvailable, InvalidArgument
+from pagedec.llm.of_vllm import ALIASES, FLOAT16, LORA, NEUTRAL, ONLY, SPELLINGS, UNSET
 
 
-def drop_neutral(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments without the neutral ones. Raises `InvalidArgument` for a neutral one with a value that is none, and
-    `FeatureNotAvailable` for one that asks for what there is not."""
-    kept = {}
+def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine arguments that vLLM's mean.
+
+    Raises `InvalidArgument` for one that changes nothing but has a value that is none, and `FeatureNotAvailable` for one that asks
+    for what there is not. Warns where float16 is asked for; the warning is of whoever called the caller.
+    """
+    known, kept = engine_rules(), dict[str, Any]()
     for name, value in arguments.items():
         if name in NEUTRAL:
             NEUTRAL[name].check(name, value)
         elif name in ONLY:
-            if value not in ONLY[name]:
-                available = ", ".join(map(str, ONLY[name]))
-                raise FeatureNotAvailable(name, value, f"not available in this version; available: {available}")
-        else:
+            ONLY[name].check(name, value)
+        elif name not in ALIASES and (value is not None or name not in UNSET):
             kept[name] = value
+    for name, ours in ALIASES.items():
+        if (value := known[ours][0].check(name, arguments.get(name))) is not None:
+            if arguments.get(ours) is not None:
+                raise InvalidArgument(name, arguments[name], f"is vLLM's name of {ours}; give one of them")
+            kept[ours] = value
+    if "dtype" in kept:
+        kept["dtype"] = _dtype(kept["dtype"])
+    for name, spellings in SPELLINGS.items():
+        if isinstance(value := kept.get(name), str):
+            kept[name] = spellings.get(value, value)
     return kept
+
+
+def _dtype(dtype: Any) -> Any:
+    """A dtype as a name, also where it is torch's own."""
+    name = dtype if isinstance(dtype, str) else str(dtype)
+    if not isinstance(dtype, str) and not name.startswith("torch."):
+        return dtype
+    name = name.removeprefix("torch.")
+    if name not in FLOAT16:
+        return name
+    warnings.warn(
+        f"dtype is {name!r}: float16 is not computed in; taken is bfloat16, which has its size and 3 bits less of "
+        f"precision; dtype='float32' loses nothing of a float16 checkpoint",
+        DtypeWarning,
+        stacklevel=4,
+    )
+    return "bfloat16"
+
+
+def check_no_lora(lora_request: object) -> None:
+    """Raise `FeatureNotAvailable` for anything but None."""
+    if lora_request is not None:
+        raise FeatureNotAvailable("lora_request", lora_request, f"{LORA} not available in this version; it may be None")

@@ -6,18 +6,31 @@ from pathlib import Path
 from typing import Any
 
 from pagedec.config import GENERATION_CONFIG_OFF, ModelConfig
-from pagedec.errors import ModelFileError
-from pagedec.formats.generation import read_generation_config
+from pagedec.errors import InvalidArgument, ModelFileError
+from pagedec.fields import check_names
+from pagedec.formats.generation import KNOWN, read_generation_config, recommended
 from pagedec.formats.resolve import resolve_model
+
+OVERRIDE = "override_generation_config"
 
 
 def sampling_defaults(config: ModelConfig) -> dict[str, Any]:
     """Values by the names of SamplingParams' fields. Raises `ModelFileError` for a file that is missing where it was named, or
-    that holds what no parameter may be."""
+    that holds what no parameter may be, and `InvalidArgument` for an override that nothing has."""
+    override = config.override_generation_config or {}
+    check_names(OVERRIDE, override, KNOWN, override)
+    try:
+        own = recommended(override)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{OVERRIDE}.{error.field}", error.value, error.limit) from None
+    return _of_the_makers(config) | own
+
+
+def _of_the_makers(config: ModelConfig) -> dict[str, Any]:
     if config.generation_config in GENERATION_CONFIG_OFF:
         return {}
     if config.generation_config == "auto":
-        place = resolve_model(config.model, config.load_format).config
+        place = resolve_model(config.model, config.load_format, config.revision, config.download_dir).config
         return {} if place is None or place.suffix == ".gguf" else read_generation_config(place.parent)
     path = Path(config.generation_config).expanduser()
     file = path / "generation_config.json" if path.is_dir() else path

@@ -6,18 +6,23 @@ import contextlib
 import copy
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from pagedec.config import EngineConfig
 from pagedec.engine.engine import Engine
 from pagedec.engine.loader import load_engine
 from pagedec.engine.loop import EngineLoop
 from pagedec.engine.pool import KvPool
-from pagedec.errors import InvalidArgument, NotFound
+from pagedec.errors import AbsentFeature, InvalidArgument, NotFound
+from pagedec.inputs import Prompt
 from pagedec.llm.answers import Answers
-from pagedec.llm.compatibility import drop_neutral
+from pagedec.llm.arguments import EngineArgs, signed
+from pagedec.llm.compatibility import translated
 from pagedec.llm.defaults import sampling_defaults
-from pagedec.llm.prompts import Job, Prepared, Prompt, as_conversations, as_priorities, read_prompt, read_salt
+from pagedec.llm.fetching import fetched
+from pagedec.llm.of_vllm import ABSENT
+from pagedec.llm.prompts import Job, Prepared, as_conversations, as_priorities, read_prompt, read_salt
 from pagedec.params import RequestParams, SamplingParams
 from pagedec.text.chat import Conversation
 from pagedec.text.chat_template import Message, render_chat
@@ -27,18 +32,40 @@ from pagedec.text.tokenizer import Tokenizer
 class Front:
     """A model with its engine, tokenizer and defaults. Everything here may be called from any thread."""
 
-    def __init__(self, model: str | None = None, **engine_args: Any) -> None:
+    @signed
+    def __init__(self, model: str | Path | None = None, **engine_args: Unpack[EngineArgs]) -> None:
+        given: dict[str, Any] = dict(engine_args)
         if model is not None:
-            engine_args["model"] = model
-        self.config = EngineConfig.from_kwargs(**drop_neutral(engine_args))
-        self._defaults = sampling_defaults(self.config.model)
+            given["model"] = model
+        self._closed = False
+        self.config = EngineConfig.from_kwargs(**translated(given))
+        local = fetched(self.config)
+        self._defaults = sampling_defaults(local.model)
         self.engine: Engine
-        self.engine, self.tokenizer = load_engine(self.config)
+        self.engine, self.tokenizer = load_engine(local)
+        self._kernels = _kernels_of(self.engine)
         self.answers = Answers(self.tokenizer, self.engine.limits.eos_token_ids)
         self.loop = EngineLoop(self.engine)
         self._num_requests = 0
         self._admitting = threading.Lock()
-        self._closed = False
+        self._opened()
+
+    def _opened(self) -> None:
+        """What a kind of front does when its model is loaded. Not a constructor of its own: warnings name who called this one."""
+
+    def __repr__(self) -> str:
+        name = f"{type(self).__name__} {self.config.model.model}"
+        if self._closed:
+            return f"<{name}: closed>"
+        return f"<{name}: {self._kernels}, context {self.engine.limits.max_model_len}, KV pool {self.kv_cache}>"
+
+    if not TYPE_CHECKING:  # or every name would be one to a checker
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say of vLLM's methods that there are none, and what there is instead."""
+            if name in ABSENT:
+                raise AbsentFeature(name, ABSENT[name])
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     # ---- what goes with a model
     def get_default_sampling_params(self) -> SamplingParams:
@@ -124,10 +151,10 @@ class Front:
         conversations, several = as_conversations(messages)
         prompts: list[Prompt] = []
         for i, conversation in enumerate(conversations):
-            with _renamed("messages", f"messages[{i}]" if several else "messages"):
+            with renamed("messages", f"messages[{i}]" if several else "messages"):
                 text = render_chat(tokenizer, conversation, **template)
             prompts.append({"prompt": text})
-        with _renamed("prompts" if several else "prompts[0]", "messages"):
+        with renamed("prompts" if several else "prompts[0]", "messages"):
             return self.prepare(prompts, sampling_params, priorities, request_id=request_id, special_tokens=False)
 
     @contextlib.contextmanager
@@ -172,11 +199,19 @@ class Front:
         self.loop.close()
 
 
+def _kernels_of(engine: Engine) -> str:
+    """The numbers of a model and what computes them, as "bfloat16 on avx2"."""
+    runner: Any = getattr(engine.executor, "runner", None)
+    backend = runner.lanes["target"].model.backend
+    dtype = str(backend.dtype).removeprefix("torch.")
+    return f"{f'{backend.quantization} and ' if backend.quantization else ''}{dtype} on {backend.name}"
+
+
 @contextlib.contextmanager
 def _named(prompt: str, sampling_params: str, params: object) -> Iterator[None]:
     """Errors about one of several prompts, or about its parameters, say which one it was."""
     try:
-        with _renamed("prompt", prompt):
+        with renamed("prompt", prompt):
             yield
     except NotFound as error:
         limit = f"must be parameters of a decoder that is registered; {error.known}"
@@ -184,7 +219,7 @@ def _named(prompt: str, sampling_params: str, params: object) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _renamed(field: str, name: str) -> Iterator[None]:
+def renamed(field: str, name: str) -> Iterator[None]:
     """Errors about `field`, or about a part of it as in `field[2].role`, are about `name`."""
     try:
         yield

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
 from pagedec.errors import InvalidArgument
+from pagedec.inputs import Array, Prompt
+from pagedec.llm.arguments import listed
 from pagedec.llm.collecting import Collection
-from pagedec.llm.front import Front
-from pagedec.llm.prompts import Prepared, Prompt, as_list, as_priorities, read_salt
+from pagedec.llm.compatibility import check_no_lora
+from pagedec.llm.front import Front, renamed
+from pagedec.llm.prompts import Prepared, as_priorities, read_salt, with_token_ids
 from pagedec.llm.streams import Stream
 from pagedec.outputs import RequestOutput
 from pagedec.text.chat_template import Message, Tool
@@ -18,44 +21,52 @@ from pagedec.text.chat_template import Message, Tool
 ON_ERROR = ("raise", "return")
 
 
+@listed
 class LLM(Front):
-    """A model and everything it needs to write text. Arguments are those of `EngineConfig.from_kwargs`.
+    """A model and everything it needs to write text.
 
-    `model` is a local directory, a .gguf file, a hub id, or "smollm2", the embedded default. Raises `PagedecError`s for invalid
-    arguments and for missing, damaged or unfitting files. Any thread may use it, and what several bring is one batch; nothing
-    runs while nobody waits for it. Leave it with `close`, as a context manager, or by dropping it: all of these give its memory
-    back.
+    Raises `PagedecError`s for invalid arguments and for missing, damaged or unfitting files. Any thread may use it, and what several
+    bring is one batch; nothing runs while nobody waits for it. Leave it with `close`, as a context manager, or by dropping it: all of
+    these give its memory back.
     """
 
     # ---- text from prompts
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: Any = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
         priority: Sequence[int] | None = None,
+        prompt_token_ids: Sequence[int] | Array | Sequence[Sequence[int] | Array] | None = None,
         on_error: str = "raise",
     ) -> list[RequestOutput]:
         """Answers to one prompt or many, in the prompts' order.
 
-        A prompt is text, a list of token ids, or a mapping with "prompt" or "prompt_token_ids" and perhaps "cache_salt".
+        A prompt is text, token ids in a list or an array, or a mapping with "prompt" or "prompt_token_ids" and perhaps
+        "cache_salt"; an array of two dimensions is several. `prompt_token_ids` gives token ids apart, as vLLM's older calls do.
         `sampling_params` is one object for all prompts or one for each, of any registered decoder's parameter type; without
-        it, those of `get_default_sampling_params`. `priority`: one number for each prompt, lower runs earlier. Everything is
-        checked before anything starts: raises `InvalidArgument` naming field, value and limit.
+        it, those of `get_default_sampling_params`. `priority`: one number for each prompt, lower runs earlier. `use_tqdm`
+        shows a bar; a callable such as `functools.partial(tqdm, leave=False)` makes it. Everything is checked before anything
+        starts: raises `InvalidArgument` naming field, value and limit.
 
         A request that fails while it runs costs no other its answer. When all are done, `on_error="raise"` raises `RequestsFailed`,
         which carries all outputs; `on_error="return"` returns them, and the failed ones have an `error`.
         """
-        return_errors = _returns_errors(on_error)
-        return self._run(self.prepare(as_list(prompts), sampling_params, priority), use_tqdm, return_errors)
+        return_errors = _checked(use_tqdm, lora_request, on_error)
+        many = with_token_ids(prompts, prompt_token_ids)
+        with renamed("prompts", "prompts" if prompt_token_ids is None or prompts is not None else "prompt_token_ids"):
+            prepared = self.prepare(many, sampling_params, priority)
+        return self._run(prepared, use_tqdm, return_errors)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Any = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         *,
+        lora_request: None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
@@ -68,7 +79,7 @@ class LLM(Front):
 
         The prompt is encoded without further special tokens: the template writes those that its model wants.
         """
-        return_errors = _returns_errors(on_error)
+        return_errors = _checked(use_tqdm, lora_request, on_error)
         template = {
             "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
             "chat_template": chat_template, "tools": tools, "template_kwargs": chat_template_kwargs,
@@ -76,7 +87,13 @@ class LLM(Front):
         return self._run(self.prepare_chat(messages, sampling_params, priority, template), use_tqdm, return_errors)
 
     def stream(
-        self, prompt: Prompt, sampling_params: Any = None, *, priority: int = 0, cache_salt: str = ""
+        self,
+        prompt: Prompt,
+        sampling_params: Any = None,
+        *,
+        lora_request: None = None,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> Generator[RequestOutput, None, None]:
         """The answers to one prompt as they grow; what each output holds says `sampling_params.output_kind`, by default all of the
         text so far. The last one is `finished`.
@@ -86,6 +103,7 @@ class LLM(Front):
         at once, in any threads, and `generate` may run between; all are carried on by whichever is asked. Invalid arguments are
         raised here, not by the iterator; `RequestError` where the request fails.
         """
+        check_no_lora(lora_request)
         [order] = as_priorities([priority], 1)
         return self._stream(self.prepare([prompt], sampling_params, [order], read_salt("cache_salt", cache_salt)))
 
@@ -105,7 +123,9 @@ class LLM(Front):
             if not stream.is_over:
                 self.loop.abort(job.request_id)
 
-    def _run(self, prepared: list[Prepared], use_tqdm: bool, return_errors: bool) -> list[RequestOutput]:
+    def _run(
+        self, prepared: list[Prepared], use_tqdm: bool | Callable[..., Any], return_errors: bool
+    ) -> list[RequestOutput]:
         jobs = [job for job, _ in prepared]
         # a thread of this call alone: one kept from call to call would not be there in a forked child
         with ThreadPoolExecutor(1, thread_name_prefix="pagedec-text") as texts:
@@ -134,7 +154,11 @@ class LLM(Front):
         self.close()
 
 
-def _returns_errors(on_error: str) -> bool:
+def _checked(use_tqdm: object, lora_request: object, on_error: str) -> bool:
+    """Whether errors are to be returned; raises `InvalidArgument` for what a call for many prompts may not be told."""
+    if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
+        raise InvalidArgument("use_tqdm", use_tqdm, "must be true, false, or what makes a bar as tqdm does")
+    check_no_lora(lora_request)
     if on_error not in ON_ERROR:
         raise InvalidArgument("on_error", on_error, f"must be one of {', '.join(ON_ERROR)}")
     return on_error == "return"

@@ -15,7 +15,7 @@ import jinja2.parser
 import jinja2.utils
 from jinja2.ext import Extension
 
-from pagedec.errors import InvalidArgument, Shown
+from pagedec.errors import FeatureNotAvailable, InvalidArgument, Shown
 from pagedec.fields import check_encodable
 from pagedec.text.bounded_template import BoundedEnvironment
 from pagedec.text.budget import MAX_CHARACTERS, MAX_STEPS, Budget, Exhausted, spending
@@ -32,6 +32,8 @@ space to show whether the template strips what it writes."""
 MAX_TEMPLATE = 1 << 16
 """Characters of a template; those in use have up to some ten thousand."""
 MAX_TIME_FORMAT = 1 << 10
+MEDIA = ("image", "audio", "video", "file")
+"""What the kind of a part is called after that is no text, as in "image_url" and "input_audio"."""
 MARK = "0f5c1a"
 PARTS_PROBE = [{"role": "user", "content": [{"type": "text", "text": MARK}]}]
 
@@ -141,7 +143,8 @@ def _parts(field: str, parts: Sequence[Any]) -> list[dict[str, Any]]:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
             limit = 'must be {"type": "text", "text": ...}: these models read nothing but text'
-            raise InvalidArgument(f"{field}.content[{j}]", part, limit)
+            is_medium = isinstance(kind, str) and any(medium in kind for medium in MEDIA)
+            raise (FeatureNotAvailable if is_medium else InvalidArgument)(f"{field}.content[{j}]", part, limit)
         check_encodable(f"{field}.content[{j}].text", part["text"])
     return [dict(part) for part in parts]
 

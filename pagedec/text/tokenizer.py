@@ -11,13 +11,15 @@ from typing import Any
 import tokenizers
 
 from pagedec.errors import MAX_SHOWN, InvalidArgument, ModelFileError, Shown
-from pagedec.fields import check_encodable
+from pagedec.fields import MAX_INT32, check_encodable
 from pagedec.formats.files import read_json_object
 from pagedec.formats.generation import read_end_ids
 from pagedec.formats.gguf_header import read_gguf_header
+from pagedec.inputs import Array
 from pagedec.text.byte_table import ByteTable, Spelling, build_byte_table
 from pagedec.text.chat_template import Message, Tool, render_chat
 from pagedec.text.detokenizer import Detokenizer
+from pagedec.text.encoding import Encoding, check_call, numbers
 from pagedec.text.gguf_fields import read_vocabulary
 from pagedec.text.gguf_tokenizer import tokenizer_of
 from pagedec.text.token_bound import TokenBound, token_bound
@@ -78,8 +80,44 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The first of the tokens that end a text."""
-        return self.eos_token_ids[0] if self.eos_token_ids else None
+        """The token that ends a text by the tokenizer's own word; else the first of those that end an answer."""
+        own = self._named_id("eos_token")
+        return own if own is not None else next(iter(self.eos_token_ids), None)
+
+    @property
+    def eos_token(self) -> str | None:
+        """The name of `eos_token_id`."""
+        return self._name_of(self.eos_token_id)
+
+    @property
+    def bos_token(self) -> str | None:
+        """The name of `bos_token_id`, the token that begins a text."""
+        return self._name_of(self.bos_token_id)
+
+    @property
+    def pad_token(self) -> str | None:
+        """The name of the token that fills rows. Nothing here needs it."""
+        return self.special_tokens.get("pad_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The id of `pad_token`."""
+        return self._named_id("pad_token")
+
+    @property
+    def unk_token(self) -> str | None:
+        """The name of the token that stands for text which the vocabulary lacks."""
+        return self.special_tokens.get("unk_token")
+
+    @property
+    def unk_token_id(self) -> int | None:
+        """The id of `unk_token`."""
+        return self._named_id("unk_token")
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """The ids of all special tokens."""
+        return sorted(self.byte_table.special_ids)
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -131,10 +169,57 @@ class Tokenizer:
         encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
-    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of tokens; bytes that are no UTF-8 become U+FFFD."""
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        truncation: bool | None = None,
+        max_length: int | None = None,
+        padding: bool = False,
+        return_tensors: None = None,
+    ) -> Encoding:
+        """Return the `input_ids` of a text, and an `attention_mask` of as many ones; lists of both for a list of texts.
+
+        `max_length`: leave out what is behind this many tokens, the ones around a text counted, unless `truncation` is False.
+        """
+        check_call(truncation, max_length, padding, return_tensors)
+        most = None if truncation is False else max_length
+        if isinstance(text, str):
+            return Encoding.of(self._cut(text, add_special_tokens, most))
+        if not isinstance(text, (list, tuple)):
+            raise InvalidArgument("text", text, "must be a text, or a list of them")
+        for i, one in enumerate(text):
+            if not isinstance(one, str):
+                raise InvalidArgument(f"text[{i}]", one, "must be a text")
+        if most is None:
+            return Encoding.of_many(self.encode_batch(text, add_special_tokens))
+        return Encoding.of_many([self._cut(one, add_special_tokens, most) for one in text])
+
+    def _cut(self, text: str, add_special_tokens: bool, max_length: int | None) -> list[int]:
+        """The tokens of a text without its end, where there are more than `max_length`."""
+        if max_length is None:
+            return self.encode(text, add_special_tokens)
+        _check_text(text)
+        around = self._inner.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
+        if max_length < around:
+            raise InvalidArgument("max_length", max_length, f"must be at least {around}, the tokens around a text")
+        encoding = self._inner.encode(text, add_special_tokens=False)
+        encoding.truncate(max_length - around)
+        ids: list[int] = self._inner.post_process(encoding, None, add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: int | Iterable[int] | Array, skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens, or of one; bytes that are no UTF-8 become U+FFFD."""
         detokenizer = self.detokenizer(skip_special_tokens)
-        return detokenizer.push(token_ids) + detokenizer.finish()
+        given = numbers(token_ids)
+        return detokenizer.push((given,) if isinstance(given, int) else given) + detokenizer.finish()
+
+    def batch_decode(
+        self, sequences: Iterable[Iterable[int] | Array] | Array, skip_special_tokens: bool = True
+    ) -> list[str]:
+        """Return the text of each of many sequences of tokens."""
+        return [self.decode(token_ids, skip_special_tokens) for token_ids in numbers(sequences)]
 
     def detokenizer(self, skip_special_tokens: bool = True, keep_leading_space: bool = False) -> Detokenizer:
         """Return what turns tokens into text as they come; keep the leading space of text that continues a prompt."""
@@ -143,6 +228,37 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that one token stands for."""
         return self.byte_table.token_bytes(token_id)
+
+    def tokenize(self, text: str, add_special_tokens: bool = False) -> list[str]:
+        """Return the names of a text's tokens."""
+        return [str(self._name_of(token_id)) for token_id in self.encode(text, add_special_tokens)]
+
+    def convert_ids_to_tokens(
+        self, ids: int | Iterable[int] | Array, skip_special_tokens: bool = False
+    ) -> str | None | list[str | None]:
+        """Return the name of one token, or the names of many; None for an id that the vocabulary lacks."""
+        given = numbers(ids)
+        if isinstance(given, int):
+            return self._name_of(given)
+        skipped = self.byte_table.special_ids if skip_special_tokens else frozenset()
+        return [self._name_of(token_id) for token_id in given if token_id not in skipped]
+
+    def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> int | None | list[int | None]:
+        """Return the id of a name, or the ids of many; that of the unknown token, if there is one, where the vocabulary lacks it."""
+        if isinstance(tokens, str):
+            found = self.token_to_id(tokens)
+            return self.unk_token_id if found is None else found
+        return [self.unk_token_id if (found := self.token_to_id(token)) is None else found for token in tokens]
+
+    def _name_of(self, token_id: int | None) -> str | None:
+        if token_id is None or not 0 <= token_id <= MAX_INT32:
+            return None
+        name: str | None = self._inner.id_to_token(token_id)
+        return name
+
+    def _named_id(self, kind: str) -> int | None:
+        name = self.special_tokens.get(kind)
+        return None if name is None else self.token_to_id(name)
 
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a token by its name, as "<|im_end|>"."""
@@ -242,6 +358,8 @@ def tokenizer_from_gguf(fields: Mapping[str, Any], path: Path) -> Tokenizer:
     vocabulary = read_vocabulary(fields, path)
     inner = tokenizer_of(vocabulary)
     ids = {name: vocabulary.special_id(kind) for name, kind in GGUF_KINDS.items()}
+    pad = fields.get("tokenizer.ggml.padding_token_id")  # nothing here needs it, and some files' is no token
+    ids["pad_token"] = pad if type(pad) is int and 0 <= pad < len(vocabulary.tokens) else None
     return Tokenizer(
         inner,
         path,

@@ -111,7 +111,8 @@ def test_presets_are_names_of_dummy_models() -> None:
 def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def download(name: str, allow_patterns: list[str], revision: str | None, cache_dir: Path | None) -> str:
+        assert revision is None and cache_dir is None
         asked.append((name, allow_patterns))
         return str(make_directory(tmp_path, "config.json", "tokenizer.json"))
 
@@ -136,6 +137,40 @@ def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(caught.value) == expected
     with pytest.raises(InvalidArgument, match="tokenizer is 'owner/name'"):
         resolve_tokenizer("owner/name")
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which the hub's client has kept two revisions of a model, and no way to the hub."""
+    for commit, revision in (("a" * 40, "main"), ("b" * 40, "v2")):
+        kept = tmp_path / "models--owner--name"
+        (kept / "snapshots" / commit).mkdir(parents=True)
+        make_directory(kept / "snapshots" / commit, "config.json", "tokenizer.json")
+        (kept / "refs").mkdir(exist_ok=True)
+        (kept / "refs" / revision).write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+def test_a_revision_of_a_hub_id_from_a_folder(hub_cache: Path) -> None:
+    """By the hub's own client: what it would fetch is there already."""
+    for revision, commit in ((None, "a"), ("main", "a"), ("v2", "b"), ("b" * 40, "b")):
+        found = resolve_model("owner/name", revision=revision, download_dir=str(hub_cache))
+        assert found.weights == hub_cache / "models--owner--name" / "snapshots" / (commit * 40)
+        assert resolve_tokenizer("owner/name", revision, str(hub_cache)) == found.tokenizer
+    with pytest.raises(InvalidArgument, match="^model is 'owner/name': .* fetched from the hub at revision v3: "):
+        resolve_model("owner/name", revision="v3", download_dir=str(hub_cache))
+
+
+def test_only_hub_ids_have_revisions(tmp_path: Path) -> None:
+    make_directory(tmp_path, "config.json", "tokenizer.json")
+    limit = "must be None: .* is no hub id, of which alone there are revisions$"
+    for name, load_format in (("smollm2", "auto"), (str(tmp_path), "auto"), ("llama-3.1-8b", "dummy")):
+        with pytest.raises(InvalidArgument, match=f"^revision is 'v2': {limit}"):
+            resolve_model(name, load_format, revision="v2")
+    for name in ("smollm2", str(tmp_path)):
+        with pytest.raises(InvalidArgument, match=f"^tokenizer_revision is 'v2': {limit}"):
+            resolve_tokenizer(name, "v2")
 
 
 def test_tokenizer_alone(tmp_path: Path, smollm2: Path) -> None:

@@ -1,0 +1,7 @@
+"""Where scripts for vLLM look for the parameters of a request."""
+
+from __future__ import annotations
+
+from pagedec.params import RequestOutputKind, SamplingParams
+
+__all__ = ["RequestOutputKind", "SamplingParams"]

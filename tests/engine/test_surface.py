@@ -1,0 +1,206 @@
+"""What scripts for vLLM find at `LLM` and `AsyncLLM`: arguments that change nothing, names of what there is not, and what is shown."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import pickle
+import pydoc
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tqdm import tqdm
+
+from pagedec import LLM, AsyncLLM, DtypeWarning, PoolWarning, SamplingParams
+from pagedec.config import engine_rules
+from pagedec.errors import AbsentFeature, FeatureNotAvailable, InvalidArgument
+from pagedec.llm.of_vllm import ABSENT
+
+Tiny = Callable[..., LLM]
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+PROMPT = [5, 6, 7]
+HI = [{"role": "user", "content": "Say yes."}]
+SETTINGS: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "num_blocks": 16}
+
+
+@pytest.fixture
+def asynchronous(tiny_path: Path) -> Iterator[AsyncLLM]:
+    with AsyncLLM(str(tiny_path), **SETTINGS) as llm:
+        yield llm
+
+
+# ------------------------------------------------------------------------------------------------------------- of requests
+def test_a_request_without_a_lora(text_llm: LLM, asynchronous: AsyncLLM) -> None:
+    assert text_llm.generate("Hi", GREEDY, use_tqdm=False, lora_request=None)[0].finished
+    assert text_llm.chat(HI, GREEDY, use_tqdm=False, lora_request=None)[0].finished
+    assert list(text_llm.stream("Hi", GREEDY, lora_request=None))[-1].finished
+
+    async def last() -> bool:
+        return [output async for output in asynchronous.generate(PROMPT, GREEDY, lora_request=None)][-1].finished
+
+    assert asyncio.run(last())
+
+
+def test_a_request_with_a_lora_is_refused_by_name(tiny: Tiny, asynchronous: AsyncLLM) -> None:
+    llm, lora = tiny(), {"lora_name": "mine"}
+
+    async def first(outputs: Any) -> None:
+        await anext(outputs)
+
+    for call in (
+        lambda: llm.generate(PROMPT, GREEDY, lora_request=lora), lambda: llm.chat(HI, GREEDY, lora_request=lora),
+        lambda: llm.generate([PROMPT, PROMPT], GREEDY, lora_request=[None, lora]),
+        lambda: llm.stream(PROMPT, GREEDY, lora_request=lora),
+        lambda: asyncio.run(first(asynchronous.generate(PROMPT, GREEDY, lora_request=lora))),
+        lambda: asyncio.run(first(asynchronous.chat(HI, GREEDY, lora_request=lora))),
+    ):  # fmt: skip
+        with pytest.raises(
+            FeatureNotAvailable, match="^lora_request is .*mine.*: LoRA adapters are not available in this"
+        ):
+            call()
+    assert llm._num_requests == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "missing"),
+    [
+        ("multi_modal_data", {"image": object()}, "images, audio and video are"),
+        ("mm_processor_kwargs", {"num_crops": 4}, "images, audio and video are"),
+        ("prompt_embeds", torch.zeros(2, 3), "prompts as embeddings are"),
+        ("encoder_prompt", "a", "models with an encoder are"),
+    ],
+)
+def test_prompts_of_more_than_text_are_refused_by_name(tiny: Tiny, key: str, value: Any, missing: str) -> None:
+    llm = tiny()
+    with pytest.raises(FeatureNotAvailable) as caught:
+        llm.generate([PROMPT, {"prompt_token_ids": PROMPT, key: value}], GREEDY, use_tqdm=False)
+    assert caught.value.field == f"prompts[1].{key}" and caught.value.value is value
+    assert caught.value.limit == f"{missing} not available in this version"
+    empty = {"prompt_token_ids": PROMPT, key: None, "multi_modal_data": {}}
+    assert llm.generate(empty, GREEDY, use_tqdm=False)[0].prompt_token_ids == PROMPT
+
+
+@pytest.mark.parametrize("kind", ["image_url", "image", "input_audio", "audio_url", "video", "video_url"])
+def test_chats_of_more_than_text_are_refused_by_name(text_llm: LLM, kind: str) -> None:
+    part = {"type": kind, kind: {"url": "file:///a"}}
+    with pytest.raises(FeatureNotAvailable) as caught:
+        text_llm.chat([*HI, {"role": "user", "content": [{"type": "text", "text": "What?"}, part]}], GREEDY)
+    assert (caught.value.field, caught.value.value) == ("messages[1].content[1]", part)
+    assert "these models read nothing but text" in caught.value.limit
+
+
+def test_bars(text_llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    made: list[Any] = []
+
+    def bar(**options: Any) -> Any:
+        made.append(tqdm(**options, leave=False))
+        return made[-1]
+
+    text_llm.generate(["a", "b"], GREEDY, use_tqdm=bar)
+    assert (made[0].total, made[0].n, made[0].desc) == (2, 2, "prompts")
+    text_llm.chat(HI, GREEDY, bar)
+    assert made[1].total == made[1].n == 1
+    capsys.readouterr()
+    text_llm.chat(HI, GREEDY, False)
+    text_llm.generate(prompts=["a"], sampling_params=GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+    text_llm.generate("a", GREEDY)
+    assert "prompts: 100%" in capsys.readouterr().err
+    for wrong in ("yes", None, 1):
+        with pytest.raises(
+            InvalidArgument, match="^use_tqdm is .*: must be true, false, or what makes a bar as tqdm does$"
+        ):
+            text_llm.generate("a", GREEDY, use_tqdm=wrong)
+
+
+def test_no_prompts_are_no_outputs(tiny: Tiny) -> None:
+    for none in ([], (), iter(())):
+        assert tiny().generate(none, GREEDY) == []
+
+
+def test_outputs_have_the_names_of_what_there_is_not(tiny: Tiny) -> None:
+    [output] = tiny().generate(PROMPT, GREEDY.clone(logprobs=1), use_tqdm=False)
+    for name in ("lora_request", "encoder_prompt", "encoder_prompt_token_ids", "kv_transfer_params", "prompt_logprobs"):
+        assert getattr(output, name) is None
+    [answer] = output.outputs
+    assert answer.lora_request is answer.kv_transfer_params is answer.routed_experts is None
+    assert answer.logprobs is not None and answer.cumulative_logprob is not None and output.metrics is not None
+    assert "lora" not in repr(output) and output.num_cached_tokens == 0
+
+
+# ----------------------------------------------------------------------------------------------------- what there is not
+@pytest.mark.parametrize("name", ABSENT)
+def test_absent_methods_are_said_by_name(tiny: Tiny, name: str) -> None:
+    llm = tiny()
+    assert not hasattr(llm, name) and getattr(llm, name, 3) == 3 and name not in dir(llm)
+    with pytest.raises(AbsentFeature) as caught:
+        getattr(llm, name)
+    error = caught.value
+    assert isinstance(error, FeatureNotAvailable) and isinstance(error, AttributeError)
+    assert str(error) == f"{name} is not available in this version: {ABSENT[name]}"
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.field, again.code) == (str(error), name, "UNIMPLEMENTED")
+
+
+def test_other_names_are_said_as_python_says_them(tiny: Tiny, asynchronous: AsyncLLM) -> None:
+    with pytest.raises(AttributeError, match="^'LLM' object has no attribute 'generat'$") as caught:
+        tiny().generat  # noqa: B018
+    assert caught.value.name == "generat" and not isinstance(caught.value, InvalidArgument)
+    with pytest.raises(AbsentFeature, match="^sleep is not available in this version: "):
+        asynchronous.sleep  # noqa: B018
+
+
+# ---------------------------------------------------------------------------------------------------------- what is shown
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_every_argument_is_shown(kind: type[LLM] | type[AsyncLLM]) -> None:
+    parameters = dict(inspect.signature(kind).parameters)
+    assert parameters.pop("of_vllm").kind is inspect.Parameter.VAR_KEYWORD
+    assert list(parameters) == list(engine_rules())
+    described = " ".join(inspect.getdoc(kind).split())
+    shown = pydoc.plain(pydoc.render_doc(kind))
+    for name, (rule, default) in engine_rules().items():
+        assert parameters[name].default == default
+        assert f"{name}: {rule.help}" in described and f" {name}: " in shown
+        assert len(rule.offered) < 2 or all(repr(choice) in described for choice in rule.offered)
+    assert "num_blocks: blocks of KV in the pool (default: None)" in described
+    assert "block_size: tokens in a block of KV; one of 8, 16, 32, 64 (default: 16)" in described
+    assert "executor: where steps run; only 'inline' in this version" in described
+    assert max(map(len, kind.__doc__.splitlines())) <= 140
+
+
+def test_a_kind_of_llm_has_a_signature_of_its_own() -> None:
+    class Mine(LLM):
+        def __init__(self, path: str) -> None:
+            super().__init__(path)
+
+    assert list(inspect.signature(Mine).parameters) == ["path"]
+
+
+def test_an_llm_is_one_line(tiny: Tiny, tiny_path: Path, asynchronous: AsyncLLM) -> None:
+    llm = tiny(attention_backend="reference", quantization="int8", max_model_len=40)
+    pool = "KV pool 64 blocks, 1024 tokens, "
+    assert repr(llm).startswith(f"<LLM {tiny_path}: int8 and float32 on reference, context 40, {pool}")
+    llm.close()
+    assert repr(llm) == f"<LLM {tiny_path}: closed>"
+    assert repr(asynchronous).startswith(f"<AsyncLLM {tiny_path}: float32 on ")
+    asynchronous.close()
+    assert repr(asynchronous) == f"<AsyncLLM {tiny_path}: closed>"
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+@pytest.mark.parametrize(
+    ("arguments", "category"), [({"dtype": "half"}, DtypeWarning), ({"num_blocks": 3}, PoolWarning)]
+)
+def test_warnings_are_of_who_made_it(
+    tiny_path: Path, kind: type[LLM] | type[AsyncLLM], arguments: dict[str, Any], category: type[Warning]
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with kind(str(tiny_path), **{**SETTINGS, **arguments}):
+            pass
+    [warning] = [one for one in caught if issubclass(one.category, category)]
+    assert warning.filename == __file__

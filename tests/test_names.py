@@ -1,0 +1,78 @@
+"""What `import pagedec` offers: vLLM's names in vLLM's places, listed without loading what is heavy, and typed for checkers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import pagedec
+
+LAZY = ("LLM", "AsyncLLM")
+
+
+def in_a_new_process(program: str) -> str:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_names_are_listed_and_typed_prompts_made_without_torch() -> None:
+    program = (
+        "import pagedec, sys\n"
+        "print(sorted(set(pagedec.__all__) - set(dir(pagedec))))\n"
+        "from pagedec import RequestOutput, SamplingParams, TextPrompt, TokensPrompt\n"
+        "import pagedec.inputs, pagedec.outputs, pagedec.sampling_params\n"
+        "print('torch' in sys.modules, 'tokenizers' in sys.modules)"
+    )
+    assert in_a_new_process(program).splitlines() == ["[]", "False False"]
+
+
+def test_names_are_listed_before_and_after_they_are_used() -> None:
+    program = "import pagedec; a = dir(pagedec); pagedec.LLM; print(a == sorted(a), set(a) <= set(dir(pagedec)))"
+    assert in_a_new_process(program) == "True True"
+
+
+@pytest.mark.parametrize("name", pagedec.__all__)
+def test_every_name_is_there(name: str) -> None:
+    assert name in dir(pagedec) and getattr(pagedec, name) is not None
+
+
+def test_unknown_names_are_said_as_python_says_them() -> None:
+    with pytest.raises(AttributeError, match="^module 'pagedec' has no attribute 'LLMM'$"):
+        _ = pagedec.LLMM
+
+
+def test_the_modules_of_vllm_are_where_scripts_look_for_them() -> None:
+    from pagedec import inputs, outputs, sampling_params
+
+    assert sampling_params.SamplingParams is pagedec.SamplingParams
+    assert sampling_params.RequestOutputKind is pagedec.RequestOutputKind
+    assert (inputs.TextPrompt, inputs.TokensPrompt) == (pagedec.TextPrompt, pagedec.TokensPrompt)
+    assert inputs.PromptType is inputs.Prompt
+    assert (outputs.RequestOutput, outputs.CompletionOutput) == (pagedec.RequestOutput, pagedec.CompletionOutput)
+    with pytest.raises(ImportError, match="BeamSearchParams"):
+        from pagedec.sampling_params import BeamSearchParams  # noqa: F401
+
+
+def test_checkers_read_the_package_s_types(tmp_path: Path) -> None:
+    """A checker outside of the checkout takes the package for typed, and knows the names that are loaded late."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        from pagedec import LLM, AsyncLLM, SamplingParams, TextPrompt
+        from pagedec.inputs import PromptType
+
+        prompts: list[PromptType] = ["a", [1, 2], TextPrompt(prompt="b"), {"prompt_token_ids": [3]}]
+        reveal_type(LLM().generate(prompts, SamplingParams(n=2), use_tqdm=False)[0].outputs[0].text)
+        reveal_type(AsyncLLM)
+        """)
+    )
+    command = [sys.executable, "-m", "mypy", "--config-file=", "--cache-dir", str(tmp_path / "cache"), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    told = [line.partition(": note: ")[2] for line in done.stdout.splitlines() if ": note: " in line]
+    assert told[0] == 'Revealed type is "str"' and told[1].endswith('pagedec.llm.async_llm.AsyncLLM"'), done.stdout
+    assert "py.typed" not in done.stdout
