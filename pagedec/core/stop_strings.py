@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagedec.errors import InvalidArgument
+from pagedec.errors import InvalidArgument, Shown
 from pagedec.fields import check_encodable
 
 MAX_STOP_STRINGS = 64
@@ -87,7 +87,7 @@ class StopStrings:
 
 def _checked(strings: Sequence[str]) -> tuple[str, ...]:
     if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidArgument("stop", f"{len(strings)} strings", f"must be at most {MAX_STOP_STRINGS}")
+        raise InvalidArgument("stop", Shown(f"{len(strings)} strings"), f"must be at most {MAX_STOP_STRINGS}")
     for string in strings:
         if not isinstance(string, str) or not string:
             raise InvalidArgument("stop", string, "must hold strings that are not empty")

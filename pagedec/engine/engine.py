@@ -21,7 +21,7 @@ from pagedec.engine.options import DEFAULT_LOGPROBS, Vocabulary, check_reports, 
 from pagedec.engine.pool import KvPool
 from pagedec.engine.recovery import Recovery
 from pagedec.engine.stats import EngineStats
-from pagedec.errors import DeviceError, InvalidArgument, RequestError
+from pagedec.errors import DeviceError, InvalidArgument, RequestError, Shown
 from pagedec.executor.base import Executor
 from pagedec.outputs import RequestMetrics
 from pagedec.params import RequestParams
@@ -217,7 +217,7 @@ class Engine:
         if len(prompt) >= longest:
             what = "the context" if longest == self.limits.max_model_len else "the KV pool"
             limit = f"must be at most {longest - 1} tokens long: {what} holds {longest}, and one must be new"
-            raise InvalidArgument("prompt", f"{len(prompt)} tokens", limit)
+            raise InvalidArgument("prompt", Shown(f"{len(prompt)} tokens"), limit)
         if max_tokens is not None and len(prompt) + max_tokens <= longest:
             return len(prompt) + max_tokens, "max_tokens"
         return longest, "max_model_len" if longest == self.limits.max_model_len else "kv_pool"

@@ -13,7 +13,7 @@ from pagedec.core.reporting import TokenLogprobs
 from pagedec.core.request import Failed, Finished, Progress, Request
 from pagedec.engine.engine import Engine, EngineEvent, FinishedRequest
 from pagedec.engine.interrupts import held_interrupts
-from pagedec.errors import InvalidArgument, NotFound, PagedecError, RequestError
+from pagedec.errors import InvalidArgument, NotFound, PagedecError, RequestError, Shown
 
 WAIT_SECONDS = 0.05
 """How long a thread sleeps before it looks whether it was interrupted, or forgotten by one that drove."""
@@ -257,4 +257,4 @@ class EngineLoop:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise InvalidArgument("LLM", "closed", "must be open: its device and its memory were given up")
+            raise InvalidArgument("LLM", Shown("closed"), "must be open: its device and its memory were given up")

@@ -13,7 +13,7 @@ from pagedec.core.processing import NO_PROCESSING, Processing
 from pagedec.core.reporting import NO_REPORTING, Reporting
 from pagedec.core.stop_strings import StopStrings
 from pagedec.core.stopping import Stopping
-from pagedec.errors import InvalidArgument
+from pagedec.errors import InvalidArgument, Shown
 from pagedec.fields import MAX_INT32, float32
 from pagedec.params import RequestParams
 
@@ -164,11 +164,11 @@ def _check_something_is_left(stopping: Stopping, processing: Processing, vocab_s
         return
     if allowed is not None:
         limit = "must leave a token that may be drawn beside bad_words and, before min_tokens, the stop tokens"
-        raise InvalidArgument("allowed_token_ids", f"{len(allowed)} tokens", limit)
+        raise InvalidArgument("allowed_token_ids", Shown(f"{len(allowed)} tokens"), limit)
     if not single:
         limit = "must leave a token that may be drawn before min_tokens are reached"
-        raise InvalidArgument("stop_token_ids", f"{len(stopping.ends)} tokens", limit)
-    raise InvalidArgument("bad_words", f"{len(single)} tokens", "must leave a token that may be drawn")
+        raise InvalidArgument("stop_token_ids", Shown(f"{len(stopping.ends)} tokens"), limit)
+    raise InvalidArgument("bad_words", Shown(f"{len(single)} tokens"), "must leave a token that may be drawn")
 
 
 def _token_ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -61,8 +62,9 @@ class AsyncLLM(Front):
             prepared = await asyncio.to_thread(self.prepare, [prompt], sampling_params, orders, salt, request_id)
         else:
             prepared = self.prepare([prompt], sampling_params, orders, salt, request_id)
-        async for output in self._stream(prepared):
-            yield output
+        async with contextlib.aclosing(self._stream(prepared)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def chat(
         self,
@@ -86,8 +88,9 @@ class AsyncLLM(Front):
         check_no_lora(lora_request)
         orders = as_priorities([priority], 1)
         prepared = await asyncio.to_thread(self.prepare_chat, [messages], sampling_params, orders, template, request_id)
-        async for output in self._stream(prepared):
-            yield output
+        async with contextlib.aclosing(self._stream(prepared)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests. Their iterators give out what there is, with the reason "abort"; one that is over, or never was, is none."""

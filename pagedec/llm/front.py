@@ -14,7 +14,7 @@ from pagedec.engine.engine import Engine
 from pagedec.engine.loader import load_engine
 from pagedec.engine.loop import EngineLoop
 from pagedec.engine.pool import KvPool
-from pagedec.errors import AbsentFeature, InvalidArgument, NotFound
+from pagedec.errors import AbsentFeature, InvalidArgument, NotFound, Shown
 from pagedec.inputs import Prompt
 from pagedec.llm.answers import Answers
 from pagedec.llm.arguments import EngineArgs, signed
@@ -114,12 +114,14 @@ class Front:
         context is refused before it is tokenised; with `special_tokens`, texts are given those that the model wants around them.
         """
         if self._closed:
-            raise InvalidArgument("LLM", "closed", "must be open: its device and its memory were given up")
+            raise InvalidArgument("LLM", Shown("closed"), "must be open: its device and its memory were given up")
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise InvalidArgument(
-                "sampling_params", len(each), f"must be one, or one for each of {len(prompts)} prompts"
+                "sampling_params",
+                Shown(f"a list of {len(each)}"),
+                f"must be one, or one for each of {len(prompts)} prompts",
             )
         orders = as_priorities(priorities, len(prompts))
         name = None if request_id is None else read_salt("request_id", request_id)

@@ -97,7 +97,9 @@ def with_token_ids(prompts: object, prompt_token_ids: object) -> list[Any]:
         return each
     texts = as_list(prompts)
     if len(each) != len(texts):
-        raise InvalidArgument(field, len(each), f"must hold the token ids of each of {len(texts)} prompts")
+        raise InvalidArgument(
+            field, Shown(f"a list of {len(each)}"), f"must hold the token ids of each of {len(texts)} prompts"
+        )
     for i, text in enumerate(texts):
         if not isinstance(text, str):
             raise InvalidArgument(f"prompts[{i}]", text, f"must be text where {field} has its token ids")
@@ -121,7 +123,9 @@ def as_priorities(priority: object, num_prompts: int) -> list[int]:
     if not isinstance(priority, Sequence) or isinstance(priority, (str, bytes)) or not all(map(is_id, priority)):
         raise InvalidArgument("priority", priority, "must be a list of whole numbers, one for each prompt")
     if len(priority) != num_prompts:
-        raise InvalidArgument("priority", len(priority), f"must hold one number for each of {num_prompts} prompts")
+        raise InvalidArgument(
+            "priority", Shown(f"a list of {len(priority)}"), f"must hold one number for each of {num_prompts} prompts"
+        )
     return [int(number) for number in priority]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tests.engine.test_llm_stream import check_growth
 
 IDS = [5, 17, 40, 99, 3]
 FOREVER = SamplingParams(max_tokens=400, ignore_eos=True)
+HELLO = [{"role": "user", "content": "Hello."}]
 Make = Callable[..., AsyncLLM]
 
 
@@ -179,6 +180,26 @@ def test_leaving_aborts(make: Make, how: str) -> None:
     assert max(steps) == 1, "each was gone before the next began"
 
 
+def test_a_closed_iterator_has_aborted_when_closing_returns(make: Make) -> None:
+    """Its name is free at once, whatever the event loop does next."""
+    with_text = AsyncLLM("smollm2", num_blocks=32, max_model_len=256)
+
+    async def begun(stream: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+        assert not (await anext(stream)).finished
+        return stream
+
+    async def main() -> None:
+        llm = make()
+        for _ in range(3):
+            await (await begun(llm.generate(IDS, FOREVER, "mine"))).aclose()
+            assert not llm._readers
+            await (await begun(with_text.chat(HELLO, FOREVER, "mine"))).aclose()
+            assert not with_text._readers
+
+    with with_text:
+        run(main())
+
+
 def test_aborting_by_name(make: Make) -> None:
     """The iterator gives what there is; a name is free again, and a strange one is none."""
     llm = make()
@@ -264,7 +285,7 @@ def test_closing_tells_everybody(make: Make) -> None:
                 await asyncio.sleep(0.001)
         with pytest.raises(RequestError, match="the engine is closed"):
             await task
-        with pytest.raises(InvalidArgument, match="LLM is 'closed'"):
+        with pytest.raises(InvalidArgument, match="LLM is closed"):
             await read(llm.generate(IDS, FOREVER))
         await llm.check_health()
 

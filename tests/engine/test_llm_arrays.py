@@ -114,7 +114,7 @@ def test_token_ids_by_keyword(llm: LLM, make: Callable[[Any], Any]) -> None:
         ({"prompt_token_ids": [{"prompt": "a"}]}, "prompt_token_ids[0]", {"prompt": "a"}, "must be token ids"),
         ({"prompt_token_ids": [PROMPT, [131]]}, "prompt_token_ids[1]", 131, "token ids must be from 0 to 130"),
         ({"prompt_token_ids": np.array([1.0])}, "prompt_token_ids", "a float64 array of shape (1,)", "whole numbers"),
-        ({"prompts": ["a"], "prompt_token_ids": [PROMPT, OTHER]}, "prompt_token_ids", 2,
+        ({"prompts": ["a"], "prompt_token_ids": [PROMPT, OTHER]}, "prompt_token_ids", "a list of 2",
          "must hold the token ids of each of 1 prompts"),
         ({"prompts": [PROMPT], "prompt_token_ids": [PROMPT]}, "prompts[0]", PROMPT,
          "must be text where prompt_token_ids has its token ids"),

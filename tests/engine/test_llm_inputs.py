@@ -110,9 +110,9 @@ def test_the_longest_prompt_that_fits_is_taken(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("params", "field", "value", "limit"),
     [
-        ([GREEDY], "sampling_params", 1, "must be one, or one for each of 2 prompts"),
-        ([GREEDY] * 3, "sampling_params", 3, "must be one, or one for each of 2 prompts"),
-        ([], "sampling_params", 0, "must be one, or one for each of 2 prompts"),
+        ([GREEDY], "sampling_params", "a list of 1", "must be one, or one for each of 2 prompts"),
+        ([GREEDY] * 3, "sampling_params", "a list of 3", "must be one, or one for each of 2 prompts"),
+        ([], "sampling_params", "a list of 0", "must be one, or one for each of 2 prompts"),
         ([GREEDY, None], "sampling_params[1]", None, "must be parameters of a decoder that is registered; known are"),
         ({"temperature": 0}, "sampling_params[0]", {"temperature": 0}, "sampling (SamplingParams)"),
         ("greedy", "sampling_params[0]", "greedy", "sampling (SamplingParams)"),

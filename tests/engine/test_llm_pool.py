@@ -142,7 +142,7 @@ def test_running_requests_keep_what_they_hold(tiny: Tiny) -> None:
 def test_a_closed_engine_has_no_prefix_cache(tiny: Tiny) -> None:
     llm = tiny()
     llm.close()
-    with pytest.raises(InvalidArgument, match="LLM is 'closed': must be open"):
+    with pytest.raises(InvalidArgument, match="LLM is closed: must be open"):
         llm.reset_prefix_cache()
 
 

@@ -262,5 +262,5 @@ def test_a_closed_llm_says_so(tiny_path: Path) -> None:
         with pytest.raises(PagedecError, match="closed"):
             next(stream)
     for call in (lambda: generate(llm, IDS), lambda: llm.stream(IDS)):
-        with pytest.raises(InvalidArgument, match="^LLM is 'closed': must be open"):
+        with pytest.raises(InvalidArgument, match="^LLM is closed: must be open"):
             call()

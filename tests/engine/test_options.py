@@ -102,9 +102,9 @@ def test_reports(fields: dict[str, Any], want: Reporting) -> None:
         ({"bad_words": [" "]}, "bad_words is ' '"),
         ({"bad_words": ["big"]}, "bad_words is 'big': must be of tokens from 0 to 9; it has token 99"),
         ({"stop": [""]}, "stop is ''"),
-        ({"allowed_token_ids": (1, 2), "bad_words": ["a"]}, "allowed_token_ids is '2 tokens'"),
-        ({"allowed_token_ids": (0,), "min_tokens": 1}, "allowed_token_ids is '1 tokens'"),
-        ({"stop_token_ids": range(10), "min_tokens": 1}, "stop_token_ids is '10 tokens'"),
+        ({"allowed_token_ids": (1, 2), "bad_words": ["a"]}, "allowed_token_ids is 2 tokens"),
+        ({"allowed_token_ids": (0,), "min_tokens": 1}, "allowed_token_ids is 1 tokens"),
+        ({"stop_token_ids": range(10), "min_tokens": 1}, "stop_token_ids is 10 tokens"),
     ],
 )
 def test_refusals(fields: dict[str, Any], named: str) -> None:
