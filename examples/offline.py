@@ -40,7 +40,7 @@ def main() -> None:
             for answer in output.outputs:
                 print(f"{output.prompt!r} -> {answer.text!r} ({answer.finish_reason})")
         stream(llm, "The sun is")
-        talk(llm, ["What is the capital of Italy?", "And of Spain?"])
+        talk(llm, ["What is the capital of France?", "And of Spain?"])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import re
@@ -42,3 +43,15 @@ def test_the_offline_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(line.startswith("'My three favourite colours are' -> ") for line in lines) == 3
     cached = [int(found) for found in re.findall(r"\((\d+) of \d+ prompt tokens were cached\)", "\n".join(lines))]
     assert len(cached) == 2 and cached[1] > cached[0]
+
+
+def test_the_example_of_coroutines(capsys: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(runpy.run_path(str(EXAMPLES / "async_llm.py"))["main"]())
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    [paris] = [line for line in lines if line.startswith("'The capital of France is' -> ' Paris.")]
+    assert int(paris.split()[-2]) > 4, "in pieces"
+    assert "'What is the capital of Japan?' -> 'The capital of Japan is Tokyo.'" in lines
+    assert [
+        line for line in lines if re.fullmatch(r"'Once upon a time' was given up after 0.5 s and \d+ characters", line)
+    ]
