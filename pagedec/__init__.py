@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pagedec.environment import limit_spinning
-from pagedec.errors import DtypeWarning, PagedecError, PoolWarning, WeightsWarning
+from pagedec.errors import (
+    DeviceError,
+    DtypeWarning,
+    InvalidArgument,
+    ModelFileError,
+    PagedecError,
+    PoolWarning,
+    RequestError,
+    RequestsFailed,
+    WeightsWarning,
+)
 from pagedec.inputs import TextPrompt, TokensPrompt
 from pagedec.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from pagedec.params import RequestOutputKind, RequestParams, SamplingParams
@@ -20,14 +30,19 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "DeviceError",
     "DtypeWarning",
+    "InvalidArgument",
     "Logprob",
+    "ModelFileError",
     "PagedecError",
     "PoolWarning",
+    "RequestError",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "RequestParams",
+    "RequestsFailed",
     "SamplingParams",
     "TextPrompt",
     "TokensPrompt",

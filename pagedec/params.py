@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -21,6 +23,7 @@ from pagedec.fields import (
     check_names,
     field_names,
     option,
+    rules,
     strict,
 )
 
@@ -85,7 +88,7 @@ class RequestParams:
     logprobs: int | None = option(
         None,
         Integer(
-            "report this many of the most probable tokens of each step; -1: all; the engine's --max-logprobs bounds them",
+            "report this many of the most probable tokens of each step; -1: all; the engine's max_logprobs bounds them",
             low=-1,
             optional=True,
         ),
@@ -148,6 +151,19 @@ def settable(cls: type[P]) -> type[P]:
     return cls
 
 
+def described(cls: type[P]) -> type[P]:
+    """Put all fields, with their meanings and defaults, at the end of the docstring of a class of parameters."""
+    entries = [f"{name}: {rule.help} (default: {default!r})" for name, (rule, default) in rules(cls).items()]
+    kinds = ", ".join(kind.name for kind in RequestOutputKind)
+    entries.append(
+        f"output_kind: what each output of a stream holds, a RequestOutputKind: {kinds} (default: CUMULATIVE)"
+    )
+    lines = [textwrap.fill(entry, 118, initial_indent=" " * 4, subsequent_indent=" " * 8) for entry in entries]
+    cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Args:", *lines])
+    return cls
+
+
+@described
 @settable
 @strict
 @dataclass(frozen=True, slots=True, kw_only=True)

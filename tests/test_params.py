@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import pickle
 from typing import Any
@@ -225,3 +226,15 @@ def test_outputs_read_as_vllm_users_expect() -> None:
     assert output.outputs[0].text == " there" and output.outputs[0].finished()
     assert output.num_cached_tokens == 2
     assert not CompletionOutput(0, "", []).finished()
+
+
+def test_help_tells_every_field() -> None:
+    told = inspect.getdoc(SamplingParams) or ""
+    for field in dataclasses.fields(SamplingParams):
+        assert f"\n    {field.name}: " in told, field.name
+    assert "\n    n: answers for each prompt (default: 1)\n    temperature: 0 is greedy;" in told
+    assert (
+        "\n    output_kind: what each output of a stream holds, a RequestOutputKind: CUMULATIVE, DELTA, FINAL_ONLY"
+        in told
+    )
+    assert all(len(line) <= 120 or not line.startswith("    ") for line in told.splitlines())

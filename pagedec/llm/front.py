@@ -59,6 +59,10 @@ class Front:
             return f"<{name}: closed>"
         return f"<{name}: {self._kernels}, context {self.engine.limits.max_model_len}, KV pool {self.kv_cache}>"
 
+    def __reduce__(self) -> NoReturn:
+        kind = type(self).__name__
+        raise TypeError(f"an {kind} cannot be copied or pickled: it holds a device; make one in each process")
+
     if not TYPE_CHECKING:  # or every name would be one to a checker
 
         def __getattr__(self, name: str) -> NoReturn:
@@ -216,7 +220,8 @@ def _named(prompt: str, sampling_params: str, params: object) -> Iterator[None]:
         with renamed("prompt", prompt):
             yield
     except NotFound as error:
-        limit = f"must be parameters of a decoder that is registered; {error.known}"
+        made = "SamplingParams(**...) makes one of a mapping" if isinstance(params, Mapping) else error.known
+        limit = f"must be a SamplingParams, or parameters of another decoder that is registered; {made}"
         raise InvalidArgument(sampling_params, params, limit) from None
 
 

@@ -181,6 +181,8 @@ def _read_mapping(prompt: Mapping[str, Any], field: str) -> tuple[str | None, An
     given = [key for key in ("prompt", "prompt_token_ids") if prompt.get(key) is not None]
     if not given or any(key not in KEYS and key not in MISSING_KEYS for key in prompt):
         limit = "must have prompt or prompt_token_ids, may have cache_salt, and nothing else"
+        if "role" in prompt:
+            limit += "; messages of a chat go to `chat`"
         raise InvalidArgument(field, list(prompt), limit)
     text, salt = prompt.get("prompt"), prompt.get("cache_salt") or ""
     if text is not None and not isinstance(text, str):

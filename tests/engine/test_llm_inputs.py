@@ -95,6 +95,11 @@ def test_wrong_prompt(llm: LLM, prompts: Any, field: str, value: Any, limit: str
     assert limit in error.limit
 
 
+def test_messages_of_a_chat_are_no_prompts(llm: LLM) -> None:
+    error = refused(llm, [{"role": "user", "content": "Hi"}])
+    assert error.limit.endswith("and nothing else; messages of a chat go to `chat`")
+
+
 def test_prompt_longer_than_the_pool(tiny: Tiny) -> None:
     error = refused(tiny(num_blocks=3), [[1] * 32])
     assert (error.field, error.value) == ("prompts[0]", "32 tokens")
@@ -113,8 +118,8 @@ def test_the_longest_prompt_that_fits_is_taken(tiny: Tiny) -> None:
         ([GREEDY], "sampling_params", "a list of 1", "must be one, or one for each of 2 prompts"),
         ([GREEDY] * 3, "sampling_params", "a list of 3", "must be one, or one for each of 2 prompts"),
         ([], "sampling_params", "a list of 0", "must be one, or one for each of 2 prompts"),
-        ([GREEDY, None], "sampling_params[1]", None, "must be parameters of a decoder that is registered; known are"),
-        ({"temperature": 0}, "sampling_params[0]", {"temperature": 0}, "sampling (SamplingParams)"),
+        ([GREEDY, None], "sampling_params[1]", None, "must be a SamplingParams, or parameters of another decoder"),
+        ({"temperature": 0}, "sampling_params[0]", {"temperature": 0}, "; SamplingParams(**...) makes one"),
         ("greedy", "sampling_params[0]", "greedy", "sampling (SamplingParams)"),
         (SamplingParams, "sampling_params[0]", SamplingParams, "sampling (SamplingParams)"),
         (SamplingParams(stop_token_ids=[3, 131]), "stop_token_ids", 131, "token ids must be from 0 to 130"),

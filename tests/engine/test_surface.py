@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import pickle
 import pydoc
@@ -189,6 +190,14 @@ def test_an_llm_is_one_line(tiny: Tiny, tiny_path: Path, asynchronous: AsyncLLM)
     assert repr(asynchronous).startswith(f"<AsyncLLM {tiny_path}: float32 on ")
     asynchronous.close()
     assert repr(asynchronous) == f"<AsyncLLM {tiny_path}: closed>"
+
+
+@pytest.mark.parametrize("use", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_llm_says_that_it_stays_where_it_is(text_llm: LLM, use: Callable[[object], object]) -> None:
+    with pytest.raises(
+        TypeError, match="^an LLM cannot be copied or pickled: it holds a device; make one in each process$"
+    ):
+        use(text_llm)
 
 
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
