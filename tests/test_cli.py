@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -83,7 +84,7 @@ def test_generate_prints_prompts_and_answers(stand_in: type[StandIn], capsys: py
     out, err = capsys.readouterr()
     assert out.splitlines() == [
         *("=== ab", "--- answer 1: 2 tokens, length", "<ab>", "--- answer 2: 2 tokens, length", "<ab>"),
-        *("=== c", "--- answer 1: 1 tokens, length", "<c>", "--- answer 2: 1 tokens, length", "<c>"),
+        *("=== c", "--- answer 1: 1 token, length", "<c>", "--- answer 2: 1 token, length", "<c>"),
     ]
     assert "pagedec: stand-in; loaded in " in err
     assert "2 prompts of 3 tokens, 4 answers of 6 tokens in " in err and " tokens/s" in err
@@ -159,7 +160,7 @@ def test_generate_as_a_chat(stand_in: type[StandIn], capsys: pytest.CaptureFixtu
         [system, {"role": "user", "content": "a"}],
         [system, {"role": "user", "content": "b"}],
     ]
-    assert capsys.readouterr().out.splitlines()[:3] == ["=== a", "--- 1 tokens, length", "<a>"]
+    assert capsys.readouterr().out.splitlines()[:3] == ["=== a", "--- 1 token, length", "<a>"]
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_model(
@@ -230,6 +231,7 @@ def test_bench_prints_lines(stand_in: type[StandIn], capsys: pytest.CaptureFixtu
     assert run("bench", "latency", "--num-iters", "1") == 0
     out = capsys.readouterr().out
     assert "output tokens per second" in out and "execute mean ms" in out
+    assert re.search(r"^batch size +8$", out, re.MULTILINE), "a count is a whole number"
 
 
 # -------------------------------------------------------------------------------------------------------------- errors

@@ -76,7 +76,7 @@ def test_the_only_answer_grows_on_the_screen(tiny: Path, llm: LLM, words: Sampli
         before, shown, ending = re.split(r"=== x\n|\n(?=--- )", terminal.shown)
     check_wrapped(shown, answer(llm, "x", words), COLUMNS)
     assert before == "" and ending.splitlines()[0] == "--- 300 tokens, length"
-    assert "loaded in" in ending and "1 answers of 300 tokens" in ending and "%" not in ending
+    assert "loaded in" in ending and "1 answer of 300 tokens" in ending and "%" not in ending
 
 
 def test_it_grows_before_it_is_complete_and_ctrl_c_keeps_it(tiny: Path, llm: LLM, words: SamplingParams) -> None:
@@ -91,7 +91,7 @@ def test_it_grows_before_it_is_complete_and_ctrl_c_keeps_it(tiny: Path, llm: LLM
     lines = ending.splitlines()
     count = int(lines[0].removesuffix(" tokens, interrupted"))
     assert 90 < count < 90_000 and lines[-1] == "pagedec: interrupted"
-    assert any(f"1 answers of {count} tokens in " in line for line in lines)
+    assert any(f"1 answer of {count} tokens in " in line for line in lines)
     shown = shown.replace("^C", "")
     assert shown.split()[:40] == text.split()[:40]
     assert len(shown.replace("\n", " ")) >= count - 2 * shown.count("\n") - 2, "all that came is shown"

@@ -197,5 +197,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(result))
     else:
         for name, value in result.items():
-            print(f"{name.replace('_', ' '):32} {value:12.2f}")
+            number = f"{value:12.2f}" if isinstance(value, float) else f"{value:9d}   "
+            print(f"{name.replace('_', ' '):32} {number}".rstrip())
     return 0

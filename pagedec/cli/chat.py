@@ -22,7 +22,7 @@ from pagedec.cli.arguments import (
     given_sampling,
     has_engine_seed,
 )
-from pagedec.cli.console import DONE, USER_ERROR, say, spelled
+from pagedec.cli.console import DONE, USER_ERROR, counted, say, spelled
 from pagedec.cli.screen import Screen
 from pagedec.cli.texts import read_text
 from pagedec.cli.turns import QUOTES, read_turns
@@ -153,7 +153,7 @@ class Chat:
 def statistics(output: RequestOutput) -> str:
     """One line of what an answer cost."""
     metrics = output.metrics
-    line = f"{len(output.prompt_token_ids)} tokens read, {output.num_cached_tokens} of them from the cache; "
+    line = f"{counted(len(output.prompt_token_ids), 'token')} read, {output.num_cached_tokens} of them from the cache; "
     line += f"{len(output.outputs[0].token_ids)} written"
     if metrics is not None and metrics.time_to_first_token is not None:
         line += f", the first after {metrics.time_to_first_token:.2f} s"
@@ -175,17 +175,13 @@ def why_cut(output: RequestOutput, params: SamplingParams, max_model_len: int) -
         reason = f"the context of {max_model_len} tokens is full; /undo and /reset make room"
     else:
         reason = f"the KV pool is full with {num_all}; --kv-cache-memory and --num-blocks size it, /undo and /reset make room"
-    return f"cut at {num_tokens} tokens: {reason}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"cut at {counted(num_tokens, 'token')}: {reason}"
 
 
 def _reset(chat: Chat) -> None:
     num_turns = chat.reset()
     kept = "; the system prompt stays" if chat.conversation.messages else ""
-    say(f"forgot {_count(num_turns, 'turn')}{kept}" if num_turns else "there is no turn to forget")
+    say(f"forgot {counted(num_turns, 'turn')}{kept}" if num_turns else "there is no turn to forget")
 
 
 def _undo(chat: Chat) -> None:
@@ -195,7 +191,7 @@ def _undo(chat: Chat) -> None:
         return
     said = " ".join(said.split())
     said = said if len(said) <= MAX_SAID else f"{said[:MAX_SAID]} ..."
-    say(f'took back "{said}"; {_count(len(chat.turns), "turn")} left')
+    say(f'took back "{said}"; {counted(len(chat.turns), "turn")} left')
 
 
 def take(chat: Chat, screen: Screen, line: str, interactive: bool, verbose: bool) -> int | None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pagedec.cli.arguments import add_engine_arguments, add_sampling_arguments, engine_config, given_sampling
-from pagedec.cli.console import DONE, INTERRUPTED, say
+from pagedec.cli.console import DONE, INTERRUPTED, counted, say
 from pagedec.cli.screen import Screen, columns_of, wrapped
 from pagedec.cli.texts import read_stdin, read_text
 from pagedec.errors import InvalidArgument
@@ -161,7 +161,7 @@ def as_text(output: RequestOutput, title: str | None = None, wrap: Callable[[str
 def _ending(answer: CompletionOutput) -> str:
     """How long an answer is, and why it ended there."""
     full = " (the KV pool holds no more)" if answer.limited_by == "kv_pool" else ""
-    return f"{len(answer.token_ids)} tokens, {answer.finish_reason or 'interrupted'}{full}"
+    return f"{counted(len(answer.token_ids), 'token')}, {answer.finish_reason or 'interrupted'}{full}"
 
 
 def _logprobs_line(token_id: int, entries: Mapping[int, Logprob] | None) -> str:
@@ -186,7 +186,8 @@ def summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
     prompts = sum(len(output.prompt_token_ids) for output in outputs)
     rate = generated / seconds if seconds > 0 else 0.0
     return (
-        f"{len(outputs)} prompts of {prompts} tokens, {len(answers)} answers of {generated} tokens "
+        f"{counted(len(outputs), 'prompt')} of {counted(prompts, 'token')}, "
+        f"{counted(len(answers), 'answer')} of {counted(generated, 'token')} "
         f"in {seconds:.2f} s: {rate:.1f} tokens/s"
     )
 
