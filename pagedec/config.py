@@ -259,6 +259,15 @@ def read_tables(path: str | Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]
     sampling = values.pop("sampling", {})
     if not isinstance(sampling, dict):
         raise InvalidArgument("sampling", sampling, f"must be a table of sampling parameters in {path}")
-    check_names(f"{path}", values, engine_rules(), values)
-    check_names(f"[sampling] in {path}", sampling, rules(SamplingParams), sampling)
+    known, drawn = engine_rules(), rules(SamplingParams)
+    for name in (name for name in values if name in drawn and name not in known):
+        raise InvalidArgument(
+            name, values[name], f"must be in the table [sampling] of {path}, as sampling parameters are"
+        )
+    for name in (name for name in sampling if name in known and name not in drawn):
+        raise InvalidArgument(
+            name, sampling[name], f"must be above the table [sampling] of {path}: the engine takes it"
+        )
+    check_names(f"{path}", values, known, values)
+    check_names(f"[sampling] in {path}", sampling, drawn, sampling)
     return values, sampling

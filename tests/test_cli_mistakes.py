@@ -87,6 +87,8 @@ def test_mistakes_are_one_line_and_exit_status_2(
         (["batch", "--retry"], "--retry is not a flag of pagedec batch; did you mean --retry-failed?"),
         (["generate", "a", "--stp=b c"], "--stp is not a flag of pagedec generate; did you mean --stop?"),
         (["bench", "latency", "--iters", "2"], "--iters is not a flag of pagedec bench latency; did you mean --num-iters?"),
+        (["generate", "--prompt", "a"], "--prompt is not a flag of pagedec generate; PROMPT is given without a flag"),
+        (["tokenize", "--text=a"], "--text is not a flag of pagedec tokenize; TEXT is given without a flag"),
         (["bench", "--json"], "--json is not a flag of pagedec bench; see pagedec bench --help"),
         (["generate", "--qqq"], "--qqq is not a flag of pagedec generate; see pagedec generate --help"),
         (["generate", "--executo", "ray"], "--executo is not a flag of pagedec generate; see pagedec generate --help"),

@@ -149,9 +149,9 @@ def test_flags_win_over_the_file_and_defaults_over_nothing(tmp_path: Path) -> No
     ("text", "message"),
     [
         ("[sampling]\ntemprature = 1", r"temprature is 1: not a field of \[sampling\] in .*config.toml; known are n, "),
-        ("[sampling]\nblock_size = 16", r"block_size is 16: not a field of \[sampling\]"),
+        ("[sampling]\nblock_size = 16", r"block_size is 16: must be above the table \[sampling\] of .*config.toml: "),
         ("sampling = 3", "sampling is 3: must be a table of sampling parameters in .*config.toml"),
-        ("temperature = 0", "temperature is 0: not a field of .*config.toml; known are model"),
+        ("temperature = 0", r"temperature is 0: must be in the table \[sampling\] of .*config.toml, as "),
     ],
 )
 def test_wrong_names_in_the_file(text: str, message: str, tmp_path: Path) -> None:

@@ -64,6 +64,9 @@ class Parser(argparse.ArgumentParser):
         shown = {flag.strip("-"): flag for flag, action in known.items() if action.help is not argparse.SUPPRESS}
         meant = nearest(name.strip("-").replace("_", "-"), shown)
         tail = f"; did you mean {shown[meant]}?" if meant else f"; see {self.prog} --help"
+        for action in self._actions:
+            if not action.option_strings and str(action.metavar).lower() == name.strip("-"):
+                tail = f"; {action.metavar} is given without a flag"
         if before in known and known[before].nargs != 0:
             tail = f"; as the value of {before} it is written {before}={text}"
         raise UsageError(f"{name} is not a flag of {self.prog}{tail}")
