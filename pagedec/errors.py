@@ -146,10 +146,14 @@ class RequestsFailed(RequestError):
         self.errors, self.outputs = list(errors), list(outputs)
 
     def __str__(self) -> str:
+        first = next(
+            (i for i, output in enumerate(self.outputs) if getattr(output, "error", None) is self.errors[0]), None
+        )
+        where = "" if first is None else f"outputs[{first}], "
         more = (
             f"; and {len(self.errors) - 1} more of {len(self.outputs)} requests failed" if len(self.errors) > 1 else ""
         )
-        return f"{super().__str__()}{more}"
+        return f"{where}{super().__str__()}{more}"
 
 
 class PoolWarning(UserWarning):

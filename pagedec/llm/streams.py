@@ -101,8 +101,10 @@ class Stream:
             raise failure
 
     def _cut(self) -> RequestOutput:
-        """The last output of a request that was aborted."""
+        """The last output of a request that was aborted, with all of its answers, those that had not begun too."""
         job, is_delta = self.job, self.job.params.output_kind is RequestOutputKind.DELTA
+        for rank in range(job.params.num_answers):
+            self._growing(rank)
         parts = []
         for _, growing in sorted(self._grown.items()):
             if growing.so_far.finish_reason is None:

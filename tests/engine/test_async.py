@@ -224,6 +224,28 @@ def test_aborting_by_name(make: Make) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_what_is_aborted_before_its_first_token_has_answers_too(make: Make, kind: RequestOutputKind) -> None:
+    """Readers look at `outputs[0]` without asking whether there is one."""
+    llm = make()
+
+    async def main() -> None:
+        held = threading.Event()
+        llm.loop.call(lambda engine: held.wait(20))  # no step before the abort
+        reading = asyncio.create_task(read(llm.generate(IDS, FOREVER.clone(n=2, output_kind=kind), "mine")))
+        while not llm._readers:
+            await asyncio.sleep(0.001)
+        await llm.abort("mine")
+        [output] = await reading
+        held.set()
+        assert output.finished and output.request_id == "mine"
+        assert [(one.index, one.text, one.token_ids, one.finish_reason) for one in output.outputs] == [
+            (0, "", [], "abort"), (1, "", [], "abort"),
+        ]  # fmt: skip
+
+    run(main())
+
+
 def test_failures_are_their_own(make: Make, expected: list[Tokens]) -> None:
     llm = make()
     prompts, params = workload()

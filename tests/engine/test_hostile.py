@@ -61,7 +61,7 @@ def test_a_decoder_fails(tiny: Tiny, expected: list[Tokens], kind: type[MoodyPar
     llm = tiny() if roomy else tiny(**SMALL)
     prompts, params = workload()
     params[2] = kind(seed=2, n=2, max_tokens=9)
-    with pytest.raises(RequestsFailed, match="a user's mistake") as caught:
+    with pytest.raises(RequestsFailed, match=r"^outputs\[\d\], request '\d+': .*a user's mistake") as caught:
         llm.generate(prompts, params, use_tqdm=False)
     assert caught.value.request_id == "2" and isinstance(caught.value.errors[0].__cause__, ZeroDivisionError)
     assert caught.value.__cause__ is caught.value.errors[0]
