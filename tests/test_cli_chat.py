@@ -205,7 +205,7 @@ def test_a_script_has_commands(tiny: Path, monkeypatch: pytest.MonkeyPatch, caps
     ("arguments", "stdin", "message"),
     [
         ([], b"/what\n", "/what is no command; known are /reset /undo /regenerate /help /exit"),
-        ([], b"x" * 600 + b"\n", "prompts[0] is "),
+        ([], b"x" * 600 + b"\n", "prompt is "),
         ([], b"\xff\n", "standard input is bytes: is not UTF-8"),
         (["--no-detokenize"], b"", "detokenize is false: must be true: a chat is text"),
         (["--n", "2"], b"", "n is 2: must be 1: a chat goes on with one answer"),
@@ -382,4 +382,4 @@ def test_on_a_terminal_mistakes_and_ctrl_c_end_nothing(
     told = [line.removeprefix("pagedec: ") for line in err.splitlines() if "cut at 4 tokens" not in line]
     assert told[1] == "/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves"
     assert told[2].startswith("error: /what is no command")
-    assert told[3].startswith("error: prompts[0] is ") and len(told) == 4
+    assert told[3].startswith("error: prompt is ") and len(told) == 4

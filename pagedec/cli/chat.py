@@ -226,7 +226,7 @@ def _answer(chat: Chat, screen: Screen, line: str, interactive: bool, verbose: b
             screen.end()
         if not interactive:
             raise
-        is_full = isinstance(error, InvalidArgument) and error.field == "prompts[0]" and chat.turns
+        is_full = isinstance(error, InvalidArgument) and error.field == "prompt" and chat.turns
         say(f"error: {spelled(error)}{'; /undo and /reset make room' if is_full else ''}")
         return
     except KeyboardInterrupt:

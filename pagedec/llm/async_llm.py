@@ -14,7 +14,7 @@ from pagedec.inputs import Prompt
 from pagedec.llm.arguments import listed
 from pagedec.llm.compatibility import check_no_lora
 from pagedec.llm.front import Front
-from pagedec.llm.prompts import Prepared, as_priorities, read_salt
+from pagedec.llm.prompts import Prepared, as_priorities
 from pagedec.llm.streams import Stream
 from pagedec.outputs import RequestOutput
 from pagedec.text.chat_template import Message, Tool
@@ -56,12 +56,11 @@ class AsyncLLM(Front):
         request that still runs. Raises `InvalidArgument` naming field, value and limit, and `RequestError` where the request fails.
         """
         check_no_lora(lora_request)
-        orders = as_priorities([priority], 1)
-        salt = read_salt("cache_salt", cache_salt)
+        given = prompt, sampling_params, priority, cache_salt, request_id
         if _is_long(prompt):
-            prepared = await asyncio.to_thread(self.prepare, [prompt], sampling_params, orders, salt, request_id)
+            prepared = await asyncio.to_thread(self.prepare_one, *given)
         else:
-            prepared = self.prepare([prompt], sampling_params, orders, salt, request_id)
+            prepared = self.prepare_one(*given)
         async with contextlib.aclosing(self._stream(prepared)) as outputs:
             async for output in outputs:
                 yield output

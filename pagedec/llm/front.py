@@ -144,6 +144,14 @@ class Front:
                 for i, (prompt, own, order) in enumerate(zip(prompts, each, orders, strict=True))
             ]
 
+    def prepare_one(
+        self, prompt: Prompt, sampling_params: Any, priority: int, cache_salt: str, request_id: str | None = None
+    ) -> list[Prepared]:
+        """The same for a call's only prompt: errors are about its `prompt` and its `sampling_params`."""
+        orders, salt = as_priorities([priority], 1), read_salt("cache_salt", cache_salt)
+        with renamed("prompts[0]", "prompt"), renamed("sampling_params[0]", "sampling_params"):
+            return self.prepare([prompt], sampling_params, orders, salt, request_id)
+
     def prepare_chat(
         self,
         messages: Any,

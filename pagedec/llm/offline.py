@@ -13,7 +13,7 @@ from pagedec.llm.arguments import listed
 from pagedec.llm.collecting import Collection
 from pagedec.llm.compatibility import check_no_lora
 from pagedec.llm.front import Front, renamed
-from pagedec.llm.prompts import Prepared, as_priorities, read_salt, with_token_ids
+from pagedec.llm.prompts import Prepared, with_token_ids
 from pagedec.llm.streams import Stream
 from pagedec.outputs import RequestOutput
 from pagedec.text.chat_template import Message, Tool
@@ -104,8 +104,7 @@ class LLM(Front):
         raised here, not by the iterator; `RequestError` where the request fails.
         """
         check_no_lora(lora_request)
-        [order] = as_priorities([priority], 1)
-        return self._stream(self.prepare([prompt], sampling_params, [order], read_salt("cache_salt", cache_salt)))
+        return self._stream(self.prepare_one(prompt, sampling_params, priority, cache_salt))
 
     def _stream(self, prepared: list[Prepared]) -> Generator[RequestOutput, None, None]:
         job, request = prepared.pop()

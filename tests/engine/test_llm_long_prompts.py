@@ -35,15 +35,15 @@ def at_once() -> Iterator[None]:
 
 
 def test_a_text_of_a_hundred_megabytes(untouched: LLM) -> None:
-    calls: list[Callable[[], object]] = [
-        lambda: untouched.generate(["a", HUGE][1:], PARAMS, use_tqdm=False),
-        lambda: untouched.generate({"prompt": HUGE}, PARAMS, use_tqdm=False),
-        lambda: untouched.stream(HUGE, PARAMS),
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: untouched.generate(["a", HUGE][1:], PARAMS, use_tqdm=False), "prompts[0]"),
+        (lambda: untouched.generate({"prompt": HUGE}, PARAMS, use_tqdm=False), "prompts[0]"),
+        (lambda: untouched.stream(HUGE, PARAMS), "prompt"),
     ]
-    for call in calls:
+    for call, name in calls:
         with at_once(), pytest.raises(InvalidArgument) as caught:
             call()
-        assert str(caught.value) == f"prompts[0] is 100000000 bytes: {LIMIT}"
+        assert str(caught.value) == f"{name} is 100000000 bytes: {LIMIT}"
 
 
 def test_a_message_of_a_megabyte(untouched: LLM) -> None:

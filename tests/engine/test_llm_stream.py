@@ -120,8 +120,8 @@ def test_streams_and_generate_alternate(tiny: Tiny) -> None:
 def test_wrong_arguments_are_refused_at_once(tiny: Tiny) -> None:
     llm = tiny()
     for prompt, params, options, field in (
-        ([], None, {}, "prompts[0]"), ([5, 131], None, {}, "prompts[0]"), ("a", None, {}, "prompts[0]"),
-        (IDS, SamplingParams(stop_token_ids=[131]), {}, "stop_token_ids"), (IDS, 5, {}, "sampling_params[0]"),
+        ([], None, {}, "prompt"), ([5, 131], None, {}, "prompt"), ("a", None, {}, "prompt"),
+        (IDS, SamplingParams(stop_token_ids=[131]), {}, "stop_token_ids"), (IDS, 5, {}, "sampling_params"),
         (IDS, None, {"priority": "high"}, "priority"), (IDS, None, {"cache_salt": 5}, "cache_salt"),
         (IDS, None, {"cache_salt": "\ud800"}, "cache_salt"),
     ):  # fmt: skip
