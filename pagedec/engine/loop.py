@@ -52,6 +52,8 @@ class EngineLoop:
         self._inbox: deque[Callable[[], None]] = deque()
         self._filled = threading.Event()
         self._driving = threading.Lock()
+        self._driver: int | None = None  # the thread that has it
+        self._untold: deque[EngineEvent] = deque()  # what a step has brought and its sink was not told yet
         self._waiting: dict[threading.Event, Callable[[], bool]] = {}
         self._sinks: dict[str, Sink] = {}
         self._thread: threading.Thread | None = None
@@ -64,6 +66,7 @@ class EngineLoop:
         """Queue what `engine.admit` has made; `sink` is told what becomes of it. Raises `InvalidArgument` if the loop is closed."""
         self._require_open()
         self._post(lambda: self._add(request, sink))
+        self._tidy_closed()
 
     def abort(self, request_id: str) -> None:
         """Forget a request between two steps; its sink is told nothing more. One that is over, or never was, is none."""
@@ -83,18 +86,22 @@ class EngineLoop:
                     future.set_exception(error)
 
         self._post(run)
+        self._tidy_closed()
         return future
 
     def drive(self, until: Callable[[], bool]) -> None:
         """Return when `until()`, which must be cheap. Steps for everybody unless somebody else does already.
 
         On the main thread Ctrl-C is held back until a step is over, and then raised. Raises `InvalidArgument` where the loop is closed
-        before `until()`, and what the engine raises.
+        before `until()`, and in a callback of the loop, which would wait for itself; and what the engine raises.
         """
+        if self._driver == threading.get_ident():
+            limit = "must not be waited for in a callback of its own: the step that calls it would never end"
+            raise InvalidArgument("LLM", Shown("running"), limit)
         with held_interrupts() as raise_if_interrupted:
             while not until():
                 raise_if_interrupted()
-                if self._thread is not None or not self._driving.acquire(blocking=False):
+                if self._thread is not None or not self._take():
                     self._wait(until)
                     continue
                 try:
@@ -104,7 +111,7 @@ class EngineLoop:
                             self._require_open()
                         self._turn()
                 finally:
-                    self._driving.release()
+                    self._release()
                     self._wake(anyone=True)
                     self._tidy()
 
@@ -117,38 +124,63 @@ class EngineLoop:
             self._thread.start()
 
     def close(self) -> None:
-        """Fail what still runs, and give up the device. May be called again, and from any thread but the loop's own."""
+        """Fail what still runs, and give up the device. May be called again, from any thread, and in a callback of the loop: that one is
+        closed when the callback has returned."""
         if self._closed:
             return
         self._closed = True
         self._post(self._fail_all)
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._driver == threading.get_ident():
+            self._post(self.engine.stop)
+            return
+        if self._thread is not None:
             self._thread.join()
-        with self._driving:
+        self._take(wait=True)
+        try:
             self._empty_inbox()
             self._finish_turn()
             self.engine.stop()
+        finally:
+            self._release()
+        self._tidy()
 
     def _run(self) -> None:
+        self._take(wait=True)
         try:
             while not self._closed or self._inbox:
-                with self._driving:
-                    self._turn()
+                self._turn()
         except BaseException as error:  # our own mistake: nobody must wait for what will not come
             self._closed, self.broken = True, error
-            with self._driving:
-                self._fail_all()
-                self._finish_turn()
+            self._fail_all()
+            self._empty_inbox()
+            self._finish_turn()
             raise
+        finally:
+            self._release()
+            self._tidy()
+
+    def _take(self, wait: bool = False) -> bool:
+        """Have the loop to oneself. False: somebody else has it."""
+        if not self._driving.acquire(blocking=wait):
+            return False
+        self._driver = threading.get_ident()
+        return True
+
+    def _release(self) -> None:
+        self._driver = None
+        self._driving.release()
 
     # ---- one turn, by whoever holds `_driving`
     def _turn(self) -> None:
         self._empty_inbox()
-        if self.engine.idle:
+        if self._untold:
+            self._tell()
+        elif self.engine.idle:
             if not self._closed:  # wait for somebody to bring something
                 self._filled.wait(WAIT_SECONDS if self._thread is None else None)
         else:
-            self._tell(self.engine.step())
+            self._untold.extend(self.engine.step())
+            self._tell()
         self._finish_turn()
 
     def _finish_turn(self) -> None:
@@ -164,26 +196,38 @@ class EngineLoop:
 
     def _tidy(self) -> None:
         """Carry out what was posted while somebody else drove, who may have stopped: perhaps nobody ever drives again."""
-        while self._inbox and self._driving.acquire(blocking=False):
+        while self._inbox and self._take():
             try:
                 with held_interrupts():
                     self._empty_inbox()
                     self._finish_turn()
             finally:
-                self._driving.release()
+                self._release()
+
+    def _tidy_closed(self) -> None:
+        """Carry out what was posted while the loop was being closed: nobody else will."""
+        if self._closed:
+            self._tidy()
 
     def _add(self, request: Request, sink: Sink) -> None:
-        if self._closed:
-            sink.failed(RequestError(request.id, CLOSED))
-            return
         try:
+            if self._closed:
+                raise self._closing(request.id)
             self.engine.add(request)
+            self._sinks[request.id] = sink
+            return
+        except RequestError as error:
+            problem = error
         except PagedecError as error:
             problem = RequestError(request.id, f"was not begun: {error}")
             problem.__cause__ = error
+        with contextlib.suppress(Exception):  # the last word to it: what it raises can be of no request any more
             sink.failed(problem)
-            return
-        self._sinks[request.id] = sink
+
+    def _closing(self, request_id: str) -> RequestError:
+        problem = RequestError(request_id, f"was given up: {self.broken!r}" if self.broken else CLOSED)
+        problem.__cause__ = self.broken
+        return problem
 
     def _abort(self, request_id: str) -> None:
         if self._sinks.pop(request_id, None) is not None:
@@ -195,14 +239,13 @@ class EngineLoop:
         for request_id, sink in sinks.items():
             with contextlib.suppress(NotFound):
                 self.engine.abort(request_id)
-            problem = RequestError(request_id, f"was given up: {self.broken!r}" if self.broken else CLOSED)
-            problem.__cause__ = self.broken
             with contextlib.suppress(Exception):  # the last word to a sink that may be gone
-                sink.failed(problem)
+                sink.failed(self._closing(request_id))
 
-    def _tell(self, events: Sequence[EngineEvent]) -> None:
+    def _tell(self) -> None:
         sinks = self._sinks
-        for event in events:
+        while self._untold:
+            event = self._untold.popleft()
             request = event.request
             sink = sinks.get(request.id)
             if sink is None:
@@ -221,17 +264,20 @@ class EngineLoop:
                 else:
                     problem = "its decoder waits for a client; only a session can go on with it"
                     self.engine.fail(request.id, RequestError(request.id, problem))
-            except Exception as error:
+            except BaseException as error:
                 self._drop(request.id, sink, error)
+                # a signal's, perhaps, which only this thread gets; elsewhere it is the sink's own, and not of the call that drives
+                if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+                    raise
 
-    def _drop(self, request_id: str, sink: Sink, error: Exception) -> None:
+    def _drop(self, request_id: str, sink: Sink, error: BaseException) -> None:
         """A sink has failed: so does its request."""
         self._sinks.pop(request_id, None)
         with contextlib.suppress(NotFound):
             self.engine.abort(request_id)
         problem = RequestError(request_id, f"its results cannot be taken: {error!r}")
         problem.__cause__ = error
-        with contextlib.suppress(Exception):  # it was told of its own mistake
+        with contextlib.suppress(BaseException):  # it was told of its own mistake
             sink.failed(problem)
 
     # ---- threads that wait

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -34,6 +35,9 @@ class AsyncLLM(Front):
     def _opened(self) -> None:
         self._readers: dict[str, Reader] = {}
         self._mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
+        self._posting = (
+            threading.Lock()
+        )  # of the mailboxes: event loops come while the engine's thread goes through them
         self.loop.after_step.append(self._deliver)
         self.loop.start()
 
@@ -127,13 +131,16 @@ class AsyncLLM(Front):
     # ---- news from the engine's thread
     def _mailbox(self) -> Mailbox:
         events = asyncio.get_running_loop()
-        mailbox = self._mailboxes.get(events)
-        if mailbox is None:
-            mailbox = self._mailboxes[events] = Mailbox(events)
+        with self._posting:
+            mailbox = self._mailboxes.get(events)
+            if mailbox is None:
+                mailbox = self._mailboxes[events] = Mailbox(events)
         return mailbox
 
     def _deliver(self) -> None:
-        for mailbox in list(self._mailboxes.values()):
+        with self._posting:
+            mailboxes = list(self._mailboxes.values())
+        for mailbox in mailboxes:
             for abandoned in mailbox.deliver():
                 self.loop.abort(abandoned)
 

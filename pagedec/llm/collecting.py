@@ -28,7 +28,7 @@ class Collection:
         self, jobs: Sequence[Job], answers: Answers, texts: Executor, use_tqdm: bool | Callable[..., Any]
     ) -> None:
         self.jobs, self.answers, self.texts = jobs, answers, texts
-        self.num_left = len(jobs)
+        self._left = {job.request_id for job in jobs}
         self.outputs: dict[str, Future[RequestOutput]] = {}
         self.errors: dict[str, RequestError] = {}
         make = tqdm if isinstance(use_tqdm, bool) else use_tqdm
@@ -39,7 +39,7 @@ class Collection:
 
     @property
     def done(self) -> bool:
-        return self.num_left == 0
+        return not self._left
 
     def sink(self, job: Job) -> Collected:
         """What takes one job's results."""
@@ -54,9 +54,10 @@ class Collection:
             self._bar.set_postfix_str(f"{self._num_tokens / (now - self._began):.1f} tokens/s")
 
     def over(self, job: Job) -> None:
-        """One job has its output or its error."""
-        self.num_left -= 1
-        self._bar.update()
+        """One job has its output or its error; it has both where the bar breaks."""
+        if job.request_id in self._left:
+            self._left.remove(job.request_id)
+            self._bar.update()
 
     def close(self) -> None:
         """Take the bar away."""

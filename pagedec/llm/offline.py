@@ -137,10 +137,10 @@ class LLM(Front):
                     del request  # the loop's now
                 self.loop.drive(lambda: collection.done)
             finally:
-                collection.close()
                 if not collection.done:  # after an error or an interrupt nothing may stay behind
                     for job in jobs:
                         self.loop.abort(job.request_id)
+                collection.close()
             return collection.results(return_errors)
 
     # ---- the end

@@ -318,7 +318,7 @@ def test_the_engines_thread_does_not_die_silently(make: Make) -> None:
     """Our own mistake outside of any step: everybody is told, and whoever comes later."""
     llm = make()
 
-    def fail(events: Any) -> None:
+    def fail() -> None:
         raise ZeroDivisionError("made up")
 
     async def main() -> None:
