@@ -165,8 +165,7 @@ class Engine:
                 return self._collect(self.scheduler.settle(plan, {}), planned)
             self._note_blocks(plan)
         except Exception as error:  # our own mistake, and nobody knows yet by whom
-            running = [request for request in self.scheduler.requests if not request.idle]
-            return self._failed_step(error, list(self._recovery.only or running))
+            return self._failed_step(error, list(self._recovery.only or self._running()))
         except BaseException:
             self.scheduler.forget_kv()
             raise
@@ -233,13 +232,18 @@ class Engine:
         """All KV is given up: nobody knows what the device has written. Whoever has had every chance fails with the cause."""
         self.stats.num_failed_steps += 1
         self.scheduler.forget_kv()
-        hopeless = self._recovery.failed([request for request in suspects if not request.closed])
+        running = self._running()
+        hopeless = self._recovery.failed([request for request in suspects if not request.closed], running)
         kind = RequestError if hopeless is not None else DeviceError
-        for request in list(self.scheduler.requests) if hopeless is None else hopeless:
+        for request in running if hopeless is None else hopeless:
             problem = kind(request.id, f"cannot be evaluated: {error!r}")
             problem.__cause__ = error
             self.scheduler.fail(request, problem)
         return self._collect(self.scheduler.take_events(), self.clock())
+
+    def _running(self) -> list[Request]:
+        """All that want to advance. Those that wait for a client lose nothing with the device but KV."""
+        return [request for request in self.scheduler.requests if not request.idle]
 
     def _forget(self, request: Request) -> None:
         self._arrived.pop(request, None)

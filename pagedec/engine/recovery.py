@@ -10,8 +10,11 @@ from pagedec.core.request import Request
 RETRIES = 2
 """How often the requests of a failed step are tried again together, before they are told apart: most failures pass."""
 MAX_FAILURES = 24
-"""Failures without one good step between them after which it is the device that cannot go on. Telling one request of 2^16 apart takes
-1 + RETRIES + 16 of them."""
+"""Failures without one good step between them after which it is probably the device that cannot go on. Telling one request of 2^16
+apart takes 1 + RETRIES + 16 of them."""
+MAX_ALONE = 64
+"""Requests that are then tried alone, each once: only if none of them gets through can nothing be carried out. Those in whose way
+many poisonous ones stand are found so."""
 
 
 @dataclass(slots=True)
@@ -28,6 +31,8 @@ class Recovery:
     def __init__(self) -> None:
         self._trials: list[_Trial] = []  # the last one is on
         self._num_failures = 0
+        self._alone: list[Request] | None = None
+        """While requests are tried alone and none of them has got through: those that have not. Either they or the device is to blame."""
 
     @property
     def only(self) -> Collection[Request] | None:
@@ -43,18 +48,26 @@ class Recovery:
     def passed(self, answered: Iterable[Request]) -> None:
         """A step has been carried out, and these requests were answered in it: they are not to blame."""
         self._num_failures = 0
+        if self._alone is not None:  # the device works
+            self._trials[:0] = [_Trial([request], 0) for request in self._alone]
+            self._alone = None
         if self._trials:
             through = set(answered)
             trial = self._trials[-1]
             trial.requests = [request for request in trial.requests if request not in through]
 
-    def failed(self, suspects: Sequence[Request]) -> list[Request] | None:
-        """A step with the requests `suspects` has failed. Returns those that are given up; None: everybody is."""
+    def failed(self, suspects: Sequence[Request], running: Sequence[Request]) -> list[Request] | None:
+        """A step with the requests `suspects` has failed; `running` are all that want to advance, in the order in which they run.
+        Returns those that are given up; None: all that run are."""
         self._num_failures += 1
+        if self._alone is not None:
+            return self._failed_alone(suspects)
         if self._num_failures >= MAX_FAILURES:
-            self._trials.clear()
-            self._num_failures = 0
-            return None
+            count = min(MAX_ALONE, len(running))
+            chosen = [running[i * len(running) // count] for i in range(count)]
+            self._trials = [_Trial([request], 0) for request in reversed(chosen)]
+            self._alone = []
+            return []
         retries = RETRIES
         if self._trials:
             trial = self._trials.pop()
@@ -70,3 +83,13 @@ class Recovery:
         half = len(suspects) // 2
         self._trials += (_Trial(list(suspects[half:]), 0), _Trial(list(suspects[:half]), 0))
         return []
+
+    def _failed_alone(self, suspects: Sequence[Request]) -> list[Request] | None:
+        assert self._alone is not None
+        self._alone += suspects
+        if self._trials:
+            self._trials.pop()
+        if self._trials:
+            return []
+        self._num_failures, self._alone = 0, None
+        return None

@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 
-from pagedec import LLM
+from pagedec import LLM, SamplingParams
 from pagedec.core.protocol import Answers, LaneForward
 from pagedec.core.request import Request
 from pagedec.core.rows import Rows
 from pagedec.core.settling import Settler
-from pagedec.errors import InvariantError, RequestsFailed
+from pagedec.errors import DeviceError, InvariantError, RequestError, RequestsFailed
 from pagedec.executor.inline import InlineExecutor
+from tests.algorithms.interactive import InteractiveParams
 from tests.engine.crowd import NUM_PROMPTS, SMALL, Tiny, Tokens, assert_whole, right_answers, workload
+
+SHORT = SamplingParams(seed=1, max_tokens=6, ignore_eos=True)
 
 
 class DeviceLost(Exception):
@@ -245,3 +248,37 @@ def test_planning_fails(
     for output, want in zip(outputs, expected, strict=True):
         assert output.error is not None or [answer.token_ids for answer in output.outputs] == want
     assert_whole(llm, expected)
+
+
+@pytest.mark.parametrize("poisonous", [range(10), range(16, 48), range(60), range(0, 64, 2)], ids=str)
+def test_many_poisonous_requests_stand_in_the_way(tiny: Tiny, poisonous: range) -> None:
+    """More of them in a row than there are tries: whoever is innocent is answered all the same."""
+    llm = tiny(num_blocks=256)
+    unwell = Unwell(llm, lambda count, names: any(int(name) in poisonous for name in names))
+    prompts = [[5, 3 + i, 7] for i in range(64)]
+    outputs = llm.generate(prompts, SHORT, use_tqdm=False, on_error="return")
+    assert [i for i, output in enumerate(outputs) if output.error is not None] == list(poisonous)
+    assert all(type(output.error) in (RequestError, type(None)) for output in outputs)
+    llm.engine.executor = unwell.inner
+    again = llm.generate(prompts, SHORT, use_tqdm=False)
+    for before, after in zip(outputs, again, strict=True):
+        assert before.error is not None or before.outputs[0].token_ids == after.outputs[0].token_ids
+
+
+def test_poison_after_poison_is_no_lost_device(tiny: Tiny) -> None:
+    """One at a time, each with all its tries; who comes with one of them is answered, and who waits for a client goes on waiting."""
+    llm = tiny()
+    unwell = Unwell(llm, lambda count, names: any(int(name) % 2 for name in names))
+    [(_, session)] = llm.prepare([[5, 3, 7]], InteractiveParams(max_tokens=20))
+    llm.engine.add(session)
+    llm.engine.step()
+    assert session.idle
+    for _ in range(12):
+        outputs = llm.generate([[5, 6], [6, 5]], SHORT, use_tqdm=False, on_error="return")
+        assert [output.error is not None for output in outputs] == [int(output.request_id) % 2 for output in outputs]
+    unwell.fails = lambda count, names: True
+    with pytest.raises(RequestsFailed, match="cannot be evaluated") as caught:
+        llm.generate([[5, 6]] * 9, SHORT, use_tqdm=False)
+    assert any(isinstance(error, DeviceError) for error in caught.value.errors) and len(caught.value.errors) == 9
+    assert llm.engine.scheduler.requests == [session]
+    llm.engine.abort(session.id)
