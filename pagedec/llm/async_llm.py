@@ -41,6 +41,10 @@ class AsyncLLM(Front):
         self.loop.after_step.append(self._deliver)
         self.loop.start()
 
+    def _named(self, number: int) -> str:
+        """Nothing that somebody would call his own: a bare number is what many do."""
+        return f"request-{number}"
+
     # ---- text from prompts
     async def generate(
         self,

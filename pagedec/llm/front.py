@@ -127,21 +127,17 @@ class Front:
                 Shown(f"a list of {len(each)}"),
                 f"must be one, or one for each of {len(prompts)} prompts",
             )
+        each = [copy.copy(own) if isinstance(own, SamplingParams) else own for own in each]  # whose fields can be set
         orders = as_priorities(priorities, len(prompts))
         name = None if request_id is None else read_salt("request_id", request_id)
+        read = [
+            self._read(f"prompts[{i}]", prompt, own, special_tokens)
+            for i, (prompt, own) in enumerate(zip(prompts, each, strict=True))
+        ]  # before anybody has to wait: a long text takes long
         with self._numbered(len(prompts)) as first:
             return [
-                self._prepared(
-                    name or str(first + i),
-                    f"prompts[{i}]",
-                    prompt,
-                    f"sampling_params[{i}]",
-                    own,
-                    order,
-                    cache_salt,
-                    special_tokens,
-                )  # fmt: skip
-                for i, (prompt, own, order) in enumerate(zip(prompts, each, orders, strict=True))
+                self._admitted(name or self._named(first + i), i, text, token_ids, own, order, salt or cache_salt)
+                for i, ((text, token_ids, salt), own, order) in enumerate(zip(read, each, orders, strict=True))
             ]
 
     def prepare_one(
@@ -151,6 +147,10 @@ class Front:
         orders, salt = as_priorities([priority], 1), read_salt("cache_salt", cache_salt)
         with renamed("prompts[0]", "prompt"), renamed("sampling_params[0]", "sampling_params"):
             return self.prepare([prompt], sampling_params, orders, salt, request_id)
+
+    def _named(self, number: int) -> str:
+        """The id of a request that was given none."""
+        return str(number)
 
     def prepare_chat(
         self,
@@ -184,26 +184,19 @@ class Front:
                 self.engine.num_unseeded = num_unseeded
                 raise
 
-    def _prepared(
-        self,
-        request_id: str,
-        field: str,
-        prompt: Prompt,
-        params_field: str,
-        params: Any,
-        priority: int,
-        cache_salt: str,
-        special_tokens: bool,
-    ) -> Prepared:
-        with _named(field, params_field, params):
-            keep = params.truncate_prompt_tokens if isinstance(params, RequestParams) else None
-            longest = self.engine.limits.max_model_len - 1 if keep is None else None
+    def _read(self, field: str, prompt: Prompt, params: Any, special_tokens: bool) -> tuple[str | None, list[int], str]:
+        """A prompt's text, token ids and cache salt."""
+        keep = params.truncate_prompt_tokens if isinstance(params, RequestParams) else None
+        longest = self.engine.limits.max_model_len - 1 if keep is None else None
+        with renamed("prompt", field):
             text, token_ids, salt = read_prompt(prompt, field, self.tokenizer, longest, special_tokens)
-            if isinstance(params, SamplingParams):
-                params = copy.copy(params)  # whose fields can be set
-            if keep is not None:
-                token_ids = token_ids[-keep:]
-            request = self.engine.admit(request_id, token_ids, params, priority, salt or cache_salt)
+        return text, token_ids if keep is None else token_ids[-keep:], salt
+
+    def _admitted(
+        self, request_id: str, i: int, text: str | None, token_ids: list[int], params: Any, priority: int, salt: str
+    ) -> Prepared:
+        with _blamed(f"prompts[{i}]", f"sampling_params[{i}]", params):
+            request = self.engine.admit(request_id, token_ids, params, priority, salt)
         return Prepared(Job(request.id, text, token_ids, params), request)
 
     # ---- the end
@@ -222,7 +215,7 @@ def _kernels_of(engine: Engine) -> str:
 
 
 @contextlib.contextmanager
-def _named(prompt: str, sampling_params: str, params: object) -> Iterator[None]:
+def _blamed(prompt: str, sampling_params: str, params: object) -> Iterator[None]:
     """Errors about one of several prompts, or about its parameters, say which one it was."""
     try:
         with renamed("prompt", prompt):

@@ -11,6 +11,7 @@ import torch
 from pagedec.core.processing import NO_PROCESSING, Processing, ProcessRows
 from pagedec.core.protocol import DRAW_DTYPE, Answers, LaneAnswers, LaneForward, RollPlan
 from pagedec.errors import InvariantError
+from pagedec.fields import MAX_UINT64
 from pagedec.kernels.backend import CacheTensors
 from pagedec.models.base import Model
 from pagedec.models.buffers import READ_ROWS
@@ -151,7 +152,7 @@ def _enter_rolled(target: LaneForward, rolls: list[RollPlan], rolled: list[tuple
 
 def _draw(roll: RollPlan, row: int, position: int) -> tuple[int, int, int, int, int, float, float, float]:
     s = roll.sampler
-    return (s.seed, roll.stream, row, position, s.top_k, s.temperature, s.top_p, s.min_p)
+    return (s.seed & MAX_UINT64, roll.stream & MAX_UINT64, row, position, s.top_k, s.temperature, s.top_p, s.min_p)
 
 
 def _first_draws(forward: LaneForward) -> np.ndarray:

@@ -14,6 +14,7 @@ import pytest
 
 from pagedec import SamplingParams
 from pagedec.errors import InvalidArgument, RequestError, RequestsFailed
+from pagedec.llm.prompts import read_prompt
 from tests.engine.crowd import NUM_PROMPTS, Tiny, Tokens, assert_whole, workload
 from tests.engine.test_async import FOREVER, IDS, Make, make, read, tokens  # noqa: F401
 
@@ -284,3 +285,41 @@ def test_event_loops_come_while_others_are_woken(make: Make, monkeypatch: pytest
         assert within(120, come, wake) == [None, None]
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_names_of_others_are_not_taken(make: Make) -> None:  # noqa: F811
+    """People number their requests; one without a name must not come in their way, nor they in its."""
+    llm = make()
+
+    async def main() -> None:
+        named = [asyncio.create_task(read(llm.generate(IDS, SHORT, str(i)))) for i in range(0, 12, 2)]
+        bare = [asyncio.create_task(read(llm.generate(IDS, SHORT))) for _ in range(12)]
+        named += [asyncio.create_task(read(llm.generate(IDS, SHORT, str(i)))) for i in range(1, 12, 2)]
+        names = [outputs[-1].request_id for outputs in await asyncio.gather(*named, *bare)]
+        assert len(set(names)) == 24
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_long_text_holds_nobody_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """It is tokenised in a thread; the event loop meanwhile takes in others."""
+    llm, going, done = make(), threading.Event(), threading.Event()
+
+    def slow(prompt: Any, *rest: Any) -> Any:
+        if isinstance(prompt, str):
+            going.set()
+            assert done.wait(30), "the short one did not come through"
+            prompt = IDS
+        return read_prompt(prompt, *rest)
+
+    monkeypatch.setattr("pagedec.llm.front.read_prompt", slow)
+
+    async def main() -> None:
+        long = asyncio.create_task(read(llm.generate("long" * 9000, SHORT)))
+        await asyncio.to_thread(going.wait)
+        [*_, last] = await read(llm.generate(IDS, SHORT))
+        assert last.finished and not long.done()
+        done.set()
+        await long
+
+    asyncio.run(asyncio.wait_for(main(), 60))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 
 from pagedec import SamplingParams
 from pagedec.config import EngineConfig
+from pagedec.core.branch import Branch
+from pagedec.core.protocol import DecoderContext, Roll
+from pagedec.decoders import decoder
 from pagedec.engine.engine import Engine
 from pagedec.engine.loader import LoadedModel, assemble, choose_backend, load_model
-from tests.algorithms.speculative import SpeculativeParams
+from tests.algorithms.speculative import Speculative, SpeculativeParams
 from tests.equivalence.conftest import TINY
 from tests.support import add, drain
 
@@ -93,3 +97,31 @@ def test_its_pool_is_sized_by_its_own_context(tmp_path: Path, model: Callable[..
     limits = engine.scheduler.limits
     assert limits.longest("draft") == 64 and limits.vocab_size_of("draft") == 100 and limits.vocab_size == KNOWN
     assert limits.longest("target") >= 512 and limits.vocab_size_of("target") == KNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class SignedParams(SpeculativeParams):
+    """The same, with the noise named by negative numbers."""
+
+
+@decoder("test-signed", params=SignedParams)
+class Signed(Speculative):
+    def __init__(self, params: SignedParams, context: DecoderContext) -> None:
+        super().__init__(params, context)
+        self.sampler = replace(self.sampler, seed=self.sampler.seed - 2**64)
+
+    def draft(self, branch: Branch, room: int) -> Roll:
+        return replace(super().draft(branch, room), stream=branch.state[0] - 2**64)
+
+
+def test_names_of_randomness_are_64_bits(model: Callable[..., LoadedModel]) -> None:
+    """Of any sign and size, on the draft lane too: a number that does not fit must not fail a step."""
+    target, draft = model(KNOWN), model(KNOWN, seed=1)
+    answers = []
+    for params in (SpeculativeParams, SignedParams):
+        engine = engine_of(target, draft)
+        for i, prompt in enumerate(PROMPTS):
+            add(engine, str(i), prompt, params(temperature=0.9, seed=i, n=2, max_tokens=20))
+        answers.append(drain(engine))
+        assert engine.stats.num_failed_steps == 0
+    assert answers[0] == answers[1]
