@@ -4,7 +4,7 @@ request's alone."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 
 import numpy as np
@@ -33,6 +33,8 @@ from pagedec.fields import MAX_INT32
 FEW = 4
 """Up to so many branches a list is searched as fast as a set is made."""
 REASONS = ("stop", "length")
+MAX_BRANCHES = 16384
+"""Most branches of one request that says nothing of its width: what forks without end must not take everybody's memory."""
 
 
 # ------------------------------------------------------------------------------------------------------------- queries
@@ -108,7 +110,9 @@ def _check_whole(field: str, value: object, low: int, high: int) -> None:
         raise InvalidArgument(field, value, f"must be a whole number from {low} to {high}")
 
 
-def _check_tokens(field: str, tokens: Iterable[object], vocab_size: int) -> None:
+def _check_tokens(field: str, tokens: object, vocab_size: int) -> None:
+    if not isinstance(tokens, (tuple, list)):
+        raise InvalidArgument(field, tokens, "must be a tuple of token ids")
     for token in tokens:
         if not isinstance(token, int) or not 0 <= token < vocab_size:
             raise InvalidArgument(field, token, f"must be token ids, whole numbers from 0 to {vocab_size - 1}")
@@ -129,6 +133,9 @@ def check_verdict(
     """
     if not isinstance(verdict, Verdict):
         raise InvalidArgument("verdict", verdict, "must be a Verdict")
+    for name in ("live", "done", "drop"):
+        if not isinstance(getattr(verdict, name), (tuple, list)):
+            raise InvalidArgument(name, getattr(verdict, name), "must be a tuple")
     alive: Collection[Branch] = live if len(live) <= FEW else set(live)
     if verdict.drop:
         strangers = sum(branch not in alive for branch in verdict.drop)
@@ -145,10 +152,13 @@ def check_verdict(
             _check_hypothesis(history, hypothesis, vocab_size)
         except InvalidArgument as error:
             raise InvalidArgument(f"done[{i}]{error.field}", error.value, error.limit) from None
-    if decoder is not None and decoder.gang:
+    if decoder is not None and (decoder.gang or len(verdict.live) + len(live) > MAX_BRANCHES):
         touched = {child.parent for child in verdict.live} | set(verdict.drop) | set(evaluated)
         width = len(verdict.live) + sum(branch not in touched for branch in live)
-        if width > decoder.width:
+        if not decoder.gang and width > max(decoder.width, MAX_BRANCHES):
+            limit = f"branches must be at most {max(decoder.width, MAX_BRANCHES)}"
+            raise InvalidArgument("live", width, limit)
+        if decoder.gang and width > decoder.width:
             raise InvalidArgument("live", width, f"branches must be at most the gang's declared width, {decoder.width}")
 
 
@@ -188,6 +198,11 @@ def _check_hypothesis(history: History, hypothesis: Hypothesis, vocab_size: int)
     _check_score(hypothesis.score)
     if hypothesis.reason not in REASONS:
         raise InvalidArgument(".reason", hypothesis.reason, f"must be one of {', '.join(REASONS)}")
+    if hypothesis.stop_token is not None:
+        _check_tokens(".stop_token", (hypothesis.stop_token,), vocab_size)
+    if hypothesis.stop_string is not None and not isinstance(hypothesis.stop_string, str):
+        raise InvalidArgument(".stop_string", hypothesis.stop_string, "must be text")
+    _check_whole(".excess_bytes", hypothesis.excess_bytes, 0, MAX_INT32)
 
 
 def _check_score(score: object) -> None:

@@ -69,13 +69,25 @@ class Collection:
         for job in self.jobs:
             error = self.errors.get(job.request_id)
             if error is None:
+                error = self._unwritten(job)
+            if error is None:
                 outputs.append(self.outputs[job.request_id].result())
             else:
+                self.errors[job.request_id] = error
                 outputs.append(RequestOutput(job.request_id, job.prompt, job.token_ids, [], True, error=error))
         if self.errors and not return_errors:
             errors = [output.error for output in outputs if output.error is not None]
             raise RequestsFailed(errors, outputs) from errors[0]
         return outputs
+
+    def _unwritten(self, job: Job) -> RequestError | None:
+        """Why a job's text cannot be written; None: it was."""
+        cause = self.outputs[job.request_id].exception()
+        if not isinstance(cause, Exception):
+            return None
+        error = RequestError(job.request_id, f"its text cannot be written: {cause!r}")
+        error.__cause__ = cause
+        return error
 
 
 class Collected:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pagedec.core.branch import Branch
+from pagedec.core.checks import MAX_BRANCHES
 from pagedec.core.draft import Draft
 from pagedec.core.protocol import (
     Answer,
@@ -149,6 +150,16 @@ VERDICTS: dict[str, tuple[Callable[[Verdict], Any], str]] = {
     "done at rank -1": (done(rank=-1), r"done\[0\].rank is -1"),
     "done at no rank": (done(rank="first"), r"done\[0\].rank is 'first'"),
     "done with no score": (done(score=NAN), r"done\[0\].score is nan"),
+    "done by a token that is none": (done(stop_token="x"), r"done\[0\].stop_token is 'x'"),
+    "done by a string that is none": (done(stop_string=5), r"done\[0\].stop_string is 5: must be text"),
+    "done with more behind it than there is": (done(excess_bytes=-1), r"done\[0\].excess_bytes is -1"),
+    "done with tokens that can be read once": (done(tokens=iter((1,))), r"done\[0\].tokens"),
+    "tokens that can be read once": (saying(tokens=iter((1,))), r"live\[0\].tokens"),
+    "children that can be read once": (lambda verdict: Verdict(iter(verdict.live)), "live is .*: must be a tuple"),  # type: ignore[arg-type]
+    "a bomb": (
+        lambda verdict: Verdict(tuple(replace(child, state=(0,)) for child in verdict.live * MAX_BRANCHES)),
+        f"live is [0-9]+: branches must be at most {MAX_BRANCHES}",
+    ),
     "no hypothesis": (lambda verdict: Verdict(done=((1, 2),)), r"done\[0\] is \(1, 2\)"),  # type: ignore[arg-type]
 }  # fmt: skip
 

@@ -214,6 +214,24 @@ def test_a_signal_that_closes(tiny: Tiny) -> None:
         signal.signal(signal.SIGTERM, previous)
 
 
+def test_a_text_that_cannot_be_written(tiny: Tiny, expected: list[Tokens], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is that request's failure; the call has the others' answers."""
+    llm = tiny()
+    prompts, params = workload()
+    write = llm.answers.request
+
+    def broken(job: Any, finished: Any) -> Any:
+        if job.request_id == "3":
+            raise UnicodeError("made up")
+        return write(job, finished)
+
+    monkeypatch.setattr(llm.answers, "request", broken)
+    with pytest.raises(RequestsFailed, match="request '3': its text cannot be written: UnicodeError") as caught:
+        llm.generate(prompts, params, use_tqdm=False)
+    for i, (output, want) in enumerate(zip(caught.value.outputs, expected, strict=True)):
+        assert tokens(output) == ([] if i == 3 else want)  # type: ignore[arg-type]
+
+
 # ------------------------------------------------------------------------------------------------------ a loop that ends
 def test_what_was_brought_to_a_loop_that_breaks_is_told(make: Make) -> None:  # noqa: F811
     """Also what was still in the inbox, and what comes in the very moment."""
