@@ -277,7 +277,8 @@ class Scheduler:
         self._demand.num_changes += 1
         self.requests.remove(request)
         del self._by_id[request.id]
-        if not self.requests:  # nobody is left who needs the copies
+        if not self.requests:  # nobody is left who needs the copies, nor is anybody inside
+            self._started = []
             for copies in self._copies.values():
                 copies.cancel()
             self._copies = self._new_copies()

@@ -37,7 +37,7 @@ def right_answers(llm: LLM) -> list[Tokens]:
 def assert_whole(llm: LLM, expected: list[Tokens]) -> None:
     """Nothing runs, no block is held, and the engine answers as ever."""
     scheduler = llm.engine.scheduler
-    assert scheduler.requests == [] and not llm.engine._arrived and not llm.engine._first
+    assert scheduler.requests == [] and scheduler._started == [] and not llm.engine._arrived and not llm.engine._first
     scheduler.check()
     for pool in scheduler.pools.values():
         assert pool.num_available == pool.num_blocks and not any(pool.refs) and not any(pool.pins)
