@@ -25,7 +25,10 @@ class Shown(str):
 
 def shown(value: object) -> str:
     """The value as a message shows it: its repr, cut in the middle when long."""
-    return cut(repr(value))
+    try:
+        return cut(repr(value))
+    except RecursionError:
+        return f"a {type(value).__name__} nested too deeply to be shown"
 
 
 def cut(text: str) -> str:

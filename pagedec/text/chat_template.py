@@ -32,6 +32,8 @@ space to show whether the template strips what it writes."""
 MAX_TEMPLATE = 1 << 16
 """Characters of a template; those in use have up to some ten thousand."""
 MAX_TIME_FORMAT = 1 << 10
+MAX_DEPTH = 100
+"""Levels of lists and tables in a message, a tool or a template's variable."""
 MEDIA = ("image", "audio", "video", "file")
 """What the kind of a part is called after that is no text, as in "image_url" and "input_audio"."""
 MARK = "0f5c1a"
@@ -124,17 +126,19 @@ def _reads_parts(text: str) -> bool:
     return MARK in shown and "'text'" not in shown and '"text"' not in shown
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, field: str, depth: int = 0) -> Any:
     """A copy made of JSON's types: a template may come with a file from anywhere, and must not reach objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, bool, int, float):
         if isinstance(value, kind):
             return kind(value)
+    if depth > MAX_DEPTH:
+        raise InvalidArgument(field, Shown("a value"), f"must be nested at most {MAX_DEPTH} levels deep")
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
+        return {_plain(key, field, depth + 1): _plain(item, field, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_plain(item, field, depth + 1) for item in value]
     return f"<{type(value).__name__}>"
 
 
@@ -153,15 +157,21 @@ def _tool_calls(field: str, calls: Any) -> list[Any]:
     """Calls with their arguments as an object, which templates expect, also where they came as JSON text."""
     if not isinstance(calls, (list, tuple)):
         raise InvalidArgument(f"{field}.tool_calls", calls, "must be a list")
-    plain = _plain(calls)
+    plain = _plain(calls, f"{field}.tool_calls")
     for j, call in enumerate(plain):
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            name, text = f"{field}.tool_calls[{j}].function.arguments", function["arguments"]
             try:
-                function["arguments"] = json.loads(function["arguments"] or "{}")
+                function["arguments"] = _plain(json.loads(text or "{}"), name)
             except json.JSONDecodeError as error:
-                name = f"{field}.tool_calls[{j}].function.arguments"
-                raise InvalidArgument(name, function["arguments"], f"must be JSON: {error.msg}") from None
+                raise InvalidArgument(name, text, f"must be JSON: {error.msg}") from None
+            except RecursionError:
+                raise InvalidArgument(name, text, f"must be nested at most {MAX_DEPTH} levels deep") from None
+            except InvalidArgument:
+                raise
+            except ValueError as error:  # a number of thousands of digits
+                raise InvalidArgument(name, text, f"must be JSON: {error}") from None
     return list(plain)
 
 
@@ -177,7 +187,7 @@ def check_messages(messages: object, field: str = "messages") -> list[dict[str, 
         if not isinstance(message.get("role"), str) or not message["role"]:
             raise InvalidArgument(f"{name}.role", message.get("role"), "must be a text such as user, assistant, system")
         content = message.get("content")
-        own = _plain(message)
+        own = _plain(message, name)
         if isinstance(content, (list, tuple)):
             own["content"] = _parts(name, content)
         elif content is None and not message.get("tool_calls") and set(message) <= {"role", "content", "name"}:
@@ -216,12 +226,12 @@ def _schemas(tools: Sequence[Tool] | None) -> list[Any] | None:
     schemas = []
     for i, tool in enumerate(tools):
         if isinstance(tool, Mapping):
-            schemas.append(_plain(tool))
+            schemas.append(_plain(tool, f"tools[{i}]"))
         elif callable(tool):
             from transformers.utils import get_json_schema
 
             try:
-                schemas.append(_plain(get_json_schema(tool)))
+                schemas.append(_plain(get_json_schema(tool), f"tools[{i}]"))
             except Exception as error:  # the library's own kinds, which are plain Exceptions
                 raise InvalidArgument(f"tools[{i}]", tool, f"has no schema: {error}") from error
         else:
@@ -340,8 +350,8 @@ def render_chat(
             if isinstance(message.get("content"), list):
                 message["content"] = "\n".join(part["text"] for part in message["content"])
     variables = {
-        **tokenizer.special_tokens, **_plain(template_kwargs or {}), "tools": _schemas(tools),
-        "documents": _plain(documents), "add_generation_prompt": add_generation_prompt,
+        **tokenizer.special_tokens, **_plain(template_kwargs or {}, "chat_template_kwargs"), "tools": _schemas(tools),
+        "documents": _plain(documents, "documents"), "add_generation_prompt": add_generation_prompt,
     }  # fmt: skip
     final = _mark_last(own) if continue_final_message else ""
     budget = Budget()

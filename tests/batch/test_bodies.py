@@ -145,3 +145,29 @@ def test_every_sampling_parameter_has_a_field() -> None:
     for fields in (COMPLETION_FIELDS, CHAT_FIELDS):
         assert set(rules(SamplingParams)) <= set(fields)
         assert len(fields) == len(set(fields))
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("depth", [120, 900, 5000])
+def test_a_body_nested_without_end_is_a_fault_of_the_body(depth: int) -> None:
+    """Not a `RecursionError`, which would end the job at this line, and again whenever it goes on."""
+    deep = nested(depth)
+    message = {"role": "user", "content": "a"}
+    call = {"function": {"name": "f", "arguments": "[" * depth + "]" * depth}}
+    for body in (
+        {"messages": [message | {"x": deep}]}, {"messages": [message | {"content": deep}]}, {"messages": deep},
+        {"messages": [message | {"tool_calls": [deep]}]}, {"messages": [message | {"tool_calls": [call]}]},
+        {"messages": [message | {"tool_calls": [{"function": {"arguments": "9" * 5000}}]}]},
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgument) as caught:
+            parse_body(True, body, {})
+        assert caught.value.field.startswith("messages") and str(caught.value)
+    with pytest.raises(InvalidArgument) as caught:
+        parse_body(False, {"prompt": deep}, {})
+    assert str(caught.value)
