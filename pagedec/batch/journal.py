@@ -92,11 +92,12 @@ class Journal:
             record = json.loads(data)
             match = RECORD_ID.fullmatch(record["id"])
             failed = is_error(record)
+            number = None if match is None else int(match[1])
         except (ValueError, KeyError, TypeError, RecursionError):
             raise self._foreign(at) from None
-        if match is None:
+        if match is None or number is None:
             raise self._foreign(at)
-        return int(match[1]), Done(match[2], match[3], failed)
+        return number, Done(match[2], match[3], failed)
 
     def _foreign(self, at: int) -> InvalidArgument:
         return self._refused(f"line {at} is no record of a batch; name another file, this one stays as it is")

@@ -208,15 +208,20 @@ class Scheduler:
             copies.finish()
         settler = self._settler(answers, self._events)
         try:
-            failed = settler.settle(plan)
+            settler.settle(plan)
         except Exception as error:  # our own mistake, half way through one request
             if settler.current is None:
                 raise
             cause = RequestError(settler.current.id, f"its answers cannot be carried in: {error!r}")
             cause.__cause__ = error
             self.forget_kv()
-            failed = {settler.current: cause}
-        for request, problem in failed.items():
+            settler.failed[settler.current] = cause
+        except BaseException:  # an interrupt: what has ended is told later, and nobody is left without a branch
+            self._close_all(settler.over, self._events)
+            for request in [request for request in self.requests if not request.branches]:
+                self.fail(request, RequestError(request.id, "was interrupted while its answers were carried in"))
+            raise
+        for request, problem in settler.failed.items():
             self.fail(request, problem)
         self._close_all(settler.over, self._events)
         return self.take_events()

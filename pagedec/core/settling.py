@@ -30,7 +30,7 @@ class Settler:
 
     __slots__ = (
         "_answers", "_copies", "_demand", "_draws", "_events", "_publishing", "_recorder", "_rolled", "_size", "_vocab_size",
-        "current", "over",
+        "current", "failed", "over",
     )  # fmt: skip
 
     def __init__(
@@ -52,10 +52,11 @@ class Settler:
         """Whose answers are being carried in."""
         self.over: list[Request] = []
         """Requests of which no branch lives any more."""
+        self.failed: dict[Request, RequestError] = {}
+        """Requests whose decoders failed: of these nothing has changed."""
 
-    def settle(self, plan: StepPlan) -> dict[Request, RequestError]:
-        """Note what is cached now, publish it, then let every answered request go on. Returns those whose decoders failed: of these
-        nothing has changed."""
+    def settle(self, plan: StepPlan) -> None:
+        """Note what is cached now, publish it, then let every answered request go on."""
         works = [work for work in plan.works if not work.request.closed]
         target = plan.forwards.get("target")
         if target is not None and target.report is not None:
@@ -65,7 +66,6 @@ class Settler:
             self._note_cached(work)
             if work.report is not None and self._recorder is not None:
                 self._recorder.record(work)
-        failed: dict[Request, RequestError] = {}
         for request, group in groupby(works, key=_request_of):
             self.current = request
             answered = [work for work in group if work.answers_something]
@@ -77,8 +77,7 @@ class Settler:
             try:
                 self._advance(request, answered)
             except RequestError as error:
-                failed[request] = error
-        return failed
+                self.failed[request] = error
 
     # ---- what is cached, and what of it can be found
     def _note_cached(self, work: Work) -> None:

@@ -89,8 +89,10 @@ def test_restart_takes_what_batches_have_written(tail: bytes, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "content",
-    [b"my notes", b"my notes\n", b'{"a": 1}\n', b"[]\n", b'{"id": 3}\n', b'{"id": "x"}\n', b"\x00\n", b"{" * 20],
-)
+    [b"my notes", b"my notes\n", b'{"a": 1}\n', b"[]\n", b'{"id": 3}\n', b'{"id": "x"}\n', b"\x00\n", b"{" * 20,
+     b'{"id": "line-' + b"9" * 5000 + b'-0123456789abcdef-01234567", "response": null, "error": {}}\n'],
+    ids=range(9),
+)  # fmt: skip
 @pytest.mark.parametrize("mode", [{}, {"restart": True}, {"retry_failed": True}], ids=str)
 def test_somebody_else_s_file_is_left_alone(content: bytes, mode: dict[str, bool], tmp_path: Path) -> None:
     path = tmp_path / "out"

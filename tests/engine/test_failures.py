@@ -4,6 +4,7 @@ is found and told why."""
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -12,13 +13,15 @@ import pytest
 
 from pagedec import LLM, SamplingParams
 from pagedec.core.protocol import Answers, LaneForward
-from pagedec.core.request import Request
+from pagedec.core.request import Failed, Request
 from pagedec.core.rows import Rows
 from pagedec.core.settling import Settler
+from pagedec.engine.engine import FinishedRequest
 from pagedec.errors import DeviceError, InvariantError, RequestError, RequestsFailed
 from pagedec.executor.inline import InlineExecutor
 from tests.algorithms.interactive import InteractiveParams
 from tests.engine.crowd import NUM_PROMPTS, SMALL, Tiny, Tokens, assert_whole, right_answers, workload
+from tests.support import add
 
 SHORT = SamplingParams(seed=1, max_tokens=6, ignore_eos=True)
 
@@ -224,6 +227,73 @@ def test_settling_fails(tiny: Tiny, expected: list[Tokens], monkeypatch: pytest.
     assert failed.error is not None and isinstance(failed.error.__cause__, InvariantError)
     for output, want in zip(outputs, expected, strict=True):
         assert output is failed or [answer.token_ids for answer in output.outputs] == want
+    assert_whole(llm, expected)
+
+
+def test_settling_fails_after_a_decoder_did(
+    tiny: Tiny, expected: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has its own error, and neither is asked again."""
+    llm, advance = (
+        tiny(**SMALL | {"max_num_batched_tokens": 512, "num_blocks": 64, "max_num_seqs": 64}),
+        Settler._advance,
+    )
+    asked: Counter[str] = Counter()
+
+    def hurt(self: Settler, request: Request, works: Any) -> None:
+        asked[request.id] += request.id in "13"
+        if request.id == "1":
+            raise RequestError(request.id, "its decoder cannot advance: made up")
+        if request.id == "3":
+            raise InvariantError("made up")
+        advance(self, request, works)
+
+    monkeypatch.setattr(Settler, "_advance", hurt)
+    outputs = llm.generate(*workload(), use_tqdm=False, on_error="return")
+    for i, (output, want) in enumerate(zip(outputs, expected, strict=True)):
+        if i not in (1, 3):
+            assert [answer.token_ids for answer in output.outputs] == want
+    assert "its decoder cannot advance: made up" in str(outputs[1].error) and asked["1"] == asked["3"] == 1
+    assert outputs[3].error is not None and isinstance(outputs[3].error.__cause__, InvariantError)
+    monkeypatch.undo()
+    assert_whole(llm, expected)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("number", range(4))
+def test_an_interrupt_while_answers_are_carried_in(
+    tiny: Tiny, expected: list[Tokens], monkeypatch: pytest.MonkeyPatch, number: int, when: str
+) -> None:
+    """A second Ctrl-C comes anywhere, here before or after an answer's request has lost its last branch: everybody is told of an end."""
+    llm, finish, left = tiny(**SMALL), Settler._finish, [number]
+
+    def interrupted(self: Settler, request: Request, hypothesis: Any) -> None:
+        left[0] -= 1
+        if when == "after" or left[0] != -1:
+            finish(self, request, hypothesis)
+        if left[0] == -1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Settler, "_finish", interrupted)
+    prompts, params = workload()
+    for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+        add(llm.engine, f"{i}", prompt, own)
+    ended: dict[str, Any] = {}
+    interrupts = 0
+    while not llm.engine.idle:
+        try:
+            events = llm.engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+            continue
+        ended |= {event.request.id: event for event in events if isinstance(event, (FinishedRequest, Failed))}
+    assert interrupts == 1 and len(ended) == len(prompts) and not llm.engine.scheduler.requests
+    failed = [event for event in ended.values() if isinstance(event, Failed)]
+    assert len(failed) <= 1 and all("was interrupted" in str(event.error) for event in failed)
+    for name, event in ended.items():
+        if isinstance(event, FinishedRequest) and len(event.answers) == len(expected[int(name)]):
+            assert [answer.token_ids for answer in event.answers] == expected[int(name)]
+    monkeypatch.undo()
     assert_whole(llm, expected)
 
 
