@@ -17,9 +17,9 @@ import numpy as np
 
 from pagedec.core.block import BlockPool
 from pagedec.core.copies import CopyPlan
+from pagedec.core.forward import LaneAnswers
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan
-from pagedec.core.protocol import LaneAnswers
 from pagedec.core.scheduler import Scheduler
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable, reserve
@@ -71,7 +71,7 @@ def answers(plan: StepPlan, rng: np.random.Generator) -> dict[str, LaneAnswers]:
     nothing, floats = np.zeros((0, 0), np.int32), np.zeros(0, np.float32)
     return {
         lane: LaneAnswers(
-            rng.integers(10, VOCABULARY, len(forward.draws)).astype(np.int32), nothing, floats.reshape(0, 0), floats, []
+            rng.integers(10, VOCABULARY, len(forward.draws)).astype(np.int32), nothing, floats.reshape(0, 0), floats
         )
         for lane, forward in plan.forwards.items()
     }

@@ -41,7 +41,7 @@ class Contest:
         if with_int8:
             int8 = LLM(dtype="bfloat16", quantization="int8", max_model_len=2048, enable_prefix_caching=False)
             self.int8 = int8.engine
-        runner = self.engine.executor.runner.lanes["target"]  # type: ignore[attr-defined]
+        runner = self.engine.executor.worker.lanes["target"]  # type: ignore[attr-defined]
         self.arch, self.cache = runner.model.arch, runner.cache
         assert isinstance(runner.backend, NativeBackend), "build the kernels first: make build"
         self.library: Library = runner.backend.library

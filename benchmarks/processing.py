@@ -46,10 +46,10 @@ def main() -> None:
     rows = []
     for name, (rules, peer) in RULES.items():
         case = simple_case(ids.tolist(), logits.clone(), rules)
-        cache, forward = case.cache(), case.forward
+        cache, forward, known = case.cache(), case.forward, case.known(backend)
         contestants: dict[str, Callable[[], object]] = {
-            "ours": lambda forward=forward, case=case, cache=cache: backend.process_logits(
-                case.logits, 0, forward, cache
+            "ours": lambda forward=forward, case=case, cache=cache, known=known: backend.process_logits(
+                case.logits, 0, forward, cache, known
             )
         }
         if peer is not None:

@@ -30,7 +30,7 @@ from pagedec.params import SamplingParams
 DEFAULT_MODEL = "smollm2"
 QUANTIZATIONS = ("int8",)
 MODEL_IMPLS = ("auto", "native", "transformers")
-EXECUTORS = ("inline", "ray")
+EXECUTORS = ("inline", "process", "ray")
 GENERATION_CONFIG_OFF = ("none", "vllm")
 """Values of `generation_config` that mean our own defaults."""
 POOL_SIZES = ("num_blocks", "kv_cache_memory", "memory_utilization")
@@ -158,7 +158,10 @@ class SchedulerConfig:
 class ParallelConfig:
     """On what the work runs."""
 
-    executor: str = option("inline", Text("where steps run", choices=EXECUTORS, available=("inline",)))
+    executor: str = option(
+        "inline",
+        Text("where steps run; process: in one of their own", choices=EXECUTORS, available=("inline", "process")),
+    )
     tensor_parallel_size: int = option(1, Integer("devices that share one model", low=1, high=1024, available=(1,)))
     attention_backend: str = option(
         "auto",

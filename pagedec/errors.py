@@ -171,6 +171,19 @@ class WeightsWarning(UserWarning):
     """The weights take more memory than there is: the system may end the process while they are loaded."""
 
 
+class WorkerLost(RuntimeError):
+    """A worker process has ended in the middle of its work. The engine goes on with another one."""
+
+    def __init__(self, pid: int, problem: str) -> None:
+        super().__init__(
+            pid, problem
+        )  # both go to Exception.args, so that the error survives pickling between processes
+        self.pid, self.problem = pid, problem
+
+    def __str__(self) -> str:
+        return f"the worker process {self.pid} {self.problem}"
+
+
 class InvariantError(RuntimeError):
     """Our own bug: something that cannot happen has happened. It fails the step and the requests in it."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagedec.core.protocol import DRAW_DTYPE, LaneForward
+from pagedec.core.forward import LaneForward
 from pagedec.core.request import Failed, Progress, Request
 from pagedec.engine.engine import Engine, EngineEvent, FinishedRequest
 from pagedec.models.base import Model
@@ -78,9 +78,8 @@ def all_logits(model: Model, tokens: Sequence[int], chunk: int = READ_ROWS) -> t
         slots = (table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE).astype(np.int32)
         runner.execute(
             LaneForward(
-                "target", piece, at, slots, None, np.array([0, n], np.int32), np.array([end], np.int32), table[None],
-                NOTHING, NOTHING, NOTHING, np.arange(n, dtype=np.int32), np.empty(0, DRAW_DTYPE), NOTHING, 0,
-                NOTHING, NOTHING, NOTHING, NOTHING, [],
+                "target", piece, at, slots, np.array([0, n], np.int32), np.array([end], np.int32), table[None],
+                read_rows=np.arange(n, dtype=np.int32),
             )
         )  # fmt: skip
         pieces.append(runner.buffers.logits[:n].clone())

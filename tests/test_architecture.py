@@ -36,14 +36,15 @@ EXTRA: dict[str, set[str]] = {
     "kernels": {"environment", "core"},
     "layers": set(),
     "models": {"formats"},
-    "runtime": {"core", "formats", "environment"},
+    "runtime": {"core", "config", "formats", "environment"},
     "executor": {"core", "config", "environment"},
     "engine": {"core", "decoders", "config", "text", "formats", "environment"},
-    "llm": {"engine", "config", "text", "formats", "core", "decoders"},
+    "build": {"engine", "executor", "runtime", "core", "config", "text", "formats", "environment"},
+    "llm": {"build", "engine", "runtime", "config", "text", "formats", "core", "decoders"},
     "session": {"engine", "config", "text", "core", "decoders", "llm"},
     "batch": {"llm", "session", "engine", "config", "text", "core", "decoders"},
     "serve": {"llm", "session", "engine", "config", "text", "environment", "v1"},
-    "cli": {"llm", "session", "batch", "text", "formats", "engine", "config", "environment", "serve"},
+    "cli": {"llm", "session", "batch", "text", "formats", "engine", "runtime", "config", "environment", "serve"},
     "v1": set(),
     "__main__": {"cli"},
     "__init__": {"llm", "session", "batch", "config", "decoders", "environment"},
@@ -59,7 +60,6 @@ EXEMPT = {
     ("cli/active.py", "kernels"): "the doctor reports on the kernel libraries",
     ("cli/doctor.py", "torch"): "the doctor reports on torch itself",
     ("cli/doctor.py", "kernels"): "the doctor probes the fallback linear",
-    ("engine/loader.py", "torch"): "turns the configured dtype and thread count into torch's",
 }
 NOT_PURE = {"os", "socket", "subprocess", "threading", "time", "random", "torch", "asyncio", "multiprocessing", "io"}
 """What core and decoders may not import: with the same inputs they must always give the same plans."""

@@ -10,8 +10,8 @@ import pytest
 
 from pagedec import environment
 from pagedec.cli import active, doctor, main
-from pagedec.engine.memory import Memory
 from pagedec.kernels import library
+from pagedec.runtime.memory import Memory
 
 ALL_FLAGS = frozenset(active.ISA_FLAGS["amx"])
 
@@ -106,15 +106,15 @@ def test_doctor_reports_every_section(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_doctor_says_what_a_pool_would_get(monkeypatch: pytest.MonkeyPatch) -> None:
     gib = 2**30
     machine, group = Memory(20 * gib, "MemAvailable of /proc/meminfo"), Memory(3 * gib // 2, "limit of the group")
-    monkeypatch.setattr("pagedec.engine.memory._of_machine", lambda root: machine)
-    monkeypatch.setattr("pagedec.engine.memory._of_address_space", lambda root: iter(()))
-    monkeypatch.setattr("pagedec.engine.memory._of_groups", lambda root: iter(()))
+    monkeypatch.setattr("pagedec.runtime.memory._of_machine", lambda root: machine)
+    monkeypatch.setattr("pagedec.runtime.memory._of_address_space", lambda root: iter(()))
+    monkeypatch.setattr("pagedec.runtime.memory._of_groups", lambda root: iter(()))
     assert doctor.memory_facts() == {
         "machine": "20.00 GiB available (MemAvailable of /proc/meminfo)",
         "limits": "none on this process",
         "KV pool": "4.00 GiB, were it made now and nothing said: 4 GiB are the most where nothing is said",
     }
-    monkeypatch.setattr("pagedec.engine.memory._of_groups", lambda root: iter([group]))
+    monkeypatch.setattr("pagedec.runtime.memory._of_groups", lambda root: iter([group]))
     assert doctor.memory_facts() == {
         "machine": "20.00 GiB available (MemAvailable of /proc/meminfo)",
         "limits": "1.50 GiB available (limit of the group)",

@@ -125,7 +125,7 @@ def active_line(llm: LLM) -> str:
     """What carries out this engine's steps: model, kernels, numbers, threads; and its KV pool."""
     import torch
 
-    from pagedec.engine.loader import choose_backend
+    from pagedec.runtime.loading import choose_backend
 
     config = llm.config
     backend = choose_backend(config.parallel, config.model.dtype, config.model.quantization)

@@ -94,8 +94,8 @@ def model_facts() -> Facts:
 
 def memory_facts() -> Facts:
     """What a KV pool would get now, before a model is loaded, and why."""
-    from pagedec.engine.memory import available_memory, shown_size, sources
-    from pagedec.engine.pool import default_bytes
+    from pagedec.runtime.memory import available_memory, shown_size, sources
+    from pagedec.runtime.pool import default_bytes
 
     machine, *limits = sources()
     num_bytes, reason = default_bytes(available_memory())

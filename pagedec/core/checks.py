@@ -11,14 +11,13 @@ import numpy as np
 
 from pagedec.core.branch import Branch
 from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.forward import Answers, Forwards
 from pagedec.core.history import History
 from pagedec.core.protocol import (
-    Answers,
     Ask,
     Child,
     Decoder,
     Hypothesis,
-    LaneForward,
     LogProbs,
     Query,
     Roll,
@@ -216,7 +215,7 @@ def check_rank(field: str, rank: object) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- answers
-def check_answers(forwards: Mapping[str, LaneForward], answers: Answers, vocab_size: int) -> None:
+def check_answers(forwards: Forwards, answers: Answers, vocab_size: int) -> None:
     """Raise `InvariantError` unless a device's answers are ones: as many as were asked for, of tokens that there are."""
     for lane, forward in forwards.items():
         given = answers.get(lane)
@@ -226,16 +225,11 @@ def check_answers(forwards: Mapping[str, LaneForward], answers: Answers, vocab_s
         if lane == "target" and (given.draws.shape, given.topk_tokens.shape, given.logprobs.shape) != expected:
             found = given.draws.shape, given.topk_tokens.shape, given.logprobs.shape
             raise InvariantError(f"lane {lane} was answered in shapes {found}, not {expected}")
-        rolled = [len(chain) for chain in given.rolled]
-        if rolled != [roll.count for roll in forward.rolls]:
+        if len(given.rolled) != forward.rolls["count"].sum():
             raise InvariantError(
-                f"lane {lane} has rolled {rolled} tokens, not {[roll.count for roll in forward.rolls]}"
+                f"lane {lane} has rolled {len(given.rolled)} tokens, not {forward.rolls['count'].sum()}"
             )
-        for tokens in (
-            given.draws,
-            given.topk_tokens,
-            np.array([t for chain in given.rolled for t in chain], np.int32),
-        ):
+        for tokens in (given.draws, given.topk_tokens, given.rolled):
             if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
                 wrong = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
                 raise InvariantError(f"lane {lane} has answered token {wrong}; there are {vocab_size}")

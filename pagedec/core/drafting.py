@@ -12,6 +12,7 @@ from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import Work
 from pagedec.core.preemption import Room
+from pagedec.core.processing import NO_PROCESSING
 from pagedec.core.protocol import Query, Roll
 from pagedec.core.request import Request
 from pagedec.core.rows import Rows
@@ -106,7 +107,8 @@ class Drafting:
         row = builder.add(table, start, tokens, history.token[branch.tip])
         work = Work(request, branch, table, start, count)
         if caught_up:
-            work.roll = builder.roll(table, row, length, roll, request.processing, branch.prompt_length)
+            rule_id = -1 if request.processing is NO_PROCESSING else request.arrival
+            work.roll = builder.roll(table, row, length, roll, rule_id, branch.prompt_length)
         rows.plan.works.append(work)
         rows.draft_left -= max(1, count)
         return (roll, work.roll) if caught_up else (EMPTY, -1)

@@ -11,22 +11,10 @@ import numpy as np
 from pagedec.core.block import BlockPool
 from pagedec.core.copies import CopyPlan
 from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.forward import DRAW_DTYPE, NO_DRAWS, NO_INTS, NO_ROLLS, ROLL_DTYPE, LaneAnswers, LaneForward
 from pagedec.core.marks import RowMarks
 from pagedec.core.plan import AskSlice, Work
-from pagedec.core.processing import NO_PROCESSING, Processing
-from pagedec.core.protocol import (
-    DRAW_DTYPE,
-    Answer,
-    LaneAnswers,
-    LaneForward,
-    LogProbs,
-    Query,
-    Roll,
-    RollPlan,
-    Sample,
-    Sampler,
-    TopK,
-)
+from pagedec.core.protocol import Answer, LogProbs, Query, Roll, Sample, Sampler, TopK
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable
 
@@ -49,7 +37,7 @@ class LaneBuilder:
 
     __slots__ = (
         "_banned", "_counts", "_draw_positions", "_draw_records", "_draw_rows", "_first_rows", "_logprobs", "_marks",
-        "_parents", "_positions", "_read_only", "_read_rows", "_rolls", "_starts", "_tables", "_tokens", "_topk", "_topk_k",
+        "_parents", "_positions", "_read_only", "_read_rows", "_roll_slots", "_rolls", "_starts", "_tables", "_tokens", "_topk", "_topk_k",
         "pool",
     )  # fmt: skip
 
@@ -71,7 +59,8 @@ class LaneBuilder:
         self._topk_k = 0
         self._logprobs: list[tuple[int, int]] = []
         self._banned: list[tuple[int, int]] = []
-        self._rolls: list[tuple[RollPlan, BlockTable, int]] = []
+        self._rolls: list[list[Any]] = []  # in the order of ROLL_DTYPE, the draw's record first
+        self._roll_slots: list[int] = []
         self._marks: RowMarks | None = None
 
     def __len__(self) -> int:
@@ -174,9 +163,9 @@ class LaneBuilder:
     def num_read(self) -> int:
         return len(self._read_rows)
 
-    def process(self, read_rows: Iterable[int], processing: Processing, prompt_length: int) -> None:
+    def process(self, read_rows: Iterable[int], rule_id: int, prompt_length: int) -> None:
         """Have rows read out of the branch added last processed."""
-        self.marks.process(read_rows, len(self._tables) - 1, processing, prompt_length)
+        self.marks.process(read_rows, len(self._tables) - 1, rule_id, prompt_length)
 
     def read_given(self, first_row: int, tokens: Sequence[int], num_top: int) -> tuple[int, int]:
         """Report each of `tokens` at the rows from `first_row` on: their first places among the given tokens and reported rows."""
@@ -190,19 +179,19 @@ class LaneBuilder:
         root_row: int,
         length: int,
         roll: Roll,
-        processing: Processing = NO_PROCESSING,
+        rule_id: int = -1,
         prompt_length: int = 0,
     ) -> int:
         """Roll a chain behind the branch added last, whose table ends `length` tokens; returns its place among the rolls."""
-        branch = len(self._tables) - 1
-        sampler, stream = roll.sampler, roll.stream
-        plan = RollPlan(branch, root_row, roll.count, sampler, stream, (), -1, processing, prompt_length)
-        self._rolls.append((plan, table, length))
+        draw = np.frombuffer(bytearray(draw_record(roll.sampler, roll.stream)), DRAW_DTYPE)
+        draw["row"], draw["position"] = root_row, length
+        self._rolls.append([draw[0], len(self._tables) - 1, roll.count, -1, prompt_length, rule_id])
+        self._roll_slots += [table.slot(length + i) for i in range(roll.count - 1)]
         return len(self._rolls) - 1
 
     def use_roll(self, roll: int, target_row: int) -> None:
         """Have the rolled tokens put into the target forward from `target_row` on."""
-        self._rolls[roll][0].target_row = target_row
+        self._rolls[roll][3] = target_row
 
     # ---- laying out
     def finish(self, copies: CopyPlan) -> LaneForward:
@@ -229,11 +218,13 @@ class LaneBuilder:
         fresh, pool.fresh = np.array(pool.fresh, np.int32), []
         topk, logprobs, banned = self._topk, _pairs(self._logprobs), _pairs(self._banned)
         return LaneForward(
-            lane=pool.lane, token_ids=np.array(self._tokens, np.int32), positions=positions, slots=slots, parents=parents,
-            row_indptr=indptr, kv_len=starts + counts, block_table=block_table, copy_src=copy_src, copy_dst=copy_dst,
-            fresh=fresh, read_rows=np.array(self._read_rows, np.int32), draws=self._draws(),
-            topk_rows=np.array(topk, np.int32), topk_k=self._topk_k, logprob_rows=logprobs[0], logprob_tokens=logprobs[1],
-            banned_rows=banned[0], banned_tokens=banned[1], rolls=self._finish_rolls(),
+            lane=pool.lane, token_ids=np.array(self._tokens, np.int32), positions=positions, slots=slots,
+            row_indptr=indptr, kv_len=starts + counts, block_table=block_table, parents=parents, copy_src=copy_src,
+            copy_dst=copy_dst, fresh=fresh, read_rows=np.array(self._read_rows, np.int32), draws=self._draws(),
+            topk_rows=np.array(topk, np.int32) if topk else NO_INTS, topk_k=self._topk_k, logprob_rows=logprobs[0],
+            logprob_tokens=logprobs[1], banned_rows=banned[0], banned_tokens=banned[1],
+            rolls=np.array([tuple(roll) for roll in self._rolls], ROLL_DTYPE) if self._rolls else NO_ROLLS,
+            roll_slots=np.array(self._roll_slots, np.int32) if self._roll_slots else NO_INTS,
             processing=None if self._marks is None else self._marks.processing(),
             report=None if self._marks is None else self._marks.report(),
         )  # fmt: skip
@@ -252,20 +243,17 @@ class LaneBuilder:
 
     def _draws(self) -> np.ndarray:
         if not self._draw_records:
-            return np.zeros(0, DRAW_DTYPE)
+            return NO_DRAWS
         draws = np.frombuffer(bytearray().join(self._draw_records), DRAW_DTYPE)
         draws["row"] = self._draw_rows
         draws["position"] = self._draw_positions
         return draws
 
-    def _finish_rolls(self) -> list[RollPlan]:
-        for plan, table, length in self._rolls:
-            plan.slots = np.array([table.slot(length + i) for i in range(plan.count - 1)], np.int32)
-        return [plan for plan, _, _ in self._rolls]
-
 
 def _pairs(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    array = np.array(pairs, np.int32).reshape(-1, 2)
+    if not pairs:
+        return NO_INTS, NO_INTS
+    array = np.array(pairs, np.int32)
     return np.ascontiguousarray(array[:, 0]), np.ascontiguousarray(array[:, 1])
 
 

@@ -6,31 +6,22 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from pagedec.core.processing import Processing, ProcessRows
-from pagedec.core.reporting import ReportRows
+from pagedec.core.forward import ProcessRows, ReportRows
 
 
 class RowMarks:
     """Marks of one forward's read-out rows, added in ascending order."""
 
-    __slots__ = ("_given", "_processed", "_reported", "_rule_ids", "_rules")
+    __slots__ = ("_given", "_processed", "_reported")
 
     def __init__(self) -> None:
         self._processed: list[tuple[int, int, int, int]] = []  # row, branch, prompt length, rule id
-        self._rules: list[Processing] = []
-        self._rule_ids: dict[
-            int, int
-        ] = {}  # by the rule's identity: comparing long ones would cost as much as applying them
         self._reported: list[tuple[int, int]] = []  # row, number of top tokens
         self._given: list[tuple[int, int]] = []  # row, token
 
-    def process(self, rows: Iterable[int], branch: int, processing: Processing, prompt_length: int) -> None:
-        """Have the logits of `rows`, which belong to `branch`, processed."""
-        rule = self._rule_ids.get(id(processing))
-        if rule is None:
-            rule = self._rule_ids[id(processing)] = len(self._rules)
-            self._rules.append(processing)
-        self._processed += [(row, branch, prompt_length, rule) for row in rows]
+    def process(self, rows: Iterable[int], branch: int, rule_id: int, prompt_length: int) -> None:
+        """Have the logits of `rows`, which belong to `branch`, processed by the rules of this number."""
+        self._processed += [(row, branch, prompt_length, rule_id) for row in rows]
 
     def report_row(self, row: int, num_top: int) -> int:
         """Report a row; returns its place among the reported ones."""
@@ -48,8 +39,9 @@ class RowMarks:
         """The processed rows as flat arrays."""
         if not self._processed:
             return None
-        rows, branches, prompt_lengths, rule_ids = np.ascontiguousarray(np.array(self._processed, np.int32).T)
-        return ProcessRows(rows, branches, prompt_lengths, rule_ids, tuple(self._rules))
+        marks = np.array(self._processed, np.int64)
+        rows, branches, prompt_lengths = np.ascontiguousarray(marks[:, :3].T, np.int32)
+        return ProcessRows(rows, branches, prompt_lengths, np.ascontiguousarray(marks[:, 3]))
 
     def report(self) -> ReportRows | None:
         """The reported rows as flat arrays."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pagedec.core.branch import Branch
 from pagedec.core.copies import CopyPlan
 from pagedec.core.draft import EMPTY, Draft
-from pagedec.core.protocol import LaneForward, Query, Roll, RollPlan
+from pagedec.core.forward import LaneForward
+from pagedec.core.protocol import Query, Roll
 from pagedec.core.request import Request
 from pagedec.core.table import BlockTable
 from pagedec.errors import RequestError
@@ -78,9 +79,3 @@ class StepPlan:
     """Requests whose decoders did not say what to evaluate."""
     idled: list[Request] = field(default_factory=list)
     """Requests whose decoders have nothing to evaluate any more."""
-
-    @property
-    def rolls(self) -> list[RollPlan]:
-        """The chains that the draft lane rolls."""
-        draft = self.forwards.get("draft")
-        return draft.rolls if draft is not None else []

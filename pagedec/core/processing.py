@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +41,3 @@ class Processing:
 
 
 NO_PROCESSING = Processing()
-
-
-@dataclass(slots=True)
-class ProcessRows:
-    """The read-out rows of one forward whose logits are processed, as flat arrays of one entry a row, in the order of `rows`."""
-
-    rows: np.ndarray  # int32 [num_processed], into LaneForward.read_rows, ascending, each once
-    branches: np.ndarray  # int32 [num_processed]: the branch of the forward that the row belongs to
-    prompt_lengths: np.ndarray  # int32 [num_processed]: tokens of the history that were not generated
-    rule_ids: np.ndarray  # int32 [num_processed], into rules
-    rules: Sequence[Processing]

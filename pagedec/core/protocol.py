@@ -11,11 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import numpy as np
-
 from pagedec.core.draft import EMPTY, Draft
-from pagedec.core.processing import NO_PROCESSING, Processing, ProcessRows
-from pagedec.core.reporting import Reported, ReportRows
 from pagedec.core.stopping import NO_STOPPING, Cut, Stopping
 from pagedec.errors import InvalidArgument
 from pagedec.fields import MAX_INT32
@@ -224,76 +220,3 @@ class Decoder(Protocol):
 
     def rank(self, state: Any) -> int:
         """The rank of the hypothesis that a branch of this state becomes when the scheduler ends it at a stop."""
-
-
-# --------------------------------------------------------------------------------------------------- flat step arrays
-DRAW_DTYPE = np.dtype(
-    [
-        ("seed", "<u8"), ("stream", "<u8"), ("row", "<i4"), ("position", "<i4"), ("top_k", "<i4"),
-        ("temperature", "<f4"), ("top_p", "<f4"), ("min_p", "<f4"),
-    ]
-)  # fmt: skip
-"""One token to be drawn. `row` counts the read-out rows of its forward; `position` is the drawn token's index."""
-
-
-@dataclass(slots=True)
-class RollPlan:
-    """A chain to be rolled by the draft lane: row `row` of that forward gives its first token; each further one is evaluated
-    at `slots[i]` (`count - 1` of them), seen through `branch`'s table row."""
-
-    branch: int
-    row: int
-    count: int
-    sampler: Sampler
-    stream: int
-    slots: Any
-    target_row: int
-    """Where the rolled tokens go: rows `target_row` .. `target_row + count - 1` of the target forward; -1: not used."""
-    processing: Processing = NO_PROCESSING
-    """The request's own, so that draft and target draw alike; `prompt_length` tokens of the branch were not generated."""
-    prompt_length: int = 0
-
-
-@dataclass(slots=True)
-class LaneForward:
-    """One lane's part of a step, as flat arrays built once. Copies come first, then the rows' forward, then the read-out."""
-
-    lane: str
-    token_ids: np.ndarray  # int32 [num_rows]
-    positions: np.ndarray  # int32 [num_rows]
-    slots: np.ndarray  # int32 [num_rows]; -1: a root whose KV is valid only reads
-    parents: np.ndarray | None  # int32 [num_rows], relative to the branch's first row, -1 on the chain; None: no trees
-    row_indptr: np.ndarray  # int32 [num_branches + 1]
-    kv_len: np.ndarray  # int32 [num_branches]: slots a branch's last row may look at
-    block_table: np.ndarray  # int32 [num_branches, width]
-    copy_src: np.ndarray  # int32 [num_copies] slots, in order
-    copy_dst: np.ndarray
-    fresh: np.ndarray  # int32 blocks taken since the last step; debug builds poison them before the copies
-    read_rows: np.ndarray  # int32 [num_read]: the rows that are read out
-    draws: np.ndarray  # DRAW_DTYPE [num_draws]
-    topk_rows: np.ndarray  # int32 [num_topk], into read_rows
-    topk_k: int  # the largest k asked for
-    logprob_rows: np.ndarray  # int32 [num_logprobs], into read_rows
-    logprob_tokens: np.ndarray  # int32 [num_logprobs]
-    banned_rows: (
-        np.ndarray
-    )  # int32 [num_banned], into read_rows: tokens that may not be drawn or be among the top k there
-    banned_tokens: np.ndarray  # int32 [num_banned]
-    rolls: list[RollPlan]
-    processing: ProcessRows | None = None
-    report: ReportRows | None = None
-
-
-@dataclass(slots=True)
-class LaneAnswers:
-    """What one lane's forward gives back: small host arrays in the order of `LaneForward`."""
-
-    draws: np.ndarray  # int32 [num_draws]
-    topk_tokens: np.ndarray  # int32 [num_topk, topk_k]
-    topk_logprobs: np.ndarray  # fp32 [num_topk, topk_k]
-    logprobs: np.ndarray  # fp32 [num_logprobs]
-    rolled: list[tuple[int, ...]]  # one chain for each roll
-    report: Reported | None = None  # where the forward has one
-
-
-Answers: TypeAlias = dict[str, LaneAnswers]

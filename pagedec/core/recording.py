@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pagedec.core.draft import Draft
+from pagedec.core.forward import LaneAnswers, LaneForward
 from pagedec.core.history import History
 from pagedec.core.plan import Work
-from pagedec.core.protocol import Answer, Hypothesis, LaneAnswers, LaneForward, Sample, TopK, Verdict
+from pagedec.core.protocol import Answer, Hypothesis, Sample, TopK, Verdict
 from pagedec.core.reporting import Reports, TokenLogprobs
 from pagedec.core.request import Request
 from pagedec.errors import InvariantError

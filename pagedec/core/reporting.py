@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 
 @dataclass(frozen=True, slots=True)
 class Reporting:
@@ -35,34 +33,6 @@ class TokenLogprobs(NamedTuple):
     rank: int
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
-
-
-@dataclass(slots=True)
-class ReportRows:
-    """The read-out rows of one forward that are reported, as flat arrays.
-
-    Every draw, top-k entry and given token of these rows is reported; and the tokens given here, those that a prompt goes on with.
-    """
-
-    rows: np.ndarray  # int32 [num_reported], into LaneForward.read_rows, ascending, each once
-    num_top: np.ndarray  # int32 [num_reported]: how many of the most probable tokens are wanted
-    given_rows: np.ndarray  # int32 [num_given], into read_rows; all among `rows`
-    given_tokens: np.ndarray  # int32 [num_given]
-
-
-@dataclass(slots=True)
-class Reported:
-    """The answer to `ReportRows`. Entries of draws, top k and given tokens whose row is not reported mean nothing."""
-
-    top_ids: np.ndarray  # int32 [sum(num_top)]: row by row
-    top_logprobs: np.ndarray  # fp32 [sum(num_top)]
-    given_logprobs: np.ndarray  # fp32 [num_given]
-    given_ranks: np.ndarray  # int32 [num_given]
-    draw_logprobs: np.ndarray  # fp32 [num_draws], of the tokens drawn
-    draw_ranks: np.ndarray  # int32 [num_draws]
-    topk_logprobs: np.ndarray  # fp32 [num_topk, topk_k], of the top k that the decoder is answered
-    topk_ranks: np.ndarray  # int32 [num_topk, topk_k]
-    logprob_ranks: np.ndarray  # int32 [num_logprobs], of LaneForward.logprob_tokens
 
 
 @dataclass(slots=True)

@@ -87,7 +87,7 @@ class Rows:
         """Have a work's read-out rows processed and reported as its request says; `read` maps nodes to them."""
         request, target = work.request, self.target
         if request.processing is not NO_PROCESSING:
-            target.process(read.values(), request.processing, work.branch.prompt_length)
+            target.process(read.values(), request.arrival, work.branch.prompt_length)
         if request.reports is not None and request.reports.reporting.num_logprobs is not None:
             num_top = request.reports.reporting.num_logprobs
             work.report = work.report or WorkReport()

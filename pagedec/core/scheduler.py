@@ -15,13 +15,14 @@ from pagedec.core.branch import Branch
 from pagedec.core.checks import check_verdict
 from pagedec.core.copies import CopyPlan
 from pagedec.core.demand import Demand
+from pagedec.core.forward import LaneAnswers
 from pagedec.core.history import History
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan
 from pagedec.core.planning import Planner
 from pagedec.core.preemption import holds_blocks, preempt
 from pagedec.core.processing import NO_PROCESSING, Processing
-from pagedec.core.protocol import Decoder, DecoderContext, LaneAnswers, Verdict
+from pagedec.core.protocol import Decoder, DecoderContext, Verdict
 from pagedec.core.reporting import NO_REPORTING, Reporting, Reports
 from pagedec.core.request import Ended, Event, Failed, Request, Waiting, order_of
 from pagedec.core.settling import Settler, ranks_of
@@ -40,6 +41,8 @@ class Scheduler:
             for lane, num_blocks in limits.num_blocks.items()
         }
         self.requests: list[Request] = []  # in the order in which they run
+        self.rules: dict[int, Processing] = {}
+        """What running requests have done to their logits, by the number that rows name it by: the request's arrival."""
         self._by_id: dict[str, Request] = {}
         self._started: list[Request] = []  # those that hold blocks, in the same order
         self._copies = self._new_copies()
@@ -99,6 +102,8 @@ class Scheduler:
         self._num_arrivals += 1
         insort(self.requests, request, key=order_of)
         self._by_id[request.id] = request
+        if request.processing is not NO_PROCESSING:
+            self.rules[request.arrival] = request.processing
 
     def get(self, request_id: str) -> Request:
         """The running request of this id."""
@@ -282,6 +287,7 @@ class Scheduler:
         self._demand.num_changes += 1
         self.requests.remove(request)
         del self._by_id[request.id]
+        self.rules.pop(request.arrival, None)
         if not self.requests:  # nobody is left who needs the copies, nor is anybody inside
             self._started = []
             for copies in self._copies.values():

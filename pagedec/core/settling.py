@@ -11,10 +11,11 @@ from pagedec.core.checks import check_rank, check_verdict
 from pagedec.core.copies import CopyPlan
 from pagedec.core.demand import Demand
 from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.forward import LaneAnswers, chains
 from pagedec.core.layout import read_answer
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan, Work
-from pagedec.core.protocol import Answer, Hypothesis, LaneAnswers, Query, Sample, Verdict
+from pagedec.core.protocol import Answer, Hypothesis, Query, Sample, Verdict
 from pagedec.core.recording import Recorder, reported
 from pagedec.core.reporting import TokenLogprobs
 from pagedec.core.request import Event, Finished, Progress, Request
@@ -46,7 +47,7 @@ class Settler:
             limits.block_size, limits.enable_prefix_caching, limits.vocab_size
         )  # fmt: skip
         self._draws: list[int] = answers["target"].draws.tolist() if "target" in answers else []
-        self._rolled: Sequence[tuple[int, ...]] = answers["draft"].rolled if "draft" in answers else ()
+        self._rolled: Sequence[tuple[int, ...]] = ()
         self._recorder: Recorder | None = None
         self.current: Request | None = None
         """Whose answers are being carried in."""
@@ -58,7 +59,9 @@ class Settler:
     def settle(self, plan: StepPlan) -> None:
         """Note what is cached now, publish it, then let every answered request go on."""
         works = [work for work in plan.works if not work.request.closed]
-        target = plan.forwards.get("target")
+        target, draft = plan.forwards.get("target"), plan.forwards.get("draft")
+        if draft is not None and len(draft.rolls):
+            self._rolled = chains(draft, self._answers["draft"].rolled)
         if target is not None and target.report is not None:
             self._recorder = Recorder(target, self._answers["target"])
         for work in works:

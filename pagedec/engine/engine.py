@@ -18,13 +18,13 @@ from pagedec.core.request import Ended, Event, Failed, Finished, Progress, Reque
 from pagedec.core.scheduler import Scheduler
 from pagedec.decoders.registry import decoder_for, make_decoder
 from pagedec.engine.options import DEFAULT_LOGPROBS, Vocabulary, check_reports, read_options
-from pagedec.engine.pool import KvPool
 from pagedec.engine.recovery import Recovery
 from pagedec.engine.stats import EngineStats
 from pagedec.errors import DeviceError, InvalidArgument, RequestError, Shown
 from pagedec.executor.base import Executor
 from pagedec.outputs import RequestMetrics
 from pagedec.params import RequestParams
+from pagedec.runtime.pool import KvPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class Engine:
             self.scheduler.forget_kv()
             raise
         try:
-            answers = self.executor.execute(plan.forwards).result()
+            answers = self.executor.execute(plan.forwards, self.scheduler.rules).result()
             check_answers(plan.forwards, answers, self.limits.vocab_size)
             executed = self.clock()
         except Exception as error:

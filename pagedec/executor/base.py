@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from pagedec.core.protocol import Answers, LaneForward
+from pagedec.core.forward import Answers, Forwards, Masks, Rules
+from pagedec.core.processing import Processing
+from pagedec.runtime.geometry import Geometry
 
 
 class Executor(Protocol):
     """Carries out steps in the order they are given. Workers own weights, KV and kernels, and no decoding state."""
 
-    def execute(self, forwards: Mapping[str, LaneForward]) -> Future[Answers]:
-        """Carry out one step's forwards, by lane. The future fails with what went wrong."""
+    geometry: Geometry
+
+    def execute(self, forwards: Forwards, rules: Rules, masks: Callable[[], Masks] | None = None) -> Future[Answers]:
+        """Carry out one step's forwards, by lane. The future fails with what went wrong; KV is then as good as lost.
+
+        `rules` are those of all running requests. `masks` gives those of the target's `masked_rows`; it is called when the forwards are
+        on their way, so that what it does costs nothing as long as the device is busy.
+        """
 
     def stop(self) -> None:
         """Give up the device. No step may follow."""
+
+
+class RuleNews:
+    """Which rules a worker has been told: each once, and once that nobody has them any more."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+
+    def of(self, rules: Rules) -> tuple[dict[int, Processing], Sequence[int]]:
+        """What to tell it now: rules that it does not know, and numbers to forget."""
+        if rules.keys() == self._known:
+            return {}, ()
+        new = {rule_id: processing for rule_id, processing in rules.items() if rule_id not in self._known}
+        old = tuple(self._known - rules.keys())
+        self._known = set(rules)
+        return new, old

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 
-from pagedec.core.protocol import Answers, LaneForward
-from pagedec.runtime.runner import ModelRunner
+from pagedec.core.forward import Answers, Forwards, Masks, Rules
+from pagedec.core.wire import Step
+from pagedec.executor.base import RuleNews
+from pagedec.runtime.worker import Worker
 
 
 class InlineExecutor:
     """Carries out each step at once; the future it returns is done."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner: ModelRunner | None = runner
+    def __init__(self, worker: Worker) -> None:
+        self.worker: Worker | None = worker
+        self.geometry = worker.geometry
+        self._news = RuleNews()
+        self._num_steps = 0
 
-    def execute(self, forwards: Mapping[str, LaneForward]) -> Future[Answers]:
+    def execute(self, forwards: Forwards, rules: Rules, masks: Callable[[], Masks] | None = None) -> Future[Answers]:
         future: Future[Answers] = Future()
         try:
-            if self.runner is None:
+            if self.worker is None:
                 raise RuntimeError("the executor is stopped")
-            future.set_result(self.runner.execute(forwards))
+            self._num_steps += 1
+            future.set_result(self.worker.execute(Step(self._num_steps, forwards, *self._news.of(rules)), masks))
         except Exception as error:  # the engine decides what a failed step means
             future.set_exception(error)
         return future
 
     def stop(self) -> None:
-        self.runner = None
+        self.worker = None

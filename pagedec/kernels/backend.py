@@ -7,13 +7,15 @@ meaning.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
-from pagedec.kernels.processing import ReadForward
+from pagedec.core.forward import LaneAnswers, LaneForward, Masks
+from pagedec.core.processing import Processing
 from pagedec.kernels.records import Epilogue
 
 
@@ -143,6 +145,17 @@ class Program(Protocol):
     def run(self) -> None: ...
 
 
+class ReadOut(Protocol):
+    """One forward's answers, filled piece by piece. Logits stay where they are; what comes back are small host arrays."""
+
+    def read(self, logits: torch.Tensor, start: int) -> None:
+        """Answer what is asked of the read-out rows `start` .. `start + len(logits) - 1`, whose logits fp32 [n, vocab] are given, and
+        may be changed in place. Raises ValueError where masks are due and others or none were given."""
+
+    def answers(self) -> LaneAnswers:
+        """All of them, when every piece has been read."""
+
+
 class Backend(Protocol):
     """Kernels for one dtype of weights, activations and KV."""
 
@@ -169,9 +182,21 @@ class Backend(Protocol):
     def copy_slots(self, cache: CacheTensors, src: np.ndarray, dst: np.ndarray) -> None:
         """Slot dst[i] = slot src[i] for i = 0, 1, ... in order, in every layer and head, and in the token plane."""
 
-    def process_logits(self, logits: torch.Tensor, start: int, forward: ReadForward, cache: CacheTensors) -> None:
-        """Apply the rules of `forward.processing` in place to logits fp32 [n, vocab], the read-out rows `start` ..
-        `start + n - 1`. Histories are read from the cache's token plane. Raises InvalidArgument for rules out of range."""
+    def rules(self, processing: Processing, vocab_size: int) -> Any:
+        """A request's rules in the backend's own form. Raises InvalidArgument for what has no meaning for this vocabulary."""
+
+    def read_out(
+        self, forward: LaneForward, cache: CacheTensors, rules: Mapping[int, Any], masks: Masks | None = None
+    ) -> ReadOut:
+        """Begin to answer what a forward asks. `cache` is the one that its rows were evaluated in; `rules` has the backend's form of
+        all rules that it names, `masks` what `masked_rows` are masked with."""
+
+    # ---- parts of a read-out
+    def process_logits(
+        self, logits: torch.Tensor, start: int, forward: LaneForward, cache: CacheTensors, rules: Mapping[int, Any]
+    ) -> None:
+        """Apply the rules that `forward.processing` names in place to logits fp32 [n, vocab], the read-out rows `start` ..
+        `start + n - 1`. Histories are read from the cache's token plane."""
 
     def sample(self, logits: torch.Tensor, draws: np.ndarray) -> np.ndarray:
         """One token for each draw (DRAW_DTYPE) from logits fp32 [num_rows, vocab]: int32 [num_draws]."""

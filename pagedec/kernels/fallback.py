@@ -6,16 +6,19 @@ Slow, and exact in the same sense: a row's bits do not depend on its neighbours.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 from torch.nn import functional
 
+from pagedec.core.forward import LaneForward, Masks
+from pagedec.core.processing import Processing
 from pagedec.kernels import reference, reference_processing, reference_readout
 from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope, checked_quantization
 from pagedec.kernels.memory import trim
-from pagedec.kernels.processing import ReadForward, RuleTable, rows_within
+from pagedec.kernels.processing import FlatRules, flatten, named, rows_within
+from pagedec.kernels.readout import HostReadOut
 from pagedec.kernels.records import Epilogue
 from pagedec.kernels.reference_attention import paged_attention
 from pagedec.kernels.reference_linear import Int8Linear, TorchPackedLinear, gated_product
@@ -152,7 +155,6 @@ class ReferenceBackend:
 
     def __init__(self, dtype: torch.dtype, quantization: str | None = None) -> None:
         self.name, self.dtype, self.quantization = "reference", dtype, checked_quantization(quantization)
-        self._rules = RuleTable()
         self.varying: set[tuple[int, int]] = set()
         self._probed: set[tuple[int, int]] = set()
 
@@ -181,14 +183,29 @@ class ReferenceBackend:
         return ReferencePlan(shape)
 
     def copy_slots(self, cache: CacheTensors, src: np.ndarray, dst: np.ndarray) -> None:
-        reference.kv_copy(cache.k, cache.v, torch.from_numpy(src), torch.from_numpy(dst), cache.tokens)
+        reference.kv_copy(cache.k, cache.v, torch.tensor(src), torch.tensor(dst), cache.tokens)
 
-    def process_logits(self, logits: torch.Tensor, start: int, forward: ReadForward, cache: CacheTensors) -> None:
-        processing, vocab = forward.processing, logits.shape[1]
+    def rules(self, processing: Processing, vocab_size: int) -> FlatRules:
+        return flatten(processing, vocab_size)
+
+    def read_out(
+        self, forward: LaneForward, cache: CacheTensors, rules: Mapping[int, FlatRules], masks: Masks | None = None
+    ) -> HostReadOut:
+        return HostReadOut(self, forward, cache, rules, masks)
+
+    def process_logits(
+        self,
+        logits: torch.Tensor,
+        start: int,
+        forward: LaneForward,
+        cache: CacheTensors,
+        rules: Mapping[int, FlatRules],
+    ) -> None:
+        processing = forward.processing
         if processing is None:
             return
         picked = rows_within(processing, start, start + len(logits))
-        flat = self._rules.flat(processing.rules, vocab)
+        flat, rule_ids = named(processing.rule_ids[picked], rules)
         for i in range(picked.start, picked.stop):
             row, branch = int(processing.rows[i]), int(processing.branches[i])
             history = reference_processing.history(
@@ -196,7 +213,10 @@ class ReferenceBackend:
                 forward.parents, cache.tokens.numpy(), cache.block_size,
             )  # fmt: skip
             reference_processing.process(
-                logits.numpy()[row - start], history, int(processing.prompt_lengths[i]), flat[processing.rule_ids[i]]
+                logits.numpy()[row - start],
+                history,
+                int(processing.prompt_lengths[i]),
+                flat[rule_ids[i - picked.start]],
             )
 
     def sample(self, logits: torch.Tensor, draws: np.ndarray) -> np.ndarray:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from pagedec.core.forward import LaneForward, Masks
+from pagedec.core.processing import Processing
 from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope, checked_quantization
 from pagedec.kernels.library import (
     ArgmaxArgs,
@@ -32,7 +35,8 @@ from pagedec.kernels.library import (
     TopkLseArgs,
 )
 from pagedec.kernels.memory import Arena, trim
-from pagedec.kernels.processing import ReadForward, RuleTable, rows_within
+from pagedec.kernels.processing import FlatRules, flatten, named, rows_within
+from pagedec.kernels.readout import HostReadOut
 
 DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16}
 
@@ -210,7 +214,6 @@ class NativeBackend:
         self.library, self.dtype, self.code = library, dtype, DTYPES[dtype]
         self.name = library.isa
         self.arena = Arena()
-        self._rules = RuleTable()
 
     def pack(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: str | None = None
@@ -249,28 +252,43 @@ class NativeBackend:
             )
         )  # fmt: skip
 
-    def process_logits(self, logits: torch.Tensor, start: int, forward: ReadForward, cache: CacheTensors) -> None:
+    def rules(self, processing: Processing, vocab_size: int) -> FlatRules:
+        return flatten(processing, vocab_size)
+
+    def read_out(
+        self, forward: LaneForward, cache: CacheTensors, rules: Mapping[int, FlatRules], masks: Masks | None = None
+    ) -> HostReadOut:
+        return HostReadOut(self, forward, cache, rules, masks)
+
+    def process_logits(
+        self,
+        logits: torch.Tensor,
+        start: int,
+        forward: LaneForward,
+        cache: CacheTensors,
+        rules: Mapping[int, FlatRules],
+    ) -> None:
         processing, vocab = forward.processing, logits.shape[1]
         picked = rows_within(processing, start, start + len(logits))
         if processing is None or picked.start == picked.stop:
             return
-        flat = self._rules.flat(processing.rules, vocab)
+        flat, rule_ids = named(processing.rule_ids[picked], rules)
         count = np.array([picked.stop - picked.start], np.int32)
         rows = processing.rows[picked]
         table, parents = forward.block_table, forward.parents
         arrays = [
             _int32(array)
             for array in (
-                rows - start, processing.rule_ids[picked], processing.prompt_lengths[picked],
+                rows - start, rule_ids, processing.prompt_lengths[picked],
                 processing.branches[picked], forward.read_rows[rows], forward.row_indptr, forward.kv_len, table,
             )
         ]  # fmt: skip
-        own, rule_ids, *rest = (array.ctypes.data for array in arrays)
-        records = np.frombuffer(b"".join(rules.record for rules in flat), np.uint8)
+        own, places, *rest = (array.ctypes.data for array in arrays)
+        records = np.frombuffer(b"".join(own_rules.record for own_rules in flat), np.uint8)
         tree = None if parents is None else _int32(parents)
         self.library.call(
             ProcessLogitsArgs(
-                count.ctypes.data, address(logits, torch.float32, "logits"), own, rule_ids, records.ctypes.data,
+                count.ctypes.data, address(logits, torch.float32, "logits"), own, places, records.ctypes.data,
                 *rest, None if tree is None else tree.ctypes.data, address(cache.tokens, torch.int32, "tokens"),
                 len(flat), len(forward.kv_len), table.shape[1], cache.block_size, vocab, 0,
             )

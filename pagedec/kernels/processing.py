@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from pagedec.core.processing import Processing, ProcessRows
+from pagedec.core.forward import ProcessRows
+from pagedec.core.processing import Processing
 from pagedec.errors import InvalidArgument
 from pagedec.kernels.records_readout import Rules
-
-
-class ReadForward(Protocol):
-    """What of a forward (`LaneForward`) says which tokens a read-out row sees, and what is done to its logits."""
-
-    read_rows: np.ndarray
-    row_indptr: np.ndarray
-    kv_len: np.ndarray
-    block_table: np.ndarray
-    parents: np.ndarray | None
-    processing: ProcessRows | None
 
 
 def rows_within(processing: ProcessRows | None, start: int, stop: int) -> slice:
@@ -94,28 +82,7 @@ def _token_ids(field: str, tokens: list[int] | tuple[int, ...], vocab_size: int)
     return wide.astype(np.int32)
 
 
-class RuleTable:
-    """The flat form of the rules used lately, found by the identity of their object: requests keep theirs from step to
-    step, and to compare long lists would cost more than to apply them."""
-
-    def __init__(self, capacity: int = 256) -> None:
-        self.capacity = capacity
-        self._entries: OrderedDict[tuple[int, int], FlatRules] = OrderedDict()
-
-    def flat(self, wanted: Sequence[Processing], vocab_size: int) -> list[FlatRules]:
-        """Return the arrays of each of a forward's rules. They stay for the next, however many they are, and so do as many of
-        another vocabulary: a draft model's forward comes between."""
-        found = [self._flat(rules, vocab_size) for rules in wanted]
-        while len(self._entries) > max(self.capacity, 2 * len(found)):
-            self._entries.popitem(last=False)
-        return found
-
-    def _flat(self, rules: Processing, vocab_size: int) -> FlatRules:
-        """An entry holds its rules: their id is not given to others while it lives."""
-        key = (id(rules), vocab_size)
-        found = self._entries.get(key)
-        if found is not None:
-            self._entries.move_to_end(key)
-            return found
-        made = self._entries[key] = flatten(rules, vocab_size)
-        return made
+def named(rule_ids: np.ndarray, known: Mapping[int, FlatRules]) -> tuple[list[FlatRules], np.ndarray]:
+    """The rules that rows name, each once, and of each row its place among them, int32."""
+    numbers, places = np.unique(rule_ids, return_inverse=True)
+    return [known[number] for number in numbers.tolist()], places.astype(np.int32)

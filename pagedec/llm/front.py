@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
+from pagedec.build import load_engine
 from pagedec.config import EngineConfig
 from pagedec.engine.engine import Engine
-from pagedec.engine.loader import load_engine
 from pagedec.engine.loop import EngineLoop
-from pagedec.engine.pool import KvPool
 from pagedec.errors import AbsentFeature, InvalidArgument, NotFound, Shown
 from pagedec.inputs import Prompt
 from pagedec.llm.answers import Answers
@@ -24,6 +23,7 @@ from pagedec.llm.fetching import fetched
 from pagedec.llm.of_vllm import ABSENT
 from pagedec.llm.prompts import Job, Prepared, as_conversations, as_priorities, read_prompt, read_salt
 from pagedec.params import RequestParams, SamplingParams
+from pagedec.runtime.pool import KvPool
 from pagedec.text.chat import Conversation
 from pagedec.text.chat_template import Message, render_chat
 from pagedec.text.tokenizer import Tokenizer
@@ -43,7 +43,6 @@ class Front:
         self._defaults = sampling_defaults(local.model)
         self.engine: Engine
         self.engine, self.tokenizer = load_engine(local)
-        self._kernels = _kernels_of(self.engine)
         self.answers = Answers(self.tokenizer, self.engine.limits.eos_token_ids)
         self.loop = EngineLoop(self.engine)
         self._num_requests = 0
@@ -57,7 +56,7 @@ class Front:
         name = f"{type(self).__name__} {self.config.model.model}"
         if self._closed:
             return f"<{name}: closed>"
-        return f"<{name}: {self._kernels}, context {self.engine.limits.max_model_len}, KV pool {self.kv_cache}>"
+        return f"<{name}: {self.engine.executor.geometry}, context {self.engine.limits.max_model_len}, KV pool {self.kv_cache}>"
 
     def __reduce__(self) -> NoReturn:
         kind = type(self).__name__
@@ -204,14 +203,6 @@ class Front:
         """Give up the device, the memory and the threads. What runs fails. May be called again."""
         self._closed = True
         self.loop.close()
-
-
-def _kernels_of(engine: Engine) -> str:
-    """The numbers of a model and what computes them, as "bfloat16 on avx2"."""
-    runner: Any = getattr(engine.executor, "runner", None)
-    backend = runner.lanes["target"].model.backend
-    dtype = str(backend.dtype).removeprefix("torch.")
-    return f"{f'{backend.quantization} and ' if backend.quantization else ''}{dtype} on {backend.name}"
 
 
 @contextlib.contextmanager

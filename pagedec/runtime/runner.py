@@ -1,25 +1,34 @@
-"""Carries out a step's forwards on the device: copies, then the draft lane's rolls, then the target."""
+"""One lane of a device: a model, its cache, and the programs over its buffers, carried out for one forward after the other."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
-import torch
 
-from pagedec.core.processing import NO_PROCESSING, Processing, ProcessRows
-from pagedec.core.protocol import DRAW_DTYPE, Answers, LaneAnswers, LaneForward, RollPlan
+from pagedec.core.forward import LaneAnswers, LaneForward, Masks, ProcessRows
+from pagedec.core.processing import Processing
 from pagedec.errors import InvariantError
-from pagedec.fields import MAX_UINT64
-from pagedec.kernels.backend import CacheTensors
+from pagedec.kernels.backend import Backend, CacheTensors, ReadOut
 from pagedec.models.base import Model
 from pagedec.models.buffers import READ_ROWS
 from pagedec.runtime.cache import poison
-from pagedec.runtime.readout import Reading, read_piece
 
-MAX_RULES = 1024
-"""Requests' rules kept in the form that a lane's model takes."""
+
+class RuleTable(dict[int, Any]):
+    """Rules in a backend's own form, by number, made when a row first names them: ones that make no sense fail whoever uses them."""
+
+    def __init__(self, backend: Backend, vocab_size: int) -> None:
+        super().__init__()
+        self._backend, self._vocab_size = backend, vocab_size
+        self.told: dict[int, Processing] = {}
+
+    def __missing__(self, rule_id: int) -> Any:
+        processing = self.told[rule_id].within(self._vocab_size)
+        self[rule_id] = made = self._backend.rules(processing, self._vocab_size)
+        return made
 
 
 class LaneRunner:
@@ -39,10 +48,19 @@ class LaneRunner:
         self.model, self.cache, self.backend, self.debug = model, cache, model.backend, debug
         known = model.arch.vocab_size
         self.num_drawn = known if vocab_size is None else min(known, vocab_size)
-        self._rules: OrderedDict[int, tuple[Processing, Processing]] = OrderedDict()
+        self._rules = RuleTable(self.backend, known)
         self.buffers = model.buffers(max_rows)
         self.plans = [self.backend.plan(shape) for shape in model.attention_shapes(cache.block_size)]
         self.programs = model.programs(self.buffers, cache, self.plans)
+
+    def learn(self, rule_id: int, processing: Processing) -> None:
+        """Keep what a request has done to its logits under a number, as far as it is about tokens that this model knows."""
+        self._rules.told[rule_id] = processing
+
+    def forget(self, rule_id: int) -> None:
+        """No row will name this number any more."""
+        self._rules.told.pop(rule_id, None)
+        self._rules.pop(rule_id, None)
 
     def prepare(self, forward: LaneForward) -> None:
         """What must precede every read and write of the step: poison in debug builds, then the copies in order."""
@@ -51,144 +69,82 @@ class LaneRunner:
         if len(forward.copy_src):
             self.backend.copy_slots(self.cache, forward.copy_src, forward.copy_dst)
 
-    def execute(self, forward: LaneForward) -> LaneAnswers:
-        """Evaluate the rows and answer what is asked of them."""
-        reading, rows = Reading.of(forward), forward.read_rows
+    def execute(self, forward: LaneForward, masks: Callable[[], Masks] | None = None) -> LaneAnswers:
+        """Evaluate the rows and answer what is asked of them. `masks` is asked when the rows are on their way: between a program's run
+        and what is read of its logits."""
+        rows, read_out = forward.read_rows, None
         if len(forward.token_ids):
             self.buffers.load(forward.token_ids, forward.positions, forward.slots)
             for plan in self.plans:
                 plan.update(forward.row_indptr, forward.kv_len, forward.block_table, forward.parents)
-            if 0 < len(rows) <= READ_ROWS:  # nearly always: one program, from token ids to logits
-                logits = self.buffers.load_read(rows)
-                self.programs.whole.run()
-                self._read(forward, logits, 0, reading)
-            else:
+            is_one = 0 < len(rows) <= READ_ROWS  # nearly always: one program, from token ids to logits
+            if not is_one:
                 self.programs.body.run()
-                for start in range(0, len(rows), READ_ROWS):
-                    logits = self.buffers.load_read(rows[start : start + READ_ROWS])
-                    self.programs.head.run()
-                    self._read(forward, logits, start, reading)
-        return LaneAnswers(
-            reading.draws, reading.topk_tokens, reading.topk_logprobs, reading.logprobs, [], reading.report
-        )
+            for start in range(0, len(rows), READ_ROWS):
+                logits = self.buffers.load_read(rows[start : start + READ_ROWS])
+                (self.programs.whole if is_one else self.programs.head).run()
+                if self.debug and bool(logits.isnan().any()):
+                    raise InvariantError("logits are NaN: a row read a slot that no row had written")
+                if self.num_drawn < logits.shape[1]:
+                    logits[:, self.num_drawn :] = float("-inf")
+                read_out = read_out or self._read_out(forward, masks)
+                read_out.read(logits, start)
+        return (read_out or self._read_out(forward)).answers()
 
-    def _read(self, forward: LaneForward, logits: torch.Tensor, start: int, reading: Reading) -> None:
-        if self.debug and bool(logits.isnan().any()):
-            raise InvariantError("logits are NaN: a row read a slot that no row had written")
-        if self.num_drawn < logits.shape[1]:
-            logits[:, self.num_drawn :] = float("-inf")
-        read_piece(self.backend, forward, logits, start, self.cache, reading)
+    def _read_out(self, forward: LaneForward, masks: Callable[[], Masks] | None = None) -> ReadOut:
+        given = masks() if masks is not None and len(forward.masked_rows) else None
+        return self.backend.read_out(forward, self.cache, self._rules, given)
 
-    def _known_rules(self, processing: Processing) -> Processing:
-        """A request's rules about the tokens of this model, which may know fewer than the request's own. Found by their identity:
-        long ones take long to compare."""
-        found = self._rules.get(id(processing))
-        if found is None:
-            if len(self._rules) >= MAX_RULES:
-                self._rules.popitem(last=False)
-            found = self._rules[id(processing)] = processing, processing.within(self.model.arch.vocab_size)
-        return found[1]
-
-    def _processing(self, rolls: Sequence[RollPlan], branches: Sequence[int]) -> ProcessRows | None:
-        """The rows of a forward that reads one row for each roll: those whose request processes its logits."""
-        rows = [row for row, roll in enumerate(rolls) if roll.processing is not NO_PROCESSING]
-        if not rows:
-            return None
-        return ProcessRows(
-            np.array(rows, np.int32), np.array([branches[row] for row in rows], np.int32),
-            np.array([rolls[row].prompt_length for row in rows], np.int32), np.arange(len(rows), dtype=np.int32),
-            tuple(self._known_rules(rolls[row].processing) for row in rows),
-        )  # fmt: skip
-
-    def roll(self, forward: LaneForward) -> list[tuple[int, ...]]:
-        """Continue the chains that `execute` began: the i-th token of each is evaluated to give the next one."""
+    def roll(self, forward: LaneForward) -> np.ndarray:
+        """The forward, and the chains that begin in it: the i-th token of each is evaluated to give the next one. Returns the chains, one
+        behind the other: int32 [sum(count)]."""
         rolls = forward.rolls
-        chains: list[list[int]] = [[] for _ in rolls]
-        processing = self._processing(rolls, [roll.branch for roll in rolls])
-        answers = self.execute(_with_draws(forward, _first_draws(forward), processing))
-        for chain, token in zip(chains, answers.draws.tolist(), strict=True):
-            chain.append(token)
-        for i in range(1, max(roll.count for roll in rolls)):
-            going = [r for r, roll in enumerate(rolls) if roll.count > i]
-            going_rolls = [rolls[r] for r in going]
-            processing = self._processing(going_rolls, range(len(going)))
-            step = _roll_forward(forward, going_rolls, [chains[r][-1] for r in going], i, processing)
-            for r, token in zip(going, self.execute(step).draws.tolist(), strict=True):
-                chains[r].append(token)
-        return [tuple(chain) for chain in chains]
+        counts = rolls["count"]
+        first_slots = np.cumsum(counts - 1) - (counts - 1)
+        chains = np.empty((len(rolls), int(counts.max())), np.int32)
+        chains[:, 0] = self.execute(_beginning(forward)).draws
+        for i in range(1, chains.shape[1]):
+            going = np.nonzero(counts > i)[0]
+            slots = forward.roll_slots[first_slots[going] + (i - 1)]
+            step = _continued(forward, rolls[going], chains[going, i - 1], slots, i)
+            chains[going, i] = self.execute(step).draws
+        return np.concatenate([chain[:count] for chain, count in zip(chains, counts.tolist(), strict=True)])
 
 
-class ModelRunner:
-    """All lanes of an engine in this process."""
-
-    def __init__(self, lanes: Mapping[str, LaneRunner]) -> None:
-        self.lanes = dict(lanes)
-
-    def execute(self, forwards: Mapping[str, LaneForward]) -> Answers:
-        """Carry out one step. Rolled tokens enter the target's rows before its forward."""
-        for lane, forward in forwards.items():
-            self.lanes[lane].prepare(forward)
-        answers: Answers = {}
-        draft, target = forwards.get("draft"), forwards.get("target")
-        if draft is not None:
-            runner = self.lanes["draft"]
-            if draft.rolls:
-                rolled = runner.roll(draft)
-                answers["draft"] = LaneAnswers(*_nothing(), rolled=rolled)
-                if target is not None:
-                    _enter_rolled(target, draft.rolls, rolled)
-            else:
-                answers["draft"] = runner.execute(draft)
-        if target is not None:
-            answers["target"] = self.lanes["target"].execute(target)
-        return answers
-
-
-def _enter_rolled(target: LaneForward, rolls: list[RollPlan], rolled: list[tuple[int, ...]]) -> None:
-    for roll, chain in zip(rolls, rolled, strict=True):
-        if roll.target_row >= 0:
-            target.token_ids[roll.target_row : roll.target_row + roll.count] = chain
-
-
-def _draw(roll: RollPlan, row: int, position: int) -> tuple[int, int, int, int, int, float, float, float]:
-    s = roll.sampler
-    return (s.seed & MAX_UINT64, roll.stream & MAX_UINT64, row, position, s.top_k, s.temperature, s.top_p, s.min_p)
-
-
-def _first_draws(forward: LaneForward) -> np.ndarray:
-    return np.array(
-        [_draw(roll, i, int(forward.positions[roll.row]) + 1) for i, roll in enumerate(forward.rolls)], DRAW_DTYPE
-    )
-
-
-def _nothing() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    return np.empty(0, np.int32), np.empty((0, 0), np.int32), np.empty((0, 0), np.float32), np.empty(0, np.float32)
-
-
-def _with_draws(forward: LaneForward, draws: np.ndarray, processing: ProcessRows | None) -> LaneForward:
+def _beginning(forward: LaneForward) -> LaneForward:
     """The draft lane's forward, read out at the rows where chains begin."""
-    none = np.empty(0, np.int32)
+    rolls = forward.rolls
+    rows, processing = np.ascontiguousarray(rolls["draw"]["row"]), _processing(rolls, rolls["branch"])
+    return replace(forward, read_rows=rows, draws=_draws(rolls, 0), processing=processing)
+
+
+def _continued(forward: LaneForward, rolls: np.ndarray, tokens: np.ndarray, slots: np.ndarray, i: int) -> LaneForward:
+    """One more row for each chain: its last token, in the slot reserved for it."""
+    rows = np.arange(len(rolls), dtype=np.int32)
+    draws = _draws(rolls, i)
+    kv_len = np.ascontiguousarray(draws["position"])
     return LaneForward(
-        forward.lane, forward.token_ids, forward.positions, forward.slots, forward.parents, forward.row_indptr,
-        forward.kv_len, forward.block_table, none, none, none,
-        np.array([roll.row for roll in forward.rolls], np.int32), draws, none, 0, none, none, none, none, [],
-        processing,
+        lane=forward.lane, token_ids=tokens, positions=kv_len - np.int32(1), slots=slots,
+        row_indptr=np.arange(len(rolls) + 1, dtype=np.int32), kv_len=kv_len, block_table=forward.block_table[rolls["branch"]],
+        read_rows=rows, draws=draws, processing=_processing(rolls, rows),
     )  # fmt: skip
 
 
-def _roll_forward(
-    forward: LaneForward, rolls: list[RollPlan], tokens: list[int], i: int, processing: ProcessRows | None
-) -> LaneForward:
-    """One more row for each chain: its last token, in the slot reserved for it."""
-    n = len(rolls)
-    branches = [roll.branch for roll in rolls]
-    positions = forward.positions[[roll.row for roll in rolls]] + np.int32(i)
-    draws = np.array(
-        [_draw(roll, r, int(at) + 1) for r, (roll, at) in enumerate(zip(rolls, positions, strict=True))], DRAW_DTYPE
-    )
-    none = np.empty(0, np.int32)
-    return LaneForward(
-        forward.lane, np.array(tokens, np.int32), positions, np.array([r.slots[i - 1] for r in rolls], np.int32), None,
-        np.arange(n + 1, dtype=np.int32), positions + np.int32(1), forward.block_table[branches], none, none, none,
-        np.arange(n, dtype=np.int32), draws, none, 0, none, none, none, none, [], processing,
+def _draws(rolls: np.ndarray, i: int) -> np.ndarray:
+    """How the i-th token of each chain is drawn, from one read-out row each."""
+    draws = rolls["draw"].copy()
+    draws["row"] = np.arange(len(rolls))
+    draws["position"] += i
+    return draws
+
+
+def _processing(rolls: np.ndarray, branches: np.ndarray) -> ProcessRows | None:
+    """The rows of a forward that reads one row for each roll: those whose request processes its logits."""
+    rows = np.nonzero(rolls["rule_id"] >= 0)[0].astype(np.int32)
+    if not len(rows):
+        return None
+    some = rolls[rows]
+    return ProcessRows(
+        rows, np.ascontiguousarray(branches[rows]), np.ascontiguousarray(some["prompt_length"]),
+        np.ascontiguousarray(some["rule_id"]),
     )  # fmt: skip

@@ -7,17 +7,19 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 
 import numpy as np
 
+from pagedec.core.forward import LaneAnswers, LaneForward, Reported, Rules
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan
-from pagedec.core.protocol import LaneAnswers, LaneForward, RollPlan
-from pagedec.core.reporting import Reported
+from pagedec.core.processing import NO_PROCESSING
 from pagedec.core.request import Event, Failed
 from pagedec.core.scheduler import Scheduler
 from pagedec.errors import RequestError
+from pagedec.runtime.worker import with_rolled
 from tests.core.oracle import process, report
 
 VOCABULARY = 8
@@ -66,8 +68,8 @@ class LanguageModel:
 class FakeRunner:
     """Carries out the arrays of a plan. All writes come before all reads, as in a batched layer."""
 
-    def __init__(self, models: Mapping[str, Model], limits: SchedulerLimits) -> None:
-        self.models, self.block_size = models, limits.block_size
+    def __init__(self, models: Mapping[str, Model], limits: SchedulerLimits, rules: Rules) -> None:
+        self.models, self.block_size, self.rules = models, limits.block_size, rules
         self.kv: dict[str, list[tuple[int, int] | None]] = {
             lane: [None] * (num_blocks * limits.block_size) for lane, num_blocks in limits.num_blocks.items()
         }
@@ -76,18 +78,20 @@ class FakeRunner:
 
     def execute(self, plan: StepPlan) -> dict[str, LaneAnswers]:
         answers: dict[str, LaneAnswers] = {}
-        rolls: list[tuple[RollPlan, tuple[int, ...]]] = []
+        rolled: list[int] = []
         for lane, forward in plan.forwards.items():
             self._copy(lane, forward)
-            for roll, rolled in rolls if lane == "target" else ():
-                if roll.target_row >= 0:
-                    forward.token_ids[roll.target_row : roll.target_row + roll.count] = rolled
+            if lane == "target" and rolled:
+                forward = with_rolled(forward, plan.forwards["draft"], np.array(rolled, np.int32))
             self._write(lane, forward)
             self._check_against_history(plan, lane, forward)
             answers[lane] = self._read_out(lane, forward)
+            slots = forward.roll_slots.tolist()
             for roll in forward.rolls:
-                rolls.append((roll, self._roll(lane, forward, roll)))
-            answers[lane].rolled = [rolled for _, rolled in rolls] if lane == "draft" else []
+                rolled += self._roll(lane, forward, roll, [slots.pop(0) for _ in range(roll["count"] - 1)])
+            assert not slots, "a roll has more slots than tokens to evaluate"
+            if lane == "draft":
+                answers[lane] = replace(answers[lane], rolled=np.array(rolled, np.int32))
         for work in plan.works:
             self.num_read_outs[work.request.id] += work.draw >= 0 or work.query is not None
         return answers
@@ -174,10 +178,8 @@ class FakeRunner:
             np.array([[token for token, _ in row] for row in topk], np.int32),
             np.array([[logprob for _, logprob in row] for row in topk], np.float32),
             np.array([raw[row][token] for row, token in given], np.float32),
-            [],
         )
-        answers.report = None if forward.report is None else _report(forward, raw, answers)
-        return answers
+        return answers if forward.report is None else replace(answers, report=_report(forward, raw, answers))
 
     def _processed(
         self, forward: LaneForward, raw: list[Sequence[float]], texts: list[list[int]], branches: np.ndarray
@@ -190,22 +192,24 @@ class FakeRunner:
         assert rows == sorted(set(rows)), "processed rows must be ascending, each once"
         for i, row in enumerate(rows):
             assert given.branches[i] == branches[row], "a processed row belongs to another branch"
-            rules = given.rules[given.rule_ids[i]]
+            rules = self.rules[int(given.rule_ids[i])]
             out[row] = process(raw[row], texts[row], int(given.prompt_lengths[i]), rules)
         return out
 
-    def _roll(self, lane: str, forward: LaneForward, roll: RollPlan) -> tuple[int, ...]:
+    def _roll(self, lane: str, forward: LaneForward, roll: np.void, slots: list[int]) -> tuple[int, ...]:
         """The first token comes from the branch's root row, each further one evaluates the token just drawn."""
-        first = int(forward.row_indptr[roll.branch])
-        seen = self.seen(lane, forward, roll.branch, roll.row - first)
-        table, size = forward.block_table[roll.branch], self.block_size
+        branch, draw, count = int(roll["branch"]), roll["draw"], int(roll["count"])
+        seen = self.seen(lane, forward, branch, int(draw["row"] - forward.row_indptr[branch]))
+        assert draw["position"] == len(seen), "a roll's position is not the drawn token's index"
+        table, size = forward.block_table[branch], self.block_size
+        rules = NO_PROCESSING if roll["rule_id"] < 0 else self.rules[int(roll["rule_id"])]
         rolled: list[int] = []
-        for i in range(roll.count):
-            gumbel = noise(roll.sampler.seed, roll.stream, len(seen))
-            scores = process(self.models[lane](seen), seen, roll.prompt_length, roll.processing)
-            rolled.append(pick(scores, roll.sampler.temperature == 0, gumbel))
-            if i < roll.count - 1:
-                slot = int(roll.slots[i])
+        for i in range(count):
+            gumbel = noise(int(draw["seed"]), int(draw["stream"]), len(seen))
+            scores = process(self.models[lane](seen), seen, int(roll["prompt_length"]), rules)
+            rolled.append(pick(scores, draw["temperature"] == 0, gumbel))
+            if i < count - 1:
+                slot = slots[i]
                 assert slot == table[len(seen) // size] * size + len(seen) % size, "a rolled token lies elsewhere"
                 self.kv[lane][slot] = (rolled[-1], len(seen))
                 seen.append(rolled[-1])
@@ -251,7 +255,7 @@ class FakeEngine:
 
     def __init__(self, models: Mapping[str, Model], limits: SchedulerLimits) -> None:
         self.scheduler = Scheduler(limits)
-        self.runner = FakeRunner(models, limits)
+        self.runner = FakeRunner(models, limits, self.scheduler.rules)
         self._published: dict[tuple[int, bytes], list[tuple[int, int] | None]] = {}
         self.num_steps = 0
         self.failed: dict[str, RequestError] = {}

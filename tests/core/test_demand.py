@@ -11,9 +11,10 @@ import pytest
 
 from pagedec.core.branch import Branch
 from pagedec.core.demand import Demand
+from pagedec.core.forward import LaneAnswers
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan
-from pagedec.core.protocol import Child, LaneAnswers, Verdict
+from pagedec.core.protocol import Child, Verdict
 from pagedec.core.request import Request
 from pagedec.core.scheduler import Scheduler
 from pagedec.core.stopping import Stopping
@@ -99,7 +100,7 @@ class Run:
                 length = request.history.depth[work.branch.tip] - request.prompt_length + 1
                 draws[at] = EOS if length >= self.ends[request.id] else 1 + self.num_steps % 999
         empty = NONE.astype(np.int32)
-        return LaneAnswers(draws, empty, NONE.astype(np.float32), np.empty(0, np.float32), [], None)
+        return LaneAnswers(draws, empty, NONE.astype(np.float32), np.empty(0, np.float32))
 
 
 @pytest.mark.parametrize("share", [0.5, 0.25])

@@ -10,7 +10,8 @@ import pytest
 
 from pagedec.core.branch import Branch
 from pagedec.core.draft import Draft
-from pagedec.core.protocol import DecoderContext, LaneForward, Roll
+from pagedec.core.forward import LaneForward
+from pagedec.core.protocol import DecoderContext, Roll
 from pagedec.core.stopping import Stopping
 from pagedec.decoders import Sampling, decoder
 from pagedec.params import SamplingParams
@@ -150,8 +151,10 @@ class Checked(FakeRunner):
             assert not len(forward.positions) or forward.positions.max() < self.longest, "past the rope table"
             assert not len(forward.token_ids) or forward.token_ids.max() < self.vocab, "past the embedding"
             for roll in forward.rolls:
-                assert forward.positions[roll.row] + roll.count - 1 < self.longest, "a roll past the rope table"
-                self.num_rolled += roll.count
+                assert forward.positions[roll["draw"]["row"]] + roll["count"] - 1 < self.longest, (
+                    "a roll past the rope table"
+                )
+                self.num_rolled += int(roll["count"])
         return super()._read_out(lane, forward)
 
 

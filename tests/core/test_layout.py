@@ -8,9 +8,10 @@ from pagedec.core.block import BlockPool
 from pagedec.core.branch import Branch
 from pagedec.core.copies import CopyPlan
 from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.forward import LaneAnswers
 from pagedec.core.layout import LaneBuilder, draw_record, read_answer
 from pagedec.core.plan import Work
-from pagedec.core.protocol import LaneAnswers, LogProbs, Query, Roll, Sample, Sampler, TopK
+from pagedec.core.protocol import LogProbs, Query, Roll, Sample, Sampler, TopK
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable, reserve
 
@@ -75,7 +76,7 @@ def test_a_forward_of_everything() -> None:
 
     answers = LaneAnswers(
         np.arange(9, dtype=np.int32), np.arange(15, dtype=np.int32).reshape(3, 5),
-        np.arange(15, dtype=np.float32).reshape(3, 5), np.array([0.5, 0.25], np.float32), [],
+        np.arange(15, dtype=np.float32).reshape(3, 5), np.array([0.5, 0.25], np.float32),
     )  # fmt: skip
     work = Work(None, query.branch, tree, 6, 2, query=query, draft=TREE, asks=slices)  # type: ignore[arg-type]
     answer = read_answer(work, answers, ())
@@ -102,9 +103,11 @@ def test_a_roll_reserves_rows_that_the_device_fills() -> None:
     number = draft.roll(table, row, 4, roll)
     root = target.add(table_of(pool, 3, 4), 3, [2], 2, roll)
     draft.use_roll(number, root + 1)
-    [plan] = draft.finish(CopyPlan(draft_pool)).rolls
-    assert (plan.branch, plan.row, plan.count, plan.target_row, plan.stream) == (0, 1, 3, 1, 5)
-    assert plan.slots.tolist() == [table.slot(4), table.slot(5)]
+    laid = draft.finish(CopyPlan(draft_pool))
+    [plan] = laid.rolls
+    assert (plan["branch"], plan["count"], plan["target_row"], plan["rule_id"]) == (0, 3, 1, -1)
+    assert (plan["draw"]["row"], plan["draw"]["position"], plan["draw"]["stream"]) == (1, 4, 5)
+    assert laid.roll_slots.tolist() == [table.slot(4), table.slot(5)]
     forward = target.finish(CopyPlan(pool))
     assert forward.token_ids.tolist() == [2, 0, 0, 0] and forward.positions.tolist() == [3, 4, 5, 6]
 

@@ -6,14 +6,14 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import FrameType
 from typing import Any
 
 import pytest
 
-from pagedec.core.protocol import Answers, LaneForward
+from pagedec.core.forward import Answers, Forwards, Rules
 from pagedec.engine.interrupts import held_interrupts
 from pagedec.errors import NotFound
 from pagedec.executor.inline import InlineExecutor
@@ -40,15 +40,15 @@ def test_aborts_at_any_moment(tiny: Tiny, expected: list[Tokens], seed: int) -> 
                 engine.abort(chosen)
 
     class Meanwhile(InlineExecutor):
-        def execute(self, forwards: Mapping[str, LaneForward]) -> Future[Answers]:
+        def execute(self, forwards: Forwards, rules: Rules, masks: Any = None) -> Future[Answers]:
             abort_somebody()
-            done = super().execute(forwards)
+            done = super().execute(forwards, rules, masks)
             abort_somebody()
             return done
 
     inner = engine.executor
-    assert isinstance(inner, InlineExecutor) and inner.runner is not None
-    engine.executor = Meanwhile(inner.runner)
+    assert isinstance(inner, InlineExecutor) and inner.worker is not None
+    engine.executor = Meanwhile(inner.worker)
     for number in range(3 * NUM_PROMPTS):
         i = number % NUM_PROMPTS
         add(engine, f"{number}", prompts[i], params[i])

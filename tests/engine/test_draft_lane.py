@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from pagedec import SamplingParams
+from pagedec.build import assemble
 from pagedec.config import EngineConfig
 from pagedec.core.branch import Branch
 from pagedec.core.protocol import DecoderContext, Roll
 from pagedec.decoders import decoder
 from pagedec.engine.engine import Engine
-from pagedec.engine.loader import LoadedModel, assemble, choose_backend, load_model
+from pagedec.runtime.loading import LoadedModel, choose_backend, load_model
 from tests.algorithms.speculative import Speculative, SpeculativeParams
 from tests.equivalence.conftest import TINY
 from tests.support import add, drain

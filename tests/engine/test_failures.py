@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from pagedec import LLM, SamplingParams
-from pagedec.core.protocol import Answers, LaneForward
+from pagedec.core.forward import Answers, Forwards, Rules
 from pagedec.core.request import Failed, Request
 from pagedec.core.rows import Rows
 from pagedec.core.settling import Settler
@@ -36,12 +36,12 @@ class Breaking:
     def __init__(self, inner: InlineExecutor, step: int, hurt: Callable[[], None], late: bool = False) -> None:
         self.inner, self.left, self.hurt, self.late = inner, step, hurt, late
 
-    def execute(self, forwards: Mapping[str, LaneForward]) -> Future[Answers]:
+    def execute(self, forwards: Forwards, rules: Rules) -> Future[Answers]:
         self.left -= 1
-        done = self.inner.execute(forwards) if self.left or self.late else None
+        done = self.inner.execute(forwards, rules) if self.left or self.late else None
         if self.left == 0:
-            assert self.inner.runner is not None
-            for lane in self.inner.runner.lanes.values():
+            assert self.inner.worker is not None
+            for lane in self.inner.worker.lanes.values():
                 lane.cache.k.fill_(float("nan"))
                 lane.cache.v.fill_(float("nan"))
             self.hurt()
@@ -110,14 +110,14 @@ class Unwell:
         )
         self.engine.executor = self
 
-    def execute(self, forwards: Mapping[str, LaneForward]) -> Future[Answers]:
+    def execute(self, forwards: Forwards, rules: Rules) -> Future[Answers]:
         plan = self.engine.scheduler._plan
         assert plan is not None
         self.count += 1
         if self.fails(self.count, {work.request.id for work in plan.works}):
             self.num_failures += 1
             raise DeviceLost("unwell")
-        return self.inner.execute(forwards)
+        return self.inner.execute(forwards, rules)
 
     def stop(self) -> None:
         self.inner.stop()
@@ -197,8 +197,8 @@ def test_a_device_that_answers_nonsense_is_a_device_that_fails(
     llm = tiny(**SMALL)
     execute, left = llm.engine.executor.execute, [6]
 
-    def nonsense(forwards: Mapping[str, LaneForward]) -> Future[Answers]:
-        done = execute(forwards)
+    def nonsense(forwards: Forwards, rules: Rules) -> Future[Answers]:
+        done = execute(forwards, rules)
         left[0] -= 1
         if left[0] <= 0 and len(done.result()["target"].draws) and not left.append(0) and len(left) == 2:
             change(done.result()["target"])

@@ -19,7 +19,7 @@ def test_the_default_model_in_int8_knows_its_capitals(dtype: str) -> None:
     texts = [output.outputs[0].text for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
     assert texts == [" Paris", " Rome"]
     assert "int8 weights" in active_line(llm)
-    model = llm.engine.executor.runner.lanes["target"].model  # type: ignore[attr-defined]
+    model = llm.engine.executor.worker.lanes["target"].model  # type: ignore[attr-defined]
     if isinstance(model.backend, NativeBackend):
         layers = [getattr(layer, name) for layer in model.layers for name in ("qkv", "o", "gate_up", "down")]
         assert {layer.quantization for layer in [*layers, model.lm_head]} == {Quantization.INT8}

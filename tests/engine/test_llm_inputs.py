@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedec import LLM, SamplingParams
-from pagedec.engine import loader
+from pagedec import LLM, SamplingParams, build
 from pagedec.errors import InvalidArgument, ModelFileError, PagedecError
+from pagedec.runtime import loading
 from pagedec.text.tokenizer import Tokenizer
 
 Tiny = Callable[..., LLM]
@@ -199,7 +199,7 @@ def copy(tiny_path: Path, tmp_path: Path) -> Path:
 
 def not_made(monkeypatch: pytest.MonkeyPatch, model: object, **arguments: Any) -> PagedecError:
     """The error of an engine for which no KV was allocated."""
-    monkeypatch.setattr(loader, "allocate_cache", lambda *_: pytest.fail("KV is allocated for what cannot run"))
+    monkeypatch.setattr(loading, "allocate_cache", lambda *_: pytest.fail("KV is allocated for what cannot run"))
     with pytest.raises(PagedecError) as caught:
         LLM(str(model), **{"skip_tokenizer_init": True, **arguments})
     return caught.value
@@ -244,7 +244,7 @@ def test_a_pool_that_the_machine_has_no_memory_for(
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(loader, "allocate_cache", refuse)
+    monkeypatch.setattr(loading, "allocate_cache", refuse)
     [name] = arguments
     with pytest.raises(
         InvalidArgument, match=f"^{name} is .*: must be less: the KV pool would take [0-9.]+ GiB, which"
@@ -259,7 +259,7 @@ def test_missing_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_tokenizer_is_noticed_before_the_weights_are_read(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "load_model_weights", lambda *_: pytest.fail("weights are opened for what cannot run"))
+    monkeypatch.setattr(loading, "load_model_weights", lambda *_: pytest.fail("weights are opened for what cannot run"))
     error = not_made(monkeypatch, copy, skip_tokenizer_init=False)
     assert isinstance(error, ModelFileError)
     assert "tokenizer.json" in str(error) and "skip_tokenizer_init" in str(error)
@@ -303,8 +303,8 @@ def test_end_tokens_that_the_model_cannot_write_end_nothing(tiny_path: Path, mon
         tokenizer.eos_token_ids = (2, 49151)
         return tokenizer
 
-    load_tokenizer = loader.load_tokenizer
-    monkeypatch.setattr(loader, "load_tokenizer", with_far_end)
+    load_tokenizer = build.load_tokenizer
+    monkeypatch.setattr(build, "load_tokenizer", with_far_end)
     llm = LLM(str(tiny_path), tokenizer="smollm2", num_blocks=16, dtype="float32")
     [output] = llm.generate([PROMPT], SamplingParams(temperature=0, min_tokens=6, max_tokens=6), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 6 and llm.engine.limits.eos_token_ids == (2,)

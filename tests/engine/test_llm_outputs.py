@@ -78,7 +78,7 @@ def test_no_engine_size_changes_an_answer(tiny: Tiny, arguments: dict[str, Any])
 def test_the_reference_kernels_give_the_same_greedy_answers(tiny: Tiny) -> None:
     prompts, params = random_prompts(6), SamplingParams(temperature=0, max_tokens=16)
     reference = tiny(attention_backend="reference", num_blocks=24)
-    assert reference.engine.executor.runner.lanes["target"].backend.name == "reference"
+    assert reference.engine.executor.worker.lanes["target"].backend.name == "reference"
     assert tokens(generate(reference, prompts, params)) == tokens(generate(tiny(), prompts, params))
 
 

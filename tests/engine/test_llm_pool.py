@@ -13,8 +13,8 @@ import pytest
 from pagedec import LLM, PoolWarning, SamplingParams
 from pagedec.cli import active
 from pagedec.cli.main import main
-from pagedec.engine.memory import Memory
 from pagedec.errors import InvalidArgument, InvariantError
+from pagedec.runtime.memory import Memory
 from tests.core.fake import FakeEngine, LanguageModel
 from tests.core.world import limits
 
@@ -41,7 +41,7 @@ def test_the_pool_is_described(tiny: Tiny) -> None:
 
 
 def test_the_pool_takes_its_share(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagedec.engine.memory._of_machine", lambda root: Memory(64 << 20, "made up"))
+    monkeypatch.setattr("pagedec.runtime.memory._of_machine", lambda root: Memory(64 << 20, "made up"))
     pool = tiny(num_blocks=None, memory_utilization=0.5).kv_cache
     assert pool.num_bytes <= 32 << 20 < pool.num_bytes + pool.num_bytes // pool.num_blocks
     assert pool.reason == "0.5 of the 64 MiB available (made up)"

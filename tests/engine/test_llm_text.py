@@ -245,7 +245,7 @@ def test_dropping_an_llm_frees_its_memory(tiny_path: Path) -> None:
         llm = LLM(str(tiny_path), dtype="float32", skip_tokenizer_init=True, num_blocks=16)
         generate(llm, IDS, SamplingParams(max_tokens=2))
         list(llm.stream(IDS, SamplingParams(max_tokens=2)))
-        cache = weakref.ref(llm.engine.executor.runner.lanes["target"].cache.tokens)
+        cache = weakref.ref(llm.engine.executor.worker.lanes["target"].cache.tokens)
         gone = weakref.ref(llm.engine)
         leave(llm)
         del llm

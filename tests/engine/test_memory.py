@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pagedec.config import CacheConfig
-from pagedec.engine.memory import Memory, available_memory, sources
-from pagedec.engine.pool import KvPool, choose_pool
 from pagedec.errors import InvalidArgument
+from pagedec.runtime.memory import Memory, available_memory, sources
+from pagedec.runtime.pool import KvPool, choose_pool
 
 MIB, GIB = 1 << 20, 1 << 30
 MEMINFO = """\

@@ -30,7 +30,7 @@ MARGIN = 1e-6  # a cut nearer than this to a token's edge could go either way in
 
 def next_logits(llm: LLM, tokens: Sequence[int]) -> Floats:
     """float64 [vocab]: what the model says of the token behind `tokens`."""
-    model = llm.engine.executor.runner.lanes["target"].model
+    model = llm.engine.executor.worker.lanes["target"].model
     return all_logits(model, tokens)[-1].double().numpy()
 
 

@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pagedec.core.forward import LaneForward
 from pagedec.core.plan import StepPlan
-from pagedec.core.protocol import Child, LaneForward, Roll, Verdict
+from pagedec.core.protocol import Child, Roll, Verdict
 from pagedec.core.request import Ended, Event, Failed, Progress, Request, Waiting
 from pagedec.core.stopping import Stopping
 from pagedec.decoders import make_decoder

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from pagedec.build import assemble, vocabulary_of
 from pagedec.config import EngineConfig
 from pagedec.engine.engine import Engine
-from pagedec.engine.loader import LoadedModel, assemble, choose_backend, load_model, vocabulary_of
 from pagedec.engine.options import Vocabulary
 from pagedec.formats.resolve import resolve_model
 from pagedec.models.registry import build_model, open_model_weights
+from pagedec.runtime.loading import LoadedModel, choose_backend, load_model
 from pagedec.text.tokenizer import Tokenizer
 from tests.equivalence.harness import Case, Scratch, run
 

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from pagedec.core.branch import Branch
-from pagedec.core.protocol import DRAW_DTYPE, Answer, DecoderContext, LaneForward, Query, Sampler, TopK, Verdict
+from pagedec.core.forward import DRAW_DTYPE, LaneForward
+from pagedec.core.protocol import Answer, DecoderContext, Query, Sampler, TopK, Verdict
 from pagedec.decoders import decoder, make_decoder
 from pagedec.engine.engine import Engine, FinishedRequest
 from pagedec.fields import rules
@@ -153,12 +154,11 @@ class Scratch:
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """fp32 [1, vocab] after the last token."""
-        n, none = len(tokens), np.empty(0, np.int32)
+        n = len(tokens)
         at = np.arange(n, dtype=np.int32)
         forward = LaneForward(
-            "target", np.array(tokens, np.int32), at, at, None, np.array([0, n], np.int32), np.array([n], np.int32),
-            np.arange(self.num_blocks, dtype=np.int32)[None].copy(), none, none, none, np.array([n - 1], np.int32),
-            np.empty(0, DRAW_DTYPE), none, 0, none, none, none, none, [],
+            "target", np.array(tokens, np.int32), at, at, np.array([0, n], np.int32), np.array([n], np.int32),
+            np.arange(self.num_blocks, dtype=np.int32)[None].copy(), read_rows=np.array([n - 1], np.int32),
         )  # fmt: skip
         self.runner.execute(forward)
         return self.runner.buffers.logits[:1].clone()

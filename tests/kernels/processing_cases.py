@@ -4,33 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from pagedec.core.processing import NO_PROCESSING, Processing, ProcessRows
+from pagedec.core.forward import NO_INTS, LaneForward, ProcessRows
+from pagedec.core.processing import NO_PROCESSING, Processing
 from pagedec.kernels.backend import Backend, CacheTensors
 
 BLOCK_SIZE = 8
 
 
 @dataclass(slots=True)
-class Forward:
-    """What process_logits reads of a forward."""
-
-    read_rows: np.ndarray
-    row_indptr: np.ndarray
-    kv_len: np.ndarray
-    block_table: np.ndarray
-    parents: np.ndarray | None
-    processing: ProcessRows | None
-
-
-@dataclass(slots=True)
 class Case:
     """A forward, its token plane, logits of the read-out rows, and the history of each of them."""
 
-    forward: Forward
+    forward: LaneForward
+    rules: dict[int, Processing]
     plane: torch.Tensor
     logits: torch.Tensor
     histories: list[list[int]]
@@ -43,15 +34,19 @@ class Case:
         """The logits of rows `start` .. `stop - 1` after processing; a guard row behind them stays NaN."""
         chosen = self.logits[start:stop]
         guarded = torch.cat([chosen, torch.full((1, chosen.shape[1]), torch.nan)])
-        backend.process_logits(guarded[:-1], start, self.forward, self.cache())
+        backend.process_logits(guarded[:-1], start, self.forward, self.cache(), self.known(backend))
         assert guarded[-1].isnan().all()
         return guarded[:-1]
+
+    def known(self, backend: Backend) -> dict[int, Any]:
+        """The rules in the backend's own form."""
+        return {rule_id: backend.rules(rules, self.logits.shape[1]) for rule_id, rules in self.rules.items()}
 
     def expected(self) -> torch.Tensor:
         out, wanted = self.logits.numpy().copy(), self.forward.processing
         assert wanted is not None
         for row, prompt, rule in zip(wanted.rows, wanted.prompt_lengths, wanted.rule_ids, strict=True):
-            out[row] = processed(out[row], self.histories[row], int(prompt), wanted.rules[rule])
+            out[row] = processed(out[row], self.histories[row], int(prompt), self.rules[rule])
         return torch.from_numpy(out)
 
     def only(self, rows: Sequence[int]) -> Case:
@@ -59,9 +54,19 @@ class Case:
         p = self.forward.processing
         assert p is not None
         part = ProcessRows(
-            *(getattr(p, name)[list(rows)] for name in ("rows", "branches", "prompt_lengths", "rule_ids")), p.rules
+            *(getattr(p, name)[list(rows)] for name in ("rows", "branches", "prompt_lengths", "rule_ids"))
         )
         return replace(self, forward=replace(self.forward, processing=part))
+
+
+def forward_of(
+    read_rows: np.ndarray, row_indptr: np.ndarray, kv_len: np.ndarray, table: np.ndarray, parents: np.ndarray | None,
+    processing: ProcessRows,
+) -> LaneForward:  # fmt: skip
+    """A forward of which processing alone is looked at."""
+    return LaneForward(
+        "target", NO_INTS, NO_INTS, NO_INTS, row_indptr, kv_len, table, parents, read_rows=read_rows, processing=processing
+    )  # fmt: skip
 
 
 def processed(row: np.ndarray, history: list[int], prompt: int, rules: Processing) -> np.ndarray:
@@ -142,20 +147,19 @@ def random_case(seed: int, vocab: int = 7, num_branches: int = 9, max_length: in
         kv_len.append(length)
     read = np.sort(rng.choice(len(rows), int(rng.integers(1, len(rows) + 1)), replace=False)).astype(np.int32)
     picked = np.sort(rng.choice(len(read), int(rng.integers(1, len(read) + 1)), replace=False)).astype(np.int32)
-    rules = [NO_PROCESSING, *(random_rules(rng, vocab) for _ in range(6))]
+    rules = {7 + 2**33 * i: random_rules(rng, vocab) if i else NO_PROCESSING for i in range(7)}
     of_row = [rows[r] for r in read]
     wanted = ProcessRows(
         picked,
         np.array([of_row[i][0] for i in picked], np.int32),
         np.array([rng.integers(0, of_row[i][1] + 1) for i in picked], np.int32),
-        rng.integers(0, len(rules), len(picked)).astype(np.int32),
-        rules,
+        rng.choice(list(rules), len(picked)),
     )
     tree = np.array(parents, np.int32) if trees else None
-    forward = Forward(read, np.array(indptr, np.int32), np.array(kv_len, np.int32), table, tree, wanted)
+    forward = forward_of(read, np.array(indptr, np.int32), np.array(kv_len, np.int32), table, tree, wanted)
     logits = torch.from_numpy((rng.normal(size=(len(read), vocab)) * 3).astype(np.float32))
     logits[rng.random(logits.shape) < 0.05] = 0.0
-    return Case(forward, torch.from_numpy(plane), logits, [row[2] for row in of_row])
+    return Case(forward, rules, torch.from_numpy(plane), logits, [row[2] for row in of_row])
 
 
 def simple_case(histories: Sequence[Sequence[int]], logits: torch.Tensor, rules: Processing, prompt: int = 0) -> Case:
@@ -165,8 +169,10 @@ def simple_case(histories: Sequence[Sequence[int]], logits: torch.Tensor, rules:
     for i, history in enumerate(histories):
         plane[i, : len(history)] = history
     at = np.arange(n, dtype=np.int32)
-    wanted = ProcessRows(at, at, np.full(n, prompt, np.int32), np.zeros(n, np.int32), [rules])
+    wanted = ProcessRows(at, at, np.full(n, prompt, np.int32), np.full(n, 5))
     table = np.arange(n * width, dtype=np.int32).reshape(n, width)
     lengths = np.array([len(history) for history in histories], np.int32)
-    forward = Forward(at, np.arange(n + 1, dtype=np.int32), lengths, table, None, wanted)
-    return Case(forward, torch.from_numpy(plane.reshape(-1)), logits, [list(history) for history in histories])
+    forward = forward_of(at, np.arange(n + 1, dtype=np.int32), lengths, table, None, wanted)
+    return Case(
+        forward, {5: rules}, torch.from_numpy(plane.reshape(-1)), logits, [list(history) for history in histories]
+    )

@@ -10,13 +10,14 @@ import pytest
 import torch
 import transformers
 
-from pagedec.core.processing import NO_PROCESSING, Processing
+from pagedec.core.processing import Processing
 from pagedec.errors import InvalidArgument
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import KernelError, Library, ProcessLogitsArgs, Rules
 from pagedec.kernels.native import NativeBackend
-from pagedec.kernels.processing import RuleTable, rows_within
+from pagedec.kernels.processing import rows_within
+from pagedec.runtime.runner import RuleTable
 from tests.kernels import calls
 from tests.kernels.processing_cases import Case, processed, random_case, simple_case
 
@@ -60,7 +61,7 @@ def test_cases_are_worth_something() -> None:
         shared += int((forward.block_table[1:, 0] == forward.block_table[:-1, 0]).sum())
         untouched += len(forward.read_rows) - len(wanted.rows)
         for row, prompt, rule in zip(wanted.rows, wanted.prompt_lengths, wanted.rule_ids, strict=True):
-            rules, logits = wanted.rules[rule], case.logits[row].numpy()
+            rules, logits = case.rules[rule], case.logits[row].numpy()
             for field in fields:
                 alone = Processing(**{field: getattr(rules, field)})
                 changed[field] += not np.array_equal(processed(logits, case.histories[row], int(prompt), alone), logits)
@@ -324,25 +325,26 @@ def test_an_invalid_record_is_named(library: Library, fields: dict[str, object],
         library.call(invalid)
 
 
-def test_flat_rules_are_made_once_and_forgotten_in_order() -> None:
-    table, rules = RuleTable(capacity=4), [Processing(bad_words=((i,),)) for i in range(5)]
-    [first] = table.flat(rules[:1], 7)
-    assert table.flat([rules[0]], 7)[0] is first
-    assert table.flat([Processing(bad_words=((0,),))], 7)[0] is not first  # equal, and another object
-    for other in rules[1:4]:
-        table.flat([other], 7)
-        assert table.flat([rules[0]], 7)[0] is first
-    for other in rules[1:]:
-        table.flat([other], 7)
-    assert table.flat([rules[0]], 7)[0] is not first
-    with pytest.raises(InvalidArgument, match="bad_words is 2"):
-        table.flat([rules[2]], 2)  # of another vocabulary
-    assert table.flat([NO_PROCESSING], 7)[0].allowed is None
+def test_rules_are_made_once_when_a_row_first_names_them() -> None:
+    table = RuleTable(torch_backend(), 7)
+    table.told |= {5: Processing(bad_words=((3,), (9,))), 2**40: Processing(repetition_penalty=0.0)}
+    assert not table, "nothing is made before somebody asks"
+    assert table[5].word_tokens.tolist() == [3], "of a word that the model does not know nothing is left"
+    assert table[5] is table[5] and list(table) == [5]
+    with pytest.raises(InvalidArgument, match="repetition_penalty is 0"):
+        table[2**40]
+    with pytest.raises(KeyError):
+        table[6]
 
 
-def test_a_forwards_rules_are_kept_for_the_next_however_many_they_are() -> None:
-    """The draft model's forward between them, of another vocabulary, does not drive them out."""
-    table, rules = RuleTable(capacity=2), [Processing(bad_words=((i,),)) for i in range(50)]
-    target, draft = table.flat(rules, 60), table.flat(rules, 50)
-    assert all(a is b for a, b in zip(table.flat(rules, 60), target, strict=True))
-    assert all(a is b for a, b in zip(table.flat(rules, 50), draft, strict=True))
+def test_rows_name_rules_by_any_number(library: Library) -> None:
+    """Large numbers, several rows of one number, rules that no row names."""
+    case = random_case(3)
+    numbers = sorted(case.rules)
+    for backend in (native(library), torch_backend()):
+        renamed = {2**62 + 3 * i: case.rules[number] for i, number in enumerate(numbers)}
+        wanted = case.forward.processing
+        assert wanted is not None
+        ids = np.array([2**62 + 3 * numbers.index(int(rule_id)) for rule_id in wanted.rule_ids])
+        other = replace(case, forward=replace(case.forward, processing=replace(wanted, rule_ids=ids)), rules=renamed)
+        assert calls.same_bits(other.process(backend), case.expected())

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from pagedec import SamplingParams
+from pagedec.build import assemble
 from pagedec.config import EngineConfig
 from pagedec.engine.engine import Engine
-from pagedec.engine.loader import LoadedModel, assemble, choose_backend, load_model
 from pagedec.kernels.library import available_isas
+from pagedec.runtime.loading import LoadedModel, choose_backend, load_model
 from tests.algorithms.random_tree import RandomTreeParams
 from tests.equivalence.harness import Case, Outcome, run, traced
 from tests.models.checkpoints import VOCAB, make_checkpoint, variant

@@ -16,8 +16,7 @@ import torch
 
 from pagedec import LLM, SamplingParams
 from pagedec.config import EngineConfig
-from pagedec.core.protocol import DRAW_DTYPE, LaneForward
-from pagedec.engine.loader import load_model
+from pagedec.core.forward import DRAW_DTYPE, LaneForward
 from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.formats.resolve import resolve_model
 from pagedec.kernels.backend import Backend
@@ -29,6 +28,7 @@ from pagedec.models.hosted import HostedModel
 from pagedec.models.hosted_config import HostedArchitecture
 from pagedec.models.registry import load_architecture
 from pagedec.runtime.cache import allocate_cache
+from pagedec.runtime.loading import load_model
 from pagedec.runtime.runner import LaneRunner
 from tests.algorithms.lookahead import LookaheadParams
 from tests.algorithms.random_tree import RandomTreeParams
@@ -150,14 +150,14 @@ def test_more_rows_are_read_out_than_fit_the_buffer(family: str, checkpoints: Ch
     read = np.delete(np.arange(200, dtype=np.int32), [0, 50, 199])
     assert len(read) > READ_ROWS
     want = all_logits(model, tokens.tolist(), chunk=100)[read]
-    at, none = np.arange(200, dtype=np.int32), np.empty(0, np.int32)
+    at = np.arange(200, dtype=np.int32)
     draws = np.zeros(len(read), DRAW_DTYPE)
     draws["row"] = np.arange(len(read))
     runner = LaneRunner(model, allocate_cache(model.arch, 13, 16, torch.float32), 200)
     answers = runner.execute(
         LaneForward(
-            "target", tokens, at, at, None, np.array([0, 200], np.int32), np.array([200], np.int32),
-            np.arange(13, dtype=np.int32)[None].copy(), none, none, none, read, draws, none, 0, none, none, none, none, [],
+            "target", tokens, at, at, np.array([0, 200], np.int32), np.array([200], np.int32),
+            np.arange(13, dtype=np.int32)[None].copy(), read_rows=read, draws=draws,
         )
     )  # fmt: skip
     assert answers.draws.tolist() == want.argmax(dim=1).tolist()
@@ -173,7 +173,7 @@ def test_native_families_agree_with_their_hosted_selves(family: str, tmp_path: P
     texts = {}
     for impl in ("native", "transformers", "auto"):
         llm = make_llm(tmp_path, model_impl=impl, max_num_batched_tokens=24)
-        model = llm.engine.executor.runner.lanes["target"].model
+        model = llm.engine.executor.worker.lanes["target"].model
         assert isinstance(model, HostedModel) == (impl == "transformers")
         assert relative_error(all_logits(model, checkpoint.tokens), checkpoint.logits) < RELATIVE
         outputs = llm.generate(prompts, params, use_tqdm=False)

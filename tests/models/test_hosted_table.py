@@ -9,10 +9,10 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pagedec.config import EngineConfig
-from pagedec.engine.loader import load_model
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import available_isas, load
 from pagedec.kernels.native import NativeBackend
+from pagedec.runtime.loading import load_model
 from tests.models.hosted_checkpoints import LENGTH, VOCAB, shrunk_config, tiny_model
 from tests.models.hosted_table import HOSTED, documented, outcome, rendered
 from tests.support import all_logits

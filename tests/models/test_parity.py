@@ -10,12 +10,12 @@ import torch
 
 from pagedec import LLM, SamplingParams
 from pagedec.config import EngineConfig
-from pagedec.engine.loader import load_model
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import available_isas, load, loadable_isas
 from pagedec.kernels.native import NativeBackend
 from pagedec.models.base import Model
+from pagedec.runtime.loading import load_model
 from tests.models.checkpoints import GREEDY_PROMPTS, NUM_NEW_TOKENS, VARIANTS, Checkpoint, Variant, make_checkpoint
 from tests.support import all_logits
 
@@ -93,7 +93,7 @@ def test_greedy_texts(chosen: Variant, backend: str, checkpoints: Checkpoints, m
         max_model_len=chosen.max_model_len,
         **arguments,
     )
-    assert llm.engine.executor.runner.lanes["target"].backend.name == backend
+    assert llm.engine.executor.worker.lanes["target"].backend.name == backend
     outputs = llm.generate(GREEDY_PROMPTS, SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS), use_tqdm=False)
     llm.close()
     assert [output.outputs[0].token_ids for output in outputs] == checkpoint.texts

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pagedec.config import EngineConfig
-from pagedec.engine.loader import load_model
 from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.models.base import Model
+from pagedec.runtime.loading import load_model
 from tests.models.checkpoints import VOCAB, transformers_model
 from tests.support import all_logits
 

@@ -1,26 +1,18 @@
-"""From a configuration to an engine: files, weights, cache, kernels. Nothing below this reads a configuration."""
+"""From a configuration to lanes: files, weights, caches, kernels. Nothing below this reads a configuration."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from pagedec import environment
 from pagedec.config import POOL_SIZES, EngineConfig, ModelConfig, ParallelConfig
-from pagedec.core.limits import SchedulerLimits
-from pagedec.core.scheduler import Scheduler
-from pagedec.engine.engine import Engine, ModelLimits
-from pagedec.engine.memory import available_memory, is_out_of_memory, shown_size
-from pagedec.engine.options import Vocabulary
-from pagedec.engine.pool import KvPool, choose_pool
-from pagedec.errors import InvalidArgument, ModelFileError, PoolWarning, Shown, WeightsWarning
-from pagedec.executor.inline import InlineExecutor
+from pagedec.errors import InvalidArgument, Shown, WeightsWarning
 from pagedec.formats.generation import read_end_ids
-from pagedec.formats.resolve import ModelFiles, resolve_model, resolve_tokenizer
+from pagedec.formats.resolve import ModelFiles, resolve_model
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import LibraryNotFound, load
@@ -29,8 +21,11 @@ from pagedec.models.architecture import Architecture
 from pagedec.models.base import Model
 from pagedec.models.registry import load_architecture, load_model_weights
 from pagedec.runtime.cache import allocate_cache, block_bytes
-from pagedec.runtime.runner import LaneRunner, ModelRunner
-from pagedec.text.tokenizer import Tokenizer
+from pagedec.runtime.geometry import Geometry, LaneGeometry
+from pagedec.runtime.memory import available_memory, is_out_of_memory, shown_size
+from pagedec.runtime.pool import KvPool, choose_pool
+from pagedec.runtime.runner import LaneRunner
+from pagedec.runtime.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +88,6 @@ def weight_bytes(arch: Architecture, backend: Backend) -> int:
     return num_weights * (backend.dtype.itemsize if backend.quantization is None else 1)
 
 
-def load_tokenizer(config: ModelConfig, files: ModelFiles) -> Tokenizer | None:
-    """The model's tokenizer, or the one that is named; None with skip_tokenizer_init."""
-    if config.skip_tokenizer_init:
-        return None
-    if config.tokenizer is not None:
-        return Tokenizer.from_path(resolve_tokenizer(config.tokenizer))
-    if files.tokenizer is None:
-        raise ModelFileError(files.model, "has no tokenizer; name one with tokenizer, or set skip_tokenizer_init")
-    return Tokenizer.from_path(files.tokenizer)
-
-
 def lane_pool(loaded: LoadedModel, config: EngineConfig, taken: int = 0) -> KvPool:
     """The size of a lane's cache; `taken`: bytes of the available memory that another lane will use."""
     size = block_bytes(loaded.arch, config.cache.block_size, loaded.model.backend.dtype)
@@ -124,68 +108,32 @@ def build_lane(
     return LaneRunner(loaded.model, tensors, config.scheduler.max_num_batched_tokens, debug, vocab_size)
 
 
-def assemble(
-    config: EngineConfig,
-    loaded: LoadedModel,
-    eos_token_ids: tuple[int, ...],
-    draft: LoadedModel | None = None,
-    vocabulary: Vocabulary | None = None,
-) -> Engine:
-    """An engine over a loaded model, with caches of its own; with `draft`, rolls run on that model's lane; with `vocabulary`,
-    requests may have stop strings and bad words."""
+def build_worker(config: EngineConfig, loaded: LoadedModel, draft: LoadedModel | None = None) -> Worker:
+    """Lanes over loaded models, with caches of their own; with `draft`, rolls run on that model's lane."""
     debug = environment.read("PAGEDEC_DEBUG") == "1"
     pool = lane_pool(loaded, config)
     lanes = {"target": build_lane(loaded, config, pool, debug)}
+    known = {"target": LaneGeometry(pool.num_blocks, loaded.arch.vocab_size, loaded.max_model_len)}
     if draft is not None:
         draft_pool = lane_pool(draft, config, pool.num_bytes)
         lanes["draft"] = build_lane(draft, config, draft_pool, debug, loaded.arch.vocab_size)
-    size, rows = config.cache.block_size, config.scheduler.max_num_batched_tokens
-    scheduler = Scheduler(
-        SchedulerLimits(
-            num_blocks={lane: runner.cache.num_blocks for lane, runner in lanes.items()},
-            vocab_size=loaded.arch.vocab_size,
-            block_size=size,
-            max_blocks_per_table=-(
-                -(loaded.max_model_len + rows) // size
-            ),  # a draft may reach behind the context's end
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=rows,
-            enable_prefix_caching=config.cache.enable_prefix_caching,
-            max_positions={} if draft is None else {"draft": draft.max_model_len},
-            vocab_sizes={} if draft is None else {"draft": draft.arch.vocab_size},
-        )
-    )
-    limits = ModelLimits(loaded.arch.vocab_size, loaded.max_model_len, eos_token_ids, config.scheduler.max_logprobs)
-    executor = InlineExecutor(ModelRunner(lanes))
-    engine = Engine(scheduler, executor, limits, seed=config.model.seed, debug=debug, vocabulary=vocabulary)
-    engine.kv_cache = pool
-    return engine
+        known["draft"] = LaneGeometry(draft_pool.num_blocks, draft.arch.vocab_size, draft.max_model_len)
+    backend = loaded.model.backend
+    dtype, weights = str(backend.dtype).removeprefix("torch."), backend.quantization
+    geometry = Geometry(known, pool, end_ids(loaded), backend.name, dtype, weights, torch.get_num_threads())
+    return Worker(lanes, geometry)
 
 
-def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
-    """What the engine needs to know of a tokenizer."""
-    table = tokenizer.byte_table
-    return Vocabulary(table.pieces, table.special_ids, partial(tokenizer.encode, add_special_tokens=False))
-
-
-def end_tokens(loaded: LoadedModel, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The tokens that end an answer: the tokenizer's and the model's own, of which a tokenizer from elsewhere need not know. Those
-    that the model cannot write are left out."""
+def end_ids(loaded: LoadedModel) -> tuple[int, ...]:
+    """The tokens that end an answer by the model's own files."""
     config = loaded.files.config
     own = [] if config is None or config.suffix == ".gguf" else read_end_ids(config.parent)
-    known = () if tokenizer is None else tokenizer.eos_token_ids
-    both = dict.fromkeys((*known, *(own or loaded.arch.eos_token_ids)))
-    return tuple(token for token in both if token < loaded.arch.vocab_size)
+    return tuple(own or loaded.arch.eos_token_ids)
 
 
-def load_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
-    """An engine ready for requests, and its tokenizer."""
+def load_worker(config: EngineConfig, rank: int = 0, world: int = 1) -> Worker:
+    """The worker `rank` of `world` that share a model. Raises `PagedecError` for what cannot be loaded, and warns of what may end badly."""
+    if (rank, world) != (0, 1):
+        raise InvalidArgument("tensor_parallel_size", world, "must be 1 in this version")
     backend = choose_backend(config.parallel, config.model.dtype, config.model.quantization)
-    tokenizer = load_tokenizer(config.model, resolve_model(config.model.model, config.model.load_format))
-    loaded = load_model(config.model, backend)
-    vocabulary = None if tokenizer is None else vocabulary_of(tokenizer)
-    engine = assemble(config, loaded, end_tokens(loaded, tokenizer), vocabulary=vocabulary)
-    complaint = None if engine.kv_cache is None else engine.kv_cache.complaint(loaded.max_model_len)
-    if complaint is not None:
-        warnings.warn(complaint, PoolWarning, stacklevel=3)  # who made the LLM
-    return engine, tokenizer
+    return build_worker(config, load_model(config.model, backend))

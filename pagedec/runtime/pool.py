@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pagedec.config import CacheConfig
-from pagedec.engine.memory import GIB, Memory, available_memory
 from pagedec.errors import InvalidArgument
+from pagedec.runtime.memory import GIB, Memory, available_memory
 
 SHARE = 4  # the pool takes a quarter of the available memory where nothing is said ...
 LIMIT = 4 * GIB  # ... and at most this many bytes: pages are touched only as blocks are used, but all of them in time

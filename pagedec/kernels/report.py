@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from pagedec.core.protocol import LaneForward
-from pagedec.core.reporting import Reported
+from pagedec.core.forward import LaneForward, Reported
 from pagedec.kernels.backend import Backend
 
 

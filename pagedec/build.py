@@ -1,0 +1,109 @@
+"""The composition root: from a configuration to tokenizer, worker, executor and engine."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+
+from pagedec import environment
+from pagedec.config import EngineConfig, ModelConfig
+from pagedec.core.limits import SchedulerLimits
+from pagedec.core.scheduler import Scheduler
+from pagedec.engine.engine import Engine, ModelLimits
+from pagedec.engine.options import Vocabulary
+from pagedec.errors import ModelFileError, PoolWarning
+from pagedec.executor.base import Executor
+from pagedec.executor.inline import InlineExecutor
+from pagedec.executor.process import ProcessExecutor
+from pagedec.formats.resolve import ModelFiles, resolve_model, resolve_tokenizer
+from pagedec.runtime.loading import LoadedModel, build_worker, load_worker
+from pagedec.text.tokenizer import Tokenizer
+
+
+def load_tokenizer(config: ModelConfig, files: ModelFiles) -> Tokenizer | None:
+    """The model's tokenizer, or the one that is named; None with skip_tokenizer_init."""
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is not None:
+        return Tokenizer.from_path(resolve_tokenizer(config.tokenizer))
+    if files.tokenizer is None:
+        raise ModelFileError(files.model, "has no tokenizer; name one with tokenizer, or set skip_tokenizer_init")
+    return Tokenizer.from_path(files.tokenizer)
+
+
+def start_executor(config: EngineConfig) -> Executor:
+    """Whoever carries out steps, with everything loaded. Raises what loading raises."""
+    if config.parallel.executor == "process":
+        return ProcessExecutor(config)
+    return InlineExecutor(load_worker(config))
+
+
+def assemble(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    eos_token_ids: tuple[int, ...],
+    draft: LoadedModel | None = None,
+    vocabulary: Vocabulary | None = None,
+) -> Engine:
+    """An engine over a loaded model, in this process, with caches of its own; with `draft`, rolls run on that model's lane; with
+    `vocabulary`, requests may have stop strings and bad words."""
+    return build_engine(config, InlineExecutor(build_worker(config, loaded, draft)), eos_token_ids, vocabulary)
+
+
+def build_engine(
+    config: EngineConfig,
+    executor: Executor,
+    eos_token_ids: tuple[int, ...],
+    vocabulary: Vocabulary | None = None,
+) -> Engine:
+    """An engine that has its steps carried out by `executor`."""
+    geometry = executor.geometry
+    target, others = geometry.lanes["target"], {lane: g for lane, g in geometry.lanes.items() if lane != "target"}
+    size, rows = config.cache.block_size, config.scheduler.max_num_batched_tokens
+    scheduler = Scheduler(
+        SchedulerLimits(
+            num_blocks={lane: known.num_blocks for lane, known in geometry.lanes.items()},
+            vocab_size=target.vocab_size,
+            block_size=size,
+            max_blocks_per_table=-(
+                -(target.max_model_len + rows) // size
+            ),  # a draft may reach behind the context's end
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=rows,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            max_positions={lane: known.max_model_len for lane, known in others.items()},
+            vocab_sizes={lane: known.vocab_size for lane, known in others.items()},
+        )
+    )
+    limits = ModelLimits(target.vocab_size, target.max_model_len, eos_token_ids, config.scheduler.max_logprobs)
+    debug = environment.read("PAGEDEC_DEBUG") == "1"
+    engine = Engine(scheduler, executor, limits, seed=config.model.seed, debug=debug, vocabulary=vocabulary)
+    engine.kv_cache = geometry.kv_cache
+    return engine
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
+    """What the engine needs to know of a tokenizer."""
+    table = tokenizer.byte_table
+    return Vocabulary(table.pieces, table.special_ids, partial(tokenizer.encode, add_special_tokens=False))
+
+
+def end_tokens(own: tuple[int, ...], vocab_size: int, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokens that end an answer: the tokenizer's and the model's `own`, of which a tokenizer from elsewhere need not know. Those
+    that the model cannot write are left out."""
+    known = () if tokenizer is None else tokenizer.eos_token_ids
+    return tuple(token for token in dict.fromkeys((*known, *own)) if token < vocab_size)
+
+
+def load_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
+    """An engine ready for requests, and its tokenizer."""
+    tokenizer = load_tokenizer(config.model, resolve_model(config.model.model, config.model.load_format))
+    vocabulary = None if tokenizer is None else vocabulary_of(tokenizer)
+    executor = start_executor(config)
+    geometry = executor.geometry
+    target = geometry.lanes["target"]
+    ends = end_tokens(geometry.eos_token_ids, target.vocab_size, tokenizer)
+    complaint = geometry.kv_cache.complaint(target.max_model_len)
+    if complaint is not None:
+        warnings.warn(complaint, PoolWarning, stacklevel=3)  # who made the LLM
+    return build_engine(config, executor, ends, vocabulary), tokenizer

@@ -1,0 +1,142 @@
+"""A step as arrays: what a device is given, and what it gives back. Frozen, flat, built once; nobody writes into them.
+
+They cross processes as they are: `wire.py` makes one buffer of them. So nothing here is known by its identity, and what a request has
+done to its logits is named by a number under which the device was told of it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from pagedec.core.processing import Processing
+
+DRAW_DTYPE = np.dtype(
+    [
+        ("seed", "<u8"), ("stream", "<u8"), ("row", "<i4"), ("position", "<i4"), ("top_k", "<i4"),
+        ("temperature", "<f4"), ("top_p", "<f4"), ("min_p", "<f4"),
+    ]
+)  # fmt: skip
+"""One token to be drawn. `row` counts the read-out rows of its forward; `position` is the drawn token's index."""
+
+ROLL_DTYPE = np.dtype(
+    [
+        ("draw", DRAW_DTYPE), ("branch", "<i4"), ("count", "<i4"), ("target_row", "<i4"), ("prompt_length", "<i4"),
+        ("rule_id", "<i8"),
+    ]
+)  # fmt: skip
+"""A chain of `count` tokens to be rolled behind `branch`. `draw` says how each is drawn, the first at its `row` of the forward's rows
+and at its `position`; the others follow one by one. They go to the rows from `target_row` on of the target's forward; -1: nowhere.
+`rule_id` -1: logits stay as they are; else `prompt_length` tokens of the branch were not generated."""
+
+NO_INTS = np.empty(0, np.int32)
+NO_DRAWS = np.empty(0, DRAW_DTYPE)
+NO_ROLLS = np.empty(0, ROLL_DTYPE)
+for _none in (NO_INTS, NO_DRAWS, NO_ROLLS):
+    _none.flags.writeable = False
+
+
+def _ints() -> Any:
+    """A field that is an empty array by default."""
+    return field(default_factory=lambda: NO_INTS)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRows:
+    """The read-out rows of one forward whose logits are processed, one entry a row, in the order of `rows`."""
+
+    rows: np.ndarray  # int32 [num_processed], into LaneForward.read_rows, ascending, each once
+    branches: np.ndarray  # int32 [num_processed]: the branch of the forward that the row belongs to
+    prompt_lengths: np.ndarray  # int32 [num_processed]: tokens of the history that were not generated
+    rule_ids: np.ndarray  # int64 [num_processed]: the number of the request's rules
+
+
+@dataclass(frozen=True, slots=True)
+class ReportRows:
+    """The read-out rows of one forward that are reported.
+
+    Every draw, top-k entry and given token of these rows is reported; and the tokens given here, those that a prompt goes on with.
+    """
+
+    rows: np.ndarray  # int32 [num_reported], into LaneForward.read_rows, ascending, each once
+    num_top: np.ndarray  # int32 [num_reported]: how many of the most probable tokens are wanted
+    given_rows: np.ndarray  # int32 [num_given], into read_rows; all among `rows`
+    given_tokens: np.ndarray  # int32 [num_given]
+
+
+@dataclass(frozen=True, slots=True)
+class LaneForward:
+    """One lane's part of a step. Copies come first, then the rows' forward, then the read-out."""
+
+    lane: str
+    token_ids: np.ndarray  # int32 [num_rows]; of rows that a roll fills, anything
+    positions: np.ndarray  # int32 [num_rows]
+    slots: np.ndarray  # int32 [num_rows]; -1: a root whose KV is valid only reads
+    row_indptr: np.ndarray  # int32 [num_branches + 1]
+    kv_len: np.ndarray  # int32 [num_branches]: slots a branch's last row may look at
+    block_table: np.ndarray  # int32 [num_branches, width]
+    parents: np.ndarray | None = None  # int32 [num_rows] within the branch's, -1 on the chain; None: there are no trees
+    copy_src: np.ndarray = _ints()  # int32 [num_copies] slots, in order
+    copy_dst: np.ndarray = _ints()
+    fresh: np.ndarray = _ints()  # int32 [num_fresh] blocks taken since the last step: debug builds poison them first
+    read_rows: np.ndarray = _ints()  # int32 [num_read]: the rows that are read out
+    draws: np.ndarray = field(default_factory=lambda: NO_DRAWS)  # DRAW_DTYPE [num_draws]
+    topk_rows: np.ndarray = _ints()  # int32 [num_topk], into read_rows
+    topk_k: int = 0  # the largest k asked for
+    logprob_rows: np.ndarray = _ints()  # int32 [num_logprobs], into read_rows
+    logprob_tokens: np.ndarray = _ints()  # int32 [num_logprobs]
+    banned_rows: np.ndarray = _ints()  # int32 [num_banned], into read_rows: at these rows ...
+    banned_tokens: np.ndarray = _ints()  # int32 [num_banned]: ... these are neither drawn nor among the top k
+    masked_rows: np.ndarray = _ints()  # int32 [num_masked], into read_rows, ascending: a mask follows for each
+    rolls: np.ndarray = field(default_factory=lambda: NO_ROLLS)  # ROLL_DTYPE [num_rolls]
+    roll_slots: np.ndarray = _ints()  # int32 [sum(count - 1)]: where the tokens of each roll but its last are cached
+    processing: ProcessRows | None = None
+    report: ReportRows | None = None
+
+
+Forwards: TypeAlias = Mapping[str, LaneForward]
+"""A step's forwards by lane, in the order in which they run."""
+Rules: TypeAlias = Mapping[int, Processing]
+"""What is done to logits, by the number that rows name it by: of all requests that run."""
+Masks: TypeAlias = np.ndarray
+"""uint32 [num_masked, ceil(vocab / 32)]: of each of `LaneForward.masked_rows`, a bit for each token, the lowest first; where it
+is 0 the token is neither drawn nor among the top k. They may follow a forward that is on its way: they are due before the read-out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """The answer to `ReportRows`. Entries of draws, top k and given tokens whose row is not reported mean nothing."""
+
+    top_ids: np.ndarray  # int32 [sum(num_top)]: row by row
+    top_logprobs: np.ndarray  # fp32 [sum(num_top)]
+    given_logprobs: np.ndarray  # fp32 [num_given]
+    given_ranks: np.ndarray  # int32 [num_given]
+    draw_logprobs: np.ndarray  # fp32 [num_draws], of the tokens drawn
+    draw_ranks: np.ndarray  # int32 [num_draws]
+    topk_logprobs: np.ndarray  # fp32 [num_topk, topk_k], of the top k that the decoder is answered
+    topk_ranks: np.ndarray  # int32 [num_topk, topk_k]
+    logprob_ranks: np.ndarray  # int32 [num_logprobs], of LaneForward.logprob_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class LaneAnswers:
+    """What one lane's forward gives back: small host arrays in the order of `LaneForward`."""
+
+    draws: np.ndarray = _ints()  # int32 [num_draws]
+    topk_tokens: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int32))  # int32 [num_topk, topk_k]
+    topk_logprobs: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.float32))  # fp32 [num_topk, topk_k]
+    logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))  # fp32 [num_logprobs]
+    rolled: np.ndarray = _ints()  # int32 [sum(count)]: one chain behind the other
+    report: Reported | None = None  # where the forward has one
+
+
+Answers: TypeAlias = dict[str, LaneAnswers]
+
+
+def chains(forward: LaneForward, rolled: np.ndarray) -> list[tuple[int, ...]]:
+    """The tokens of each of a forward's rolls."""
+    ends, tokens = forward.rolls["count"].cumsum().tolist(), rolled.tolist()
+    return [tuple(tokens[end - count : end]) for end, count in zip(ends, forward.rolls["count"].tolist(), strict=True)]

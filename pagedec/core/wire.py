@@ -1,0 +1,225 @@
+"""A step, its masks and its answers as one buffer each, for whoever carries out steps elsewhere: a process, or another machine.
+
+A message is int32 words in the machine's order: magic, version, kind, words in all, numbers, arrays; then the numbers; then the two
+lengths of each array, -1 for a second one that it lacks and for both of an array that is not there; then the arrays, each from an even
+word on, so that 64-bit fields are aligned. Which array is which, and of what dtype, follows from its place. What is unpacked are
+views that nobody can write through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pagedec.core.forward import (
+    DRAW_DTYPE,
+    ROLL_DTYPE,
+    Answers,
+    Forwards,
+    LaneAnswers,
+    LaneForward,
+    Masks,
+    ProcessRows,
+    Reported,
+    ReportRows,
+)
+from pagedec.core.processing import Processing
+from pagedec.errors import InvariantError
+
+MAGIC, VERSION = 0x50444543, 1
+FORWARDS, MASKS, ANSWERS = 1, 2, 3
+LANES = ("target", "draft")
+_HEAD = 6  # words before a message's numbers
+_INT, _WIDE, _FLOAT, _DOUBLE = (np.dtype(code) for code in ("<i4", "<i8", "<f4", "<f8"))
+_Layout = tuple[tuple[str, np.dtype[Any]], ...]
+
+
+def _ints(*names: str) -> _Layout:
+    return tuple((name, _INT) for name in names)
+
+
+_LANE: _Layout = (
+    ("draws", DRAW_DTYPE), ("rolls", ROLL_DTYPE),
+    *_ints(
+        "token_ids", "positions", "slots", "row_indptr", "kv_len", "block_table", "parents", "copy_src", "copy_dst", "fresh",
+        "read_rows", "topk_rows", "logprob_rows", "logprob_tokens", "banned_rows", "banned_tokens", "masked_rows", "roll_slots",
+    ),
+)  # fmt: skip
+_PROCESS: _Layout = (*_ints("rows", "branches", "prompt_lengths"), ("rule_ids", _WIDE))
+_REPORT: _Layout = _ints("rows", "num_top", "given_rows", "given_tokens")
+_LANE_ANSWERS: _Layout = (
+    *_ints("draws", "topk_tokens"), ("topk_logprobs", _FLOAT), ("logprobs", _FLOAT), *_ints("rolled"),
+)  # fmt: skip
+_REPORTED: _Layout = (
+    ("top_ids", _INT), ("top_logprobs", _FLOAT), ("given_logprobs", _FLOAT), ("given_ranks", _INT), ("draw_logprobs", _FLOAT),
+    ("draw_ranks", _INT), ("topk_logprobs", _FLOAT), ("topk_ranks", _INT), ("logprob_ranks", _INT),
+)  # fmt: skip
+_RULES: tuple[np.dtype[Any], ...] = (_INT, _INT, _INT, _INT, _DOUBLE, _DOUBLE)  # see _arrays_of
+
+
+class Step(NamedTuple):
+    """What a worker is told for one step: its forwards, the rules it does not know yet, and those that no request has any more."""
+
+    number: int
+    forwards: Forwards
+    new_rules: Mapping[int, Processing]
+    old_rules: Sequence[int]
+
+
+# ------------------------------------------------------------------------------------------------------------- messages
+def pack_step(step: Step) -> np.ndarray:
+    """The step as words."""
+    numbers, arrays = [step.number, len(step.forwards), len(step.new_rules)], list[np.ndarray | None]()
+    for forward in step.forwards.values():
+        numbers += LANES.index(forward.lane), forward.topk_k
+        arrays += _fields(forward, _LANE)
+        arrays += _fields(forward.processing, _PROCESS)
+        arrays += _fields(forward.report, _REPORT)
+    arrays.append(np.array(list(step.new_rules), _WIDE))
+    arrays.append(np.array(step.old_rules, _WIDE))
+    for processing in step.new_rules.values():
+        arrays += _arrays_of(processing)
+    return _pack(FORWARDS, numbers, arrays)
+
+
+def unpack_step(words: np.ndarray) -> Step:
+    """The step that `pack_step` was given. Raises `InvariantError` for what is no such message."""
+    message = _Message(words, FORWARDS)
+    number, num_lanes, num_rules = (message.number() for _ in range(3))
+    forwards: dict[str, LaneForward] = {}
+    for _ in range(num_lanes):
+        lane, topk_k = LANES[message.number()], message.number()
+        arrays = message.record(_LANE)
+        process, report = message.record(_PROCESS), message.record(_REPORT)
+        forwards[lane] = LaneForward(
+            lane=lane, topk_k=topk_k, **arrays,
+            processing=None if process["rows"] is None else ProcessRows(**process),
+            report=None if report["rows"] is None else ReportRows(**report),
+        )  # fmt: skip
+    names, old = message.array(_WIDE), message.array(_WIDE)
+    rules = [_processing_of([message.array(dtype) for dtype in _RULES]) for _ in range(num_rules)]
+    return Step(number, forwards, dict(zip(names.tolist(), rules, strict=True)), old.tolist())
+
+
+def pack_masks(number: int, masks: Masks) -> np.ndarray:
+    """The masks of step `number` as words."""
+    return _pack(MASKS, [number], [masks.view(np.int32)])
+
+
+def unpack_masks(words: np.ndarray) -> tuple[int, Masks]:
+    """The number and the masks that `pack_masks` was given. Raises `InvariantError` for what is no such message."""
+    message = _Message(words, MASKS)
+    return message.number(), message.array(_INT).view(np.uint32)
+
+
+def pack_answers(number: int, answers: Answers) -> np.ndarray:
+    """The answers of step `number` as words."""
+    numbers, arrays = [number, len(answers)], list[np.ndarray | None]()
+    for lane, given in answers.items():
+        numbers.append(LANES.index(lane))
+        arrays += _fields(given, _LANE_ANSWERS)
+        arrays += _fields(given.report, _REPORTED)
+    return _pack(ANSWERS, numbers, arrays)
+
+
+def unpack_answers(words: np.ndarray) -> tuple[int, Answers]:
+    """The number and the answers that `pack_answers` was given. Raises `InvariantError` for what is no such message."""
+    message = _Message(words, ANSWERS)
+    number, num_lanes = message.number(), message.number()
+    answers: Answers = {}
+    for _ in range(num_lanes):
+        lane = LANES[message.number()]
+        arrays, report = message.record(_LANE_ANSWERS), message.record(_REPORTED)
+        answers[lane] = LaneAnswers(**arrays, report=None if report["top_ids"] is None else Reported(**report))
+    return number, answers
+
+
+# ---------------------------------------------------------------------------------------------------------------- rules
+def _arrays_of(processing: Processing) -> Iterator[np.ndarray | None]:
+    """Allowed ids or none, where bad words begin and their tokens, biased tokens, their biases, and the four numbers."""
+    allowed, words, bias = processing.allowed_token_ids, processing.bad_words, processing.logit_bias
+    yield None if allowed is None else np.array(allowed, _INT)
+    yield np.cumsum([0, *map(len, words)], dtype=_INT)
+    yield np.array([token for word in words for token in word], _INT)
+    yield np.array([token for token, _ in bias], _INT)
+    yield np.array([number for _, number in bias], _DOUBLE)
+    p = processing
+    yield np.array([p.no_repeat_ngram_size, p.repetition_penalty, p.frequency_penalty, p.presence_penalty], _DOUBLE)
+
+
+def _processing_of(arrays: Sequence[Any]) -> Processing:
+    allowed = None if arrays[0] is None else tuple(arrays[0].tolist())
+    starts, tokens, biased, biases, numbers = (array.tolist() for array in arrays[1:])
+    words = [tokens[first:stop] for first, stop in zip(starts, starts[1:], strict=False)]
+    return Processing(
+        allowed, tuple(map(tuple, words)), tuple(zip(biased, biases, strict=True)),
+        int(numbers[0]), *numbers[1:],
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------- words
+def _fields(record: object, layout: _Layout) -> Iterable[np.ndarray | None]:
+    return [None] * len(layout) if record is None else [getattr(record, name) for name, _ in layout]
+
+
+def _pack(kind: int, numbers: Sequence[int], arrays: Sequence[np.ndarray | None]) -> np.ndarray:
+    lengths: list[int] = []
+    for array in arrays:
+        lengths += (-1, -1) if array is None else array.shape if array.ndim == 2 else (len(array), -1)
+    start = _even(_HEAD + len(numbers) + len(lengths))
+    starts, end = [], start
+    for array in arrays:
+        starts.append(end)
+        end += 0 if array is None else _even(array.nbytes // 4)
+    words = np.empty(end, np.int32)
+    head = [MAGIC, VERSION, kind, end, len(numbers), len(arrays), *numbers, *lengths]
+    words[: len(head)] = head
+    for first, array in zip(starts, arrays, strict=True):
+        if array is not None and array.size:
+            flat = np.ascontiguousarray(array).reshape(-1).view(np.int32)
+            words[first : first + len(flat)] = flat
+    return words
+
+
+def _even(words: int) -> int:
+    return words + (words & 1)
+
+
+class _Message:
+    """Reads one message from its beginning: numbers, and arrays by their place."""
+
+    def __init__(self, words: np.ndarray, kind: int) -> None:
+        head = words[:_HEAD].tolist()
+        if len(head) < _HEAD or head[:3] != [MAGIC, VERSION, kind] or head[3] != len(words):
+            raise InvariantError(f"a message of {len(words)} words begins with {head}; kind {kind} was due")
+        self._words = words.view()
+        self._words.flags.writeable = False
+        num_numbers, num_arrays = head[4:]
+        first = _HEAD + num_numbers
+        self._numbers = iter(words[_HEAD:first].tolist())
+        lengths = words[first : first + 2 * num_arrays].tolist()
+        self._lengths = zip(lengths[::2], lengths[1::2], strict=True)
+        self._at = _even(first + 2 * num_arrays)
+
+    def number(self) -> int:
+        return int(next(self._numbers))
+
+    def array(self, dtype: np.dtype[Any]) -> Any:
+        """The next array; None where there is none."""
+        n, width = next(self._lengths)
+        if n < 0:
+            return None
+        count = n if width < 0 else n * width
+        size = count * dtype.itemsize // 4
+        flat = self._words[self._at : self._at + size]
+        if len(flat) != size:
+            raise InvariantError(f"a message ends within an array of {count} {dtype}")
+        self._at += _even(size)
+        array = flat.view(dtype)
+        return array if width < 0 else array.reshape(n, width)
+
+    def record(self, layout: _Layout) -> dict[str, Any]:
+        """The next arrays by name."""
+        return {name: self.array(dtype) for name, dtype in layout}

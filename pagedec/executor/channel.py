@@ -1,0 +1,59 @@
+"""Messages between an engine and a worker of its own, over a pair of sockets: a kind and a length, then that many bytes."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+import numpy as np
+
+LOAD, READY, FAILED, STEP, MASKS, ANSWERS = range(1, 7)
+"""engine: LOAD (a configuration), STEP, MASKS; worker: READY (its geometry), ANSWERS, FAILED (an error)."""
+_HEAD = struct.Struct("<II")
+MAX_BYTES = (1 << 32) - 1
+
+
+class Channel:
+    """One end. Raises `EOFError` where the other is gone. Not thread-safe."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    def send(self, kind: int, payload: bytes | np.ndarray) -> None:
+        """Send one message: bytes, or an array's."""
+        view = memoryview(payload if isinstance(payload, bytes) else payload.view(np.uint8).data)
+        if view.nbytes > MAX_BYTES:
+            raise ValueError(f"a message has {view.nbytes} bytes; it must have at most {MAX_BYTES}")
+        head = _HEAD.pack(kind, view.nbytes)
+        try:
+            sent = self._end.sendmsg([head, view])
+            if sent < len(head):  # nearly never: the first bytes alone
+                self._end.sendall(head[sent:])
+                sent = len(head)
+            if sent < len(head) + view.nbytes:
+                self._end.sendall(view[sent - len(head) :])
+        except OSError as error:  # a broken pipe, or a connection reset
+            raise EOFError(f"the other end is gone: {error}") from error
+
+    def receive(self) -> tuple[int, memoryview]:
+        """The next message: its kind and its bytes, aligned for numbers of 64 bits."""
+        head = bytearray(_HEAD.size)
+        self._fill(memoryview(head))
+        kind, size = _HEAD.unpack(head)
+        payload = np.empty(-(-size // 8), np.int64).view(np.uint8).data[:size]
+        self._fill(payload)
+        return kind, payload
+
+    def _fill(self, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            try:
+                count = self._end.recv_into(view[done:], 0, socket.MSG_WAITALL)
+            except OSError as error:
+                raise EOFError(f"the other end is gone: {error}") from error
+            if not count:
+                raise EOFError("the other end is gone")
+            done += count
+
+    def close(self) -> None:
+        self._end.close()

@@ -1,0 +1,177 @@
+"""Steps in a process of their own: what a crash of the device code takes with it is KV, not the engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+
+import numpy as np
+
+from pagedec import errors
+from pagedec.config import EngineConfig
+from pagedec.core.forward import Answers, Forwards, Masks, Rules
+from pagedec.core.wire import Step, pack_masks, pack_step, unpack_answers
+from pagedec.errors import InvariantError, WorkerLost
+from pagedec.executor.base import RuleNews
+from pagedec.executor.channel import ANSWERS, FAILED, LOAD, MASKS, READY, STEP, Channel
+from pagedec.runtime.geometry import Geometry
+
+STOP_SECONDS = 5.0
+"""How long a worker that was told to end may take before it is killed: it may be in the middle of a step."""
+_log = logging.getLogger(__name__)
+
+
+class ProcessExecutor:
+    """A worker in a process of its own. One that dies fails the step it was in; the next step starts another, with a cache of the same
+    size in which nothing is. Raises what loading raises."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config, self._child = config, _Child(config)
+        self.geometry = self._child.geometry
+        self._alive: _Child | None = self._child
+        self._news = RuleNews()
+        self._num_steps = 0
+        self._stopped = False
+        pool = self.geometry.kv_cache
+        cache = replace(config.cache, num_blocks=pool.num_blocks, kv_cache_memory=None, memory_utilization=None)
+        self._config = replace(config, cache=cache)  # whoever follows has as many blocks
+
+    @property
+    def pid(self) -> int:
+        """Of the process that carries out steps now, or did last."""
+        return self._child.pid
+
+    def execute(self, forwards: Forwards, rules: Rules, masks: Callable[[], Masks] | None = None) -> Future[Answers]:
+        future: Future[Answers] = Future()
+        try:
+            future.set_result(self._execute(forwards, rules, masks))
+        except Exception as error:  # the engine decides what a failed step means
+            future.set_exception(error)
+        return future
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._lose()
+
+    def _execute(self, forwards: Forwards, rules: Rules, masks: Callable[[], Masks] | None) -> Answers:
+        if self._stopped:
+            raise RuntimeError("the executor is stopped")
+        child = self._alive or self._restart()
+        self._num_steps += 1
+        try:
+            return child.execute(Step(self._num_steps, forwards, *self._news.of(rules)), masks)
+        except _Refused as refusal:  # it answered with an error, and lives on
+            raise refusal.error from None
+        except BaseException:  # it died, or we were interrupted and do not know what it will say next
+            self._lose()
+            raise
+
+    def _restart(self) -> _Child:
+        _log.warning("the worker process %d is gone; another one is started", self.pid)
+        child = _Child(self._config)
+        if child.geometry.lanes != self.geometry.lanes:
+            child.stop()
+            raise InvariantError(f"a new worker has lanes {child.geometry.lanes}, not {self.geometry.lanes}")
+        self._child = self._alive = child
+        self._news = RuleNews()
+        return child
+
+    def _lose(self) -> None:
+        if self._alive is not None:
+            self._alive.stop()
+            self._alive = None
+
+
+class _Refused(Exception):
+    """A worker could not carry out a step."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class _Child:
+    """A worker process that has loaded what it was told to load."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        ours, theirs = socket.socketpair()
+        path = json.dumps(sys.path)  # the worker finds what we found, and runs nothing of the caller's script
+        code = f"import json, sys; sys.path[:] = json.loads({path!r}); from pagedec.executor.child import main; main({theirs.fileno()})"
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )  # fmt: skip
+        self._channel = Channel(ours)
+        self.pid = self._process.pid
+        try:
+            self._channel.send(LOAD, json.dumps(config.to_kwargs()).encode())
+            self.geometry = Geometry.from_json(self._loaded())
+        except _Refused as refusal:
+            self.stop()
+            raise refusal.error from None
+        except BaseException:
+            self.stop()
+            raise
+
+    def _loaded(self) -> str:
+        payload = json.loads(bytes(self._receive(READY)))
+        for category, message in payload["warnings"]:
+            warnings.warn(message, getattr(errors, category, UserWarning), stacklevel=7)
+        geometry: str = payload["geometry"]
+        return geometry
+
+    def execute(self, step: Step, masks: Callable[[], Masks] | None) -> Answers:
+        self._send(STEP, pack_step(step))
+        target = step.forwards.get("target")
+        if target is not None and len(target.masked_rows):
+            if masks is None:
+                raise InvariantError(f"masks of {len(target.masked_rows)} rows are due, and nobody gives them")
+            self._send(MASKS, pack_masks(step.number, masks()))
+        number, answers = unpack_answers(np.frombuffer(self._receive(ANSWERS), np.int32))
+        if number != step.number:
+            raise InvariantError(f"step {step.number} was due; the worker has answered step {number}")
+        return answers
+
+    def stop(self) -> None:
+        """Let it end: it does where the channel is closed."""
+        self._channel.close()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _send(self, kind: int, payload: np.ndarray | bytes) -> None:
+        try:
+            self._channel.send(kind, payload)
+        except EOFError as error:
+            raise self._lost() from error
+
+    def _receive(self, kind: int) -> memoryview:
+        try:
+            found, payload = self._channel.receive()
+        except EOFError as error:
+            raise self._lost() from error
+        if found == FAILED:
+            raise _Refused(pickle.loads(payload))
+        if found != kind:
+            raise InvariantError(f"message {kind} was due; the worker has sent {found}")
+        return payload
+
+    def _lost(self) -> WorkerLost:
+        try:
+            status = self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            return WorkerLost(self.pid, "does not answer any more")
+        return WorkerLost(
+            self.pid, f"was ended by signal {-status}" if status < 0 else f"has ended with status {status}"
+        )

@@ -1,0 +1,105 @@
+"""From a forward's last rows to small host answers, where the host can read logits: what the CPU's backends answer with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from pagedec.core.forward import LaneAnswers, LaneForward, Masks
+from pagedec.kernels.backend import Backend, CacheTensors
+from pagedec.kernels.report import RawRows, empty_report
+
+
+class HostReadOut:
+    """One forward's answers, filled piece by piece."""
+
+    def __init__(
+        self, backend: Backend, forward: LaneForward, cache: CacheTensors, rules: Mapping[int, Any], masks: Masks | None
+    ) -> None:
+        n, k = len(forward.topk_rows), forward.topk_k
+        self._backend, self._forward, self._cache, self._rules, self._masks = backend, forward, cache, rules, masks
+        self._draws = np.empty(len(forward.draws), np.int32)
+        self._topk_tokens, self._topk_logprobs = np.empty((n, k), np.int32), np.empty((n, k), np.float32)
+        self._logprobs = np.empty(len(forward.logprob_rows), np.float32)
+        self._report = empty_report(forward)
+        self._changes_logits = (
+            forward.processing is not None or len(forward.banned_rows) > 0 or len(forward.masked_rows) > 0
+        )
+
+    def read(self, logits: torch.Tensor, start: int) -> None:
+        """Answer what is asked of the read-out rows `start` .. `start + len(logits) - 1`, whose logits are given.
+
+        Log-probabilities and reports are of the model's own logits. Only then are logits processed, tokens masked and banned, in
+        place, and top k and draws taken.
+        """
+        forward, stop = self._forward, start + len(logits)
+        whole = start == 0 and stop == len(forward.read_rows)
+        raw = None if self._report is None else RawRows(self._backend, forward, logits, start)
+        if len(forward.topk_rows) or len(forward.logprob_rows) or self._changes_logits:
+            self._read_probabilities(logits, start, whole)
+        drawn = self._draw(logits, start, whole)
+        if raw is not None and self._report is not None:
+            picked = _within(forward.topk_rows, start, stop, whole)
+            raw.fill(self._report, drawn, self._draws, picked, self._topk_tokens)
+
+    def answers(self) -> LaneAnswers:
+        """All of them, when every piece has been read."""
+        return LaneAnswers(
+            self._draws, self._topk_tokens, self._topk_logprobs, self._logprobs, report=self._report
+        )  # fmt: skip
+
+    def _read_probabilities(self, logits: torch.Tensor, start: int, whole: bool) -> None:
+        backend, forward, stop = self._backend, self._forward, start + len(logits)
+        picked = _within(forward.topk_rows, start, stop, whole)
+        asked = _within(forward.logprob_rows, start, stop, whole)
+        if len(asked):
+            rows = forward.logprob_rows[asked] - start
+            values = logits.numpy()[rows, forward.logprob_tokens[asked]]
+            self._logprobs[asked] = values - backend.topk(logits, rows, 0)[2]
+        rows = (forward.topk_rows[picked] - start).astype(np.int32)
+        lse = backend.topk(logits, rows, 0)[2] if len(picked) and self._changes_logits else None
+        if forward.processing is not None:
+            backend.process_logits(logits, start, forward, self._cache, self._rules)
+        self._mask(logits, start, whole)
+        banned = _within(forward.banned_rows, start, stop, whole)
+        if len(banned):
+            logits.numpy()[forward.banned_rows[banned] - start, forward.banned_tokens[banned]] = -np.inf
+        if len(picked):
+            tokens, values, after = backend.topk(logits, rows, forward.topk_k)
+            self._topk_tokens[picked] = tokens
+            self._topk_logprobs[picked] = values - (after if lse is None else lse)[:, None]
+
+    def _mask(self, logits: torch.Tensor, start: int, whole: bool) -> None:
+        rows, masks, vocab = self._forward.masked_rows, self._masks, logits.shape[1]
+        if not len(rows):
+            return
+        if masks is None or masks.shape != (len(rows), -(-vocab // 32)):
+            found = None if masks is None else masks.shape
+            raise ValueError(f"masks of {len(rows)} rows and {vocab} tokens are due; there are {found}")
+        for i in _within(rows, start, start + len(logits), whole).tolist():
+            allowed = np.unpackbits(masks[i].view(np.uint8), bitorder="little", count=vocab)
+            logits.numpy()[rows[i] - start, allowed == 0] = -np.inf
+
+    def _draw(self, logits: torch.Tensor, start: int, whole: bool) -> np.ndarray:
+        """Which draws were drawn now."""
+        forward = self._forward
+        if whole:
+            drawn = np.arange(len(forward.draws))
+            if len(drawn):
+                self._draws = self._backend.sample(logits, forward.draws)
+            return drawn
+        drawn = _within(forward.draws["row"], start, start + len(logits), whole)
+        if len(drawn):
+            draws = forward.draws[drawn]
+            draws["row"] -= start
+            self._draws[drawn] = self._backend.sample(logits, draws)
+        return drawn
+
+
+def _within(rows: np.ndarray, start: int, stop: int, whole: bool) -> np.ndarray:
+    if whole:
+        return np.arange(len(rows))
+    return np.nonzero((rows >= start) & (rows < stop))[0]
