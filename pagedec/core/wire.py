@@ -173,7 +173,7 @@ def _pack(kind: int, numbers: Sequence[int], arrays: Sequence[np.ndarray | None]
     for array in arrays:
         starts.append(end)
         end += 0 if array is None else _even(array.nbytes // 4)
-    words = np.empty(end, np.int32)
+    words = np.zeros(end, np.int32)
     head = [MAGIC, VERSION, kind, end, len(numbers), len(arrays), *numbers, *lengths]
     words[: len(head)] = head
     for first, array in zip(starts, arrays, strict=True):
@@ -198,17 +198,27 @@ class _Message:
         self._words.flags.writeable = False
         num_numbers, num_arrays = head[4:]
         first = _HEAD + num_numbers
+        if not 0 <= num_numbers <= len(words) or not 0 <= first + 2 * num_arrays <= len(words):
+            raise InvariantError(
+                f"a message of {len(words)} words ends within its {num_numbers} numbers or {num_arrays} lengths"
+            )
         self._numbers = iter(words[_HEAD:first].tolist())
         lengths = words[first : first + 2 * num_arrays].tolist()
         self._lengths = zip(lengths[::2], lengths[1::2], strict=True)
         self._at = _even(first + 2 * num_arrays)
 
     def number(self) -> int:
-        return int(next(self._numbers))
+        return int(self._next(self._numbers))
+
+    @staticmethod
+    def _next(entries: Iterator[Any]) -> Any:
+        for entry in entries:
+            return entry
+        raise InvariantError("a message ends within its numbers or lengths")
 
     def array(self, dtype: np.dtype[Any]) -> Any:
         """The next array; None where there is none."""
-        n, width = next(self._lengths)
+        n, width = self._next(self._lengths)
         if n < 0:
             return None
         count = n if width < 0 else n * width

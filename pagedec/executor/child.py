@@ -2,59 +2,75 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import pickle
 import signal
 import socket
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 
 from pagedec.config import EngineConfig
 from pagedec.core.forward import Masks
-from pagedec.core.wire import pack_answers, unpack_masks, unpack_step
+from pagedec.core.wire import Step, pack_answers, unpack_masks, unpack_step
 from pagedec.errors import InvariantError
 from pagedec.executor.channel import ANSWERS, FAILED, LOAD, MASKS, READY, STEP, Channel
+from pagedec.runtime.worker import Worker
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, load: str) -> None:
     """Serve the engine at the other end of a socket. Ctrl-C is the engine's: it closes the socket when it is done."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=descriptor))
     try:
-        serve(channel)
+        serve(Channel(socket.socket(fileno=descriptor)), load)
     except EOFError:
         pass  # the engine is gone, or has no more steps
 
 
-def serve(channel: Channel) -> None:
-    """Load as the first message says, then answer one step after the other. Raises `EOFError` when nobody asks any more."""
-    from pagedec.runtime.loading import (
-        load_worker,
-    )  # torch takes seconds to import: we are deaf meanwhile, so say so late
+def serve(channel: Channel, load: str) -> None:
+    """Load as the first message says, then answer one step after the other, or load again. Raises `EOFError` when nobody asks any more."""
+    module, _, function = load.partition(":")
+    load_worker = getattr(importlib.import_module(module), function)
+    worker: Worker | None = None
+    while True:
+        kind, payload = channel.receive()
+        if kind == LOAD:
+            worker = None  # its memory first
+            worker = _load(channel, load_worker, EngineConfig.from_kwargs(**json.loads(bytes(payload))))
+        elif kind == STEP and worker is not None:
+            _carry_out(channel, worker, unpack_step(np.frombuffer(payload, np.int32)))
+        else:
+            raise InvariantError(f"a configuration or a step was due; the engine has sent message {kind}")
 
-    config = EngineConfig.from_kwargs(**json.loads(bytes(_expect(channel, LOAD))))
+
+def _load(channel: Channel, load_worker: Callable[[EngineConfig], Worker], config: EngineConfig) -> Worker | None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             worker = load_worker(config)
-        except Exception as error:
+        except Exception as error:  # the engine's caller is told
             channel.send(FAILED, _pickled(error))
-            return
+            return None
     told = [(warning.category.__name__, str(warning.message)) for warning in caught]
     channel.send(READY, json.dumps({"geometry": worker.geometry.to_json(), "warnings": told}).encode())
-    while True:
-        step = unpack_step(np.frombuffer(_expect(channel, STEP), np.int32))
-        target = step.forwards.get("target")
-        due = _Due(channel, step.number) if target is not None and len(target.masked_rows) else None
-        try:
-            answers = worker.execute(step, due)
-        except Exception as error:  # the engine decides what it means
-            if due is not None:
-                due.drop()
-            channel.send(FAILED, _pickled(error))
-            continue
-        channel.send(ANSWERS, pack_answers(step.number, answers))
+    return worker
+
+
+def _carry_out(channel: Channel, worker: Worker, step: Step) -> None:
+    target = step.forwards.get("target")
+    due = _Due(channel, step.number) if target is not None and len(target.masked_rows) else None
+    try:
+        answers = worker.execute(step, due)
+    except EOFError:
+        raise
+    except Exception as error:  # the engine decides what it means
+        if due is not None:
+            due()  # they come although nobody needs them: the step has failed before
+        channel.send(FAILED, _pickled(error))
+        return
+    channel.send(ANSWERS, pack_answers(step.number, answers))
 
 
 class _Due:
@@ -66,21 +82,13 @@ class _Due:
 
     def __call__(self) -> Masks:
         if self._masks is None:
-            number, self._masks = unpack_masks(np.frombuffer(_expect(self._channel, MASKS), np.int32))
+            kind, payload = self._channel.receive()
+            if kind != MASKS:
+                raise InvariantError(f"masks were due; the engine has sent message {kind}")
+            number, self._masks = unpack_masks(np.frombuffer(payload, np.int32))
             if number != self._number:
                 raise InvariantError(f"masks of step {self._number} were due; those of step {number} came")
         return self._masks
-
-    def drop(self) -> None:
-        """Take them although nobody needs them: the step has failed before."""
-        self()
-
-
-def _expect(channel: Channel, kind: int) -> memoryview:
-    found, payload = channel.receive()
-    if found != kind:
-        raise InvariantError(f"message {kind} was due; the engine has sent {found}")
-    return payload
 
 
 def _pickled(error: Exception) -> bytes:

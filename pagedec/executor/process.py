@@ -24,6 +24,7 @@ from pagedec.executor.base import RuleNews
 from pagedec.executor.channel import ANSWERS, FAILED, LOAD, MASKS, READY, STEP, Channel
 from pagedec.runtime.geometry import Geometry
 
+LOAD_WORKER = "pagedec.runtime.loading:load_worker"
 STOP_SECONDS = 5.0
 """How long a worker that was told to end may take before it is killed: it may be in the middle of a step."""
 _log = logging.getLogger(__name__)
@@ -31,12 +32,15 @@ _log = logging.getLogger(__name__)
 
 class ProcessExecutor:
     """A worker in a process of its own. One that dies fails the step it was in; the next step starts another, with a cache of the same
-    size in which nothing is. Raises what loading raises."""
+    size in which nothing is. Raises what loading raises.
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._config, self._child = config, _Child(config)
-        self.geometry = self._child.geometry
-        self._alive: _Child | None = self._child
+    `load` names what makes the worker there of a configuration, as "module:function".
+    """
+
+    def __init__(self, config: EngineConfig, load: str = LOAD_WORKER) -> None:
+        self._load, self._child = load, WorkerProcess(load)
+        self.geometry = self._child.load(config)
+        self._alive: WorkerProcess | None = self._child
         self._news = RuleNews()
         self._num_steps = 0
         self._stopped = False
@@ -68,18 +72,19 @@ class ProcessExecutor:
         self._num_steps += 1
         try:
             return child.execute(Step(self._num_steps, forwards, *self._news.of(rules)), masks)
-        except _Refused as refusal:  # it answered with an error, and lives on
+        except StepRefused as refusal:  # it lives on
             raise refusal.error from None
         except BaseException:  # it died, or we were interrupted and do not know what it will say next
             self._lose()
             raise
 
-    def _restart(self) -> _Child:
+    def _restart(self) -> WorkerProcess:
         _log.warning("the worker process %d is gone; another one is started", self.pid)
-        child = _Child(self._config)
-        if child.geometry.lanes != self.geometry.lanes:
+        child = WorkerProcess(self._load)
+        geometry = child.load(self._config)
+        if geometry.lanes != self.geometry.lanes:
             child.stop()
-            raise InvariantError(f"a new worker has lanes {child.geometry.lanes}, not {self.geometry.lanes}")
+            raise InvariantError(f"a new worker has lanes {geometry.lanes}, not {self.geometry.lanes}")
         self._child = self._alive = child
         self._news = RuleNews()
         return child
@@ -90,21 +95,22 @@ class ProcessExecutor:
             self._alive = None
 
 
-class _Refused(Exception):
-    """A worker could not carry out a step."""
+class StepRefused(Exception):
+    """A worker has answered with an error instead, and waits for the next message."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
         self.error = error
 
 
-class _Child:
-    """A worker process that has loaded what it was told to load."""
+class WorkerProcess:
+    """A process that loads what it is told to, and then carries out steps. It ends with the channel to it."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, load: str = LOAD_WORKER) -> None:
         ours, theirs = socket.socketpair()
         path = json.dumps(sys.path)  # the worker finds what we found, and runs nothing of the caller's script
-        code = f"import json, sys; sys.path[:] = json.loads({path!r}); from pagedec.executor.child import main; main({theirs.fileno()})"
+        begin = f"import json, sys; sys.path[:] = json.loads({path!r})"
+        code = f"{begin}; from pagedec.executor.child import main; main({theirs.fileno()}, {load!r})"
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
@@ -112,24 +118,24 @@ class _Child:
             )  # fmt: skip
         self._channel = Channel(ours)
         self.pid = self._process.pid
+
+    def load(self, config: EngineConfig) -> Geometry:
+        """Have a worker made, in place of one that is there. Raises what loading raises; the process has ended then."""
         try:
-            self._channel.send(LOAD, json.dumps(config.to_kwargs()).encode())
-            self.geometry = Geometry.from_json(self._loaded())
-        except _Refused as refusal:
+            self._send(LOAD, json.dumps(config.to_kwargs()).encode())
+            payload = json.loads(bytes(self._receive(READY)))
+        except StepRefused as refusal:
             self.stop()
             raise refusal.error from None
         except BaseException:
             self.stop()
             raise
-
-    def _loaded(self) -> str:
-        payload = json.loads(bytes(self._receive(READY)))
         for category, message in payload["warnings"]:
-            warnings.warn(message, getattr(errors, category, UserWarning), stacklevel=7)
-        geometry: str = payload["geometry"]
-        return geometry
+            warnings.warn(message, getattr(errors, category, UserWarning), stacklevel=6)
+        return Geometry.from_json(payload["geometry"])
 
     def execute(self, step: Step, masks: Callable[[], Masks] | None) -> Answers:
+        """Have one step carried out. Raises `StepRefused`, and `WorkerLost` where the process has ended."""
         self._send(STEP, pack_step(step))
         target = step.forwards.get("target")
         if target is not None and len(target.masked_rows):
@@ -162,7 +168,7 @@ class _Child:
         except EOFError as error:
             raise self._lost() from error
         if found == FAILED:
-            raise _Refused(pickle.loads(payload))
+            raise StepRefused(pickle.loads(payload))
         if found != kind:
             raise InvariantError(f"message {kind} was due; the worker has sent {found}")
         return payload

@@ -12,13 +12,15 @@ from hashlib import blake2b
 
 import numpy as np
 
-from pagedec.core.forward import LaneAnswers, LaneForward, Reported, Rules
+from pagedec.core.forward import Answers, Forwards, LaneAnswers, LaneForward, Reported, Rules
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan
-from pagedec.core.processing import NO_PROCESSING
+from pagedec.core.processing import NO_PROCESSING, Processing
 from pagedec.core.request import Event, Failed
 from pagedec.core.scheduler import Scheduler
+from pagedec.core.wire import Step, pack_answers, pack_step, unpack_answers, unpack_step
 from pagedec.errors import RequestError
+from pagedec.executor.base import RuleNews
 from pagedec.runtime.worker import with_rolled
 from tests.core.oracle import process, report
 
@@ -69,20 +71,32 @@ class FakeRunner:
     """Carries out the arrays of a plan. All writes come before all reads, as in a batched layer."""
 
     def __init__(self, models: Mapping[str, Model], limits: SchedulerLimits, rules: Rules) -> None:
-        self.models, self.block_size, self.rules = models, limits.block_size, rules
+        self.models, self.block_size = models, limits.block_size
+        self.rules: dict[int, Processing] = {}  # those that were told
+        self._live, self._news = rules, RuleNews()
         self.kv: dict[str, list[tuple[int, int] | None]] = {
             lane: [None] * (num_blocks * limits.block_size) for lane, num_blocks in limits.num_blocks.items()
         }
         self.num_read_outs: Counter[str] = Counter()
         self.num_copies = 0
 
-    def execute(self, plan: StepPlan) -> dict[str, LaneAnswers]:
-        answers: dict[str, LaneAnswers] = {}
+    def execute(self, plan: StepPlan) -> Answers:
+        """Carry out a plan that has crossed a wire, and so have its answers."""
+        step = unpack_step(pack_step(Step(plan.step, plan.forwards, *self._news.of(self._live))))
+        self.rules |= step.new_rules
+        for rule_id in step.old_rules:
+            del self.rules[rule_id]
+        number, answers = unpack_answers(pack_answers(step.number, self._carry_out(plan, step.forwards)))
+        assert number == plan.step
+        return answers
+
+    def _carry_out(self, plan: StepPlan, forwards: Forwards) -> Answers:
+        answers: Answers = {}
         rolled: list[int] = []
-        for lane, forward in plan.forwards.items():
+        for lane, forward in forwards.items():
             self._copy(lane, forward)
             if lane == "target" and rolled:
-                forward = with_rolled(forward, plan.forwards["draft"], np.array(rolled, np.int32))
+                forward = with_rolled(forward, forwards["draft"], np.array(rolled, np.int32))
             self._write(lane, forward)
             self._check_against_history(plan, lane, forward)
             answers[lane] = self._read_out(lane, forward)
