@@ -183,6 +183,8 @@ class WorkerLost(RuntimeError):
     def __str__(self) -> str:
         return f"the worker process {self.pid} {self.problem}"
 
+    __repr__ = __str__
+
 
 class InvariantError(RuntimeError):
     """Our own bug: something that cannot happen has happened. It fails the step and the requests in it."""

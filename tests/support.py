@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,3 +85,11 @@ def all_logits(model: Model, tokens: Sequence[int], chunk: int = READ_ROWS) -> t
         )  # fmt: skip
         pieces.append(runner.buffers.logits[:n].clone())
     return torch.cat(pieces)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait until something is so. Raises AssertionError where it takes too long."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.01)

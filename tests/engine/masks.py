@@ -1,0 +1,48 @@
+"""Forwards whose rows are masked, and a worker that warns."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from pagedec.config import EngineConfig
+from pagedec.core.forward import DRAW_DTYPE, NO_INTS, LaneForward
+from pagedec.errors import WeightsWarning
+from pagedec.runtime.geometry import Geometry, LaneGeometry
+from pagedec.runtime.pool import KvPool
+from pagedec.runtime.worker import Worker
+
+
+def masked_forward(num_rows: int, vocab: int) -> tuple[Callable[..., LaneForward], np.ndarray, dict[int, set[int]]]:
+    """A prompt of `num_rows` tokens that draws greedily at every row; masks for every second row; and what they allow, by row."""
+    rng = np.random.default_rng(num_rows)
+    rows = np.arange(num_rows, dtype=np.int32)
+    masked = rows[::2].copy()
+    bits = np.zeros((len(masked), -(-vocab // 32) * 32), np.uint8)
+    allowed = {}
+    for i, row in enumerate(masked.tolist()):
+        tokens = rng.choice(vocab, 3, replace=False)
+        bits[i, tokens] = 1
+        allowed[row] = set(tokens.tolist())
+    masks = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
+    draws = np.zeros(num_rows, DRAW_DTYPE)
+    draws["row"], draws["position"] = rows, rows + 1
+    tokens = rng.integers(0, vocab, num_rows).astype(np.int32)
+
+    def forward(masked: bool) -> LaneForward:
+        return LaneForward(
+            "target", tokens, rows, rows, np.array([0, num_rows], np.int32), np.array([num_rows], np.int32),
+            np.arange(-(-num_rows // 16), dtype=np.int32)[None].copy(), read_rows=rows, draws=draws,
+            masked_rows=rows[::2].copy() if masked else NO_INTS,
+        )  # fmt: skip
+
+    return forward, masks, allowed
+
+
+def load_with_a_warning(config: EngineConfig) -> Any:
+    warnings.warn("made up", WeightsWarning, stacklevel=1)
+    pool = KvPool(2, 16, 0, "")
+    return Worker({}, Geometry({"target": LaneGeometry(2, 3, 4)}, pool, (), "none", "float32", None, 1))

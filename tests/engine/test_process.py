@@ -1,0 +1,238 @@
+"""Steps in a process of their own: the same bits, and what a death costs is a pause."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagedec import LLM, SamplingParams, WeightsWarning
+from pagedec.errors import InvalidArgument, InvariantError, ModelFileError, RequestError, WorkerLost
+from pagedec.executor.process import ProcessExecutor, WorkerProcess
+from tests.engine.crowd import SMALL, Tiny, Tokens, assert_whole, right_answers, workload
+from tests.engine.masks import masked_forward
+from tests.support import wait_for
+
+FEATURES = SamplingParams(
+    temperature=0.7, seed=3, n=2, max_tokens=12, logprobs=3, prompt_logprobs=1, repetition_penalty=1.3,
+    logit_bias={5: 2.0}, bad_words=[], allowed_token_ids=list(range(100)), min_tokens=3,
+)  # fmt: skip
+
+
+@pytest.fixture
+def apart(tiny: Tiny) -> Callable[..., LLM]:
+    """Engines over the tiny model with a worker process."""
+    return lambda **arguments: tiny(executor="process", **arguments)
+
+
+def worker_of(llm: LLM) -> ProcessExecutor:
+    executor = llm.engine.executor
+    assert isinstance(executor, ProcessExecutor)
+    return executor
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
+    except OSError:
+        return False
+
+
+# --------------------------------------------------------------------------------------------------------- the same bits
+@pytest.mark.parametrize("settings", [SMALL, {}, {"block_size": 8, "max_num_batched_tokens": 7}], ids=str)
+def test_a_crowd_gets_the_same(apart: Callable[..., LLM], expected: list[Tokens], settings: dict[str, Any]) -> None:
+    llm = apart(**settings)
+    assert right_answers(llm) == expected
+    assert_whole(llm, expected)
+
+
+def test_reports_and_rules_cross_over(tiny: Tiny, apart: Callable[..., LLM]) -> None:
+    prompts = [[7, 9, 11, 13, 7, 9], [3] * 70, list(range(3, 120))]
+    answers = []
+    for llm in (tiny(), apart()):
+        for _ in range(2):  # rules are told anew for each request, and forgotten with it
+            outputs = llm.generate(prompts, FEATURES, use_tqdm=False)
+            answers.append([(o.prompt_logprobs, [(a.token_ids, a.logprobs) for a in o.outputs]) for o in outputs])
+        assert llm.engine.scheduler.rules == {}
+    assert all(answer == answers[0] for answer in answers)
+
+
+def test_geometry_is_that_of_the_process(tiny: Tiny, apart: Callable[..., LLM]) -> None:
+    here, there = tiny(), apart()
+    assert here.engine.executor.geometry == there.engine.executor.geometry
+    assert here.kv_cache == there.kv_cache and here.engine.limits == there.engine.limits
+    assert worker_of(there).pid != os.getpid()
+
+
+# ---------------------------------------------------------------------------------------------------------------- deaths
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_at_any_time(apart: Callable[..., LLM], expected: list[Tokens], seed: int) -> None:
+    """kill -9 again and again, in and between steps: a pause each, the same tokens."""
+    llm, rng, pids = apart(**SMALL), random.Random(seed), []
+
+    def kill() -> None:
+        for _ in range(2):
+            time.sleep(rng.random() * 0.15)
+            pids.append(worker_of(llm).pid)
+            os.kill(pids[-1], signal.SIGKILL)
+            wait_for(lambda: worker_of(llm).pid != pids[-1] or done.is_set())
+
+    done = threading.Event()
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        assert right_answers(llm) == expected
+    finally:
+        done.set()
+        killer.join()
+    assert_whole(llm, expected)
+    assert worker_of(llm).pid not in pids and not any(map(is_running, pids))
+
+
+def test_killed_while_nobody_asks(apart: Callable[..., LLM], expected: list[Tokens]) -> None:
+    llm = apart(**SMALL)
+    assert right_answers(llm) == expected
+    os.kill(worker_of(llm).pid, signal.SIGKILL)
+    assert right_answers(llm) == expected
+    assert llm.engine.stats.num_failed_steps == 1
+    assert_whole(llm, expected)
+
+
+def test_a_request_that_kills_every_worker_dies_alone(
+    apart: Callable[..., LLM], expected: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its neighbours have their answers; it has an error that says what happened to the worker."""
+    llm, execute = apart(**SMALL), WorkerProcess.execute
+
+    def poisoned(process: WorkerProcess, *arguments: Any) -> Any:
+        plan = llm.engine.scheduler._plan
+        assert plan is not None
+        if any(work.request.id == "2" for work in plan.works):
+            os.kill(process.pid, signal.SIGKILL)
+        return execute(process, *arguments)
+
+    monkeypatch.setattr(WorkerProcess, "execute", poisoned)
+    outputs = llm.generate(*workload(), use_tqdm=False, on_error="return")
+    for i, output in enumerate(outputs):
+        if output.error is None:
+            assert [answer.token_ids for answer in output.outputs] == expected[i]
+    [failed] = [output for output in outputs if output.error is not None]
+    assert failed.request_id == "2" and isinstance(failed.error, RequestError)
+    assert isinstance(failed.error.__cause__, WorkerLost) and "was ended by signal 9" in str(failed.error)
+    monkeypatch.undo()
+    assert_whole(llm, expected)
+
+
+def test_a_worker_that_cannot_come_back(
+    apart: Callable[..., LLM], expected: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests fail with the cause, and when it has passed the engine works again."""
+    llm = apart(**SMALL)
+    executor = worker_of(llm)
+    monkeypatch.setattr(executor, "_load", "pagedec.runtime.loading:no_such_function")
+    os.kill(executor.pid, signal.SIGKILL)
+    with pytest.raises(RequestError, match="the worker process [0-9]+ has ended with status 1"):
+        llm.generate([[3, 4, 5]], SamplingParams(max_tokens=3), use_tqdm=False)
+    monkeypatch.undo()
+    assert_whole(llm, expected)
+
+
+def test_closing_ends_the_process_and_so_does_losing_the_engine(tiny_path: Path) -> None:
+    llm = LLM(str(tiny_path), skip_tokenizer_init=True, num_blocks=16, executor="process")
+    pid = worker_of(llm).pid
+    assert is_running(pid)
+    llm.close()
+    assert not is_running(pid)
+    with pytest.raises(RuntimeError, match="stopped"):
+        worker_of(llm).execute({}, {}).result()
+    script = (
+        "import os; from pagedec import LLM\n"
+        f"llm = LLM({str(tiny_path)!r}, skip_tokenizer_init=True, num_blocks=16, executor='process')\n"
+        "print(llm.engine.executor.pid, flush=True); os.kill(os.getpid(), 9)\n"  # without any `if __name__ == ...`
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    wait_for(lambda: not is_running(int(done.stdout)))
+
+
+def test_ctrl_c_is_the_engines_alone(apart: Callable[..., LLM], expected: list[Tokens]) -> None:
+    """A terminal sends it to the whole group. The worker takes no notice."""
+    llm = apart(**SMALL)
+    pid = worker_of(llm).pid
+    os.kill(pid, signal.SIGINT)
+    assert right_answers(llm) == expected and worker_of(llm).pid == pid
+
+
+# --------------------------------------------------------------------------------------------------------------- loading
+def test_loading_fails_as_it_does_here(tiny_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="max_model_len is 100000: must be at most"):
+        LLM(str(tiny_path), skip_tokenizer_init=True, max_model_len=100000, executor="process")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelFileError, match=str(tmp_path)):
+        LLM(str(tmp_path), skip_tokenizer_init=True, executor="process")
+
+
+def test_warnings_of_loading_are_given_here() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        executor = ProcessExecutor(_config(), load="tests.engine.masks:load_with_a_warning")
+        executor.stop()
+    assert [(w.category, str(w.message)) for w in caught] == [(WeightsWarning, "made up")]
+
+
+# ----------------------------------------------------------------------------------------------------------- late masks
+@pytest.mark.parametrize("executor", ["inline", "process"])
+@pytest.mark.parametrize("num_rows", [1, 130, 250], ids="{} rows".format)
+def test_masks_follow_a_forward(tiny: Tiny, executor: str, num_rows: int) -> None:
+    """They are asked for once, after the step was begun; of a masked row only what they allow is drawn. 128 rows are one piece."""
+    llm = tiny(executor=executor, num_blocks=64, max_num_batched_tokens=512)
+    runner = llm.engine.executor
+    forward, masks, allowed = masked_forward(num_rows, llm.engine.limits.vocab_size)
+    plain = runner.execute({"target": forward(masked=False)}, {}).result()["target"].draws
+    asked = []
+
+    def late() -> np.ndarray:
+        asked.append(1)
+        return masks
+
+    draws = runner.execute({"target": forward(masked=True)}, {}, late).result()["target"].draws
+    assert asked == [1]
+    for i, (token, other) in enumerate(zip(draws.tolist(), plain.tolist(), strict=True)):
+        assert token == other if i not in allowed else token in allowed[i]
+    assert any(token != other for token, other in zip(draws.tolist(), plain.tolist(), strict=True))
+    with pytest.raises((InvariantError, ValueError), match="masks of .* are due"):
+        runner.execute({"target": forward(masked=True)}, {}).result()
+    with pytest.raises(ValueError, match="masks of .* are due"):
+        runner.execute({"target": forward(masked=True)}, {}, lambda: masks[:, :1].copy()).result()
+    again = runner.execute({"target": forward(masked=True)}, {}, late).result()["target"].draws
+    assert again.tolist() == draws.tolist(), "a step that was refused leaves nothing behind in the channel"
+
+
+@pytest.mark.parametrize("executor", ["inline", "process"])
+def test_masks_that_cannot_be_made_fail_the_step_alone(tiny: Tiny, expected: list[Tokens], executor: str) -> None:
+    llm = tiny(executor=executor, **SMALL)
+    forward, _, _ = masked_forward(3, llm.engine.limits.vocab_size)
+
+    def late() -> np.ndarray:
+        raise ZeroDivisionError("made up")
+
+    with pytest.raises(ZeroDivisionError):
+        llm.engine.executor.execute({"target": forward(masked=True)}, {}, late).result()
+    llm.engine.scheduler.forget_kv()
+    assert_whole(llm, expected)
+
+
+def _config() -> Any:
+    from pagedec.config import EngineConfig
+
+    return EngineConfig.from_kwargs(num_blocks=16)
