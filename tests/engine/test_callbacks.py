@@ -187,7 +187,7 @@ def test_a_callback_that_closes(tiny: Tiny) -> None:
     )  # fmt: skip
     for error in (closing, other):
         assert isinstance(error, (RequestsFailed, InvalidArgument)) and "closed" in str(error)
-    assert llm.engine.executor.runner is None  # type: ignore[attr-defined]
+    assert llm.engine.executor.worker is None  # type: ignore[attr-defined]
 
 
 def test_a_signal_that_closes(tiny: Tiny) -> None:
@@ -199,11 +199,11 @@ def test_a_signal_that_closes(tiny: Tiny) -> None:
 
     execute = llm.engine.executor.execute
 
-    def counted(forwards: Any) -> Any:
+    def counted(*step: Any) -> Any:
         count[0] -= 1
         if count[0] == 0:
             signal.raise_signal(signal.SIGTERM)
-        return execute(forwards)
+        return execute(*step)
 
     llm.engine.executor.execute = counted  # type: ignore[method-assign]
     previous = signal.signal(signal.SIGTERM, close)

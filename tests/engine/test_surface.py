@@ -169,7 +169,10 @@ def test_every_argument_is_shown(kind: type[LLM] | type[AsyncLLM]) -> None:
         assert len(rule.offered) < 2 or all(repr(choice) in described for choice in rule.offered)
     assert "num_blocks: blocks of KV in the pool (default: None)" in described
     assert "block_size: tokens in a block of KV; one of 8, 16, 32, 64 (default: 16)" in described
-    assert "executor: where steps run; only 'inline' in this version" in described
+    assert (
+        "executor: where steps run; process: in one of their own; one of 'inline', 'process' (default: 'inline')"
+        in described
+    )
     assert max(map(len, kind.__doc__.splitlines())) <= 140
 
 

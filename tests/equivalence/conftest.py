@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import tempfile
 from collections.abc import Callable
@@ -12,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from pagedec.build import assemble, vocabulary_of
+from pagedec.build import assemble, build_engine, vocabulary_of
 from pagedec.config import EngineConfig
 from pagedec.engine.engine import Engine
 from pagedec.engine.options import Vocabulary
+from pagedec.executor.process import ProcessExecutor
 from pagedec.formats.resolve import resolve_model
-from pagedec.models.registry import build_model, open_model_weights
-from pagedec.runtime.loading import LoadedModel, choose_backend, load_model
+from pagedec.runtime.loading import LoadedModel
 from pagedec.text.tokenizer import Tokenizer
 from tests.equivalence.harness import Case, Scratch, run
+from tests.equivalence.remote import LOAD, weights_of
 
-DRAFT_LAYERS = {30: 16, 4: 3}  # near enough to the whole model to be accepted now and then
 # Small enough for torch, with the default model's vocabulary, so that the same prompts serve.
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 96,
@@ -48,8 +47,9 @@ KINDS = {
     "gemma3": {"dtype": "bfloat16", "load_format": "dummy"},
     "gpt2": {"dtype": "float32", "load_format": "dummy"},
     "int8": {"dtype": "bfloat16", "quantization": "int8", "load_format": "dummy"},
+    "process": {"dtype": "bfloat16", "load_format": "dummy", "executor": "process"},
 }
-TINY_KINDS = {"reference": TINY, "tiny": TINY, "gemma3": GEMMA3, "gpt2": GPT2, "int8": TINY}
+TINY_KINDS = {"reference": TINY, "tiny": TINY, "gemma3": GEMMA3, "gpt2": GPT2, "int8": TINY, "process": TINY}
 
 
 @lru_cache(maxsize=len(KINDS))
@@ -65,13 +65,7 @@ def arguments(kind: str) -> dict[str, Any]:
 @lru_cache(maxsize=len(KINDS))
 def weights(kind: str) -> tuple[LoadedModel, LoadedModel]:
     """A model, and its first layers as a draft model."""
-    config = EngineConfig.from_kwargs(max_model_len=1024, **arguments(kind))
-    backend = choose_backend(config.parallel, config.model.dtype, config.model.quantization)
-    loaded = load_model(config.model, backend)
-    arch = dataclasses.replace(loaded.arch, num_layers=DRAFT_LAYERS[loaded.arch.num_layers])
-    source = open_model_weights(loaded.arch, loaded.files, backend.dtype)
-    draft = dataclasses.replace(loaded, model=build_model(arch, source, backend, 1024), arch=arch)
-    return loaded, draft
+    return weights_of(EngineConfig.from_kwargs(max_model_len=1024, **arguments(kind)))
 
 
 @lru_cache(maxsize=1)
@@ -82,9 +76,9 @@ def vocabulary() -> Vocabulary:
     return vocabulary_of(Tokenizer.from_path(path))
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("gemma3", "gpt2", "int8")]
-"""Other families (windows and norms behind blocks; learned positions), and int8 weights. tests/models has shorter runs of all
-families, tests/engine of int8."""
+OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("gemma3", "gpt2", "int8", "process")]
+"""Other families (windows and norms behind blocks; learned positions), int8 weights, and steps in a process of their own. tests/models
+has shorter runs of all families, tests/engine of int8 and of processes."""
 
 
 @pytest.fixture(scope="session", params=["bfloat16", "float32", "reference", *OTHERS])
@@ -94,7 +88,10 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 def make_engine(kind: str, num_blocks: int = 256, **changes: Any) -> Engine:
     loaded, draft = weights(kind)
-    config = EngineConfig.from_kwargs(num_blocks=num_blocks, **(arguments(kind) | changes))
+    config = EngineConfig.from_kwargs(num_blocks=num_blocks, **({"max_model_len": 1024} | arguments(kind) | changes))
+    if config.parallel.executor == "process":
+        executor = ProcessExecutor(config, LOAD)
+        return build_engine(config, executor, tuple(loaded.arch.eos_token_ids), vocabulary())
     return assemble(config, loaded, tuple(loaded.arch.eos_token_ids), draft, vocabulary())
 
 
