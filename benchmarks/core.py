@@ -16,13 +16,12 @@ from collections.abc import Callable
 import numpy as np
 
 from pagedec.core.block import BlockPool
-from pagedec.core.copies import CopyPlan
 from pagedec.core.forward import LaneAnswers
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan
 from pagedec.core.scheduler import Scheduler
 from pagedec.core.stopping import Stopping
-from pagedec.core.table import BlockTable, reserve
+from pagedec.core.table import BlockTable, CopyPlan, reserve
 from pagedec.decoders import make_decoder
 from pagedec.params import SamplingParams
 

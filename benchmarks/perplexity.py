@@ -19,9 +19,9 @@ from pathlib import Path
 from common import heading, table
 
 from pagedec import LLM
-from pagedec.core.branch import Branch
 from pagedec.core.draft import Draft
 from pagedec.core.protocol import Answer, Child, DecoderContext, Hypothesis, LogProbs, Query, Verdict
+from pagedec.core.request import Branch
 from pagedec.decoders import decoder
 from pagedec.params import RequestParams
 

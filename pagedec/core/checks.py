@@ -9,7 +9,6 @@ from numbers import Real
 
 import numpy as np
 
-from pagedec.core.branch import Branch
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.forward import Answers, Forwards
 from pagedec.core.history import History
@@ -26,6 +25,7 @@ from pagedec.core.protocol import (
     TopK,
     Verdict,
 )
+from pagedec.core.request import Branch
 from pagedec.errors import InvalidArgument, InvariantError
 from pagedec.fields import MAX_INT32
 

@@ -6,17 +6,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pagedec.core.branch import Branch
-from pagedec.core.copies import CopyPlan
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import Work
 from pagedec.core.preemption import Room
 from pagedec.core.processing import NO_PROCESSING
 from pagedec.core.protocol import Query, Roll
-from pagedec.core.request import Request
+from pagedec.core.request import Branch, Request
 from pagedec.core.rows import Rows
-from pagedec.core.table import reserve
+from pagedec.core.table import CopyPlan, reserve
 
 
 class Chain(NamedTuple):

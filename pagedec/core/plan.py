@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pagedec.core.branch import Branch
-from pagedec.core.copies import CopyPlan
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.forward import LaneForward
 from pagedec.core.protocol import Query, Roll
-from pagedec.core.request import Request
-from pagedec.core.table import BlockTable
+from pagedec.core.request import Branch, Request
+from pagedec.core.table import BlockTable, CopyPlan
 from pagedec.errors import RequestError
 
 

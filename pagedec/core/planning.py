@@ -9,9 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from pagedec.core.branch import Branch
 from pagedec.core.checks import check_queries
-from pagedec.core.copies import CopyPlan
 from pagedec.core.demand import Demand, Forecast
 from pagedec.core.draft import EMPTY
 from pagedec.core.drafting import Chain, Drafting
@@ -20,11 +18,11 @@ from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan, Work
 from pagedec.core.preemption import Room
 from pagedec.core.protocol import Query, Sampler
-from pagedec.core.request import Request, order_of
+from pagedec.core.request import Branch, Request, order_of
 from pagedec.core.reuse import Reuse
 from pagedec.core.rows import Rows
 from pagedec.core.stopping import COUNT
-from pagedec.core.table import BlockTable, reserve
+from pagedec.core.table import BlockTable, CopyPlan, reserve
 from pagedec.errors import PagedecError, RequestError
 
 

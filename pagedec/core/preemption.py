@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from pagedec.core.branch import Branch
-from pagedec.core.request import Request
+from pagedec.core.request import Branch, Request
 
 
 class Room:

@@ -17,8 +17,8 @@ from pagedec.errors import InvalidArgument
 from pagedec.fields import MAX_INT32
 
 if TYPE_CHECKING:
-    from pagedec.core.branch import Branch
     from pagedec.core.history import History
+    from pagedec.core.request import Branch
 
 
 # ---------------------------------------------------------------------------------------------------------------- asks

@@ -1,17 +1,48 @@
-"""A request: a decoder, the history it writes, the branches that live, the answers that are done; and what happened to it."""
+"""A branch: where it stands in the history, and its block tables. A request: a decoder, the history it writes, the branches that live,
+the answers that are done; and what happened to it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from pagedec.core.branch import Branch
 from pagedec.core.history import History
 from pagedec.core.processing import NO_PROCESSING, Processing
 from pagedec.core.protocol import Decoder, Hypothesis, Query, Sampler
 from pagedec.core.reporting import Reports, TokenLogprobs
 from pagedec.core.stopping import Stopping
+from pagedec.core.table import BlockTable
 from pagedec.errors import RequestError
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """A tip in the history with a table for each lane. `state` is the decoder's, `stop_state` the stopping automaton's; both
+    are immutable values, so they fork and roll back for free."""
+
+    tip: int
+    tables: dict[str, BlockTable]
+    state: Any
+    stop_state: int
+    prompt_length: int
+    score: float = 0.0
+    given_length: int = 0
+    """Tokens up to here are given: the prompt, or all that stands before the end of what a client appended. Stops look behind it."""
+    planned_in: int = -1
+    """The last step that has work for this branch, or had for the one that it comes of."""
+
+    @property
+    def table(self) -> BlockTable:
+        """The target lane's table."""
+        return self.tables["target"]
+
+    def __post_init__(self) -> None:
+        self.given_length = self.given_length or self.prompt_length
+
+    def release(self) -> None:
+        """Give back all blocks; the tip stays, and the pending chain brings them back."""
+        for table in self.tables.values():
+            table.release()
 
 
 @dataclass(slots=True, eq=False)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pagedec.core.branch import Branch
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.layout import LaneBuilder
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan, Work, WorkReport
 from pagedec.core.processing import NO_PROCESSING
 from pagedec.core.protocol import Query, Roll
-from pagedec.core.request import Request
+from pagedec.core.request import Branch, Request
 
 
 class Rows:

@@ -9,25 +9,22 @@ from bisect import insort
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from pagedec.core.admission import check_prompt, check_width
 from pagedec.core.block import BlockPool
-from pagedec.core.branch import Branch
 from pagedec.core.checks import check_verdict
-from pagedec.core.copies import CopyPlan
 from pagedec.core.demand import Demand
 from pagedec.core.forward import LaneAnswers
 from pagedec.core.history import History
-from pagedec.core.limits import SchedulerLimits
+from pagedec.core.limits import SchedulerLimits, check_prompt, check_width
 from pagedec.core.plan import StepPlan
 from pagedec.core.planning import Planner
 from pagedec.core.preemption import holds_blocks, preempt
 from pagedec.core.processing import NO_PROCESSING, Processing
 from pagedec.core.protocol import Decoder, DecoderContext, Verdict
 from pagedec.core.reporting import NO_REPORTING, Reporting, Reports
-from pagedec.core.request import Ended, Event, Failed, Request, Waiting, order_of
+from pagedec.core.request import Branch, Ended, Event, Failed, Request, Waiting, order_of
 from pagedec.core.settling import Settler, ranks_of
 from pagedec.core.stopping import Stopping
-from pagedec.core.table import BlockTable
+from pagedec.core.table import BlockTable, CopyPlan
 from pagedec.errors import InvalidArgument, InvariantError, NotFound, RequestError
 
 

@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from pagedec.core.branch import Branch
 from pagedec.core.checks import check_rank, check_verdict
-from pagedec.core.copies import CopyPlan
 from pagedec.core.demand import Demand
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.forward import LaneAnswers, chains
@@ -18,9 +16,9 @@ from pagedec.core.plan import StepPlan, Work
 from pagedec.core.protocol import Answer, Hypothesis, Query, Sample, Verdict
 from pagedec.core.recording import Recorder, reported
 from pagedec.core.reporting import TokenLogprobs
-from pagedec.core.request import Event, Finished, Progress, Request
+from pagedec.core.request import Branch, Event, Finished, Progress, Request
 from pagedec.core.stopping import Cut
-from pagedec.core.table import BlockTable
+from pagedec.core.table import BlockTable, CopyPlan
 from pagedec.core.transition import Heir, transition
 from pagedec.errors import InvalidArgument, PagedecError, RequestError, shown
 

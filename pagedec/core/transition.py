@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pagedec.core.branch import Branch
-from pagedec.core.copies import CopyPlan
 from pagedec.core.draft import Draft
 from pagedec.core.history import History
 from pagedec.core.protocol import Child
-from pagedec.core.table import BlockTable
+from pagedec.core.request import Branch
+from pagedec.core.table import BlockTable, CopyPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pagedec.core.branch import Branch
 from pagedec.core.history import History
+from pagedec.core.request import Branch
 
 
 class Trunks:

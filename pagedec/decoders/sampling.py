@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagedec.core.branch import Branch
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.protocol import Answer, Child, DecoderContext, Query, Roll, Sample, Sampler, Verdict
+from pagedec.core.request import Branch
 from pagedec.decoders.registry import decoder
 from pagedec.decoders.verify import match
 from pagedec.params import SamplingParams

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from pagedec.core.branch import Branch
 from pagedec.core.protocol import Answer, Child, DecoderContext, Hypothesis, Query, TopK, Verdict
+from pagedec.core.request import Branch
 from pagedec.core.stopping import Cut
 from pagedec.decoders import decoder
 from pagedec.params import RequestParams

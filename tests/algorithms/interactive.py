@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from pagedec.core.branch import Branch
 from pagedec.core.protocol import Answer, Child, DecoderContext, Query, Sample, Verdict
+from pagedec.core.request import Branch
 from pagedec.decoders import decoder
 from pagedec.decoders.sampling import sampler_of
 from pagedec.params import SamplingParams

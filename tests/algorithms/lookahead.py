@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagedec.core.branch import Branch
 from pagedec.core.draft import Draft
 from pagedec.core.protocol import Answer, DecoderContext, Query
+from pagedec.core.request import Branch
 from pagedec.decoders import Sampling, decoder
 from pagedec.params import SamplingParams
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pagedec.core.branch import Branch
 from pagedec.core.draft import Draft
 from pagedec.core.protocol import DecoderContext
+from pagedec.core.request import Branch
 from pagedec.decoders import Sampling, decoder
 from pagedec.params import SamplingParams
 

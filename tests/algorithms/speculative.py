@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagedec.core.branch import Branch
 from pagedec.core.protocol import DecoderContext, Roll
+from pagedec.core.request import Branch
 from pagedec.decoders import Sampling, decoder
 from pagedec.params import SamplingParams
 

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from pagedec.core.block import BlockPool
-from pagedec.core.branch import Branch
 from pagedec.core.checks import check_verdict
-from pagedec.core.copies import CopyPlan
 from pagedec.core.draft import Draft
 from pagedec.core.history import History
 from pagedec.core.plan import StepPlan
 from pagedec.core.protocol import Verdict
-from pagedec.core.request import Request
-from pagedec.core.table import BlockTable, reserve
+from pagedec.core.request import Branch, Request
+from pagedec.core.table import BlockTable, CopyPlan, reserve
 from pagedec.core.transition import Heir, transition
 from tests.algorithms.interactive import InteractiveParams, SessionState
 from tests.core.fake import FakeEngine

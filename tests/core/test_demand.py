@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedec.core.branch import Branch
 from pagedec.core.demand import Demand
 from pagedec.core.forward import LaneAnswers
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan
 from pagedec.core.protocol import Child, Verdict
-from pagedec.core.request import Request
+from pagedec.core.request import Branch, Request
 from pagedec.core.scheduler import Scheduler
 from pagedec.core.stopping import Stopping
 from pagedec.decoders import make_decoder

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pagedec.core.branch import Branch
 from pagedec.core.draft import Draft
 from pagedec.core.forward import LaneForward
 from pagedec.core.protocol import DecoderContext, Roll
+from pagedec.core.request import Branch
 from pagedec.core.stopping import Stopping
 from pagedec.decoders import Sampling, decoder
 from pagedec.params import SamplingParams

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 
 from pagedec.core.block import BlockPool
-from pagedec.core.copies import CopyPlan
 from pagedec.core.demand import Forecast
 from pagedec.core.draft import Draft
 from pagedec.core.history import History
 from pagedec.core.protocol import Child, Hypothesis, Verdict
 from pagedec.core.request import Request
 from pagedec.core.stopping import Stopping
-from pagedec.core.table import BlockTable, reserve
+from pagedec.core.table import BlockTable, CopyPlan, reserve
 from pagedec.errors import InvariantError
 from pagedec.params import SamplingParams
 from tests.algorithms.beam import BeamParams

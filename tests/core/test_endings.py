@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from pagedec.core.branch import Branch
 from pagedec.core.history import History
 from pagedec.core.planning import Planner
 from pagedec.core.protocol import Answer, Child, DecoderContext, Query, Verdict
-from pagedec.core.request import Ended, Failed, Request, Waiting
+from pagedec.core.request import Branch, Ended, Failed, Request, Waiting
 from pagedec.core.settling import Settler
 from pagedec.core.stop_strings import StopStrings
 from pagedec.core.stopping import Stopping

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedec.core.branch import Branch
 from pagedec.core.checks import MAX_BRANCHES
 from pagedec.core.draft import Draft
 from pagedec.core.protocol import (
@@ -25,6 +24,7 @@ from pagedec.core.protocol import (
     TopK,
     Verdict,
 )
+from pagedec.core.request import Branch
 from pagedec.core.stopping import Stopping
 from pagedec.decoders import Sampling
 from pagedec.errors import RequestError

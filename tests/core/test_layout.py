@@ -5,15 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from pagedec.core.block import BlockPool
-from pagedec.core.branch import Branch
-from pagedec.core.copies import CopyPlan
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.forward import LaneAnswers
 from pagedec.core.layout import LaneBuilder, draw_record, read_answer
 from pagedec.core.plan import Work
 from pagedec.core.protocol import LogProbs, Query, Roll, Sample, Sampler, TopK
+from pagedec.core.request import Branch
 from pagedec.core.stopping import Stopping
-from pagedec.core.table import BlockTable, reserve
+from pagedec.core.table import BlockTable, CopyPlan, reserve
 
 BLOCK = 4
 SAMPLER = Sampler(0.5, 10, 0.9, 0.1, 2**63 + 1)

@@ -9,9 +9,8 @@ import pytest
 
 from pagedec.core import table, transition
 from pagedec.core.block import BlockPool
-from pagedec.core.copies import CopyPlan
 from pagedec.core.layout import LaneBuilder
-from pagedec.core.table import BlockTable
+from pagedec.core.table import BlockTable, CopyPlan
 from pagedec.errors import InvariantError
 from tests.core import fake
 from tests.core.test_protocol import alone_and_mixed, streams

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pagedec.core.branch import Branch
 from pagedec.core.planning import Planner
 from pagedec.core.protocol import Query
+from pagedec.core.request import Branch
 from pagedec.core.stopping import Stopping
 from pagedec.decoders import Sampling
 from pagedec.params import SamplingParams

@@ -8,8 +8,7 @@ import random
 import pytest
 
 from pagedec.core.block import BlockPool
-from pagedec.core.copies import CopyPlan
-from pagedec.core.table import BlockTable, reserve
+from pagedec.core.table import BlockTable, CopyPlan, reserve
 
 BLOCK = 4
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedec.core.branch import Branch
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.history import History
 from pagedec.core.protocol import Answer, DecoderContext, Query, Sample, Sampler
+from pagedec.core.request import Branch
 from pagedec.decoders import Sampling
 from pagedec.params import SamplingParams
 

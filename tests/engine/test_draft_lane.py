@@ -13,8 +13,8 @@ import pytest
 from pagedec import SamplingParams
 from pagedec.build import assemble
 from pagedec.config import EngineConfig
-from pagedec.core.branch import Branch
 from pagedec.core.protocol import DecoderContext, Roll
+from pagedec.core.request import Branch
 from pagedec.decoders import decoder
 from pagedec.engine.engine import Engine
 from pagedec.runtime.loading import LoadedModel, choose_backend, load_model

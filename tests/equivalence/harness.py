@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagedec.core.branch import Branch
 from pagedec.core.forward import DRAW_DTYPE, LaneForward
 from pagedec.core.protocol import Answer, DecoderContext, Query, Sampler, TopK, Verdict
+from pagedec.core.request import Branch
 from pagedec.decoders import decoder, make_decoder
 from pagedec.engine.engine import Engine, FinishedRequest
 from pagedec.fields import rules
