@@ -15,18 +15,18 @@ import torch
 from common import heading, interleave, ratio, table
 from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from pagedec.core.processing import Processing
+from pagedec.core.logits_rules import LogitsRules
 from pagedec.kernels.library import load
 from pagedec.kernels.native import NativeBackend
 from tests.kernels.processing_cases import simple_case
 
 VOCAB = 49152
-RULES: dict[str, tuple[Processing, Callable[..., object] | None]] = {
-    "repetition": (Processing(repetition_penalty=1.2), RepetitionPenaltyLogitsProcessor(1.2)),
-    "frequency and presence": (Processing(frequency_penalty=0.5, presence_penalty=0.5), None),
-    "no_repeat_ngram_size 3": (Processing(no_repeat_ngram_size=3), NoRepeatNGramLogitsProcessor(3)),
+RULES: dict[str, tuple[LogitsRules, Callable[..., object] | None]] = {
+    "repetition": (LogitsRules(repetition_penalty=1.2), RepetitionPenaltyLogitsProcessor(1.2)),
+    "frequency and presence": (LogitsRules(frequency_penalty=0.5, presence_penalty=0.5), None),
+    "no_repeat_ngram_size 3": (LogitsRules(no_repeat_ngram_size=3), NoRepeatNGramLogitsProcessor(3)),
     "all of them": (
-        Processing(repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=0.5, no_repeat_ngram_size=3),
+        LogitsRules(repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=0.5, no_repeat_ngram_size=3),
         None,
     ),
 }

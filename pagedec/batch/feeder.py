@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from pagedec.batch.bodies import TextOrIds
-from pagedec.core.reporting import TokenLogprobs
+from pagedec.core.logprobs import TokenLogprobs
 from pagedec.core.request import Finished
 from pagedec.engine.engine import FinishedRequest
 from pagedec.errors import DeviceError, InvalidArgument, PagedecError, RequestError

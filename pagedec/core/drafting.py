@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.limits import SchedulerLimits
+from pagedec.core.logits_rules import NO_RULES
 from pagedec.core.plan import Work
 from pagedec.core.preemption import Room
-from pagedec.core.processing import NO_PROCESSING
 from pagedec.core.protocol import Query, Roll
 from pagedec.core.request import Branch, Request
 from pagedec.core.rows import Rows
@@ -105,7 +105,7 @@ class Drafting:
         row = builder.add(table, start, tokens, history.token[branch.tip])
         work = Work(request, branch, table, start, count)
         if caught_up:
-            rule_id = -1 if request.processing is NO_PROCESSING else request.arrival
+            rule_id = -1 if request.processing is NO_RULES else request.arrival
             work.roll = builder.roll(table, row, length, roll, rule_id, branch.prompt_length)
         rows.plan.works.append(work)
         rows.draft_left -= max(1, count)

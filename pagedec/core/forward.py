@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from pagedec.core.processing import Processing
+from pagedec.core.logits_rules import LogitsRules
 
 DRAW_DTYPE = np.dtype(
     [
@@ -99,7 +99,7 @@ class LaneForward:
 
 Forwards: TypeAlias = Mapping[str, LaneForward]
 """A step's forwards by lane, in the order in which they run."""
-Rules: TypeAlias = Mapping[int, Processing]
+Rules: TypeAlias = Mapping[int, LogitsRules]
 """What is done to logits, by the number that rows name it by: of all requests that run."""
 Masks: TypeAlias = np.ndarray
 """uint32 [num_masked, ceil(vocab / 32)]: of each of `LaneForward.masked_rows`, a bit for each token, the lowest first; where it

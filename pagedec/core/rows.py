@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.layout import LaneBuilder
 from pagedec.core.limits import SchedulerLimits
+from pagedec.core.logits_rules import NO_RULES
 from pagedec.core.plan import StepPlan, Work, WorkReport
-from pagedec.core.processing import NO_PROCESSING
 from pagedec.core.protocol import Query, Roll
 from pagedec.core.request import Branch, Request
 
@@ -85,7 +85,7 @@ class Rows:
     def mark(self, work: Work, read: dict[int, int]) -> None:
         """Have a work's read-out rows processed and reported as its request says; `read` maps nodes to them."""
         request, target = work.request, self.target
-        if request.processing is not NO_PROCESSING:
+        if request.processing is not NO_RULES:
             target.process(read.values(), request.arrival, work.branch.prompt_length)
         if request.reports is not None and request.reports.reporting.num_logprobs is not None:
             num_top = request.reports.reporting.num_logprobs

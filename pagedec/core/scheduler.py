@@ -15,12 +15,12 @@ from pagedec.core.demand import Demand
 from pagedec.core.forward import LaneAnswers
 from pagedec.core.history import History
 from pagedec.core.limits import SchedulerLimits, check_prompt, check_width
+from pagedec.core.logits_rules import NO_RULES, LogitsRules
+from pagedec.core.logprobs import NO_REPORTING, Reporting, Reports
 from pagedec.core.plan import StepPlan
 from pagedec.core.planning import Planner
 from pagedec.core.preemption import holds_blocks, preempt
-from pagedec.core.processing import NO_PROCESSING, Processing
 from pagedec.core.protocol import Decoder, DecoderContext, Verdict
-from pagedec.core.reporting import NO_REPORTING, Reporting, Reports
 from pagedec.core.request import Branch, Ended, Event, Failed, Request, Waiting, order_of
 from pagedec.core.settling import Settler, ranks_of
 from pagedec.core.stopping import Stopping
@@ -38,7 +38,7 @@ class Scheduler:
             for lane, num_blocks in limits.num_blocks.items()
         }
         self.requests: list[Request] = []  # in the order in which they run
-        self.rules: dict[int, Processing] = {}
+        self.rules: dict[int, LogitsRules] = {}
         """What running requests have done to their logits, by the number that rows name it by: the request's arrival."""
         self._by_id: dict[str, Request] = {}
         self._started: list[Request] = []  # those that hold blocks, in the same order
@@ -61,7 +61,7 @@ class Scheduler:
         priority: int = 0,
         salt: str = "",
         eos_token_ids: tuple[int, ...] | None = None,
-        processing: Processing = NO_PROCESSING,
+        processing: LogitsRules = NO_RULES,
         reporting: Reporting = NO_REPORTING,
     ) -> Request:
         """A request for `add`, with everything checked. Changes nothing. Raises `InvalidArgument` if it could not run alone, and what
@@ -85,7 +85,7 @@ class Scheduler:
         plain = getattr(decoder, "plain_sampler", None) if limits.array_settle else None
         return Request(
             request_id, decoder, history, [root], stopping, limit, priority, -1, len(prompt), plain,
-            NO_PROCESSING if processing == NO_PROCESSING else processing,
+            NO_RULES if processing == NO_RULES else processing,
             None if reporting == NO_REPORTING else Reports(reporting),
         )  # fmt: skip
 
@@ -99,7 +99,7 @@ class Scheduler:
         self._num_arrivals += 1
         insort(self.requests, request, key=order_of)
         self._by_id[request.id] = request
-        if request.processing is not NO_PROCESSING:
+        if request.processing is not NO_RULES:
             self.rules[request.arrival] = request.processing
 
     def get(self, request_id: str) -> Request:

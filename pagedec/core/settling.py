@@ -12,10 +12,9 @@ from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.forward import LaneAnswers, chains
 from pagedec.core.layout import read_answer
 from pagedec.core.limits import SchedulerLimits
+from pagedec.core.logprobs import Recorder, TokenLogprobs, reported
 from pagedec.core.plan import StepPlan, Work
 from pagedec.core.protocol import Answer, Hypothesis, Query, Sample, Verdict
-from pagedec.core.recording import Recorder, reported
-from pagedec.core.reporting import TokenLogprobs
 from pagedec.core.request import Branch, Event, Finished, Progress, Request
 from pagedec.core.stopping import Cut
 from pagedec.core.table import BlockTable, CopyPlan

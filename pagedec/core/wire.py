@@ -25,7 +25,7 @@ from pagedec.core.forward import (
     Reported,
     ReportRows,
 )
-from pagedec.core.processing import Processing
+from pagedec.core.logits_rules import LogitsRules
 from pagedec.errors import InvariantError
 
 MAGIC, VERSION = 0x50444543, 1
@@ -64,7 +64,7 @@ class Step(NamedTuple):
 
     number: int
     forwards: Forwards
-    new_rules: Mapping[int, Processing]
+    new_rules: Mapping[int, LogitsRules]
     old_rules: Sequence[int]
 
 
@@ -137,7 +137,7 @@ def unpack_answers(words: np.ndarray) -> tuple[int, Answers]:
 
 
 # ---------------------------------------------------------------------------------------------------------------- rules
-def _arrays_of(processing: Processing) -> Iterator[np.ndarray | None]:
+def _arrays_of(processing: LogitsRules) -> Iterator[np.ndarray | None]:
     """Allowed ids or none, where bad words begin and their tokens, biased tokens, their biases, and the four numbers."""
     allowed, words, bias = processing.allowed_token_ids, processing.bad_words, processing.logit_bias
     yield None if allowed is None else np.array(allowed, _INT)
@@ -149,11 +149,11 @@ def _arrays_of(processing: Processing) -> Iterator[np.ndarray | None]:
     yield np.array([p.no_repeat_ngram_size, p.repetition_penalty, p.frequency_penalty, p.presence_penalty], _DOUBLE)
 
 
-def _processing_of(arrays: Sequence[Any]) -> Processing:
+def _processing_of(arrays: Sequence[Any]) -> LogitsRules:
     allowed = None if arrays[0] is None else tuple(arrays[0].tolist())
     starts, tokens, biased, biases, numbers = (array.tolist() for array in arrays[1:])
     words = [tokens[first:stop] for first, stop in zip(starts, starts[1:], strict=False)]
-    return Processing(
+    return LogitsRules(
         allowed, tuple(map(tuple, words)), tuple(zip(biased, biases, strict=True)),
         int(numbers[0]), *numbers[1:],
     )  # fmt: skip

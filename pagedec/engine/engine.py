@@ -10,10 +10,9 @@ from hashlib import blake2b
 from typing import TypeAlias
 
 from pagedec.core.checks import check_answers
+from pagedec.core.logprobs import TokenLogprobs, answer_reports
 from pagedec.core.plan import StepPlan
 from pagedec.core.protocol import Hypothesis, Verdict
-from pagedec.core.recording import answer_reports
-from pagedec.core.reporting import TokenLogprobs
 from pagedec.core.request import Ended, Event, Failed, Finished, Progress, Request, Waiting
 from pagedec.core.scheduler import Scheduler
 from pagedec.decoders.registry import decoder_for, make_decoder

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
-from pagedec.core.reporting import TokenLogprobs
+from pagedec.core.logprobs import TokenLogprobs
 from pagedec.core.request import Failed, Finished, Progress, Request
 from pagedec.engine.engine import Engine, EngineEvent, FinishedRequest
 from pagedec.engine.interrupts import held_interrupts

@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from pagedec.core.processing import NO_PROCESSING, Processing
-from pagedec.core.reporting import NO_REPORTING, Reporting
+from pagedec.core.logits_rules import NO_RULES, LogitsRules
+from pagedec.core.logprobs import NO_REPORTING, Reporting
 from pagedec.core.stop_strings import StopStrings
 from pagedec.core.stopping import Stopping
 from pagedec.errors import InvalidArgument, Shown
@@ -38,7 +38,7 @@ class Options:
     """One request's rules."""
 
     stopping: Stopping
-    processing: Processing
+    processing: LogitsRules
     reporting: Reporting
 
 
@@ -76,7 +76,7 @@ def _stopping(params: RequestParams, vocab_size: int, eos: tuple[int, ...], voca
     )
 
 
-def _processing(params: RequestParams, vocab_size: int, vocabulary: Vocabulary | None) -> Processing:
+def _processing(params: RequestParams, vocab_size: int, vocabulary: Vocabulary | None) -> LogitsRules:
     allowed = params.allowed_token_ids
     if allowed is not None:
         allowed = tuple(sorted(set(_token_ids("allowed_token_ids", allowed, vocab_size))))
@@ -91,7 +91,7 @@ def _processing(params: RequestParams, vocab_size: int, vocabulary: Vocabulary |
     size = params.no_repeat_ngram_size
     if not 0 <= size <= MAX_INT32:
         raise InvalidArgument("no_repeat_ngram_size", size, f"must be from 0 to {MAX_INT32}")
-    processing = Processing(
+    processing = LogitsRules(
         allowed,
         bad_word_ids(words, vocab_size, vocabulary) if words else (),
         tuple(sorted((int(token), _finite("logit_bias", number)) for token, number in bias.items())),
@@ -100,7 +100,7 @@ def _processing(params: RequestParams, vocab_size: int, vocabulary: Vocabulary |
         _finite("frequency_penalty", params.frequency_penalty),
         _finite("presence_penalty", params.presence_penalty),
     )
-    return NO_PROCESSING if processing == NO_PROCESSING else processing
+    return NO_RULES if processing == NO_RULES else processing
 
 
 def bad_word_ids(words: Sequence[str], vocab_size: int, vocabulary: Vocabulary | None) -> tuple[tuple[int, ...], ...]:
@@ -154,7 +154,7 @@ def check_reports(
         raise InvalidArgument(field, getattr(params, field), limit_text)
 
 
-def _check_something_is_left(stopping: Stopping, processing: Processing, vocab_size: int) -> None:
+def _check_something_is_left(stopping: Stopping, processing: LogitsRules, vocab_size: int) -> None:
     """Rules that do not depend on the text must leave a token that may be drawn."""
     early = stopping.stops if stopping.min_tokens else frozenset()
     single = {word[0] for word in processing.bad_words if len(word) == 1}

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from pagedec.core.forward import Answers, Forwards, Masks, Rules
-from pagedec.core.processing import Processing
+from pagedec.core.logits_rules import LogitsRules
 from pagedec.runtime.geometry import Geometry
 
 
@@ -33,7 +33,7 @@ class RuleNews:
     def __init__(self) -> None:
         self._known: set[int] = set()
 
-    def of(self, rules: Rules) -> tuple[dict[int, Processing], Sequence[int]]:
+    def of(self, rules: Rules) -> tuple[dict[int, LogitsRules], Sequence[int]]:
         """What to tell it now: rules that it does not know, and numbers to forget."""
         if rules.keys() == self._known:
             return {}, ()

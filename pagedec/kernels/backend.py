@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from pagedec.core.forward import LaneAnswers, LaneForward, Masks
-from pagedec.core.processing import Processing
+from pagedec.core.logits_rules import LogitsRules
 from pagedec.kernels.records import Epilogue
 
 
@@ -182,7 +182,7 @@ class Backend(Protocol):
     def copy_slots(self, cache: CacheTensors, src: np.ndarray, dst: np.ndarray) -> None:
         """Slot dst[i] = slot src[i] for i = 0, 1, ... in order, in every layer and head, and in the token plane."""
 
-    def rules(self, processing: Processing, vocab_size: int) -> Any:
+    def rules(self, processing: LogitsRules, vocab_size: int) -> Any:
         """A request's rules in the backend's own form. Raises InvalidArgument for what has no meaning for this vocabulary."""
 
     def read_out(

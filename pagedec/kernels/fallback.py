@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from pagedec.core.forward import LaneForward, Masks
-from pagedec.core.processing import Processing
+from pagedec.core.logits_rules import LogitsRules
 from pagedec.kernels import reference, reference_processing, reference_readout
 from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope, checked_quantization
 from pagedec.kernels.memory import trim
@@ -185,7 +185,7 @@ class ReferenceBackend:
     def copy_slots(self, cache: CacheTensors, src: np.ndarray, dst: np.ndarray) -> None:
         reference.kv_copy(cache.k, cache.v, torch.tensor(src), torch.tensor(dst), cache.tokens)
 
-    def rules(self, processing: Processing, vocab_size: int) -> FlatRules:
+    def rules(self, processing: LogitsRules, vocab_size: int) -> FlatRules:
         return flatten(processing, vocab_size)
 
     def read_out(

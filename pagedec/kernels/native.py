@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pagedec.core.forward import LaneForward, Masks
-from pagedec.core.processing import Processing
+from pagedec.core.logits_rules import LogitsRules
 from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope, checked_quantization
 from pagedec.kernels.library import (
     ArgmaxArgs,
@@ -252,7 +252,7 @@ class NativeBackend:
             )
         )  # fmt: skip
 
-    def rules(self, processing: Processing, vocab_size: int) -> FlatRules:
+    def rules(self, processing: LogitsRules, vocab_size: int) -> FlatRules:
         return flatten(processing, vocab_size)
 
     def read_out(

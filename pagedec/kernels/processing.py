@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagedec.core.forward import ProcessRows
-from pagedec.core.processing import Processing
+from pagedec.core.logits_rules import LogitsRules
 from pagedec.errors import InvalidArgument
 from pagedec.kernels.records_readout import Rules
 
@@ -25,7 +25,7 @@ def rows_within(processing: ProcessRows | None, start: int, stop: int) -> slice:
 class FlatRules:
     """A request's rules as arrays; `record` is the kernel's own, with their addresses."""
 
-    rules: Processing
+    rules: LogitsRules
     allowed: np.ndarray | None  # int32 [num_allowed]
     word_indptr: np.ndarray  # int32 [num_words + 1]
     word_tokens: np.ndarray  # int32
@@ -34,7 +34,7 @@ class FlatRules:
     record: bytes
 
 
-def flatten(rules: Processing, vocab_size: int) -> FlatRules:
+def flatten(rules: LogitsRules, vocab_size: int) -> FlatRules:
     """Return the rules as arrays. Raises InvalidArgument where a field has no meaning for this vocabulary."""
     _check_numbers(rules)
     allowed = rules.allowed_token_ids
@@ -57,7 +57,7 @@ def flatten(rules: Processing, vocab_size: int) -> FlatRules:
     return FlatRules(rules, flat, word_indptr, word_tokens, bias_tokens, bias_values, bytes(record))
 
 
-def _check_numbers(rules: Processing) -> None:
+def _check_numbers(rules: LogitsRules) -> None:
     if _finite("repetition_penalty", rules.repetition_penalty) <= 0:
         raise InvalidArgument("repetition_penalty", rules.repetition_penalty, "must be above 0 in fp32")
     _finite("frequency_penalty", rules.frequency_penalty)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from pagedec.core.reporting import TokenLogprobs
+from pagedec.core.logprobs import TokenLogprobs
 from pagedec.engine.engine import Answer, FinishedRequest
 from pagedec.llm.prompts import Job
 from pagedec.outputs import CompletionOutput, Logprob, RequestOutput

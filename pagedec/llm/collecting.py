@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from pagedec.core.reporting import TokenLogprobs
+from pagedec.core.logprobs import TokenLogprobs
 from pagedec.core.request import Finished
 from pagedec.engine.engine import FinishedRequest
 from pagedec.errors import RequestError, RequestsFailed

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from pagedec.core.reporting import TokenLogprobs
+from pagedec.core.logprobs import TokenLogprobs
 from pagedec.core.request import Finished
 from pagedec.engine.engine import Answer, FinishedRequest, answer_of
 from pagedec.errors import RequestError

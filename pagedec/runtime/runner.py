@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pagedec.core.forward import LaneAnswers, LaneForward, Masks, ProcessRows
-from pagedec.core.processing import Processing
+from pagedec.core.logits_rules import LogitsRules
 from pagedec.errors import InvariantError
 from pagedec.kernels.backend import Backend, CacheTensors, ReadOut
 from pagedec.models.base import Model
@@ -23,7 +23,7 @@ class RuleTable(dict[int, Any]):
     def __init__(self, backend: Backend, vocab_size: int) -> None:
         super().__init__()
         self._backend, self._vocab_size = backend, vocab_size
-        self.told: dict[int, Processing] = {}
+        self.told: dict[int, LogitsRules] = {}
 
     def __missing__(self, rule_id: int) -> Any:
         processing = self.told[rule_id].within(self._vocab_size)
@@ -53,7 +53,7 @@ class LaneRunner:
         self.plans = [self.backend.plan(shape) for shape in model.attention_shapes(cache.block_size)]
         self.programs = model.programs(self.buffers, cache, self.plans)
 
-    def learn(self, rule_id: int, processing: Processing) -> None:
+    def learn(self, rule_id: int, processing: LogitsRules) -> None:
         """Keep what a request has done to its logits under a number, as far as it is about tokens that this model knows."""
         self._rules.told[rule_id] = processing
 

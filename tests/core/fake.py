@@ -14,8 +14,8 @@ import numpy as np
 
 from pagedec.core.forward import Answers, Forwards, LaneAnswers, LaneForward, Reported, Rules
 from pagedec.core.limits import SchedulerLimits
+from pagedec.core.logits_rules import NO_RULES, LogitsRules
 from pagedec.core.plan import StepPlan
-from pagedec.core.processing import NO_PROCESSING, Processing
 from pagedec.core.request import Event, Failed
 from pagedec.core.scheduler import Scheduler
 from pagedec.core.wire import Step, pack_answers, pack_step, unpack_answers, unpack_step
@@ -72,7 +72,7 @@ class FakeRunner:
 
     def __init__(self, models: Mapping[str, Model], limits: SchedulerLimits, rules: Rules) -> None:
         self.models, self.block_size = models, limits.block_size
-        self.rules: dict[int, Processing] = {}  # those that were told
+        self.rules: dict[int, LogitsRules] = {}  # those that were told
         self._live, self._news = rules, RuleNews()
         self.kv: dict[str, list[tuple[int, int] | None]] = {
             lane: [None] * (num_blocks * limits.block_size) for lane, num_blocks in limits.num_blocks.items()
@@ -216,7 +216,7 @@ class FakeRunner:
         seen = self.seen(lane, forward, branch, int(draw["row"] - forward.row_indptr[branch]))
         assert draw["position"] == len(seen), "a roll's position is not the drawn token's index"
         table, size = forward.block_table[branch], self.block_size
-        rules = NO_PROCESSING if roll["rule_id"] < 0 else self.rules[int(roll["rule_id"])]
+        rules = NO_RULES if roll["rule_id"] < 0 else self.rules[int(roll["rule_id"])]
         rolled: list[int] = []
         for i in range(count):
             gumbel = noise(int(draw["seed"]), int(draw["stream"]), len(seen))

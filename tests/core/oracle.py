@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagedec.core.processing import Processing
-from pagedec.core.reporting import TokenLogprobs
+from pagedec.core.logits_rules import LogitsRules
+from pagedec.core.logprobs import TokenLogprobs
 from pagedec.core.stopping import Stopping
 
 
-def process(logits: Sequence[float], tokens: Sequence[int], prompt_length: int, rules: Processing) -> list[float]:
+def process(logits: Sequence[float], tokens: Sequence[int], prompt_length: int, rules: LogitsRules) -> list[float]:
     """The logits after `tokens` with the rules applied, in fp32 as the kernels do."""
     z = np.array(logits, np.float32)
     if rules.allowed_token_ids is not None:

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from pagedec.core.processing import NO_PROCESSING, Processing
+from pagedec.core.logits_rules import NO_RULES, LogitsRules
+from pagedec.core.logprobs import NO_REPORTING, Reporting, TokenLogprobs, answer_reports
 from pagedec.core.protocol import Child, Hypothesis, Verdict
-from pagedec.core.recording import answer_reports
-from pagedec.core.reporting import NO_REPORTING, Reporting, TokenLogprobs
 from pagedec.core.request import Finished, Progress, Request
 from pagedec.core.stop_strings import StopStrings
 from pagedec.core.stopping import Stopping
@@ -27,10 +26,10 @@ from tests.core.world import METHODS, Case, World, limits, results
 REPORTING = (NO_REPORTING, Reporting(0), Reporting(3), Reporting(2, 1), Reporting(None, 2), Reporting(VOCABULARY, 0))
 
 
-def random_processing(rng: random.Random) -> Processing:
+def random_processing(rng: random.Random) -> LogitsRules:
     """Any rules, of which no step can ban everything."""
     tokens = range(VOCABULARY)
-    return Processing(
+    return LogitsRules(
         tuple(sorted(rng.sample(tokens, 6))) if rng.random() < 0.3 else None,
         tuple(tuple(rng.choices(tokens, k=rng.choice([1, 2, 3]))) for _ in range(2)) if rng.random() < 0.3 else (),
         tuple((token, rng.uniform(-3, 3)) for token in sorted(rng.sample(tokens, 2))) if rng.random() < 0.3 else (),
@@ -65,7 +64,7 @@ class Ruled(Case):
 def ruled(world: World, name: str, method: type[SamplingParams], rng: random.Random) -> Ruled:
     """A sampling request with random rules, and its answers from plain lists."""
     prompt, seed, n = world.prompt(), rng.choice([None, world.seed]), rng.choice([1, 1, 3])
-    processing = random_processing(rng) if rng.random() < 0.7 else NO_PROCESSING
+    processing = random_processing(rng) if rng.random() < 0.7 else NO_RULES
     stopping = random_stopping(rng) if rng.random() < 0.7 else Stopping((), (3,), max_tokens=rng.randrange(4, 17))
     endings = []
     for stream in range(n):

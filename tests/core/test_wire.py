@@ -20,7 +20,7 @@ from pagedec.core.forward import (
     Reported,
     ReportRows,
 )
-from pagedec.core.processing import NO_PROCESSING, Processing
+from pagedec.core.logits_rules import NO_RULES, LogitsRules
 from pagedec.core.wire import (
     LANES,
     Step,
@@ -35,11 +35,11 @@ from pagedec.errors import InvariantError
 
 DTYPES = {"draws": DRAW_DTYPE, "rolls": ROLL_DTYPE, "rule_ids": np.dtype(np.int64)}
 RULES = [
-    NO_PROCESSING,
-    Processing(allowed_token_ids=()),
-    Processing(allowed_token_ids=(5, 5, 0), bad_words=((3,), (1, 2, 3)), logit_bias=((7, 0.1), (8, -1e300))),
-    Processing(bad_words=((2**31 - 1,),), no_repeat_ngram_size=2**31 - 1, repetition_penalty=1 / 3),
-    Processing(frequency_penalty=-0.1, presence_penalty=5e-324),
+    NO_RULES,
+    LogitsRules(allowed_token_ids=()),
+    LogitsRules(allowed_token_ids=(5, 5, 0), bad_words=((3,), (1, 2, 3)), logit_bias=((7, 0.1), (8, -1e300))),
+    LogitsRules(bad_words=((2**31 - 1,),), no_repeat_ngram_size=2**31 - 1, repetition_penalty=1 / 3),
+    LogitsRules(frequency_penalty=-0.1, presence_penalty=5e-324),
 ]
 
 
@@ -97,7 +97,7 @@ def same(a: Any, b: Any) -> bool:
     """Bit for bit: random floats are NaN now and then."""
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if is_dataclass(a) and not isinstance(a, Processing):
+    if is_dataclass(a) and not isinstance(a, LogitsRules):
         return type(a) is type(b) and all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
     if isinstance(a, dict):
         return list(a) == list(b) and all(same(a[key], b[key]) for key in a)

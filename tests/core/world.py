@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagedec.core.limits import SchedulerLimits
-from pagedec.core.processing import NO_PROCESSING, Processing
-from pagedec.core.reporting import NO_REPORTING, Reporting
+from pagedec.core.logits_rules import NO_RULES, LogitsRules
+from pagedec.core.logprobs import NO_REPORTING, Reporting
 from pagedec.core.request import Request
 from pagedec.core.scheduler import Scheduler
 from pagedec.core.stopping import Stopping
@@ -52,7 +52,7 @@ class Case:
     stopping: Stopping = field(default_factory=Stopping)
     limit: int | None = None
     eos: tuple[int, ...] = ()
-    processing: Processing = NO_PROCESSING
+    processing: LogitsRules = NO_RULES
     reporting: Reporting = NO_REPORTING
 
     @property

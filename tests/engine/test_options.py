@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pagedec.core.processing import NO_PROCESSING, Processing
-from pagedec.core.reporting import NO_REPORTING, Reporting
+from pagedec.core.logits_rules import NO_RULES, LogitsRules
+from pagedec.core.logprobs import NO_REPORTING, Reporting
 from pagedec.engine.options import Options, Vocabulary, read_options
 from pagedec.errors import InvalidArgument
 from pagedec.params import RequestParams, SamplingParams
@@ -40,7 +40,7 @@ def read(vocabulary: Vocabulary | None = VOCABULARY, **fields: Any) -> Options:
 def test_parameters_that_say_nothing_cost_nothing() -> None:
     for params in (RequestParams(), SamplingParams()):
         options = read_options(params, 10, (0,), None)
-        assert options.processing is NO_PROCESSING and options.reporting is NO_REPORTING
+        assert options.processing is NO_RULES and options.reporting is NO_REPORTING
         assert options.stopping.strings is None and options.stopping.ends == (0,)
 
 
@@ -49,7 +49,7 @@ def test_every_rule_has_its_place() -> None:
         allowed_token_ids=[5, 1, 5], bad_words=["xyz"], logit_bias={3: 1, 2: -0.5}, no_repeat_ngram_size=2,
         repetition_penalty=1.5, frequency_penalty=0.25, presence_penalty=-1,
     ).processing  # fmt: skip
-    assert processing == Processing((1, 5), ((4, 5), (6, 5)), ((2, -0.5), (3, 1.0)), 2, 1.5, 0.25, -1.0)
+    assert processing == LogitsRules((1, 5), ((4, 5), (6, 5)), ((2, -0.5), (3, 1.0)), 2, 1.5, 0.25, -1.0)
 
 
 def test_bad_words_begin_a_text_or_follow_a_space() -> None:

@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from pagedec import LLM, SamplingParams
+from pagedec.core.logprobs import answer_reports
 from pagedec.core.protocol import Child, Hypothesis, Verdict
-from pagedec.core.recording import answer_reports
 from pagedec.engine.engine import Engine, EngineEvent
 from pagedec.engine.options import Vocabulary
 from tests.algorithms.interactive import InteractiveParams

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from pagedec import SamplingParams
-from pagedec.core.processing import Processing
+from pagedec.core.logits_rules import LogitsRules
+from pagedec.core.logprobs import TokenLogprobs
 from pagedec.core.protocol import DRAW_DTYPE
-from pagedec.core.reporting import TokenLogprobs
 from pagedec.decoders.sampling import sampler_of
 from pagedec.engine.engine import Engine
 from pagedec.engine.options import read_options
@@ -43,7 +43,7 @@ RULES = (
 
 def loop(scratch: Scratch, prompt: Sequence[int], params: SamplingParams) -> tuple[list[int], list[TokenLogprobs]]:
     """One whole text after the other: the model's logits, reported; the rules, applied on the host; a draw."""
-    rules: Processing = read_options(params, 49152, (), vocabulary()).processing
+    rules: LogitsRules = read_options(params, 49152, (), vocabulary()).processing
     tokens, reports, sampler, backend = list(prompt), [], sampler_of(params), scratch.model.backend
     for _ in range(params.max_tokens or 0):
         raw = scratch.logits(tokens)

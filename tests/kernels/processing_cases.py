@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pagedec.core.forward import NO_INTS, LaneForward, ProcessRows
-from pagedec.core.processing import NO_PROCESSING, Processing
+from pagedec.core.logits_rules import NO_RULES, LogitsRules
 from pagedec.kernels.backend import Backend, CacheTensors
 
 BLOCK_SIZE = 8
@@ -21,7 +21,7 @@ class Case:
     """A forward, its token plane, logits of the read-out rows, and the history of each of them."""
 
     forward: LaneForward
-    rules: dict[int, Processing]
+    rules: dict[int, LogitsRules]
     plane: torch.Tensor
     logits: torch.Tensor
     histories: list[list[int]]
@@ -69,8 +69,8 @@ def forward_of(
     )  # fmt: skip
 
 
-def processed(row: np.ndarray, history: list[int], prompt: int, rules: Processing) -> np.ndarray:
-    """The docstring of Processing, word by word, token by token, in fp32."""
+def processed(row: np.ndarray, history: list[int], prompt: int, rules: LogitsRules) -> np.ndarray:
+    """The docstring of LogitsRules, word by word, token by token, in fp32."""
     out, f32, n = row.copy(), np.float32, rules.no_repeat_ngram_size
     biases, generated = dict(rules.logit_bias), history[prompt:]
     grams = {tuple(history[i : i + n]) for i in range(len(history) - n + 1)}
@@ -95,7 +95,7 @@ def processed(row: np.ndarray, history: list[int], prompt: int, rules: Processin
     return out
 
 
-def random_rules(rng: np.random.Generator, vocab: int) -> Processing:
+def random_rules(rng: np.random.Generator, vocab: int) -> LogitsRules:
     """Each rule with its own chance, so that all of them meet now and then."""
 
     def chance() -> bool:
@@ -104,7 +104,7 @@ def random_rules(rng: np.random.Generator, vocab: int) -> Processing:
     def ids(n: int) -> tuple[int, ...]:
         return tuple(int(t) for t in rng.integers(0, vocab, n))
 
-    return Processing(
+    return LogitsRules(
         allowed_token_ids=ids(int(rng.integers(0, 2 * vocab))) if chance() else None,
         bad_words=tuple(ids(int(n)) for n in rng.integers(1, 4, int(rng.integers(0, 12)))) if chance() else (),
         logit_bias=tuple((t, float(rng.normal() * 5)) for t in sorted(set(ids(4)))) if chance() else (),
@@ -147,7 +147,7 @@ def random_case(seed: int, vocab: int = 7, num_branches: int = 9, max_length: in
         kv_len.append(length)
     read = np.sort(rng.choice(len(rows), int(rng.integers(1, len(rows) + 1)), replace=False)).astype(np.int32)
     picked = np.sort(rng.choice(len(read), int(rng.integers(1, len(read) + 1)), replace=False)).astype(np.int32)
-    rules = {7 + 2**33 * i: random_rules(rng, vocab) if i else NO_PROCESSING for i in range(7)}
+    rules = {7 + 2**33 * i: random_rules(rng, vocab) if i else NO_RULES for i in range(7)}
     of_row = [rows[r] for r in read]
     wanted = ProcessRows(
         picked,
@@ -162,7 +162,7 @@ def random_case(seed: int, vocab: int = 7, num_branches: int = 9, max_length: in
     return Case(forward, rules, torch.from_numpy(plane), logits, [row[2] for row in of_row])
 
 
-def simple_case(histories: Sequence[Sequence[int]], logits: torch.Tensor, rules: Processing, prompt: int = 0) -> Case:
+def simple_case(histories: Sequence[Sequence[int]], logits: torch.Tensor, rules: LogitsRules, prompt: int = 0) -> Case:
     """One branch and one row for each history, blocks in order."""
     n, width = len(histories), max(1, -(-max(map(len, histories)) // BLOCK_SIZE))
     plane = np.full((n, width * BLOCK_SIZE), -1, np.int32)

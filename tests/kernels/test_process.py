@@ -80,7 +80,7 @@ def test_without_leave_to_use_the_matrix_unit_the_next_best_is_used() -> None:
 
 STARVED = """
 import resource, sys, torch
-from pagedec.core.processing import Processing
+from pagedec.core.logits_rules import LogitsRules
 from pagedec.kernels.library import KernelError, load
 from pagedec.kernels.memory import zeros
 from pagedec.kernels.native import NativeBackend
@@ -89,7 +89,7 @@ library = load(sys.argv[1])
 library.set_num_threads(2)
 backend, vocab = NativeBackend(library, torch.float32), 200_000_000
 logits = zeros((2, vocab), torch.float32)
-case = simple_case([[3, 4], [4, 5]], logits, Processing(presence_penalty=1.0))
+case = simple_case([[3, 4], [4, 5]], logits, LogitsRules(presence_penalty=1.0))
 soft, hard = resource.getrlimit(resource.RLIMIT_AS)
 used = 4096 * int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (used + (400 << 20), hard))  # the kernel's table of tokens would need 1.6 GB
@@ -98,7 +98,7 @@ try:
 except KernelError as error:
     print(error)
 resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-case = simple_case([[3, 4], [4, 5]], torch.zeros(2, 9), Processing(presence_penalty=1.0))
+case = simple_case([[3, 4], [4, 5]], torch.zeros(2, 9), LogitsRules(presence_penalty=1.0))
 backend.process_logits(case.logits, 0, case.forward, case.cache())
 print(case.logits.sum().item())
 """

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from pagedec.core.processing import Processing
+from pagedec.core.logits_rules import LogitsRules
 from pagedec.errors import InvalidArgument
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.fallback import ReferenceBackend
@@ -63,7 +63,7 @@ def test_cases_are_worth_something() -> None:
         for row, prompt, rule in zip(wanted.rows, wanted.prompt_lengths, wanted.rule_ids, strict=True):
             rules, logits = case.rules[rule], case.logits[row].numpy()
             for field in fields:
-                alone = Processing(**{field: getattr(rules, field)})
+                alone = LogitsRules(**{field: getattr(rules, field)})
                 changed[field] += not np.array_equal(processed(logits, case.histories[row], int(prompt), alone), logits)
     assert min(*changed.values(), nodes, shared, untouched) > 20, (changed, nodes, shared, untouched)
 
@@ -105,7 +105,7 @@ def test_nothing_is_processed_without_rules(library: Library) -> None:
 def test_long_histories_and_a_large_vocabulary(library: Library) -> None:
     rng, vocab = np.random.default_rng(0), 1000
     histories = [rng.integers(0, 50, 3000).tolist(), [7] * 3000, [*([3, 4] * 1500)]]
-    rules = Processing(
+    rules = LogitsRules(
         bad_words=((3,), (4, 3, 5), (7, 7, 7, 8)), logit_bias=((9, 2.5), (10, -1.0)), no_repeat_ngram_size=4,
         repetition_penalty=1.3, frequency_penalty=0.01, presence_penalty=0.2,
     )  # fmt: skip
@@ -121,26 +121,26 @@ def test_long_histories_and_a_large_vocabulary(library: Library) -> None:
 @pytest.mark.parametrize(
     ("rules", "history", "banned"),
     [
-        (Processing(no_repeat_ngram_size=1), [3, 5], {3, 5}),
-        (Processing(no_repeat_ngram_size=2), [3], set()),
-        (Processing(no_repeat_ngram_size=2), [3, 3], {3}),
-        (Processing(no_repeat_ngram_size=3), [1, 2], set()),
-        (Processing(no_repeat_ngram_size=3), [1, 2, 3, 1, 2], {3}),
-        (Processing(no_repeat_ngram_size=4), [1, 1, 1, 1], {1}),
-        (Processing(no_repeat_ngram_size=9), [1, 2, 3], set()),
-        (Processing(no_repeat_ngram_size=7), [0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0], {0, 1}),
-        (Processing(bad_words=((4,),)), [1], {4}),
-        (Processing(bad_words=((1, 4),)), [1], {4}),
-        (Processing(bad_words=((1, 1, 4),)), [1], set()),
-        (Processing(bad_words=((2, 1, 4), (1, 5))), [0, 2, 1], {4, 5}),
-        (Processing(bad_words=((2, 1, 4),)), [2, 1, 0], set()),
-        (Processing(allowed_token_ids=(2, 2, 0)), [1], {1, 3, 4, 5, 6}),
-        (Processing(allowed_token_ids=()), [1], set(range(7))),
-        (Processing(allowed_token_ids=(1, 2), bad_words=((1,),), logit_bias=((3, 100.0), (1, 5.0))), [1],
+        (LogitsRules(no_repeat_ngram_size=1), [3, 5], {3, 5}),
+        (LogitsRules(no_repeat_ngram_size=2), [3], set()),
+        (LogitsRules(no_repeat_ngram_size=2), [3, 3], {3}),
+        (LogitsRules(no_repeat_ngram_size=3), [1, 2], set()),
+        (LogitsRules(no_repeat_ngram_size=3), [1, 2, 3, 1, 2], {3}),
+        (LogitsRules(no_repeat_ngram_size=4), [1, 1, 1, 1], {1}),
+        (LogitsRules(no_repeat_ngram_size=9), [1, 2, 3], set()),
+        (LogitsRules(no_repeat_ngram_size=7), [0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0], {0, 1}),
+        (LogitsRules(bad_words=((4,),)), [1], {4}),
+        (LogitsRules(bad_words=((1, 4),)), [1], {4}),
+        (LogitsRules(bad_words=((1, 1, 4),)), [1], set()),
+        (LogitsRules(bad_words=((2, 1, 4), (1, 5))), [0, 2, 1], {4, 5}),
+        (LogitsRules(bad_words=((2, 1, 4),)), [2, 1, 0], set()),
+        (LogitsRules(allowed_token_ids=(2, 2, 0)), [1], {1, 3, 4, 5, 6}),
+        (LogitsRules(allowed_token_ids=()), [1], set(range(7))),
+        (LogitsRules(allowed_token_ids=(1, 2), bad_words=((1,),), logit_bias=((3, 100.0), (1, 5.0))), [1],
          {0, 1, 3, 4, 5, 6}),
     ],
 )  # fmt: skip
-def test_bans(library: Library, rules: Processing, history: list[int], banned: set[int]) -> None:
+def test_bans(library: Library, rules: LogitsRules, history: list[int], banned: set[int]) -> None:
     case = simple_case([history], torch.ones(1, 7), rules)
     for backend in (native(library), torch_backend()):
         out = case.process(backend)[0]
@@ -153,28 +153,28 @@ def test_ngrams_of_every_history_of_two_tokens(library: Library, n: int) -> None
     """Histories that overlap with themselves in every way there is."""
     for length in (n, 11):
         histories = [[i >> j & 1 for j in range(length)] for i in range(2**length)]
-        case = simple_case(histories, torch.ones(len(histories), 2), Processing(no_repeat_ngram_size=n))
+        case = simple_case(histories, torch.ones(len(histories), 2), LogitsRules(no_repeat_ngram_size=n))
         expected = case.expected()
         for backend in (native(library), torch_backend()):
             assert calls.same_bits(case.process(backend), expected)
 
 
 def test_penalties_follow_the_sign_and_the_count(library: Library) -> None:
-    rules = Processing(repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25)
+    rules = LogitsRules(repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25)
     case = simple_case([[0, 1, 1, 2, 2, 2]], torch.tensor([[4.0, 4.0, -4.0, 4.0]]), rules, prompt=2)
     for backend in (native(library), torch_backend()):
         assert case.process(backend)[0].tolist() == [2.0, 2.0 - 0.5 - 0.25, -8.0 - 1.5 - 0.25, 4.0]
 
 
 def test_prompt_may_be_longer_than_what_a_row_sees(library: Library) -> None:
-    case = simple_case([[1, 2]], torch.ones(1, 4), Processing(frequency_penalty=1.0), prompt=9)
+    case = simple_case([[1, 2]], torch.ones(1, 4), LogitsRules(frequency_penalty=1.0), prompt=9)
     for backend in (native(library), torch_backend()):
         assert case.process(backend).tolist() == [[1.0] * 4]
 
 
 def test_unknown_tokens_of_a_history_are_passed_over(library: Library) -> None:
     history = [-1, 2, 7, 2**31 - 1, -(2**31), 2, 7]
-    rules = Processing(no_repeat_ngram_size=1, repetition_penalty=2.0, frequency_penalty=1.0, presence_penalty=1.0)
+    rules = LogitsRules(no_repeat_ngram_size=1, repetition_penalty=2.0, frequency_penalty=1.0, presence_penalty=1.0)
     case = simple_case([history, [3]], torch.ones(2, 7), rules)
     for backend in (native(library), torch_backend()):
         out = case.process(backend)
@@ -185,7 +185,7 @@ def test_unknown_tokens_of_a_history_are_passed_over(library: Library) -> None:
 @pytest.mark.parametrize("vocab", [1, 63, 64, 1000])
 def test_a_row_without_any_token_left_is_still_read_out(library: Library, vocab: int) -> None:
     """The lowest id, and no NaN."""
-    case = simple_case([[0]] * 3, calls.normal(3, vocab, seed=1), Processing(allowed_token_ids=()))
+    case = simple_case([[0]] * 3, calls.normal(3, vocab, seed=1), LogitsRules(allowed_token_ids=()))
     rows = np.arange(3, dtype=np.int32)
     draws = calls.draws(5, row=[0, 0, 1, 2, 2], temperature=[0, 1, 0.5, 1, 1], top_p=[1, 1, 1, 0.9, 1])
     draws["top_k"], draws["min_p"] = [0, 0, 1, 0, 0], [0, 0, 0, 0, 0.1]
@@ -203,7 +203,9 @@ def test_a_row_without_any_token_left_is_still_read_out(library: Library, vocab:
 # ---- transformers
 
 
-def against_transformers(library: Library, rules: Processing, processor: Callable[..., torch.Tensor], low: int) -> None:
+def against_transformers(
+    library: Library, rules: LogitsRules, processor: Callable[..., torch.Tensor], low: int
+) -> None:
     rng, vocab = np.random.default_rng(3), 20
     for length in (low, low + 1, 12, 70):
         history = rng.integers(0, vocab if length < 70 else 5, (6, length))
@@ -217,32 +219,32 @@ def against_transformers(library: Library, rules: Processing, processor: Callabl
 @pytest.mark.parametrize("penalty", [0.7, 1.0, 1.3])
 def test_repetition_penalty_is_that_of_transformers(library: Library, penalty: float) -> None:
     processor = transformers.RepetitionPenaltyLogitsProcessor(penalty)
-    against_transformers(library, Processing(repetition_penalty=penalty), processor, 1)
+    against_transformers(library, LogitsRules(repetition_penalty=penalty), processor, 1)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_ngrams_are_those_of_transformers(library: Library, n: int) -> None:
     processor = transformers.NoRepeatNGramLogitsProcessor(n)
-    against_transformers(library, Processing(no_repeat_ngram_size=n), processor, 1)
+    against_transformers(library, LogitsRules(no_repeat_ngram_size=n), processor, 1)
 
 
 def test_bad_words_are_those_of_transformers(library: Library) -> None:
     """From three tokens on: transformers passes over a word longer than the history even if its prefix is all of it."""
     words = ((4,), (1, 2), (2, 1), (3, 3), (0, 1, 2), (4, 4, 4))
     processor = transformers.NoBadWordsLogitsProcessor([list(word) for word in words])
-    against_transformers(library, Processing(bad_words=words), processor, 3)
+    against_transformers(library, LogitsRules(bad_words=words), processor, 3)
 
 
 def test_biases_are_those_of_transformers(library: Library) -> None:
     biases = ((0, 2.5), (7, -3.1), (19, 1e-3))
     processor = transformers.SequenceBiasLogitsProcessor([[[token], bias] for token, bias in biases])
-    against_transformers(library, Processing(logit_bias=biases), processor, 1)
+    against_transformers(library, LogitsRules(logit_bias=biases), processor, 1)
 
 
 def test_allowed_tokens_are_those_of_transformers(library: Library) -> None:
     allowed = (3, 11, 4)
     processor = transformers.PrefixConstrainedLogitsProcessor(lambda *_: list(allowed), num_beams=1)
-    against_transformers(library, Processing(allowed_token_ids=allowed), processor, 1)
+    against_transformers(library, LogitsRules(allowed_token_ids=allowed), processor, 1)
 
 
 # ---- what is refused
@@ -251,20 +253,20 @@ def test_allowed_tokens_are_those_of_transformers(library: Library) -> None:
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        (Processing(allowed_token_ids=(3, 7)), "allowed_token_ids is 7: its token ids must be from 0 to 6"),
-        (Processing(bad_words=((3,), (2, -1))), "bad_words is -1: its token ids"),
-        (Processing(bad_words=((3,), ())), r"bad_words is \(\): each must have one token or more"),
-        (Processing(logit_bias=((2**40, 1.0),)), "logit_bias is 1099511627776: its token ids"),
-        (Processing(logit_bias=((1, 1.0), (1, 2.0))), "logit_bias is .*: each token id must stand there once"),
-        (Processing(logit_bias=((1, 1e40),)), r"logit_bias is 1e\+40: must be finite in fp32"),
-        (Processing(repetition_penalty=0.0), "repetition_penalty is 0.0: must be above 0 in fp32"),
-        (Processing(repetition_penalty=1e-60), "repetition_penalty is 1e-60: must be above 0 in fp32"),
-        (Processing(frequency_penalty=float("inf")), "frequency_penalty is inf: must be finite"),
-        (Processing(presence_penalty=float("nan")), "presence_penalty is nan: must be finite"),
-        (Processing(no_repeat_ngram_size=-2), "no_repeat_ngram_size is -2: must be from 0"),
+        (LogitsRules(allowed_token_ids=(3, 7)), "allowed_token_ids is 7: its token ids must be from 0 to 6"),
+        (LogitsRules(bad_words=((3,), (2, -1))), "bad_words is -1: its token ids"),
+        (LogitsRules(bad_words=((3,), ())), r"bad_words is \(\): each must have one token or more"),
+        (LogitsRules(logit_bias=((2**40, 1.0),)), "logit_bias is 1099511627776: its token ids"),
+        (LogitsRules(logit_bias=((1, 1.0), (1, 2.0))), "logit_bias is .*: each token id must stand there once"),
+        (LogitsRules(logit_bias=((1, 1e40),)), r"logit_bias is 1e\+40: must be finite in fp32"),
+        (LogitsRules(repetition_penalty=0.0), "repetition_penalty is 0.0: must be above 0 in fp32"),
+        (LogitsRules(repetition_penalty=1e-60), "repetition_penalty is 1e-60: must be above 0 in fp32"),
+        (LogitsRules(frequency_penalty=float("inf")), "frequency_penalty is inf: must be finite"),
+        (LogitsRules(presence_penalty=float("nan")), "presence_penalty is nan: must be finite"),
+        (LogitsRules(no_repeat_ngram_size=-2), "no_repeat_ngram_size is -2: must be from 0"),
     ],
 )
-def test_rules_without_a_meaning_are_named(library: Library, rules: Processing, message: str) -> None:
+def test_rules_without_a_meaning_are_named(library: Library, rules: LogitsRules, message: str) -> None:
     case = simple_case([[1]], torch.ones(1, 7), rules)
     for backend in (native(library), torch_backend()):
         with pytest.raises(InvalidArgument, match=f"^{message}"):
@@ -327,7 +329,7 @@ def test_an_invalid_record_is_named(library: Library, fields: dict[str, object],
 
 def test_rules_are_made_once_when_a_row_first_names_them() -> None:
     table = RuleTable(torch_backend(), 7)
-    table.told |= {5: Processing(bad_words=((3,), (9,))), 2**40: Processing(repetition_penalty=0.0)}
+    table.told |= {5: LogitsRules(bad_words=((3,), (9,))), 2**40: LogitsRules(repetition_penalty=0.0)}
     assert not table, "nothing is made before somebody asks"
     assert table[5].word_tokens.tolist() == [3], "of a word that the model does not know nothing is left"
     assert table[5] is table[5] and list(table) == [5]

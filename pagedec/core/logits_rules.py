@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
-class Processing:
+class LogitsRules:
     """A request's rules, applied in the order of the fields to every row that it reads out.
 
     A row's history is the tokens that it sees, itself included: those of its branch and, in a draft, its ancestors'.
@@ -28,7 +28,7 @@ class Processing:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
 
-    def within(self, vocab_size: int) -> Processing:
+    def within(self, vocab_size: int) -> LogitsRules:
         """The rules without what they say of token ids from `vocab_size` on; itself if that is nothing."""
         allowed = self.allowed_token_ids
         known = replace(
@@ -40,4 +40,4 @@ class Processing:
         return self if known == self else known
 
 
-NO_PROCESSING = Processing()
+NO_RULES = LogitsRules()
