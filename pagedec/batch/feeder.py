@@ -78,7 +78,7 @@ class Feeder(Generic[K]):
 
     def take(self, group: _Group[K], job: Job, result: FinishedRequest) -> None:
         """One request has ended."""
-        group.outputs[job.request_id] = self.llm.answers.request(job, result)
+        group.outputs[job.request_id] = self.llm.writer.request(job, result)
         outputs = [output for output in group.outputs.values() if output is not None]
         if len(outputs) == len(group.outputs) and self._forget(group):
             self._complete.append((group.key, outputs))

@@ -105,7 +105,7 @@ class Drafting:
         row = builder.add(table, start, tokens, history.token[branch.tip])
         work = Work(request, branch, table, start, count)
         if caught_up:
-            rule_id = -1 if request.processing is NO_RULES else request.arrival
+            rule_id = -1 if request.rules is NO_RULES else request.arrival
             work.roll = builder.roll(table, row, length, roll, rule_id, branch.prompt_length)
         rows.plan.works.append(work)
         rows.draft_left -= max(1, count)

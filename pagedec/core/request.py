@@ -61,7 +61,7 @@ class Request:
     prompt_length: int
     plain: Sampler | None = None
     """The decoder's sampler if it does nothing but sample: its steps need no queries."""
-    processing: LogitsRules = NO_RULES
+    rules: LogitsRules = NO_RULES
     reports: Reports | None = None
     """None: it reports nothing."""
     records: dict[int, bytes] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Request:
     @property
     def marks_rows(self) -> bool:
         """Its read-out rows are processed or reported."""
-        return self.reports is not None or self.processing is not NO_RULES
+        return self.reports is not None or self.rules is not NO_RULES
 
     def awaits_prompt_report(self, branch: Branch) -> bool:
         """Rows of the prompt that the branch still has must run, even where their KV could be found."""

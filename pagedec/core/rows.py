@@ -85,7 +85,7 @@ class Rows:
     def mark(self, work: Work, read: dict[int, int]) -> None:
         """Have a work's read-out rows processed and reported as its request says; `read` maps nodes to them."""
         request, target = work.request, self.target
-        if request.processing is not NO_RULES:
+        if request.rules is not NO_RULES:
             target.process(read.values(), request.arrival, work.branch.prompt_length)
         if request.reports is not None and request.reports.reporting.num_logprobs is not None:
             num_top = request.reports.reporting.num_logprobs

@@ -61,7 +61,7 @@ class Scheduler:
         priority: int = 0,
         salt: str = "",
         eos_token_ids: tuple[int, ...] | None = None,
-        processing: LogitsRules = NO_RULES,
+        rules: LogitsRules = NO_RULES,
         reporting: Reporting = NO_REPORTING,
     ) -> Request:
         """A request for `add`, with everything checked. Changes nothing. Raises `InvalidArgument` if it could not run alone, and what
@@ -69,7 +69,7 @@ class Scheduler:
 
         `limit` is the longest sequence it may reach, by default the prompt and `stopping.max_tokens`. Prefix cache blocks are
         shared only among requests of the same `salt`. `eos_token_ids` is what the decoder is told; by default, the stopping's.
-        `processing` is done to the logits of each row that is read out for the decoder, `reporting` says what is kept of them.
+        `rules` are what is done to the logits of each row that is read out for the decoder, `reporting` says what is kept of them.
         """
         limits = self.limits
         limit = check_prompt(limits, prompt, stopping, limit)
@@ -85,7 +85,7 @@ class Scheduler:
         plain = getattr(decoder, "plain_sampler", None) if limits.array_settle else None
         return Request(
             request_id, decoder, history, [root], stopping, limit, priority, -1, len(prompt), plain,
-            NO_RULES if processing == NO_RULES else processing,
+            NO_RULES if rules == NO_RULES else rules,
             None if reporting == NO_REPORTING else Reports(reporting),
         )  # fmt: skip
 
@@ -99,8 +99,8 @@ class Scheduler:
         self._num_arrivals += 1
         insort(self.requests, request, key=order_of)
         self._by_id[request.id] = request
-        if request.processing is not NO_RULES:
-            self.rules[request.arrival] = request.processing
+        if request.rules is not NO_RULES:
+            self.rules[request.arrival] = request.rules
 
     def get(self, request_id: str) -> Request:
         """The running request of this id."""

@@ -38,7 +38,7 @@ class ModelLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Completion:
     """One finished answer. `token_ids` include the stop token, and all tokens of a stop string; `score` is the decoder's own.
 
     The text of the tokens has `excess_bytes` behind the end of `stop_string`. `logprobs` has an entry for each token, None for
@@ -47,7 +47,7 @@ class Answer:
 
     token_ids: list[int]
     finish_reason: str
-    stop_token_id: int | None
+    stop_token: int | None
     score: float
     stop_string: str | None = None
     excess_bytes: int = 0
@@ -62,7 +62,7 @@ class FinishedRequest:
     comes before the first token."""
 
     request: Request
-    answers: list[Answer]
+    answers: list[Completion]
     metrics: RequestMetrics
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
@@ -122,7 +122,7 @@ class Engine:
         request = self.scheduler.admit(
             request_id, lambda context: make_decoder(seeded, context), prompt, options.stopping, limit,
             priority=priority, salt=cache_salt, eos_token_ids=limits.eos_token_ids,
-            processing=options.processing, reporting=options.reporting,
+            rules=options.rules, reporting=options.reporting,
         )  # fmt: skip
         request.limited_by = limited_by
         if params.seed is None:
@@ -288,10 +288,10 @@ class Engine:
         return FinishedRequest(request, answers, metrics, reports.prompt if reports and asked else None)
 
 
-def answer_of(request: Request, hypothesis: Hypothesis) -> Answer:
+def answer_of(request: Request, hypothesis: Hypothesis) -> Completion:
     """One finished answer of a request, others may still run."""
     logprobs = answer_reports(request, hypothesis)
-    return Answer(
+    return Completion(
         request.output(hypothesis),
         hypothesis.reason,
         hypothesis.stop_token,

@@ -38,7 +38,7 @@ class Options:
     """One request's rules."""
 
     stopping: Stopping
-    processing: LogitsRules
+    rules: LogitsRules
     reporting: Reporting
 
 
@@ -48,9 +48,9 @@ def read_options(
     """The rules that `params` ask for. Raises `InvalidArgument` for ids that the model does not know, for text without a
     vocabulary, and for rules that leave nothing to draw."""
     stopping = _stopping(params, vocab_size, eos_token_ids, vocabulary)
-    processing = _processing(params, vocab_size, vocabulary)
-    _check_something_is_left(stopping, processing, vocab_size)
-    return Options(stopping, processing, _reporting(params, vocab_size))
+    rules = _rules(params, vocab_size, vocabulary)
+    _check_something_is_left(stopping, rules, vocab_size)
+    return Options(stopping, rules, _reporting(params, vocab_size))
 
 
 def _stopping(params: RequestParams, vocab_size: int, eos: tuple[int, ...], vocabulary: Vocabulary | None) -> Stopping:
@@ -76,7 +76,7 @@ def _stopping(params: RequestParams, vocab_size: int, eos: tuple[int, ...], voca
     )
 
 
-def _processing(params: RequestParams, vocab_size: int, vocabulary: Vocabulary | None) -> LogitsRules:
+def _rules(params: RequestParams, vocab_size: int, vocabulary: Vocabulary | None) -> LogitsRules:
     allowed = params.allowed_token_ids
     if allowed is not None:
         allowed = tuple(sorted(set(_token_ids("allowed_token_ids", allowed, vocab_size))))
@@ -91,7 +91,7 @@ def _processing(params: RequestParams, vocab_size: int, vocabulary: Vocabulary |
     size = params.no_repeat_ngram_size
     if not 0 <= size <= MAX_INT32:
         raise InvalidArgument("no_repeat_ngram_size", size, f"must be from 0 to {MAX_INT32}")
-    processing = LogitsRules(
+    rules = LogitsRules(
         allowed,
         bad_word_ids(words, vocab_size, vocabulary) if words else (),
         tuple(sorted((int(token), _finite("logit_bias", number)) for token, number in bias.items())),
@@ -100,7 +100,7 @@ def _processing(params: RequestParams, vocab_size: int, vocabulary: Vocabulary |
         _finite("frequency_penalty", params.frequency_penalty),
         _finite("presence_penalty", params.presence_penalty),
     )
-    return NO_RULES if processing == NO_RULES else processing
+    return NO_RULES if rules == NO_RULES else rules
 
 
 def bad_word_ids(words: Sequence[str], vocab_size: int, vocabulary: Vocabulary | None) -> tuple[tuple[int, ...], ...]:
@@ -154,11 +154,11 @@ def check_reports(
         raise InvalidArgument(field, getattr(params, field), limit_text)
 
 
-def _check_something_is_left(stopping: Stopping, processing: LogitsRules, vocab_size: int) -> None:
+def _check_something_is_left(stopping: Stopping, rules: LogitsRules, vocab_size: int) -> None:
     """Rules that do not depend on the text must leave a token that may be drawn."""
     early = stopping.stops if stopping.min_tokens else frozenset()
-    single = {word[0] for word in processing.bad_words if len(word) == 1}
-    allowed = processing.allowed_token_ids
+    single = {word[0] for word in rules.bad_words if len(word) == 1}
+    allowed = rules.allowed_token_ids
     left = vocab_size - len(early | single) if allowed is None else len(set(allowed) - early - single)
     if left > 0:
         return

@@ -115,7 +115,7 @@ class AsyncLLM(Front):
 
     async def _stream(self, prepared: list[Prepared]) -> AsyncGenerator[RequestOutput, None]:
         job, request = prepared.pop()
-        reader = Reader(self._mailbox(), Stream(job, self.answers))
+        reader = Reader(self._mailbox(), Stream(job, self.writer))
         if self._readers.setdefault(job.request_id, reader) is not reader:
             raise InvalidArgument("request_id", job.request_id, "must not be the id of a request that still runs")
         try:

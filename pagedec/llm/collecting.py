@@ -13,8 +13,8 @@ from pagedec.core.logprobs import TokenLogprobs
 from pagedec.core.request import Finished
 from pagedec.engine.engine import FinishedRequest
 from pagedec.errors import RequestError, RequestsFailed
-from pagedec.llm.answers import Answers
 from pagedec.llm.prompts import Job
+from pagedec.llm.writer import Writer
 from pagedec.outputs import RequestOutput
 
 REFRESH_SECONDS = 0.2
@@ -25,9 +25,9 @@ class Collection:
     """The jobs of one call. Texts are made by `texts`, apart from whoever steps the engine."""
 
     def __init__(
-        self, jobs: Sequence[Job], answers: Answers, texts: Executor, use_tqdm: bool | Callable[..., Any]
+        self, jobs: Sequence[Job], writer: Writer, texts: Executor, use_tqdm: bool | Callable[..., Any]
     ) -> None:
-        self.jobs, self.answers, self.texts = jobs, answers, texts
+        self.jobs, self.writer, self.texts = jobs, writer, texts
         self._left = {job.request_id for job in jobs}
         self.outputs: dict[str, Future[RequestOutput]] = {}
         self.errors: dict[str, RequestError] = {}
@@ -107,7 +107,7 @@ class Collected:
 
     def finished(self, result: FinishedRequest) -> None:
         collection, job = self._collection, self._job
-        collection.outputs[job.request_id] = collection.texts.submit(collection.answers.request, job, result)
+        collection.outputs[job.request_id] = collection.texts.submit(collection.writer.request, job, result)
         collection.count(result.metrics.num_output_tokens - self._streamed)  # gangs have none before their end
         collection.over(job)
 

@@ -15,13 +15,13 @@ from pagedec.engine.engine import Engine
 from pagedec.engine.loop import EngineLoop
 from pagedec.errors import AbsentFeature, InvalidArgument, NotFound, Shown
 from pagedec.inputs import Prompt
-from pagedec.llm.answers import Answers
 from pagedec.llm.arguments import EngineArgs, signed
 from pagedec.llm.compatibility import translated
 from pagedec.llm.defaults import sampling_defaults
 from pagedec.llm.fetching import fetched
 from pagedec.llm.of_vllm import ABSENT
 from pagedec.llm.prompts import Job, Prepared, as_conversations, as_priorities, read_prompt, read_salt
+from pagedec.llm.writer import Writer
 from pagedec.params import RequestParams, SamplingParams
 from pagedec.runtime.pool import KvPool
 from pagedec.text.chat import Conversation
@@ -43,7 +43,7 @@ class Front:
         self._defaults = sampling_defaults(local.model)
         self.engine: Engine
         self.engine, self.tokenizer = load_engine(local)
-        self.answers = Answers(self.tokenizer, self.engine.limits.eos_token_ids)
+        self.writer = Writer(self.tokenizer, self.engine.limits.eos_token_ids)
         self.loop = EngineLoop(self.engine)
         self._num_requests = 0
         self._admitting = threading.Lock()

@@ -108,7 +108,7 @@ class LLM(Front):
 
     def _stream(self, prepared: list[Prepared]) -> Generator[RequestOutput, None, None]:
         job, request = prepared.pop()
-        stream = Stream(job, self.answers)
+        stream = Stream(job, self.writer)
         self.loop.submit(request, stream)
         del request  # the loop's now
         try:
@@ -128,7 +128,7 @@ class LLM(Front):
         jobs = [job for job, _ in prepared]
         # a thread of this call alone: one kept from call to call would not be there in a forked child
         with ThreadPoolExecutor(1, thread_name_prefix="pagedec-text") as texts:
-            collection = Collection(jobs, self.answers, texts, use_tqdm)
+            collection = Collection(jobs, self.writer, texts, use_tqdm)
             try:
                 prepared.reverse()
                 while prepared:

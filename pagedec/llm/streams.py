@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from pagedec.core.logprobs import TokenLogprobs
 from pagedec.core.request import Finished
-from pagedec.engine.engine import Answer, FinishedRequest, answer_of
+from pagedec.engine.engine import Completion, FinishedRequest, answer_of
 from pagedec.errors import RequestError
-from pagedec.llm.answers import Answers
 from pagedec.llm.prompts import Job
+from pagedec.llm.writer import Writer
 from pagedec.outputs import CompletionOutput, Logprob, RequestOutput
 from pagedec.params import RequestOutputKind
 from pagedec.text.streaming import TextStream
@@ -26,13 +26,13 @@ class Stream:
     there. Text never ends within a character, nor with what may be the beginning of a stop string.
     """
 
-    def __init__(self, job: Job, answers: Answers) -> None:
-        self.job, self.answers = job, answers
+    def __init__(self, job: Job, writer: Writer) -> None:
+        self.job, self.writer = job, writer
         self.notify: Callable[[], None] | None = None
         self._is_final_only = job.params.output_kind is RequestOutputKind.FINAL_ONLY
         self.is_over = False
         """Nothing more will come; what has come may still be unread."""
-        self._news: deque[_Tokens | tuple[int, Answer] | FinishedRequest | RequestError | None] = deque()
+        self._news: deque[_Tokens | tuple[int, Completion] | FinishedRequest | RequestError | None] = deque()
         self._grown: dict[int, _Growing] = {}
 
     # ---- the engine's side
@@ -50,7 +50,9 @@ class Stream:
         self.is_over = True
         self._put(error)
 
-    def _put(self, news: _Tokens | tuple[int, Answer] | FinishedRequest | RequestError, is_quiet: bool = False) -> None:
+    def _put(
+        self, news: _Tokens | tuple[int, Completion] | FinishedRequest | RequestError, is_quiet: bool = False
+    ) -> None:
         self._news.append(news)
         if self.notify is not None and not is_quiet:
             self.notify()
@@ -75,7 +77,7 @@ class Stream:
         while self._news and failure is None:
             news = self._news.popleft()
             if isinstance(news, FinishedRequest):
-                final = self.answers.request(job, news)
+                final = self.writer.request(job, news)
                 if is_delta:
                     final = replace(
                         final, outputs=[self._growing(answer.index).rest(answer) for answer in final.outputs]
@@ -90,9 +92,9 @@ class Stream:
                 return
             growing = touched[news[0]] = self._growing(news[0])
             if len(news) == 2:
-                growing.end(self.answers.completion(*news, job.params))
+                growing.end(self.writer.completion(*news, job.params))
             else:
-                growing.push(news[1], self.answers.logprobs(news[2]))
+                growing.push(news[1], self.writer.logprobs(news[2]))
         if touched and not self._is_final_only:
             shown = sorted((touched if is_delta else self._grown).items())
             parts = [growing.rest(growing.so_far) if is_delta else growing.so_far for _, growing in shown]
@@ -115,7 +117,7 @@ class Stream:
     def _growing(self, rank: int) -> _Growing:
         growing = self._grown.get(rank)
         if growing is None:
-            growing = self._grown[rank] = _Growing(rank, self.answers.stream(self.job.params))
+            growing = self._grown[rank] = _Growing(rank, self.writer.stream(self.job.params))
         return growing
 
 

@@ -62,7 +62,7 @@ class Case:
     def add(self, scheduler: Scheduler, priority: int = 0, salt: str = "") -> Request:
         request = scheduler.admit(
             self.name, lambda context: make_decoder(self.params, context), self.prompt, self.stopping, self.limit,
-            priority=priority, salt=salt, eos_token_ids=self.eos, processing=self.processing, reporting=self.reporting,
+            priority=priority, salt=salt, eos_token_ids=self.eos, rules=self.processing, reporting=self.reporting,
         )  # fmt: skip
         scheduler.add(request)
         return request

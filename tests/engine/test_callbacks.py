@@ -218,14 +218,14 @@ def test_a_text_that_cannot_be_written(tiny: Tiny, expected: list[Tokens], monke
     """It is that request's failure; the call has the others' answers."""
     llm = tiny()
     prompts, params = workload()
-    write = llm.answers.request
+    write = llm.writer.request
 
     def broken(job: Any, finished: Any) -> Any:
         if job.request_id == "3":
             raise UnicodeError("made up")
         return write(job, finished)
 
-    monkeypatch.setattr(llm.answers, "request", broken)
+    monkeypatch.setattr(llm.writer, "request", broken)
     with pytest.raises(RequestsFailed, match="request '3': its text cannot be written: UnicodeError") as caught:
         llm.generate(prompts, params, use_tqdm=False)
     for i, (output, want) in enumerate(zip(caught.value.outputs, expected, strict=True)):

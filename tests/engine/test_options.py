@@ -40,7 +40,7 @@ def read(vocabulary: Vocabulary | None = VOCABULARY, **fields: Any) -> Options:
 def test_parameters_that_say_nothing_cost_nothing() -> None:
     for params in (RequestParams(), SamplingParams()):
         options = read_options(params, 10, (0,), None)
-        assert options.processing is NO_RULES and options.reporting is NO_REPORTING
+        assert options.rules is NO_RULES and options.reporting is NO_REPORTING
         assert options.stopping.strings is None and options.stopping.ends == (0,)
 
 
@@ -48,7 +48,7 @@ def test_every_rule_has_its_place() -> None:
     processing = read(
         allowed_token_ids=[5, 1, 5], bad_words=["xyz"], logit_bias={3: 1, 2: -0.5}, no_repeat_ngram_size=2,
         repetition_penalty=1.5, frequency_penalty=0.25, presence_penalty=-1,
-    ).processing  # fmt: skip
+    ).rules  # fmt: skip
     assert processing == LogitsRules((1, 5), ((4, 5), (6, 5)), ((2, -0.5), (3, 1.0)), 2, 1.5, 0.25, -1.0)
 
 
@@ -58,7 +58,7 @@ def test_bad_words_begin_a_text_or_follow_a_space() -> None:
         (["a"], ((1,), (2,))), ([" a"], ((1,), (2,))), (["b"], ((3,),)), (["same"], ((7,),)),
         (["xyz", "a", "a"], ((4, 5), (6, 5), (1,), (2,))),
     ):  # fmt: skip
-        assert read(bad_words=words).processing.bad_words == want
+        assert read(bad_words=words).rules.bad_words == want
 
 
 def test_stop_strings_are_made_of_the_vocabularys_bytes() -> None:

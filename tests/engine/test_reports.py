@@ -157,7 +157,7 @@ def test_an_answer_says_where_its_stop_string_ended(tiny: Tiny) -> None:
     add(engine, "a", PROMPT, plain.clone(stop=["never", stop], logprobs=0))
     [answer] = drain(engine, seen)["a"].answers
     text = "".join(f"{token};" for token in answer.token_ids)
-    assert answer.finish_reason == "stop" and answer.stop_token_id is None and answer.stop_string == stop
+    assert answer.finish_reason == "stop" and answer.stop_token is None and answer.stop_string == stop
     assert text[: len(text) - answer.excess_bytes].endswith(stop)
     assert text.find(stop) + len(stop) == len(text) - answer.excess_bytes
     assert (

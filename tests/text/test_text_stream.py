@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from pagedec.core.stop_strings import StopStrings
 from pagedec.core.stopping import Stopping
-from pagedec.engine.engine import Answer
-from pagedec.llm.answers import Answers
+from pagedec.engine.engine import Completion
+from pagedec.llm.writer import Writer
 from pagedec.params import SamplingParams
 from pagedec.text.byte_table import ByteTable
 from pagedec.text.streaming import TextStream
@@ -47,7 +47,7 @@ STOPS = [
 ]
 
 
-def stopped(token_ids: list[int], params: SamplingParams, table: ByteTable) -> Answer:
+def stopped(token_ids: list[int], params: SamplingParams, table: ByteTable) -> Completion:
     """What the engine answers with these tokens drawn."""
     silent = table.special_ids if params.skip_special_tokens else frozenset()
     strings = StopStrings(tuple(params.stop)) if params.stop else None
@@ -55,7 +55,7 @@ def stopped(token_ids: list[int], params: SamplingParams, table: ByteTable) -> A
         (), tuple(params.stop_token_ids), params.min_tokens, strings=strings, pieces=table.pieces, silent=silent
     )
     cut = stopping.cut(stopping.start, token_ids)
-    return Answer(list(cut.tokens), cut.reason or "length", cut.stop_token, 0.0, cut.stop_string, cut.excess_bytes)
+    return Completion(list(cut.tokens), cut.reason or "length", cut.stop_token, 0.0, cut.stop_string, cut.excess_bytes)
 
 
 class Table:
@@ -67,11 +67,11 @@ class Table:
 
 def check(token_ids: list[int], params: SamplingParams, table: ByteTable, cuts: list[int]) -> None:
     answer = stopped(token_ids, params, table)
-    answers = Answers(Table(table), ())  # type: ignore[arg-type]
+    answers = Writer(Table(table), ())  # type: ignore[arg-type]
     final = answers.text(answer, params)
     stream = answers.stream(params)
     assert stream is not None
-    shown = answer.token_ids[:-1] if answer.stop_token_id is not None else answer.token_ids
+    shown = answer.token_ids[:-1] if answer.stop_token is not None else answer.token_ids
     text, at = "", 0
     for cut in [*sorted(cut for cut in cuts if cut < len(shown)), len(shown)]:
         text, at = text + stream.push(shown[at:cut]), cut

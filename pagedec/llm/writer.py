@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 
 from pagedec.core.logprobs import TokenLogprobs
-from pagedec.engine.engine import Answer, FinishedRequest
+from pagedec.engine.engine import Completion, FinishedRequest
 from pagedec.llm.prompts import Job
 from pagedec.outputs import CompletionOutput, Logprob, RequestOutput
 from pagedec.params import RequestParams
@@ -14,7 +14,7 @@ from pagedec.text.streaming import TextStream
 from pagedec.text.tokenizer import Tokenizer
 
 
-class Answers:
+class Writer:
     """Writes outputs with a model's vocabulary; without a tokenizer their texts are empty."""
 
     def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> None:
@@ -33,11 +33,11 @@ class Answers:
             prompt_logprobs=self.logprobs(finished.prompt_logprobs),
         )
 
-    def completion(self, index: int, answer: Answer, params: RequestParams) -> CompletionOutput:
+    def completion(self, index: int, answer: Completion, params: RequestParams) -> CompletionOutput:
         """One finished answer."""
         stop_reason: int | str | None = answer.stop_string
-        if stop_reason is None and not self._is_end(answer.stop_token_id, params):
-            stop_reason = answer.stop_token_id
+        if stop_reason is None and not self._is_end(answer.stop_token, params):
+            stop_reason = answer.stop_token
         return CompletionOutput(
             index=index,
             text=self.text(answer, params),
@@ -49,12 +49,12 @@ class Answers:
             limited_by=answer.limited_by,
         )
 
-    def text(self, answer: Answer, params: RequestParams) -> str:
+    def text(self, answer: Completion, params: RequestParams) -> str:
         """An answer's text, without what ended it unless that is asked for."""
         if self.tokenizer is None or not params.detokenize:
             return ""
         include = params.include_stop_str_in_output
-        token_ids = answer.token_ids if include or answer.stop_token_id is None else answer.token_ids[:-1]
+        token_ids = answer.token_ids if include or answer.stop_token is None else answer.token_ids[:-1]
         data = self.tokenizer.byte_table.join(token_ids, params.skip_special_tokens)
         if answer.stop_string is not None:
             behind = answer.excess_bytes + (0 if include else len(answer.stop_string.encode()))
