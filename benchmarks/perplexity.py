@@ -20,7 +20,7 @@ from common import heading, table
 
 from pagedec import LLM
 from pagedec.core.draft import Draft
-from pagedec.core.protocol import Answer, Child, DecoderContext, Hypothesis, LogProbs, Query, Verdict
+from pagedec.core.protocol import Answer, Child, Decoder, DecoderContext, Hypothesis, LogProbs, Query, Verdict
 from pagedec.core.request import Branch
 from pagedec.decoders import decoder
 from pagedec.params import RequestParams
@@ -43,11 +43,9 @@ class Scoring(RequestParams):
 
 
 @decoder("score", params=Scoring)
-class Score:
+class Score(Decoder):
     """Drafts the text itself, a chunk at a time, and accepts all of it."""
 
-    lanes: tuple[str, ...] = ("target",)
-    gang = False
     width = 1
     initial_state = 0  # tokens scored
 

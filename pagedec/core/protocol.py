@@ -199,12 +199,15 @@ class DecoderContext:
 
 
 class Decoder(Protocol):
-    """A decoding algorithm. One instance a request; it holds that request's search state."""
+    """A decoding algorithm. One instance a request; it holds that request's search state. Derive from this."""
 
-    lanes: tuple[str, ...]
+    lanes: tuple[str, ...] = ("target",)
     """("target",), or ("target", "draft") where queries may carry a Roll."""
-    gang: bool
+    gang: bool = False
     """True: all queried branches are evaluated in one step or none, and the decoder ends them itself (beams)."""
+    plain_sampler: Sampler | None = None
+    """Not None: all that it does is to draw one token a step for each stream of each branch's state, with this sampler. Then it may be
+    stepped without being asked."""
     width: int
     """The most branches that live at once. Admission reserves room for a gang of this width, and a wider one fails."""
     initial_state: Any

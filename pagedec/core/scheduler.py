@@ -82,7 +82,7 @@ class Scheduler:
         tip = history.append(0, [int(token) for token in prompt])
         tables = {lane: BlockTable(self.pools[lane]) for lane in decoder.lanes if lane in self.pools}
         root = Branch(tip, tables, decoder.initial_state, stopping.start, len(prompt))
-        plain = getattr(decoder, "plain_sampler", None) if limits.array_settle else None
+        plain = decoder.plain_sampler if limits.array_settle else None
         return Request(
             request_id, decoder, history, [root], stopping, limit, priority, -1, len(prompt), plain,
             NO_RULES if rules == NO_RULES else rules,

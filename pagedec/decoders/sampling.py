@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pagedec.core.draft import EMPTY, Draft
-from pagedec.core.protocol import Answer, Child, DecoderContext, Query, Roll, Sample, Sampler, Verdict
+from pagedec.core.protocol import Answer, Child, Decoder, DecoderContext, Query, Roll, Sample, Sampler, Verdict
 from pagedec.core.request import Branch
 from pagedec.decoders.registry import decoder
 from pagedec.decoders.verify import match
@@ -15,15 +15,12 @@ State = tuple[int, ...]
 
 
 @decoder("sampling", params=SamplingParams)
-class Sampling:
+class Sampling(Decoder):
     """One answer for each stream 0 .. n-1. A branch's state is the streams it stands for: one row draws all their tokens.
 
     Subclasses say what to draft. The target draws its own token at each node and a draft is accepted while it matches, so
     drafting can change the number of steps but never a token.
     """
-
-    lanes: tuple[str, ...] = ("target",)
-    gang = False
 
     def __init__(self, params: SamplingParams, context: DecoderContext) -> None:
         self.context = context
@@ -32,8 +29,7 @@ class Sampling:
         self.initial_state: State = tuple(range(params.n))
         plain = type(self).propose is Sampling.propose and type(self).advance is Sampling.advance
         plain = plain and type(self).draft is Sampling.draft and type(self).learn is Sampling.learn
-        self.plain_sampler = self.sampler if plain else None
-        """What the scheduler needs to know to step this decoder without asking it."""
+        self.plain_sampler = self.sampler if plain else None  # a subclass is asked
 
     def propose(self, branches: Sequence[Branch], room: int) -> Sequence[Query]:
         """Every branch wants to advance."""

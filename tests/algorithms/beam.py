@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from pagedec.core.protocol import Answer, Child, DecoderContext, Hypothesis, Query, TopK, Verdict
+from pagedec.core.protocol import Answer, Child, Decoder, DecoderContext, Hypothesis, Query, TopK, Verdict
 from pagedec.core.request import Branch
 from pagedec.core.stopping import Cut
 from pagedec.decoders import decoder
@@ -46,10 +46,9 @@ class FinishedBeams(Generic[T]):
 
 
 @decoder("test-beam", params=BeamParams)
-class Beam:
+class Beam(Decoder):
     """A beam's state is its rank. Finished beams leave as a tip and an end token, and cost no block while they wait."""
 
-    lanes: tuple[str, ...] = ("target",)
     gang = True
     initial_state = 0
 

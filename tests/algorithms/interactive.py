@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from pagedec.core.protocol import Answer, Child, DecoderContext, Query, Sample, Verdict
+from pagedec.core.protocol import Answer, Child, Decoder, DecoderContext, Query, Sample, Verdict
 from pagedec.core.request import Branch
 from pagedec.decoders import decoder
 from pagedec.decoders.sampling import sampler_of
@@ -49,11 +49,9 @@ class SessionState:
 
 
 @decoder("test-interactive", params=InteractiveParams)
-class Interactive:
+class Interactive(Decoder):
     """Each branch generates while its state says so, else it is idle."""
 
-    lanes: tuple[str, ...] = ("target",)
-    gang = False
     width = 1
     initial_state = SessionState()
 

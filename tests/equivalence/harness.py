@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from pagedec.core.forward import DRAW_DTYPE, LaneForward
-from pagedec.core.protocol import Answer, DecoderContext, Query, Sampler, TopK, Verdict
+from pagedec.core.protocol import Answer, Decoder, DecoderContext, Query, Sampler, TopK, Verdict
 from pagedec.core.request import Branch
 from pagedec.decoders import decoder, make_decoder
 from pagedec.engine.engine import Engine, FinishedRequest
@@ -79,7 +79,7 @@ def traced(inner: Any) -> TracedParams:
 
 
 @decoder("test-traced", params=TracedParams)
-class Traced:
+class Traced(Decoder):
     """Asks for the best log-probabilities as well, and otherwise does what the inner decoder does."""
 
     def __init__(self, params: TracedParams, context: DecoderContext) -> None:
