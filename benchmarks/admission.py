@@ -1,9 +1,11 @@
-"""Who is let in: rows evaluated and tokens a second in pools that are too small, beside letting in everybody whose prompt fits.
+"""Who is let in: rows evaluated and tokens a second in pools that are too small, beside letting in everybody whose
+prompt fits.
 
     python benchmarks/admission.py [--requests 96] [--rounds 3]
 
-Answers' lengths are known to nobody before they end: a decoder ends them. The pool has a half and a quarter of the blocks that all of
-them would like to have at once, as a run with room for everything shows. Rows needed are that run's. Contestants take turns.
+Answers' lengths are known to nobody before they end: a decoder ends them. The pool has a half and a quarter of the
+blocks that all of them would like to have at once, as a run with room for everything shows. Rows needed are that run's.
+Contestants take turns.
 """
 
 from __future__ import annotations

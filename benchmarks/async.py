@@ -2,9 +2,10 @@
 
     python benchmarks/async.py [--streams 256]
 
-Both have the default model in bfloat16 and sample with seeds, so that their answers are equal, which is checked. Every coroutine
-reads its stream to the end, all on one event loop, with text. The ratio is of whole runs: prompts in, last text out. The device's time for
-the same steps drifts by more than what is looked for, so the time outside of it is shown by itself.
+Both have the default model in bfloat16 and sample with seeds, so that their answers are equal, which is checked. Every
+coroutine reads its stream to the end, all on one event loop, with text. The ratio is of whole runs: prompts in, last
+text out. The device's time for the same steps drifts by more than what is looked for, so the time outside of it is
+shown by itself.
 """
 
 from __future__ import annotations

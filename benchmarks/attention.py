@@ -170,11 +170,13 @@ def main() -> None:
     library = load()
     dot = library.functions.pd_probe_dot(int(Dtype.BF16), 0.5)
     print(
-        f"{library.isa}, {library.num_threads} threads, {options.layers} layers, bf16, {Q_HEADS}/{KV_HEADS} heads of {HEAD_DIM}"
+        f"{library.isa}, {library.num_threads} threads, {options.layers} layers, bf16, "
+        f"{Q_HEADS}/{KV_HEADS} heads of {HEAD_DIM}"
     )
     print(f"dot-product bound {dot:.0f} GFLOP/s")
     print(
-        f"{'':20s} {'ours, ms':>24s} {'ours / read':>18s} {'GFLOP/s':>15s} {'torch / ours':>17s} {'self':>18s} {'plan, us':>8s}"
+        f"{'':20s} {'ours, ms':>24s} {'ours / read':>18s} {'GFLOP/s':>15s} {'torch / ours':>17s} {'self':>18s} "
+        f"{'plan, us':>8s}"
     )
     for case in CASES:
         if options.only in case.name:

@@ -2,11 +2,11 @@
 
     python benchmarks/decode.py [--batch 1 8 16 64] [--rounds 31] [--prefill 1024] [--no-transformers] [--no-int8]
 
-One run of "step" is one step of the whole engine (plan, forward, read-out, settle) that gives every sequence of the batch one
-token; "int8" is the same step of an engine with int8 weights and the same prompts, "bf16 / int8" what that gains. Beside it, in
-every round: a plain read of as many bytes as the bf16 step must read (weights and KV), the linear layers alone, ours and torch's
-packed ones, and one decoding step of transformers. The roof is max(read, arithmetic / dot-product rate) of the same round. Host is
-the time of a step outside the device: plan and settle.
+One run of "step" is one step of the whole engine (plan, forward, read-out, settle) that gives every sequence of the
+batch one token; "int8" is the same step of an engine with int8 weights and the same prompts, "bf16 / int8" what that
+gains. Beside it, in every round: a plain read of as many bytes as the bf16 step must read (weights and KV), the linear
+layers alone, ours and torch's packed ones, and one decoding step of transformers. The roof is max(read, arithmetic /
+dot-product rate) of the same round. Host is the time of a step outside the device: plan and settle.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Contest:
         return num_tokens * block_bytes(self.arch, self.cache.block_size, torch.bfloat16) // self.cache.block_size
 
     def flops(self, rows: int, read_rows: int, kv_tokens: int) -> float:
-        """2 for each product: linear layers, the output matrix on the rows read out, attention over `kv_tokens` keys in all."""
+        """2 for each product: linear layers, the output matrix on the rows read out, attention over `kv_tokens` keys in
+        all."""
         head = self.arch.vocab_size * self.arch.hidden_size
         width = self.arch.num_attention_heads * self.arch.head_dim
         body = self.layers.num_products - head

@@ -2,10 +2,10 @@
 
     python benchmarks/gemm.py [--rows 1 2 4 ...] [--rounds 9] [--isa NAME] [--dtype bf16|fp32|int8] [--model smollm2|8b]
 
-One run is all the linear layers of a model's step, in order, as one program. Every round times ours, a plain read of the
-same bytes by every thread, torch's packed linear (mkldnn._linear_pointwise, one pack for all rows), and ours again;
-ratios are taken inside a round. `roof` is what the slower of memory and dot products allows, over what we took. int8 is next to
-torch's bf16, and its roof is bf16's dot products.
+One run is all the linear layers of a model's step, in order, as one program. Every round times ours, a plain read of
+the same bytes by every thread, torch's packed linear (mkldnn._linear_pointwise, one pack for all rows), and ours again;
+ratios are taken inside a round. `roof` is what the slower of memory and dot products allows, over what we took. int8 is
+next to torch's bf16, and its roof is bf16's dot products.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def main() -> None:
     heading(f"Linear layers: {arguments.model}, {len(layers.shapes)} layers, {arguments.dtype}, {library.isa}")
     dot_rate = max(library.functions.pd_probe_dot(int(layers.code), 0.2) for _ in range(5))
     print(
-        f"{layers.num_bytes / 1e6:.0f} MB of weights, {library.num_threads} threads, dot products {dot_rate:.0f} GFLOP/s\n"
+        f"{layers.num_bytes / 1e6:.0f} MB of weights, {library.num_threads} threads, "
+        f"dot products {dot_rate:.0f} GFLOP/s\n"
     )
     columns = ["rows", "ms", "GB/s", "read GB/s", "GFLOP/s", "roof", "torch / ours", "ours / ours"]
     table(columns, [report(layers, rows, arguments.rounds, dot_rate) for rows in arguments.rows])

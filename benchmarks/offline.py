@@ -1,11 +1,13 @@
-"""A mixed offline job next to transformers: many prompts and answers of very different lengths, tokens a second, and KV use over time.
+"""A mixed offline job next to transformers: many prompts and answers of very different lengths, tokens a second, and KV
+use over time.
 
     python benchmarks/offline.py [--text FILE] [--prompts 256] [--rounds 4] [--peer-batch 16] [--no-transformers]
 
-The job is dealt out to `--rounds` parts alike; in each round both contestants do the same part, one after the other. Both are
-greedy, ignore the end token and write exactly the tokens asked for, so that both do the same work. transformers gets what suits its
-static batches best: requests sorted by the length of their answers, so that a batch wastes few steps, padded on the left. Tokens of a
-batch behind a request's own length are not counted. Start-up is not timed.
+The job is dealt out to `--rounds` parts alike; in each round both contestants do the same part, one after the other.
+Both are greedy, ignore the end token and write exactly the tokens asked for, so that both do the same work.
+transformers gets what suits its static batches best: requests sorted by the length of their answers, so that a batch
+wastes few steps, padded on the left. Tokens of a batch behind a request's own length are not counted. Start-up is not
+timed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""What int8 weights cost in quality: perplexity of the same text in float32, bfloat16 and int8, and the ratio to bfloat16.
+"""What int8 weights cost in quality: perplexity of the same text in float32, bfloat16 and int8, and the ratio to
+bfloat16.
 
     python benchmarks/perplexity.py TEXT [--tokens 16384] [--window 1024] [--model smollm2]
 
-The text is cut into windows of the context, one behind the other without overlap; in each, every token but the first is scored given
-those before it. Scored through the engine: a small decoder drafts what the text says, and reads the log-probability of each drafted
-token at the node before it.
+The text is cut into windows of the context, one behind the other without overlap; in each, every token but the first is
+scored given those before it. Scored through the engine: a small decoder drafts what the text says, and reads the
+log-probability of each drafted token at the node before it.
 """
 
 from __future__ import annotations

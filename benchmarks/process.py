@@ -2,9 +2,9 @@
 
     python benchmarks/process.py [--rows 64] [--history 1000]
 
-Both decode one token of each request a step, greedily, and their tokens are checked to be equal. The extra time is packing, two
-messages through a socket, and two processes waking up. It is shown on the default model, whose steps drift by more than that, and on
-a random one so small that nearly nothing else is left of its steps.
+Both decode one token of each request a step, greedily, and their tokens are checked to be equal. The extra time is
+packing, two messages through a socket, and two processes waking up. It is shown on the default model, whose steps drift
+by more than that, and on a random one so small that nearly nothing else is left of its steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pagedec.core.wire import Step, pack_step
 from pagedec.engine.engine import Engine
 
 SMALL = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64,
+    "intermediate_size": 64,
     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
     "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
     "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
@@ -53,7 +54,8 @@ def message_bytes(engine: Engine) -> int:
 
 def compare(name: str, arguments: dict[str, object], num_rows: int, history: int, rounds: int) -> list[object]:
     size: dict[str, object] = {
-        "max_model_len": 4096, "num_blocks": num_rows * (history + rounds + 80) // 16 + 64, "max_num_batched_tokens": 512,
+        "max_model_len": 4096, "num_blocks": num_rows * (history + rounds + 80) // 16 + 64,
+        "max_num_batched_tokens": 512,
     }  # fmt: skip
     llms = [LLM(executor=executor, **(size | arguments)) for executor in EXECUTORS]  # type: ignore[arg-type]
     engines = [begin(llm, num_rows, history, rounds + 8) for llm in llms]

@@ -2,8 +2,9 @@
 
     PYTHONPATH=. python benchmarks/processing.py [--rows 64] [--history 1000] [--rounds 31]
 
-Ours reads histories from the token plane of the cache through block tables, as in a step of the engine; its time includes the
-call from Python. transformers' processors get the histories as one tensor. Reach: under 1 ms for every rule.
+Ours reads histories from the token plane of the cache through block tables, as in a step of the engine; its time
+includes the call from Python. transformers' processors get the histories as one tensor. Reach: under 1 ms for every
+rule.
 """
 
 from __future__ import annotations

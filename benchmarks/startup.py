@@ -17,7 +17,8 @@ from common import Timing, heading, table
 PROGRAM = """
 from pagedec import LLM, SamplingParams
 llm = LLM(dtype="bfloat16", max_model_len=2048)
-print(llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)[0].outputs[0].text)
+params = SamplingParams(temperature=0, max_tokens=1)
+print(llm.generate("The capital of France is", params, use_tqdm=False)[0].outputs[0].text)
 """
 
 

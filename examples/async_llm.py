@@ -28,7 +28,8 @@ async def ask(llm: AsyncLLM, question: str) -> str:
 
 
 async def give_up(llm: AsyncLLM, prompt: str, seconds: float) -> str:
-    """What there is after some time. Leaving a task, here by `asyncio.timeout`, aborts its request; so does `llm.abort(request_id)`."""
+    """What there is after some time. Leaving a task, here by `asyncio.timeout`, aborts its request; so does
+    `llm.abort(request_id)`."""
     text = ""
     try:
         async with asyncio.timeout(seconds):

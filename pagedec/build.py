@@ -45,8 +45,8 @@ def assemble(
     draft: LoadedModel | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> Engine:
-    """An engine over a loaded model, in this process, with caches of its own; with `draft`, rolls run on that model's lane; with
-    `vocabulary`, requests may have stop strings and bad words."""
+    """An engine over a loaded model, in this process, with caches of its own; with `draft`, rolls run on that model's
+    lane; with `vocabulary`, requests may have stop strings and bad words."""
     return build_engine(config, InlineExecutor(build_worker(config, loaded, draft)), eos_token_ids, vocabulary)
 
 
@@ -89,8 +89,8 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
 
 
 def end_tokens(own: tuple[int, ...], vocab_size: int, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The tokens that end an answer: the tokenizer's and the model's `own`, of which a tokenizer from elsewhere need not know. Those
-    that the model cannot write are left out."""
+    """The tokens that end an answer: the tokenizer's and the model's `own`, of which a tokenizer from elsewhere need
+    not know. Those that the model cannot write are left out."""
     known = () if tokenizer is None else tokenizer.eos_token_ids
     return tuple(token for token in dict.fromkeys((*known, *own)) if token < vocab_size)
 

@@ -70,14 +70,16 @@ class ModelConfig:
     model_impl: str = option(
         "auto",
         Text(
-            "whose code computes the model; transformers: its modeling code with our attention; auto: native where there is one",
+            "whose code computes the model; transformers: its modeling code with our attention; auto: native where "
+            "there is one",
             choices=MODEL_IMPLS,
         ),
     )
     quantization: str | None = option(
         None,
         Text(
-            "int8: weights of all linear layers as 8-bit integers, and their inputs while they run; none: as dtype says",
+            "int8: weights of all linear layers as 8-bit integers, and their inputs while they run; none: as dtype "
+            "says",
             choices=QUANTIZATIONS,
             optional=True,
         ),
@@ -101,8 +103,9 @@ class ModelConfig:
 @strict
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV blocks. `num_blocks`, `kv_cache_memory` or `memory_utilization` sizes the pool; none of them: a quarter of the
-    memory that is available when the weights are loaded, at most 4 GiB, but a whole context where half of it holds one."""
+    """The KV blocks. `num_blocks`, `kv_cache_memory` or `memory_utilization` sizes the pool; none of them: a quarter of
+    the memory that is available when the weights are loaded, at most 4 GiB, but a whole context where half of it holds
+    one."""
 
     block_size: int = option(16, Integer("tokens in a block of KV", choices=(8, 16, 32, 64)))
     num_blocks: int | None = option(None, Integer("blocks of KV in the pool", low=1, optional=True))
@@ -141,7 +144,8 @@ class SchedulerConfig:
     max_logprobs: int = option(
         20,
         Integer(
-            "log-probabilities of each token that any request may ask for; for more, it may have 1048576 in all; -1: no bound",
+            "log-probabilities of each token that any request may ask for; for more, it may have 1048576 in all; -1: "
+            "no bound",
             low=-1,
         ),
     )
@@ -249,7 +253,8 @@ def read_file(path: str | Path) -> Mapping[str, Any]:
 
 
 def read_tables(path: str | Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The engine arguments in a TOML file, and the sampling parameters of its table [sampling]; names checked, values not yet."""
+    """The engine arguments in a TOML file, and the sampling parameters of its table [sampling]; names checked, values
+    not yet."""
     try:
         with open(path, "rb") as file:
             values = tomllib.load(file)

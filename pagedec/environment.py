@@ -10,8 +10,9 @@ from pathlib import Path
 PREFIX = "PAGEDEC_"
 ISAS = ("scalar", "avx2", "avx512", "avx512bf16", "amx")
 EMULATED_ISA = "amx_emulated"
-"""The amx library with the matrix unit's instructions emulated one by one: slow, for tests and debugging on a processor without the
-unit (it needs what avx512bf16 needs). `make build` makes it, no wheel holds it, and it is used only where it is named."""
+"""The amx library with the matrix unit's instructions emulated one by one: slow, for tests and debugging on a processor
+without the unit (it needs what avx512bf16 needs). `make build` makes it, no wheel holds it, and it is used only where
+it is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,8 @@ def has_terminal() -> bool:
 def limit_spinning() -> None:
     """Let OpenMP's threads wait awake for 10,000 turns (some 0.1 ms), not for milliseconds, unless the user has chosen.
 
-    Next to a busy process every wait would otherwise cost a whole time slice of the thread that is waited for. The OpenMP
-    runtime reads this once, when torch loads it, so it must be set before.
+    Next to a busy process every wait would otherwise cost a whole time slice of the thread that is waited for. The
+    OpenMP runtime reads this once, when torch loads it, so it must be set before.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -15,7 +15,8 @@ MAX_SHOWN = 200
 
 
 class Shown(str):
-    """Words in place of a value that is none or too long, such as "empty" or "104857600 bytes": shown without quotes."""
+    """Words in place of a value that is none or too long, such as "empty" or "104857600 bytes": shown without
+    quotes."""
 
     __slots__ = ()
 
@@ -139,8 +140,8 @@ class DeviceError(RequestError):
 class RequestsFailed(RequestError):
     """Some requests of a call could not be carried out; it is raised when the others are done.
 
-    `outputs` has one output for each prompt, in their order: of those that failed with `error` set, and no answers. `errors` are all
-    that went wrong; this one says what the first of them says.
+    `outputs` has one output for each prompt, in their order: of those that failed with `error` set, and no answers.
+    `errors` are all that went wrong; this one says what the first of them says.
     """
 
     def __init__(self, errors: Sequence[RequestError], outputs: Sequence[object]) -> None:

@@ -250,7 +250,7 @@ class TokenIds(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Texts(Rule):
-    """One text or several, none of them empty, kept as a tuple; None means none. As text: itself, or a JSON list of texts."""
+    """One text or several, none of them empty, kept as a tuple; None means none. As text: itself, or a JSON list."""
 
     metavar = "TEXT"
     repeated = True
@@ -283,7 +283,7 @@ class Texts(Rule):
 
 @dataclass(frozen=True, slots=True)
 class TokenNumbers(Rule):
-    """A finite number from `low` to `high` for each of some token ids. Ids may be texts, as in JSON. As text: a JSON object."""
+    """A finite number from `low` to `high` for each of some token ids, which may be texts. As text: a JSON object."""
 
     low: float
     high: float
@@ -357,7 +357,7 @@ def option(default: Any, rule: Rule) -> Any:
 
 
 def rules(cls: type[Any]) -> dict[str, tuple[Rule, Any]]:
-    """Each checked field of a dataclass by name: its rule and its default. Its own fields come before those it inherits."""
+    """Each checked field of a dataclass by name: its rule and its default. Inherited ones come last."""
     fields = {f.name: f for f in dataclasses.fields(cls) if RULE in f.metadata}
     return {name: (fields[name].metadata[RULE], fields[name].default) for name in field_names(cls) if name in fields}
 

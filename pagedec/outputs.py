@@ -46,8 +46,8 @@ class RequestMetrics:
 class Logprob:
     """One token's log-probability in one place: of the model itself, before penalties, bans and temperature.
 
-    `rank` 1 is the most probable. `decoded_token` is the token's own text (None without a tokenizer); bytes that are only a part
-    of a character show as U+FFFD.
+    `rank` 1 is the most probable. `decoded_token` is the token's own text (None without a tokenizer); bytes that are
+    only a part of a character show as U+FFFD.
     """
 
     logprob: float
@@ -57,12 +57,13 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One answer. `finish_reason`: "stop", "length", "abort", or None while it runs; `stop_reason`: the token id or text
-    that ended it, None for the model's own end token.
+    """One answer. `finish_reason`: "stop", "length", "abort", or None while it runs; `stop_reason`: the token id or
+    text that ended it, None for the model's own end token.
 
-    `token_ids` are all tokens that were generated, what ended the answer included; `text` is without it unless it was asked for.
-    `logprobs` has a table for each token, the token itself among its entries; None for a token that was not generated but
-    given. `cumulative_logprob` is the sum over the tokens. Both come with the finished answer, where they were asked for.
+    `token_ids` are all tokens that were generated, what ended the answer included; `text` is without it unless it was
+    asked for. `logprobs` has a table for each token, the token itself among its entries; None for a token that was not
+    generated but given. `cumulative_logprob` is the sum over the tokens. Both come with the finished answer, where they
+    were asked for.
     """
 
     index: int
@@ -73,7 +74,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     limited_by: str | None = None
-    """What was reached where `finish_reason` is "length": "max_tokens", "max_model_len", or "kv_pool", which holds no more."""
+    """What was reached where `finish_reason` is "length": "max_tokens", "max_model_len", or "kv_pool", which holds no
+    more."""
     lora_request: ClassVar[None] = None
     """vLLM's names, for what there is not: None, as there for a request without it."""
     kv_transfer_params: ClassVar[None] = None

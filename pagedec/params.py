@@ -1,4 +1,5 @@
-"""What a request may ask for. Field names and defaults follow vLLM, except that `max_tokens` unset means up to the context."""
+"""What a request may ask for. Field names and defaults follow vLLM, except that `max_tokens` unset means up to the
+context."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ class RequestOutputKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestParams:
-    """What any request may ask for, whatever decodes it: when its answers end, what is done to logits before a token is chosen, what
-    is reported, and how text is made. The parameters of every decoder are a subclass.
+    """What any request may ask for, whatever decodes it: when its answers end, what is done to logits before a token is
+    chosen, what is reported, and how text is made. The parameters of every decoder are a subclass.
 
     Checked as a whole when made. Raises `InvalidArgument`.
     """
@@ -144,8 +145,8 @@ def _set_checked(params: RequestParams, name: str, value: object) -> None:
 
 
 def settable(cls: type[P]) -> type[P]:
-    """Let the fields of a class of parameters be set, each time checked as a whole: scripts do that to recommended ones. A request
-    takes a copy, so what is set later is of later ones."""
+    """Let the fields of a class of parameters be set, each time checked as a whole: scripts do that to recommended
+    ones. A request takes a copy, so what is set later is of later ones."""
     cls.__setattr__ = _set_checked  # type: ignore[method-assign,assignment]
     cls.__hash__ = None  # type: ignore[assignment]
     return cls
@@ -172,8 +173,8 @@ class SamplingParams(RequestParams):
 
     Checked as a whole when made and when a field is set; a request copies it. Raises `InvalidArgument`.
 
-    With a `seed`, the same prompt returns the same tokens in any company. Without one, each request draws a seed from the
-    engine's own, so that the same calls of a new engine return the same tokens again.
+    With a `seed`, the same prompt returns the same tokens in any company. Without one, each request draws a seed from
+    the engine's own, so that the same calls of a new engine return the same tokens again.
     """
 
     n: int = option(1, Integer("answers for each prompt", low=1, high=MAX_SAMPLES))

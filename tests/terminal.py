@@ -23,7 +23,8 @@ PAGEDEC = (sys.executable, "-m", "pagedec")
 
 
 class Terminal:
-    """Starts the command; leaves with `wait`, or kills it. All three standard streams are the terminal, but `redirected` ones."""
+    """Starts the command; leaves with `wait`, or kills it. All three standard streams are the terminal, but
+    `redirected` ones."""
 
     def __init__(self, command: Sequence[str], columns: int = 60, term: str = "xterm", **redirected: int) -> None:
         self._fd, inner = pty.openpty()

@@ -1,4 +1,5 @@
-"""The shape of the project, read from its sources: who may import whom, how long a file may be, who reads the environment."""
+"""The shape of the project, read from its sources: who may import whom, how long a file may be, who reads the
+environment."""
 
 from __future__ import annotations
 

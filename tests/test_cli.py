@@ -1,5 +1,5 @@
-"""The command line: what it takes, what it prints, and how it says no. The engine behind it is a stand-in that notes its
-arguments and answers with the prompt's own tokens; the real one is run in test_cli_end_to_end.py."""
+"""The command line: what it takes, what it prints, and how it says no. The engine behind it is a stand-in that notes
+its arguments and answers with the prompt's own tokens; the real one is run in test_cli_end_to_end.py."""
 
 from __future__ import annotations
 

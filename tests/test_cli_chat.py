@@ -275,8 +275,8 @@ def test_every_answer_has_another_seed(llm: LLM, written: list[str]) -> None:
     [
         (["--max-tokens", "8"], "cut at 8 tokens: max_tokens is 8"),
         (["--max-model-len", "40"], "cut at 34 tokens: the context of 40 tokens is full; /undo and /reset make room"),
-        (["--num-blocks", "3"], "cut at 26 tokens: the KV pool is full with 32; --kv-cache-memory and --num-blocks size it, "
-         "/undo and /reset make room"),
+        (["--num-blocks", "3"], "cut at 26 tokens: the KV pool is full with 32; --kv-cache-memory and --num-blocks "
+         "size it, /undo and /reset make room"),
         (["--stop-token-ids", "64", "--allowed-token-ids", "64"], None),
     ],
 )  # fmt: skip

@@ -79,14 +79,16 @@ def test_mistakes_are_one_line_and_exit_status_2(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "a", "--max-token", "5"], "--max-token is not a flag of pagedec generate; did you mean --max-tokens?"),
+        (["generate", "a", "--max-token", "5"],
+        "--max-token is not a flag of pagedec generate; did you mean --max-tokens?"),
         (["generate", "--max_tokens=5"], "--max_tokens is not a flag of pagedec generate; did you mean --max-tokens?"),
         (["generate", "-max-tokens", "5"], "-max-tokens is not a flag of pagedec generate; did you mean --max-tokens?"),
         (["chat", "--temp", "1"], "--temp is not a flag of pagedec chat; did you mean --temperature?"),
         (["batch", "--inptu", "a"], "--inptu is not a flag of pagedec batch; did you mean --input?"),
         (["batch", "--retry"], "--retry is not a flag of pagedec batch; did you mean --retry-failed?"),
         (["generate", "a", "--stp=b c"], "--stp is not a flag of pagedec generate; did you mean --stop?"),
-        (["bench", "latency", "--iters", "2"], "--iters is not a flag of pagedec bench latency; did you mean --num-iters?"),
+        (["bench", "latency", "--iters", "2"],
+        "--iters is not a flag of pagedec bench latency; did you mean --num-iters?"),
         (["generate", "--prompt", "a"], "--prompt is not a flag of pagedec generate; PROMPT is given without a flag"),
         (["tokenize", "--text=a"], "--text is not a flag of pagedec tokenize; TEXT is given without a flag"),
         (["bench", "--json"], "--json is not a flag of pagedec bench; see pagedec bench --help"),
@@ -101,7 +103,8 @@ def test_mistakes_are_one_line_and_exit_status_2(
         (["bench", "latancy"], "latancy is no command of pagedec bench; did you mean latency?"),
         (["chat", "hello"], "pagedec chat takes flags only, not hello; see pagedec chat --help"),
         (["doctor", "--json", "model"], "pagedec doctor takes flags only, not model; see pagedec doctor --help"),
-        (["batch", "in.jsonl", "-i", "a", "-o", "b"], "pagedec batch takes flags only, not in.jsonl; see pagedec batch --help"),
+        (["batch", "in.jsonl", "-i", "a", "-o", "b"],
+        "pagedec batch takes flags only, not in.jsonl; see pagedec batch --help"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
@@ -137,7 +140,8 @@ def test_help_lists_what_this_version_has(command: list[str], capsys: pytest.Cap
     ("command", "none"),
     [(["generate"], "drawn from --engine-seed, so that the same command gives the same answers"),
      (["bench", "latency"], "drawn from --engine-seed, so that the same command gives the same answers"),
-     (["chat"], "another one for each answer, so that no two chats are alike; or, where --engine-seed is given, drawn from it"),
+     (["chat"], "another one for each answer, so that no two chats are alike; or, where --engine-seed is given, "
+      "drawn from it"),
      (["batch"], "made from --engine-seed and the line")],
 )  # fmt: skip
 def test_help_says_what_happens_without_a_seed(
@@ -163,7 +167,8 @@ def test_help_says_how_a_text_is_written(command: str, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(
     ("flag", "value", "available"),
-    [("--executor", "ray", "inline"), ("--tensor-parallel-size", "2", "1"), ("--speculative-config", '{"a": 1}', "none"),
+    [("--executor", "ray", "inline"), ("--tensor-parallel-size", "2", "1"), ("--speculative-config", '{"a": 1}',
+    "none"),
      ("--attention-backend", "xformers", "auto, native, reference")],
 )  # fmt: skip
 def test_what_help_does_not_list_is_refused_by_name(

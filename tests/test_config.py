@@ -246,8 +246,8 @@ def test_every_argument_has_a_flag_with_its_default() -> None:
         is_offer = rule.available != (default,)
         assert (f"--{'engine-seed' if name == 'seed' else name.replace('_', '-')}" in shown) == is_offer
     assert (
-        "--engine-seed INT seed of random weights, and of requests without a seed; in files and in Python it is named seed"
-        in shown
+        "--engine-seed INT seed of random weights, and of requests without a seed; in files and in Python it is "
+        "named seed" in shown
     )
     assert "(default: 16)" in shown and "(default: smollm2)" in shown
 

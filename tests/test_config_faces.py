@@ -1,4 +1,5 @@
-"""One configuration with three faces: for every argument, a file, flags and Python give the same value or the same refusal."""
+"""One configuration with three faces: for every argument, a file, flags and Python give the same value or the same
+refusal."""
 
 from __future__ import annotations
 

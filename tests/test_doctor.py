@@ -118,7 +118,8 @@ def test_the_doctor_says_what_a_pool_would_get(monkeypatch: pytest.MonkeyPatch) 
     assert doctor.memory_facts() == {
         "machine": "20.00 GiB available (MemAvailable of /proc/meminfo)",
         "limits": "1.50 GiB available (limit of the group)",
-        "KV pool": "384 MiB, were it made now and nothing said: a quarter of the 1.50 GiB available (limit of the group)",
+        "KV pool": "384 MiB, were it made now and nothing said: a quarter of the 1.50 GiB available "
+        "(limit of the group)",
     }
 
 

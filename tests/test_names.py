@@ -1,4 +1,5 @@
-"""What `import pagedec` offers: vLLM's names in vLLM's places, listed without loading what is heavy, and typed for checkers."""
+"""What `import pagedec` offers: vLLM's names in vLLM's places, listed without loading what is heavy, and typed for
+checkers."""
 
 from __future__ import annotations
 

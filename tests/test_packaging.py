@@ -1,4 +1,5 @@
-"""What a user installs: a source distribution that builds anywhere, with the kernel libraries where there is a compiler."""
+"""What a user installs: a source distribution that builds anywhere, with the kernel libraries where there is a
+compiler."""
 
 from __future__ import annotations
 

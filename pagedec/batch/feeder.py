@@ -49,7 +49,8 @@ class Feeder(Generic[K]):
         priority: int = 0,
         cache_salt: str = "",
     ) -> None:
-        """Queue the prompts of one key, each with its parameters. Raises what the engine says of any of them, and adds none."""
+        """Queue the prompts of one key, each with its parameters. Raises what the engine says of any of them, and adds
+        none."""
         try:
             prepared = self.llm.prepare(list(prompts), list(params), [priority] * len(prompts), cache_salt)
         except InvalidArgument as error:
@@ -62,8 +63,9 @@ class Feeder(Generic[K]):
             self.llm.loop.submit(request, _Member(self, group, job))
 
     def step(self) -> list[tuple[K, list[RequestOutput] | PagedecError]]:
-        """Wait until some keys are complete, or for TURN_SECONDS. Returns those that are, with the outputs of their prompts in order, or
-        with the error that ended one of these. Raises `DeviceError` where nothing can be carried out any more."""
+        """Wait until some keys are complete, or for TURN_SECONDS. Returns those that are, with the outputs of their
+        prompts in order, or with the error that ended one of these. Raises `DeviceError` where nothing can be carried
+        out any more."""
         turn = time.monotonic() + TURN_SECONDS
         self.llm.loop.drive(lambda: bool(self._complete or self._lost) or not self._groups or time.monotonic() > turn)
         if self._lost is not None:
@@ -84,7 +86,8 @@ class Feeder(Generic[K]):
             self._complete.append((group.key, outputs))
 
     def give_up(self, group: _Group[K], error: RequestError) -> None:
-        """One request has failed, and its group with it; not where the device is lost: it may be asked again elsewhere."""
+        """One request has failed, and its group with it; not where the device is lost: it may be asked again
+        elsewhere."""
         if isinstance(error, DeviceError):
             self._lost = error
         elif id(group) in self._groups:
@@ -126,7 +129,8 @@ class _Member(Generic[K]):
 
 
 def _of_a_body(error: InvalidArgument, num_prompts: int) -> InvalidArgument:
-    """The same error in the words of a body: `prompt` for prompts[0] where there is one, `prompt[1]` where there are several."""
+    """The same error in the words of a body: `prompt` for prompts[0] where there is one, `prompt[1]` where there are
+    several."""
     place = error.field.removeprefix("prompts")
     if place == error.field:
         return error

@@ -43,8 +43,8 @@ WINDOW = 4
 
 @dataclass(frozen=True, slots=True)
 class BatchSummary:
-    """What a run has done, and what the output holds now. `num_lines` = `num_answered_before` + `num_answered` at the end of a
-    job; error records count as answered. Tokens and seconds are this run's own."""
+    """What a run has done, and what the output holds now. `num_lines` = `num_answered_before` + `num_answered` at the
+    end of a job; error records count as answered. Tokens and seconds are this run's own."""
 
     num_lines: int
     num_answered_before: int
@@ -63,17 +63,18 @@ class _Work(NamedTuple):
 
 
 class BatchJob:
-    """An input file and its output, checked and locked. `run` answers what is not answered yet; use it in a `with` statement.
+    """An input file and its output, checked and locked. `run` answers what is not answered yet; use it in a `with`
+    statement.
 
-    `model` is the model that will run it, `defaults` are sampling parameters for bodies that do not say. The model's `seed` names
-    the randomness of bodies without a seed: such a line is given one from its number and content, so that a job which was
-    interrupted ends with the answers of one that was not. With `any_model`, bodies may name any model. With `restart`, `run`
-    forgets earlier answers. With `retry_failed`, it forgets those that are errors of any kind, and asks their lines as they are
-    now: such a line may have been mended since.
+    `model` is the model that will run it, `defaults` are sampling parameters for bodies that do not say. The model's
+    `seed` names the randomness of bodies without a seed: such a line is given one from its number and content, so that
+    a job which was interrupted ends with the answers of one that was not. With `any_model`, bodies may name any model.
+    With `restart`, `run` forgets earlier answers. With `retry_failed`, it forgets those that are errors of any kind,
+    and asks their lines as they are now: such a line may have been mended since.
 
-    Each record's id names the line, its content and the settings, which are all of these. Raises InvalidArgument if a line or
-    the settings have changed since a line was answered, if a file cannot be read or written, or if another job is writing the
-    output.
+    Each record's id names the line, its content and the settings, which are all of these. Raises InvalidArgument if a
+    line or the settings have changed since a line was answered, if a file cannot be read or written, or if another job
+    is writing the output.
     """
 
     def __init__(
@@ -122,8 +123,10 @@ class BatchJob:
                 raise self._changed(f"line {line.number} is not the one that {self.output} has an answer to")
             if entry.settings != self.settings:
                 limit = (
-                    "was begun with another model, seed or other sampling parameters, or with the model in another form "
-                    "(dtype, quantization, tokenizer, max_model_len ...); give the same, name another file, or start over with restart=True"
+                    "was begun with another model, seed or other sampling parameters, or with the model in another "
+                    "form "
+                    "(dtype, quantization, tokenizer, max_model_len ...); give the same, name another file, or start "
+                    "over with restart=True"
                 )
                 raise InvalidArgument("output", str(self.output), limit)
         if num_found < len(self._done):
@@ -137,7 +140,8 @@ class BatchJob:
 
     @property
     def begun(self) -> bool:
-        """The output holds nothing but what this job counts as answered: a restart or a retry has thrown away the rest."""
+        """The output holds nothing but what this job counts as answered: a restart or a retry has thrown away the
+        rest."""
         return not self._journal.stale
 
     @property
@@ -155,9 +159,9 @@ class BatchJob:
     ) -> BatchSummary:
         """Answer the lines that have no record. Records are written as answers end, in any order.
 
-        `window`: most answers in the engine's hands at a time. `report`: takes a line about the progress now and then. On an
-        interrupt or an error what runs is aborted and what was written stays. Raises KeyboardInterrupt, OutputError, and what the
-        engine raises if a step fails.
+        `window`: most answers in the engine's hands at a time. `report`: takes a line about the progress now and then.
+        On an interrupt or an error what runs is aborted and what was written stays. Raises KeyboardInterrupt,
+        OutputError, and what the engine raises if a step fails.
         """
         self._journal.begin()
         progress = Progress(self.num_lines, self.num_done, use_tqdm, report)
@@ -324,9 +328,11 @@ def run_batch(
     use_tqdm: bool = False,
     window: int | None = None,
 ) -> BatchSummary:
-    """Answer a file of requests in OpenAI's batch format into another. If the output has answers already, go on with the rest.
+    """Answer a file of requests in OpenAI's batch format into another. If the output has answers already, go on with
+    the rest.
 
-    Lines that cannot be answered become error records and stop nothing. See `BatchJob` for the arguments and the errors.
+    Lines that cannot be answered become error records and stop nothing. See `BatchJob` for the arguments and the
+    errors.
     """
     with BatchJob(
         input, output, model=llm.config.model, defaults=defaults, any_model=any_model, restart=restart,

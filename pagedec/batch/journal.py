@@ -17,7 +17,8 @@ from pagedec.batch.records import RECORD_ID, as_line, is_error
 from pagedec.errors import InvalidArgument, PagedecError
 
 SYNC_SECONDS = 5.0
-"""Longest time that answers lie in the system's memory only: a killed process loses none, a machine without power these."""
+"""Longest time that answers lie in the system's memory only: a killed process loses none, a machine without power
+these."""
 BEGINNING = b'{"id": "line-'
 
 
@@ -43,9 +44,10 @@ class Done(NamedTuple):
 
 
 class Journal:
-    """An output file, locked against other jobs. `done` maps line numbers to what the file has of them: with `restart` nothing,
-    with `retry_failed` no errors. The records that are not in it are thrown away when the new run begins: one that fails before
-    that costs no answers, and a process that is killed meanwhile leaves the file as it was or as it is to be.
+    """An output file, locked against other jobs. `done` maps line numbers to what the file has of them: with `restart`
+    nothing, with `retry_failed` no errors. The records that are not in it are thrown away when the new run begins: one
+    that fails before that costs no answers, and a process that is killed meanwhile leaves the file as it was or as it
+    is to be.
 
     Raises InvalidArgument if the file is no output of a batch, cannot be opened, or belongs to a job that runs.
     """
@@ -66,7 +68,8 @@ class Journal:
         self._synced = time.monotonic()
 
     def _scan(self, restart: bool) -> tuple[dict[int, Done], int]:
-        """What the file has, and where its last whole record ends. A restart takes records of any jobs, and nothing else."""
+        """What the file has, and where its last whole record ends. A restart takes records of any jobs, and nothing
+        else."""
         done: dict[int, Done] = {}
         length = 0
         with open(self.path, "rb") as file:
@@ -157,7 +160,8 @@ class Journal:
         return os.fstat(fd).st_size
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add one record, whole. Raises OutputError, and leaves the file as it was before, if the disk does not take it."""
+        """Add one record, whole. Raises OutputError, and leaves the file as it was before, if the disk does not take
+        it."""
         self.begin()
         data = as_line(record)
         try:

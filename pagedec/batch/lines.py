@@ -49,8 +49,8 @@ class LineError(PagedecError):
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The lines that are not blank, one in memory at a time. Of a line over MAX_LINE only the beginning is kept, but all of it
-    counts in the digest. Raises InvalidArgument if the file cannot be read."""
+    """The lines that are not blank, one in memory at a time. Of a line over MAX_LINE only the beginning is kept, but
+    all of it counts in the digest. Raises InvalidArgument if the file cannot be read."""
     try:
         with open(path, "rb") as file:
             number = 0

@@ -24,7 +24,8 @@ TokenBytes = Callable[[int], bytes]
 
 
 def record_id(line: Line, settings: str) -> str:
-    """The name of a line's record: its number, its content's digest, and the digest of the settings it was answered under."""
+    """The name of a line's record: its number, its content's digest, and the digest of the settings it was answered
+    under."""
     return f"line-{line.number}-{line.digest}-{settings}"
 
 
@@ -71,7 +72,8 @@ def _record(name: str, custom_id: str, status: int, body: Mapping[str, Any]) -> 
 def completion_body(
     name: str, ask: Ask, model: str, created: int, outputs: Sequence[RequestOutput], token_bytes: TokenBytes | None
 ) -> dict[str, Any]:
-    """A completion or chat.completion object. Choices are numbered over the prompts: those of the first prompt come first."""
+    """A completion or chat.completion object. Choices are numbered over the prompts: those of the first prompt come
+    first."""
     answers = [answer for output in outputs for answer in output.outputs]
     chat, num_top = ask.messages is not None, ask.params.logprobs or 0
     if chat:

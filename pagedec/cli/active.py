@@ -1,4 +1,5 @@
-"""What this machine offers and what of it is used: the facts behind `pagedec doctor` and behind each run's first line."""
+"""What this machine offers and what of it is used: the facts behind `pagedec doctor` and behind each run's first
+line."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ def add_fields(
     renamed: Mapping[str, str] | None = None,
     hidden: Container[str] = (),
 ) -> None:
-    """Add one flag for each field. What is not given stays absent, so that files and defaults can speak. --help does not list
-    the `hidden` ones, nor those that have only their default in this version."""
+    """Add one flag for each field. What is not given stays absent, so that files and defaults can speak. --help does
+    not list the `hidden` ones, nor those that have only their default in this version."""
     group = parser.add_argument_group(title)
     for name, (rule, default) in fields.items():
         flag_name = (renamed or {}).get(name, name)
@@ -75,8 +75,8 @@ def add_fields(
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, hidden: Container[str] = ()) -> None:
-    """Add --config and a flag for each engine argument, in the groups of the configuration. `hidden`: those all of whose values
-    but the default this command refuses."""
+    """Add --config and a flag for each engine argument, in the groups of the configuration. `hidden`: those all of
+    whose values but the default this command refuses."""
     parser.add_argument_group("configuration file").add_argument(
         "--config",
         metavar="FILE",
@@ -90,8 +90,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser, hidden: Container[str]
 def add_sampling_arguments(
     parser: argparse.ArgumentParser, without_seed: str = SAME_AGAIN, hidden: Container[str] = ()
 ) -> None:
-    """Add a flag for each sampling parameter. `without_seed`: what this command does where no seed is given; `hidden`: as for
-    engine arguments."""
+    """Add a flag for each sampling parameter. `without_seed`: what this command does where no seed is given; `hidden`:
+    as for engine arguments."""
     fields = rules(SamplingParams)
     rule, default = fields["seed"]
     seed = dataclasses.replace(rule, help=f"{rule.help.partition(';')[0]}; none: {without_seed}")

@@ -4,12 +4,13 @@ Each line of the input is one request, for /v1/completions or /v1/chat/completio
 
   {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once", "max_tokens": 16}}
 
-Each line of the output is the record of one line, written when its answer ends, so in any order; custom_id says whose it is.
-A line that cannot be answered becomes a record whose error names the line, the field, the value and the limit; it stops nothing.
+Each line of the output is the record of one line, written when its answer ends, so in any order; custom_id says whose
+it is. A line that cannot be answered becomes a record whose error names the line, the field, the value and the limit;
+it stops nothing.
 
-A job that was interrupted or killed goes on where it was: give the same command again. Each record's id holds the number and a
-digest of its line and of the settings: a line, a model or a parameter that was changed since is noticed. The same command on a
-complete job does nothing; with --retry-failed it asks the lines again that have error records.
+A job that was interrupted or killed goes on where it was: give the same command again. Each record's id holds the
+number and a digest of its line and of the settings: a line, a model or a parameter that was changed since is noticed.
+The same command on a complete job does nothing; with --retry-failed it asks the lines again that have error records.
 """
 
 from __future__ import annotations
@@ -42,16 +43,17 @@ if TYPE_CHECKING:
 USAGE = "pagedec batch -i FILE -o FILE [--restart | --retry-failed] [sampling flags] [engine flags]"
 EPILOG = """\
 bodies:
-  Fields are OpenAI's: model, prompt (text, token ids, or a list of either) or messages, max_tokens, max_completion_tokens,
-  temperature, top_p, n, seed, stop, logprobs, top_logprobs, logit_bias, presence_penalty, frequency_penalty; and all sampling
-  parameters above by their own names, such as top_k, min_p, min_tokens, ignore_eos; priority (lower runs earlier), cache_salt,
-  and chat_template_kwargs (variables of the chat template). What a body does not say comes from the flags,
-  then from the model's own recommendation; max_tokens that nobody gives is up to the context's end. A field that is not known, or
-  that asks for what a batch cannot do (stream, echo, tools ...), makes an error record. model, where given, must be the model
-  that runs, by the name given to --model or by its last part. Where there is no text (detokenize false, --skip-tokenizer-init),
-  choices have token_ids.
+  Fields are OpenAI's: model, prompt (text, token ids, or a list of either) or messages, max_tokens,
+  max_completion_tokens, temperature, top_p, n, seed, stop, logprobs, top_logprobs, logit_bias, presence_penalty,
+  frequency_penalty; and all sampling parameters above by their own names, such as top_k, min_p, min_tokens, ignore_eos;
+  priority (lower runs earlier), cache_salt, and chat_template_kwargs (variables of the chat template). What a body does
+  not say comes from the flags, then from the model's own recommendation; max_tokens that nobody gives is up to the
+  context's end. A field that is not known, or that asks for what a batch cannot do (stream, echo, tools ...), makes an
+  error record. model, where given, must be the model that runs, by the name given to --model or by its last part. Where
+  there is no text (detokenize false, --skip-tokenizer-init), choices have token_ids.
 
-  A body without a seed is given one, made from --engine-seed and the line: an interrupted job ends as an uninterrupted one.
+  A body without a seed is given one, made from --engine-seed and the line: an interrupted job ends as an uninterrupted
+  one.
 
 records:
   {"id", "custom_id", "response": {"status_code": 200, "request_id", "body"}, "error": null}
@@ -59,8 +61,8 @@ records:
   request (no JSON, no custom_id or one that came before, an unknown url), and error says why.
 
 exit status:
-  0 every line has its record, error records included; 1 the output could not be written; 2 a mistake in the command; 130 interrupted
-  with Ctrl-C, 143 with SIGTERM: both end the job between two steps, and say how far it is
+  0 every line has its record, error records included; 1 the output could not be written; 2 a mistake in the command;
+  130 interrupted with Ctrl-C, 143 with SIGTERM: both end the job between two steps, and say how far it is
 
 examples:
   pagedec batch -i requests.jsonl -o answers.jsonl
@@ -81,8 +83,8 @@ class BatchOptions:
     retry_failed: bool = option(
         False,
         Flag(
-            "ask the lines again whose records are errors of any kind, as the lines are now: they may have been mended; these "
-            "records are replaced, all others kept"
+            "ask the lines again whose records are errors of any kind, as the lines are now: they may have been "
+            "mended; these records are replaced, all others kept"
         ),
     )
     window: int | None = option(
@@ -111,9 +113,9 @@ def _summary(summary: BatchSummary) -> str:
     seconds = max(summary.seconds, 1e-9)
     before = f", {summary.num_answered_before} of them before" if summary.num_answered_before else ""
     return (
-        f"{summary.num_lines} lines answered{before}, {summary.num_errors} with errors; {summary.num_answered} lines and "
-        f"{summary.num_output_tokens} tokens in {summary.seconds:.1f} s: {summary.num_answered / seconds:.2f} lines/s, "
-        f"{summary.num_output_tokens / seconds:.1f} tokens/s"
+        f"{summary.num_lines} lines answered{before}, {summary.num_errors} with errors; {summary.num_answered} lines "
+        f"and {summary.num_output_tokens} tokens in {summary.seconds:.1f} s: {summary.num_answered / seconds:.2f} "
+        f"lines/s, {summary.num_output_tokens / seconds:.1f} tokens/s"
     )
 
 
@@ -121,13 +123,14 @@ def _left(job: BatchJob, options: BatchOptions) -> str:
     if not job.begun:
         return f"{job.output} is as it was"
     without = " without --restart" if options.restart else " without --retry-failed" if options.retry_failed else ""
-    return f"{job.num_done} of {job.num_lines} lines are answered in {job.output}; the same command{without} goes on with the rest"
+    done = f"{job.num_done} of {job.num_lines} lines are answered in {job.output}"
+    return f"{done}; the same command{without} goes on with the rest"
 
 
 @contextlib.contextmanager
 def _interrupted_by_termination() -> Iterator[Callable[[], bool]]:
-    """Take SIGTERM for a Ctrl-C; the yielded function says whether it came. A job that runs as a container's first process
-    would otherwise not even notice it."""
+    """Take SIGTERM for a Ctrl-C; the yielded function says whether it came. A job that runs as a container's first
+    process would otherwise not even notice it."""
     came = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -1,8 +1,9 @@
 """Talk with a model. The answer is shown as it comes, and the conversation stays in the KV cache between turns.
 
-On a terminal, Ctrl-C stops an answer and keeps what was said, Ctrl-D leaves, and /help lists the commands; a text of several lines
-that is pasted is one turn. Where standard input is no terminal it is a script: one turn of the user a line. Only answers go to
-standard output; what else there is to say, such as why an answer was cut, goes to standard error.
+On a terminal, Ctrl-C stops an answer and keeps what was said, Ctrl-D leaves, and /help lists the commands; a text of
+several lines that is pasted is one turn. Where standard input is no terminal it is a script: one turn of the user a
+line. Only answers go to standard output; what else there is to say, such as why an answer was cut, goes to standard
+error.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Chat:
-    """A conversation, with the states before each of its turns to go back to. With `fresh_seeds`, an answer whose parameters name
-    no seed gets one that nobody knows; else the engine draws it."""
+    """A conversation, with the states before each of its turns to go back to. With `fresh_seeds`, an answer whose
+    parameters name no seed gets one that nobody knows; else the engine draws it."""
 
     def __init__(
         self,
@@ -88,8 +89,8 @@ class Chat:
         """The last output of the last answer, whether it was finished or stopped."""
 
     def answer(self, said: str, times: int = 0) -> None:
-        """Take a turn: write the answer as it comes. An interrupt ends the answer and is raised again; what was said by then
-        stays.
+        """Take a turn: write the answer as it comes. An interrupt ends the answer and is raised again; what was said by
+        then stays.
 
         Raises what the template or the engine says of the turn. The conversation is then as before.
         """
@@ -174,7 +175,8 @@ def why_cut(output: RequestOutput, params: SamplingParams, max_model_len: int) -
     elif num_all >= max_model_len:
         reason = f"the context of {max_model_len} tokens is full; /undo and /reset make room"
     else:
-        reason = f"the KV pool is full with {num_all}; --kv-cache-memory and --num-blocks size it, /undo and /reset make room"
+        sized = "--kv-cache-memory and --num-blocks size it, /undo and /reset make room"
+        reason = f"the KV pool is full with {num_all}; {sized}"
     return f"cut at {counted(num_tokens, 'token')}: {reason}"
 
 

@@ -55,7 +55,8 @@ def _typed(value: object) -> str:
 
 
 def mute(stream: TextIO) -> None:
-    """Nobody takes what goes to this stream any more: let all of it, the interpreter's own last flush too, lead nowhere."""
+    """Nobody takes what goes to this stream any more: let all of it, the interpreter's own last flush too, lead
+    nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

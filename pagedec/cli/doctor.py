@@ -1,7 +1,8 @@
 """Say what is installed, which kernels are active, and why each of the others is not.
 
-Loads no model. With --probe, also measures whether torch's packed linear, the fallback without compiled kernels, gives every
-row the same bits in any batch, for each linear layer of the default model. The exit status is 1 where nothing can run, else 0.
+Loads no model. With --probe, also measures whether torch's packed linear, the fallback without compiled kernels, gives
+every row the same bits in any batch, for each linear layer of the default model. The exit status is 1 where nothing can
+run, else 0.
 """
 
 from __future__ import annotations

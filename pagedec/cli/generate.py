@@ -1,8 +1,8 @@
 """Continue prompts with a model. Prompts come as arguments, from a file, or from standard input, one a line.
 
-Answers go to standard output, everything else to standard error. The answer to a single prompt is shown on a terminal as it comes,
-and Ctrl-C keeps what came. With --chat each prompt is what a user says, put into the model's chat template. What no flag says about
-sampling is what the model's makers recommend (--generation-config).
+Answers go to standard output, everything else to standard error. The answer to a single prompt is shown on a terminal
+as it comes, and Ctrl-C keeps what came. With --chat each prompt is what a user says, put into the model's chat
+template. What no flag says about sampling is what the model's makers recommend (--generation-config).
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--progress",
         action=argparse.BooleanOptionalAction,
-        help="draw a progress bar, even into a log, and show no answer as it comes (default: if standard error is a terminal)",
+        help="draw a progress bar, even into a log, and show no answer as it comes "
+        "(default: if standard error is a terminal)",
     )
     add_sampling_arguments(parser)
     add_engine_arguments(parser)
@@ -142,8 +143,8 @@ def as_json(output: RequestOutput) -> str:
 
 
 def as_text(output: RequestOutput, title: str | None = None, wrap: Callable[[str], str] = str) -> str:
-    """One output for a reader: the prompt or its title, then each answer with the reason of its end. `wrap` breaks the lines of
-    an answer's text."""
+    """One output for a reader: the prompt or its title, then each answer with the reason of its end. `wrap` breaks the
+    lines of an answer's text."""
     prompt = output.prompt if output.prompt is not None else ",".join(map(str, output.prompt_token_ids))
     lines = [f"=== {prompt if title is None else title}"]
     if output.prompt_logprobs is not None:
@@ -202,7 +203,8 @@ def is_live(arguments: argparse.Namespace, prompts: Sequence[Prompt], params: Sa
 def show_live(
     llm: LLM, prompt: Prompt, titles: Sequence[str], params: SamplingParams
 ) -> tuple[list[RequestOutput], bool]:
-    """Show the answer to one prompt as it comes. Returns its last output, if there was one, and whether Ctrl-C ended it."""
+    """Show the answer to one prompt as it comes. Returns its last output, if there was one, and whether Ctrl-C ended
+    it."""
     stream = llm.stream(prompt, params)
     given = (
         prompt if isinstance(prompt, str) else prompt.get("prompt") or ",".join(map(str, prompt["prompt_token_ids"]))

@@ -64,7 +64,8 @@ def refuse(error: ValueError) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0: done, 1: the output could not be written, 2: the caller's mistake; both are said in one line."""
+    """Run one command; 0: done, 1: the output could not be written, 2: the caller's mistake; both are said in one
+    line."""
     open_streams()
     try:
         environment.check()

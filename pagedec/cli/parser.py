@@ -1,4 +1,5 @@
-"""An ArgumentParser whose mistakes are errors like all others: one line, which names the command and what was probably meant."""
+"""An ArgumentParser whose mistakes are errors like all others: one line, which names the command and what was probably
+meant."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ class UsageError(PagedecError):
 
 
 class Parser(argparse.ArgumentParser):
-    """What `argparse` parses, but for this: flags are never abbreviated, and the positional arguments of a list may stand
-    between flags. Raises UsageError instead of exiting."""
+    """What `argparse` parses, but for this: flags are never abbreviated, and the positional arguments of a list may
+    stand between flags. Raises UsageError instead of exiting."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)

@@ -1,4 +1,5 @@
-"""Where answers are written as they grow: on a terminal lines end between words, anywhere else the text goes out as it is."""
+"""Where answers are written as they grow: on a terminal lines end between words, anywhere else the text goes out as it
+is."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def cells(character: str) -> int:
 class WordWrap:
     """Breaks the lines of a text that comes in pieces, between words and between wide characters.
 
-    A word is held back until its end is known. What has no place in a line of its own, and what stands in a fenced block of code,
-    is left to the terminal. Lines that the text itself ends stay as they are.
+    A word is held back until its end is known. What has no place in a line of its own, and what stands in a fenced
+    block of code, is left to the terminal. Lines that the text itself ends stay as they are.
     """
 
     def __init__(self, columns: int) -> None:
@@ -80,7 +81,8 @@ class WordWrap:
         return written
 
     def _flush(self) -> str:
-        """Write the held word, on this line if it has a place there. The space before it becomes the line's end, if it is one."""
+        """Write the held word, on this line if it has a place there. The space before it becomes the line's end, if it
+        is one."""
         space, word = self._space, self._word
         self._space = self._word = ""
         length = len(space) + sum(map(cells, word))

@@ -34,8 +34,8 @@ def _decoded(field: str, name: str, data: bytes) -> str:
 
 
 def unescaped(field: str, text: str) -> str:
-    r"""The text that a flag's value means: \n, \t, \r, \", \\ and \uXXXX are read as in C, two halves of a surrogate pair as one
-    character. Raises InvalidArgument naming `field` for a backslash that begins none of these."""
+    r"""The text that a flag's value means: \n, \t, \r, \", \\ and \uXXXX are read as in C, two halves of a surrogate
+    pair as one character. Raises InvalidArgument naming `field` for a backslash that begins none of these."""
 
     def meant(match: re.Match[str]) -> str:
         digits, letter = match.groups()

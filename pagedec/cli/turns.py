@@ -20,8 +20,8 @@ PASTE, PASTE_END = "\x1b[200~", "\x1b[201~"
 def read_turns(interactive: bool) -> Iterator[str]:
     """The user's turns, to the end of the input; those without a word are left out.
 
-    A turn that begins with a slash is a command; what begins with two is no command. So what is pasted or quoted, and begins with
-    one, gets another.
+    A turn that begins with a slash is a command; what begins with two is no command. So what is pasted or quoted, and
+    begins with one, gets another.
     """
     with _editing() if interactive else contextlib.nullcontext():
         while True:

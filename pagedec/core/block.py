@@ -28,7 +28,8 @@ class BlockPool:
     """
 
     __slots__ = (
-        "block_of", "block_size", "evictable", "free", "free_rows", "fresh", "key_of", "lane", "num_blocks", "num_evictions",
+        "block_of", "block_size", "evictable", "free", "free_rows", "fresh", "key_of", "lane", "num_blocks",
+        "num_evictions",
         "pins", "refs", "row_view", "rows", "width",
     )  # fmt: skip
 
@@ -125,7 +126,8 @@ class BlockPool:
         self.key_of = [None] * self.num_blocks
 
     def reset(self) -> None:
-        """Forget who holds what, and the prefix cache: nothing of it is on the device any more. Tables of before are void."""
+        """Forget who holds what, and the prefix cache: nothing of it is on the device any more. Tables of before are
+        void."""
         self.refs, self.pins = [0] * self.num_blocks, [0] * self.num_blocks
         self.free = list(range(self.num_blocks - 1, -1, -1))
         self.evictable.clear()
@@ -146,7 +148,8 @@ class BlockPool:
 
     # ---- check
     def check(self, tables: Iterable[BlockTable]) -> None:
-        """Raise unless references equal reachability, every block is exactly one of held, cached, free, and rows agree."""
+        """Raise unless references equal reachability, every block is exactly one of held, cached, free, and rows
+        agree."""
         tables = list(tables)
         counts: Counter[BlockNode] = Counter()
         for table in tables:

@@ -1,5 +1,5 @@
-"""What a decoder or a device says, before anything follows from it. A decoder's mistake is found here, by name, and is its own
-request's alone."""
+"""What a decoder or a device says, before anything follows from it. A decoder's mistake is found here, by name, and is
+its own request's alone."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ FEW = 4
 """Up to so many branches a list is searched as fast as a set is made."""
 REASONS = ("stop", "length")
 MAX_BRANCHES = 16384
-"""Most branches of one request that says nothing of its width: what forks without end must not take everybody's memory."""
+"""Most branches of one request that says nothing of its width: what forks without end must not take everybody's
+memory."""
 
 
 # ------------------------------------------------------------------------------------------------------------- queries
 def check_queries(queries: Sequence[Query], branches: Sequence[Branch], vocab_size: int) -> None:
-    """Raise `InvalidArgument` unless each query is of a living branch, each branch is asked once, and drafts and asks can be run."""
+    """Raise `InvalidArgument` unless each query is of a living branch, each branch is asked once, and drafts and asks
+    can be run."""
     alive: Collection[Branch] = branches if len(branches) <= FEW else set(branches)
     asked: set[Branch] = set()
     for i, query in enumerate(queries):
@@ -128,7 +130,8 @@ def check_verdict(
 ) -> None:
     """Find everything that can be wrong with a verdict before anything changes. Raises `InvalidArgument`.
 
-    `evaluated`: the branches queried, with the draft that was run behind each. `decoder`: whose width a gang must keep to.
+    `evaluated`: the branches queried, with the draft that was run behind each. `decoder`: whose width a gang must keep
+    to.
     """
     if not isinstance(verdict, Verdict):
         raise InvalidArgument("verdict", verdict, "must be a Verdict")
@@ -216,7 +219,8 @@ def check_rank(field: str, rank: object) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- answers
 def check_answers(forwards: Forwards, answers: Answers, vocab_size: int) -> None:
-    """Raise `InvariantError` unless a device's answers are ones: as many as were asked for, of tokens that there are."""
+    """Raise `InvariantError` unless a device's answers are ones: as many as were asked for, of tokens that there
+    are."""
     for lane, forward in forwards.items():
         given = answers.get(lane)
         if given is None:

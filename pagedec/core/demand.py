@@ -1,8 +1,8 @@
 """Whether the pool will hold one request more: who is let in too early takes blocks now and costs a recompute later.
 
-Nobody knows how long an answer gets, but all answers before it say how long they were. From these, and from how far the running
-ones have come, follows what the pool must be expected to hold at each time from now on; a request that waits is let in while the
-peak of that fits. So one that was preempted does not come back into the room that it has just made.
+Nobody knows how long an answer gets, but all answers before it say how long they were. From these, and from how far the
+running ones have come, follows what the pool must be expected to hold at each time from now on; a request that waits is
+let in while the peak of that fits. So one that was preempted does not come back into the room that it has just made.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ NUM_BUCKETS = 512
 MEMORY = 256.0
 """Answers remembered: with each one that ends, what was learned before weighs 1 - 1 / MEMORY of what it did."""
 PRIOR = 1.0
-"""Before anything is known an answer is taken to be longer than PRIOR_MEDIAN tokens with probability 1/2, which counts as much as
-PRIOR answers. A guess too long leaves blocks unused until the first answers have ended; one too short costs recompute."""
+"""Before anything is known an answer is taken to be longer than PRIOR_MEDIAN tokens with probability 1/2, which counts
+as much as PRIOR answers. A guess too long leaves blocks unused until the first answers have ended; one too short costs
+recompute."""
 PRIOR_MEDIAN = 1024
 MARGIN = 0.12
-"""Share of the pool that expectations leave free, because lengths are spread around them. Chosen with the two above over workloads of
-28 kinds (64 and 200 requests, a half and a quarter of the blocks; prompts and answers long, short, equal, of two kinds): with less
-more is computed twice, with more steps run emptier."""
-# Times from now at which the pool's use is forecast, in tokens of each answer: dense at first, then each 4/3 of the one before.
+"""Share of the pool that expectations leave free, because lengths are spread around them. Chosen with the two above
+over workloads of 28 kinds (64 and 200 requests, a half and a quarter of the blocks; prompts and answers long, short,
+equal, of two kinds): with less more is computed twice, with more steps run emptier."""
+# Times from now at which the pool's use is forecast, in tokens of each answer: dense at first, then each 4/3 of the one
+# before.
 HORIZON = np.unique(np.round(np.geomspace(BUCKET, BUCKET * NUM_BUCKETS, 24)).astype(np.int64))
 
 
 class Demand:
-    """How long answers get: a survival curve over their lengths in tokens, with answers that were cut or still run counted as far
-    as they came (Kaplan and Meier 1958)."""
+    """How long answers get: a survival curve over their lengths in tokens, with answers that were cut or still run
+    counted as far as they came (Kaplan and Meier 1958)."""
 
     __slots__ = ("_deaths", "_passed", "num_changes", "refused")
 
@@ -44,7 +46,8 @@ class Demand:
         self.num_changes = 0
         """Events that may have made room."""
         self.refused: tuple[Request, int] | None = None
-        """Who was not let in, and the number of changes by then: while answers only grow, there is no need to look again."""
+        """Who was not let in, and the number of changes by then: while answers only grow, there is no need to look
+        again."""
 
     def note(self, num_tokens: int, ended: bool) -> None:
         """An answer is over after `num_tokens`; `ended` False: something other than itself has cut it there."""
@@ -57,7 +60,8 @@ class Demand:
             self._deaths[bucket] += 1
 
     def forecast(self, pool: BlockPool, running: Iterable[Request], before: Request) -> Forecast:
-        """What the pool must be expected to hold of the requests that run `before` one that waits. The others may be preempted for it."""
+        """What the pool must be expected to hold of the requests that run `before` one that waits. The others may be
+        preempted for it."""
         ahead: list[Request] = []
         used = pool.num_blocks - pool.num_available
         for request in running:
@@ -80,7 +84,8 @@ class Demand:
 
 
 class Forecast:
-    """The blocks that a set of requests must be expected to hold at each time of HORIZON. Requests that are let in join it."""
+    """The blocks that a set of requests must be expected to hold at each time of HORIZON. Requests that are let in join
+    it."""
 
     __slots__ = ("_blocks", "_pool", "_survival", "_used")
 
@@ -106,7 +111,8 @@ class Forecast:
         return True
 
     def _change(self, rows: list[tuple[int, int, int]]) -> np.ndarray:
-        """How much more than now answers (length, most tokens to come, blocks of their own) hold at each time of HORIZON."""
+        """How much more than now answers (length, most tokens to come, blocks of their own) hold at each time of
+        HORIZON."""
         if not rows:
             return np.zeros(len(HORIZON))
         length, most, own = np.array(rows, np.int64).T[:, :, None]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class Draft:
     """A tree of proposed tokens. Node i is `tokens[i-1]`; node 0 is the root, the branch's last accepted token.
 
-    `parents[i-1]` is the node that node i continues, and is smaller than i. A node sees the accepted tokens, its ancestors
-    and itself; its position is the root's plus its depth.
+    `parents[i-1]` is the node that node i continues, and is smaller than i. A node sees the accepted tokens, its
+    ancestors and itself; its position is the root's plus its depth.
     """
 
     tokens: tuple[int, ...] = ()

@@ -1,5 +1,5 @@
-"""Drafts: rows behind the chains of a step, from what all chains have left. A draft takes no row, no block and no place that a
-living chain needs."""
+"""Drafts: rows behind the chains of a step, from what all chains have left. A draft takes no row, no block and no place
+that a living chain needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from pagedec.core.table import CopyPlan, reserve
 
 
 class Chain(NamedTuple):
-    """A branch whose next `num_tokens` pending tokens have their rows. `is_whole`: they are all of them, so its query is answered."""
+    """A branch whose next `num_tokens` pending tokens have their rows. `is_whole`: they are all of them, so its query
+    is answered."""
 
     branch: Branch
     num_tokens: int

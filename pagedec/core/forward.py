@@ -1,7 +1,7 @@
 """A step as arrays: what a device is given, and what it gives back. Frozen, flat, built once; nobody writes into them.
 
-They cross processes as they are: `wire.py` makes one buffer of them. So nothing here is known by its identity, and what a request has
-done to its logits is named by a number under which the device was told of it once.
+They cross processes as they are: `wire.py` makes one buffer of them. So nothing here is known by its identity, and what
+a request has done to its logits is named by a number under which the device was told of it once.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ ROLL_DTYPE = np.dtype(
         ("rule_id", "<i8"),
     ]
 )  # fmt: skip
-"""A chain of `count` tokens to be rolled behind `branch`. `draw` says how each is drawn, the first at its `row` of the forward's rows
-and at its `position`; the others follow one by one. They go to the rows from `target_row` on of the target's forward; -1: nowhere.
-`rule_id` -1: logits stay as they are; else `prompt_length` tokens of the branch were not generated."""
+"""A chain of `count` tokens to be rolled behind `branch`. `draw` says how each is drawn, the first at its `row` of the
+forward's rows and at its `position`; the others follow one by one. They go to the rows from `target_row` on of the
+target's forward; -1: nowhere. `rule_id` -1: logits stay as they are; else `prompt_length` tokens of the branch were not
+generated."""
 
 NO_INTS = np.empty(0, np.int32)
 NO_DRAWS = np.empty(0, DRAW_DTYPE)
@@ -58,7 +59,8 @@ class ProcessRows:
 class ReportRows:
     """The read-out rows of one forward that are reported.
 
-    Every draw, top-k entry and given token of these rows is reported; and the tokens given here, those that a prompt goes on with.
+    Every draw, top-k entry and given token of these rows is reported; and the tokens given here, those that a prompt
+    goes on with.
     """
 
     rows: np.ndarray  # int32 [num_reported], into LaneForward.read_rows, ascending, each once
@@ -102,8 +104,9 @@ Forwards: TypeAlias = Mapping[str, LaneForward]
 Rules: TypeAlias = Mapping[int, LogitsRules]
 """What is done to logits, by the number that rows name it by: of all requests that run."""
 Masks: TypeAlias = np.ndarray
-"""uint32 [num_masked, ceil(vocab / 32)]: of each of `LaneForward.masked_rows`, a bit for each token, the lowest first; where it
-is 0 the token is neither drawn nor among the top k. They may follow a forward that is on its way: they are due before the read-out."""
+"""uint32 [num_masked, ceil(vocab / 32)]: of each of `LaneForward.masked_rows`, a bit for each token, the lowest first;
+where it is 0 the token is neither drawn nor among the top k. They may follow a forward that is on its way: they are due
+before the read-out."""
 
 
 @dataclass(frozen=True, slots=True)

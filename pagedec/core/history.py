@@ -13,9 +13,9 @@ _KEY_BYTES = 16  # 128 bits: the chance that two of 2^40 blocks share a key is 2
 class History:
     """Append-only trie of accepted tokens. A tip is a node; it never dangles, so results are just tips.
 
-    Equal continuations of a node are one node: what branches have in common is then found by comparing node ids. A run is a
-    stretch of nodes with consecutive ids, each the parent of the next; walks jump from run to run, so that the usual
-    history (a prompt, then one stream) costs one slice however long it is.
+    Equal continuations of a node are one node: what branches have in common is then found by comparing node ids. A run
+    is a stretch of nodes with consecutive ids, each the parent of the next; walks jump from run to run, so that the
+    usual history (a prompt, then one stream) costs one slice however long it is.
     """
 
     __slots__ = ("_child", "_key", "_run", "block_size", "depth", "parent", "token")

@@ -34,7 +34,8 @@ def draw_record(sampler: Sampler, stream: int) -> bytes:
     """A draw's record but for its row and position."""
     return np.array(
         [
-            (sampler.seed & _MASK, stream & _MASK, 0, 0, sampler.top_k, sampler.temperature, sampler.top_p, sampler.min_p),
+            (sampler.seed & _MASK, stream & _MASK, 0, 0, sampler.top_k, sampler.temperature, sampler.top_p,
+            sampler.min_p),
         ],
         DRAW_DTYPE,
     ).tobytes()  # fmt: skip
@@ -45,7 +46,8 @@ class LaneBuilder:
 
     __slots__ = (
         "_banned", "_counts", "_draw_positions", "_draw_records", "_draw_rows", "_first_rows", "_logprobs", "_marks",
-        "_parents", "_positions", "_read_only", "_read_rows", "_roll_slots", "_rolls", "_starts", "_tables", "_tokens", "_topk", "_topk_k",
+        "_parents", "_positions", "_read_only", "_read_rows", "_roll_slots", "_rolls", "_starts", "_tables", "_tokens",
+        "_topk", "_topk_k",
         "pool",
     )  # fmt: skip
 
@@ -94,7 +96,8 @@ class LaneBuilder:
     def add(self, table: BlockTable, start: int, tokens: Sequence[int], root: int, draft: Draft | Roll = EMPTY) -> int:
         """The pending chain and the draft of one branch; without a pending token, a row that only reads the root's KV.
 
-        `root` is the last accepted token. Returns the row of the last chain token, which is the root where the chain is whole.
+        `root` is the last accepted token. Returns the row of the last chain token, which is the root where the chain is
+        whole.
         """
         first = len(self._tokens)
         chain: Sequence[int] = tokens
@@ -176,7 +179,8 @@ class LaneBuilder:
         self.marks.process(read_rows, len(self._tables) - 1, rule_id, prompt_length)
 
     def read_given(self, first_row: int, tokens: Sequence[int], num_top: int) -> tuple[int, int]:
-        """Report each of `tokens` at the rows from `first_row` on: their first places among the given tokens and reported rows."""
+        """Report each of `tokens` at the rows from `first_row` on: their first places among the given tokens and
+        reported rows."""
         first = len(self._read_rows)
         self._read_rows += range(first_row, first_row + len(tokens))
         return self.marks.report_given(first, tokens, num_top)
@@ -190,7 +194,8 @@ class LaneBuilder:
         rule_id: int = -1,
         prompt_length: int = 0,
     ) -> int:
-        """Roll a chain behind the branch added last, whose table ends `length` tokens; returns its place among the rolls."""
+        """Roll a chain behind the branch added last, whose table ends `length` tokens; returns its place among the
+        rolls."""
         draw = np.frombuffer(bytearray(draw_record(roll.sampler, roll.stream)), DRAW_DTYPE)
         draw["row"], draw["position"] = root_row, length
         self._rolls.append([draw[0], len(self._tables) - 1, roll.count, -1, prompt_length, rule_id])
@@ -305,7 +310,8 @@ class RowMarks:
         return len(self._reported) - 1
 
     def report_given(self, first_row: int, tokens: Sequence[int], num_top: int) -> tuple[int, int]:
-        """Report `tokens`, one at each row from `first_row` on; returns the first places among the given tokens and the rows."""
+        """Report `tokens`, one at each row from `first_row` on; returns the first places among the given tokens and the
+        rows."""
         places = len(self._given), len(self._reported)
         self._given += enumerate(tokens, first_row)
         self._reported += [(row, num_top) for row in range(first_row, first_row + len(tokens))]

@@ -28,7 +28,8 @@ class SchedulerLimits:
     array_settle: bool = True
     """Plan and settle plain sampling without queries and verdicts. The result is the same."""
     max_positions: Mapping[str, int] = field(default_factory=dict)
-    """Tokens of the longest sequence that a lane's model can read; of a lane that is not named, as many as a table holds."""
+    """Tokens of the longest sequence that a lane's model can read; of a lane that is not named, as many as a table
+    holds."""
     vocab_sizes: Mapping[str, int] = field(default_factory=dict)
     """Token ids that a lane's model knows; of a lane that is not named, `vocab_size`."""
 

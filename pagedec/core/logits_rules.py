@@ -10,14 +10,18 @@ class LogitsRules:
     """A request's rules, applied in the order of the fields to every row that it reads out.
 
     A row's history is the tokens that it sees, itself included: those of its branch and, in a draft, its ancestors'.
-    Where bad words and n-grams ban all that is allowed, token 0 is drawn: rules that are met one by one can meet nothing together.
+    Where bad words and n-grams ban all that is allowed, token 0 is drawn: rules that are met one by one can meet
+    nothing together.
 
     1. `allowed_token_ids`: all others are banned (logit -inf); None: no such rule.
-    2. `bad_words`: where the history ends with all but the last token of one, its last is banned; one token alone always is.
+    2. `bad_words`: where the history ends with all but the last token of one, its last is banned; one token alone
+       always is.
     3. `logit_bias`: pairs (token id, number added to its logit), each id once.
     4. `no_repeat_ngram_size` n > 0: a token is banned where its n-gram is in the history already.
-    5. `repetition_penalty` r (Keskar et al. 2019): of tokens in the history, a logit z > 0 becomes z / r, another z * r.
-    6. `frequency_penalty` f and `presence_penalty` p: of a token that was generated c > 0 times, prompt not counted, z - f * c - p.
+    5. `repetition_penalty` r (Keskar et al. 2019): of tokens in the history, a logit z > 0 becomes z / r, another z *
+       r.
+    6. `frequency_penalty` f and `presence_penalty` p: of a token that was generated c > 0 times, prompt not counted, z
+       - f * c - p.
     """
 
     allowed_token_ids: tuple[int, ...] | None = None

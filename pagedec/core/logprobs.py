@@ -1,7 +1,8 @@
 """Log-probabilities that a request reports: of the model's own logits, before anything is done to them.
 
-They belong to a request and its history, not to a decoder: for every row that answers a decoder's asks, whatever it asks for,
-the tokens that may come of it are reported as well, and kept under the tokens before them. What is accepted then has its report."""
+They belong to a request and its history, not to a decoder: for every row that answers a decoder's asks, whatever it
+asks for, the tokens that may come of it are reported as well, and kept under the tokens before them. What is accepted
+then has its report."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reporting:
-    """What a request reports: of each generated token, and of each prompt token but the first, its own log-probability and rank
-    and those of the most probable tokens, as many as are named here. None: no report; 0: the token's own only."""
+    """What a request reports: of each generated token, and of each prompt token but the first, its own log-probability
+    and rank and those of the most probable tokens, as many as are named here. None: no report; 0: the token's own
+    only."""
 
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None

@@ -1,7 +1,7 @@
 """One step's plan: rows are handed out in the order of the requests until none is left.
 
-There is no prefill phase and no decode phase: every branch has a pending chain, the accepted tokens not yet cached. Chains come
-first; what they leave is for drafts (`drafting.py`).
+There is no prefill phase and no decode phase: every branch has a pending chain, the accepted tokens not yet cached.
+Chains come first; what they leave is for drafts (`drafting.py`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from pagedec.errors import PagedecError, RequestError
 class Planner:
     """Makes the plan of one step.
 
-    `requests`: all, in the order in which they run; `started`: those that hold blocks, in the same order; it gains those that this step
-    lets in. `only`: those that may run, if not all may.
+    `requests`: all, in the order in which they run; `started`: those that hold blocks, in the same order; it gains
+    those that this step lets in. `only`: those that may run, if not all may.
     """
 
     __slots__ = (
@@ -86,7 +86,8 @@ class Planner:
 
     # ---- whose turn it is
     def _turns(self) -> Iterator[Request]:
-        """Those that may run, in order. Behind the first that has to wait outside, only those that are inside already."""
+        """Those that may run, in order. Behind the first that has to wait outside, only those that are inside
+        already."""
         only = self._only
         for request in self._requests:
             if request.idle or (only is not None and request not in only):
@@ -137,7 +138,8 @@ class Planner:
         return None if request.plain is not None else {query.branch for query in self._queries(request)}
 
     def _spare_rows(self) -> int:
-        """Rows that no chain of those that hold blocks needs, as far as can be told before all of them are asked, nor any draft yet."""
+        """Rows that no chain of those that hold blocks needs, as far as can be told before all of them are asked, nor
+        any draft yet."""
         if self._num_chain_rows < 0:
             self._num_chain_rows = 0
             for request in self._started:
@@ -154,7 +156,8 @@ class Planner:
 
     # ---- one request; False: out of blocks
     def _plan_plain(self, request: Request, sampler: Sampler) -> bool:
-        """Plain sampling: a branch with one pending token and one stream is a row and a draw; anything else is a query."""
+        """Plain sampling: a branch with one pending token and one stream is a row and a draw; anything else is a
+        query."""
         depth, token, rows, target = request.history.depth, request.history.token, self._rows, self._rows.target
         stopping, step, works, marked = request.stopping, self._plan.step, self._plan.works, request.marks_rows
         pool = target.pool

@@ -10,7 +10,8 @@ from pagedec.core.request import Branch, Request
 class Room:
     """The order of giving way within one step: requests that may not run in it; idle branches, of the lowest priority
     first and then the one that has been idle for longest; the youngest requests; the request's own youngest branches
-    without work in this step. Drafts take only what is left. The oldest request of the highest priority never gives way.
+    without work in this step. Drafts take only what is left. The oldest request of the highest priority never gives
+    way.
 
     Each of the orders is walked once a step: what has been passed has nothing left to give, or has work in this step.
     """

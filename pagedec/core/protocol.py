@@ -1,7 +1,7 @@
 """What decoders, the scheduler and the device say to one another.
 
-A decoder is asked for queries, is given answers, and replies with the next generation of branches. It never sees a block, a
-slot or a tensor. Everything here is an immutable value.
+A decoder is asked for queries, is given answers, and replies with the next generation of branches. It never sees a
+block, a slot or a tensor. Everything here is an immutable value.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------------------------------------------------------- asks
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """How a token is drawn: the distribution softmax(z / temperature), cut by top_k, then top_p, then min_p, renormalised,
-    and the seed of the Gumbel noise. `temperature` 0 is greedy and ignores the rest. Raises `InvalidArgument` for numbers
-    that nothing can be drawn with."""
+    """How a token is drawn: the distribution softmax(z / temperature), cut by top_k, then top_p, then min_p,
+    renormalised, and the seed of the Gumbel noise. `temperature` 0 is greedy and ignores the rest. Raises
+    `InvalidArgument` for numbers that nothing can be drawn with."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -52,7 +52,8 @@ GREEDY = Sampler()
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """For each node, one token per stream. `nodes` None: every node that is run. Answer: int array [num_nodes, num_streams].
+    """For each node, one token per stream. `nodes` None: every node that is run. Answer: int array [num_nodes,
+    num_streams].
 
     A stream (64 bits) names a branch's randomness by what a user can name; the noise is a function of seed, stream, the
     index of the drawn token in the sequence, and the token's id, and of nothing else.
@@ -67,9 +68,10 @@ class Sample:
 class TopK:
     """The `k` most probable tokens of each node, ties to the lower id.
 
-    Answer: (token ids [num_nodes, k], log-probabilities [num_nodes, k] fp32), in descending order. Where the request processes
-    its logits, the tokens are the best of the processed ones, and a log-probability is the processed logit less the log-sum-exp of
-    the model's own: rules are applied to log-probabilities, without renormalising, as in Hugging Face's beam search.
+    Answer: (token ids [num_nodes, k], log-probabilities [num_nodes, k] fp32), in descending order. Where the request
+    processes its logits, the tokens are the best of the processed ones, and a log-probability is the processed logit
+    less the log-sum-exp of the model's own: rules are applied to log-probabilities, without renormalising, as in
+    Hugging Face's beam search.
     """
 
     k: int
@@ -89,8 +91,8 @@ Ask: TypeAlias = Sample | TopK | LogProbs
 
 @dataclass(frozen=True, slots=True)
 class Roll:
-    """Stands in a query's draft place: the draft lane rolls a chain of `count` tokens within the step, before the target
-    lane's forward. With the target's own sampler and stream, draft and target draw with the same noise."""
+    """Stands in a query's draft place: the draft lane rolls a chain of `count` tokens within the step, before the
+    target lane's forward. With the target's own sampler and stream, draft and target draw with the same noise."""
 
     count: int
     sampler: Sampler = GREEDY
@@ -108,7 +110,8 @@ class Roll:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Evaluate `branch` and answer `asks`. The scheduler may strip the draft; `Answer.draft` says what was really run."""
+    """Evaluate `branch` and answer `asks`. The scheduler may strip the draft; `Answer.draft` says what was really
+    run."""
 
     branch: Branch
     asks: tuple[Ask, ...]
@@ -117,7 +120,8 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`values[i]` answers `query.asks[i]`; rows of a value are the ask's nodes, or all nodes of `draft` with the root first."""
+    """`values[i]` answers `query.asks[i]`; rows of a value are the ask's nodes, or all nodes of `draft` with the root
+    first."""
 
     draft: Draft
     values: tuple[Any, ...]
@@ -126,8 +130,8 @@ class Answer:
 # ------------------------------------------------------------------------------------------------------------ verdicts
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A branch of the next generation: `parent`, rolled back to `keep` tokens or continued by the draft nodes of `path`, then
-    by `tokens`. None inherits. `state` is the decoder's own immutable value."""
+    """A branch of the next generation: `parent`, rolled back to `keep` tokens or continued by the draft nodes of
+    `path`, then by `tokens`. None inherits. `state` is the decoder's own immutable value."""
 
     parent: Branch
     tokens: tuple[int, ...] = ()
@@ -145,8 +149,8 @@ class Child:
 class Hypothesis:
     """A finished answer: the history of `tip` followed by `tokens`. Never a table, so it costs no block while it waits.
 
-    `rank` orders a request's answers. `reason` is "stop" or "length"; `stop_token` the token id that ended it, if one did;
-    `stop_string` the string that did, behind which the answer's text has `excess_bytes` more.
+    `rank` orders a request's answers. `reason` is "stop" or "length"; `stop_token` the token id that ended it, if one
+    did; `stop_string` the string that did, behind which the answer's text has `excess_bytes` more.
     """
 
     tip: int
@@ -167,8 +171,8 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The next generation. Touched are the branches queried, named as a parent, or dropped: of these only the children live
-    on, at their parent's place; the untouched live on as they are. One that leaves no branch ends the request."""
+    """The next generation. Touched are the branches queried, named as a parent, or dropped: of these only the children
+    live on, at their parent's place; the untouched live on as they are. One that leaves no branch ends the request."""
 
     live: tuple[Child, ...] = ()
     done: tuple[Hypothesis, ...] = ()
@@ -178,8 +182,8 @@ class Verdict:
 # ------------------------------------------------------------------------------------------------------------- decoders
 @dataclass(frozen=True, slots=True)
 class DecoderContext:
-    """What a decoder may know of its request: the history it continues (a branch names its text by `branch.tip`), the end
-    tokens, the vocabulary's size, the longest sequence any branch may reach, and when a branch ends."""
+    """What a decoder may know of its request: the history it continues (a branch names its text by `branch.tip`), the
+    end tokens, the vocabulary's size, the longest sequence any branch may reach, and when a branch ends."""
 
     history: History
     prompt_length: int
@@ -191,8 +195,8 @@ class DecoderContext:
     def ending(self, branch: Branch, token: int) -> Cut | None:
         """How `branch` ends with `token`: at a stop token, a stop string, or a length. None: it goes on.
 
-        Other branches are ended by the scheduler. A gang's are not: their decoder ranks what ends among what goes on, and keeps
-        no branch alive behind its end.
+        Other branches are ended by the scheduler. A gang's are not: their decoder ranks what ends among what goes on,
+        and keeps no branch alive behind its end.
         """
         cut = self.stopping.cut(branch.stop_state, (token,), self.max_length - self.history.depth[branch.tip])
         return cut if cut.reason is not None else None
@@ -206,17 +210,17 @@ class Decoder(Protocol):
     gang: bool = False
     """True: all queried branches are evaluated in one step or none, and the decoder ends them itself (beams)."""
     plain_sampler: Sampler | None = None
-    """Not None: all that it does is to draw one token a step for each stream of each branch's state, with this sampler. Then it may be
-    stepped without being asked."""
+    """Not None: all that it does is to draw one token a step for each stream of each branch's state, with this sampler.
+    Then it may be stepped without being asked."""
     width: int
     """The most branches that live at once. Admission reserves room for a gang of this width, and a wider one fails."""
     initial_state: Any
     """The root branch's state."""
 
     def propose(self, branches: Sequence[Branch], room: int) -> Sequence[Query]:
-        """Queries of the branches that want to advance; the others are idle. Where there are none, it is not asked again before
-        a client edits the request. Pure and repeatable. `room`: rows that no chain needs, as far as can be told; a draft that finds
-        none is stripped."""
+        """Queries of the branches that want to advance; the others are idle. Where there are none, it is not asked
+        again before a client edits the request. Pure and repeatable. `room`: rows that no chain needs, as far as can be
+        told; a draft that finds none is stripped."""
 
     def advance(self, queries: Sequence[Query], answers: Sequence[Answer]) -> Verdict:
         """The only place where state changes. Called once for each step in which queries of this request were run."""

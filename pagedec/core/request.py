@@ -1,5 +1,5 @@
-"""A branch: where it stands in the history, and its block tables. A request: a decoder, the history it writes, the branches that live,
-the answers that are done; and what happened to it."""
+"""A branch: where it stands in the history, and its block tables. A request: a decoder, the history it writes, the
+branches that live, the answers that are done; and what happened to it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pagedec.errors import RequestError
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """A tip in the history with a table for each lane. `state` is the decoder's, `stop_state` the stopping automaton's; both
-    are immutable values, so they fork and roll back for free."""
+    """A tip in the history with a table for each lane. `state` is the decoder's, `stop_state` the stopping automaton's;
+    both are immutable values, so they fork and roll back for free."""
 
     tip: int
     tables: dict[str, BlockTable]
@@ -27,7 +27,8 @@ class Branch:
     prompt_length: int
     score: float = 0.0
     given_length: int = 0
-    """Tokens up to here are given: the prompt, or all that stands before the end of what a client appended. Stops look behind it."""
+    """Tokens up to here are given: the prompt, or all that stands before the end of what a client appended. Stops look
+    behind it."""
     planned_in: int = -1
     """The last step that has work for this branch, or had for the one that it comes of."""
 
@@ -115,7 +116,8 @@ class Request:
 
 
 class Progress(NamedTuple):
-    """A branch was given new tokens. `rank` is that of the answer it will become. Gangs are not streamed: beams reorder.
+    """A branch was given new tokens. `rank` is that of the answer it will become. Gangs are not streamed: beams
+    reorder.
 
     `logprobs`: their reports, where the request has any; None for a token that did not come of the model."""
 
@@ -126,7 +128,8 @@ class Progress(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """An answer is complete. Its last tokens were reported as progress before, unless the request's decoder is a gang."""
+    """An answer is complete. Its last tokens were reported as progress before, unless the request's decoder is a
+    gang."""
 
     request: Request
     hypothesis: Hypothesis

@@ -10,8 +10,8 @@ from pagedec.core.trunk import Trunks
 
 
 class Reuse:
-    """Finds valid KV for branches that are about to compute, once a step. `asked` gives the branches of a request that want to
-    advance (None: all); `computing` holds the keys of the blocks that the step fills."""
+    """Finds valid KV for branches that are about to compute, once a step. `asked` gives the branches of a request that
+    want to advance (None: all); `computing` holds the keys of the blocks that the step fills."""
 
     __slots__ = ("_asked", "_caching", "_computing", "_trunks")
 

@@ -14,8 +14,8 @@ from pagedec.core.request import Branch, Request
 
 
 class Rows:
-    """Hands out a step's rows. A branch takes the rows of its chain in its turn; they are laid out then or, where a draft may follow
-    them, when it is known whether it does."""
+    """Hands out a step's rows. A branch takes the rows of its chain in its turn; they are laid out then or, where a
+    draft may follow them, when it is known whether it does."""
 
     __slots__ = ("_caching", "_whole", "builders", "computing", "draft_left", "left", "plan", "seqs_left", "target")
 
@@ -36,7 +36,8 @@ class Rows:
         return self.left == self._whole
 
     def take(self, request: Request, branch: Branch, count: int) -> None:
-        """Count the rows of `count` pending tokens of a branch; without a pending token, the row that reads the root."""
+        """Count the rows of `count` pending tokens of a branch; without a pending token, the row that reads the
+        root."""
         table = branch.tables["target"]
         start = table.length
         self.left -= count or 1

@@ -39,7 +39,8 @@ class Scheduler:
         }
         self.requests: list[Request] = []  # in the order in which they run
         self.rules: dict[int, LogitsRules] = {}
-        """What running requests have done to their logits, by the number that rows name it by: the request's arrival."""
+        """What running requests have done to their logits, by the number that rows name it by: the request's
+        arrival."""
         self._by_id: dict[str, Request] = {}
         self._started: list[Request] = []  # those that hold blocks, in the same order
         self._copies = self._new_copies()
@@ -64,12 +65,13 @@ class Scheduler:
         rules: LogitsRules = NO_RULES,
         reporting: Reporting = NO_REPORTING,
     ) -> Request:
-        """A request for `add`, with everything checked. Changes nothing. Raises `InvalidArgument` if it could not run alone, and what
-        `make_decoder` raises.
+        """A request for `add`, with everything checked. Changes nothing. Raises `InvalidArgument` if it could not run
+        alone, and what `make_decoder` raises.
 
-        `limit` is the longest sequence it may reach, by default the prompt and `stopping.max_tokens`. Prefix cache blocks are
-        shared only among requests of the same `salt`. `eos_token_ids` is what the decoder is told; by default, the stopping's.
-        `rules` are what is done to the logits of each row that is read out for the decoder, `reporting` says what is kept of them.
+        `limit` is the longest sequence it may reach, by default the prompt and `stopping.max_tokens`. Prefix cache
+        blocks are shared only among requests of the same `salt`. `eos_token_ids` is what the decoder is told; by
+        default, the stopping's. `rules` are what is done to the logits of each row that is read out for the decoder,
+        `reporting` says what is kept of them.
         """
         limits = self.limits
         limit = check_prompt(limits, prompt, stopping, limit)
@@ -119,7 +121,8 @@ class Scheduler:
         self._events.append(Failed(request, error))
 
     def edit(self, request_id: str, verdict: Verdict) -> list[Event]:
-        """A client's fork, rollback, append or close: a generation in which nothing was evaluated. What it appends ends nothing.
+        """A client's fork, rollback, append or close: a generation in which nothing was evaluated. What it appends ends
+        nothing.
 
         Raises `InvalidArgument` for what cannot be done; nothing has changed then.
         """
@@ -149,7 +152,8 @@ class Scheduler:
         preempt(self.get(request_id))
 
     def forget_kv(self) -> None:
-        """The device has lost its cache: drop the plan that is out, all tables and the prefix cache. Every request goes on.
+        """The device has lost its cache: drop the plan that is out, all tables and the prefix cache. Every request goes
+        on.
 
         Nothing of what the pools say of themselves is used, so this also mends what was left half done.
         """
@@ -164,7 +168,8 @@ class Scheduler:
         self._copies = self._new_copies()
 
     def reset_prefix_cache(self) -> bool:
-        """Let nothing be found that was computed so far; requests go on with what they hold. True: nobody holds any block."""
+        """Let nothing be found that was computed so far; requests go on with what they hold. True: nobody holds any
+        block."""
         self._require_between_steps("reset_prefix_cache")
         for pool in self.pools.values():
             pool.forget()
@@ -177,11 +182,11 @@ class Scheduler:
         return not self._events and all(request.idle for request in self.requests)
 
     def plan(self, only: Collection[Request] | None = None) -> StepPlan:
-        """What to evaluate next, of the requests `only` if not of all. Without forwards there is nothing to do until something is
-        added or edited; but for what `settle` then tells.
+        """What to evaluate next, of the requests `only` if not of all. Without forwards there is nothing to do until
+        something is added or edited; but for what `settle` then tells.
 
-        A request whose decoder fails is forgotten, and so is the first one if not even that can run: `settle` tells of them. What
-        else is raised is our own mistake: `forget_kv` must follow.
+        A request whose decoder fails is forgotten, and so is the first one if not even that can run: `settle` tells of
+        them. What else is raised is our own mistake: `forget_kv` must follow.
         """
         self._require_between_steps("plan")
         self.step += 1
@@ -200,8 +205,8 @@ class Scheduler:
     def settle(self, plan: StepPlan, answers: Mapping[str, LaneAnswers]) -> list[Event]:
         """Take in a step's answers: the requests' next generations, and what became of them.
 
-        A request whose decoder fails, or whose answers cannot be carried in, is forgotten; in the second case all KV is given up, and
-        the others draw the same tokens again.
+        A request whose decoder fails, or whose answers cannot be carried in, is forgotten; in the second case all KV is
+        given up, and the others draw the same tokens again.
         """
         if plan is not self._plan:
             raise InvariantError(f"step {plan.step} is settled, but it is not out")
@@ -260,7 +265,8 @@ class Scheduler:
             raise InvariantError(f"{what} while step {self._plan.step} is out")
 
     def _fail_what_cannot_run(self, only: Collection[Request] | None) -> None:
-        """An empty plan, although somebody wants to advance: whoever comes first has had the whole device, and does not fit it."""
+        """An empty plan, although somebody wants to advance: whoever comes first has had the whole device, and does not
+        fit it."""
         for request in self.requests:
             if not request.idle and (only is None or request in only):
                 self.fail(

@@ -1,4 +1,5 @@
-"""From a step's answers to the next generations. Settling never fails but for what a decoder says, and that is its request's alone."""
+"""From a step's answers to the next generations. Settling never fails but for what a decoder says, and that is its
+request's alone."""
 
 from __future__ import annotations
 
@@ -23,11 +24,12 @@ from pagedec.errors import InvalidArgument, PagedecError, RequestError, shown
 
 
 class Settler:
-    """Carries a step's answers into the requests. `copies` receives what the next step has to copy first, `events` what has
-    happened, `demand` how long answers were."""
+    """Carries a step's answers into the requests. `copies` receives what the next step has to copy first, `events` what
+    has happened, `demand` how long answers were."""
 
     __slots__ = (
-        "_answers", "_copies", "_demand", "_draws", "_events", "_publishing", "_recorder", "_rolled", "_size", "_vocab_size",
+        "_answers", "_copies", "_demand", "_draws", "_events", "_publishing", "_recorder", "_rolled", "_size",
+        "_vocab_size",
         "current", "failed", "over",
     )  # fmt: skip
 
@@ -102,7 +104,8 @@ class Settler:
             table.published = last
 
     def _publish_generation(self, request: Request) -> None:
-        """Offer what the new branches have: of a gang only what all of them share, which cannot be displaced any more."""
+        """Offer what the new branches have: of a gang only what all of them share, which cannot be displaced any
+        more."""
         branches = request.branches
         if not self._publishing or not branches:
             return
@@ -205,7 +208,8 @@ class Settler:
         ranks: Sequence[int],
         given: bool = False,
     ) -> Generation:
-        """What lives on of a verdict that was checked, without what follows a stop. `given`: its tokens are a client's."""
+        """What lives on of a verdict that was checked, without what follows a stop. `given`: its tokens are a
+        client's."""
         history, stopping = request.history, request.stopping
         out = Generation([], [*verdict.drop], [], [])
         cut_off: list[Branch] = []
@@ -256,7 +260,8 @@ class Generation(NamedTuple):
 
 
 def ranks_of(request: Request, verdict: Verdict) -> list[int]:
-    """The rank of each child of a verdict that was checked. Raises what the decoder does, and `InvalidArgument` for what is no rank."""
+    """The rank of each child of a verdict that was checked. Raises what the decoder does, and `InvalidArgument` for
+    what is no rank."""
     ranks = [request.decoder.rank(child.parent.state if child.state is None else child.state) for child in verdict.live]
     for i, rank in enumerate(ranks):
         check_rank(f"rank of live[{i}]", rank)

@@ -14,8 +14,9 @@ class StopStrings:
     """Finds the first place where one of `strings` ends, however the bytes are cut into pieces.
 
     A state is a number below 2^32. It names the longest end of what was fed that begins one of the strings; states are
-    immutable values, so they fork and roll back for free. Of several strings that end at the same byte the longest is found.
-    Raises `InvalidArgument` naming `stop` for more than `MAX_STOP_STRINGS`, an empty one, or one that is no text.
+    immutable values, so they fork and roll back for free. Of several strings that end at the same byte the longest is
+    found. Raises `InvalidArgument` naming `stop` for more than `MAX_STOP_STRINGS`, an empty one, or one that is no
+    text.
     """
 
     __slots__ = ("_children", "_depth", "_fail", "_found", "_held", "strings")
@@ -42,7 +43,8 @@ class StopStrings:
         self._link()
 
     def feed(self, state: int, data: bytes) -> tuple[int, tuple[int, int] | None]:
-        """The state after all of `data`, and the match in it that ends first: (index of the string, bytes of `data` up to its end)."""
+        """The state after all of `data`, and the match in it that ends first: (index of the string, bytes of `data` up
+        to its end)."""
         match = None
         children, fail, found = self._children, self._fail, self._found
         for count, byte in enumerate(data, start=1):

@@ -32,12 +32,12 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """An automaton over accepted tokens, fed one by one. Its state is one immutable value: the number of tokens generated,
-    and above it, if there are stop strings, their automaton's state.
+    """An automaton over accepted tokens, fed one by one. Its state is one immutable value: the number of tokens
+    generated, and above it, if there are stop strings, their automaton's state.
 
-    A stop token ends a branch and belongs to its answer; while fewer than `min_tokens` are generated it is banned, and if
-    it comes all the same (a client may append anything) it does not end anything. Nor does a stop string whose last byte
-    comes with one of the first `min_tokens` tokens. A stop token that completes a stop string is a stop token.
+    A stop token ends a branch and belongs to its answer; while fewer than `min_tokens` are generated it is banned, and
+    if it comes all the same (a client may append anything) it does not end anything. Nor does a stop string whose last
+    byte comes with one of the first `min_tokens` tokens. A stop token that completes a stop string is a stop token.
     """
 
     eos_token_ids: tuple[int, ...] = ()

@@ -1,10 +1,11 @@
 """Block tables: copy-on-write handles on blocks, in which a fork or a rollback touches only what changes.
 
-Tables that share their first blocks share nodes of a tree: a node is a block behind a parent node, and a table is a leaf.
+Tables that share their first blocks share nodes of a tree: a node is a block behind a parent node, and a table is a
+leaf. A fork is one more count on the leaf. A node counts the tables that end on it and the nodes that continue it, so
+it belongs to one table alone if it and everything behind it counts 1.
 
-    root block <- block <- block <- leaf of a          A fork is one more count on the leaf. A node counts the tables that
-                        <- block <- leaf of b, c       end on it and the nodes that continue it, so it belongs to one table
-                                                       alone if it and everything behind it counts 1.
+    root block <- block <- block <- leaf of a
+                        <- block <- leaf of b, c
 """
 
 from __future__ import annotations
@@ -224,7 +225,8 @@ def _num_copies(pool: BlockPool, contested: list[BlockTable]) -> int:
 
 
 class CopyPlan:
-    """Ordered slot copies of one lane. Both ends stay pinned until `finish`, which is called when the copies have run."""
+    """Ordered slot copies of one lane. Both ends stay pinned until `finish`, which is called when the copies have
+    run."""
 
     __slots__ = ("_count", "_dst", "_pinned", "_src", "num_blocks", "pool")
 

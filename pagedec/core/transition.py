@@ -1,7 +1,7 @@
 """From one generation of branches to the next: the only code that changes tables because of what a decoder said.
 
-Check all (`checks.py`), then fork all children, then release all parents, then write. The last child of a dying parent takes over its
-tables, so it writes in place; of several plain children the first is the parent itself.
+Check all (`checks.py`), then fork all children, then release all parents, then write. The last child of a dying parent
+takes over its tables, so it writes in place; of several plain children the first is the parent itself.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def transition(
     dropped: Sequence[Branch],
     copies: Mapping[str, CopyPlan],
 ) -> list[Branch]:
-    """The next generation, of children that were checked. `evaluated` maps each branch queried in this step to the draft that was
-    run behind it.
+    """The next generation, of children that were checked. `evaluated` maps each branch queried in this step to the
+    draft that was run behind it.
 
-    Touched are the branches queried, named as a parent, or dropped: only their children live on, at their parent's place.
-    The untouched live on as they are.
+    Touched are the branches queried, named as a parent, or dropped: only their children live on, at their parent's
+    place. The untouched live on as they are.
     """
     children: dict[Branch, list[Heir]] = {branch: [] for branch in (*evaluated, *dropped)}
     for heir in heirs:

@@ -11,9 +11,10 @@ from pagedec.core.request import Branch
 class Trunks:
     """What one request's branches have in common, for one step.
 
-    A branch owns only what lies behind its longest common part with the asked branches before it. It waits, taking nothing,
-    until that whole part is valid in some sibling, then forks once. Nodes of the history are marked walking up from each
-    tip until a marked one is met, so all of this costs as much as the trie has nodes, however many branches there are.
+    A branch owns only what lies behind its longest common part with the asked branches before it. It waits, taking
+    nothing, until that whole part is valid in some sibling, then forks once. Nodes of the history are marked walking up
+    from each tip until a marked one is met, so all of this costs as much as the trie has nodes, however many branches
+    there are.
     """
 
     __slots__ = ("_history", "_owner", "_trunk")

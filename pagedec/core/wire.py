@@ -1,9 +1,10 @@
-"""A step, its masks and its answers as one buffer each, for whoever carries out steps elsewhere: a process, or another machine.
+"""A step, its masks and its answers as one buffer each, for whoever carries out steps elsewhere: a process, or another
+machine.
 
-A message is int32 words in the machine's order: magic, version, kind, words in all, numbers, arrays; then the numbers; then the two
-lengths of each array, -1 for a second one that it lacks and for both of an array that is not there; then the arrays, each from an even
-word on, so that 64-bit fields are aligned. Which array is which, and of what dtype, follows from its place. What is unpacked are
-views that nobody can write through.
+A message is int32 words in the machine's order: magic, version, kind, words in all, numbers, arrays; then the numbers;
+then the two lengths of each array, -1 for a second one that it lacks and for both of an array that is not there; then
+the arrays, each from an even word on, so that 64-bit fields are aligned. Which array is which, and of what dtype,
+follows from its place. What is unpacked are views that nobody can write through.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ def _ints(*names: str) -> _Layout:
 _LANE: _Layout = (
     ("draws", DRAW_DTYPE), ("rolls", ROLL_DTYPE),
     *_ints(
-        "token_ids", "positions", "slots", "row_indptr", "kv_len", "block_table", "parents", "copy_src", "copy_dst", "fresh",
-        "read_rows", "topk_rows", "logprob_rows", "logprob_tokens", "banned_rows", "banned_tokens", "masked_rows", "roll_slots",
+        "token_ids", "positions", "slots", "row_indptr", "kv_len", "block_table", "parents", "copy_src", "copy_dst",
+        "fresh",
+        "read_rows", "topk_rows", "logprob_rows", "logprob_tokens", "banned_rows", "banned_tokens", "masked_rows",
+        "roll_slots",
     ),
 )  # fmt: skip
 _PROCESS: _Layout = (*_ints("rows", "branches", "prompt_lengths"), ("rule_ids", _WIDE))
@@ -53,14 +56,16 @@ _LANE_ANSWERS: _Layout = (
     *_ints("draws", "topk_tokens"), ("topk_logprobs", _FLOAT), ("logprobs", _FLOAT), *_ints("rolled"),
 )  # fmt: skip
 _REPORTED: _Layout = (
-    ("top_ids", _INT), ("top_logprobs", _FLOAT), ("given_logprobs", _FLOAT), ("given_ranks", _INT), ("draw_logprobs", _FLOAT),
+    ("top_ids", _INT), ("top_logprobs", _FLOAT), ("given_logprobs", _FLOAT), ("given_ranks", _INT), ("draw_logprobs",
+    _FLOAT),
     ("draw_ranks", _INT), ("topk_logprobs", _FLOAT), ("topk_ranks", _INT), ("logprob_ranks", _INT),
 )  # fmt: skip
 _RULES: tuple[np.dtype[Any], ...] = (_INT, _INT, _INT, _INT, _DOUBLE, _DOUBLE)  # see _arrays_of
 
 
 class Step(NamedTuple):
-    """What a worker is told for one step: its forwards, the rules it does not know yet, and those that no request has any more."""
+    """What a worker is told for one step: its forwards, the rules it does not know yet, and those that no request has
+    any more."""
 
     number: int
     forwards: Forwards
@@ -138,7 +143,8 @@ def unpack_answers(words: np.ndarray) -> tuple[int, Answers]:
 
 # ---------------------------------------------------------------------------------------------------------------- rules
 def _arrays_of(processing: LogitsRules) -> Iterator[np.ndarray | None]:
-    """Allowed ids or none, where bad words begin and their tokens, biased tokens, their biases, and the four numbers."""
+    """Allowed ids or none, where bad words begin and their tokens, biased tokens, their biases, and the four
+    numbers."""
     allowed, words, bias = processing.allowed_token_ids, processing.bad_words, processing.logit_bias
     yield None if allowed is None else np.array(allowed, _INT)
     yield np.cumsum([0, *map(len, words)], dtype=_INT)

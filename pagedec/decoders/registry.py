@@ -32,7 +32,8 @@ _Class = TypeVar("_Class", bound=DecoderClass)
 
 
 def decoder(name: str, *, params: type[RequestParams]) -> Callable[[_Class], _Class]:
-    """Register a class as the decoder `name`; requests whose parameters are of type `params`, a subclass of `RequestParams`, use it.
+    """Register a class as the decoder `name`; requests whose parameters are of type `params`, a subclass of
+    `RequestParams`, use it.
 
     Registering the same class again (a reloaded module) replaces it; another class under a taken name is refused.
     """

@@ -16,10 +16,11 @@ State = tuple[int, ...]
 
 @decoder("sampling", params=SamplingParams)
 class Sampling(Decoder):
-    """One answer for each stream 0 .. n-1. A branch's state is the streams it stands for: one row draws all their tokens.
+    """One answer for each stream 0 .. n-1. A branch's state is the streams it stands for: one row draws all their
+    tokens.
 
-    Subclasses say what to draft. The target draws its own token at each node and a draft is accepted while it matches, so
-    drafting can change the number of steps but never a token.
+    Subclasses say what to draft. The target draws its own token at each node and a draft is accepted while it matches,
+    so drafting can change the number of steps but never a token.
     """
 
     def __init__(self, params: SamplingParams, context: DecoderContext) -> None:

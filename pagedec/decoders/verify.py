@@ -1,6 +1,7 @@
 """Sample and match: a draft is accepted as far as it says what the target's own draws say.
 
-The target draws its own token at every node, so a draft, whatever its source, changes the number of steps and never a token.
+The target draws its own token at every node, so a draft, whatever its source, changes the number of steps and never a
+token.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ from pagedec.runtime.pool import KvPool
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the model allows, and a request may ask for: its vocabulary, the longest sequence, and the tokens that end one."""
+    """What the model allows, and a request may ask for: its vocabulary, the longest sequence, and the tokens that end
+    one."""
 
     vocab_size: int
     max_model_len: int
@@ -39,10 +40,11 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished answer. `token_ids` include the stop token, and all tokens of a stop string; `score` is the decoder's own.
+    """One finished answer. `token_ids` include the stop token, and all tokens of a stop string; `score` is the
+    decoder's own.
 
-    The text of the tokens has `excess_bytes` behind the end of `stop_string`. `logprobs` has an entry for each token, None for
-    one that a client appended; `cumulative_logprob` is their sum. Both are None where they were not asked for.
+    The text of the tokens has `excess_bytes` behind the end of `stop_string`. `logprobs` has an entry for each token,
+    None for one that a client appended; `cumulative_logprob` is their sum. Both are None where they were not asked for.
     """
 
     token_ids: list[int]
@@ -58,8 +60,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """A request of which nothing lives any more; answers in the order of their ranks. `prompt_logprobs` begins with None: nothing
-    comes before the first token."""
+    """A request of which nothing lives any more; answers in the order of their ranks. `prompt_logprobs` begins with
+    None: nothing comes before the first token."""
 
     request: Request
     answers: list[Completion]
@@ -68,11 +70,13 @@ class FinishedRequest:
 
 
 EngineEvent: TypeAlias = Progress | Finished | Waiting | Failed | FinishedRequest
-"""What a step has brought: for one request new tokens, an answer's end, no more to ask, an error; or the end of them all."""
+"""What a step has brought: for one request new tokens, an answer's end, no more to ask, an error; or the end of them
+all."""
 
 
 class Engine:
-    """Steps requests of any registered decoder through one scheduler and one executor. Not thread-safe: its loop steps it.
+    """Steps requests of any registered decoder through one scheduler and one executor. Not thread-safe: its loop steps
+    it.
 
     Without a `vocabulary`, requests with stop strings or bad words are refused.
     """
@@ -107,10 +111,10 @@ class Engine:
     ) -> Request:
         """Check a request and make all it needs; `add` takes it as it is. May be called by any thread, one at a time.
 
-        `params` is of a registered decoder's parameter type, and kept. Where its seed is None, the engine's seed and the
-        number of such requests before it name the randomness. Lower `priority` runs earlier; prefix cache blocks are
-        shared only under the same `cache_salt`. Raises `InvalidArgument` for what could not run alone, `NotFound` for
-        parameters that no decoder has registered.
+        `params` is of a registered decoder's parameter type, and kept. Where its seed is None, the engine's seed and
+        the number of such requests before it name the randomness. Lower `priority` runs earlier; prefix cache blocks
+        are shared only under the same `cache_salt`. Raises `InvalidArgument` for what could not run alone, `NotFound`
+        for parameters that no decoder has registered.
         """
         decoder_for(type(params))  # before anything is read from what may be no parameters at all
         limit, limited_by = self._limit(prompt, params.max_tokens)
@@ -141,7 +145,8 @@ class Engine:
         self._forget(request)
 
     def fail(self, request_id: str, error: RequestError) -> None:
-        """Forget a request that nobody can go on with; the next step's events say so. Raises `NotFound` if it does not run."""
+        """Forget a request that nobody can go on with; the next step's events say so. Raises `NotFound` if it does not
+        run."""
         self.scheduler.fail(self.scheduler.get(request_id), error)
 
     def edit(self, request_id: str, verdict: Verdict) -> list[EngineEvent]:
@@ -152,9 +157,10 @@ class Engine:
     def step(self) -> list[EngineEvent]:
         """Plan, execute, settle; what has happened.
 
-        A request that cannot be carried out fails, by an event; the others do not notice. If the device fails, all KV is given up and
-        every request goes on from its history; the step is tried again, and whoever cannot get through one alone fails with the
-        device's error. Interrupts are raised: the step is then as if it had not been begun, its KV lost.
+        A request that cannot be carried out fails, by an event; the others do not notice. If the device fails, all KV
+        is given up and every request goes on from its history; the step is tried again, and whoever cannot get through
+        one alone fails with the device's error. Interrupts are raised: the step is then as if it had not been begun,
+        its KV lost.
         """
         stats, began = self.stats, self.clock()
         try:
@@ -228,7 +234,8 @@ class Engine:
         stats.num_released_branches += plan.num_released
 
     def _failed_step(self, error: Exception, suspects: Sequence[Request]) -> list[EngineEvent]:
-        """All KV is given up: nobody knows what the device has written. Whoever has had every chance fails with the cause."""
+        """All KV is given up: nobody knows what the device has written. Whoever has had every chance fails with the
+        cause."""
         self.stats.num_failed_steps += 1
         self.scheduler.forget_kv()
         running = self._running()

@@ -17,8 +17,8 @@ def held_interrupts() -> Iterator[Callable[[], None]]:
     """Hold back Ctrl-C until the yielded function is called, or until the end: raised anywhere, it could leave a block
     without an owner.
 
-    A second one is raised at once. Within another one, it is that one's function. In other threads, and where somebody else handles
-    the signal, nothing changes.
+    A second one is raised at once. Within another one, it is that one's function. In other threads, and where somebody
+    else handles the signal, nothing changes.
     """
     global _held
     if threading.current_thread() is threading.main_thread() and _held is not None:

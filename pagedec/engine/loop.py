@@ -1,4 +1,5 @@
-"""The loop around the engine: the only caller of `Engine.step`. Any thread may bring requests; one at a time drives for all."""
+"""The loop around the engine: the only caller of `Engine.step`. Any thread may bring requests; one at a time drives for
+all."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ T = TypeVar("T")
 
 
 class Sink(Protocol):
-    """Takes what becomes of one request. Called between steps by whoever drives, so it must be quick, and must not wait for the loop.
-    What it raises fails its request, and no other."""
+    """Takes what becomes of one request. Called between steps by whoever drives, so it must be quick, and must not wait
+    for the loop. What it raises fails its request, and no other."""
 
     def tokens(self, rank: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> None:
         """The answer of this rank has new tokens, with their reports where there are any."""
@@ -41,8 +42,8 @@ class Sink(Protocol):
 class EngineLoop:
     """Steps an engine for the requests of any number of threads.
 
-    Either a thread of its own drives (`start`), or whoever waits for something does (`drive`); in the second case nothing runs while
-    nobody waits. Requests come from `engine.admit`, which any thread may call.
+    Either a thread of its own drives (`start`), or whoever waits for something does (`drive`); in the second case
+    nothing runs while nobody waits. Requests come from `engine.admit`, which any thread may call.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -63,18 +64,21 @@ class EngineLoop:
 
     # ---- what any thread may do
     def submit(self, request: Request, sink: Sink) -> None:
-        """Queue what `engine.admit` has made; `sink` is told what becomes of it. Raises `InvalidArgument` if the loop is closed."""
+        """Queue what `engine.admit` has made; `sink` is told what becomes of it. Raises `InvalidArgument` if the loop
+        is closed."""
         self._require_open()
         self._post(lambda: self._add(request, sink))
         self._tidy_closed()
 
     def abort(self, request_id: str) -> None:
-        """Forget a request between two steps; its sink is told nothing more. One that is over, or never was, is none."""
+        """Forget a request between two steps; its sink is told nothing more. One that is over, or never was, is
+        none."""
         self._post(lambda: self._abort(request_id))
         self._tidy()
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Have whoever drives call `function` with the engine between two steps. Raises `InvalidArgument` if the loop is closed."""
+        """Have whoever drives call `function` with the engine between two steps. Raises `InvalidArgument` if the loop
+        is closed."""
         self._require_open()
         future: Future[T] = Future()
 
@@ -92,8 +96,9 @@ class EngineLoop:
     def drive(self, until: Callable[[], bool]) -> None:
         """Return when `until()`, which must be cheap. Steps for everybody unless somebody else does already.
 
-        On the main thread Ctrl-C is held back until a step is over, and then raised. Raises `InvalidArgument` where the loop is closed
-        before `until()`, and in a callback of the loop, which would wait for itself; and what the engine raises.
+        On the main thread Ctrl-C is held back until a step is over, and then raised. Raises `InvalidArgument` where the
+        loop is closed before `until()`, and in a callback of the loop, which would wait for itself; and what the engine
+        raises.
         """
         if self._driver == threading.get_ident():
             limit = "must not be waited for in a callback of its own: the step that calls it would never end"
@@ -124,8 +129,8 @@ class EngineLoop:
             self._thread.start()
 
     def close(self) -> None:
-        """Fail what still runs, and give up the device. May be called again, from any thread, and in a callback of the loop: that one is
-        closed when the callback has returned."""
+        """Fail what still runs, and give up the device. May be called again, from any thread, and in a callback of the
+        loop: that one is closed when the callback has returned."""
         if self._closed:
             return
         self._closed = True
@@ -195,7 +200,8 @@ class EngineLoop:
             self._inbox.popleft()()
 
     def _tidy(self) -> None:
-        """Carry out what was posted while somebody else drove, who may have stopped: perhaps nobody ever drives again."""
+        """Carry out what was posted while somebody else drove, who may have stopped: perhaps nobody ever drives
+        again."""
         while self._inbox and self._take():
             try:
                 with held_interrupts():
@@ -266,7 +272,8 @@ class EngineLoop:
                     self.engine.fail(request.id, RequestError(request.id, problem))
             except BaseException as error:
                 self._drop(request.id, sink, error)
-                # a signal's, perhaps, which only this thread gets; elsewhere it is the sink's own, and not of the call that drives
+                # a signal's, perhaps, which only this thread gets; elsewhere it is the sink's own, and not of the call
+                # that drives
                 if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
                     raise
 

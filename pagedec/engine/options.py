@@ -20,13 +20,14 @@ from pagedec.params import RequestParams
 DEFAULT_LOGPROBS = 20
 """Log-probabilities of each token that a request may always ask for, as in vLLM."""
 MAX_REPORTED = 1 << 20
-"""Log-probabilities that a request may have where it asks for more of each token: some 300 MB, told in Python's numbers."""
+"""Log-probabilities that a request may have where it asks for more of each token: some 300 MB, told in Python's
+numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The text of tokens. `pieces[id]` are a token's bytes (an id past the end has none), `special_ids` the tokens that are
-    left out of text, `encode` gives the token ids of a text without special tokens around it."""
+    """The text of tokens. `pieces[id]` are a token's bytes (an id past the end has none), `special_ids` the tokens that
+    are left out of text, `encode` gives the token ids of a text without special tokens around it."""
 
     pieces: Sequence[bytes]
     special_ids: frozenset[int]
@@ -45,8 +46,8 @@ class Options:
 def read_options(
     params: RequestParams, vocab_size: int, eos_token_ids: tuple[int, ...], vocabulary: Vocabulary | None
 ) -> Options:
-    """The rules that `params` ask for. Raises `InvalidArgument` for ids that the model does not know, for text without a
-    vocabulary, and for rules that leave nothing to draw."""
+    """The rules that `params` ask for. Raises `InvalidArgument` for ids that the model does not know, for text without
+    a vocabulary, and for rules that leave nothing to draw."""
     stopping = _stopping(params, vocab_size, eos_token_ids, vocabulary)
     rules = _rules(params, vocab_size, vocabulary)
     _check_something_is_left(stopping, rules, vocab_size)
@@ -104,8 +105,8 @@ def _rules(params: RequestParams, vocab_size: int, vocabulary: Vocabulary | None
 
 
 def bad_word_ids(words: Sequence[str], vocab_size: int, vocabulary: Vocabulary | None) -> tuple[tuple[int, ...], ...]:
-    """The token sequences of bad words, by vLLM's rule (`SamplingParams.update_from_tokenizer`): each word as it begins a text,
-    and as it follows a space, where that is another first token and as many tokens."""
+    """The token sequences of bad words, by vLLM's rule (`SamplingParams.update_from_tokenizer`): each word as it begins
+    a text, and as it follows a space, where that is another first token and as many tokens."""
     if vocabulary is None:
         raise InvalidArgument("bad_words", list(words), "must be empty: the engine has no tokenizer")
     found: dict[tuple[int, ...], None] = {}
@@ -137,7 +138,8 @@ def _reporting(params: RequestParams, vocab_size: int) -> Reporting:
 def check_reports(
     reporting: Reporting, params: RequestParams, prompt_length: int, limit: int, max_logprobs: int
 ) -> None:
-    """Raise `InvalidArgument` for more reports than one request may keep, if it asks for more than `max_logprobs` of a token."""
+    """Raise `InvalidArgument` for more reports than one request may keep, if it asks for more than `max_logprobs` of a
+    token."""
     num_answers = params.num_answers
     for field, count, num_tokens in (
         ("logprobs", reporting.num_logprobs, num_answers * (limit - prompt_length)),

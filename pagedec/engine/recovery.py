@@ -10,11 +10,11 @@ from pagedec.core.request import Request
 RETRIES = 2
 """How often the requests of a failed step are tried again together, before they are told apart: most failures pass."""
 MAX_FAILURES = 24
-"""Failures without one good step between them after which it is probably the device that cannot go on. Telling one request of 2^16
-apart takes 1 + RETRIES + 16 of them."""
+"""Failures without one good step between them after which it is probably the device that cannot go on. Telling one
+request of 2^16 apart takes 1 + RETRIES + 16 of them."""
 MAX_ALONE = 64
-"""Requests that are then tried alone, each once: only if none of them gets through can nothing be carried out. Those in whose way
-many poisonous ones stand are found so."""
+"""Requests that are then tried alone, each once: only if none of them gets through can nothing be carried out. Those in
+whose way many poisonous ones stand are found so."""
 
 
 @dataclass(slots=True)
@@ -26,13 +26,15 @@ class _Trial:
 
 
 class Recovery:
-    """Which requests may run, and which are given up. While some are on trial only those run: what fails then is theirs."""
+    """Which requests may run, and which are given up. While some are on trial only those run: what fails then is
+    theirs."""
 
     def __init__(self) -> None:
         self._trials: list[_Trial] = []  # the last one is on
         self._num_failures = 0
         self._alone: list[Request] | None = None
-        """While requests are tried alone and none of them has got through: those that have not. Either they or the device is to blame."""
+        """While requests are tried alone and none of them has got through: those that have not. Either they or the
+        device is to blame."""
 
     @property
     def only(self) -> Collection[Request] | None:
@@ -57,8 +59,8 @@ class Recovery:
             trial.requests = [request for request in trial.requests if request not in through]
 
     def failed(self, suspects: Sequence[Request], running: Sequence[Request]) -> list[Request] | None:
-        """A step with the requests `suspects` has failed; `running` are all that want to advance, in the order in which they run.
-        Returns those that are given up; None: all that run are."""
+        """A step with the requests `suspects` has failed; `running` are all that want to advance, in the order in which
+        they run. Returns those that are given up; None: all that run are."""
         self._num_failures += 1
         if self._alone is not None:
             return self._failed_alone(suspects)

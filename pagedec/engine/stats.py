@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class EngineStats:
     """Counts and seconds since the engine was made. `plan`, `execute` and `settle` are the parts of all steps.
 
-    Blocks are the target lane's, as the last step used them, before what it finished was given back: for KV use over time, read
-    them after each step.
+    Blocks are the target lane's, as the last step used them, before what it finished was given back: for KV use over
+    time, read them after each step.
     """
 
     num_steps: int = 0

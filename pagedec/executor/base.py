@@ -19,8 +19,8 @@ class Executor(Protocol):
     def execute(self, forwards: Forwards, rules: Rules, masks: Callable[[], Masks] | None = None) -> Future[Answers]:
         """Carry out one step's forwards, by lane. The future fails with what went wrong; KV is then as good as lost.
 
-        `rules` are those of all running requests. `masks` gives those of the target's `masked_rows`; it is called when the forwards are
-        on their way, so that what it does costs nothing as long as the device is busy.
+        `rules` are those of all running requests. `masks` gives those of the target's `masked_rows`; it is called when
+        the forwards are on their way, so that what it does costs nothing as long as the device is busy.
         """
 
     def stop(self) -> None:

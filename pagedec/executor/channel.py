@@ -1,4 +1,5 @@
-"""Messages between an engine and a worker of its own, over a pair of sockets: a kind and a length, then that many bytes."""
+"""Messages between an engine and a worker of its own, over a pair of sockets: a kind and a length, then that many
+bytes."""
 
 from __future__ import annotations
 

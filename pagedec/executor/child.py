@@ -30,7 +30,8 @@ def main(descriptor: int, load: str) -> None:
 
 
 def serve(channel: Channel, load: str) -> None:
-    """Load as the first message says, then answer one step after the other, or load again. Raises `EOFError` when nobody asks any more."""
+    """Load as the first message says, then answer one step after the other, or load again. Raises `EOFError` when
+    nobody asks any more."""
     module, _, function = load.partition(":")
     load_worker = getattr(importlib.import_module(module), function)
     worker: Worker | None = None

@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 
 
 class ProcessExecutor:
-    """A worker in a process of its own. One that dies fails the step it was in; the next step starts another, with a cache of the same
-    size in which nothing is. Raises what loading raises.
+    """A worker in a process of its own. One that dies fails the step it was in; the next step starts another, with a
+    cache of the same size in which nothing is. Raises what loading raises.
 
     `load` names what makes the worker there of a configuration, as "module:function".
     """

@@ -1,4 +1,5 @@
-"""The engine arguments as Python shows them: typed for checkers and editors, and listed by `help` and `inspect.signature`."""
+"""The engine arguments as Python shows them: typed for checkers and editors, and listed by `help` and
+`inspect.signature`."""
 
 from __future__ import annotations
 

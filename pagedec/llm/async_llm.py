@@ -21,15 +21,16 @@ from pagedec.outputs import RequestOutput
 from pagedec.text.chat_template import Message, Tool
 
 LONG_TEXT = 20_000
-"""Characters from which on a prompt is tokenised in a thread: some 5 ms, which an event loop should not be held up for."""
+"""Characters from which on a prompt is tokenised in a thread: some 5 ms, which an event loop should not be held up
+for."""
 
 
 @listed
 class AsyncLLM(Front):
     """A model and everything it needs to write text for coroutines.
 
-    Any number of coroutines, of any event loops, stream at the same time from one batch. Leave it with `close`, or as a context
-    manager, asynchronous or not.
+    Any number of coroutines, of any event loops, stream at the same time from one batch. Leave it with `close`, or as a
+    context manager, asynchronous or not.
     """
 
     def _opened(self) -> None:
@@ -56,12 +57,13 @@ class AsyncLLM(Front):
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The answers to one prompt as they grow; what each output holds says `sampling_params.output_kind`, by default all of the
-        text so far. The last one is `finished`.
+        """The answers to one prompt as they grow; what each output holds says `sampling_params.output_kind`, by default
+        all of the text so far. The last one is `finished`.
 
-        A reader that is slower than the engine gets what has come meanwhile in one output. Leaving the iterator, closing it, or
-        cancelling the task aborts the request before the next step. `request_id`: a name for `abort` and for the outputs, of no
-        request that still runs. Raises `InvalidArgument` naming field, value and limit, and `RequestError` where the request fails.
+        A reader that is slower than the engine gets what has come meanwhile in one output. Leaving the iterator,
+        closing it, or cancelling the task aborts the request before the next step. `request_id`: a name for `abort` and
+        for the outputs, of no request that still runs. Raises `InvalidArgument` naming field, value and limit, and
+        `RequestError` where the request fails.
         """
         check_no_lora(lora_request)
         given = prompt, sampling_params, priority, cache_salt, request_id
@@ -100,7 +102,8 @@ class AsyncLLM(Front):
                 yield output
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests. Their iterators give out what there is, with the reason "abort"; one that is over, or never was, is none."""
+        """End requests. Their iterators give out what there is, with the reason "abort"; one that is over, or never
+        was, is none."""
         for one in (request_id,) if isinstance(request_id, str) else tuple(request_id):
             reader = self._readers.get(one)
             if reader is not None:

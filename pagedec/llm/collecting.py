@@ -1,4 +1,5 @@
-"""What a call for many prompts collects: outputs in the prompts' order, errors apart, and a bar that moves meanwhile."""
+"""What a call for many prompts collects: outputs in the prompts' order, errors apart, and a bar that moves
+meanwhile."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class Collection:
         self._bar.close()
 
     def results(self, return_errors: bool) -> list[RequestOutput]:
-        """One output for each job, in their order. Raises `RequestsFailed` if any has failed, unless errors are to be returned."""
+        """One output for each job, in their order. Raises `RequestsFailed` if any has failed, unless errors are to be
+        returned."""
         outputs = []
         for job in self.jobs:
             error = self.errors.get(job.request_id)

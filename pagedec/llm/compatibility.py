@@ -1,5 +1,5 @@
-"""What scripts for vLLM give that has no use here, or that there is not: taken where it changes nothing, refused by name where it
-asks for something."""
+"""What scripts for vLLM give that has no use here, or that there is not: taken where it changes nothing, refused by
+name where it asks for something."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pagedec.llm.of_vllm import ALIASES, FLOAT16, LORA, NEUTRAL, ONLY, SPELLINGS
 def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The engine arguments that vLLM's mean.
 
-    Raises `InvalidArgument` for one that changes nothing but has a value that is none, and `FeatureNotAvailable` for one that asks
-    for what there is not. Warns where float16 is asked for; the warning is of whoever called the caller.
+    Raises `InvalidArgument` for one that changes nothing but has a value that is none, and `FeatureNotAvailable` for
+    one that asks for what there is not. Warns where float16 is asked for; the warning is of whoever called the caller.
     """
     known, kept = engine_rules(), dict[str, Any]()
     for name, value in arguments.items():

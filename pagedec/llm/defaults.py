@@ -15,8 +15,8 @@ OVERRIDE = "override_generation_config"
 
 
 def sampling_defaults(config: ModelConfig) -> dict[str, Any]:
-    """Values by the names of SamplingParams' fields. Raises `ModelFileError` for a file that is missing where it was named, or
-    that holds what no parameter may be, and `InvalidArgument` for an override that nothing has."""
+    """Values by the names of SamplingParams' fields. Raises `ModelFileError` for a file that is missing where it was
+    named, or that holds what no parameter may be, and `InvalidArgument` for an override that nothing has."""
     override = config.override_generation_config or {}
     check_names(OVERRIDE, override, KNOWN, override)
     try:

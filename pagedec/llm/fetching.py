@@ -1,4 +1,5 @@
-"""Hub ids at a revision, or kept in a folder of one's own: found before anything is loaded, so that the engine is given directories."""
+"""Hub ids at a revision, or kept in a folder of one's own: found before anything is loaded, so that the engine is given
+directories."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from pagedec.formats.resolve import is_hub_id, resolve_model, resolve_tokenizer
 
 
 def fetched(config: EngineConfig) -> EngineConfig:
-    """The configuration with directories for the hub ids, where it says which revision or which folder. Raises `InvalidArgument` for
-    a revision of what is no hub id, and for what the hub does not give."""
+    """The configuration with directories for the hub ids, where it says which revision or which folder. Raises
+    `InvalidArgument` for a revision of what is no hub id, and for what the hub does not give."""
     given = config.model
     if (given.revision, given.tokenizer_revision, given.download_dir) == (None, None, None):
         return config

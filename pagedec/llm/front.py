@@ -50,13 +50,15 @@ class Front:
         self._opened()
 
     def _opened(self) -> None:
-        """What a kind of front does when its model is loaded. Not a constructor of its own: warnings name who called this one."""
+        """What a kind of front does when its model is loaded. Not a constructor of its own: warnings name who called
+        this one."""
 
     def __repr__(self) -> str:
         name = f"{type(self).__name__} {self.config.model.model}"
         if self._closed:
             return f"<{name}: closed>"
-        return f"<{name}: {self.engine.executor.geometry}, context {self.engine.limits.max_model_len}, KV pool {self.kv_cache}>"
+        numbers, context = self.engine.executor.geometry, self.engine.limits.max_model_len
+        return f"<{name}: {numbers}, context {context}, KV pool {self.kv_cache}>"
 
     def __reduce__(self) -> NoReturn:
         kind = type(self).__name__
@@ -88,14 +90,16 @@ class Front:
         return self.engine.kv_cache
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all KV that no request holds: no later prompt finds what was computed before. What runs goes on with its own, which
-        nobody else finds any more. True: the pool is empty; False: requests that run hold blocks of it."""
+        """Forget all KV that no request holds: no later prompt finds what was computed before. What runs goes on with
+        its own, which nobody else finds any more. True: the pool is empty; False: requests that run hold blocks of
+        it."""
         done = self.loop.call(lambda engine: engine.scheduler.reset_prefix_cache())
         self.loop.drive(done.done)
         return done.result()
 
     def conversation(self, messages: Sequence[Message] = (), **options: Any) -> Conversation:
-        """A chat whose prompts grow by appending, so that the prefix cache holds all that was said. See `Conversation`."""
+        """A chat whose prompts grow by appending, so that the prefix cache holds all that was said. See
+        `Conversation`."""
         longest = self.engine.limits.max_model_len - 1
         return Conversation(self.get_tokenizer(), messages, **{"max_tokens": longest, **options})
 
@@ -110,11 +114,12 @@ class Front:
         *,
         special_tokens: bool = True,
     ) -> list[Prepared]:
-        """Check prompts and parameters, and make the requests that the loop takes. Raises `InvalidArgument`; nothing has changed then.
+        """Check prompts and parameters, and make the requests that the loop takes. Raises `InvalidArgument`; nothing
+        has changed then.
 
-        `sampling_params` is one object for all prompts or one for each; `priorities` one number for each; `cache_salt` of prompts
-        that bring none; `request_id` is a name for the only one. A text far longer than the
-        context is refused before it is tokenised; with `special_tokens`, texts are given those that the model wants around them.
+        `sampling_params` is one object for all prompts or one for each; `priorities` one number for each; `cache_salt`
+        of prompts that bring none; `request_id` is a name for the only one. A text far longer than the context is
+        refused before it is tokenised; with `special_tokens`, texts are given those that the model wants around them.
         """
         if self._closed:
             raise InvalidArgument("LLM", Shown("closed"), "must be open: its device and its memory were given up")
@@ -172,8 +177,8 @@ class Front:
 
     @contextlib.contextmanager
     def _numbered(self, count: int) -> Iterator[int]:
-        """The first of `count` numbers for requests, while nobody else has any admitted. After an error all is as before: a call that
-        was refused does not change what later ones draw."""
+        """The first of `count` numbers for requests, while nobody else has any admitted. After an error all is as
+        before: a call that was refused does not change what later ones draw."""
         with self._admitting:
             first, num_unseeded = self._num_requests, self.engine.num_unseeded
             try:

@@ -1,4 +1,5 @@
-"""Engine arguments and methods of vLLM's, of all its versions since 0.7, by what becomes of each here. docs/vllm.md shows all of it."""
+"""Engine arguments and methods of vLLM's, of all its versions since 0.7, by what becomes of each here. docs/vllm.md
+shows all of it."""
 
 from __future__ import annotations
 
@@ -143,7 +144,8 @@ NEUTRAL: dict[str, Rule] = {
     ),
     "disable_cascade_attn": Flag("answers do not depend on how attention is shared"),
     "gpu_memory_utilization": Number(
-        "a share of a GPU's whole memory, which nothing else needs; memory_utilization is one of what is available here",
+        "a share of a GPU's whole memory, which nothing else needs; memory_utilization is one of what is available "
+        "here",
         above=0,
         high=1,
     ),

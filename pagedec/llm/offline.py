@@ -25,9 +25,9 @@ ON_ERROR = ("raise", "return")
 class LLM(Front):
     """A model and everything it needs to write text.
 
-    Raises `PagedecError`s for invalid arguments and for missing, damaged or unfitting files. Any thread may use it, and what several
-    bring is one batch; nothing runs while nobody waits for it. Leave it with `close`, as a context manager, or by dropping it: all of
-    these give its memory back.
+    Raises `PagedecError`s for invalid arguments and for missing, damaged or unfitting files. Any thread may use it, and
+    what several bring is one batch; nothing runs while nobody waits for it. Leave it with `close`, as a context
+    manager, or by dropping it: all of these give its memory back.
     """
 
     # ---- text from prompts
@@ -45,14 +45,15 @@ class LLM(Front):
         """Answers to one prompt or many, in the prompts' order.
 
         A prompt is text, token ids in a list or an array, or a mapping with "prompt" or "prompt_token_ids" and perhaps
-        "cache_salt"; an array of two dimensions is several. `prompt_token_ids` gives token ids apart, as vLLM's older calls do.
-        `sampling_params` is one object for all prompts or one for each, of any registered decoder's parameter type; without
-        it, those of `get_default_sampling_params`. `priority`: one number for each prompt, lower runs earlier. `use_tqdm`
-        shows a bar; a callable such as `functools.partial(tqdm, leave=False)` makes it. Everything is checked before anything
-        starts: raises `InvalidArgument` naming field, value and limit.
+        "cache_salt"; an array of two dimensions is several. `prompt_token_ids` gives token ids apart, as vLLM's older
+        calls do. `sampling_params` is one object for all prompts or one for each, of any registered decoder's parameter
+        type; without it, those of `get_default_sampling_params`. `priority`: one number for each prompt, lower runs
+        earlier. `use_tqdm` shows a bar; a callable such as `functools.partial(tqdm, leave=False)` makes it. Everything
+        is checked before anything starts: raises `InvalidArgument` naming field, value and limit.
 
-        A request that fails while it runs costs no other its answer. When all are done, `on_error="raise"` raises `RequestsFailed`,
-        which carries all outputs; `on_error="return"` returns them, and the failed ones have an `error`.
+        A request that fails while it runs costs no other its answer. When all are done, `on_error="raise"` raises
+        `RequestsFailed`, which carries all outputs; `on_error="return"` returns them, and the failed ones have an
+        `error`.
         """
         return_errors = _checked(use_tqdm, lora_request, on_error)
         many = with_token_ids(prompts, prompt_token_ids)
@@ -95,13 +96,13 @@ class LLM(Front):
         priority: int = 0,
         cache_salt: str = "",
     ) -> Generator[RequestOutput, None, None]:
-        """The answers to one prompt as they grow; what each output holds says `sampling_params.output_kind`, by default all of the
-        text so far. The last one is `finished`.
+        """The answers to one prompt as they grow; what each output holds says `sampling_params.output_kind`, by default
+        all of the text so far. The last one is `finished`.
 
-        Text never ends within a character or with what may be the beginning of a stop string. Methods that reorder their
-        branches, such as beams, give nothing before the end. Closing the iterator aborts the request. Several streams may be open
-        at once, in any threads, and `generate` may run between; all are carried on by whichever is asked. Invalid arguments are
-        raised here, not by the iterator; `RequestError` where the request fails.
+        Text never ends within a character or with what may be the beginning of a stop string. Methods that reorder
+        their branches, such as beams, give nothing before the end. Closing the iterator aborts the request. Several
+        streams may be open at once, in any threads, and `generate` may run between; all are carried on by whichever is
+        asked. Invalid arguments are raised here, not by the iterator; `RequestError` where the request fails.
         """
         check_no_lora(lora_request)
         return self._stream(self.prepare_one(prompt, sampling_params, priority, cache_salt))

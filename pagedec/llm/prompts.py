@@ -47,7 +47,8 @@ def is_id(token: object) -> bool:
 
 
 def is_array(value: object) -> bool:
-    """Whether it is a numpy array, a torch tensor or the like, of numbers: one of texts or of objects is but a list of them."""
+    """Whether it is a numpy array, a torch tensor or the like, of numbers: one of texts or of objects is but a list of
+    them."""
     if not (hasattr(value, "tolist") and hasattr(value, "ndim") and hasattr(value, "dtype")):
         return False
     kind = _number_type(value).lower()
@@ -71,7 +72,8 @@ def unpacked(field: str, array: Any, dimensions: tuple[int, ...] = (1,)) -> list
 
 
 def as_list(prompts: object, field: str = "prompts") -> list[Any]:
-    """One prompt is a list of one: text, a mapping, or a non-empty list of token ids. An array of two dimensions is several."""
+    """One prompt is a list of one: text, a mapping, or a non-empty list of token ids. An array of two dimensions is
+    several."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if is_array(prompts):
@@ -84,8 +86,8 @@ def as_list(prompts: object, field: str = "prompts") -> list[Any]:
 
 
 def with_token_ids(prompts: object, prompt_token_ids: object) -> list[Any]:
-    """The prompts of a call that may bring their token ids apart, as vLLM's older calls do; their texts are then only what
-    outputs repeat."""
+    """The prompts of a call that may bring their token ids apart, as vLLM's older calls do; their texts are then only
+    what outputs repeat."""
     field = "prompt_token_ids"
     if prompt_token_ids is None:
         return as_list(prompts)
@@ -152,8 +154,8 @@ def read_prompt(
 ) -> tuple[str | None, list[int], str]:
     """A prompt's text if there is one, its token ids, and its cache salt. Raises `InvalidArgument` naming `field`.
 
-    A text that certainly has more than `max_tokens` tokens is refused before it is tokenised; None: however long it is, it
-    will be cut. `special_tokens`: the text is given those that its model wants around it.
+    A text that certainly has more than `max_tokens` tokens is refused before it is tokenised; None: however long it is,
+    it will be cut. `special_tokens`: the text is given those that its model wants around it.
     """
     text, token_ids, salt = None, prompt, ""
     if isinstance(prompt, Mapping):

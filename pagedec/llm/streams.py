@@ -22,8 +22,8 @@ _Tokens = tuple[int, Sequence[int], Sequence[TokenLogprobs | None] | None]
 class Stream:
     """The sink of one request, and its reader. What comes faster than it is read is merged.
 
-    `notify` is called by the engine's thread when there is news. Everything else belongs to the reader's thread: texts are made
-    there. Text never ends within a character, nor with what may be the beginning of a stop string.
+    `notify` is called by the engine's thread when there is news. Everything else belongs to the reader's thread: texts
+    are made there. Text never ends within a character, nor with what may be the beginning of a stop string.
     """
 
     def __init__(self, job: Job, writer: Writer) -> None:
@@ -69,8 +69,8 @@ class Stream:
         return self.is_over if self._is_final_only else bool(self._news)
 
     def read(self) -> Iterator[RequestOutput]:
-        """The outputs that the news make, of the kind that the request asks for: usually one, none where only the final one is
-        wanted. Raises `RequestError` behind them if the request has failed."""
+        """The outputs that the news make, of the kind that the request asks for: usually one, none where only the final
+        one is wanted. Raises `RequestError` behind them if the request has failed."""
         job, is_delta = self.job, self.job.params.output_kind is RequestOutputKind.DELTA
         touched: dict[int, _Growing] = {}
         failure: RequestError | None = None

@@ -74,7 +74,8 @@ class Writer:
         )
 
     def logprobs(self, reports: Sequence[TokenLogprobs | None] | None) -> list[dict[int, Logprob] | None] | None:
-        """One table for each token: its own entry and those of the most probable tokens. None where nothing is reported."""
+        """One table for each token: its own entry and those of the most probable tokens. None where nothing is
+        reported."""
         if reports is None:
             return None
         return [None if report is None else self._table(report) for report in reports]

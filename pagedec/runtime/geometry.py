@@ -11,7 +11,8 @@ from pagedec.runtime.pool import KvPool
 
 @dataclass(frozen=True, slots=True)
 class LaneGeometry:
-    """One lane: the blocks of its pool, the token ids its model knows, and the tokens of the longest sequence it reads."""
+    """One lane: the blocks of its pool, the token ids its model knows, and the tokens of the longest sequence it
+    reads."""
 
     num_blocks: int
     vocab_size: int

@@ -69,8 +69,9 @@ def load_model(config: ModelConfig, backend: Backend) -> LoadedModel:
         raise InvalidArgument("max_model_len", length, f"must be at most {limit}, the model's context")
     size, memory = weight_bytes(arch, backend), available_memory()
     if size > memory.num_bytes:
-        told = f"the weights of {config.model} take {shown_size(size)}, more than the {memory}: the system may end the process"
-        warnings.warn(f"{told}; quantization int8 takes a byte a weight", WeightsWarning, stacklevel=4)
+        told = f"the weights of {config.model} take {shown_size(size)}, more than the {memory}"
+        advice = "the system may end the process; quantization int8 takes a byte a weight"
+        warnings.warn(f"{told}: {advice}", WeightsWarning, stacklevel=4)
     try:
         model = load_model_weights(arch, files, backend, length, config.seed)
     except (OSError, MemoryError, RuntimeError) as error:
@@ -132,7 +133,8 @@ def end_ids(loaded: LoadedModel) -> tuple[int, ...]:
 
 
 def load_worker(config: EngineConfig, rank: int = 0, world: int = 1) -> Worker:
-    """The worker `rank` of `world` that share a model. Raises `PagedecError` for what cannot be loaded, and warns of what may end badly."""
+    """The worker `rank` of `world` that share a model. Raises `PagedecError` for what cannot be loaded, and warns of
+    what may end badly."""
     if (rank, world) != (0, 1):
         raise InvalidArgument("tensor_parallel_size", world, "must be 1 in this version")
     backend = choose_backend(config.parallel, config.model.dtype, config.model.quantization)

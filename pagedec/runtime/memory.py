@@ -1,7 +1,7 @@
 """How much memory there is to take: what the machine can give without swapping, and what this process may have of it.
 
-Read from /proc and from the control groups that the process is in, of versions 1 and 2. Anything that is missing or says
-nothing sensible sets no bound.
+Read from /proc and from the control groups that the process is in, of versions 1 and 2. Anything that is missing or
+says nothing sensible sets no bound.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """Where one version of control groups keeps a group's numbers. `stat`: its field of the page cache that nobody uses now."""
+    """Where one version of control groups keeps a group's numbers. `stat`: its field of the page cache that nobody uses
+    now."""
 
     limits: tuple[str, ...]
     usage: str
@@ -150,7 +151,8 @@ def _places(root: Path) -> Iterator[tuple[_Version, Path, PurePosixPath]]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[_Version, PurePosixPath, Path]]:
-    """The mounted hierarchies: version, the group that is mounted, and where. A container sees its own group mounted alone."""
+    """The mounted hierarchies: version, the group that is mounted, and where. A container sees its own group mounted
+    alone."""
     text = _read(root / "proc/self/mountinfo")
     if not text:
         yield VERSION_2, PurePosixPath("/"), root / "sys/fs/cgroup"

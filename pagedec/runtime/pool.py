@@ -19,7 +19,8 @@ MIN_BLOCKS = 2  # one for tokens, and one for the copy of a shared block
 class KvPool:
     """The KV blocks of the target model: `num_blocks` of `block_size` tokens, `num_bytes` in all, and why so many.
 
-    Memory is taken as blocks are used. One block is kept for copies, so a single sequence ends at `max_sequence` tokens.
+    Memory is taken as blocks are used. One block is kept for copies, so a single sequence ends at `max_sequence`
+    tokens.
     """
 
     num_blocks: int
@@ -67,7 +68,8 @@ def choose_pool(
 ) -> KvPool:
     """The pool that is asked for; where nothing is said, what the available memory allows and the requests can use.
 
-    `taken`: bytes of the memory available that another pool will use. Raises `InvalidArgument` for a size below two blocks.
+    `taken`: bytes of the memory available that another pool will use. Raises `InvalidArgument` for a size below two
+    blocks.
     """
 
     def pool(num_blocks: int, reason: str) -> KvPool:

@@ -1,4 +1,5 @@
-"""One lane of a device: a model, its cache, and the programs over its buffers, carried out for one forward after the other."""
+"""One lane of a device: a model, its cache, and the programs over its buffers, carried out for one forward after the
+other."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from pagedec.runtime.cache import poison
 
 
 class RuleTable(dict[int, Any]):
-    """Rules in a backend's own form, by number, made when a row first names them: ones that make no sense fail whoever uses them."""
+    """Rules in a backend's own form, by number, made when a row first names them: ones that make no sense fail whoever
+    uses them."""
 
     def __init__(self, backend: Backend, vocab_size: int) -> None:
         super().__init__()
@@ -54,7 +56,8 @@ class LaneRunner:
         self.programs = model.programs(self.buffers, cache, self.plans)
 
     def learn(self, rule_id: int, processing: LogitsRules) -> None:
-        """Keep what a request has done to its logits under a number, as far as it is about tokens that this model knows."""
+        """Keep what a request has done to its logits under a number, as far as it is about tokens that this model
+        knows."""
         self._rules.told[rule_id] = processing
 
     def forget(self, rule_id: int) -> None:
@@ -70,8 +73,8 @@ class LaneRunner:
             self.backend.copy_slots(self.cache, forward.copy_src, forward.copy_dst)
 
     def execute(self, forward: LaneForward, masks: Callable[[], Masks] | None = None) -> LaneAnswers:
-        """Evaluate the rows and answer what is asked of them. `masks` is asked when the rows are on their way: between a program's run
-        and what is read of its logits."""
+        """Evaluate the rows and answer what is asked of them. `masks` is asked when the rows are on their way: between
+        a program's run and what is read of its logits."""
         rows, read_out = forward.read_rows, None
         if len(forward.token_ids):
             self.buffers.load(forward.token_ids, forward.positions, forward.slots)
@@ -96,8 +99,8 @@ class LaneRunner:
         return self.backend.read_out(forward, self.cache, self._rules, given)
 
     def roll(self, forward: LaneForward) -> np.ndarray:
-        """The forward, and the chains that begin in it: the i-th token of each is evaluated to give the next one. Returns the chains, one
-        behind the other: int32 [sum(count)]."""
+        """The forward, and the chains that begin in it: the i-th token of each is evaluated to give the next one.
+        Returns the chains, one behind the other: int32 [sum(count)]."""
         rolls = forward.rolls
         counts = rolls["count"]
         first_slots = np.cumsum(counts - 1) - (counts - 1)
@@ -125,7 +128,8 @@ def _continued(forward: LaneForward, rolls: np.ndarray, tokens: np.ndarray, slot
     kv_len = np.ascontiguousarray(draws["position"])
     return LaneForward(
         lane=forward.lane, token_ids=tokens, positions=kv_len - np.int32(1), slots=slots,
-        row_indptr=np.arange(len(rolls) + 1, dtype=np.int32), kv_len=kv_len, block_table=forward.block_table[rolls["branch"]],
+        row_indptr=np.arange(len(rolls) + 1, dtype=np.int32), kv_len=kv_len,
+        block_table=forward.block_table[rolls["branch"]],
         read_rows=rows, draws=draws, processing=_processing(rolls, rows),
     )  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Carries out steps: copies, then the draft lane's rolls, then the target; in the engine's process, in one of its own, or elsewhere."""
+"""Carries out steps: copies, then the draft lane's rolls, then the target; in the engine's process, in one of its own,
+or elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Worker:
         self.lanes, self.geometry = dict(lanes), geometry
 
     def execute(self, step: Step, masks: Callable[[], Masks] | None = None) -> Answers:
-        """Carry out one step. `masks` gives those of the target's `masked_rows`, and is asked when the rows are on their way."""
+        """Carry out one step. `masks` gives those of the target's `masked_rows`, and is asked when the rows are on
+        their way."""
         for runner in self.lanes.values():
             for rule_id in step.old_rules:
                 runner.forget(rule_id)

@@ -1,5 +1,5 @@
-"""Every stream's true continuation in one tree, interleaved behind a wrong node: several children accept different paths
-of one draft in one step, and none of them is a chain. The hardest case for compaction."""
+"""Every stream's true continuation in one tree, interleaved behind a wrong node: several children accept different
+paths of one draft in one step, and none of them is a chain. The hardest case for compaction."""
 
 from __future__ import annotations
 

@@ -59,7 +59,8 @@ def test_somebody_else_s_file_is_not_written_over(
     assert run(source, notes, flag, *flags) == main.USER_ERROR
     assert notes.read_text() == "my notes\n"
     assert capsys.readouterr().err == (
-        f"pagedec: error: output is {notes}: line 1 is no record of a batch; name another file, this one stays as it is\n"
+        f"pagedec: error: output is {notes}: line 1 is no record of a batch; name another file, this one stays as it "
+        "is\n"
     )
 
 

@@ -141,7 +141,8 @@ def test_biases_and_stops_of_bodies_reach_the_engine(llm: LLM, tmp_path: Path) -
     a, b = llm.tokenizer.encode("ab")
     lines = [
         request("bias", prompt="x", max_tokens=3, logit_bias={str(a): 100}),
-        request("penalty", prompt="x", max_tokens=4, temperature=0, logit_bias={str(a): 100, str(b): 99}, presence_penalty=2),
+        request("penalty", prompt="x", max_tokens=4, temperature=0, logit_bias={str(a): 100, str(b): 99},
+        presence_penalty=2),
         request("stop", prompt="x", max_tokens=9, logit_bias={str(a): 100}, stop=["aaa"]),
     ]  # fmt: skip
     run_batch(llm, write_input(tmp_path / "in", lines), tmp_path / "out")
@@ -234,7 +235,8 @@ def test_more_lines_make_more_work(llm: LLM, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([*good_lines(1), request("r1", prompt="other")], "line 2 is not the one that .* has an answer to; name another"),
+        ([*good_lines(1), request("r1", prompt="other")],
+        "line 2 is not the one that .* has an answer to; name another"),
         (good_lines(1), "has answers to lines that are not there; name another output, or start over with restart"),
         (["", *good_lines(2)], "line 2 is not the one"),
     ],

@@ -1,5 +1,5 @@
-"""A fake device: its KV slots remember (token, position), and its language model reads the past only through block table and
-parents. A slip of one slot anywhere fails an assertion or changes an output."""
+"""A fake device: its KV slots remember (token, position), and its language model reads the past only through block
+table and parents. A slip of one slot anywhere fails an assertion or changes an output."""
 
 from __future__ import annotations
 

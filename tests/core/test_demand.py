@@ -65,7 +65,8 @@ WORKS = {
 
 
 class Run:
-    """A workload on a device that answers at once: rows evaluated, the most blocks held, and who was preempted how often."""
+    """A workload on a device that answers at once: rows evaluated, the most blocks held, and who was preempted how
+    often."""
 
     def __init__(
         self, jobs: list[tuple[list[int], int]], num_blocks: int, caching: bool, max_tokens: int = 2048
@@ -105,8 +106,9 @@ class Run:
 @pytest.mark.parametrize("share", [0.5, 0.25])
 @pytest.mark.parametrize("name", WORKS)
 def test_little_is_computed_twice(name: str, share: float) -> None:
-    """With a half and a quarter of the blocks that all of them would like to have at once, equal priorities, and answers whose lengths
-    nobody knows, rows stay below 1.15 x those that are needed, and nobody is preempted again and again."""
+    """With a half and a quarter of the blocks that all of them would like to have at once, equal priorities, and
+    answers whose lengths nobody knows, rows stay below 1.15 x those that are needed, and nobody is preempted again and
+    again."""
     seed = len(name)
     jobs = WORKS[name].jobs(seed, 150)
     caching = WORKS[name].shared > 0 or seed % 2 == 0
@@ -118,7 +120,8 @@ def test_little_is_computed_twice(name: str, share: float) -> None:
 
 @pytest.mark.parametrize("name", ["long prompts, uniform answers", "exponential answers"])
 def test_the_pool_is_not_left_empty(name: str) -> None:
-    """Caution must not cost more than it saves, where a step takes 8 ms and a row 0.6 (the default model on two cores)."""
+    """Caution must not cost more than it saves, where a step takes 8 ms and a row 0.6 (the default model on two
+    cores)."""
     jobs = WORKS[name].jobs(1, 150)
     roomy = Run(jobs, 20_000, False)
     careful = Run(jobs, roomy.most // 2, False)

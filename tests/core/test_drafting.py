@@ -1,8 +1,9 @@
-"""Drafts come from what all chains leave: no row, no block, and no place on the draft lane that a living chain needs."""
+"""Drafts come from what all chains leave: no row, no block, and no place on the draft lane that a living chain
+needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +51,8 @@ def prompt(i: int, length: int = 10) -> list[int]:
 
 
 def test_no_chain_misses_a_row_because_of_a_draft() -> None:
-    """4 lookaheads whose windows and guesses fill 64 rows, and 24 plain requests behind them: all 28 advance in every step."""
+    """4 lookaheads whose windows and guesses fill 64 rows, and 24 plain requests behind them: all 28 advance in every
+    step."""
     wide = LookaheadParams(temperature=0, columns=6, levels=4, guesses=3)
     engine = engine_of(2000, max_num_batched_tokens=64)
     drafting = [Case(f"draft {i}", wide, prompt(i), None, LONG).add(engine.scheduler) for i in range(4)]
@@ -122,7 +124,10 @@ def test_a_gang_drafts_as_a_whole_or_not_at_all() -> None:
     want = None
     for rows in (8, 11, 12, 64):
         engine = engine_of(60, max_num_batched_tokens=rows)
-        make: Callable[[DecoderContext], Beam] = lambda context: DraftingBeam(BeamParams(3, max_tokens=8), context)  # noqa: E731
+
+        def make(context: DecoderContext) -> Beam:
+            return DraftingBeam(BeamParams(3, max_tokens=8), context)
+
         request = engine.scheduler.admit("beams", make, prompt(2, 5), Stopping(max_tokens=8))
         engine.scheduler.add(request)
         drafts = []
@@ -137,9 +142,10 @@ def test_a_gang_drafts_as_a_whole_or_not_at_all() -> None:
         assert results(request) == want
 
 
-# -------------------------------------------------------------------------------------------------------- the draft lane
+# ------------------------------------------------------------------------------------------------------- the draft lane
 class Checked(FakeRunner):
-    """A draft model with a context and a vocabulary of its own: reading past either is what a device may not survive."""
+    """A draft model with a context and a vocabulary of its own: reading past either is what a device may not
+    survive."""
 
     def __init__(self, engine: FakeEngine, longest: int, vocab_size: int) -> None:
         self.__dict__ |= engine.runner.__dict__

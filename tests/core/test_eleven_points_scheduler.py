@@ -1,4 +1,5 @@
-"""What the transition and the scheduler must get right: points 6 to 9 and 11 of the eleven, each test named after its point."""
+"""What the transition and the scheduler must get right: points 6 to 9 and 11 of the eleven, each test named after its
+point."""
 
 from __future__ import annotations
 
@@ -170,7 +171,8 @@ def test_08_the_order_of_giving_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_08_a_draft_is_stripped_before_anybody_gives_way() -> None:
-    """The younger request's blocks are in the draft's way: the older one goes on without a draft until they are free."""
+    """The younger request's blocks are in the draft's way: the older one goes on without a draft until they are
+    free."""
     world = World(2)
     world.stops, world.min_tokens, world.max_tokens = (), 0, 9
     text = [1, 2, 3, 4, 5, 6, 7]
@@ -225,8 +227,8 @@ def test_08_the_accepted_part_of_a_rolled_tail_becomes_valid() -> None:
 # ------------------------------------------------------------------------------------------------------------------ 9
 @pytest.mark.parametrize("caching", [False, True])
 def test_09_recompute_follows_the_history(caching: bool) -> None:
-    """64 beams over 1,024 tokens: after preemption every edge of the trie is evaluated once, and the gang holds no more blocks
-    than before, plus one for each root that the prefix cache had."""
+    """64 beams over 1,024 tokens: after preemption every edge of the trie is evaluated once, and the gang holds no more
+    blocks than before, plus one for each root that the prefix cache had."""
     models: dict[str, Any] = {"target": LanguageModel(5, 4)}
     own = limits(
         400, block_size=16, max_num_batched_tokens=512, max_blocks_per_table=80,

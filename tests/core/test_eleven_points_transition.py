@@ -1,4 +1,5 @@
-"""What the transition and the scheduler must get right: points 1 to 5 and 10 of the eleven, each test named after its point."""
+"""What the transition and the scheduler must get right: points 1 to 5 and 10 of the eleven, each test named after its
+point."""
 
 from __future__ import annotations
 

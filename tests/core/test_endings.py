@@ -1,4 +1,5 @@
-"""How requests end, wait, or are given up: by a stop, by nothing left to do, by our own mistake; never by somebody else's doing."""
+"""How requests end, wait, or are given up: by a stop, by nothing left to do, by our own mistake; never by somebody
+else's doing."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def test_a_verdict_that_leaves_nothing_ends_its_request() -> None:
 
 
 def test_appended_text_stops_nothing() -> None:
-    """Templates hold end tokens. What a client appends is taken whole, and what is generated behind it is stopped as ever."""
+    """Templates hold end tokens. What a client appends is taken whole, and what is generated behind it is stopped as
+    ever."""
     stop = 3
     engine = FakeEngine(World(1).models, limits(60))
     params = InteractiveParams(temperature=0)
@@ -147,7 +149,7 @@ def test_what_waits_for_a_client_is_asked_once(monkeypatch: pytest.MonkeyPatch) 
     assert len(calls) == 3 and len(request.history.token) == 5
 
 
-# ---------------------------------------------------------------------------------------------------------- our mistakes
+# --------------------------------------------------------------------------------------------------------- our mistakes
 @pytest.mark.parametrize("array_settle", [True, False])
 def test_our_own_mistake_while_settling(monkeypatch: pytest.MonkeyPatch, array_settle: bool) -> None:
     """Half way through one request: that one fails, all KV is given up, and the others draw the same tokens again."""

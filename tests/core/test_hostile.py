@@ -1,4 +1,5 @@
-"""What one request's decoder says wrong ends that request alone: its neighbours keep their steps, their blocks and their bits."""
+"""What one request's decoder says wrong ends that request alone: its neighbours keep their steps, their blocks and
+their bits."""
 
 from __future__ import annotations
 
@@ -155,7 +156,8 @@ VERDICTS: dict[str, tuple[Callable[[Verdict], Any], str]] = {
     "done with more behind it than there is": (done(excess_bytes=-1), r"done\[0\].excess_bytes is -1"),
     "done with tokens that can be read once": (done(tokens=iter((1,))), r"done\[0\].tokens"),
     "tokens that can be read once": (saying(tokens=iter((1,))), r"live\[0\].tokens"),
-    "children that can be read once": (lambda verdict: Verdict(iter(verdict.live)), "live is .*: must be a tuple"),  # type: ignore[arg-type]
+    "children that can be read once": (lambda verdict: Verdict(iter(verdict.live)), "live is .*: must be a tuple"),
+    # type: ignore[arg-type]
     "a bomb": (
         lambda verdict: Verdict(tuple(replace(child, state=(0,)) for child in verdict.live * MAX_BRANCHES)),
         f"live is [0-9]+: branches must be at most {MAX_BRANCHES}",
@@ -165,7 +167,8 @@ VERDICTS: dict[str, tuple[Callable[[Verdict], Any], str]] = {
 
 
 def neighbours() -> list[Case]:
-    """Plain and drafted samples, beams, and a session that waits: all of them in the middle when somebody goes wrong."""
+    """Plain and drafted samples, beams, and a session that waits: all of them in the middle when somebody goes
+    wrong."""
     long = Stopping(max_tokens=12)
     return [
         Case("greedy", SamplingParams(temperature=0), [*PROMPT, 7], None, long),

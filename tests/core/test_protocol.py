@@ -1,5 +1,5 @@
-"""Every decoder on the fake device returns what plain lists return: alone and in a crowd, in chunks and whole, preempted or not,
-on a prefix-cache hit or a miss, in a pool that is far too small."""
+"""Every decoder on the fake device returns what plain lists return: alone and in a crowd, in chunks and whole,
+preempted or not, on a prefix-cache hit or a miss, in a pool that is far too small."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A request's own rules, logits processing, stop strings and reports, on the fake device: every decoder returns what plain lists
-return, with the same log-probabilities; alone, in a crowd, in chunks, preempted, found in the prefix cache."""
+"""A request's own rules, logits processing, stop strings and reports, on the fake device: every decoder returns what
+plain lists return, with the same log-probabilities; alone, in a crowd, in chunks, preempted, found in the prefix
+cache."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def random_stopping(rng: random.Random) -> Stopping:
     silent = frozenset(rng.sample(range(VOCABULARY), rng.choice([0, 1])))
     pieces.append(b"" if rng.random() < 0.5 else b"ab")
     return Stopping(
-        (), (rng.randrange(VOCABULARY),) if rng.random() < 0.3 else (), rng.choice([0, 0, 3]), rng.randrange(4, 17), False,
+        (), (rng.randrange(VOCABULARY),) if rng.random() < 0.3 else (), rng.choice([0, 0, 3]), rng.randrange(4, 17),
+        False,
         StopStrings(strings), pieces, silent,
     )  # fmt: skip
 
@@ -195,7 +197,8 @@ def test_reports_come_from_drafts_and_stops_cut_them() -> None:
 
 
 def test_a_prompt_is_reported_once_and_then_found() -> None:
-    """While its prompt is not reported, a request neither waits for nor reads the prefix cache; afterwards it does both."""
+    """While its prompt is not reported, a request neither waits for nor reads the prefix cache; afterwards it does
+    both."""
     world = World(1)
     prompt = [i % VOCABULARY for i in range(21)]
     greedy = SamplingParams(temperature=0.0)
@@ -224,7 +227,8 @@ def test_a_prompt_is_reported_once_and_then_found() -> None:
 
 @pytest.mark.parametrize("chunk", [2, None])
 def test_a_session_that_forks_before_its_prompt_has_run(chunk: int | None) -> None:
-    """One branch goes back and is given the prompt's tokens by its client: it may read the cache, the other must not gain by it."""
+    """One branch goes back and is given the prompt's tokens by its client: it may read the cache, the other must not
+    gain by it."""
     world = World(2)
     prompt = [(3 * i) % VOCABULARY for i in range(13)]
     engine = FakeEngine(world.models, limits(40, max_chunk=chunk))

@@ -1,5 +1,6 @@
-"""Anything in any order: requests come, steps run, clients edit, somebody preempts, aborts, or takes all blocks away while a step
-settles. After every step the pool accounts for every block, every read is checked, and in the end all answers are right."""
+"""Anything in any order: requests come, steps run, clients edit, somebody preempts, aborts, or takes all blocks away
+while a step settles. After every step the pool accounts for every block, every read is checked, and in the end all
+answers are right."""
 
 from __future__ import annotations
 

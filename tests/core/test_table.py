@@ -1,5 +1,5 @@
-"""Block tables against lists of blocks: whatever is forked, written, rolled back or found, every table reads what was written
-through it, nobody else's writes show, and the pool accounts for every block."""
+"""Block tables against lists of blocks: whatever is forked, written, rolled back or found, every table reads what was
+written through it, nobody else's writes show, and the pool accounts for every block."""
 
 from __future__ import annotations
 

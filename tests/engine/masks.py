@@ -17,7 +17,8 @@ from pagedec.runtime.worker import Worker
 
 
 def masked_forward(num_rows: int, vocab: int) -> tuple[Callable[..., LaneForward], np.ndarray, dict[int, set[int]]]:
-    """A prompt of `num_rows` tokens that draws greedily at every row; masks for every second row; and what they allow, by row."""
+    """A prompt of `num_rows` tokens that draws greedily at every row; masks for every second row; and what they allow,
+    by row."""
     rng = np.random.default_rng(num_rows)
     rows = np.arange(num_rows, dtype=np.int32)
     masked = rows[::2].copy()

@@ -1,4 +1,5 @@
-"""Coroutines and threads: what several bring is one batch, each gets its own answers and errors, and leaving leaves nothing behind."""
+"""Coroutines and threads: what several bring is one batch, each gets its own answers and errors, and leaving leaves
+nothing behind."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ async def settled(llm: AsyncLLM) -> None:
     raise AssertionError("something still runs")
 
 
-# ------------------------------------------------------------------------------------------------------------ coroutines
+# ----------------------------------------------------------------------------------------------------------- coroutines
 def test_many_streams_are_what_each_is_alone(make: Make, expected: list[Tokens]) -> None:
     llm = make(num_blocks=40)
     prompts, params = workload()

@@ -1,4 +1,5 @@
-"""What a call does wrong around its requests costs itself alone: its bar, its callbacks, its threads, its event loops."""
+"""What a call does wrong around its requests costs itself alone: its bar, its callbacks, its threads, its event
+loops."""
 
 from __future__ import annotations
 
@@ -232,7 +233,7 @@ def test_a_text_that_cannot_be_written(tiny: Tiny, expected: list[Tokens], monke
         assert tokens(output) == ([] if i == 3 else want)  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------------------------------------------ a loop that ends
+# ----------------------------------------------------------------------------------------------------- a loop that ends
 def test_what_was_brought_to_a_loop_that_breaks_is_told(make: Make) -> None:  # noqa: F811
     """Also what was still in the inbox, and what comes in the very moment."""
     llm = make()
@@ -277,7 +278,7 @@ def test_submitting_beside_closing(make: Make) -> None:  # noqa: F811
     assert ["the engine is closed" in str(error) for error in sink.errors] == [True]
 
 
-# ----------------------------------------------------------------------------------------------------------- event loops
+# ---------------------------------------------------------------------------------------------------------- event loops
 def test_event_loops_come_while_others_are_woken(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The engine's thread goes through those that there are: one that is new in this moment must not be its end."""
 

@@ -1,4 +1,5 @@
-"""docs/design.md keeps its word: a token's way is the one that it lists, and the algorithm that it shows runs as it stands."""
+"""docs/design.md keeps its word: a token's way is the one that it lists, and the algorithm that it shows runs as it
+stands."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def race() -> Any:
 
 
 def test_the_pages_algorithm_runs(race: Any, tiny: Tiny, expected: list[Tokens]) -> None:
-    """Alone, in a crowd of other decoders, in a pool that is too small: the same answers; and it prefers what is more probable."""
+    """Alone, in a crowd of other decoders, in a pool that is too small: the same answers; and it prefers what is more
+    probable."""
     params = [
         race.RaceParams(width=2 + i, stride=3, seed=i, max_tokens=14, logprobs=0, ignore_eos=i < 2) for i in range(4)
     ]
@@ -94,7 +96,8 @@ def test_the_pages_algorithm_runs(race: Any, tiny: Tiny, expected: list[Tokens])
         assert [[a.token_ids for a in output.outputs] for output in outputs[4:]] == expected
         assert_whole(llm, expected)
     plain = [
-        roomy.generate([p], [SamplingParams(temperature=1, top_k=20, seed=own.seed, max_tokens=14, logprobs=0, ignore_eos=True)],
+        roomy.generate([p], [SamplingParams(temperature=1, top_k=20, seed=own.seed, max_tokens=14, logprobs=0,
+        ignore_eos=True)],
                        use_tqdm=False)[0].outputs[0]
         for p, own in zip(prompts[:2], params[:2], strict=True)
     ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""A draft model is another model: its context may be shorter, its vocabulary smaller or larger. Answers are the target's own."""
+"""A draft model is another model: its context may be shorter, its vocabulary smaller or larger. Answers are the
+target's own."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ def test_a_script_for_vllm_runs_but_for_its_import(tmp_path: Path, capsys: pytes
     assert "Paris" not in shown.split("== rules")[1].split("\n")[1]
     assert "rank 1: " in shown and shown.count("The capital of Italy") >= 1
     assert [line for line in shown.splitlines() if line.startswith("== ")] == [
-        "== one set of parameters for all prompts", "== the model's own parameters, changed", "== parameters for each prompt",
+        "== one set of parameters for all prompts", "== the model's own parameters, changed",
+        "== parameters for each prompt",
         "== rules",
         next(line for line in shown.splitlines() if line.startswith("== logprobs")), "== chat", "== several chats",
         "== the answer goes on",

@@ -1,5 +1,5 @@
-"""A device that fails, or our own bug: it costs a pause. No block is lost, every answer is right, and whoever cannot be carried out
-is found and told why."""
+"""A device that fails, or our own bug: it costs a pause. No block is lost, every answer is right, and whoever cannot be
+carried out is found and told why."""
 
 from __future__ import annotations
 
@@ -264,7 +264,8 @@ def test_settling_fails_after_a_decoder_did(
 def test_an_interrupt_while_answers_are_carried_in(
     tiny: Tiny, expected: list[Tokens], monkeypatch: pytest.MonkeyPatch, number: int, when: str
 ) -> None:
-    """A second Ctrl-C comes anywhere, here before or after an answer's request has lost its last branch: everybody is told of an end."""
+    """A second Ctrl-C comes anywhere, here before or after an answer's request has lost its last branch: everybody is
+    told of an end."""
     llm, finish, left = tiny(**SMALL), Settler._finish, [number]
 
     def interrupted(self: Settler, request: Request, hypothesis: Any) -> None:
@@ -336,7 +337,8 @@ def test_many_poisonous_requests_stand_in_the_way(tiny: Tiny, poisonous: range) 
 
 
 def test_poison_after_poison_is_no_lost_device(tiny: Tiny) -> None:
-    """One at a time, each with all its tries; who comes with one of them is answered, and who waits for a client goes on waiting."""
+    """One at a time, each with all its tries; who comes with one of them is answered, and who waits for a client goes
+    on waiting."""
     llm = tiny()
     unwell = Unwell(llm, lambda count, names: any(int(name) % 2 for name in names))
     [(_, session)] = llm.prepare([[5, 3, 7]], InteractiveParams(max_tokens=20))

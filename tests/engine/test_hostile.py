@@ -1,4 +1,5 @@
-"""What one request does wrong is its own: its decoder, its callback. Neighbours keep their steps, their blocks and their bits."""
+"""What one request does wrong is its own: its decoder, its callback. Neighbours keep their steps, their blocks and
+their bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Token ids as numpy arrays and torch tensors: alone, in lists, in mappings and by keyword; what they may not be is said by name."""
+"""Token ids as numpy arrays and torch tensors: alone, in lists, in mappings and by keyword; what they may not be is
+said by name."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def test_arrays_of_text_are_lists_of_prompts(text_llm: LLM) -> None:
     [
         (np.array([5.0, 6.0]), "prompts", "a float64 array of shape (2,)", "must be of whole numbers: token ids"),
         (torch.tensor([5.0]), "prompts", "a float32 array of shape (1,)", "must be of whole numbers: token ids"),
-        (torch.tensor([[5.0]], dtype=torch.bfloat16), "prompts", "a bfloat16 array of shape (1, 1)", "must be of whole"),
+        (torch.tensor([[5.0]], dtype=torch.bfloat16), "prompts", "a bfloat16 array of shape (1, 1)",
+        "must be of whole"),
         (np.array([True]), "prompts", "a bool array of shape (1,)", "must be of whole numbers: token ids"),
         ([PROMPT, torch.tensor([5.0])], "prompts[1]", "a float32 array of shape (1,)", "must be of whole numbers"),
         ([np.array([[5, 6]])], "prompts[0]", "an int64 array of shape (1, 2)", "must have one dimension"),
@@ -87,7 +89,7 @@ def test_what_no_array_may_be(llm: LLM, prompts: Any, field: str, value: Any, li
     assert limit in caught.value.limit
 
 
-# --------------------------------------------------------------------------------------- the old keyword, prompt_token_ids
+# ------------------------------------------------------------------------------------ the old keyword, prompt_token_ids
 @pytest.mark.parametrize("make", [list, *MAKERS[:2]], ids=["list", *KINDS[:2]])
 def test_token_ids_by_keyword(llm: LLM, make: Callable[[Any], Any]) -> None:
     def ids(**given: Any) -> list[list[int]]:

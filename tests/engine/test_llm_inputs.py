@@ -1,4 +1,5 @@
-"""Wrong input is refused before anything starts, in words that name field, value and limit, and nothing is left behind."""
+"""Wrong input is refused before anything starts, in words that name field, value and limit, and nothing is left
+behind."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def refused(llm: LLM, prompts: Any, params: Any = GREEDY, **others: Any) -> Inva
         ({"prompt_token_ids": PROMPT, "cache_salt": 5}, "prompts[0].cache_salt", 5, "must be text"),
         ({"prompt_token_ids": PROMPT, "cache_salt": "a\ud800"}, "prompts[0].cache_salt", "a\ud800",
          "must be text, has half a surrogate pair at character 1"),
-        ({"prompt_token_ids": [5, 6.0]}, "prompts[0].prompt_token_ids", [5, 6.0], "must be token ids: whole numbers in"),
+        ({"prompt_token_ids": [5, 6.0]}, "prompts[0].prompt_token_ids", [5, 6.0],
+        "must be token ids: whole numbers in"),
         (7, "prompts", 7, "must be a prompt or a list of them"),
         (None, "prompts", None, "must be a prompt or a list of them"),
         (b"\x05\x06", "prompts", b"\x05\x06", "must be a prompt or a list of them"),
@@ -190,7 +192,7 @@ def test_other_spellings_of_a_prompt_mean_the_same(llm: LLM, text_llm: LLM) -> N
     assert [output.prompt for output in outputs] == [text, None, text]
 
 
-# ------------------------------------------------------------------------------------------------ what an engine is made of
+# -------------------------------------------------------------------------------------------- what an engine is made of
 @pytest.fixture
 def copy(tiny_path: Path, tmp_path: Path) -> Path:
     """The tiny model's files, to be damaged."""
@@ -295,7 +297,8 @@ def test_damaged_files(copy: Path, monkeypatch: pytest.MonkeyPatch, damage: Call
 
 
 def test_end_tokens_that_the_model_cannot_write_end_nothing(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tokenizer may know more tokens than the model's vocabulary has; banning them must not reach behind the logits."""
+    """A tokenizer may know more tokens than the model's vocabulary has; banning them must not reach behind the
+    logits."""
 
     def with_far_end(*arguments: Any) -> Tokenizer | None:
         tokenizer = load_tokenizer(*arguments)
@@ -313,7 +316,8 @@ def test_end_tokens_that_the_model_cannot_write_end_nothing(tiny_path: Path, mon
 
 @pytest.mark.parametrize("settings", [{"skip_tokenizer_init": True}, {"tokenizer": "smollm2"}], ids=["none", "another"])
 def test_the_models_own_ends_need_no_tokenizer_of_its_own(copy: Path, settings: dict[str, Any]) -> None:
-    """generation_config.json names more end tokens than config.json, and a tokenizer from elsewhere knows of neither."""
+    """generation_config.json names more end tokens than config.json, and a tokenizer from elsewhere knows of
+    neither."""
     (copy / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
     with LLM(str(copy), num_blocks=16, dtype="float32", **settings) as llm:
         params = SamplingParams(temperature=0, max_tokens=6, logit_bias={5: 100})

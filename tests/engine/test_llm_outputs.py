@@ -105,7 +105,7 @@ def test_request_ids_are_never_used_again(tiny: Tiny) -> None:
     assert len(set(ids)) == 9
 
 
-# --------------------------------------------------------------------------------------------------------- where it ends
+# -------------------------------------------------------------------------------------------------------- where it ends
 def test_without_max_tokens_an_answer_runs_up_to_the_context(tiny: Tiny) -> None:
     llm = tiny(max_model_len=48)
     prompts = [[7] * length for length in (1, 16, 31, 47)]
@@ -225,7 +225,7 @@ def test_without_seeds_the_engine_seed_fixes_a_run(tiny: Tiny) -> None:
     assert len({tuple(answer) for [answer] in first}) == 5, "every request has a seed of its own"
 
 
-# ------------------------------------------------------------------------------------------------- metrics, progress, text
+# ---------------------------------------------------------------------------------------------- metrics, progress, text
 def test_metrics_are_in_order_and_count(tiny: Tiny) -> None:
     llm = tiny(max_num_seqs=2)
     outputs = generate(llm, random_prompts(8), SamplingParams(max_tokens=6, ignore_eos=True))
@@ -292,7 +292,8 @@ import os, signal, sys
 from pagedec import LLM, SamplingParams
 llm = LLM(sys.argv[1], skip_tokenizer_init=True, num_blocks=16, dtype="float32")
 def answer():
-    return llm.generate([[5, 17, 40]], SamplingParams(temperature=0.0, max_tokens=9), use_tqdm=False)[0].outputs[0].token_ids
+    return llm.generate([[5, 17, 40]], SamplingParams(temperature=0.0, max_tokens=9),
+    use_tqdm=False)[0].outputs[0].token_ids
 expected = answer()
 child = os.fork()
 if not child:

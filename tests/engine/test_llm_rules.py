@@ -1,4 +1,5 @@
-"""A request's rules for what may be drawn reach the draw, through `LLM` and with text. What each does exactly is tested in the kernels."""
+"""A request's rules for what may be drawn reach the draw, through `LLM` and with text. What each does exactly is tested
+in the kernels."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def test_rules_reach_the_draw(text_llm: LLM) -> None:
     [
         ({"logit_bias": {49152: 1}}, "logit_bias"), ({"allowed_token_ids": [0, 10**6]}, "allowed_token_ids"),
         ({"allowed_token_ids": [2], "min_tokens": 1}, "allowed_token_ids"), ({"logprobs": 49153}, "logprobs"),
-        ({"prompt_logprobs": 10**6}, "prompt_logprobs"), ({"bad_words": [" "], "allowed_token_ids": [216]}, "bad_words"),
+        ({"prompt_logprobs": 10**6}, "prompt_logprobs"), ({"bad_words": [" "], "allowed_token_ids": [216]},
+        "bad_words"),
     ],
     ids=repr,
 )  # fmt: skip

@@ -166,7 +166,8 @@ def test_a_device_that_is_gone_ends_all_streams(tiny: Tiny, monkeypatch: pytest.
     SamplingParams(temperature=0, max_tokens=5, detokenize=False), BeamParams(3, max_tokens=6),
 ], ids=range(5))  # fmt: skip
 def test_what_an_output_holds(text_llm: LLM, params: Any) -> None:
-    """Pieces add up to the whole, whose numbers and endings the last piece of each answer has; or there is the whole alone."""
+    """Pieces add up to the whole, whose numbers and endings the last piece of each answer has; or there is the whole
+    alone."""
     [expected] = text_llm.generate(PROMPT, params, use_tqdm=False)
     [final] = text_llm.stream(PROMPT, replace(params, output_kind=RequestOutputKind.FINAL_ONLY))
     assert final.outputs == expected.outputs and final.finished
@@ -197,11 +198,13 @@ def test_log_probabilities_come_with_their_tokens(tiny: Tiny) -> None:
 
 
 def test_decoders_mix(tiny: Tiny) -> None:
-    """Sampling, speculation and beams in one call and in streams, each as it is alone; beams come only when they are done."""
+    """Sampling, speculation and beams in one call and in streams, each as it is alone; beams come only when they are
+    done."""
     llm = tiny(num_blocks=60)
     params = [
         SamplingParams(temperature=0, max_tokens=12, logprobs=1), BeamParams(3, max_tokens=10),
-        NGramParams(temperature=0.7, seed=2, max_tokens=20, n=2), SamplingParams(seed=1, n=3, max_tokens=9), BeamParams(2, max_tokens=14),
+        NGramParams(temperature=0.7, seed=2, max_tokens=20, n=2), SamplingParams(seed=1, n=3, max_tokens=9),
+        BeamParams(2, max_tokens=14),
     ]  # fmt: skip
     alone = [llm.generate(IDS, own, use_tqdm=False)[0].outputs for own in params]
     mixed = llm.generate([IDS] * 5, params, use_tqdm=False, priority=[0, 1, 0, 2, 0])

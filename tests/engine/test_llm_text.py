@@ -40,7 +40,7 @@ def free(text_llm: LLM) -> CompletionOutput:
     return one(text_llm, FREE)
 
 
-# ------------------------------------------------------------------------------------------------------------ stop strings
+# --------------------------------------------------------------------------------------------------------- stop strings
 def test_text_ends_at_the_first_stop_string(text_llm: LLM, free: CompletionOutput) -> None:
     """Pieces of the free text as stop strings: the text is what comes before the first place, the tokens are all."""
     stops = [free.text[i : i + 1 + i % 7] for i in range(1, len(free.text) - 6, 4)]
@@ -102,7 +102,7 @@ def test_text_needs_a_tokenizer(tiny: Tiny) -> None:
             call(tiny())
 
 
-# ------------------------------------------------------------------------------------------------------- log-probabilities
+# ---------------------------------------------------------------------------------------------------- log-probabilities
 def test_logprobs_hold_the_token_and_the_best(text_llm: LLM, free: CompletionOutput) -> None:
     tokenizer = text_llm.get_tokenizer()
     for params in (FREE.clone(logprobs=3), FREE.clone(logprobs=3, temperature=1.3, seed=5)):
@@ -153,7 +153,7 @@ def test_halves_of_characters_show_as_such(text_llm: LLM) -> None:
     assert len(token_ids) > 1 and "\ufffd" in shown[-1]
 
 
-# ----------------------------------------------------------------------------------------------------------------- prompts
+# -------------------------------------------------------------------------------------------------------------- prompts
 def test_only_the_end_of_a_prompt_is_kept(text_llm: LLM) -> None:
     tokenizer = text_llm.get_tokenizer()
     [short] = generate(text_llm, "One two three " + PROMPT, FREE.clone(truncate_prompt_tokens=5))
@@ -179,7 +179,7 @@ def test_typed_prompts(text_llm: LLM, free: CompletionOutput) -> None:
         assert one(text_llm, FREE, prompt).token_ids == free.token_ids
 
 
-# ---------------------------------------------------------------------------------------------------------------- defaults
+# ------------------------------------------------------------------------------------------------------------- defaults
 @pytest.fixture
 def recommending(tiny_path: Path, tmp_path: Path) -> Path:
     """The tiny model with its makers' advice."""
@@ -211,7 +211,7 @@ def test_a_models_own_defaults(recommending: Path, tmp_path: Path, tiny: Tiny) -
         LLM(str(recommending), **settings)
 
 
-# ------------------------------------------------------------------------------------------------- arguments of other engines
+# ------------------------------------------------------------------------------------------- arguments of other engines
 def test_arguments_that_mean_nothing_here(tiny: Tiny) -> None:
     llm = tiny(
         trust_remote_code=True, enforce_eager=False, disable_log_stats=True, gpu_memory_utilization=0.9, swap_space=4,
@@ -239,7 +239,7 @@ def test_arguments_that_ask_for_what_there_is_not(tiny: Tiny, name: str, value: 
     assert caught.value.field == name and caught.value.value == value
 
 
-# ------------------------------------------------------------------------------------------------------------------ the end
+# -------------------------------------------------------------------------------------------------------------- the end
 def test_dropping_an_llm_frees_its_memory(tiny_path: Path) -> None:
     for leave in (lambda llm: None, LLM.close, lambda llm: llm.close() or llm.close()):
         llm = LLM(str(tiny_path), dtype="float32", skip_tokenizer_init=True, num_blocks=16)

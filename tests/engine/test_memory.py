@@ -81,7 +81,8 @@ def test_systems_without_proc(damage: str, machine: Machine, tmp_path: Path, mon
 
 
 def test_a_container_of_version_2(machine: Machine) -> None:
-    """Docker: the process's group is the top of what is mounted. Cache that nobody uses counts as usage, but can be had."""
+    """Docker: the process's group is the top of what is mounted. Cache that nobody uses counts as usage, but can be
+    had."""
     files = {"proc/self/cgroup": "0::/", "proc/self/mountinfo": V2_MOUNT.format(top="/")}
     root = machine(files | v2_group("", 2 * GIB, usage=900 * MIB, inactive=500 * MIB))
     assert available_memory(root) == Memory(
@@ -105,7 +106,8 @@ def test_a_group_is_slowed_down_above_its_high_mark(machine: Machine) -> None:
 
 @pytest.mark.parametrize("mounted", [True, False])
 def test_a_container_of_version_1(mounted: bool, machine: Machine) -> None:
-    """The group's path is the host's, what is mounted is the group itself; without mountinfo the usual place is looked at."""
+    """The group's path is the host's, what is mounted is the group itself; without mountinfo the usual place is looked
+    at."""
     lines = "9:name=systemd:/docker/c0ffee\n4:cpu,memory:/docker/c0ffee\n0::/"
     files: dict[str, object] = {"proc/self/cgroup": lines}
     if mounted:

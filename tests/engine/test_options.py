@@ -53,7 +53,8 @@ def test_every_rule_has_its_place() -> None:
 
 
 def test_bad_words_begin_a_text_or_follow_a_space() -> None:
-    """Both spellings where they differ in their first token and not in length, as in vLLM; leading spaces do not count."""
+    """Both spellings where they differ in their first token and not in length, as in vLLM; leading spaces do not
+    count."""
     for words, want in (
         (["a"], ((1,), (2,))), ([" a"], ((1,), (2,))), (["b"], ((3,),)), (["same"], ((7,),)),
         (["xyz", "a", "a"], ((4, 5), (6, 5), (1,), (2,))),

@@ -49,7 +49,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-# --------------------------------------------------------------------------------------------------------- the same bits
+# -------------------------------------------------------------------------------------------------------- the same bits
 @pytest.mark.parametrize("settings", [SMALL, {}, {"block_size": 8, "max_num_batched_tokens": 7}], ids=str)
 def test_a_crowd_gets_the_same(apart: Callable[..., LLM], expected: list[Tokens], settings: dict[str, Any]) -> None:
     llm = apart(**settings)
@@ -75,7 +75,7 @@ def test_geometry_is_that_of_the_process(tiny: Tiny, apart: Callable[..., LLM]) 
     assert worker_of(there).pid != os.getpid()
 
 
-# ---------------------------------------------------------------------------------------------------------------- deaths
+# --------------------------------------------------------------------------------------------------------------- deaths
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_at_any_time(apart: Callable[..., LLM], expected: list[Tokens], seed: int) -> None:
     """kill -9 again and again, in and between steps: a pause each, the same tokens."""
@@ -173,7 +173,7 @@ def test_ctrl_c_is_the_engines_alone(apart: Callable[..., LLM], expected: list[T
     assert right_answers(llm) == expected and worker_of(llm).pid == pid
 
 
-# --------------------------------------------------------------------------------------------------------------- loading
+# -------------------------------------------------------------------------------------------------------------- loading
 def test_loading_fails_as_it_does_here(tiny_path: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="max_model_len is 100000: must be at most"):
         LLM(str(tiny_path), skip_tokenizer_init=True, max_model_len=100000, executor="process")
@@ -194,7 +194,8 @@ def test_warnings_of_loading_are_given_here() -> None:
 @pytest.mark.parametrize("executor", ["inline", "process"])
 @pytest.mark.parametrize("num_rows", [1, 130, 250], ids="{} rows".format)
 def test_masks_follow_a_forward(tiny: Tiny, executor: str, num_rows: int) -> None:
-    """They are asked for once, after the step was begun; of a masked row only what they allow is drawn. 128 rows are one piece."""
+    """They are asked for once, after the step was begun; of a masked row only what they allow is drawn. 128 rows are
+    one piece."""
     llm = tiny(executor=executor, num_blocks=64, max_num_batched_tokens=512)
     runner = llm.engine.executor
     forward, masks, allowed = masked_forward(num_rows, llm.engine.limits.vocab_size)

@@ -1,4 +1,5 @@
-"""Reported log-probabilities against transformers, and what the engine says of stop strings, clients' tokens and KV use."""
+"""Reported log-probabilities against transformers, and what the engine says of stop strings, clients' tokens and KV
+use."""
 
 from __future__ import annotations
 

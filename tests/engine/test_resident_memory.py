@@ -25,7 +25,8 @@ MIB = 1 << 20
 HIDDEN, INNER, VOCAB, LAYERS, KV_WIDTH = 512, 2048, 40_000, 8, 256
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": HIDDEN,
-    "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+    "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 64,
     "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu",
     "bos_token_id": 1, "eos_token_id": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},

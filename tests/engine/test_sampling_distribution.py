@@ -1,7 +1,7 @@
 """From `LLM.generate` back to the distribution: drawn tokens against the exact one, in float64 from the model's logits.
 
-Chi-square with fixed seeds. Tokens expected less than five times are pooled into one cell. A right sampler fails a case with
-probability 1e-4, but the seeds are fixed, so it either never does or always.
+Chi-square with fixed seeds. Tokens expected less than five times are pooled into one cell. A right sampler fails a case
+with probability 1e-4, but the seeds are fixed, so it either never does or always.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What scripts for vLLM find at `LLM` and `AsyncLLM`: arguments that change nothing, names of what there is not, and what is shown."""
+"""What scripts for vLLM find at `LLM` and `AsyncLLM`: arguments that change nothing, names of what there is not, and
+what is shown."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def asynchronous(tiny_path: Path) -> Iterator[AsyncLLM]:
         yield llm
 
 
-# ------------------------------------------------------------------------------------------------------------- of requests
+# ---------------------------------------------------------------------------------------------------------- of requests
 def test_a_request_without_a_lora(text_llm: LLM, asynchronous: AsyncLLM) -> None:
     assert text_llm.generate("Hi", GREEDY, use_tqdm=False, lora_request=None)[0].finished
     assert text_llm.chat(HI, GREEDY, use_tqdm=False, lora_request=None)[0].finished
@@ -133,7 +134,7 @@ def test_outputs_have_the_names_of_what_there_is_not(tiny: Tiny) -> None:
     assert "lora" not in repr(output) and output.num_cached_tokens == 0
 
 
-# ----------------------------------------------------------------------------------------------------- what there is not
+# ---------------------------------------------------------------------------------------------------- what there is not
 @pytest.mark.parametrize("name", ABSENT)
 def test_absent_methods_are_said_by_name(tiny: Tiny, name: str) -> None:
     llm = tiny()
@@ -155,7 +156,7 @@ def test_other_names_are_said_as_python_says_them(tiny: Tiny, asynchronous: Asyn
         asynchronous.sleep  # noqa: B018
 
 
-# ---------------------------------------------------------------------------------------------------------- what is shown
+# -------------------------------------------------------------------------------------------------------- what is shown
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
 def test_every_argument_is_shown(kind: type[LLM] | type[AsyncLLM]) -> None:
     parameters = dict(inspect.signature(kind).parameters)

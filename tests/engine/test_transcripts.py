@@ -1,4 +1,5 @@
-"""The scheduler does what the golden transcripts say, and plain sampling settled as arrays does the same as through objects.
+"""The scheduler does what the golden transcripts say, and plain sampling settled as arrays does the same as through
+objects.
 
 After a change that is meant: `python -m tests.engine.transcripts --rewrite`, and read the difference.
 """

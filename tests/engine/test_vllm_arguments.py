@@ -1,4 +1,5 @@
-"""Every engine argument of vLLM's is honoured, means another one, changes nothing, or is refused by name; docs/vllm.md says which."""
+"""Every engine argument of vLLM's is honoured, means another one, changes nothing, or is refused by name; docs/vllm.md
+says which."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def good(rule: Rule) -> list[Any]:
     return [*values, None] if rule.optional else values
 
 
-# ------------------------------------------------------------------------------------------------------------------- names
+# ---------------------------------------------------------------------------------------------------------------- names
 def test_every_argument_of_vllm_s_has_one_place() -> None:
     known = [name for kind in KINDS for name in kind]
     assert len(known) == len(set(known)), "no name is of two kinds"
@@ -87,7 +88,7 @@ def test_the_document_names_every_method_that_exists(kind: type[LLM] | type[Asyn
         assert name.startswith(("_", "prepare")) or f"`{name}`" in text, name
 
 
-# ------------------------------------------------------------------------------------------------------------ what is done
+# --------------------------------------------------------------------------------------------------------- what is done
 @pytest.mark.parametrize("name", NEUTRAL)
 def test_what_changes_nothing(name: str) -> None:
     rule = NEUTRAL[name]
@@ -179,7 +180,7 @@ def test_an_llm_of_vllm_s_arguments(tiny: Tiny) -> None:
     assert output.finished
 
 
-# -------------------------------------------------------------------------------------------- defaults, and where files are
+# ---------------------------------------------------------------------------------------- defaults, and where files are
 def test_values_over_the_makers(tiny_path: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(tiny_path, tmp_path / "model"))
     (path / "generation_config.json").write_text(json.dumps({"temperature": 0.25, "top_k": 7}))

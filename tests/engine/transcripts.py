@@ -72,7 +72,8 @@ class Driver:
     def limits(self, **options: str) -> str:
         given = {name: int(value) for name, value in options.items()}
         own = limits(
-            given.get("blocks", 16), given.get("draft"), block_size=given.get("block_size", 4), array_settle=self.array_settle,
+            given.get("blocks", 16), given.get("draft"), block_size=given.get("block_size", 4),
+            array_settle=self.array_settle,
             max_num_batched_tokens=given.get("rows", 24), max_num_seqs=given.get("seqs", 256),
             max_chunk=given.get("chunk"), enable_prefix_caching=bool(given.get("caching", 1)),
         )  # fmt: skip
@@ -204,7 +205,8 @@ def describe_event(event: Event) -> str:
         request = event.request
         return (
             f"{request.id} ended: {len(request.done)} answers, {request.num_cached_tokens} tokens cached,"
-            f" {request.num_preemptions} preemptions, {request.num_accepted_tokens} of {request.num_drafted_tokens} accepted"
+            f" {request.num_preemptions} preemptions, {request.num_accepted_tokens} of {request.num_drafted_tokens} "
+            "accepted"
         )
     if isinstance(event, Waiting):
         return f"{event.request.id} waits for its client"

@@ -1,4 +1,5 @@
-"""What becomes of vLLM's engine arguments and methods here: `python -m tests.engine.vllm_tables` writes it into docs/vllm.md."""
+"""What becomes of vLLM's engine arguments and methods here: `python -m tests.engine.vllm_tables` writes it into
+docs/vllm.md."""
 
 from __future__ import annotations
 
@@ -38,8 +39,9 @@ NAMES = tuple(
     kv_sharing_fast_prefill kv_transfer_config language_model_only limit_mm_per_prompt load_format
     logits_processor_pattern logits_processors logprobs_mode long_lora_scaling_factors long_prefill_token_threshold
     lora_dtype lora_extra_vocab_size mamba_block_size mamba_cache_dtype mamba_cache_mode mamba_ssm_cache_dtype
-    master_addr master_port max_cpu_loras max_cudagraph_capture_size max_logprobs max_long_partial_prefills max_lora_rank
-    max_loras max_model_len max_num_batched_tokens max_num_partial_prefills max_num_seqs max_parallel_loading_workers
+    master_addr master_port max_cpu_loras max_cudagraph_capture_size max_logprobs max_long_partial_prefills
+    max_lora_rank max_loras max_model_len max_num_batched_tokens max_num_partial_prefills max_num_seqs
+    max_parallel_loading_workers
     max_prompt_adapter_token max_prompt_adapters max_seq_len_to_capture media_io_kwargs mm_encoder_attn_backend
     mm_encoder_only mm_encoder_tp_mode mm_processor_cache_gb mm_processor_cache_type mm_processor_kwargs
     mm_shm_cache_max_object_size_mb model model_impl model_loader_extra_config moe_backend multi_step_stream_outputs
@@ -60,7 +62,8 @@ NAMES = tuple(
     weight_transfer_config worker_cls worker_extension_cls
     """.split()
 )
-"""The fields of vLLM's EngineArgs and AsyncEngineArgs, as of 0.7 up to the newest that was looked at; the oldest names are gone there."""
+"""The fields of vLLM's EngineArgs and AsyncEngineArgs, as of 0.7 up to the newest that was looked at; the oldest names
+are gone there."""
 HEADS = {
     "honoured": ("argument", "values", "default", "meaning"),
     "renamed": ("argument or value of vLLM's", "here"),

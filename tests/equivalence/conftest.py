@@ -25,13 +25,15 @@ from tests.equivalence.remote import LOAD, weights_of
 # Small enough for torch, with the default model's vocabulary, so that the same prompts serve.
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 96,
-    "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "head_dim": 16,
     "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
     "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 GEMMA3 = {
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 49152, "hidden_size": 96,
-    "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32,
     "max_position_embeddings": 1024, "sliding_window": 20, "sliding_window_pattern": 3, "query_pre_attn_scalar": 32,
     "final_logit_softcapping": 30.0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
@@ -54,7 +56,8 @@ TINY_KINDS = {"reference": TINY, "tiny": TINY, "gemma3": GEMMA3, "gpt2": GPT2, "
 
 @lru_cache(maxsize=len(KINDS))
 def arguments(kind: str) -> dict[str, Any]:
-    """Engine arguments: the compiled kernels on the default model in both dtypes; torch, and the kernels, on a tiny one."""
+    """Engine arguments: the compiled kernels on the default model in both dtypes; torch, and the kernels, on a tiny
+    one."""
     if kind not in TINY_KINDS:
         return KINDS[kind]
     directory = Path(tempfile.mkdtemp(prefix="pagedec-tiny-"))
@@ -77,8 +80,8 @@ def vocabulary() -> Vocabulary:
 
 
 OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("gemma3", "gpt2", "int8", "process")]
-"""Other families (windows and norms behind blocks; learned positions), int8 weights, and steps in a process of their own. tests/models
-has shorter runs of all families, tests/engine of int8 and of processes."""
+"""Other families (windows and norms behind blocks; learned positions), int8 weights, and steps in a process of their
+own. tests/models has shorter runs of all families, tests/engine of int8 and of processes."""
 
 
 @pytest.fixture(scope="session", params=["bfloat16", "float32", "reference", *OTHERS])

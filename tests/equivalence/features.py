@@ -1,4 +1,5 @@
-"""Every decoder with every feature: what there is, and the table of it in docs/features.md, which `test_table.py` proves cell by cell.
+"""Every decoder with every feature: what there is, and the table of it in docs/features.md, which `test_table.py`
+proves cell by cell.
 
 python -m tests.equivalence.features      # refreshes the table in docs/features.md
 """
@@ -126,7 +127,8 @@ def _across(tokens: list[int]) -> str:
 
 
 def alone(params: Any) -> FinishedRequest:
-    """By itself, with room for everything: plain sampling where the decoder must not change a token, else the decoder itself."""
+    """By itself, with room for everything: plain sampling where the decoder must not change a token, else the decoder
+    itself."""
     if isinstance(params, SamplingParams):
         names = SamplingParams.__dataclass_fields__
         params = SamplingParams(**{name: getattr(params, name) for name in names})

@@ -121,8 +121,8 @@ class Outcome:
 def run(
     engine: Engine, cases: Iterable[Case], disturb: random.Random | None = None, waiting_for: Sequence[str] = ()
 ) -> Outcome:
-    """All cases as one batch, beside the requests `waiting_for` that the engine already has; `disturb` preempts at random and
-    lets requests arrive late."""
+    """All cases as one batch, beside the requests `waiting_for` that the engine already has; `disturb` preempts at
+    random and lets requests arrive late."""
     waiting, outcome = list(cases), Outcome({})
     count = len(waiting) + len(waiting_for)
     while len(outcome.tokens) < count:

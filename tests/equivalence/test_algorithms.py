@@ -1,6 +1,6 @@
-"""The protocol carries every algorithm: the decoders of tests/algorithms on the real model, alone and mixed in one batch, with pools
-so small that preemption and eviction never stop. Lossless methods return what plain decoding returns; beams and sessions what
-plain lists return, computed from whole texts without any cache."""
+"""The protocol carries every algorithm: the decoders of tests/algorithms on the real model, alone and mixed in one
+batch, with pools so small that preemption and eviction never stop. Lossless methods return what plain decoding returns;
+beams and sessions what plain lists return, computed from whole texts without any cache."""
 
 from __future__ import annotations
 

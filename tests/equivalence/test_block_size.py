@@ -1,5 +1,6 @@
-"""No bit of an answer depends on `block_size`: tokens and eight log-probabilities at every position, of prompts longer than a tile
-(64 positions) and longer than a chunk (512), on the kernels that this process uses and on the emulated matrix unit."""
+"""No bit of an answer depends on `block_size`: tokens and eight log-probabilities at every position, of prompts longer
+than a tile (64 positions) and longer than a chunk (512), on the kernels that this process uses and on the emulated
+matrix unit."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=8, prompt_logprobs=8)
 FORKED = replace(GREEDY, temperature=0.9, seed=7, n=2, repetition_penalty=1.3)
 REQUESTS = [(5, GREEDY), (70, GREEDY), (70, FORKED), (120, GREEDY), (200, FORKED), (515, GREEDY), (660, GREEDY)]
-"""Lengths of prompts, and how they are answered: at 120 tokens and at 505 + 20, beyond the end of a tile and of a chunk."""
+"""Lengths of prompts, and how they are answered: at 120 tokens and at 505 + 20, beyond the end of a tile and of a
+chunk."""
 
 
 def answers(directory: Path, size: int, arguments: dict[str, Any]) -> list[RequestOutput]:

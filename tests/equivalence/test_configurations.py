@@ -1,8 +1,8 @@
 """A differential fuzz: whatever the engine is made of, a request returns the same bits.
 
-Block, chunk and pool sizes, step budgets, threads, priorities, arrivals and hostile neighbours are drawn at random; prompts, drafts,
-samples and beams cross every boundary there is (block, tile of 64, chunk of 512, step budget, piece of the read-out). Tokens,
-log-probabilities, ranks and reasons are compared."""
+Block, chunk and pool sizes, step budgets, threads, priorities, arrivals and hostile neighbours are drawn at random;
+prompts, drafts, samples and beams cross every boundary there is (block, tile of 64, chunk of 512, step budget, piece of
+the read-out). Tokens, log-probabilities, ranks and reasons are compared."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ VOCABULARY = 397  # of no panel's width
 CONTEXT = 800
 LLAMA = {**TINY, "head_dim": 32, "num_hidden_layers": 2, "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
 WINDOWS = {
-    **GEMMA3, "num_hidden_layers": 3, "sliding_window": 100, "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT,
+    **GEMMA3, "num_hidden_layers": 3, "sliding_window": 100, "vocab_size": VOCABULARY,
+    "max_position_embeddings": CONTEXT,
 }  # fmt: skip
 NUMBERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bfloat16": (LLAMA, {"dtype": "bfloat16"}),

@@ -1,5 +1,6 @@
-"""Exact: a request returns the same bits alone or in a crowd, chunked or whole, preempted or not, on a prefix cache hit or a
-miss, as one of n samples or by itself, speculated or not. Tokens and eight log-probabilities a position are compared."""
+"""Exact: a request returns the same bits alone or in a crowd, chunked or whole, preempted or not, on a prefix cache hit
+or a miss, as one of n samples or by itself, speculated or not. Tokens and eight log-probabilities a position are
+compared."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ def fresh(case: Case, name: str = "", **changes: object) -> Case:
 
 
 def assert_same(a: list[Case], b: list[Case], left: Outcome, right: Outcome) -> None:
-    """Tokens and traced bits of two runs of the same requests. A draft may be accepted past the end of an answer, so the
-    second may have looked at more positions."""
+    """Tokens and traced bits of two runs of the same requests. A draft may be accepted past the end of an answer, so
+    the second may have looked at more positions."""
     for one, other in zip(a, b, strict=True):
         assert left.tokens[one.name] == right.tokens[other.name], f"{one.name}: tokens differ"
         assert one.params.trace.items() <= other.params.trace.items(), f"{one.name}: equal tokens from different bits"

@@ -1,5 +1,5 @@
-"""A request's own rules on the real model: drawing under them is a loop over whole texts, and reports have the same bits wherever
-they come from."""
+"""A request's own rules on the real model: drawing under them is a loop over whole texts, and reports have the same
+bits wherever they come from."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Features do not refuse each other: every decoder with every feature. A cell runs and returns what the decoder returns alone
-and with room for everything; or it is an error that is named in `features.py`, with its reason."""
+"""Features do not refuse each other: every decoder with every feature. A cell runs and returns what the decoder returns
+alone and with room for everything; or it is an error that is named in `features.py`, with its reason."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def test_cell(decoder: str, feature: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 RULES = [
-    "stop", "logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size", "repetition_penalty", "presence_penalty",
+    "stop", "logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size", "repetition_penalty",
+    "presence_penalty",
     "frequency_penalty",
 ]  # fmt: skip
 
