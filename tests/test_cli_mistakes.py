@@ -48,7 +48,10 @@ def run(*arguments: str) -> int:
         (["generate", "a", "--max-tokens", "2", "--min-tokens", "3"], "min_tokens is 3: must be at most max_tokens"),
         (["generate", "a", "--stop-token-ids", "1,x"], "stop_token_ids is 1,x: must be a sequence of token ids"),
         (["generate", "a", "--block-size", "7"], "block_size is 7: must be one of 8, 16, 32, 64"),
-        (["generate", "a", "--executor", "ray"], "executor is ray: not available in this version; available: inline"),
+        (
+            ["generate", "a", "--executor", "ray"],
+            "executor is ray: not available in this version; available: inline, process",
+        ),
         (["generate", "a", "--engine-seed", "-1"], "engine_seed is -1: must be a whole number from 0 to"),
         (
             ["generate", "a", "--max-model-len", "0"],
@@ -93,7 +96,9 @@ def test_mistakes_are_one_line_and_exit_status_2(
         (["tokenize", "--text=a"], "--text is not a flag of pagedec tokenize; TEXT is given without a flag"),
         (["bench", "--json"], "--json is not a flag of pagedec bench; see pagedec bench --help"),
         (["generate", "--qqq"], "--qqq is not a flag of pagedec generate; see pagedec generate --help"),
-        (["generate", "--executo", "ray"], "--executo is not a flag of pagedec generate; see pagedec generate --help"),
+        (["generate", "--executo", "ray"], "--executo is not a flag of pagedec generate; did you mean --executor?"),
+        (["generate", "--tensor-paralle", "2"],
+         "--tensor-paralle is not a flag of pagedec generate; see pagedec generate --help"),
         (["--verbos", "chat"], "--verbos is not a flag of pagedec; did you mean --version?"),
         (["generate", "--stop", "--END--"],
          "--END-- is not a flag of pagedec generate; as the value of --stop it is written --stop=--END--"),
@@ -129,7 +134,7 @@ def test_help_lists_what_this_version_has(command: list[str], capsys: pytest.Cap
     with pytest.raises(SystemExit):
         run(*command, "--help")
     shown = " ".join(capsys.readouterr().out.split())
-    for name in ("executor", "tensor-parallel-size", "speculative-config", "ray", "flash-attn", "xformers"):
+    for name in ("tensor-parallel-size", "speculative-config", "ray", "flash-attn", "xformers"):
         assert name not in shown
     assert "--attention-backend {auto,native,reference}" in shown
     refused = {"chat": ("--n ", "--detokenize", "--skip-tokenizer-init"), "batch": ("--prompt-logprobs",)}
@@ -167,7 +172,7 @@ def test_help_says_how_a_text_is_written(command: str, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(
     ("flag", "value", "available"),
-    [("--executor", "ray", "inline"), ("--tensor-parallel-size", "2", "1"), ("--speculative-config", '{"a": 1}',
+    [("--executor", "ray", "inline, process"), ("--tensor-parallel-size", "2", "1"), ("--speculative-config", '{"a": 1}',
     "none"),
      ("--attention-backend", "xformers", "auto, native, reference")],
 )  # fmt: skip
@@ -179,7 +184,7 @@ def test_what_help_does_not_list_is_refused_by_name(
     assert err.startswith(f"pagedec: error: {name} is ")
     assert err.endswith(f": not available in this version; available: {available}\n")
     assert run("generate", "a", "--executor", "mp") == 2
-    assert capsys.readouterr().err == "pagedec: error: executor is mp: must be inline\n"
+    assert capsys.readouterr().err == "pagedec: error: executor is mp: must be one of inline, process\n"
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"prompt": "a", "prompt_token_ids": [1]}', '{"text": "a"}'])
