@@ -335,7 +335,12 @@ def run_batch(
     errors.
     """
     with BatchJob(
-        input, output, model=llm.config.model, defaults=defaults, any_model=any_model, restart=restart,
+        input,
+        output,
+        model=llm.config.model,
+        defaults=defaults,
+        any_model=any_model,
+        restart=restart,
         retry_failed=retry_failed,
-    ) as job:  # fmt: skip
+    ) as job:
         return job.run(llm, use_tqdm=use_tqdm, window=window)

@@ -34,11 +34,19 @@ def draw_record(sampler: Sampler, stream: int) -> bytes:
     """A draw's record but for its row and position."""
     return np.array(
         [
-            (sampler.seed & _MASK, stream & _MASK, 0, 0, sampler.top_k, sampler.temperature, sampler.top_p,
-            sampler.min_p),
+            (
+                sampler.seed & _MASK,
+                stream & _MASK,
+                0,
+                0,
+                sampler.top_k,
+                sampler.temperature,
+                sampler.top_p,
+                sampler.min_p,
+            ),
         ],
         DRAW_DTYPE,
-    ).tobytes()  # fmt: skip
+    ).tobytes()
 
 
 class LaneBuilder:
@@ -231,16 +239,30 @@ class LaneBuilder:
         fresh, pool.fresh = np.array(pool.fresh, np.int32), []
         topk, logprobs, banned = self._topk, _pairs(self._logprobs), _pairs(self._banned)
         return LaneForward(
-            lane=pool.lane, token_ids=np.array(self._tokens, np.int32), positions=positions, slots=slots,
-            row_indptr=indptr, kv_len=starts + counts, block_table=block_table, parents=parents, copy_src=copy_src,
-            copy_dst=copy_dst, fresh=fresh, read_rows=np.array(self._read_rows, np.int32), draws=self._draws(),
-            topk_rows=np.array(topk, np.int32) if topk else NO_INTS, topk_k=self._topk_k, logprob_rows=logprobs[0],
-            logprob_tokens=logprobs[1], banned_rows=banned[0], banned_tokens=banned[1],
+            lane=pool.lane,
+            token_ids=np.array(self._tokens, np.int32),
+            positions=positions,
+            slots=slots,
+            row_indptr=indptr,
+            kv_len=starts + counts,
+            block_table=block_table,
+            parents=parents,
+            copy_src=copy_src,
+            copy_dst=copy_dst,
+            fresh=fresh,
+            read_rows=np.array(self._read_rows, np.int32),
+            draws=self._draws(),
+            topk_rows=np.array(topk, np.int32) if topk else NO_INTS,
+            topk_k=self._topk_k,
+            logprob_rows=logprobs[0],
+            logprob_tokens=logprobs[1],
+            banned_rows=banned[0],
+            banned_tokens=banned[1],
             rolls=np.array([tuple(roll) for roll in self._rolls], ROLL_DTYPE) if self._rolls else NO_ROLLS,
             roll_slots=np.array(self._roll_slots, np.int32) if self._roll_slots else NO_INTS,
             processing=None if self._marks is None else self._marks.processing(),
             report=None if self._marks is None else self._marks.report(),
-        )  # fmt: skip
+        )
 
     def _trees(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Positions, which differ from cache indices in trees only; and parents if there is a tree."""

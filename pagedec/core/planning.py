@@ -176,9 +176,12 @@ class Planner:
                     return True
                 continue
             leaf = table.leaf
-            if leaf is None or start == table.num_blocks * size or leaf.count != 1 or (
-                refs[leaf.block] != 1 or keys[leaf.block] is not None
-            ):  # fmt: skip
+            if (
+                leaf is None
+                or start == table.num_blocks * size
+                or leaf.count != 1
+                or (refs[leaf.block] != 1 or keys[leaf.block] is not None)
+            ):
                 if not self._reserve(request, [(table, 1)], {branch}):
                     return False
             record = request.records.get(state[0])

@@ -86,10 +86,19 @@ class Scheduler:
         root = Branch(tip, tables, decoder.initial_state, stopping.start, len(prompt))
         plain = decoder.plain_sampler if limits.array_settle else None
         return Request(
-            request_id, decoder, history, [root], stopping, limit, priority, -1, len(prompt), plain,
+            request_id,
+            decoder,
+            history,
+            [root],
+            stopping,
+            limit,
+            priority,
+            -1,
+            len(prompt),
+            plain,
             NO_RULES if rules == NO_RULES else rules,
             None if reporting == NO_REPORTING else Reports(reporting),
-        )  # fmt: skip
+        )
 
     def add(self, request: Request) -> None:
         """Queue a request that `admit` has made. Raises `InvalidArgument` if one of its id still runs."""

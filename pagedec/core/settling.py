@@ -42,9 +42,8 @@ class Settler:
         events: list[Event],
     ) -> None:
         self._answers, self._copies, self._demand, self._events = answers, copies, demand, events
-        self._size, self._publishing, self._vocab_size = (
-            limits.block_size, limits.enable_prefix_caching, limits.vocab_size
-        )  # fmt: skip
+        self._size, self._publishing = limits.block_size, limits.enable_prefix_caching
+        self._vocab_size = limits.vocab_size
         self._draws: list[int] = answers["target"].draws.tolist() if "target" in answers else []
         self._rolled: Sequence[tuple[int, ...]] = ()
         self._recorder: Recorder | None = None

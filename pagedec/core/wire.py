@@ -99,10 +99,12 @@ def unpack_step(words: np.ndarray) -> Step:
         arrays = message.record(_LANE)
         process, report = message.record(_PROCESS), message.record(_REPORT)
         forwards[lane] = LaneForward(
-            lane=lane, topk_k=topk_k, **arrays,
+            lane=lane,
+            topk_k=topk_k,
+            **arrays,
             processing=None if process["rows"] is None else ProcessRows(**process),
             report=None if report["rows"] is None else ReportRows(**report),
-        )  # fmt: skip
+        )
     names, old = message.array(_WIDE), message.array(_WIDE)
     rules = [_processing_of([message.array(dtype) for dtype in _RULES]) for _ in range(num_rules)]
     return Step(number, forwards, dict(zip(names.tolist(), rules, strict=True)), old.tolist())
@@ -160,9 +162,12 @@ def _processing_of(arrays: Sequence[Any]) -> LogitsRules:
     starts, tokens, biased, biases, numbers = (array.tolist() for array in arrays[1:])
     words = [tokens[first:stop] for first, stop in zip(starts, starts[1:], strict=False)]
     return LogitsRules(
-        allowed, tuple(map(tuple, words)), tuple(zip(biased, biases, strict=True)),
-        int(numbers[0]), *numbers[1:],
-    )  # fmt: skip
+        allowed,
+        tuple(map(tuple, words)),
+        tuple(zip(biased, biases, strict=True)),
+        int(numbers[0]),
+        *numbers[1:],
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- words

@@ -124,10 +124,17 @@ class Engine:
         ordinal = self.num_unseeded
         seeded = params if params.seed is not None else dataclasses.replace(params, seed=self._seed_of(ordinal))
         request = self.scheduler.admit(
-            request_id, lambda context: make_decoder(seeded, context), prompt, options.stopping, limit,
-            priority=priority, salt=cache_salt, eos_token_ids=limits.eos_token_ids,
-            rules=options.rules, reporting=options.reporting,
-        )  # fmt: skip
+            request_id,
+            lambda context: make_decoder(seeded, context),
+            prompt,
+            options.stopping,
+            limit,
+            priority=priority,
+            salt=cache_salt,
+            eos_token_ids=limits.eos_token_ids,
+            rules=options.rules,
+            reporting=options.reporting,
+        )
         request.limited_by = limited_by
         if params.seed is None:
             self.num_unseeded = ordinal + 1

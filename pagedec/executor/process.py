@@ -113,9 +113,11 @@ class WorkerProcess:
         code = f"{begin}; from pagedec.executor.child import main; main({theirs.fileno()}, {load!r})"
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                [sys.executable, "-c", code],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-            )  # fmt: skip
+            )
         self._channel = Channel(ours)
         self.pid = self._process.pid
 

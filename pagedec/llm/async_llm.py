@@ -91,9 +91,12 @@ class AsyncLLM(Front):
     ) -> AsyncGenerator[RequestOutput, None]:
         """The answer to one conversation as it grows. What the arguments mean: see `generate` and `render_chat`."""
         template = {
-            "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
-            "chat_template": chat_template, "tools": tools, "template_kwargs": chat_template_kwargs,
-        }  # fmt: skip
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template": chat_template,
+            "tools": tools,
+            "template_kwargs": chat_template_kwargs,
+        }
         check_no_lora(lora_request)
         orders = as_priorities([priority], 1)
         prepared = await asyncio.to_thread(self.prepare_chat, [messages], sampling_params, orders, template, request_id)

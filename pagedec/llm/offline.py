@@ -82,9 +82,12 @@ class LLM(Front):
         """
         return_errors = _checked(use_tqdm, lora_request, on_error)
         template = {
-            "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
-            "chat_template": chat_template, "tools": tools, "template_kwargs": chat_template_kwargs,
-        }  # fmt: skip
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template": chat_template,
+            "tools": tools,
+            "template_kwargs": chat_template_kwargs,
+        }
         return self._run(self.prepare_chat(messages, sampling_params, priority, template), use_tqdm, return_errors)
 
     def stream(

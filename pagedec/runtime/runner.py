@@ -127,11 +127,17 @@ def _continued(forward: LaneForward, rolls: np.ndarray, tokens: np.ndarray, slot
     draws = _draws(rolls, i)
     kv_len = np.ascontiguousarray(draws["position"])
     return LaneForward(
-        lane=forward.lane, token_ids=tokens, positions=kv_len - np.int32(1), slots=slots,
-        row_indptr=np.arange(len(rolls) + 1, dtype=np.int32), kv_len=kv_len,
+        lane=forward.lane,
+        token_ids=tokens,
+        positions=kv_len - np.int32(1),
+        slots=slots,
+        row_indptr=np.arange(len(rolls) + 1, dtype=np.int32),
+        kv_len=kv_len,
         block_table=forward.block_table[rolls["branch"]],
-        read_rows=rows, draws=draws, processing=_processing(rolls, rows),
-    )  # fmt: skip
+        read_rows=rows,
+        draws=draws,
+        processing=_processing(rolls, rows),
+    )
 
 
 def _draws(rolls: np.ndarray, i: int) -> np.ndarray:
@@ -149,6 +155,8 @@ def _processing(rolls: np.ndarray, branches: np.ndarray) -> ProcessRows | None:
         return None
     some = rolls[rows]
     return ProcessRows(
-        rows, np.ascontiguousarray(branches[rows]), np.ascontiguousarray(some["prompt_length"]),
+        rows,
+        np.ascontiguousarray(branches[rows]),
+        np.ascontiguousarray(some["prompt_length"]),
         np.ascontiguousarray(some["rule_id"]),
-    )  # fmt: skip
+    )
