@@ -123,16 +123,10 @@ def _on_cuda(fact: str) -> str:
 
 
 def active_line(llm: LLM) -> str:
-    """What carries out this engine's steps: model, kernels, numbers, threads; and its KV pool."""
-    import torch
-
-    from pagedec.runtime.loading import choose_backend
-
-    config = llm.config
-    backend = choose_backend(config.parallel, config.model.dtype, config.model.quantization)
-    kernels = "reference (torch)" if backend.name == "reference" else f"{backend.name} (compiled)"
-    dtype = str(backend.dtype).removeprefix("torch.") + (
-        f", {backend.quantization} weights" if backend.quantization else ""
-    )
-    threads = f"{torch.get_num_threads()} threads"
-    return f"{config.model.model}: kernels {kernels}, {dtype}, {threads}; KV pool: {llm.kv_cache}"
+    """What carries out this engine's steps: model, kernels, numbers, threads, where; and its KV pool."""
+    geometry = llm.engine.executor.geometry
+    kernels = "reference (torch)" if geometry.isa == "reference" else f"{geometry.isa} (compiled)"
+    numbers = geometry.dtype + (f", {geometry.quantization} weights" if geometry.quantization else "")
+    threads = f"{geometry.num_threads} threads"
+    place = "" if llm.config.parallel.executor == "inline" else f", executor {llm.config.parallel.executor}"
+    return f"{llm.config.model.model}: kernels {kernels}, {numbers}, {threads}{place}; KV pool: {llm.kv_cache}"

@@ -48,7 +48,9 @@ def test_the_pool_takes_its_share(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_first_line_shows_the_pool(tiny: Tiny) -> None:
-    assert active.active_line(tiny(num_blocks=20)).endswith(" threads; KV pool: 20 blocks, 320 tokens, 0.3 MiB")
+    pool = "KV pool: 20 blocks, 320 tokens, 0.3 MiB"
+    assert active.active_line(tiny(num_blocks=20)).endswith(f" threads; {pool}")
+    assert active.active_line(tiny(num_blocks=20, executor="process")).endswith(f" threads, executor process; {pool}")
 
 
 def test_a_pool_below_one_context_warns_once_for_each_engine(tiny: Tiny) -> None:
