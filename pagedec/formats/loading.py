@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from pagedec.formats.cache import open_converted
 from pagedec.formats.dummy import DummySource
+from pagedec.formats.gguf.converted import open_converted
 from pagedec.formats.resolve import ModelFiles
 from pagedec.formats.safetensors import open_directory
 from pagedec.formats.source import RenamedSource, WeightSource, check_weights

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.formats.source import WeightSource
 from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan, Program
 from pagedec.models.architecture import Architecture
 from pagedec.models.buffers import StepBuffers
-from pagedec.models.config import GgufFields
 
 
 class Runnable(Protocol):

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagedec.errors import InvalidArgument
+from pagedec.formats.gguf.metadata import GgufFields
+from pagedec.formats.values import layer_count, positive_int, positive_number, required
 from pagedec.models.architecture import Architecture, LayerNames
 from pagedec.models.base import Family
-from pagedec.models.checks import layer_count, positive_int, positive_number, required
-from pagedec.models.config import GgufFields, base_fields, full_layers, merged
+from pagedec.models.config_fields import base_fields, full_layers, merged
+from pagedec.models.gguf_fields import gguf_base_fields
 from pagedec.models.transformer import Transformer
 
 DEFAULTS = {
@@ -58,7 +60,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
 def gemma_gguf_fields(fields: GgufFields, layers_of_27b: int) -> dict[str, Any]:
     """Return what the GGUF files of Gemma 2 and 3 have in common; llama.cpp takes away the 1 that its converter adds to
     norms, and knows the largest models, whose queries are scaled by the width of a head's share, by their depth."""
-    base = fields.base()
+    base = gguf_base_fields(fields)
     hidden, heads, head_dim = base["hidden_size"], base["num_attention_heads"], base["head_dim"]
     share = hidden // heads if base["num_layers"] == layers_of_27b else head_dim
     positive_number(f"{fields.name}.attention.key_length", share)
@@ -67,8 +69,8 @@ def gemma_gguf_fields(fields: GgufFields, layers_of_27b: int) -> dict[str, Any]:
         "norm_offset": 1.0,
         "embedding_scale": hidden**0.5,
         "query_scale": share**-0.5,
-        "attention_soft_cap": fields.fields.get(f"{fields.name}.attn_logit_softcapping", 0.0),
-        "final_soft_cap": fields.fields.get(f"{fields.name}.final_logit_softcapping", 0.0),
+        "attention_soft_cap": fields.get("attn_logit_softcapping", 0.0),
+        "final_soft_cap": fields.get("final_logit_softcapping", 0.0),
         "sliding_window": fields.integer("attention.sliding_window"),
         "names": NAMES,
     }

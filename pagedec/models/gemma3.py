@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagedec.errors import InvalidArgument
+from pagedec.formats.gguf.metadata import GgufFields
+from pagedec.formats.values import layer_count, positive_int, required
 from pagedec.models.architecture import Architecture
 from pagedec.models.base import Family
-from pagedec.models.checks import layer_count, positive_int, required
-from pagedec.models.config import GgufFields, base_fields, full_layers, merged, rope_parameters
+from pagedec.models.config_fields import base_fields, full_layers, merged, rope_parameters
 from pagedec.models.gemma2 import gemma_fields, gemma_gguf_fields
 from pagedec.models.transformer import Transformer
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.models.architecture import Architecture, LayerNames
 from pagedec.models.base import Family
-from pagedec.models.config import GgufFields, base_fields, merged
+from pagedec.models.config_fields import base_fields, merged
+from pagedec.models.gguf_fields import gguf_base_fields
 from pagedec.models.transformer import Transformer
 
 DEFAULTS = {
@@ -24,7 +26,7 @@ def read(config: Mapping[str, Any], name: str = "glm", names: LayerNames = NAMES
 
 
 def read_gguf(fields: GgufFields, name: str = "glm", names: LayerNames = NAMES) -> Architecture:
-    return Architecture(name, **fields.base(), rope_interleaved=True, names=names)
+    return Architecture(name, **gguf_base_fields(fields), rope_interleaved=True, names=names)
 
 
 FAMILY = Family("glm", ("GlmForCausalLM",), ("glm",), read, Transformer, ("chatglm",), read_gguf)

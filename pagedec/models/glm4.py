@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.models import glm
 from pagedec.models.architecture import Architecture, LayerNames
 from pagedec.models.base import Family
-from pagedec.models.config import GgufFields
 from pagedec.models.transformer import Transformer
 
 NAMES = LayerNames(

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 
 from pagedec.errors import InvalidArgument
+from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.formats.source import WeightSource
+from pagedec.formats.values import one_of, positive_int, required
 from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan, Program, Rope
 from pagedec.kernels.records import Epilogue
 from pagedec.layers.linear import pack_stacked
 from pagedec.models.architecture import Architecture
 from pagedec.models.base import Family, RecordedModel
 from pagedec.models.buffers import StepBuffers
-from pagedec.models.checks import one_of, positive_int, required
-from pagedec.models.config import GgufFields, merged, token_ids
+from pagedec.models.config_fields import merged, token_ids
 
 DEFAULTS = {
     "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "layer_norm_epsilon": 1e-5,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from pagedec.errors import InvalidArgument, ModelFileError, PagedecError
+from pagedec.formats.values import layer_count
 from pagedec.models.architecture import Architecture
-from pagedec.models.checks import layer_count
 from pagedec.models.hosted_attention import PROBE, Refused, register
 from pagedec.models.hosted_probe import LayerAttention, probe_attention
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.models.architecture import Architecture
 from pagedec.models.base import Family
-from pagedec.models.config import GgufFields, base_fields, merged
+from pagedec.models.config_fields import base_fields, merged
+from pagedec.models.gguf_fields import gguf_base_fields
 from pagedec.models.transformer import Transformer
 
 DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
@@ -21,7 +23,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
 
 
 def read_gguf(fields: GgufFields) -> Architecture:
-    return Architecture("llama", **fields.base())
+    return Architecture("llama", **gguf_base_fields(fields))
 
 
 FAMILY = Family("llama", ("LlamaForCausalLM",), ("llama",), read, Transformer, ("llama",), read_gguf)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pagedec.models.architecture import Architecture
 from pagedec.models.base import Family
-from pagedec.models.config import base_fields, merged
+from pagedec.models.config_fields import base_fields, merged
 from pagedec.models.transformer import Transformer
 
 DEFAULTS = {

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.models.architecture import Architecture, LayerNames
 from pagedec.models.base import Family
-from pagedec.models.config import GgufFields, base_fields, merged, rope_parameters
+from pagedec.models.config_fields import base_fields, merged, rope_parameters
+from pagedec.models.gguf_fields import gguf_base_fields
 from pagedec.models.transformer import Transformer
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
@@ -30,7 +32,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
 
 
 def read_gguf(fields: GgufFields) -> Architecture:
-    return Architecture("phi3", **fields.base(), names=NAMES)
+    return Architecture("phi3", **gguf_base_fields(fields), names=NAMES)
 
 
 FAMILY = Family("phi3", ("Phi3ForCausalLM",), ("phi3",), read, Transformer, ("phi3",), read_gguf)

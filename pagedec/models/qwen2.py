@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.models.architecture import Architecture
 from pagedec.models.base import Family
-from pagedec.models.config import GgufFields, base_fields, merged, upper_window
+from pagedec.models.config_fields import base_fields, merged, upper_window
+from pagedec.models.gguf_fields import gguf_base_fields
 from pagedec.models.transformer import Transformer
 
 DEFAULTS = {
@@ -22,7 +24,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
 
 
 def read_gguf(fields: GgufFields) -> Architecture:
-    return Architecture("qwen2", **fields.base() | {"attention_bias": True})
+    return Architecture("qwen2", **gguf_base_fields(fields) | {"attention_bias": True})
 
 
 FAMILY = Family("qwen2", ("Qwen2ForCausalLM",), ("qwen2",), read, Transformer, ("qwen2",), read_gguf)

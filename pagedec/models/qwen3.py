@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.models.architecture import Architecture
 from pagedec.models.base import Family
-from pagedec.models.config import GgufFields, base_fields, merged, upper_window
+from pagedec.models.config_fields import base_fields, merged, upper_window
+from pagedec.models.gguf_fields import gguf_base_fields
 from pagedec.models.transformer import Transformer
 
 DEFAULTS = {
@@ -24,7 +26,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
 
 
 def read_gguf(fields: GgufFields) -> Architecture:
-    return Architecture("qwen3", **fields.base(), qk_norm=True)
+    return Architecture("qwen3", **gguf_base_fields(fields), qk_norm=True)
 
 
 FAMILY = Family("qwen3", ("Qwen3ForCausalLM",), ("qwen3",), read, Transformer, ("qwen3",), read_gguf)

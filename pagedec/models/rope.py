@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from pagedec.errors import InvalidArgument
-from pagedec.models.checks import MAX_INT32, positive_int, positive_number, required
+from pagedec.formats.values import MAX_INT32, positive_int, positive_number, required
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from pagedec.text.byte_table import WORD_START
-from pagedec.text.gguf_fields import NORMAL, UNKNOWN, UNUSED, GgufVocabulary, read_scores
+from pagedec.formats.gguf.vocabulary import NORMAL, UNKNOWN, UNUSED, WORD_START, GgufVocabulary, read_scores
 
 MAX_TOKEN_CHARACTERS = 256  # of what merges: the work grows with the square; in use are up to 64
 _MERGED = (0, NORMAL, UNUSED)  # the others are control, taken whole before merging, or bytes; 0 is undefined

@@ -21,7 +21,8 @@ import torch
 
 from pagedec import environment
 from pagedec.errors import ModelFileError
-from pagedec.formats.gguf import PLAIN, GgufSource
+from pagedec.formats.gguf.dequantize import PLAIN
+from pagedec.formats.gguf.reader import GgufSource
 from pagedec.formats.safetensors import DTYPES, SafetensorsSource
 from pagedec.formats.source import WeightSource
 

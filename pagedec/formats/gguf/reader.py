@@ -6,17 +6,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from pagedec.errors import ModelFileError
-from pagedec.formats.gguf_header import GgufHeader, GgufTensor, read_gguf_header
-from pagedec.formats.gguf_names import NO_WEIGHTS, layout_of
-from pagedec.formats.mapping import MappedFile, view_tensor
+from pagedec.formats.gguf.dequantize import PLAIN, dequantize
+from pagedec.formats.gguf.header import GgufHeader, GgufTensor, read_gguf_header
+from pagedec.formats.gguf.tensor_names import NO_WEIGHTS, layout_of
+from pagedec.formats.mapping import MappedFile
 
-PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-MAX_FACTORS = 4096  # half a head's size, far above any in use
-PIECE = 1 << 21  # values that are dequantised at once
 _BLOCK_TENSOR = re.compile(r"blk\.\d+\.(\w+)\.(weight|bias)")
 
 
@@ -28,26 +25,6 @@ def unpermute(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
     head_dim = rows.shape[0] // num_heads
     paired = rows.view(num_heads, head_dim // 2, 2, *rows.shape[1:])
     return paired.transpose(1, 2).reshape(rows.shape)
-
-
-def dequantize(raw: torch.Tensor, tensor: GgufTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the tensor whose encoded bytes are `raw`, in `dtype`, or in its own when it is not quantised.
-
-    Values are fp32 first, a few megabytes at a time: those of a large vocabulary at once would take gigabytes.
-    """
-    name = tensor.encoding.name
-    if name in PLAIN:
-        return view_tensor(raw, PLAIN[name], tensor.shape)
-    from gguf import GGMLQuantizationType, quants  # 0.1 s, not needed once a file is converted
-
-    num_row_bytes = tensor.shape[-1] // tensor.encoding.block_size * tensor.encoding.num_bytes
-    encoded = raw.numpy().reshape(-1, num_row_bytes)
-    values = torch.empty(len(encoded), tensor.shape[-1], dtype=dtype)
-    num_rows = max(1, PIECE // tensor.shape[-1])
-    for start in range(0, len(encoded), num_rows):
-        piece = quants.dequantize(encoded[start : start + num_rows], GGMLQuantizationType[name])
-        values[start : start + num_rows] = torch.from_numpy(np.ascontiguousarray(piece, np.float32))
-    return values.view(tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,20 +161,3 @@ class GgufSource:
         """Give up the memory of what was read."""
         if self._mapped is not None:
             self._mapped.release()
-
-
-def read_factors(header: GgufHeader) -> dict[str, tuple[float, ...]]:
-    """Return the tensors of a file that belong to its configuration: the divisors of rotary frequencies, by name."""
-    found = {}
-    for name in NO_WEIGHTS:
-        tensor = header.tensors.get(name)
-        if tensor is None:
-            continue
-        if tensor.encoding.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_FACTORS:
-            problem = f"tensor {name} is {tensor.encoding.name} {list(tensor.shape)}, must be a list of F32"
-            raise ModelFileError(header.path, problem)
-        values = np.fromfile(header.path, "<f4", tensor.shape[0], offset=tensor.start)
-        if len(values) != tensor.shape[0]:
-            raise ModelFileError(header.path, f"tensor {name} ends past the file: truncated?")
-        found[name] = tuple(values.astype(float).tolist())
-    return found

@@ -1,4 +1,4 @@
-"""The tokenizer's fields of a GGUF header, checked."""
+"""What a GGUF header says of the tokenizer: tokens and their types, special ones, chat templates."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 from pagedec.errors import ModelFileError, shown
 
 PREFIX = "tokenizer.ggml."
+TEMPLATE = "tokenizer.chat_template"
+WORD_START = "\u2581"  # sentencepiece writes a space as this lower block
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # token types
 # Ends of a turn by the names that models give them, for files that do not say eot_token_id
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
@@ -48,6 +50,18 @@ class GgufVocabulary:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(self.tokens):
             raise self.fail(f"{kind}_token_id", f"is {shown(value)}, must be from 0 to {len(self.tokens) - 1}")
         return value
+
+    def padding_id(self) -> int | None:
+        """Return the id of the token that fills rows. Nothing here needs it, and some files' is no token: then None."""
+        value = self.fields.get(PREFIX + "padding_token_id")
+        return value if type(value) is int and 0 <= value < len(self.tokens) else None
+
+    def chat_templates(self) -> dict[str, str]:
+        """Return the chat templates by name: one without a name, "default", and others that the file lists."""
+        others = self.fields.get(f"{TEMPLATE}s")
+        names = [name for name in others if isinstance(name, str)] if isinstance(others, list) else []
+        found = {"default": self.fields.get(TEMPLATE)} | {name: self.fields.get(f"{TEMPLATE}.{name}") for name in names}
+        return {name: text for name, text in found.items() if isinstance(text, str)}
 
     def end_ids(self) -> tuple[int, ...]:
         """Return the tokens that end a text: end of sequence, of turn, of message.

@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from pagedec.errors import shown
-from pagedec.text.gguf_fields import PREFIX, GgufVocabulary, read_list
+from pagedec.formats.gguf.vocabulary import PREFIX, GgufVocabulary, read_list
 
 # How text is cut before merging: the models' own expressions
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -1,17 +1,15 @@
-"""Tokenizers from the metadata of a GGUF file."""
+"""The tokenizer that the vocabulary of a GGUF file describes, in the terms of the `tokenizers` library."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, processors
 
 from pagedec.errors import MAX_SHOWN, ModelFileError, shown
-from pagedec.text.gguf_byte_level import build_byte_level, style_of
-from pagedec.text.gguf_fields import CONTROL, PREFIX, UNKNOWN, USER_DEFINED, GgufVocabulary, read_vocabulary
-from pagedec.text.gguf_sentencepiece import build_sentencepiece
+from pagedec.formats.gguf.byte_level import build_byte_level, style_of
+from pagedec.formats.gguf.sentencepiece import build_sentencepiece
+from pagedec.formats.gguf.vocabulary import CONTROL, PREFIX, UNKNOWN, USER_DEFINED, GgufVocabulary
 
 BUILDERS = {"gpt2": build_byte_level, "llama": build_sentencepiece}
 # Phi-3's special tokens take the white space behind them with them, except these
@@ -48,7 +46,7 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: GgufVocabulary) -> None:
     tokenizer.add_tokens(added(USER_DEFINED))
 
 
-def tokenizer_of(vocabulary: GgufVocabulary) -> Tokenizer:
+def build_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
     """Return the tokenizer of a vocabulary; raise ModelFileError naming the field that is wrong or not supported."""
     kind = vocabulary.fields.get(PREFIX + "model")
     if not isinstance(kind, str) or kind not in BUILDERS:
@@ -67,8 +65,3 @@ def tokenizer_of(vocabulary: GgufVocabulary) -> Tokenizer:
     if post_processor is not None:
         tokenizer.post_processor = post_processor
     return tokenizer
-
-
-def build_tokenizer(fields: Mapping[str, Any], path: Path) -> Tokenizer:
-    """Return the tokenizer that a GGUF header describes; `path` is for errors."""
-    return tokenizer_of(read_vocabulary(fields, path))

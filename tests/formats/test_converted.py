@@ -14,9 +14,9 @@ from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 
 from pagedec.errors import ModelFileError
-from pagedec.formats import cache, gguf
-from pagedec.formats.cache import cache_directory, open_converted
-from pagedec.formats.gguf import GgufSource
+from pagedec.formats.gguf import converted, dequantize
+from pagedec.formats.gguf.converted import cache_directory, open_converted
+from pagedec.formats.gguf.reader import GgufSource
 from pagedec.formats.loading import open_weights
 from pagedec.formats.resolve import ModelFiles
 from pagedec.formats.safetensors import SafetensorsSource
@@ -68,7 +68,7 @@ def test_the_file_is_one_that_others_can_read(model: Path, tmp_path: Path) -> No
 
 def test_the_second_start_converts_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = open_converted(model, torch.bfloat16, tmp_path / "cache")
-    monkeypatch.setattr(cache, "_convert", lambda *_: pytest.fail("converted again"))
+    monkeypatch.setattr(converted, "_convert", lambda *_: pytest.fail("converted again"))
     assert open_converted(model, torch.bfloat16, tmp_path / "cache").path == first.path
 
 
@@ -113,7 +113,7 @@ def test_no_partial_file_is_left_when_converting_fails(
     def fail(*_: object) -> None:
         raise RuntimeError("interrupted")
 
-    monkeypatch.setattr(cache.zlib, "crc32", fail)
+    monkeypatch.setattr(converted.zlib, "crc32", fail)
     with pytest.raises(RuntimeError, match="interrupted"):
         open_converted(model, torch.bfloat16, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
@@ -163,7 +163,7 @@ def test_large_tensors_are_dequantised_in_pieces(model: Path, monkeypatch: pytes
     source = GgufSource(model)
     whole = {name: source.load(name) for name in source.names()}
     for piece in (1, 96, 100):
-        monkeypatch.setattr(gguf, "PIECE", piece)
+        monkeypatch.setattr(dequantize, "PIECE", piece)
         assert all(torch.equal(source.load(name), whole[name]) for name in whole)
 
 
@@ -171,7 +171,7 @@ def test_without_room_the_file_itself_is_used(model: Path, tmp_path: Path, monke
     class Usage:
         free = 1000
 
-    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: Usage)
+    monkeypatch.setattr(converted.shutil, "disk_usage", lambda _: Usage)
     assert isinstance(open_converted(model, torch.bfloat16, tmp_path / "cache"), GgufSource)
 
 
