@@ -18,7 +18,7 @@ CPP_SUFFIXES = {".cpp", ".h", ".cu", ".cuh"}
 
 VALUES = {"errors", "fields", "params", "inputs", "outputs"}
 """Leaves that anyone may import: they hold values and know nothing of the rest."""
-CHAIN = ("engine", "executor", "runtime", "models", "layers", "kernels")
+CHAIN = ("engine", "executor", "runtime", "models", "kernels")
 """From left to right: each may import those to its right."""
 EXTRA: dict[str, set[str]] = {
     "errors": set(),
@@ -34,7 +34,6 @@ EXTRA: dict[str, set[str]] = {
     "text": {"environment", "formats", "core"},
     "formats": {"environment"},
     "kernels": {"environment", "core"},
-    "layers": set(),
     "models": {"formats"},
     "runtime": {"core", "config", "formats", "environment"},
     "executor": {"core", "config", "environment"},
@@ -54,7 +53,7 @@ ALLOWED = {
     part: extra | TO_THE_RIGHT.get(part, set()) | ({"errors", "fields"} if part in VALUES else VALUES)
     for part, extra in EXTRA.items()
 }
-TORCH = {"runtime", "models", "layers", "kernels", "formats"}
+TORCH = {"runtime", "models", "kernels", "formats"}
 EXEMPT = {
     ("cli/active.py", "torch"): "the doctor reports on torch itself",
     ("cli/active.py", "kernels"): "the doctor reports on the kernel libraries",
@@ -201,9 +200,9 @@ def test_notes_have_names() -> None:
         ("decoders", "from ..runtime import runner", {"runtime"}),
         ("decoders", "from pagedec.core.protocol import Query", set()),
         ("text", "import torch", {"torch"}),
-        ("layers", "from pagedec.kernels.library import load", set()),
-        ("layers", "from pagedec.models.llama import Llama", {"models"}),
-        ("kernels", "from pagedec.layers import linear", {"layers"}),
+        ("models", "from pagedec.kernels.library import load", set()),
+        ("models", "from pagedec.runtime.runner import ModelRunner", {"runtime"}),
+        ("kernels", "from pagedec.models import packing", {"models"}),
         ("runtime", "if TYPE_CHECKING:\n    from pagedec.engine import engine", {"engine"}),
         ("params", "from pagedec.config import EngineConfig", {"config"}),
     ],

@@ -7,7 +7,7 @@ from typing import Any
 
 from pagedec.errors import InvalidArgument
 from pagedec.formats.values import is_int, layer_count, positive_int, positive_number, required
-from pagedec.models.rope import rope_scaling_from_hf
+from pagedec.models.rope_scaling import rope_scaling_from_hf
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 

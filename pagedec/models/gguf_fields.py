@@ -8,7 +8,7 @@ from typing import Any
 from pagedec.errors import InvalidArgument
 from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.formats.values import positive_int
-from pagedec.models.rope import RopeScaling, longrope_attention, yarn_attention
+from pagedec.models.rope_scaling import RopeScaling, longrope_attention, yarn_attention
 
 
 def gguf_base_fields(fields: GgufFields) -> dict[str, Any]:

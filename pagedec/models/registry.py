@@ -18,11 +18,12 @@ from pagedec.formats.loading import open_weights
 from pagedec.formats.resolve import ModelFiles
 from pagedec.formats.source import WeightSource, check_weights
 from pagedec.kernels.backend import Backend
-from pagedec.models import gemma2, gemma3, glm, glm4, gpt2, llama, mistral, phi3, qwen2, qwen3
 from pagedec.models.architecture import OUTPUT, Architecture
-from pagedec.models.base import Family, Model
-from pagedec.models.hosted import load_hosted
-from pagedec.models.hosted_config import HostedArchitecture, hosted_architecture
+from pagedec.models.families import gemma2, gemma3, glm, glm4, gpt2, llama, mistral, phi3, qwen2, qwen3
+from pagedec.models.family import Family
+from pagedec.models.hf.hosted_architecture import HostedArchitecture, hosted_architecture
+from pagedec.models.hf.hosted_model import load_hosted
+from pagedec.models.model import Model
 from pagedec.models.presets import PRESETS
 
 _log = logging.getLogger(__name__)

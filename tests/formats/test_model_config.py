@@ -21,7 +21,7 @@ from pagedec.formats.resolve import ModelFiles, resolve_model
 from pagedec.models.architecture import Architecture
 from pagedec.models.presets import PRESETS
 from pagedec.models.registry import architecture_of_gguf, from_gguf, from_hf_config, load_architecture
-from pagedec.models.rope import RopeScaling
+from pagedec.models.rope_scaling import RopeScaling
 from tests.support import LLAMA_GGUF_FIELDS
 
 WriteGguf = Callable[..., Path]

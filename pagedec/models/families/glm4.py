@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagedec.formats.gguf.metadata import GgufFields
-from pagedec.models import glm
 from pagedec.models.architecture import Architecture, LayerNames
-from pagedec.models.base import Family
+from pagedec.models.families import glm
+from pagedec.models.family import Family
 from pagedec.models.transformer import Transformer
 
 NAMES = LayerNames(

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagedec.models.architecture import Architecture
-from pagedec.models.base import Family
 from pagedec.models.config_fields import base_fields, merged
+from pagedec.models.family import Family
 from pagedec.models.transformer import Transformer
 
 DEFAULTS = {

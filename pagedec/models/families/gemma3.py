@@ -10,9 +10,9 @@ from pagedec.errors import InvalidArgument
 from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.formats.values import layer_count, positive_int, required
 from pagedec.models.architecture import Architecture
-from pagedec.models.base import Family
 from pagedec.models.config_fields import base_fields, full_layers, merged, rope_parameters
-from pagedec.models.gemma2 import gemma_fields, gemma_gguf_fields
+from pagedec.models.families.gemma2 import gemma_fields, gemma_gguf_fields
+from pagedec.models.family import Family
 from pagedec.models.transformer import Transformer
 
 DEFAULTS = {

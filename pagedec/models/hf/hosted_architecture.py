@@ -12,8 +12,8 @@ import torch
 from pagedec.errors import InvalidArgument, ModelFileError, PagedecError
 from pagedec.formats.values import layer_count
 from pagedec.models.architecture import Architecture
-from pagedec.models.hosted_attention import PROBE, Refused, register
-from pagedec.models.hosted_probe import LayerAttention, probe_attention
+from pagedec.models.hf.attention import PROBE, Refused, register
+from pagedec.models.hf.probe import LayerAttention, probe_attention
 
 NAME = "transformers"
 LAYER_TYPES = ("full_attention", "sliding_attention")

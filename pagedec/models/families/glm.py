@@ -7,8 +7,8 @@ from typing import Any
 
 from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.models.architecture import Architecture, LayerNames
-from pagedec.models.base import Family
 from pagedec.models.config_fields import base_fields, merged
+from pagedec.models.family import Family
 from pagedec.models.gguf_fields import gguf_base_fields
 from pagedec.models.transformer import Transformer
 

@@ -1,14 +1,12 @@
-"""What the runner needs of a model, and what a family of models is."""
+"""What the runner needs of a model."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from pagedec.formats.gguf.metadata import GgufFields
-from pagedec.formats.source import WeightSource
 from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan, Program
 from pagedec.models.architecture import Architecture
 from pagedec.models.buffers import StepBuffers
@@ -70,22 +68,3 @@ class RecordedModel(ABC):
         for program in (body, head, whole):
             program.finish()
         return Programs(body, head, whole)
-
-
-ModelClass = Callable[[Architecture, WeightSource, Backend, int], Model]
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What configurations call a family, how they are read, and what is built.
-
-    `architectures` and `model_types` are config.json's names, `gguf_names` those of general.architecture.
-    """
-
-    name: str
-    architectures: tuple[str, ...]
-    model_types: tuple[str, ...]
-    read: Callable[[Mapping[str, Any]], Architecture]
-    model: ModelClass
-    gguf_names: tuple[str, ...] = ()
-    read_gguf: Callable[[GgufFields], Architecture] | None = None

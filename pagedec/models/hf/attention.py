@@ -1,7 +1,7 @@
 """The attention function that transformers' modeling code calls in place of its own.
 
 It is registered under two names. A model built with RUN attends over the paged cache; no mask is made for it. A model built
-with PROBE is only looked at (hosted_probe.py): its masks are `ProbeMask`s, which tell what they would have let through.
+with PROBE is only looked at (probe.py): its masks are `ProbeMask`s, which tell what they would have let through.
 Whoever runs a forward says who answers the calls by `answering`.
 """
 

@@ -1,4 +1,4 @@
-"""Linear layers: several projections in one packed weight, so that a step reads each input once.
+"""The weights of linear layers: several projections in one packed weight, so that a step reads each input once.
 
 They are packed with the backend's quantisation; without one, in its dtype.
 """

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedec.errors import InvariantError
-from pagedec.models.hosted_attention import AttentionCall, ProbeMask, Refused, answering
+from pagedec.models.hf.attention import AttentionCall, ProbeMask, Refused, answering
 
 NUM_ROWS = 4
 MAX_POSITION = 1 << 18  # positions up to which a mask is asked; longer contexts repeat its pattern

@@ -14,11 +14,12 @@ from pagedec.formats.source import WeightSource
 from pagedec.formats.values import one_of, positive_int, required
 from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan, Program, Rope
 from pagedec.kernels.records import Epilogue
-from pagedec.layers.linear import pack_stacked
 from pagedec.models.architecture import Architecture
-from pagedec.models.base import Family, RecordedModel
 from pagedec.models.buffers import StepBuffers
 from pagedec.models.config_fields import merged, token_ids
+from pagedec.models.family import Family
+from pagedec.models.model import RecordedModel
+from pagedec.models.packing import pack_stacked
 
 DEFAULTS = {
     "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "layer_norm_epsilon": 1e-5,
@@ -119,7 +120,7 @@ def read_gguf(fields: GgufFields) -> Architecture:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class GPT2Layer:
     """One block: norms as weight and bias, fp32 [hidden], the others packed."""
 
     ln_1: Norm
@@ -147,7 +148,7 @@ class GPT2(RecordedModel):
         self.embedding = embedding.to(backend.dtype).contiguous()
         self.positions = source.load("wpe.weight")[:max_position].to(backend.dtype).contiguous()
         self.layers = [
-            Layer(
+            GPT2Layer(
                 norm(f"h.{i}.ln_1"), linear(f"h.{i}.attn.c_attn"), linear(f"h.{i}.attn.c_proj"),
                 norm(f"h.{i}.ln_2"), linear(f"h.{i}.mlp.c_fc"), linear(f"h.{i}.mlp.c_proj"),
             )

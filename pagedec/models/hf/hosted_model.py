@@ -21,11 +21,11 @@ from pagedec.formats.safetensors import open_directory
 from pagedec.formats.source import WeightSource, is_buffer, listed
 from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan, Rope
 from pagedec.models.architecture import Architecture
-from pagedec.models.base import Programs
 from pagedec.models.buffers import StepBuffers
-from pagedec.models.hosted_attention import RUN, AttentionCall, Refused, answering, register
-from pagedec.models.hosted_config import HostedArchitecture, check_length, first_line
-from pagedec.models.hosted_probe import check_rows
+from pagedec.models.hf.attention import RUN, AttentionCall, Refused, answering, register
+from pagedec.models.hf.hosted_architecture import HostedArchitecture, check_length, first_line
+from pagedec.models.hf.probe import check_rows
+from pagedec.models.model import Programs
 
 _log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from pagedec.errors import InvalidArgument
 from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.formats.values import layer_count, positive_int, positive_number, required
 from pagedec.models.architecture import Architecture, LayerNames
-from pagedec.models.base import Family
 from pagedec.models.config_fields import base_fields, full_layers, merged
+from pagedec.models.family import Family
 from pagedec.models.gguf_fields import gguf_base_fields
 from pagedec.models.transformer import Transformer
 
