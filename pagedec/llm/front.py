@@ -24,8 +24,8 @@ from pagedec.llm.of_vllm import ABSENT
 from pagedec.llm.prompts import Job, Prepared, as_conversations, as_priorities, read_prompt, read_salt
 from pagedec.params import RequestParams, SamplingParams
 from pagedec.runtime.pool import KvPool
-from pagedec.text.chat import Conversation
 from pagedec.text.chat_template import Message, render_chat
+from pagedec.text.conversation import Conversation
 from pagedec.text.tokenizer import Tokenizer
 
 

@@ -14,9 +14,9 @@ from pagedec.errors import InvalidArgument
 from pagedec.formats.files import read_json_object
 from pagedec.formats.gguf.header import GgufHeader, read_gguf_header
 from pagedec.formats.gguf.metadata import GgufFields, read_gguf_fields
-from pagedec.formats.loading import open_weights
 from pagedec.formats.resolve import ModelFiles
 from pagedec.formats.source import WeightSource, check_weights
+from pagedec.formats.weights import open_weights
 from pagedec.kernels.backend import Backend
 from pagedec.models.architecture import OUTPUT, Architecture
 from pagedec.models.families import gemma2, gemma3, glm, glm4, gpt2, llama, mistral, phi3, qwen2, qwen3

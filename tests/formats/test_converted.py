@@ -17,10 +17,10 @@ from pagedec.errors import ModelFileError
 from pagedec.formats.gguf import converted, dequantize
 from pagedec.formats.gguf.converted import cache_directory, open_converted
 from pagedec.formats.gguf.reader import GgufSource
-from pagedec.formats.loading import open_weights
 from pagedec.formats.resolve import ModelFiles
 from pagedec.formats.safetensors import SafetensorsSource
 from pagedec.formats.source import WeightSource
+from pagedec.formats.weights import open_weights
 
 WriteGguf = Callable[..., Path]
 

@@ -28,7 +28,7 @@ STRING, ARRAY = 8, 9
 
 
 @dataclass(frozen=True, slots=True)
-class Encoding:
+class TensorEncoding:
     """How a tensor's elements are stored: `num_bytes` for each block of `block_size` elements of a row."""
 
     name: str
@@ -38,17 +38,17 @@ class Encoding:
 
 # Sizes as ggml fixes them: scale(s) in fp16, then the packed integers
 ENCODINGS = {
-    0: Encoding("F32", 1, 4),
-    1: Encoding("F16", 1, 2),
-    2: Encoding("Q4_0", 32, 18),
-    3: Encoding("Q4_1", 32, 20),
-    6: Encoding("Q5_0", 32, 22),
-    7: Encoding("Q5_1", 32, 24),
-    8: Encoding("Q8_0", 32, 34),
-    12: Encoding("Q4_K", 256, 144),
-    13: Encoding("Q5_K", 256, 176),
-    14: Encoding("Q6_K", 256, 210),
-    30: Encoding("BF16", 1, 2),
+    0: TensorEncoding("F32", 1, 4),
+    1: TensorEncoding("F16", 1, 2),
+    2: TensorEncoding("Q4_0", 32, 18),
+    3: TensorEncoding("Q4_1", 32, 20),
+    6: TensorEncoding("Q5_0", 32, 22),
+    7: TensorEncoding("Q5_1", 32, 24),
+    8: TensorEncoding("Q8_0", 32, 34),
+    12: TensorEncoding("Q4_K", 256, 144),
+    13: TensorEncoding("Q5_K", 256, 176),
+    14: TensorEncoding("Q6_K", 256, 210),
+    30: TensorEncoding("BF16", 1, 2),
 }
 
 Value = bool | int | float | str | list["Value"]
@@ -59,7 +59,7 @@ class GgufTensor:
     """One tensor: its shape as Hugging Face writes it (rows first), and its bytes in the file."""
 
     name: str
-    encoding: Encoding
+    encoding: TensorEncoding
     shape: tuple[int, ...]
     start: int
     num_bytes: int

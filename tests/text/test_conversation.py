@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pagedec.errors import InvalidArgument
-from pagedec.text.chat import Conversation
+from pagedec.text.conversation import Conversation
 from pagedec.text.tokenizer import Tokenizer
 from tests.text import templates
 from tests.text.test_tokenizer_directory import byte_level, save, sentencepiece
