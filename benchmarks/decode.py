@@ -21,8 +21,8 @@ from gemm import SMOLLM2, Layers
 
 from pagedec import LLM, SamplingParams
 from pagedec.engine.engine import Engine
+from pagedec.kernels.arena import Arena
 from pagedec.kernels.library import Library
-from pagedec.kernels.memory import Arena
 from pagedec.kernels.native import NativeBackend
 from pagedec.runtime.cache import block_bytes
 

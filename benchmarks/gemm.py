@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 from common import Timing, heading, interleave, ratio, table
 
+from pagedec.kernels.arena import Arena
 from pagedec.kernels.library import Dtype, Epilogue, GemmArgs, Library, Program, Quantization, load
-from pagedec.kernels.memory import Arena
 
 # (outputs, inputs) of every linear layer of a step: qkv, o, gate_up, down of each layer, then lm_head
 SMOLLM2 = [(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30 + [(49152, 576)]

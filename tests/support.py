@@ -12,8 +12,8 @@ import torch
 from pagedec.core.forward import LaneForward
 from pagedec.core.request import Failed, Progress, Request
 from pagedec.engine.engine import Engine, EngineEvent, FinishedRequest
-from pagedec.models.base import Model
 from pagedec.models.buffers import READ_ROWS
+from pagedec.models.model import Model
 from pagedec.runtime.cache import allocate_cache
 from pagedec.runtime.runner import LaneRunner
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ CPP_SUFFIXES = {".cpp", ".h", ".cu", ".cuh"}
 
 VALUES = {"errors", "fields", "params", "inputs", "outputs"}
 """Leaves that anyone may import: they hold values and know nothing of the rest."""
-CHAIN = ("engine", "executor", "runtime", "models", "layers", "kernels")
+CHAIN = ("engine", "executor", "runtime", "models", "kernels")
 """From left to right: each may import those to its right."""
 EXTRA: dict[str, set[str]] = {
     "errors": set(),
@@ -35,7 +36,6 @@ EXTRA: dict[str, set[str]] = {
     "text": {"environment", "formats", "core"},
     "formats": {"environment"},
     "kernels": {"environment", "core"},
-    "layers": set(),
     "models": {"formats"},
     "runtime": {"core", "config", "formats", "environment"},
     "executor": {"core", "config", "environment"},
@@ -55,7 +55,7 @@ ALLOWED = {
     part: extra | TO_THE_RIGHT.get(part, set()) | ({"errors", "fields"} if part in VALUES else VALUES)
     for part, extra in EXTRA.items()
 }
-TORCH = {"runtime", "models", "layers", "kernels", "formats"}
+TORCH = {"runtime", "models", "kernels", "formats"}
 EXEMPT = {
     ("cli/active.py", "torch"): "the doctor reports on torch itself",
     ("cli/active.py", "kernels"): "the doctor reports on the kernel libraries",
@@ -64,6 +64,12 @@ EXEMPT = {
 }
 NOT_PURE = {"os", "socket", "subprocess", "threading", "time", "random", "torch", "asyncio", "multiprocessing", "io"}
 """What core and decoders may not import: with the same inputs they must always give the same plans."""
+HOMONYMS = {
+    "registry": "what there is by name: decoding algorithms in one, families of models in the other",
+    "batch": "a package, and the command line's file for it",
+    "Program": "to be renamed",
+}
+"""Names that several modules or several classes share, and why they may."""
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
@@ -134,6 +140,70 @@ def nameless_todos(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if re.search(r"\b(TODO|FIXME|XXX)\b(?!\([a-z])", line)]
 
 
+def module_of(path: Path) -> str:
+    """The dotted name under which a file is imported."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if path.name == "__init__.py" else parts)
+
+
+def homonyms(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """Last names of modules, and names of their classes, that stand for more than one; a package's main module may bear its name.
+
+    `sources`: of each module, by its dotted name.
+    """
+    found = defaultdict(list)
+    for module, source in sources.items():
+        *_, package, last = ("", *module.split("."))
+        if last != package:
+            found[last].append(module)
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(f"{module}.{node.name}")
+    return {name: places for name, places in found.items() if len(places) > 1}
+
+
+def needed(node: ast.AST, package: str, modules: Collection[str]) -> Iterator[str]:
+    """What a piece of a file imports, in functions too but for what only type checkers see. `from a import b` is of module a.b
+    where there is one, else of a."""
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        for child in node.orelse:
+            yield from needed(child, package, modules)
+    elif isinstance(node, ast.ImportFrom):
+        base, *names = imported(ast.Module([node], []), package)
+        yield from (name if name in modules else base for name in names)
+    elif isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from needed(child, package, modules)
+
+
+def import_graph(sources: Mapping[str, str], packages: Collection[str] = ()) -> dict[str, set[str]]:
+    """Which modules each module imports; the packages around an imported one, whose `__init__` runs too, are left out.
+
+    `sources` by dotted name; `packages`: those that are an `__init__`.
+    """
+    graph = {}
+    for module, source in sources.items():
+        package = module if module in packages else module.rpartition(".")[0]
+        graph[module] = {name for name in needed(ast.parse(source), package, sources) if name in sources} - {module}
+    return graph
+
+
+def circles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
+    """Sets of modules of which each leads to all others."""
+    reached: dict[str, set[str]] = {}
+    for module in graph:
+        reached[module], waiting = set(), list(graph[module])
+        while waiting:
+            other = waiting.pop()
+            if other not in reached[module]:
+                reached[module].add(other)
+                waiting += graph[other]
+    found = {tuple(sorted(b for b in reached[a] if a in reached[b])) for a in graph if a in reached[a]}
+    return [list(circle) for circle in sorted(found)]
+
+
 def test_every_part_has_its_arrows() -> None:
     assert {part_of(path) for path in python_files("pagedec")} <= set(EXTRA)
 
@@ -191,6 +261,21 @@ def test_notes_have_names() -> None:
     assert nameless == {}
 
 
+def package_sources() -> dict[str, str]:
+    return {module_of(path): path.read_text(encoding="utf-8") for path in python_files("pagedec")}
+
+
+def test_names_mean_one_thing() -> None:
+    found = homonyms(package_sources())
+    assert {name: places for name, places in found.items() if name not in HOMONYMS} == {}
+    assert sorted(HOMONYMS.keys() - found) == []
+
+
+def test_no_import_goes_in_circles() -> None:
+    packages = {module_of(path) for path in python_files("pagedec") if path.name == "__init__.py"}
+    assert circles(import_graph(package_sources(), packages)) == []
+
+
 @pytest.mark.parametrize(
     ("part", "source", "wrong"),
     [
@@ -202,9 +287,9 @@ def test_notes_have_names() -> None:
         ("decoders", "from ..runtime import runner", {"runtime"}),
         ("decoders", "from pagedec.core.protocol import Query", set()),
         ("text", "import torch", {"torch"}),
-        ("layers", "from pagedec.kernels.library import load", set()),
-        ("layers", "from pagedec.models.llama import Llama", {"models"}),
-        ("kernels", "from pagedec.layers import linear", {"layers"}),
+        ("models", "from pagedec.kernels.library import load", set()),
+        ("models", "from pagedec.runtime.runner import ModelRunner", {"runtime"}),
+        ("kernels", "from pagedec.models import packing", {"models"}),
         ("runtime", "if TYPE_CHECKING:\n    from pagedec.engine import engine", {"engine"}),
         ("params", "from pagedec.config import EngineConfig", {"config"}),
     ],
@@ -219,3 +304,12 @@ def test_the_other_checks_see() -> None:
     assert len(long_functions("def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES)) == 1
     assert long_functions("def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1)) == []
     assert len(nameless_todos("# TODO later\n# TODO(ada): later\n# FIXME\n")) == 2
+    homonymous = {"p.a.x": "class A: ...", "p.b.x": "class B: ...", "p.b": "class A: ...", "p.c": "", "p.c.c": ""}
+    assert homonyms(homonymous) == {"x": ["p.a.x", "p.b.x"], "A": ["p.a.x.A", "p.b.A"]}
+    cyclic = {
+        "p": "", "p.a": "from p import b", "p.b": "def f():\n    from p.c import x", "p.c": "from . import a",
+        "p.d": "if TYPE_CHECKING:\n    import p.e", "p.e": "import p.d, os", "p.f": "from p import x",
+    }  # fmt: skip
+    assert circles(import_graph(cyclic, {"p"})) == [["p.a", "p.b", "p.c"]]
+    assert import_graph(cyclic, {"p"})["p.f"] == {"p"}
+    assert circles(import_graph(cyclic | {"p": "from p.f import x"}, {"p"})) == [["p", "p.f"], ["p.a", "p.b", "p.c"]]

@@ -17,7 +17,7 @@ from pagedec.cli.chat import Chat
 from pagedec.cli.turns import read_turns
 from pagedec.errors import InvalidArgument
 from pagedec.formats.resolve import default_model_path
-from pagedec.text.chat import Conversation
+from pagedec.text.conversation import Conversation
 from tests.batch.tiny import make_tiny
 
 PARAMS = SamplingParams(seed=3, max_tokens=20, ignore_eos=True)

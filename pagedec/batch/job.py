@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from pagedec.batch.bodies import Ask, parse_body
 from pagedec.batch.feeder import Feeder
 from pagedec.batch.journal import Journal
-from pagedec.batch.lines import Line, LineError, Request, parse_line, read_lines
-from pagedec.batch.progress import Progress
-from pagedec.batch.records import (
+from pagedec.batch.lines import Line, LineError, LineRequest, parse_line, read_lines
+from pagedec.batch.progress import Pace
+from pagedec.batch.replies import (
     answer_record,
     completion_body,
     is_error,
@@ -35,7 +35,7 @@ from pagedec.fields import rules
 from pagedec.llm import LLM
 from pagedec.outputs import RequestOutput
 from pagedec.params import SamplingParams
-from pagedec.text.chat import render_chat
+from pagedec.text.conversation import render_chat
 
 WINDOW = 4
 """Answers in the engine's hands, as a multiple of the branches of a step: enough that no step waits for a line."""
@@ -164,7 +164,7 @@ class BatchJob:
         OutputError, and what the engine raises if a step fails.
         """
         self._journal.begin()
-        progress = Progress(self.num_lines, self.num_done, use_tqdm, report)
+        progress = Pace(self.num_lines, self.num_done, use_tqdm, report)
         return _Run(self, self._journal, llm).go(progress, window or WINDOW * llm.config.scheduler.max_num_seqs)
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class _Run:
         """The line of each custom_id so far."""
         self.num_answered = self.num_prompt_tokens = self.num_output_tokens = 0
 
-    def go(self, progress: Progress, window: int) -> BatchSummary:
+    def go(self, progress: Pace, window: int) -> BatchSummary:
         job, feeder, before, began = self.job, self.feeder, self.job.num_done, time.perf_counter()
         lines = read_lines(job.input)
         with held_interrupts() as raise_if_interrupted:
@@ -242,7 +242,7 @@ class _Run:
             problem = InvalidArgument("custom_id", custom_id, f"must be unique, line {first} has it too")
             raise LineError("duplicate_custom_id", str(problem), custom_id, "custom_id")
 
-    def _ask(self, line: Line, request: Request) -> None:
+    def _ask(self, line: Line, request: LineRequest) -> None:
         ask = parse_body(request.chat, request.body, self.defaults)
         names = (self.job.model, Path(self.job.model).name)
         if ask.model is not None and ask.model not in names and not self.job.any_model:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pagedec.batch.records import RECORD_ID, as_line, is_error
+from pagedec.batch.replies import RECORD_ID, as_line, is_error
 from pagedec.errors import InvalidArgument, PagedecError
 
 SYNC_SECONDS = 5.0

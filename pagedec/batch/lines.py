@@ -29,7 +29,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class LineRequest:
     """A line that is a request; whether its body can be carried out is not known yet."""
 
     custom_id: str
@@ -98,7 +98,7 @@ def _object(data: bytes) -> dict[str, Any]:
     return value
 
 
-def parse_line(line: Line) -> Request:
+def parse_line(line: Line) -> LineRequest:
     """The request on a line. Raises LineError naming the field, the value and what is allowed."""
     value = _object(line.data)
     custom_id = value.get("custom_id")
@@ -121,4 +121,4 @@ def parse_line(line: Line) -> Request:
         raise refuse("url", f"must be one of {', '.join(URLS)}", "invalid_url")
     if not isinstance(value.get("body"), dict):
         raise refuse("body", "must be a JSON object")
-    return Request(custom_id, URLS[url], value["body"])
+    return LineRequest(custom_id, URLS[url], value["body"])

@@ -11,7 +11,7 @@ REPORT_SECONDS = 30.0
 """Between two lines of a report: a night's log stays readable."""
 
 
-class Progress:
+class Pace:
     """Counts lines and tokens of one run, with their rates and the time that is left.
 
     `bar`: draw one. `report`: takes a line every REPORT_SECONDS.

@@ -33,7 +33,7 @@ from pagedec.params import SamplingParams
 if TYPE_CHECKING:
     from pagedec.llm import LLM
     from pagedec.outputs import CompletionOutput, RequestOutput
-    from pagedec.text.chat import Conversation
+    from pagedec.text.conversation import Conversation
 
 USAGE = "pagedec chat [--system TEXT] [-v] [sampling flags] [engine flags]"
 EPILOG = """\
@@ -258,7 +258,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from pagedec.cli.active import active_line
     from pagedec.llm import LLM
-    from pagedec.text.chat import Conversation
+    from pagedec.text.conversation import Conversation
 
     llm = LLM(**config.to_kwargs())
     if llm.tokenizer is None:

@@ -80,7 +80,7 @@ def kernel_threads() -> str:
 
 
 def model_facts() -> Facts:
-    from pagedec.formats.cache import cache_directory
+    from pagedec.formats.gguf.converted import cache_directory
     from pagedec.formats.resolve import default_model_path
 
     path, cache = default_model_path(), cache_directory()

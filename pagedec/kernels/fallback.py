@@ -15,8 +15,8 @@ from torch.nn import functional
 from pagedec.core.forward import LaneForward, Masks
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.kernels import reference, reference_processing, reference_readout
+from pagedec.kernels.arena import trim
 from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope, checked_quantization
-from pagedec.kernels.memory import trim
 from pagedec.kernels.processing import FlatRules, flatten, named, rows_within
 from pagedec.kernels.readout import HostReadOut
 from pagedec.kernels.records import Epilogue

@@ -11,6 +11,7 @@ import torch
 
 from pagedec.core.forward import LaneForward, Masks
 from pagedec.core.logits_rules import LogitsRules
+from pagedec.kernels.arena import Arena, trim
 from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope, checked_quantization
 from pagedec.kernels.library import (
     ArgmaxArgs,
@@ -34,7 +35,6 @@ from pagedec.kernels.library import (
     SoftCapArgs,
     TopkLseArgs,
 )
-from pagedec.kernels.memory import Arena, trim
 from pagedec.kernels.processing import FlatRules, flatten, named, rows_within
 from pagedec.kernels.readout import HostReadOut
 

@@ -12,10 +12,10 @@ from weakref import WeakKeyDictionary
 
 from pagedec.errors import InvalidArgument
 from pagedec.inputs import Prompt
-from pagedec.llm.arguments import listed
 from pagedec.llm.compatibility import check_no_lora
 from pagedec.llm.front import Front
 from pagedec.llm.prompts import Prepared, as_priorities
+from pagedec.llm.signature import listed
 from pagedec.llm.streams import Stream
 from pagedec.outputs import RequestOutput
 from pagedec.text.chat_template import Message, Tool

@@ -15,17 +15,17 @@ from pagedec.engine.engine import Engine
 from pagedec.engine.loop import EngineLoop
 from pagedec.errors import AbsentFeature, InvalidArgument, NotFound, Shown
 from pagedec.inputs import Prompt
-from pagedec.llm.arguments import EngineArgs, signed
 from pagedec.llm.compatibility import translated
 from pagedec.llm.defaults import sampling_defaults
 from pagedec.llm.fetching import fetched
 from pagedec.llm.of_vllm import ABSENT
 from pagedec.llm.prompts import Job, Prepared, as_conversations, as_priorities, read_prompt, read_salt
+from pagedec.llm.signature import EngineArgs, signed
 from pagedec.llm.writer import Writer
 from pagedec.params import RequestParams, SamplingParams
 from pagedec.runtime.pool import KvPool
-from pagedec.text.chat import Conversation
 from pagedec.text.chat_template import Message, render_chat
+from pagedec.text.conversation import Conversation
 from pagedec.text.tokenizer import Tokenizer
 
 

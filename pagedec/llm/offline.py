@@ -9,11 +9,11 @@ from typing import Any
 
 from pagedec.errors import InvalidArgument
 from pagedec.inputs import Array, Prompt
-from pagedec.llm.arguments import listed
 from pagedec.llm.collecting import Collection
 from pagedec.llm.compatibility import check_no_lora
 from pagedec.llm.front import Front, renamed
 from pagedec.llm.prompts import Prepared, with_token_ids
+from pagedec.llm.signature import listed
 from pagedec.llm.streams import Stream
 from pagedec.outputs import RequestOutput
 from pagedec.text.chat_template import Message, Tool

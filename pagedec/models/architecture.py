@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagedec.errors import InvalidArgument
-from pagedec.models.checks import MAX_CONTEXT, is_int, layer_count, one_of, positive_int, positive_number
-from pagedec.models.rope import RopeScaling
+from pagedec.formats.values import MAX_CONTEXT, is_int, layer_count, one_of, positive_int, positive_number
+from pagedec.models.rope_scaling import RopeScaling
 
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new")
 """Two functions with two names each: silu, and the tanh approximation of GELU."""

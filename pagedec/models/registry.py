@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pagedec.errors import InvalidArgument, ModelFileError
+from pagedec.errors import InvalidArgument
 from pagedec.formats.files import read_json_object
-from pagedec.formats.gguf import read_factors
-from pagedec.formats.gguf_header import GgufHeader, read_gguf_header
-from pagedec.formats.gguf_names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
-from pagedec.formats.loading import open_weights
+from pagedec.formats.gguf.header import GgufHeader, read_gguf_header
+from pagedec.formats.gguf.metadata import GgufFields, read_gguf_fields
 from pagedec.formats.resolve import ModelFiles
 from pagedec.formats.source import WeightSource, check_weights
+from pagedec.formats.weights import open_weights
 from pagedec.kernels.backend import Backend
-from pagedec.models import gemma2, gemma3, glm, glm4, gpt2, llama, mistral, phi3, qwen2, qwen3
 from pagedec.models.architecture import OUTPUT, Architecture
-from pagedec.models.base import Family, Model
-from pagedec.models.config import GgufFields
-from pagedec.models.hosted import load_hosted
-from pagedec.models.hosted_config import HostedArchitecture, hosted_architecture
+from pagedec.models.families import gemma2, gemma3, glm, glm4, gpt2, llama, mistral, phi3, qwen2, qwen3
+from pagedec.models.family import Family
+from pagedec.models.hf.hosted_architecture import HostedArchitecture, hosted_architecture
+from pagedec.models.hf.hosted_model import load_hosted
+from pagedec.models.model import Model
 from pagedec.models.presets import PRESETS
 
 _log = logging.getLogger(__name__)
@@ -74,28 +73,18 @@ def from_hf_config(
     return hosted_architecture(config, None if files.config is None else files.config.parent)
 
 
-def from_gguf(
-    fields: Mapping[str, Any],
-    tensor_names: Collection[str] = (),
-    rope_factors: Sequence[float] | None = None,
-    longrope_factors: tuple[Sequence[float], Sequence[float]] | None = None,
-) -> Architecture:
-    """Return the architecture of a GGUF header; for the factors see GgufFields."""
-    name = fields.get("general.architecture")
-    family = GGUF_NAMES.get(name) if isinstance(name, str) else None
+def from_gguf(fields: GgufFields) -> Architecture:
+    """Return the architecture that a GGUF file describes."""
+    family = GGUF_NAMES.get(fields.name)
     if family is None or family.read_gguf is None:
+        name = fields.fields.get("general.architecture")
         raise InvalidArgument("general.architecture", name, f"is not supported; supported are {', '.join(GGUF_NAMES)}")
-    return family.read_gguf(GgufFields(str(name), fields, tensor_names, rope_factors, longrope_factors))
+    return family.read_gguf(fields)
 
 
 def architecture_of_gguf(header: GgufHeader) -> Architecture:
-    """Return the architecture that a GGUF file describes."""
-    found = read_factors(header)
-    short, long = found.get(SHORT_FACTORS), found.get(LONG_FACTORS)
-    if (short is None) != (long is None):
-        raise ModelFileError(header.path, f"has only one of the tensors {SHORT_FACTORS} and {LONG_FACTORS}")
-    longrope = None if short is None or long is None else (short, long)
-    return from_gguf(header.fields, header.tensors.keys(), found.get(ROPE_FACTORS), longrope)
+    """Return the architecture that a GGUF file's header and its divisors of rotary frequencies describe."""
+    return from_gguf(read_gguf_fields(header))
 
 
 def load_architecture(files: ModelFiles, model_impl: str = "auto") -> Architecture:

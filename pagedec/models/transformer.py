@@ -16,19 +16,18 @@ import torch
 from pagedec.formats.source import WeightSource
 from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan, Program
 from pagedec.kernels.records import Epilogue
-from pagedec.layers.linear import pack_after_gated, pack_gated, pack_stacked, padded_width
-from pagedec.layers.rope import rope_table
 from pagedec.models.architecture import Architecture
-from pagedec.models.base import RecordedModel
 from pagedec.models.buffers import StepBuffers
-from pagedec.models.rope import rope_frequencies
+from pagedec.models.model import RecordedModel
+from pagedec.models.packing import pack_after_gated, pack_gated, pack_stacked, padded_width
+from pagedec.models.rope import rope_frequencies, rope_table
 
 GATED = {"silu": Epilogue.SILU_MUL, "swish": Epilogue.SILU_MUL}
 """The epilogue of a gated product; all other activations are the tanh approximation of GELU."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class TransformerLayer:
     """One block's weights: RMS norm weights fp32 [hidden], the others packed."""
 
     input_norm: torch.Tensor
@@ -69,7 +68,7 @@ class Transformer(RecordedModel):
     def _norm(self, name: str) -> torch.Tensor:
         return (self._source.load(f"{name}.weight").float() + self.arch.norm_offset).contiguous()
 
-    def _load_layer(self, prefix: str) -> Layer:
+    def _load_layer(self, prefix: str) -> TransformerLayer:
         arch, names, backend = self.arch, self.arch.names, self.backend
 
         def weight(name: str) -> torch.Tensor:
@@ -89,7 +88,7 @@ class Transformer(RecordedModel):
 
         gate, up = gated([weight(name) for name in names.gate_up])
         assert gate is not None and up is not None
-        return Layer(
+        return TransformerLayer(
             input_norm=self._norm(prefix + names.input_norm),
             qkv=pack_stacked(
                 backend, [weight(name) for name in names.qkv], [bias(name, arch.attention_bias) for name in names.qkv]

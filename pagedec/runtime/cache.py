@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from pagedec.kernels.arena import zeros
 from pagedec.kernels.backend import CacheTensors
-from pagedec.kernels.memory import zeros
 from pagedec.models.architecture import Architecture
 
 POISON_TOKEN = -1

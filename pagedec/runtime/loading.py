@@ -18,7 +18,7 @@ from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import LibraryNotFound, load
 from pagedec.kernels.native import NativeBackend
 from pagedec.models.architecture import Architecture
-from pagedec.models.base import Model
+from pagedec.models.model import Model
 from pagedec.models.registry import load_architecture, load_model_weights
 from pagedec.runtime.cache import allocate_cache, block_bytes
 from pagedec.runtime.geometry import Geometry, LaneGeometry

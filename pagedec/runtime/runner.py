@@ -13,8 +13,8 @@ from pagedec.core.forward import LaneAnswers, LaneForward, Masks, ProcessRows
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.errors import InvariantError
 from pagedec.kernels.backend import Backend, CacheTensors, ReadOut
-from pagedec.models.base import Model
 from pagedec.models.buffers import READ_ROWS
+from pagedec.models.model import Model
 from pagedec.runtime.cache import poison
 
 

@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from pagedec.formats.gguf.vocabulary import WORD_START
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-WORD_START = "\u2581"  # sentencepiece writes a space as this lower block
 
 
 class Spelling(Enum):

@@ -14,14 +14,14 @@ from pagedec.errors import MAX_SHOWN, InvalidArgument, ModelFileError, Shown
 from pagedec.fields import MAX_INT32, check_encodable
 from pagedec.formats.files import read_json_object
 from pagedec.formats.generation import read_end_ids
-from pagedec.formats.gguf_header import read_gguf_header
+from pagedec.formats.gguf.build_tokenizer import build_tokenizer
+from pagedec.formats.gguf.header import read_gguf_header
+from pagedec.formats.gguf.vocabulary import read_vocabulary
 from pagedec.inputs import Array
 from pagedec.text.byte_table import ByteTable, Spelling, build_byte_table
 from pagedec.text.chat_template import Message, Tool, render_chat
 from pagedec.text.detokenizer import Detokenizer
 from pagedec.text.encoding import Encoding, check_call, numbers
-from pagedec.text.gguf_fields import read_vocabulary
-from pagedec.text.gguf_tokenizer import tokenizer_of
 from pagedec.text.token_bound import TokenBound, token_bound
 
 WITHOUT = "or set skip_tokenizer_init=True and pass token ids"
@@ -356,24 +356,14 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
 def tokenizer_from_gguf(fields: Mapping[str, Any], path: Path) -> Tokenizer:
     """Return the tokenizer that the metadata of a GGUF file describe; `path` is for errors."""
     vocabulary = read_vocabulary(fields, path)
-    inner = tokenizer_of(vocabulary)
+    inner = build_tokenizer(vocabulary)
     ids = {name: vocabulary.special_id(kind) for name, kind in GGUF_KINDS.items()}
-    pad = fields.get("tokenizer.ggml.padding_token_id")  # nothing here needs it, and some files' is no token
-    ids["pad_token"] = pad if type(pad) is int and 0 <= pad < len(vocabulary.tokens) else None
+    special = ids | {"pad_token": vocabulary.padding_id()}
     return Tokenizer(
         inner,
         path,
         ids["bos_token"],
         vocabulary.end_ids(),
-        _gguf_templates(fields),
-        {name: str(inner.id_to_token(i)) for name, i in ids.items() if i is not None},
+        vocabulary.chat_templates(),
+        {name: str(inner.id_to_token(i)) for name, i in special.items() if i is not None},
     )
-
-
-def _gguf_templates(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates of a GGUF header by name: one without a name, others listed in `tokenizer.chat_templates`."""
-    key = "tokenizer.chat_template"
-    others = fields.get(f"{key}s")
-    names = [name for name in others if isinstance(name, str)] if isinstance(others, list) else []
-    found = {"default": fields.get(key)} | {name: fields.get(f"{key}.{name}") for name in names}
-    return {name: text for name, text in found.items() if isinstance(text, str)}

@@ -11,7 +11,7 @@ import pytest
 
 from pagedec.batch.journal import Done, Journal, OutputError
 from pagedec.batch.lines import Line
-from pagedec.batch.records import answer_record, as_line, record_id
+from pagedec.batch.replies import answer_record, as_line, record_id
 from pagedec.errors import InvalidArgument
 
 RECORDS = [

@@ -15,7 +15,7 @@ from tests.batch.files import request
 GOOD = request("a", prompt="x")
 
 
-def parse(data: bytes) -> lines.Request:
+def parse(data: bytes) -> lines.LineRequest:
     return parse_line(Line(1, data, ""))
 
 
@@ -57,8 +57,8 @@ def test_a_missing_input(tmp_path: Path) -> None:
 
 
 def test_a_request() -> None:
-    assert parse(json.dumps(GOOD).encode()) == lines.Request("a", False, {"prompt": "x"})
-    assert parse(json.dumps(request("ü", chat=True, messages=[])).encode()) == lines.Request(
+    assert parse(json.dumps(GOOD).encode()) == lines.LineRequest("a", False, {"prompt": "x"})
+    assert parse(json.dumps(request("ü", chat=True, messages=[])).encode()) == lines.LineRequest(
         "ü", True, {"messages": []}
     )
 

@@ -16,7 +16,7 @@ def test_a_report_is_a_line_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -
     now = [100.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     told: list[str] = []
-    counts = progress.Progress(200, 50, False, told.append)
+    counts = progress.Pace(200, 50, False, told.append)
     for now[0], num_done in ((110.0, 60), (131.0, 60), (140.0, 80), (162.0, 112)):
         counts.update(num_done, 3, 10 * num_done)
     assert told == [
@@ -27,7 +27,7 @@ def test_a_report_is_a_line_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_report_before_the_first_line() -> None:
     told: list[str] = []
-    counts = progress.Progress(4, 0, False, told.append)
+    counts = progress.Pace(4, 0, False, told.append)
     counts.reported -= progress.REPORT_SECONDS
     counts.update(0, 0, 0)
     assert told == ["0 of 4 lines (0%), 0 with errors; 0.00 lines/s, 0.0 tokens/s, unknown time left"]

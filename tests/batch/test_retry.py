@@ -17,7 +17,7 @@ import pytest
 from pagedec import LLM
 from pagedec.batch import BatchJob, journal, run_batch
 from pagedec.batch.journal import Journal, OutputError
-from pagedec.batch.records import as_line
+from pagedec.batch.replies import as_line
 from pagedec.cli import main
 from pagedec.config import ModelConfig
 from pagedec.errors import InvalidArgument

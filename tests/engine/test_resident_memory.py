@@ -14,8 +14,8 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import save_file
 
+from pagedec.kernels.arena import zeros
 from pagedec.kernels.library import available_isas
-from pagedec.kernels.memory import zeros
 from tests.models.gguf_files import write_model
 
 pytestmark = pytest.mark.skipif(

@@ -19,10 +19,10 @@ from pagedec import LLM, AsyncLLM, DtypeWarning, SamplingParams
 from pagedec.config import EngineConfig, engine_rules
 from pagedec.errors import FeatureNotAvailable, InvalidArgument
 from pagedec.fields import Flag, Integer, Number, Rule, Text, Texts
-from pagedec.llm.arguments import EngineArgs
 from pagedec.llm.compatibility import translated
 from pagedec.llm.fetching import fetched
 from pagedec.llm.of_vllm import ABSENT, ALIASES, NEUTRAL, ONLY, SPELLINGS, UNSET, Unread
+from pagedec.llm.signature import EngineArgs
 from tests.engine.vllm_tables import DOCUMENT, NAMES, documented, tables
 
 Tiny = Callable[..., LLM]

@@ -19,7 +19,7 @@ from pagedec.core.request import Branch
 from pagedec.decoders import decoder, make_decoder
 from pagedec.engine.engine import Engine, FinishedRequest
 from pagedec.fields import rules
-from pagedec.models.base import Model
+from pagedec.models.model import Model
 from pagedec.params import RequestParams
 from pagedec.runtime.cache import allocate_cache
 from pagedec.runtime.runner import LaneRunner

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pagedec.formats.dummy import STANDARD_DEVIATION, DummySource
-from pagedec.formats.loading import open_weights
 from pagedec.formats.resolve import resolve_model
+from pagedec.formats.weights import open_weights
 from pagedec.models.registry import load_architecture
 
 SHAPES = {

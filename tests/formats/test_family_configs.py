@@ -14,9 +14,9 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pagedec.errors import InvalidArgument, ModelFileError, PagedecError
-from pagedec.formats.loading import open_weights
 from pagedec.formats.resolve import ModelFiles, resolve_model
 from pagedec.formats.source import RenamedSource
+from pagedec.formats.weights import open_weights
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import available_isas, load
 from pagedec.kernels.native import NativeBackend

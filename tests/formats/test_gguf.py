@@ -11,7 +11,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 
 from pagedec.errors import ModelFileError
-from pagedec.formats.gguf import GgufSource, unpermute
+from pagedec.formats.gguf.reader import GgufSource, unpermute
 
 WriteGguf = Callable[..., Path]
 SIMPLE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")

@@ -12,7 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFReader
 
 from pagedec.errors import ModelFileError
-from pagedec.formats.gguf_header import ENCODINGS, read_gguf_header
+from pagedec.formats.gguf.header import ENCODINGS, read_gguf_header
 
 WriteGguf = Callable[..., Path]
 

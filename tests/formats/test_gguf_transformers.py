@@ -11,8 +11,8 @@ from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFReader, get_tensor_name_m
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 
-from pagedec.formats.gguf import GgufSource
-from pagedec.formats.gguf_header import read_gguf_header
+from pagedec.formats.gguf.header import read_gguf_header
+from pagedec.formats.gguf.reader import GgufSource
 from pagedec.formats.source import check_weights
 from pagedec.models.registry import architecture_of_gguf
 

@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 
 from pagedec.errors import InvalidArgument, ModelFileError, PagedecError
-from pagedec.formats import files, gguf_header
+from pagedec.formats import files
 from pagedec.formats.files import read_json_object
-from pagedec.formats.gguf_header import read_gguf_header
+from pagedec.formats.gguf import header
+from pagedec.formats.gguf.header import read_gguf_header
 from pagedec.formats.resolve import resolve_model, resolve_tokenizer
 from pagedec.formats.safetensors import open_directory, read_header
 from tests.formats.hostile import (
@@ -181,7 +182,7 @@ def test_sizes_that_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ModelFileError, match="has 23 bytes, at most 10 are read"):
         read_json_object(tmp_path / "config.json", "the configuration")
     for limit in (100, 800, 1100):
-        monkeypatch.setattr(gguf_header, "MAX_HEADER_BYTES", limit)
+        monkeypatch.setattr(header, "MAX_HEADER_BYTES", limit)
         with pytest.raises(ModelFileError, match=f"ends past byte {limit}, the longest header"):
             read_gguf_header(gguf_file)
 

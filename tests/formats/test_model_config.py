@@ -15,12 +15,13 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from pagedec.errors import InvalidArgument, ModelFileError
-from pagedec.formats.gguf_header import read_gguf_header
+from pagedec.formats.gguf.header import read_gguf_header
+from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.formats.resolve import ModelFiles, resolve_model
 from pagedec.models.architecture import Architecture
 from pagedec.models.presets import PRESETS
 from pagedec.models.registry import architecture_of_gguf, from_gguf, from_hf_config, load_architecture
-from pagedec.models.rope import RopeScaling
+from pagedec.models.rope_scaling import RopeScaling
 from tests.support import LLAMA_GGUF_FIELDS
 
 WriteGguf = Callable[..., Path]
@@ -71,7 +72,7 @@ def test_the_context_that_yarn_gives() -> None:
     scaling = from_hf_config(SMALL | unsaid).rope_scaling
     assert scaling is not None and scaling.original_max_position_embeddings == 512
     fields = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
-    arch = from_gguf(LLAMA_GGUF_FIELDS | {f"llama.{key}": value for key, value in fields.items()})
+    arch = from_gguf(GgufFields(LLAMA_GGUF_FIELDS | {f"llama.{key}": value for key, value in fields.items()}))
     assert arch.max_position_embeddings == 256 and arch.rope_scaling is not None
     assert arch.rope_scaling.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
 
@@ -249,7 +250,7 @@ def fields(arch: Architecture) -> dict[str, Any]:
 
 
 def test_gguf_fields() -> None:
-    arch = from_gguf(LLAMA_GGUF_FIELDS, ["output.weight"])
+    arch = from_gguf(GgufFields(LLAMA_GGUF_FIELDS, ["output.weight"]))
     assert (arch.num_kv_heads, arch.head_dim, arch.rotary_dim, arch.tie_word_embeddings) == (4, 8, 8, False)
     more = {
         "llama.attention.key_length": 16,
@@ -260,11 +261,11 @@ def test_gguf_fields() -> None:
         "tokenizer.ggml.eos_token_id": 5,
         "tokenizer.ggml.eot_token_id": 7,
     }
-    arch = from_gguf(LLAMA_GGUF_FIELDS | more, ["blk.0.attn_q.bias"])
+    arch = from_gguf(GgufFields(LLAMA_GGUF_FIELDS | more, ["blk.0.attn_q.bias"]))
     assert (arch.head_dim, arch.rope_scaling, arch.sliding_window) == (16, RopeScaling("linear", 4.0), 32)
     assert (arch.attention_bias, arch.output_bias, arch.tie_word_embeddings) == (True, False, True)
     assert arch.eos_token_ids == (5, 7)
-    assert from_gguf(LLAMA_GGUF_FIELDS | {"llama.attention.sliding_window": 64}).window(0, 64) == 0
+    assert from_gguf(GgufFields(LLAMA_GGUF_FIELDS | {"llama.attention.sliding_window": 64})).window(0, 64) == 0
 
 
 def test_rope_factors_of_a_gguf_file(write_gguf: WriteGguf) -> None:
@@ -297,7 +298,7 @@ REFUSED_GGUF: list[tuple[dict[str, Any], str]] = [
 def test_refused_gguf(change: dict[str, Any], problem: str) -> None:
     given = {key: value for key, value in (LLAMA_GGUF_FIELDS | change).items() if value is not None}
     with pytest.raises(InvalidArgument, match=problem):
-        from_gguf(given)
+        from_gguf(GgufFields(given))
 
 
 def test_unknown_preset_lists_the_known() -> None:

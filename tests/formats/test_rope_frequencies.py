@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pagedec.errors import InvalidArgument
+from pagedec.formats.gguf.metadata import GgufFields
 from pagedec.models.presets import PRESETS
 from pagedec.models.registry import from_gguf, from_hf_config
 from pagedec.models.rope import rope_frequencies
@@ -79,9 +80,10 @@ def test_yarn_needs_frequencies_that_differ() -> None:
 
 
 def test_factors_of_a_gguf_file_divide_the_frequencies() -> None:
-    plain = rope_frequencies(from_gguf(LLAMA_GGUF_FIELDS))
+    plain = rope_frequencies(from_gguf(GgufFields(LLAMA_GGUF_FIELDS)))
     assert np.array_equal(
-        rope_frequencies(from_gguf(LLAMA_GGUF_FIELDS, (), [1.0, 2.0, 4.0, 8.0])), plain / [1.0, 2.0, 4.0, 8.0]
+        rope_frequencies(from_gguf(GgufFields(LLAMA_GGUF_FIELDS, (), [1.0, 2.0, 4.0, 8.0]))),
+        plain / [1.0, 2.0, 4.0, 8.0],
     )
 
 

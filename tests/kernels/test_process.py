@@ -82,7 +82,7 @@ STARVED = """
 import resource, sys, torch
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.kernels.library import KernelError, load
-from pagedec.kernels.memory import zeros
+from pagedec.kernels.arena import zeros
 from pagedec.kernels.native import NativeBackend
 from tests.kernels.processing_cases import simple_case
 library = load(sys.argv[1])

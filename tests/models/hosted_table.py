@@ -15,7 +15,7 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pagedec.errors import ModelFileError, PagedecError
-from pagedec.models.hosted_config import hosted_architecture
+from pagedec.models.hf.hosted_architecture import hosted_architecture
 from pagedec.models.registry import ARCHITECTURES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pagedec import LLM, SamplingParams
-from pagedec.formats.gguf import GgufSource
+from pagedec.formats.gguf.reader import GgufSource
 from pagedec.models.registry import architecture_of_gguf
 from tests.gemma import gemma_path
 

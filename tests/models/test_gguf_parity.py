@@ -14,10 +14,10 @@ from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM
 
 from pagedec.config import EngineConfig
-from pagedec.formats.gguf import GgufSource
-from pagedec.formats.gguf_header import read_gguf_header
+from pagedec.formats.gguf.header import read_gguf_header
+from pagedec.formats.gguf.reader import GgufSource
 from pagedec.kernels.fallback import ReferenceBackend
-from pagedec.models.base import Model
+from pagedec.models.model import Model
 from pagedec.models.registry import architecture_of_gguf
 from pagedec.runtime.loading import load_model
 from tests.models.checkpoints import (

@@ -15,8 +15,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagedec import LLM, SamplingParams
-from pagedec.formats.loading import open_weights
 from pagedec.formats.resolve import resolve_model
+from pagedec.formats.weights import open_weights
 from pagedec.models.architecture import Architecture
 from pagedec.models.registry import load_architecture
 

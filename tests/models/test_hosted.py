@@ -24,8 +24,8 @@ from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import available_isas, load
 from pagedec.kernels.native import NativeBackend
 from pagedec.models.buffers import READ_ROWS
-from pagedec.models.hosted import HostedModel
-from pagedec.models.hosted_config import HostedArchitecture
+from pagedec.models.hf.hosted_architecture import HostedArchitecture
+from pagedec.models.hf.hosted_model import HostedModel
 from pagedec.models.registry import load_architecture
 from pagedec.runtime.cache import allocate_cache
 from pagedec.runtime.loading import load_model

@@ -12,9 +12,9 @@ import torch
 
 from pagedec import LLM
 from pagedec.errors import InvalidArgument, ModelFileError
-from pagedec.models.hosted_attention import ProbeMask, Refused
-from pagedec.models.hosted_config import hosted_architecture
-from pagedec.models.hosted_probe import LayerAttention, _in_order, _window_of, check_rows
+from pagedec.models.hf.attention import ProbeMask, Refused
+from pagedec.models.hf.hosted_architecture import hosted_architecture
+from pagedec.models.hf.probe import LayerAttention, _in_order, _window_of, check_rows
 from tests.models.hosted_checkpoints import SHAPE, tiny_config
 
 REFUSED = {

@@ -14,7 +14,7 @@ from pagedec.kernels.backend import Backend
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import available_isas, load, loadable_isas
 from pagedec.kernels.native import NativeBackend
-from pagedec.models.base import Model
+from pagedec.models.model import Model
 from pagedec.runtime.loading import load_model
 from tests.models.checkpoints import GREEDY_PROMPTS, NUM_NEW_TOKENS, VARIANTS, Checkpoint, Variant, make_checkpoint
 from tests.support import all_logits

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from pagedec.config import EngineConfig
 from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.kernels.fallback import ReferenceBackend
-from pagedec.models.base import Model
+from pagedec.models.model import Model
 from pagedec.runtime.loading import load_model
 from tests.models.checkpoints import VOCAB, transformers_model
 from tests.support import all_logits

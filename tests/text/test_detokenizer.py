@@ -10,10 +10,11 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedec.formats.gguf_header import read_gguf_header
+from pagedec.formats.gguf.build_tokenizer import build_tokenizer
+from pagedec.formats.gguf.header import read_gguf_header
+from pagedec.formats.gguf.vocabulary import read_vocabulary
 from pagedec.text.byte_table import ByteTable, Spelling, build_byte_table, byte_characters
 from pagedec.text.detokenizer import Detokenizer
-from pagedec.text.gguf_tokenizer import build_tokenizer
 from pagedec.text.tokenizer import Tokenizer
 
 SINGLE_BYTES = ByteTable([bytes([i]) for i in range(256)] + [b"<end>"], frozenset([256]))
@@ -24,7 +25,7 @@ ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 @pytest.fixture(scope="session")
 def inner(smollm2: Path) -> tokenizers.Tokenizer:
     """The library's own tokenizer, for its decoder."""
-    return build_tokenizer(read_gguf_header(smollm2).fields, smollm2)
+    return build_tokenizer(read_vocabulary(read_gguf_header(smollm2).fields, smollm2))
 
 
 def test_round_trip(tokenizer: Tokenizer, text: str) -> None:

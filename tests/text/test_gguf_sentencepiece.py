@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from pagedec.errors import ModelFileError
-from pagedec.formats.gguf_header import read_gguf_header
-from pagedec.text.gguf_sentencepiece import MAX_TOKEN_CHARACTERS
+from pagedec.formats.gguf.header import read_gguf_header
+from pagedec.formats.gguf.sentencepiece import MAX_TOKEN_CHARACTERS
 from pagedec.text.tokenizer import Tokenizer, tokenizer_from_gguf
 from tests.gemma import gemma_path
 from tests.text.plain_sentencepiece import PlainSentencepiece

@@ -14,9 +14,10 @@ from transformers import AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as TRANSFORMERS_SPLITS
 
 from pagedec.errors import ModelFileError
-from pagedec.formats.gguf_header import read_gguf_header
-from pagedec.text.gguf_byte_level import GPT4O_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, STYLES, TEKKEN_SPLIT
-from pagedec.text.gguf_tokenizer import build_tokenizer
+from pagedec.formats.gguf.build_tokenizer import build_tokenizer
+from pagedec.formats.gguf.byte_level import GPT4O_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, STYLES, TEKKEN_SPLIT
+from pagedec.formats.gguf.header import read_gguf_header
+from pagedec.formats.gguf.vocabulary import read_vocabulary
 from pagedec.text.tokenizer import Tokenizer, tokenizer_from_gguf
 
 # The expression of GPT-2 (Radford et al. 2019); SmolLM cuts out single digits before it
@@ -95,7 +96,7 @@ SHARED = sorted(set(STYLES) & set(TRANSFORMERS_SPLITS))
 def test_splits_are_those_of_transformers(pre: str, texts: list[str]) -> None:
     cut = pre_tokenizers.Split(Regex(TRANSFORMERS_SPLITS[pre]), "isolated")
     theirs = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    ours = build_tokenizer(small(pre=pre), HERE).pre_tokenizer
+    ours = build_tokenizer(read_vocabulary(small(pre=pre), HERE)).pre_tokenizer
     assert all(ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text) for text in texts)
 
 
@@ -143,7 +144,7 @@ def small(**changes: Any) -> dict[str, Any]:
 
 
 def words(fields: dict[str, Any], value: str) -> list[str]:
-    inner = build_tokenizer(fields, HERE)
+    inner = build_tokenizer(read_vocabulary(fields, HERE))
     return [value[start:end] for _, (start, end) in inner.pre_tokenizer.pre_tokenize_str(value)]
 
 

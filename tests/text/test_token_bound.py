@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from pagedec.errors import InvalidArgument
+from pagedec.formats.gguf.build_tokenizer import build_tokenizer
+from pagedec.formats.gguf.vocabulary import read_vocabulary
 from pagedec.text.byte_table import Spelling
-from pagedec.text.gguf_tokenizer import build_tokenizer
 from pagedec.text.token_bound import COMPOSED, SLACK, TokenBound, token_bound
 from pagedec.text.tokenizer import Tokenizer
 from tests.text.conftest import TEXTS
@@ -41,7 +42,7 @@ def without_some_bytes() -> tokenizers.Tokenizer:
 
 
 def sentencepiece() -> tokenizers.Tokenizer:
-    return build_tokenizer(sentencepiece_fields(), Path("made here"))
+    return build_tokenizer(read_vocabulary(sentencepiece_fields(), Path("made here")))
 
 
 CERTAIN: dict[str, tuple[Make, Spelling]] = {

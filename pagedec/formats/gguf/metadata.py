@@ -1,0 +1,100 @@
+"""What a GGUF header says of the model: its architecture's fields, each checked as it is asked for.
+
+What they mean in a model of ours is said in models/gguf_fields.py and by the families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pagedec.errors import ModelFileError
+from pagedec.formats.gguf.header import GgufHeader
+from pagedec.formats.gguf.tensor_names import LONG_FACTORS, NO_WEIGHTS, ROPE_FACTORS, SHORT_FACTORS
+from pagedec.formats.values import layer_count, positive_int, positive_number, required
+
+MAX_FACTORS = 4096  # half a head's size, far above any in use
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFields:
+    """A GGUF header's fields with what else describes a model: the tensors' names, and divisors of the rotary frequencies.
+
+    `rope_factors` are the values of rope_freqs.weight, `longrope_factors` those of rope_factors_short.weight and
+    rope_factors_long.weight.
+    """
+
+    fields: Mapping[str, Any]
+    tensor_names: Collection[str] = ()
+    rope_factors: Sequence[float] | None = None
+    longrope_factors: tuple[Sequence[float], Sequence[float]] | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the architecture's name, with which its own fields begin."""
+        return str(self.fields.get("general.architecture"))
+
+    def integer(self, field: str, default: int | None = None) -> int:
+        """Return the architecture's own field, an integer of at least 1."""
+        value = self.get(field, default)
+        positive_int(f"{self.name}.{field}", value)
+        return int(value)
+
+    def layers(self) -> int:
+        """Return the number of blocks."""
+        count = self.integer("block_count")
+        layer_count(f"{self.name}.block_count", count)
+        return count
+
+    def number(self, field: str, default: float | None = None) -> float:
+        """Return the architecture's own field, a finite number greater than 0."""
+        value = self.get(field, default)
+        positive_number(f"{self.name}.{field}", value)
+        return float(value)
+
+    def get(self, field: str, default: Any = None) -> Any:
+        """Return the architecture's own field; raise InvalidArgument where it is missing and has no default."""
+        value = self.fields.get(f"{self.name}.{field}", default)
+        return required({f"{self.name}.{field}": value}, f"{self.name}.{field}")
+
+    def token_ids(self) -> dict[str, Any]:
+        """Return the vocabulary's size and the tokens that begin and end a text."""
+        fields, tokens = self.fields, self.fields.get("tokenizer.ggml.tokens", ())
+        ids = [fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+        num_tokens = len(tokens) if isinstance(tokens, list) else None
+        return {
+            "vocab_size": fields.get(f"{self.name}.vocab_size", num_tokens),
+            "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_ids": tuple(token for i, token in enumerate(ids) if token is not None and token not in ids[:i]),
+        }
+
+
+def _read_factors(header: GgufHeader) -> dict[str, tuple[float, ...]]:
+    """Return the tensors of a file that belong to its configuration: the divisors of rotary frequencies, by name."""
+    found = {}
+    for name in NO_WEIGHTS:
+        tensor = header.tensors.get(name)
+        if tensor is None:
+            continue
+        if tensor.encoding.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_FACTORS:
+            problem = f"tensor {name} is {tensor.encoding.name} {list(tensor.shape)}, must be a list of F32"
+            raise ModelFileError(header.path, problem)
+        values = np.fromfile(header.path, "<f4", tensor.shape[0], offset=tensor.start)
+        if len(values) != tensor.shape[0]:
+            raise ModelFileError(header.path, f"tensor {name} ends past the file: truncated?")
+        found[name] = tuple(values.astype(float).tolist())
+    return found
+
+
+def read_gguf_fields(header: GgufHeader) -> GgufFields:
+    """Return what a file says of its model, divisors of rotary frequencies read from their tensors; raise ModelFileError
+    where they are damaged."""
+    found = _read_factors(header)
+    short, long = found.get(SHORT_FACTORS), found.get(LONG_FACTORS)
+    if (short is None) != (long is None):
+        raise ModelFileError(header.path, f"has only one of the tensors {SHORT_FACTORS} and {LONG_FACTORS}")
+    longrope = None if short is None or long is None else (short, long)
+    return GgufFields(header.fields, header.tensors.keys(), found.get(ROPE_FACTORS), longrope)

@@ -1,0 +1,163 @@
+"""Weights in GGUF files: dequantised, under their Hugging Face names, in Hugging Face's layout."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pagedec.errors import ModelFileError
+from pagedec.formats.gguf.dequantize import PLAIN, dequantize
+from pagedec.formats.gguf.header import GgufHeader, GgufTensor, read_gguf_header
+from pagedec.formats.gguf.tensor_names import NO_WEIGHTS, layout_of
+from pagedec.formats.mapping import MappedFile
+
+_BLOCK_TENSOR = re.compile(r"blk\.\d+\.(\w+)\.(weight|bias)")
+
+
+def unpermute(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Reorder rotary rows from pairs (2i, 2i+1) within each head back to halves (i, i + head_dim / 2).
+
+    `rows` [num_heads * head_dim, ...]. The converter of llama.cpp writes HF row i of half h to row 2i + h.
+    """
+    head_dim = rows.shape[0] // num_heads
+    paired = rows.view(num_heads, head_dim // 2, 2, *rows.shape[1:])
+    return paired.transpose(1, 2).reshape(rows.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """One of Hugging Face's tensors in the file: rows `first` to `last` of `tensor`, after what the converter did is undone.
+
+    `num_heads`: 0, or the heads whose rotary rows are paired.
+    """
+
+    tensor: GgufTensor
+    first: int
+    last: int
+    num_heads: int = 0
+    offset: float = 0.0
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = (self.last - self.first, *self.tensor.shape[1:])
+        return shape[::-1] if self.transposed else shape
+
+    def bytes_of(self, mapped: MappedFile) -> tuple[torch.Tensor, GgufTensor]:
+        """Return the rows' own bytes, and what describes them."""
+        whole, num_rows = self.tensor, self.last - self.first
+        if num_rows == whole.shape[0]:
+            return mapped.view(whole.start, whole.num_bytes), whole
+        num_row_bytes = whole.num_bytes // whole.shape[0]
+        start, num_bytes = whole.start + self.first * num_row_bytes, num_rows * num_row_bytes
+        rows = GgufTensor(whole.name, whole.encoding, (num_rows, *whole.shape[1:]), start, num_bytes)
+        return mapped.view(start, num_bytes), rows
+
+    def restore(self, values: torch.Tensor) -> torch.Tensor:
+        """Undo the converter: rows of heads, norms, and which way round a matrix lies."""
+        if self.num_heads:
+            values = unpermute(values, self.num_heads)
+        if self.offset:
+            values = (values.float() - self.offset).to(values.dtype)
+        return values.T.contiguous() if self.transposed else values
+
+
+class GgufSource:
+    """The tensors of one GGUF file; each is dequantised when loaded, matrices to the dtype of `converted` if that was called."""
+
+    def __init__(self, path: Path, header: GgufHeader | None = None) -> None:
+        self._matrices: torch.dtype | None = None
+        self.header = read_gguf_header(path) if header is None else header
+        self._path = path
+        self._mapped: MappedFile | None = None
+        self._architecture = self.header.fields.get("general.architecture")
+        self._layout = layout_of(self._architecture)
+        self._stored: dict[str, _Stored] = {}
+        for name, tensor in self.header.tensors.items():
+            if name in NO_WEIGHTS:
+                continue
+            for hf_name, stored in self._places(tensor).items():
+                if hf_name in self._stored:
+                    other = self._stored[hf_name].tensor.name
+                    raise ModelFileError(path, f"tensors {name} and {other} are both {hf_name}")
+                self._stored[hf_name] = stored
+
+    def _places(self, tensor: GgufTensor) -> dict[str, _Stored]:
+        """Return what a tensor of the file becomes, by Hugging Face name."""
+        names, layout = self._layout.names(tensor.name), self._layout
+        num_rows = tensor.shape[0]
+        if len(names) > 1:
+            return self._split(tensor, names)
+        match = _BLOCK_TENSOR.fullmatch(tensor.name)
+        stem = match[1] if match else tensor.name.rpartition(".")[0]
+        num_heads = self._num_heads(tensor, stem[-1]) if layout.paired and stem in ("attn_q", "attn_k") else 0
+        offset = layout.norm_offset if stem.endswith("norm") and tensor.name.endswith(".weight") else 0.0
+        transposed = stem in layout.transposed and len(tensor.shape) == 2
+        return {names[0]: _Stored(tensor, 0, num_rows, num_heads, offset, transposed)}
+
+    def _head_count(self, kind: str) -> object:
+        """Return the number of heads of "q", "k" or "v" as the file has it."""
+        fields, architecture = self.header.fields, self._architecture
+        num_q = fields.get(f"{architecture}.attention.head_count")
+        return num_q if kind == "q" else fields.get(f"{architecture}.attention.head_count_kv", num_q)
+
+    def _num_heads(self, tensor: GgufTensor, kind: str) -> int:
+        num_heads = self._head_count(kind)
+        if not isinstance(num_heads, int) or num_heads < 1 or tensor.shape[0] % (2 * num_heads):
+            # an odd head size has no halves
+            raise ModelFileError(
+                self._path, f"tensor {tensor.name} has {tensor.shape[0]} rows for {num_heads!r} {kind} heads"
+            )
+        return num_heads
+
+    def _split(self, tensor: GgufTensor, names: tuple[str, ...]) -> dict[str, _Stored]:
+        heads = [self._head_count(kind) for kind in "qkv"]
+        counts = [count for count in heads if isinstance(count, int) and count > 0]
+        if len(counts) != len(heads) or tensor.shape[0] % sum(counts):
+            raise ModelFileError(self._path, f"tensor {tensor.name} has {tensor.shape[0]} rows for {heads} heads")
+        head_dim, first, places = tensor.shape[0] // sum(counts), 0, {}
+        for name, count in zip(names, counts, strict=True):
+            places[name] = _Stored(tensor, first, first + count * head_dim)
+            first += count * head_dim
+        return places
+
+    @property
+    def path(self) -> Path:
+        """Return the file."""
+        return self._path
+
+    def names(self) -> list[str]:
+        """Return all Hugging Face names, in the order of the file."""
+        return list(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape."""
+        return self._stored[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that `load` gives: the stored one, fp32 for quantised tensors, unless it is converted."""
+        if self._matrices is not None and len(self.shape(name)) > 1:
+            return self._matrices
+        return PLAIN.get(self._stored[name].tensor.encoding.name, torch.float32)
+
+    def converted(self, dtype: torch.dtype) -> GgufSource:
+        """Return a source of the same file whose matrices are in `dtype`; vectors (norms, biases) stay exact."""
+        source = GgufSource(self._path, self.header)
+        source._matrices = dtype
+        return source
+
+    def load(self, name: str) -> torch.Tensor:
+        """Return the tensor, dequantised and in Hugging Face's order."""
+        if self._mapped is None:
+            self._mapped = MappedFile(self._path, self.header.num_file_bytes)
+        stored = self._stored[name]
+        dtype = self.dtype(name)
+        return stored.restore(dequantize(*stored.bytes_of(self._mapped), dtype)).to(dtype)
+
+    def release(self) -> None:
+        """Give up the memory of what was read."""
+        if self._mapped is not None:
+            self._mapped.release()

@@ -1,0 +1,42 @@
+"""From a model's files to its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from pagedec.formats.dummy import DummySource
+from pagedec.formats.gguf.converted import open_converted
+from pagedec.formats.resolve import ModelFiles
+from pagedec.formats.safetensors import open_directory
+from pagedec.formats.source import RenamedSource, WeightSource, check_weights
+
+
+def open_weights(
+    files: ModelFiles,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    optional: Collection[str] = (),
+    seed: int = 0,
+    *,
+    renamed: Sequence[tuple[str, str | None]] = (),
+    norm_value: float = 1.0,
+) -> WeightSource:
+    """Open a model's weights and check that they are exactly those of `shapes`; no weight is read for the check.
+
+    `dtype` is what the caller computes in: dummy weights have it, and a GGUF file is converted to it once. `renamed` is how
+    names in safetensors files become those of `shapes` (see RenamedSource); `norm_value` is the value of dummy norms.
+    """
+    source: WeightSource
+    if files.weights is None:
+        source = DummySource(shapes, dtype, seed, norm_value)
+    elif files.load_format == "gguf":
+        source = open_converted(files.weights, dtype, check=partial(check_weights, shapes=shapes, optional=optional))
+    else:
+        source = open_directory(files.weights)
+        if renamed:
+            source = RenamedSource(source, renamed)
+    check_weights(source, shapes, optional)
+    return source

@@ -1,0 +1,31 @@
+"""What a family of models is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pagedec.formats.gguf.metadata import GgufFields
+from pagedec.formats.source import WeightSource
+from pagedec.kernels.backend import Backend
+from pagedec.models.architecture import Architecture
+from pagedec.models.model import Model
+
+ModelClass = Callable[[Architecture, WeightSource, Backend, int], Model]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What configurations call a family, how they are read, and what is built.
+
+    `architectures` and `model_types` are config.json's names, `gguf_names` those of general.architecture.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    model_types: tuple[str, ...]
+    read: Callable[[Mapping[str, Any]], Architecture]
+    model: ModelClass
+    gguf_names: tuple[str, ...] = ()
+    read_gguf: Callable[[GgufFields], Architecture] | None = None

@@ -1,0 +1,84 @@
+"""What the families' readers of a GGUF header share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pagedec.errors import InvalidArgument
+from pagedec.formats.gguf.metadata import GgufFields
+from pagedec.formats.values import positive_int
+from pagedec.models.rope_scaling import RopeScaling, longrope_attention, yarn_attention
+
+
+def gguf_base_fields(fields: GgufFields) -> dict[str, Any]:
+    """Return the fields of an Architecture that all families with rotary positions write alike."""
+    name, names, get = fields.name, fields.tensor_names, fields.get
+    hidden, heads, context = get("embedding_length"), get("attention.head_count"), get("context_length")
+    given = (("embedding_length", hidden), ("attention.head_count", heads), ("context_length", context))
+    for field, value in given:
+        positive_int(f"{name}.{field}", value)  # head counts a layer, as some architectures have, are a list
+    if get("expert_count", 0):
+        raise InvalidArgument(f"{name}.expert_count", get("expert_count"), "mixtures of experts are not supported")
+    head_dim = get("attention.key_length", hidden // heads)
+    if get("attention.value_length", head_dim) != head_dim:
+        limit = f"must equal the key length, which is {head_dim}"
+        raise InvalidArgument(f"{name}.attention.value_length", get("attention.value_length"), limit)
+    scaling = _rope_scaling(fields)
+    return fields.token_ids() | {
+        "hidden_size": hidden,
+        "intermediate_size": get("feed_forward_length"),
+        "num_layers": get("block_count"),
+        "num_attention_heads": heads,
+        "num_kv_heads": get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": context if scaling is None else scaling.context(context),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "rope_theta": get("rope.freq_base", 10000.0),
+        "rope_scaling": scaling,
+        "rotary_dim": get("rope.dimension_count", head_dim),
+        "tie_word_embeddings": "output.weight" not in names,
+        "attention_bias": "blk.0.attn_q.bias" in names or "blk.0.attn_qkv.bias" in names,
+        "output_bias": "blk.0.attn_output.bias" in names,
+        "mlp_bias": "blk.0.ffn_up.bias" in names,
+        "sliding_window": get("attention.sliding_window", 0) or None,
+    }
+
+
+def _rope_scaling(fields: GgufFields) -> RopeScaling | None:
+    """Return the scaling of rotary frequencies."""
+    if fields.rope_factors is not None:
+        return RopeScaling("factors", factors=tuple(fields.rope_factors))
+    if fields.longrope_factors is not None:
+        return _longrope(fields, *fields.longrope_factors)
+    kind = fields.get("rope.scaling.type", "none")
+    if kind == "linear":
+        return RopeScaling("linear", fields.get("rope.scaling.factor", 1.0))
+    if kind == "yarn":
+        return _yarn(fields)
+    if kind != "none":
+        raise InvalidArgument("rope.scaling.type", kind, "is not supported; supported are none, linear, yarn")
+    return None
+
+
+def _yarn(fields: GgufFields) -> RopeScaling:
+    factor = fields.number("rope.scaling.factor")
+    return RopeScaling(
+        "yarn", factor,
+        original_max_position_embeddings=fields.integer(
+            "rope.scaling.original_context_length", fields.integer("context_length")
+        ),
+        attention_factor=fields.number("rope.scaling.attn_factor", 1.0) * yarn_attention(factor),
+        beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
+    )  # fmt: skip
+
+
+def _longrope(fields: GgufFields, short: Sequence[float], long: Sequence[float]) -> RopeScaling:
+    context = fields.integer("context_length")
+    original = fields.integer("rope.scaling.original_context_length", context)
+    factor = context / original
+    return RopeScaling(
+        "longrope", factor, original_max_position_embeddings=original, factors=tuple(short),
+        long_factors=tuple(long), attention_factor=fields.number("rope.scaling.attn_factor", longrope_attention(factor, original)),
+    )  # fmt: skip
