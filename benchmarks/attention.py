@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pagedec.kernels.library import AttentionArgs, AttnBatch, AttnShape, Dtype, Library, load
+from pagedec.kernels.library import AttentionArgs, AttnBatch, AttnShape, Context, Dtype, load
 
 Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 9, 3, 64, 16  # SmolLM2-135M
 
@@ -70,8 +70,8 @@ CASES = (
 class Ours:
     """The kernel on `layers` layers of one case."""
 
-    def __init__(self, library: Library, case: Case, layers: int) -> None:
-        self.library, self.plan = library, library.plan()
+    def __init__(self, context: Context, case: Case, layers: int) -> None:
+        self.context, self.plan = context, context.library.plan()
         elements = case.num_blocks * BLOCK * KV_HEADS * HEAD_DIM
         self.cache = torch.randn(layers, 2, elements, generator=torch.Generator().manual_seed(0)).bfloat16()
         rows = case.num_branches * case.num_rows
@@ -96,11 +96,11 @@ class Ours:
         ]  # fmt: skip
 
     def replan(self) -> None:
-        self.plan.update(self.shape, self.batch)
+        self.context.plan(self.plan, self.shape, self.batch)
 
     def run(self) -> None:
         for record in self.records:
-            self.library.call(record)
+            self.context.call(record)
 
 
 def torch_attention(case: Case, layers: int) -> Callable[[], None]:
@@ -138,16 +138,15 @@ def spread(values: Sequence[float], form: str = ".2f") -> str:
     return f"{middle:{form}} [{low:{form}} {high:{form}}]"
 
 
-def measure(library: Library, case: Case, layers: int, rounds: int) -> str:
+def measure(context: Context, case: Case, layers: int, rounds: int) -> str:
     """Return one line of the table."""
-    ours, theirs = Ours(library, case, layers), torch_attention(case, layers)
-    probe = library.functions.pd_probe_read
+    ours, theirs = Ours(context, case, layers), torch_attention(case, layers)
     theirs(), ours.run()
     plan_us = min(seconds(ours.replan, 1e-4) for _ in range(20)) * 1e6
     times: list[tuple[float, float, float, float]] = []
     for _ in range(rounds):
         first = seconds(ours.run)
-        read = layers * case.kv_bytes / (probe(ours.cache.data_ptr(), ours.cache.nbytes, 3) * 1e9)
+        read = layers * case.kv_bytes / (context.read_rate(ours.cache.data_ptr(), ours.cache.nbytes, 3) * 1e9)
         times.append((first, read, seconds(theirs), seconds(ours.run)))
     mine = [first for first, _, _, _ in times]
     gflops = [layers * case.flops / first / 1e9 for first in mine]
@@ -167,11 +166,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    library = load()
-    dot = library.functions.pd_probe_dot(int(Dtype.BF16), 0.5)
+    context = load().context(options.threads)
+    dot = context.dot_rate(Dtype.BF16, 0.5)
     print(
-        f"{library.isa}, {library.num_threads} threads, {options.layers} layers, bf16, "
-        f"{Q_HEADS}/{KV_HEADS} heads of {HEAD_DIM}"
+        f"{context.isa}, {context.num_threads} threads, {options.layers} layers, bf16, {Q_HEADS}/{KV_HEADS} heads of "
+        f"{HEAD_DIM}"
     )
     print(f"dot-product bound {dot:.0f} GFLOP/s")
     print(
@@ -180,7 +179,7 @@ def main() -> None:
     )
     for case in CASES:
         if options.only in case.name:
-            print(measure(library, case, options.layers, options.rounds), flush=True)
+            print(measure(context, case, options.layers, options.rounds), flush=True)
 
 
 if __name__ == "__main__":

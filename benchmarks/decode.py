@@ -22,7 +22,7 @@ from gemm import SMOLLM2, Layers
 from pagedec import LLM, SamplingParams
 from pagedec.engine.engine import Engine
 from pagedec.kernels.arena import Arena
-from pagedec.kernels.library import Library
+from pagedec.kernels.library import Context
 from pagedec.kernels.native import NativeBackend
 from pagedec.runtime.cache import block_bytes
 
@@ -44,10 +44,10 @@ class Contest:
         runner = self.engine.executor.worker.lanes["target"]  # type: ignore[attr-defined]
         self.arch, self.cache = runner.model.arch, runner.cache
         assert isinstance(runner.backend, NativeBackend), "build the kernels first: make build"
-        self.library: Library = runner.backend.library
-        self.layers = Layers(self.library, SMOLLM2, torch.bfloat16, 1024)
+        self.context: Context = runner.backend.context
+        self.layers = Layers(self.context, SMOLLM2, torch.bfloat16, 1024)
         self.memory = Arena().allocate(1 << 30).fill_(1)
-        self.dot_rate = max(self.library.functions.pd_probe_dot(int(self.layers.code), 0.2) for _ in range(5)) * 1e9
+        self.dot_rate = max(self.context.dot_rate(self.layers.code, 0.2) for _ in range(5)) * 1e9
         self.rng = random.Random(0)
         self.peer = load_transformers(self.llm) if with_transformers else None
 
@@ -55,7 +55,7 @@ class Contest:
         return [self.rng.randrange(self.arch.vocab_size) for _ in range(length)]
 
     def read(self, num_bytes: int) -> Callable[[], object]:
-        return lambda: self.library.functions.pd_probe_read(self.memory.data_ptr(), num_bytes, 1)
+        return lambda: self.context.read_rate(self.memory.data_ptr(), num_bytes)
 
     def kv_bytes(self, num_tokens: int) -> int:
         return num_tokens * block_bytes(self.arch, self.cache.block_size, torch.bfloat16) // self.cache.block_size
@@ -196,7 +196,7 @@ def main() -> None:
     heading("Decoding: SmolLM2-135M, bf16 and int8 weights")
     rate = contest.dot_rate / 1e9
     print(
-        f"kernels {contest.library.isa}, {contest.library.num_threads} threads, dot products {rate:.0f} GFLOP/s; ms\n"
+        f"kernels {contest.context.isa}, {contest.context.num_threads} threads, dot products {rate:.0f} GFLOP/s; ms\n"
     )
     columns = [
         "batch", "step", "tokens/s", "read", "roof", "step / roof", "linears", "torch linears", "host",

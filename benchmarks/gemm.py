@@ -17,7 +17,7 @@ import torch
 from common import Timing, heading, interleave, ratio, table
 
 from pagedec.kernels.arena import Arena
-from pagedec.kernels.library import Dtype, Epilogue, GemmArgs, Library, Program, Quantization, load
+from pagedec.kernels.library import Context, Dtype, Epilogue, GemmArgs, OpList, Quantization, load
 
 # (outputs, inputs) of every linear layer of a step: qkv, o, gate_up, down of each layer, then lm_head
 SMOLLM2 = [(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30 + [(49152, 576)]
@@ -31,11 +31,12 @@ class Layers:
     """The layers of a model with random weights, packed by us and by torch."""
 
     def __init__(
-        self, library: Library, shapes: list[tuple[int, int]], dtype: torch.dtype, max_rows: int, int8: bool = False
+        self, context: Context, shapes: list[tuple[int, int]], dtype: torch.dtype, max_rows: int, int8: bool = False
     ) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.library, self.shapes, self.code = library, shapes, Dtype.BF16 if dtype == torch.bfloat16 else Dtype.F32
+        self.context, self.shapes, self.code = context, shapes, Dtype.BF16 if dtype == torch.bfloat16 else Dtype.F32
         quantization = Quantization.INT8 if int8 else Quantization.PLAIN
+        library = context.library
         sizes = [library.packed_int8_bytes(n, k) if int8 else library.packed_bytes(n, k, self.code) for n, k in shapes]
         self.num_bytes, self.num_products = sum(sizes), sum(n * k for n, k in shapes)
         self.storage = Arena().allocate(self.num_bytes)
@@ -46,7 +47,7 @@ class Layers:
         records, offset = [], 0
         for i, ((n, k), size) in enumerate(zip(shapes, sizes, strict=True)):
             address = self.storage.data_ptr() + offset
-            pack = library.pack_int8 if int8 else library.pack
+            pack = context.pack_int8 if int8 else context.pack
             pack(weights[n, k].data_ptr(), n, k, self.code, address)
             offset += size
             following = sizes[i + 1] if i + 1 < len(sizes) else 0
@@ -57,7 +58,7 @@ class Layers:
                     address + size if following else None, following,
                 )
             )  # fmt: skip
-        self.program = Program(records)
+        self.program = OpList(records)
         reorder = torch.ops.mkldnn._reorder_linear_weight  # a copy for each layer, or torch would read from cache
         self.torch_weights = [reorder(weights[shape], 16) for shape in shapes]
 
@@ -70,10 +71,10 @@ class Layers:
                 torch.ops.mkldnn._linear_pointwise(x[k], weight, None, "none", [], "")
 
         def read() -> None:
-            self.library.functions.pd_probe_read(self.storage.data_ptr(), self.num_bytes, 1)
+            self.context.read_rate(self.storage.data_ptr(), self.num_bytes)
 
         def ours() -> None:
-            self.library.run(self.program)
+            self.context.run(self.program)
 
         return {"ours": ours, "read": read, "torch": packed_torch, "again": ours}
 
@@ -105,17 +106,16 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(MODELS), default="smollm2")
     parser.add_argument("--threads", type=int, default=0, help="0: as many as torch uses")
     arguments = parser.parse_args()
-    library = load(arguments.isa)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    library.set_num_threads(arguments.threads)
+    context = load(arguments.isa).context(arguments.threads)
     int8, dtype = arguments.dtype == "int8", DTYPES[arguments.dtype]
-    layers = Layers(library, MODELS[arguments.model], dtype, max(arguments.rows), int8)
-    heading(f"Linear layers: {arguments.model}, {len(layers.shapes)} layers, {arguments.dtype}, {library.isa}")
-    dot_rate = max(library.functions.pd_probe_dot(int(layers.code), 0.2) for _ in range(5))
+    layers = Layers(context, MODELS[arguments.model], dtype, max(arguments.rows), int8)
+    heading(f"Linear layers: {arguments.model}, {len(layers.shapes)} layers, {arguments.dtype}, {context.isa}")
+    dot_rate = max(context.dot_rate(layers.code, 0.2) for _ in range(5))
     print(
-        f"{layers.num_bytes / 1e6:.0f} MB of weights, {library.num_threads} threads, "
-        f"dot products {dot_rate:.0f} GFLOP/s\n"
+        f"{layers.num_bytes / 1e6:.0f} MB of weights, {context.num_threads} threads, dot products {dot_rate:.0f} "
+        "GFLOP/s\n"
     )
     columns = ["rows", "ms", "GB/s", "read GB/s", "GFLOP/s", "roof", "torch / ours", "ours / ours"]
     table(columns, [report(layers, rows, arguments.rounds, dot_rate) for rows in arguments.rows])

@@ -67,7 +67,6 @@ NOT_PURE = {"os", "socket", "subprocess", "threading", "time", "random", "torch"
 HOMONYMS = {
     "registry": "what there is by name: decoding algorithms in one, families of models in the other",
     "batch": "a package, and the command line's file for it",
-    "Program": "to be renamed",
 }
 """Names that several modules or several classes share, and why they may."""
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}

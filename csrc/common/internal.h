@@ -2,7 +2,8 @@
 //
 // A kernel family is one file that defines `xxx_part(args, thread, num_threads)`: called by every thread of a parallel region,
 // it does this thread's static share (a function of the sizes alone) and may use `#pragma omp barrier` inside, on a path that
-// all threads take alike. program.cpp puts a barrier between the kernels of a list and wraps the single calls.
+// all threads take alike. program.cpp puts a barrier between the kernels of a list and wraps the single calls. A kernel that needs
+// memory of its own takes it from the context (context.h), which is its first argument then: nothing here is static.
 #pragma once
 #include <cstdint>
 
@@ -17,14 +18,14 @@
 namespace pagedec {
 
 int fail(const char *format, ...) __attribute__((format(printf, 1, 2)));  // sets pd_last_error, returns -1
-int num_threads();
+int num_threads(const pd_context &);
+bool has_vnni();  // whether the processor multiplies bytes
 
 // check_*: everything that can be wrong with a record, before a parallel region is entered. 0 or fail(...).
 int check_gemm(const pd_gemm_args &);
 int check_embed(const pd_embed_args &);
 int check_rms_norm(const pd_rms_norm_args &);
 int check_layer_norm(const pd_layer_norm_args &);
-int check_silu_mul(const pd_silu_mul_args &);
 int check_rope_kv_write(const pd_rope_kv_write_args &);
 int check_kv_copy(const pd_kv_copy_args &);
 int check_attention(const pd_attention_args &);
@@ -34,22 +35,24 @@ int check_argmax(const pd_argmax_args &);
 int check_topk_lse(const pd_topk_lse_args &);
 int check_sample(const pd_sample_args &);
 
-// x of a linear layer with int8 weights is quantised into a workspace: by the threads together, with a barrier behind it, where
+// What a kernel needs of the context's workspace when that many threads, or fewer, carry it out.
+int64_t gemm_workspace_bytes(const pd_context &, const pd_gemm_args &, int num_threads);
+int64_t attention_workspace_bytes(const pd_attention_args &, int num_threads);
+
+// x of a linear layer with int8 weights is quantised into the workspace: by the threads together, with a barrier behind it, where
 // gemm_quantize_part returns true (for all threads alike), else by each thread for itself inside gemm_part.
-int64_t gemm_workspace_bytes(const pd_gemm_args &, int num_threads);
-bool gemm_quantize_part(const pd_gemm_args &, char *workspace, int thread, int num_threads);
-void gemm_part(const pd_gemm_args &, char *workspace, int thread, int num_threads);
+bool gemm_quantize_part(const pd_context &, const pd_gemm_args &, int thread, int num_threads);
+void gemm_part(const pd_context &, const pd_gemm_args &, int thread, int num_threads);
 void embed_part(const pd_embed_args &, int thread, int num_threads);
 void rms_norm_part(const pd_rms_norm_args &, int thread, int num_threads);
 void layer_norm_part(const pd_layer_norm_args &, int thread, int num_threads);
-void silu_mul_part(const pd_silu_mul_args &, int thread, int num_threads);
 void rope_kv_write_part(const pd_rope_kv_write_args &, int thread, int num_threads);
 void kv_copy_part(const pd_kv_copy_args &, int thread, int num_threads);
-void attention_part(const pd_attention_args &, int thread, int num_threads);
+void attention_part(const pd_context &, const pd_attention_args &, int thread, int num_threads);
 void soft_cap_part(const pd_soft_cap_args &, int thread, int num_threads);
-void process_logits_part(const pd_process_logits_args &, int thread, int num_threads);
+void process_logits_part(pd_context &, const pd_process_logits_args &, int thread, int num_threads);
 void argmax_part(const pd_argmax_args &, int thread, int num_threads);
-void topk_lse_part(const pd_topk_lse_args &, int thread, int num_threads);
-void sample_part(const pd_sample_args &, int thread, int num_threads);
+void topk_lse_part(pd_context &, const pd_topk_lse_args &, int thread, int num_threads);
+void sample_part(pd_context &, const pd_sample_args &, int thread, int num_threads);
 
 }  // namespace pagedec

@@ -1,6 +1,3 @@
-#include <omp.h>
-#include <pthread.h>
-
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -14,13 +11,6 @@
 
 namespace pagedec {
 static thread_local char last_error[512];
-static int threads = 0;
-constexpr int MAX_THREADS = 4096;  // more than any machine has; OpenMP ends the process where it cannot start as many as it is told
-
-// A forked child has of all threads only the one that forked. OpenMP still counts the lost ones in that thread's pool and would wait
-// for them for ever, so it works alone; threads that the child starts have pools of their own.
-static thread_local bool forked = false;
-[[maybe_unused]] static const int fork_status = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 
 int fail(const char *format, ...) {
   va_list list;
@@ -40,8 +30,6 @@ static bool grants_amx() {
   return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
 #endif
-
-int num_threads() { return forked ? 1 : threads > 0 ? threads : omp_get_max_threads(); }
 }  // namespace pagedec
 
 using namespace pagedec;
@@ -65,10 +53,4 @@ const char *pd_best_isa(void) {
 #endif
   return "scalar";
 }
-int pd_set_num_threads(int32_t n) {
-  if (n < 0 || n > MAX_THREADS) return fail("pd_set_num_threads: n is %d; it must be 0 to %d", n, MAX_THREADS);
-  threads = n;
-  return 0;
-}
-int32_t pd_num_threads(void) { return num_threads(); }
 }

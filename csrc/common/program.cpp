@@ -8,11 +8,9 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
-#include <memory>
 #include <new>
 
-#include "common/internal.h"
+#include "common/context.h"
 
 namespace pagedec {
 namespace {
@@ -22,7 +20,6 @@ int check(const pd_op &op) {
     case PD_OP_GEMM: return check_gemm(*(const pd_gemm_args *)op.args);
     case PD_OP_EMBED: return check_embed(*(const pd_embed_args *)op.args);
     case PD_OP_RMS_NORM: return check_rms_norm(*(const pd_rms_norm_args *)op.args);
-    case PD_OP_SILU_MUL: return check_silu_mul(*(const pd_silu_mul_args *)op.args);
     case PD_OP_ROPE_KV_WRITE: return check_rope_kv_write(*(const pd_rope_kv_write_args *)op.args);
     case PD_OP_KV_COPY: return check_kv_copy(*(const pd_kv_copy_args *)op.args);
     case PD_OP_ATTENTION: return check_attention(*(const pd_attention_args *)op.args);
@@ -36,21 +33,20 @@ int check(const pd_op &op) {
   }
 }
 
-void part(const pd_op &op, char *workspace, int t, int n) {
+void part(pd_context &c, const pd_op &op, int t, int n) {
   switch (op.kind) {
-    case PD_OP_GEMM: return gemm_part(*(const pd_gemm_args *)op.args, workspace, t, n);
+    case PD_OP_GEMM: return gemm_part(c, *(const pd_gemm_args *)op.args, t, n);
     case PD_OP_EMBED: return embed_part(*(const pd_embed_args *)op.args, t, n);
     case PD_OP_RMS_NORM: return rms_norm_part(*(const pd_rms_norm_args *)op.args, t, n);
-    case PD_OP_SILU_MUL: return silu_mul_part(*(const pd_silu_mul_args *)op.args, t, n);
     case PD_OP_ROPE_KV_WRITE: return rope_kv_write_part(*(const pd_rope_kv_write_args *)op.args, t, n);
     case PD_OP_KV_COPY: return kv_copy_part(*(const pd_kv_copy_args *)op.args, t, n);
-    case PD_OP_ATTENTION: return attention_part(*(const pd_attention_args *)op.args, t, n);
+    case PD_OP_ATTENTION: return attention_part(c, *(const pd_attention_args *)op.args, t, n);
     case PD_OP_ARGMAX: return argmax_part(*(const pd_argmax_args *)op.args, t, n);
-    case PD_OP_TOPK_LSE: return topk_lse_part(*(const pd_topk_lse_args *)op.args, t, n);
-    case PD_OP_SAMPLE: return sample_part(*(const pd_sample_args *)op.args, t, n);
+    case PD_OP_TOPK_LSE: return topk_lse_part(c, *(const pd_topk_lse_args *)op.args, t, n);
+    case PD_OP_SAMPLE: return sample_part(c, *(const pd_sample_args *)op.args, t, n);
     case PD_OP_LAYER_NORM: return layer_norm_part(*(const pd_layer_norm_args *)op.args, t, n);
     case PD_OP_SOFT_CAP: return soft_cap_part(*(const pd_soft_cap_args *)op.args, t, n);
-    case PD_OP_PROCESS_LOGITS: return process_logits_part(*(const pd_process_logits_args *)op.args, t, n);
+    case PD_OP_PROCESS_LOGITS: return process_logits_part(c, *(const pd_process_logits_args *)op.args, t, n);
   }
 }
 
@@ -99,23 +95,27 @@ class ExactFloats {
 #endif
 };
 
-// What the program's linear layers need besides their arguments, kept by each thread that runs programs: 64-byte aligned, or NULL.
-char *find_workspace(int64_t bytes) {
-  struct Free {
-    void operator()(char *p) const { free(p); }
-  };
-  static thread_local std::unique_ptr<char, Free> workspace;
-  static thread_local int64_t size = 0;
-  if (bytes > size) {
-    workspace.reset((char *)aligned_alloc(64, bytes));
-    size = workspace ? bytes : 0;
+// Checks a program, and makes room in the context for what its kernels need besides their arguments.
+int prepare(pd_context &c, const pd_op *ops, int64_t num_ops, int threads) {
+  int64_t linear = 0, attention = 0;
+  for (int64_t i = 0; i < num_ops; i++) {
+    if (check(ops[i])) return -1;
+    if (ops[i].kind == PD_OP_GEMM) linear = std::max(linear, gemm_workspace_bytes(c, *(const pd_gemm_args *)ops[i].args, threads));
+    if (ops[i].kind == PD_OP_ATTENTION) attention = std::max(attention, attention_workspace_bytes(*(const pd_attention_args *)ops[i].args, threads));
   }
-  return workspace.get();
+  if (!c.linear.reserve(linear) || !c.attention.reserve(attention))
+    return fail("pd_run: no memory for %lld bytes of workspace", (long long)(linear + attention));
+  try {
+    if ((int)c.scratch.size() < threads) c.scratch.resize(threads);
+  } catch (const std::bad_alloc &) {
+    return fail("pd_run: no memory for %d threads", threads);
+  }
+  return 0;
 }
 
-int single(pd_op_kind kind, const void *args) {
+int single(pd_context *context, pd_op_kind kind, const void *args) {
   const pd_op op{kind, 0, args};
-  return pd_run(&op, 1);
+  return pd_run(context, &op, 1);
 }
 
 }  // namespace
@@ -124,16 +124,13 @@ int single(pd_op_kind kind, const void *args) {
 using namespace pagedec;
 
 extern "C" {
-int pd_run(const pd_op *ops, int64_t num_ops) {
-  const int n = num_threads();
-  int64_t workspace_bytes = 0;
-  for (int64_t i = 0; i < num_ops; i++) {
-    if (check(ops[i])) return -1;
-    if (ops[i].kind == PD_OP_GEMM)
-      workspace_bytes = std::max(workspace_bytes, gemm_workspace_bytes(*(const pd_gemm_args *)ops[i].args, n));
-  }
-  char *const workspace = workspace_bytes ? find_workspace(workspace_bytes) : nullptr;
-  if (workspace_bytes && !workspace) return fail("pd_run: no memory for %lld bytes of workspace", (long long)workspace_bytes);
+int pd_run(pd_context *context, const pd_op *ops, int64_t num_ops) {
+  if (!context) return fail("pd_run: context is NULL");
+  pd_context &c = *context;
+  const Turn turn(c);
+  if (!turn) return fail("pd_run: another thread works in this context");
+  const int n = num_threads(c);
+  if (prepare(c, ops, num_ops, n)) return -1;
   Barrier barrier;
   std::atomic<int64_t> starved{-1};  // the last kernel for which a thread found no memory
 #pragma omp parallel num_threads(n)
@@ -144,9 +141,9 @@ int pd_run(const pd_op *ops, int64_t num_ops) {
 #pragma omp single
     barrier.expect(got);
     for (int64_t i = 0; i < num_ops; i++) {
-      if (ops[i].kind == PD_OP_GEMM && gemm_quantize_part(*(const pd_gemm_args *)ops[i].args, workspace, t, got)) barrier.wait();
+      if (ops[i].kind == PD_OP_GEMM && gemm_quantize_part(c, *(const pd_gemm_args *)ops[i].args, t, got)) barrier.wait();
       try {
-        part(ops[i], workspace, t, got);
+        part(c, ops[i], t, got);
       } catch (const std::bad_alloc &) {  // must not leave the region; the other threads wait at the barrier
         starved = i;
       }
@@ -156,17 +153,16 @@ int pd_run(const pd_op *ops, int64_t num_ops) {
   const int64_t op = starved;
   return op < 0 ? 0 : fail("pd_run: no memory for ops[%lld], of kind %d", (long long)op, ops[op].kind);
 }
-int pd_gemm(const pd_gemm_args *a) { return single(PD_OP_GEMM, a); }
-int pd_embed(const pd_embed_args *a) { return single(PD_OP_EMBED, a); }
-int pd_rms_norm(const pd_rms_norm_args *a) { return single(PD_OP_RMS_NORM, a); }
-int pd_layer_norm(const pd_layer_norm_args *a) { return single(PD_OP_LAYER_NORM, a); }
-int pd_silu_mul(const pd_silu_mul_args *a) { return single(PD_OP_SILU_MUL, a); }
-int pd_rope_kv_write(const pd_rope_kv_write_args *a) { return single(PD_OP_ROPE_KV_WRITE, a); }
-int pd_kv_copy(const pd_kv_copy_args *a) { return single(PD_OP_KV_COPY, a); }
-int pd_attention(const pd_attention_args *a) { return single(PD_OP_ATTENTION, a); }
-int pd_soft_cap(const pd_soft_cap_args *a) { return single(PD_OP_SOFT_CAP, a); }
-int pd_process_logits(const pd_process_logits_args *a) { return single(PD_OP_PROCESS_LOGITS, a); }
-int pd_argmax(const pd_argmax_args *a) { return single(PD_OP_ARGMAX, a); }
-int pd_topk_lse(const pd_topk_lse_args *a) { return single(PD_OP_TOPK_LSE, a); }
-int pd_sample(const pd_sample_args *a) { return single(PD_OP_SAMPLE, a); }
+int pd_gemm(pd_context *c, const pd_gemm_args *a) { return single(c, PD_OP_GEMM, a); }
+int pd_embed(pd_context *c, const pd_embed_args *a) { return single(c, PD_OP_EMBED, a); }
+int pd_rms_norm(pd_context *c, const pd_rms_norm_args *a) { return single(c, PD_OP_RMS_NORM, a); }
+int pd_layer_norm(pd_context *c, const pd_layer_norm_args *a) { return single(c, PD_OP_LAYER_NORM, a); }
+int pd_rope_kv_write(pd_context *c, const pd_rope_kv_write_args *a) { return single(c, PD_OP_ROPE_KV_WRITE, a); }
+int pd_kv_copy(pd_context *c, const pd_kv_copy_args *a) { return single(c, PD_OP_KV_COPY, a); }
+int pd_attention(pd_context *c, const pd_attention_args *a) { return single(c, PD_OP_ATTENTION, a); }
+int pd_soft_cap(pd_context *c, const pd_soft_cap_args *a) { return single(c, PD_OP_SOFT_CAP, a); }
+int pd_process_logits(pd_context *c, const pd_process_logits_args *a) { return single(c, PD_OP_PROCESS_LOGITS, a); }
+int pd_argmax(pd_context *c, const pd_argmax_args *a) { return single(c, PD_OP_ARGMAX, a); }
+int pd_topk_lse(pd_context *c, const pd_topk_lse_args *a) { return single(c, PD_OP_TOPK_LSE, a); }
+int pd_sample(pd_context *c, const pd_sample_args *a) { return single(c, PD_OP_SAMPLE, a); }
 }

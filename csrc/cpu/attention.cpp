@@ -1,11 +1,13 @@
 // The attention kernel's entry: checks, and the choice of a dtype.
 #include "cpu/attention.h"
 
+#include "common/context.h"
+
 namespace pagedec {
 
 int check_attention(const pd_attention_args &a) {
   if (!a.plan) return fail("pd_attention: plan is NULL");
-  if (!a.plan->ready) return fail("pd_attention: plan holds nothing; pd_attn_plan must succeed first");
+  if (a.plan->words.empty()) return fail("pd_attention: plan holds nothing; pd_attn_plan must succeed first");
   if (!a.num_rows) return fail("pd_attention: num_rows is NULL");
   const int planned = a.plan->header().num_rows;
   if (*a.num_rows != planned) return fail("pd_attention: num_rows is %d; the plan is for %d", *a.num_rows, planned);
@@ -17,10 +19,14 @@ int check_attention(const pd_attention_args &a) {
   return 0;
 }
 
-void attention_part(const pd_attention_args &a, int thread, int num_threads) {
-  (a.plan->shape.dtype == PD_BF16 ? attention_bf16 : attention_fp32)(a, thread, num_threads);
+int64_t attention_workspace_bytes(const pd_attention_args &a, int num_threads) {
+  const plan::Header &h = a.plan->header();
+  const size_t state = (h.dtype == PD_BF16 ? bf16_state_bytes : fp32_state_bytes)(h.head_dim);
+  return (int64_t)(state * num_threads + (size_t)h.num_split_partials * h.q_heads * (h.head_dim + 2) * sizeof(float));
 }
 
-size_t attention_state_bytes(const pd_attn_shape &s) { return (s.dtype == PD_BF16 ? bf16_state_bytes : fp32_state_bytes)(s.head_dim); }
+void attention_part(const pd_context &c, const pd_attention_args &a, int thread, int num_threads) {
+  (a.plan->header().dtype == PD_BF16 ? attention_bf16 : attention_fp32)(a, c.attention.get(), thread, num_threads);
+}
 
 }  // namespace pagedec

@@ -26,9 +26,10 @@ struct TileArgs {
 // Row strides, in elements, of q and o: the least of 64, 128, 256 that holds a head. Compile-time constants in the tile kernels.
 PD_INLINE int row_stride(int head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
 
+// The workspace: a state for each thread, then the partial results [num_split_partials][q_heads][head_dim + 2] (o, m, l).
 size_t bf16_state_bytes(int head_dim);
 size_t fp32_state_bytes(int head_dim);
-void attention_bf16(const pd_attention_args &, int thread, int num_threads);
-void attention_fp32(const pd_attention_args &, int thread, int num_threads);
+void attention_bf16(const pd_attention_args &, char *workspace, int thread, int num_threads);
+void attention_fp32(const pd_attention_args &, char *workspace, int thread, int num_threads);
 
 }  // namespace pagedec

@@ -4,5 +4,7 @@
 
 namespace pagedec {
 size_t bf16_state_bytes(int head_dim) { return state_bytes<Bf16>(head_dim); }
-void attention_bf16(const pd_attention_args &a, int thread, int num_threads) { run_attention<Bf16>(a, thread, num_threads); }
+void attention_bf16(const pd_attention_args &a, char *workspace, int thread, int num_threads) {
+  run_attention<Bf16>(a, workspace, thread, num_threads);
+}
 }  // namespace pagedec

@@ -35,13 +35,30 @@ PD_INLINE void finish(typename T::E *out, const float *o, float l, int d) {
   for (int i = 0; i < d; i += vec::W) T::store_out(out + i, vec::mul(vec::load(o + i), vec::set1(w)));
 }
 
+// A plan's words, section by section.
+struct PlanSections {
+  const plan::Header &header;
+  const plan::Row *rows;
+  const plan::Piece *pieces;
+  const plan::Unit *units;
+  const plan::Item *items;
+  const plan::Span *spans;
+  const int32_t *worker_indptr, *splits, *paths;
+
+  explicit PlanSections(const pd_plan &p)
+      : header(p.header()), rows(p.section<plan::Row>(header.rows)), pieces(p.section<plan::Piece>(header.pieces)),
+        units(p.section<plan::Unit>(header.units)), items(p.section<plan::Item>(header.items)), spans(p.section<plan::Span>(header.spans)),
+        worker_indptr(p.section<int32_t>(header.worker_indptr)), splits(p.section<int32_t>(header.splits)),
+        paths(p.section<int32_t>(header.paths)) {}
+};
+
 template <class T, int SD>
 class AttentionLoop {
  public:
   using E = typename T::E;
   using State = AttentionState<T, SD>;
 
-  AttentionLoop(const pd_attention_args &a, int thread, int num_threads);
+  AttentionLoop(const pd_attention_args &a, char *workspace, int thread, int num_threads);
   void run();
 
  private:
@@ -61,15 +78,16 @@ class AttentionLoop {
   void run_rows(int row0, int n, int start, int side);
   void run_whole_rows(int row0, int n, int side);
   void end_chunk(const plan::Span &span, int chunk, bool first_item, bool last_item, int side);
-  float *partial(int record, int head) const { return p_.partials.get() + ((size_t)record * p_.shape.q_heads + head) * (d_ + 2); }
+  float *partial(int record, int head) const { return partials_ + ((size_t)record * h_.q_heads + head) * (d_ + 2); }
   void merge(int split, int head);
 
   const pd_attention_args &a_;
-  pd_plan &p_;
+  const PlanSections p_;
   const plan::Header &h_;
   const int d_, size_, thread_, num_threads_;
   const E *k_, *v_;
-  State *s_ = nullptr;
+  State *const s_;
+  float *const partials_;
   TileArgs<T> tile_;
   int head_ = 0, heads_ = 1, kv_head_ = 0;   // of the span: first query head, how many
   int ahead_span_ = 0, ahead_unit_ = 0, last_span_ = 0;  // where prefetching stands
@@ -77,18 +95,19 @@ class AttentionLoop {
 };
 
 template <class T, int SD>
-AttentionLoop<T, SD>::AttentionLoop(const pd_attention_args &a, int thread, int num_threads)
-    : a_(a), p_(*a.plan), h_(a.plan->header()), d_(h_.head_dim), size_(h_.block_size), thread_(thread), num_threads_(num_threads),
-      k_((const E *)a.k_cache), v_((const E *)a.v_cache) {
+AttentionLoop<T, SD>::AttentionLoop(const pd_attention_args &a, char *workspace, int thread, int num_threads)
+    : a_(a), p_(*a.plan), h_(p_.header), d_(h_.head_dim), size_(h_.block_size), thread_(thread), num_threads_(num_threads),
+      k_((const E *)a.k_cache), v_((const E *)a.v_cache), s_((State *)workspace + thread), partials_((float *)((State *)workspace + num_threads)) {
   constexpr float LOG2E = 1.44269504f;
-  const pd_attn_shape &s = p_.shape;
+  float scale, soft_cap;
+  memcpy(&scale, &h_.scale_bits, 4), memcpy(&soft_cap, &h_.soft_cap_bits, 4);
   tile_.head_dim = d_, tile_.block_size = size_;
   if constexpr (WholeTiles<T>::EXIST)
     if (WholeTiles<T>::take(d_)) tile_.block_size = std::max(size_, WholeTiles<T>::TOKENS);
   tile_.k_stride = T::STEP * std::max(size_, vec::W);
-  tile_.soft_cap = s.soft_cap > 0 ? s.soft_cap * LOG2E : 0.f;
-  tile_.inner_scale = s.soft_cap > 0 ? s.scale / s.soft_cap : 0.f;
-  tile_.scale = s.soft_cap > 0 ? 1.f : s.scale * LOG2E;
+  tile_.soft_cap = soft_cap > 0 ? soft_cap * LOG2E : 0.f;
+  tile_.inner_scale = soft_cap > 0 ? scale / soft_cap : 0.f;
+  tile_.scale = soft_cap > 0 ? 1.f : scale * LOG2E;
 }
 
 template <class T, int SD>
@@ -336,14 +355,13 @@ void AttentionLoop<T, SD>::run() {
   for (int w = thread_; w < h_.num_workers; w += num_threads_) {  // as many as threads, unless their number has changed since
     ahead_span_ = p_.worker_indptr[w], last_span_ = p_.worker_indptr[w + 1];
     if (ahead_span_ == last_span_) continue;
-    s_ = (State *)(p_.states.get() + p_.state_bytes * w);
     ahead_unit_ = p_.items[p_.spans[ahead_span_].item0].unit0;
     for (int i = 0; i < UNITS_AHEAD; i++) look_ahead();
     for (int i = p_.worker_indptr[w]; i < last_span_; i++) run_span(p_.spans[i]);
   }
   if constexpr (WholeTiles<T>::EXIST)
     if (whole_rows_) WholeTiles<T>::release();
-  const int64_t merges = (int64_t)p_.splits.size() * h_.q_heads;
+  const int64_t merges = (int64_t)h_.splits.count * h_.q_heads;
   if (!merges) return;
 #pragma omp barrier
   for (int64_t i = merges * thread_ / num_threads_; i < merges * (thread_ + 1) / num_threads_; i++)
@@ -357,11 +375,11 @@ size_t state_bytes(int head_dim) {
 }
 
 template <class T>
-void run_attention(const pd_attention_args &a, int thread, int num_threads) {
-  switch (row_stride(a.plan->shape.head_dim)) {
-    case 64: return AttentionLoop<T, 64>(a, thread, num_threads).run();
-    case 128: return AttentionLoop<T, 128>(a, thread, num_threads).run();
-    default: return AttentionLoop<T, 256>(a, thread, num_threads).run();
+void run_attention(const pd_attention_args &a, char *workspace, int thread, int num_threads) {
+  switch (row_stride(a.plan->header().head_dim)) {
+    case 64: return AttentionLoop<T, 64>(a, workspace, thread, num_threads).run();
+    case 128: return AttentionLoop<T, 128>(a, workspace, thread, num_threads).run();
+    default: return AttentionLoop<T, 256>(a, workspace, thread, num_threads).run();
   }
 }
 

@@ -8,9 +8,8 @@
 // Order    row block > panel > slice of k > tile. A slice of the panel stays in L1/L2 while the tiles of the block pass it, and
 //          meanwhile they prefetch the next slice, an equal share each, so that memory is never idle.
 #include <algorithm>
-#include <cstdlib>
-#include <memory>
 
+#include "common/context.h"
 #include "cpu/gemm_amx.h"
 
 namespace pagedec {
@@ -92,13 +91,14 @@ FinishFn pick_finish(const pd_gemm_args &a) {
 
 struct Job {
   const pd_gemm_args &a;
-  bool int8 = false, amx = false;
+  const Int8Row shape;  // int8: of a row of x
+  bool int8 = false, vnni = false, amx = false;
   int64_t row_bytes = 0, num_steps = 0, num_slices = 0;   // a step is a word of x (int8: four values of it) and 128 bytes of a panel
   int64_t header = 0, panel_bytes = 0;                    // of a panel: bytes before its first step, and in all
   int64_t row_begin = 0, row_end = 0, panel_begin = 0, panel_end = 0;     // this thread's share
   FinishFn finish = nullptr;
   const char *next = nullptr, *next_end = nullptr;  // what this thread will read in the following layer, or NULL
-  char *workspace = nullptr;                        // int8: this thread's own, or what all have quantised into
+  char *workspace = nullptr;                        // for copies of this thread's rows; int8: or what all have quantised into
   bool shared = false;
   Rows rows{};
 
@@ -124,8 +124,18 @@ int num_row_groups(int64_t rows, int64_t panels, int num_threads) {
 
 // x in int8, in the workspace: rows that are not L1_SET_PERIOD apart.
 int64_t int8_stride(const Int8Row &shape) { return shape.bytes % L1_SET_PERIOD ? shape.bytes : shape.bytes + 64; }
-int64_t int8_bytes(const pd_gemm_args &a, int64_t rows) { return rows * int8_stride(Int8Row(a.k)); }
+int64_t int8_bytes(const Int8Row &shape, int64_t rows) { return rows * int8_stride(shape); }
 int64_t own_rows(const pd_gemm_args &a) { return *a.num_rows < BLOCK_ROWS ? *a.num_rows : BLOCK_ROWS; }
+
+// A block of rows L1_SET_PERIOD apart is copied, each row a line further than it was (measured, k = 4096 and 14336: 1.16-1.2 times
+// faster at 12 and 24 rows, 1.07 at 144).
+constexpr int COPY_MIN_ROWS = TILE_ROWS > 8 ? 10 : INT32_MAX, COPY_MIN_PANELS = 8;  // below these the copy costs more than it saves
+
+int64_t row_bytes(const pd_gemm_args &a) { return (int64_t)a.k * (a.dtype == PD_BF16 ? 2 : 4); }
+int64_t copy_bytes(const pd_gemm_args &a) {  // for a thread
+  const bool copied = row_bytes(a) % L1_SET_PERIOD == 0 && *a.num_rows >= COPY_MIN_ROWS;
+  return copied ? own_rows(a) * (row_bytes(a) + 64) : 0;
+}
 
 // Whether the threads of a group quantise its rows together.
 bool shares_rows(const pd_gemm_args &a, int num_threads) {
@@ -133,24 +143,22 @@ bool shares_rows(const pd_gemm_args &a, int num_threads) {
   return (int64_t)*a.num_rows / groups * a.k * (columns - 1) / columns >= SHARE_MIN_VALUES;
 }
 
-Job make_job(const pd_gemm_args &a, char *workspace, int thread, int num_threads) {
+Job make_job(const pd_context &c, const pd_gemm_args &a, int thread, int num_threads) {
   const int64_t rows = *a.num_rows, panels = ((int64_t)a.n + 31) / 32;
-  Job j{a};
-  j.int8 = a.quantization == PD_INT8;
-  j.row_bytes = (int64_t)a.k * (a.dtype == PD_BF16 ? 2 : 4);
+  Job j{a, {a.k, c.vnni}};
+  j.int8 = a.quantization == PD_INT8, j.vnni = c.vnni;
+  j.row_bytes = row_bytes(a);
   j.num_steps = j.int8 ? ((int64_t)a.k + 3) / 4 : (j.row_bytes + 3) / 4;
   const int64_t slice = HAS_AMX && rows > AMX_SLICE_MIN_ROWS ? AMX_SLICE_STEPS : SLICE_STEPS;
   j.num_slices = (j.num_steps + slice - 1) / slice;
-  if (j.int8) {
-    j.header = INT8_HEADER, j.shared = shares_rows(a, num_threads);
-    j.workspace = j.shared ? workspace : workspace + thread * int8_bytes(a, own_rows(a));
-  }
+  if (j.int8) j.header = INT8_HEADER, j.shared = shares_rows(a, num_threads);
+  j.workspace = c.linear.get() + (j.shared ? 0 : thread * (j.int8 ? int8_bytes(j.shape, own_rows(a)) : copy_bytes(a)));
   j.panel_bytes = j.header + j.num_steps * 128;
   const int groups = num_row_groups(rows, panels, num_threads), columns = num_threads / groups;
   const int column = thread % columns, group = thread / columns;
   j.row_begin = rows * group / groups, j.row_end = rows * (group + 1) / groups;
   j.panel_begin = panels * column / columns, j.panel_end = panels * (column + 1) / columns;
-  if constexpr (HAS_AMX) j.amx = j.int8 ? use_vnni() && j.row_end - j.row_begin >= INT8_AMX_MIN_ROWS : a.dtype == PD_BF16;
+  if constexpr (HAS_AMX) j.amx = j.int8 ? j.vnni && j.row_end - j.row_begin >= INT8_AMX_MIN_ROWS : a.dtype == PD_BF16;
   j.finish = j.int8 ? pick_finish<true>(a) : pick_finish<false>(a);
   if (a.next_packed) {
     j.next = (const char *)a.next_packed + (a.next_bytes * thread / num_threads & -64);
@@ -159,38 +167,23 @@ Job make_job(const pd_gemm_args &a, char *workspace, int thread, int num_threads
   return j;
 }
 
-// A block of rows L1_SET_PERIOD apart is copied, each row a line further than it was (measured, k = 4096 and 14336: 1.16-1.2 times
-// faster at 12 and 24 rows, 1.07 at 144).
-constexpr int COPY_MIN_ROWS = TILE_ROWS > 8 ? 10 : INT32_MAX, COPY_MIN_PANELS = 8;  // below these the copy costs more than it saves
-
 void place_rows(Job &j, int64_t row, int64_t rows) {
-  struct Free {
-    void operator()(char *p) const { free(p); }
-  };
-  static thread_local std::unique_ptr<char, Free> scratch;
-  static thread_local int64_t scratch_bytes = 0;
   const int64_t row_bytes = j.row_bytes;
   j.rows = {(const char *)j.a.x + row * row_bytes, row_bytes};
   if (row_bytes % L1_SET_PERIOD || rows < COPY_MIN_ROWS || j.panel_end - j.panel_begin < COPY_MIN_PANELS) return;
   const int64_t stride = row_bytes + 64;
-  if (rows * stride > scratch_bytes) {
-    scratch.reset((char *)aligned_alloc(64, rows * stride));
-    scratch_bytes = scratch ? rows * stride : 0;
-    if (!scratch) return;  // only slower
-  }
-  for (int64_t i = 0; i < rows; i++) memcpy(scratch.get() + i * stride, j.rows.x + i * row_bytes, row_bytes);
-  j.rows = {scratch.get(), stride};
+  for (int64_t i = 0; i < rows; i++) memcpy(j.workspace + i * stride, j.rows.x + i * row_bytes, row_bytes);
+  j.rows = {j.workspace, stride};
 }
 
 // Rows begin .. end of x, one behind the other.
 void quantize_rows(const Job &j, int64_t begin, int64_t end, char *to) {
-  const Int8Row shape(j.a.k);
-  for (int64_t r = begin; r < end; r++, to += int8_stride(shape))
-    quantize_row((const char *)j.a.x + r * j.row_bytes, j.a.dtype, j.a.k, shape, to);
+  for (int64_t r = begin; r < end; r++, to += int8_stride(j.shape))
+    quantize_row((const char *)j.a.x + r * j.row_bytes, j.a.dtype, j.a.k, j.shape, to);
 }
 void place_int8_rows(Job &j, int64_t row, int64_t rows) {
   if (!j.shared) quantize_rows(j, row, row + rows, j.workspace);
-  j.rows = {j.workspace + (j.shared ? int8_bytes(j.a, row) : 0), int8_stride(Int8Row(j.a.k))};
+  j.rows = {j.workspace + (j.shared ? int8_bytes(j.shape, row) : 0), int8_stride(j.shape)};
 }
 
 // One slice of one panel by a block of rows. ahead: what to prefetch meanwhile.
@@ -198,7 +191,6 @@ void run_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float 
   const bool last = s + 1 == j.num_slices;
   const int height = j.int8 ? INT8_TILE_ROWS : TILE_ROWS, tiles = (rows + height - 1) / height;
   const float *scales = (const float *)j.panel(p);
-  const Int8Row shape(j.a.k);
   const int64_t lines = (ahead_end - ahead) / 64;
   TileArgs t{};
   t.x_stride = j.rows.stride;
@@ -209,11 +201,11 @@ void run_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float 
   for (int i = 0; i < tiles; i++) {
     const int r0 = tile_begin(j.int8, i, tiles, rows), r1 = tile_begin(j.int8, i + 1, tiles, rows);
     const char *x = j.rows.x + r0 * j.rows.stride;
-    t.x = x + j.slice_begin(s) * (j.int8 ? shape.step_bytes : 4);
-    t.heads = x + shape.heads + j.slice_begin(s) / GROUP_STEPS * (int64_t)sizeof(GroupHead);
+    t.x = x + j.slice_begin(s) * (j.int8 ? j.shape.step_bytes : 4);
+    t.heads = x + j.shape.heads + j.slice_begin(s) / GROUP_STEPS * (int64_t)sizeof(GroupHead);
     t.acc = j.num_slices > 1 ? acc + r0 * 32 : acc;  // nothing to keep: stay in L1
     t.ahead = ahead + lines * i / tiles * 64, t.ahead_end = ahead + lines * (i + 1) / tiles * 64;
-    (j.int8 ? pick_int8_tile(r1 - r0) : pick_tile(j.a.dtype, r1 - r0))(t);
+    (j.int8 ? pick_int8_tile(r1 - r0, j.vnni) : pick_tile(j.a.dtype, r1 - r0))(t);
     if (last) j.finish(j.a, row + r0, r1 - r0, p, t.acc, scales);
   }
 }
@@ -222,7 +214,6 @@ void run_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float 
 void run_amx_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float *acc, const char *ahead, const char *ahead_end) {
   const AmxTiles tiles(rows);
   const int pairs = (tiles.count + 1) / 2;
-  const Int8Row shape(j.a.k);
   const int64_t lines = (ahead_end - ahead) / 64, begin = j.slice_begin(s), end = j.slice_begin(s + 1);
   AmxArgs t{};
   t.x_stride = j.rows.stride, t.height = tiles.height;
@@ -234,7 +225,7 @@ void run_amx_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, fl
     const char *x = j.rows.x + tiles.begin(i) * j.rows.stride;
     t.x = x + begin * 4;
     t.second = (tiles.begin(i + count - 1) - tiles.begin(i)) * j.rows.stride;
-    t.heads = x + shape.heads + begin / GROUP_STEPS * (int64_t)sizeof(GroupHead);
+    t.heads = x + j.shape.heads + begin / GROUP_STEPS * (int64_t)sizeof(GroupHead);
     t.acc = j.num_slices > 1 ? acc + i * AMX_ROWS * 32 : acc;  // nothing to keep: stay in L1
     t.ahead = ahead + lines * pair / pairs * 64, t.ahead_end = ahead + lines * (pair + 1) / pairs * 64;
     amx_tiles(t, count, j.int8);
@@ -294,24 +285,25 @@ int check_gemm(const pd_gemm_args &a) {
   return 0;
 }
 
-int64_t gemm_workspace_bytes(const pd_gemm_args &a, int num_threads) {
-  if (a.quantization != PD_INT8 || *a.num_rows == 0) return 0;
-  return std::max(int8_bytes(a, *a.num_rows), num_threads * int8_bytes(a, own_rows(a)));
+int64_t gemm_workspace_bytes(const pd_context &c, const pd_gemm_args &a, int num_threads) {
+  if (a.quantization != PD_INT8) return num_threads * copy_bytes(a);
+  const Int8Row shape(a.k, c.vnni);
+  return std::max(int8_bytes(shape, *a.num_rows), num_threads * int8_bytes(shape, own_rows(a)));
 }
 
-bool gemm_quantize_part(const pd_gemm_args &a, char *workspace, int thread, int num_threads) {
+bool gemm_quantize_part(const pd_context &c, const pd_gemm_args &a, int thread, int num_threads) {
   if (a.quantization != PD_INT8 || *a.num_rows == 0 || !shares_rows(a, num_threads)) return false;
-  const Job j = make_job(a, workspace, thread, num_threads);
+  const Job j = make_job(c, a, thread, num_threads);
   // this thread's share of its group's rows: it finds those that it wrote in its own cache
   const int64_t rows = j.row_end - j.row_begin, columns = num_threads / num_row_groups(*a.num_rows, ((int64_t)a.n + 31) / 32, num_threads);
   const int64_t column = thread % columns, begin = j.row_begin + rows * column / columns, end = j.row_begin + rows * (column + 1) / columns;
-  quantize_rows(j, begin, end, workspace + int8_bytes(a, begin));
+  quantize_rows(j, begin, end, j.workspace + int8_bytes(j.shape, begin));
   return true;
 }
 
-void gemm_part(const pd_gemm_args &a, char *workspace, int thread, int num_threads) {
+void gemm_part(const pd_context &c, const pd_gemm_args &a, int thread, int num_threads) {
   if (*a.num_rows == 0) return;
-  Job job = make_job(a, workspace, thread, num_threads);
+  Job job = make_job(c, a, thread, num_threads);
   run(job);
 }
 

@@ -23,13 +23,11 @@ struct GroupHead {
   int32_t start;
 };
 
-bool use_vnni();  // constant while a program runs
-
 // Bytes of a row of x: its steps, and from where on it has its groups.
 struct Int8Row {
   int64_t step_bytes, num_steps, num_groups, heads, bytes;
-  explicit Int8Row(int64_t k)
-      : step_bytes(use_vnni() ? 4 : 8), num_steps((k + 3) / 4), num_groups((k + GROUP - 1) / GROUP),
+  Int8Row(int64_t k, bool vnni)
+      : step_bytes(vnni ? 4 : 8), num_steps((k + 3) / 4), num_groups((k + GROUP - 1) / GROUP),
         heads((num_steps * step_bytes + 63) / 64 * 64), bytes((heads + num_groups * 8 + 63) / 64 * 64) {}
 };
 
@@ -169,10 +167,10 @@ TileFn pick_int8_tile(std::index_sequence<R...>, int rows) {
   static constexpr TileFn fn[] = {int8_tile<VNNI, (int)R + 1>...};
   return fn[rows - 1];
 }
-PD_INLINE TileFn pick_int8_tile(int rows) {
+PD_INLINE TileFn pick_int8_tile(int rows, bool vnni) {
   constexpr auto heights = std::make_index_sequence<INT8_TILE_ROWS>();
 #if PD_LEVEL >= 2
-  if (use_vnni()) return pick_int8_tile<true>(heights, rows);
+  if (vnni) return pick_int8_tile<true>(heights, rows);
 #endif
   return pick_int8_tile<false>(heights, rows);
 }

@@ -61,13 +61,14 @@ int64_t pd_packed_bytes(int64_t n, int64_t k, int32_t dtype) {
   return (n + 31) / 32 * (dtype == PD_BF16 ? (k + 1) / 2 : k) * 128;
 }
 
-int pd_pack(const void *w, int64_t n, int64_t k, int32_t dtype, void *packed) {
+int pd_pack(pd_context *context, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed) {
+  if (!context) return fail("pd_pack: context is NULL");
   if (!w) return fail("pd_pack: w is NULL");
   if (!packed) return fail("pd_pack: packed is NULL");
   if ((uintptr_t)packed % 64) return fail("pd_pack: packed is at %p; it must be 64-byte aligned", packed);
   if (pd_packed_bytes(n, k, dtype) < 0) return -1;
   const int64_t row_bytes = k * (dtype == PD_BF16 ? 2 : 4), steps = (row_bytes + 3) / 4, whole = row_bytes / 4;
-  const int threads = num_threads();
+  const int threads = num_threads(*context);
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t p = 0; p < (n + 31) / 32; p++) {
     char *to = (char *)packed + p * steps * 128;
@@ -90,14 +91,15 @@ int64_t pd_packed_int8_bytes(int64_t n, int64_t k) {
   return (n + 31) / 32 * (INT8_HEADER + (k + 3) / 4 * 128);
 }
 
-int pd_pack_int8(const void *w, int64_t n, int64_t k, int32_t dtype, void *packed) {
+int pd_pack_int8(pd_context *context, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed) {
+  if (!context) return fail("pd_pack_int8: context is NULL");
   if (!w) return fail("pd_pack_int8: w is NULL");
   if (!packed) return fail("pd_pack_int8: packed is NULL");
   if ((uintptr_t)packed % 64) return fail("pd_pack_int8: packed is at %p; it must be 64-byte aligned", packed);
   if (dtype != PD_F32 && dtype != PD_BF16) return fail("pd_pack_int8: dtype is %d; it must be 0 (fp32) or 1 (bf16)", dtype);
   if (pd_packed_int8_bytes(n, k) < 0) return -1;
   const int64_t steps = (k + 3) / 4, padded = steps * 4, row_bytes = k * (dtype == PD_BF16 ? 2 : 4);
-  const int threads = num_threads();
+  const int threads = num_threads(*context);
   // for each thread: one row in fp32, and 32 rows of q
   const int64_t scratch_bytes = (padded * 36 + 63) / 64 * 64;
   const std::unique_ptr<char, Free> scratch((char *)aligned_alloc(64, threads * scratch_bytes));

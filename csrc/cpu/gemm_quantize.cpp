@@ -1,10 +1,9 @@
 // Rows of activations to int8, and whether the processor multiplies bytes.
+#include "common/context.h"
 #include "cpu/gemm_int8.h"
 
 namespace pagedec {
 namespace {
-
-bool vnni_allowed = true;
 
 bool find_vnni() {
 #if PD_LEVEL >= 2
@@ -120,9 +119,9 @@ void quantize(const E *x, int64_t k, const Int8Row &shape, char *row) {
 
 }  // namespace
 
-bool use_vnni() {
+bool has_vnni() {
   static const bool found = find_vnni();
-  return found && vnni_allowed;
+  return found;
 }
 
 void quantize_row(const void *x, int dtype, int64_t k, const Int8Row &shape, char *row) {
@@ -132,7 +131,7 @@ void quantize_row(const void *x, int dtype, int64_t k, const Int8Row &shape, cha
 
 }  // namespace pagedec
 
-extern "C" int pd_allow_vnni(int32_t allow) {
-  pagedec::vnni_allowed = allow != 0;
-  return pagedec::use_vnni();
+extern "C" int pd_allow_vnni(pd_context *context, int32_t allow) {
+  if (!context) return pagedec::fail("pd_allow_vnni: context is NULL");
+  return context->vnni = allow && pagedec::has_vnni();
 }

@@ -27,8 +27,8 @@ void copy_strided(char *base, int64_t to, int64_t from, int64_t num, int64_t ste
   for (int64_t i = 0; i < num; i++) memcpy(base + to + i * step, base + from + i * step, bytes);
 }
 
-// All in elements of `bytes`; bf16: K in pairs along the head, V in pairs along the block.
-void copy_slot(const CacheShape &shape, int64_t bytes, char *k, char *v, int64_t src, int64_t dst, int64_t head) {
+// bf16: K in pairs along the head, V in pairs along the block.
+void copy_slot(const CacheShape &shape, char *k, char *v, int64_t src, int64_t dst, int64_t head) {
   const SlotPlace from = shape.place(src, head), to = shape.place(dst, head);
   const int64_t dim = shape.head_dim, size = shape.block_size;
   if (shape.paired) {
@@ -50,8 +50,8 @@ void copy_run(const CacheShape &shape, int64_t bytes, char *k, char *v, const Ru
     copy_strided(k, to + offset * 4, from + offset * 4, k_rows, size * 4, run.length * 4);
   int64_t begin = offset, end = offset + run.length;
   if (shape.paired) {
-    if (begin % 2) copy_slot(shape, bytes, k, v, run.src, run.dst, head), begin++;
-    if (end % 2 && end > begin) copy_slot(shape, bytes, k, v, run.src + run.length - 1, run.dst + run.length - 1, head), end--;
+    if (begin % 2) copy_slot(shape, k, v, run.src, run.dst, head), begin++;
+    if (end % 2 && end > begin) copy_slot(shape, k, v, run.src + run.length - 1, run.dst + run.length - 1, head), end--;
   }
   if (end > begin) memcpy(v + to + begin * dim * bytes, v + from + begin * dim * bytes, (end - begin) * dim * bytes);
 }
@@ -87,7 +87,7 @@ void kv_copy_part(const pd_kv_copy_args &a, int thread, int num_threads) {
       if (run.length > 1)
         copy_run(shape, bytes, k, v, run, head);
       else if (run.src != run.dst)
-        copy_slot(shape, bytes, k, v, run.src, run.dst, head);
+        copy_slot(shape, k, v, run.src, run.dst, head);
       i += run.length;
     }
   }

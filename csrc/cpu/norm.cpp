@@ -8,21 +8,16 @@ namespace pagedec {
 namespace {
 
 template <class E, bool kAdd>
-void norm_row(const pd_rms_norm_args &a, float *x, const float *residual, E *out) {
+void norm_row(const pd_rms_norm_args &a, const float *x, E *out) {
   const int64_t dim = a.dim;
   F16 sum = set16(0.0f);
   for (int64_t i = 0; i < dim; i += 16) {
-    F16 v = load_some(x + i, dim - i);
-    if (residual) {
-      v = v + load_some(residual + i, dim - i);
-      store_some(x + i, v, dim - i);
-    }
+    const F16 v = load_some(x + i, dim - i);
     sum = sum + v * v;
   }
-  const F16 scale = set16(1.0f / std::sqrt(sum_lanes(sum) / (float)dim + a.eps)), offset = set16(a.weight_offset);
+  const F16 scale = set16(1.0f / std::sqrt(sum_lanes(sum) / (float)dim + a.eps));
   for (int64_t i = 0; i < dim; i += 16) {
-    const F16 weight = load_some(a.weight + i, dim - i) + offset;
-    F16 y = load_some(x + i, dim - i) * scale * weight;
+    F16 y = load_some(x + i, dim - i) * scale * load_some(a.weight + i, dim - i);
     if constexpr (kAdd) y = load_some(out + i, dim - i) + y;
     store_some(out + i, y, dim - i);
   }
@@ -31,11 +26,8 @@ void norm_row(const pd_rms_norm_args &a, float *x, const float *residual, E *out
 template <class E, bool kAdd = false>
 void norm_rows(const pd_rms_norm_args &a, int thread, int num_threads) {
   const Range rows = share(*a.num_rows, thread, num_threads);
-  for (int64_t r = rows.begin; r < rows.end; r++) {
-    const int64_t row = a.row_ids ? a.row_ids[r] : r;
-    float *x = const_cast<float *>(a.x) + row * a.dim;  // written only where a residual is added
-    norm_row<E, kAdd>(a, x, a.residual ? a.residual + row * a.dim : nullptr, (E *)a.out + r * a.dim);
-  }
+  for (int64_t r = rows.begin; r < rows.end; r++)
+    norm_row<E, kAdd>(a, a.x + (a.row_ids ? a.row_ids[r] : r) * (int64_t)a.dim, (E *)a.out + r * a.dim);
 }
 
 // The mean is subtracted before squares are summed: no cancellation where it is large.
@@ -80,9 +72,6 @@ int check_norm(const char *name, const Args &a) {
 int check_rms_norm(const pd_rms_norm_args &a) {
   const char *name = "pd_rms_norm";
   if (check_norm(name, a)) return -1;
-  if (a.residual && a.row_ids) return fail("%s: row_ids is given with residual; of the two one must be NULL", name);
-  if (!std::isfinite(a.weight_offset))
-    return fail("%s: weight_offset is %g; it must be finite", name, (double)a.weight_offset);
   if (check_range(name, "add", a.add, 0, 1)) return -1;
   if (a.add && a.dtype != PD_F32) return fail("%s: dtype is %d; with add it must be %d (fp32)", name, a.dtype, PD_F32);
   return 0;

@@ -94,11 +94,12 @@ double dot_part(int64_t rounds, float *sink) {
 using namespace pagedec;
 
 extern "C" {
-double pd_probe_read(const void *data, int64_t bytes, int32_t repeats) {
+double pd_probe_read(pd_context *context, const void *data, int64_t bytes, int32_t repeats) {
+  if (!context) return fail("pd_probe_read: context is NULL");
   if (!data) return fail("pd_probe_read: data is NULL");
   if (bytes < 1) return fail("pd_probe_read: bytes is %lld; it must be 1 or more", (long long)bytes);
   if (repeats < 1) return fail("pd_probe_read: repeats is %d; it must be 1 or more", repeats);
-  const int n = num_threads();
+  const int n = num_threads(*context);
   double best = 0;
   volatile float sink = 0;
   for (int32_t i = 0; i < repeats; i++) {
@@ -123,10 +124,11 @@ double pd_probe_read(const void *data, int64_t bytes, int32_t repeats) {
   return best * 1e-9;
 }
 
-double pd_probe_dot(int32_t dtype, double seconds) {
+double pd_probe_dot(pd_context *context, int32_t dtype, double seconds) {
+  if (!context) return fail("pd_probe_dot: context is NULL");
   if (dtype != PD_F32 && dtype != PD_BF16) return fail("pd_probe_dot: dtype is %d; it must be 0 (fp32) or 1 (bf16)", dtype);
   if (!(seconds > 0 && seconds <= 60)) return fail("pd_probe_dot: seconds is %g; it must be above 0 and at most 60", seconds);
-  const int n = num_threads();
+  const int n = num_threads(*context);
   double flop = 0, longest = 0;
   volatile float keep = 0;
 #pragma omp parallel num_threads(n)

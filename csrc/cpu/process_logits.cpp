@@ -6,40 +6,12 @@
 #include <cmath>
 #include <vector>
 
+#include "common/context.h"
 #include "cpu/check_small.h"
 #include "cpu/row_max.h"
 
 namespace pagedec {
 namespace {
-
-// Which tokens were met and how often, without clearing a vocabulary: an entry counts only if it bears the current stamp.
-class Met {
- public:
-  void begin(int64_t vocab) {
-    if ((int64_t)entries_.size() < vocab) entries_.resize(vocab, Entry{0, 0});
-    if (++stamp_) return;
-    std::fill(entries_.begin(), entries_.end(), Entry{0, 0});  // after 2^32 - 1 rows
-    stamp_ = 1;
-  }
-  int32_t count(int32_t token) {  // how often it was met, this time included
-    Entry &e = entries_[token];
-    if (e.stamp != stamp_) e = {stamp_, 0};
-    return ++e.times;
-  }
-  int32_t take(int32_t token) {  // how often it was met; 0 from then on
-    const int32_t times = entries_[token].times;
-    entries_[token].times = 0;
-    return times;
-  }
-
- private:
-  struct Entry {
-    uint32_t stamp;
-    int32_t times;
-  };
-  std::vector<Entry> entries_;
-  uint32_t stamp_ = 0;
-};
 
 struct Row {
   float *logits;
@@ -196,25 +168,23 @@ int check_process_logits(const pd_process_logits_args &a) {
   return 0;
 }
 
-void process_logits_part(const pd_process_logits_args &a, int thread, int num_threads) {
-  static thread_local std::vector<int32_t> history, path, border;
-  static thread_local std::vector<float> kept;
-  static thread_local Met met;
+void process_logits_part(pd_context &c, const pd_process_logits_args &a, int thread, int num_threads) {
+  ThreadScratch &own = c.scratch[thread];
   const Range rows = share(*a.num_rows, thread, num_threads);
   for (int64_t i = rows.begin; i < rows.end; i++) {
     const pd_rules &rules = a.rules[a.rule_ids[i]];
     const bool repetition = rules.repetition_penalty != 1.0f;
     const bool generated = rules.frequency_penalty != 0.0f || rules.presence_penalty != 0.0f;
-    history.clear();
-    if (rules.num_words || rules.no_repeat_ngram_size || repetition || generated) gather(a, i, history, path);
-    const Row row{a.logits + a.rows[i] * (int64_t)a.vocab, a.vocab, history.data(), (int64_t)history.size()};
-    if (rules.num_allowed >= 0) ban_all_but(row, rules.allowed, rules.num_allowed, kept);
+    own.history.clear();
+    if (rules.num_words || rules.no_repeat_ngram_size || repetition || generated) gather(a, i, own.history, own.path);
+    const Row row{a.logits + a.rows[i] * (int64_t)a.vocab, a.vocab, own.history.data(), (int64_t)own.history.size()};
+    if (rules.num_allowed >= 0) ban_all_but(row, rules.allowed, rules.num_allowed, own.values);
     ban_words(row, rules);
     for (int32_t j = 0; j < rules.num_biases; j++)
       if (row.known(rules.bias_tokens[j])) row.logits[rules.bias_tokens[j]] += rules.bias_values[j];
-    if (rules.no_repeat_ngram_size) ban_ngrams(row, rules.no_repeat_ngram_size, border);
-    if (repetition) penalize_repetition(row, rules.repetition_penalty, met);
-    if (generated) penalize_generated(row, a.prompt_lengths[i], rules.frequency_penalty, rules.presence_penalty, met);
+    if (rules.no_repeat_ngram_size) ban_ngrams(row, rules.no_repeat_ngram_size, own.border);
+    if (repetition) penalize_repetition(row, rules.repetition_penalty, own.met);
+    if (generated) penalize_generated(row, a.prompt_lengths[i], rules.frequency_penalty, rules.presence_penalty, own.met);
   }
 }
 

@@ -10,15 +10,15 @@ namespace {
 
 constexpr int kMaxHeadDim = 1024;
 
-void norm_head(float *x, const float *weight, int64_t dim, float eps, float offset) {
+void norm_head(float *x, const float *weight, int64_t dim, float eps) {
   F16 sum = set16(0.0f);
   for (int64_t i = 0; i < dim; i += 16) {
     const F16 v = load_some(x + i, dim - i);
     sum = sum + v * v;
   }
-  const F16 scale = set16(1.0f / std::sqrt(sum_lanes(sum) / (float)dim + eps)), shift = set16(offset);
+  const F16 scale = set16(1.0f / std::sqrt(sum_lanes(sum) / (float)dim + eps));
   for (int64_t i = 0; i < dim; i += 16)
-    store_some(x + i, load_some(x + i, dim - i) * scale * (load_some(weight + i, dim - i) + shift), dim - i);
+    store_some(x + i, load_some(x + i, dim - i) * scale * load_some(weight + i, dim - i), dim - i);
 }
 
 // `table`: cos of the half, then sin.
@@ -65,7 +65,7 @@ struct Heads {
   void prepare(const E *in, const float *norm, int64_t row, float *x) const {
     const int64_t dim = a.head_dim;
     for (int64_t i = 0; i < dim; i += 16) store_some(x + i, load_some(in + i, dim - i), dim - i);
-    if (norm) norm_head(x, norm, dim, a.norm_eps, a.norm_offset);
+    if (norm) norm_head(x, norm, dim, a.norm_eps);
     if (!a.cos_sin) return;
     const float *table = a.cos_sin + a.positions[row] * (int64_t)a.rotary_dim;
     a.interleaved ? rotate_pairs(x, table, a.rotary_dim / 2) : rotate_halves(x, table, a.rotary_dim / 2);
@@ -113,7 +113,6 @@ int check_rope_kv_write(const pd_rope_kv_write_args &a) {
   }
   if (!(a.norm_eps >= 0.0f) || !std::isfinite(a.norm_eps))
     return fail("%s: norm_eps is %g; it must be 0 or more", name, (double)a.norm_eps);
-  if (!std::isfinite(a.norm_offset)) return fail("%s: norm_offset is %g; it must be finite", name, (double)a.norm_offset);
   return 0;
 }
 

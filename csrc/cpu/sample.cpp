@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 
+#include "common/context.h"
 #include "cpu/check_small.h"
 #include "cpu/philox.h"
 #include "cpu/softmax_mass.h"
@@ -22,8 +23,9 @@ struct Row {
   int64_t vocab = 0;
   float top = 0.0f;     // the largest logit, at most the largest float
   int32_t argmax = 0;
-  std::vector<float> maxima;
+  std::vector<float> &maxima;
 
+  explicit Row(std::vector<float> &own) : maxima(own) {}
   void scan(const float *logits, int64_t num_tokens) {
     x = logits, vocab = num_tokens;
     const int64_t groups = num_groups(vocab);
@@ -44,9 +46,10 @@ struct Kept {
   float inverse_temperature = 0.0f, least = 0.0f;  // least distance (min_p)
   uint64_t last = ~0ull;                           // the last key kept
   bool listed = false;
-  std::vector<uint64_t> list;
-  std::vector<float> scratch;
+  std::vector<uint64_t> &list;
+  std::vector<float> &scratch;
 
+  Kept(std::vector<uint64_t> &keys, std::vector<float> &values) : list(keys), scratch(values) {}
   float distance_of(const Row &row, float x) const { return distance(x, row.top, inverse_temperature); }
   double mass_of(const Row &row, uint64_t key) const { return exp_small(distance_of(row, key_value(key))); }
 
@@ -230,9 +233,10 @@ int check_sample(const pd_sample_args &a) {
   return 0;
 }
 
-void sample_part(const pd_sample_args &a, int thread, int num_threads) {
-  static thread_local Row row;
-  static thread_local Kept kept;
+void sample_part(pd_context &c, const pd_sample_args &a, int thread, int num_threads) {
+  ThreadScratch &own = c.scratch[thread];
+  Row row(own.maxima);
+  Kept kept(own.keys, own.values);
   const Range draws = share(*a.num_draws, thread, num_threads);
   const pd_draw *prepared = nullptr;
   for (int64_t i = draws.begin; i < draws.end; i++) {

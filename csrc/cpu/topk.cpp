@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "common/context.h"
 #include "cpu/check_small.h"
 #include "cpu/softmax_mass.h"
 
@@ -46,19 +47,18 @@ int check_topk_lse(const pd_topk_lse_args &a) {
   return 0;
 }
 
-void topk_lse_part(const pd_topk_lse_args &a, int thread, int num_threads) {
-  static thread_local std::vector<float> maxima, scratch;
-  static thread_local std::vector<uint64_t> keys;
+void topk_lse_part(pd_context &c, const pd_topk_lse_args &a, int thread, int num_threads) {
+  ThreadScratch &own = c.scratch[thread];
   const Range rows = share(*a.num_rows, thread, num_threads);
-  maxima.resize(num_groups(a.vocab));
+  own.maxima.resize(num_groups(a.vocab));
   for (int64_t r = rows.begin; r < rows.end; r++) {
     const float *x = a.logits + (a.row_ids ? a.row_ids[r] : r) * (int64_t)a.vocab;
-    a.lse[r] = scan(x, a.vocab, maxima.data());
+    a.lse[r] = scan(x, a.vocab, own.maxima.data());
     if (a.k == 0) continue;
-    select_largest(x, a.vocab, maxima.data(), a.k, scratch, keys);
+    select_largest(x, a.vocab, own.maxima.data(), a.k, own.values, own.keys);
     for (int64_t i = 0; i < a.k; i++) {
-      a.token_ids[r * a.k + i] = key_token(keys[i]);
-      a.values[r * a.k + i] = key_value(keys[i]);
+      a.token_ids[r * a.k + i] = key_token(own.keys[i]);
+      a.values[r * a.k + i] = key_value(own.keys[i]);
     }
   }
 }

@@ -67,7 +67,6 @@ PD_INLINE F16 operator/(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
 PD_INLINE F16 larger(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }   // a > b ? a : b, so b where one is NaN
 PD_INLINE F16 smaller(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }  // a < b ? a : b
 PD_INLINE M16 less(F16 a, F16 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
-PD_INLINE M16 equal(F16 a, F16 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ)}; }
 PD_INLINE M16 less(I16 a, I16 b) { return {_mm512_cmplt_epi32_mask(a.v, b.v)}; }
 PD_INLINE F16 select(M16 m, F16 a, F16 b) { return {_mm512_mask_blend_ps(m.v, b.v, a.v)}; }
 PD_INLINE I16 select(M16 m, I16 a, I16 b) { return {_mm512_mask_blend_epi32(m.v, b.v, a.v)}; }
@@ -131,7 +130,6 @@ PD_INLINE void store16(float *p, F16 x) {
   _mm256_storeu_ps(p + 8, x.b);
 }
 PD_INLINE M16 less(F16 x, F16 y) { return {_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ)}; }
-PD_INLINE M16 equal(F16 x, F16 y) { return {_mm256_cmp_ps(x.a, y.a, _CMP_EQ_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_EQ_OQ)}; }
 PD_INLINE M16 less(I16 x, I16 y) {
   return {_mm256_castsi256_ps(_mm256_cmpgt_epi32(y.a, x.a)), _mm256_castsi256_ps(_mm256_cmpgt_epi32(y.b, x.b))};
 }
@@ -196,7 +194,6 @@ PD_LANEWISE(F16, operator/, (F16 a, F16 b), a.v[i] / b.v[i])
 PD_LANEWISE(F16, larger, (F16 a, F16 b), (a.v[i] > b.v[i] ? a.v[i] : b.v[i]))
 PD_LANEWISE(F16, smaller, (F16 a, F16 b), (a.v[i] < b.v[i] ? a.v[i] : b.v[i]))
 PD_LANEWISE(M16, less, (F16 a, F16 b), a.v[i] < b.v[i])
-PD_LANEWISE(M16, equal, (F16 a, F16 b), a.v[i] == b.v[i])
 PD_LANEWISE(M16, less, (I16 a, I16 b), a.v[i] < b.v[i])
 PD_LANEWISE(F16, select, (M16 m, F16 a, F16 b), (m.v[i] ? a.v[i] : b.v[i]))
 PD_LANEWISE(I16, select, (M16 m, I16 a, I16 b), (m.v[i] ? a.v[i] : b.v[i]))
@@ -299,13 +296,11 @@ template <class F>
 struct Ints;
 template <>
 struct Ints<F16> {
-  using type = I16;
   PD_INLINE F16 real(float x) { return set16(x); }
   PD_INLINE I16 integer(int32_t x) { return set16i(x); }
 };
 template <>
 struct Ints<float> {
-  using type = int32_t;
   PD_INLINE float real(float x) { return x; }
   PD_INLINE int32_t integer(int32_t x) { return x; }
 };

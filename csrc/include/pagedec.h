@@ -4,9 +4,24 @@
  * The same sources are compiled once per instruction set into libpagedec_<isa>.so; all of them share the layouts below,
  * so that weights packed and caches written by one can be read by another.
  *
+ * Whatever computes takes a pd_context first: which device, how many threads or which stream, and the memory to work in. One thread at a
+ * time works in a context; any number of contexts work side by side, and none knows of another: what a process has of its own is the last
+ * error of each thread, and what the processor can do. Functions without one tell of the library or of sizes, or make, free and show handles.
+ *
  * Every kernel takes one argument record. Records are filled once, when a model is loaded; what changes from step to step
  * is reached through pointers (`num_rows` first of all), so that a model's whole forward is a constant list of pd_op which
- * pd_run carries out in one parallel region. Calling pd_gemm(&args) alone does the same work in a region of its own.
+ * pd_run carries out in one parallel region. Calling pd_gemm(context, &args) alone does the same work in a region of its own.
+ *
+ * Pointers: records, lists of pd_op, pd_attn_shape, pd_attn_batch with its arrays, and what a function returns through pointers are the
+ * caller's memory, on every device. Whatever the record of a kernel, pd_pack or a probe points to is memory of the context's device
+ * (the arrays that pd_rules points to, too; pd_attention_args.plan is a handle). On a CPU the two are one, and kernels check what the pointers
+ * lead to (counts, rows, draws, rules) before anything runs; on a device that is the caller's part. These records are filled for one call,
+ * with arrays that the host has just written; for a device they are to be copied there first, and their answers back:
+ *   pd_kv_copy_args         num_moves, src, dst
+ *   pd_process_logits_args  all but logits and token_plane; rules, and the five arrays of each
+ *   pd_argmax_args          num_rows; token_ids
+ *   pd_topk_lse_args        num_rows, row_ids; token_ids, values, lse
+ *   pd_sample_args          num_draws, draws; token_ids
  *
  * Layouts (block = block_size token slots, slot = block * block_size + offset; D = head_dim):
  *   K, bf16   [num_blocks][kv_heads][D/2][block_size][2]     K, fp32   [num_blocks][kv_heads][D][block_size]
@@ -24,7 +39,7 @@
 extern "C" {
 #endif
 
-#define PD_ABI_VERSION 2
+#define PD_ABI_VERSION 3
 #if defined(__GNUC__)
 #define PD_EXPORT __attribute__((visibility("default")))
 #else
@@ -38,8 +53,13 @@ PD_EXPORT int32_t pd_abi_version(void);
 PD_EXPORT const char *pd_last_error(void);   /* of this thread's last failing call; valid until the next one */
 PD_EXPORT const char *pd_isa(void);          /* "scalar", "avx2", "avx512", "avx512bf16" or "amx": what this library was built for. Or "amx_emulated". */
 PD_EXPORT const char *pd_best_isa(void);     /* the richest of those that this processor runs (any library can be asked). Asks Linux for what "amx" needs. */
-PD_EXPORT int pd_set_num_threads(int32_t n); /* of every later call; 0: OpenMP's own choice. The thread that a forked child begins with uses 1. */
-PD_EXPORT int32_t pd_num_threads(void);
+
+/* ---- where to compute */
+typedef struct pd_context pd_context;
+PD_EXPORT pd_context *pd_context_new(int32_t device, int32_t num_threads); /* NULL with pd_last_error(). A CPU: device 0; 0 threads: OpenMP's own choice */
+PD_EXPORT void pd_context_free(pd_context *);                   /* no call may be under way in it; NULL is nothing */
+PD_EXPORT int32_t pd_num_threads(const pd_context *);           /* that a call uses now. The thread that a forked child begins with uses 1 */
+PD_EXPORT void *pd_stream(const pd_context *);                  /* that its calls are put into, in the device's own form; a CPU: NULL */
 
 /* ---- linear layers: y = epilogue(x W^T + bias). x [rows][k] in dtype, W [n][k]. One chain of products over k = 0, 1, 2, ...
  * for each output, so its bits depend on neither the number of rows nor the number of threads. */
@@ -52,7 +72,7 @@ typedef enum {
 } pd_epilogue;
 
 PD_EXPORT int64_t pd_packed_bytes(int64_t n, int64_t k, int32_t dtype);             /* bytes of a packed weight; 64-byte aligned storage is the caller's */
-PD_EXPORT int pd_pack(const void *w, int64_t n, int64_t k, int32_t dtype, void *packed); /* w [n][k] row-major in dtype; k may be odd */
+PD_EXPORT int pd_pack(pd_context *, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed); /* w [n][k] row-major in dtype; k may be odd */
 
 /* int8 weights: q = W * (127 / max |W|) of each output, to nearest even, and scale = max |W| / 127. When the kernel runs, x alike in groups
  * of 64 values of a row. y = epilogue((the sum over groups, in order, of (sum of q q) * scale of the group) * scale of the output + bias).
@@ -60,8 +80,8 @@ PD_EXPORT int pd_pack(const void *w, int64_t n, int64_t k, int32_t dtype, void *
  * same on every instruction set. A row of x with an infinity or NaN in it gives NaN; a group whose values are all below 2^-120 counts as zeros. */
 typedef enum { PD_PLAIN = 0, PD_INT8 = 1 } pd_quantization;
 PD_EXPORT int64_t pd_packed_int8_bytes(int64_t n, int64_t k);                       /* as pd_packed_bytes */
-PD_EXPORT int pd_pack_int8(const void *w, int64_t n, int64_t k, int32_t dtype, void *packed); /* w [n][k] in dtype */
-PD_EXPORT int pd_allow_vnni(int32_t allow); /* for tests. 0: do as without the instruction that multiplies bytes; 1 if it will be used */
+PD_EXPORT int pd_pack_int8(pd_context *, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed); /* w [n][k] in dtype */
+PD_EXPORT int pd_allow_vnni(pd_context *, int32_t allow); /* for tests. 0: do as without the instruction that multiplies bytes; 1 if it will be used */
 
 typedef struct {
   const int32_t *num_rows;
@@ -74,7 +94,7 @@ typedef struct {
   const void *next_packed;     /* weight of the linear layer that follows, or NULL: its first panels are prefetched */
   int64_t next_bytes;
 } pd_gemm_args;
-PD_EXPORT int pd_gemm(const pd_gemm_args *);
+PD_EXPORT int pd_gemm(pd_context *, const pd_gemm_args *);
 
 /* ---- rows in and out of the residual stream, which is fp32 whatever the dtype */
 typedef struct { /* out[r] = table[token_ids[r]] * scale (+ position_table[positions[r]]), NaN where an id or a position is outside its
@@ -91,20 +111,19 @@ typedef struct { /* out[r] = table[token_ids[r]] * scale (+ position_table[posit
   const void *position_table;  /* [num_positions][dim] in dtype */
   int32_t num_positions, reserved;
 } pd_embed_args;
-PD_EXPORT int pd_embed(const pd_embed_args *);
+PD_EXPORT int pd_embed(pd_context *, const pd_embed_args *);
 
-typedef struct { /* out[r] = x[row_ids ? row_ids[r] : r] / sqrt(mean(x^2) + eps) * (weight + weight_offset), over dim */
+typedef struct { /* out[r] = x[row_ids ? row_ids[r] : r] / sqrt(mean(x^2) + eps) * weight, over dim */
   const int32_t *num_rows;
-  const float *x;              /* [*][dim]; where residual is given it is added first and the sum is written back to x */
-  const float *residual;       /* [*][dim] or NULL; not with row_ids */
+  const float *x;              /* [*][dim] */
   const float *weight;         /* [dim] */
   void *out;                   /* [rows][dim] in dtype */
   const int32_t *row_ids;      /* [rows] or NULL */
   int32_t dim, dtype;
-  float eps, weight_offset;
-  int32_t add, reserved;       /* add: out is fp32 (and dtype says so) and the result is added to it */
+  float eps;
+  int32_t add;                 /* 1: out is fp32 (and dtype says so) and the result is added to it */
 } pd_rms_norm_args;
-PD_EXPORT int pd_rms_norm(const pd_rms_norm_args *);
+PD_EXPORT int pd_rms_norm(pd_context *, const pd_rms_norm_args *);
 
 typedef struct { /* out[r] = (v - mean(v)) / sqrt(var(v) + eps) * weight + bias, over dim, with v = x[row_ids ? row_ids[r] : r]; var: the mean of squares */
   const int32_t *num_rows;
@@ -117,15 +136,7 @@ typedef struct { /* out[r] = (v - mean(v)) / sqrt(var(v) + eps) * weight + bias,
   float eps;
   int32_t reserved;
 } pd_layer_norm_args;
-PD_EXPORT int pd_layer_norm(const pd_layer_norm_args *);
-
-typedef struct { /* out [rows][dim] in dtype = silu(x[:, :dim]) * x[:, dim:]; gelu: tanh approximation of GELU instead of SiLU */
-  const int32_t *num_rows;
-  const void *x;               /* [rows][2 * dim] in dtype */
-  void *out;
-  int32_t dim, dtype, gelu, reserved;
-} pd_silu_mul_args;
-PD_EXPORT int pd_silu_mul(const pd_silu_mul_args *);
+PD_EXPORT int pd_layer_norm(pd_context *, const pd_layer_norm_args *);
 
 /* ---- the KV cache. Layer l's K starts at k_cache + l * layer_stride (in elements), V alike. */
 typedef struct { /* rotate q and k of each row by its position and write k and v to its slot; q to q_out */
@@ -139,9 +150,9 @@ typedef struct { /* rotate q and k of each row by its position and write k and v
   const float *q_norm, *k_norm; /* [head_dim] RMS norm over each head before rotation, or NULL */
   int32_t q_heads, kv_heads, head_dim, rotary_dim, block_size, dtype;
   int32_t interleaved;         /* 0: pairs (i, i + rotary_dim/2) as in Llama; 1: pairs (2i, 2i + 1) as in GPT-J */
-  float norm_eps, norm_offset;
+  float norm_eps;
 } pd_rope_kv_write_args;
-PD_EXPORT int pd_rope_kv_write(const pd_rope_kv_write_args *);
+PD_EXPORT int pd_rope_kv_write(pd_context *, const pd_rope_kv_write_args *);
 
 typedef struct { /* for i = 0, 1, ... in order, in every layer and head: slot dst[i] = slot src[i]; the token plane too */
   const int32_t *num_moves;
@@ -151,7 +162,7 @@ typedef struct { /* for i = 0, 1, ... in order, in every layer and head: slot ds
   int64_t layer_stride;        /* elements */
   int32_t num_layers, kv_heads, head_dim, block_size, dtype, reserved;
 } pd_kv_copy_args;
-PD_EXPORT int pd_kv_copy(const pd_kv_copy_args *);
+PD_EXPORT int pd_kv_copy(pd_context *, const pd_kv_copy_args *);
 
 /* ---- attention: a plan once a step (for each kind of layer), then one run a layer.
  * Branch b has rows row_indptr[b] .. row_indptr[b+1]: first a chain (parents < 0), then the nodes of a draft tree. The tokens
@@ -174,10 +185,10 @@ typedef struct {
   int32_t table_stride;
   int32_t share;               /* 0: no two branches are grouped (for tests) */
 } pd_attn_batch;
-typedef struct pd_plan pd_plan;
+typedef struct pd_plan pd_plan; /* of no context: any may fill it, and any carry it out */
 PD_EXPORT pd_plan *pd_plan_new(void);
 PD_EXPORT void pd_plan_free(pd_plan *);
-PD_EXPORT int pd_attn_plan(pd_plan *, const pd_attn_shape *, const pd_attn_batch *);
+PD_EXPORT int pd_attn_plan(pd_context *, pd_plan *, const pd_attn_shape *, const pd_attn_batch *);
 PD_EXPORT int pd_plan_view(const pd_plan *, const int32_t **words, int64_t *num_words); /* the flat, relocatable form: docs in csrc/plan/plan.h */
 typedef struct {
   const int32_t *num_rows;     /* must equal the plan's */
@@ -186,7 +197,7 @@ typedef struct {
   const void *k_cache, *v_cache; /* of this layer */
   void *out;                   /* [rows][q_heads * head_dim] in dtype */
 } pd_attention_args;
-PD_EXPORT int pd_attention(const pd_attention_args *);
+PD_EXPORT int pd_attention(pd_context *, const pd_attention_args *);
 
 /* ---- read-out. logits [rows][vocab] fp32. Ties go to the lower token id, everywhere. */
 typedef struct { /* x = cap * tanh(x / cap), in place */
@@ -195,7 +206,7 @@ typedef struct { /* x = cap * tanh(x / cap), in place */
   int32_t n;
   float cap;
 } pd_soft_cap_args;
-PD_EXPORT int pd_soft_cap(const pd_soft_cap_args *);
+PD_EXPORT int pd_soft_cap(pd_context *, const pd_soft_cap_args *);
 
 /* Rules of a request, carried out in the order of the steps on each of its rows. A row's history is the tokens that it sees, itself
  * included, as pd_attn_batch says; all arithmetic is fp32. Token ids outside the vocabulary are passed over.
@@ -229,7 +240,7 @@ typedef struct {
   const int32_t *token_plane;
   int32_t num_rules, num_branches, table_stride, block_size, vocab, reserved;
 } pd_process_logits_args;
-PD_EXPORT int pd_process_logits(const pd_process_logits_args *);
+PD_EXPORT int pd_process_logits(pd_context *, const pd_process_logits_args *);
 
 typedef struct {
   const int32_t *num_rows;
@@ -237,7 +248,7 @@ typedef struct {
   int32_t *token_ids;          /* [rows] */
   int32_t vocab, reserved;
 } pd_argmax_args;
-PD_EXPORT int pd_argmax(const pd_argmax_args *);
+PD_EXPORT int pd_argmax(pd_context *, const pd_argmax_args *);
 
 typedef struct { /* the k largest logits of each row in descending order, and log(sum(exp(logits))) */
   const int32_t *num_rows;
@@ -248,7 +259,7 @@ typedef struct { /* the k largest logits of each row in descending order, and lo
   float *lse;                  /* [rows] */
   int32_t vocab, k;            /* 0 <= k <= vocab */
 } pd_topk_lse_args;
-PD_EXPORT int pd_topk_lse(const pd_topk_lse_args *);
+PD_EXPORT int pd_topk_lse(pd_context *, const pd_topk_lse_args *);
 
 /* One draw: Gumbel-max over the processed distribution of one row. z = logits / temperature; keep the top_k largest (0: all);
  * of these the smallest set whose softmax mass reaches top_p; of these every token with p >= min_p * max p; then
@@ -265,23 +276,23 @@ typedef struct {
   int32_t *token_ids;          /* [draws] */
   int32_t vocab, reserved;
 } pd_sample_args;
-PD_EXPORT int pd_sample(const pd_sample_args *);
+PD_EXPORT int pd_sample(pd_context *, const pd_sample_args *);
 /* The noise itself: out[t] = G(seed, stream, position, first_token + t). Philox4x32-10 (Salmon et al. 2011), key = seed,
  * counter = (stream low, stream high, position, token / 4), word token % 4; u = ((word >> 8) + 0.5) * 2^-24; G = -log(-log(u)). */
-PD_EXPORT int pd_gumbel(uint64_t seed, uint64_t stream, int32_t position, int32_t first_token, int32_t num_tokens, float *out);
+PD_EXPORT int pd_gumbel(pd_context *, uint64_t seed, uint64_t stream, int32_t position, int32_t first_token, int32_t num_tokens, float *out);
 
 /* ---- a constant list of kernels, carried out in order in one parallel region */
 typedef enum {
-  PD_OP_GEMM = 1, PD_OP_EMBED, PD_OP_RMS_NORM, PD_OP_SILU_MUL, PD_OP_ROPE_KV_WRITE, PD_OP_KV_COPY, PD_OP_ATTENTION,
+  PD_OP_GEMM = 1, PD_OP_EMBED, PD_OP_RMS_NORM, PD_OP_ROPE_KV_WRITE, PD_OP_KV_COPY, PD_OP_ATTENTION,
   PD_OP_ARGMAX, PD_OP_TOPK_LSE, PD_OP_SAMPLE, PD_OP_LAYER_NORM, PD_OP_SOFT_CAP,
   PD_OP_PROCESS_LOGITS
 } pd_op_kind;
 typedef struct { int32_t kind, reserved; const void *args; } pd_op;
-PD_EXPORT int pd_run(const pd_op *ops, int64_t num_ops);
+PD_EXPORT int pd_run(pd_context *, const pd_op *ops, int64_t num_ops);
 
 /* ---- probes: what this machine allows (benchmarks/, pagedec doctor) */
-PD_EXPORT double pd_probe_read(const void *data, int64_t bytes, int32_t repeats);  /* best GB/s of reading `bytes` with every thread */
-PD_EXPORT double pd_probe_dot(int32_t dtype, double seconds);                      /* GFLOP/s of the dot-product instruction from registers */
+PD_EXPORT double pd_probe_read(pd_context *, const void *data, int64_t bytes, int32_t repeats);  /* best GB/s of reading `bytes` with every thread */
+PD_EXPORT double pd_probe_dot(pd_context *, int32_t dtype, double seconds);                      /* GFLOP/s of the dot-product instruction from registers */
 
 #ifdef __cplusplus
 }

@@ -21,7 +21,7 @@ struct Segment {  // one branch's rows in a piece
 
 class Builder {
  public:
-  Builder(pd_plan &p, Header &h, const pd_attn_batch &b, int workers) : p_(p), h_(h), s_(p.shape), b_(b), workers_(workers) {}
+  Builder(PlanDraft &p, Header &h, const pd_attn_shape &s, const pd_attn_batch &b, int workers) : p_(p), h_(h), s_(s), b_(b), workers_(workers) {}
   int build();
 
  private:
@@ -38,7 +38,7 @@ class Builder {
   void add_path_unit(int tile, int branch, int row);
   void fill_blocks(Unit &u, int branch, int first, int last);
 
-  pd_plan &p_;
+  PlanDraft &p_;
   Header &h_;
   const pd_attn_shape &s_;
   const pd_attn_batch &b_;
@@ -252,8 +252,8 @@ int Builder::build() {
 
 }  // namespace
 
-int build_plan(pd_plan &p, plan::Header &h, const pd_attn_batch &b, int workers) {
-  if (Builder(p, h, b, workers).build()) return -1;
+int build_plan(PlanDraft &p, plan::Header &h, const pd_attn_shape &s, const pd_attn_batch &b, int workers) {
+  if (Builder(p, h, s, b, workers).build()) return -1;
   cut_spans(p, h, workers);
   return 0;
 }

@@ -2,8 +2,7 @@
 #include <cstring>
 #include <new>
 
-#include "common/internal.h"
-#include "plan/plan.h"
+#include "common/context.h"
 
 namespace pagedec {
 namespace {
@@ -17,35 +16,23 @@ plan::Section append(std::vector<int32_t> &words, const std::vector<T> &records)
   return s;
 }
 
-void flatten(pd_plan &p, const pd_attn_batch &b, plan::Header &h) {
-  const pd_attn_shape &s = p.shape;
+plan::Header describe(const pd_attn_shape &s, const pd_attn_batch &b) {
+  plan::Header h{};
   h.magic = PLAN_MAGIC, h.version = PLAN_VERSION;
-  h.q_heads = s.q_heads, h.head_dim = s.head_dim, h.block_size = s.block_size, h.dtype = s.dtype, h.window = s.window;
+  h.q_heads = s.q_heads, h.kv_heads = s.kv_heads, h.head_dim = s.head_dim, h.block_size = s.block_size, h.dtype = s.dtype, h.window = s.window;
   memcpy(&h.scale_bits, &s.scale, 4);
   memcpy(&h.soft_cap_bits, &s.soft_cap, 4);
-  h.num_branches = b.num_branches, h.num_rows = b.num_rows, h.num_workers = (int32_t)p.worker_indptr.size() - 1;
-  p.words.assign(sizeof(plan::Header) / 4, 0);
-  h.rows = append(p.words, p.rows), h.pieces = append(p.words, p.pieces), h.units = append(p.words, p.units);
-  h.items = append(p.words, p.items), h.spans = append(p.words, p.spans), h.worker_indptr = append(p.words, p.worker_indptr);
-  h.splits = append(p.words, p.splits), h.paths = append(p.words, p.paths);
-  h.num_words = (int32_t)p.words.size();
-  memcpy(p.words.data(), &h, sizeof h);
+  h.num_branches = b.num_branches, h.num_rows = b.num_rows;
+  return h;
 }
 
-int make(pd_plan &p, const pd_attn_shape &s, const pd_attn_batch &b) {
-  p.ready = false;
-  if (check_shape(s) || check_batch(s, b)) return -1;
-  p.shape = s;
-  plan::Header h{};
-  h.kv_heads = s.kv_heads;
-  if (build_plan(p, h, b, num_threads())) return -1;
-  flatten(p, b, h);
-  p.state_bytes = attention_state_bytes(s);
-  const size_t partial = (size_t)s.q_heads * (s.head_dim + 2);
-  if (!p.states.reserve(p.state_bytes * h.num_workers) || (h.num_split_partials && !p.partials.reserve(partial * h.num_split_partials)))
-    return fail("pd_attn_plan: out of memory for %d workers and %d partial results", h.num_workers, h.num_split_partials);
-  p.ready = true;
-  return 0;
+void flatten(const PlanDraft &p, plan::Header &h, std::vector<int32_t> &words) {
+  words.assign(sizeof(plan::Header) / 4, 0);
+  h.rows = append(words, p.rows), h.pieces = append(words, p.pieces), h.units = append(words, p.units);
+  h.items = append(words, p.items), h.spans = append(words, p.spans), h.worker_indptr = append(words, p.worker_indptr);
+  h.splits = append(words, p.splits), h.paths = append(words, p.paths);
+  h.num_words = (int32_t)words.size(), h.num_workers = h.worker_indptr.count - 1;
+  memcpy(words.data(), &h, sizeof h);
 }
 
 }  // namespace
@@ -61,14 +48,22 @@ pd_plan *pd_plan_new(void) {
 }
 void pd_plan_free(pd_plan *p) { delete p; }
 
-int pd_attn_plan(pd_plan *p, const pd_attn_shape *s, const pd_attn_batch *b) {
+int pd_attn_plan(pd_context *context, pd_plan *p, const pd_attn_shape *s, const pd_attn_batch *b) {
+  if (!context) return fail("pd_attn_plan: context is NULL");
   if (!p) return fail("pd_attn_plan: plan is NULL");
   if (!s) return fail("pd_attn_plan: shape is NULL");
   if (!b) return fail("pd_attn_plan: batch is NULL");
+  p->words.clear();
+  const Turn turn(*context);
+  if (!turn) return fail("pd_attn_plan: another thread works in this context");
+  if (check_shape(*s) || check_batch(*s, *b)) return -1;
   try {
-    return make(*p, *s, *b);
+    plan::Header h = describe(*s, *b);
+    if (build_plan(context->draft, h, *s, *b, num_threads(*context))) return -1;
+    flatten(context->draft, h, p->words);
+    return 0;
   } catch (const std::bad_alloc &) {
-    p->ready = false;
+    p->words.clear();
     return fail("pd_attn_plan: out of memory for a plan of %d rows", b->num_rows);
   }
 }
@@ -77,7 +72,7 @@ int pd_plan_view(const pd_plan *p, const int32_t **words, int64_t *num_words) {
   if (!p) return fail("pd_plan_view: plan is NULL");
   if (!words) return fail("pd_plan_view: words is NULL");
   if (!num_words) return fail("pd_plan_view: num_words is NULL");
-  if (!p->ready) return fail("pd_plan_view: the plan holds nothing; pd_attn_plan must succeed first");
+  if (p->words.empty()) return fail("pd_plan_view: the plan holds nothing; pd_attn_plan must succeed first");
   *words = p->words.data();
   *num_words = (int64_t)p->words.size();
   return 0;

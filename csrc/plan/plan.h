@@ -17,10 +17,11 @@
 // starts afresh, and inside it tiles follow each other in ascending order. With one block per item a row of several chunks puts
 // (o, m, l) of chunk c into workspace[partial + c - begin/512], and whoever comes last folds them in that order. A CPU worker
 // folds inside its span and uses its own, smaller workspace (`split`) for the rows in splits alone. Nothing of this changes a bit.
+//
+// The words are all that there is to a plan: who carries it out brings the workspaces, and any number of workers may, whatever number it
+// was made for.
 #pragma once
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
 #include <vector>
 
 #include "pagedec.h"
@@ -71,49 +72,34 @@ struct Span { int32_t piece, head, item0, num_items; };  // head: virtual
 
 }  // namespace plan
 
-// Storage that only its user touches first.
-template <class T>
-class Scratch {
- public:
-  T *reserve(size_t n) {
-    if (n > size_) {
-      data_.reset((T *)std::aligned_alloc(64, (n * sizeof(T) + 63) / 64 * 64));
-      size_ = data_ ? n : 0;
-    }
-    return data_.get();
-  }
-  T *get() const { return data_.get(); }
-
- private:
-  struct Free { void operator()(T *p) const { std::free(p); } };
-  std::unique_ptr<T, Free> data_;
-  size_t size_ = 0;
+// A plan in the making: its sections apart. Of a context, so that planning a step allocates nothing that the step before had.
+struct PlanDraft {
+  std::vector<plan::Row> rows;
+  std::vector<plan::Piece> pieces;
+  std::vector<plan::Unit> units;
+  std::vector<plan::Item> items;
+  std::vector<plan::Span> spans;
+  std::vector<int32_t> worker_indptr, splits, paths;
 };
 
 }  // namespace pagedec
 
 struct pd_plan {
-  bool ready = false;
-  pd_attn_shape shape{};
-  std::vector<pagedec::plan::Row> rows;
-  std::vector<pagedec::plan::Piece> pieces;
-  std::vector<pagedec::plan::Unit> units;
-  std::vector<pagedec::plan::Item> items;
-  std::vector<pagedec::plan::Span> spans;
-  std::vector<int32_t> worker_indptr, splits, paths, words;
-  pagedec::Scratch<char> states;       // one a worker
-  pagedec::Scratch<float> partials;    // [num_split_partials][q_heads][head_dim + 2]: o, m, l
-  size_t state_bytes = 0;
+  std::vector<int32_t> words;  // none: nothing is planned
 
   const pagedec::plan::Header &header() const { return *(const pagedec::plan::Header *)words.data(); }
+  template <class T>
+  const T *section(const pagedec::plan::Section &s) const {
+    return (const T *)(words.data() + s.offset);
+  }
 };
 
 namespace pagedec {
 
 int check_shape(const pd_attn_shape &);
 int check_batch(const pd_attn_shape &, const pd_attn_batch &);
-int build_plan(pd_plan &, plan::Header &, const pd_attn_batch &, int workers);  // of checked arguments; fails on a visible block id < 0
-void cut_spans(pd_plan &, plan::Header &, int workers);
-size_t attention_state_bytes(const pd_attn_shape &);
+// Of checked arguments, which the header tells of already; fails on a visible block id that there cannot be.
+int build_plan(PlanDraft &, plan::Header &, const pd_attn_shape &, const pd_attn_batch &, int workers);
+void cut_spans(PlanDraft &, plan::Header &, int workers);
 
 }  // namespace pagedec

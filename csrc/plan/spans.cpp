@@ -16,7 +16,7 @@ constexpr int PIECE_COST = 2;
 
 class Spans {
  public:
-  Spans(pd_plan &p, Header &h, int workers) : p_(p), h_(h), workers_(workers) {}
+  Spans(PlanDraft &p, Header &h, int workers) : p_(p), h_(h), workers_(workers) {}
   void cut();
 
  private:
@@ -30,7 +30,7 @@ class Spans {
   void split_rows(const Piece &piece, int last_chunk);
   void deal();
 
-  pd_plan &p_;
+  PlanDraft &p_;
   Header &h_;
   const int workers_;
   std::vector<float> costs_, span_costs_;  // by item; by span
@@ -97,6 +97,6 @@ void Spans::cut() {
 
 }  // namespace
 
-void cut_spans(pd_plan &p, plan::Header &h, int workers) { Spans(p, h, workers).cut(); }
+void cut_spans(PlanDraft &p, plan::Header &h, int workers) { Spans(p, h, workers).cut(); }
 
 }  // namespace pagedec

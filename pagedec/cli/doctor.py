@@ -74,7 +74,7 @@ def kernel_threads() -> str:
     from pagedec.kernels import library
 
     try:
-        return f"the kernels use {library.load().num_threads} (OpenMP)"
+        return f"the kernels use {library.load().context().num_threads} (OpenMP)"
     except (library.LibraryNotFound, library.KernelError, OSError):
         return "no compiled kernels"
 

@@ -38,20 +38,19 @@ from pagedec.kernels.records import (
     RopeKvWriteArgs,
     Rules,
     SampleArgs,
-    SiluMulArgs,
     SoftCapArgs,
     TopkLseArgs,
 )
 
 __all__ = [
     "ABI_VERSION", "DRAW_DTYPE", "EMULATED_ISA", "ISAS", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape",
-    "Draw", "Dtype", "EmbedArgs", "Epilogue", "GemmArgs", "KernelError", "KvCopyArgs", "LayerNormArgs", "Library",
-    "LibraryNotFound", "Op", "OpKind", "ProcessLogitsArgs", "Program", "Quantization", "RmsNormArgs", "RopeKvWriteArgs", "Rules",
-    "SampleArgs", "SiluMulArgs", "SoftCapArgs", "TopkLseArgs", "available_isas", "built_isas", "library_directories", "load",
+    "Context", "Draw", "Dtype", "EmbedArgs", "Epilogue", "GemmArgs", "KernelError", "KvCopyArgs", "LayerNormArgs", "Library",
+    "LibraryNotFound", "Op", "OpKind", "ProcessLogitsArgs", "OpList", "Quantization", "RmsNormArgs", "RopeKvWriteArgs", "Rules",
+    "SampleArgs", "SoftCapArgs", "TopkLseArgs", "available_isas", "built_isas", "library_directories", "load",
     "loadable_isas",
 ]  # fmt: skip
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 ISAS = environment.ISAS  # from the poorest to the richest
 EMULATED_ISA, EMULATED_ISA_NEEDS = environment.EMULATED_ISA, "avx512bf16"
 Floats = npt.NDArray[np.float32]
@@ -65,7 +64,7 @@ class KernelError(RuntimeError):
     """A kernel refused its arguments, or a library does not fit this package."""
 
 
-class Program:
+class OpList:
     """A constant list of kernels; keeps its records alive, not the arrays behind them."""
 
     __slots__ = ("num_ops", "ops", "records")
@@ -80,7 +79,7 @@ class Program:
 
 
 class AttentionPlan:
-    """A plan of the attention kernel, freed with this object."""
+    """A plan of the attention kernel, of no context; freed with this object."""
 
     __slots__ = ("_library", "handle")
 
@@ -90,16 +89,10 @@ class AttentionPlan:
         if not self.handle:
             raise MemoryError("pd_plan_new returned no plan")
 
-    def update(self, shape: AttnShape, batch: AttnBatch) -> None:
-        """Plan a step; the record's arrays are not needed afterwards."""
-        self._library.check(self._library.functions.pd_attn_plan(self.handle, byref(shape), byref(batch)))
-
     def words(self) -> npt.NDArray[np.int32]:
         """Return a copy of the plan's flat form, int32."""
         words, num_words = ctypes.POINTER(ctypes.c_int32)(), ctypes.c_int64()
         self._library.check(self._library.functions.pd_plan_view(self.handle, byref(words), byref(num_words)))
-        if num_words.value == 0:
-            return np.empty(0, np.int32)
         return np.ctypeslib.as_array(words, (num_words.value,)).copy()
 
     def close(self) -> None:
@@ -113,10 +106,90 @@ class AttentionPlan:
             self.close()
 
 
-class Library:
-    """One instruction set's kernels. `functions` are the plain C functions; the methods check their status."""
+class Context:
+    """Where kernels compute: a device, how many threads, and the memory that they work in; freed with this object.
 
-    __slots__ = ("_kernels", "functions", "isa", "path")
+    One thread at a time works in a context; any number of contexts work side by side. The methods check the functions' status.
+    """
+
+    __slots__ = ("_functions", "_kernels", "handle", "library")
+
+    def __init__(self, library: Library, num_threads: int = 0, device: int = 0) -> None:
+        self.library, self._functions = library, library.functions
+        self.handle: int | None = self._functions.pd_context_new(device, num_threads)
+        if not self.handle:
+            raise KernelError(library.last_error())
+        self._kernels = {kind: getattr(self._functions, C_NAMES[kind].removesuffix("_args")) for kind in OP_KINDS}
+
+    @property
+    def isa(self) -> str:
+        """The library's instruction set."""
+        return self.library.isa
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a call from this thread."""
+        return int(self._functions.pd_num_threads(self.handle))
+
+    def call(self, record: Structure) -> None:
+        """Run the one kernel whose argument record this is."""
+        self.library.check(self._kernels[type(record)](self.handle, byref(record)))
+
+    def run(self, program: OpList) -> None:
+        """Run a program in one parallel region."""
+        self.library.check(self._functions.pd_run(self.handle, program.ops, program.num_ops))
+
+    def plan(self, plan: AttentionPlan, shape: AttnShape, batch: AttnBatch) -> None:
+        """Plan a step; the batch's arrays are not needed afterwards."""
+        self.library.check(self._functions.pd_attn_plan(self.handle, plan.handle, byref(shape), byref(batch)))
+
+    def pack(self, weight_address: int, n: int, k: int, dtype: Dtype, packed_address: int) -> None:
+        """Pack a row-major [n, k] weight into storage of packed_bytes, 64-byte aligned."""
+        self.library.check(self._functions.pd_pack(self.handle, weight_address, n, k, int(dtype), packed_address))
+
+    def pack_int8(self, weight_address: int, n: int, k: int, dtype: Dtype, packed_address: int) -> None:
+        """Quantise and pack a row-major [n, k] weight in dtype into storage of packed_int8_bytes, 64-byte aligned."""
+        self.library.check(self._functions.pd_pack_int8(self.handle, weight_address, n, k, int(dtype), packed_address))
+
+    def gumbel(self, seed: int, stream: int, position: int, first_token: int, num_tokens: int) -> Floats:
+        """Return the noise of num_tokens consecutive tokens, fp32."""
+        out = np.empty(max(0, num_tokens), np.float32)
+        numbers = (seed, stream, position, first_token, num_tokens)
+        self.library.check(self._functions.pd_gumbel(self.handle, *numbers, out.ctypes.data))
+        return out
+
+    def allow_vnni(self, allow: bool) -> bool:
+        """For tests: whether int8 layers may use the instruction that multiplies bytes; return whether they will."""
+        return bool(self._functions.pd_allow_vnni(self.handle, int(allow)))
+
+    def read_rate(self, address: int, num_bytes: int, repeats: int = 1) -> float:
+        """Return the best GB/s of reading so many bytes with every thread."""
+        return self._rate(self._functions.pd_probe_read(self.handle, address, num_bytes, repeats))
+
+    def dot_rate(self, dtype: Dtype, seconds: float) -> float:
+        """Return the GFLOP/s of the dot-product instruction from registers, with every thread."""
+        return self._rate(self._functions.pd_probe_dot(self.handle, int(dtype), seconds))
+
+    def _rate(self, rate: float) -> float:
+        if rate < 0:
+            raise KernelError(self.library.last_error())
+        return rate
+
+    def close(self) -> None:
+        """Free the context now; no call may be under way in it."""
+        if self.handle:
+            self._functions.pd_context_free(self.handle)
+            self.handle = None
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self.close()
+
+
+class Library:
+    """One instruction set's kernels. `functions` are the plain C functions."""
+
+    __slots__ = ("functions", "isa", "path")
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -130,57 +203,36 @@ class Library:
                 raise KernelError(f"{path}: it has no function {name}: build it again")
             function.argtypes, function.restype = argument_types, result_type
         self.isa: str = self.functions.pd_isa().decode()
-        self._kernels = {kind: getattr(self.functions, C_NAMES[kind].removesuffix("_args")) for kind in OP_KINDS}
+
+    def last_error(self) -> str:
+        """Return what this thread's last failing call said."""
+        message: bytes = self.functions.pd_last_error()
+        return message.decode(errors="replace")
 
     def check(self, status: int) -> None:
         """Raise KernelError with the library's own words unless status is 0."""
         if status != 0:
-            raise KernelError(self.functions.pd_last_error().decode(errors="replace"))
+            raise KernelError(self.last_error())
 
-    def call(self, record: Structure) -> None:
-        """Run the one kernel whose argument record this is."""
-        self.check(self._kernels[type(record)](byref(record)))
+    def context(self, num_threads: int = 0) -> Context:
+        """Return a new context; 0 threads: OpenMP's own choice at each call, which follows torch.set_num_threads.
 
-    def run(self, program: Program) -> None:
-        """Run a program in one parallel region."""
-        self.check(self.functions.pd_run(program.ops, program.num_ops))
-
-    @property
-    def num_threads(self) -> int:
-        """Threads of every later call."""
-        return int(self.functions.pd_num_threads())
-
-    def set_num_threads(self, num_threads: int) -> None:
-        """Set the threads of every later call; 0: OpenMP's own choice, which follows torch.set_num_threads."""
-        self.check(self.functions.pd_set_num_threads(num_threads))
+        Raises KernelError for a number of threads that there cannot be.
+        """
+        return Context(self, num_threads)
 
     def packed_bytes(self, n: int, k: int, dtype: Dtype) -> int:
         """Return the size of a packed weight."""
-        size = int(self.functions.pd_packed_bytes(n, k, int(dtype)))
-        if size < 0:
-            raise KernelError(self.functions.pd_last_error().decode(errors="replace"))
-        return size
-
-    def pack(self, weight_address: int, n: int, k: int, dtype: Dtype, packed_address: int) -> None:
-        """Pack a row-major [n, k] weight into storage of packed_bytes, 64-byte aligned."""
-        self.check(self.functions.pd_pack(weight_address, n, k, int(dtype), packed_address))
+        return self._size(self.functions.pd_packed_bytes(n, k, int(dtype)))
 
     def packed_int8_bytes(self, n: int, k: int) -> int:
         """Return the size of a weight packed in int8."""
-        size = int(self.functions.pd_packed_int8_bytes(n, k))
+        return self._size(self.functions.pd_packed_int8_bytes(n, k))
+
+    def _size(self, size: int) -> int:
         if size < 0:
-            raise KernelError(self.functions.pd_last_error().decode(errors="replace"))
+            raise KernelError(self.last_error())
         return size
-
-    def pack_int8(self, weight_address: int, n: int, k: int, dtype: Dtype, packed_address: int) -> None:
-        """Quantise and pack a row-major [n, k] weight in dtype into storage of packed_int8_bytes, 64-byte aligned."""
-        self.check(self.functions.pd_pack_int8(weight_address, n, k, int(dtype), packed_address))
-
-    def gumbel(self, seed: int, stream: int, position: int, first_token: int, num_tokens: int) -> Floats:
-        """Return the noise of num_tokens consecutive tokens, fp32."""
-        out = np.empty(max(0, num_tokens), np.float32)
-        self.check(self.functions.pd_gumbel(seed, stream, position, first_token, num_tokens, out.ctypes.data))
-        return out
 
     def best_isa(self) -> str:
         """Return the richest instruction set that this processor runs."""

@@ -19,6 +19,7 @@ from pagedec.kernels.library import (
     AttentionPlan,
     AttnBatch,
     AttnShape,
+    Context,
     Dtype,
     EmbedArgs,
     Epilogue,
@@ -26,8 +27,8 @@ from pagedec.kernels.library import (
     KvCopyArgs,
     LayerNormArgs,
     Library,
+    OpList,
     ProcessLogitsArgs,
-    Program,
     Quantization,
     RmsNormArgs,
     RopeKvWriteArgs,
@@ -68,8 +69,9 @@ class NativeWeight:
 class NativePlan:
     """The attention kernel's work list, made once a step for all layers of one kind."""
 
-    def __init__(self, library: Library, shape: AttentionShape, dtype: Dtype) -> None:
-        self.plan: AttentionPlan = library.plan()
+    def __init__(self, context: Context, shape: AttentionShape, dtype: Dtype) -> None:
+        self.plan: AttentionPlan = context.library.plan()
+        self._context = context
         self.shape = AttnShape(
             shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size, int(dtype), shape.window,
             shape.scale, shape.soft_cap,
@@ -83,18 +85,18 @@ class NativePlan:
             len(kv_len), int(row_indptr[-1]), row_indptr.ctypes.data, kv_len.ctypes.data, block_table.ctypes.data,
             None if parents is None else parents.ctypes.data, block_table.shape[1], 1,
         )  # fmt: skip
-        self.plan.update(self.shape, batch)
+        self._context.plan(self.plan, self.shape, batch)
 
 
 class NativeProgram:
     """Argument records in order; `run` is one call into the library, in one parallel region."""
 
     def __init__(self, backend: NativeBackend) -> None:
-        self._backend, self._library = backend, backend.library
+        self._backend, self._context = backend, backend.context
         self._records: list[object] = []
         self._keep: list[object] = []
         self._linears: list[tuple[GemmArgs, NativeWeight]] = []
-        self._program: Program | None = None
+        self._program: OpList | None = None
 
     def _add(self, record: object, *keep: object) -> None:
         self._records.append(record)
@@ -126,9 +128,9 @@ class NativeProgram:
         out_dtype = f32 if add else self._backend.dtype
         self._add(
             RmsNormArgs(
-                address(rows, torch.int32, "rows"), address(x, f32, "x"), None, address(weight, f32, "weight"),
+                address(rows, torch.int32, "rows"), address(x, f32, "x"), address(weight, f32, "weight"),
                 address(out, out_dtype, "out"), address(row_ids, torch.int32, "row_ids"),
-                x.shape[1], int(DTYPES[out_dtype]), eps, 0.0, int(add), 0,
+                x.shape[1], int(DTYPES[out_dtype]), eps, int(add),
             ),
             rows, x, weight, out, row_ids,
         )  # fmt: skip
@@ -176,7 +178,7 @@ class NativeProgram:
                 address(slots, int32, "slots"), address(rope.cos_sin, torch.float32, "cos_sin"),
                 address(norms[0], torch.float32, "q_norm"), address(norms[1], torch.float32, "k_norm"),
                 q.shape[1] // cache.head_dim, cache.num_kv_heads, cache.head_dim, rope.rotary_dim, cache.block_size,
-                int(backend.code), int(rope.interleaved), norms[2], 0.0,
+                int(backend.code), int(rope.interleaved), norms[2],
             ),
             rows, qkv, q, cache, positions, slots, rope, norms,
         )  # fmt: skip
@@ -197,22 +199,27 @@ class NativeProgram:
         """Tell each linear layer which weight follows, so that its first panels are on their way, and fix the list."""
         for (record, _), (_, following) in itertools.pairwise(self._linears):
             record.next_packed, record.next_bytes = following.data.data_ptr(), len(following.data)
-        self._program = Program(self._records)  # type: ignore[arg-type]
+        self._program = OpList(self._records)  # type: ignore[arg-type]
 
     def run(self) -> None:
         assert self._program is not None, "the program is not finished"
-        self._library.run(self._program)
+        self._context.run(self._program)
 
 
 class NativeBackend:
-    """Compiled kernels of one instruction set, for one dtype."""
+    """Compiled kernels of one instruction set, for one dtype, in a context of their own: one thread at a time.
 
-    def __init__(self, library: Library, dtype: torch.dtype, quantization: str | None = None) -> None:
+    num_threads 0: OpenMP's own choice. Raises ValueError for a dtype or a quantisation that there is not.
+    """
+
+    def __init__(
+        self, library: Library, dtype: torch.dtype, quantization: str | None = None, num_threads: int = 0
+    ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype}; the compiled kernels take torch.float32 and torch.bfloat16")
         self.quantization = checked_quantization(quantization)
         self.library, self.dtype, self.code = library, dtype, DTYPES[dtype]
-        self.name = library.isa
+        self.name, self.context = library.isa, library.context(num_threads)
         self.arena = Arena()
 
     def pack(
@@ -224,11 +231,11 @@ class NativeBackend:
         if checked_quantization(quantization) is not None:
             weight = weight.contiguous() if weight.dtype in DTYPES else weight.float().contiguous()
             data = self.arena.allocate(self.library.packed_int8_bytes(n, k))
-            self.library.pack_int8(weight.data_ptr(), n, k, DTYPES[weight.dtype], data.data_ptr())
+            self.context.pack_int8(weight.data_ptr(), n, k, DTYPES[weight.dtype], data.data_ptr())
             return NativeWeight(data, bias, n, k, Quantization.INT8)
         weight = weight.to(self.dtype).contiguous()
         data = self.arena.allocate(self.library.packed_bytes(n, k, self.code))
-        self.library.pack(weight.data_ptr(), n, k, self.code, data.data_ptr())
+        self.context.pack(weight.data_ptr(), n, k, self.code, data.data_ptr())
         return NativeWeight(data, bias, n, k)
 
     def settle(self) -> None:
@@ -239,12 +246,12 @@ class NativeBackend:
         return NativeProgram(self)
 
     def plan(self, shape: AttentionShape) -> NativePlan:
-        return NativePlan(self.library, shape, self.code)
+        return NativePlan(self.context, shape, self.code)
 
     def copy_slots(self, cache: CacheTensors, src: np.ndarray, dst: np.ndarray) -> None:
         count = np.array([len(src)], np.int32)
         src, dst = np.ascontiguousarray(src, np.int32), np.ascontiguousarray(dst, np.int32)
-        self.library.call(
+        self.context.call(
             KvCopyArgs(
                 count.ctypes.data, src.ctypes.data, dst.ctypes.data, cache.k.data_ptr(), cache.v.data_ptr(),
                 cache.tokens.data_ptr(), cache.k.stride(0), cache.k.shape[0], cache.num_kv_heads, cache.head_dim,
@@ -286,7 +293,7 @@ class NativeBackend:
         own, places, *rest = (array.ctypes.data for array in arrays)
         records = np.frombuffer(b"".join(own_rules.record for own_rules in flat), np.uint8)
         tree = None if parents is None else _int32(parents)
-        self.library.call(
+        self.context.call(
             ProcessLogitsArgs(
                 count.ctypes.data, address(logits, torch.float32, "logits"), own, places, records.ctypes.data,
                 *rest, None if tree is None else tree.ctypes.data, address(cache.tokens, torch.int32, "tokens"),
@@ -299,9 +306,9 @@ class NativeBackend:
         count = np.array([len(draws)], np.int32)
         vocab = logits.shape[1]
         if not draws["temperature"].any() and np.array_equal(draws["row"], np.arange(len(draws))):
-            self.library.call(ArgmaxArgs(count.ctypes.data, logits.data_ptr(), out.ctypes.data, vocab, 0))
+            self.context.call(ArgmaxArgs(count.ctypes.data, logits.data_ptr(), out.ctypes.data, vocab, 0))
         else:
-            self.library.call(
+            self.context.call(
                 SampleArgs(count.ctypes.data, draws.ctypes.data, logits.data_ptr(), out.ctypes.data, vocab, 0)
             )
         return out
@@ -310,7 +317,7 @@ class NativeBackend:
         n = len(row_ids)
         row_ids, count = np.ascontiguousarray(row_ids, np.int32), np.array([n], np.int32)
         ids, values, lse = np.empty((n, k), np.int32), np.empty((n, k), np.float32), np.empty(n, np.float32)
-        self.library.call(
+        self.context.call(
             TopkLseArgs(
                 count.ctypes.data, logits.data_ptr(), row_ids.ctypes.data, ids.ctypes.data, values.ctypes.data,
                 lse.ctypes.data, logits.shape[1], k,

@@ -6,7 +6,7 @@ A record holds raw addresses: whoever fills one keeps the arrays behind it alive
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
 from enum import IntEnum
 from typing import Any
 
@@ -24,7 +24,7 @@ from pagedec.kernels.records_readout import (
 __all__ = [
     "C_NAMES", "DRAW_DTYPE", "OP_KINDS", "PROTOTYPES", "ArgmaxArgs", "AttentionArgs", "AttnBatch", "AttnShape", "Draw",
     "Dtype", "EmbedArgs", "Epilogue", "GemmArgs", "KvCopyArgs", "LayerNormArgs", "Op", "OpKind", "ProcessLogitsArgs",
-    "RmsNormArgs", "RopeKvWriteArgs", "Rules", "SampleArgs", "SiluMulArgs", "SoftCapArgs", "TopkLseArgs",
+    "RmsNormArgs", "RopeKvWriteArgs", "Rules", "SampleArgs", "SoftCapArgs", "TopkLseArgs",
 ]  # fmt: skip
 
 
@@ -58,16 +58,15 @@ class OpKind(IntEnum):
     GEMM = 1
     EMBED = 2
     RMS_NORM = 3
-    SILU_MUL = 4
-    ROPE_KV_WRITE = 5
-    KV_COPY = 6
-    ATTENTION = 7
-    ARGMAX = 8
-    TOPK_LSE = 9
-    SAMPLE = 10
-    LAYER_NORM = 11
-    SOFT_CAP = 12
-    PROCESS_LOGITS = 13
+    ROPE_KV_WRITE = 4
+    KV_COPY = 5
+    ATTENTION = 6
+    ARGMAX = 7
+    TOPK_LSE = 8
+    SAMPLE = 9
+    LAYER_NORM = 10
+    SOFT_CAP = 11
+    PROCESS_LOGITS = 12
 
 
 class GemmArgs(Structure):
@@ -112,21 +111,18 @@ class EmbedArgs(Structure):
 
 
 class RmsNormArgs(Structure):
-    """RMS norm of (gathered) rows, with the residual added first where it is given; `add`: added to out."""
+    """RMS norm of (gathered) rows; `add`: added to out."""
 
     _fields_ = [
         ("num_rows", c_void_p),
         ("x", c_void_p),
-        ("residual", c_void_p),
         ("weight", c_void_p),
         ("out", c_void_p),
         ("row_ids", c_void_p),
         ("dim", c_int32),
         ("dtype", c_int32),
         ("eps", c_float),
-        ("weight_offset", c_float),
         ("add", c_int32),
-        ("reserved", c_int32),
     ]
 
 
@@ -143,20 +139,6 @@ class LayerNormArgs(Structure):
         ("dim", c_int32),
         ("dtype", c_int32),
         ("eps", c_float),
-        ("reserved", c_int32),
-    ]
-
-
-class SiluMulArgs(Structure):
-    """silu(gate) * up, or gelu."""
-
-    _fields_ = [
-        ("num_rows", c_void_p),
-        ("x", c_void_p),
-        ("out", c_void_p),
-        ("dim", c_int32),
-        ("dtype", c_int32),
-        ("gelu", c_int32),
         ("reserved", c_int32),
     ]
 
@@ -183,7 +165,6 @@ class RopeKvWriteArgs(Structure):
         ("dtype", c_int32),
         ("interleaved", c_int32),
         ("norm_eps", c_float),
-        ("norm_offset", c_float),
     ]
 
 
@@ -262,7 +243,6 @@ C_NAMES: dict[type[Structure], str] = {
     EmbedArgs: "pd_embed_args",
     RmsNormArgs: "pd_rms_norm_args",
     LayerNormArgs: "pd_layer_norm_args",
-    SiluMulArgs: "pd_silu_mul_args",
     RopeKvWriteArgs: "pd_rope_kv_write_args",
     KvCopyArgs: "pd_kv_copy_args",
     AttnShape: "pd_attn_shape",
@@ -281,7 +261,6 @@ OP_KINDS: dict[type[Structure], OpKind] = {
     GemmArgs: OpKind.GEMM,
     EmbedArgs: OpKind.EMBED,
     RmsNormArgs: OpKind.RMS_NORM,
-    SiluMulArgs: OpKind.SILU_MUL,
     RopeKvWriteArgs: OpKind.ROPE_KV_WRITE,
     KvCopyArgs: OpKind.KV_COPY,
     AttentionArgs: OpKind.ATTENTION,
@@ -294,39 +273,33 @@ OP_KINDS: dict[type[Structure], OpKind] = {
 }
 
 _P_INT32 = POINTER(c_int32)
+_STATUS = ctypes.c_int  # 0, or -1 with pd_last_error
 
-# name -> (argument types, result type); a result of c_int is a status.
+_KERNELS: dict[str, tuple[list[Any], Any]] = {
+    C_NAMES[record].removesuffix("_args"): ([c_void_p, POINTER(record)], _STATUS) for record in OP_KINDS
+}
+# name -> (argument types, result type)
 PROTOTYPES: dict[str, tuple[list[Any], Any]] = {
     "pd_abi_version": ([], c_int32),
-    "pd_last_error": ([], ctypes.c_char_p),
-    "pd_isa": ([], ctypes.c_char_p),
-    "pd_best_isa": ([], ctypes.c_char_p),
-    "pd_set_num_threads": ([c_int32], ctypes.c_int),
-    "pd_num_threads": ([], c_int32),
+    "pd_last_error": ([], c_char_p),
+    "pd_isa": ([], c_char_p),
+    "pd_best_isa": ([], c_char_p),
+    "pd_context_new": ([c_int32, c_int32], c_void_p),
+    "pd_context_free": ([c_void_p], None),
+    "pd_num_threads": ([c_void_p], c_int32),
+    "pd_stream": ([c_void_p], c_void_p),
     "pd_packed_bytes": ([c_int64, c_int64, c_int32], c_int64),
-    "pd_pack": ([c_void_p, c_int64, c_int64, c_int32, c_void_p], ctypes.c_int),
+    "pd_pack": ([c_void_p, c_void_p, c_int64, c_int64, c_int32, c_void_p], _STATUS),
     "pd_packed_int8_bytes": ([c_int64, c_int64], c_int64),
-    "pd_pack_int8": ([c_void_p, c_int64, c_int64, c_int32, c_void_p], ctypes.c_int),
-    "pd_allow_vnni": ([c_int32], ctypes.c_int),
-    "pd_gemm": ([POINTER(GemmArgs)], ctypes.c_int),
-    "pd_embed": ([POINTER(EmbedArgs)], ctypes.c_int),
-    "pd_rms_norm": ([POINTER(RmsNormArgs)], ctypes.c_int),
-    "pd_layer_norm": ([POINTER(LayerNormArgs)], ctypes.c_int),
-    "pd_silu_mul": ([POINTER(SiluMulArgs)], ctypes.c_int),
-    "pd_rope_kv_write": ([POINTER(RopeKvWriteArgs)], ctypes.c_int),
-    "pd_kv_copy": ([POINTER(KvCopyArgs)], ctypes.c_int),
+    "pd_pack_int8": ([c_void_p, c_void_p, c_int64, c_int64, c_int32, c_void_p], _STATUS),
+    "pd_allow_vnni": ([c_void_p, c_int32], ctypes.c_int),
     "pd_plan_new": ([], c_void_p),
     "pd_plan_free": ([c_void_p], None),
-    "pd_attn_plan": ([c_void_p, POINTER(AttnShape), POINTER(AttnBatch)], ctypes.c_int),
-    "pd_plan_view": ([c_void_p, POINTER(_P_INT32), POINTER(c_int64)], ctypes.c_int),
-    "pd_attention": ([POINTER(AttentionArgs)], ctypes.c_int),
-    "pd_soft_cap": ([POINTER(SoftCapArgs)], ctypes.c_int),
-    "pd_process_logits": ([POINTER(ProcessLogitsArgs)], ctypes.c_int),
-    "pd_argmax": ([POINTER(ArgmaxArgs)], ctypes.c_int),
-    "pd_topk_lse": ([POINTER(TopkLseArgs)], ctypes.c_int),
-    "pd_sample": ([POINTER(SampleArgs)], ctypes.c_int),
-    "pd_gumbel": ([c_uint64, c_uint64, c_int32, c_int32, c_int32, c_void_p], ctypes.c_int),
-    "pd_run": ([POINTER(Op), c_int64], ctypes.c_int),
-    "pd_probe_read": ([c_void_p, c_int64, c_int32], ctypes.c_double),
-    "pd_probe_dot": ([c_int32, ctypes.c_double], ctypes.c_double),
+    "pd_attn_plan": ([c_void_p, c_void_p, POINTER(AttnShape), POINTER(AttnBatch)], _STATUS),
+    "pd_plan_view": ([c_void_p, POINTER(_P_INT32), POINTER(c_int64)], _STATUS),
+    "pd_gumbel": ([c_void_p, c_uint64, c_uint64, c_int32, c_int32, c_int32, c_void_p], _STATUS),
+    "pd_run": ([c_void_p, POINTER(Op), c_int64], _STATUS),
+    "pd_probe_read": ([c_void_p, c_void_p, c_int64, c_int32], ctypes.c_double),
+    "pd_probe_dot": ([c_void_p, c_int32, ctypes.c_double], ctypes.c_double),
+    **_KERNELS,
 }

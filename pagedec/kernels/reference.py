@@ -9,7 +9,6 @@ Read-out (argmax, top-k, sampling) is in reference_readout.py.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -48,20 +47,14 @@ def rms_norm(
     weight: Tensor,
     eps: float,
     *,
-    residual: Tensor | None = None,
     row_ids: Tensor | None = None,
-    weight_offset: float = 0.0,
     out_dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the normed rows; where a residual is given, x becomes x + residual first."""
-    if residual is not None:
-        if row_ids is not None:
-            raise ValueError("row_ids is given with residual; it must be None")
-        x += residual
+    """Return the normed rows, of `row_ids` where given."""
     rows = (x if row_ids is None else x[row_ids.long()]).to(compute_dtype)
     scale = 1.0 / torch.sqrt(rows.square().mean(-1, keepdim=True) + eps)
-    return (rows * scale * (weight.to(compute_dtype) + weight_offset)).to(out_dtype)
+    return (rows * scale * weight.to(compute_dtype)).to(out_dtype)
 
 
 def layer_norm(
@@ -87,13 +80,6 @@ def soft_cap(x: Tensor, cap: float, *, compute_dtype: torch.dtype = torch.float3
     return (cap * torch.tanh(x.to(compute_dtype) / cap)).to(x.dtype)
 
 
-def silu_mul(x: Tensor, *, gelu: bool = False, compute_dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return silu(gate) * up of rows [gate | up]; gelu: the tanh approximation of GELU."""
-    gate, up = x.to(compute_dtype).chunk(2, -1)
-    inner = math.sqrt(8.0 / math.pi) * (gate + 0.044715 * gate**3) if gelu else gate
-    return (gate / (1.0 + torch.exp(-inner)) * up).to(x.dtype)
-
-
 @dataclass(frozen=True, slots=True)
 class RopeShape:
     """What a kind of layer fixes for rope_kv_write."""
@@ -103,7 +89,6 @@ class RopeShape:
     head_dim: int
     interleaved: bool = False
     norm_eps: float = 0.0
-    norm_offset: float = 0.0
 
 
 def rotate(x: Tensor, table: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -140,8 +125,7 @@ def rope_kv_write(
     def prepare(x: Tensor, norm: Tensor | None) -> Tensor:
         x = x.to(compute_dtype)
         if norm is not None:
-            options = {"weight_offset": shape.norm_offset, "out_dtype": compute_dtype, "compute_dtype": compute_dtype}
-            x = rms_norm(x, norm, shape.norm_eps, **options)  # type: ignore[arg-type]
+            x = rms_norm(x, norm, shape.norm_eps, out_dtype=compute_dtype, compute_dtype=compute_dtype)
         if cos_sin is None:
             return x
         return rotate(x, cos_sin[positions.long()], interleaved=shape.interleaved)

@@ -48,10 +48,8 @@ def choose_backend(parallel: ParallelConfig, dtype: str, quantization: str | Non
         torch.set_num_threads(parallel.num_threads)
     if parallel.attention_backend != "reference":
         try:
-            library = load()
-            if parallel.num_threads is not None:  # torch's number is of the calling thread alone
-                library.set_num_threads(parallel.num_threads)
-            return NativeBackend(library, names.get(dtype, torch.bfloat16), quantization)
+            # the kernels are told: torch's number is of the calling thread alone
+            return NativeBackend(load(), names.get(dtype, torch.bfloat16), quantization, parallel.num_threads or 0)
         except LibraryNotFound as error:
             if parallel.attention_backend == "native":
                 limit = f"is not available: {error}"

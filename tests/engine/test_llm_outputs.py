@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from pagedec import LLM, SamplingParams
-from pagedec.kernels.library import available_isas, load
+from pagedec.kernels.library import Context, available_isas
+from pagedec.kernels.native import NativeBackend
 from pagedec.llm import collecting
 from pagedec.outputs import RequestOutput
 from tests.algorithms.beam import BeamParams
@@ -314,14 +315,20 @@ def test_an_llm_answers_in_a_forked_child(tiny_path: Path) -> None:
 
 @pytest.mark.skipif(not available_isas(), reason="no kernel library is built")
 def test_the_number_of_threads_holds_in_every_thread(tiny: Tiny) -> None:
-    library, before = load(), torch.get_num_threads()
+    """And is that engine's alone."""
+    before = torch.get_num_threads()
     try:
-        tiny(num_threads=1)
+        contexts = [kernel_context(tiny(num_threads=n)) for n in (1, 2)]
         with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(lambda: library.num_threads).result() == 1
+            assert pool.submit(lambda: [context.num_threads for context in contexts]).result() == [1, 2]
     finally:
-        library.set_num_threads(0)
         torch.set_num_threads(before)
+
+
+def kernel_context(llm: LLM) -> Context:
+    backend = llm.engine.executor.worker.lanes["target"].backend  # type: ignore[attr-defined]
+    assert isinstance(backend, NativeBackend)
+    return backend.context
 
 
 def test_the_bar_counts_tokens_before_the_first_prompt_has_ended(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

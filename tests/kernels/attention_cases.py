@@ -1,4 +1,4 @@
-"""Batches for the attention tests: branches over poisoned caches, run by a library or by the reference."""
+"""Batches for the attention tests: branches over poisoned caches, run by a context or by the reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import AttentionArgs, AttentionPlan, AttnBatch, AttnShape, Dtype, Library
+from pagedec.kernels.library import AttentionArgs, AttentionPlan, AttnBatch, AttnShape, Context, Dtype
 from pagedec.kernels.reference_attention import cache_shapes, paged_attention, write_slots
 
 
@@ -121,18 +121,18 @@ def shape_record(shape: AttentionShape, dtype: torch.dtype) -> AttnShape:
     )  # fmt: skip
 
 
-def make_plan(library: Library, cache: Cache, batch: Batch, share: bool = True) -> AttentionPlan:
+def make_plan(context: Context, cache: Cache, batch: Batch, share: bool = True) -> AttentionPlan:
     """Return the batch's plan."""
-    plan = library.plan()
-    plan.update(shape_record(cache.shape, cache.dtype), batch.record(share))
+    plan = context.library.plan()
+    context.plan(plan, shape_record(cache.shape, cache.dtype), batch.record(share))
     return plan
 
 
-def run_plan(library: Library, plan: AttentionPlan, cache: Cache, q: torch.Tensor) -> torch.Tensor:
+def run_plan(context: Context, plan: AttentionPlan, cache: Cache, q: torch.Tensor) -> torch.Tensor:
     """Run one layer; the output starts as NaN."""
     num_rows = np.array([q.shape[0]], np.int32)
     out = torch.full_like(q, float("nan"))
-    library.call(
+    context.call(
         AttentionArgs(
             num_rows.ctypes.data, plan.handle, q.data_ptr(), cache.k.data_ptr(), cache.v.data_ptr(), out.data_ptr()
         )
@@ -141,11 +141,11 @@ def run_plan(library: Library, plan: AttentionPlan, cache: Cache, q: torch.Tenso
 
 
 def run(
-    library: Library, cache: Cache, branches: Sequence[Branch], q: torch.Tensor, *, threads: int = 2, share: bool = True
+    context: Context, cache: Cache, branches: Sequence[Branch], q: torch.Tensor, *, threads: int = 2, share: bool = True
 ) -> torch.Tensor:
     """Return what the kernel makes of these branches, [num_rows, num_heads, head_dim]."""
-    library.set_num_threads(threads)
-    return run_plan(library, make_plan(library, cache, Batch(branches), share), cache, q)
+    context = context.library.context(threads)
+    return run_plan(context, make_plan(context, cache, Batch(branches), share), cache, q)
 
 
 @contextmanager

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,15 +12,14 @@ from torch import Tensor
 from pagedec.kernels.library import (
     DRAW_DTYPE,
     ArgmaxArgs,
+    Context,
     Dtype,
     EmbedArgs,
     KvCopyArgs,
     LayerNormArgs,
-    Library,
     RmsNormArgs,
     RopeKvWriteArgs,
     SampleArgs,
-    SiluMulArgs,
     SoftCapArgs,
     TopkLseArgs,
 )
@@ -52,17 +50,13 @@ def count(n: int) -> Tensor:
     return torch.tensor([n], dtype=torch.int32)
 
 
-@contextmanager
-def threads(library: Library, num_threads: int) -> Iterator[None]:
-    library.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        library.set_num_threads(0)
+def threads(context: Context, num_threads: int) -> Context:
+    """The same kernels, in a new context with so many threads."""
+    return context.library.context(num_threads)
 
 
 def embed(
-    library: Library,
+    context: Context,
     token_ids: Tensor,
     table: Tensor,
     scale: float = 1.0,
@@ -73,7 +67,7 @@ def embed(
 ) -> Tensor:
     vocab, dim = table.shape
     out, rows = torch.full((len(token_ids), dim), torch.nan), count(len(token_ids))
-    library.call(
+    context.call(
         EmbedArgs(
             num_rows=pointer(rows), token_ids=pointer(token_ids), table=pointer(table), out=pointer(out),
             slots=pointer(slots), token_plane=pointer(token_plane), dim=dim, vocab=vocab, dtype=CODES[table.dtype],
@@ -85,14 +79,12 @@ def embed(
 
 
 def rms_norm(
-    library: Library,
+    context: Context,
     x: Tensor,
     weight: Tensor,
     eps: float,
     *,
-    residual: Tensor | None = None,
     row_ids: Tensor | None = None,
-    weight_offset: float = 0.0,
     out_dtype: torch.dtype = torch.float32,
     add_to: Tensor | None = None,
 ) -> Tensor:
@@ -100,18 +92,17 @@ def rms_norm(
     out, rows = torch.full((num_rows, dim), torch.nan, dtype=out_dtype), count(num_rows)
     if add_to is not None:
         out = add_to.clone()
-    library.call(
+    context.call(
         RmsNormArgs(
-            num_rows=pointer(rows), x=pointer(x), residual=pointer(residual), weight=pointer(weight), out=pointer(out),
-            row_ids=pointer(row_ids), dim=dim, dtype=CODES[out_dtype], eps=eps, weight_offset=weight_offset,
-            add=int(add_to is not None),
+            num_rows=pointer(rows), x=pointer(x), weight=pointer(weight), out=pointer(out),
+            row_ids=pointer(row_ids), dim=dim, dtype=CODES[out_dtype], eps=eps, add=int(add_to is not None),
         )
     )  # fmt: skip
     return out
 
 
 def layer_norm(
-    library: Library,
+    context: Context,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -122,7 +113,7 @@ def layer_norm(
 ) -> Tensor:
     num_rows, dim = len(x) if row_ids is None else len(row_ids), x.shape[1]
     out, rows = torch.full((num_rows, dim), torch.nan, dtype=out_dtype), count(num_rows)
-    library.call(
+    context.call(
         LayerNormArgs(
             num_rows=pointer(rows), x=pointer(x), weight=pointer(weight), bias=pointer(bias), out=pointer(out),
             row_ids=pointer(row_ids), dim=dim, dtype=CODES[out_dtype], eps=eps,
@@ -131,20 +122,9 @@ def layer_norm(
     return out
 
 
-def soft_cap(library: Library, x: Tensor, cap: float) -> Tensor:
+def soft_cap(context: Context, x: Tensor, cap: float) -> Tensor:
     out, rows = x.clone(), count(len(x))
-    library.call(SoftCapArgs(num_rows=pointer(rows), x=pointer(out), n=x.shape[1], cap=cap))
-    return out
-
-
-def silu_mul(library: Library, x: Tensor, *, gelu: bool = False) -> Tensor:
-    num_rows, dim = len(x), x.shape[1] // 2
-    out, rows = torch.full((num_rows, dim), torch.nan, dtype=x.dtype), count(num_rows)
-    library.call(
-        SiluMulArgs(
-            num_rows=pointer(rows), x=pointer(x), out=pointer(out), dim=dim, dtype=CODES[x.dtype], gelu=int(gelu)
-        )
-    )
+    context.call(SoftCapArgs(num_rows=pointer(rows), x=pointer(out), n=x.shape[1], cap=cap))
     return out
 
 
@@ -163,7 +143,7 @@ def caches(dtype: torch.dtype, num_layers: int, num_blocks: int, kv_heads: int, 
 
 
 def rope_kv_write(
-    library: Library,
+    context: Context,
     qkv: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -176,26 +156,26 @@ def rope_kv_write(
     k_norm: Tensor | None = None,
 ) -> Tensor:
     out, rows = torch.full((len(qkv), shape.q_heads * shape.head_dim), torch.nan, dtype=qkv.dtype), count(len(qkv))
-    library.call(
+    context.call(
         RopeKvWriteArgs(
             num_rows=pointer(rows), qkv=pointer(qkv), q_out=pointer(out), k_cache=pointer(k_cache),
             v_cache=pointer(v_cache), positions=pointer(positions), slots=pointer(slots), cos_sin=pointer(cos_sin),
             q_norm=pointer(q_norm), k_norm=pointer(k_norm), q_heads=shape.q_heads, kv_heads=shape.kv_heads,
             head_dim=shape.head_dim, rotary_dim=0 if cos_sin is None else cos_sin.shape[1],
             block_size=k_cache.shape[3], dtype=CODES[qkv.dtype], interleaved=int(shape.interleaved),
-            norm_eps=shape.norm_eps, norm_offset=shape.norm_offset,
+            norm_eps=shape.norm_eps,
         )
     )  # fmt: skip
     return out
 
 
 def kv_copy(
-    library: Library, k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor, token_plane: Tensor | None = None
+    context: Context, k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor, token_plane: Tensor | None = None
 ) -> None:
     layers, _, kv_heads = k_cache.shape[:3]
     head_dim = k_cache.shape[3] * (2 if k_cache.dim() == 6 else 1)
     moves = count(len(src))
-    library.call(
+    context.call(
         KvCopyArgs(
             num_moves=pointer(moves), src=pointer(src), dst=pointer(dst), k_cache=pointer(k_cache),
             v_cache=pointer(v_cache), token_plane=pointer(token_plane), layer_stride=k_cache.stride(0),
@@ -205,16 +185,16 @@ def kv_copy(
     )  # fmt: skip
 
 
-def argmax(library: Library, logits: np.ndarray) -> np.ndarray:
+def argmax(context: Context, logits: np.ndarray) -> np.ndarray:
     out, rows = np.full(len(logits), -7, np.int32), count(len(logits))
-    library.call(
+    context.call(
         ArgmaxArgs(num_rows=pointer(rows), logits=logits.ctypes.data, token_ids=out.ctypes.data, vocab=logits.shape[1])
     )
     return out
 
 
 def topk_lse(
-    library: Library, logits: np.ndarray, k: int, row_ids: np.ndarray | None = None
+    context: Context, logits: np.ndarray, k: int, row_ids: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     n = len(logits) if row_ids is None else len(row_ids)
     ids, values, lse = (
@@ -223,7 +203,7 @@ def topk_lse(
         np.full(n, np.nan, np.float32),
     )
     rows = count(n)
-    library.call(
+    context.call(
         TopkLseArgs(
             num_rows=pointer(rows), logits=logits.ctypes.data, row_ids=None if row_ids is None else row_ids.ctypes.data,
             token_ids=ids.ctypes.data, values=values.ctypes.data, lse=lse.ctypes.data, vocab=logits.shape[1], k=k,
@@ -241,10 +221,10 @@ def draws(n: int, **fields: Any) -> np.ndarray:
     return out
 
 
-def sample(library: Library, logits: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def sample(context: Context, logits: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     assert logits.dtype == np.float32 and wanted.dtype == DRAW_DTYPE
     out, num = np.full(len(wanted), -7, np.int32), count(len(wanted))
-    library.call(
+    context.call(
         SampleArgs(
             num_draws=pointer(num), draws=wanted.ctypes.data, logits=logits.ctypes.data, token_ids=out.ctypes.data,
             vocab=logits.shape[1],

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from pagedec.kernels.library import Library, library_directories, load, loadable_isas
+from pagedec.kernels.library import Context, Library, library_directories, load, loadable_isas
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -35,3 +35,15 @@ def libraries() -> list[Library]:
     """All of them, the portable one first, the emulated one last."""
     _need_libraries()
     return [load(isa) for isa in loadable_isas()]
+
+
+@pytest.fixture(scope="session")
+def context(library: Library) -> Context:
+    """As many threads as OpenMP chooses."""
+    return library.context()
+
+
+@pytest.fixture(scope="session")
+def contexts(libraries: list[Library]) -> list[Context]:
+    """One of each library, in their order."""
+    return [library.context() for library in libraries]

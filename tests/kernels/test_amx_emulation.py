@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import EMULATED_ISA, Library, available_isas, load, loadable_isas
+from pagedec.kernels.library import EMULATED_ISA, Context, available_isas, load, loadable_isas
 from tests.kernels.attention_cases import Cache, run, same_bits
 from tests.kernels.calls import normal
 from tests.kernels.test_gemm import Linear
@@ -239,10 +239,10 @@ def test_what_the_unit_refuses_ends_the_process(path: Path, calls: str, message:
 # ---- the library of the unit's kernels
 
 
-def emulated() -> Library:
+def emulated() -> Context:
     if EMULATED_ISA not in loadable_isas():
         pytest.skip("needs a processor with AVX512-BF16")
-    return load(EMULATED_ISA)
+    return load(EMULATED_ISA).context()
 
 
 @pytest.mark.parametrize("k", [64, 30, 2])
@@ -263,7 +263,7 @@ def test_the_processors_own_unit_gives_the_same_bits() -> None:
     ours = emulated()
     if "amx" not in available_isas():
         pytest.skip("needs the matrix unit")
-    unit = load("amx")
+    unit = load("amx").context()
     for rows, n, k in [(1, 33, 7), (40, 65, 300), (200, 65, 901)]:
         x, weight = normal(rows, k, seed=1, dtype=torch.bfloat16), normal(n, k, seed=2, dtype=torch.bfloat16)
         assert same_bits(Linear.pack(ours, weight)(x), Linear.pack(unit, weight)(x))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import Library
+from pagedec.kernels.library import Context
 from tests.kernels.attention_cases import Branch, Cache, random_tree, reference, run
 
 HEAD_DIMS = [16, 64, 80, 96, 112, 128, 160, 192, 256]
@@ -17,17 +17,17 @@ DTYPES = [torch.bfloat16, torch.float32]
 
 
 def check(
-    libraries: list[Library], cache: Cache, branches: list[Branch], threads: int = 2, tolerance: float | None = None
+    contexts: list[Context], cache: Cache, branches: list[Branch], threads: int = 2, tolerance: float | None = None
 ) -> None:
     """Compare every library's rows with the reference."""
     q = cache.query(sum(branch.num_rows for branch in branches))
     want = reference(cache, branches, q)
     assert torch.isfinite(want).all()
     limit = TOLERANCE[cache.dtype] if tolerance is None else tolerance
-    for library in libraries:
-        got = run(library, cache, branches, q, threads=threads).double()
+    for context in contexts:
+        got = run(context, cache, branches, q, threads=threads).double()
         torch.testing.assert_close(
-            got, want, rtol=limit, atol=limit, msg=lambda text, isa=library.isa: f"{isa}: {text}"
+            got, want, rtol=limit, atol=limit, msg=lambda text, isa=context.isa: f"{isa}: {text}"
         )
 
 
@@ -48,56 +48,56 @@ def mixed_branches(cache: Cache, generator: np.random.Generator) -> list[Branch]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64])
-def test_layouts(libraries: list[Library], dtype: torch.dtype, block_size: int) -> None:
+def test_layouts(contexts: list[Context], dtype: torch.dtype, block_size: int) -> None:
     generator = np.random.default_rng(block_size)
     cache = Cache(AttentionShape(6, 2, 64, block_size, 0.125), 4096 // block_size, dtype, seed=1)
-    check(libraries, cache, mixed_branches(cache, generator))
+    check(contexts, cache, mixed_branches(cache, generator))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_head_dims(libraries: list[Library], dtype: torch.dtype, head_dim: int) -> None:
+def test_head_dims(contexts: list[Context], dtype: torch.dtype, head_dim: int) -> None:
     cache = Cache(AttentionShape(4, 2, head_dim, 16, head_dim**-0.5), 64, dtype, seed=head_dim)
     branches = [cache.branch(77, 3), cache.branch(130), cache.branch(21, 4, [-1, 0, 0, 2])]
-    check(libraries, cache, branches)
+    check(contexts, cache, branches)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (7, 7), (16, 1), (48, 1), (49, 1), (71, 1), (130, 2)])
-def test_group_sizes(libraries: list[Library], heads: tuple[int, int]) -> None:
+def test_group_sizes(contexts: list[Context], heads: tuple[int, int]) -> None:
     cache = Cache(AttentionShape(heads[0], heads[1], 64, 16, 0.125), 64, torch.bfloat16, seed=heads[0])
-    check(libraries, cache, [cache.branch(100, 2), cache.branch(9, 3, [-1, 0, 0])])
+    check(contexts, cache, [cache.branch(100, 2), cache.branch(9, 3, [-1, 0, 0])])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 300])
-def test_windows(libraries: list[Library], dtype: torch.dtype, window: int) -> None:
+def test_windows(contexts: list[Context], dtype: torch.dtype, window: int) -> None:
     generator = np.random.default_rng(window)
     cache = Cache(AttentionShape(4, 2, 64, 16, 0.125, window), 256, dtype, seed=window)
-    check(libraries, cache, mixed_branches(cache, generator))
+    check(contexts, cache, mixed_branches(cache, generator))
 
 
-def test_blocks_behind_the_window_are_never_touched(library: Library) -> None:
+def test_blocks_behind_the_window_are_never_touched(context: Context) -> None:
     cache = Cache(AttentionShape(4, 2, 64, 16, 0.125, window=100), 256, torch.bfloat16, seed=3)
     branches = [cache.branch(1100, 2), cache.branch(300, 6, [-1, 0, 0, 1, 2, 2])]
     q = cache.query(8)
-    want = run(library, cache, branches, q)
+    want = run(context, cache, branches, q)
     for branch in branches:
         behind = (branch.kv_len - branch.num_rows - 100) // 16
         cache.k[branch.table[:behind]] = float("nan")
         cache.v[branch.table[:behind]] = float("nan")
         branch.table[:behind] = [-1] * behind
-    assert torch.equal(run(library, cache, branches, q), want)
+    assert torch.equal(run(context, cache, branches, q), want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
-def test_soft_cap(libraries: list[Library], dtype: torch.dtype) -> None:
+def test_soft_cap(contexts: list[Context], dtype: torch.dtype) -> None:
     generator = np.random.default_rng(0)
     cache = Cache(AttentionShape(4, 2, 64, 16, 0.5, soft_cap=5.0), 256, dtype, seed=4)
-    check(libraries, cache, mixed_branches(cache, generator))
+    check(contexts, cache, mixed_branches(cache, generator))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_trees(libraries: list[Library], seed: int) -> None:
+def test_trees(contexts: list[Context], seed: int) -> None:
     """Trees as wide as a lookahead's, deeper than a tile, on both sides of a chunk boundary."""
     generator = np.random.default_rng(seed)
     cache = Cache(AttentionShape(3, 1, 64, 16, 0.125), 256, torch.float32, seed=seed)
@@ -107,11 +107,11 @@ def test_trees(libraries: list[Library], seed: int) -> None:
         cache.branch(len(deep) + 20 * seed, len(deep), deep),
         cache.branch(40, 12, [-1, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8]),
     ]
-    check(libraries, cache, branches, threads=1 + seed % 3)
+    check(contexts, cache, branches, threads=1 + seed % 3)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_batches(libraries: list[Library], seed: int) -> None:
+def test_random_batches(contexts: list[Context], seed: int) -> None:
     generator = np.random.default_rng(100 + seed)
     block_size = int(generator.choice([8, 16, 32, 64]))
     group, kv_heads = int(generator.integers(1, 9)), int(generator.integers(1, 4))
@@ -130,17 +130,17 @@ def test_random_batches(libraries: list[Library], seed: int) -> None:
         else:
             nodes = int(generator.integers(1, 24))
             branches.append(cache.branch(kv_len + nodes, nodes + 1, random_tree(generator, 1, nodes)))
-    check(libraries, cache, branches, threads=int(generator.integers(1, 4)))
+    check(contexts, cache, branches, threads=int(generator.integers(1, 4)))
 
 
-def test_no_rows(libraries: list[Library]) -> None:
+def test_no_rows(contexts: list[Context]) -> None:
     cache = Cache(AttentionShape(4, 2, 64, 16, 0.125), 16, torch.bfloat16, seed=0)
-    assert run(libraries[-1], cache, [], cache.query(0)).shape == (0, 4, 64)
+    assert run(contexts[-1], cache, [], cache.query(0)).shape == (0, 4, 64)
     branches = [Branch([], 0, 0), cache.branch(5), Branch([], 0, 0)]
-    check(libraries, cache, branches)
+    check(contexts, cache, branches)
 
 
-def test_large_logits(libraries: list[Library]) -> None:
+def test_large_logits(contexts: list[Context]) -> None:
     """Logits of hundreds: the running maximum is rescaled again and again and nothing overflows."""
     cache = Cache(AttentionShape(2, 1, 64, 16, 8.0), 64, torch.float32, seed=9)
-    check(libraries, cache, [cache.branch(600, 3)], tolerance=1e-3)
+    check(contexts, cache, [cache.branch(600, 3)], tolerance=1e-3)

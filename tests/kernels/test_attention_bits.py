@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import Library
+from pagedec.kernels.library import Context
 from pagedec.kernels.reference_attention import read_slots
 from tests.kernels.attention_cases import (
     Batch,
@@ -43,65 +43,65 @@ def crowd(cache: Cache) -> list[Branch]:
 
 
 @pytest.mark.parametrize("window", [0, 90])
-def test_alone_is_in_a_crowd(library: Library, dtype: torch.dtype, window: int) -> None:
+def test_alone_is_in_a_crowd(context: Context, dtype: torch.dtype, window: int) -> None:
     cache = Cache(AttentionShape(6, 2, 64, 16, 0.125, window), 768, dtype, seed=1)
     branches = crowd(cache)
     batch = Batch(branches)
     q = cache.query(batch.num_rows)
-    want = run(library, cache, branches, q, threads=1, share=False)
+    want = run(context, cache, branches, q, threads=1, share=False)
     for threads in (1, 2, 3):
         for share in (False, True):
-            assert same_bits(run(library, cache, branches, q, threads=threads, share=share), want)
+            assert same_bits(run(context, cache, branches, q, threads=threads, share=share), want)
     for i, branch in enumerate(branches):
         rows = slice(batch.row_indptr[i], batch.row_indptr[i + 1])
-        assert same_bits(run(library, cache, [branch], q[rows].clone()), want[rows])
+        assert same_bits(run(context, cache, [branch], q[rows].clone()), want[rows])
 
 
-def test_order_of_branches(library: Library, dtype: torch.dtype) -> None:
+def test_order_of_branches(context: Context, dtype: torch.dtype) -> None:
     cache = Cache(AttentionShape(6, 2, 64, 16, 0.125), 768, dtype, seed=2)
     branches = crowd(cache)
     batch = Batch(branches)
     q = cache.query(batch.num_rows)
-    want = run(library, cache, branches, q)
+    want = run(context, cache, branches, q)
     order = np.random.default_rng(0).permutation(len(branches))
     rows = np.concatenate([np.arange(batch.row_indptr[i], batch.row_indptr[i + 1]) for i in order])
-    assert same_bits(run(library, cache, [branches[i] for i in order], q[rows]), want[rows])
+    assert same_bits(run(context, cache, [branches[i] for i in order], q[rows]), want[rows])
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
-def test_chunked_is_whole(library: Library, dtype: torch.dtype, head_dim: int) -> None:
+def test_chunked_is_whole(context: Context, dtype: torch.dtype, head_dim: int) -> None:
     """A row of a long prefill, of any chunk of it, and read again later by itself."""
     cache = Cache(AttentionShape(3, 1, head_dim, 16, 0.1), 64, dtype, seed=3)
     branch = cache.branch(600, 600)
     q = cache.query(600)
-    whole = run(library, cache, [branch], q)
+    whole = run(context, cache, [branch], q)
     for step in (37, 64, 255):
         for first in range(0, 600, step):
             last = min(600, first + step)
             part = Branch(branch.table, last, last - first)
-            assert same_bits(run(library, cache, [part], q[first:last].clone()), whole[first:last])
+            assert same_bits(run(context, cache, [part], q[first:last].clone()), whole[first:last])
     for row in (0, 1, 62, 63, 64, 511, 512, 599):
         assert same_bits(
-            run(library, cache, [Branch(branch.table, row + 1)], q[row : row + 1].clone()), whole[row : row + 1]
+            run(context, cache, [Branch(branch.table, row + 1)], q[row : row + 1].clone()), whole[row : row + 1]
         )
 
 
 @pytest.mark.parametrize(("kv_len", "window"), [(40, 0), (64, 0), (130, 0), (515, 0), (130, 33), (515, 70)])
-def test_tree_node_is_an_accepted_chain(library: Library, dtype: torch.dtype, kv_len: int, window: int) -> None:
+def test_tree_node_is_an_accepted_chain(context: Context, dtype: torch.dtype, kv_len: int, window: int) -> None:
     """Each node's row equals the row of a plain chain that holds its ancestors in order."""
     generator = np.random.default_rng(kv_len)
     cache = Cache(AttentionShape(6, 2, 64, 16, 0.125, window), 256, dtype, seed=kv_len)
     parents = random_tree(generator, 2, 22)
     tree = cache.branch(kv_len + 22, 24, parents)
     q = cache.query(24)
-    got = run(library, cache, [tree], q)
+    got = run(context, cache, [tree], q)
     chain = cache.branch(kv_len + 22)
     for row in range(24):
         path = path_of(parents, row)
         slots = [*range(kv_len), *(kv_len - 2 + node for node in path)]
         seen = kv_len - 2 + row + 1 if not path else len(slots)
         copy_slots(cache, tree, slots[:seen], chain)
-        assert same_bits(run(library, cache, [Branch(chain.table, seen)], q[row : row + 1].clone()), got[row : row + 1])
+        assert same_bits(run(context, cache, [Branch(chain.table, seen)], q[row : row + 1].clone()), got[row : row + 1])
 
 
 def copy_slots(cache: Cache, source: Branch, index: list[int], target: Branch) -> None:
@@ -110,61 +110,59 @@ def copy_slots(cache: Cache, source: Branch, index: list[int], target: Branch) -
     cache.write(target.table, range(len(index)), k, v)
 
 
-def test_chain_draft_is_a_chain(library: Library, dtype: torch.dtype) -> None:
+def test_chain_draft_is_a_chain(context: Context, dtype: torch.dtype) -> None:
     cache = Cache(AttentionShape(6, 2, 64, 16, 0.125), 64, dtype, seed=4)
     branch = cache.branch(130, 9)
     q = cache.query(9)
-    want = run(library, cache, [branch], q)
+    want = run(context, cache, [branch], q)
     branch.parents = [-1, -1, *range(1, 8)]
-    assert same_bits(run(library, cache, [branch], q), want)
+    assert same_bits(run(context, cache, [branch], q), want)
 
 
-def test_later_tokens_cannot_reach_back(library: Library, dtype: torch.dtype) -> None:
+def test_later_tokens_cannot_reach_back(context: Context, dtype: torch.dtype) -> None:
     """NaN and infinity in a later token of the same branch leave the rows before it as they were."""
     cache = Cache(AttentionShape(3, 1, 64, 16, 0.125), 64, dtype, seed=5)
     branch = cache.branch(150, 40)
     q = cache.query(40)
-    want = run(library, cache, [branch], q)
+    want = run(context, cache, [branch], q)
     for value in (float("nan"), float("inf")):
         cache.write(branch.table, [129], torch.full((1, 1, 64), value), torch.full((1, 1, 64), value))
-        got = run(library, cache, [branch], q)
+        got = run(context, cache, [branch], q)
         assert same_bits(got[:19], want[:19])
         assert torch.isnan(got[19:]).all()
 
 
-def test_a_node_cannot_reach_its_siblings(library: Library, dtype: torch.dtype) -> None:
+def test_a_node_cannot_reach_its_siblings(context: Context, dtype: torch.dtype) -> None:
     cache = Cache(AttentionShape(3, 1, 64, 16, 0.125), 64, dtype, seed=6)
     parents = [-1, 0, 0, 1, 2, 3, 4, 5, 6]  # two chains, rows 1 3 5 7 and 2 4 6 8
     branch = cache.branch(70, 9, parents)
     q = cache.query(9)
-    want = run(library, cache, [branch], q)
+    want = run(context, cache, [branch], q)
     bad = torch.full((1, 1, 64), float("nan"))
     cache.write(branch.table, [70 - 9 + 3], bad, bad)
-    got = run(library, cache, [branch], q)
+    got = run(context, cache, [branch], q)
     assert same_bits(got[[0, 1, 2, 4, 6, 8]], want[[0, 1, 2, 4, 6, 8]])
     assert torch.isnan(got[[3, 5, 7]]).all()
 
 
-def test_threads_may_change_after_planning(library: Library, dtype: torch.dtype) -> None:
+def test_threads_may_change_after_planning(context: Context, dtype: torch.dtype) -> None:
     cache = Cache(AttentionShape(6, 2, 64, 16, 0.125), 768, dtype, seed=7)
     branches = crowd(cache)
     batch = Batch(branches)
     q = cache.query(batch.num_rows)
-    want = run(library, cache, branches, q, threads=2)
-    library.set_num_threads(5)
-    plan = make_plan(library, cache, batch)
+    want = run(context, cache, branches, q, threads=2)
+    plan = make_plan(context.library.context(5), cache, batch)
     for threads in (1, 2, 3):
-        library.set_num_threads(threads)
-        assert same_bits(run_plan(library, plan, cache, q), want)
+        assert same_bits(run_plan(context.library.context(threads), plan, cache, q), want)
 
 
-def test_a_plan_serves_again(library: Library, dtype: torch.dtype) -> None:
+def test_a_plan_serves_again(context: Context, dtype: torch.dtype) -> None:
     """Neither a smaller batch in between nor running twice leaves anything behind."""
     cache = Cache(AttentionShape(6, 2, 64, 16, 0.125), 768, dtype, seed=8)
     branches = crowd(cache)
     q = cache.query(Batch(branches).num_rows)
-    want = run(library, cache, branches, q)
-    library.set_num_threads(2)
-    plan = make_plan(library, cache, Batch(branches))
-    assert same_bits(run_plan(library, plan, cache, q), want)
-    assert same_bits(run_plan(library, plan, cache, q), want)
+    want = run(context, cache, branches, q)
+    context = context.library.context(2)
+    plan = make_plan(context, cache, Batch(branches))
+    assert same_bits(run_plan(context, plan, cache, q), want)
+    assert same_bits(run_plan(context, plan, cache, q), want)

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import AttentionArgs, AttnBatch, AttnShape, KernelError, Library
+from pagedec.kernels.library import AttentionArgs, AttnBatch, AttnShape, Context, KernelError
 from tests.kernels.attention_cases import Batch, Branch, Cache, make_plan, shape_record
 
 SHAPE = AttentionShape(4, 2, 64, 16, 0.125)
 
 
 @pytest.fixture(scope="module")
-def best(libraries: list[Library]) -> Library:
-    return libraries[-1]
+def best(contexts: list[Context]) -> Context:
+    return contexts[-1]
 
 
 @pytest.mark.parametrize(
@@ -39,11 +39,11 @@ def best(libraries: list[Library]) -> Library:
         ("soft_cap", float("inf"), "soft_cap is inf; it must be finite, 0 or more"),
     ],
 )
-def test_shape(best: Library, field: str, value: float, message: str) -> None:
+def test_shape(best: Context, field: str, value: float, message: str) -> None:
     record = shape_record(SHAPE, torch.bfloat16)
     setattr(record, field, value)
     with pytest.raises(KernelError, match="^pd_attn_plan: " + re.escape(message) + "$"):
-        best.plan().update(record, Batch([Branch([0], 1)]).record())
+        best.plan(best.library.plan(), record, Batch([Branch([0], 1)]).record())
 
 
 def spoil(array: str, index: int | tuple[int, int], value: int) -> Callable[[Batch], None]:
@@ -72,12 +72,12 @@ TREE = [Branch([3, 4], 20, 2), Branch([5, 6], 20, 5, [-1, -1, 1, 2, 1])]
         (spoil("block_table", (1, 1), -1), "block_table[1][1] is -1; a block that a row sees must be 0 to 134217726"),
     ],
 )
-def test_batch(best: Library, change: Callable[[Batch], None], message: str) -> None:
+def test_batch(best: Context, change: Callable[[Batch], None], message: str) -> None:
     batch = Batch(TREE)
     record = batch.record()
     change(batch)
     with pytest.raises(KernelError, match="^pd_attn_plan: " + re.escape(message) + "$"):
-        best.plan().update(shape_record(SHAPE, torch.bfloat16), record)
+        best.plan(best.library.plan(), shape_record(SHAPE, torch.bfloat16), record)
 
 
 @pytest.mark.parametrize(
@@ -99,29 +99,30 @@ def test_batch(best: Library, change: Callable[[Batch], None], message: str) -> 
         ("block_table", None, "block_table is NULL"),
     ],
 )
-def test_batch_record(best: Library, field: str, value: int | None, message: str) -> None:
+def test_batch_record(best: Context, field: str, value: int | None, message: str) -> None:
     batch = Batch(TREE)
     record = batch.record()
     setattr(record, field, value)
     with pytest.raises(KernelError, match="^pd_attn_plan: " + re.escape(message) + "$"):
-        best.plan().update(shape_record(SHAPE, torch.bfloat16), record)
+        best.plan(best.library.plan(), shape_record(SHAPE, torch.bfloat16), record)
 
 
-def test_null_arguments(best: Library) -> None:
-    functions, batch = best.functions, Batch(TREE)
+def test_null_arguments(best: Context) -> None:
+    functions, batch = best.library.functions, Batch(TREE)
     shape, record = shape_record(SHAPE, torch.bfloat16), batch.record()
     no_shape, no_batch = ctypes.POINTER(AttnShape)(), ctypes.POINTER(AttnBatch)()
-    plan = best.plan()
+    plan = best.library.plan()
     for message, arguments in [
-        (b"plan is NULL", (None, shape, record)),
-        (b"shape is NULL", (plan.handle, no_shape, record)),
-        (b"batch is NULL", (plan.handle, shape, no_batch)),
+        (b"context is NULL", (None, plan.handle, shape, record)),
+        (b"plan is NULL", (best.handle, None, shape, record)),
+        (b"shape is NULL", (best.handle, plan.handle, no_shape, record)),
+        (b"batch is NULL", (best.handle, plan.handle, shape, no_batch)),
     ]:
         assert functions.pd_attn_plan(*arguments) == -1
         assert functions.pd_last_error() == b"pd_attn_plan: " + message
 
 
-def test_run(best: Library) -> None:
+def test_run(best: Context) -> None:
     cache = Cache(SHAPE, 16, torch.bfloat16, seed=0)
     branch = cache.branch(20, 2)
     plan = make_plan(best, cache, Batch([branch]))
@@ -140,21 +141,21 @@ def test_run(best: Library) -> None:
         refuse(f"{field} is NULL", **{field: None})
     other = np.array([3], np.int32)
     refuse("num_rows is 3; the plan is for 2", num_rows=other.ctypes.data)
-    empty = best.plan()
+    empty = best.library.plan()
     refuse("plan holds nothing; pd_attn_plan must succeed first", plan=empty.handle)
     with pytest.raises(KernelError, match="the plan holds nothing"):
         empty.words()
 
 
-def test_a_failed_plan_holds_nothing(best: Library) -> None:
+def test_a_failed_plan_holds_nothing(best: Context) -> None:
     """A plan that could not be made is not run with the words of the one before."""
     cache = Cache(SHAPE, 16, torch.bfloat16, seed=0)
     branch = cache.branch(20, 2)
     plan = make_plan(best, cache, Batch([branch]))
     for table, kv_len, message in [(-7, 20, "block_table[0][1] is -7"), (0, 40, "table_stride is 2")]:
         bad = Batch([Branch([branch.table[0], table], kv_len, 2)])
-        plan.update(shape_record(SHAPE, torch.bfloat16), Batch([branch]).record())
+        best.plan(plan, shape_record(SHAPE, torch.bfloat16), Batch([branch]).record())
         with pytest.raises(KernelError, match=re.escape(message)):
-            plan.update(shape_record(SHAPE, torch.bfloat16), bad.record())
+            best.plan(plan, shape_record(SHAPE, torch.bfloat16), bad.record())
         with pytest.raises(KernelError, match="the plan holds nothing"):
             plan.words()

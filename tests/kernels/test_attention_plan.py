@@ -7,32 +7,30 @@ import pytest
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import Library
+from pagedec.kernels.library import Context
 from pagedec.kernels.reference_attention import read_slots
 from tests.kernels.attention_cases import Batch, Branch, Cache, make_plan, random_tree, reference
 from tests.kernels.plan_emulation import CHUNK, Emulation, FlatPlan
 
 
 @pytest.fixture(scope="module")
-def best(libraries: list[Library]) -> Library:
-    return libraries[-1]
+def best(contexts: list[Context]) -> Context:
+    return contexts[-1]
 
 
-def flat(library: Library, cache: Cache, branches: list[Branch], *, share: bool = True, threads: int = 2) -> FlatPlan:
-    library.set_num_threads(threads)
-    return FlatPlan.parse(make_plan(library, cache, Batch(branches), share).words())
+def flat(context: Context, cache: Cache, branches: list[Branch], *, share: bool = True, threads: int = 2) -> FlatPlan:
+    return FlatPlan.parse(make_plan(context.library.context(threads), cache, Batch(branches), share).words())
 
 
-def emulate(library: Library, cache: Cache, branches: list[Branch], q: torch.Tensor) -> tuple[np.ndarray, Emulation]:
-    library.set_num_threads(2)
-    plan = make_plan(library, cache, Batch(branches))
+def emulate(context: Context, cache: Cache, branches: list[Branch], q: torch.Tensor) -> tuple[np.ndarray, Emulation]:
+    plan = make_plan(context.library.context(2), cache, Batch(branches))
     k, v = read_slots(cache.k, cache.v, np.arange(cache.num_blocks * cache.shape.block_size))
     emulation = Emulation(plan.words(), q.double().numpy(), k.double().numpy(), v.double().numpy())
     return emulation.run(), emulation
 
 
 @pytest.mark.parametrize(("block_size", "window"), [(8, 0), (16, 100), (64, 0), (32, 600)])
-def test_emulated_kernel(best: Library, block_size: int, window: int) -> None:
+def test_emulated_kernel(best: Context, block_size: int, window: int) -> None:
     generator = np.random.default_rng(block_size + window)
     cache = Cache(AttentionShape(6, 2, 32, block_size, 0.2, window), 8192 // block_size, torch.float32, seed=1)
     prompt = cache.branch(1100, 3)
@@ -48,7 +46,7 @@ def test_emulated_kernel(best: Library, block_size: int, window: int) -> None:
     np.testing.assert_allclose(got, reference(cache, branches, q).numpy(), rtol=1e-6, atol=1e-6)
 
 
-def test_emulated_kernel_with_a_split_group_and_soft_cap(best: Library) -> None:
+def test_emulated_kernel_with_a_split_group_and_soft_cap(best: Context) -> None:
     cache = Cache(AttentionShape(142, 2, 16, 16, 0.3, soft_cap=4.0), 128, torch.bfloat16, seed=2)
     branches = [cache.branch(530, 2), cache.branch(70, 5, [-1, 0, 0, 1, 2])]
     q = cache.query(7)
@@ -57,7 +55,7 @@ def test_emulated_kernel_with_a_split_group_and_soft_cap(best: Library) -> None:
     np.testing.assert_allclose(got, reference(cache, branches, q).numpy(), rtol=1e-6, atol=1e-6)
 
 
-def test_shared_chunks_are_fetched_once(best: Library) -> None:
+def test_shared_chunks_are_fetched_once(best: Context) -> None:
     """Eight beams over one prompt of 1024 tokens: 16 tiles for all of them, and one for each one's own tokens."""
     cache = Cache(AttentionShape(3, 1, 64, 16, 0.125), 256, torch.bfloat16, seed=3)
     prompt = cache.branch(1024)
@@ -70,7 +68,7 @@ def test_shared_chunks_are_fetched_once(best: Library) -> None:
     assert len(flat(best, cache, beams, share=False).sections["units"]) == 8 * 17
 
 
-def test_items_tile_every_row_exactly_once(best: Library) -> None:
+def test_items_tile_every_row_exactly_once(best: Context) -> None:
     """Each tile that a row sees is in exactly one unit that holds the row, in the item of its chunk, in ascending order."""
     generator = np.random.default_rng(4)
     cache = Cache(AttentionShape(4, 2, 64, 16, 0.125), 512, torch.bfloat16, seed=4)
@@ -96,7 +94,7 @@ def test_items_tile_every_row_exactly_once(best: Library) -> None:
         assert sorted(row["row_id"] for row in plan.sections["rows"]) == list(range(Batch(branches).num_rows))
 
 
-def test_spans_cover_the_items_once(best: Library) -> None:
+def test_spans_cover_the_items_once(best: Context) -> None:
     cache = Cache(AttentionShape(4, 2, 64, 16, 0.125), 1024, torch.bfloat16, seed=5)
     branches = [cache.branch(5000, 2), cache.branch(100)]
     for threads in (1, 2, 3):
@@ -115,7 +113,7 @@ def test_spans_cover_the_items_once(best: Library) -> None:
         assert all(end > CHUNK for end in split)
 
 
-def test_depth_first_rows_share_a_gathered_tile(best: Library) -> None:
+def test_depth_first_rows_share_a_gathered_tile(best: Context) -> None:
     """From one node's row to the next of its subtree only the new slots differ, which is what makes gathering cheap."""
     cache = Cache(AttentionShape(1, 1, 64, 16, 0.125), 32, torch.bfloat16, seed=6)
     parents = [-1, 0, 0, 1, 2, 3, 4, 5, 6]  # two chains, rows 1 3 5 7 and 2 4 6 8

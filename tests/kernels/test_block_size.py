@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import Library
+from pagedec.kernels.library import Context
 from pagedec.kernels.reference import RopeShape
 from pagedec.kernels.reference_attention import read_slots
 from tests.kernels import calls, processing_cases
@@ -52,7 +52,7 @@ class Content:
 Build = Callable[[Cache, Content], Sequence[Branch]]
 
 
-def check(libraries: Sequence[Library], shape: AttentionShape, dtype: torch.dtype, build: Build, threads: int) -> None:
+def check(contexts: Sequence[Context], shape: AttentionShape, dtype: torch.dtype, build: Build, threads: int) -> None:
     """Let every library compute the same rows in blocks of each size, and compare with those in blocks of 16."""
     content, sizes = Content(shape, count=8, seed=1), (16, *(size for size in SIZES if size != 16))
     want: dict[str, torch.Tensor] = {}
@@ -61,13 +61,13 @@ def check(libraries: Sequence[Library], shape: AttentionShape, dtype: torch.dtyp
         branches = build(cache, content)
         q_shape = (Batch(branches).num_rows, shape.num_heads, shape.head_dim)
         q = torch.randn(q_shape, generator=torch.Generator().manual_seed(3)).to(dtype)
-        for library in libraries:
-            got = run(library, cache, branches, q, threads=threads)
-            assert torch.isfinite(got).all(), f"{library.isa}, blocks of {size}: not a number"
-            same = want.setdefault(library.isa, got)
+        for context in contexts:
+            got = run(context, cache, branches, q, threads=threads)
+            assert torch.isfinite(got).all(), f"{context.isa}, blocks of {size}: not a number"
+            same = want.setdefault(context.isa, got)
             differ = int((got != same).flatten(1).any(1).sum())
             assert same_bits(got, same), (
-                f"{library.isa}, blocks of {size}: {differ} of {len(got)} rows differ from blocks of 16"
+                f"{context.isa}, blocks of {size}: {differ} of {len(got)} rows differ from blocks of 16"
             )
 
 
@@ -112,32 +112,32 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.mark.parametrize("window", [0, 90, 300])
 @pytest.mark.parametrize("build", [decoding, prefill, forks, trees])
-def test_attention(libraries: list[Library], dtype: torch.dtype, build: Build, window: int) -> None:
+def test_attention(contexts: list[Context], dtype: torch.dtype, build: Build, window: int) -> None:
     shape = AttentionShape(6, 2, 64, 16, 0.125, window)
-    check(libraries, shape, dtype, build, threads=2)
+    check(contexts, shape, dtype, build, threads=2)
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 80, 96, 128, 160, 256])
-def test_attention_of_any_head(libraries: list[Library], dtype: torch.dtype, head_dim: int) -> None:
+def test_attention_of_any_head(contexts: list[Context], dtype: torch.dtype, head_dim: int) -> None:
     shape = AttentionShape(4, 2, head_dim, 16, head_dim**-0.5)
     for build in (decoding, trees):
-        check(libraries, shape, dtype, build, threads=1)
+        check(contexts, shape, dtype, build, threads=1)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (7, 7), (16, 1), (17, 1), (49, 1)])
-def test_attention_of_any_group(libraries: list[Library], dtype: torch.dtype, heads: tuple[int, int]) -> None:
+def test_attention_of_any_group(contexts: list[Context], dtype: torch.dtype, heads: tuple[int, int]) -> None:
     shape = AttentionShape(heads[0], heads[1], 64, 16, 0.125)
     for build in (decoding, forks):
-        check(libraries, shape, dtype, build, threads=3)
+        check(contexts, shape, dtype, build, threads=3)
 
 
-def test_attention_with_a_soft_cap(libraries: list[Library], dtype: torch.dtype) -> None:
+def test_attention_with_a_soft_cap(contexts: list[Context], dtype: torch.dtype) -> None:
     shape = AttentionShape(4, 2, 64, 16, 0.5, soft_cap=5.0)
     for build in (decoding, trees):
-        check(libraries, shape, dtype, build, threads=2)
+        check(contexts, shape, dtype, build, threads=2)
 
 
-def test_what_is_written_and_moved(library: Library, dtype: torch.dtype) -> None:
+def test_what_is_written_and_moved(context: Context, dtype: torch.dtype) -> None:
     shape, rows, moved = RopeShape(4, 2, 64, False, 1e-6), 150, 90
     qkv, positions = calls.normal(rows, 8 * 64, seed=1, dtype=dtype), calls.ints(torch.arange(rows))
     found = []
@@ -145,14 +145,14 @@ def test_what_is_written_and_moved(library: Library, dtype: torch.dtype) -> None
         k_cache, v_cache = calls.caches(dtype, 1, 512 // size, 2, 64, size)
         slots = torch.randperm(512, generator=calls.generator(size))[: rows + moved].int()
         options = {"cos_sin": table(rows, 64), "k_norm": calls.normal(64, seed=2)}
-        q = calls.rope_kv_write(library, qkv, k_cache[0], v_cache[0], positions, slots[:rows].clone(), shape, **options)
-        calls.kv_copy(library, k_cache, v_cache, slots[:moved].clone(), slots[rows:].clone())
+        q = calls.rope_kv_write(context, qkv, k_cache[0], v_cache[0], positions, slots[:rows].clone(), shape, **options)
+        calls.kv_copy(context, k_cache, v_cache, slots[:moved].clone(), slots[rows:].clone())
         found.append(torch.cat([q.flatten(), *(x.flatten() for x in read_slots(k_cache[0], v_cache[0], slots))]))
     assert all(same_bits(other, found[0]) for other in found)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_processed_logits(library: Library, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_processed_logits(context: Context, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(processing_cases, "BLOCK_SIZE", size)
     for seed in range(20):
-        assert_exact(processing_cases.random_case(seed, max_length=200), native(library))
+        assert_exact(processing_cases.random_case(seed, max_length=200), native(context))

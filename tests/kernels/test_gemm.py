@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pagedec.kernels import reference_linear as reference
-from pagedec.kernels.library import Dtype, Epilogue, GemmArgs, KernelError, Library, OpKind, Program
+from pagedec.kernels.library import Context, Dtype, Epilogue, GemmArgs, KernelError, OpKind, OpList
 from pagedec.kernels.reference_linear import TorchPackedLinear, interleave_gate_up
 from tests.kernels.calls import CODES, DTYPES, count, normal, pointer, threads
 
@@ -28,18 +28,18 @@ def aligned(num_bytes: int) -> Tensor:
 class Linear:
     """A packed weight [n, k]; `num_outputs` differs from its rows where a gated pair was padded."""
 
-    library: Library
+    context: Context
     weight: Tensor
     packed: Tensor
     bias: Tensor | None
     num_outputs: int
 
     @staticmethod
-    def pack(library: Library, weight: Tensor, bias: Tensor | None = None, num_outputs: int | None = None) -> Linear:
+    def pack(context: Context, weight: Tensor, bias: Tensor | None = None, num_outputs: int | None = None) -> Linear:
         n, k = weight.shape
-        packed = aligned(library.packed_bytes(n, k, CODES[weight.dtype]))
-        library.pack(weight.data_ptr(), n, k, CODES[weight.dtype], packed.data_ptr())
-        return Linear(library, weight, packed, bias, n if num_outputs is None else num_outputs)
+        packed = aligned(context.library.packed_bytes(n, k, CODES[weight.dtype]))
+        context.pack(weight.data_ptr(), n, k, CODES[weight.dtype], packed.data_ptr())
+        return Linear(context, weight, packed, bias, n if num_outputs is None else num_outputs)
 
     def record(self, rows: Tensor, x: Tensor, y: Tensor, epilogue: Epilogue = Epilogue.STORE) -> GemmArgs:
         return GemmArgs(
@@ -57,7 +57,7 @@ class Linear:
         else:
             guarded = torch.cat([y, y.new_full((1, width), torch.nan)])
         rows, x = count(len(x)), x.contiguous()
-        self.library.call(self.record(rows, x, guarded, epilogue))
+        self.context.call(self.record(rows, x, guarded, epilogue))
         assert guarded[-1].isnan().all()
         return guarded[:-1].clone()
 
@@ -80,10 +80,10 @@ SHAPES += [(200, 65, 901)]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "n", "k"), SHAPES)
-def test_product_is_near_float64(library: Library, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
+def test_product_is_near_float64(context: Context, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
     x, weight, bias = normal(rows, k, seed=1, dtype=dtype), normal(n, k, seed=2, dtype=dtype), normal(n, seed=3)
-    assert_near(Linear.pack(library, weight)(x), x, weight, None)
-    assert_near(Linear.pack(library, weight, bias)(x), x, weight, bias)
+    assert_near(Linear.pack(context, weight)(x), x, weight, None)
+    assert_near(Linear.pack(context, weight, bias)(x), x, weight, bias)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
@@ -95,20 +95,20 @@ def test_product_is_near_float64(library: Library, dtype: torch.dtype, rows: int
     num_threads=st.integers(1, 3),
 )
 def test_any_size_on_every_instruction_set(
-    libraries: list[Library], rows: int, n: int, k: int, bf16: bool, num_threads: int
+    contexts: list[Context], rows: int, n: int, k: int, bf16: bool, num_threads: int
 ) -> None:
     dtype = torch.bfloat16 if bf16 else torch.float32
     x, weight, bias = normal(rows, k, seed=n, dtype=dtype), normal(n, k, seed=k, dtype=dtype), normal(n, seed=rows)
     y = normal(rows, n, seed=5)
-    for library in libraries:
-        with threads(library, num_threads):
-            assert_near(Linear.pack(library, weight, bias)(x, Epilogue.ADD, y), x, weight, bias, y)
+    for context in contexts:
+        threaded = threads(context, num_threads)
+        assert_near(Linear.pack(threaded, weight, bias)(x, Epilogue.ADD, y), x, weight, bias, y)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_many_rows_and_few_agree_where_k_is_cut_differently(library: Library, dtype: torch.dtype) -> None:
+def test_many_rows_and_few_agree_where_k_is_cut_differently(context: Context, dtype: torch.dtype) -> None:
     x, weight = normal(300, 1301, seed=1, dtype=dtype), normal(70, 1301, seed=2, dtype=dtype)
-    linear = Linear.pack(library, weight)
+    linear = Linear.pack(context, weight)
     whole = linear(x)
     assert_near(whole, x, weight, None)
     for rows in (1, 15, 17, 33, 128, 129, 161):
@@ -117,59 +117,58 @@ def test_many_rows_and_few_agree_where_k_is_cut_differently(library: Library, dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [1, 31, 33, 64, 130])
-def test_an_outputs_nan_and_infinity_stay_in_it(library: Library, dtype: torch.dtype, k: int) -> None:
+def test_an_outputs_nan_and_infinity_stay_in_it(context: Context, dtype: torch.dtype, k: int) -> None:
     x, weight = normal(21, k, seed=1, dtype=dtype), normal(96, k, seed=2, dtype=dtype)
-    clean = Linear.pack(library, weight)(x)
+    clean = Linear.pack(context, weight)(x)
     weight[32], weight[40] = torch.nan, torch.inf  # in the second panel: the first one's last step must not look there
-    dirty = Linear.pack(library, weight)(x)
+    dirty = Linear.pack(context, weight)(x)
     assert dirty[:, 32].isnan().all()
     others = [n for n in range(96) if n not in (32, 40)]
     assert torch.equal(dirty[:, others], clean[:, others])
 
 
 @pytest.mark.parametrize("k", [4096, 4099, 6144])
-def test_long_k_goes_on_where_a_slice_ended(library: Library, k: int) -> None:
+def test_long_k_goes_on_where_a_slice_ended(context: Context, k: int) -> None:
     x, weight = normal(30, k, seed=1, dtype=torch.bfloat16), normal(300, k, seed=2, dtype=torch.bfloat16)
-    linear = Linear.pack(library, weight)
-    with threads(library, 1):
-        whole = linear(x)
+    linear = Linear.pack(threads(context, 1), weight)
+    whole = linear(x)
     assert_near(whole, x, weight, None)
     for rows in (1, 9, 12, 23):
         assert torch.equal(linear(x[:rows]), whole[:rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_do_not_depend_on_the_batch(library: Library, dtype: torch.dtype) -> None:
+def test_rows_do_not_depend_on_the_batch(context: Context, dtype: torch.dtype) -> None:
     x, weight = normal(331, 131, seed=1, dtype=dtype), normal(97, 131, seed=2, dtype=dtype)
-    linear = Linear.pack(library, weight)
+    linear = Linear.pack(context, weight)
     whole = linear(x)
-    with threads(library, 1):
-        for rows in [*range(1, 71), 144, 145, 300]:
-            assert torch.equal(linear(x[:rows]), whole[:rows])
-        for rows in (1, 7, 20, 200):
-            assert torch.equal(linear(x[-rows:]), whole[-rows:])
+    linear.context = threads(context, 1)
+    for rows in [*range(1, 71), 144, 145, 300]:
+        assert torch.equal(linear(x[:rows]), whole[:rows])
+    for rows in (1, 7, 20, 200):
+        assert torch.equal(linear(x[-rows:]), whole[-rows:])
 
 
 @pytest.mark.parametrize("epilogue", list(Epilogue))
 @pytest.mark.parametrize("rows", [1, 16, 200])
-def test_rows_do_not_depend_on_the_threads(library: Library, epilogue: Epilogue, rows: int) -> None:
+def test_rows_do_not_depend_on_the_threads(context: Context, epilogue: Epilogue, rows: int) -> None:
     x, weight = normal(rows, 70, seed=1, dtype=torch.bfloat16), normal(160, 70, seed=2, dtype=torch.bfloat16)
-    linear, y = Linear.pack(library, weight), normal(rows, 160, seed=3) if epilogue == Epilogue.ADD else None
+    linear, y = Linear.pack(context, weight), normal(rows, 160, seed=3) if epilogue == Epilogue.ADD else None
     results = []
     for num_threads in (1, 2, 3, 6):
-        with threads(library, num_threads):
-            results.append(linear(x, epilogue, y))
+        linear.context = threads(context, num_threads)
+        results.append(linear(x, epilogue, y))
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("epilogue", GATED)
 @pytest.mark.parametrize("width", [16, 48, 40, 3])
-def test_gated_products_are_near_float64(library: Library, dtype: torch.dtype, epilogue: Epilogue, width: int) -> None:
+def test_gated_products_are_near_float64(context: Context, dtype: torch.dtype, epilogue: Epilogue, width: int) -> None:
     gate, up = normal(width, 33, seed=1, dtype=dtype), normal(width, 33, seed=2, dtype=dtype)
     gate_bias, up_bias, x = normal(width, seed=3), normal(width, seed=4), normal(19, 33, seed=5, dtype=dtype)
     bias = interleave_gate_up(gate_bias, up_bias)
-    actual = Linear.pack(library, interleave_gate_up(gate, up), bias, 2 * width)(x, epilogue)
+    actual = Linear.pack(context, interleave_gate_up(gate, up), bias, 2 * width)(x, epilogue)
     double = {"y_dtype": torch.float64, "compute_dtype": torch.float64}
     a, b = (reference.linear(x, w, v, **double) for w, v in ((gate, gate_bias), (up, up_bias)))
     act = (
@@ -181,12 +180,12 @@ def test_gated_products_are_near_float64(library: Library, dtype: torch.dtype, e
 
 
 @pytest.mark.parametrize("epilogue", GATED)
-def test_activation_is_accurate_over_the_whole_range(library: Library, epilogue: Epilogue) -> None:
+def test_activation_is_accurate_over_the_whole_range(context: Context, epilogue: Epilogue) -> None:
     """One input, weight 1, up 1: the activation itself, also where e^x underflows or overflows."""
     gate = torch.cat([torch.linspace(-120, 120, 48001), torch.logspace(-30, 38, 500), -torch.logspace(-30, 38, 500)])
     x = torch.stack([gate, torch.ones_like(gate)], 1).contiguous()
     weight = interleave_gate_up(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]))
-    actual = Linear.pack(library, weight, None, 2)(x, epilogue)[:, 0].double()
+    actual = Linear.pack(context, weight, None, 2)(x, epilogue)[:, 0].double()
     g = gate.double()
     z = g if epilogue == Epilogue.SILU_MUL else 2 * (2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3)
     exact = g * torch.sigmoid(z)
@@ -198,26 +197,26 @@ def test_activation_is_accurate_over_the_whole_range(library: Library, epilogue:
 
 
 @pytest.mark.parametrize("n", [1, 33, 96])
-def test_gelu_is_near_float64_over_the_whole_range(library: Library, n: int) -> None:
+def test_gelu_is_near_float64_over_the_whole_range(context: Context, n: int) -> None:
     """One input, weight 1, any width: also where e^x underflows or overflows."""
     x = torch.cat([torch.linspace(-60, 60, 4001), torch.logspace(-30, 38, 500), -torch.logspace(-30, 38, 500)])[:, None]
-    linear, bias = Linear.pack(library, torch.ones(n, 1)), normal(n, seed=1)
+    linear, bias = Linear.pack(context, torch.ones(n, 1)), normal(n, seed=1)
     actual, exact = linear(x, Epilogue.GELU).double(), x.double().expand(-1, n)
     exact = exact * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (exact + 0.044715 * exact**3))
     z = 2 * (2 / torch.pi) ** 0.5 * (x.double() + 0.044715 * x.double() ** 3)
     relative = 1e-6 + 3e-7 * z.abs().clamp(max=110)
     assert ((actual - exact).abs() <= relative * exact.abs() + 4e-37).all()
     near = x[x.abs()[:, 0] < 30].contiguous()
-    shifted = Linear.pack(library, torch.ones(n, 1), bias)(near, Epilogue.GELU)
+    shifted = Linear.pack(context, torch.ones(n, 1), bias)(near, Epilogue.GELU)
     expected = reference.linear(near, torch.ones(n, 1), bias, epilogue=Epilogue.GELU)
     assert torch.allclose(shifted, expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(linear(near, Epilogue.GELU, y_dtype=torch.bfloat16), linear(near, Epilogue.GELU).bfloat16())
 
 
 @pytest.mark.parametrize("epilogue", list(Epilogue))
-def test_nan_and_infinity_propagate_to_their_row_only(library: Library, epilogue: Epilogue) -> None:
+def test_nan_and_infinity_propagate_to_their_row_only(context: Context, epilogue: Epilogue) -> None:
     x, weight = normal(14, 37, seed=1, dtype=torch.bfloat16), normal(64, 37, seed=2, dtype=torch.bfloat16).abs()
-    linear = Linear.pack(library, weight)
+    linear = Linear.pack(context, weight)
     y = torch.zeros(14, 64) if epilogue == Epilogue.ADD else None
     clean = linear(x, epilogue, y)
     x[3, 36], x[7, 0], x[9, 5] = torch.nan, torch.inf, -torch.inf
@@ -234,25 +233,25 @@ def test_nan_and_infinity_propagate_to_their_row_only(library: Library, epilogue
 
 
 @pytest.mark.parametrize("n", [64, 35])
-def test_bf16_output_is_the_rounded_fp32_output(library: Library, n: int) -> None:
+def test_bf16_output_is_the_rounded_fp32_output(context: Context, n: int) -> None:
     x, weight = normal(9, 50, seed=1), normal(n, 50, seed=2)
-    linear = Linear.pack(library, weight)
+    linear = Linear.pack(context, weight)
     assert torch.equal(linear(x, y_dtype=torch.bfloat16), linear(x).bfloat16())
 
 
-def test_padding_of_an_odd_k_ignores_the_next_row(library: Library) -> None:
+def test_padding_of_an_odd_k_ignores_the_next_row(context: Context) -> None:
     """The word after a row's last bf16 is the next row's first, here NaN; after the last row there may be nothing."""
     x, weight = normal(6, 5, seed=1, dtype=torch.bfloat16), normal(40, 5, seed=2, dtype=torch.bfloat16)
-    linear = Linear.pack(library, weight)
+    linear = Linear.pack(context, weight)
     clean = linear(x)
     x[1::2] = torch.nan
     assert torch.equal(linear(x)[::2], clean[::2])
 
 
-def test_packed_weights_are_the_same_on_every_instruction_set(libraries: list[Library]) -> None:
+def test_packed_weights_are_the_same_on_every_instruction_set(contexts: list[Context]) -> None:
     for dtype in DTYPES:
         weight = normal(70, 45, seed=1, dtype=dtype)
-        words = [Linear.pack(library, weight).packed for library in libraries]
+        words = [Linear.pack(context, weight).packed for context in contexts]
         assert all(torch.equal(words[0], other) for other in words[1:])
         if dtype == torch.float32:  # [N/32][K][32]
             panels = torch.nn.functional.pad(weight, (0, 0, 0, 26)).view(3, 32, 45).transpose(1, 2)
@@ -261,20 +260,20 @@ def test_packed_weights_are_the_same_on_every_instruction_set(libraries: list[Li
         assert torch.equal(words[0], panels.contiguous().view(torch.uint8).flatten())
 
 
-def test_a_program_of_layers_equals_single_calls(library: Library) -> None:
-    first = Linear.pack(library, normal(96, 40, seed=1, dtype=torch.bfloat16))
-    second = Linear.pack(library, normal(40, 96, seed=2, dtype=torch.bfloat16))
+def test_a_program_of_layers_equals_single_calls(context: Context) -> None:
+    first = Linear.pack(context, normal(96, 40, seed=1, dtype=torch.bfloat16))
+    second = Linear.pack(context, normal(40, 96, seed=2, dtype=torch.bfloat16))
     x, residual = normal(17, 40, seed=3, dtype=torch.bfloat16), normal(17, 40, seed=4)
     rows, hidden, out = count(17), torch.empty(17, 96, dtype=torch.bfloat16), residual.clone()
     records = [first.record(rows, x, hidden), second.record(rows, hidden, out, Epilogue.ADD)]
     records[0].next_packed, records[0].next_bytes = pointer(second.packed), len(second.packed)
-    program = Program(records)
-    library.run(program)
+    program = OpList(records)
+    context.run(program)
     expected = second(first(x, y_dtype=torch.bfloat16), Epilogue.ADD, residual)
     assert torch.equal(out, expected)
     assert program.ops[0].kind == OpKind.GEMM
     rows[0], before = 0, out.clone()  # no rows: nothing happens
-    library.run(program)
+    context.run(program)
     assert torch.equal(out, before)
 
 
@@ -296,58 +295,61 @@ BAD_FIELDS = [
 
 
 @pytest.mark.parametrize(("fields", "message"), BAD_FIELDS)
-def test_an_invalid_record_is_named(library: Library, fields: dict[str, int | None], message: str) -> None:
-    linear = Linear.pack(library, normal(32, 8, seed=1))
+def test_an_invalid_record_is_named(context: Context, fields: dict[str, int | None], message: str) -> None:
+    linear = Linear.pack(context, normal(32, 8, seed=1))
     rows, x, y = count(2), normal(2, 8, seed=2), torch.full((2, 32), 5.0)
     record = linear.record(rows, x, y)
     for name, value in fields.items():
         setattr(record, name, value)
     with pytest.raises(KernelError, match=message):
-        library.call(record)
+        context.call(record)
     assert (y == 5).all()
 
 
-def test_invalid_rows_and_alignment_are_named(library: Library) -> None:
-    linear = Linear.pack(library, normal(32, 8, seed=1))
+def test_invalid_rows_and_alignment_are_named(context: Context) -> None:
+    linear = Linear.pack(context, normal(32, 8, seed=1))
     rows, x, y = count(-1), normal(2, 8, seed=2), torch.empty(2, 32)
     record = linear.record(rows, x, y)
     with pytest.raises(KernelError, match="num_rows is -1; it must be 0 or more"):
-        library.call(record)
+        context.call(record)
     rows[0] = 2
     record.packed += 4
     with pytest.raises(KernelError, match="packed is at .*; it must be 64-byte aligned"):
-        library.call(record)
+        context.call(record)
 
 
-def test_packing_names_what_is_invalid(library: Library) -> None:
-    weight, packed = normal(32, 8, seed=1), aligned(4096)
+def test_packing_names_what_is_invalid(context: Context) -> None:
+    weight, packed, functions = normal(32, 8, seed=1), aligned(4096), context.library.functions
     for n, k, dtype, message in [(0, 8, 0, "n is 0"), (32, 0, 0, "k is 0"), (32, 8, 3, "dtype is 3")]:
         with pytest.raises(KernelError, match=message):
-            library.check(library.functions.pd_pack(weight.data_ptr(), n, k, dtype, packed.data_ptr()))
-        assert library.functions.pd_packed_bytes(n, k, dtype) == -1
+            context.library.check(functions.pd_pack(context.handle, weight.data_ptr(), n, k, dtype, packed.data_ptr()))
+        assert functions.pd_packed_bytes(n, k, dtype) == -1
     for n, k, message in [(2**31, 8, "n is"), (8, 2**31, "k is"), (2**30, 2**30, r"n \* k is")]:
         with pytest.raises(
             KernelError, match=f"pd_packed_bytes: {message} {n * k if '*' in message else 2**31}; it must be"
         ):
-            library.packed_bytes(n, k, Dtype.F32)
+            context.library.packed_bytes(n, k, Dtype.F32)
         with pytest.raises(KernelError, match=f"pd_packed_int8_bytes: {message}"):
-            library.packed_int8_bytes(n, k)
+            context.library.packed_int8_bytes(n, k)
     with pytest.raises(KernelError, match="w is NULL"):
-        library.check(library.functions.pd_pack(None, 32, 8, 0, packed.data_ptr()))
+        context.library.check(functions.pd_pack(context.handle, None, 32, 8, 0, packed.data_ptr()))
     with pytest.raises(KernelError, match="64-byte aligned"):
-        library.check(library.functions.pd_pack(weight.data_ptr(), 32, 8, 0, packed.data_ptr() + 4))
+        context.pack(weight.data_ptr(), 32, 8, Dtype.F32, packed.data_ptr() + 4)
 
 
-def test_probes_answer_and_name_what_is_invalid(library: Library) -> None:
+def test_probes_answer_and_name_what_is_invalid(context: Context) -> None:
     data = torch.ones(1 << 20, dtype=torch.uint8)
-    assert library.functions.pd_probe_read(data.data_ptr(), 1 << 20, 2) > 0
-    assert library.functions.pd_probe_read(data.data_ptr() + 1, 77, 1) > 0
-    for dtype in (0, 1):
-        assert library.functions.pd_probe_dot(dtype, 0.001) > 0
-    assert library.functions.pd_probe_read(data.data_ptr(), 0, 1) == -1
-    assert library.functions.pd_probe_read(None, 64, 1) == -1
-    assert library.functions.pd_probe_dot(0, 0.0) == -1
-    assert library.functions.pd_probe_dot(5, 0.1) == -1
+    assert context.read_rate(data.data_ptr(), 1 << 20, 2) > 0
+    assert context.read_rate(data.data_ptr() + 1, 77) > 0
+    assert all(context.dot_rate(dtype, 0.001) > 0 for dtype in Dtype)
+    with pytest.raises(KernelError, match="^pd_probe_read: bytes is 0; it must be 1 or more"):
+        context.read_rate(data.data_ptr(), 0)
+    with pytest.raises(KernelError, match="^pd_probe_read: data is NULL"):
+        context.read_rate(0, 64)
+    with pytest.raises(KernelError, match="^pd_probe_dot: seconds is 0; it must be above 0"):
+        context.dot_rate(Dtype.F32, 0.0)
+    with pytest.raises(KernelError, match="^pd_probe_dot: dtype is 5"):
+        context.dot_rate(5, 0.1)  # type: ignore[arg-type]
 
 
 def test_interleaving_takes_turns_of_sixteen() -> None:

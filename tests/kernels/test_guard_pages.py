@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import Dtype, GemmArgs, Library
+from pagedec.kernels.library import Context, Dtype, GemmArgs
 from pagedec.kernels.reference import RopeShape
 from tests.kernels import calls
 from tests.kernels.attention_cases import Cache, run
@@ -40,11 +40,11 @@ def guarded(tensor: Tensor, *, at_front: bool = False) -> Tensor:
     return copy.copy_(tensor)
 
 
-class GuardedLibrary:
+class GuardedContext:
     """Calls a kernel on guarded copies of the tensors whose addresses `calls` has put into its record, at either end."""
 
-    def __init__(self, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.library, self.num_guarded = library, 0
+    def __init__(self, context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.context, self.num_guarded = context, 0
         self._tensors: dict[int, Tensor] = {}
         monkeypatch.setattr(calls, "pointer", self._pointer)
 
@@ -61,42 +61,42 @@ class GuardedLibrary:
             copies = {name: guarded(tensor, at_front=at_front) for name, tensor in before.items()}
             for name, copy in copies.items():
                 setattr(record, name, copy.data_ptr())
-            self.library.call(record)
+            self.context.call(record)
         for name, tensor in tensors.items():
             tensor.copy_(copies[name])
         self.num_guarded += len(tensors)
 
 
 @pytest.fixture
-def guards(library: Library, monkeypatch: pytest.MonkeyPatch) -> GuardedLibrary:
-    return GuardedLibrary(library, monkeypatch)
+def guards(context: Context, monkeypatch: pytest.MonkeyPatch) -> GuardedContext:
+    return GuardedContext(context, monkeypatch)
 
 
-def product(library: Library, x: Tensor, weight: Tensor, *, int8: bool) -> Tensor:
+def product(context: Context, x: Tensor, weight: Tensor, *, int8: bool) -> Tensor:
     """A linear layer between guards."""
     (n, k), dtype = weight.shape, Dtype(CODES[weight.dtype])
-    num_bytes = library.packed_int8_bytes(n, k) if int8 else library.packed_bytes(n, k, dtype)
+    num_bytes = context.library.packed_int8_bytes(n, k) if int8 else context.library.packed_bytes(n, k, dtype)
     packed, weight = guarded(torch.zeros(num_bytes, dtype=torch.uint8)), guarded(weight)
-    pack = library.pack_int8 if int8 else library.pack
+    pack = context.pack_int8 if int8 else context.pack
     pack(weight.data_ptr(), n, k, dtype, packed.data_ptr())
     rows, bias, y = guarded(count(len(x))), guarded(torch.zeros(n)), guarded(torch.full((len(x), n), torch.nan))
     arrays = (rows, x, packed, bias, y)
-    library.call(GemmArgs(*map(pointer, arrays), n, k, int(dtype), int(Dtype.F32), 0, int(int8), None, 0))
+    context.call(GemmArgs(*map(pointer, arrays), n, k, int(dtype), int(Dtype.F32), 0, int(int8), None, 0))
     return y.clone()
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [1, 2, 31, 33, 63, 64, 95, 2079])
-def test_linear_layers(library: Library, dtype: torch.dtype, k: int, int8: bool) -> None:
+def test_linear_layers(context: Context, dtype: torch.dtype, k: int, int8: bool) -> None:
     """And a row of NaN stays in its row: the values behind a row's end are its neighbour's."""
     for rows, n in ((1, 1), (2, 33), (17, 32), (33, 33), (145, 16)):
         x, weight = guarded(normal(rows, k, seed=1, dtype=dtype)), normal(n, k, seed=2, dtype=dtype)
-        with threads(library, 1 + rows % 3):
-            expected = product(library, x, weight, int8=int8)
-            dirty = guarded(x)
-            dirty[rows // 2] = torch.nan
-            actual = product(library, dirty, weight, int8=int8)
+        threaded = threads(context, 1 + rows % 3)
+        expected = product(threaded, x, weight, int8=int8)
+        dirty = guarded(x)
+        dirty[rows // 2] = torch.nan
+        actual = product(threaded, dirty, weight, int8=int8)
         others = [row for row in range(rows) if row != rows // 2]
         assert actual[rows // 2].isnan().all() and not expected.isnan().any()
         assert torch.equal(actual[others], expected[others])
@@ -104,42 +104,41 @@ def test_linear_layers(library: Library, dtype: torch.dtype, k: int, int8: bool)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [1, 7, 16, 47])
-def test_rows_in_and_out(guards: GuardedLibrary, dtype: torch.dtype, dim: int) -> None:
-    library = cast(Library, guards)
+def test_rows_in_and_out(guards: GuardedContext, dtype: torch.dtype, dim: int) -> None:
+    context = cast(Context, guards)
     x, weight, table = normal(5, dim, seed=1), normal(dim, seed=2), normal(9, dim, seed=3, dtype=dtype)
-    calls.rms_norm(library, x, weight, 1e-5, out_dtype=dtype, residual=normal(5, dim, seed=4))
-    calls.rms_norm(library, x, weight, 1e-5, row_ids=ints([4, 0]), add_to=normal(2, dim, seed=5))
-    calls.layer_norm(library, x, weight, weight, 1e-5, row_ids=ints([4]), out_dtype=dtype)
-    calls.soft_cap(library, x, 5.0)
-    calls.silu_mul(library, normal(3, 2 * dim, seed=6, dtype=dtype), gelu=dim > 7)
+    calls.rms_norm(context, x, weight, 1e-5, out_dtype=dtype)
+    calls.rms_norm(context, x, weight, 1e-5, row_ids=ints([4, 0]), add_to=normal(2, dim, seed=5))
+    calls.layer_norm(context, x, weight, weight, 1e-5, row_ids=ints([4]), out_dtype=dtype)
+    calls.soft_cap(context, x, 5.0)
     plane, places = ints([-1] * 16), ints([8, 0, 3])
-    calls.embed(library, ints([8, 0, 9]), table, 2.0, ints([15, -1, 0]), plane, places, table)
+    calls.embed(context, ints([8, 0, 9]), table, 2.0, ints([15, -1, 0]), plane, places, table)
     assert guards.num_guarded > 20
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [2, 18, 64])
-def test_cache_writes_and_moves(guards: GuardedLibrary, dtype: torch.dtype, head_dim: int) -> None:
-    library, (k, v) = cast(Library, guards), calls.caches(dtype, 1, 3, 2, head_dim, 8, seed=1)
+def test_cache_writes_and_moves(guards: GuardedContext, dtype: torch.dtype, head_dim: int) -> None:
+    context, (k, v) = cast(Context, guards), calls.caches(dtype, 1, 3, 2, head_dim, 8, seed=1)
     qkv, norm = normal(3, 7 * head_dim, seed=2, dtype=dtype), normal(head_dim, seed=3)
     for interleaved in (False, True):
         shape = RopeShape(3, 2, head_dim, interleaved, 1e-5)
         arrays = (k[0].clone(), v[0].clone(), ints([4, 0, 1]), ints([23, -1, 0]))
-        calls.rope_kv_write(library, qkv, *arrays, shape, cos_sin=normal(5, head_dim, seed=4), q_norm=norm, k_norm=norm)
-    calls.kv_copy(library, k, v, ints([17, 18, 19, 23, 0]), ints([9, 10, 11, 0, 23]), ints(range(24)))
-    calls.kv_copy(library, k, v, ints(range(16, 24)), ints(range(8)), ints(range(24)))
+        calls.rope_kv_write(context, qkv, *arrays, shape, cos_sin=normal(5, head_dim, seed=4), q_norm=norm, k_norm=norm)
+    calls.kv_copy(context, k, v, ints([17, 18, 19, 23, 0]), ints([9, 10, 11, 0, 23]), ints(range(24)))
+    calls.kv_copy(context, k, v, ints(range(16, 24)), ints(range(8)), ints(range(24)))
     assert guards.num_guarded > 20
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64])
 @pytest.mark.parametrize("head_dim", [16, 64, 96])
-def test_attention(library: Library, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
+def test_attention(context: Context, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
     shape = AttentionShape(6, 2, head_dim, block_size, 0.1)
     cache = Cache(shape, 320 // block_size, dtype, seed=1)
     branches = [cache.branch(192, num_rows=70), cache.branch(128)]  # all of the blocks; tiles seen whole and in part
     q = cache.query(71)
-    expected = run(library, cache, branches, q)
+    expected = run(context, cache, branches, q)
     for at_front in (True, False):
         cache.k, cache.v = guarded(cache.k, at_front=at_front), guarded(cache.v, at_front=at_front)
-        assert torch.equal(run(library, cache, branches, guarded(q, at_front=at_front)), expected)
+        assert torch.equal(run(context, cache, branches, guarded(q, at_front=at_front)), expected)

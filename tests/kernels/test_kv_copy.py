@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from pagedec.kernels import reference
-from pagedec.kernels.library import KernelError, KvCopyArgs, Library
+from pagedec.kernels.library import Context, KernelError, KvCopyArgs
 from tests.kernels import calls
 
 SHAPES = [  # layers, blocks, kv_heads, head_dim, block_size
@@ -16,12 +16,12 @@ SHAPES = [  # layers, blocks, kv_heads, head_dim, block_size
 ]
 
 
-def check_moves(library: Library, dtype: torch.dtype, shape: tuple[int, ...], src: Tensor, dst: Tensor) -> None:
+def check_moves(context: Context, dtype: torch.dtype, shape: tuple[int, ...], src: Tensor, dst: Tensor) -> None:
     k, v = calls.caches(dtype, *shape, seed=11)
     plane = calls.ints(torch.randperm(shape[1] * shape[4], generator=calls.generator(3)))
     k_true, v_true, plane_true = k.clone(), v.clone(), plane.clone()
     reference.kv_copy(k_true, v_true, src, dst, plane_true)
-    calls.kv_copy(library, k, v, src, dst, plane)
+    calls.kv_copy(context, k, v, src, dst, plane)
     assert calls.same_bits(k, k_true)
     assert calls.same_bits(v, v_true)
     assert torch.equal(plane, plane_true)
@@ -30,15 +30,15 @@ def check_moves(library: Library, dtype: torch.dtype, shape: tuple[int, ...], sr
 @pytest.mark.parametrize("dtype", calls.DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_random_moves_happen_in_order(library: Library, dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> None:
+def test_random_moves_happen_in_order(context: Context, dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> None:
     num_slots = shape[1] * shape[4]
     src, dst = torch.randint(0, num_slots, (2, 40), generator=calls.generator(seed), dtype=torch.int32)
-    check_moves(library, dtype, shape, src.contiguous(), dst.contiguous())
+    check_moves(context, dtype, shape, src.contiguous(), dst.contiguous())
 
 
 @pytest.mark.parametrize("dtype", calls.DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_runs_of_every_begin_and_length(library: Library, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_runs_of_every_begin_and_length(context: Context, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     size = shape[4]
     for begin in range(0, size, max(1, size // 8)):
         runs = []
@@ -46,41 +46,41 @@ def test_runs_of_every_begin_and_length(library: Library, dtype: torch.dtype, sh
             offsets = torch.arange(begin, min(begin + length, size), dtype=torch.int32)
             runs.append((offsets + size, offsets + block * size))
         src, dst = (torch.cat(side) for side in zip(*runs, strict=True))
-        check_moves(library, dtype, (shape[0], 7, *shape[2:]), src, dst)
+        check_moves(context, dtype, (shape[0], 7, *shape[2:]), src, dst)
 
 
 @pytest.mark.parametrize("dtype", calls.DTYPES)
-def test_whole_blocks_after_each_other(library: Library, dtype: torch.dtype) -> None:
+def test_whole_blocks_after_each_other(context: Context, dtype: torch.dtype) -> None:
     # Block 1 to 2, then what is now in 2 to 3, then slots that run over the border between blocks.
     sixteen = torch.arange(16, dtype=torch.int32)
     src = torch.cat((sixteen + 16, sixteen + 32, sixteen + 8))
     dst = torch.cat((sixteen + 32, sixteen + 48, sixteen + 72))
-    check_moves(library, dtype, (2, 7, 2, 16, 16), src, dst)
+    check_moves(context, dtype, (2, 7, 2, 16, 16), src, dst)
 
 
 @pytest.mark.parametrize("dtype", calls.DTYPES)
 @pytest.mark.parametrize("step", [1, 3, 16])
-def test_shifts_inside_and_across_blocks(library: Library, dtype: torch.dtype, step: int) -> None:
+def test_shifts_inside_and_across_blocks(context: Context, dtype: torch.dtype, step: int) -> None:
     down = torch.arange(step, 64, dtype=torch.int32)
-    check_moves(library, dtype, (2, 4, 2, 16, 16), down, down - step)
-    check_moves(library, dtype, (2, 4, 2, 16, 16), (down - step).flip(0).contiguous(), down.flip(0).contiguous())
-    check_moves(library, dtype, (2, 4, 2, 16, 16), down - step, down)  # ascending upwards: the first values spread
+    check_moves(context, dtype, (2, 4, 2, 16, 16), down, down - step)
+    check_moves(context, dtype, (2, 4, 2, 16, 16), (down - step).flip(0).contiguous(), down.flip(0).contiguous())
+    check_moves(context, dtype, (2, 4, 2, 16, 16), down - step, down)  # ascending upwards: the first values spread
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_threads_do_not_change_the_result(library: Library, num_threads: int) -> None:
-    with calls.threads(library, num_threads):
-        for dtype in calls.DTYPES:
-            src, dst = torch.randint(0, 112, (2, 60), generator=calls.generator(9), dtype=torch.int32)
-            check_moves(library, dtype, (5, 7, 1, 16, 16), src.contiguous(), dst.contiguous())
+def test_threads_do_not_change_the_result(context: Context, num_threads: int) -> None:
+    threaded = calls.threads(context, num_threads)
+    for dtype in calls.DTYPES:
+        src, dst = torch.randint(0, 112, (2, 60), generator=calls.generator(9), dtype=torch.int32)
+        check_moves(threaded, dtype, (5, 7, 1, 16, 16), src.contiguous(), dst.contiguous())
 
 
-def test_no_moves_and_no_token_plane(library: Library) -> None:
+def test_no_moves_and_no_token_plane(context: Context) -> None:
     k, v = calls.caches(torch.bfloat16, 1, 2, 1, 8, 4, seed=1)
     before = k.clone()
-    calls.kv_copy(library, k, v, calls.ints([]), calls.ints([]))
+    calls.kv_copy(context, k, v, calls.ints([]), calls.ints([]))
     assert calls.same_bits(k, before)
-    calls.kv_copy(library, k, v, calls.ints([0]), calls.ints([5]))
+    calls.kv_copy(context, k, v, calls.ints([0]), calls.ints([5]))
     assert not calls.same_bits(k, before)
 
 
@@ -99,18 +99,18 @@ def test_no_moves_and_no_token_plane(library: Library) -> None:
         ("v_cache", None, "v_cache is NULL"),
     ],
 )
-def test_invalid_field_is_named(library: Library, field: str, value: object, message: str) -> None:
+def test_invalid_field_is_named(context: Context, field: str, value: object, message: str) -> None:
     data, rows = torch.zeros(4096), calls.count(1)
     fields: dict[str, object] = dict.fromkeys(("src", "dst", "k_cache", "v_cache"), data.data_ptr())
     fields |= {"num_moves": rows.data_ptr(), "num_layers": 1, "kv_heads": 1, "head_dim": 4, "block_size": 2, "dtype": 1}
     with pytest.raises(KernelError, match=f"^pd_kv_copy: {message}"):
-        library.call(KvCopyArgs(**(fields | {field: value})))
+        context.call(KvCopyArgs(**(fields | {field: value})))
 
 
 @pytest.mark.parametrize("name", ["src", "dst"])
-def test_negative_slot_is_named(library: Library, name: str) -> None:
+def test_negative_slot_is_named(context: Context, name: str) -> None:
     k, v = calls.caches(torch.float32, 1, 2, 1, 8, 4, seed=1)
     moves = {"src": calls.ints([1, 2]), "dst": calls.ints([3, 4])}
     moves[name][1] = -2
     with pytest.raises(KernelError, match=rf"{name}\[1\] is -2"):
-        calls.kv_copy(library, k, v, **moves)
+        calls.kv_copy(context, k, v, **moves)

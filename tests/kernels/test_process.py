@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagedec.kernels.library import Library, available_isas, load
+from pagedec.kernels.library import Context, Library, available_isas, load
 from tests.kernels import calls
 from tests.kernels.test_gemm import Linear
 
@@ -32,21 +32,20 @@ import os, signal, sys, threading, torch
 from pagedec.kernels.library import load
 from tests.kernels.calls import normal
 from tests.kernels.test_gemm import Linear
-library = load(sys.argv[1])
-library.set_num_threads(2)
-linear, x = Linear.pack(library, normal(96, 64, seed=1)), normal(50, 64, seed=2)
+context = load(sys.argv[1]).context(2)
+linear, x = Linear.pack(context, normal(96, 64, seed=1)), normal(50, 64, seed=2)
 expected = linear(x)
 child = os.fork()
 if not child:
     signal.alarm(60)
-    print(library.num_threads, torch.equal(linear(x), expected))
-    other = threading.Thread(target=lambda: print(library.num_threads, torch.equal(linear(x), expected)))
+    print(context.num_threads, torch.equal(linear(x), expected))
+    other = threading.Thread(target=lambda: print(context.num_threads, torch.equal(linear(x), expected)))
     other.start()
     other.join()
     sys.stdout.flush()
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0, "the child did not end"
-print(library.num_threads, torch.equal(linear(x), expected))
+print(context.num_threads, torch.equal(linear(x), expected))
 """
 
 
@@ -85,27 +84,25 @@ from pagedec.kernels.library import KernelError, load
 from pagedec.kernels.arena import zeros
 from pagedec.kernels.native import NativeBackend
 from tests.kernels.processing_cases import simple_case
-library = load(sys.argv[1])
-library.set_num_threads(2)
-backend, vocab = NativeBackend(library, torch.float32), 200_000_000
+backend, vocab = NativeBackend(load(sys.argv[1]), torch.float32, num_threads=2), 200_000_000
 logits = zeros((2, vocab), torch.float32)
 case = simple_case([[3, 4], [4, 5]], logits, LogitsRules(presence_penalty=1.0))
 soft, hard = resource.getrlimit(resource.RLIMIT_AS)
 used = 4096 * int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (used + (400 << 20), hard))  # the kernel's table of tokens would need 1.6 GB
 try:
-    backend.process_logits(logits, 0, case.forward, case.cache())
+    backend.process_logits(logits, 0, case.forward, case.cache(), case.known(backend))
 except KernelError as error:
     print(error)
 resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 case = simple_case([[3, 4], [4, 5]], torch.zeros(2, 9), LogitsRules(presence_penalty=1.0))
-backend.process_logits(case.logits, 0, case.forward, case.cache())
+backend.process_logits(case.logits, 0, case.forward, case.cache(), case.known(backend))
 print(case.logits.sum().item())
 """
 
 
 def test_a_kernel_without_memory_fails_and_the_process_lives(libraries: list[Library]) -> None:
-    assert run(STARVED, load().isa).splitlines() == ["pd_run: no memory for ops[0], of kind 13", "-4.0"]
+    assert run(STARVED, load().isa).splitlines() == ["pd_run: no memory for ops[0], of kind 12", "-4.0"]
 
 
 @contextmanager
@@ -119,13 +116,13 @@ def flushed_denormals() -> Iterator[None]:
         torch.set_flush_denormal(False)
 
 
-def test_a_threads_rounding_mode_does_not_reach_its_rows(library: Library) -> None:
+def test_a_threads_rounding_mode_does_not_reach_its_rows(context: Context) -> None:
     x, weight = calls.normal(64, 8, seed=1, scale=1e-20), calls.normal(96, 8, seed=2, scale=1e-20)
-    linear = Linear.pack(library, weight)
+    linear = Linear.pack(context, weight)
     expected = linear(x)
     assert (expected != 0).all() and (expected.abs() < 2.0**-126).all()
     with flushed_denormals():
         for num_threads in (1, 2):
-            with calls.threads(library, num_threads):
-                assert calls.same_bits(linear(x), expected)
+            linear.context = calls.threads(context, num_threads)
+            assert calls.same_bits(linear(x), expected)
         assert torch.tensor([1e-40]).mul(1.0).item() == 0.0  # what was set stays set

@@ -14,7 +14,7 @@ from pagedec.core.logits_rules import LogitsRules
 from pagedec.errors import InvalidArgument
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.fallback import ReferenceBackend
-from pagedec.kernels.library import KernelError, Library, ProcessLogitsArgs, Rules
+from pagedec.kernels.library import Context, KernelError, ProcessLogitsArgs, Rules
 from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.processing import rows_within
 from pagedec.runtime.runner import RuleTable
@@ -28,8 +28,8 @@ def torch_backend() -> Backend:
     return ReferenceBackend(torch.float32)
 
 
-def native(library: Library) -> Backend:
-    return NativeBackend(library, torch.float32)
+def native(context: Context) -> Backend:
+    return NativeBackend(context.library, torch.float32)
 
 
 def assert_exact(case: Case, backend: Backend) -> None:
@@ -37,9 +37,9 @@ def assert_exact(case: Case, backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_chains_and_trees_of_many_branches(library: Library, seed: int) -> None:
-    assert_exact(random_case(seed), native(library))
-    assert_exact(random_case(seed + 1000, trees=False, vocab=30), native(library))
+def test_chains_and_trees_of_many_branches(context: Context, seed: int) -> None:
+    assert_exact(random_case(seed), native(context))
+    assert_exact(random_case(seed + 1000, trees=False, vocab=30), native(context))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -69,8 +69,8 @@ def test_cases_are_worth_something() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 16])
-def test_pieces_equal_the_whole(library: Library, size: int) -> None:
-    for backend in (native(library), torch_backend()):
+def test_pieces_equal_the_whole(context: Context, size: int) -> None:
+    for backend in (native(context), torch_backend()):
         for seed in range(5):
             case = random_case(seed)
             starts = range(0, len(case.logits), size)
@@ -78,31 +78,31 @@ def test_pieces_equal_the_whole(library: Library, size: int) -> None:
             assert calls.same_bits(torch.cat(pieces), case.expected())
 
 
-def test_rows_do_not_depend_on_threads_or_neighbours(library: Library) -> None:
-    backend = native(library)
+def test_rows_do_not_depend_on_threads_or_neighbours(context: Context) -> None:
+    backend = native(context)
     for seed in range(5):
         case = random_case(seed)
         wanted = case.forward.processing
         assert wanted is not None
         whole = case.process(backend)
         for num_threads in (1, 2, 3, 7):
-            with calls.threads(library, num_threads):
-                assert calls.same_bits(case.process(backend), whole)
-                for i, row in enumerate(wanted.rows):
-                    alone = case.only([i]).process(backend)
-                    assert calls.same_bits(alone[row], whole[row])
-                    assert calls.same_bits(alone[row + 1 :], case.logits[row + 1 :])
+            backend = NativeBackend(context.library, torch.float32, num_threads=num_threads)
+            assert calls.same_bits(case.process(backend), whole)
+            for i, row in enumerate(wanted.rows):
+                alone = case.only([i]).process(backend)
+                assert calls.same_bits(alone[row], whole[row])
+                assert calls.same_bits(alone[row + 1 :], case.logits[row + 1 :])
 
 
-def test_nothing_is_processed_without_rules(library: Library) -> None:
+def test_nothing_is_processed_without_rules(context: Context) -> None:
     case = random_case(1)
-    for backend in (native(library), torch_backend()):
+    for backend in (native(context), torch_backend()):
         for other in (replace(case, forward=replace(case.forward, processing=None)), case.only([])):
             assert calls.same_bits(other.process(backend), case.logits)
     assert rows_within(None, 0, 5) == slice(0, 0)
 
 
-def test_long_histories_and_a_large_vocabulary(library: Library) -> None:
+def test_long_histories_and_a_large_vocabulary(context: Context) -> None:
     rng, vocab = np.random.default_rng(0), 1000
     histories = [rng.integers(0, 50, 3000).tolist(), [7] * 3000, [*([3, 4] * 1500)]]
     rules = LogitsRules(
@@ -110,7 +110,7 @@ def test_long_histories_and_a_large_vocabulary(library: Library) -> None:
         repetition_penalty=1.3, frequency_penalty=0.01, presence_penalty=0.2,
     )  # fmt: skip
     case = simple_case(histories, calls.normal(3, vocab, seed=1, scale=4.0), rules, prompt=1000)
-    for backend in (native(library), torch_backend()):
+    for backend in (native(context), torch_backend()):
         assert_exact(case, backend)
         assert case.process(backend)[1, 7] == -torch.inf
 
@@ -140,56 +140,56 @@ def test_long_histories_and_a_large_vocabulary(library: Library) -> None:
          {0, 1, 3, 4, 5, 6}),
     ],
 )  # fmt: skip
-def test_bans(library: Library, rules: LogitsRules, history: list[int], banned: set[int]) -> None:
+def test_bans(context: Context, rules: LogitsRules, history: list[int], banned: set[int]) -> None:
     case = simple_case([history], torch.ones(1, 7), rules)
-    for backend in (native(library), torch_backend()):
+    for backend in (native(context), torch_backend()):
         out = case.process(backend)[0]
         assert {i for i in range(7) if out[i] == -torch.inf} == banned
         assert_exact(case, backend)
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 6, 7])
-def test_ngrams_of_every_history_of_two_tokens(library: Library, n: int) -> None:
+def test_ngrams_of_every_history_of_two_tokens(context: Context, n: int) -> None:
     """Histories that overlap with themselves in every way there is."""
     for length in (n, 11):
         histories = [[i >> j & 1 for j in range(length)] for i in range(2**length)]
         case = simple_case(histories, torch.ones(len(histories), 2), LogitsRules(no_repeat_ngram_size=n))
         expected = case.expected()
-        for backend in (native(library), torch_backend()):
+        for backend in (native(context), torch_backend()):
             assert calls.same_bits(case.process(backend), expected)
 
 
-def test_penalties_follow_the_sign_and_the_count(library: Library) -> None:
+def test_penalties_follow_the_sign_and_the_count(context: Context) -> None:
     rules = LogitsRules(repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25)
     case = simple_case([[0, 1, 1, 2, 2, 2]], torch.tensor([[4.0, 4.0, -4.0, 4.0]]), rules, prompt=2)
-    for backend in (native(library), torch_backend()):
+    for backend in (native(context), torch_backend()):
         assert case.process(backend)[0].tolist() == [2.0, 2.0 - 0.5 - 0.25, -8.0 - 1.5 - 0.25, 4.0]
 
 
-def test_prompt_may_be_longer_than_what_a_row_sees(library: Library) -> None:
+def test_prompt_may_be_longer_than_what_a_row_sees(context: Context) -> None:
     case = simple_case([[1, 2]], torch.ones(1, 4), LogitsRules(frequency_penalty=1.0), prompt=9)
-    for backend in (native(library), torch_backend()):
+    for backend in (native(context), torch_backend()):
         assert case.process(backend).tolist() == [[1.0] * 4]
 
 
-def test_unknown_tokens_of_a_history_are_passed_over(library: Library) -> None:
+def test_unknown_tokens_of_a_history_are_passed_over(context: Context) -> None:
     history = [-1, 2, 7, 2**31 - 1, -(2**31), 2, 7]
     rules = LogitsRules(no_repeat_ngram_size=1, repetition_penalty=2.0, frequency_penalty=1.0, presence_penalty=1.0)
     case = simple_case([history, [3]], torch.ones(2, 7), rules)
-    for backend in (native(library), torch_backend()):
+    for backend in (native(context), torch_backend()):
         out = case.process(backend)
         assert out[0].tolist() == [1, 1, -torch.inf, 1, 1, 1, 1]
         assert out[1].tolist() == [1, 1, 1, -torch.inf, 1, 1, 1]
 
 
 @pytest.mark.parametrize("vocab", [1, 63, 64, 1000])
-def test_a_row_without_any_token_left_is_still_read_out(library: Library, vocab: int) -> None:
+def test_a_row_without_any_token_left_is_still_read_out(context: Context, vocab: int) -> None:
     """The lowest id, and no NaN."""
     case = simple_case([[0]] * 3, calls.normal(3, vocab, seed=1), LogitsRules(allowed_token_ids=()))
     rows = np.arange(3, dtype=np.int32)
     draws = calls.draws(5, row=[0, 0, 1, 2, 2], temperature=[0, 1, 0.5, 1, 1], top_p=[1, 1, 1, 0.9, 1])
     draws["top_k"], draws["min_p"] = [0, 0, 1, 0, 0], [0, 0, 0, 0, 0.1]
-    for backend in (native(library), torch_backend()):
+    for backend in (native(context), torch_backend()):
         logits = case.process(backend)
         assert (logits == -torch.inf).all()
         assert backend.sample(logits, draws).tolist() == [0] * 5
@@ -204,7 +204,7 @@ def test_a_row_without_any_token_left_is_still_read_out(library: Library, vocab:
 
 
 def against_transformers(
-    library: Library, rules: LogitsRules, processor: Callable[..., torch.Tensor], low: int
+    context: Context, rules: LogitsRules, processor: Callable[..., torch.Tensor], low: int
 ) -> None:
     rng, vocab = np.random.default_rng(3), 20
     for length in (low, low + 1, 12, 70):
@@ -212,39 +212,39 @@ def against_transformers(
         logits = calls.normal(6, vocab, seed=length, scale=3.0)
         expected = processor(torch.from_numpy(history), logits.clone())
         case = simple_case(history.tolist(), logits, rules)
-        for backend in (native(library), torch_backend()):
+        for backend in (native(context), torch_backend()):
             assert calls.same_bits(case.process(backend), expected)
 
 
 @pytest.mark.parametrize("penalty", [0.7, 1.0, 1.3])
-def test_repetition_penalty_is_that_of_transformers(library: Library, penalty: float) -> None:
+def test_repetition_penalty_is_that_of_transformers(context: Context, penalty: float) -> None:
     processor = transformers.RepetitionPenaltyLogitsProcessor(penalty)
-    against_transformers(library, LogitsRules(repetition_penalty=penalty), processor, 1)
+    against_transformers(context, LogitsRules(repetition_penalty=penalty), processor, 1)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_ngrams_are_those_of_transformers(library: Library, n: int) -> None:
+def test_ngrams_are_those_of_transformers(context: Context, n: int) -> None:
     processor = transformers.NoRepeatNGramLogitsProcessor(n)
-    against_transformers(library, LogitsRules(no_repeat_ngram_size=n), processor, 1)
+    against_transformers(context, LogitsRules(no_repeat_ngram_size=n), processor, 1)
 
 
-def test_bad_words_are_those_of_transformers(library: Library) -> None:
+def test_bad_words_are_those_of_transformers(context: Context) -> None:
     """From three tokens on: transformers passes over a word longer than the history even if its prefix is all of it."""
     words = ((4,), (1, 2), (2, 1), (3, 3), (0, 1, 2), (4, 4, 4))
     processor = transformers.NoBadWordsLogitsProcessor([list(word) for word in words])
-    against_transformers(library, LogitsRules(bad_words=words), processor, 3)
+    against_transformers(context, LogitsRules(bad_words=words), processor, 3)
 
 
-def test_biases_are_those_of_transformers(library: Library) -> None:
+def test_biases_are_those_of_transformers(context: Context) -> None:
     biases = ((0, 2.5), (7, -3.1), (19, 1e-3))
     processor = transformers.SequenceBiasLogitsProcessor([[[token], bias] for token, bias in biases])
-    against_transformers(library, LogitsRules(logit_bias=biases), processor, 1)
+    against_transformers(context, LogitsRules(logit_bias=biases), processor, 1)
 
 
-def test_allowed_tokens_are_those_of_transformers(library: Library) -> None:
+def test_allowed_tokens_are_those_of_transformers(context: Context) -> None:
     allowed = (3, 11, 4)
     processor = transformers.PrefixConstrainedLogitsProcessor(lambda *_: list(allowed), num_beams=1)
-    against_transformers(library, LogitsRules(allowed_token_ids=allowed), processor, 1)
+    against_transformers(context, LogitsRules(allowed_token_ids=allowed), processor, 1)
 
 
 # ---- what is refused
@@ -266,9 +266,9 @@ def test_allowed_tokens_are_those_of_transformers(library: Library) -> None:
         (LogitsRules(no_repeat_ngram_size=-2), "no_repeat_ngram_size is -2: must be from 0"),
     ],
 )
-def test_rules_without_a_meaning_are_named(library: Library, rules: LogitsRules, message: str) -> None:
+def test_rules_without_a_meaning_are_named(context: Context, rules: LogitsRules, message: str) -> None:
     case = simple_case([[1]], torch.ones(1, 7), rules)
-    for backend in (native(library), torch_backend()):
+    for backend in (native(context), torch_backend()):
         with pytest.raises(InvalidArgument, match=f"^{message}"):
             case.process(backend)
 
@@ -318,13 +318,13 @@ def record(**fields: object) -> tuple[ProcessLogitsArgs, list[object]]:
         ({"presence_penalty": float("inf")}, r"rules\[0\].presence_penalty is inf"),
     ],
 )
-def test_an_invalid_record_is_named(library: Library, fields: dict[str, object], message: str) -> None:
+def test_an_invalid_record_is_named(context: Context, fields: dict[str, object], message: str) -> None:
     valid, kept = record()
-    library.call(valid)
+    context.call(valid)
     assert len(kept) == 4
     invalid, kept = record(**fields)
     with pytest.raises(KernelError, match=f"^pd_process_logits: {message}"):
-        library.call(invalid)
+        context.call(invalid)
 
 
 def test_rules_are_made_once_when_a_row_first_names_them() -> None:
@@ -339,11 +339,11 @@ def test_rules_are_made_once_when_a_row_first_names_them() -> None:
         table[6]
 
 
-def test_rows_name_rules_by_any_number(library: Library) -> None:
+def test_rows_name_rules_by_any_number(context: Context) -> None:
     """Large numbers, several rows of one number, rules that no row names."""
     case = random_case(3)
     numbers = sorted(case.rules)
-    for backend in (native(library), torch_backend()):
+    for backend in (native(context), torch_backend()):
         renamed = {2**62 + 3 * i: case.rules[number] for i, number in enumerate(numbers)}
         wanted = case.forward.processing
         assert wanted is not None

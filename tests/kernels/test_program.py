@@ -10,16 +10,17 @@ from torch import Tensor
 
 from pagedec.kernels.library import (
     ArgmaxArgs,
+    Context,
     EmbedArgs,
+    Epilogue,
+    GemmArgs,
     KernelError,
     KvCopyArgs,
     LayerNormArgs,
-    Library,
-    Program,
+    OpList,
     RmsNormArgs,
     RopeKvWriteArgs,
     SampleArgs,
-    SiluMulArgs,
     SoftCapArgs,
     TopkLseArgs,
 )
@@ -66,6 +67,7 @@ class Buffers:
 
 
 TABLE, WEIGHT = calls.normal(11, DIM, seed=1), calls.normal(DIM, seed=2)
+PACKED = calls.normal(32, 32, seed=4)  # one panel
 SRC, DST = calls.ints([1, 9]), calls.ints([40, 63])
 DRAWS = torch.from_numpy(calls.draws(MAX_ROWS, row=list(range(MAX_ROWS)), stream=7, top_k=5).view("u1").copy())
 
@@ -75,13 +77,13 @@ def forward(b: Buffers) -> list[object]:
     rows = p(b.rows)
     return [
         EmbedArgs(rows, p(b.ids), p(TABLE), p(b.hidden), p(b.slots), p(b.plane), DIM, 11, 0, 1.5),
-        RmsNormArgs(rows, p(b.hidden), None, p(WEIGHT), p(b.normed), None, DIM, 0, 1e-5, 0.0),
+        RmsNormArgs(rows, p(b.hidden), p(WEIGHT), p(b.normed), None, DIM, 0, 1e-5),
         RopeKvWriteArgs(
             num_rows=rows, qkv=p(b.normed), q_out=p(b.q), k_cache=p(b.k), v_cache=p(b.v), slots=p(b.slots),
             q_heads=2, kv_heads=2, head_dim=HEAD_DIM, block_size=BLOCK_SIZE,
         ),
         KvCopyArgs(p(b.moves), p(SRC), p(DST), p(b.k), p(b.v), p(b.plane), 0, 1, 2, HEAD_DIM, BLOCK_SIZE, 0),
-        SiluMulArgs(rows, p(b.q), p(b.gated), 16, 0, 0),
+        GemmArgs(rows, p(b.q), p(PACKED), None, p(b.gated), 32, 32, 0, 0, Epilogue.SILU_MUL),
         LayerNormArgs(rows, p(b.hidden), p(WEIGHT), None, p(b.normed), None, DIM, 0, 1e-5),
         SoftCapArgs(rows, p(b.gated), 16, 0.5),
         ArgmaxArgs(rows, p(b.gated), p(b.best), 16),
@@ -91,43 +93,43 @@ def forward(b: Buffers) -> list[object]:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_program_equals_single_calls(library: Library, num_threads: int) -> None:
+def test_program_equals_single_calls(context: Context, num_threads: int) -> None:
     single, listed = Buffers.make(), Buffers.make()
     for record in forward(single):
-        library.call(record)  # type: ignore[arg-type]
-    with calls.threads(library, num_threads):
-        library.run(Program(forward(listed)))  # type: ignore[arg-type]
+        context.call(record)  # type: ignore[arg-type]
+    threaded = calls.threads(context, num_threads)
+    threaded.run(OpList(forward(listed)))  # type: ignore[arg-type]
     assert all(calls.same_bits(a, b) for a, b in zip(single.results(), listed.results(), strict=True))
     assert single.plane[63] == SRC[1] and single.gated.abs().sum() > 0
 
 
-def test_row_count_is_read_at_every_run(library: Library) -> None:
+def test_row_count_is_read_at_every_run(context: Context) -> None:
     buffers = Buffers.make()
-    program = Program(forward(buffers))  # type: ignore[arg-type]
+    program = OpList(forward(buffers))  # type: ignore[arg-type]
     for num_rows in (3, 0, MAX_ROWS, 5):
         buffers.rows.fill_(num_rows)
         buffers.drawn.fill_(-1)
         buffers.hidden.fill_(torch.nan)
-        library.run(program)
+        context.run(program)
         assert (buffers.drawn >= 0).tolist() == [i < num_rows for i in range(MAX_ROWS)]
         assert buffers.hidden[num_rows:].isnan().all()
 
 
-def test_nothing_runs_if_one_record_is_invalid(library: Library) -> None:
+def test_nothing_runs_if_one_record_is_invalid(context: Context) -> None:
     buffers, before = Buffers.make(), Buffers.make()
     records = forward(buffers)
     records[-1].vocab = 0  # type: ignore[attr-defined]
     with pytest.raises(KernelError, match="pd_sample: vocab is 0"):
-        library.run(Program(records))  # type: ignore[arg-type]
+        context.run(OpList(records))  # type: ignore[arg-type]
     assert all(calls.same_bits(a, b) for a, b in zip(buffers.results(), before.results(), strict=True))
 
 
-def test_unknown_kind_is_named(library: Library) -> None:
-    program = Program(forward(Buffers.make())[:1])  # type: ignore[arg-type]
+def test_unknown_kind_is_named(context: Context) -> None:
+    program = OpList(forward(Buffers.make())[:1])  # type: ignore[arg-type]
     program.ops[0].kind = 77
     with pytest.raises(KernelError, match="pd_run: op.kind is 77"):
-        library.run(program)
+        context.run(program)
 
 
-def test_empty_program_runs(library: Library) -> None:
-    library.run(Program([]))
+def test_empty_program_runs(context: Context) -> None:
+    context.run(OpList([]))

@@ -7,7 +7,7 @@ import torch
 
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.fallback import ReferenceBackend
-from pagedec.kernels.library import Epilogue, Library
+from pagedec.kernels.library import Context, Epilogue
 from pagedec.kernels.native import NativeBackend
 from tests.kernels import calls
 
@@ -39,8 +39,8 @@ def forward(backend: Backend, num_rows: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", calls.DTYPES)
-def test_native_and_torch_give_the_same_forward(library: Library, dtype: torch.dtype) -> None:
-    native, torches = (forward(b, ROWS) for b in (NativeBackend(library, dtype), ReferenceBackend(dtype)))
+def test_native_and_torch_give_the_same_forward(context: Context, dtype: torch.dtype) -> None:
+    native, torches = (forward(b, ROWS) for b in (NativeBackend(context.library, dtype), ReferenceBackend(dtype)))
     tolerance = 2e-5 if dtype == torch.float32 else 0.06
     for name in ("x", "mlp", "logits"):
         assert torch.allclose(native[name].float(), torches[name].float(), rtol=tolerance, atol=tolerance), name

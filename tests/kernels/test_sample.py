@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from pagedec.kernels import reference_readout as reference
-from pagedec.kernels.library import KernelError, Library, SampleArgs
+from pagedec.kernels.library import Context, KernelError, SampleArgs
 from tests.kernels import calls
 
 LEAST_P = 1e-4  # of a chi-square test: some 70 tests with fixed seeds; a right sampler passes all with probability 0.99
@@ -18,12 +18,12 @@ def logits(vocab: int, seed: int, scale: float = 2.5, rows: int = 1) -> np.ndarr
     return np.random.default_rng(seed).normal(0, scale, (rows, vocab)).astype(np.float32)
 
 
-def expected_tokens(library: Library, x: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """argmax(log p + G): p in float64 from the reference, G the library's own noise."""
+def expected_tokens(context: Context, x: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """argmax(log p + G): p in float64 from the reference, G the context's own noise."""
     tokens = []
     for draw in draws:
         row = x[draw["row"]]
-        noise = library.gumbel(int(draw["seed"]), int(draw["stream"]), int(draw["position"]), 0, len(row))
+        noise = context.gumbel(int(draw["seed"]), int(draw["stream"]), int(draw["position"]), 0, len(row))
         tokens.append(int(np.argmax(reference.log_probabilities(row, draw) + noise.astype(np.float64))))
     return np.array(tokens, np.int32)
 
@@ -58,21 +58,21 @@ KEYS = [(0, 0, 0), (1, 2, 3), (2**64 - 1, 2**64 - 1, 2**31 - 1), (0xDEADBEEF00C0
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
-def test_noise_is_the_formula(library: Library, key: tuple[int, int, int]) -> None:
+def test_noise_is_the_formula(context: Context, key: tuple[int, int, int]) -> None:
     # -log(-log(u)): both logarithms to 2 ulp; the inner error is relative, so absolute after the outer one.
     for first, num in ((0, 70000), (1, 1), (3, 130), (63, 2), (2**31 - 300, 200), (64, 0)):
-        noise, true = library.gumbel(*key, first, num), reference.gumbel(*key, first, num)
+        noise, true = context.gumbel(*key, first, num), reference.gumbel(*key, first, num)
         assert noise.shape == (num,)
         assert np.all(np.abs(noise - true) <= 2.0**-24 * (4 + 4 * np.abs(true)))
 
 
-def test_noise_has_the_same_bits_on_every_instruction_set(libraries: list[Library]) -> None:
-    first, *others = (library.gumbel(9, 8, 7, 5, 100000) for library in libraries)
+def test_noise_has_the_same_bits_on_every_instruction_set(contexts: list[Context]) -> None:
+    first, *others = (context.gumbel(9, 8, 7, 5, 100000) for context in contexts)
     assert all(other.tobytes() == first.tobytes() for other in others)
 
 
-def test_noise_is_gumbel_distributed(library: Library) -> None:
-    noise = library.gumbel(3, 0, 0, 0, 400000)
+def test_noise_is_gumbel_distributed(context: Context) -> None:
+    noise = context.gumbel(3, 0, 0, 0, 400000)
     assert stats.kstest(noise, stats.gumbel_r.cdf).pvalue > LEAST_P
     assert noise.max() < 17.4
 
@@ -118,27 +118,27 @@ def shaped(kind: str, vocab: int, seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("vocab", [1, 7, 64, 130, 5000, 49152])
-def test_draw_is_the_argmax_of_log_p_plus_noise(library: Library, vocab: int, kind: str) -> None:
+def test_draw_is_the_argmax_of_log_p_plus_noise(context: Context, vocab: int, kind: str) -> None:
     x = shaped(kind, vocab, vocab + len(kind))
     draws = np.concatenate([calls.draws(2, **parameters) for parameters in PARAMETERS])
     draws["seed"], draws["stream"], draws["position"] = 11, np.arange(len(draws)), 5
-    assert calls.sample(library, x, draws).tolist() == expected_tokens(library, x, draws).tolist()
+    assert calls.sample(context, x, draws).tolist() == expected_tokens(context, x, draws).tolist()
 
 
-def test_every_instruction_set_draws_the_same(libraries: list[Library]) -> None:
+def test_every_instruction_set_draws_the_same(contexts: list[Context]) -> None:
     for kind in SHAPES:
         x = shaped(kind, 3001, 4)
         draws = np.concatenate([calls.draws(60, stream=np.arange(60), **parameters) for parameters in PARAMETERS])
-        first, *others = (calls.sample(library, x, draws).tolist() for library in libraries)
+        first, *others = (calls.sample(context, x, draws).tolist() for context in contexts)
         assert all(other == first for other in others)
 
 
-def test_reference_draws_the_same_tokens(library: Library) -> None:
+def test_reference_draws_the_same_tokens(context: Context) -> None:
     x = logits(800, 3, rows=3)
     draws = np.concatenate([calls.draws(9, stream=np.arange(9), **parameters) for parameters in PARAMETERS])
     draws["row"] = np.arange(len(draws)) % 3
     draws["temperature"][::10] = 0.0
-    assert calls.sample(library, x, draws).tolist() == reference.sample(x, draws).tolist()
+    assert calls.sample(context, x, draws).tolist() == reference.sample(x, draws).tolist()
 
 
 # ---- distributions
@@ -158,11 +158,11 @@ DISTRIBUTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("parameters", DISTRIBUTIONS, ids=str)
 @pytest.mark.parametrize("vocab", [23, 700])
-def test_tokens_follow_the_exact_distribution(library: Library, vocab: int, parameters: dict[str, Any]) -> None:
+def test_tokens_follow_the_exact_distribution(context: Context, vocab: int, parameters: dict[str, Any]) -> None:
     x = logits(vocab, vocab, 1.5)
     draws = calls.draws(20000, seed=vocab, position=np.arange(20000), **parameters)
     probabilities = np.exp(reference.log_probabilities(x[0], draws[0]))
-    counts = np.bincount(calls.sample(library, x, draws), minlength=vocab)
+    counts = np.bincount(calls.sample(context, x, draws), minlength=vocab)
     assert chi_square_p(counts, probabilities) > LEAST_P
 
 
@@ -171,23 +171,23 @@ def test_tokens_follow_the_exact_distribution(library: Library, vocab: int, para
     [{"seed": 1}, {"stream": 1}, {"stream": 1 << 32}, {"position": 1}, {"stream": 1, "position": 1}],
     ids=str,
 )
-def test_neighbouring_draws_are_independent(library: Library, step: dict[str, int]) -> None:
+def test_neighbouring_draws_are_independent(context: Context, step: dict[str, int]) -> None:
     x = logits(6, 1, 1.0)
     first = calls.draws(20000, seed=3, stream=5, position=2 * np.arange(20000))
     second = first.copy()
     for field, by in step.items():
         second[field] += second[field].dtype.type(by)
-    pairs = calls.sample(library, x, first).astype(np.int64) * 6 + calls.sample(library, x, second)
+    pairs = calls.sample(context, x, first).astype(np.int64) * 6 + calls.sample(context, x, second)
     p = np.exp(reference.log_probabilities(x[0], first[0]))
     assert chi_square_p(np.bincount(pairs, minlength=36), np.outer(p, p).reshape(-1)) > LEAST_P
 
 
-def test_same_key_same_token_whatever_the_logits_of_others(library: Library) -> None:
+def test_same_key_same_token_whatever_the_logits_of_others(context: Context) -> None:
     """The coupling that speculation rests on: with equal noise, close distributions mostly give the same token."""
     x = logits(500, 2, rows=2)
     x[1] = x[0] + logits(500, 3, 0.1)[0]
     draws = calls.draws(4000, position=np.repeat(np.arange(2000), 2), row=np.tile([0, 1], 2000))
-    tokens = calls.sample(library, x, draws).reshape(-1, 2)
+    tokens = calls.sample(context, x, draws).reshape(-1, 2)
     p, q = (np.exp(reference.log_probabilities(row, draws[0])) for row in x)
     distance = 0.5 * np.abs(p - q).sum()
     agreement = (tokens[:, 0] == tokens[:, 1]).mean()
@@ -207,73 +207,73 @@ def mixed_draws(num_rows: int, seed: int) -> np.ndarray:
     return draws
 
 
-def test_order_neighbours_and_threads_do_not_matter(library: Library) -> None:
+def test_order_neighbours_and_threads_do_not_matter(context: Context) -> None:
     x, draws = logits(1500, 6, rows=5), mixed_draws(5, 7)
-    alone = np.concatenate([calls.sample(library, x, draw.reshape(1)) for draw in draws])
+    alone = np.concatenate([calls.sample(context, x, draw.reshape(1)) for draw in draws])
     order = np.random.default_rng(8).permutation(len(draws))
     for num_threads in (1, 2, 3):
-        with calls.threads(library, num_threads):
-            assert calls.sample(library, x, draws).tolist() == alone.tolist()
-            assert calls.sample(library, x, draws[order]).tolist() == alone[order].tolist()
+        threaded = calls.threads(context, num_threads)
+        assert calls.sample(threaded, x, draws).tolist() == alone.tolist()
+        assert calls.sample(threaded, x, draws[order]).tolist() == alone[order].tolist()
 
 
-def test_a_second_call_sees_new_logits(library: Library) -> None:
+def test_a_second_call_sees_new_logits(context: Context) -> None:
     draws = calls.draws(1, top_k=3)
     for place in (5, 70, 11):
         x = np.zeros((1, 100), np.float32)
         x[0, place] = 90.0
-        assert calls.sample(library, x, draws).tolist() == [place]
+        assert calls.sample(context, x, draws).tolist() == [place]
 
 
 @pytest.mark.parametrize("vocab", [5, 64, 1000])
-def test_temperature_zero_is_argmax(library: Library, vocab: int) -> None:
+def test_temperature_zero_is_argmax(context: Context, vocab: int) -> None:
     x = np.floor(logits(vocab, 4, rows=6))
     draws = calls.draws(6, row=np.arange(6), temperature=0.0, top_k=2, top_p=0.3, min_p=0.5)
-    assert calls.sample(library, x, draws).tolist() == calls.argmax(library, x).tolist()
+    assert calls.sample(context, x, draws).tolist() == calls.argmax(context, x).tolist()
 
 
 # ---- edges
 
 
 @pytest.mark.parametrize("parameters", [{}, {"top_k": 2}, {"top_p": 0.7}, {"min_p": 0.2}], ids=str)
-def test_nan_and_minus_infinity_are_never_drawn(library: Library, parameters: dict[str, Any]) -> None:
+def test_nan_and_minus_infinity_are_never_drawn(context: Context, parameters: dict[str, Any]) -> None:
     x = np.full((1, 300), -np.inf, np.float32)
     x[0, 1::3] = np.nan
     x[0, [4, 130, 299]] = 0.5
     draws = calls.draws(2000, position=np.arange(2000), **parameters)
-    tokens = set(calls.sample(library, x, draws).tolist())
+    tokens = set(calls.sample(context, x, draws).tolist())
     assert tokens == ({4, 130} if "top_k" in parameters else {4, 130, 299})
 
 
-def test_nothing_to_draw_gives_token_0(library: Library) -> None:
+def test_nothing_to_draw_gives_token_0(context: Context) -> None:
     x = np.full((2, 90), -np.inf, np.float32)
     x[1] = np.nan
     for parameters in PARAMETERS:
-        assert calls.sample(library, x, calls.draws(2, row=[0, 1], **parameters)).tolist() == [0, 0]
+        assert calls.sample(context, x, calls.draws(2, row=[0, 1], **parameters)).tolist() == [0, 0]
 
 
-def test_infinite_logits_share_the_draw(library: Library) -> None:
+def test_infinite_logits_share_the_draw(context: Context) -> None:
     x = logits(200, 3)
     x[0, [3, 150]] = np.inf
     for parameters in PARAMETERS[:4]:
-        tokens = calls.sample(library, x, calls.draws(200, position=np.arange(200), **parameters))
+        tokens = calls.sample(context, x, calls.draws(200, position=np.arange(200), **parameters))
         assert set(tokens.tolist()) == {3, 150}
 
 
 @pytest.mark.parametrize("parameters", [{"top_p": 0.0999}, {"top_p": 0.45}, {"top_k": 3}, {"top_k": 1500}], ids=str)
-def test_exactly_the_lowest_ids_of_equals_are_kept(library: Library, parameters: dict[str, Any]) -> None:
+def test_exactly_the_lowest_ids_of_equals_are_kept(context: Context, parameters: dict[str, Any]) -> None:
     """The last token kept is drawn (missed with probability exp(-20 or less)), the one behind it never."""
     x = np.zeros((1, 4000), np.float32)
     draws = calls.draws(40000, position=np.arange(40000), **parameters)
     num_kept = int(np.isfinite(reference.log_probabilities(x[0], draws[0])).sum())
-    assert calls.sample(library, x, draws).max() == num_kept - 1
+    assert calls.sample(context, x, draws).max() == num_kept - 1
 
 
-def test_top_k_beyond_the_vocabulary_keeps_everything(library: Library) -> None:
+def test_top_k_beyond_the_vocabulary_keeps_everything(context: Context) -> None:
     x, position = logits(77, 1), np.arange(300)
-    everything = calls.sample(library, x, calls.draws(300, position=position)).tolist()
+    everything = calls.sample(context, x, calls.draws(300, position=position)).tolist()
     for top_k in (77, 78, 2**31 - 1):
-        assert calls.sample(library, x, calls.draws(300, position=position, top_k=top_k)).tolist() == everything
+        assert calls.sample(context, x, calls.draws(300, position=position, top_k=top_k)).tolist() == everything
 
 
 @pytest.mark.parametrize(
@@ -291,38 +291,38 @@ def test_top_k_beyond_the_vocabulary_keeps_everything(library: Library) -> None:
         ("min_p", 1.1, r"draws\[1\].min_p is 1.1"),
     ],
 )
-def test_invalid_draw_is_named(library: Library, field: str, value: float, message: str) -> None:
+def test_invalid_draw_is_named(context: Context, field: str, value: float, message: str) -> None:
     draws = calls.draws(3)
     draws[field][1] = value
     with pytest.raises(KernelError, match=f"^pd_sample: {message}"):
-        calls.sample(library, logits(10, 1), draws)
+        calls.sample(context, logits(10, 1), draws)
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [("vocab", 0, "vocab is 0"), ("logits", None, "logits is NULL"), ("draws", None, "draws is NULL")],
 )
-def test_invalid_field_is_named(library: Library, field: str, value: object, message: str) -> None:
+def test_invalid_field_is_named(context: Context, field: str, value: object, message: str) -> None:
     num, draws, data = calls.count(1), calls.draws(1), np.zeros(8, np.float32)
     fields: dict[str, object] = {"num_draws": num.data_ptr(), "vocab": 4, "draws": draws.ctypes.data}
     fields |= {"logits": data.ctypes.data, "token_ids": data.ctypes.data, field: value}
     with pytest.raises(KernelError, match=f"^pd_sample: {message}"):
-        library.call(SampleArgs(**fields))
+        context.call(SampleArgs(**fields))
 
 
-def test_noise_of_invalid_ranges_is_refused(library: Library) -> None:
+def test_noise_of_invalid_ranges_is_refused(context: Context) -> None:
     for first, num, message in (
         (-1, 4, "first_token is -1"),
         (0, -2, "num_tokens is -2"),
         (2**31 - 4, 9, "num_tokens is 9"),
     ):
         with pytest.raises(KernelError, match=f"^pd_gumbel: {message}"):
-            library.gumbel(0, 0, 0, first, num)
+            context.gumbel(0, 0, 0, first, num)
 
 
-def test_streams_of_one_request_differ(library: Library) -> None:
+def test_streams_of_one_request_differ(context: Context) -> None:
     tokens = [
-        calls.sample(library, logits(1000, 5), calls.draws(50, stream=stream, position=np.arange(50))).tolist()
+        calls.sample(context, logits(1000, 5), calls.draws(50, stream=stream, position=np.arange(50))).tolist()
         for stream in range(5)
     ]
     assert all(a != b for a, b in pairwise(tokens))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pagedec.kernels import reference_readout as reference
-from pagedec.kernels.library import KernelError, Library, TopkLseArgs
+from pagedec.kernels.library import Context, KernelError, TopkLseArgs
 from tests.kernels import calls
 
 
@@ -12,8 +12,8 @@ def logits(rows: int, vocab: int, seed: int, scale: float = 3.0) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, scale, (rows, vocab)).astype(np.float32)
 
 
-def check(library: Library, x: np.ndarray, k: int, row_ids: np.ndarray | None = None) -> None:
-    ids, values, lse = calls.topk_lse(library, x, k, row_ids)
+def check(context: Context, x: np.ndarray, k: int, row_ids: np.ndarray | None = None) -> None:
+    ids, values, lse = calls.topk_lse(context, x, k, row_ids)
     true_ids, true_values, true_lse = reference.topk_lse(x, k, row_ids)
     assert np.array_equal(ids, true_ids)
     assert np.array_equal(values, true_values)
@@ -25,31 +25,31 @@ def check(library: Library, x: np.ndarray, k: int, row_ids: np.ndarray | None = 
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 16, 63, 64, 65, 1000, 1024, 1025, 4999])
-def test_every_k(library: Library, vocab: int) -> None:
+def test_every_k(context: Context, vocab: int) -> None:
     for k in sorted({0, 1, 2, 8, 16, 17, 64, 200, vocab // 2, vocab - 1, vocab}):
         if 0 <= k <= vocab:
-            check(library, logits(3, vocab, vocab + k), k)
+            check(context, logits(3, vocab, vocab + k), k)
 
 
 @pytest.mark.parametrize("k", [1, 8, 64, 128, 1000])
-def test_large_vocabulary(library: Library, k: int) -> None:
-    check(library, logits(2, 49152, k), k)
+def test_large_vocabulary(context: Context, k: int) -> None:
+    check(context, logits(2, 49152, k), k)
 
 
 @pytest.mark.parametrize("k", [1, 3, 50, 700])
-def test_ties_go_to_the_lower_id(library: Library, k: int) -> None:
-    check(library, np.floor(logits(4, 2000, k)), k)
-    check(library, np.zeros((2, 2000), np.float32), k)
+def test_ties_go_to_the_lower_id(context: Context, k: int) -> None:
+    check(context, np.floor(logits(4, 2000, k)), k)
+    check(context, np.zeros((2, 2000), np.float32), k)
     mixed = np.zeros((1, 2000), np.float32)
     mixed[0, ::3] = -0.0
-    check(library, mixed, k)
+    check(context, mixed, k)
 
 
-def test_row_ids_choose_rows(library: Library) -> None:
-    check(library, logits(9, 300, 1), 5, np.array([8, 0, 0, 3], np.int32))
+def test_row_ids_choose_rows(context: Context) -> None:
+    check(context, logits(9, 300, 1), 5, np.array([8, 0, 0, 3], np.int32))
 
 
-def test_far_apart_and_large_logits(library: Library) -> None:
+def test_far_apart_and_large_logits(context: Context) -> None:
     x = logits(6, 3000, 2)
     x[0] *= 1e30
     x[1] -= 80000.0
@@ -58,33 +58,33 @@ def test_far_apart_and_large_logits(library: Library) -> None:
     x[4] = -np.inf
     x[4, 2999] = 1.5
     x[5, ::2] = -np.inf
-    check(library, x, 10)
+    check(context, x, 10)
 
 
-def test_infinities_and_nan(library: Library) -> None:
+def test_infinities_and_nan(context: Context) -> None:
     x = logits(5, 1500, 3)
     x[0, 3::7] = np.nan
     x[1] = np.nan
     x[2] = -np.inf
     x[3, [20, 1400]] = np.inf
     x[4, 1024:] = np.nan
-    check(library, x, 6)
-    check(library, x, 1500)
+    check(context, x, 6)
+    check(context, x, 1500)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_threads_and_rows_do_not_change_a_row(library: Library, num_threads: int) -> None:
+def test_threads_and_rows_do_not_change_a_row(context: Context, num_threads: int) -> None:
     x = logits(11, 2500, 4)
-    whole = calls.topk_lse(library, x, 7)
-    with calls.threads(library, num_threads):
-        for n in (0, 1, 2, 11):
-            for got, expected in zip(calls.topk_lse(library, x[:n], 7), whole, strict=True):
-                assert got.tobytes() == expected[:n].tobytes()
+    whole = calls.topk_lse(context, x, 7)
+    threaded = calls.threads(context, num_threads)
+    for n in (0, 1, 2, 11):
+        for got, expected in zip(calls.topk_lse(threaded, x[:n], 7), whole, strict=True):
+            assert got.tobytes() == expected[:n].tobytes()
 
 
-def test_every_instruction_set_gives_the_same_bits(libraries: list[Library]) -> None:
+def test_every_instruction_set_gives_the_same_bits(contexts: list[Context]) -> None:
     x = logits(6, 3333, 5)
-    first, *others = (calls.topk_lse(library, x, 40) for library in libraries)
+    first, *others = (calls.topk_lse(context, x, 40) for context in contexts)
     for other in others:
         assert all(a.tobytes() == b.tobytes() for a, b in zip(first, other, strict=True))
 
@@ -101,9 +101,9 @@ def test_every_instruction_set_gives_the_same_bits(libraries: list[Library]) -> 
         ("values", None, "values is NULL"),
     ],
 )
-def test_invalid_field_is_named(library: Library, field: str, value: object, message: str) -> None:
+def test_invalid_field_is_named(context: Context, field: str, value: object, message: str) -> None:
     rows, data = calls.count(1), np.zeros(64, np.float32)
     fields: dict[str, object] = dict.fromkeys(("logits", "token_ids", "values", "lse"), data.ctypes.data)
     fields |= {"num_rows": rows.data_ptr(), "vocab": 8, "k": 2, field: value}
     with pytest.raises(KernelError, match=f"^pd_topk_lse: {message}"):
-        library.call(TopkLseArgs(**fields))
+        context.call(TopkLseArgs(**fields))
