@@ -146,7 +146,8 @@ def module_of(path: Path) -> str:
 
 
 def homonyms(sources: Mapping[str, str]) -> dict[str, list[str]]:
-    """Last names of modules, and names of their classes, that stand for more than one; a package's main module may bear its name.
+    """Last names of modules, and names of their classes, that stand for more than one; a package's main module may bear
+    its name.
 
     `sources`: of each module, by its dotted name.
     """
@@ -162,8 +163,8 @@ def homonyms(sources: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def needed(node: ast.AST, package: str, modules: Collection[str]) -> Iterator[str]:
-    """What a piece of a file imports, in functions too but for what only type checkers see. `from a import b` is of module a.b
-    where there is one, else of a."""
+    """What a piece of a file imports, in functions too but for what only type checkers see. `from a import b` is of
+    module a.b where there is one, else of a."""
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
         for child in node.orelse:
             yield from needed(child, package, modules)

@@ -172,7 +172,8 @@ def test_help_says_how_a_text_is_written(command: str, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(
     ("flag", "value", "available"),
-    [("--executor", "ray", "inline, process"), ("--tensor-parallel-size", "2", "1"), ("--speculative-config", '{"a": 1}',
+    [("--executor", "ray", "inline, process"), ("--tensor-parallel-size", "2", "1"), ("--speculative-config",
+    '{"a": 1}',
     "none"),
      ("--attention-backend", "xformers", "auto, native, reference")],
 )  # fmt: skip

@@ -6,14 +6,17 @@
 #include <new>
 
 namespace pagedec {
-constexpr int MAX_THREADS = 4096;  // more than any machine has; OpenMP ends the process where it cannot start as many as it is told
+constexpr int MAX_THREADS =
+    4096;  // more than any machine has; OpenMP ends the process where it cannot start as many as it is told
 
-// A forked child has of all threads only the one that forked. OpenMP still counts the lost ones in that thread's pool and would wait
-// for them for ever, so it works alone; threads that the child starts have pools of their own.
+// A forked child has of all threads only the one that forked. OpenMP still counts the lost ones in that thread's pool
+// and would wait for them for ever, so it works alone; threads that the child starts have pools of their own.
 static thread_local bool forked = false;
 [[maybe_unused]] static const int fork_status = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 
-int num_threads(const pd_context &context) { return forked ? 1 : context.num_threads > 0 ? context.num_threads : omp_get_max_threads(); }
+int num_threads(const pd_context &context) {
+  return forked ? 1 : context.num_threads > 0 ? context.num_threads : omp_get_max_threads();
+}
 }  // namespace pagedec
 
 using namespace pagedec;
@@ -29,7 +32,9 @@ pd_context *pd_context_new(int32_t device, int32_t num_threads) {
 }
 void pd_context_free(pd_context *context) { delete context; }
 
-int32_t pd_num_threads(const pd_context *context) { return context ? num_threads(*context) : fail("pd_num_threads: context is NULL"); }
+int32_t pd_num_threads(const pd_context *context) {
+  return context ? num_threads(*context) : fail("pd_num_threads: context is NULL");
+}
 
 void *pd_stream(const pd_context *) { return nullptr; }
 }

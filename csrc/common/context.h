@@ -1,5 +1,5 @@
-// What a context owns on a CPU: how many threads it computes with, and the memory that its calls work in. Memory grows to what was needed
-// most, and no call reads what another left there.
+// What a context owns on a CPU: how many threads it computes with, and the memory that its calls work in. Memory grows
+// to what was needed most, and no call reads what another left there.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -31,7 +31,8 @@ class Workspace {
   int64_t size_ = 0;
 };
 
-// Which tokens were met and how often, without clearing a vocabulary: an entry counts only if it bears the current stamp.
+// Which tokens were met and how often, without clearing a vocabulary: an entry counts only if it bears the current
+// stamp.
 class Met {
  public:
   void begin(int64_t vocab) {
@@ -76,8 +77,8 @@ struct pd_context {
   const int32_t num_threads;  // 0: OpenMP's own choice
   bool vnni;                  // linear layers use the instruction that multiplies bytes
   std::atomic<bool> busy{false};
-  // Of a program's kernels, one after the other. Two, so that a core finds its own lines where it left them: in one, what a linear layer
-  // gives a thread would be what attention gave another.
+  // Of a program's kernels, one after the other. Two, so that a core finds its own lines where it left them: in one,
+  // what a linear layer gives a thread would be what attention gave another.
   pagedec::Workspace linear, attention;
   std::vector<pagedec::ThreadScratch> scratch;  // by thread
   pagedec::PlanDraft draft;
@@ -88,7 +89,8 @@ namespace pagedec {
 // The right to work in a context's memory, for as long as this object lives: one thread has it at a time.
 class Turn {
  public:
-  explicit Turn(pd_context &context) : context_(context), taken_(!context.busy.exchange(true, std::memory_order_acquire)) {}
+  explicit Turn(pd_context &context)
+      : context_(context), taken_(!context.busy.exchange(true, std::memory_order_acquire)) {}
   ~Turn() {
     if (taken_) context_.busy.store(false, std::memory_order_release);
   }

@@ -1,9 +1,10 @@
 // What the kernel files share: the instruction-set level, errors, and how work is split over threads.
 //
-// A kernel family is one file that defines `xxx_part(args, thread, num_threads)`: called by every thread of a parallel region,
-// it does this thread's static share (a function of the sizes alone) and may use `#pragma omp barrier` inside, on a path that
-// all threads take alike. program.cpp puts a barrier between the kernels of a list and wraps the single calls. A kernel that needs
-// memory of its own takes it from the context (context.h), which is its first argument then: nothing here is static.
+// A kernel family is one file that defines `xxx_part(args, thread, num_threads)`: called by every thread of a parallel
+// region, it does this thread's static share (a function of the sizes alone) and may use `#pragma omp barrier` inside,
+// on a path that all threads take alike. program.cpp puts a barrier between the kernels of a list and wraps the single
+// calls. A kernel that needs memory of its own takes it from the context (context.h), which is its first argument then:
+// nothing here is static.
 #pragma once
 #include <cstdint>
 
@@ -39,8 +40,8 @@ int check_sample(const pd_sample_args &);
 int64_t gemm_workspace_bytes(const pd_context &, const pd_gemm_args &, int num_threads);
 int64_t attention_workspace_bytes(const pd_attention_args &, int num_threads);
 
-// x of a linear layer with int8 weights is quantised into the workspace: by the threads together, with a barrier behind it, where
-// gemm_quantize_part returns true (for all threads alike), else by each thread for itself inside gemm_part.
+// x of a linear layer with int8 weights is quantised into the workspace: by the threads together, with a barrier behind
+// it, where gemm_quantize_part returns true (for all threads alike), else by each thread for itself inside gemm_part.
 bool gemm_quantize_part(const pd_context &, const pd_gemm_args &, int thread, int num_threads);
 void gemm_part(const pd_context &, const pd_gemm_args &, int thread, int num_threads);
 void embed_part(const pd_embed_args &, int thread, int num_threads);

@@ -21,7 +21,8 @@ int fail(const char *format, ...) {
 }
 
 #if defined(__x86_64__)
-// Whether there is a matrix unit and Linux lets this process use it: its registers (8 KB a thread) are granted when asked for.
+// Whether there is a matrix unit and Linux lets this process use it: its registers (8 KB a thread) are granted when
+// asked for.
 static bool grants_amx() {
   constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25;  // CPUID.7.0:EDX
   constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;   // Linux, Documentation/arch/x86/xstate.rst

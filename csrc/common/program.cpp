@@ -1,5 +1,5 @@
-// A list of kernels in one parallel region, with a barrier after each: entering a region and a Python call for every kernel of
-// every layer would cost a double-digit share of a small model's step.
+// A list of kernels in one parallel region, with a barrier after each: entering a region and a Python call for every
+// kernel of every layer would cost a double-digit share of a small model's step.
 #include <omp.h>
 #include <sched.h>
 #if defined(__x86_64__)
@@ -50,8 +50,9 @@ void part(pd_context &c, const pd_op &op, int t, int n) {
   }
 }
 
-// OpenMP's barrier spins for milliseconds, or with a passive policy sleeps at once. A kernel takes tens of microseconds: alone,
-// nobody waits longer than SPINS pauses (about 30 us); next to a busy process, yielding lets the thread that is waited for run.
+// OpenMP's barrier spins for milliseconds, or with a passive policy sleeps at once. A kernel takes tens of
+// microseconds: alone, nobody waits longer than SPINS pauses (about 30 us); next to a busy process, yielding lets the
+// thread that is waited for run.
 class Barrier {
  public:
   void expect(int threads) { threads_ = threads; }  // before the first wait
@@ -80,8 +81,8 @@ class Barrier {
   int threads_ = 0;
 };
 
-// Results must not depend on which thread computes them: whatever a thread has been set to (flushing denormals, say, which torch
-// sets for one thread alone), kernels round to nearest and keep denormals.
+// Results must not depend on which thread computes them: whatever a thread has been set to (flushing denormals, say,
+// which torch sets for one thread alone), kernels round to nearest and keep denormals.
 class ExactFloats {
  public:
 #if defined(__x86_64__)
@@ -100,8 +101,10 @@ int prepare(pd_context &c, const pd_op *ops, int64_t num_ops, int threads) {
   int64_t linear = 0, attention = 0;
   for (int64_t i = 0; i < num_ops; i++) {
     if (check(ops[i])) return -1;
-    if (ops[i].kind == PD_OP_GEMM) linear = std::max(linear, gemm_workspace_bytes(c, *(const pd_gemm_args *)ops[i].args, threads));
-    if (ops[i].kind == PD_OP_ATTENTION) attention = std::max(attention, attention_workspace_bytes(*(const pd_attention_args *)ops[i].args, threads));
+    if (ops[i].kind == PD_OP_GEMM)
+      linear = std::max(linear, gemm_workspace_bytes(c, *(const pd_gemm_args *)ops[i].args, threads));
+    if (ops[i].kind == PD_OP_ATTENTION)
+      attention = std::max(attention, attention_workspace_bytes(*(const pd_attention_args *)ops[i].args, threads));
   }
   if (!c.linear.reserve(linear) || !c.attention.reserve(attention))
     return fail("pd_run: no memory for %lld bytes of workspace", (long long)(linear + attention));
@@ -136,12 +139,14 @@ int pd_run(pd_context *context, const pd_op *ops, int64_t num_ops) {
 #pragma omp parallel num_threads(n)
   {
     const ExactFloats exact;
-    // Inside someone else's parallel region, or under a thread limit, OpenMP gives fewer threads than asked for: count first.
+    // Inside someone else's parallel region, or under a thread limit, OpenMP gives fewer threads than asked for: count
+    // first.
     const int t = omp_get_thread_num(), got = omp_get_num_threads();
 #pragma omp single
     barrier.expect(got);
     for (int64_t i = 0; i < num_ops; i++) {
-      if (ops[i].kind == PD_OP_GEMM && gemm_quantize_part(c, *(const pd_gemm_args *)ops[i].args, t, got)) barrier.wait();
+      if (ops[i].kind == PD_OP_GEMM && gemm_quantize_part(c, *(const pd_gemm_args *)ops[i].args, t, got))
+        barrier.wait();
       try {
         part(c, ops[i], t, got);
       } catch (const std::bad_alloc &) {  // must not leave the region; the other threads wait at the barrier

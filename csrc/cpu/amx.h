@@ -1,5 +1,5 @@
-// The matrix unit's registers (AMX): eight tiles of up to 16 rows of up to 64 bytes. Tiles are given their shapes, and released, inside a
-// kernel: nothing of them is left to others.
+// The matrix unit's registers (AMX): eight tiles of up to 16 rows of up to 64 bytes. Tiles are given their shapes, and
+// released, inside a kernel: nothing of them is left to others.
 #pragma once
 #include <cstdint>
 

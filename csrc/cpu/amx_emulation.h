@@ -1,6 +1,6 @@
-// The matrix unit in plain C++, one function an instruction, as Intel's manual has them (Software Developer's Manual, volume 2: LDTILECFG
-// and the like): kernels written for it run, slowly, on a processor that has none. What a processor answers with #GP or #UD ends
-// the process here too, and says why.
+// The matrix unit in plain C++, one function an instruction, as Intel's manual has them (Software Developer's Manual,
+// volume 2: LDTILECFG and the like): kernels written for it run, slowly, on a processor that has none. What a processor
+// answers with #GP or #UD ends the process here too, and says why.
 #pragma once
 #include <cstdarg>
 #include <cstdint>
@@ -23,7 +23,8 @@ struct Unit {
 };
 inline constinit thread_local Unit unit{};
 
-[[noreturn, gnu::cold, gnu::format(printf, 2, 3)]] inline void refuse(const char *instruction, const char *format, ...) {
+[[noreturn, gnu::cold, gnu::format(printf, 2, 3)]] inline void refuse(const char *instruction, const char *format,
+                                                                      ...) {
   va_list list;
   va_start(list, format);
   fprintf(stderr, "pagedec: the emulated matrix unit refuses %s: ", instruction);
@@ -89,13 +90,17 @@ inline void check_product(const char *name, int sum, int x, int w) {
   const Tile &c = configured(name, sum), &a = configured(name, x), &b = configured(name, w);
   if (sum == x || sum == w || x == w) refuse(name, "tiles %d, %d, %d are not three (#UD)", sum, x, w);
   for (int tile : {sum, x, w})
-    if (unit.tiles[tile].bytes % 4) refuse(name, "rows of tile %d have %d bytes, not whole words (#UD)", tile, unit.tiles[tile].bytes);
+    if (unit.tiles[tile].bytes % 4)
+      refuse(name, "rows of tile %d have %d bytes, not whole words (#UD)", tile, unit.tiles[tile].bytes);
   if (a.rows != c.rows) refuse(name, "tile %d has %d rows, the sums in tile %d have %d (#UD)", x, a.rows, sum, c.rows);
-  if (a.bytes / 4 != b.rows) refuse(name, "tile %d has %d words a row, tile %d has %d rows (#UD)", x, a.bytes / 4, w, b.rows);
-  if (b.bytes != c.bytes) refuse(name, "tile %d has %d bytes a row, the sums in tile %d have %d (#UD)", w, b.bytes, sum, c.bytes);
+  if (a.bytes / 4 != b.rows)
+    refuse(name, "tile %d has %d words a row, tile %d has %d rows (#UD)", x, a.bytes / 4, w, b.rows);
+  if (b.bytes != c.bytes)
+    refuse(name, "tile %d has %d bytes a row, the sums in tile %d have %d (#UD)", w, b.bytes, sum, c.bytes);
 }
 
-// The unit's own rounding, whatever the thread's: to nearest even, denormals are zero on the way in and out, no exception is noted.
+// The unit's own rounding, whatever the thread's: to nearest even, denormals are zero on the way in and out, no
+// exception is noted.
 class OwnRounding {
  public:
   OwnRounding() {
@@ -115,7 +120,8 @@ inline float to_float(uint32_t bits) {
   return f;
 }
 
-// Of each sum: the even and the odd products in order, each product added unrounded; both to each other; that to what was there.
+// Of each sum: the even and the odd products in order, each product added unrounded; both to each other; that to what
+// was there.
 inline __attribute__((noinline)) void tdpbf16ps(int sum, int x, int w) {
   check_product("tdpbf16ps", sum, x, w);
   const OwnRounding rounding;
@@ -125,7 +131,8 @@ inline __attribute__((noinline)) void tdpbf16ps(int sum, int x, int w) {
   float even[ROWS][COLUMNS], odd[ROWS][COLUMNS], old[COLUMNS];
   memcpy(words, b.data, sizeof words);
   for (int k = 0; k < b.rows; k++)
-    for (int n = 0; n < COLUMNS; n++) even[k][n] = to_float(words[k][n] << 16), odd[k][n] = to_float(words[k][n] & 0xffff0000);
+    for (int n = 0; n < COLUMNS; n++)
+      even[k][n] = to_float(words[k][n] << 16), odd[k][n] = to_float(words[k][n] & 0xffff0000);
   for (int m = 0; m < c.rows; m++) {
     float first[COLUMNS] = {}, second[COLUMNS] = {};
     memcpy(row, a.data[m], sizeof row);

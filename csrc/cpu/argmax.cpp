@@ -9,7 +9,8 @@ namespace pagedec {
 int check_argmax(const pd_argmax_args &a) {
   const char *name = "pd_argmax";
   if (check_count(name, "num_rows", a.num_rows) || check_array(name, "logits", a.logits, a.num_rows) ||
-      check_array(name, "token_ids", a.token_ids, a.num_rows) || check_range(name, "vocab", a.vocab, 1, INT32_MAX - kGroup))
+      check_array(name, "token_ids", a.token_ids, a.num_rows) ||
+      check_range(name, "vocab", a.vocab, 1, INT32_MAX - kGroup))
     return -1;
   return 0;
 }

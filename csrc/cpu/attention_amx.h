@@ -1,11 +1,12 @@
 // A tile that rows see whole, on the matrix unit: up to 16 rows at once.
 //
-// K and V lie in the cache as the unit takes them: pairs of dimensions by token, pairs of tokens by dimension. Whether a row sees a tile
-// whole follows from its positions alone. So does, then, which way its sums take (this one, or attention_tile.h), and its bits do not
-// depend on the rows beside it.
+// K and V lie in the cache as the unit takes them: pairs of dimensions by token, pairs of tokens by dimension. Whether
+// a row sees a tile whole follows from its positions alone. So does, then, which way its sums take (this one, or
+// attention_tile.h), and its bits do not depend on the rows beside it.
 //
-// An instruction sums the pairs that it is given and adds that to what was there, so their number shows in the bits. It is 16 pairs of
-// dimensions of K, and of V always the pairs of 16 tokens: a part of a longer block, and shorter blocks are joined (attention_loop.h).
+// An instruction sums the pairs that it is given and adds that to what was there, so their number shows in the bits. It
+// is 16 pairs of dimensions of K, and of V always the pairs of 16 tokens: a part of a longer block, and shorter blocks
+// are joined (attention_loop.h).
 #pragma once
 #include "cpu/amx.h"
 #include "cpu/attention_tile.h"
@@ -15,7 +16,8 @@ namespace pagedec {
 #if PD_LEVEL >= 4
 constexpr int V_PAIRS = 8;
 
-// The tile of a later unit that lies where this one's was loaded: a few lines beside each load, not all of them at once.
+// The tile of a later unit that lies where this one's was loaded: a few lines beside each load, not all of them at
+// once.
 PD_INLINE void prefetch_tile(bool ahead, const uint16_t *p, int64_t stride, int rows) {
   for (int i = 0; ahead && i < rows; i++) prefetch<true>(p + i * stride);
 }
@@ -71,7 +73,8 @@ void WholeTiles<Bf16>::attend(const TileArgs<Bf16> &a, int rows) {
     tile_load<4>(a.q + pair * 2, SD * 2);
     multiply_k(a, pair, Four());
   }
-  tile_store<0>(s[0], TILE * 4), tile_store<1>(s[0] + 16, TILE * 4), tile_store<2>(s[0] + 32, TILE * 4), tile_store<3>(s[0] + 48, TILE * 4);
+  tile_store<0>(s[0], TILE * 4), tile_store<1>(s[0] + 16, TILE * 4), tile_store<2>(s[0] + 32, TILE * 4),
+      tile_store<3>(s[0] + 48, TILE * 4);
   if (__builtin_expect(a.soft_cap > 0, 0)) cap_logits(s[0], rows * TILE, a.soft_cap, a.inner_scale);
   for (int r = 0; r < rows; r++) {
     vec::F lanes[NT];

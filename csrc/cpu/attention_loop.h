@@ -15,8 +15,10 @@ template <class T, int SD>
 struct alignas(64) AttentionState {
   typename T::Q q[ROWS_MAX * SD];
   float o[2][ROWS_MAX * SD], l[2][ROWS_MAX * vec::W], m[2][ROWS_MAX], sum[ROWS_MAX];
-  int32_t begin[ROWS_MAX], end[ROWS_MAX], lo[ROWS_TILE], hi[ROWS_TILE];  // positions by packed row; lanes of a register tile
-  alignas(64) typename T::E gathered_k[TILE * SD], gathered_v[TILE * SD], wide_k[TILE * SD], joined_v[WholeTiles<T>::EXIST ? TILE * SD : 1];
+  int32_t begin[ROWS_MAX], end[ROWS_MAX], lo[ROWS_TILE],
+      hi[ROWS_TILE];  // positions by packed row; lanes of a register tile
+  alignas(64) typename T::E gathered_k[TILE * SD],
+      gathered_v[TILE * SD], wide_k[TILE * SD], joined_v[WholeTiles<T>::EXIST ? TILE * SD : 1];
   int32_t gathered_slots[TILE], gathered_tile, gathered_branch;
 };
 
@@ -24,7 +26,8 @@ struct alignas(64) AttentionState {
 PD_INLINE void fold(float *o, float &m, float &l, const float *bo, float bm, float bl, int d) {
   if (bm == -INFINITY) return;
   const float top = m > bm ? m : bm, x = vec::exp2_one(m - top), y = vec::exp2_one(bm - top);
-  for (int i = 0; i < d; i += vec::W) vec::store(o + i, vec::fma(vec::load(o + i), vec::set1(x), vec::mul(vec::load(bo + i), vec::set1(y))));
+  for (int i = 0; i < d; i += vec::W)
+    vec::store(o + i, vec::fma(vec::load(o + i), vec::set1(x), vec::mul(vec::load(bo + i), vec::set1(y))));
   l = l * x + bl * y;
   m = top;
 }
@@ -47,9 +50,9 @@ struct PlanSections {
 
   explicit PlanSections(const pd_plan &p)
       : header(p.header()), rows(p.section<plan::Row>(header.rows)), pieces(p.section<plan::Piece>(header.pieces)),
-        units(p.section<plan::Unit>(header.units)), items(p.section<plan::Item>(header.items)), spans(p.section<plan::Span>(header.spans)),
-        worker_indptr(p.section<int32_t>(header.worker_indptr)), splits(p.section<int32_t>(header.splits)),
-        paths(p.section<int32_t>(header.paths)) {}
+        units(p.section<plan::Unit>(header.units)), items(p.section<plan::Item>(header.items)),
+        spans(p.section<plan::Span>(header.spans)), worker_indptr(p.section<int32_t>(header.worker_indptr)),
+        splits(p.section<int32_t>(header.splits)), paths(p.section<int32_t>(header.paths)) {}
 };
 
 template <class T, int SD>
@@ -96,8 +99,9 @@ class AttentionLoop {
 
 template <class T, int SD>
 AttentionLoop<T, SD>::AttentionLoop(const pd_attention_args &a, char *workspace, int thread, int num_threads)
-    : a_(a), p_(*a.plan), h_(p_.header), d_(h_.head_dim), size_(h_.block_size), thread_(thread), num_threads_(num_threads),
-      k_((const E *)a.k_cache), v_((const E *)a.v_cache), s_((State *)workspace + thread), partials_((float *)((State *)workspace + num_threads)) {
+    : a_(a), p_(*a.plan), h_(p_.header), d_(h_.head_dim), size_(h_.block_size), thread_(thread),
+      num_threads_(num_threads), k_((const E *)a.k_cache), v_((const E *)a.v_cache), s_((State *)workspace + thread),
+      partials_((float *)((State *)workspace + num_threads)) {
   constexpr float LOG2E = 1.44269504f;
   float scale, soft_cap;
   memcpy(&scale, &h_.scale_bits, 4), memcpy(&soft_cap, &h_.soft_cap_bits, 4);
@@ -120,8 +124,8 @@ typename AttentionLoop<T, SD>::Blocks AttentionLoop<T, SD>::locate(const plan::U
   return b;
 }
 
-// A tree node's tile in position order: whole blocks before the nodes where they are, the rest copied once a tile and branch, then
-// slot by slot as one node follows another.
+// A tree node's tile in position order: whole blocks before the nodes where they are, the rest copied once a tile and
+// branch, then slot by slot as one node follows another.
 template <class T, int SD>
 void AttentionLoop<T, SD>::gather(const plan::Unit &u, const plan::Row &row, int kv_head, Blocks &blocks) {
   constexpr int S = T::STEP;
@@ -134,7 +138,8 @@ void AttentionLoop<T, SD>::gather(const plan::Unit &u, const plan::Row &row, int
   for (int c = 0; c * size_ < TILE; c++) {
     if ((c + 1) * size_ <= u.path_lane) continue;
     E *k = s_->gathered_k + c * words, *v = s_->gathered_v + c * words;
-    if (fresh && c * size_ < u.path_lane) memcpy(k, blocks.k[c], words * sizeof(E)), memcpy(v, blocks.v[c], words * sizeof(E));
+    if (fresh && c * size_ < u.path_lane)
+      memcpy(k, blocks.k[c], words * sizeof(E)), memcpy(v, blocks.v[c], words * sizeof(E));
     blocks.k[c] = k, blocks.v[c] = v;
   }
   for (int lane = std::max(u.path_lane, row.begin - start); lane < std::min(TILE, row.end - start); lane++) {
@@ -142,7 +147,8 @@ void AttentionLoop<T, SD>::gather(const plan::Unit &u, const plan::Row &row, int
     if (s_->gathered_slots[lane] == slot) continue;
     s_->gathered_slots[lane] = slot;
     const int64_t block = ((int64_t)(slot / size_) * h_.kv_heads + kv_head) * words;
-    E *k = s_->gathered_k + lane / size_ * words + to * S, *v = s_->gathered_v + lane / size_ * words + (to / S) * d_ * S + to % S;
+    E *k = s_->gathered_k + lane / size_ * words + to * S,
+      *v = s_->gathered_v + lane / size_ * words + (to / S) * d_ * S + to % S;
     const E *from_k = k_ + block + from * S, *from_v = v_ + block + (from / S) * d_ * S + from % S;
     for (int i = 0; i < d_ / S; i++) memcpy(k + (int64_t)i * size_ * S, from_k + (int64_t)i * size_ * S, S * sizeof(E));
     for (int i = 0; i < d_; i++) v[i * S] = from_v[i * S];
@@ -173,7 +179,8 @@ void AttentionLoop<T, SD>::join_v(const Blocks &b) {
     memcpy(s_->joined_v + c * words, b.v[c], words * sizeof(E));
     for (int i = 0; i < words; i += 64 / (int)sizeof(E)) prefetch<true>(tile_.next_v[c] + i);
   }
-  for (int c = 0; c * tile_.block_size < TILE; c++) tile_.v[c] = tile_.next_v[c] = s_->joined_v + c * tile_.block_size * d_;
+  for (int c = 0; c * tile_.block_size < TILE; c++)
+    tile_.v[c] = tile_.next_v[c] = s_->joined_v + c * tile_.block_size * d_;
 }
 
 // The unit to prefetch: UNITS_AHEAD before the computation, across spans; it rests on the last.
@@ -216,7 +223,8 @@ bool AttentionLoop<T, SD>::set_masks(int from, int n, int start, bool &masked) {
   if (!masked) return true;
   bool any = false;
   for (int r = 0; r < n; r++) {
-    s_->lo[r] = std::clamp(s_->begin[from + r] - start, 0, TILE), s_->hi[r] = std::clamp(s_->end[from + r] - start, 0, TILE);
+    s_->lo[r] = std::clamp(s_->begin[from + r] - start, 0, TILE),
+    s_->hi[r] = std::clamp(s_->end[from + r] - start, 0, TILE);
     any |= s_->lo[r] < s_->hi[r];
   }
   return any;
@@ -255,7 +263,8 @@ void AttentionLoop<T, SD>::run_unit(const plan::Unit &u, const plan::Piece &piec
 
 template <class T, int SD>
 void AttentionLoop<T, SD>::place_rows(int from, int side) {
-  tile_.q = s_->q + from * SD, tile_.o = s_->o[side] + from * SD, tile_.l = s_->l[side] + from * vec::W, tile_.m = s_->m[side] + from;
+  tile_.q = s_->q + from * SD, tile_.o = s_->o[side] + from * SD, tile_.l = s_->l[side] + from * vec::W,
+  tile_.m = s_->m[side] + from;
 }
 
 template <class T, int SD>
@@ -352,7 +361,8 @@ void AttentionLoop<T, SD>::merge(int split, int head) {
 
 template <class T, int SD>
 void AttentionLoop<T, SD>::run() {
-  for (int w = thread_; w < h_.num_workers; w += num_threads_) {  // as many as threads, unless their number has changed since
+  for (int w = thread_; w < h_.num_workers;
+       w += num_threads_) {  // as many as threads, unless their number has changed since
     ahead_span_ = p_.worker_indptr[w], last_span_ = p_.worker_indptr[w + 1];
     if (ahead_span_ == last_span_) continue;
     ahead_unit_ = p_.items[p_.spans[ahead_span_].item0].unit0;
@@ -371,7 +381,9 @@ void AttentionLoop<T, SD>::run() {
 template <class T>
 size_t state_bytes(int head_dim) {
   const int stride = row_stride(head_dim);
-  return stride == 64 ? sizeof(AttentionState<T, 64>) : stride == 128 ? sizeof(AttentionState<T, 128>) : sizeof(AttentionState<T, 256>);
+  return stride == 64    ? sizeof(AttentionState<T, 64>)
+         : stride == 128 ? sizeof(AttentionState<T, 128>)
+                         : sizeof(AttentionState<T, 256>);
 }
 
 template <class T>

@@ -1,8 +1,9 @@
-// The inner loop: a few packed rows against one tile of 64 positions. It exists once; a trait says how a cache dtype is read.
+// The inner loop: a few packed rows against one tile of 64 positions. It exists once; a trait says how a cache dtype is
+// read.
 //   QK^T  an accumulator lane is one token's logit: no horizontal sums. One chain over the head's dimensions.
 //   PV    an accumulator lane is one dimension. One chain over the tile's positions, in order.
-// A row's operations are the same whichever rows are computed beside it. A masked position is as absent: its logit becomes minus
-// infinity, its probability exactly 0, and its V is never multiplied, since stale memory may hold NaN.
+// A row's operations are the same whichever rows are computed beside it. A masked position is as absent: its logit
+// becomes minus infinity, its probability exactly 0, and its V is never multiplied, since stale memory may hold NaN.
 #pragma once
 #include <algorithm>
 
@@ -23,7 +24,9 @@ struct Bf16 {
   PD_INLINE X part(vec::I raw, int) { return raw; }
   PD_INLINE B broadcast(const Q *p, int) { int32_t x; memcpy(&x, p, 4); return _mm512_set1_epi32(x); }
   PD_INLINE vec::F mac(X x, B b, vec::F acc) { return _mm512_dpbf16_ps(acc, (__m512bh)x, (__m512bh)b); }
-  PD_INLINE vec::I keep(vec::I raw, int visible) { return vec::and_raw(raw, visible == 1 ? 0xffffu : visible == 2 ? 0xffff0000u : ~0u); }
+  PD_INLINE vec::I keep(vec::I raw, int visible) {
+    return vec::and_raw(raw, visible == 1 ? 0xffffu : visible == 2 ? 0xffff0000u : ~0u);
+  }
   PD_INLINE void store_p(Q *p, vec::F a, vec::F b) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b, a)); }
   PD_INLINE Q query(E x) { return x; }
   PD_INLINE void store_out(E *p, vec::F x) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(x)); }
@@ -39,7 +42,9 @@ struct Bf16 {
   PD_INLINE X part(vec::I raw, int sub) { return sub ? vec::high_half(raw) : vec::low_half(raw); }
   PD_INLINE B broadcast(const Q *p, int sub) { return vec::set1(p[sub]); }
   PD_INLINE vec::F mac(X x, B b, vec::F acc) { return vec::fma(x, b, acc); }
-  PD_INLINE vec::I keep(vec::I raw, int visible) { return vec::and_raw(raw, visible == 1 ? 0xffffu : visible == 2 ? 0xffff0000u : ~0u); }
+  PD_INLINE vec::I keep(vec::I raw, int visible) {
+    return vec::and_raw(raw, visible == 1 ? 0xffffu : visible == 2 ? 0xffff0000u : ~0u);
+  }
   PD_INLINE void store_p(Q *p, vec::F a, vec::F b) { vec::store(p, a), vec::store(p + vec::W, b); }
   PD_INLINE Q query(E x) { return vec::from_bf16(x); }
   PD_INLINE void store_out(E *p, vec::F x) {
@@ -66,7 +71,8 @@ struct Fp32 {
   PD_INLINE void store_out(E *p, vec::F x) { vec::store(p, x); }
 };
 
-// How rows meet a tile that they see whole, where there is a faster way (attention_amx.h), and the tokens of the shortest block it takes.
+// How rows meet a tile that they see whole, where there is a faster way (attention_amx.h), and the tokens of the
+// shortest block it takes.
 template <class T>
 struct WholeTiles {
   static constexpr bool EXIST = false;
@@ -77,7 +83,8 @@ constexpr int NT = TILE / vec::W;
 
 template <bool PREFETCH>
 PD_INLINE void prefetch(const void *p) {
-  if constexpr (PREFETCH) __builtin_prefetch(p, 0, 2);  // into L2: into L1 is no better than none (13.6 against 18-19 GB/s on one core)
+  if constexpr (PREFETCH)
+    __builtin_prefetch(p, 0, 2);  // into L2: into L1 is no better than none (13.6 against 18-19 GB/s on one core)
 }
 
 template <class T, int SD, int R, bool PREFETCH>
@@ -125,9 +132,10 @@ inline __attribute__((noinline)) void cap_logits(float *s, int n, float soft_cap
     vec::store(s + i, vec::mul(vec::set1(soft_cap), vec::tanh(vec::mul(vec::load(s + i), vec::set1(inner_scale)))));
 }
 
-// A row's logits to probabilities p, its maximum m, its lane sums l; o is rescaled only when the maximum rose by more than 2^8.
-template <class T>
-PD_INLINE void softmax(vec::F (&s)[NT], float scale, float *o, int head_dim, float *l, float &max_so_far, typename T::Q *p) {
+// A row's logits to probabilities p, its maximum m, its lane sums l; o is rescaled only when the maximum rose by more
+// than 2^8.
+template <class T> PD_INLINE void softmax(vec::F (&s)[NT], float scale, float *o, int head_dim, float *l,
+                                          float &max_so_far, typename T::Q *p) {
   using namespace vec;
   F top_lanes = s[0], sum = load(l);
 #pragma GCC unroll 16
@@ -153,7 +161,8 @@ PD_INLINE void softmax(vec::F (&s)[NT], float scale, float *o, int head_dim, flo
 
 // One step of V (STEP tokens) for all rows; `rows` != NULL: only those that see it, and of it only what they see.
 template <class T, int R, int NV, bool PREFETCH>
-PD_INLINE void pv_step(const typename T::E *v, const typename T::E *next, const typename T::Q *p, const uint8_t *rows, vec::F (&acc)[R][NV]) {
+PD_INLINE void pv_step(const typename T::E *v, const typename T::E *next, const typename T::Q *p, const uint8_t *rows,
+                       vec::F (&acc)[R][NV]) {
   vec::I raw[NV];
 #pragma GCC unroll 4
   for (int c = 0; c < NV; c++) {
@@ -167,7 +176,8 @@ PD_INLINE void pv_step(const typename T::E *v, const typename T::E *next, const 
 #pragma GCC unroll 2
       for (int sub = 0; sub < T::SUB; sub++)
 #pragma GCC unroll 4
-        for (int c = 0; c < NV; c++) acc[r][c] = T::mac(T::part(T::keep(raw[c], rows[r]), sub), T::broadcast(p + r * TILE, sub), acc[r][c]);
+        for (int c = 0; c < NV; c++)
+          acc[r][c] = T::mac(T::part(T::keep(raw[c], rows[r]), sub), T::broadcast(p + r * TILE, sub), acc[r][c]);
     }
     return;
   }
@@ -205,12 +215,14 @@ PD_INLINE void pv_columns(const TileArgs<T> &a, const typename T::Q *p, const St
       const typename T::E *v = a.v[b] + T::STEP * h, *n = a.next_v[b] + T::STEP * h;
       const typename T::Q *pb = p + b * a.block_size;
 #pragma GCC unroll 2
-      for (int t = 0; t < per_block; t++) pv_step<T, R, NV, PREFETCH>(v + t * stride, n + t * stride, pb + t * T::STEP, nullptr, acc);
+      for (int t = 0; t < per_block; t++)
+        pv_step<T, R, NV, PREFETCH>(v + t * stride, n + t * stride, pb + t * T::STEP, nullptr, acc);
     }
   } else {
     auto at = [&](int t) { return a.v[t / per_block] + (t % per_block) * stride + T::STEP * h; };
     int t = steps.first;
-    for (; t < std::min(steps.all_first, steps.last); t++) pv_step<T, R, NV, false>(at(t), nullptr, p + t * T::STEP, steps.visible[t], acc);
+    for (; t < std::min(steps.all_first, steps.last); t++)
+      pv_step<T, R, NV, false>(at(t), nullptr, p + t * T::STEP, steps.visible[t], acc);
     for (; t < steps.all_last; t++) pv_step<T, R, NV, false>(at(t), nullptr, p + t * T::STEP, nullptr, acc);
     for (; t < steps.last; t++) pv_step<T, R, NV, false>(at(t), nullptr, p + t * T::STEP, steps.visible[t], acc);
   }
@@ -243,7 +255,8 @@ PD_INLINE void find_steps(const TileArgs<T> &a, Steps &s) {
       }
 }
 
-// R rows against a tile. q [R][SD], o [R][SD], l [R][W], m [R] in units of log 2; MASKED: row r sees lanes lo[r] .. hi[r]-1.
+// R rows against a tile. q [R][SD], o [R][SD], l [R][W], m [R] in units of log 2; MASKED: row r sees lanes lo[r] ..
+// hi[r]-1.
 template <class T, int SD, int R, bool MASKED, bool PREFETCH>
 void attend(const TileArgs<T> &a) {
   alignas(64) typename T::Q p[R * TILE];
@@ -269,7 +282,8 @@ void attend(const TileArgs<T> &a) {
     for (int r = 0; r < R; r++) {
       if (MASKED)
 #pragma GCC unroll 16
-        for (int c = 0; c < NT; c++) s[r][c] = vec::keep_lanes(s[r][c], a.lo[r] - vec::W * c, a.hi[r] - vec::W * c, -INFINITY);
+        for (int c = 0; c < NT; c++)
+          s[r][c] = vec::keep_lanes(s[r][c], a.lo[r] - vec::W * c, a.hi[r] - vec::W * c, -INFINITY);
       softmax<T>(s[r], scale, o + r * SD, head_dim, l + r * vec::W, m[r], p + r * TILE);
     }
   }

@@ -12,7 +12,8 @@ inline int check_pointer(const char *kernel, const char *field, const void *p) {
 }
 inline int check_range(const char *kernel, const char *field, int64_t value, int64_t low, int64_t high) {
   if (value >= low && value <= high) return 0;
-  return fail("%s: %s is %lld; it must be %lld to %lld", kernel, field, (long long)value, (long long)low, (long long)high);
+  return fail("%s: %s is %lld; it must be %lld to %lld", kernel, field, (long long)value, (long long)low,
+              (long long)high);
 }
 inline int check_count(const char *kernel, const char *field, const int32_t *count) {
   if (check_pointer(kernel, field, count)) return -1;
@@ -27,13 +28,15 @@ inline int check_dtype(const char *kernel, int32_t dtype) {
   return fail("%s: dtype is %d; it must be %d (fp32) or %d (bf16)", kernel, dtype, PD_F32, PD_BF16);
 }
 // One cache block of a head: whole bf16 pairs along the head in K and along the block in V.
-inline int check_cache_shape(const char *kernel, int32_t kv_heads, int32_t head_dim, int32_t block_size, int32_t dtype) {
+inline int check_cache_shape(const char *kernel, int32_t kv_heads, int32_t head_dim, int32_t block_size,
+                             int32_t dtype) {
   if (check_dtype(kernel, dtype)) return -1;
   if (check_range(kernel, "kv_heads", kv_heads, 1, 65536)) return -1;
   if (check_range(kernel, "head_dim", head_dim, 2, 1024)) return -1;
   if (check_range(kernel, "block_size", block_size, 1, 65536)) return -1;
   if (head_dim % 2) return fail("%s: head_dim is %d; it must be even", kernel, head_dim);
-  if (dtype == PD_BF16 && block_size % 2) return fail("%s: block_size is %d; in bf16 it must be even", kernel, block_size);
+  if (dtype == PD_BF16 && block_size % 2)
+    return fail("%s: block_size is %d; in bf16 it must be even", kernel, block_size);
   return 0;
 }
 

@@ -1,12 +1,12 @@
 // Linear layers: y = epilogue(x W^T + bias) for any number of rows, one packed weight for all of them.
 //
-// Bits     Every output is one chain of multiply-adds over k = 0, 1, 2, ... (on the matrix unit of lines of k: gemm_amx.h). Tile heights,
-//          row blocks, slices of k and the number of threads decide only which chains run side by side and where a chain rests in
-//          memory on its way.
-// Threads  A thread owns a run of panels: its own stream from memory, k is never split. Where there are too few panels for the
-//          threads and rows enough, threads split the rows as well.
-// Order    row block > panel > slice of k > tile. A slice of the panel stays in L1/L2 while the tiles of the block pass it, and
-//          meanwhile they prefetch the next slice, an equal share each, so that memory is never idle.
+// Bits     Every output is one chain of multiply-adds over k = 0, 1, 2, ... (on the matrix unit of lines of k:
+//          gemm_amx.h). Tile heights, row blocks, slices of k and the number of threads decide only which chains run
+//          side by side and where a chain rests in memory on its way.
+// Threads  A thread owns a run of panels: its own stream from memory, k is never split. Where there are too few panels
+//          for the threads and rows enough, threads split the rows as well.
+// Order    row block > panel > slice of k > tile. A slice of the panel stays in L1/L2 while the tiles of the block pass
+//          it, and meanwhile they prefetch the next slice, an equal share each, so that memory is never idle.
 #include <algorithm>
 
 #include "common/context.h"
@@ -16,24 +16,28 @@ namespace pagedec {
 namespace {
 
 // Measured on Zen 4 (1 MB L2, 2 cores, 33-60 GB/s).
-constexpr int BLOCK_ROWS = 144;          // x of a block and two slices of panel fit L2 up to k = 2048; larger blocks gain nothing
+// x of a block and two slices of panel fit L2 up to k = 2048; larger blocks gain nothing
+constexpr int BLOCK_ROWS = 144;
 constexpr int64_t SLICE_STEPS = 1024;    // 128 KB of panel
-// g groups of threads that share the rows read the weights g times. That hides behind the arithmetic from some 32 rows a group on two
-// threads (measured: 64 rows as 2 x 32 are 3 % faster in a whole step, 32 as 2 x 16 6 % slower), and in proportion on more.
+// g groups of threads that share the rows read the weights g times. That hides behind the arithmetic from some 32 rows
+// a group on two threads (measured: 64 rows as 2 x 32 are 3 % faster in a whole step, 32 as 2 x 16 6 % slower), and in
+// proportion on more.
 constexpr int ROW_SPLIT_MIN_ROWS = PD_LEVEL >= 4 ? 64 : 16;  // of a group, for each thread there is
-// While one tall tile passes a panel the hardware prefetches; doing it too costs up to 30 % below 7 rows, and from there to 12
-// rows between -6 % (one thread, idle machine) and 17 % (memory shared with others). With more tiles memory would be idle from
-// the second on. The 512-bit FMA kernel is never so short of memory (prefetching costs it 4-15 %).
-constexpr int TALL_ROWS = TILE_ROWS + 2;  // up to here the first tile is as tall as can be: 16 rows are 14 + 2, 5 % faster than 8 + 8
+// While one tall tile passes a panel the hardware prefetches; doing it too costs up to 30 % below 7 rows, and from
+// there to 12 rows between -6 % (one thread, idle machine) and 17 % (memory shared with others). With more tiles memory
+// would be idle from the second on. The 512-bit FMA kernel is never so short of memory (prefetching costs it 4-15 %).
+// up to here the first tile is as tall as can be: 16 rows are 14 + 2, 5 % faster than 8 + 8
+constexpr int TALL_ROWS = TILE_ROWS + 2;
 constexpr int PREFETCH_MIN_ROWS = PD_LEVEL == 3 ? TALL_ROWS + 1 : PD_LEVEL == 2 ? INT32_MAX : 7;
 constexpr int INT8_PREFETCH_MIN_ROWS = 7;
 constexpr bool HAS_AMX = PD_LEVEL >= 4;
 constexpr int64_t AMX_SLICE_STEPS = 128;
 constexpr int AMX_SLICE_MIN_ROWS = 128;
 constexpr int AMX_PREFETCH_MIN_ROWS = 17;
-constexpr int INT8_AMX_MIN_ROWS = 24;  // measured: 16 rows are faster without tiles (6.8 ms against 8), 32 with them (8 against 10.1)
-// Below so many values of x (rows times k, for each thread that would repeat the work) every thread quantises for itself: that costs
-// about 0.1 ns a value, a barrier some us.
+// measured: 16 rows are faster without tiles (6.8 ms against 8), 32 with them (8 against 10.1)
+constexpr int INT8_AMX_MIN_ROWS = 24;
+// Below so many values of x (rows times k, for each thread that would repeat the work) every thread quantises for
+// itself: that costs about 0.1 ns a value, a barrier some us.
 constexpr int64_t SHARE_MIN_VALUES = 32768;
 
 // Where tile i of a block begins: equal heights, but where hardware prefetching makes one tall tile better.
@@ -59,7 +63,8 @@ void finish(const pd_gemm_args &a, int64_t row, int rows, int64_t p, const float
   const int left = width - column < 32 ? (int)(width - column) : 32;
   F16 bias[2] = {zero16(), zero16()};
   for (int j = 0; a.bias && j < 2; j++)
-    bias[j] = gated ? load16(a.bias + p * 32 + j * 16) : load16_part(a.bias + column + j * 16, left > j * 16 ? left - j * 16 : 0);
+    bias[j] = gated ? load16(a.bias + p * 32 + j * 16)
+                    : load16_part(a.bias + column + j * 16, left > j * 16 ? left - j * 16 : 0);
   F16 scale[2] = {zero16(), zero16()};
   if constexpr (INT8) scale[0] = load16(scales), scale[1] = load16(scales + 16);
   for (int i = 0; i < rows; i++) {
@@ -93,12 +98,14 @@ struct Job {
   const pd_gemm_args &a;
   const Int8Row shape;  // int8: of a row of x
   bool int8 = false, vnni = false, amx = false;
-  int64_t row_bytes = 0, num_steps = 0, num_slices = 0;   // a step is a word of x (int8: four values of it) and 128 bytes of a panel
+  // a step is a word of x (int8: four values of it) and 128 bytes of a panel
+  int64_t row_bytes = 0, num_steps = 0, num_slices = 0;
   int64_t header = 0, panel_bytes = 0;                    // of a panel: bytes before its first step, and in all
   int64_t row_begin = 0, row_end = 0, panel_begin = 0, panel_end = 0;     // this thread's share
   FinishFn finish = nullptr;
   const char *next = nullptr, *next_end = nullptr;  // what this thread will read in the following layer, or NULL
-  char *workspace = nullptr;                        // for copies of this thread's rows; int8: or what all have quantised into
+  // for copies of this thread's rows; int8: or what all have quantised into
+  char *workspace = nullptr;
   bool shared = false;
   Rows rows{};
 
@@ -106,12 +113,14 @@ struct Job {
     const int64_t step = num_steps * s / num_slices;
     return (int8 || HAS_AMX) && s < num_slices ? step / GROUP_STEPS * GROUP_STEPS : step;
   }
-  int64_t slice_offset(int64_t s) const { return s ? header + slice_begin(s) * 128 : 0; }  // in the panel; the header goes with the first
+  // in the panel; the header goes with the first
+  int64_t slice_offset(int64_t s) const { return s ? header + slice_begin(s) * 128 : 0; }
   const char *panel(int64_t p) const { return (const char *)a.packed + p * panel_bytes; }
 };
 
-// Into how many groups the threads split the rows; each group's threads split the panels. As many as the weights may be read: a thread
-// then finds in its own cache the rows that it wrote in the kernel before, where half of each row would come from another core.
+// Into how many groups the threads split the rows; each group's threads split the panels. As many as the weights may be
+// read: a thread then finds in its own cache the rows that it wrote in the kernel before, where half of each row would
+// come from another core.
 int num_row_groups(int64_t rows, int64_t panels, int num_threads) {
   int best = 1;
   int64_t best_cost = rows * ((panels + num_threads - 1) / num_threads);
@@ -127,9 +136,10 @@ int64_t int8_stride(const Int8Row &shape) { return shape.bytes % L1_SET_PERIOD ?
 int64_t int8_bytes(const Int8Row &shape, int64_t rows) { return rows * int8_stride(shape); }
 int64_t own_rows(const pd_gemm_args &a) { return *a.num_rows < BLOCK_ROWS ? *a.num_rows : BLOCK_ROWS; }
 
-// A block of rows L1_SET_PERIOD apart is copied, each row a line further than it was (measured, k = 4096 and 14336: 1.16-1.2 times
-// faster at 12 and 24 rows, 1.07 at 144).
-constexpr int COPY_MIN_ROWS = TILE_ROWS > 8 ? 10 : INT32_MAX, COPY_MIN_PANELS = 8;  // below these the copy costs more than it saves
+// A block of rows L1_SET_PERIOD apart is copied, each row a line further than it was (measured, k = 4096 and 14336:
+// 1.16-1.2 times faster at 12 and 24 rows, 1.07 at 144).
+// below these the copy costs more than it saves
+constexpr int COPY_MIN_ROWS = TILE_ROWS > 8 ? 10 : INT32_MAX, COPY_MIN_PANELS = 8;
 
 int64_t row_bytes(const pd_gemm_args &a) { return (int64_t)a.k * (a.dtype == PD_BF16 ? 2 : 4); }
 int64_t copy_bytes(const pd_gemm_args &a) {  // for a thread
@@ -187,7 +197,8 @@ void place_int8_rows(Job &j, int64_t row, int64_t rows) {
 }
 
 // One slice of one panel by a block of rows. ahead: what to prefetch meanwhile.
-void run_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float *acc, const char *ahead, const char *ahead_end) {
+void run_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float *acc, const char *ahead,
+               const char *ahead_end) {
   const bool last = s + 1 == j.num_slices;
   const int height = j.int8 ? INT8_TILE_ROWS : TILE_ROWS, tiles = (rows + height - 1) / height;
   const float *scales = (const float *)j.panel(p);
@@ -210,8 +221,10 @@ void run_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float 
   }
 }
 
-// The same on the matrix unit, two tiles of rows at a time. acc holds each tile by itself: rows that two of them have are in both.
-void run_amx_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float *acc, const char *ahead, const char *ahead_end) {
+// The same on the matrix unit, two tiles of rows at a time. acc holds each tile by itself: rows that two of them have
+// are in both.
+void run_amx_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float *acc, const char *ahead,
+                   const char *ahead_end) {
   const AmxTiles tiles(rows);
   const int pairs = (tiles.count + 1) / 2;
   const int64_t lines = (ahead_end - ahead) / 64, begin = j.slice_begin(s), end = j.slice_begin(s + 1);
@@ -248,7 +261,8 @@ void run(Job &j) {
     for (int64_t p = j.panel_begin; p < j.panel_end; p++)
       for (int64_t s = 0; s < j.num_slices; s++) {
         // the next slice, of this panel or of the one behind it; then the next block's first; then the next layer's
-        const char *ahead = s + 1 < j.num_slices ? j.panel(p) + j.slice_offset(s + 1) : j.panel(p + 1), *end = ahead + slice_bytes;
+        const char *ahead = s + 1 < j.num_slices ? j.panel(p) + j.slice_offset(s + 1) : j.panel(p + 1),
+                   *end = ahead + slice_bytes;
         if (p + 1 == j.panel_end && s + 1 == j.num_slices) {
           const bool again = b + 1 < blocks;
           ahead = again ? j.panel(j.panel_begin) : j.next;
@@ -269,12 +283,16 @@ int check_gemm(const pd_gemm_args &a) {
   if (rows < 0) return fail("pd_gemm: num_rows is %d; it must be 0 or more", rows);
   if (a.n < 1) return fail("pd_gemm: n is %d; it must be 1 or more", a.n);
   if (a.k < 1) return fail("pd_gemm: k is %d; it must be 1 or more", a.k);
-  if (a.dtype != PD_F32 && a.dtype != PD_BF16) return fail("pd_gemm: dtype is %d; it must be 0 (fp32) or 1 (bf16)", a.dtype);
-  if (a.y_dtype != PD_F32 && a.y_dtype != PD_BF16) return fail("pd_gemm: y_dtype is %d; it must be 0 (fp32) or 1 (bf16)", a.y_dtype);
+  if (a.dtype != PD_F32 && a.dtype != PD_BF16)
+    return fail("pd_gemm: dtype is %d; it must be 0 (fp32) or 1 (bf16)", a.dtype);
+  if (a.y_dtype != PD_F32 && a.y_dtype != PD_BF16)
+    return fail("pd_gemm: y_dtype is %d; it must be 0 (fp32) or 1 (bf16)", a.y_dtype);
   if (a.epilogue < PD_STORE || a.epilogue > PD_GELU)
     return fail("pd_gemm: epilogue is %d; it must be %d to %d", a.epilogue, PD_STORE, PD_GELU);
-  if (a.epilogue == PD_ADD && a.y_dtype != PD_F32) return fail("pd_gemm: y_dtype is %d; with PD_ADD it must be 0 (fp32)", a.y_dtype);
-  if ((a.epilogue == PD_SILU_MUL || a.epilogue == PD_GELU_MUL) && a.n % 2) return fail("pd_gemm: n is %d; with gate and up rows it must be even", a.n);
+  if (a.epilogue == PD_ADD && a.y_dtype != PD_F32)
+    return fail("pd_gemm: y_dtype is %d; with PD_ADD it must be 0 (fp32)", a.y_dtype);
+  if ((a.epilogue == PD_SILU_MUL || a.epilogue == PD_GELU_MUL) && a.n % 2)
+    return fail("pd_gemm: n is %d; with gate and up rows it must be even", a.n);
   if (a.quantization != PD_PLAIN && a.quantization != PD_INT8)
     return fail("pd_gemm: quantization is %d; it must be 0 (none) or 1 (int8)", a.quantization);
   if (!a.packed) return fail("pd_gemm: packed is NULL");
@@ -295,8 +313,10 @@ bool gemm_quantize_part(const pd_context &c, const pd_gemm_args &a, int thread, 
   if (a.quantization != PD_INT8 || *a.num_rows == 0 || !shares_rows(a, num_threads)) return false;
   const Job j = make_job(c, a, thread, num_threads);
   // this thread's share of its group's rows: it finds those that it wrote in its own cache
-  const int64_t rows = j.row_end - j.row_begin, columns = num_threads / num_row_groups(*a.num_rows, ((int64_t)a.n + 31) / 32, num_threads);
-  const int64_t column = thread % columns, begin = j.row_begin + rows * column / columns, end = j.row_begin + rows * (column + 1) / columns;
+  const int64_t rows = j.row_end - j.row_begin,
+                columns = num_threads / num_row_groups(*a.num_rows, ((int64_t)a.n + 31) / 32, num_threads);
+  const int64_t column = thread % columns, begin = j.row_begin + rows * column / columns,
+                end = j.row_begin + rows * (column + 1) / columns;
   quantize_rows(j, begin, end, j.workspace + int8_bytes(j.shape, begin));
   return true;
 }

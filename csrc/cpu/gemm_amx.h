@@ -1,10 +1,10 @@
-// The matrix unit (AMX): a tile register holds 16 rows of 64 bytes, and one instruction multiplies 16 rows of x, a cache line of k
-// each, by 16 outputs. A panel is already what it takes: 16 steps are 16 rows for the first half of the outputs and, 64 bytes on,
-// 16 for the second, 128 bytes apart.
+// The matrix unit (AMX): a tile register holds 16 rows of 64 bytes, and one instruction multiplies 16 rows of x, a
+// cache line of k each, by 16 outputs. A panel is already what it takes: 16 steps are 16 rows for the first half of the
+// outputs and, 64 bytes on, 16 for the second, 128 bytes apart.
 //
-// Bits     Of a row of x and an output the unit adds up a line's even and its odd products in order, both sums to each other, and
-//          that to what was there (Intel's manual, TDPBF16PS), whatever the other rows are: one row alone, and any number, alike.
-//          Bytes are summed exactly, so int8 gives what gemm_int8.h gives.
+// Bits     Of a row of x and an output the unit adds up a line's even and its odd products in order, both sums to each
+//          other, and that to what was there (Intel's manual, TDPBF16PS), whatever the other rows are: one row alone,
+//          and any number, alike. Bytes are summed exactly, so int8 gives what gemm_int8.h gives.
 // Threads  Tiles are configured, and released, inside a kernel: nothing of them is left to others.
 #pragma once
 #include <algorithm>
@@ -18,10 +18,12 @@ constexpr int AMX_STEPS = 16;            // of a line
 constexpr int64_t AMX_LINE = 64;         // bytes of each row
 constexpr int64_t AMX_PANEL = AMX_STEPS * 128;
 
-// A block's rows in tiles of equal height; the last reaches back over rows of the one before, so that nothing behind x is read.
+// A block's rows in tiles of equal height; the last reaches back over rows of the one before, so that nothing behind x
+// is read.
 struct AmxTiles {
   int rows, count, height;
-  explicit AmxTiles(int rows) : rows(rows), count((rows + AMX_ROWS - 1) / AMX_ROWS), height((rows + count - 1) / count) {}
+  explicit AmxTiles(int rows)
+      : rows(rows), count((rows + AMX_ROWS - 1) / AMX_ROWS), height((rows + count - 1) / count) {}
   int begin(int i) const { return i + 1 < count ? i * height : rows - height; }
   int first(int i) const { return i * height; }  // the first that no tile before has
   int end(int i) const { return i + 1 < count ? (i + 1) * height : rows; }
@@ -74,13 +76,15 @@ inline void amx_configure(int height) {
   load_shapes(shapes);
 }
 
-// line(x, stride, second, panel) for every line of k; the last is padded with zeros, on both sides: behind a panel may lie NaN.
+// line(x, stride, second, panel) for every line of k; the last is padded with zeros, on both sides: behind a panel may
+// lie NaN.
 template <class Line>
 PD_INLINE void amx_lines(const AmxArgs &t, int tiles, Line line) {
   const char *x = t.x, *panel = t.panel, *ahead = t.ahead;
   int64_t left = t.x_bytes;
   for (; left >= AMX_LINE; left -= AMX_LINE, x += AMX_LINE, panel += AMX_PANEL) {
-    for (const char *stop = std::min(ahead + t.lines_ahead * 64, t.ahead_end); ahead < stop; ahead += 256)  // a line or three too far does no harm
+    // a line or three too far does no harm
+    for (const char *stop = std::min(ahead + t.lines_ahead * 64, t.ahead_end); ahead < stop; ahead += 256)
       prefetch_to_l2(ahead), prefetch_to_l2(ahead + 64), prefetch_to_l2(ahead + 128), prefetch_to_l2(ahead + 192);
     line(x, t.x_stride, t.second, panel);
   }
@@ -129,15 +133,16 @@ template <int TILES>
 void amx_int8(const AmxArgs &t) {
   alignas(64) GroupSums sums[2];
   int64_t group = 0;
-  amx_lines(t, TILES, [&](const char *x, int64_t stride, int64_t second, const char *panel) __attribute__((always_inline)) {
-    zero_sums<0>();
-    if constexpr (TILES == 2) zero_sums<2>();
-    multiply_line<true, TILES>(x, stride, second, panel);
-    if (group > 0) add_group<TILES>(t, sums[(group - 1) % 2], group - 1);
-    store_sums<0>(sums[group % 2][0]);
-    if constexpr (TILES == 2) store_sums<2>(sums[group % 2][AMX_ROWS]);
-    group++;
-  });
+  amx_lines(t, TILES,
+            [&](const char *x, int64_t stride, int64_t second, const char *panel) __attribute__((always_inline)) {
+              zero_sums<0>();
+              if constexpr (TILES == 2) zero_sums<2>();
+              multiply_line<true, TILES>(x, stride, second, panel);
+              if (group > 0) add_group<TILES>(t, sums[(group - 1) % 2], group - 1);
+              store_sums<0>(sums[group % 2][0]);
+              if constexpr (TILES == 2) store_sums<2>(sums[group % 2][AMX_ROWS]);
+              group++;
+            });
   add_group<TILES>(t, sums[(group - 1) % 2], group - 1);
 }
 

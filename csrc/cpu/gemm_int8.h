@@ -1,13 +1,15 @@
 // The parts of a linear layer with int8 weights: what a row of x becomes, and one tile of rows by a panel.
 //
-// An output's W is q * scale, q = W * (127 / max |W|) to nearest even, -127 .. 127. A row of x alike, but with a scale for each GROUP values:
-// models have a few large channels, whose scale would leave the others of the row a handful of steps (measured on SmolLM2-135M: one scale a
-// row costs 3.9 % of perplexity). A group's sum of q q is an exact integer below 2^24 in any order; groups are added in fp32, in
-// order, each product and sum rounded by itself. So results are the same on every instruction set.
+// An output's W is q * scale, q = W * (127 / max |W|) to nearest even, -127 .. 127. A row of x alike, but with a scale
+// for each GROUP values: models have a few large channels, whose scale would leave the others of the row a handful of
+// steps (measured on SmolLM2-135M: one scale a row costs 3.9 % of perplexity). A group's sum of q q is an exact integer
+// below 2^24 in any order; groups are added in fp32, in order, each product and sum rounded by itself. So results are
+// the same on every instruction set.
 //
-// A panel is 32 scales (fp32), then [K/4][32][4] bytes q + 128: unsigned, as the instruction that multiplies bytes (VNNI) wants one side.
-// A step is four q of each row: 4 bytes, or without VNNI 8, q0 q2 q1 q3 in 16 bits each (products of bytes would saturate in 16
-// bits). Behind a row's steps, on a new cache line, each group has its scale (fp32) and -128 * (sum of its q) (int32), where sums start.
+// A panel is 32 scales (fp32), then [K/4][32][4] bytes q + 128: unsigned, as the instruction that multiplies bytes
+// (VNNI) wants one side. A step is four q of each row: 4 bytes, or without VNNI 8, q0 q2 q1 q3 in 16 bits each
+// (products of bytes would saturate in 16 bits). Behind a row's steps, on a new cache line, each group has its scale
+// (fp32) and -128 * (sum of its q) (int32), where sums start.
 #pragma once
 #include "cpu/gemm_tile.h"
 
@@ -31,7 +33,8 @@ struct Int8Row {
         heads((num_steps * step_bytes + 63) / 64 * 64), bytes((heads + num_groups * 8 + 63) / 64 * 64) {}
 };
 
-// 127 / max |x|, or 0 where that is no number: values of 0, of less than fp32 divides by, or with an infinity or NaN among them.
+// 127 / max |x|, or 0 where that is no number: values of 0, of less than fp32 divides by, or with an infinity or NaN
+// among them.
 inline float int8_factor(float max) { return max >= 0x1p-120f && max <= 3.40282347e38f ? 127.f / max : 0.f; }
 // To nearest even, |x| <= 127: 1.5 * 2^23 leaves no room for a fraction.
 inline int32_t int8_round(float x) {
@@ -119,7 +122,8 @@ PD_INLINE void int8_step(Int8Sums<R> &c, const char *panel, const RowPointers &x
   for (int i = 0; i < R; i++) {
     int16_t q[4];
     memcpy(q, x[i] + s * 8, 8);
-    for (int j = 0; j < 32; j++) c[i][j] += q[0] * w[j * 4] + q[2] * w[j * 4 + 1] + q[1] * w[j * 4 + 2] + q[3] * w[j * 4 + 3];
+    for (int j = 0; j < 32; j++)
+      c[i][j] += q[0] * w[j * 4] + q[2] * w[j * 4 + 1] + q[1] * w[j * 4 + 2] + q[3] * w[j * 4 + 3];
   }
 }
 PD_INLINE void int8_start(int32_t (&c)[32], int32_t start) {

@@ -57,7 +57,8 @@ using namespace pagedec;
 extern "C" {
 int64_t pd_packed_bytes(int64_t n, int64_t k, int32_t dtype) {
   if (check_size("pd_packed_bytes", n, k)) return -1;
-  if (dtype != PD_F32 && dtype != PD_BF16) return fail("pd_packed_bytes: dtype is %d; it must be 0 (fp32) or 1 (bf16)", dtype);
+  if (dtype != PD_F32 && dtype != PD_BF16)
+    return fail("pd_packed_bytes: dtype is %d; it must be 0 (fp32) or 1 (bf16)", dtype);
   return (n + 31) / 32 * (dtype == PD_BF16 ? (k + 1) / 2 : k) * 128;
 }
 
@@ -96,7 +97,8 @@ int pd_pack_int8(pd_context *context, const void *w, int64_t n, int64_t k, int32
   if (!w) return fail("pd_pack_int8: w is NULL");
   if (!packed) return fail("pd_pack_int8: packed is NULL");
   if ((uintptr_t)packed % 64) return fail("pd_pack_int8: packed is at %p; it must be 64-byte aligned", packed);
-  if (dtype != PD_F32 && dtype != PD_BF16) return fail("pd_pack_int8: dtype is %d; it must be 0 (fp32) or 1 (bf16)", dtype);
+  if (dtype != PD_F32 && dtype != PD_BF16)
+    return fail("pd_pack_int8: dtype is %d; it must be 0 (fp32) or 1 (bf16)", dtype);
   if (pd_packed_int8_bytes(n, k) < 0) return -1;
   const int64_t steps = (k + 3) / 4, padded = steps * 4, row_bytes = k * (dtype == PD_BF16 ? 2 : 4);
   const int threads = num_threads(*context);

@@ -55,7 +55,8 @@ GroupHead quantize_wide(const E *x, int64_t count, int16_t *q) {
   int32_t sum = 0;
   for (int64_t i = 0; i < count; i++) sum += rounded[i] = (int16_t)int8_round(widen(x[i]) * by);
   for (int64_t s = 0; s < steps; s++)
-    q[s * 4] = rounded[s * 4], q[s * 4 + 1] = rounded[s * 4 + 2], q[s * 4 + 2] = rounded[s * 4 + 1], q[s * 4 + 3] = rounded[s * 4 + 3];
+    q[s * 4] = rounded[s * 4], q[s * 4 + 1] = rounded[s * 4 + 2], q[s * 4 + 2] = rounded[s * 4 + 1],
+          q[s * 4 + 3] = rounded[s * 4 + 3];
   return {max / 127.f, -128 * sum};
 }
 
@@ -68,7 +69,8 @@ PD_INLINE uint32_t max_bits64(const float *x) {
 }
 PD_INLINE uint32_t max_bits64(const uint16_t *x) {
   const __m512i positive = _mm512_set1_epi16(0x7fff);
-  const __m512i a = _mm512_and_si512(_mm512_loadu_si512(x), positive), b = _mm512_and_si512(_mm512_loadu_si512(x + 32), positive);
+  const __m512i a = _mm512_and_si512(_mm512_loadu_si512(x), positive),
+                b = _mm512_and_si512(_mm512_loadu_si512(x + 32), positive);
   const __m512i c = _mm512_max_epu16(a, b);
   const __m256i d = _mm256_max_epu16(_mm512_castsi512_si256(c), _mm512_extracti64x4_epi64(c, 1));
   const __m128i e = _mm_max_epu16(_mm256_castsi256_si128(d), _mm256_extracti128_si256(d, 1));
@@ -114,7 +116,8 @@ void quantize(const E *x, int64_t k, const Int8Row &shape, char *row) {
   if (shape.step_bytes == 4) return quantize_row_bytes(x, k, shape, row);
 #endif
   GroupHead *heads = (GroupHead *)(row + shape.heads);
-  for (int64_t i = 0; i < k; i += GROUP) *heads++ = quantize_wide(x + i, k - i < GROUP ? k - i : GROUP, (int16_t *)row + i);
+  for (int64_t i = 0; i < k; i += GROUP)
+    *heads++ = quantize_wide(x + i, k - i < GROUP ? k - i : GROUP, (int16_t *)row + i);
 }
 
 }  // namespace

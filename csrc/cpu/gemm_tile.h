@@ -1,9 +1,9 @@
 // One tile: R rows of x by one panel of 32 outputs, over a run of k.
 //
-// A "word" is 4 bytes: two bf16 or one fp32. A step is one word of every row and 128 bytes of the panel: 32 outputs by one word,
-// two cache lines. x is read where it lies, row by row, one word broadcast at a time.
-// Accumulators come from and go to memory (acc [R][32] fp32), so that a long k may be cut into slices without changing a
-// result: the chain of products of an output goes on where it stopped.
+// A "word" is 4 bytes: two bf16 or one fp32. A step is one word of every row and 128 bytes of the panel: 32 outputs by
+// one word, two cache lines. x is read where it lies, row by row, one word broadcast at a time. Accumulators come from
+// and go to memory (acc [R][32] fp32), so that a long k may be cut into slices without changing a result: the chain of
+// products of an output goes on where it stopped.
 #pragma once
 #include <utility>
 
@@ -11,9 +11,9 @@
 
 namespace pagedec {
 
-// Registers: 14 rows x 2 zmm leave room for the panel, where a dot product takes its word of x from memory; 12 where it must be
-// widened first; 3 rows x 4 ymm (the same 12 accumulators as 6 x 2, with
-// fewer loads and half of the widening of x for each product); 1 row x 8 xmm.
+// Registers: 14 rows x 2 zmm leave room for the panel, where a dot product takes its word of x from memory; 12 where it
+// must be widened first; 3 rows x 4 ymm (the same 12 accumulators as 6 x 2, with fewer loads and half of the widening
+// of x for each product); 1 row x 8 xmm.
 constexpr int TILE_ROWS = PD_LEVEL >= 3 ? 14 : PD_LEVEL >= 2 ? 12 : PD_LEVEL == 1 ? 3 : 1;
 
 struct TileArgs {
@@ -37,7 +37,8 @@ PD_INLINE __m256 odd8_by_memory(__m256 a) {  // odd8 without a register for the 
   asm("vandps %1, %0, %0" : "+x"(a) : "m"(odd_mask));
   return a;
 }
-// Half of a bf16 step (`widen` picks the even or the odd products) in 16 registers: 12 accumulators, 3 of x and one of the panel.
+// Half of a bf16 step (`widen` picks the even or the odd products) in 16 registers: 12 accumulators, 3 of x and one of
+// the panel.
 template <int R, class Word, class Widen>
 PD_INLINE void half_step8(F16 (&c)[R][2], const char *panel, Word word, Widen widen) {
   __m256 x[R];
@@ -102,8 +103,8 @@ PD_INLINE void step(F16 (&c)[R][2], const char *panel, Word word) {
 
 PD_INLINE void prefetch_to_l2(const char *p) { __builtin_prefetch(p, 0, 2); }
 
-// The rows' addresses in six registers: base + {0, 1, 2, 4, 8} * stride is one addressing mode. Fourteen pointers, or thirteen
-// offsets, would be spilled in the innermost loop (measured: 4 to 6 % of the whole).
+// The rows' addresses in six registers: base + {0, 1, 2, 4, 8} * stride is one addressing mode. Fourteen pointers, or
+// thirteen offsets, would be spilled in the innermost loop (measured: 4 to 6 % of the whole).
 struct RowPointers {
   const char *r0, *r3, *r6, *r9, *r12;
   int64_t stride;
@@ -131,7 +132,9 @@ struct RowPointers {
     r0 += bytes, r3 += bytes, r6 += bytes, r9 += bytes, r12 += bytes;
   }
   // Keeps the compiler from replacing them by a pointer for each row.
-  __attribute__((always_inline)) void pin() { asm("" : "+r"(r0), "+r"(r3), "+r"(r6), "+r"(r9), "+r"(r12), "+r"(stride)); }
+  __attribute__((always_inline)) void pin() {
+    asm("" : "+r"(r0), "+r"(r3), "+r"(r6), "+r"(r9), "+r"(r12), "+r"(stride));
+  }
 };
 
 template <int DTYPE, int R>

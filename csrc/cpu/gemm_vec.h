@@ -1,4 +1,5 @@
-// Sixteen fp32 lanes, whatever the instruction set: one zmm, two ymm, or a portable vector. Only what the linear layers need.
+// Sixteen fp32 lanes, whatever the instruction set: one zmm, two ymm, or a portable vector. Only what the linear layers
+// need.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -77,12 +78,16 @@ struct F16 {
 };
 PD_INLINE F16 zero16() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 PD_INLINE F16 set16(float f) { return {_mm256_set1_ps(f), _mm256_set1_ps(f)}; }
-PD_INLINE F16 load16(const void *p) { return {_mm256_loadu_ps((const float *)p), _mm256_loadu_ps((const float *)p + 8)}; }
+PD_INLINE F16 load16(const void *p) {
+  return {_mm256_loadu_ps((const float *)p), _mm256_loadu_ps((const float *)p + 8)};
+}
 PD_INLINE void store16(float *p, F16 a) { _mm256_storeu_ps(p, a.lo), _mm256_storeu_ps(p + 8, a.hi); }
 PD_INLINE F16 add16(F16 a, F16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
 PD_INLINE F16 mul16(F16 a, F16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
 PD_INLINE F16 div16(F16 a, F16 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
-PD_INLINE F16 fma16(F16 a, F16 b, F16 c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+PD_INLINE F16 fma16(F16 a, F16 b, F16 c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
 PD_INLINE __m256 even8(__m256 a) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a), 16)); }
 PD_INLINE __m256 odd8(__m256 a) { return _mm256_and_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32((int)0xffff0000))); }
 PD_INLINE F16 set_word16(uint32_t w) {
@@ -104,7 +109,8 @@ PD_INLINE __m256 clamp8(__m256 a, float low, float high) {
 PD_INLINE F16 clamp16(F16 a, float low, float high) { return {clamp8(a.lo, low, high), clamp8(a.hi, low, high)}; }
 PD_INLINE __m256 round8(__m256 a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 PD_INLINE F16 round16(F16 a) { return {round8(a.lo), round8(a.hi)}; }
-PD_INLINE __m256 scale_by_power8(__m256 a, __m256 n) {  // in two halves: one factor alone would leave the exponent's range
+PD_INLINE __m256 scale_by_power8(__m256 a,
+                                 __m256 n) {  // in two halves: one factor alone would leave the exponent's range
   const __m256i e = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(e, 1), rest = _mm256_sub_epi32(e, half);
   const __m256i bias = _mm256_set1_epi32(127);
   const __m256 f = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
@@ -171,7 +177,8 @@ PD_INLINE void store16_bf16(uint16_t *p, F16 a, int count) {
 #endif
 
 #if PD_LEVEL >= 1
-// e^a: a = n ln 2 + r with |r| <= ln 2 / 2, e^r by its series to r^6 (2e-7 relative). 0 below -104, inf above 88.8, NaN for NaN.
+// e^a: a = n ln 2 + r with |r| <= ln 2 / 2, e^r by its series to r^6 (2e-7 relative). 0 below -104, inf above 88.8, NaN
+// for NaN.
 PD_INLINE F16 exp16(F16 a) {
   a = clamp16(a, -104.f, 89.f);
   const F16 n = round16(mul16(a, set16(1.44269504f)));

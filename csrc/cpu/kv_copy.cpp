@@ -42,7 +42,8 @@ void copy_slot(const CacheShape &shape, char *k, char *v, int64_t src, int64_t d
 
 void copy_run(const CacheShape &shape, int64_t bytes, char *k, char *v, const Run &run, int64_t head) {
   const int64_t dim = shape.head_dim, size = shape.block_size, offset = run.src % size;
-  const int64_t from = shape.head_base(run.src / size, head) * bytes, to = shape.head_base(run.dst / size, head) * bytes;
+  const int64_t from = shape.head_base(run.src / size, head) * bytes,
+                to = shape.head_base(run.dst / size, head) * bytes;
   const int64_t k_rows = shape.paired ? dim / 2 : dim;  // of 4 bytes a slot
   if (run.length == size)
     memcpy(k + to, k + from, dim * size * bytes);

@@ -1,4 +1,5 @@
-// RMS norm and layer norm of rows of the residual stream. A row's sums have one order: 16 lanes, then a tree over the lanes.
+// RMS norm and layer norm of rows of the residual stream. A row's sums have one order: 16 lanes, then a tree over the
+// lanes.
 #include <cmath>
 
 #include "cpu/check_small.h"
@@ -63,7 +64,8 @@ int check_norm(const char *name, const Args &a) {
       check_pointer(name, "weight", a.weight) || check_array(name, "out", a.out, a.num_rows) ||
       check_dtype(name, a.dtype) || check_range(name, "dim", a.dim, 1, INT32_MAX))
     return -1;
-  if (!(a.eps >= 0.0f) || !std::isfinite(a.eps)) return fail("%s: eps is %g; it must be 0 or more", name, (double)a.eps);
+  if (!(a.eps >= 0.0f) || !std::isfinite(a.eps))
+    return fail("%s: eps is %g; it must be 0 or more", name, (double)a.eps);
   return 0;
 }
 

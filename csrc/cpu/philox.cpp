@@ -5,8 +5,8 @@
 
 using namespace pagedec;
 
-extern "C" int pd_gumbel(pd_context *context, uint64_t seed, uint64_t stream, int32_t position, int32_t first_token, int32_t num_tokens,
-                         float *out) {
+extern "C" int pd_gumbel(pd_context *context, uint64_t seed, uint64_t stream, int32_t position, int32_t first_token,
+                         int32_t num_tokens, float *out) {
   const char *name = "pd_gumbel";
   if (check_pointer(name, "context", context)) return -1;
   if (check_range(name, "first_token", first_token, 0, INT32_MAX) ||

@@ -1,5 +1,5 @@
-// Counter-based noise: Philox4x32-10 (Salmon et al. 2011) and the Gumbel variable made of one word. The integers are the
-// same on every instruction set by definition, the floats because only exact operations are used (vec_small.h).
+// Counter-based noise: Philox4x32-10 (Salmon et al. 2011) and the Gumbel variable made of one word. The integers are
+// the same on every instruction set by definition, the floats because only exact operations are used (vec_small.h).
 #pragma once
 #include <cstdint>
 

@@ -1,5 +1,5 @@
-// What this machine allows: the rate of a plain read by every thread, and of the dot-product instruction from registers.
-// Every timing of a kernel is reported against one of these, taken in the same run.
+// What this machine allows: the rate of a plain read by every thread, and of the dot-product instruction from
+// registers. Every timing of a kernel is reported against one of these, taken in the same run.
 #include <omp.h>
 
 #include "cpu/gemm_amx.h"
@@ -27,8 +27,8 @@ float read_part(const char *p, int64_t bytes) {  // four chains of loads and add
 }
 
 #if PD_LEVEL == 0
-template <int DTYPE>
-double dot_part(int64_t rounds, float *sink) {  // a product and a sum, each waiting for the one before: 12 chains of 4 lanes
+template <int DTYPE> double
+dot_part(int64_t rounds, float *sink) {  // a product and a sum, each waiting for the one before: 12 chains of 4 lanes
   F4 c[12], a = F4{} + 0.5f, b = F4{} + *sink;
 #pragma GCC unroll 12
   for (int i = 0; i < 12; i++) c[i] = F4{} + (float)i;
@@ -47,7 +47,8 @@ constexpr int CHAINS = PD_LEVEL >= 2 ? 16 : 6;  // of 16 lanes: enough to cover 
 double multiply_tiles(int64_t rounds) {  // zeros: tiles know no faster and no slower values
   amx_configure(AMX_ROWS);
   for (int64_t r = 0; r < rounds; r++)
-    tile_multiply<false, 0, 4, 6>(), tile_multiply<false, 1, 4, 7>(), tile_multiply<false, 2, 5, 6>(), tile_multiply<false, 3, 5, 7>();
+    tile_multiply<false, 0, 4, 6>(), tile_multiply<false, 1, 4, 7>(), tile_multiply<false, 2, 5, 6>(),
+        tile_multiply<false, 3, 5, 7>();
   amx_release();
   return (double)rounds * 4 * 2 * AMX_ROWS * 16 * 32;
 }
@@ -126,8 +127,10 @@ double pd_probe_read(pd_context *context, const void *data, int64_t bytes, int32
 
 double pd_probe_dot(pd_context *context, int32_t dtype, double seconds) {
   if (!context) return fail("pd_probe_dot: context is NULL");
-  if (dtype != PD_F32 && dtype != PD_BF16) return fail("pd_probe_dot: dtype is %d; it must be 0 (fp32) or 1 (bf16)", dtype);
-  if (!(seconds > 0 && seconds <= 60)) return fail("pd_probe_dot: seconds is %g; it must be above 0 and at most 60", seconds);
+  if (dtype != PD_F32 && dtype != PD_BF16)
+    return fail("pd_probe_dot: dtype is %d; it must be 0 (fp32) or 1 (bf16)", dtype);
+  if (!(seconds > 0 && seconds <= 60))
+    return fail("pd_probe_dot: seconds is %g; it must be above 0 and at most 60", seconds);
   const int n = num_threads(*context);
   double flop = 0, longest = 0;
   volatile float keep = 0;

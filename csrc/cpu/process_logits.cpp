@@ -1,7 +1,8 @@
 // A request's own rules, applied to the logits of its rows: bans, biases, penalties for what the row's history holds.
 //
-// Every rule touches a token's logit by that token's own numbers alone, in the order of pd_rules; so a row's bits depend on nothing
-// else. A row costs its history and the tokens touched; only an allowed list needs a pass over the vocabulary.
+// Every rule touches a token's logit by that token's own numbers alone, in the order of pd_rules; so a row's bits
+// depend on nothing else. A row costs its history and the tokens touched; only an allowed list needs a pass over the
+// vocabulary.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -142,7 +143,8 @@ int check_row(const pd_process_logits_args &a, int32_t i) {
     return -1;
   if (!a.parents) return 0;
   for (int32_t node = a.query_rows[i] - first, parent; (parent = a.parents[first + node]) >= 0; node = parent)
-    if (parent >= node) return fail("%s: parents[%d] is %d; a parent stands before its node", name, first + node, parent);
+    if (parent >= node)
+      return fail("%s: parents[%d] is %d; a parent stands before its node", name, first + node, parent);
   return 0;
 }
 
@@ -157,8 +159,10 @@ int check_process_logits(const pd_process_logits_args &a) {
   if (check_count(name, "num_rows", a.num_rows)) return -1;
   for (int i = 0; i < (int)(sizeof arrays / sizeof *arrays); i++)
     if (check_array(name, names[i], arrays[i], a.num_rows)) return -1;
-  if (check_range(name, "vocab", a.vocab, 1, INT32_MAX - kGroup) || check_range(name, "block_size", a.block_size, 1, 65536) ||
-      check_range(name, "table_stride", a.table_stride, 0, INT32_MAX) || check_range(name, "num_rules", a.num_rules, 0, INT32_MAX) ||
+  if (check_range(name, "vocab", a.vocab, 1, INT32_MAX - kGroup) ||
+      check_range(name, "block_size", a.block_size, 1, 65536) ||
+      check_range(name, "table_stride", a.table_stride, 0, INT32_MAX) ||
+      check_range(name, "num_rules", a.num_rules, 0, INT32_MAX) ||
       check_range(name, "num_branches", a.num_branches, 0, INT32_MAX))
     return -1;
   for (int32_t i = 0; i < a.num_rules; i++)
@@ -184,7 +188,8 @@ void process_logits_part(pd_context &c, const pd_process_logits_args &a, int thr
       if (row.known(rules.bias_tokens[j])) row.logits[rules.bias_tokens[j]] += rules.bias_values[j];
     if (rules.no_repeat_ngram_size) ban_ngrams(row, rules.no_repeat_ngram_size, own.border);
     if (repetition) penalize_repetition(row, rules.repetition_penalty, own.met);
-    if (generated) penalize_generated(row, a.prompt_lengths[i], rules.frequency_penalty, rules.presence_penalty, own.met);
+    if (generated)
+      penalize_generated(row, a.prompt_lengths[i], rules.frequency_penalty, rules.presence_penalty, own.met);
   }
 }
 

@@ -1,5 +1,5 @@
-// Gumbel-max draws. What top_k, top_p and min_p keep is a beginning of the row's order, so it is one order key (the last one
-// kept) and one distance; a short beginning is also kept as a list. Nothing sorts the vocabulary.
+// Gumbel-max draws. What top_k, top_p and min_p keep is a beginning of the row's order, so it is one order key (the
+// last one kept) and one distance; a short beginning is also kept as a list. Nothing sorts the vocabulary.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -80,7 +80,8 @@ struct Kept {
       keep_mass_by_histogram(row, top_p);
   }
 
-  // The mass in each thirty-second of a nat below the top finds the bin where top_p is reached; only that bin is sorted.
+  // The mass in each thirty-second of a nat below the top finds the bin where top_p is reached; only that bin is
+  // sorted.
   void keep_mass_by_histogram(const Row &row, float top_p) {
     std::array<double, kBins + 1> bins{};  // the last: what lies too low to count
     for_near_vectors(row, [&](int64_t, int64_t n, F16 bin, F16 d) {
@@ -110,7 +111,8 @@ struct Kept {
     last = list.back();
   }
 
-  // visit(first token, number of tokens, bins as floats, distances) for sixteen at a time, where some may be near the top.
+  // visit(first token, number of tokens, bins as floats, distances) for sixteen at a time, where some may be near the
+  // top.
   template <class Visit>
   void for_near_vectors(const Row &row, Visit visit) const {
     for (int64_t g = 0; g < num_groups(row.vocab); g++) {
@@ -169,7 +171,8 @@ int32_t draw_from_list(const Row &row, const Kept &kept, const NoiseKey &noise) 
 }
 
 // Offers the tokens of a group whose noise could be enough: those with 1 - u below `chance`.
-void draw_from_group(const Row &row, const Kept &kept, const NoiseKey &noise, int64_t group, float chance, Winner &winner) {
+void draw_from_group(const Row &row, const Kept &kept, const NoiseKey &noise, int64_t group, float chance,
+                     Winner &winner) {
   uint32_t words[64];
   philox_group(noise, (uint32_t)(group * 16), words);
   const int32_t margin = chance < 1.0f ? (int32_t)(chance * 16777216.0f) + 1 : 1 << 24;
@@ -188,8 +191,9 @@ void draw_from_group(const Row &row, const Kept &kept, const NoiseKey &noise, in
   }
 }
 
-// Every token that could win: G <= -log(1 - u), so d + G > best needs 1 - u < exp(d - best), and d is at most the group's.
-// The noise of a group is made only if some word could pass. The allowance of 0.1 % is far above the rounding of d, G, exp.
+// Every token that could win: G <= -log(1 - u), so d + G > best needs 1 - u < exp(d - best), and d is at most the
+// group's. The noise of a group is made only if some word could pass. The allowance of 0.1 % is far above the rounding
+// of d, G, exp.
 int32_t draw_from_row(const Row &row, const Kept &kept, const NoiseKey &noise) {
   Winner winner{kMinusInf, row.argmax};
   const int64_t groups = num_groups(row.vocab), start = row.argmax / kGroup;

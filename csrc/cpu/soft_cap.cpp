@@ -31,7 +31,8 @@ int check_soft_cap(const pd_soft_cap_args &a) {
   if (check_count(name, "num_rows", a.num_rows) || check_array(name, "x", a.x, a.num_rows) ||
       check_range(name, "n", a.n, 1, INT32_MAX))
     return -1;
-  if (!(a.cap > 0.0f) || !std::isfinite(a.cap)) return fail("%s: cap is %g; it must be above 0 and finite", name, (double)a.cap);
+  if (!(a.cap > 0.0f) || !std::isfinite(a.cap))
+    return fail("%s: cap is %g; it must be above 0 and finite", name, (double)a.cap);
   return 0;
 }
 
@@ -42,7 +43,8 @@ void soft_cap_part(const pd_soft_cap_args &a, int thread, int num_threads) {
   for (int64_t u = units.begin; u < units.end; u++) {
     float *row = a.x + u / pieces * a.n;
     const int64_t begin = u % pieces * kColumns, end = begin + kColumns < a.n ? begin + kColumns : a.n;
-    for (int64_t i = begin; i < end; i += 16) store_some(row + i, cap * tanh16(load_some(row + i, end - i) / cap), end - i);
+    for (int64_t i = begin; i < end; i += 16)
+      store_some(row + i, cap * tanh16(load_some(row + i, end - i) / cap), end - i);
   }
 }
 

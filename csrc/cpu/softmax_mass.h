@@ -1,5 +1,5 @@
-// Sums of exp over a row. One order, whatever the threads: 16 lanes over a chunk of 1,024 logits, a tree over the lanes,
-// chunks in ascending order in double.
+// Sums of exp over a row. One order, whatever the threads: 16 lanes over a chunk of 1,024 logits, a tree over the
+// lanes, chunks in ascending order in double.
 #pragma once
 #include <limits>
 

@@ -1,5 +1,5 @@
-// The k largest logits and the logsumexp of a row: one pass finds group maxima and the sum, a second looks only into the groups
-// that reach the k-th largest group maximum.
+// The k largest logits and the logsumexp of a row: one pass finds group maxima and the sum, a second looks only into
+// the groups that reach the k-th largest group maximum.
 #include "cpu/topk.h"
 
 #include <cmath>

@@ -1,7 +1,7 @@
 // The order of a row's logits and the selection of its first k: descending value, then ascending token id.
 //
-// An order key is 64 bits: the logit turned into an integer that grows as the logit falls, then the id. Any exact selection
-// or sort of keys gives the one right answer, ties included.
+// An order key is 64 bits: the logit turned into an integer that grows as the logit falls, then the id. Any exact
+// selection or sort of keys gives the one right answer, ties included.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -18,7 +18,9 @@ PD_INLINE uint32_t falling_bits(float x) {  // of no NaN; 0 and -0 are equal
   return u & 0x80000000 ? u : 0x7fffffff - u;
 }
 PD_INLINE float without_nan(float x) { return x != x ? kMinusInf : x; }
-PD_INLINE uint64_t order_key(float x, int64_t token) { return (uint64_t)falling_bits(without_nan(x)) << 32 | (uint64_t)token; }
+PD_INLINE uint64_t order_key(float x, int64_t token) {
+  return (uint64_t)falling_bits(without_nan(x)) << 32 | (uint64_t)token;
+}
 PD_INLINE int32_t key_token(uint64_t key) { return (int32_t)(uint32_t)key; }
 PD_INLINE float key_value(uint64_t key) {
   const uint32_t u = (uint32_t)(key >> 32);
@@ -26,7 +28,8 @@ PD_INLINE float key_value(uint64_t key) {
 }
 
 // keys = the order keys of all logits >= threshold, in id order; group maxima spare most groups the look.
-inline void collect(const float *x, int64_t vocab, const float *group_maxima, float threshold, std::vector<uint64_t> &keys) {
+inline void collect(const float *x, int64_t vocab, const float *group_maxima, float threshold,
+                    std::vector<uint64_t> &keys) {
   keys.clear();
   const F16 limit = set16(threshold);
   for (int64_t g = 0; g < num_groups(vocab); g++) {
@@ -45,8 +48,8 @@ inline void collect(const float *x, int64_t vocab, const float *group_maxima, fl
 }
 
 // keys = the order keys of the k largest logits, sorted. At least k logits reach the k-th largest group maximum.
-inline void select_largest(const float *x, int64_t vocab, const float *group_maxima, int64_t k, std::vector<float> &scratch,
-                           std::vector<uint64_t> &keys) {
+inline void select_largest(const float *x, int64_t vocab, const float *group_maxima, int64_t k,
+                           std::vector<float> &scratch, std::vector<uint64_t> &keys) {
   const int64_t groups = num_groups(vocab);
   float threshold = kMinusInf;
   if (k < groups) {

@@ -1,5 +1,5 @@
-// One vector of floats of the instruction set this file is compiled for, and the few operations attention needs of it. Results
-// are deterministic for one instruction set; two instruction sets need not agree in the last bit.
+// One vector of floats of the instruction set this file is compiled for, and the few operations attention needs of it.
+// Results are deterministic for one instruction set; two instruction sets need not agree in the last bit.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -37,7 +37,12 @@ PD_INLINE F scale_pow2(F a, F n) { return _mm512_scalef_ps(a, n); }  // n an int
 PD_INLINE float reduce_max(F a) { return _mm512_reduce_max_ps(a); }
 PD_INLINE float reduce_sum(F a) { return _mm512_reduce_add_ps(a); }
 PD_INLINE F keep_lanes(F a, int lo, int hi, float other) {  // a in lanes lo .. hi-1
-  const uint32_t below_hi = hi >= W ? 0xffffu : hi <= 0 ? 0u : (1u << hi) - 1, below_lo = lo >= W ? 0xffffu : lo <= 0 ? 0u : (1u << lo) - 1;
+  const uint32_t below_hi = hi >= W   ? 0xffffu
+                            : hi <= 0 ? 0u
+                                      : (1u << hi) - 1,
+                 below_lo = lo >= W   ? 0xffffu
+                            : lo <= 0 ? 0u
+                                      : (1u << lo) - 1;
   return _mm512_mask_mov_ps(set1(other), (__mmask16)(below_hi & ~below_lo), a);
 }
 PD_INLINE I load_raw(const void *p) { return _mm512_loadu_si512(p); }
@@ -77,14 +82,16 @@ PD_INLINE float reduce_sum(F a) {
 }
 PD_INLINE F keep_lanes(F a, int lo, int hi, float other) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  const __m256i in = _mm256_andnot_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(lo), lane), _mm256_cmpgt_epi32(_mm256_set1_epi32(hi), lane));
+  const __m256i in = _mm256_andnot_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(lo), lane),
+                                         _mm256_cmpgt_epi32(_mm256_set1_epi32(hi), lane));
   return _mm256_blendv_ps(set1(other), a, _mm256_castsi256_ps(in));
 }
 PD_INLINE I load_raw(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 PD_INLINE I and_raw(I a, uint32_t mask) { return _mm256_and_si256(a, _mm256_set1_epi32((int32_t)mask)); }
 PD_INLINE F low_half(I a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); }
 PD_INLINE F high_half(I a) { return _mm256_castsi256_ps(and_raw(a, 0xffff0000u)); }
-#else  // any processor: compiler vectors of four; a product and a sum are rounded apart, because fma without hardware is a call
+#else  // any processor: compiler vectors of four; a product and a sum are rounded apart, because fma without hardware
+       // is a call
 constexpr int W = 4;
 typedef float F __attribute__((vector_size(16)));
 typedef uint32_t I __attribute__((vector_size(16)));
@@ -101,12 +108,18 @@ PD_INLINE F fma(F a, F b, F c) { return a * b + c; }
 PD_INLINE F fms(F a, F b, F c) { return a * b - c; }
 PD_INLINE F min(F a, F b) { return a < b ? a : b; }
 PD_INLINE F max(F a, F b) { return a > b ? a : b; }
-PD_INLINE F round(F a) { const F big = set1(12582912.f); return (a + big) - big; }  // 1.5 * 2^23: to nearest even, |a| < 2^22
+PD_INLINE F round(F a) {
+  const F big = set1(12582912.f);
+  return (a + big) - big;
+}  // 1.5 * 2^23: to nearest even, |a| < 2^22
 PD_INLINE F scale_pow2(F a, F n) {
   const S whole = __builtin_convertvector(max(n, set1(-127.f)), S);
   return a * (F)((whole + 127) << 23);
 }
-PD_INLINE float reduce_max(F a) { const float x = a[0] > a[2] ? a[0] : a[2], y = a[1] > a[3] ? a[1] : a[3]; return x > y ? x : y; }
+PD_INLINE float reduce_max(F a) {
+  const float x = a[0] > a[2] ? a[0] : a[2], y = a[1] > a[3] ? a[1] : a[3];
+  return x > y ? x : y;
+}
 PD_INLINE float reduce_sum(F a) { return (a[0] + a[2]) + (a[1] + a[3]); }
 PD_INLINE F keep_lanes(F a, int lo, int hi, float other) {
   const S lane = {0, 1, 2, 3};
@@ -118,8 +131,8 @@ PD_INLINE F low_half(I a) { return (F)(a << 16); }
 PD_INLINE F high_half(I a) { return (F)(a & 0xffff0000u); }
 #endif
 
-// 2^x. Exact at 0, exactly 0 far below (a masked logit is minus infinity), NaN stays NaN. Minimax polynomials on [-1/2, 1/2]:
-// degree 4 errs by 3e-6, far below a bf16 probability's 2e-3; degree 6 by 2e-7.
+// 2^x. Exact at 0, exactly 0 far below (a masked logit is minus infinity), NaN stays NaN. Minimax polynomials on [-1/2,
+// 1/2]: degree 4 errs by 3e-6, far below a bf16 probability's 2e-3; degree 6 by 2e-7.
 template <bool PRECISE>
 PD_INLINE F exp2(F x) {
   x = max(set1(-200.f), x);

@@ -1,7 +1,7 @@
 // Sixteen floats at every instruction-set level, for the kernels that are not matrix products.
 //
-// Only operations that IEEE 754 defines exactly are offered, no fused multiply-add and no approximate reciprocal, and sums
-// over lanes have one order: what is written with these has the same bits on every instruction set.
+// Only operations that IEEE 754 defines exactly are offered, no fused multiply-add and no approximate reciprocal, and
+// sums over lanes have one order: what is written with these has the same bits on every instruction set.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -134,7 +134,9 @@ PD_INLINE M16 less(I16 x, I16 y) {
   return {_mm256_castsi256_ps(_mm256_cmpgt_epi32(y.a, x.a)), _mm256_castsi256_ps(_mm256_cmpgt_epi32(y.b, x.b))};
 }
 PD_INLINE F16 select(M16 m, F16 x, F16 y) { return {_mm256_blendv_ps(y.a, x.a, m.a), _mm256_blendv_ps(y.b, x.b, m.b)}; }
-PD_INLINE uint32_t mask_bits(M16 m) { return (uint32_t)_mm256_movemask_ps(m.a) | (uint32_t)_mm256_movemask_ps(m.b) << 8; }
+PD_INLINE uint32_t mask_bits(M16 m) {
+  return (uint32_t)_mm256_movemask_ps(m.a) | (uint32_t)_mm256_movemask_ps(m.b) << 8;
+}
 PD_INLINE I16 shift_left(I16 x, int n) { return {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)}; }
 PD_INLINE I16 shift_right(I16 x, int n) { return {_mm256_srai_epi32(x.a, n), _mm256_srai_epi32(x.b, n)}; }
 PD_INLINE F16 as_float(I16 x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
@@ -310,7 +312,8 @@ template <class F>
 PD_INLINE F exp_small(F x) {
   using C = Ints<F>;
   x = smaller(C::real(89.0f), larger(C::real(-104.0f), x));  // in this order a NaN passes
-  const F magic = x * C::real(1.44269504088896341f) + C::real(12582912.0f);  // 1.5 * 2^23: the low bits are round(x log2 e)
+  const F magic =
+      x * C::real(1.44269504088896341f) + C::real(12582912.0f);  // 1.5 * 2^23: the low bits are round(x log2 e)
   const F n = magic - C::real(12582912.0f);
   const F r = (x - n * C::real(0.693359375f)) - n * C::real(-2.12194440e-4f);
   F y = C::real(1.9875691500e-4f);

@@ -4,19 +4,22 @@
  * The same sources are compiled once per instruction set into libpagedec_<isa>.so; all of them share the layouts below,
  * so that weights packed and caches written by one can be read by another.
  *
- * Whatever computes takes a pd_context first: which device, how many threads or which stream, and the memory to work in. One thread at a
- * time works in a context; any number of contexts work side by side, and none knows of another: what a process has of its own is the last
- * error of each thread, and what the processor can do. Functions without one tell of the library or of sizes, or make, free and show handles.
+ * Whatever computes takes a pd_context first: which device, how many threads or which stream, and the memory to work
+ * in. One thread at a time works in a context; any number of contexts work side by side, and none knows of another:
+ * what a process has of its own is the last error of each thread, and what the processor can do. Functions without one
+ * tell of the library or of sizes, or make, free and show handles.
  *
- * Every kernel takes one argument record. Records are filled once, when a model is loaded; what changes from step to step
- * is reached through pointers (`num_rows` first of all), so that a model's whole forward is a constant list of pd_op which
- * pd_run carries out in one parallel region. Calling pd_gemm(context, &args) alone does the same work in a region of its own.
+ * Every kernel takes one argument record. Records are filled once, when a model is loaded; what changes from step to
+ * step is reached through pointers (`num_rows` first of all), so that a model's whole forward is a constant list of
+ * pd_op which pd_run carries out in one parallel region. Calling pd_gemm(context, &args) alone does the same work in a
+ * region of its own.
  *
- * Pointers: records, lists of pd_op, pd_attn_shape, pd_attn_batch with its arrays, and what a function returns through pointers are the
- * caller's memory, on every device. Whatever the record of a kernel, pd_pack or a probe points to is memory of the context's device
- * (the arrays that pd_rules points to, too; pd_attention_args.plan is a handle). On a CPU the two are one, and kernels check what the pointers
- * lead to (counts, rows, draws, rules) before anything runs; on a device that is the caller's part. These records are filled for one call,
- * with arrays that the host has just written; for a device they are to be copied there first, and their answers back:
+ * Pointers: records, lists of pd_op, pd_attn_shape, pd_attn_batch with its arrays, and what a function returns through
+ * pointers are the caller's memory, on every device. Whatever the record of a kernel, pd_pack or a probe points to is
+ * memory of the context's device (the arrays that pd_rules points to, too; pd_attention_args.plan is a handle). On a
+ * CPU the two are one, and kernels check what the pointers lead to (counts, rows, draws, rules) before anything runs;
+ * on a device that is the caller's part. These records are filled for one call, with arrays that the host has just
+ * written; for a device they are to be copied there first, and their answers back:
  *   pd_kv_copy_args         num_moves, src, dst
  *   pd_process_logits_args  all but logits and token_plane; rules, and the five arrays of each
  *   pd_argmax_args          num_rows; token_ids
@@ -26,7 +29,7 @@
  * Layouts (block = block_size token slots, slot = block * block_size + offset; D = head_dim):
  *   K, bf16   [num_blocks][kv_heads][D/2][block_size][2]     K, fp32   [num_blocks][kv_heads][D][block_size]
  *   V, bf16   [num_blocks][kv_heads][block_size/2][D][2]     V, fp32   [num_blocks][kv_heads][block_size][D]
- *   weight, bf16   [N/32][K/2][32][2]                         weight, fp32   [N/32][K][32]        (N padded to 32 with zeros)
+ *   weight, bf16   [N/32][K/2][32][2]               weight, fp32   [N/32][K][32]        (N padded to 32 with zeros)
  *   weight, int8   [N/32] panels: 32 scales fp32, then q + 128 [K/4][32][4]
  * Every row's result is a function of that row's own inputs: not of num_rows, its neighbours, or the number of threads.
  */
@@ -51,37 +54,49 @@ typedef enum { PD_F32 = 0, PD_BF16 = 1 } pd_dtype;
 /* ---- library */
 PD_EXPORT int32_t pd_abi_version(void);
 PD_EXPORT const char *pd_last_error(void);   /* of this thread's last failing call; valid until the next one */
-PD_EXPORT const char *pd_isa(void);          /* "scalar", "avx2", "avx512", "avx512bf16" or "amx": what this library was built for. Or "amx_emulated". */
-PD_EXPORT const char *pd_best_isa(void);     /* the richest of those that this processor runs (any library can be asked). Asks Linux for what "amx" needs. */
+/* "scalar", "avx2", "avx512", "avx512bf16" or "amx": what this library was built for. Or "amx_emulated". */
+PD_EXPORT const char *pd_isa(void);
+/* the richest of those that this processor runs (any library can be asked). Asks Linux for what "amx" needs. */
+PD_EXPORT const char *pd_best_isa(void);
 
 /* ---- where to compute */
 typedef struct pd_context pd_context;
-PD_EXPORT pd_context *pd_context_new(int32_t device, int32_t num_threads); /* NULL with pd_last_error(). A CPU: device 0; 0 threads: OpenMP's own choice */
+/* NULL with pd_last_error(). A CPU: device 0; 0 threads: OpenMP's own choice */
+PD_EXPORT pd_context *pd_context_new(int32_t device, int32_t num_threads);
 PD_EXPORT void pd_context_free(pd_context *);                   /* no call may be under way in it; NULL is nothing */
-PD_EXPORT int32_t pd_num_threads(const pd_context *);           /* that a call uses now. The thread that a forked child begins with uses 1 */
-PD_EXPORT void *pd_stream(const pd_context *);                  /* that its calls are put into, in the device's own form; a CPU: NULL */
+/* that a call uses now. The thread that a forked child begins with uses 1 */
+PD_EXPORT int32_t pd_num_threads(const pd_context *);
+/* that its calls are put into, in the device's own form; a CPU: NULL */
+PD_EXPORT void *pd_stream(const pd_context *);
 
-/* ---- linear layers: y = epilogue(x W^T + bias). x [rows][k] in dtype, W [n][k]. One chain of products over k = 0, 1, 2, ...
- * for each output, so its bits depend on neither the number of rows nor the number of threads. */
+/* ---- linear layers: y = epilogue(x W^T + bias). x [rows][k] in dtype, W [n][k]. One chain of products over k = 0, 1,
+ * 2, ... for each output, so its bits depend on neither the number of rows nor the number of threads. */
 typedef enum {
   PD_STORE = 0,    /* y [rows][n] in y_dtype */
   PD_ADD = 1,      /* y [rows][n] fp32: y += result (the residual stream) */
-  PD_SILU_MUL = 2, /* W holds gate and up rows interleaved by 16 (gate 0-15, up 0-15, gate 16-31, ...): y [rows][n/2] in y_dtype = silu(gate) * up */
+  /* W holds gate and up rows interleaved by 16 (gate 0-15, up 0-15, gate 16-31, ...): y [rows][n/2] in y_dtype =
+   * silu(gate) * up */
+  PD_SILU_MUL = 2,
   PD_GELU_MUL = 3, /* as PD_SILU_MUL with the tanh approximation of GELU */
   PD_GELU = 4      /* y [rows][n] in y_dtype = gelu(result), the tanh approximation */
 } pd_epilogue;
 
-PD_EXPORT int64_t pd_packed_bytes(int64_t n, int64_t k, int32_t dtype);             /* bytes of a packed weight; 64-byte aligned storage is the caller's */
-PD_EXPORT int pd_pack(pd_context *, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed); /* w [n][k] row-major in dtype; k may be odd */
+/* bytes of a packed weight; 64-byte aligned storage is the caller's */
+PD_EXPORT int64_t pd_packed_bytes(int64_t n, int64_t k, int32_t dtype);
+/* w [n][k] row-major in dtype; k may be odd */
+PD_EXPORT int pd_pack(pd_context *, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed);
 
-/* int8 weights: q = W * (127 / max |W|) of each output, to nearest even, and scale = max |W| / 127. When the kernel runs, x alike in groups
- * of 64 values of a row. y = epilogue((the sum over groups, in order, of (sum of q q) * scale of the group) * scale of the output + bias).
- * A group's sum is an integer that fp32 holds exactly and the rest has one order, so results without an activation are the
- * same on every instruction set. A row of x with an infinity or NaN in it gives NaN; a group whose values are all below 2^-120 counts as zeros. */
+/* int8 weights: q = W * (127 / max |W|) of each output, to nearest even, and scale = max |W| / 127. When the kernel
+ * runs, x alike in groups of 64 values of a row. y = epilogue((the sum over groups, in order, of (sum of q q) * scale
+ * of the group) * scale of the output + bias). A group's sum is an integer that fp32 holds exactly and the rest has one
+ * order, so results without an activation are the same on every instruction set. A row of x with an infinity or NaN in
+ * it gives NaN; a group whose values are all below 2^-120 counts as zeros. */
 typedef enum { PD_PLAIN = 0, PD_INT8 = 1 } pd_quantization;
 PD_EXPORT int64_t pd_packed_int8_bytes(int64_t n, int64_t k);                       /* as pd_packed_bytes */
-PD_EXPORT int pd_pack_int8(pd_context *, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed); /* w [n][k] in dtype */
-PD_EXPORT int pd_allow_vnni(pd_context *, int32_t allow); /* for tests. 0: do as without the instruction that multiplies bytes; 1 if it will be used */
+/* w [n][k] in dtype */
+PD_EXPORT int pd_pack_int8(pd_context *, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed);
+/* for tests. 0: do as without the instruction that multiplies bytes; 1 if it will be used */
+PD_EXPORT int pd_allow_vnni(pd_context *, int32_t allow);
 
 typedef struct {
   const int32_t *num_rows;
@@ -97,8 +112,9 @@ typedef struct {
 PD_EXPORT int pd_gemm(pd_context *, const pd_gemm_args *);
 
 /* ---- rows in and out of the residual stream, which is fp32 whatever the dtype */
-typedef struct { /* out[r] = table[token_ids[r]] * scale (+ position_table[positions[r]]), NaN where an id or a position is outside its
-                  * table; and the cache's token plane: token_plane[slots[r]] = token_ids[r] where slots[r] >= 0 */
+/* out[r] = table[token_ids[r]] * scale (+ position_table[positions[r]]), NaN where an id or a position is outside its
+ * table; and the cache's token plane: token_plane[slots[r]] = token_ids[r] where slots[r] >= 0 */
+typedef struct {
   const int32_t *num_rows;
   const int32_t *token_ids;
   const void *table;           /* [vocab][dim] in dtype */
@@ -125,7 +141,9 @@ typedef struct { /* out[r] = x[row_ids ? row_ids[r] : r] / sqrt(mean(x^2) + eps)
 } pd_rms_norm_args;
 PD_EXPORT int pd_rms_norm(pd_context *, const pd_rms_norm_args *);
 
-typedef struct { /* out[r] = (v - mean(v)) / sqrt(var(v) + eps) * weight + bias, over dim, with v = x[row_ids ? row_ids[r] : r]; var: the mean of squares */
+/* out[r] = (v - mean(v)) / sqrt(var(v) + eps) * weight + bias, over dim, with v = x[row_ids ? row_ids[r] : r]; var: the
+ * mean of squares */
+typedef struct {
   const int32_t *num_rows;
   const float *x;              /* [*][dim] */
   const float *weight;         /* [dim] */
@@ -141,12 +159,14 @@ PD_EXPORT int pd_layer_norm(pd_context *, const pd_layer_norm_args *);
 /* ---- the KV cache. Layer l's K starts at k_cache + l * layer_stride (in elements), V alike. */
 typedef struct { /* rotate q and k of each row by its position and write k and v to its slot; q to q_out */
   const int32_t *num_rows;
-  const void *qkv;             /* [rows][(q_heads + 2 * kv_heads) * head_dim] in dtype: all q, then all k, then all v heads */
+  /* [rows][(q_heads + 2 * kv_heads) * head_dim] in dtype: all q, then all k, then all v heads */
+  const void *qkv;
   void *q_out;                 /* [rows][q_heads * head_dim] in dtype */
   void *k_cache, *v_cache;     /* of this layer */
   const int32_t *positions;    /* [rows] */
   const int32_t *slots;        /* [rows]; -1: nothing is written (the row only reads) */
-  const float *cos_sin;        /* [max_position][rotary_dim]: cos of rotary_dim/2 frequencies, then sin; NULL: no rotation */
+  /* [max_position][rotary_dim]: cos of rotary_dim/2 frequencies, then sin; NULL: no rotation */
+  const float *cos_sin;
   const float *q_norm, *k_norm; /* [head_dim] RMS norm over each head before rotation, or NULL */
   int32_t q_heads, kv_heads, head_dim, rotary_dim, block_size, dtype;
   int32_t interleaved;         /* 0: pairs (i, i + rotary_dim/2) as in Llama; 1: pairs (2i, 2i + 1) as in GPT-J */
@@ -154,7 +174,8 @@ typedef struct { /* rotate q and k of each row by its position and write k and v
 } pd_rope_kv_write_args;
 PD_EXPORT int pd_rope_kv_write(pd_context *, const pd_rope_kv_write_args *);
 
-typedef struct { /* for i = 0, 1, ... in order, in every layer and head: slot dst[i] = slot src[i]; the token plane too */
+/* for i = 0, 1, ... in order, in every layer and head: slot dst[i] = slot src[i]; the token plane too */
+typedef struct {
   const int32_t *num_moves;
   const int32_t *src, *dst;    /* [num_moves] slots */
   void *k_cache, *v_cache;     /* of layer 0 */
@@ -165,12 +186,12 @@ typedef struct { /* for i = 0, 1, ... in order, in every layer and head: slot ds
 PD_EXPORT int pd_kv_copy(pd_context *, const pd_kv_copy_args *);
 
 /* ---- attention: a plan once a step (for each kind of layer), then one run a layer.
- * Branch b has rows row_indptr[b] .. row_indptr[b+1]: first a chain (parents < 0), then the nodes of a draft tree. The tokens
- * it may see lie in the slots 0 .. kv_len[b]-1 of its block table; its rows are the last of them, one slot a row.
- *   chain row: sees every slot up to its own. Position = its slot index.
- *   node row: parents[r] = the row of its parent, relative to the branch's first row. Sees all slots before the first node's,
- *   then its ancestors and itself. Position = its parent's + 1 (several nodes may share one).
- * A row's keys are reduced by position: tile = position / 64, chunk = position / 512. */
+ * Branch b has rows row_indptr[b] .. row_indptr[b+1]: first a chain (parents < 0), then the nodes of a draft tree. The
+ * tokens it may see lie in the slots 0 .. kv_len[b]-1 of its block table; its rows are the last of them, one slot a
+ * row. chain row: sees every slot up to its own. Position = its slot index. node row: parents[r] = the row of its
+ * parent, relative to the branch's first row. Sees all slots before the first node's, then its ancestors and itself.
+ * Position = its parent's + 1 (several nodes may share one). A row's keys are reduced by position: tile = position /
+ * 64, chunk = position / 512. */
 typedef struct {
   int32_t q_heads, kv_heads, head_dim, block_size, dtype;
   int32_t window;              /* a row at position p sees positions > p - window; 0: all */
@@ -189,7 +210,8 @@ typedef struct pd_plan pd_plan; /* of no context: any may fill it, and any carry
 PD_EXPORT pd_plan *pd_plan_new(void);
 PD_EXPORT void pd_plan_free(pd_plan *);
 PD_EXPORT int pd_attn_plan(pd_context *, pd_plan *, const pd_attn_shape *, const pd_attn_batch *);
-PD_EXPORT int pd_plan_view(const pd_plan *, const int32_t **words, int64_t *num_words); /* the flat, relocatable form: docs in csrc/plan/plan.h */
+/* the flat, relocatable form: docs in csrc/plan/plan.h */
+PD_EXPORT int pd_plan_view(const pd_plan *, const int32_t **words, int64_t *num_words);
 typedef struct {
   const int32_t *num_rows;     /* must equal the plan's */
   pd_plan *plan;
@@ -208,17 +230,20 @@ typedef struct { /* x = cap * tanh(x / cap), in place */
 } pd_soft_cap_args;
 PD_EXPORT int pd_soft_cap(pd_context *, const pd_soft_cap_args *);
 
-/* Rules of a request, carried out in the order of the steps on each of its rows. A row's history is the tokens that it sees, itself
- * included, as pd_attn_batch says; all arithmetic is fp32. Token ids outside the vocabulary are passed over.
+/* Rules of a request, carried out in the order of the steps on each of its rows. A row's history is the tokens that it
+ * sees, itself included, as pd_attn_batch says; all arithmetic is fp32. Token ids outside the vocabulary are passed
+ * over.
  *   1. logits of all tokens that are not allowed become -inf
  *   2. where the history ends with all but the last token of a word, the last becomes -inf
  *   3. biases are added, each token once
  *   4. where a token would repeat an n-gram of the history, it becomes -inf
  *   5. of every token in the history, z > 0 becomes z / repetition_penalty, another z * repetition_penalty
- *   6. of a token that stands c > 0 times behind the prompt, z becomes (z - frequency_penalty * c) - presence_penalty */
+ *   6. of a token that stands c > 0 times behind the prompt, z becomes (z - frequency_penalty * c) - presence_penalty
+ */
 typedef struct {
   const int32_t *allowed;      /* [num_allowed] */
-  const int32_t *word_indptr;  /* [num_words + 1]: word w is word_tokens[word_indptr[w]] .. word_tokens[word_indptr[w + 1] - 1] */
+  /* [num_words + 1]: word w is word_tokens[word_indptr[w]] .. word_tokens[word_indptr[w + 1] - 1] */
+  const int32_t *word_indptr;
   const int32_t *word_tokens;
   const int32_t *bias_tokens;  /* [num_biases] */
   const float *bias_values;    /* [num_biases] */
@@ -236,7 +261,8 @@ typedef struct {
   const int32_t *prompt_lengths; /* [num_rows]: tokens of the history that were not generated */
   const int32_t *branches;     /* [num_rows] */
   const int32_t *query_rows;   /* [num_rows]: rows of the forward, each of its branch */
-  const int32_t *row_indptr, *kv_len, *block_table, *parents; /* of the forward, as in pd_attn_batch; parents may be NULL */
+  /* of the forward, as in pd_attn_batch; parents may be NULL */
+  const int32_t *row_indptr, *kv_len, *block_table, *parents;
   const int32_t *token_plane;
   int32_t num_rules, num_branches, table_stride, block_size, vocab, reserved;
 } pd_process_logits_args;
@@ -261,8 +287,8 @@ typedef struct { /* the k largest logits of each row in descending order, and lo
 } pd_topk_lse_args;
 PD_EXPORT int pd_topk_lse(pd_context *, const pd_topk_lse_args *);
 
-/* One draw: Gumbel-max over the processed distribution of one row. z = logits / temperature; keep the top_k largest (0: all);
- * of these the smallest set whose softmax mass reaches top_p; of these every token with p >= min_p * max p; then
+/* One draw: Gumbel-max over the processed distribution of one row. z = logits / temperature; keep the top_k largest (0:
+ * all); of these the smallest set whose softmax mass reaches top_p; of these every token with p >= min_p * max p; then
  * argmax(log p + G(seed, stream, position, token)). temperature 0: the plain argmax. */
 typedef struct {
   uint64_t seed, stream;
@@ -277,9 +303,11 @@ typedef struct {
   int32_t vocab, reserved;
 } pd_sample_args;
 PD_EXPORT int pd_sample(pd_context *, const pd_sample_args *);
-/* The noise itself: out[t] = G(seed, stream, position, first_token + t). Philox4x32-10 (Salmon et al. 2011), key = seed,
- * counter = (stream low, stream high, position, token / 4), word token % 4; u = ((word >> 8) + 0.5) * 2^-24; G = -log(-log(u)). */
-PD_EXPORT int pd_gumbel(pd_context *, uint64_t seed, uint64_t stream, int32_t position, int32_t first_token, int32_t num_tokens, float *out);
+/* The noise itself: out[t] = G(seed, stream, position, first_token + t). Philox4x32-10 (Salmon et al. 2011), key =
+ * seed, counter = (stream low, stream high, position, token / 4), word token % 4; u = ((word >> 8) + 0.5) * 2^-24; G =
+ * -log(-log(u)). */
+PD_EXPORT int pd_gumbel(pd_context *, uint64_t seed, uint64_t stream, int32_t position, int32_t first_token,
+                        int32_t num_tokens, float *out);
 
 /* ---- a constant list of kernels, carried out in order in one parallel region */
 typedef enum {
@@ -291,8 +319,10 @@ typedef struct { int32_t kind, reserved; const void *args; } pd_op;
 PD_EXPORT int pd_run(pd_context *, const pd_op *ops, int64_t num_ops);
 
 /* ---- probes: what this machine allows (benchmarks/, pagedec doctor) */
-PD_EXPORT double pd_probe_read(pd_context *, const void *data, int64_t bytes, int32_t repeats);  /* best GB/s of reading `bytes` with every thread */
-PD_EXPORT double pd_probe_dot(pd_context *, int32_t dtype, double seconds);                      /* GFLOP/s of the dot-product instruction from registers */
+/* best GB/s of reading `bytes` with every thread */
+PD_EXPORT double pd_probe_read(pd_context *, const void *data, int64_t bytes, int32_t repeats);
+/* GFLOP/s of the dot-product instruction from registers */
+PD_EXPORT double pd_probe_dot(pd_context *, int32_t dtype, double seconds);
 
 #ifdef __cplusplus
 }

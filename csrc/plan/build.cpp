@@ -21,7 +21,8 @@ struct Segment {  // one branch's rows in a piece
 
 class Builder {
  public:
-  Builder(PlanDraft &p, Header &h, const pd_attn_shape &s, const pd_attn_batch &b, int workers) : p_(p), h_(h), s_(s), b_(b), workers_(workers) {}
+  Builder(PlanDraft &p, Header &h, const pd_attn_shape &s, const pd_attn_batch &b, int workers)
+      : p_(p), h_(h), s_(s), b_(b), workers_(workers) {}
   int build();
 
  private:
@@ -44,7 +45,7 @@ class Builder {
   const pd_attn_batch &b_;
   const int workers_;
   std::vector<int> row_ids_, ends_, paths_;     // by batch row, each branch's in packed order; a row's path, -1: none
-  std::vector<int> num_plain_, base_;           // by branch; base: position of the first node, INT_MAX if all rows are plain
+  std::vector<int> num_plain_, base_;  // by branch; base: position of the first node, INT_MAX if all rows are plain
   std::vector<int> order_, shared_tiles_;       // branches; whole tiles shared with the branch before
   std::vector<int> packed_paths_;               // as p_.rows
   std::vector<Segment> segments_;
@@ -68,9 +69,11 @@ void Builder::place_rows(int branch) {
 
 // Depth first, so that in a gathered tile only the new node's slot differs from one row to the next.
 void Builder::place_tree(int branch, int chain) {
-  const int row0 = b_.row_indptr[branch], nodes = num_rows(branch) - chain, base = b_.kv_len[branch] - nodes, size = s_.block_size;
+  const int row0 = b_.row_indptr[branch], nodes = num_rows(branch) - chain, base = b_.kv_len[branch] - nodes,
+            size = s_.block_size;
   const int32_t *parents = b_.parents + row0 + chain, *blocks = table(branch);
-  std::vector<int> first(nodes + 1, -1), next(nodes, -1), depth(nodes, 0), stack;  // first[0]: of the last chain row, then by node
+  std::vector<int> first(nodes + 1, -1), next(nodes, -1), depth(nodes, 0),
+      stack;  // first[0]: of the last chain row, then by node
   auto up = [&](int k) { return parents[k] - chain; };                             // -1: the last chain row
   for (int k = nodes - 1; k >= 0; k--) {
     next[k] = first[up(k) + 1];
@@ -109,7 +112,8 @@ void Builder::order_branches() {
   if (!b_.share) return;
   auto in_order = [&](int x) { return std::min(b_.kv_len[x], base_[x]); };
   std::sort(order_.begin(), order_.end(), [&](int x, int y) {
-    const int lx = in_order(x), ly = in_order(y), c = memcmp(table(x), table(y), (size_t)(std::min(lx, ly) / s_.block_size) * 4);
+    const int lx = in_order(x), ly = in_order(y),
+              c = memcmp(table(x), table(y), (size_t)(std::min(lx, ly) / s_.block_size) * 4);
     return c ? c < 0 : lx != ly ? lx < ly : x < y;
   });
   for (int i = 1; i < n; i++) {
@@ -153,7 +157,8 @@ void Builder::add_units(int tile, int i, int j) {
   const int lo = tile * TILE, hi = lo + TILE;
   const Segment &g = segments_[i], &last = segments_[j - 1];
   if (base_[g.branch] < hi) {  // tiles with nodes off the table's order are never shared
-    if (g.num_plain && g.begin < hi && g.plain_end > lo) add_unit(tile, g.branch, g.at, g.at + g.num_plain, g.begin, g.plain_end);
+    if (g.num_plain && g.begin < hi && g.plain_end > lo)
+      add_unit(tile, g.branch, g.at, g.at + g.num_plain, g.begin, g.plain_end);
     for (int r = g.num_plain; r < g.num_rows; r++) add_path_unit(tile, g.branch, g.at + r);
     return;
   }
@@ -223,7 +228,8 @@ void Builder::cut_pieces() {
     int r = rows(i), total = r, j = i + 1, end = i + 1;
     if (r > step) {
       const int pieces = (r + step - 1) / step;
-      for (int x = 0; x < pieces; x++) add_piece(i, i + 1, (int)((int64_t)r * x / pieces), (int)((int64_t)r * (x + 1) / pieces));
+      for (int x = 0; x < pieces; x++)
+        add_piece(i, i + 1, (int)((int64_t)r * x / pieces), (int)((int64_t)r * (x + 1) / pieces));
       i++;
       continue;
     }
@@ -245,8 +251,8 @@ int Builder::build() {
   order_branches();
   cut_pieces();
   if (bad_branch_ >= 0)
-    return fail("pd_attn_plan: block_table[%d][%d] is %d; a block that a row sees must be 0 to %d", bad_branch_, bad_block_,
-                table(bad_branch_)[bad_block_], INT_MAX / s_.block_size - 1);
+    return fail("pd_attn_plan: block_table[%d][%d] is %d; a block that a row sees must be 0 to %d", bad_branch_,
+                bad_block_, table(bad_branch_)[bad_block_], INT_MAX / s_.block_size - 1);
   return 0;
 }
 

@@ -1,25 +1,31 @@
 // The attention plan of one step: what every layer of a kind repeats, on any device.
 //
-// A plan is one flat, relocatable array of int32 words (pd_plan_view): a Header, then sections at word offsets from the start.
-//   rows     the batch's rows in packed order: neighbours share physical blocks, a tree's nodes stand in depth-first order
+// A plan is one flat, relocatable array of int32 words (pd_plan_view): a Header, then sections at word offsets from the
+// start.
+//   rows     the batch's rows in packed order: neighbours share physical blocks, a tree's nodes stand in depth-first
+//            order
 //   pieces   runs of rows that are computed together
 //   units    of each piece, ascending by tile: one tile of 64 positions and the rows that read it
-//   items    (piece, chunk): the units of one chunk of 512 positions. The work item of a CUDA thread block for one virtual head
-//   spans    (piece, virtual head, run of items): the work of a CPU thread, ordered by worker; worker_indptr gives each its share
+//   items    (piece, chunk): the units of one chunk of 512 positions. The work item of a CUDA thread block for one
+//            virtual head
+//   spans    (piece, virtual head, run of items): the work of a CPU thread, ordered by worker; worker_indptr gives each
+//            its share
 //   splits   rows whose chunks went to several spans, as indices into rows
 //   paths    slots (block * block_size + offset) of the positions that a tree node does not find in its table's order
 //
-// A virtual head is a part of the query heads that one kv head serves: v = kv_head * head_parts + part, and the part holds the
-// group's heads [group * part / head_parts, group * (part + 1) / head_parts). A piece's packed rows are rows x heads of the part,
-// row-major; CUDA cuts them into tiles of 16. Rows [row0, row1) of a unit read the same slots, so a tile is fetched once for them.
+// A virtual head is a part of the query heads that one kv head serves: v = kv_head * head_parts + part, and the part
+// holds the group's heads [group * part / head_parts, group * (part + 1) / head_parts). A piece's packed rows are rows
+// x heads of the part, row-major; CUDA cuts them into tiles of 16. Rows [row0, row1) of a unit read the same slots, so
+// a tile is fetched once for them.
 //
-// A row at packed index i sees positions [begin, end). It folds the chunks begin/512 ... (end-1)/512 left to right; a chunk
-// starts afresh, and inside it tiles follow each other in ascending order. With one block per item a row of several chunks puts
-// (o, m, l) of chunk c into workspace[partial + c - begin/512], and whoever comes last folds them in that order. A CPU worker
-// folds inside its span and uses its own, smaller workspace (`split`) for the rows in splits alone. Nothing of this changes a bit.
+// A row at packed index i sees positions [begin, end). It folds the chunks begin/512 ... (end-1)/512 left to right; a
+// chunk starts afresh, and inside it tiles follow each other in ascending order. With one block per item a row of
+// several chunks puts (o, m, l) of chunk c into workspace[partial + c - begin/512], and whoever comes last folds them
+// in that order. A CPU worker folds inside its span and uses its own, smaller workspace (`split`) for the rows in
+// splits alone. Nothing of this changes a bit.
 //
-// The words are all that there is to a plan: who carries it out brings the workspaces, and any number of workers may, whatever number it
-// was made for.
+// The words are all that there is to a plan: who carries it out brings the workspaces, and any number of workers may,
+// whatever number it was made for.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -31,7 +37,8 @@ namespace pagedec {
 constexpr int TILE = 64, CHUNK = 512, CHUNK_TILES = CHUNK / TILE;
 constexpr int MIN_BLOCK = 8, MAX_TILE_BLOCKS = TILE / MIN_BLOCK;
 constexpr int MAX_HEAD_DIM = 256;
-constexpr int ROWS_MAX = 48;  // packed rows of a piece: q, o, l of 48 rows of 64 and one tile stay near L1 (96 rows: 2-20 % slower)
+// packed rows of a piece: q, o, l of 48 rows of 64 and one tile stay near L1 (96 rows: 2-20 % slower)
+constexpr int ROWS_MAX = 48;
 
 constexpr int SPANS_A_WORKER = 4;  // to aim for (8: 64 beams 3-33 % slower, no gain elsewhere)
 
@@ -72,7 +79,8 @@ struct Span { int32_t piece, head, item0, num_items; };  // head: virtual
 
 }  // namespace plan
 
-// A plan in the making: its sections apart. Of a context, so that planning a step allocates nothing that the step before had.
+// A plan in the making: its sections apart. Of a context, so that planning a step allocates nothing that the step
+// before had.
 struct PlanDraft {
   std::vector<plan::Row> rows;
   std::vector<plan::Piece> pieces;

@@ -1,5 +1,5 @@
-// How a CPU's threads share a plan: long pieces are cut at chunk boundaries, and the parts are dealt out longest first. A static
-// partition: it depends on the plan alone, and no bit of a result depends on it.
+// How a CPU's threads share a plan: long pieces are cut at chunk boundaries, and the parts are dealt out longest first.
+// A static partition: it depends on the plan alone, and no bit of a result depends on it.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -23,10 +23,13 @@ class Spans {
   float item_cost(const Item &item) const {
     const int heads = (h_.group + h_.head_parts - 1) / h_.head_parts;
     float sum = 0;
-    for (int u = item.unit0; u < item.unit0 + item.num_units; u++) sum += (float)std::max(UNIT_FLOOR, (p_.units[u].row1 - p_.units[u].row0) * heads);
+    for (int u = item.unit0; u < item.unit0 + item.num_units; u++)
+      sum += (float)std::max(UNIT_FLOOR, (p_.units[u].row1 - p_.units[u].row0) * heads);
     return sum;
   }
-  float sum(int item0, int n) const { return std::accumulate(costs_.begin() + item0, costs_.begin() + item0 + n, (float)PIECE_COST); }
+  float sum(int item0, int n) const {
+    return std::accumulate(costs_.begin() + item0, costs_.begin() + item0 + n, (float)PIECE_COST);
+  }
   void split_rows(const Piece &piece, int last_chunk);
   void deal();
 
@@ -78,7 +81,8 @@ void Spans::cut() {
     costs_.push_back(item_cost(item));
     total += costs_.back();
   }
-  const float target = (total + (float)(PIECE_COST * p_.pieces.size())) * (float)heads / (float)(SPANS_A_WORKER * workers_);
+  const float target =
+      (total + (float)(PIECE_COST * p_.pieces.size())) * (float)heads / (float)(SPANS_A_WORKER * workers_);
   for (int i = 0; i < (int)p_.pieces.size(); i++) {
     const Piece &piece = p_.pieces[i];
     const int n = piece.num_items, want = (int)std::ceil(sum(piece.item0, n) / target);

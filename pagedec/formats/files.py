@@ -10,7 +10,8 @@ from pagedec.errors import ModelFileError
 
 HALF_PAIR = rb"\ud"  # JSON may spell what no text can hold
 MAX_JSON_BYTES = 64 << 20
-"""Of a configuration or a shard index: the index of the largest models has 10 MB, and parsing takes many times the size."""
+"""Of a configuration or a shard index: the index of the largest models has 10 MB, and parsing takes many times the
+size."""
 
 
 def file_size(path: Path) -> int:

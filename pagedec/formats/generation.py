@@ -30,8 +30,8 @@ KNOWN = tuple(_FIELDS)
 def recommended(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return a generation configuration's values by the names of SamplingParams' fields.
 
-    Fields that are missing, null or of no use here are left out. `do_sample` false is temperature 0 whatever temperature stands
-    beside it. Raises `InvalidArgument` naming field, value and limit.
+    Fields that are missing, null or of no use here are left out. `do_sample` false is temperature 0 whatever
+    temperature stands beside it. Raises `InvalidArgument` naming field, value and limit.
     """
     values = {
         field: rule.check(name, content[name])
@@ -47,8 +47,8 @@ def recommended(content: Mapping[str, Any]) -> dict[str, Any]:
 def read_generation_config(path: Path) -> dict[str, Any]:
     """Return the `recommended` values of a generation_config.json, {} where there is none.
 
-    `path` is a model directory, or the file itself; next to a .gguf file nothing is looked for. Raises ModelFileError naming
-    file, field, value and limit.
+    `path` is a model directory, or the file itself; next to a .gguf file nothing is looked for. Raises ModelFileError
+    naming file, field, value and limit.
     """
     file = path if path.name == FILE_NAME else path / FILE_NAME
     if not file.is_file():
@@ -60,7 +60,8 @@ def read_generation_config(path: Path) -> dict[str, Any]:
 
 
 def read_end_ids(directory: Path) -> list[int]:
-    """Return the tokens that end a text by a directory's generation_config.json, or where that names none by its config.json."""
+    """Return the tokens that end a text by a directory's generation_config.json, or where that names none by its
+    config.json."""
     found = None
     for name in (FILE_NAME, "config.json"):
         file = directory / name

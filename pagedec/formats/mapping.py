@@ -17,8 +17,8 @@ UNRELEASED = 64 << 20
 class MappedFile:
     """The first `num_bytes` of a file, privately: read page by page when touched, never written back.
 
-    What was packed needs no second copy in memory: pages are given up as loading goes on. A view stays valid all the same,
-    its pages are read again when it is touched.
+    What was packed needs no second copy in memory: pages are given up as loading goes on. A view stays valid all the
+    same, its pages are read again when it is touched.
     """
 
     def __init__(self, path: Path, num_bytes: int) -> None:

@@ -126,8 +126,8 @@ def _check_revision(field: str, revision: str | None, name: str, is_preset: bool
 
 
 def resolve_tokenizer(name: str, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """Find a tokenizer alone: a directory, a tokenizer.json, a .gguf, "smollm2" or a hub id, of which alone there are revisions;
-    what is fetched is kept in `download_dir`, or where the hub's client keeps things."""
+    """Find a tokenizer alone: a directory, a tokenizer.json, a .gguf, "smollm2" or a hub id, of which alone there are
+    revisions; what is fetched is kept in `download_dir`, or where the hub's client keeps things."""
     path = _local("tokenizer", name)
     _check_revision("tokenizer_revision", revision, name)
     if path.exists() or path.suffix in (".gguf", ".json"):
@@ -142,8 +142,8 @@ def resolve_model(
 ) -> ModelFiles:
     """Find a model: None or "smollm2" (embedded), a .gguf, a directory, a hub id; with "dummy" also a preset's name.
 
-    `revision`: a hub id's branch, tag or commit. `download_dir`: where what is fetched is kept, if not where the hub's client
-    keeps things.
+    `revision`: a hub id's branch, tag or commit. `download_dir`: where what is fetched is kept, if not where the hub's
+    client keeps things.
     """
     if load_format not in LOAD_FORMATS:
         raise InvalidArgument("load_format", load_format, f"must be one of {', '.join(LOAD_FORMATS)}")

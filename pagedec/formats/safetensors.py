@@ -1,9 +1,10 @@
 """Weights in safetensors files, single or sharded; every header is checked before anything is mapped.
 
-A reader of its own beside the `safetensors` library, which costs as much time at start-up (2.6 s to the default model's first
-token either way) but says less and holds more. What it refuses it does not name: neither tensor nor value nor limit. A header
-that has a tensor twice it opens. And it does not tell where a tensor lies, so that the pages of its mapping cannot be given up
-while weights are packed: the default model's stay in memory a second time (358 MB of file pages at the end, 99 MB here).
+A reader of its own beside the `safetensors` library, which costs as much time at start-up (2.6 s to the default model's
+first token either way) but says less and holds more. What it refuses it does not name: neither tensor nor value nor
+limit. A header that has a tensor twice it opens. And it does not tell where a tensor lies, so that the pages of its
+mapping cannot be given up while weights are packed: the default model's stay in memory a second time (358 MB of file
+pages at the end, 99 MB here).
 """
 
 from __future__ import annotations

@@ -125,7 +125,8 @@ def check_names(
 
 
 def check_weights(source: WeightSource, shapes: Mapping[str, tuple[int, ...]], optional: Collection[str] = ()) -> None:
-    """Raise ModelFileError unless `source` holds exactly the named tensors with exactly these shapes, as floating point."""
+    """Raise ModelFileError unless `source` holds exactly the named tensors with exactly these shapes, as floating
+    point."""
     check_names(shapes, source.names(), source.path, optional)
     wrong = [
         f"{name} has shape {list(source.shape(name))}, the model configuration needs {list(shape)}"

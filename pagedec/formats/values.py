@@ -34,7 +34,8 @@ def layer_count(field: str, value: object) -> None:
 
 
 def positive_number(field: str, value: object) -> None:
-    """Raise InvalidArgument unless the value is a finite number greater than 0, also as a float: JSON has longer integers."""
+    """Raise InvalidArgument unless the value is a finite number greater than 0, also as a float: JSON has longer
+    integers."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise InvalidArgument(field, value, "must be a finite number greater than 0")
 

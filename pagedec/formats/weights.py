@@ -26,8 +26,9 @@ def open_weights(
 ) -> WeightSource:
     """Open a model's weights and check that they are exactly those of `shapes`; no weight is read for the check.
 
-    `dtype` is what the caller computes in: dummy weights have it, and a GGUF file is converted to it once. `renamed` is how
-    names in safetensors files become those of `shapes` (see RenamedSource); `norm_value` is the value of dummy norms.
+    `dtype` is what the caller computes in: dummy weights have it, and a GGUF file is converted to it once. `renamed` is
+    how names in safetensors files become those of `shapes` (see RenamedSource); `norm_value` is the value of dummy
+    norms.
     """
     source: WeightSource
     if files.weights is None:

@@ -32,7 +32,8 @@ def advise(memory: mmap.mmap, advice: str) -> None:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A mapped tensor in small pages, so that touching a byte takes 4 KB and not 2 MB; unlike torch.zeros it touches none."""
+    """A mapped tensor in small pages, so that touching a byte takes 4 KB and not 2 MB; unlike torch.zeros it touches
+    none."""
     count = 1
     for size in shape:
         count *= size
@@ -66,8 +67,8 @@ class Arena:
         return out
 
     def settle(self) -> None:
-        """Let the system put what was written into huge pages, in the background: written into them at once, 270 MB take some
-        virtual machines half a second longer."""
+        """Let the system put what was written into huge pages, in the background: written into them at once, 270 MB
+        take some virtual machines half a second longer."""
         for memory in self._mappings:
             advise(memory, "MADV_HUGEPAGE")
         self._mappings.clear()

@@ -139,11 +139,12 @@ class Program(Protocol):
 
 
 class ReadOut(Protocol):
-    """One forward's answers, filled piece by piece. Logits stay where they are; what comes back are small host arrays."""
+    """One forward's answers, filled piece by piece. Logits stay where they are; what comes back are small host
+    arrays."""
 
     def read(self, logits: torch.Tensor, start: int) -> None:
-        """Answer what is asked of the read-out rows `start` .. `start + len(logits) - 1`, whose logits fp32 [n, vocab] are given, and
-        may be changed in place. Raises ValueError where masks are due and others or none were given."""
+        """Answer what is asked of the read-out rows `start` .. `start + len(logits) - 1`, whose logits fp32 [n, vocab]
+        are given, and may be changed in place. Raises ValueError where masks are due and others or none were given."""
 
     def answers(self) -> LaneAnswers:
         """All of them, when every piece has been read."""
@@ -161,8 +162,8 @@ class Backend(Protocol):
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: str | None = None) -> Any:
         """Take a [n, k] weight into the backend's form. Gated weights are interleaved by the caller.
 
-        quantization "int8": each output's row as integers of -127 .. 127 and one scale, from the weight in the numbers given;
-        rows of x alike in groups of 64 when the layer runs. None: in the backend's dtype.
+        quantization "int8": each output's row as integers of -127 .. 127 and one scale, from the weight in the numbers
+        given; rows of x alike in groups of 64 when the layer runs. None: in the backend's dtype.
         """
 
     def settle(self) -> None:
@@ -176,20 +177,21 @@ class Backend(Protocol):
         """Slot dst[i] = slot src[i] for i = 0, 1, ... in order, in every layer and head, and in the token plane."""
 
     def rules(self, processing: LogitsRules, vocab_size: int) -> Any:
-        """A request's rules in the backend's own form. Raises InvalidArgument for what has no meaning for this vocabulary."""
+        """A request's rules in the backend's own form. Raises InvalidArgument for what has no meaning for this
+        vocabulary."""
 
     def read_out(
         self, forward: LaneForward, cache: CacheTensors, rules: Mapping[int, Any], masks: Masks | None = None
     ) -> ReadOut:
-        """Begin to answer what a forward asks. `cache` is the one that its rows were evaluated in; `rules` has the backend's form of
-        all rules that it names, `masks` what `masked_rows` are masked with."""
+        """Begin to answer what a forward asks. `cache` is the one that its rows were evaluated in; `rules` has the
+        backend's form of all rules that it names, `masks` what `masked_rows` are masked with."""
 
     # ---- parts of a read-out
     def process_logits(
         self, logits: torch.Tensor, start: int, forward: LaneForward, cache: CacheTensors, rules: Mapping[int, Any]
     ) -> None:
-        """Apply the rules that `forward.processing` names in place to logits fp32 [n, vocab], the read-out rows `start` ..
-        `start + n - 1`. Histories are read from the cache's token plane."""
+        """Apply the rules that `forward.processing` names in place to logits fp32 [n, vocab], the read-out rows `start`
+        .. `start + n - 1`. Histories are read from the cache's token plane."""
 
     def sample(self, logits: torch.Tensor, draws: np.ndarray) -> np.ndarray:
         """One token for each draw (DRAW_DTYPE) from logits fp32 [num_rows, vocab]: int32 [num_draws]."""

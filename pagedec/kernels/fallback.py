@@ -1,4 +1,5 @@
-"""The kernels' meaning as a backend: what runs where nothing could be compiled, and what the compiled kernels are compared with.
+"""The kernels' meaning as a backend: what runs where nothing could be compiled, and what the compiled kernels are
+compared with.
 
 Slow, and exact in the same sense: a row's bits do not depend on its neighbours.
 """
@@ -151,7 +152,8 @@ class ReferenceProgram:
 
 
 class ReferenceBackend:
-    """Everything in torch and numpy. `varying` holds the linear shapes (n, k) of which torch does not keep a row's bits."""
+    """Everything in torch and numpy. `varying` holds the linear shapes (n, k) of which torch does not keep a row's
+    bits."""
 
     def __init__(self, dtype: torch.dtype, quantization: str | None = None) -> None:
         self.name, self.dtype, self.quantization = "reference", dtype, checked_quantization(quantization)

@@ -43,9 +43,12 @@ from pagedec.kernels.records import (
 )
 
 __all__ = [
-    "ABI_VERSION", "DRAW_DTYPE", "EMULATED_ISA", "ISAS", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape",
-    "Context", "Draw", "Dtype", "EmbedArgs", "Epilogue", "GemmArgs", "KernelError", "KvCopyArgs", "LayerNormArgs", "Library",
-    "LibraryNotFound", "Op", "OpKind", "ProcessLogitsArgs", "OpList", "Quantization", "RmsNormArgs", "RopeKvWriteArgs", "Rules",
+    "ABI_VERSION", "DRAW_DTYPE", "EMULATED_ISA", "ISAS", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch",
+    "AttnShape",
+    "Context", "Draw", "Dtype", "EmbedArgs", "Epilogue", "GemmArgs", "KernelError", "KvCopyArgs", "LayerNormArgs",
+    "Library",
+    "LibraryNotFound", "Op", "OpKind", "ProcessLogitsArgs", "OpList", "Quantization", "RmsNormArgs", "RopeKvWriteArgs",
+    "Rules",
     "SampleArgs", "SoftCapArgs", "TopkLseArgs", "available_isas", "built_isas", "library_directories", "load",
     "loadable_isas",
 ]  # fmt: skip
@@ -109,7 +112,8 @@ class AttentionPlan:
 class Context:
     """Where kernels compute: a device, how many threads, and the memory that they work in; freed with this object.
 
-    One thread at a time works in a context; any number of contexts work side by side. The methods check the functions' status.
+    One thread at a time works in a context; any number of contexts work side by side. The methods check the functions'
+    status.
     """
 
     __slots__ = ("_functions", "_kernels", "handle", "library")
@@ -278,7 +282,8 @@ def built_isas(directory: Path | None = None) -> tuple[str, ...]:
 
 
 def available_isas(directory: Path | None = None) -> tuple[str, ...]:
-    """Return the instruction sets that are built and that this processor runs, the poorest first; never the emulated one."""
+    """Return the instruction sets that are built and that this processor runs, the poorest first; never the emulated
+    one."""
     paths = _paths(directory)
     if "scalar" not in paths:
         return ()
@@ -287,7 +292,8 @@ def available_isas(directory: Path | None = None) -> tuple[str, ...]:
 
 
 def loadable_isas(directory: Path | None = None) -> tuple[str, ...]:
-    """Return what `load` takes by name: the available instruction sets, then the emulated one where it is built and runs."""
+    """Return what `load` takes by name: the available instruction sets, then the emulated one where it is built and
+    runs."""
     paths = _paths(directory)
     if "scalar" not in paths:
         return ()

@@ -1,4 +1,5 @@
-"""From a forward's last rows to small host answers, where the host can read logits: what the CPU's backends answer with."""
+"""From a forward's last rows to small host answers, where the host can read logits: what the CPU's backends answer
+with."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ class HostReadOut:
     def read(self, logits: torch.Tensor, start: int) -> None:
         """Answer what is asked of the read-out rows `start` .. `start + len(logits) - 1`, whose logits are given.
 
-        Log-probabilities and reports are of the model's own logits. Only then are logits processed, tokens masked and banned, in
-        place, and top k and draws taken.
+        Log-probabilities and reports are of the model's own logits. Only then are logits processed, tokens masked and
+        banned, in place, and top k and draws taken.
         """
         forward, stop = self._forward, start + len(logits)
         whole = start == 0 and stop == len(forward.read_rows)

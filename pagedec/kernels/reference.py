@@ -28,8 +28,8 @@ def embed(
     position_table: Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return table[token_ids] * scale (+ position_table[positions]), NaN where an id or a position is outside its table;
-    note the ids in the token plane."""
+    """Return table[token_ids] * scale (+ position_table[positions]), NaN where an id or a position is outside its
+    table; note the ids in the token plane."""
     if slots is not None and token_plane is not None:
         written = slots >= 0
         token_plane[slots[written].long()] = token_ids[written].to(token_plane.dtype)

@@ -1,4 +1,5 @@
-"""The meaning of paged attention in torch: what the compiled kernel is tested against, and what runs without a compiler.
+"""The meaning of paged attention in torch: what the compiled kernel is tested against, and what runs without a
+compiler.
 
 Every row is computed by itself, by operations whose shapes follow from the row's own position alone, so that its bits
 depend on nothing else in the batch.

@@ -1,4 +1,5 @@
-"""The meaning of pd_gemm in torch, the order of gate and up rows, and the linear layer of machines without a compiler."""
+"""The meaning of pd_gemm in torch, the order of gate and up rows, and the linear layer of machines without a
+compiler."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def linear(
     y_dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return epilogue(x W^T + bias) as y_dtype; with ADD, y plus that. For judging kernels: rows may vary with the batch."""
+    """Return epilogue(x W^T + bias) as y_dtype; with ADD, y plus that. For judging kernels: rows may vary with the
+    batch."""
     product = x.to(compute_dtype) @ weight.to(compute_dtype).T
     if bias is not None:
         product = product + bias.to(compute_dtype)
@@ -69,7 +71,8 @@ INT8_GROUP = 64  # values of a row of x that share a scale; their products' sum 
 def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return (q [rows, k] fp32 integers of -127 .. 127, scale fp32 [rows]) with values = q * scale, to nearest even.
 
-    A row with an infinity or NaN in it has q 0 and a scale that is no finite number; one of values below 2^-120 has q 0.
+    A row with an infinity or NaN in it has q 0 and a scale that is no finite number; one of values below 2^-120 has q
+    0.
     """
     values = values.float()
     largest = values.abs().amax(1)
@@ -82,7 +85,8 @@ def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
 class Int8Linear:
     """x W^T + bias with each output's W, and each group of 64 values of a row of x, as int8 times a scale.
 
-    A group's sum is an integer that fp32 cannot round, groups are added in order: the bits of the compiled kernels, in every batch.
+    A group's sum is an integer that fp32 cannot round, groups are added in order: the bits of the compiled kernels, in
+    every batch.
     """
 
     __slots__ = ("bias", "k", "n", "scale", "weight")

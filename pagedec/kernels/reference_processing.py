@@ -21,7 +21,8 @@ def history(
     tokens: Ints,
     block_size: int,
 ) -> Ints:
-    """Return the tokens that a row of a forward sees, itself last: int32. The batch is described as by pd_attn_batch."""
+    """Return the tokens that a row of a forward sees, itself last: int32. The batch is described as by
+    pd_attn_batch."""
     first, last = int(row_indptr[branch]), int(row_indptr[branch + 1])
     before, node = int(kv_len[branch]) - (last - first), row - first
     path: list[int] = []

@@ -1,7 +1,7 @@
 """The meaning of the read-out kernels, in numpy: argmax, top-k with logsumexp, the noise, and Gumbel-max draws.
 
-The noise has the kernels' integers; probabilities are float64. A NaN logit counts as -inf, in a draw +inf as the largest
-float; of equal logits the lower token id comes first.
+The noise has the kernels' integers; probabilities are float64. A NaN logit counts as -inf, in a draw +inf as the
+largest float; of equal logits the lower token id comes first.
 """
 
 from __future__ import annotations

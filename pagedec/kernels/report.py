@@ -1,4 +1,5 @@
-"""Reported log-probabilities of read-out rows, from a copy of the model's own logits: processing changes those in place."""
+"""Reported log-probabilities of read-out rows, from a copy of the model's own logits: processing changes those in
+place."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ def empty_report(forward: LaneForward) -> Reported | None:
     total, num_given = int(forward.report.num_top.sum()), len(forward.report.given_rows)
     topk = (len(forward.topk_rows), forward.topk_k)
     return Reported(
-        np.empty(total, np.int32), np.empty(total, np.float32), np.empty(num_given, np.float32), np.empty(num_given, np.int32),
+        np.empty(total, np.int32), np.empty(total, np.float32), np.empty(num_given, np.float32), np.empty(num_given,
+        np.int32),
         np.zeros(len(forward.draws), np.float32), np.zeros(len(forward.draws), np.int32), np.zeros(topk, np.float32),
         np.zeros(topk, np.int32), np.zeros(len(forward.logprob_rows), np.int32),
     )  # fmt: skip
@@ -39,7 +41,8 @@ class RawRows:
     def fill(
         self, out: Reported, drawn: np.ndarray, draws: np.ndarray, picked: np.ndarray, topk_tokens: np.ndarray
     ) -> None:
-        """Report the piece's top tokens, given tokens, draws `drawn` of `draws`, and top k entries `picked` of `topk_tokens`."""
+        """Report the piece's top tokens, given tokens, draws `drawn` of `draws`, and top k entries `picked` of
+        `topk_tokens`."""
         if not len(self.rows):
             return
         self._fill_top(out)
@@ -56,8 +59,8 @@ class RawRows:
             out.topk_logprobs[i], out.topk_ranks[i] = self._chosen(np.full(len(tokens), row), tokens)
 
     def _reported(self, rows: np.ndarray, among: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of the entries `among`, whose read-out rows are `rows[among]`, those of this piece's reported rows: their places among
-        these rows, and the entries."""
+        """Of the entries `among`, whose read-out rows are `rows[among]`, those of this piece's reported rows: their
+        places among these rows, and the entries."""
         places = np.searchsorted(self.rows, rows[among])
         inside = places < len(self.rows)
         inside[inside] = self.rows[places[inside]] == rows[among[inside]]

@@ -16,8 +16,8 @@ OUTPUT = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class LayerNames:
-    """A layer's weights below `model.layers.<i>.`; of qkv and gate_up one name for each part, or one for all, whose rows
-    then lie one behind the other. Norms named "" do not exist."""
+    """A layer's weights below `model.layers.<i>.`; of qkv and gate_up one name for each part, or one for all, whose
+    rows then lie one behind the other. Norms named "" do not exist."""
 
     input_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -38,14 +38,14 @@ class LayerNames:
 class Architecture:
     """A decoder-only transformer, down to the last number that changes its results. `name` is the family's.
 
-    `attention_bias` is a bias on the projections of q, k and v, `output_bias` on the one behind attention, `mlp_bias` on
-    all of the MLP. `qk_norm` is an RMS norm of each query and key head before rotation. `rms_norm_eps` is the epsilon of
-    all norms; `norm_offset` is added to the weights of RMS norms. `rope_interleaved` rotates neighbours (2i, 2i+1)
-    instead of halves.
+    `attention_bias` is a bias on the projections of q, k and v, `output_bias` on the one behind attention, `mlp_bias`
+    on all of the MLP. `qk_norm` is an RMS norm of each query and key head before rotation. `rms_norm_eps` is the
+    epsilon of all norms; `norm_offset` is added to the weights of RMS norms. `rope_interleaved` rotates neighbours (2i,
+    2i+1) instead of halves.
 
     `sliding_window` is the number of keys that a query sees, itself included, in all layers but
-    `full_attention_layers`; None: all keys in all layers. `local_rope_theta` is the base of the layers with a window, whose
-    frequencies are then not scaled; None: that of all others. A logit of attention is query_scale * q.k, None:
+    `full_attention_layers`; None: all keys in all layers. `local_rope_theta` is the base of the layers with a window,
+    whose frequencies are then not scaled; None: that of all others. A logit of attention is query_scale * q.k, None:
     head_dim ** -0.5. Soft caps (0: none) bound logits by cap * tanh(logit / cap).
 
     `renamed`: how weights' names in files become those that are asked for, as in `RenamedSource`.

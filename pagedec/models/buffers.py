@@ -14,8 +14,8 @@ class StepBuffers:
     """Inputs and activations of one lane. `num_rows` rows of each count in a step, `num_read` rows of the read-out.
 
     token_ids, positions, slots int32 [max_rows]; read_rows int32 [READ_ROWS]; x fp32 [max_rows, hidden] is the residual
-    stream; block fp32 [max_rows, hidden] a block's output, where the model norms that; logits fp32 [READ_ROWS, vocab]; the
-    rest in the model's dtype.
+    stream; block fp32 [max_rows, hidden] a block's output, where the model norms that; logits fp32 [READ_ROWS, vocab];
+    the rest in the model's dtype.
     """
 
     def __init__(self, arch: Architecture, max_rows: int, dtype: torch.dtype, mlp_width: int) -> None:

@@ -20,7 +20,8 @@ class _Values(dict[str, Any]):
 
 
 def merged(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration over its class's defaults; an explicit null counts as not given, and overrides a default."""
+    """Return the configuration over its class's defaults; an explicit null counts as not given, and overrides a
+    default."""
     return _Values((key, value) for key, value in {**defaults, **config}.items() if value is not None)
 
 
@@ -87,7 +88,8 @@ def full_layers(values: Mapping[str, Any], default: Sequence[str]) -> tuple[int,
 
 
 def upper_window(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Qwen's window: where use_sliding_window is set, in the layers from max_window_layers on, or by layer_types."""
+    """Return Qwen's window: where use_sliding_window is set, in the layers from max_window_layers on, or by
+    layer_types."""
     if not values.get("use_sliding_window") or values.get("sliding_window") is None:
         return {}
     first, count = values["max_window_layers"], required(values, "num_hidden_layers")

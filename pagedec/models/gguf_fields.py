@@ -80,5 +80,6 @@ def _longrope(fields: GgufFields, short: Sequence[float], long: Sequence[float])
     factor = context / original
     return RopeScaling(
         "longrope", factor, original_max_position_embeddings=original, factors=tuple(short),
-        long_factors=tuple(long), attention_factor=fields.number("rope.scaling.attn_factor", longrope_attention(factor, original)),
+        long_factors=tuple(long), attention_factor=fields.number("rope.scaling.attn_factor", longrope_attention(factor,
+        original)),
     )  # fmt: skip

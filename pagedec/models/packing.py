@@ -17,7 +17,8 @@ INTERLEAVE = 16  # gate and up rows alternate in groups of 16: one vector of eac
 
 
 def _numbers(backend: Backend, weight: torch.Tensor) -> torch.Tensor:
-    """The weight as it is packed: quantisation takes it as it was loaded, rounding it before would add a second error."""
+    """The weight as it is packed: quantisation takes it as it was loaded, rounding it before would add a second
+    error."""
     return weight.to(backend.dtype) if backend.quantization is None else weight
 
 

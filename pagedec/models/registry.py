@@ -57,8 +57,8 @@ def from_hf_config(
 ) -> Architecture:
     """Return the architecture of a config.json, in the spelling of transformers 4 or 5. `files`: where it comes from.
 
-    `model_impl` "native": only our own families; "transformers": its modeling code; "auto": that where there is no family
-    of our own. Only a configuration with `files` can be given to transformers.
+    `model_impl` "native": only our own families; "transformers": its modeling code; "auto": that where there is no
+    family of our own. Only a configuration with `files` can be given to transformers.
     """
     declared, model_type = config.get("architectures"), config.get("model_type")
     if isinstance(declared, list) and declared:
@@ -88,8 +88,8 @@ def architecture_of_gguf(header: GgufHeader) -> Architecture:
 
 
 def load_architecture(files: ModelFiles, model_impl: str = "auto") -> Architecture:
-    """Return the architecture of a resolved model, from its config.json, its GGUF header or its preset; `model_impl` as in
-    `from_hf_config`."""
+    """Return the architecture of a resolved model, from its config.json, its GGUF header or its preset; `model_impl` as
+    in `from_hf_config`."""
     if files.preset is not None:
         if files.preset not in PRESETS:
             limit = f"must be a model directory, a .gguf file, or one of the presets {', '.join(PRESETS)}"
@@ -112,7 +112,8 @@ def open_model_weights(arch: Architecture, files: ModelFiles, dtype: torch.dtype
 
 
 def as_stored(arch: Architecture, source: WeightSource) -> Architecture:
-    """Return the architecture that the weights show: an output matrix that differs from the embedding is not tied to it.
+    """Return the architecture that the weights show: an output matrix that differs from the embedding is not tied to
+    it.
 
     transformers does the same: such files come from training that untied the two and left the configuration as it was.
     """

@@ -14,7 +14,8 @@ from pagedec.models.rope_scaling import RopeScaling
 
 
 def _yarn_frequencies(powers: torch.Tensor, arch: Architecture, scaling: RopeScaling) -> torch.Tensor:
-    """Blend plain and divided frequencies by how often they turn in the trained context; 1 / `powers` are the plain ones."""
+    """Blend plain and divided frequencies by how often they turn in the trained context; 1 / `powers` are the plain
+    ones."""
     dim, theta = arch.rotary_dim, arch.rope_theta
     if theta == 1:
         raise InvalidArgument("rope_theta", theta, "must differ from 1 with yarn: all frequencies would be one")
@@ -35,13 +36,13 @@ def _yarn_frequencies(powers: torch.Tensor, arch: Architecture, scaling: RopeSca
 
 
 def rope_frequencies(arch: Architecture, max_position: int = 0) -> np.ndarray:
-    """Return the rotary frequencies in radians a token, float64 [rotary_dim / 2], for contexts of `max_position` tokens.
+    """Return the rotary frequencies in radians a token, float64 [rotary_dim / 2], for contexts of `max_position`
+    tokens.
 
-    The values are those that transformers computes in fp32, bit for bit: at position 100,000 the last bit of a frequency
-    is worth a hundredth of a radian, so more exact numbers would be further from what the models are compared with.
-    numpy's pow differs from torch's there.
-    Only longrope looks at `max_position`. transformers looks at the batch's longest row instead; then a row's result
-    would depend on the rows beside it.
+    The values are those that transformers computes in fp32, bit for bit: at position 100,000 the last bit of a
+    frequency is worth a hundredth of a radian, so more exact numbers would be further from what the models are compared
+    with. numpy's pow differs from torch's there. Only longrope looks at `max_position`. transformers looks at the
+    batch's longest row instead; then a row's result would depend on the rows beside it.
     """
     exponents = torch.arange(0, arch.rotary_dim, 2, dtype=torch.int64).float() / arch.rotary_dim
     powers = arch.rope_theta**exponents

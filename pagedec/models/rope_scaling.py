@@ -18,12 +18,12 @@ _ORIGINAL = "original_max_position_embeddings"
 class RopeScaling:
     """How rotary frequencies are stretched beyond the trained context.
 
-    "linear" divides all by `factor`, "llama3" divides long wavelengths by it and blends between two bounds,
-    "factors" divides each by its own number. "longrope" (Ding et al. 2024) does too, by `factors` in contexts of up to
+    "linear" divides all by `factor`, "llama3" divides long wavelengths by it and blends between two bounds, "factors"
+    divides each by its own number. "longrope" (Ding et al. 2024) does too, by `factors` in contexts of up to
     `original_max_position_embeddings` tokens and by `long_factors` in longer ones, and multiplies cosines and sines by
-    `attention_factor`. "yarn" (Peng et al. 2023) leaves frequencies that turn more than `beta_fast` times in the trained
-    context, divides those that turn less than `beta_slow` times by `factor`, and blends between; `truncate` puts the
-    bounds on whole frequencies.
+    `attention_factor`. "yarn" (Peng et al. 2023) leaves frequencies that turn more than `beta_fast` times in the
+    trained context, divides those that turn less than `beta_slow` times by `factor`, and blends between; `truncate`
+    puts the bounds on whole frequencies.
     """
 
     kind: str

@@ -1,7 +1,7 @@
 """The transformer that most families are, with the differences an Architecture names.
 
-Blocks of grouped-query attention with rotary positions and a gated MLP, RMS norms before them and in some families behind
-them too (Touvron et al. 2023, Llama; Gemma Team 2024, Gemma 2). The residual stream is fp32 whatever the dtype.
+Blocks of grouped-query attention with rotary positions and a gated MLP, RMS norms before them and in some families
+behind them too (Touvron et al. 2023, Llama; Gemma Team 2024, Gemma 2). The residual stream is fp32 whatever the dtype.
 """
 
 from __future__ import annotations

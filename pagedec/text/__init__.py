@@ -2,7 +2,8 @@
 
 Read in this order:
 
-- `byte_table`: the bytes that each token stands for. `tokenizer`: a vocabulary with its rules; `encoding` is what calling it gives.
+- `byte_table`: the bytes that each token stands for. `tokenizer`: a vocabulary with its rules; `encoding` is what
+  calling it gives.
 - `detokenizer`, `streaming`: tokens to text as they come; the second ends at stop strings too.
 - `token_bound`: what is certainly too long is refused before it is tokenised.
 - `budget`, `bounded_template`, `chat_template`: messages to a prompt, by a template that may not take for ever.

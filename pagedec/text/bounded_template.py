@@ -1,7 +1,8 @@
-"""jinja's sandbox with an end: a template that would run for hours or fill the memory is stopped, wherever it came from.
+"""jinja's sandbox with an end: a template that would run for hours or fill the memory is stopped, wherever it came
+from.
 
-What takes time or makes something large is charged to a budget: a turn of a loop, a call, a filter, a long value. Where a few
-characters could make gigabytes, the size is worked out before it is made.
+What takes time or makes something large is charged to a budget: a turn of a loop, a call, a filter, a long value. Where
+a few characters could make gigabytes, the size is worked out before it is made.
 """
 
 from __future__ import annotations
@@ -255,7 +256,8 @@ def _concat(parts: list[Any]) -> str:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox in which templates come to an end: compile and render inside `spending`, which may raise `Exhausted`."""
+    """A sandbox in which templates come to an end: compile and render inside `spending`, which may raise
+    `Exhausted`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
     concat = staticmethod(joined)

@@ -30,8 +30,8 @@ class Exhausted(Exception):
 
 
 class Budget:
-    """The steps that a rendering may still take, and the sizes that are known. Templates change no container but namespaces, so
-    one that was measured once keeps its size."""
+    """The steps that a rendering may still take, and the sizes that are known. Templates change no container but
+    namespaces, so one that was measured once keeps its size."""
 
     __slots__ = ("left", "num_namespaces", "sizes")
 
@@ -49,7 +49,8 @@ class Budget:
             )
 
     def size(self, value: Any) -> int:
-        """About how many characters a value takes when it is written out. What is new to it is walked through, at a step an item."""
+        """About how many characters a value takes when it is written out. What is new to it is walked through, at a
+        step an item."""
         if isinstance(value, (str, bytes)):
             return len(value)
         if isinstance(value, int):

@@ -1,4 +1,5 @@
-"""The bytes that each token stands for. Text is joined as bytes, because a token may end in the middle of a character."""
+"""The bytes that each token stands for. Text is joined as bytes, because a token may end in the middle of a
+character."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Spelling(Enum):
 
 
 def byte_characters() -> dict[str, int]:
-    """Return the alphabet of byte-level BPE (Radford et al. 2019): printable Latin-1 stands for itself, the rest for 256, ..."""
+    """Return the alphabet of byte-level BPE (Radford et al. 2019): printable Latin-1 stands for itself, the rest for
+    256, ..."""
     printable = {
         *range(ord("!"), ord("~") + 1),
         *range(ord("\xa1"), ord("\xac") + 1),
@@ -45,7 +47,8 @@ def _sentencepiece(token: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ByteTable:
-    """The vocabulary as bytes. `pieces[id]`; ids past its end, the padding of a model's output matrix, stand for nothing.
+    """The vocabulary as bytes. `pieces[id]`; ids past its end, the padding of a model's output matrix, stand for
+    nothing.
 
     `drops_leading_space`: the vocabulary writes a space before the first word, which is not part of the text.
     """

@@ -27,8 +27,8 @@ Message = Mapping[str, Any]
 Tool = Mapping[str, Any] | Callable[..., Any]
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 CUT = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Stands behind the message that is to be continued, so that what the template writes behind it can be cut off. It ends with a
-space to show whether the template strips what it writes."""
+"""Stands behind the message that is to be continued, so that what the template writes behind it can be cut off. It ends
+with a space to show whether the template strips what it writes."""
 MAX_TEMPLATE = 1 << 16
 """Characters of a template; those in use have up to some ten thousand."""
 MAX_TIME_FORMAT = 1 << 10
@@ -327,14 +327,15 @@ def render_chat(
 ) -> str:
     """Return the prompt of a conversation, special tokens written out: encode it without adding any.
 
-    `add_generation_prompt` opens the assistant's turn; `continue_final_message` instead leaves the last message open, so that
-    the answer goes on with it. `chat_template` is a template's text or the name of one of the model's. `tools` are JSON schemas, or
-    functions with types and a docstring. `template_kwargs` are further variables of the template. A message's content is text or a
-    list of text parts; where a template knows no parts they are joined by line ends.
+    `add_generation_prompt` opens the assistant's turn; `continue_final_message` instead leaves the last message open,
+    so that the answer goes on with it. `chat_template` is a template's text or the name of one of the model's. `tools`
+    are JSON schemas, or functions with types and a docstring. `template_kwargs` are further variables of the template.
+    A message's content is text or a list of text parts; where a template knows no parts they are joined by line ends.
 
-    The template runs in jinja's sandbox with the names that transformers gives it (raise_exception, strftime_now, tojson).
-    Raises `InvalidArgument`: for a missing or broken template, naming the message that the template refuses, and for a
-    template that takes more than a million steps or makes a text of more than 16 Mi characters (see `budget`).
+    The template runs in jinja's sandbox with the names that transformers gives it (raise_exception, strftime_now,
+    tojson). Raises `InvalidArgument`: for a missing or broken template, naming the message that the template refuses,
+    and for a template that takes more than a million steps or makes a text of more than 16 Mi characters (see
+    `budget`).
     """
     if add_generation_prompt and continue_final_message:
         limit = (

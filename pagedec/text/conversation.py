@@ -15,10 +15,10 @@ __all__ = ["Conversation", "Message", "Tool", "check_messages", "render_chat"]
 class Conversation:
     """Messages of one chat, and the tokens that stand for them.
 
-    `ask` gives the prompt of the next answer, `answer` takes what was generated. An answer's tokens are kept as they were generated:
-    encoding its text again may give others. Where the template rewrites what was said before (some drop thoughts), the part before
-    the change is kept and the whole is encoded anew. A prompt that certainly has more than `max_tokens` tokens is refused before it
-    is tokenised.
+    `ask` gives the prompt of the next answer, `answer` takes what was generated. An answer's tokens are kept as they
+    were generated: encoding its text again may give others. Where the template rewrites what was said before (some drop
+    thoughts), the part before the change is kept and the whole is encoded anew. A prompt that certainly has more than
+    `max_tokens` tokens is refused before it is tokenised.
 
         token_ids = conversation.ask("Why?")
         [output] = llm.generate({"prompt_token_ids": token_ids}, params)
@@ -60,10 +60,11 @@ class Conversation:
         return list(token_ids)
 
     def answer(self, token_ids: Iterable[int], text: str | None = None) -> str:
-        """Add the answer to the last prompt, and return its text (without the space that some vocabularies write first).
+        """Add the answer to the last prompt, and return its text (without the space that some vocabularies write
+        first).
 
-        `token_ids` are all that was generated, an end token included if there is one. `text`: what the answer is to be called in the
-        messages, if not the text of its tokens.
+        `token_ids` are all that was generated, an end token included if there is one. `text`: what the answer is to be
+        called in the messages, if not the text of its tokens.
         """
         if not self._open:
             raise InvalidArgument("answer", text, "must follow a prompt: call ask first")
@@ -114,7 +115,8 @@ class Conversation:
         return self.tokenizer.encode(prompt, add_special_tokens=False)
 
     def _encode_behind(self, token_ids: list[int], rest: str) -> list[int] | None:
-        """The tokens of `rest`, as they would be behind `token_ids`. None where that depends on more than the last token."""
+        """The tokens of `rest`, as they would be behind `token_ids`. None where that depends on more than the last
+        token."""
         if not token_ids:
             return None
         table, last = self.tokenizer.byte_table, token_ids[-1]

@@ -11,7 +11,8 @@ _MAX_LENGTH = Integer("most tokens of a text")
 
 
 class Encoding(dict[str, Any]):
-    """`input_ids` and `attention_mask`, by name and as attributes: a list of numbers for one text, a list of lists for several."""
+    """`input_ids` and `attention_mask`, by name and as attributes: a list of numbers for one text, a list of lists for
+    several."""
 
     @classmethod
     def of(cls, token_ids: list[int]) -> Encoding:
@@ -33,7 +34,8 @@ class Encoding(dict[str, Any]):
 
 
 def check_call(truncation: object, max_length: object, padding: object, return_tensors: object) -> None:
-    """Raise `FeatureNotAvailable` for what transformers' tokenizers do and ours do not, `InvalidArgument` for a wrong length."""
+    """Raise `FeatureNotAvailable` for what transformers' tokenizers do and ours do not, `InvalidArgument` for a wrong
+    length."""
     not_here = "not available in this version"
     if padding not in (False, "do_not_pad"):
         raise FeatureNotAvailable("padding", padding, f"{not_here}: prompts of different lengths need none")

@@ -12,10 +12,10 @@ from pagedec.text.byte_table import ByteTable
 class TextStream:
     """Turn an answer's tokens into pieces of text whose sum is the answer's text.
 
-    A piece never ends within a character, nor with what may be the beginning of a stop string: such bytes are held back until it is
-    known what they are. At the first place where a stop string ends the text ends: before the string, or with
-    `include_stop_string` behind it. A stop string that ends within the first `min_tokens` tokens ends nothing, as in the engine.
-    Bytes that are no UTF-8 become U+FFFD.
+    A piece never ends within a character, nor with what may be the beginning of a stop string: such bytes are held back
+    until it is known what they are. At the first place where a stop string ends the text ends: before the string, or
+    with `include_stop_string` behind it. A stop string that ends within the first `min_tokens` tokens ends nothing, as
+    in the engine. Bytes that are no UTF-8 become U+FFFD.
     """
 
     __slots__ = (
@@ -62,8 +62,8 @@ class TextStream:
         return text
 
     def finish(self, token_ids: Iterable[int] = ()) -> str:
-        """Return what was held back, at the end of the answer. `token_ids`: a stop token that is part of the text; no stop
-        string ends with it."""
+        """Return what was held back, at the end of the answer. `token_ids`: a stop token that is part of the text; no
+        stop string ends with it."""
         if self.stop_string is not None:
             return ""
         data = b"".join(self._table.token_bytes(token_id) for token_id in token_ids if token_id not in self._special)

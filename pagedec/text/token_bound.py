@@ -15,8 +15,8 @@ from pagedec.text.byte_table import Spelling, byte_characters
 COMPOSED = 4
 """A normal form of Unicode keeps more than a quarter of a text's bytes: the most that become two are seven."""
 SLACK = 16
-"""Some vocabularies may take any amount of text in one token: white space beside a special token, a run of unknown characters,
-what a normaliser drops. Of these a token is taken to stand for so many times the longest one."""
+"""Some vocabularies may take any amount of text in one token: white space beside a special token, a run of unknown
+characters, what a normaliser drops. Of these a token is taken to stand for so many times the longest one."""
 PIECE = 1 << 16  # characters that are looked at in turn
 KEEPING = {"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"}
 """Pre-tokenizers that drop nothing."""
@@ -26,14 +26,15 @@ CUTTING = {"Split", "Punctuation"}
 
 @dataclass(frozen=True, slots=True)
 class TokenBound:
-    """A text of more than n * `bytes_per_token` bytes of UTF-8 has more than n tokens. `dropped` are bytes that have no token in a
-    byte-level vocabulary; they do not count."""
+    """A text of more than n * `bytes_per_token` bytes of UTF-8 has more than n tokens. `dropped` are bytes that have no
+    token in a byte-level vocabulary; they do not count."""
 
     bytes_per_token: int
     dropped: tuple[bytes, ...] = ()
 
     def exceeded_by(self, text: str, num_tokens: int) -> bool:
-        """Whether a text certainly has more tokens than that. However long it is, little more is looked at than could fit."""
+        """Whether a text certainly has more tokens than that. However long it is, little more is looked at than could
+        fit."""
         most, size = num_tokens * self.bytes_per_token, 0
         if 4 * len(text) <= most:
             return False
@@ -46,8 +47,8 @@ class TokenBound:
 
 
 def token_bound(inner: tokenizers.Tokenizer, spelling: Spelling) -> TokenBound:
-    """The bound of a tokenizer: sound for byte-level BPE and for sentencepiece's with all bytes to fall back on, where nothing
-    strips the text; with `SLACK` for all others."""
+    """The bound of a tokenizer: sound for byte-level BPE and for sentencepiece's with all bytes to fall back on, where
+    nothing strips the text; with `SLACK` for all others."""
     added = inner.get_added_tokens_decoder().values()
     longest = max((len(token.content.encode("utf-8")) for token in added), default=1)
     for token in inner.get_vocab(with_added_tokens=False):

@@ -146,8 +146,8 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def check_length(self, text: str, max_tokens: int, field: str = "prompt") -> None:
-        """Raise `InvalidArgument` naming `field` for a text that certainly has more tokens than that. Tokenises nothing, so it
-        passes texts that are only somewhat too long."""
+        """Raise `InvalidArgument` naming `field` for a text that certainly has more tokens than that. Tokenises
+        nothing, so it passes texts that are only somewhat too long."""
         if not isinstance(text, str) or 4 * len(text) <= max_tokens:  # no need to look at the vocabulary
             return
         if self._bound.exceeded_by(text, max_tokens):
@@ -181,7 +181,8 @@ class Tokenizer:
     ) -> Encoding:
         """Return the `input_ids` of a text, and an `attention_mask` of as many ones; lists of both for a list of texts.
 
-        `max_length`: leave out what is behind this many tokens, the ones around a text counted, unless `truncation` is False.
+        `max_length`: leave out what is behind this many tokens, the ones around a text counted, unless `truncation` is
+        False.
         """
         check_call(truncation, max_length, padding, return_tensors)
         most = None if truncation is False else max_length
@@ -244,7 +245,8 @@ class Tokenizer:
         return [self._name_of(token_id) for token_id in given if token_id not in skipped]
 
     def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> int | None | list[int | None]:
-        """Return the id of a name, or the ids of many; that of the unknown token, if there is one, where the vocabulary lacks it."""
+        """Return the id of a name, or the ids of many; that of the unknown token, if there is one, where the vocabulary
+        lacks it."""
         if isinstance(tokens, str):
             found = self.token_to_id(tokens)
             return self.unk_token_id if found is None else found

@@ -154,7 +154,8 @@ def damage(raw: bytes, rng: random.Random) -> bytes:
 
 
 VALUES: list[Any] = [
-    None, 0, 1, -1, 3, 2**31, 10**18, 10**400, 0.5, -0.0, float("nan"), float("inf"), True, "", "x", "\ud800", "../x", [],
+    None, 0, 1, -1, 3, 2**31, 10**18, 10**400, 0.5, -0.0, float("nan"), float("inf"), True, "", "x", "\ud800", "../x",
+    [],
     [1], [[]], ["a", "a"], [None], {}, {"a": 1}, [10**18, -1], "9" * 5000,
 ]  # fmt: skip
 

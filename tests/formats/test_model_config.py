@@ -1,4 +1,5 @@
-"""Model configurations: both spellings of transformers, GGUF, presets; what is wrong is named with field, value, limit."""
+"""Model configurations: both spellings of transformers, GGUF, presets; what is wrong is named with field, value,
+limit."""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ def small_models() -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", small_models())
 def test_configs_that_transformers_saves(tmp_path: Path, case: str) -> None:
-    """Transformers' own models have exactly the weights, and their configs exactly the numbers, that are derived here."""
+    """Transformers' own models have exactly the weights, and their configs exactly the numbers, that are derived
+    here."""
     config = small_models()[case]
     model = AutoModelForCausalLM.from_config(config)
     config.architectures = [type(model).__name__]

@@ -1,7 +1,8 @@
-"""The loop of a CUDA kernel over the flat attention plan, in numpy: one thread block for each work item and virtual head.
+"""The loop of a CUDA kernel over the flat attention plan, in numpy: one thread block for each work item and virtual
+head.
 
-What csrc/plan/plan.h says is all that is used: the words of the plan, q, and K and V by slot. The words are copied to an
-unrelated place first, as they would be to a device.
+What csrc/plan/plan.h says is all that is used: the words of the plan, q, and K and V by slot. The words are copied to
+an unrelated place first, as they would be to a device.
 """
 
 from __future__ import annotations

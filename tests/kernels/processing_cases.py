@@ -65,7 +65,8 @@ def forward_of(
 ) -> LaneForward:  # fmt: skip
     """A forward of which processing alone is looked at."""
     return LaneForward(
-        "target", NO_INTS, NO_INTS, NO_INTS, row_indptr, kv_len, table, parents, read_rows=read_rows, processing=processing
+        "target", NO_INTS, NO_INTS, NO_INTS, row_indptr, kv_len, table, parents, read_rows=read_rows,
+        processing=processing
     )  # fmt: skip
 
 
@@ -116,7 +117,8 @@ def random_rules(rng: np.random.Generator, vocab: int) -> LogitsRules:
 
 
 def random_case(seed: int, vocab: int = 7, num_branches: int = 9, max_length: int = 60, trees: bool = True) -> Case:
-    """Branches of one to `max_length` tokens that share blocks, end in chains and trees, and are read out here and there.
+    """Branches of one to `max_length` tokens that share blocks, end in chains and trees, and are read out here and
+    there.
 
     The vocabulary is small, so that histories repeat themselves.
     """

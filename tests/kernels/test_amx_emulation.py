@@ -1,4 +1,5 @@
-"""The emulated matrix unit is what Intel's manual says of the real one, bit for bit; what that refuses ends the process."""
+"""The emulated matrix unit is what Intel's manual says of the real one, bit for bit; what that refuses ends the
+process."""
 
 from __future__ import annotations
 

@@ -69,7 +69,8 @@ def test_shared_chunks_are_fetched_once(best: Context) -> None:
 
 
 def test_items_tile_every_row_exactly_once(best: Context) -> None:
-    """Each tile that a row sees is in exactly one unit that holds the row, in the item of its chunk, in ascending order."""
+    """Each tile that a row sees is in exactly one unit that holds the row, in the item of its chunk, in ascending
+    order."""
     generator = np.random.default_rng(4)
     cache = Cache(AttentionShape(4, 2, 64, 16, 0.125), 512, torch.bfloat16, seed=4)
     prompt = cache.branch(700, 40)

@@ -31,8 +31,8 @@ class Content:
         generator = torch.Generator().manual_seed(seed)
         sizes = (count, NUM_TOKENS, shape.num_kv_heads, shape.head_dim)
         self.k, self.v = 2 * torch.randn(sizes, generator=generator), torch.randn(sizes, generator=generator)
-        # In each tile a few pairs of equal keys and opposite, huge values: a row that sees both is left with the rounding of
-        # what was added in between, which an output in bf16 would otherwise rarely show.
+        # In each tile a few pairs of equal keys and opposite, huge values: a row that sees both is left with the
+        # rounding of what was added in between, which an output in bf16 would otherwise rarely show.
         for tile in range(0, NUM_TOKENS - 63, 64):
             at = tile + torch.randperm(64, generator=generator)[:8]
             self.k[:, at] = 0

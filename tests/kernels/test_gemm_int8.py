@@ -1,4 +1,5 @@
-"""Linear layers with int8 weights: equal bit for bit on every instruction set, in every batch, and to the reference in torch."""
+"""Linear layers with int8 weights: equal bit for bit on every instruction set, in every batch, and to the reference in
+torch."""
 
 from __future__ import annotations
 

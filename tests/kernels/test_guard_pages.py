@@ -41,7 +41,8 @@ def guarded(tensor: Tensor, *, at_front: bool = False) -> Tensor:
 
 
 class GuardedContext:
-    """Calls a kernel on guarded copies of the tensors whose addresses `calls` has put into its record, at either end."""
+    """Calls a kernel on guarded copies of the tensors whose addresses `calls` has put into its record, at either
+    end."""
 
     def __init__(self, context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
         self.context, self.num_guarded = context, 0

@@ -57,7 +57,8 @@ def test_a_forked_child_computes_alone_and_its_threads_together(libraries: list[
 REFUSAL = """
 import ctypes, struct
 libc = ctypes.CDLL(None)
-lines = [(0x20, 0, 0, 0), (0x15, 0, 3, 158), (0x20, 0, 0, 16), (0x15, 0, 1, 0x1023), (6, 0, 0, 0x50001), (6, 0, 0, 0x7FFF0000)]
+lines = [(0x20, 0, 0, 0), (0x15, 0, 3, 158), (0x20, 0, 0, 16), (0x15, 0, 1, 0x1023), (6, 0, 0, 0x50001), (6, 0, 0,
+0x7FFF0000)]
 code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
 assert libc.prctl(38, 1, 0, 0, 0) == 0
 assert libc.prctl(22, 2, struct.pack("HxxxxxxQ", len(lines), ctypes.addressof(code)), 0, 0) == 0

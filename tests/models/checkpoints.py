@@ -1,4 +1,5 @@
-"""Tiny random models of transformers, saved as users have them, with the logits and texts that transformers gets from them."""
+"""Tiny random models of transformers, saved as users have them, with the logits and texts that transformers gets from
+them."""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ VARIANTS = (
     variant("mistral-window", "mistral", sliding_window=13),
     variant("mistral-window-two-chunks", "mistral", sliding_window=600, max_position_embeddings=1200, length=1060),
     variant("qwen2-tied", "qwen2", num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True),
-    variant("qwen2-window", "qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=1, max_shard_size="60KB"),
+    variant("qwen2-window", "qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=1,
+    max_shard_size="60KB"),
     variant("qwen3", "qwen3", num_attention_heads=4, num_key_value_heads=2, head_dim=128),
     variant("qwen3-tied-dim-80", "qwen3", head_dim=80, tie_word_embeddings=True, attention_bias=True),
     variant(
@@ -116,12 +118,14 @@ VARIANTS = (
             original_max_position_embeddings=128, max_model_len=128),
     variant("phi3-longrope-long", "phi3", rope_parameters=HALF_LONGROPE, hidden_size=128,
             max_position_embeddings=512, original_max_position_embeddings=3, length=150),
-    variant("glm-yarn", "glm", rope_parameters=YARN | {"partial_rotary_factor": 0.5, "beta_fast": 8.0, "truncate": False}),
+    variant("glm-yarn", "glm", rope_parameters=YARN | {"partial_rotary_factor": 0.5, "beta_fast": 8.0,
+    "truncate": False}),
     variant("glm", "glm", num_attention_heads=4, num_key_value_heads=2, head_dim=32),
     variant("glm4", "glm4", num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_shard_size="60KB"),
     variant("glm4-no-bias-tied", "glm4", attention_bias=False, tie_word_embeddings=True, intermediate_size=75),
     variant("gpt2", "gpt2", max_shard_size="60KB"),
-    variant("gpt2-untied-odd-width", "gpt2", tie_word_embeddings=False, n_inner=91, activation_function="gelu_pytorch_tanh"),
+    variant("gpt2-untied-odd-width", "gpt2", tie_word_embeddings=False, n_inner=91,
+    activation_function="gelu_pytorch_tanh"),
     variant("gpt2-unscaled-two-chunks", "gpt2", scale_attn_weights=False, n_positions=1200, length=1060),
 )  # fmt: skip
 

@@ -118,7 +118,8 @@ def add_fields(writer: GGUFWriter, config: Mapping[str, Any], extra: Tensors) ->
 
 
 def write_model(directory: Path, path: Path, encoding: GGMLQuantizationType = F32, fused_qkv: bool = False) -> Path:
-    """Write a saved model as GGUF, its matrices in `encoding`; `fused_qkv`: as ChatGLM's first files have q, k and v."""
+    """Write a saved model as GGUF, its matrices in `encoding`; `fused_qkv`: as ChatGLM's first files have q, k and
+    v."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     architecture = ARCHITECTURES[config["model_type"]]
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)

@@ -25,7 +25,8 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_local_experts": 4, "
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "olmo2": {},
     "stablelm": {"use_qkv_bias": True, "qk_layernorm": True},
-    "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.7, "embedding_multiplier": 2.0, "attention_multiplier": 0.3},
+    "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.7, "embedding_multiplier": 2.0,
+    "attention_multiplier": 0.3},
     "starcoder2": {"sliding_window": 24},
     "gpt_neox": {"rotary_pct": 0.25},
     "phi": {"partial_rotary_factor": 0.5, "num_key_value_heads": 4},
@@ -49,7 +50,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A saved model, the logits fp32 [LENGTH, vocab] that transformers computes, and its greedy answers to `PROMPTS`."""
+    """A saved model, the logits fp32 [LENGTH, vocab] that transformers computes, and its greedy answers to
+    `PROMPTS`."""
 
     path: Path
     tokens: list[int]
@@ -63,7 +65,8 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
 
 SHRUNK: Mapping[str, int] = {
     **{name: value for name, value in SHAPE.items() if isinstance(value, int)}, "head_dim": 16, "sliding_window": 24,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "first_k_dense_replace": 1,
 }  # fmt: skip
 
@@ -78,7 +81,8 @@ UNSAID: Mapping[str, Mapping[str, Any]] = {
 
 
 def shrunk_config(model_type: str) -> Any:
-    """A tiny configuration of a type that nobody has described: its class's own, with the numbers that it has made small."""
+    """A tiny configuration of a type that nobody has described: its class's own, with the numbers that it has made
+    small."""
     if model_type in FAMILIES:
         return tiny_config(model_type)
     default = AutoConfig.for_model(model_type)

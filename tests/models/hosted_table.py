@@ -1,5 +1,5 @@
-"""Which decoder-only models of the installed transformers run here: `python -m tests.models.hosted_table` writes it into
-docs/models.md.
+"""Which decoder-only models of the installed transformers run here: `python -m tests.models.hosted_table` writes it
+into docs/models.md.
 
 Every model type is looked at with its class's default configuration, with fewer layers where that allows it.
 """

@@ -1,5 +1,5 @@
-"""Every family through the real engine: the same bits alone and in a crowd, in chunks, preempted, from the prefix cache, in forks
-and with drafted trees. Windows are shorter than the texts."""
+"""Every family through the real engine: the same bits alone and in a crowd, in chunks, preempted, from the prefix
+cache, in forks and with drafted trees. Windows are shorter than the texts."""
 
 from __future__ import annotations
 

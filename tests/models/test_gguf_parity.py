@@ -117,7 +117,8 @@ CROSS_CHECKED = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-window", "
 
 @pytest.mark.parametrize("name", CROSS_CHECKED)
 def test_weights_as_transformers_loads_the_file(name: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """Transformers' own reading of the same file, where it knows the architecture; both equal the model it was made from."""
+    """Transformers' own reading of the same file, where it knows the architecture; both equal the model it was made
+    from."""
     path = write_model(checkpoints(name).path, tmp_path / "tiny.gguf")
     theirs = AutoModelForCausalLM.from_pretrained(str(tmp_path), gguf_file=path.name, dtype=torch.float32).state_dict()
     original = read_tensors(checkpoints(name).path)

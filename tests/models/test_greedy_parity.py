@@ -1,7 +1,7 @@
 """The default model in fp32 writes greedily what transformers writes, token for token.
 
-Our whole answer goes through one forward of transformers: at each of its positions transformers' best token must be ours.
-By induction that is equality with its own greedy loop, at the cost of one pass.
+Our whole answer goes through one forward of transformers: at each of its positions transformers' best token must be
+ours. By induction that is equality with its own greedy loop, at the cost of one pass.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def hf_config(arch: Architecture) -> LlamaConfig:
 
 @pytest.fixture(scope="module")
 def theirs() -> LlamaForCausalLM:
-    """transformers' model. Its weights are read by our reader, which the tests of the formats compare with transformers'."""
+    """transformers' model. Its weights are read by our reader, which the tests of the formats compare with
+    transformers'."""
     files = resolve_model("smollm2")
     arch = load_architecture(files)
     assert arch.name == "llama" and arch.tie_word_embeddings and arch.rope_scaling is None
@@ -64,7 +65,8 @@ def ours() -> Iterator[LLM]:
 
 @torch.no_grad()
 def count_ties(model: LlamaForCausalLM, prompt: Sequence[int], answer: Sequence[int]) -> int:
-    """How many tokens of `answer` are the other one of two equally good ones. Fails at one that is not among the best."""
+    """How many tokens of `answer` are the other one of two equally good ones. Fails at one that is not among the
+    best."""
     ids = torch.tensor([[*prompt, *answer[:-1]]])
     best = model(ids, use_cache=False, logits_to_keep=len(answer)).logits[0].topk(2)
     num_ties = 0

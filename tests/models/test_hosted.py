@@ -1,4 +1,5 @@
-"""Models that run through transformers' modeling code on the paged cache: the logits and texts of transformers itself."""
+"""Models that run through transformers' modeling code on the paged cache: the logits and texts of transformers
+itself."""
 
 from __future__ import annotations
 

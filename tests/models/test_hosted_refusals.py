@@ -57,9 +57,11 @@ CHANGES = {
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
         "rotary frequencies follow the longest row",
     ),
-    "head size": ("olmo2", {"head_dim": 24, "num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 72}, "heads of 24"),
+    "head size": ("olmo2", {"head_dim": 24, "num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 72},
+    "heads of 24"),
     "quantised": ("olmo2", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "its weights are quantised"),
-    "another class": ("olmo2", {"architectures": ["Olmo2ForSequenceClassification"]}, "language model of its configuration is"),
+    "another class": ("olmo2", {"architectures": ["Olmo2ForSequenceClassification"]},
+    "language model of its configuration is"),
 }  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Directories whose files do not say quite the same: what transformers makes of them, or an error that names the field."""
+"""Directories whose files do not say quite the same: what transformers makes of them, or an error that names the
+field."""
 
 from __future__ import annotations
 

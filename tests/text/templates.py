@@ -70,7 +70,8 @@ TOOLS = """{%- if tools %}
     {{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\\n' }}
     {%- if message.content %}{{ message.content }}{% endif %}
     {%- for call in message.tool_calls or [] %}
-        {{- '\\n<tool_call>' }}{{ {"name": call.function.name, "arguments": call.function.arguments} | tojson }}{{ '</tool_call>' }}
+        {{- '\\n<tool_call>' }}{{ {"name": call.function.name,
+        "arguments": call.function.arguments} | tojson }}{{ '</tool_call>' }}
     {%- endfor %}
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
@@ -94,7 +95,8 @@ MACROS = """{%- macro value(v, quote=true) -%}
     {%- if v is string -%}{{ '"' ~ v ~ '"' if quote else v }}
     {%- elif v is boolean -%}{{ 'yes' if v else 'no' }}
     {%- elif v is mapping -%}{
-        {%- for k, inner in v | dictsort %}{{ k }}:{{ value(inner, quote=quote) }}{% if not loop.last %}, {% endif %}{% endfor -%}
+        {%- for k, inner in v | dictsort %}{{ k }}:{{ value(inner, quote=quote) }}{% if not loop.last %},
+        {% endif %}{% endfor -%}
     }
     {%- elif v is sequence -%}[{% for inner in v %}{{ value(inner) }}{{ ',' if not loop.last }}{% endfor %}]
     {%- else -%}{{ v }}
@@ -106,16 +108,19 @@ MACROS = """{%- macro value(v, quote=true) -%}
 {%- for message in messages -%}
     {%- set ns.roles = ns.roles + [message.role] -%}
     {%- call turn(message.role, loop.index, last=loop.last) -%}
-        {%- for part in (message.content or '').split('</think>') -%}{{ part | replace('Hi', 'Ho') | indent(2) }}{% endfor -%}
+        {%- for part in (message.content or '').split('</think>') -%}{{ part | replace('Hi',
+        'Ho') | indent(2) }}{% endfor -%}
         {%- for call in message.tool_calls or [] %}{{ value(call.function.arguments) }}{% endfor -%}
         {%- filter upper %}after {{ ns.previous | default('nothing', true) }}{% endfilter -%}
     {%- endcall -%}
     {%- set ns.previous = message.role -%}
 {%- endfor -%}
-{{ ns.roles | unique | join(', ') }} {{ '%s of %3d' % (ns.roles[-1], messages | length) }} {{ '{:>5}|{}'.format('x', ns.roles[:1]) }}
+{{ ns.roles | unique | join(', ') }} {{ '%s of %3d' % (ns.roles[-1], messages | length) }} {{ '{:>5}|{}'.format('x',
+ns.roles[:1]) }}
 {%- set text %}{{ messages | map(attribute='role') | list }}{{ (1, 2) + (3,) }}{{ 'ab' * 3 }}{{ 2 ** 10 }}{% endset -%}
 {{ text }}{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | first }}
 {%- for row in range(5) | batch(2, 'x') %}{{ row }}{{ loop.length }}{% endfor %}{% for a in [[1, [2]], 3] recursive %}
-{{- loop(a) if a is iterable else a }}{% endfor %}{{ 'b' in 'abc' }}{{ 1 < 2 < 3 }}{{ messages[0].role is in ['user', 'system'] }}
+{{- loop(a) if a is iterable else a }}{% endfor %}{{ 'b' in 'abc' }}{{ 1 < 2 < 3 }}{{ messages[0].role is in ['user',
+'system'] }}
 {%- if add_generation_prompt %}<ASSISTANT>{% endif -%}"""
 """All that jinja has and a template may use."""

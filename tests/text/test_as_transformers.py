@@ -85,11 +85,13 @@ def test_a_call_truncates(ours: Tokenizer, theirs: Any, most: int, options: dict
         ({"text": ["a", 5]}, InvalidArgument, r"^text\[1\] is 5: must be a text$"),
         ({"text": {"a": 1}}, InvalidArgument, "^text is .*: must be a text, or a list of them$"),
         ({"text": "half \ud800"}, InvalidArgument, "half a surrogate pair"),
-        ({"text": "a", "padding": True}, FeatureNotAvailable, "^padding is True: not available in this version: prompts"),
+        ({"text": "a", "padding": True}, FeatureNotAvailable,
+        "^padding is True: not available in this version: prompts"),
         ({"text": "a", "return_tensors": "pt"}, FeatureNotAvailable, "^return_tensors is 'pt': .*: torch.tensor"),
         ({"text": "a", "truncation": True}, InvalidArgument, "^max_length is None: must be a whole number"),
         ({"text": "a", "max_length": -1}, InvalidArgument, "^max_length is -1: must be a whole number"),
-        ({"text": "a", "truncation": "only_first", "max_length": 2}, FeatureNotAvailable, "^truncation is 'only_first'"),
+        ({"text": "a", "truncation": "only_first", "max_length": 2}, FeatureNotAvailable,
+        "^truncation is 'only_first'"),
     ],
 )  # fmt: skip
 def test_what_a_call_refuses(ours: Tokenizer, arguments: dict[str, Any], kind: type[Exception], message: str) -> None:

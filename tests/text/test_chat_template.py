@@ -1,4 +1,5 @@
-"""Conversations become the same prompts as in transformers, and what a template refuses is said of the right message."""
+"""Conversations become the same prompts as in transformers, and what a template refuses is said of the right
+message."""
 
 from __future__ import annotations
 
@@ -171,7 +172,8 @@ def test_a_refusal_names_the_message(
         ([{"role": "user"}], "messages[0].content", "must be text, or a list"),
         ([{"role": "user", "content": 5}], "messages[0].content", "must be text, or a list"),
         ([HI, {"role": "user", "content": "a\ud800"}], "messages[1].content", "half a surrogate pair at character 1"),
-        ([{"role": "user", "content": [{"type": "text", "text": "\udc00"}]}], "messages[0].content[0].text", "half a surr"),
+        ([{"role": "user", "content": [{"type": "text", "text": "\udc00"}]}], "messages[0].content[0].text",
+        "half a surr"),
         ([{"role": "user", "content": ["a"]}], "messages[0].content[0]", 'must be {"type": "text"'),
         ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "x"}]}],
          "messages[0].content[1]", "these models read nothing but text"),

@@ -137,7 +137,8 @@ def test_texts_come_back(ours: Tokenizer, texts: list[str]) -> None:
         detokenizer = ours.detokenizer(skip_special_tokens=False)
         pieces = [detokenizer.push([i]) for i in ids]
         assert "".join(pieces) + detokenizer.finish() == ours.decode(ids, skip_special_tokens=False)
-        # SmolLM2 lacks the bytes of some scripts; a space stands behind tokens taken whole where one stands before the text
+        # SmolLM2 lacks the bytes of some scripts; a space stands behind tokens taken whole where one stands before the
+        # text
         cut = ours.byte_table.drops_leading_space and any(token in text for token in ("  ", "\n\n"))
         if len(ours.byte_table) != 49152 and not cut:
             assert "".join(pieces) == text

@@ -114,7 +114,8 @@ def test_only_phi3s_special_tokens_take_the_space_behind_them(fields: dict[str, 
 
 @pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma3"])
 def test_equal_to_transformers(fields: dict[str, Any], architecture: str, tmp_path: Path, texts: list[str]) -> None:
-    """Not compared: transformers doubles no leading space for Llama, adds none after special tokens, and renames runs of spaces."""
+    """Not compared: transformers doubles no leading space for Llama, adds none after special tokens, and renames runs
+    of spaces."""
     is_gemma = architecture == "gemma3"
     changed = fields | {"tokenizer.ggml.add_space_prefix": not is_gemma}
     writer = GGUFWriter(tmp_path / "tiny.gguf", architecture)
@@ -193,7 +194,8 @@ def test_gemma_equals_the_plain_algorithm_on_any_text(
 
 @pytest.mark.long
 def test_gemma_equals_transformers(gemma: Tokenizer, texts: list[str]) -> None:
-    """Transformers takes a minute to derive the merges. It takes U+2581 in the text for the spaces that it stands for."""
+    """Transformers takes a minute to derive the merges. It takes U+2581 in the text for the spaces that it stands
+    for."""
     path = gemma_path()
     theirs = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     sources = [file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("*.py"))]

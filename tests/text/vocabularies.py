@@ -17,7 +17,8 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def sentencepiece_fields(**changes: Any) -> dict[str, Any]:
-    """Fields of a GGUF header with a sentencepiece vocabulary of about 700 tokens, as llama.cpp's converter writes them."""
+    """Fields of a GGUF header with a sentencepiece vocabulary of about 700 tokens, as llama.cpp's converter writes
+    them."""
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trained.pre_tokenizer = pre_tokenizers.Split(Regex("▁*[^▁]+|▁+"), "isolated")
@@ -57,7 +58,8 @@ def byte_level() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """A unigram vocabulary in sentencepiece's spelling with bytes to fall back on, as T5's and XGLM's successors have."""
+    """A unigram vocabulary in sentencepiece's spelling with bytes to fall back on, as T5's and XGLM's successors
+    have."""
     made = Tokenizer(models.Unigram())
     made.normalizer = normalizers.Replace(" ", "▁")
     trainer = trainers.UnigramTrainer(

@@ -32,10 +32,11 @@ DEEPSEEK_CODER_SPLITS = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How one family's byte-level BPE differs: `splits` cut one after another; without any, GPT-2's own expression does.
+    """How one family's byte-level BPE differs: `splits` cut one after another; without any, GPT-2's own expression
+    does.
 
-    `digits`: each digit is cut out first. `whole_words`: a word that is a token is taken before merging. `adds_bos`: where
-    the file does not say.
+    `digits`: each digit is cut out first. `whole_words`: a word that is a token is taken before merging. `adds_bos`:
+    where the file does not say.
     """
 
     splits: tuple[str, ...] = ()

@@ -45,7 +45,8 @@ def cache_directory() -> Path:
 def _key(source: GgufSource, dtype: torch.dtype) -> str:
     """Return a hash of all that decides the converted form: the file's header, size and time, and what is made of it.
 
-    The weights themselves are not hashed, reading them would cost what the cache saves; who changes them changes the time.
+    The weights themselves are not hashed, reading them would cost what the cache saves; who changes them changes the
+    time.
     """
     status = source.path.stat()
     with source.path.open("rb") as file:
@@ -149,11 +150,12 @@ def open_converted(
     directory: Path | None = None,
     check: Callable[[WeightSource], None] | None = None,
 ) -> WeightSource:
-    """Open a GGUF file in its converted form, matrices in `dtype`, making that form first where it is missing or damaged.
+    """Open a GGUF file in its converted form, matrices in `dtype`, making that form first where it is missing or
+    damaged.
 
-    `check` sees the file itself and may raise: what nobody can use is not converted.
-    Without room or permission for it the file itself is opened, and each tensor converted as it is loaded, to the same bits. A
-    file that holds nothing quantised is opened as it is: mapping it is as fast.
+    `check` sees the file itself and may raise: what nobody can use is not converted. Without room or permission for it
+    the file itself is opened, and each tensor converted as it is loaded, to the same bits. A file that holds nothing
+    quantised is opened as it is: mapping it is as fast.
     """
     source = GgufSource(path)
     if check is not None:

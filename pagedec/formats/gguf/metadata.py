@@ -21,7 +21,8 @@ MAX_FACTORS = 4096  # half a head's size, far above any in use
 
 @dataclass(frozen=True, slots=True)
 class GgufFields:
-    """A GGUF header's fields with what else describes a model: the tensors' names, and divisors of the rotary frequencies.
+    """A GGUF header's fields with what else describes a model: the tensors' names, and divisors of the rotary
+    frequencies.
 
     `rope_factors` are the values of rope_freqs.weight, `longrope_factors` those of rope_factors_short.weight and
     rope_factors_long.weight.
@@ -90,8 +91,8 @@ def _read_factors(header: GgufHeader) -> dict[str, tuple[float, ...]]:
 
 
 def read_gguf_fields(header: GgufHeader) -> GgufFields:
-    """Return what a file says of its model, divisors of rotary frequencies read from their tensors; raise ModelFileError
-    where they are damaged."""
+    """Return what a file says of its model, divisors of rotary frequencies read from their tensors; raise
+    ModelFileError where they are damaged."""
     found = _read_factors(header)
     short, long = found.get(SHORT_FACTORS), found.get(LONG_FACTORS)
     if (short is None) != (long is None):

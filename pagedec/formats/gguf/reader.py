@@ -29,7 +29,8 @@ def unpermute(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """One of Hugging Face's tensors in the file: rows `first` to `last` of `tensor`, after what the converter did is undone.
+    """One of Hugging Face's tensors in the file: rows `first` to `last` of `tensor`, after what the converter did is
+    undone.
 
     `num_heads`: 0, or the heads whose rotary rows are paired.
     """
@@ -66,7 +67,8 @@ class _Stored:
 
 
 class GgufSource:
-    """The tensors of one GGUF file; each is dequantised when loaded, matrices to the dtype of `converted` if that was called."""
+    """The tensors of one GGUF file; each is dequantised when loaded, matrices to the dtype of `converted` if that was
+    called."""
 
     def __init__(self, path: Path, header: GgufHeader | None = None) -> None:
         self._matrices: torch.dtype | None = None

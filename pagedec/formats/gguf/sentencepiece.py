@@ -1,7 +1,8 @@
 """Sentencepiece BPE vocabularies of GGUF files, `tokenizer.ggml.model` "llama": Llama 2, Mistral, Phi-3, Gemma.
 
-Sentencepiece (Kudo & Richardson 2018) joins the two neighbours whose joined text is the token of the best score, wherever
-their border lies. The `tokenizers` library ranks pairs instead, so each token gives a rank to every pair that makes it.
+Sentencepiece (Kudo & Richardson 2018) joins the two neighbours whose joined text is the token of the best score,
+wherever their border lies. The `tokenizers` library ranks pairs instead, so each token gives a rank to every pair that
+makes it.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def _merges(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
 def build_sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
     """Return the tokenizer without its special tokens.
 
-    `add_space_prefix`, true unless the file says otherwise, puts a space before the text and after each special token, as
-    sentencepiece's dummy prefix does; decoding drops the first one.
+    `add_space_prefix`, true unless the file says otherwise, puts a space before the text and after each special token,
+    as sentencepiece's dummy prefix does; decoding drops the first one.
     """
     unknown = vocabulary.special_id("unknown")
     names = [vocabulary.tokens[unknown]] if unknown is not None else vocabulary.of_type(UNKNOWN)

@@ -45,7 +45,8 @@ class Layout:
 
     `paired`: the rows of q and k are reordered so that neighbours rotate together, where Hugging Face has halves.
     `norm_offset` was added to the weights of norms. `transposed`: matrices that Hugging Face has as [inputs, outputs].
-    `split`: tensors whose rows are several of Hugging Face's, one behind the other, as many as there are heads of q, k, v.
+    `split`: tensors whose rows are several of Hugging Face's, one behind the other, as many as there are heads of q, k,
+    v.
     """
 
     in_block: Mapping[str, str] = field(default_factory=lambda: IN_BLOCK)

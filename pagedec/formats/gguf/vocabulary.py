@@ -95,7 +95,8 @@ def read_scores(vocabulary: GgufVocabulary) -> list[float]:
 
 
 def read_vocabulary(fields: Mapping[str, Any], path: Path) -> GgufVocabulary:
-    """Return the vocabulary of a header; raise ModelFileError unless there are tokens, all different, with a type each."""
+    """Return the vocabulary of a header; raise ModelFileError unless there are tokens, all different, with a type
+    each."""
     tokens = read_list(fields, "tokens", str, path)
     types = read_list(fields, "token_type", int, path) if PREFIX + "token_type" in fields else [NORMAL] * len(tokens)
     ids = {token: i for i, token in enumerate(tokens)}

@@ -28,7 +28,8 @@ NAMES = LayerNames(
 
 
 def gemma_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what Gemma 2 and Gemma 3 have in common and apart from others: norm weights around 0, scaled embeddings."""
+    """Return what Gemma 2 and Gemma 3 have in common and apart from others: norm weights around 0, scaled
+    embeddings."""
     if values.get("use_bidirectional_attention"):
         raise InvalidArgument("use_bidirectional_attention", True, "is not supported; rows see what precedes them")
     positive_int("hidden_size", required(values, "hidden_size"))

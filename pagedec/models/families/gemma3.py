@@ -1,5 +1,5 @@
-"""Gemma 3's text models (Gemma Team 2025): norms before and behind each block, norms of q and k, five layers with a window
-and a rotation of their own to each one that sees everything. Of the models with images, the text part."""
+"""Gemma 3's text models (Gemma Team 2025): norms before and behind each block, norms of q and k, five layers with a
+window and a rotation of their own to each one that sees everything. Of the models with images, the text part."""
 
 from __future__ import annotations
 

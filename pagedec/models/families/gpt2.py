@@ -1,4 +1,5 @@
-"""GPT-2 (Radford et al. 2019): layer norms with biases, learned positions, an MLP without a gate, weights as [inputs, outputs]."""
+"""GPT-2 (Radford et al. 2019): layer norms with biases, learned positions, an MLP without a gate, weights as [inputs,
+outputs]."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The attention function that transformers' modeling code calls in place of its own.
 
-It is registered under two names. A model built with RUN attends over the paged cache; no mask is made for it. A model built
-with PROBE is only looked at (probe.py): its masks are `ProbeMask`s, which tell what they would have let through.
+It is registered under two names. A model built with RUN attends over the paged cache; no mask is made for it. A model
+built with PROBE is only looked at (probe.py): its masks are `ProbeMask`s, which tell what they would have let through.
 Whoever runs a forward says who answers the calls by `answering`.
 """
 
@@ -27,8 +27,8 @@ class Refused(Exception):
 
 
 class ProbeMask:
-    """What stands in for a mask while a model is looked at. `mask_function` is transformers': (batch, head, query position,
-    key position) to whether the key is seen."""
+    """What stands in for a mask while a model is looked at. `mask_function` is transformers': (batch, head, query
+    position, key position) to whether the key is seen."""
 
     def __init__(self, mask_function: Callable[..., torch.Tensor]) -> None:
         self.mask_function = mask_function

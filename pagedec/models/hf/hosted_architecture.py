@@ -25,9 +25,9 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_lengt
 class HostedArchitecture(Architecture):
     """A model that runs through transformers' own modeling code. `name` is "transformers".
 
-    Only the fields that size the cache and the read-out have a meaning: what the model computes besides attention is its
-    modeling code's business. `class_name` is that code's class, `config` its configuration, `layers` what each layer asks
-    of attention, `trunk` the name of the module below the head.
+    Only the fields that size the cache and the read-out have a meaning: what the model computes besides attention is
+    its modeling code's business. `class_name` is that code's class, `config` its configuration, `layers` what each
+    layer asks of attention, `trunk` the name of the module below the head.
     """
 
     class_name: str = ""
@@ -41,7 +41,8 @@ class HostedArchitecture(Architecture):
 
 
 def read_config(config: Mapping[str, Any], directory: Path | None) -> Any:
-    """transformers' configuration object of a config.json; InvalidArgument where transformers does not know the model."""
+    """transformers' configuration object of a config.json; InvalidArgument where transformers does not know the
+    model."""
     import transformers
 
     version = f"transformers {transformers.__version__}"
@@ -62,8 +63,8 @@ def read_config(config: Mapping[str, Any], directory: Path | None) -> Any:
 def hosted_architecture(config: Mapping[str, Any], directory: Path | None) -> HostedArchitecture:
     """The architecture of a config.json that transformers' modeling code is to run.
 
-    `directory`: where it lies, None for a preset. Raises InvalidArgument on `architectures` with the reason where the model
-    cannot run on the paged cache.
+    `directory`: where it lies, None for a preset. Raises InvalidArgument on `architectures` with the reason where the
+    model cannot run on the paged cache.
     """
     register()
     try:
@@ -113,7 +114,8 @@ def _looked_at(config: Mapping[str, Any], hf: Any) -> HostedArchitecture:
 
 
 def build_empty(model_class: Any, hf: Any) -> Any:
-    """The model without weights, to be looked at. bfloat16: some expert layers know no other dtype on the meta device."""
+    """The model without weights, to be looked at. bfloat16: some expert layers know no other dtype on the meta
+    device."""
     try:
         with torch.device("meta"):
             model = model_class._from_config(hf, attn_implementation=PROBE, dtype=torch.bfloat16)

@@ -1,9 +1,9 @@
 """Any decoder-only model whose modeling code in transformers calls the attention interface plainly, on the paged cache.
 
-A step's rows are one sequence of length `rows` to the modeling code, each with its own position. Everything but attention
-works row by row; attention is the paged kernels', which know which row belongs to which branch. So forks, chunks, prefixes
-and trees need nothing from the modeling code. Its linear layers are torch's, whose bits may depend on the number of rows:
-results are right, and not promised to be bitwise the same in other company.
+A step's rows are one sequence of length `rows` to the modeling code, each with its own position. Everything but
+attention works row by row; attention is the paged kernels', which know which row belongs to which branch. So forks,
+chunks, prefixes and trees need nothing from the modeling code. Its linear layers are torch's, whose bits may depend on
+the number of rows: results are right, and not promised to be bitwise the same in other company.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ EXACT = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 class _ReadOut:
     """Runs the model, and its head on chosen rows only, whatever that head is.
 
-    It stands in for the forward of the module below the head: what that gives is handed on for the chosen rows alone, and
-    can be handed on for other rows of the same forward later.
+    It stands in for the forward of the module below the head: what that gives is handed on for the chosen rows alone,
+    and can be handed on for other rows of the same forward later.
     """
 
     def __init__(self, model: Any, trunk: str) -> None:
@@ -51,7 +51,8 @@ class _ReadOut:
         module.forward = self._trunk
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, again: bool) -> torch.Tensor:
-        """Return the logits [m, vocab] of `rows` [m] of a forward of token ids [n] at positions [n], or of the one before."""
+        """Return the logits [m, vocab] of `rows` [m] of a forward of token ids [n] at positions [n], or of the one
+        before."""
         self._again, self._rows = again, rows.long()
         logits: torch.Tensor = self._model(
             input_ids=ids[None].long(), position_ids=positions[None].long(), use_cache=False
@@ -191,10 +192,11 @@ class HostedModel:
 def load_hosted(
     arch: HostedArchitecture, files: ModelFiles, backend: Backend, max_position: int, seed: int = 0
 ) -> HostedModel:
-    """Load the weights with transformers' own loader, or make them up where `files` has none, and check the model's rows.
+    """Load the weights with transformers' own loader, or make them up where `files` has none, and check the model's
+    rows.
 
-    Raises InvalidArgument where the model cannot run after all, ModelFileError where the files are damaged or do not hold
-    exactly the model's weights.
+    Raises InvalidArgument where the model cannot run after all, ModelFileError where the files are damaged or do not
+    hold exactly the model's weights.
     """
     register()
     check_length(arch, max_position)

@@ -1,9 +1,10 @@
 """Looking at a model of transformers: does everything that one row takes from others pass through its attention calls?
 
-Two looks, because a modeling code may do anything. `probe_attention` runs the model on the meta device, without weights, and
-writes down every attention call: what the paged kernels compute from it must be all that is asked. `check_rows` runs it
-with its weights and an attention that mixes no rows: then no row may change with its neighbours. Convolutions, recurrences,
-positions that are counted instead of given and frequencies that follow the longest row are all found by that.
+Two looks, because a modeling code may do anything. `probe_attention` runs the model on the meta device, without
+weights, and writes down every attention call: what the paged kernels compute from it must be all that is asked.
+`check_rows` runs it with its weights and an attention that mixes no rows: then no row may change with its neighbours.
+Convolutions, recurrences, positions that are counted instead of given and frequencies that follow the longest row are
+all found by that.
 """
 
 from __future__ import annotations
@@ -240,15 +241,16 @@ class _RowByRow:
 
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
-"""(token ids [n], positions [n], rows to read out [m], whether to read the forward before again) to logits [m, vocab]."""
+"""(token ids [n], positions [n], rows to read out [m], whether to read the forward before again) to logits [m,
+vocab]."""
 
 
 @torch.inference_mode()
 def check_rows(run: Run, layers: Sequence[LayerAttention], vocab_size: int, max_position: int, exact: float) -> None:
     """Raise `Refused` if a row's logits change with the rows beside it when attention mixes none, or with its read-out.
 
-    `run` is of a model that was built with RUN and has its weights. `exact`: how far, of the largest logit, a changed order of
-    sums may go.
+    `run` is of a model that was built with RUN and has its weights. `exact`: how far, of the largest logit, a changed
+    order of sums may go.
     """
     ids = torch.randint(0, vocab_size, (6,), generator=torch.Generator().manual_seed(1))
     positions = torch.tensor([0, 1, 5, 5, 2, max_position - 1]).clamp(max=max_position - 1)
