@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from pagedec import SamplingParams
+from pagedec.core.forward import DRAW_DTYPE
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.core.logprobs import TokenLogprobs
-from pagedec.core.protocol import DRAW_DTYPE
 from pagedec.decoders.sampling import sampler_of
 from pagedec.engine.engine import Engine
 from pagedec.engine.options import read_options
