@@ -32,15 +32,30 @@ from pagedec.fields import MAX_INT32
 FEW = 4
 """Up to so many branches a list is searched as fast as a set is made."""
 REASONS = ("stop", "length")
+LANES = ("target",), ("target", "draft")
 MAX_BRANCHES = 16384
-"""Most branches of one request that says nothing of its width: what forks without end must not take everybody's
-memory."""
+"""Most branches of one request: what forks without end must not take everybody's memory."""
+
+
+# ------------------------------------------------------------------------------------------------------------ decoders
+def check_decoder(decoder: Decoder) -> None:
+    """Raise `InvalidArgument` unless a new decoder has said all that is read of it between its steps, for others' sake
+    too."""
+    for name in ("width", "initial_state"):
+        if not hasattr(decoder, name):
+            raise InvalidArgument(f"{type(decoder).__name__}.{name}", None, "must be set in __init__ or in the class")
+    _check_whole(f"{type(decoder).__name__}.width", decoder.width, 1, MAX_BRANCHES)
+    if decoder.lanes not in LANES:
+        limit = f"must be one of {', '.join(map(str, LANES))}"
+        raise InvalidArgument(f"{type(decoder).__name__}.lanes", decoder.lanes, limit)
 
 
 # ------------------------------------------------------------------------------------------------------------- queries
-def check_queries(queries: Sequence[Query], branches: Sequence[Branch], vocab_size: int) -> None:
+def check_queries(queries: object, branches: Sequence[Branch], decoder: Decoder, vocab_size: int) -> None:
     """Raise `InvalidArgument` unless each query is of a living branch, each branch is asked once, and drafts and asks
     can be run."""
+    if not isinstance(queries, (list, tuple)):
+        raise InvalidArgument("queries", queries, "must be a list or a tuple of queries")
     alive: Collection[Branch] = branches if len(branches) <= FEW else set(branches)
     asked: set[Branch] = set()
     for i, query in enumerate(queries):
@@ -54,22 +69,27 @@ def check_queries(queries: Sequence[Query], branches: Sequence[Branch], vocab_si
             raise InvalidArgument(f"queries[{i}].branch", branch.tip, "must be asked at most once a step")
         if not isinstance(query.asks, tuple):
             raise InvalidArgument(f"queries[{i}].asks", query.asks, "must be a tuple of asks")
-        try:
-            if query.draft is not EMPTY:
-                _check_draft(query.draft, vocab_size)
-            for ask in query.asks:
+        if query.draft is not EMPTY:
+            try:
+                _check_draft(query.draft, decoder, vocab_size)
+            except InvalidArgument as error:
+                raise InvalidArgument(f"queries[{i}].{error.field}", error.value, error.limit) from None
+        for at, ask in enumerate(query.asks):
+            try:
                 _check_ask(ask, query.draft, vocab_size)
-        except InvalidArgument as error:
-            raise InvalidArgument(f"queries[{i}].{error.field}", error.value, error.limit) from None
+            except InvalidArgument as error:
+                raise InvalidArgument(f"queries[{i}].asks[{at}]{error.field}", error.value, error.limit) from None
 
 
-def _check_draft(draft: Draft | Roll, vocab_size: int) -> None:
+def _check_draft(draft: Draft | Roll, decoder: Decoder, vocab_size: int) -> None:
     if isinstance(draft, Draft):
         _check_tokens("draft.tokens", draft.tokens, vocab_size)
     elif isinstance(draft, Roll):
         _check_whole("draft.count", draft.count, 0, MAX_INT32)
         _check_sampler("draft.sampler", draft.sampler)
         _check_stream("draft.stream", draft.stream)
+        if "draft" not in decoder.lanes:
+            raise InvalidArgument("draft", draft, f"must be a Draft where the decoder's lanes are {decoder.lanes}")
     else:
         raise InvalidArgument("draft", draft, "must be a Draft or a Roll")
 
@@ -77,23 +97,25 @@ def _check_draft(draft: Draft | Roll, vocab_size: int) -> None:
 def _check_ask(ask: Ask, draft: Draft | Roll, vocab_size: int) -> None:
     """Nodes are those of the draft that was proposed: the scheduler may strip it, and answers what was run."""
     if isinstance(ask, Sample):
-        _check_sampler("asks.sampler", ask.sampler)
+        _check_sampler(".sampler", ask.sampler)
+        if not isinstance(ask.streams, (tuple, list)):
+            raise InvalidArgument(".streams", ask.streams, "must be a tuple of whole numbers")
         if not ask.streams:
-            raise InvalidArgument("asks.streams", ask.streams, "must name at least one stream")
+            raise InvalidArgument(".streams", ask.streams, "must name at least one stream")
         for stream in ask.streams:
-            _check_stream("asks.streams", stream)
+            _check_stream(".streams", stream)
     elif isinstance(ask, TopK):
-        _check_whole("asks.k", ask.k, 1, vocab_size)
+        _check_whole(".k", ask.k, 1, vocab_size)
     elif isinstance(ask, LogProbs):
         if len(ask.nodes) != len(ask.tokens):
-            raise InvalidArgument("asks.tokens", len(ask.tokens), f"must be one for each of {len(ask.nodes)} nodes")
-        _check_tokens("asks.tokens", ask.tokens, vocab_size)
+            raise InvalidArgument(".tokens", ask.tokens, f"must be one for each of {len(ask.nodes)} nodes")
+        _check_tokens(".tokens", ask.tokens, vocab_size)
     else:
-        raise InvalidArgument("asks", ask, "must be a Sample, a TopK or a LogProbs")
+        raise InvalidArgument("", ask, "must be a Sample, a TopK or a LogProbs")
     if ask.nodes is not None:
         last = draft.num_nodes
         for node in ask.nodes:
-            _check_whole("asks.nodes", node, 0, last)
+            _check_whole(".nodes", node, 0, last)
 
 
 def _check_sampler(field: str, sampler: Sampler) -> None:
@@ -137,7 +159,7 @@ def check_verdict(
         raise InvalidArgument("verdict", verdict, "must be a Verdict")
     for name in ("live", "done", "drop"):
         if not isinstance(getattr(verdict, name), (tuple, list)):
-            raise InvalidArgument(name, getattr(verdict, name), "must be a tuple")
+            raise InvalidArgument(name, getattr(verdict, name), "must be a tuple or a list")
     alive: Collection[Branch] = live if len(live) <= FEW else set(live)
     if verdict.drop:
         strangers = sum(branch not in alive for branch in verdict.drop)
@@ -147,6 +169,8 @@ def check_verdict(
     for i, child in enumerate(verdict.live):
         try:
             _check_child(history, alive, evaluated, child, vocab_size)
+            if child.keep is not None and evaluated and decoder is not None:
+                _check_revision(history, child, decoder)
         except InvalidArgument as error:
             raise InvalidArgument(f"live[{i}]{error.field}", error.value, error.limit) from None
     for i, hypothesis in enumerate(verdict.done):
@@ -157,9 +181,8 @@ def check_verdict(
     if decoder is not None and (decoder.gang or len(verdict.live) + len(live) > MAX_BRANCHES):
         touched = {child.parent for child in verdict.live} | set(verdict.drop) | set(evaluated)
         width = len(verdict.live) + sum(branch not in touched for branch in live)
-        if not decoder.gang and width > max(decoder.width, MAX_BRANCHES):
-            limit = f"branches must be at most {max(decoder.width, MAX_BRANCHES)}"
-            raise InvalidArgument("live", width, limit)
+        if width > MAX_BRANCHES:
+            raise InvalidArgument("live", width, f"branches must be at most {MAX_BRANCHES}")
         if decoder.gang and width > decoder.width:
             raise InvalidArgument("live", width, f"branches must be at most the gang's declared width, {decoder.width}")
 
@@ -189,6 +212,13 @@ def _check_child(
             raise InvalidArgument(".path", child.path, "must be a way down the draft of this step's query")
     if child.score is not None:
         _check_score(child.score)
+
+
+def _check_revision(history: History, child: Child, decoder: Decoder) -> None:
+    length = history.depth[child.parent.tip]
+    if child.keep != length and not (decoder.revises or decoder.gang):
+        limit = f"must be the branch's length, {length}: a decoder that takes tokens back says so with `revises = True`"
+        raise InvalidArgument(".keep", child.keep, limit)
 
 
 def _check_hypothesis(history: History, hypothesis: Hypothesis, vocab_size: int) -> None:

@@ -278,10 +278,10 @@ class Planner:
 def propose(request: Request, room: int, vocab_size: int) -> list[Query]:
     """What a request's decoder asks; its mistakes are the request's, by name."""
     try:
-        queries = list(request.decoder.propose(request.branches, room))
-        check_queries(queries, request.branches, vocab_size)
+        queries = request.decoder.propose(request.branches, room)
+        check_queries(queries, request.branches, request.decoder, vocab_size)
     except PagedecError as error:
         raise RequestError(request.id, f"its decoder cannot propose: {error}") from error
     except Exception as error:
         raise RequestError(request.id, f"its decoder cannot propose: {error!r}") from error
-    return queries
+    return list(queries)

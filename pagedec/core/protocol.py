@@ -7,6 +7,7 @@ block, a slot or a tensor. Everything here is an immutable value.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -130,8 +131,9 @@ class Answer:
 # ------------------------------------------------------------------------------------------------------------ verdicts
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A branch of the next generation: `parent`, rolled back to `keep` tokens or continued by the draft nodes of
-    `path`, then by `tokens`. None inherits. `state` is the decoder's own immutable value."""
+    """A branch of the next generation: `parent`, rolled back to `keep` tokens (of the whole sequence, at least 1) or
+    continued by the draft nodes of `path` (from 1, each the parent of the next), then by `tokens`. A `score` or `state`
+    of None is the parent's. `state` is the decoder's own immutable value."""
 
     parent: Branch
     tokens: tuple[int, ...] = ()
@@ -182,8 +184,9 @@ class Verdict:
 # ------------------------------------------------------------------------------------------------------------- decoders
 @dataclass(frozen=True, slots=True)
 class DecoderContext:
-    """What a decoder may know of its request: the history it continues (a branch names its text by `branch.tip`), the
-    end tokens, the vocabulary's size, the longest sequence any branch may reach, and when a branch ends."""
+    """What a decoder may know of its request: the history it continues (a branch names its text by `branch.tip`; the
+    prompt is in it already), the end tokens, the vocabulary's size, the longest sequence any branch may reach, and when
+    a branch ends. Lengths count tokens from the sequence's beginning, the prompt's too."""
 
     history: History
     prompt_length: int
@@ -209,21 +212,30 @@ class Decoder(Protocol):
     """("target",), or ("target", "draft") where queries may carry a Roll."""
     gang: bool = False
     """True: all queried branches are evaluated in one step or none, and the decoder ends them itself (beams)."""
+    revises: bool = False
+    """True: `advance` may take tokens back (`keep`). Like a gang's, its answers are then told when they end: nobody who
+    reads a stream can give tokens back. False: what `advance` appends stands, and is told at once."""
     plain_sampler: Sampler | None = None
     """Not None: all that it does is to draw one token a step for each stream of each branch's state, with this sampler.
     Then it may be stepped without being asked."""
     width: int
-    """The most branches that live at once. Admission reserves room for a gang of this width, and a wider one fails."""
+    """The most branches that live at once, from 1 to 16384. A gang fails when it is wider, and is refused where so many
+    branches do not fit; of others it is what admission expects."""
     initial_state: Any
     """The root branch's state."""
 
+    @abstractmethod
     def propose(self, branches: Sequence[Branch], room: int) -> Sequence[Query]:
         """Queries of the branches that want to advance; the others are idle. Where there are none, it is not asked
         again before a client edits the request. Pure and repeatable. `room`: rows that no chain needs, as far as can be
         told; a draft that finds none is stripped."""
 
+    @abstractmethod
     def advance(self, queries: Sequence[Query], answers: Sequence[Answer]) -> Verdict:
         """The only place where state changes. Called once for each step in which queries of this request were run."""
 
+    @abstractmethod
     def rank(self, state: Any) -> int:
-        """The rank of the hypothesis that a branch of this state becomes when the scheduler ends it at a stop."""
+        """The rank of the hypothesis that a branch of this state becomes when the scheduler ends it at a stop: a whole
+        number from 0, one for each branch that lives. A stream's reader knows an answer by it. Asked of every child's
+        state, a gang's too."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from pagedec.core.block import BlockPool
-from pagedec.core.checks import check_verdict
+from pagedec.core.checks import check_decoder, check_verdict
 from pagedec.core.demand import Demand
 from pagedec.core.forward import LaneAnswers
 from pagedec.core.history import History
@@ -79,9 +79,10 @@ class Scheduler:
             stopping = replace(stopping, max_tokens=min(stopping.max_tokens, limit - len(prompt)))
         history = History(limits.block_size, salt)
         eos = stopping.eos_token_ids if eos_token_ids is None else eos_token_ids
-        decoder = make_decoder(DecoderContext(history, len(prompt), limit, limits.vocab_size, eos, stopping))
-        check_width(limits, decoder, len(prompt), limit)
         tip = history.append(0, [int(token) for token in prompt])
+        decoder = make_decoder(DecoderContext(history, len(prompt), limit, limits.vocab_size, eos, stopping))
+        check_decoder(decoder)
+        check_width(limits, decoder, len(prompt), limit)
         tables = {lane: BlockTable(self.pools[lane]) for lane in decoder.lanes if lane in self.pools}
         root = Branch(tip, tables, decoder.initial_state, stopping.start, len(prompt))
         plain = decoder.plain_sampler if limits.array_settle else None

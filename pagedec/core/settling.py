@@ -15,7 +15,7 @@ from pagedec.core.layout import read_answer
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logprobs import Recorder, TokenLogprobs, reported
 from pagedec.core.plan import StepPlan, Work
-from pagedec.core.protocol import Answer, Hypothesis, Query, Sample, Verdict
+from pagedec.core.protocol import Answer, Child, Hypothesis, Query, Sample, Verdict
 from pagedec.core.request import Branch, Event, Finished, Progress, Request
 from pagedec.core.stopping import Cut
 from pagedec.core.table import BlockTable, CopyPlan
@@ -192,7 +192,7 @@ class Settler:
             request.history, request.branches, evaluated, generation.heirs, generation.dropped, self._copies
         )
         self._publish_generation(request)
-        if not request.decoder.gang:
+        if not (request.decoder.gang or request.decoder.revises):
             self._events += generation.progress
         for hypothesis in (*verdict.done, *generation.finished):
             self._finish(request, hypothesis)
@@ -226,7 +226,7 @@ class Settler:
             else:
                 cut = stopping.cut(state, tokens, request.limit - length)
             if cut.tokens and child.keep is None:
-                out.progress.append(Progress(request, rank, cut.tokens, _logprobs(request, parent.tip, cut.tokens)))
+                out.progress.append(_progress(request, child, rank, cut.tokens))
             if cut.reason is None:
                 out.heirs.append(Heir(child, cut.state, given_length))
                 continue
@@ -269,6 +269,15 @@ def ranks_of(request: Request, verdict: Verdict) -> list[int]:
 
 def _request_of(work: Work) -> Request:
     return work.request
+
+
+def _progress(request: Request, child: Child, rank: int, tokens: tuple[int, ...]) -> Progress:
+    """What a child adds to the answer of its rank: where that answer was another's until now, all that it has."""
+    history, tip, first = request.history, child.parent.tip, request.prompt_length
+    length = history.depth[tip]
+    if length > first and child.state is not None and request.decoder.rank(child.parent.state) != rank:
+        tip, tokens = history.ancestor(tip, first), (*history.slice(tip, first, length), *tokens)
+    return Progress(request, rank, tokens, _logprobs(request, tip, tokens))
 
 
 def _logprobs(request: Request, tip: int, tokens: Sequence[int]) -> tuple[TokenLogprobs | None, ...] | None:

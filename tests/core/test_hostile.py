@@ -15,6 +15,7 @@ from pagedec.core.draft import Draft
 from pagedec.core.protocol import (
     Answer,
     Child,
+    Decoder,
     DecoderContext,
     Hypothesis,
     LogProbs,
@@ -28,7 +29,7 @@ from pagedec.core.protocol import (
 from pagedec.core.request import Branch
 from pagedec.core.stopping import Stopping
 from pagedec.decoders import Sampling
-from pagedec.errors import RequestError
+from pagedec.errors import InvalidArgument, RequestError
 from pagedec.params import SamplingParams
 from tests.algorithms.beam import Beam, BeamParams
 from tests.algorithms.interactive import SessionState
@@ -97,7 +98,7 @@ def boom(*_: Any) -> Any:
 TWO = Draft.chain((1, 2))
 QUERIES: dict[str, tuple[Callable[[list[Query]], Any], str]] = {
     "raises": (boom, "ZeroDivisionError"),
-    "no list": (lambda _: 5, "not iterable"),
+    "no list": (lambda _: 5, r"queries is 5: must be a list or a tuple"),
     "no query": (lambda _: ["x"], r"queries\[0\] is 'x': must be a Query"),
     "twice": (lambda queries: [*queries, *queries], r"queries\[2\].branch.*at most once"),
     "a stranger": (
@@ -105,27 +106,31 @@ QUERIES: dict[str, tuple[Callable[[list[Query]], Any], str]] = {
     ),
     "no branch": (lambda queries: [replace(queries[0], branch=[])], r"queries\[0\].branch"),
     "asks in a list": (lambda queries: [replace(queries[0], asks=[TopK(1)])], r"asks.*must be a tuple"),
-    "no ask": (asking("top"), r"asks is 'top'"),
-    "k of 0": (asking(TopK(0)), rf"asks.k is 0: must be a whole number from 1 to {VOCABULARY}"),
-    "k beyond the vocabulary": (asking(TopK(VOCABULARY + 1)), rf"asks.k is {VOCABULARY + 1}"),
-    "k is half": (asking(TopK(1.5)), "asks.k is 1.5"),  # type: ignore[arg-type]
-    "a node that is not there": (asking(TopK(1, (1,))), "asks.nodes is 1: must be a whole number from 0 to 0"),
-    "a node behind the draft": (asking(TopK(1, (3,)), draft=TWO), "asks.nodes is 3"),
-    "a negative node": (asking(TopK(1, (-1,))), "asks.nodes is -1"),
-    "an unknown token": (asking(LogProbs((0,), (VOCABULARY,))), f"asks.tokens is {VOCABULARY}"),
-    "a negative token": (asking(LogProbs((0,), (-1,))), "asks.tokens is -1"),
-    "more nodes than tokens": (asking(LogProbs((0, 0), (1,))), "asks.tokens is 1: must be one for each of 2"),
-    "no stream": (asking(Sample(streams=())), "asks.streams"),
-    "a stream by name": (asking(Sample(streams=("a",))), "asks.streams is 'a'"),  # type: ignore[arg-type]
+    "no ask": (asking("top"), r"asks\[0\] is 'top'"),
+    "k of 0": (asking(TopK(0)), rf"asks\[0\].k is 0: must be a whole number from 1 to {VOCABULARY}"),
+    "k beyond the vocabulary": (asking(TopK(VOCABULARY + 1)), rf"asks\[0\].k is {VOCABULARY + 1}"),
+    "k is half": (asking(TopK(1.5)), r"asks\[0\].k is 1.5"),  # type: ignore[arg-type]
+    "a node that is not there": (asking(TopK(1, (1,))), r"asks\[0\].nodes is 1: must be a whole number from 0 to 0"),
+    "a node behind the draft": (asking(TopK(1, (3,)), draft=TWO), r"asks\[0\].nodes is 3"),
+    "a negative node": (asking(TopK(1, (-1,))), r"asks\[0\].nodes is -1"),
+    "an unknown token": (asking(LogProbs((0,), (VOCABULARY,))), rf"asks\[0\].tokens is {VOCABULARY}"),
+    "a negative token": (asking(LogProbs((0,), (-1,))), r"asks\[0\].tokens is -1"),
+    "more nodes than tokens": (asking(LogProbs((0, 0), (1,))),
+    r"asks\[0\].tokens is \(1,\): must be one for each of 2"),
+    "no stream": (asking(Sample(streams=())), r"asks\[0\].streams"),
+    "a stream by name": (asking(Sample(streams=("a",))), r"asks\[0\].streams is 'a'"),  # type: ignore[arg-type]
     "temperature nan": (asking(lambda: Sample(Sampler(NAN))), "temperature is nan"),
     "temperature below 0": (asking(lambda: Sample(Sampler(-1.0))), "temperature is -1.0"),
     "top_p of 0": (asking(lambda: Sample(Sampler(1.0, top_p=0.0))), "top_p is 0.0"),
     "min_p above 1": (asking(lambda: Sample(Sampler(1.0, min_p=1.5))), "min_p is 1.5"),
     "top_k below 0": (asking(lambda: Sample(Sampler(1.0, top_k=-1))), "top_k is -1"),
-    "no sampler": (asking(Sample(None)), "asks.sampler is None"),  # type: ignore[arg-type]
+    "no sampler": (asking(Sample(None)), r"asks\[0\].sampler is None"),  # type: ignore[arg-type]
     "no draft": (asking(TopK(1), draft=[1]), r"draft is \[1\]"),
     "a draft of unknown tokens": (asking(TopK(1), draft=Draft.chain((1, VOCABULARY))), f"draft.tokens is {VOCABULARY}"),
     "a draft of negative tokens": (asking(TopK(1), draft=Draft.chain((-1,))), "draft.tokens is -1"),
+    "a roll that no lane carries out": (asking(TopK(1), draft=Roll(2)), r"draft is Roll.*lanes are \('target',\)"),
+    "one stream": (asking(Sample(streams=3)), r"asks\[0\].streams is 3: must be a tuple"),  # type: ignore[arg-type]
+    "a second ask": (asking(TopK(1), TopK(0)), r"asks\[1\].k is 0"),
     "a negative roll": (asking(TopK(1), draft=Roll(-1)), "draft.count is -1"),
 }  # fmt: skip
 VERDICTS: dict[str, tuple[Callable[[Verdict], Any], str]] = {
@@ -139,6 +144,7 @@ VERDICTS: dict[str, tuple[Callable[[Verdict], Any], str]] = {
     "a score that is none": (saying(score=NAN), r"live\[0\].score is nan"),
     "kept and longer": (saying(keep=100), r"live\[0\].keep is 100"),
     "kept by half": (saying(keep=2.5), r"live\[0\].keep is 2.5"),
+    "taken back unsaid": (saying(keep=1), r"live\[0\].keep is 1: must be the branch's length, 9: a decoder that takes"),
     "no child": (lambda verdict: Verdict(("x",)), r"live\[0\] is 'x': must be a Child"),  # type: ignore[arg-type]
     "a stranger's child": (
         lambda verdict: Verdict((Child(Branch(1, {}, (0,), 0, 1), (1,)),)), r"live\[0\].parent is 1",
@@ -243,6 +249,41 @@ def test_a_wrong_rank(rank: Any, message: str) -> None:
     _, error = run_beside(wrong(wrong_rank=rank))
     with pytest.raises(RequestError, match=message):
         raise error
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"width": None}, "Made.width is None: must be a whole number from 1 to 16384"),
+        ({"width": 0}, "Made.width is 0"),
+        ({"width": 2**31}, "Made.width is 2147483648"),
+        ({"lanes": ("draft",)}, r"Made.lanes is \('draft',\): must be one of \('target',\), \('target', 'draft'\)"),
+        ({"initial_state": None}, "Made.initial_state is None: must be set in __init__ or in the class"),
+    ],
+)
+def test_a_decoder_that_does_not_say_what_is_read_of_it(change: dict[str, Any], message: str) -> None:
+    """Others' steps read it, too: so it is asked at the door."""
+
+    def make(context: DecoderContext) -> Any:
+        made = Sampling(SamplingParams(), context)
+        spoilt = type("Made", (), {name: getattr(made, name) for name in ("lanes", "gang", "width", "initial_state")})
+        for name, value in change.items():
+            if name == "initial_state":
+                delattr(spoilt, name)
+            else:
+                setattr(spoilt, name, value)
+        return spoilt()
+
+    engine = FakeEngine(World(0).models, limits(60))
+    with pytest.raises(InvalidArgument, match=message):
+        engine.scheduler.admit("bad", make, PROMPT, Stopping(max_tokens=9))
+    engine.check_whole()
+
+
+def test_a_decoder_that_is_half_written() -> None:
+    half = type("Half", (Decoder,), {"propose": lambda *_: [], "width": 1, "initial_state": 0})
+    with pytest.raises(TypeError, match="abstract methods? .*advance.*rank"):
+        FakeEngine(World(0).models, limits(60)).scheduler.admit("bad", half, PROMPT, Stopping(max_tokens=9))
 
 
 class Growing(Beam):
