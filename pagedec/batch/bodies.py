@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from pagedec.errors import FeatureNotAvailable, InvalidArgument
 from pagedec.fields import check_names, rules
 from pagedec.params import SamplingParams
-from pagedec.text.conversation import check_messages
+from pagedec.text.chat_template import check_messages
 
 TextOrIds: TypeAlias = str | list[int]
 

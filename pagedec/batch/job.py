@@ -35,7 +35,7 @@ from pagedec.fields import rules
 from pagedec.llm import LLM
 from pagedec.outputs import RequestOutput
 from pagedec.params import SamplingParams
-from pagedec.text.conversation import render_chat
+from pagedec.text.chat_template import render_chat
 
 WINDOW = 4
 """Answers in the engine's hands, as a multiple of the branches of a step: enough that no step waits for a line."""

@@ -225,7 +225,7 @@ def show_live(
 
 
 def _chat_prompt(llm: LLM, conversation: Sequence[Mapping[str, str]]) -> Prompt:
-    from pagedec.text.conversation import render_chat
+    from pagedec.text.chat_template import render_chat
 
     tokenizer = llm.get_tokenizer()
     text = render_chat(tokenizer, conversation)

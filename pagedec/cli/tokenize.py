@@ -136,7 +136,7 @@ def _read(tokenizer: Tokenizer, text: str, arguments: argparse.Namespace) -> tup
         token_ids = _ids(text, len(tokenizer.byte_table))
         return tokenizer.decode(token_ids, skip_special_tokens=not arguments.special_tokens), token_ids
     if arguments.chat:
-        from pagedec.text.conversation import render_chat
+        from pagedec.text.chat_template import render_chat
 
         prompt = render_chat(tokenizer, _messages(text))
         return prompt, tokenizer.encode(prompt, add_special_tokens=False)

@@ -9,8 +9,6 @@ from pagedec.errors import InvalidArgument
 from pagedec.text.chat_template import Message, Tool, check_messages, render_chat
 from pagedec.text.tokenizer import Tokenizer
 
-__all__ = ["Conversation", "Message", "Tool", "check_messages", "render_chat"]
-
 
 class Conversation:
     """Messages of one chat, and the tokens that stand for them.

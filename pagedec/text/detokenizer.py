@@ -34,13 +34,6 @@ class Detokenizer:
         """Return what an unfinished last character leaves: U+FFFD, or nothing."""
         return self._decode(b"", final=True)
 
-    def fork(self) -> Detokenizer:
-        """Return a second one that goes on from the same state."""
-        other = Detokenizer.__new__(Detokenizer)
-        other._table, other._special = self._table, self._special
-        other._pending, other._at_start = self._pending, self._at_start
-        return other
-
     def _decode(self, data: bytes, final: bool) -> str:
         data = self._pending + data
         text, num_used = codecs.utf_8_decode(data, "replace", final)

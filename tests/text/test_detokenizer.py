@@ -89,22 +89,12 @@ def test_special_tokens_do_not_cut_a_character() -> None:
     assert Detokenizer(SINGLE_BYTES, skip_special_tokens=False).push([first, 256, second]) == "\ufffd<end>\ufffd"
 
 
-def test_forks_go_their_own_ways() -> None:
-    first, second = "é".encode()
-    parent = Detokenizer(SINGLE_BYTES)
-    parent.push([first])
-    child = parent.fork()
-    assert (parent.push([second]), child.push(b"x")) == ("é", "\ufffdx")
-
-
 def test_the_leading_space_of_sentencepiece() -> None:
     table = ByteTable([b" Hello", b" world", b"", b" "], frozenset(), drops_leading_space=True)
     assert Detokenizer(table).push([0, 1]) == "Hello world"
     assert Detokenizer(table, keep_leading_space=True).push([0, 1]) == " Hello world"
     split = Detokenizer(table)
     assert [split.push([token]) for token in (2, 3, 1)] == ["", "", " world"]
-    fork = Detokenizer(table).fork()
-    assert fork.push([0]) == "Hello"
 
 
 def test_ids_beyond_the_vocabulary_stand_for_nothing() -> None:
