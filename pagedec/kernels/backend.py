@@ -69,13 +69,6 @@ class CacheTensors:
         return self.k.shape[1]
 
 
-class PackedWeight(Protocol):
-    """A linear layer's weight in the backend's own form. `n`, `k`: outputs (gate and up both, if gated) and inputs."""
-
-    n: int
-    k: int
-
-
 def checked_quantization(quantization: str | None) -> str | None:
     """Return it if there is such a quantisation of weights; else ValueError."""
     if quantization not in (None, "int8"):
