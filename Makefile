@@ -59,12 +59,12 @@ model: $(VENV)/.model
 gemma: $(VENV)/.gemma
 
 $(BUILD)/build.ninja: csrc/CMakeLists.txt $(VENV)/.packages
+	@mkdir -p $(dir $(BUILD))
 	@$(BIN)/cmake -S csrc -B $(BUILD) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_CXX_COMPILER=$(CXX) \
 	  -DPAGEDEC_LIB_DIR=$(CURDIR)/$(LIB) -Wno-dev >$(BUILD).log 2>&1 || { cat $(BUILD).log; rm -f $@; exit 1; }
 
 # Without a compiler everything still runs, on the reference kernels.
 build: $(VENV)/.packages
-	@mkdir -p build
 	@if command -v $(CXX) >/dev/null; then $(MAKE) --no-print-directory compile; \
 	else echo "no C++ compiler ($(CXX)): going on with the reference kernels"; fi
 

@@ -96,14 +96,22 @@ def end_tokens(own: tuple[int, ...], vocab_size: int, tokenizer: Tokenizer | Non
 
 
 def load_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
-    """An engine ready for requests, and its tokenizer."""
+    """An engine ready for requests, and its tokenizer. Raises what loading raises; nothing is left of the executor
+    then."""
     tokenizer = load_tokenizer(config.model, resolve_model(config.model.model, config.model.load_format))
-    vocabulary = None if tokenizer is None else vocabulary_of(tokenizer)
     executor = start_executor(config)
+    try:
+        return _engine_over(config, executor, tokenizer), tokenizer
+    except BaseException:  # a warning that is an error, or Ctrl-C: whoever catches it must not be left with a process
+        executor.stop()
+        raise
+
+
+def _engine_over(config: EngineConfig, executor: Executor, tokenizer: Tokenizer | None) -> Engine:
     geometry = executor.geometry
     target = geometry.lanes["target"]
     ends = end_tokens(geometry.eos_token_ids, target.vocab_size, tokenizer)
     complaint = geometry.kv_cache.complaint(target.max_model_len)
     if complaint is not None:
-        warnings.warn(complaint, PoolWarning, stacklevel=3)  # who made the LLM
-    return build_engine(config, executor, ends, vocabulary), tokenizer
+        warnings.warn(complaint, PoolWarning, stacklevel=4)  # who made the LLM
+    return build_engine(config, executor, ends, None if tokenizer is None else vocabulary_of(tokenizer))

@@ -34,8 +34,3 @@ class EngineStats:
     """The most that any step used."""
     num_released_branches: int = 0
     """Idle branches that gave way to others."""
-
-    @property
-    def host_seconds_per_step(self) -> float:
-        """Mean time of a step in which the device has nothing to do."""
-        return (self.plan_seconds + self.settle_seconds) / max(self.num_steps, 1)

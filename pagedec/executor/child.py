@@ -68,7 +68,7 @@ def _carry_out(channel: Channel, worker: Worker, step: Step) -> None:
         raise
     except Exception as error:  # the engine decides what it means
         if due is not None:
-            due()  # they come although nobody needs them: the step has failed before
+            due.take()  # they come although nobody needs them: the step has failed before
         channel.send(FAILED, _pickled(error))
         return
     channel.send(ANSWERS, pack_answers(step.number, answers))
@@ -79,17 +79,23 @@ class _Due:
 
     def __init__(self, channel: Channel, number: int) -> None:
         self._channel, self._number = channel, number
-        self._masks: Masks | None = None
+        self._message: tuple[int, memoryview] | None = None
+
+    def take(self) -> tuple[int, memoryview]:
+        """The message with them. It comes once, even if it cannot be read: to wait for another one would be for
+        ever."""
+        if self._message is None:
+            self._message = self._channel.receive()
+        return self._message
 
     def __call__(self) -> Masks:
-        if self._masks is None:
-            kind, payload = self._channel.receive()
-            if kind != MASKS:
-                raise InvariantError(f"masks were due; the engine has sent message {kind}")
-            number, self._masks = unpack_masks(np.frombuffer(payload, np.int32))
-            if number != self._number:
-                raise InvariantError(f"masks of step {self._number} were due; those of step {number} came")
-        return self._masks
+        kind, payload = self.take()
+        if kind != MASKS:
+            raise InvariantError(f"masks were due; the engine has sent message {kind}")
+        number, masks = unpack_masks(np.frombuffer(payload, np.int32))
+        if number != self._number:
+            raise InvariantError(f"masks of step {self._number} were due; those of step {number} came")
+        return masks
 
 
 def _pickled(error: Exception) -> bytes:

@@ -111,13 +111,18 @@ class WorkerProcess:
         path = json.dumps(sys.path)  # the worker finds what we found, and runs nothing of the caller's script
         begin = f"import json, sys; sys.path[:] = json.loads({path!r})"
         code = f"{begin}; from pagedec.executor.child import main; main({theirs.fileno()}, {load!r})"
-        with theirs:
+        try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
             )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         self._channel = Channel(ours)
         self.pid = self._process.pid
 
@@ -126,14 +131,14 @@ class WorkerProcess:
         try:
             self._send(LOAD, json.dumps(config.to_kwargs()).encode())
             payload = json.loads(bytes(self._receive(READY)))
+            for category, message in payload["warnings"]:  # one may be an error here
+                warnings.warn(message, getattr(errors, category, UserWarning), stacklevel=6)
         except StepRefused as refusal:
             self.stop()
             raise refusal.error from None
         except BaseException:
             self.stop()
             raise
-        for category, message in payload["warnings"]:
-            warnings.warn(message, getattr(errors, category, UserWarning), stacklevel=6)
         return Geometry.from_json(payload["geometry"])
 
     def execute(self, step: Step, masks: Callable[[], Masks] | None) -> Answers:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedec import LLM, SamplingParams, WeightsWarning
+from pagedec import LLM, PoolWarning, SamplingParams, WeightsWarning
 from pagedec.errors import InvalidArgument, InvariantError, ModelFileError, RequestError, WorkerLost
 from pagedec.executor.process import ProcessExecutor, WorkerProcess
 from tests.engine.crowd import SMALL, Tiny, Tokens, assert_whole, right_answers, workload
@@ -190,6 +190,47 @@ def test_warnings_of_loading_are_given_here() -> None:
     assert [(w.category, str(w.message)) for w in caught] == [(WeightsWarning, "made up")]
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[WorkerProcess]:
+    """The processes that a test begins."""
+    begun, begin = list[WorkerProcess](), WorkerProcess.load
+
+    def load(process: WorkerProcess, config: Any) -> Any:
+        begun.append(process)
+        return begin(process, config)
+
+    monkeypatch.setattr(WorkerProcess, "load", load)
+    return begun
+
+
+def test_a_warning_that_is_an_error_leaves_no_process(started: list[WorkerProcess]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", WeightsWarning)
+        with pytest.raises(WeightsWarning, match="made up") as raised:
+            ProcessExecutor(_config(), load="tests.engine.masks:load_with_a_warning")
+    assert raised and len(started) == 1 and not is_running(started[0].pid)
+
+
+def test_an_engine_that_cannot_be_made_leaves_no_process(tiny_path: Path, started: list[WorkerProcess]) -> None:
+    """Weights are loaded by then: whoever catches the error must not have to wait for a collection."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PoolWarning)
+        with pytest.raises(PoolWarning, match="the KV pool holds less than one context") as raised:
+            LLM(str(tiny_path), skip_tokenizer_init=True, num_blocks=4, executor="process")
+    assert raised and len(started) == 1 and not is_running(started[0].pid)
+
+
+def test_a_process_that_cannot_begin_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(BlockingIOError) as raised:
+        WorkerProcess()
+    assert raised and os.listdir("/proc/self/fd") == before
+
+
 # ----------------------------------------------------------------------------------------------------------- late masks
 @pytest.mark.parametrize("executor", ["inline", "process"])
 @pytest.mark.parametrize("num_rows", [1, 130, 250], ids="{} rows".format)
@@ -217,6 +258,25 @@ def test_masks_follow_a_forward(tiny: Tiny, executor: str, num_rows: int) -> Non
         runner.execute({"target": forward(masked=True)}, {}, lambda: masks[:, :1].copy()).result()
     again = runner.execute({"target": forward(masked=True)}, {}, late).result()["target"].draws
     assert again.tolist() == draws.tolist(), "a step that was refused leaves nothing behind in the channel"
+
+
+def test_masks_that_are_none_are_not_awaited_again(apart: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends would wait for one another for ever."""
+    llm = apart(**SMALL)
+    forward, masks, _ = masked_forward(3, llm.engine.limits.vocab_size)
+    monkeypatch.setattr("pagedec.executor.process.pack_masks", lambda number, masks: np.zeros(4, np.int32))
+    step = llm.engine.executor.execute
+    said: list[Any] = []
+    waiting = threading.Thread(target=lambda: said.append(step({"target": forward(masked=True)}, {}, lambda: masks)))
+    waiting.start()
+    try:
+        wait_for(lambda: bool(said))
+    finally:
+        if not said:
+            os.kill(worker_of(llm).pid, signal.SIGKILL)
+        waiting.join()
+    assert isinstance(said[0].exception(), InvariantError)
+    llm.engine.scheduler.forget_kv()
 
 
 @pytest.mark.parametrize("executor", ["inline", "process"])
