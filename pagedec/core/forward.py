@@ -36,7 +36,8 @@ generated."""
 NO_INTS = np.empty(0, np.int32)
 NO_DRAWS = np.empty(0, DRAW_DTYPE)
 NO_ROLLS = np.empty(0, ROLL_DTYPE)
-for _none in (NO_INTS, NO_DRAWS, NO_ROLLS):
+NO_MASKS = np.empty((0, 0), np.uint32)
+for _none in (NO_INTS, NO_DRAWS, NO_ROLLS, NO_MASKS):
     _none.flags.writeable = False
 
 
@@ -139,7 +140,7 @@ class LaneAnswers:
 Answers: TypeAlias = dict[str, LaneAnswers]
 
 
-def chains(forward: LaneForward, rolled: np.ndarray) -> list[tuple[int, ...]]:
+def split_rolled(forward: LaneForward, rolled: np.ndarray) -> list[tuple[int, ...]]:
     """The tokens of each of a forward's rolls."""
     ends, tokens = forward.rolls["count"].cumsum().tolist(), rolled.tolist()
     return [tuple(tokens[end - count : end]) for end, count in zip(ends, forward.rolls["count"].tolist(), strict=True)]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pagedec.core.checks import check_rank, check_verdict
 from pagedec.core.demand import Demand
 from pagedec.core.draft import EMPTY, Draft
-from pagedec.core.forward import LaneAnswers, chains
+from pagedec.core.forward import LaneAnswers, split_rolled
 from pagedec.core.layout import read_answer
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logprobs import Recorder, TokenLogprobs, reported
@@ -59,7 +59,7 @@ class Settler:
         works = [work for work in plan.works if not work.request.closed]
         target, draft = plan.forwards.get("target"), plan.forwards.get("draft")
         if draft is not None and len(draft.rolls):
-            self._rolled = chains(draft, self._answers["draft"].rolled)
+            self._rolled = split_rolled(draft, self._answers["draft"].rolled)
         if target is not None and target.report is not None:
             self._recorder = Recorder(target, self._answers["target"])
         for work in works:

@@ -7,6 +7,7 @@ import json
 import pickle
 import signal
 import socket
+import traceback
 import warnings
 from collections.abc import Callable
 
@@ -69,6 +70,7 @@ def _carry_out(channel: Channel, worker: Worker, step: Step) -> None:
     except Exception as error:  # the engine decides what it means
         if due is not None:
             due.take()  # they come although nobody needs them: the step has failed before
+        error.add_note(f"in the worker process:\n{traceback.format_exc()}")
         channel.send(FAILED, _pickled(error))
         return
     channel.send(ANSWERS, pack_answers(step.number, answers))

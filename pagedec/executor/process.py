@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pickle
 import socket
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -17,7 +19,7 @@ import numpy as np
 
 from pagedec import errors
 from pagedec.config import EngineConfig
-from pagedec.core.forward import Answers, Forwards, Masks, Rules
+from pagedec.core.forward import NO_MASKS, Answers, Forwards, Masks, Rules
 from pagedec.core.wire import Step, pack_masks, pack_step, unpack_answers
 from pagedec.errors import InvariantError, WorkerLost
 from pagedec.executor.base import RuleNews
@@ -42,7 +44,7 @@ class ProcessExecutor:
         self.geometry = self._child.load(config)
         self._alive: WorkerProcess | None = self._child
         self._news = RuleNews()
-        self._num_steps = 0
+        self._num_steps, self._owner = 0, os.getpid()
         self._stopped = False
         pool = self.geometry.kv_cache
         cache = replace(config.cache, num_blocks=pool.num_blocks, kv_cache_memory=None, memory_utilization=None)
@@ -68,6 +70,8 @@ class ProcessExecutor:
     def _execute(self, forwards: Forwards, rules: Rules, masks: Callable[[], Masks] | None) -> Answers:
         if self._stopped:
             raise RuntimeError("the executor is stopped")
+        if os.getpid() != self._owner:
+            raise RuntimeError(f"the worker is process {self._owner}'s: a fork of that has none")
         child = self._alive or self._restart()
         self._num_steps += 1
         try:
@@ -93,6 +97,18 @@ class ProcessExecutor:
         if self._alive is not None:
             self._alive.stop()
             self._alive = None
+
+
+_running: weakref.WeakSet[WorkerProcess] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """In a fork: the worker must notice when the engine, which is not here, is gone."""
+    for process in _running:
+        process.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 class StepRefused(Exception):
@@ -125,6 +141,7 @@ class WorkerProcess:
             theirs.close()
         self._channel = Channel(ours)
         self.pid = self._process.pid
+        _running.add(self)
 
     def load(self, config: EngineConfig) -> Geometry:
         """Have a worker made, in place of one that is there. Raises what loading raises; the process has ended then."""
@@ -144,19 +161,30 @@ class WorkerProcess:
     def execute(self, step: Step, masks: Callable[[], Masks] | None) -> Answers:
         """Have one step carried out. Raises `StepRefused`, and `WorkerLost` where the process has ended."""
         self._send(STEP, pack_step(step))
-        target = step.forwards.get("target")
+        target, problem = step.forwards.get("target"), None
         if target is not None and len(target.masked_rows):
-            if masks is None:
-                raise InvariantError(f"masks of {len(target.masked_rows)} rows are due, and nobody gives them")
-            self._send(MASKS, pack_masks(step.number, masks()))
-        number, answers = unpack_answers(np.frombuffer(self._receive(ANSWERS), np.int32))
+            message = pack_masks(step.number, NO_MASKS)  # which the worker refuses
+            if masks is not None:
+                try:
+                    message = pack_masks(step.number, masks())
+                except Exception as error:  # of whoever makes them: the worker need not die of it
+                    problem = error
+            self._send(MASKS, message)
+        try:
+            number, answers = unpack_answers(np.frombuffer(self._receive(ANSWERS), np.int32))
+        except StepRefused as refusal:
+            raise StepRefused(problem or refusal.error) from problem
         if number != step.number:
             raise InvariantError(f"step {step.number} was due; the worker has answered step {number}")
         return answers
 
+    def close(self) -> None:
+        """Say nothing to it any more, and do not wait for its end."""
+        self._channel.close()
+
     def stop(self) -> None:
         """Let it end: it does where the channel is closed."""
-        self._channel.close()
+        self.close()
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:

@@ -173,6 +173,32 @@ def test_ctrl_c_is_the_engines_alone(apart: Callable[..., LLM], expected: list[T
     assert right_answers(llm) == expected and worker_of(llm).pid == pid
 
 
+def test_a_fork_has_no_worker(apart: Callable[..., LLM], expected: list[Tokens]) -> None:
+    """It is told so, and does not keep the engine's worker alive, nor disturb it."""
+    llm = apart(**SMALL)
+    executor = worker_of(llm)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(writing, repr(executor.execute({}, {}).exception()).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    told = os.read(reading, 1000).decode()
+    os.close(reading)
+    os.waitpid(child, 0)
+    assert f"the worker is process {os.getpid()}'s: a fork of that has none" in told
+    assert_whole(llm, expected)
+
+
+def test_errors_say_where_in_the_worker_they_come_from(apart: Callable[..., LLM]) -> None:
+    forward, _, _ = masked_forward(3, 131)
+    with pytest.raises(ValueError, match="masks of .* are due") as caught:
+        worker_of(apart()).execute({"target": forward(masked=True)}, {}).result()
+    assert "in the worker process:" in caught.value.__notes__[0] and "readout.py" in caught.value.__notes__[0]
+
+
 # -------------------------------------------------------------------------------------------------------------- loading
 def test_loading_fails_as_it_does_here(tiny_path: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="max_model_len is 100000: must be at most"):
@@ -287,8 +313,10 @@ def test_masks_that_cannot_be_made_fail_the_step_alone(tiny: Tiny, expected: lis
     def late() -> np.ndarray:
         raise ZeroDivisionError("made up")
 
+    pid = getattr(llm.engine.executor, "pid", None)
     with pytest.raises(ZeroDivisionError):
         llm.engine.executor.execute({"target": forward(masked=True)}, {}, late).result()
+    assert getattr(llm.engine.executor, "pid", None) == pid, "the worker lives on"
     llm.engine.scheduler.forget_kv()
     assert_whole(llm, expected)
 
