@@ -70,7 +70,7 @@ def all_logits(model: Model, tokens: Sequence[int], chunk: int = READ_ROWS) -> t
     assert chunk <= READ_ROWS, "a step's logits must all be in the buffer"
     num_blocks = -(-len(tokens) // BLOCK_SIZE)
     table = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
-    runner = LaneRunner(model, allocate_cache(model.arch, num_blocks, BLOCK_SIZE, model.backend.dtype), chunk)
+    runner = LaneRunner(model, allocate_cache(model.arch, num_blocks, BLOCK_SIZE, model.backend), chunk)
     pieces = []
     for start in range(0, len(tokens), chunk):
         piece = np.array(tokens[start : start + chunk], np.int32)

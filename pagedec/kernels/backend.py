@@ -176,7 +176,24 @@ class Backend(Protocol):
     def copy_slots(self, cache: CacheTensors, src: np.ndarray, dst: np.ndarray) -> None:
         """Slot dst[i] = slot src[i] for i = 0, 1, ... in order, in every layer and head, and in the token plane."""
 
-    def rules(self, processing: LogitsRules, vocab_size: int) -> Any:
+    # ---- memory
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of zeros where the kernels work: what a forward's buffers are made of."""
+
+    def write(self, tensor: torch.Tensor, array: np.ndarray) -> None:
+        """Put a host array at the beginning of a tensor of its dtype, along its first side."""
+
+    def cache(
+        self, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+    ) -> CacheTensors:
+        """KV of one lane in the kernels' own layout, of the backend's dtype, and a token plane in which nothing is.
+        Memory is taken as blocks are written, where the device can do that. Raises OSError or MemoryError."""
+
+    def poison(self, cache: CacheTensors, blocks: np.ndarray) -> None:
+        """Make blocks unreadable: whatever reads a slot before it is written turns into NaN."""
+
+    # ---- read-out
+    def rules(self, rules: LogitsRules, vocab_size: int) -> Any:
         """A request's rules in the backend's own form. Raises InvalidArgument for what has no meaning for this
         vocabulary."""
 

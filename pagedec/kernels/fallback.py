@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from pagedec.core.forward import LaneForward, Masks
-from pagedec.core.logits_rules import LogitsRules
+from pagedec.core.forward import LaneForward
 from pagedec.kernels import reference, reference_processing, reference_readout
 from pagedec.kernels.arena import trim
 from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope, checked_quantization
-from pagedec.kernels.processing import FlatRules, flatten, named, rows_within
-from pagedec.kernels.readout import HostReadOut
+from pagedec.kernels.host import HostBackend
+from pagedec.kernels.processing import FlatRules, named, rows_within
 from pagedec.kernels.records import Epilogue
 from pagedec.kernels.reference_attention import paged_attention
 from pagedec.kernels.reference_linear import Int8Linear, TorchPackedLinear, gated_product
@@ -151,7 +150,7 @@ class ReferenceProgram:
             kernel()
 
 
-class ReferenceBackend:
+class ReferenceBackend(HostBackend):
     """Everything in torch and numpy. `varying` holds the linear shapes (n, k) of which torch does not keep a row's
     bits."""
 
@@ -186,14 +185,6 @@ class ReferenceBackend:
 
     def copy_slots(self, cache: CacheTensors, src: np.ndarray, dst: np.ndarray) -> None:
         reference.kv_copy(cache.k, cache.v, torch.tensor(src), torch.tensor(dst), cache.tokens)
-
-    def rules(self, processing: LogitsRules, vocab_size: int) -> FlatRules:
-        return flatten(processing, vocab_size)
-
-    def read_out(
-        self, forward: LaneForward, cache: CacheTensors, rules: Mapping[int, FlatRules], masks: Masks | None = None
-    ) -> HostReadOut:
-        return HostReadOut(self, forward, cache, rules, masks)
 
     def process_logits(
         self,

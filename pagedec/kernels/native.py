@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pagedec.core.forward import LaneForward, Masks
-from pagedec.core.logits_rules import LogitsRules
+from pagedec.core.forward import LaneForward
 from pagedec.kernels.arena import Arena, trim
 from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope, checked_quantization
+from pagedec.kernels.host import HostBackend
 from pagedec.kernels.library import (
     ArgmaxArgs,
     AttentionArgs,
@@ -36,8 +36,7 @@ from pagedec.kernels.library import (
     SoftCapArgs,
     TopkLseArgs,
 )
-from pagedec.kernels.processing import FlatRules, flatten, named, rows_within
-from pagedec.kernels.readout import HostReadOut
+from pagedec.kernels.processing import FlatRules, named, rows_within
 
 DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16}
 
@@ -206,7 +205,7 @@ class NativeProgram:
         self._context.run(self._program)
 
 
-class NativeBackend:
+class NativeBackend(HostBackend):
     """Compiled kernels of one instruction set, for one dtype, in a context of their own: one thread at a time.
 
     num_threads 0: OpenMP's own choice. Raises ValueError for a dtype or a quantisation that there is not.
@@ -258,14 +257,6 @@ class NativeBackend:
                 cache.block_size, int(self.code), 0,
             )
         )  # fmt: skip
-
-    def rules(self, processing: LogitsRules, vocab_size: int) -> FlatRules:
-        return flatten(processing, vocab_size)
-
-    def read_out(
-        self, forward: LaneForward, cache: CacheTensors, rules: Mapping[int, FlatRules], masks: Masks | None = None
-    ) -> HostReadOut:
-        return HostReadOut(self, forward, cache, rules, masks)
 
     def process_logits(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from pagedec.kernels.backend import Backend
 from pagedec.models.architecture import Architecture
 
 READ_ROWS = 128  # rows of logits held at once: 128 x 49152 fp32 are 25 MB; a step that reads out more does it in turns
@@ -18,39 +19,39 @@ class StepBuffers:
     the rest in the model's dtype.
     """
 
-    def __init__(self, arch: Architecture, max_rows: int, dtype: torch.dtype, mlp_width: int) -> None:
+    def __init__(self, arch: Architecture, max_rows: int, backend: Backend, mlp_width: int) -> None:
+        f32, own, zeros = torch.float32, backend.dtype, backend.zeros
+
         def ints(size: int) -> torch.Tensor:
-            return torch.zeros(size, dtype=torch.int32)
+            return zeros((size,), torch.int32)
 
         heads, width = arch.num_attention_heads + 2 * arch.num_kv_heads, arch.num_attention_heads * arch.head_dim
-        self.max_rows = max_rows
+        self.max_rows, self._write = max_rows, backend.write
         self.num_rows, self.num_read = ints(1), ints(1)
         self.token_ids, self.positions, self.slots = ints(max_rows), ints(max_rows), ints(max_rows)
         self.read_rows = ints(READ_ROWS)
-        self.x = torch.zeros(max_rows, arch.hidden_size)
-        self.block = torch.zeros(max_rows if arch.names.has_out_norms else 0, arch.hidden_size)
-        self.normed = torch.zeros(max_rows, arch.hidden_size, dtype=dtype)
-        self.qkv = torch.zeros(max_rows, heads * arch.head_dim, dtype=dtype)
-        self.q = torch.zeros(max_rows, width, dtype=dtype)
-        self.attended = torch.zeros(max_rows, width, dtype=dtype)
-        self.mlp = torch.zeros(max_rows, mlp_width, dtype=dtype)
-        self.read = torch.zeros(READ_ROWS, arch.hidden_size, dtype=dtype)
-        self.logits = torch.zeros(READ_ROWS, arch.vocab_size)
-        shared = (self.num_rows, self.num_read, self.token_ids, self.positions, self.slots)
-        self._host = tuple(tensor.numpy() for tensor in shared)
-        self._read_host = self.read_rows.numpy()
+        self.x = zeros((max_rows, arch.hidden_size), f32)
+        self.block = zeros((max_rows if arch.names.has_out_norms else 0, arch.hidden_size), f32)
+        self.normed = zeros((max_rows, arch.hidden_size), own)
+        self.qkv = zeros((max_rows, heads * arch.head_dim), own)
+        self.q = zeros((max_rows, width), own)
+        self.attended = zeros((max_rows, width), own)
+        self.mlp = zeros((max_rows, mlp_width), own)
+        self.read = zeros((READ_ROWS, arch.hidden_size), own)
+        self.logits = zeros((READ_ROWS, arch.vocab_size), f32)
 
     def load(self, token_ids: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> None:
         """Put a step's rows in place."""
-        num_rows, _, ids, at, to = self._host
-        n = len(token_ids)
+        n, write = len(token_ids), self._write
         assert n <= self.max_rows, f"{n} rows in a step; at most {self.max_rows} fit"
-        num_rows[0] = n
-        ids[:n], at[:n], to[:n] = token_ids, positions, slots
+        write(self.num_rows, np.array([n], np.int32))
+        write(self.token_ids, token_ids)
+        write(self.positions, positions)
+        write(self.slots, slots)
 
     def load_read(self, rows: np.ndarray) -> torch.Tensor:
         """Choose the rows to read out; the view of the logits that will hold them."""
         assert len(rows) <= READ_ROWS
-        self._host[1][0] = len(rows)
-        self._read_host[: len(rows)] = rows
+        self._write(self.num_read, np.array([len(rows)], np.int32))
+        self._write(self.read_rows, rows)
         return self.logits[: len(rows)]

@@ -115,7 +115,7 @@ class Transformer(RecordedModel):
         )  # fmt: skip
 
     def buffers(self, max_rows: int) -> StepBuffers:
-        return StepBuffers(self.arch, max_rows, self.backend.dtype, padded_width(self.arch.intermediate_size))
+        return StepBuffers(self.arch, max_rows, self.backend, padded_width(self.arch.intermediate_size))
 
     def record(self, p: Program, b: StepBuffers, cache: CacheTensors, plans: Sequence[Plan]) -> None:
         rows, arch = b.num_rows, self.arch

@@ -98,7 +98,7 @@ def build_lane(
 ) -> LaneRunner:
     """A model with a cache of its own; it draws the token ids below `vocab_size`, if it knows more."""
     try:
-        tensors = allocate_cache(loaded.arch, pool.num_blocks, pool.block_size, loaded.model.backend.dtype)
+        tensors = allocate_cache(loaded.arch, pool.num_blocks, pool.block_size, loaded.model.backend)
     except (OSError, MemoryError) as error:
         name = next((name for name in POOL_SIZES if getattr(config.cache, name) is not None), "kv_cache_memory")
         value = Shown("chosen") if getattr(config.cache, name) is None else getattr(config.cache, name)

@@ -15,7 +15,6 @@ from pagedec.errors import InvariantError
 from pagedec.kernels.backend import Backend, CacheTensors, ReadOut
 from pagedec.models.buffers import READ_ROWS
 from pagedec.models.model import Model
-from pagedec.runtime.cache import poison
 
 
 class RuleTable(dict[int, Any]):
@@ -68,7 +67,7 @@ class LaneRunner:
     def prepare(self, forward: LaneForward) -> None:
         """What must precede every read and write of the step: poison in debug builds, then the copies in order."""
         if self.debug and len(forward.fresh):
-            poison(self.cache, forward.fresh)
+            self.backend.poison(self.cache, forward.fresh)
         if len(forward.copy_src):
             self.backend.copy_slots(self.cache, forward.copy_src, forward.copy_dst)
 

@@ -148,8 +148,7 @@ class Scratch:
     block_size, num_blocks = 16, 32
 
     def __init__(self, model: Model) -> None:
-        dtype = model.backend.dtype
-        cache = allocate_cache(model.arch, self.num_blocks, self.block_size, dtype)
+        cache = allocate_cache(model.arch, self.num_blocks, self.block_size, model.backend)
         self.model, self.runner = model, LaneRunner(model, cache, self.num_blocks * self.block_size)
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:

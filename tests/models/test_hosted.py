@@ -154,7 +154,7 @@ def test_more_rows_are_read_out_than_fit_the_buffer(family: str, checkpoints: Ch
     at = np.arange(200, dtype=np.int32)
     draws = np.zeros(len(read), DRAW_DTYPE)
     draws["row"] = np.arange(len(read))
-    runner = LaneRunner(model, allocate_cache(model.arch, 13, 16, torch.float32), 200)
+    runner = LaneRunner(model, allocate_cache(model.arch, 13, 16, model.backend), 200)
     answers = runner.execute(
         LaneForward(
             "target", tokens, at, at, np.array([0, 200], np.int32), np.array([200], np.int32),

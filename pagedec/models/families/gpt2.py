@@ -164,7 +164,7 @@ class GPT2(RecordedModel):
         return (AttentionShape(arch.num_attention_heads, arch.num_kv_heads, arch.head_dim, block_size, scale),)
 
     def buffers(self, max_rows: int) -> StepBuffers:
-        return StepBuffers(self.arch, max_rows, self.backend.dtype, self.arch.intermediate_size)
+        return StepBuffers(self.arch, max_rows, self.backend, self.arch.intermediate_size)
 
     def record(self, p: Program, b: StepBuffers, cache: CacheTensors, plans: Sequence[Plan]) -> None:
         rows, eps, [plan] = b.num_rows, self.arch.rms_norm_eps, plans

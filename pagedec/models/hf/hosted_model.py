@@ -178,7 +178,7 @@ class HostedModel:
 
     def buffers(self, max_rows: int) -> StepBuffers:
         """Return the tensors of steps of up to `max_rows` rows."""
-        return StepBuffers(self.arch, max_rows, self.backend.dtype, 0)
+        return StepBuffers(self.arch, max_rows, self.backend, 0)
 
     def programs(self, b: StepBuffers, cache: CacheTensors, plans: Sequence[Plan]) -> Programs:
         """Return the forward over these tensors; the plans are of `attention_shapes`, in its order."""

@@ -1,0 +1,50 @@
+"""What backends share whose device is the host: memory, the KV cache, rules as arrays, and the read-out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from pagedec.core.forward import LaneForward, Masks
+from pagedec.core.logits_rules import LogitsRules
+from pagedec.kernels.arena import zeros
+from pagedec.kernels.backend import Backend, CacheTensors
+from pagedec.kernels.processing import FlatRules, flatten
+from pagedec.kernels.readout import HostReadOut
+from pagedec.kernels.reference_attention import cache_shapes
+
+POISON_TOKEN = -1
+
+
+class HostBackend(Backend):
+    """A backend whose tensors the host can read and write."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def write(self, tensor: torch.Tensor, array: np.ndarray) -> None:
+        tensor.numpy()[: len(array)] = array
+
+    def cache(
+        self, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+    ) -> CacheTensors:
+        shapes = cache_shapes(num_blocks, num_kv_heads, head_dim, block_size, self.dtype)
+        k, v = (zeros((num_layers, *shape), self.dtype) for shape in shapes)
+        tokens = torch.full((num_blocks * block_size,), POISON_TOKEN, dtype=torch.int32)
+        return CacheTensors(k, v, tokens, num_kv_heads, head_dim, block_size)
+
+    def poison(self, cache: CacheTensors, blocks: np.ndarray) -> None:
+        for block in blocks.tolist():
+            cache.k[:, block] = float("nan")
+            cache.v[:, block] = float("nan")
+            cache.tokens[block * cache.block_size : (block + 1) * cache.block_size] = POISON_TOKEN
+
+    def rules(self, rules: LogitsRules, vocab_size: int) -> FlatRules:
+        return flatten(rules, vocab_size)
+
+    def read_out(
+        self, forward: LaneForward, cache: CacheTensors, rules: Mapping[int, FlatRules], masks: Masks | None = None
+    ) -> HostReadOut:
+        return HostReadOut(self, forward, cache, rules, masks)
