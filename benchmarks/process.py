@@ -1,4 +1,4 @@
-"""What a worker process adds to a step: the same requests inline and in a process of its own, step by step in turns.
+"""What a worker process adds to a step: the same requests inline and in a process of its own, ten steps each in turns.
 
     python benchmarks/process.py [--rows 64] [--history 1000]
 
@@ -31,6 +31,7 @@ SMALL = {
     "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 EXECUTORS = ("inline", "process")
+TURN = 10  # steps of one executor before the other has its turn: who waits for long is colder than who serves
 
 
 def begin(llm: LLM, num_rows: int, history: int, num_steps: int) -> Engine:
@@ -54,21 +55,23 @@ def message_bytes(engine: Engine) -> int:
 
 def compare(name: str, arguments: dict[str, object], num_rows: int, history: int, rounds: int) -> list[object]:
     size: dict[str, object] = {
-        "max_model_len": 4096, "num_blocks": num_rows * (history + rounds + 80) // 16 + 64,
+        "max_model_len": 4096, "num_blocks": 2 * num_rows * (history + rounds + 80) // 16,
         "max_num_batched_tokens": 512,
     }  # fmt: skip
     llms = [LLM(executor=executor, **(size | arguments)) for executor in EXECUTORS]  # type: ignore[arg-type]
-    engines = [begin(llm, num_rows, history, rounds + 8) for llm in llms]
+    engines = [begin(llm, num_rows, history, rounds + 2 * TURN) for llm in llms]
     times: list[list[float]] = [[], []]
-    for number in range(rounds + 8):
-        for i in (0, 1) if number % 2 else (1, 0):
-            began = time.perf_counter()
-            engines[i].step()
-            if number >= 8:
-                times[i].append(time.perf_counter() - began)
+    for turn in range(rounds // TURN + 1):
+        for i in (0, 1) if turn % 2 else (1, 0):
+            for _ in range(TURN):
+                began = time.perf_counter()
+                engines[i].step()
+                if turn:
+                    times[i].append(time.perf_counter() - began)
     texts = [[request.history.tokens(request.branches[0].tip) for request in e.scheduler.requests] for e in engines]
     assert texts[0] == texts[1], "not the same tokens"
-    more = [(b - a) * 1e3 for a, b in zip(*times, strict=True)]
+    turns = [[median(own[at : at + TURN]) for at in range(0, len(own), TURN)] for own in times]
+    more = [(b - a) * 1e3 for a, b in zip(*turns, strict=True)]
     low, _, high = quantiles(more, n=4)
     inline, process = (median(own) * 1e3 for own in times)
     row = [name, num_rows, history, f"{inline:.2f}", f"{process:.2f}", f"{median(more):.2f}", f"{low:.2f} - {high:.2f}"]

@@ -34,6 +34,9 @@ FORWARDS, MASKS, ANSWERS = 1, 2, 3
 LANES = ("target", "draft")
 _HEAD = 6  # words before a message's numbers
 _INT, _WIDE, _FLOAT, _DOUBLE = (np.dtype(code) for code in ("<i4", "<i8", "<f4", "<f8"))
+_NONE = {dtype: np.empty(0, dtype) for dtype in (_INT, _WIDE, _FLOAT, _DOUBLE, DRAW_DTYPE, ROLL_DTYPE)}
+for _none in _NONE.values():
+    _none.flags.writeable = False
 _Layout = tuple[tuple[str, np.dtype[Any]], ...]
 
 
@@ -177,20 +180,24 @@ def _fields(record: object, layout: _Layout) -> Iterable[np.ndarray | None]:
 
 def _pack(kind: int, numbers: Sequence[int], arrays: Sequence[np.ndarray | None]) -> np.ndarray:
     lengths: list[int] = []
+    filled: list[np.ndarray] = []
     for array in arrays:
-        lengths += (-1, -1) if array is None else array.shape if array.ndim == 2 else (len(array), -1)
-    start = _even(_HEAD + len(numbers) + len(lengths))
-    starts, end = [], start
-    for array in arrays:
-        starts.append(end)
-        end += 0 if array is None else _even(array.nbytes // 4)
+        if array is None:
+            lengths += (-1, -1)
+            continue
+        lengths += array.shape if array.ndim == 2 else (len(array), -1)
+        if array.size:
+            filled.append(array)
+    head = [MAGIC, VERSION, kind, 0, len(numbers), len(arrays), *numbers, *lengths]
+    first = _even(len(head))
+    end = first + sum(_even(array.nbytes // 4) for array in filled)
+    head[3] = end
     words = np.zeros(end, np.int32)
-    head = [MAGIC, VERSION, kind, end, len(numbers), len(arrays), *numbers, *lengths]
     words[: len(head)] = head
-    for first, array in zip(starts, arrays, strict=True):
-        if array is not None and array.size:
-            flat = np.ascontiguousarray(array).reshape(-1).view(np.int32)
-            words[first : first + len(flat)] = flat
+    for array in filled:
+        flat = array.reshape(-1).view(np.int32)  # a copy, where an array is no row of numbers
+        words[first : first + len(flat)] = flat
+        first += _even(len(flat))
     return words
 
 
@@ -210,35 +217,37 @@ class _Message:
         num_numbers, num_arrays = head[4:]
         first = _HEAD + num_numbers
         if not 0 <= num_numbers <= len(words) or not 0 <= first + 2 * num_arrays <= len(words):
-            raise InvariantError(
-                f"a message of {len(words)} words ends within its {num_numbers} numbers or {num_arrays} lengths"
-            )
-        self._numbers = iter(words[_HEAD:first].tolist())
-        lengths = words[first : first + 2 * num_arrays].tolist()
-        self._lengths = zip(lengths[::2], lengths[1::2], strict=True)
+            ends = f"ends within its {num_numbers} numbers or {num_arrays} lengths"
+            raise InvariantError(f"a message of {len(words)} words {ends}")
+        self._numbers = words[_HEAD:first].tolist()
+        self._lengths = words[first : first + 2 * num_arrays].tolist()
+        self._num_read = self._num_arrays = 0
         self._at = _even(first + 2 * num_arrays)
 
     def number(self) -> int:
-        return int(self._next(self._numbers))
-
-    @staticmethod
-    def _next(entries: Iterator[Any]) -> Any:
-        for entry in entries:
-            return entry
-        raise InvariantError("a message ends within its numbers or lengths")
+        if self._num_read >= len(self._numbers):
+            raise InvariantError(f"a message ends within its {len(self._numbers)} numbers")
+        self._num_read += 1
+        return int(self._numbers[self._num_read - 1])
 
     def array(self, dtype: np.dtype[Any]) -> Any:
         """The next array; None where there is none."""
-        n, width = self._next(self._lengths)
+        place = 2 * self._num_arrays
+        if place >= len(self._lengths):
+            raise InvariantError(f"a message ends within its {len(self._lengths) // 2} arrays")
+        self._num_arrays += 1
+        n, width = self._lengths[place], self._lengths[place + 1]
         if n < 0:
             return None
         count = n if width < 0 else n * width
+        if not count:  # most are
+            return _NONE[dtype] if width < 0 else _NONE[dtype].reshape(n, width)
         size = count * dtype.itemsize // 4
         flat = self._words[self._at : self._at + size]
         if len(flat) != size:
             raise InvariantError(f"a message ends within an array of {count} {dtype}")
         self._at += _even(size)
-        array = flat.view(dtype)
+        array = flat if dtype is _INT else flat.view(dtype)
         return array if width < 0 else array.reshape(n, width)
 
     def record(self, layout: _Layout) -> dict[str, Any]:
