@@ -38,7 +38,10 @@ def in_pieces(text: str, sizes: list[int], columns: int) -> str:
         ("x" * 45 + " next one is here", ["x" * 45 + " next one is", "here"]),
         ("ends with space     \nnext", ["ends with space     ", "next"]),
         ("ends with eighteen   \nnext", ["ends with eighteen", "next"]),
-        ("日本語の長い文章はどこでも改行できる。", ["日本語の長い文章はど", "こでも改行できる。"]),
+        (
+            "日本語の長い文章はどこでも改行できる。",
+            ["日本語の長い文章はど", "こでも改行できる。"],
+        ),
         ("一二三四五六七八九十。後", ["一二三四五六七八九", "十。後"]),
         ("mixed 日本語 and words go on", ["mixed 日本語 and", "words go on"]),
         ("e\u0301" * 20 + " b", ["e\u0301" * 20, "b"]),

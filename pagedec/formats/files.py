@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,7 @@ def parse_json_object(path: Path, raw: bytes, what: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            seen: set[str] = set()
-            twice = sorted({name for name, _ in pairs if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
+            twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
             raise ModelFileError(path, f"{what} has these names more than once: {', '.join(twice)}")
         return result
 

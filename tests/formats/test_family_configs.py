@@ -245,7 +245,8 @@ def test_dummy_weights(name: str) -> None:
     model = build_model(arch, open_model_weights(arch, ModelFiles(name, "dummy"), torch.float32), backend, 64)
     logits = all_logits(model, list(range(20)))
     assert 0.01 < float(logits.std()) < 10.0
-    norms = [weight for weight in vars(model.layers[0].__class__)["__slots__"] if "norm" in weight]  # type: ignore[attr-defined]
+    slots = vars(model.layers[0].__class__)["__slots__"]  # type: ignore[attr-defined]
+    norms = [weight for weight in slots if "norm" in weight]
     for field in norms:
         weight = getattr(model.layers[0], field)  # type: ignore[attr-defined]
         assert weight is None or torch.equal(weight, torch.ones_like(weight)), field

@@ -78,8 +78,10 @@ SIZES = {
     "nested keys": grown("{% set ns.l = (ns.l, ns.l) %}") + "{{ {ns.l: 1} }}",
     "dict()": grown("{% set ns.l = dict(a=ns.l, b=ns.l) %}") + "{{ ns.l }}",
     "namespace()": grown("{% set ns.l = namespace(a=ns.l, b=ns.l) %}") + "{{ ns.l }}",
-    "a namespace that grows": "{% set ns = namespace(a='') %}{% set l = [ns] * 99999 %}{% set ns.a = 'a' * 9999999 %}{{ l }}",
-    "varargs": "{% macro m(n) %}{% if n %}{{ m(n-1, varargs, varargs) }}{% else %}{{ varargs }}{% endif %}{% endmacro %}{{ m(60, 1) }}",
+    "a namespace that grows": "{% set ns = namespace(a='') %}{% set l = [ns] * 99999 %}"
+    "{% set ns.a = 'a' * 9999999 %}{{ l }}",
+    "varargs": "{% macro m(n) %}{% if n %}{{ m(n-1, varargs, varargs) }}{% else %}"
+    "{{ varargs }}{% endif %}{% endmacro %}{{ m(60, 1) }}",
     "cycler": grown("{% set ns.l = cycler(ns.l, ns.l).items %}") + "{{ ns.l }}",
     "defaults": grown("{% set ns.l = range(9)|map(attribute='z', default=ns.l)|list %}") + "{{ ns.l }}",
     "center": "{{ 'a'|center(10**10) }}", "ljust": "{{ 'a'.ljust(10**10) }}", "zfill": "{{ 'a'.zfill(10**10) }}",
@@ -105,8 +107,10 @@ SIZES = {
     "a text's items": BIG + "{{ (big|list)|length }}", "words": "{{ ('a ' * 8000000).split()|length }}",
     "time": "{{ strftime_now('%c' * 4000000) }}", "title": BIG + "{{ big|title }}",
     "what is kept": "{% set ns = namespace(l=[]) %}" + often("{% set ns.l = ns.l + [('x' * 8000000) ~ i] %}"),
-    "what macros keep": "{% macro m(n) %}{% set x = 'a' * 15000000 ~ n %}{{ m(n-1) if n else '' }}{{ x|length }}{% endmacro %}{{ m(99) }}",
-    "lists that macros keep": "{% macro m(n) %}{% set x = [n] * 1000000 %}{{ m(n-1) if n else '' }}{{ x|length }}{% endmacro %}{{ m(99) }}",
+    "what macros keep": "{% macro m(n) %}{% set x = 'a' * 15000000 ~ n %}"
+    "{{ m(n-1) if n else '' }}{{ x|length }}{% endmacro %}{{ m(99) }}",
+    "lists that macros keep": "{% macro m(n) %}{% set x = [n] * 1000000 %}"
+    "{{ m(n-1) if n else '' }}{{ x|length }}{% endmacro %}{{ m(99) }}",
     "filler": "{{ lipsum(n=10**7) }}",
     "deep blocks": "{% for i in [1] %}" * 25 + "{% endfor %}" * 25,
     "deep brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
@@ -121,7 +125,8 @@ def main() -> None:
     for name, template in (STEPS | SIZES).items():
         began = time.perf_counter()
         try:
-            rendered = render_chat(tokenizer, [{"role": "user", "content": "Hi"}], chat_template=template)  # type: ignore[arg-type]
+            messages = [{"role": "user", "content": "Hi"}]
+            rendered = render_chat(tokenizer, messages, chat_template=template)  # type: ignore[arg-type]
             field, limit = "rendered", f"{len(rendered)} characters"
         except InvalidArgument as error:
             field, limit = error.field, error.limit

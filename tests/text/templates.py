@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' +
+    message['content'] + '<|im_end|>\\n' }}
 {%- endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 LLAMA3 = """{{ bos_token }}
 {%- for message in messages %}
-    {%- set content = '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' %}
+    {%- set content = '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n'
+        + message['content'] | trim + '<|eot_id|>' %}
     {{- content }}
 {%- endfor %}
 {%- if add_generation_prompt %}
@@ -47,7 +49,8 @@ MISTRAL = """{%- if messages[0]['role'] == 'system' %}
     {%- elif message['role'] == 'assistant' %}
         {{- ' ' + message['content'] + eos_token }}
     {%- else %}
-        {{- raise_exception('Only user and assistant roles are supported, with the exception of an initial system message') }}
+        {{- raise_exception('Only user and assistant roles are supported, '
+            + 'with the exception of an initial system message') }}
     {%- endif %}
 {%- endfor %}
 """
@@ -81,12 +84,14 @@ TOOLS = """{%- if tools %}
 {%- endif %}"""
 
 PARTS = """{% for message in messages %}<|im_start|>{{ message.role }}
-{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}
+{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content
+    %}{{ part.text }}{% endfor %}{% endif %}
 {% generation %}{% endgeneration %}<|im_end|>
 {% endfor %}"""
 
 THINKING = """{% for message in messages %}{% set content = message.content %}
-{%- if message.role == 'assistant' and '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}
+{%- if message.role == 'assistant' and '</think>' in content
+    %}{% set content = content.split('</think>')[-1] %}{% endif %}
 {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 """Drops an answer's thoughts as soon as it is history."""
@@ -102,7 +107,8 @@ MACROS = """{%- macro value(v, quote=true) -%}
     {%- else -%}{{ v }}
     {%- endif -%}
 {%- endmacro -%}
-{%- macro turn(role) -%}<{{ role | upper }}{{ varargs | join('/') }}{{ kwargs | length }}>{{ caller() | trim }}</{{ role }}>{%- endmacro -%}
+{%- macro turn(role) -%}<{{ role | upper }}{{ varargs | join('/') }}{{ kwargs | length }}>{{
+    caller() | trim }}</{{ role }}>{%- endmacro -%}
 {%- set ns = namespace(previous=none, roles=[]) -%}
 {%- for tool in tools or [] -%}{{ tool | tojson(indent=2) }}|{{ value(tool.function, quote=false) }}{%- endfor -%}
 {%- for message in messages -%}

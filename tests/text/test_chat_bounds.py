@@ -101,8 +101,10 @@ def test_a_conversation_of_ten_megabytes_is_no_trouble(tmp_path: Path) -> None:
 def test_searching_the_conversation_for_each_message_is_no_trouble(tmp_path: Path) -> None:
     """What many templates do: lengths, slices and the last message, in a loop over all of them."""
     template = (
-        "{% for m in messages %}{% if loop.index0 == messages|length - 1 %}L{% endif %}{% if m == messages[-1] %}l{% endif %}"
-        "{% if messages[loop.index0 - 1].role != m.role %}{{ m.content|length }}{% endif %}{{ messages[:2]|length }}{% endfor %}"
+        "{% for m in messages %}{% if loop.index0 == messages|length - 1 %}L{% endif %}"
+        "{% if m == messages[-1] %}l{% endif %}"
+        "{% if messages[loop.index0 - 1].role != m.role %}{{ m.content|length }}{% endif %}"
+        "{{ messages[:2]|length }}{% endfor %}"
     )
     messages = [{"role": ("user", "assistant")[i % 2], "content": "hello " * 500} for i in range(2_000)]
     assert len(render_chat(made(tmp_path, template), messages)) > 9_000

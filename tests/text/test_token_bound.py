@@ -36,7 +36,8 @@ def without_some_bytes() -> tokenizers.Tokenizer:
     gone = {pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(c)[0][0] for c in "\x04\x06"}
     gone |= {"ñ", "ò"}  # the first bytes of characters of four
     kept = sorted(set(alphabet) - gone)
-    made = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate([*kept, "ĠĠ", "aa"])}, [("Ġ", "Ġ"), ("a", "a")]))
+    vocabulary = {c: i for i, c in enumerate([*kept, "ĠĠ", "aa"])}
+    made = tokenizers.Tokenizer(models.BPE(vocabulary, [("Ġ", "Ġ"), ("a", "a")]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return made
 
@@ -52,8 +53,10 @@ CERTAIN: dict[str, tuple[Make, Spelling]] = {
     "sentencepiece": (sentencepiece, Spelling.SENTENCEPIECE),
 }
 PIECES = [
-    *TEXTS, " ", "  ", " " * 40, "▁", "▁" * 20, "<|end|>", "<tag>", "\n\n", "a", "aaaa", "----", "the ", "something",
-    "\x04", "\x06" * 30, "\U00040000" * 9, "é", "e\u0301", "\u212a" * 8, "\u1fbe\u0344\u0301", "\u1112\u1161\u11ab" * 5,
+    *TEXTS, " ", "  ", " " * 40, "▁", "▁" * 20, "<|end|>", "<tag>", "\n\n", "a", "aaaa", "----",
+    "the ", "something",
+    "\x04", "\x06" * 30, "\U00040000" * 9, "é", "e\u0301", "\u212a" * 8, "\u1fbe\u0344\u0301",
+    "\u1112\u1161\u11ab" * 5,
     "\u2126\u0313\u0300\u0345", "\uac00", "你好", "😀",
 ]  # fmt: skip
 

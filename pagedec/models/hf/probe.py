@@ -189,7 +189,8 @@ def _checked(layer: int, call: AttentionCall, window: int | None, num_positions:
     for what, number in (("scaling", scale), ("softcap", soft_cap)):
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise Refused(f"{where} has a {what} that is not a number")
-    return LayerAttention(num_heads, num_kv_heads, head_dim, float(scale), window, float(soft_cap), call.given)  # type: ignore[arg-type]
+    numbers = float(scale), window, float(soft_cap)  # type: ignore[arg-type]
+    return LayerAttention(num_heads, num_kv_heads, head_dim, *numbers, call.given)
 
 
 def _heads(where: str, call: AttentionCall) -> tuple[int, int, int]:
