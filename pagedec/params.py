@@ -17,6 +17,7 @@ from pagedec.fields import (
     Flag,
     Integer,
     Number,
+    Text,
     Texts,
     TokenIds,
     TokenNumbers,
@@ -203,3 +204,84 @@ class SamplingParams(RequestParams):
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+MAX_BEAMS = 512
+"""Most beams of one prompt."""
+
+
+class EarlyStopping(Flag):
+    """True, False, or the text "never"."""
+
+    metavar = "true|false|never"
+
+    @property
+    def limit(self) -> str:
+        return 'true, false or "never"'
+
+    def accept(self, value: object) -> Any:
+        return value if value == "never" and isinstance(value, str) else Flag.accept(self, value)
+
+
+@described
+@settable
+@strict
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams(RequestParams):
+    """Beam search: the most probable answers that a search of `beam_width` paths finds, each with its score.
+
+    Rules (penalties, bans, biases) change log-probabilities, and change scores with them. Checked as a whole when made
+    and when a field is set; a request copies it. Raises `InvalidArgument`.
+    """
+
+    beam_width: int = option(4, Integer("paths that are followed at once", low=1, high=MAX_BEAMS))
+    num_return_sequences: int | None = option(
+        None, Integer("answers to return, the best ones; none: beam_width", low=1, optional=True)
+    )
+    length_penalty: float = option(
+        1.0, Number("an answer's score is its log-probability over its length to this power; above 0 favours long ones")
+    )
+    early_stopping: bool | str = option(
+        False,
+        EarlyStopping(
+            "when beam_width answers have ended: true ends the search; false goes on while the best path, at its "
+            "present length, could still beat the worst answer; never, while it could at the best possible length"
+        ),
+    )
+    do_sample: bool = option(False, Flag("draw the paths to follow at random, without replacement: beam sampling"))
+    temperature: float = option(
+        0.0, Number("of beam sampling, where 0 is taken for 1; without do_sample it changes nothing", low=0)
+    )
+    top_p: float = option(1.0, Number("of beam sampling: as in sampling, for each path", above=0, high=1))
+    top_k: int = option(0, Integer("of beam sampling: as in sampling, for each path; 0 or -1: all", low=-1))
+    min_p: float = option(0.0, Number("of beam sampling: as in sampling, for each path", low=0, high=1))
+    num_beam_groups: int = option(
+        1, Integer("groups of paths, searched side by side; it must divide beam_width", low=1)
+    )
+    diversity_penalty: float = option(
+        0.0, Number("taken from a token's log-probability as often as groups before chose it at this step", low=0)
+    )
+    hf_semantics: str = option(
+        "5", Text("which transformers release to follow where releases differ", choices=("5", "4.38"))
+    )
+
+    def __post_init__(self) -> None:
+        RequestParams.__post_init__(self)
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
+        if self.max_tokens is None:
+            raise InvalidArgument("max_tokens", None, "must be given: a beam search ends where all paths have a length")
+        if self.num_answers > self.beam_width:
+            raise InvalidArgument(
+                "num_return_sequences", self.num_answers, f"must be at most beam_width, {self.beam_width}"
+            )
+        if self.beam_width % self.num_beam_groups:
+            raise InvalidArgument(
+                "num_beam_groups", self.num_beam_groups, f"must divide beam_width, which is {self.beam_width}"
+            )
+        if self.num_beam_groups == 1 and self.diversity_penalty:
+            raise InvalidArgument("diversity_penalty", self.diversity_penalty, "must be 0 where there is one group")
+
+    @property
+    def num_answers(self) -> int:
+        """How many answers a prompt gets."""
+        return self.beam_width if self.num_return_sequences is None else self.num_return_sequences

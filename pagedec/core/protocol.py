@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import numpy as np
+
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.stopping import NO_STOPPING, Cut, Stopping
 from pagedec.errors import InvalidArgument
@@ -87,7 +89,35 @@ class LogProbs:
     tokens: tuple[int, ...]
 
 
-Ask: TypeAlias = Sample | TopK | LogProbs
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best `k` continuations of a gang. Every query of the gang has this ask, with the same `k` and `sampler`; those
+    with the same `group` are ranked together. Answer: the `Candidates` of the query's group, one object for all of its
+    queries.
+
+    Without a `sampler` they are ranked by score. With one, the processed log-probabilities are tempered and cut as it
+    says, and candidates are drawn without replacement from softmax(score): by score plus Gumbel noise (Kool et al.
+    2019), whose name is the query's `stream`.
+    """
+
+    k: int
+    sampler: Sampler | None = None
+    stream: int = 0
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Continuations of a gang's branches, the best first: at most the `k` that were asked for, fewer where no more are
+    allowed. Ties go to the higher processed logit, then to the lower place of (branch, token)."""
+
+    parents: np.ndarray  # int32 [num]: a place among the step's queries
+    tokens: np.ndarray  # int32 [num]
+    scores: np.ndarray  # fp32 [num]: the branch's score plus `logprobs`, added in fp32
+    logprobs: np.ndarray  # fp32 [num]: processed (and with a sampler, tempered) log-probabilities, not renormalised
+
+
+Ask: TypeAlias = Sample | TopK | LogProbs | Best
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +193,8 @@ class Hypothesis:
     stop_token: int | None = None
     stop_string: str | None = None
     excess_bytes: int = 0
+    ancestry: tuple[int, ...] = ()
+    """Of a gang's: which branch of its generation, by place, each generated token was chosen behind."""
 
     @staticmethod
     def ended(tip: int, cut: Cut, rank: int = 0, score: float = 0.0) -> Hypothesis:
@@ -179,6 +211,8 @@ class Verdict:
     live: tuple[Child, ...] = ()
     done: tuple[Hypothesis, ...] = ()
     drop: tuple[Branch, ...] = ()
+    settled: int | None = None
+    """Of a gang: all answers that can still come agree on so many tokens, the prompt's counted. They are told at once."""
 
 
 # ------------------------------------------------------------------------------------------------------------- decoders
@@ -215,6 +249,9 @@ class Decoder(Protocol):
     revises: bool = False
     """True: `advance` may take tokens back (`keep`). Like a gang's, its answers are then told when they end: nobody who
     reads a stream can give tokens back. False: what `advance` appends stands, and is told at once."""
+    processes_logprobs: bool = False
+    """True: the request's rules change log-probabilities instead of logits, without renormalising, as in Hugging Face's
+    beam search."""
     plain_sampler: Sampler | None = None
     """Not None: all that it does is to draw one token a step for each stream of each branch's state, with this sampler.
     Then it may be stepped without being asked."""
@@ -239,3 +276,8 @@ class Decoder(Protocol):
         """The rank of the hypothesis that a branch of this state becomes when the scheduler ends it at a stop: a whole
         number from 0, one for each branch that lives. A stream's reader knows an answer by it. Asked of every child's
         state, a gang's too."""
+
+    def conclude(self, branches: Sequence[Branch]) -> Sequence[Hypothesis] | None:
+        """The answers so far, best first, of a request whose time is over; `branches` are those that live. None: each
+        living branch is one as it stands."""
+        return None
