@@ -91,9 +91,9 @@ class LogProbs:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best `k` continuations of a gang. Every query of the gang has this ask, with the same `k` and `sampler`; those
-    with the same `group` are ranked together. Answer: the `Candidates` of the query's group, one object for all of its
-    queries.
+    """The best `k` continuations of a gang. Every query of the gang has this ask, with the same `k` and `sampler`;
+    those with the same `group` are ranked together. Answer: the `Candidates` of the query's group, one object for all
+    of its queries.
 
     Without a `sampler` they are ranked by score. With one, the processed log-probabilities are tempered and cut as it
     says, and candidates are drawn without replacement from softmax(score): by score plus Gumbel noise (Kool et al.
@@ -117,7 +117,7 @@ class Candidates:
     logprobs: np.ndarray  # fp32 [num]: processed (and with a sampler, tempered) log-probabilities, not renormalised
 
 
-Ask: TypeAlias = Sample | TopK | LogProbs | Best
+Ask: TypeAlias = Sample | TopK | LogProbs
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class Verdict:
     done: tuple[Hypothesis, ...] = ()
     drop: tuple[Branch, ...] = ()
     settled: int | None = None
-    """Of a gang: all answers that can still come agree on so many tokens, the prompt's counted. They are told at once."""
+    """Of a gang: all answers that can still come agree on so many tokens, the prompt's counted. These are told."""
 
 
 # ------------------------------------------------------------------------------------------------------------- decoders
