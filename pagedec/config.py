@@ -166,6 +166,14 @@ class ParallelConfig:
         "inline",
         Text("where steps run; process: in one of their own", choices=EXECUTORS, available=("inline", "process")),
     )
+    step_timeout: float = option(
+        600.0,
+        Number(
+            "seconds in which a worker process must answer a step, before another one takes its place",
+            above=0,
+            high=1e6,
+        ),
+    )
     tensor_parallel_size: int = option(1, Integer("devices that share one model", low=1, high=1024, available=(1,)))
     attention_backend: str = option(
         "auto",

@@ -3,8 +3,10 @@ bytes."""
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
+import time
 
 import numpy as np
 
@@ -19,6 +21,12 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Have `receive` raise `TimeoutError` where nothing comes for so long."""
+        whole = int(seconds)
+        limit = struct.pack("@ll", whole, max(1, int((seconds - whole) * 1e6)))
+        self._end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def send(self, kind: int, payload: bytes | np.ndarray) -> None:
         """Send one message: bytes, or an array's."""
@@ -36,6 +44,19 @@ class Channel:
         except OSError as error:  # a broken pipe, or a connection reset
             raise EOFError(f"the other end is gone: {error}") from error
 
+    def watch(self, seconds: float) -> None:
+        """Return when a message begins to come, or after `seconds`: to be woken would take longer than most engines
+        need between two steps. Whoever else wants the processor gets it."""
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            try:
+                self._end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError:
+                os.sched_yield()
+            except OSError as error:
+                raise EOFError(f"the other end is gone: {error}") from error
+
     def receive(self) -> tuple[int, memoryview]:
         """The next message: its kind and its bytes, aligned for numbers of 64 bits."""
         head = bytearray(_HEAD.size)
@@ -50,6 +71,8 @@ class Channel:
         while done < len(view):
             try:
                 count = self._end.recv_into(view[done:], 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                raise TimeoutError("the other end says nothing") from None
             except OSError as error:
                 raise EOFError(f"the other end is gone: {error}") from error
             if not count:

@@ -20,14 +20,21 @@ from pagedec.errors import InvariantError
 from pagedec.executor.channel import ANSWERS, FAILED, LOAD, MASKS, READY, STEP, Channel
 from pagedec.runtime.worker import Worker
 
+WATCH_SECONDS = 0.001
+"""How long a worker looks for the next step before it sleeps: an engine settles and plans 64 rows in less."""
+
 
 def main(descriptor: int, load: str) -> None:
     """Serve the engine at the other end of a socket. Ctrl-C is the engine's: it closes the socket when it is done."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=descriptor))
     try:
-        serve(Channel(socket.socket(fileno=descriptor)), load)
+        serve(channel, load)
     except EOFError:
         pass  # the engine is gone, or has no more steps
+    except Exception as error:
+        channel.send(FAILED, _pickled(error))
+        raise
 
 
 def serve(channel: Channel, load: str) -> None:
@@ -43,6 +50,7 @@ def serve(channel: Channel, load: str) -> None:
             worker = _load(channel, load_worker, EngineConfig.from_kwargs(**json.loads(bytes(payload))))
         elif kind == STEP and worker is not None:
             _carry_out(channel, worker, unpack_step(np.frombuffer(payload, np.int32)))
+            channel.watch(WATCH_SECONDS)
         else:
             raise InvariantError(f"a configuration or a step was due; the engine has sent message {kind}")
 

@@ -21,6 +21,7 @@ from pagedec import errors
 from pagedec.config import EngineConfig
 from pagedec.core.forward import NO_MASKS, Answers, Forwards, Masks, Rules
 from pagedec.core.wire import Step, pack_masks, pack_step, unpack_answers
+from pagedec.environment import worker_environment
 from pagedec.errors import InvariantError, WorkerLost
 from pagedec.executor.base import RuleNews
 from pagedec.executor.channel import ANSWERS, FAILED, LOAD, MASKS, READY, STEP, Channel
@@ -133,6 +134,7 @@ class WorkerProcess:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                env=worker_environment(),
             )
         except BaseException:
             ours.close()
@@ -156,6 +158,8 @@ class WorkerProcess:
         except BaseException:
             self.stop()
             raise
+        self._step_timeout = config.parallel.step_timeout
+        self._channel.wait_at_most(self._step_timeout)
         return Geometry.from_json(payload["geometry"])
 
     def execute(self, step: Step, masks: Callable[[], Masks] | None) -> Answers:
@@ -202,6 +206,9 @@ class WorkerProcess:
             found, payload = self._channel.receive()
         except EOFError as error:
             raise self._lost() from error
+        except TimeoutError as error:
+            self._process.kill()
+            raise WorkerLost(self.pid, f"has not answered for {self._step_timeout:g} s, and was killed") from error
         if found == FAILED:
             raise StepRefused(pickle.loads(payload))
         if found != kind:

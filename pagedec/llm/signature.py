@@ -43,6 +43,7 @@ class EngineArgs(TypedDict, total=False):
     max_logprobs: int
     speculative_config: dict[str, Any] | None
     executor: str
+    step_timeout: float
     tensor_parallel_size: int
     attention_backend: str
     num_threads: int | None

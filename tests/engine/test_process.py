@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +19,9 @@ import numpy as np
 import pytest
 
 from pagedec import LLM, PoolWarning, SamplingParams, WeightsWarning
+from pagedec.environment import limit_spinning, worker_environment
 from pagedec.errors import InvalidArgument, InvariantError, ModelFileError, RequestError, WorkerLost
+from pagedec.executor.channel import Channel
 from pagedec.executor.process import ProcessExecutor, WorkerProcess
 from tests.engine.crowd import SMALL, Tiny, Tokens, assert_whole, right_answers, workload
 from tests.engine.masks import masked_forward
@@ -109,6 +112,54 @@ def test_killed_while_nobody_asks(apart: Callable[..., LLM], expected: list[Toke
     assert_whole(llm, expected)
 
 
+def test_a_worker_that_hangs(apart: Callable[..., LLM], expected: list[Tokens]) -> None:
+    """Another one takes its place when its time is over."""
+    llm = apart(**SMALL, step_timeout=1.5)
+    assert right_answers(llm) == expected
+    hung = worker_of(llm).pid
+    os.kill(hung, signal.SIGSTOP)
+    assert right_answers(llm) == expected
+    assert llm.engine.stats.num_failed_steps == 1 and worker_of(llm).pid != hung and not is_running(hung)
+    assert_whole(llm, expected)
+
+
+def test_a_channel_says_how_it_ends() -> None:
+    ends = socket.socketpair()
+    ours, theirs = map(Channel, ends)
+    ours.wait_at_most(0.01)
+    with pytest.raises(TimeoutError, match="says nothing"):
+        ours.receive()
+    ours.watch(0.01)  # nothing comes
+    theirs.send(7, b"abc")
+    ours.watch(60.0)
+    assert ours.receive() == (7, b"abc")
+    theirs.close()
+    ours.watch(60.0)  # the end of it is news, too
+    with pytest.raises(EOFError, match="is gone"):
+        ours.receive()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"GOMP_SPINCOUNT": "1000"}),
+        ({"GOMP_SPINCOUNT": "77"}, {"GOMP_SPINCOUNT": "77"}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
+    ],
+    ids=str,
+)
+def test_how_a_worker_waits_is_the_users_to_say(
+    given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    limit_spinning()
+    told = worker_environment()
+    assert {name: told[name] for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY") if name in told} == expected
+
+
 def test_a_request_that_kills_every_worker_dies_alone(
     apart: Callable[..., LLM], expected: list[Tokens], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +193,7 @@ def test_a_worker_that_cannot_come_back(
     executor = worker_of(llm)
     monkeypatch.setattr(executor, "_load", "pagedec.runtime.loading:no_such_function")
     os.kill(executor.pid, signal.SIGKILL)
-    with pytest.raises(RequestError, match="the worker process [0-9]+ has ended with status 1"):
+    with pytest.raises(RequestError, match="no attribute 'no_such_function'"):
         llm.generate([[3, 4, 5]], SamplingParams(max_tokens=3), use_tqdm=False)
     monkeypatch.undo()
     assert_whole(llm, expected)
