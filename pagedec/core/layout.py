@@ -22,7 +22,8 @@ from pagedec.core.forward import (
     ReportRows,
 )
 from pagedec.core.plan import AskSlice, Work
-from pagedec.core.protocol import Answer, LogProbs, Query, Roll, Sample, Sampler, TopK
+from pagedec.core.protocol import Answer, Best, Candidates, LogProbs, Query, Roll, Sample, Sampler, TopK
+from pagedec.core.ranking import Ranking
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable, CopyPlan
 
@@ -54,8 +55,8 @@ class LaneBuilder:
 
     __slots__ = (
         "_banned", "_counts", "_draw_positions", "_draw_records", "_draw_rows", "_first_rows", "_logprobs", "_marks",
-        "_parents", "_positions", "_read_only", "_read_rows", "_roll_slots", "_rolls", "_starts", "_tables", "_tokens",
-        "_topk", "_topk_k",
+        "_parents", "_positions", "_ranking", "_read_only", "_read_rows", "_roll_slots", "_rolls", "_starts",
+        "_tables", "_tokens", "_topk", "_topk_k",
         "pool",
     )  # fmt: skip
 
@@ -77,6 +78,7 @@ class LaneBuilder:
         self._topk_k = 0
         self._logprobs: list[tuple[int, int]] = []
         self._banned: list[tuple[int, int]] = []
+        self._ranking: Ranking | None = None
         self._rolls: list[list[Any]] = []  # in the order of ROLL_DTYPE, the draw's record first
         self._roll_slots: list[int] = []
         self._marks: RowMarks | None = None
@@ -137,10 +139,12 @@ class LaneBuilder:
         draft: Draft | Roll,
         stopping: Stopping,
         read: dict[int, int] | None = None,
+        owner: int = 0,
     ) -> tuple[AskSlice, ...]:
         """Read out what `query` asks of the branch whose root stands at `root_row` and ends `length` tokens.
 
-        `read` receives each node's place among the rows read out.
+        `read` receives each node's place among the rows read out. `owner` is the request's number: its rows may be
+        ranked together.
         """
         depths = draft.depths()
         state = query.branch.stop_state
@@ -164,6 +168,9 @@ class LaneBuilder:
                 slices.append(AskSlice(len(self._topk), len(nodes), ask.k))
                 self._topk += [rows[node] for node in nodes]
                 self._topk_k = max(self._topk_k, ask.k)
+            elif isinstance(ask, Best):
+                self._ranking = self._ranking or Ranking()
+                slices.append(AskSlice(self._ranking.add(owner, ask, rows[0], length, query.branch.score), 1, ask.k))
             else:
                 slices.append(AskSlice(len(self._logprobs), len(nodes), 1))
                 run = zip(ask.nodes, ask.tokens, strict=True)
@@ -182,9 +189,9 @@ class LaneBuilder:
     def num_read(self) -> int:
         return len(self._read_rows)
 
-    def process(self, read_rows: Iterable[int], rule_id: int, prompt_length: int) -> None:
+    def process(self, read_rows: Iterable[int], rule_id: int, prompt_length: int, of_logprobs: bool) -> None:
         """Have rows read out of the branch added last processed."""
-        self.marks.process(read_rows, len(self._tables) - 1, rule_id, prompt_length)
+        self.marks.process(read_rows, len(self._tables) - 1, rule_id, prompt_length, of_logprobs)
 
     def read_given(self, first_row: int, tokens: Sequence[int], num_top: int) -> tuple[int, int]:
         """Report each of `tokens` at the rows from `first_row` on: their first places among the given tokens and
@@ -238,6 +245,7 @@ class LaneBuilder:
         copy_src, copy_dst = copies.arrays()
         fresh, pool.fresh = np.array(pool.fresh, np.int32), []
         topk, logprobs, banned = self._topk, _pairs(self._logprobs), _pairs(self._banned)
+        best_rows, best_groups = (self._ranking or Ranking()).arrays()
         return LaneForward(
             lane=pool.lane,
             token_ids=np.array(self._tokens, np.int32),
@@ -256,6 +264,8 @@ class LaneBuilder:
             topk_k=self._topk_k,
             logprob_rows=logprobs[0],
             logprob_tokens=logprobs[1],
+            best_rows=best_rows,
+            best_groups=best_groups,
             banned_rows=banned[0],
             banned_tokens=banned[1],
             rolls=np.array([tuple(roll) for roll in self._rolls], ROLL_DTYPE) if self._rolls else NO_ROLLS,
@@ -292,8 +302,10 @@ def _pairs(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
     return np.ascontiguousarray(array[:, 0]), np.ascontiguousarray(array[:, 1])
 
 
-def read_answer(work: Work, answers: LaneAnswers, rolled: Sequence[tuple[int, ...]]) -> Answer:
-    """What a query's asks were answered, in the shapes their docstrings promise."""
+def read_answer(
+    work: Work, answers: LaneAnswers, rolled: Sequence[tuple[int, ...]], candidates: Sequence[Candidates] = ()
+) -> Answer:
+    """What a query's asks were answered, in the shapes their docstrings promise. `candidates`: of each group."""
     query, draft = work.query, work.draft
     assert query is not None
     if isinstance(draft, Roll):
@@ -304,6 +316,8 @@ def read_answer(work: Work, answers: LaneAnswers, rolled: Sequence[tuple[int, ..
         if isinstance(ask, Sample):
             stop = first + part.num_nodes * part.width
             values.append(answers.draws[first:stop].reshape(part.num_nodes, part.width))
+        elif isinstance(ask, Best):
+            values.append(candidates[first])
         elif isinstance(ask, TopK):
             values.append((answers.topk_tokens[first:stop, : ask.k], answers.topk_logprobs[first:stop, : ask.k]))
         else:
@@ -318,13 +332,14 @@ class RowMarks:
     __slots__ = ("_given", "_processed", "_reported")
 
     def __init__(self) -> None:
-        self._processed: list[tuple[int, int, int, int]] = []  # row, branch, prompt length, rule id
+        self._processed: list[tuple[int, ...]] = []  # row, branch, prompt length, whether log-probabilities, rule id
         self._reported: list[tuple[int, int]] = []  # row, number of top tokens
         self._given: list[tuple[int, int]] = []  # row, token
 
-    def process(self, rows: Iterable[int], branch: int, rule_id: int, prompt_length: int) -> None:
-        """Have the logits of `rows`, which belong to `branch`, processed by the rules of this number."""
-        self._processed += [(row, branch, prompt_length, rule_id) for row in rows]
+    def process(self, rows: Iterable[int], branch: int, rule_id: int, prompt_length: int, of_logprobs: bool) -> None:
+        """Have the logits of `rows`, which belong to `branch`, or their log-probabilities, processed by the rules of
+        this number."""
+        self._processed += [(row, branch, prompt_length, of_logprobs, rule_id) for row in rows]
 
     def report_row(self, row: int, num_top: int) -> int:
         """Report a row; returns its place among the reported ones."""
@@ -344,8 +359,8 @@ class RowMarks:
         if not self._processed:
             return None
         marks = np.array(self._processed, np.int64)
-        rows, branches, prompt_lengths = np.ascontiguousarray(marks[:, :3].T, np.int32)
-        return ProcessRows(rows, branches, prompt_lengths, np.ascontiguousarray(marks[:, 3]))
+        rows, branches, prompt_lengths, of_logprobs = np.ascontiguousarray(marks[:, :4].T, np.int32)
+        return ProcessRows(rows, branches, prompt_lengths, np.ascontiguousarray(marks[:, 4]), of_logprobs)
 
     def report(self) -> ReportRows | None:
         """The reported rows as flat arrays."""
