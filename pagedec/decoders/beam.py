@@ -27,7 +27,7 @@ from pagedec.core.protocol import (
 from pagedec.core.request import Branch
 from pagedec.decoders.agreement import Agreement, Node
 from pagedec.decoders.beam_pool import Pool, Pooled, Scoring
-from pagedec.decoders.beam_selection import Closers, by_score, continued, diversified, select
+from pagedec.decoders.beam_selection import Closers, by_score, continued, diversified, repeated, select
 from pagedec.decoders.registry import decoder
 from pagedec.params import BeamSearchParams
 
@@ -175,19 +175,17 @@ class Beam(Decoder):
             group.pool.add(score, Pooled(hypothesis, self.length - 1, at))
 
     def _diversified(self, candidates: Candidates, taken: Sequence[int], branches: Sequence[Branch]) -> Candidates:
-        """The candidates as groups before leave them. A repetition penalty acts on what is taken, too, as it acts after
-        it in Hugging Face's order."""
+        """The candidates as the tokens of earlier groups leave them."""
         counts = np.bincount(np.array(taken), minlength=self.context.vocab_size)[candidates.tokens]
         amounts = np.float32(self.params.diversity_penalty) * counts.astype(np.float32)
-        repetition = np.float32(self.params.repetition_penalty)
-        if repetition != 1:
+        if self.params.repetition_penalty != 1:
             texts: dict[int, set[int]] = {}
             for i in np.flatnonzero(counts).tolist():
                 at = int(candidates.parents[i])
                 if at not in texts:
                     texts[at] = set(self.context.history.tokens(branches[at].tip))
                 if int(candidates.tokens[i]) in texts[at]:
-                    amounts[i] = amounts[i] * repetition
+                    amounts[i] = repeated(candidates.logprobs[i], amounts[i], self.params.repetition_penalty)
         return diversified(candidates, self.scores[candidates.parents], amounts)
 
     # ---- going on

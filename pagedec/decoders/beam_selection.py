@@ -53,6 +53,13 @@ def diversified(candidates: Candidates, totals: np.ndarray, amounts: np.ndarray)
     return by_score(Candidates(candidates.parents, candidates.tokens, totals + logprobs, logprobs))
 
 
+def repeated(logprob: float, amount: float, penalty: float) -> float:
+    """What `amount` takes of a log-probability that a repetition penalty has changed: in Hugging Face's order it is
+    taken before the penalty acts."""
+    before = (logprob * penalty if logprob > 0 else logprob / penalty) - amount
+    return logprob - (before / penalty if before > 0 else before * penalty)
+
+
 def continued(streams: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """The names of the paths that continue those named `streams`, uint64, by a token each: a function of the path's
     tokens (splitmix64's finaliser)."""
@@ -81,7 +88,7 @@ class Closers:
         """Bool for each candidate, a branch's place and a token, behind `generated` tokens."""
         if generated < self._stopping.min_tokens:
             return np.zeros(len(tokens), bool)
-        ends = self._ends[tokens]
+        ends = np.asarray(self._ends[tokens])
         if self._last_bytes:
             for i in np.flatnonzero(~ends & self._close(tokens)).tolist():
                 state = branches[int(parents[i])].stop_state
@@ -93,4 +100,4 @@ class Closers:
         known, pieces = self._may_close, self._stopping.pieces
         for token in tokens[known[tokens] < 0].tolist():
             known[token] = token < len(pieces) and not self._last_bytes.isdisjoint(pieces[token])
-        return known[tokens] > 0
+        return np.asarray(known[tokens] > 0)

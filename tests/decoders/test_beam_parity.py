@@ -41,6 +41,8 @@ def draw(rng: random.Random, groups: bool = False) -> Case:
         "length_penalty": rng.choice(LENGTH_PENALTIES), "early_stopping": rng.choice((True, False, "never")),
         "max_tokens": max_tokens, "min_tokens": rng.choice((0, 0, rng.randint(0, max_tokens))),
     }  # fmt: skip
+    if groups:  # a group that is done goes on with end tokens
+        case["eos"] = case["eos"] or [rng.randrange(VOCAB)]
     if rng.random() < 0.4:
         case["repetition_penalty"] = rng.choice((0.8, 1.2, 2.0))
     if rng.random() < 0.3:
@@ -54,7 +56,6 @@ def draw(rng: random.Random, groups: bool = False) -> Case:
     if groups:
         divisors = [count for count in range(2, width + 1) if width % count == 0]
         case |= {"groups": rng.choice(divisors), "diversity_penalty": rng.choice((0.3, 1.0, 3.0))}
-        case["eos"] = case["eos"] or [rng.randrange(VOCAB)]
     return case
 
 
