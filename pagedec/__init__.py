@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagedec.environment import limit_spinning
 from pagedec.errors import (
+    CallInterrupted,
     DeviceError,
     DtypeWarning,
     InvalidArgument,
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "CallInterrupted",
     "CompletionOutput",
     "DeviceError",
     "DtypeWarning",

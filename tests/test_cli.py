@@ -16,6 +16,7 @@ import pytest
 
 from pagedec.cli import active, main
 from pagedec.engine.stats import EngineStats
+from pagedec.errors import CallInterrupted
 from pagedec.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from pagedec.params import SamplingParams
 
@@ -261,3 +262,30 @@ def test_interrupt(
     monkeypatch.setattr(StandIn, "generate", interrupted)
     assert run("generate", "a") == main.INTERRUPTED
     assert capsys.readouterr().err.splitlines()[-1] == "pagedec: interrupted"
+
+
+@pytest.mark.parametrize("chat", [[], ["--chat"]])
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_an_interrupt_keeps_the_answers_that_are_finished(
+    chat: list[str],
+    form: list[str],
+    stand_in: type[StandIn],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = "chat" if chat else "generate"
+    answer = getattr(StandIn, name)
+
+    def interrupted(*given: Any, **named: Any) -> None:
+        outputs = answer(*given, **named)
+        raise CallInterrupted([outputs[0], None, outputs[2], None])
+
+    assert run("generate", "ab", "d", *chat, *form) == 0
+    whole = capsys.readouterr().out
+    monkeypatch.setattr(StandIn, name, interrupted)
+    assert run("generate", "ab", "c", "d", "e", *chat, *form) == main.INTERRUPTED
+    shown = capsys.readouterr()
+    assert shown.out.replace('"request_id": "2"', '"request_id": "1"') == whole
+    assert "2 prompts of 3 tokens, 2 answers of 3 tokens" in shown.err
+    assert shown.err.splitlines()[-1] == "pagedec: interrupted: 2 of 4 prompts answered"
+    assert StandIn.calls[-1]["closed"]

@@ -1,8 +1,9 @@
 """Continue prompts with a model. Prompts come as arguments, from a file, or from standard input, one a line.
 
 Answers go to standard output, everything else to standard error. The answer to a single prompt is shown on a terminal
-as it comes, and Ctrl-C keeps what came. With --chat each prompt is what a user says, put into the model's chat
-template. What no flag says about sampling is what the model's makers recommend (--generation-config).
+as it comes, and Ctrl-C keeps what came; of several prompts it keeps the answers that are finished. With --chat each
+prompt is what a user says, put into the model's chat template. What no flag says about sampling is what the model's
+makers recommend (--generation-config).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pagedec.cli.arguments import add_engine_arguments, add_sampling_arguments, 
 from pagedec.cli.console import DONE, INTERRUPTED, counted, say
 from pagedec.cli.screen import Screen, columns_of, wrapped
 from pagedec.cli.texts import read_stdin, read_text
-from pagedec.errors import InvalidArgument
+from pagedec.errors import CallInterrupted, InvalidArgument
 from pagedec.fields import rules
 from pagedec.outputs import CompletionOutput, Logprob, RequestOutput
 from pagedec.params import SamplingParams
@@ -261,10 +262,17 @@ def run(arguments: argparse.Namespace) -> int:
     if live:
         [prompt] = [_chat_prompt(llm, one) for one in conversations] or prompts
         outputs, is_interrupted = show_live(llm, prompt, titles, params)
-    elif arguments.chat:
-        outputs = llm.chat(conversations, params, use_tqdm=progress)
     else:
-        outputs = llm.generate(prompts, params, use_tqdm=progress)
+        try:
+            if arguments.chat:
+                outputs = llm.chat(conversations, params, use_tqdm=progress)
+            else:
+                outputs = llm.generate(prompts, params, use_tqdm=progress)
+        except CallInterrupted as interrupt:
+            is_interrupted = True
+            finished_ones = [(i, output) for i, output in enumerate(interrupt.outputs) if output is not None]
+            outputs = [output for _, output in finished_ones]
+            titles = [titles[i] for i, _ in finished_ones if titles]
     finished = time.perf_counter()
     llm.close()
     if not live:
@@ -272,5 +280,5 @@ def run(arguments: argparse.Namespace) -> int:
     say(f"{active_line(llm)}; loaded in {loaded - started:.1f} s")
     say(summary(outputs, finished - loaded))
     if is_interrupted:
-        say("interrupted")
+        say("interrupted" if live else f"interrupted: {len(outputs)} of {counted(len(prompts), 'prompt')} answered")
     return INTERRUPTED if is_interrupted else DONE

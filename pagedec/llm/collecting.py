@@ -82,6 +82,11 @@ class Collection:
             raise RequestsFailed(errors, outputs) from errors[0]
         return outputs
 
+    def finished(self) -> list[RequestOutput | None]:
+        """What there is so far: one output for each job, in their order, None where it has not ended or has failed."""
+        written = [self.outputs.get(job.request_id) for job in self.jobs]
+        return [None if one is None or one.exception() is not None else one.result() for one in written]
+
     def _unwritten(self, job: Job) -> RequestError | None:
         """Why a job's text cannot be written; None: it was."""
         cause = self.outputs[job.request_id].exception()

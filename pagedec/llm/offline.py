@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
-from pagedec.errors import InvalidArgument
+from pagedec.errors import CallInterrupted, InvalidArgument
 from pagedec.inputs import Array, Prompt
 from pagedec.llm.collecting import Collection
 from pagedec.llm.compatibility import check_no_lora
@@ -53,7 +53,7 @@ class LLM(Front):
 
         A request that fails while it runs costs no other its answer. When all are done, `on_error="raise"` raises
         `RequestsFailed`, which carries all outputs; `on_error="return"` returns them, and the failed ones have an
-        `error`.
+        `error`. Ctrl-C raises `CallInterrupted`, a `KeyboardInterrupt` with the outputs that are finished.
         """
         return_errors = _checked(use_tqdm, lora_request, on_error)
         many = with_token_ids(prompts, prompt_token_ids)
@@ -140,6 +140,8 @@ class LLM(Front):
                     self.loop.submit(request, collection.sink(job))
                     del request  # the loop's now
                 self.loop.drive(lambda: collection.done)
+            except KeyboardInterrupt as interrupt:
+                raise CallInterrupted(collection.finished()) from interrupt
             finally:
                 if not collection.done:  # after an error or an interrupt nothing may stay behind
                     for job in jobs:
