@@ -41,7 +41,7 @@ class ModelLimits:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One finished answer. `token_ids` include the stop token, and all tokens of a stop string; `score` is the
-    decoder's own.
+    decoder's own, None where it compares nothing. `ancestry` is a gang's: behind which branch each token was chosen.
 
     The text of the tokens has `excess_bytes` behind the end of `stop_string`. `logprobs` has an entry for each token,
     None for one that a client appended; `cumulative_logprob` is their sum. Both are None where they were not asked for.
@@ -50,12 +50,13 @@ class Completion:
     token_ids: list[int]
     finish_reason: str
     stop_token: int | None
-    score: float
+    score: float | None
     stop_string: str | None = None
     excess_bytes: int = 0
     logprobs: list[TokenLogprobs | None] | None = None
     cumulative_logprob: float | None = None
     limited_by: str | None = None
+    ancestry: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,10 +310,11 @@ def answer_of(request: Request, hypothesis: Hypothesis) -> Completion:
         request.output(hypothesis),
         hypothesis.reason,
         hypothesis.stop_token,
-        hypothesis.score,
+        hypothesis.score if request.decoder.gang or hypothesis.score else None,
         hypothesis.stop_string,
         hypothesis.excess_bytes,
         logprobs,
         None if logprobs is None else float(sum(entry.logprob for entry in logprobs if entry is not None)),
         request.limited_by if hypothesis.reason == "length" else None,
+        list(hypothesis.ancestry) or None,
     )

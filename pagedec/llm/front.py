@@ -43,7 +43,7 @@ class Front:
         self._defaults = sampling_defaults(local.model)
         self.engine: Engine
         self.engine, self.tokenizer = load_engine(local)
-        self.writer = Writer(self.tokenizer, self.engine.limits.eos_token_ids)
+        self.writer = Writer(self.tokenizer, self.engine.limits.eos_token_ids, self.engine.scheduler.limits.block_size)
         self.loop = EngineLoop(self.engine)
         self._num_requests = 0
         self._admitting = threading.Lock()

@@ -79,9 +79,8 @@ class Stream:
             if isinstance(news, FinishedRequest):
                 final = self.writer.request(job, news)
                 if is_delta:
-                    final = replace(
-                        final, outputs=[self._growing(answer.index).rest(answer) for answer in final.outputs]
-                    )
+                    parts = [self._growing(answer.index).rest(answer) for answer in final.outputs]
+                    final = self.writer.output(job, parts, True, final.metrics, final.prompt_logprobs)
                 yield final
                 return
             if isinstance(news, RequestError):
@@ -98,7 +97,7 @@ class Stream:
         if touched and not self._is_final_only:
             shown = sorted((touched if is_delta else self._grown).items())
             parts = [growing.rest(growing.so_far) if is_delta else growing.so_far for _, growing in shown]
-            yield RequestOutput(job.request_id, job.prompt, job.token_ids, parts)
+            yield self.writer.output(job, parts, False)
         if failure is not None:
             raise failure
 
@@ -112,7 +111,7 @@ class Stream:
             if growing.so_far.finish_reason is None:
                 growing.end(replace(growing.so_far, finish_reason="abort"))
             parts.append(growing.rest(growing.so_far) if is_delta else growing.so_far)
-        return RequestOutput(job.request_id, job.prompt, job.token_ids, parts, True)
+        return self.writer.output(job, parts, True)
 
     def _growing(self, rank: int) -> _Growing:
         growing = self._grown.get(rank)
