@@ -22,7 +22,8 @@ from pagedec.core.forward import (
     ReportRows,
 )
 from pagedec.core.plan import AskSlice, Work
-from pagedec.core.protocol import Answer, LogProbs, Query, Roll, Sample, Sampler, TopK
+from pagedec.core.protocol import Answer, Best, Candidates, LogProbs, Query, Roll, Sample, Sampler, TopK
+from pagedec.core.ranking import Ranking
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable, CopyPlan
 
@@ -54,8 +55,8 @@ class LaneBuilder:
 
     __slots__ = (
         "_banned", "_counts", "_draw_positions", "_draw_records", "_draw_rows", "_first_rows", "_logprobs", "_marks",
-        "_parents", "_positions", "_read_only", "_read_rows", "_roll_slots", "_rolls", "_starts", "_tables", "_tokens",
-        "_topk", "_topk_k",
+        "_parents", "_positions", "_ranking", "_read_only", "_read_rows", "_roll_slots", "_rolls", "_starts",
+        "_tables", "_tokens", "_topk", "_topk_k",
         "pool",
     )  # fmt: skip
 
@@ -77,6 +78,7 @@ class LaneBuilder:
         self._topk_k = 0
         self._logprobs: list[tuple[int, int]] = []
         self._banned: list[tuple[int, int]] = []
+        self._ranking: Ranking | None = None
         self._rolls: list[list[Any]] = []  # in the order of ROLL_DTYPE, the draw's record first
         self._roll_slots: list[int] = []
         self._marks: RowMarks | None = None
@@ -137,10 +139,12 @@ class LaneBuilder:
         draft: Draft | Roll,
         stopping: Stopping,
         read: dict[int, int] | None = None,
+        owner: int = 0,
     ) -> tuple[AskSlice, ...]:
         """Read out what `query` asks of the branch whose root stands at `root_row` and ends `length` tokens.
 
-        `read` receives each node's place among the rows read out.
+        `read` receives each node's place among the rows read out. `owner` is the request's number: its rows may be
+        ranked together.
         """
         depths = draft.depths()
         state = query.branch.stop_state
@@ -164,6 +168,9 @@ class LaneBuilder:
                 slices.append(AskSlice(len(self._topk), len(nodes), ask.k))
                 self._topk += [rows[node] for node in nodes]
                 self._topk_k = max(self._topk_k, ask.k)
+            elif isinstance(ask, Best):
+                self._ranking = self._ranking or Ranking()
+                slices.append(AskSlice(self._ranking.add(owner, ask, rows[0], length, query.branch.score), 1, ask.k))
             else:
                 slices.append(AskSlice(len(self._logprobs), len(nodes), 1))
                 run = zip(ask.nodes, ask.tokens, strict=True)
@@ -238,6 +245,7 @@ class LaneBuilder:
         copy_src, copy_dst = copies.arrays()
         fresh, pool.fresh = np.array(pool.fresh, np.int32), []
         topk, logprobs, banned = self._topk, _pairs(self._logprobs), _pairs(self._banned)
+        best_rows, best_groups = (self._ranking or Ranking()).arrays()
         return LaneForward(
             lane=pool.lane,
             token_ids=np.array(self._tokens, np.int32),
@@ -256,6 +264,8 @@ class LaneBuilder:
             topk_k=self._topk_k,
             logprob_rows=logprobs[0],
             logprob_tokens=logprobs[1],
+            best_rows=best_rows,
+            best_groups=best_groups,
             banned_rows=banned[0],
             banned_tokens=banned[1],
             rolls=np.array([tuple(roll) for roll in self._rolls], ROLL_DTYPE) if self._rolls else NO_ROLLS,
@@ -292,8 +302,10 @@ def _pairs(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
     return np.ascontiguousarray(array[:, 0]), np.ascontiguousarray(array[:, 1])
 
 
-def read_answer(work: Work, answers: LaneAnswers, rolled: Sequence[tuple[int, ...]]) -> Answer:
-    """What a query's asks were answered, in the shapes their docstrings promise."""
+def read_answer(
+    work: Work, answers: LaneAnswers, rolled: Sequence[tuple[int, ...]], candidates: Sequence[Candidates] = ()
+) -> Answer:
+    """What a query's asks were answered, in the shapes their docstrings promise. `candidates`: of each group."""
     query, draft = work.query, work.draft
     assert query is not None
     if isinstance(draft, Roll):
@@ -304,6 +316,8 @@ def read_answer(work: Work, answers: LaneAnswers, rolled: Sequence[tuple[int, ..
         if isinstance(ask, Sample):
             stop = first + part.num_nodes * part.width
             values.append(answers.draws[first:stop].reshape(part.num_nodes, part.width))
+        elif isinstance(ask, Best):
+            values.append(candidates[first])
         elif isinstance(ask, TopK):
             values.append((answers.topk_tokens[first:stop, : ask.k], answers.topk_logprobs[first:stop, : ask.k]))
         else:

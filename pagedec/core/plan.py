@@ -14,12 +14,13 @@ from pagedec.errors import RequestError
 
 @dataclass(slots=True)
 class AskSlice:
-    """Where an ask's answer stands: entries `first` .. `first + num_nodes * width - 1` of the kind's array."""
+    """Where an ask's answer stands: entries `first` .. `first + num_nodes * width - 1` of the kind's array; of a Best,
+    `first` is the group's place."""
 
     first: int
     num_nodes: int
     width: int
-    """Streams of a Sample, k of a TopK, 1 for LogProbs."""
+    """Streams of a Sample, k of a TopK or a Best, 1 for LogProbs."""
 
 
 @dataclass(slots=True)

@@ -96,14 +96,21 @@ class Best:
     of its queries.
 
     Without a `sampler` they are ranked by score. With one, the processed log-probabilities are tempered and cut as it
-    says, and candidates are drawn without replacement from softmax(score): by score plus Gumbel noise (Kool et al.
-    2019), whose name is the query's `stream`.
+    says (a temperature of 0 counts as 1; at least `min_tokens_to_keep` tokens of each row are kept at each cut), and
+    candidates are drawn without replacement from softmax(score): by score plus Gumbel noise (Kool et al. 2019), whose
+    name is the query's `stream`, and which is no part of the scores.
     """
 
     k: int
     sampler: Sampler | None = None
     stream: int = 0
     group: int = 0
+    min_tokens_to_keep: int = 1
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Of the root: behind a beam nothing is drafted."""
+        return (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +124,7 @@ class Candidates:
     logprobs: np.ndarray  # fp32 [num]: processed (and with a sampler, tempered) log-probabilities, not renormalised
 
 
-Ask: TypeAlias = Sample | TopK | LogProbs
+Ask: TypeAlias = Sample | TopK | LogProbs | Best
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,8 @@ class Request:
     """It was let in: it holds blocks, or has work in the step that is planned."""
     common_length: int = 0
     """Of a gang: how many tokens all its live branches share."""
+    settled_length: int = 0
+    """Of a gang: the tokens told as settled, the prompt's counted; 0: none yet."""
     asked_in: int = -1
     """The step whose queries `queries` are."""
     first_step: int = -1
@@ -127,6 +129,17 @@ class Progress(NamedTuple):
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
+class Settled(NamedTuple):
+    """All answers of a gang that can still come go on with these tokens, which no event before told of. What follows
+    behind them is told when the answers end.
+
+    `logprobs`: their reports, where the request has any."""
+
+    request: Request
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
 class Finished(NamedTuple):
     """An answer is complete. Its last tokens were reported as progress before, unless the request's decoder is a
     gang."""
@@ -154,7 +167,7 @@ class Failed(NamedTuple):
     error: RequestError
 
 
-Event: TypeAlias = Progress | Finished | Ended | Waiting | Failed
+Event: TypeAlias = Progress | Settled | Finished | Ended | Waiting | Failed
 
 
 def order_of(request: Request) -> tuple[int, int]:

@@ -76,7 +76,7 @@ class Rows:
             self._report_prompt(work, root - max(1, count) + 1, count)
         if query is not None:
             read: dict[int, int] = {}
-            work.asks = target.read(query, root, length, draft, request.stopping, read)
+            work.asks = target.read(query, root, length, draft, request.stopping, read, request.arrival)
             self.mark(work, read)
         if isinstance(draft, Roll):
             work.roll = roll

@@ -16,7 +16,8 @@ from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logprobs import Recorder, TokenLogprobs, reported
 from pagedec.core.plan import StepPlan, Work
 from pagedec.core.protocol import Answer, Child, Hypothesis, Query, Sample, Verdict
-from pagedec.core.request import Branch, Event, Finished, Progress, Request
+from pagedec.core.ranking import candidates_of
+from pagedec.core.request import Branch, Event, Finished, Progress, Request, Settled
 from pagedec.core.stopping import Cut
 from pagedec.core.table import BlockTable, CopyPlan
 from pagedec.core.transition import Heir, transition
@@ -28,8 +29,8 @@ class Settler:
     has happened, `demand` how long answers were."""
 
     __slots__ = (
-        "_answers", "_copies", "_demand", "_draws", "_events", "_publishing", "_recorder", "_rolled", "_size",
-        "_vocab_size",
+        "_answers", "_candidates", "_copies", "_demand", "_draws", "_events", "_publishing", "_recorder", "_rolled",
+        "_size", "_vocab_size",
         "current", "failed", "over",
     )  # fmt: skip
 
@@ -45,6 +46,7 @@ class Settler:
         self._size, self._publishing = limits.block_size, limits.enable_prefix_caching
         self._vocab_size = limits.vocab_size
         self._draws: list[int] = answers["target"].draws.tolist() if "target" in answers else []
+        self._candidates = candidates_of(answers["target"]) if "target" in answers else []
         self._rolled: Sequence[tuple[int, ...]] = ()
         self._recorder: Recorder | None = None
         self.current: Request | None = None
@@ -166,6 +168,7 @@ class Settler:
             check_verdict(request.history, request.branches, evaluated, verdict, self._vocab_size, request.decoder)
             if self._recorder is not None:
                 self._recorder.record_paths(works, answers, verdict)
+                self._recorder.record_best(works, verdict)
             generation = self._generation(request, evaluated, verdict, ranks_of(request, verdict))
         except PagedecError as error:
             raise RequestError(request.id, f"its decoder cannot advance: {error}") from error
@@ -176,7 +179,7 @@ class Settler:
 
     def _answer(self, request: Request, work: Work) -> tuple[Query, Answer]:
         if work.query is not None:
-            return work.query, read_answer(work, self._answers["target"], self._rolled)
+            return work.query, read_answer(work, self._answers["target"], self._rolled, self._candidates)
         assert request.plain is not None
         query = Query(work.branch, (Sample(request.plain, tuple(work.branch.state)),))
         return query, Answer(EMPTY, (self._answers["target"].draws[work.draw : work.draw + 1].reshape(1, 1),))
@@ -194,10 +197,22 @@ class Settler:
         self._publish_generation(request)
         if not (request.decoder.gang or request.decoder.revises):
             self._events += generation.progress
+        if verdict.settled is not None and request.branches:
+            self._tell_settled(request, verdict.settled)
         for hypothesis in (*verdict.done, *generation.finished):
             self._finish(request, hypothesis)
         if not request.branches:
             self.over.append(request)
+
+    def _tell_settled(self, request: Request, settled: int) -> None:
+        history, tip = request.history, request.branches[0].tip
+        known = request.settled_length or request.prompt_length
+        if settled <= known:
+            return
+        request.settled_length = settled
+        tokens = tuple(history.slice(tip, known, settled))
+        logprobs = _logprobs(request, history.ancestor(tip, known), tokens)
+        self._events.append(Settled(request, tokens, logprobs))
 
     def _generation(
         self,

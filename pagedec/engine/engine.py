@@ -13,7 +13,7 @@ from pagedec.core.checks import check_answers
 from pagedec.core.logprobs import TokenLogprobs, answer_reports
 from pagedec.core.plan import StepPlan
 from pagedec.core.protocol import Hypothesis, Verdict
-from pagedec.core.request import Ended, Event, Failed, Finished, Progress, Request, Waiting
+from pagedec.core.request import Ended, Event, Failed, Finished, Progress, Request, Settled, Waiting
 from pagedec.core.scheduler import Scheduler
 from pagedec.decoders.registry import decoder_for, make_decoder
 from pagedec.engine.options import DEFAULT_LOGPROBS, Vocabulary, check_reports, read_options
@@ -70,9 +70,9 @@ class FinishedRequest:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
-EngineEvent: TypeAlias = Progress | Finished | Waiting | Failed | FinishedRequest
-"""What a step has brought: for one request new tokens, an answer's end, no more to ask, an error; or the end of them
-all."""
+EngineEvent: TypeAlias = Progress | Settled | Finished | Waiting | Failed | FinishedRequest
+"""What a step has brought: for one request new tokens, tokens that are settled, an answer's end, no more to ask, an
+error; or the end of them all."""
 
 
 class Engine:
@@ -270,7 +270,7 @@ class Engine:
             if isinstance(event, Ended):
                 collected.append(self._finished(event.request, now))
                 continue
-            if isinstance(event, (Progress, Finished)):
+            if isinstance(event, (Progress, Settled, Finished)):
                 if event.request not in first:
                     first[event.request] = now
             elif isinstance(event, Failed):

@@ -4,6 +4,7 @@ with."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from pagedec.core.forward import LaneAnswers, LaneForward, Masks
 from pagedec.kernels.backend import Backend, CacheTensors
+from pagedec.kernels.best import BestRows
 from pagedec.kernels.report import RawRows, empty_report
 
 
@@ -25,6 +27,7 @@ class HostReadOut:
         self._draws = np.empty(len(forward.draws), np.int32)
         self._topk_tokens, self._topk_logprobs = np.empty((n, k), np.int32), np.empty((n, k), np.float32)
         self._logprobs = np.empty(len(forward.logprob_rows), np.float32)
+        self._best = BestRows(backend, forward)
         self._report = empty_report(forward)
         self._changes_logits = (
             forward.processing is not None or len(forward.banned_rows) > 0 or len(forward.masked_rows) > 0
@@ -39,8 +42,8 @@ class HostReadOut:
         forward, stop = self._forward, start + len(logits)
         whole = start == 0 and stop == len(forward.read_rows)
         raw = None if self._report is None else RawRows(self._backend, forward, logits, start)
-        if len(forward.topk_rows) or len(forward.logprob_rows) or self._changes_logits:
-            self._read_probabilities(logits, start, whole)
+        if len(forward.topk_rows) or len(forward.logprob_rows) or len(forward.best_rows) or self._changes_logits:
+            self._read_probabilities(logits, start, whole, raw)
         drawn = self._draw(logits, start, whole)
         if raw is not None and self._report is not None:
             picked = _within(forward.topk_rows, start, stop, whole)
@@ -48,11 +51,15 @@ class HostReadOut:
 
     def answers(self) -> LaneAnswers:
         """All of them, when every piece has been read."""
+        report = self._report
+        if report is not None:
+            logprobs, ranks = self._best.report()
+            report = replace(report, best_logprobs=logprobs, best_ranks=ranks)
         return LaneAnswers(
-            self._draws, self._topk_tokens, self._topk_logprobs, self._logprobs, report=self._report
-        )  # fmt: skip
+            self._draws, self._topk_tokens, self._topk_logprobs, self._logprobs, **self._best.answers(), report=report
+        )
 
-    def _read_probabilities(self, logits: torch.Tensor, start: int, whole: bool) -> None:
+    def _read_probabilities(self, logits: torch.Tensor, start: int, whole: bool, raw: RawRows | None) -> None:
         backend, forward, stop = self._backend, self._forward, start + len(logits)
         picked = _within(forward.topk_rows, start, stop, whole)
         asked = _within(forward.logprob_rows, start, stop, whole)
@@ -62,6 +69,10 @@ class HostReadOut:
             self._logprobs[asked] = values - backend.topk(logits, rows, 0)[2]
         rows = (forward.topk_rows[picked] - start).astype(np.int32)
         lse = backend.topk(logits, rows, 0)[2] if len(picked) and self._changes_logits else None
+        ranked = self._best.within(start, stop)
+        ranked_lse = None
+        if len(ranked) and self._changes_logits:
+            ranked_lse = backend.topk(logits, (forward.best_rows["row"][ranked] - start).astype(np.int32), 0)[2]
         if forward.processing is not None:
             backend.process_logits(logits, start, forward, self._cache, self._rules)
         self._mask(logits, start, whole)
@@ -72,6 +83,8 @@ class HostReadOut:
             tokens, values, after = backend.topk(logits, rows, forward.topk_k)
             self._topk_tokens[picked] = tokens
             self._topk_logprobs[picked] = values - (after if lse is None else lse)[:, None]
+        if len(ranked):
+            self._best.read(logits, start, ranked, ranked_lse, raw)
 
     def _mask(self, logits: torch.Tensor, start: int, whole: bool) -> None:
         rows, masks, vocab = self._forward.masked_rows, self._masks, logits.shape[1]

@@ -21,6 +21,7 @@ def empty_report(forward: LaneForward) -> Reported | None:
         np.int32),
         np.zeros(len(forward.draws), np.float32), np.zeros(len(forward.draws), np.int32), np.zeros(topk, np.float32),
         np.zeros(topk, np.int32), np.zeros(len(forward.logprob_rows), np.int32),
+        np.empty(0, np.float32), np.empty(0, np.int32),
     )  # fmt: skip
 
 
@@ -57,6 +58,14 @@ class RawRows:
         for row, i in zip(at.tolist(), picked.tolist(), strict=True):
             tokens = topk_tokens[i]
             out.topk_logprobs[i], out.topk_ranks[i] = self._chosen(np.full(len(tokens), row), tokens)
+
+    def chosen(self, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probability and rank of a token for each of some read-out rows; zeros for rows that are not reported."""
+        logprobs, ranks = np.zeros(len(rows), np.float32), np.zeros(len(rows), np.int32)
+        at, inside = self._reported(rows, np.arange(len(rows)))
+        if len(inside):
+            logprobs[inside], ranks[inside] = self._chosen(at, tokens[inside])
+        return logprobs, ranks
 
     def _reported(self, rows: np.ndarray, among: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of the entries `among`, whose read-out rows are `rows[among]`, those of this piece's reported rows: their

@@ -22,7 +22,7 @@ from pagedec.core.wire import Step, pack_answers, pack_step, unpack_answers, unp
 from pagedec.errors import RequestError
 from pagedec.executor.base import RuleNews
 from pagedec.runtime.worker import with_rolled
-from tests.core.oracle import process, report
+from tests.core.oracle import process, report, warp
 
 VOCABULARY = 8
 EOS = 0
@@ -45,6 +45,26 @@ def pick(logprobs: Sequence[float], greedy: bool, noise: Sequence[float], banned
     """The most probable token, or the one that the noise chooses."""
     scores = logprobs if greedy else [score + g for score, g in zip(logprobs, noise, strict=True)]
     return max((t for t in range(VOCABULARY) if t not in banned), key=lambda token: (scores[token], -token))
+
+
+def rank_together(
+    rows: np.ndarray, group: np.void, logprobs: Sequence[Sequence[float]], banned: Mapping[int, Sequence[int]]
+) -> list[tuple[int, int, float, float]]:
+    """(place, token, score, log-probability) of a gang's best, by plain sorting."""
+    found = []
+    for row in rows:
+        out = np.array(logprobs[row["row"]], np.float32)
+        out[list(banned.get(int(row["row"]), ()))] = -np.inf
+        values, gumbel = out.copy(), np.zeros(VOCABULARY)
+        if group["is_drawn"]:
+            out = warp(out, group)
+            gumbel = np.array(noise(int(group["seed"]), int(row["stream"]), int(row["position"])))
+        scores = np.float32(row["score"]) + out
+        keys = scores + gumbel.astype(np.float32)
+        for token in np.flatnonzero(scores > -np.inf).tolist():
+            key = (-keys[token], -values[token], int(row["place"]), token)
+            found.append((key, (int(row["place"]), token, float(scores[token]), float(out[token]))))
+    return [entry for _, entry in sorted(found)[: int(group["k"])]]
 
 
 class LanguageModel:
@@ -187,11 +207,24 @@ class FakeRunner:
             best = sorted(allowed, key=lambda token: (-logprobs[row][token], token))[: forward.topk_k]
             topk.append([(token, logprobs[row][token]) for token in best])
         given = zip(forward.logprob_rows.tolist(), forward.logprob_tokens.tolist(), strict=True)
+        best = [
+            rank_together(forward.best_rows[group["first"] : group["stop"]], group, logprobs, banned)
+            for group in forward.best_groups
+        ]
+        candidates = [candidate for found in best for candidate in found]
+        for row in forward.best_rows:
+            assert row["position"] == len(texts[row["row"]]), "a ranked row's position is not its token's index"
+        shape = len(topk), -1 if topk else 0
         answers = LaneAnswers(
             np.array(draws, np.int32),
-            np.array([[token for token, _ in row] for row in topk], np.int32),
-            np.array([[logprob for _, logprob in row] for row in topk], np.float32),
+            np.array([[token for token, _ in row] for row in topk], np.int32).reshape(shape),
+            np.array([[logprob for _, logprob in row] for row in topk], np.float32).reshape(shape),
             np.array([raw[row][token] for row, token in given], np.float32),
+            np.array([len(found) for found in best], np.int32),
+            np.array([parent for parent, *_ in candidates], np.int32),
+            np.array([token for _, token, *_ in candidates], np.int32),
+            np.array([score for *_, score, _ in candidates], np.float32),
+            np.array([logprob for *_, logprob in candidates], np.float32),
         )
         return answers if forward.report is None else replace(answers, report=_report(forward, raw, answers))
 
@@ -250,6 +283,13 @@ def _report(forward: LaneForward, raw: list[Sequence[float]], answers: LaneAnswe
         for row, tokens in zip(forward.topk_rows.tolist(), answers.topk_tokens.tolist(), strict=True)
     ]
     asked = zip(forward.logprob_rows.tolist(), forward.logprob_tokens.tolist(), strict=True)
+    row_of = {
+        (number, int(row["place"])): int(row["row"])
+        for number, group in enumerate(forward.best_groups)
+        for row in forward.best_rows[group["first"] : group["stop"]]
+    }
+    owners = np.repeat(np.arange(len(forward.best_groups)), answers.best_counts).tolist()
+    best = zip(owners, answers.best_parents.tolist(), answers.best_tokens.tolist(), strict=True)
     return Reported(
         np.array([token for top in tops for token in top.top_ids], np.int32),
         np.array([value for top in tops for value in top.top_logprobs], np.float32),
@@ -257,6 +297,7 @@ def _report(forward: LaneForward, raw: list[Sequence[float]], answers: LaneAnswe
         np.array([[value for value, _ in row] for row in topk], np.float32),
         np.array([[rank for _, rank in row] for row in topk], np.int32),
         _split([chosen(row, token) for row, token in asked])[1],
+        *_split([chosen(row_of[group, place], token) for group, place, token in best]),
     )  # fmt: skip
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from pagedec.core.forward import (
+    BEST_GROUP_DTYPE,
+    BEST_ROW_DTYPE,
     DRAW_DTYPE,
     ROLL_DTYPE,
     Answers,
@@ -33,7 +35,10 @@ from pagedec.core.wire import (
 )
 from pagedec.errors import InvariantError
 
-DTYPES = {"draws": DRAW_DTYPE, "rolls": ROLL_DTYPE, "rule_ids": np.dtype(np.int64)}
+DTYPES = {
+    "draws": DRAW_DTYPE, "rolls": ROLL_DTYPE, "rule_ids": np.dtype(np.int64), "best_groups": BEST_GROUP_DTYPE,
+    "best_rows": BEST_ROW_DTYPE,
+}  # fmt: skip
 RULES = [
     NO_RULES,
     LogitsRules(allowed_token_ids=()),
@@ -62,7 +67,9 @@ class Random:
         for field in fields(kind):
             if field.name in values or "ndarray" not in str(field.type):
                 continue
-            dtype = DTYPES.get(field.name) or np.dtype(np.float32 if "logprobs" in field.name else np.int32)
+            dtype = DTYPES.get(field.name) or np.dtype(
+                np.float32 if "logprobs" in field.name or "scores" in field.name else np.int32
+            )
             if field.name == "draws" and kind is LaneAnswers:
                 dtype = np.dtype(np.int32)
             two = field.name in ("block_table", "topk_tokens", "topk_ranks") or (field.name == "topk_logprobs")
@@ -158,7 +165,7 @@ def test_a_message_cut_short_is_refused(cut: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "value"), [(0, 7), (1, 2), (2, 9), (3, 1)], ids=["magic", "version", "kind", "length"]
+    ("place", "value"), [(0, 7), (1, 99), (2, 9), (3, 1)], ids=["magic", "version", "kind", "length"]
 )
 def test_another_kind_of_message_is_refused(place: int, value: int) -> None:
     words = pack_step(Random(2).step())
