@@ -82,8 +82,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     limited_by: str | None = None
-    """What was reached where `finish_reason` is "length": "max_tokens", "max_model_len", or "kv_pool", which holds no
-    more."""
+    """What was reached where `finish_reason` is "length": "max_tokens", "max_time", "max_model_len", or "kv_pool",
+    which holds no more."""
     score: float | None = None
     ancestry: list[int] | None = None
     lora_request: ClassVar[None] = None
