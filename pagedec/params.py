@@ -247,7 +247,12 @@ class BeamSearchParams(RequestParams):
         None, Integer("answers to return, the best ones; none: beam_width", low=1, optional=True)
     )
     length_penalty: float = option(
-        1.0, Number("an answer's score is its log-probability over its length to this power; above 0 favours long ones")
+        1.0,
+        Number(
+            "an answer's score is its log-probability over its length to this power; above 0 favours long ones",
+            low=-5,
+            high=5,
+        ),
     )
     early_stopping: bool | str = option(
         False,
@@ -286,6 +291,8 @@ class BeamSearchParams(RequestParams):
             raise InvalidArgument(
                 "num_beam_groups", self.num_beam_groups, f"must divide beam_width, which is {self.beam_width}"
             )
+        if self.num_beam_groups > 1 and self.do_sample:
+            raise InvalidArgument("do_sample", True, "must be false where there are groups: they are never drawn")
         if self.num_beam_groups == 1 and self.diversity_penalty:
             raise InvalidArgument("diversity_penalty", self.diversity_penalty, "must be 0 where there is one group")
 
