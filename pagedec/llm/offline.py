@@ -102,10 +102,11 @@ class LLM(Front):
         """The answers to one prompt as they grow; what each output holds says `sampling_params.output_kind`, by default
         all of the text so far. The last one is `finished`.
 
-        Text never ends within a character or with what may be the beginning of a stop string. Methods that reorder
-        their branches, such as beams, give nothing before the end. Closing the iterator aborts the request. Several
-        streams may be open at once, in any threads, and `generate` may run between; all are carried on by whichever is
-        asked. Invalid arguments are raised here, not by the iterator; `RequestError` where the request fails.
+        Text never ends within a character or with what may be the beginning of a stop string. Of beams all answers grow
+        by what no step can change any more, which they have in common, and the rest comes at the end. Closing the
+        iterator aborts the request. Several streams may be open at once, in any threads, and `generate` may run
+        between; all are carried on by whichever is asked. Invalid arguments are raised here, not by the iterator;
+        `RequestError` where the request fails.
         """
         check_no_lora(lora_request)
         return self._stream(self.prepare_one(prompt, sampling_params, priority, cache_salt))
