@@ -147,3 +147,29 @@ class RequestOutput(Spelled):
 
         spell: Spell | None = getattr(self, "_spell", None)
         return AnswerTree(self.prompt, self.prompt_token_ids, self.outputs, self.block_size, spell)
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """One answer of `LLM.beam_search`, as vLLM has it: `tokens` and `text` begin with the prompt's. An end token is
+    among the tokens where `include_stop_str_in_output` is set; its report and its log-probability always count.
+
+    `score` is what answers are ordered by: the log-probability, with whatever rules made of it, over the number of
+    generated tokens to the power of `length_penalty`.
+    """
+
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob] | None]
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    score: float | None = None
+    lora_request: ClassVar[None] = None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The answers to one prompt of `LLM.beam_search`, the best first."""
+
+    sequences: list[BeamSearchSequence]

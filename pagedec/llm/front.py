@@ -131,7 +131,7 @@ class Front:
                 Shown(f"a list of {len(each)}"),
                 f"must be one, or one for each of {len(prompts)} prompts",
             )
-        each = [copy.copy(own) if isinstance(own, SamplingParams) else own for own in each]  # whose fields can be set
+        each = [copy.copy(own) if isinstance(own, RequestParams) else own for own in each]  # whose fields can be set
         orders = as_priorities(priorities, len(prompts))
         name = None if request_id is None else read_salt("request_id", request_id)
         read = [
@@ -218,7 +218,7 @@ def _blamed(prompt: str, sampling_params: str, params: object) -> Iterator[None]
             yield
     except NotFound as error:
         made = "SamplingParams(**...) makes one of a mapping" if isinstance(params, Mapping) else error.known
-        limit = f"must be a SamplingParams, or parameters of another decoder that is registered; {made}"
+        limit = f"must be a SamplingParams, a BeamSearchParams, or of another decoder that is registered; {made}"
         raise InvalidArgument(sampling_params, params, limit) from None
 
 

@@ -7,15 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
-from pagedec.errors import CallInterrupted, InvalidArgument
+from pagedec.errors import CallInterrupted, InvalidArgument, RequestsFailed
+from pagedec.fields import Integer
 from pagedec.inputs import Array, Prompt
+from pagedec.llm.beams import as_beams, beam_output
 from pagedec.llm.collecting import Collection
 from pagedec.llm.compatibility import check_no_lora
 from pagedec.llm.front import Front, renamed
-from pagedec.llm.prompts import Prepared, with_token_ids
+from pagedec.llm.prompts import Prepared, as_list, with_token_ids
 from pagedec.llm.signature import listed
 from pagedec.llm.streams import Stream
-from pagedec.outputs import RequestOutput
+from pagedec.outputs import BeamSearchOutput, RequestOutput
+from pagedec.params import BeamSearchParams
 from pagedec.text.chat_template import Message, Tool
 
 ON_ERROR = ("raise", "return")
@@ -89,6 +92,34 @@ class LLM(Front):
             "template_kwargs": chat_template_kwargs,
         }
         return self._run(self.prepare_chat(messages, sampling_params, priority, template), use_tqdm, return_errors)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool | Callable[..., Any] = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The most probable answers to one prompt or many, in the prompts' order and in vLLM's form: `generate` with
+        the same `params` returns the same answers as `RequestOutput`s, and takes them mixed with others.
+
+        `concurrency_limit`: most prompts at a time; it changes no answer. Raises `InvalidArgument` before anything
+        starts, and `RequestsFailed` where a request fails.
+        """
+        return_errors = _checked(use_tqdm, lora_request, "return")
+        limit = Integer("most prompts at a time", low=1, optional=True).check("concurrency_limit", concurrency_limit)
+        beams = as_beams(params)
+        with renamed("sampling_params", "params"):
+            prepared = self.prepare(as_list(prompts), beams)
+        outputs: list[RequestOutput] = []
+        while prepared:
+            some = prepared[:limit]
+            del prepared[:limit]
+            outputs += self._run(some, use_tqdm, return_errors)
+        if errors := [output.error for output in outputs if output.error is not None]:
+            raise RequestsFailed(errors, outputs) from errors[0]
+        return [beam_output(output, beams, self.tokenizer) for output in outputs]
 
     def stream(
         self,
