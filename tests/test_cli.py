@@ -39,12 +39,12 @@ class StandIn:
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams(**self.recommended)
 
-    def chat(self, messages: list[Any], sampling_params: SamplingParams, *, use_tqdm: bool) -> list[RequestOutput]:
+    def chat(self, messages: list[Any], sampling_params: Any, *, use_tqdm: bool) -> list[RequestOutput]:
         outputs = self.generate([talk[-1]["content"] for talk in messages], sampling_params, use_tqdm=use_tqdm)
         StandIn.calls[-1]["prompts"] = messages
         return [dataclasses.replace(output, prompt=f"<|user|>{output.prompt}") for output in outputs]
 
-    def generate(self, prompts: list[Any], sampling_params: SamplingParams, *, use_tqdm: bool) -> list[RequestOutput]:
+    def generate(self, prompts: list[Any], sampling_params: Any, *, use_tqdm: bool) -> list[RequestOutput]:
         StandIn.calls.append(
             {"engine": self.engine_args, "prompts": prompts, "params": sampling_params, "use_tqdm": use_tqdm}
         )
@@ -57,7 +57,7 @@ class StandIn:
             token_ids = list(text.encode()) if text is not None else prompt["prompt_token_ids"]
             answers = [
                 CompletionOutput(n, "" if text is None else f"<{text}>", token_ids, finish_reason="length")
-                for n in range(sampling_params.n)
+                for n in range(sampling_params.num_answers)
             ]
             metrics = RequestMetrics(0.0, 0.25, 1.25, num_output_tokens=5)
             outputs.append(RequestOutput(str(i), text, token_ids, answers, True, metrics))
