@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagedec.environment import limit_spinning
 from pagedec.errors import (
+    CallInterrupted,
     DeviceError,
     DtypeWarning,
     InvalidArgument,
@@ -17,8 +18,15 @@ from pagedec.errors import (
     WeightsWarning,
 )
 from pagedec.inputs import TextPrompt, TokensPrompt
-from pagedec.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from pagedec.params import RequestOutputKind, RequestParams, SamplingParams
+from pagedec.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
+from pagedec.params import BeamSearchParams, RequestOutputKind, RequestParams, SamplingParams
 
 limit_spinning()
 
@@ -29,6 +37,10 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "CallInterrupted",
     "CompletionOutput",
     "DeviceError",
     "DtypeWarning",

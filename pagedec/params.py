@@ -60,6 +60,14 @@ class RequestParams:
     max_tokens: int | None = option(
         None, Integer("most tokens of an answer; none: up to the context's end", low=1, optional=True)
     )
+    max_time: float | None = option(
+        None,
+        Number(
+            "end all answers, as they are then, so many seconds after the request came; none: never",
+            above=0,
+            optional=True,
+        ),
+    )
     min_tokens: int = option(0, Integer("do not end an answer before this many tokens"))
     stop: Sequence[str] | None = option((), Texts("text that ends an answer"))
     stop_token_ids: Sequence[int] = option((), TokenIds("token ids that end an answer, besides the model's own"))

@@ -118,6 +118,9 @@ class _Member(Generic[K]):
     def tokens(self, rank: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> None:
         """A record has all tokens together."""
 
+    def settled(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> None:
+        """A record has all tokens together."""
+
     def ended(self, event: Finished) -> None:
         """A record has all answers together."""
 

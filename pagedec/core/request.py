@@ -70,6 +70,10 @@ class Request:
     done: list[Hypothesis] = field(default_factory=list)
     limited_by: str = "max_tokens"
     """What set `limit`."""
+    max_time: float | None = None
+    """Seconds that it may take; the engine has the clock, and concludes it."""
+    concluded: bool = False
+    """It was ended before its answers were complete."""
     closed: bool = False
     """No branch lives any more, or the request was aborted."""
     idle: bool = False

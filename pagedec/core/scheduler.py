@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from pagedec.core.block import BlockPool
 from pagedec.core.checks import check_decoder, check_verdict
+from pagedec.core.conclusion import conclusion
 from pagedec.core.demand import Demand
 from pagedec.core.forward import LaneAnswers
 from pagedec.core.history import History
@@ -155,6 +156,22 @@ class Scheduler:
         self._demand.num_changes += 1
         self._close_all(settler.over, events)
         return events
+
+    def conclude(self, request_id: str) -> list[Event]:
+        """End a request now, with the answers that it has: its decoder's conclusion, or each branch as it stands. One
+        whose decoder cannot say fails, by an event. Returns what has happened since events were taken last."""
+        self._require_between_steps("conclude")
+        request = self.get(request_id)
+        try:
+            answers = conclusion(request, self.limits.vocab_size)
+        except RequestError as error:
+            self.fail(request, error)
+            return self.take_events()
+        request.concluded = True
+        settler = self._settler({}, self._events)
+        settler.conclude(request, answers)
+        self._close_all(settler.over, self._events)
+        return self.take_events()
 
     def preempt(self, request_id: str) -> None:
         """Take a request's blocks away; it goes on by itself."""

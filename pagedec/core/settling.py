@@ -188,6 +188,15 @@ class Settler:
         """A generation in which nothing was evaluated: what it appends is the client's, and ends nothing."""
         self._apply(request, {}, verdict, self._generation(request, {}, verdict, ranks, given=True))
 
+    def conclude(self, request: Request, answers: Sequence[Hypothesis]) -> None:
+        """End a request with these answers, besides those that it has."""
+        for branch in request.branches:
+            branch.release()
+        request.branches = []
+        for hypothesis in answers:
+            self._finish(request, hypothesis)
+        self.over.append(request)
+
     def _apply(
         self, request: Request, evaluated: Mapping[Branch, Draft], verdict: Verdict, generation: Generation
     ) -> None:

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pagedec.core.draft import EMPTY, Draft
-from pagedec.core.protocol import Answer, Child, Decoder, DecoderContext, Query, Roll, Sample, Sampler, Verdict
+from pagedec.core.protocol import (
+    Answer,
+    Child,
+    Decoder,
+    DecoderContext,
+    Hypothesis,
+    Query,
+    Roll,
+    Sample,
+    Sampler,
+    Verdict,
+)
 from pagedec.core.request import Branch
 from pagedec.decoders.registry import decoder
 from pagedec.decoders.verify import match
@@ -46,6 +57,12 @@ class Sampling(Decoder):
                 path, token = match(answer.draft, drawn[:, i].tolist())
                 live.append(Child(query.branch, (token,), path, state=(stream,)))
         return Verdict(tuple(live))
+
+    def conclude(self, branches: Sequence[Branch]) -> Sequence[Hypothesis]:
+        """One answer for each stream, those of a branch that was not evaluated yet without tokens."""
+        return [
+            Hypothesis(branch.tip, (), stream, branch.score, "length") for branch in branches for stream in branch.state
+        ]
 
     def rank(self, state: State) -> int:
         """Answers stand in the order of their streams."""

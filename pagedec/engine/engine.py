@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class ModelLimits:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One finished answer. `token_ids` include the stop token, and all tokens of a stop string; `score` is the
-    decoder's own.
+    decoder's own, None where it compares nothing. `ancestry` is a gang's: behind which branch each token was chosen.
 
     The text of the tokens has `excess_bytes` behind the end of `stop_string`. `logprobs` has an entry for each token,
     None for one that a client appended; `cumulative_logprob` is their sum. Both are None where they were not asked for.
@@ -50,12 +51,13 @@ class Completion:
     token_ids: list[int]
     finish_reason: str
     stop_token: int | None
-    score: float
+    score: float | None
     stop_string: str | None = None
     excess_bytes: int = 0
     logprobs: list[TokenLogprobs | None] | None = None
     cumulative_logprob: float | None = None
     limited_by: str | None = None
+    ancestry: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,8 @@ class Engine:
         self._recovery = Recovery()
         self._arrived: dict[Request, float] = {}
         self._first: dict[Request, float] = {}
+        self._deadlines: dict[Request, float] = {}
+        self._next_deadline = math.inf  # not later than the first of them
 
     # ---- requests
     def admit(
@@ -135,7 +139,7 @@ class Engine:
             rules=options.rules,
             reporting=options.reporting,
         )
-        request.limited_by = limited_by
+        request.limited_by, request.max_time = limited_by, params.max_time
         if params.seed is None:
             self.num_unseeded = ordinal + 1
         return request
@@ -143,7 +147,10 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue what `admit` has made, once. Raises `InvalidArgument` if a request of its id still runs."""
         self.scheduler.add(request)
-        self._arrived[request] = self.clock()
+        self._arrived[request] = now = self.clock()
+        if request.max_time is not None:
+            self._deadlines[request] = now + request.max_time
+            self._next_deadline = min(self._next_deadline, now + request.max_time)
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its blocks. Raises `NotFound` if it does not run."""
@@ -162,7 +169,7 @@ class Engine:
 
     # ---- steps
     def step(self) -> list[EngineEvent]:
-        """Plan, execute, settle; what has happened.
+        """Plan, execute, settle; what has happened. Where the time of requests is over, they are concluded instead.
 
         A request that cannot be carried out fails, by an event; the others do not notice. If the device fails, all KV
         is given up and every request goes on from its history; the step is tried again, and whoever cannot get through
@@ -170,6 +177,8 @@ class Engine:
         its KV lost.
         """
         stats, began = self.stats, self.clock()
+        if began >= self._next_deadline and (events := self._conclude_overdue(began)):
+            return self._collect(events, began)
         try:
             plan = self.scheduler.plan(self._recovery.only)
             planned = self.clock()
@@ -216,6 +225,14 @@ class Engine:
         self.executor.stop()
 
     # ---- inside
+    def _conclude_overdue(self, now: float) -> list[Event]:
+        """End the requests whose time is over, those that still wait too, with the answers that they have."""
+        over = [request for request, deadline in self._deadlines.items() if deadline <= now]
+        for request in over:
+            del self._deadlines[request]
+        self._next_deadline = min(self._deadlines.values(), default=math.inf)
+        return [event for request in over for event in self.scheduler.conclude(request.id)]
+
     def _seed_of(self, ordinal: int) -> int:
         name = f"{self.seed}/{ordinal}".encode()
         return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
@@ -261,6 +278,7 @@ class Engine:
     def _forget(self, request: Request) -> None:
         self._arrived.pop(request, None)
         self._first.pop(request, None)
+        self._deadlines.pop(request, None)
 
     def _collect(self, events: Sequence[Event], now: float) -> list[EngineEvent]:
         collected: list[EngineEvent] = []
@@ -284,7 +302,7 @@ class Engine:
         num_tokens = sum(len(answer.token_ids) for answer in answers)
         metrics = RequestMetrics(
             arrival_time=self._arrived[request],
-            first_token_time=self._first.get(request, now),
+            first_token_time=self._first.get(request, now) if num_tokens else None,
             finished_time=now,
             num_prompt_tokens=request.prompt_length,
             num_output_tokens=num_tokens,
@@ -309,10 +327,16 @@ def answer_of(request: Request, hypothesis: Hypothesis) -> Completion:
         request.output(hypothesis),
         hypothesis.reason,
         hypothesis.stop_token,
-        hypothesis.score,
+        hypothesis.score if request.decoder.gang or hypothesis.score else None,
         hypothesis.stop_string,
         hypothesis.excess_bytes,
         logprobs,
         None if logprobs is None else float(sum(entry.logprob for entry in logprobs if entry is not None)),
-        request.limited_by if hypothesis.reason == "length" else None,
+        _limited_by(request, hypothesis) if hypothesis.reason == "length" else None,
+        list(hypothesis.ancestry) or None,
     )
+
+
+def _limited_by(request: Request, hypothesis: Hypothesis) -> str:
+    length = request.history.depth[hypothesis.tip] + len(hypothesis.tokens)
+    return "max_time" if request.concluded and length < request.limit else request.limited_by

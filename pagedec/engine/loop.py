@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from pagedec.core.logprobs import TokenLogprobs
-from pagedec.core.request import Failed, Finished, Progress, Request
+from pagedec.core.request import Failed, Finished, Progress, Request, Settled
 from pagedec.engine.engine import Engine, EngineEvent, FinishedRequest
 from pagedec.engine.interrupts import held_interrupts
 from pagedec.errors import InvalidArgument, NotFound, PagedecError, RequestError, Shown
@@ -28,6 +28,9 @@ class Sink(Protocol):
 
     def tokens(self, rank: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> None:
         """The answer of this rank has new tokens, with their reports where there are any."""
+
+    def settled(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> None:
+        """All answers that can still come go on with these tokens, which were not told of before."""
 
     def ended(self, event: Finished) -> None:
         """One answer is complete; others may still run."""
@@ -259,6 +262,8 @@ class EngineLoop:
             try:
                 if isinstance(event, Progress):
                     sink.tokens(event.rank, event.tokens, event.logprobs)
+                elif isinstance(event, Settled):
+                    sink.settled(event.tokens, event.logprobs)
                 elif isinstance(event, Finished):
                     sink.ended(event)
                 elif isinstance(event, FinishedRequest):

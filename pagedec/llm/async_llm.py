@@ -12,12 +12,14 @@ from weakref import WeakKeyDictionary
 
 from pagedec.errors import InvalidArgument
 from pagedec.inputs import Prompt
+from pagedec.llm.beams import as_beams
 from pagedec.llm.compatibility import check_no_lora
 from pagedec.llm.front import Front
 from pagedec.llm.prompts import Prepared, as_priorities
 from pagedec.llm.signature import listed
 from pagedec.llm.streams import Stream
 from pagedec.outputs import RequestOutput
+from pagedec.params import BeamSearchParams, RequestOutputKind
 from pagedec.text.chat_template import Message, Tool
 
 LONG_TEXT = 20_000
@@ -72,6 +74,21 @@ class AsyncLLM(Front):
         else:
             prepared = self.prepare_one(*given)
         async with contextlib.aclosing(self._stream(prepared)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        request_id: str | None,
+        params: BeamSearchParams,
+        lora_request: None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """All answers to one prompt, once, as vLLM's engine gives them; `generate` with the same `params` shows what
+        they have in common as it comes."""
+        final = as_beams(params).clone(output_kind=RequestOutputKind.FINAL_ONLY)
+        outputs = self.generate(prompt, final, request_id, lora_request=lora_request)
+        async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
 

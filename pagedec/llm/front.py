@@ -43,7 +43,7 @@ class Front:
         self._defaults = sampling_defaults(local.model)
         self.engine: Engine
         self.engine, self.tokenizer = load_engine(local)
-        self.writer = Writer(self.tokenizer, self.engine.limits.eos_token_ids)
+        self.writer = Writer(self.tokenizer, self.engine.limits.eos_token_ids, self.engine.scheduler.limits.block_size)
         self.loop = EngineLoop(self.engine)
         self._num_requests = 0
         self._admitting = threading.Lock()
@@ -131,7 +131,7 @@ class Front:
                 Shown(f"a list of {len(each)}"),
                 f"must be one, or one for each of {len(prompts)} prompts",
             )
-        each = [copy.copy(own) if isinstance(own, SamplingParams) else own for own in each]  # whose fields can be set
+        each = [copy.copy(own) if isinstance(own, RequestParams) else own for own in each]  # whose fields can be set
         orders = as_priorities(priorities, len(prompts))
         name = None if request_id is None else read_salt("request_id", request_id)
         read = [
@@ -218,7 +218,7 @@ def _blamed(prompt: str, sampling_params: str, params: object) -> Iterator[None]
             yield
     except NotFound as error:
         made = "SamplingParams(**...) makes one of a mapping" if isinstance(params, Mapping) else error.known
-        limit = f"must be a SamplingParams, or parameters of another decoder that is registered; {made}"
+        limit = f"must be a SamplingParams, a BeamSearchParams, or of another decoder that is registered; {made}"
         raise InvalidArgument(sampling_params, params, limit) from None
 
 

@@ -329,7 +329,6 @@ ONLY: dict[str, Only] = {
 """Those of which some values alone mean what is done here."""
 _TEXT_ONLY, _ONE_PROCESS = "models write text here, and nothing else", "there are no workers; `llm.engine` is at hand"
 ABSENT = {
-    "beam_search": "it is not in the public API yet; `SamplingParams(n=...)` gives several answers",
     **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), _TEXT_ONLY),
     **dict.fromkeys(
         ("sleep", "wake_up", "is_sleeping"), "`close` gives all memory back, and a new one loads the model again"
