@@ -76,6 +76,8 @@ class CompletionOutput:
     limited_by: str | None = None
     """What was reached where `finish_reason` is "length": "max_tokens", "max_model_len", or "kv_pool", which holds no
     more."""
+    item_id: int | None = None
+    """The item that was chosen from a `token_trie`; None where there is none, or the answer was cut short."""
     lora_request: ClassVar[None] = None
     """vLLM's names, for what there is not: None, as there for a request without it."""
     kv_transfer_params: ClassVar[None] = None

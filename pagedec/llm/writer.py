@@ -47,6 +47,7 @@ class Writer:
             finish_reason=answer.finish_reason,
             stop_reason=stop_reason,
             limited_by=answer.limited_by,
+            item_id=answer.item_id,
         )
 
     def text(self, answer: Completion, params: RequestParams) -> str:
