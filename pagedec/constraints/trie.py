@@ -33,15 +33,24 @@ class TokenTrie:
         if ids.shape != (len(table),) or ids.dtype.kind not in "iu":
             limit = f"must be whole numbers, one for each of {len(table)} sequences"
             raise InvalidArgument("item_ids", Shown(f"an array of {ids.shape} {ids.dtype}"), limit)
-        self._hold(*_build(table), ids.astype(np.int64))
+        tokens, first_child, ends = _build(table)
+        splits = bool(((ends[1:] >= 0) & (np.diff(first_child)[1:] > 0)).any())
+        self._hold(tokens, first_child, ends, ids.astype(np.int64), int(tokens.max()), splits)
 
-    def _hold(self, tokens: np.ndarray, first_child: np.ndarray, ends: np.ndarray, item_ids: np.ndarray) -> None:
+    def _hold(
+        self,
+        tokens: np.ndarray,
+        first_child: np.ndarray,
+        ends: np.ndarray,
+        item_ids: np.ndarray,
+        max_token: int,
+        splits: bool,
+    ) -> None:
         self.tokens, self.first_child, self.ends, self.item_ids = tokens, first_child, ends, item_ids
         """int32 [num_nodes]: the token that leads to each node, level by level, the root (-1) first. Children of node i
         are nodes first_child[i] .. first_child[i + 1] - 1, by ascending token. int32 [num_nodes]: the sequence that
         ends there, -1: none. int64 [num_sequences]."""
-        self.max_token = int(tokens.max())
-        self.splits = bool((np.asarray(ends[1:] >= 0) & (np.diff(first_child)[1:] > 0)).any())
+        self.max_token, self.splits = max_token, splits
         """Some sequence begins another one."""
 
     @classmethod
@@ -64,7 +73,8 @@ class TokenTrie:
         place = Path(path)
         partial = place.with_name(place.name + ".part")
         with partial.open("wb") as file:
-            head = np.array([len(self.tokens), len(self.item_ids)], np.int64).tobytes()
+            numbers = [len(self.tokens), len(self.item_ids), self.max_token, self.splits]
+            head = np.array(numbers, np.int64).tobytes()
             file.write((MAGIC + head).ljust(_HEAD, b"\0"))
             for array in (self.item_ids, self.tokens, self.first_child, self.ends):
                 np.ascontiguousarray(array).tofile(file)
@@ -79,7 +89,7 @@ class TokenTrie:
             head = np.fromfile(place, np.uint8, _HEAD).tobytes()
             if len(head) < _HEAD or not head.startswith(MAGIC):
                 raise ModelFileError(place, "is no trie that TokenTrie.save has written")
-            num_nodes, num_sequences = np.frombuffer(head, np.int64, 2, len(MAGIC)).tolist()
+            num_nodes, num_sequences, max_token, splits = np.frombuffer(head, np.int64, 4, len(MAGIC)).tolist()
             size = _HEAD + 8 * num_sequences + 4 * (3 * num_nodes + 1)
             if num_nodes < 2 or num_sequences < 1 or place.stat().st_size != size:
                 raise ModelFileError(place, f"has {place.stat().st_size} bytes; a trie like its own has {size}")
@@ -90,7 +100,8 @@ class TokenTrie:
         cuts += [cuts[-1] + 4 * num_nodes, cuts[-1] + 4 * (2 * num_nodes + 1), size]
         ids, tokens, first_child, ends = (data[a:b] for a, b in itertools.pairwise(cuts))
         trie = cls.__new__(cls)
-        trie._hold(tokens.view(np.int32), first_child.view(np.int32), ends.view(np.int32), ids.view(np.int64))
+        nodes = (array.view(np.int32) for array in (tokens, first_child, ends))
+        trie._hold(*nodes, ids.view(np.int64), max_token, bool(splits))
         return trie
 
     def __len__(self) -> int:
