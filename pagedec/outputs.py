@@ -86,6 +86,8 @@ class CompletionOutput:
     which holds no more."""
     score: float | None = None
     ancestry: list[int] | None = None
+    item_id: int | None = None
+    """The item that was chosen from a `token_trie`; None where there is none, or the answer was cut short."""
     lora_request: ClassVar[None] = None
     """vLLM's names, for what there is not: None, as there for a request without it."""
     kv_transfer_params: ClassVar[None] = None

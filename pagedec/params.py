@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from pagedec.fields import (
     rules,
     strict,
 )
+from pagedec.structured import StructuredOutputsParams
 
 MAX_SAMPLES = 16384
 """Most answers of one prompt, vLLM's own cap."""
@@ -36,6 +37,14 @@ MIN_TEMPERATURE = 1e-5
 
 
 P = TypeVar("P", bound="RequestParams")
+CONSTRAINT_HELP = {
+    "structured_outputs": "what an answer's text may be, a StructuredOutputsParams or a table of its fields: one of "
+    "json, regex, choice, grammar, json_object",
+    "token_trie": "a TokenTrie of which each answer is one sequence",
+    "allowed_tokens_fn": "a function of all tokens of a sequence, the prompt's too, that returns the ids which may "
+    "follow",
+}
+CONSTRAINTS = tuple(CONSTRAINT_HELP)
 
 
 class RequestOutputKind(Enum):
@@ -116,9 +125,17 @@ class RequestParams:
     )
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """Of `LLM.stream` and `AsyncLLM`; a call for many prompts returns final outputs."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the text of an answer may be; a table of its fields is taken, too."""
+    token_trie: Any = None
+    """A `TokenTrie` of which each answer is one sequence."""
+    allowed_tokens_fn: Callable[[list[int]], Iterable[int] | None] | None = None
+    """Given all tokens of a sequence, the prompt's too: the ids that may follow, None for any. It is called in the
+    thread that steps the engine, once for each place; what it raises ends its request alone."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        self._check_constraints()
         if not isinstance(self.output_kind, RequestOutputKind):
             raise InvalidArgument("output_kind", self.output_kind, "must be a RequestOutputKind")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -129,6 +146,17 @@ class RequestParams:
             raise InvalidArgument(
                 "stop", self.stop, "must be empty where detokenize is false: there is no text to stop at"
             )
+
+    def _check_constraints(self) -> None:
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
+        if self.allowed_tokens_fn is not None and not callable(self.allowed_tokens_fn):
+            limit = "must be a function of a sequence's token ids, or None"
+            raise InvalidArgument("allowed_tokens_fn", self.allowed_tokens_fn, limit)
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            limit = f"must be None beside {given[0]}: an answer has one constraint"
+            raise InvalidArgument(given[1], getattr(self, given[1]), limit)
 
     @property
     def num_answers(self) -> int:
@@ -168,6 +196,7 @@ def described(cls: type[P]) -> type[P]:
     entries.append(
         f"output_kind: what each output of a stream holds, a RequestOutputKind: {kinds} (default: CUMULATIVE)"
     )
+    entries += [f"{name}: {text} (default: None)" for name, text in CONSTRAINT_HELP.items()]
     lines = [textwrap.fill(entry, 118, initial_indent=" " * 4, subsequent_indent=" " * 8) for entry in entries]
     cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Args:", *lines])
     return cls

@@ -18,21 +18,23 @@ MAX_CPP_LINES = 500
 MAX_FUNCTION_LINES = 60
 CPP_SUFFIXES = {".cpp", ".h", ".cu", ".cuh"}
 
-VALUES = {"errors", "fields", "params", "inputs", "outputs"}
+VALUES = {"errors", "fields", "params", "inputs", "outputs", "structured"}
 """Leaves that anyone may import: they hold values and know nothing of the rest."""
 CHAIN = ("engine", "executor", "runtime", "models", "kernels")
 """From left to right: each may import those to its right."""
 EXTRA: dict[str, set[str]] = {
     "errors": set(),
     "fields": set(),
-    "params": set(),
+    "params": {"structured"},
     "inputs": set(),
     "outputs": {"tree"},
     "tree": {"outputs"},
+    "structured": set(),
     "sampling_params": set(),
     "environment": set(),
     "config": set(),
     "core": {"config"},
+    "constraints": {"core"},
     "decoders": {"core"},
     "text": {"environment", "formats", "core"},
     "formats": {"environment"},
@@ -40,7 +42,7 @@ EXTRA: dict[str, set[str]] = {
     "models": {"formats"},
     "runtime": {"core", "config", "formats", "environment"},
     "executor": {"core", "config", "environment"},
-    "engine": {"core", "decoders", "config", "text", "formats", "environment"},
+    "engine": {"core", "constraints", "decoders", "config", "text", "formats", "environment"},
     "build": {"engine", "executor", "runtime", "core", "config", "text", "formats", "environment"},
     "llm": {"build", "engine", "runtime", "config", "text", "formats", "core", "decoders"},
     "session": {"engine", "config", "text", "core", "decoders", "llm"},
@@ -61,7 +63,7 @@ EXTRA: dict[str, set[str]] = {
     },
     "v1": set(),
     "__main__": {"cli"},
-    "__init__": {"llm", "session", "batch", "config", "decoders", "environment"},
+    "__init__": {"llm", "session", "batch", "config", "constraints", "decoders", "environment"},
 }
 TO_THE_RIGHT = {part: set(CHAIN[i + 1 :]) for i, part in enumerate(CHAIN)}
 ALLOWED = {

@@ -6,7 +6,7 @@ a request has done to its logits is named by a number under which the device was
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -52,8 +52,7 @@ NO_ROLLS = np.empty(0, ROLL_DTYPE)
 NO_BEST_ROWS = np.empty(0, BEST_ROW_DTYPE)
 NO_BEST_GROUPS = np.empty(0, BEST_GROUP_DTYPE)
 NO_FLOATS = np.empty(0, np.float32)
-NO_MASKS = np.empty((0, 0), np.uint32)
-for _none in (NO_INTS, NO_DRAWS, NO_ROLLS, NO_BEST_ROWS, NO_BEST_GROUPS, NO_FLOATS, NO_MASKS):
+for _none in (NO_INTS, NO_DRAWS, NO_ROLLS, NO_BEST_ROWS, NO_BEST_GROUPS, NO_FLOATS):
     _none.flags.writeable = False
 
 
@@ -123,10 +122,34 @@ Forwards: TypeAlias = Mapping[str, LaneForward]
 """A step's forwards by lane, in the order in which they run."""
 Rules: TypeAlias = Mapping[int, LogitsRules]
 """What is done to logits, by the number that rows name it by: of all requests that run."""
-Masks: TypeAlias = np.ndarray
-"""uint32 [num_masked, ceil(vocab / 32)]: of each of `LaneForward.masked_rows`, a bit for each token, the lowest first;
-where it is 0 the token is neither drawn nor among the top k. They may follow a forward that is on its way: they are due
-before the read-out."""
+EVERYTHING, LISTED = -2, -1
+"""Places of rows in `Masks` that have no bits of their own: any token may be drawn; those that are listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """What may be drawn at each of `LaneForward.masked_rows`: all others are neither drawn nor among the top k.
+
+    They may follow a forward that is on its way: they are due before the read-out.
+    """
+
+    places: np.ndarray  # int32 [num_masked]: a row of `words`; or LISTED, or EVERYTHING
+    words: np.ndarray  # uint32 [num_words, ceil(vocab / 32)]: a bit for each token, the lowest first; 0: not this one
+    indptr: np.ndarray  # int32 [num_masked + 1]: where each row's listed tokens begin
+    tokens: np.ndarray  # int32 [indptr[-1]]
+
+    @classmethod
+    def of_words(cls, words: np.ndarray) -> Masks:
+        """Masks that all are rows of bits."""
+        num_rows = len(words)
+        return cls(np.arange(num_rows, dtype=np.int32), words, np.zeros(num_rows + 1, np.int32), NO_INTS)
+
+
+MakeMasks: TypeAlias = Callable[[np.ndarray], Masks]
+"""Gives a step's masks for the tokens that its draft lane has rolled: int32, as in `LaneAnswers.rolled`."""
+
+
+NO_MASKS = Masks(NO_INTS, np.empty((0, 0), np.uint32), NO_INTS, NO_INTS)
 
 
 @dataclass(frozen=True, slots=True)

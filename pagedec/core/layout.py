@@ -189,6 +189,10 @@ class LaneBuilder:
     def num_read(self) -> int:
         return len(self._read_rows)
 
+    def mask(self, read_rows: Iterable[int]) -> None:
+        """Have rows read out masked; the masks follow."""
+        self.marks.masked += read_rows
+
     def process(self, read_rows: Iterable[int], rule_id: int, prompt_length: int, of_logprobs: bool) -> None:
         """Have rows read out of the branch added last processed."""
         self.marks.process(read_rows, len(self._tables) - 1, rule_id, prompt_length, of_logprobs)
@@ -268,6 +272,7 @@ class LaneBuilder:
             best_groups=best_groups,
             banned_rows=banned[0],
             banned_tokens=banned[1],
+            masked_rows=np.array(self._marks.masked, np.int32) if self._marks and self._marks.masked else NO_INTS,
             rolls=np.array([tuple(roll) for roll in self._rolls], ROLL_DTYPE) if self._rolls else NO_ROLLS,
             roll_slots=np.array(self._roll_slots, np.int32) if self._roll_slots else NO_INTS,
             processing=None if self._marks is None else self._marks.processing(),
@@ -329,12 +334,13 @@ def read_answer(
 class RowMarks:
     """Marks of one forward's read-out rows, added in ascending order."""
 
-    __slots__ = ("_given", "_processed", "_reported")
+    __slots__ = ("_given", "_processed", "_reported", "masked")
 
     def __init__(self) -> None:
         self._processed: list[tuple[int, ...]] = []  # row, branch, prompt length, whether log-probabilities, rule id
         self._reported: list[tuple[int, int]] = []  # row, number of top tokens
         self._given: list[tuple[int, int]] = []  # row, token
+        self.masked: list[int] = []
 
     def process(self, rows: Iterable[int], branch: int, rule_id: int, prompt_length: int, of_logprobs: bool) -> None:
         """Have the logits of `rows`, which belong to `branch`, or their log-probabilities, processed by the rules of

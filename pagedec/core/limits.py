@@ -27,6 +27,9 @@ class SchedulerLimits:
     enable_prefix_caching: bool = True
     array_settle: bool = True
     """Plan and settle plain sampling without queries and verdicts. The result is the same."""
+    draft_forced: bool = True
+    """Evaluate tokens that a constraint leaves no choice about in one step, where a decoder drafts nothing else. The
+    result is the same."""
     max_positions: Mapping[str, int] = field(default_factory=dict)
     """Tokens of the longest sequence that a lane's model can read; of a lane that is not named, as many as a table
     holds."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.forward import LaneForward
+from pagedec.core.masking import StepMasks
 from pagedec.core.protocol import Query, Roll
 from pagedec.core.request import Branch, Request
 from pagedec.core.table import BlockTable, CopyPlan
@@ -70,6 +71,8 @@ class StepPlan:
     works: list[Work] = field(default_factory=list)
     forwards: dict[str, LaneForward] = field(default_factory=dict)
     copies: dict[str, CopyPlan] = field(default_factory=dict)
+    masks: StepMasks | None = None
+    """Makes the masks of its constrained rows, where it has any."""
     num_rows: int = 0
     """Rows of all lanes' forwards."""
     num_released: int = 0

@@ -81,6 +81,8 @@ class Planner:
                 plan.forwards[lane] = builder.finish(copies)
                 plan.num_rows += len(builder)
             plan.copies[lane] = copies
+        if plan.masks is not None and "draft" in plan.forwards:
+            plan.masks.roll_counts = plan.forwards["draft"].rolls["count"].tolist()
         plan.num_released = self._room.num_released
         return plan
 
@@ -160,13 +162,14 @@ class Planner:
         query."""
         depth, token, rows, target = request.history.depth, request.history.token, self._rows, self._rows.target
         stopping, step, works, marked = request.stopping, self._plan.step, self._plan.works, request.marks_rows
+        forced, unbanned = request.forced, request.constraint is not None  # a mask bans by itself
         pool = target.pool
         size, refs, keys = pool.block_size, pool.refs, pool.key_of
         queries: dict[Branch, Query] = {}
         for branch in request.branches:
             table, state = branch.tables["target"], branch.state
             start = table.length
-            if depth[branch.tip] - start != 1 or len(state) != 1:
+            if depth[branch.tip] - start != 1 or len(state) != 1 or (forced is not None and forced(branch)):
                 queries = queries or {query.branch: query for query in self._queries(request)}
                 if branch not in queries:  # the request has failed, or its decoder is not as plain as it says
                     return True
@@ -187,7 +190,7 @@ class Planner:
             record = request.records.get(state[0])
             if record is None:
                 record = request.records[state[0]] = draw_record(sampler, state[0])
-            banned = stopping.ends if branch.stop_state & COUNT < stopping.min_tokens else ()
+            banned = () if unbanned or branch.stop_state & COUNT >= stopping.min_tokens else stopping.ends
             draw = target.add_plain(table, start, token[branch.tip], record, banned)
             works.append(Work(request, branch, table, start, 1, draw))
             if marked:

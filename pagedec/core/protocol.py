@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
+from pagedec.core.constraint import MAX_FORCED, Constraint, cut_within
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.stopping import NO_STOPPING, Cut, Stopping
 from pagedec.errors import InvalidArgument
@@ -235,15 +236,33 @@ class DecoderContext:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     stopping: Stopping = NO_STOPPING
+    constraint: Constraint | None = None
+    drafts_forced: bool = True
+    """`forced` may be asked."""
 
     def ending(self, branch: Branch, token: int) -> Cut | None:
         """How `branch` ends with `token`: at a stop token, a stop string, or a length. None: it goes on.
 
         Other branches are ended by the scheduler. A gang's are not: their decoder ranks what ends among what goes on,
-        and keeps no branch alive behind its end.
+        and keeps no branch alive behind its end. Raises `Forbidden` for a token that the constraint does not allow:
+        its log-probability among an answer's is minus infinity.
         """
-        cut = self.stopping.cut(branch.stop_state, (token,), self.max_length - self.history.depth[branch.tip])
+        room, own = self.max_length - self.history.depth[branch.tip], self.constraint
+        if own is None:
+            cut = self.stopping.cut(branch.stop_state, (token,), room)
+        else:
+            cut, _ = cut_within(own, self.stopping, branch.stop_state, branch.constraint_state, (token,), room)
         return cut if cut.reason is not None else None
+
+    def forced(self, branch: Branch) -> Sequence[int]:
+        """Tokens that must follow `branch`, because its constraint allows no other: a draft that is always right."""
+        if self.constraint is None or not self.drafts_forced:
+            return ()
+        room = self.max_length - self.history.depth[branch.tip] - 1
+        try:
+            return self.constraint.forced(branch.constraint_state, min(MAX_FORCED, room)) if room > 0 else ()
+        except Exception:  # it is raised again where the masks are made, and ends the request there
+            return ()
 
 
 class Decoder(Protocol):

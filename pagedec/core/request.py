@@ -3,9 +3,11 @@ branches that live, the answers that are done; and what happened to it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+from pagedec.core.constraint import Constraint
 from pagedec.core.history import History
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
 from pagedec.core.logprobs import Reports, TokenLogprobs
@@ -31,6 +33,8 @@ class Branch:
     behind it."""
     planned_in: int = -1
     """The last step that has work for this branch, or had for the one that it comes of."""
+    constraint_state: Any = None
+    """The constraint's, where the request has one: an immutable value, too."""
 
     @property
     def table(self) -> BlockTable:
@@ -65,6 +69,10 @@ class Request:
     rules: LogitsRules = NO_RULES
     reports: Reports | None = None
     """None: it reports nothing."""
+    constraint: Constraint | None = None
+    """What its answers may be; None: anything."""
+    forced: Callable[[Branch], Sequence[int]] | None = None
+    """The tokens that a branch's constraint leaves no choice about; None: nobody asks."""
     records: dict[int, bytes] = field(default_factory=dict)
     """A plain stream's draw but for its row and position."""
     done: list[Hypothesis] = field(default_factory=list)
@@ -95,12 +103,14 @@ class Request:
     num_released_branches: int = 0
     """Idle branches that gave way, one by one; they come back by their pending chain."""
     num_drafted_tokens: int = 0
+    num_forced_tokens: int = 0
+    """Drafted tokens that its constraint left no choice about."""
     num_accepted_tokens: int = 0
 
     @property
     def marks_rows(self) -> bool:
-        """Its read-out rows are processed or reported."""
-        return self.reports is not None or self.rules is not NO_RULES
+        """Its read-out rows are processed, masked or reported."""
+        return self.reports is not None or self.rules is not NO_RULES or self.constraint is not None
 
     def awaits_prompt_report(self, branch: Branch) -> bool:
         """Rows of the prompt that the branch still has must run, even where their KV could be found."""

@@ -8,23 +8,28 @@ from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.layout import LaneBuilder
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logits_rules import NO_RULES
+from pagedec.core.masking import MaskedWork, StepMasks
 from pagedec.core.plan import StepPlan, Work, WorkReport
 from pagedec.core.protocol import Query, Roll
 from pagedec.core.request import Branch, Request
+from pagedec.core.stopping import NO_STOPPING
 
 
 class Rows:
     """Hands out a step's rows. A branch takes the rows of its chain in its turn; they are laid out then or, where a
     draft may follow them, when it is known whether it does."""
 
-    __slots__ = ("_caching", "_whole", "builders", "computing", "draft_left", "left", "plan", "seqs_left", "target")
+    __slots__ = (
+        "_caching", "_vocab_size", "_whole", "builders", "computing", "draft_left", "left", "plan", "seqs_left",
+        "target",
+    )  # fmt: skip
 
     def __init__(self, limits: SchedulerLimits, builders: Mapping[str, LaneBuilder], plan: StepPlan) -> None:
         self.builders, self.plan, self.target = builders, plan, builders["target"]
         self.left = self.draft_left = self._whole = limits.max_num_batched_tokens
         self.seqs_left = limits.max_num_seqs
         self.computing: set[bytes] = set()  # keys of the blocks that this step fills
-        self._caching = limits.enable_prefix_caching
+        self._caching, self._vocab_size = limits.enable_prefix_caching, limits.vocab_size
 
     @property
     def is_full(self) -> bool:
@@ -76,16 +81,19 @@ class Rows:
             self._report_prompt(work, root - max(1, count) + 1, count)
         if query is not None:
             read: dict[int, int] = {}
-            work.asks = target.read(query, root, length, draft, request.stopping, read, request.arrival)
+            bans = request.stopping if request.constraint is None else NO_STOPPING  # masks ban by themselves
+            work.asks = target.read(query, root, length, draft, bans, read, request.arrival)
+            work.roll = roll
             self.mark(work, read)
         if isinstance(draft, Roll):
-            work.roll = roll
             self.builders["draft"].use_roll(roll, root + 1)
         self.plan.works.append(work)
 
     def mark(self, work: Work, read: dict[int, int]) -> None:
         """Have a work's read-out rows processed and reported as its request says; `read` maps nodes to them."""
         request, target = work.request, self.target
+        if request.constraint is not None and read:
+            self.mask(work, read)
         if request.rules is not NO_RULES:
             of_logprobs = request.decoder.processes_logprobs
             target.process(read.values(), request.arrival, work.branch.prompt_length, of_logprobs)
@@ -93,6 +101,14 @@ class Rows:
             num_top = request.reports.reporting.num_logprobs
             work.report = work.report or WorkReport()
             work.report.rows = {node: target.marks.report_row(row, num_top) for node, row in read.items()}
+
+    def mask(self, work: Work, read: dict[int, int]) -> None:
+        """Have a work's read-out rows masked, each with the state of its own node."""
+        plan = self.plan
+        if plan.masks is None:
+            plan.masks = StepMasks(self._vocab_size)
+        self.target.mask(read.values())
+        plan.masks.works.append(MaskedWork(work.request, work.branch, tuple(read), work.draft, work.roll))
 
     def _report_prompt(self, work: Work, first_row: int, count: int) -> None:
         """Have the prompt tokens that follow a work's rows reported, as far as they were not before."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pagedec.core.checks import check_rank, check_verdict
+from pagedec.core.constraint import Forbidden, cut_within
 from pagedec.core.demand import Demand
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.forward import LaneAnswers, split_rolled
@@ -74,11 +75,11 @@ class Settler:
             answered = [work for work in group if work.answers_something]
             if not answered:
                 continue
-            if all(work.draw >= 0 for work in answered):
-                self._advance_plain(request, answered)
-                continue
             try:
-                self._advance(request, answered)
+                if all(work.draw >= 0 for work in answered):
+                    self._advance_plain(request, answered)
+                else:
+                    self._advance(request, answered)
             except RequestError as error:
                 self.failed[request] = error
 
@@ -121,19 +122,20 @@ class Settler:
     def _advance_plain(self, request: Request, works: Sequence[Work]) -> None:
         history, stopping, draws, events = request.history, request.stopping, self._draws, self._events
         depth, limit, state_of, reason_of = history.depth, request.limit, stopping.next, stopping.reason
-        simple = stopping.strings is None and request.reports is None
+        constraint = request.constraint
+        simple = stopping.strings is None and request.reports is None and constraint is None
         over: dict[Branch, Hypothesis] = {}
         for work in works:
             branch, token = work.branch, draws[work.draw]
             tip, state = branch.tip, branch.stop_state
             rank = branch.state[0]
             if not simple:
-                cut = stopping.cut(state, (token,), limit - depth[tip])
+                cut, after = feed(request, state, branch.constraint_state, (token,), limit - depth[tip])
                 if cut.tokens:
                     events.append(Progress(request, rank, cut.tokens, _logprobs(request, tip, cut.tokens)))
                 if cut.reason is None:
                     branch.tip = history.append_one(tip, token)
-                    branch.stop_state = cut.state
+                    branch.stop_state, branch.constraint_state = cut.state, after
                     continue
             elif depth[tip] >= limit:
                 cut = Cut(state, (), "length")
@@ -162,6 +164,9 @@ class Settler:
             queries.append(query)
             answers.append(answer)
             request.num_drafted_tokens += len(answer.draft.tokens)
+            if request.forced is not None and answer.draft.tokens:
+                is_forced = answer.draft.tokens == tuple(request.forced(work.branch))
+                request.num_forced_tokens += len(answer.draft.tokens) if is_forced else 0
         evaluated = {query.branch: answer.draft for query, answer in zip(queries, answers, strict=True)}
         try:
             verdict = request.decoder.advance(queries, answers)
@@ -170,6 +175,8 @@ class Settler:
                 self._recorder.record_paths(works, answers, verdict)
                 self._recorder.record_best(works, verdict)
             generation = self._generation(request, evaluated, verdict, ranks_of(request, verdict))
+        except RequestError:
+            raise
         except PagedecError as error:
             raise RequestError(request.id, f"its decoder cannot advance: {error}") from error
         except Exception as error:
@@ -238,6 +245,7 @@ class Settler:
         cut_off: list[Branch] = []
         for child, rank in zip(verdict.live, ranks, strict=True):
             parent, state, given_length = child.parent, child.parent.stop_state, child.parent.given_length
+            behind = parent.constraint_state
             length, tokens = history.depth[parent.tip], child.tokens
             if child.path:
                 drafted = evaluated[parent].tokens
@@ -245,14 +253,17 @@ class Settler:
             if child.keep is not None:
                 length, given_length = child.keep, min(given_length, child.keep)
                 state = stopping.replay(history.slice(parent.tip, given_length, length))
+                behind = replayed(request, parent.tip, given_length, length)
             if given and tokens:
                 cut, given_length = Cut(stopping.start, tokens), length + len(tokens)
+                if request.constraint is not None:
+                    behind = request.constraint.start([*history.slice(parent.tip, 0, length), *tokens])
             else:
-                cut = stopping.cut(state, tokens, request.limit - length)
+                cut, behind = feed(request, state, behind, tokens, request.limit - length)
             if cut.tokens and child.keep is None:
                 out.progress.append(_progress(request, child, rank, cut.tokens))
             if cut.reason is None:
-                out.heirs.append(Heir(child, cut.state, given_length))
+                out.heirs.append(Heir(child, cut.state, given_length, behind))
                 continue
             if request.decoder.gang:
                 limit = f"must be in done: it has ended with {shown(cut.tokens)}, and a gang ends its branches itself"
@@ -280,6 +291,28 @@ class Generation(NamedTuple):
     dropped: list[Branch]
     finished: list[Hypothesis]
     progress: list[Event]
+
+
+def feed(request: Request, stop_state: int, state: Any, tokens: Sequence[int], room: int) -> tuple[Cut, Any]:
+    """What is left of generated tokens, and the constraint's state behind them. Raises `RequestError` for tokens that
+    the constraint does not allow."""
+    if request.constraint is None:
+        return request.stopping.cut(stop_state, tokens, room), None
+    try:
+        return cut_within(request.constraint, request.stopping, stop_state, state, tokens, room)
+    except Exception as error:
+        raise RequestError(request.id, str(error) if isinstance(error, Forbidden) else f"{error!r}") from error
+
+
+def replayed(request: Request, tip: int, given_length: int, length: int) -> Any:
+    """The constraint's state behind the first `length` tokens of a sequence."""
+    constraint, history = request.constraint, request.history
+    if constraint is None:
+        return None
+    state = constraint.start(history.slice(tip, 0, given_length))
+    for token in history.slice(tip, given_length, length):
+        state = constraint.next(state, token)
+    return state
 
 
 def ranks_of(request: Request, verdict: Verdict) -> list[int]:

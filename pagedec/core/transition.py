@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pagedec.core.draft import Draft
 from pagedec.core.history import History
@@ -18,11 +19,13 @@ from pagedec.core.table import BlockTable, CopyPlan
 
 @dataclass(frozen=True, slots=True)
 class Heir:
-    """A child, and what becomes of its stops: the automaton's state, and up to where its tokens are given."""
+    """A child, and what becomes of its stops: the automaton's state, and up to where its tokens are given; and of its
+    constraint."""
 
     child: Child
     stop_state: int
     given_length: int
+    constraint_state: Any = None
 
 
 def transition(
@@ -86,6 +89,7 @@ def _fork(
             parent.score if child.score is None else child.score,
             heir.given_length,
             parent.planned_in,
+            heir.constraint_state,
         )
         family.append((branch, child))
     return family

@@ -32,7 +32,7 @@ from pagedec.core.logits_rules import LogitsRules
 from pagedec.errors import InvariantError
 
 MAGIC, VERSION = 0x50444543, 2
-FORWARDS, MASKS, ANSWERS = 1, 2, 3
+FORWARDS, MASKS, ANSWERS, ROLLED = 1, 2, 3, 4
 LANES = ("target", "draft")
 _HEAD = 6  # words before a message's numbers
 _INT, _WIDE, _FLOAT, _DOUBLE = (np.dtype(code) for code in ("<i4", "<i8", "<f4", "<f8"))
@@ -84,6 +84,12 @@ class Step(NamedTuple):
     old_rules: Sequence[int]
 
 
+def awaits_rolled(step: Step) -> bool:
+    """Whether the step's masks are of tokens that its draft lane rolls: they are made when these are known."""
+    target, draft = step.forwards.get("target"), step.forwards.get("draft")
+    return target is not None and draft is not None and len(target.masked_rows) > 0 and len(draft.rolls) > 0
+
+
 # ------------------------------------------------------------------------------------------------------------- messages
 def pack_step(step: Step) -> np.ndarray:
     """The step as words."""
@@ -123,13 +129,25 @@ def unpack_step(words: np.ndarray) -> Step:
 
 def pack_masks(number: int, masks: Masks) -> np.ndarray:
     """The masks of step `number` as words."""
-    return _pack(MASKS, [number], [masks.view(np.int32)])
+    return _pack(MASKS, [number], [masks.places, masks.words.view(np.int32), masks.indptr, masks.tokens])
 
 
 def unpack_masks(words: np.ndarray) -> tuple[int, Masks]:
     """The number and the masks that `pack_masks` was given. Raises `InvariantError` for what is no such message."""
     message = _Message(words, MASKS)
-    return message.number(), message.array(_INT).view(np.uint32)
+    places, bits, indptr, tokens = (message.array(_INT) for _ in range(4))
+    return message.number(), Masks(places, bits.view(np.uint32), indptr, tokens)
+
+
+def pack_rolled(number: int, rolled: np.ndarray) -> np.ndarray:
+    """What the draft lane has rolled in step `number`, before its masks are made, as words."""
+    return _pack(ROLLED, [number], [rolled])
+
+
+def unpack_rolled(words: np.ndarray) -> tuple[int, np.ndarray]:
+    """The number and the tokens that `pack_rolled` was given. Raises `InvariantError` for what is no such message."""
+    message = _Message(words, ROLLED)
+    return message.number(), message.array(_INT)
 
 
 def pack_answers(number: int, answers: Answers) -> np.ndarray:

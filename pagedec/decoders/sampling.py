@@ -69,8 +69,10 @@ class Sampling(Decoder):
         return state[0]
 
     def draft(self, branch: Branch, room: int) -> Draft | Roll:
-        """What to propose behind `branch`. Must be a function of its history and of what was learned."""
-        return EMPTY
+        """What to propose behind `branch`. Must be a function of its history and of what was learned. By default, the
+        tokens that its constraint leaves no choice about."""
+        forced = self.context.forced(branch)
+        return Draft.chain(forced) if forced else EMPTY
 
     def learn(self, query: Query, answer: Answer) -> None:
         """Look at what the target drew at every node."""

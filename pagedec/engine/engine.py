@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TypeAlias
 
+from pagedec.constraints import Grammars, constraint_of
 from pagedec.core.checks import check_answers
 from pagedec.core.logprobs import TokenLogprobs, answer_reports
 from pagedec.core.plan import StepPlan
@@ -46,6 +47,7 @@ class Completion:
 
     The text of the tokens has `excess_bytes` behind the end of `stop_string`. `logprobs` has an entry for each token,
     None for one that a client appended; `cumulative_logprob` is their sum. Both are None where they were not asked for.
+    `item_id` is that of the sequence that was chosen from a trie.
     """
 
     token_ids: list[int]
@@ -58,6 +60,7 @@ class Completion:
     cumulative_logprob: float | None = None
     limited_by: str | None = None
     ancestry: list[int] | None = None
+    item_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,7 @@ class Engine:
         self.kv_cache: KvPool | None = None  # how large the target's pool was made, where a loader chose it
         self.num_unseeded = 0
         """Requests admitted without a seed of their own."""
+        self._grammars = None if vocabulary is None else Grammars(limits.vocab_size, *vocabulary.words)
         self._recovery = Recovery()
         self._arrived: dict[Request, float] = {}
         self._first: dict[Request, float] = {}
@@ -125,6 +129,7 @@ class Engine:
         limits = self.limits
         options = read_options(params, limits.vocab_size, limits.eos_token_ids, self.vocabulary)
         check_reports(options.reporting, params, len(prompt), limit, limits.max_logprobs)
+        constraint = constraint_of(params, options.stopping, limits.vocab_size, self._grammars)
         ordinal = self.num_unseeded
         seeded = params if params.seed is not None else dataclasses.replace(params, seed=self._seed_of(ordinal))
         request = self.scheduler.admit(
@@ -138,6 +143,7 @@ class Engine:
             eos_token_ids=limits.eos_token_ids,
             rules=options.rules,
             reporting=options.reporting,
+            constraint=constraint,
         )
         request.limited_by, request.max_time = limited_by, params.max_time
         if params.seed is None:
@@ -191,7 +197,7 @@ class Engine:
             self.scheduler.forget_kv()
             raise
         try:
-            answers = self.executor.execute(plan.forwards, self.scheduler.rules).result()
+            answers = self.executor.execute(plan.forwards, self.scheduler.rules, plan.masks).result()
             check_answers(plan.forwards, answers, self.limits.vocab_size)
             executed = self.clock()
         except Exception as error:
@@ -314,6 +320,7 @@ class Engine:
         )
         self._forget(request)
         self.stats.num_finished += 1
+        self.stats.num_forced_tokens += request.num_forced_tokens
         self.stats.num_output_tokens += num_tokens
         reports = request.reports
         asked = reports is not None and reports.reporting.num_prompt_logprobs is not None
@@ -322,9 +329,9 @@ class Engine:
 
 def answer_of(request: Request, hypothesis: Hypothesis) -> Completion:
     """One finished answer of a request, others may still run."""
-    logprobs = answer_reports(request, hypothesis)
+    logprobs, token_ids = answer_reports(request, hypothesis), request.output(hypothesis)
     return Completion(
-        request.output(hypothesis),
+        token_ids,
         hypothesis.reason,
         hypothesis.stop_token,
         hypothesis.score if request.decoder.gang or hypothesis.score else None,
@@ -334,6 +341,7 @@ def answer_of(request: Request, hypothesis: Hypothesis) -> Completion:
         None if logprobs is None else float(sum(entry.logprob for entry in logprobs if entry is not None)),
         _limited_by(request, hypothesis) if hypothesis.reason == "length" else None,
         list(hypothesis.ancestry) or None,
+        None if request.constraint is None else request.constraint.item(token_ids),
     )
 
 

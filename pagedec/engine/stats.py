@@ -32,5 +32,7 @@ class EngineStats:
     """Held by nobody, but findable in the prefix cache."""
     max_blocks_used: int = 0
     """The most that any step used."""
+    num_forced_tokens: int = 0
+    """Of requests that have ended: tokens that came of no step of their own, since a constraint allowed no other."""
     num_released_branches: int = 0
     """Idle branches that gave way to others."""

@@ -10,8 +10,9 @@ import time
 
 import numpy as np
 
-LOAD, READY, FAILED, STEP, MASKS, ANSWERS = range(1, 7)
-"""engine: LOAD (a configuration), STEP, MASKS; worker: READY (its geometry), ANSWERS, FAILED (an error)."""
+LOAD, READY, FAILED, STEP, MASKS, ANSWERS, ROLLED = range(1, 8)
+"""engine: LOAD (a configuration), STEP, MASKS; worker: READY (its geometry), ANSWERS, FAILED (an error),
+ROLLED (what the draft lane has rolled, where masks wait for it)."""
 _HEAD = struct.Struct("<II")
 MAX_BYTES = (1 << 32) - 1
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -19,12 +18,12 @@ import numpy as np
 
 from pagedec import errors
 from pagedec.config import EngineConfig
-from pagedec.core.forward import NO_MASKS, Answers, Forwards, Masks, Rules
-from pagedec.core.wire import Step, pack_masks, pack_step, unpack_answers
+from pagedec.core.forward import NO_INTS, NO_MASKS, Answers, Forwards, MakeMasks, Rules
+from pagedec.core.wire import Step, awaits_rolled, pack_masks, pack_step, unpack_answers, unpack_rolled
 from pagedec.environment import worker_environment
 from pagedec.errors import InvariantError, WorkerLost
 from pagedec.executor.base import RuleNews
-from pagedec.executor.channel import ANSWERS, FAILED, LOAD, MASKS, READY, STEP, Channel
+from pagedec.executor.channel import ANSWERS, FAILED, LOAD, MASKS, READY, ROLLED, STEP, Channel
 from pagedec.runtime.geometry import Geometry
 
 LOAD_WORKER = "pagedec.runtime.loading:load_worker"
@@ -56,7 +55,7 @@ class ProcessExecutor:
         """Of the process that carries out steps now, or did last."""
         return self._child.pid
 
-    def execute(self, forwards: Forwards, rules: Rules, masks: Callable[[], Masks] | None = None) -> Future[Answers]:
+    def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Future[Answers]:
         future: Future[Answers] = Future()
         try:
             future.set_result(self._execute(forwards, rules, masks))
@@ -68,7 +67,7 @@ class ProcessExecutor:
         self._stopped = True
         self._lose()
 
-    def _execute(self, forwards: Forwards, rules: Rules, masks: Callable[[], Masks] | None) -> Answers:
+    def _execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None) -> Answers:
         if self._stopped:
             raise RuntimeError("the executor is stopped")
         if os.getpid() != self._owner:
@@ -162,15 +161,16 @@ class WorkerProcess:
         self._channel.wait_at_most(self._step_timeout)
         return Geometry.from_json(payload["geometry"])
 
-    def execute(self, step: Step, masks: Callable[[], Masks] | None) -> Answers:
+    def execute(self, step: Step, masks: MakeMasks | None) -> Answers:
         """Have one step carried out. Raises `StepRefused`, and `WorkerLost` where the process has ended."""
         self._send(STEP, pack_step(step))
         target, problem = step.forwards.get("target"), None
         if target is not None and len(target.masked_rows):
+            rolled = self._rolled() if awaits_rolled(step) else NO_INTS
             message = pack_masks(step.number, NO_MASKS)  # which the worker refuses
             if masks is not None:
                 try:
-                    message = pack_masks(step.number, masks())
+                    message = pack_masks(step.number, masks(rolled))
                 except Exception as error:  # of whoever makes them: the worker need not die of it
                     problem = error
             self._send(MASKS, message)
@@ -181,6 +181,9 @@ class WorkerProcess:
         if number != step.number:
             raise InvariantError(f"step {step.number} was due; the worker has answered step {number}")
         return answers
+
+    def _rolled(self) -> np.ndarray:
+        return unpack_rolled(np.frombuffer(self._receive(ROLLED), np.int32))[1]
 
     def close(self) -> None:
         """Say nothing to it any more, and do not wait for its end."""

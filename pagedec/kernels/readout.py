@@ -13,6 +13,7 @@ import torch
 from pagedec.core.forward import LaneAnswers, LaneForward, Masks
 from pagedec.kernels.backend import Backend, CacheTensors
 from pagedec.kernels.best import BestRows
+from pagedec.kernels.masking import apply_mask, check_masks
 from pagedec.kernels.report import RawRows, empty_report
 
 
@@ -29,6 +30,7 @@ class HostReadOut:
         self._logprobs = np.empty(len(forward.logprob_rows), np.float32)
         self._best = BestRows(backend, forward)
         self._report = empty_report(forward)
+        self._is_checked = False  # masks are, once
         self._changes_logits = (
             forward.processing is not None or len(forward.banned_rows) > 0 or len(forward.masked_rows) > 0
         )
@@ -97,15 +99,16 @@ class HostReadOut:
         return lse
 
     def _mask(self, logits: torch.Tensor, start: int, whole: bool) -> None:
-        rows, masks, vocab = self._forward.masked_rows, self._masks, logits.shape[1]
+        rows = self._forward.masked_rows
         if not len(rows):
             return
-        if masks is None or masks.shape != (len(rows), -(-vocab // 32)):
-            found = None if masks is None else masks.shape
-            raise ValueError(f"masks of {len(rows)} rows and {vocab} tokens are due; there are {found}")
+        if not self._is_checked:
+            check_masks(self._masks, len(rows), logits.shape[1])
+            self._is_checked = True
+        assert self._masks is not None
+        values = logits.numpy()
         for i in _within(rows, start, start + len(logits), whole).tolist():
-            allowed = np.unpackbits(masks[i].view(np.uint8), bitorder="little", count=vocab)
-            logits.numpy()[rows[i] - start, allowed == 0] = -np.inf
+            apply_mask(values[rows[i] - start], self._masks, i)
 
     def _draw(self, logits: torch.Tensor, start: int, whole: bool) -> np.ndarray:
         """Which draws were drawn now."""

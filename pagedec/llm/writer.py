@@ -65,6 +65,7 @@ class Writer:
             limited_by=answer.limited_by,
             score=answer.score,
             ancestry=answer.ancestry,
+            item_id=answer.item_id,
         )
 
     def text(self, answer: Completion, params: RequestParams) -> str:

@@ -15,12 +15,14 @@ import numpy as np
 from pagedec.core.forward import Answers, Forwards, LaneAnswers, LaneForward, Reported, Rules
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
+from pagedec.core.masking import StepMasks
 from pagedec.core.plan import StepPlan
 from pagedec.core.request import Event, Failed
 from pagedec.core.scheduler import Scheduler
-from pagedec.core.wire import Step, pack_answers, pack_step, unpack_answers, unpack_step
+from pagedec.core.wire import Step, pack_answers, pack_masks, pack_step, unpack_answers, unpack_masks, unpack_step
 from pagedec.errors import RequestError
 from pagedec.executor.base import RuleNews
+from pagedec.kernels.masking import apply_mask, check_masks
 from pagedec.runtime.worker import with_rolled
 from tests.core.oracle import process, report, warp
 
@@ -44,7 +46,7 @@ noise = reference_noise  # the device's; a mutant of it must not reach the refer
 def pick(logprobs: Sequence[float], greedy: bool, noise: Sequence[float], banned: Sequence[int] = ()) -> int:
     """The most probable token, or the one that the noise chooses."""
     scores = logprobs if greedy else [score + g for score, g in zip(logprobs, noise, strict=True)]
-    return max((t for t in range(VOCABULARY) if t not in banned), key=lambda token: (scores[token], -token))
+    return max((t for t in range(VOCABULARY) if t not in banned), key=lambda token: (scores[token], -token), default=0)
 
 
 def rank_together(
@@ -98,10 +100,12 @@ class FakeRunner:
             lane: [None] * (num_blocks * limits.block_size) for lane, num_blocks in limits.num_blocks.items()
         }
         self.num_read_outs: Counter[str] = Counter()
+        self._make: StepMasks | None = None
         self.num_copies = 0
 
     def execute(self, plan: StepPlan) -> Answers:
-        """Carry out a plan that has crossed a wire, and so have its answers."""
+        """Carry out a plan that has crossed a wire, and so have its masks and its answers."""
+        self._make = plan.masks
         step = unpack_step(pack_step(Step(plan.step, plan.forwards, *self._news.of(self._live))))
         self.rules |= step.new_rules
         for rule_id in step.old_rules:
@@ -119,7 +123,7 @@ class FakeRunner:
                 forward = with_rolled(forward, forwards["draft"], np.array(rolled, np.int32))
             self._write(lane, forward)
             self._check_against_history(plan, lane, forward)
-            answers[lane] = self._read_out(lane, forward)
+            answers[lane] = self._read_out(lane, forward, self._masked(plan.step, forward, rolled))
             slots = forward.roll_slots.tolist()
             for roll in forward.rolls:
                 rolled += self._roll(lane, forward, roll, [slots.pop(0) for _ in range(roll["count"] - 1)])
@@ -183,7 +187,22 @@ class FakeRunner:
             assert tokens == work.request.history.tokens(work.branch.tip)[: len(tokens)], "history slip"
             assert len(tokens) == work.start + work.num_tokens
 
-    def _read_out(self, lane: str, forward: LaneForward) -> LaneAnswers:
+    def _masked(self, number: int, forward: LaneForward, rolled: list[int]) -> dict[int, list[int]]:
+        """The tokens that the masks forbid, by row."""
+        if not len(forward.masked_rows):
+            return {}
+        assert self._make is not None
+        named, masks = unpack_masks(pack_masks(number, self._make(np.array(rolled, np.int32))))
+        assert named == number
+        check_masks(masks, len(forward.masked_rows), VOCABULARY)
+        forbidden = {}
+        for i, row in enumerate(forward.masked_rows.tolist()):
+            logits = np.zeros(VOCABULARY, np.float32)
+            apply_mask(logits, masks, i)
+            forbidden[row] = np.nonzero(logits < 0)[0].tolist()
+        return forbidden
+
+    def _read_out(self, lane: str, forward: LaneForward, banned: dict[int, list[int]]) -> LaneAnswers:
         model = self.models[lane]
         branches = np.searchsorted(forward.row_indptr, forward.read_rows, side="right") - 1
         texts = [
@@ -192,7 +211,6 @@ class FakeRunner:
         ]
         raw = [model(text) for text in texts]
         logprobs = self._processed(forward, raw, texts, branches)
-        banned: dict[int, list[int]] = {}
         for row, token in zip(forward.banned_rows.tolist(), forward.banned_tokens.tolist(), strict=True):
             banned.setdefault(row, []).append(token)
         draws = []
@@ -205,7 +223,8 @@ class FakeRunner:
         for row in forward.topk_rows.tolist():
             allowed = [token for token in range(VOCABULARY) if token not in banned.get(row, ())]
             best = sorted(allowed, key=lambda token: (-logprobs[row][token], token))[: forward.topk_k]
-            topk.append([(token, logprobs[row][token]) for token in best])
+            best += [token for token in range(VOCABULARY) if token not in allowed][: forward.topk_k - len(best)]
+            topk.append([(token, logprobs[row][token] if token in allowed else -math.inf) for token in best])
         given = zip(forward.logprob_rows.tolist(), forward.logprob_tokens.tolist(), strict=True)
         best = [
             rank_together(forward.best_rows[group["first"] : group["stop"]], group, logprobs, banned)

@@ -18,6 +18,7 @@ from pagedec.core.forward import (
     Answers,
     LaneAnswers,
     LaneForward,
+    Masks,
     ProcessRows,
     Reported,
     ReportRows,
@@ -28,9 +29,11 @@ from pagedec.core.wire import (
     Step,
     pack_answers,
     pack_masks,
+    pack_rolled,
     pack_step,
     unpack_answers,
     unpack_masks,
+    unpack_rolled,
     unpack_step,
 )
 from pagedec.errors import InvariantError
@@ -130,9 +133,12 @@ def test_what_goes_in_comes_out(seed: int) -> None:
     assert same(unpack_step(pack_step(step)), step)
     number, back = unpack_answers(pack_answers(seed, answers))
     assert number == seed and same(back, answers)
-    masks = given.array(np.dtype(np.uint32), given.size(), 3)
+    words, ints = given.array(np.dtype(np.uint32), given.size(), 3), np.dtype(np.int32)
+    masks = Masks(given.array(ints, given.size()), words, given.array(ints, given.size()), given.array(ints, 3))
     number, unpacked = unpack_masks(pack_masks(2**30, masks))
     assert number == 2**30 and same(unpacked, masks)
+    number, rolled = unpack_rolled(pack_rolled(3, masks.tokens))
+    assert number == 3 and same(rolled, masks.tokens)
 
 
 def test_what_is_unpacked_cannot_be_written_and_is_aligned() -> None:
@@ -173,4 +179,4 @@ def test_another_kind_of_message_is_refused(place: int, value: int) -> None:
     with pytest.raises(InvariantError, match="kind 1 was due"):
         unpack_step(words)
     with pytest.raises(InvariantError, match="kind 3 was due"):
-        unpack_answers(pack_masks(1, np.zeros((1, 1), np.uint32)))
+        unpack_answers(pack_masks(1, Masks.of_words(np.zeros((1, 1), np.uint32))))

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from pagedec import LLM, PoolWarning, SamplingParams, WeightsWarning
+from pagedec.core.forward import Masks
 from pagedec.environment import limit_spinning, worker_environment
 from pagedec.errors import InvalidArgument, InvariantError, ModelFileError, RequestError, WorkerLost
 from pagedec.executor.channel import Channel
@@ -320,7 +321,8 @@ def test_masks_follow_a_forward(tiny: Tiny, executor: str, num_rows: int) -> Non
     plain = runner.execute({"target": forward(masked=False)}, {}).result()["target"].draws
     asked = []
 
-    def late() -> np.ndarray:
+    def late(rolled: np.ndarray) -> Masks:
+        assert not len(rolled)
         asked.append(1)
         return masks
 
@@ -332,7 +334,8 @@ def test_masks_follow_a_forward(tiny: Tiny, executor: str, num_rows: int) -> Non
     with pytest.raises((InvariantError, ValueError), match="masks of .* are due"):
         runner.execute({"target": forward(masked=True)}, {}).result()
     with pytest.raises(ValueError, match="masks of .* are due"):
-        runner.execute({"target": forward(masked=True)}, {}, lambda: masks[:, :1].copy()).result()
+        few = Masks.of_words(masks.words[:, :1].copy())
+        runner.execute({"target": forward(masked=True)}, {}, lambda _: few).result()
     again = runner.execute({"target": forward(masked=True)}, {}, late).result()["target"].draws
     assert again.tolist() == draws.tolist(), "a step that was refused leaves nothing behind in the channel"
 
@@ -344,7 +347,7 @@ def test_masks_that_are_none_are_not_awaited_again(apart: Callable[..., LLM], mo
     monkeypatch.setattr("pagedec.executor.process.pack_masks", lambda number, masks: np.zeros(4, np.int32))
     step = llm.engine.executor.execute
     said: list[Any] = []
-    waiting = threading.Thread(target=lambda: said.append(step({"target": forward(masked=True)}, {}, lambda: masks)))
+    waiting = threading.Thread(target=lambda: said.append(step({"target": forward(masked=True)}, {}, lambda _: masks)))
     waiting.start()
     try:
         wait_for(lambda: bool(said))
@@ -361,7 +364,7 @@ def test_masks_that_cannot_be_made_fail_the_step_alone(tiny: Tiny, expected: lis
     llm = tiny(executor=executor, **SMALL)
     forward, _, _ = masked_forward(3, llm.engine.limits.vocab_size)
 
-    def late() -> np.ndarray:
+    def late(rolled: np.ndarray) -> Masks:
         raise ZeroDivisionError("made up")
 
     pid = getattr(llm.engine.executor, "pid", None)
