@@ -70,6 +70,7 @@ class ProcessRows:
     branches: np.ndarray  # int32 [num_processed]: the branch of the forward that the row belongs to
     prompt_lengths: np.ndarray  # int32 [num_processed]: tokens of the history that were not generated
     rule_ids: np.ndarray  # int64 [num_processed]: the number of the request's rules
+    of_logprobs: np.ndarray  # int32 [num_processed]: 1 where the rules change log-probabilities, 0 where logits
 
 
 @dataclass(frozen=True, slots=True)

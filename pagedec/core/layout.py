@@ -189,9 +189,9 @@ class LaneBuilder:
     def num_read(self) -> int:
         return len(self._read_rows)
 
-    def process(self, read_rows: Iterable[int], rule_id: int, prompt_length: int) -> None:
+    def process(self, read_rows: Iterable[int], rule_id: int, prompt_length: int, of_logprobs: bool) -> None:
         """Have rows read out of the branch added last processed."""
-        self.marks.process(read_rows, len(self._tables) - 1, rule_id, prompt_length)
+        self.marks.process(read_rows, len(self._tables) - 1, rule_id, prompt_length, of_logprobs)
 
     def read_given(self, first_row: int, tokens: Sequence[int], num_top: int) -> tuple[int, int]:
         """Report each of `tokens` at the rows from `first_row` on: their first places among the given tokens and
@@ -332,13 +332,14 @@ class RowMarks:
     __slots__ = ("_given", "_processed", "_reported")
 
     def __init__(self) -> None:
-        self._processed: list[tuple[int, int, int, int]] = []  # row, branch, prompt length, rule id
+        self._processed: list[tuple[int, ...]] = []  # row, branch, prompt length, whether log-probabilities, rule id
         self._reported: list[tuple[int, int]] = []  # row, number of top tokens
         self._given: list[tuple[int, int]] = []  # row, token
 
-    def process(self, rows: Iterable[int], branch: int, rule_id: int, prompt_length: int) -> None:
-        """Have the logits of `rows`, which belong to `branch`, processed by the rules of this number."""
-        self._processed += [(row, branch, prompt_length, rule_id) for row in rows]
+    def process(self, rows: Iterable[int], branch: int, rule_id: int, prompt_length: int, of_logprobs: bool) -> None:
+        """Have the logits of `rows`, which belong to `branch`, or their log-probabilities, processed by the rules of
+        this number."""
+        self._processed += [(row, branch, prompt_length, of_logprobs, rule_id) for row in rows]
 
     def report_row(self, row: int, num_top: int) -> int:
         """Report a row; returns its place among the reported ones."""
@@ -358,8 +359,8 @@ class RowMarks:
         if not self._processed:
             return None
         marks = np.array(self._processed, np.int64)
-        rows, branches, prompt_lengths = np.ascontiguousarray(marks[:, :3].T, np.int32)
-        return ProcessRows(rows, branches, prompt_lengths, np.ascontiguousarray(marks[:, 3]))
+        rows, branches, prompt_lengths, of_logprobs = np.ascontiguousarray(marks[:, :4].T, np.int32)
+        return ProcessRows(rows, branches, prompt_lengths, np.ascontiguousarray(marks[:, 4]), of_logprobs)
 
     def report(self) -> ReportRows | None:
         """The reported rows as flat arrays."""

@@ -104,9 +104,9 @@ class Recorder:
     def record_best(self, works: Sequence[Work], verdict: Verdict) -> None:
         """Keep the reports of a gang's candidates that live on, are done, or end: those may be done later. Nothing is
         kept of the others."""
-        reports, asks = works[0].request.reports, works[0].asks
-        if reports is None or works[0].query is None or works[0].report is None:
-            return
+        reports, asks, own = works[0].request.reports, works[0].asks, works[0].report
+        if reports is None or works[0].query is None or own is None or 0 not in own.rows:
+            return  # 0 is not in the rows where the prompt alone is reported
         at = next((i for i, ask in enumerate(works[0].query.asks) if isinstance(ask, Best)), None)
         if at is None or not asks:
             return

@@ -87,7 +87,8 @@ class Rows:
         """Have a work's read-out rows processed and reported as its request says; `read` maps nodes to them."""
         request, target = work.request, self.target
         if request.rules is not NO_RULES:
-            target.process(read.values(), request.arrival, work.branch.prompt_length)
+            of_logprobs = request.decoder.processes_logprobs
+            target.process(read.values(), request.arrival, work.branch.prompt_length, of_logprobs)
         if request.reports is not None and request.reports.reporting.num_logprobs is not None:
             num_top = request.reports.reporting.num_logprobs
             work.report = work.report or WorkReport()

@@ -58,7 +58,7 @@ _LANE: _Layout = (
         "roll_slots",
     ),
 )  # fmt: skip
-_PROCESS: _Layout = (*_ints("rows", "branches", "prompt_lengths"), ("rule_ids", _WIDE))
+_PROCESS: _Layout = (*_ints("rows", "branches", "prompt_lengths"), ("rule_ids", _WIDE), ("of_logprobs", _INT))
 _REPORT: _Layout = _ints("rows", "num_top", "given_rows", "given_tokens")
 _LANE_ANSWERS: _Layout = (
     *_ints("draws", "topk_tokens"), ("topk_logprobs", _FLOAT), ("logprobs", _FLOAT),

@@ -9,7 +9,6 @@ import torch
 
 from pagedec.core.forward import LaneForward, Masks
 from pagedec.core.logits_rules import LogitsRules
-from pagedec.kernels import reference_best
 from pagedec.kernels.arena import zeros
 from pagedec.kernels.backend import Backend, CacheTensors
 from pagedec.kernels.processing import FlatRules, flatten
@@ -44,13 +43,6 @@ class HostBackend(Backend):
 
     def rules(self, rules: LogitsRules, vocab_size: int) -> FlatRules:
         return flatten(rules, vocab_size)
-
-    def best(
-        self, logits: torch.Tensor, lse: np.ndarray | None, rows: np.ndarray, groups: np.ndarray
-    ) -> list[np.ndarray]:
-        if lse is None:
-            lse = self.topk(logits, rows["row"], 0)[2]
-        return reference_best.best(logits.numpy(), lse.astype(np.float32), rows, groups)
 
     def read_out(
         self, forward: LaneForward, cache: CacheTensors, rules: Mapping[int, FlatRules], masks: Masks | None = None

@@ -68,11 +68,9 @@ class HostReadOut:
             values = logits.numpy()[rows, forward.logprob_tokens[asked]]
             self._logprobs[asked] = values - backend.topk(logits, rows, 0)[2]
         rows = (forward.topk_rows[picked] - start).astype(np.int32)
-        lse = backend.topk(logits, rows, 0)[2] if len(picked) and self._changes_logits else None
+        lse = self._own_lse(logits, start, rows)
         ranked = self._best.within(start, stop)
-        ranked_lse = None
-        if len(ranked) and self._changes_logits:
-            ranked_lse = backend.topk(logits, (forward.best_rows["row"][ranked] - start).astype(np.int32), 0)[2]
+        ranked_lse = self._own_lse(logits, start, (forward.best_rows["row"][ranked] - start).astype(np.int32))
         if forward.processing is not None:
             backend.process_logits(logits, start, forward, self._cache, self._rules)
         self._mask(logits, start, whole)
@@ -85,6 +83,18 @@ class HostReadOut:
             self._topk_logprobs[picked] = values - (after if lse is None else lse)[:, None]
         if len(ranked):
             self._best.read(logits, start, ranked, ranked_lse, raw)
+
+    def _own_lse(self, logits: torch.Tensor, start: int, rows: np.ndarray) -> np.ndarray | None:
+        """What is to be subtracted from the rows once they are processed: the log-sum-exp of the model's own logits, or
+        0 where rules change log-probabilities. None: nothing changes the rows."""
+        if not len(rows) or not self._changes_logits:
+            return None
+        processing, lse = self._forward.processing, np.zeros(len(rows), np.float32)
+        done = rows[:0] if processing is None else processing.rows[processing.of_logprobs != 0] - start
+        left = np.flatnonzero(~np.isin(rows, done))
+        if len(left):
+            lse[left] = self._backend.topk(logits, rows[left], 0)[2]
+        return lse
 
     def _mask(self, logits: torch.Tensor, start: int, whole: bool) -> None:
         rows, masks, vocab = self._forward.masked_rows, self._masks, logits.shape[1]

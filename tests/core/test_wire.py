@@ -37,7 +37,7 @@ from pagedec.errors import InvariantError
 
 DTYPES = {
     "draws": DRAW_DTYPE, "rolls": ROLL_DTYPE, "rule_ids": np.dtype(np.int64), "best_groups": BEST_GROUP_DTYPE,
-    "best_rows": BEST_ROW_DTYPE,
+    "best_rows": BEST_ROW_DTYPE, "of_logprobs": np.dtype(np.int32),
 }  # fmt: skip
 RULES = [
     NO_RULES,

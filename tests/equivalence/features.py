@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pagedec import SamplingParams
+from pagedec import InvalidArgument, SamplingParams
 from pagedec.engine.engine import Engine, FinishedRequest
-from tests.algorithms.beam import BeamParams
+from pagedec.params import BeamSearchParams
 from tests.algorithms.lookahead import LookaheadParams
 from tests.algorithms.ngram import NGramParams
 from tests.algorithms.random_tree import RandomTreeParams
@@ -90,19 +90,24 @@ DECODERS: dict[str, Any] = {
     "random tree": RandomTreeParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
     "lookahead": LookaheadParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
     "draft model": SpeculativeParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
-    "beam search": BeamParams(3, max_tokens=6),
+    "beam search": BeamSearchParams(beam_width=3, max_tokens=8, seed=0),
+    "beam groups": BeamSearchParams(beam_width=4, num_beam_groups=2, diversity_penalty=0.5, max_tokens=8, seed=0),
+    "beam sampling": BeamSearchParams(beam_width=3, do_sample=True, seed=0, max_tokens=8, hf_semantics="4.38"),
 }
-# Of the decoders of the tests; each with the error it gives and why.
-REFUSED = {
-    ("beam search", "seed, temperature, top_p"): (TypeError, "its parameters have none: beams are not drawn"),
-    ("beam search", "n = 3"): (TypeError, "its parameters have none: it returns beam_width answers"),
-    ("beam search", "rules and reports, n = 3"): (TypeError, "as n = 3"),
+REFUSED: dict[tuple[str, str], tuple[type[Exception], str]] = {
+    ("beam groups", "seed, temperature, top_p"): (InvalidArgument, "groups are never drawn, in Hugging Face's neither"),
+    ("beam groups", "n = 3"): (InvalidArgument, "as seed, temperature, top_p"),
+    ("beam groups", "rules and reports, n = 3"): (InvalidArgument, "as seed, temperature, top_p"),
 }
+"""Each with the error that it gives, and why."""
 
 
 def with_features(params: Any, changes: dict[str, Any]) -> Any:
     """The decoder's parameters with a feature; what depends on the text is taken from plain decoding's."""
     changes = dict(changes)
+    if isinstance(params, BeamSearchParams):
+        changes |= {"do_sample": True} if "temperature" in changes else {}
+        changes |= {"num_return_sequences": changes.pop("n")} if "n" in changes else {}
     if changes.get("stop_token_ids") == STOP_TOKEN:
         changes["stop_token_ids"] = (alone(params).answers[0].token_ids[4],)
     if changes.get("stop") == STOP_TEXT:
