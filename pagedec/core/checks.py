@@ -59,6 +59,7 @@ def check_queries(queries: object, branches: Sequence[Branch], decoder: Decoder,
         raise InvalidArgument("queries", queries, "must be a list or a tuple of queries")
     alive: Collection[Branch] = branches if len(branches) <= FEW else set(branches)
     asked: set[Branch] = set()
+    known: object = None  # asks that were looked at: a gang's are often one and the same
     for i, query in enumerate(queries):
         if not isinstance(query, Query):
             raise InvalidArgument(f"queries[{i}]", query, "must be a Query")
@@ -68,6 +69,8 @@ def check_queries(queries: object, branches: Sequence[Branch], decoder: Decoder,
         asked.add(branch)
         if len(asked) == i:
             raise InvalidArgument(f"queries[{i}].branch", branch.tip, "must be asked at most once a step")
+        if known is not None and query.asks is known and query.draft is EMPTY:
+            continue
         if not isinstance(query.asks, tuple):
             raise InvalidArgument(f"queries[{i}].asks", query.asks, "must be a tuple of asks")
         if query.draft is not EMPTY:
@@ -80,15 +83,20 @@ def check_queries(queries: object, branches: Sequence[Branch], decoder: Decoder,
                 _check_ask(ask, query.draft, vocab_size)
             except InvalidArgument as error:
                 raise InvalidArgument(f"queries[{i}].asks[{at}]{error.field}", error.value, error.limit) from None
+        known = query.asks if query.draft is EMPTY else known
     _check_best(queries, decoder)
 
 
 def _check_best(queries: Sequence[Query], decoder: Decoder) -> None:
     """Of a gang all or none ask for the best, once each, and all alike but for stream and group."""
-    if not any(isinstance(ask, Best) for query in queries for ask in query.asks):
+    asks = {id(query.asks): query.asks for query in queries}
+    if not any(isinstance(ask, Best) for own in asks.values() for ask in own):
         return
     first: Best | None = None
+    known: object = None
     for i, query in enumerate(queries):
+        if known is not None and query.asks is known and query.draft is EMPTY:
+            continue
         given = [(at, ask) for at, ask in enumerate(query.asks) if isinstance(ask, Best)]
         if len(given) != 1:
             limit = "must have one Best: a gang asks it of all its branches, or of none"
@@ -103,6 +111,7 @@ def _check_best(queries: Sequence[Query], decoder: Decoder) -> None:
             value, wanted = getattr(ask, name), getattr(first, name)
             if value != wanted:
                 raise InvalidArgument(f"{place}.{name}", value, f"must be as in the gang's first query, {wanted}")
+        known = query.asks
 
 
 def _check_draft(draft: Draft | Roll, decoder: Decoder, vocab_size: int) -> None:
@@ -211,7 +220,11 @@ def check_verdict(
         except InvalidArgument as error:
             raise InvalidArgument(f"done[{i}]{error.field}", error.value, error.limit) from None
     if verdict.settled is not None:
-        _check_settled(history, verdict, decoder)
+        heads = [
+            (child.parent.tip, history.depth[child.parent.tip] if child.keep is None else child.keep, child.tokens)
+            for child in verdict.live
+        ]
+        check_settled(history, verdict.settled, heads, decoder)
     if decoder is not None and (decoder.gang or len(verdict.live) + len(live) > MAX_BRANCHES):
         touched = {child.parent for child in verdict.live} | set(verdict.drop) | set(evaluated)
         width = len(verdict.live) + sum(branch not in touched for branch in live)
@@ -221,22 +234,21 @@ def check_verdict(
             raise InvalidArgument("live", width, f"branches must be at most the gang's declared width, {decoder.width}")
 
 
-def _check_settled(history: History, verdict: Verdict, decoder: Decoder | None) -> None:
-    """All that lives must have the settled tokens in common."""
-    settled = verdict.settled
+def check_settled(
+    history: History, settled: int, heads: Sequence[tuple[int, int, tuple[int, ...]]], decoder: Decoder | None
+) -> None:
+    """Raise unless all that lives has the settled tokens in common. `heads`: of each child, a tip, the length up to
+    where the child goes along with it, and its tokens behind."""
     if decoder is not None and not decoder.gang:
         raise InvalidArgument("settled", settled, "must be None: the decoder is no gang")
-    lengths = [history.depth[child.parent.tip] if child.keep is None else child.keep for child in verdict.live]
-    least = min((length + len(child.tokens) for length, child in zip(lengths, verdict.live, strict=True)), default=0)
-    if verdict.live or not isinstance(settled, int) or settled < 0:
-        _check_whole("settled", settled, 0, least)
-    assert settled is not None
-    ways = {
-        (history.ancestor(child.parent.tip, min(settled, length)), tuple(child.tokens[: max(0, settled - length)]))
-        for length, child in zip(lengths, verdict.live, strict=True)
+    least = min((length + len(tokens) for _, length, tokens in heads), default=MAX_INT32)
+    _check_whole("settled", settled, 0, least)
+    ends = {
+        (history.ancestor(tip, min(settled, length)), tuple(tokens[: max(0, settled - length)]))
+        for tip, length, tokens in heads
     }
-    if len({_way(history, tip, tokens) for tip, tokens in ways}) > 1:
-        raise InvalidArgument("settled", settled, "must be tokens that all of `live` have in common")
+    if len({_way(history, tip, tokens) for tip, tokens in ends}) > 1:
+        raise InvalidArgument("settled", settled, "must be tokens that all that lives has in common")
 
 
 def _way(history: History, tip: int, tokens: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:

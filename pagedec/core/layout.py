@@ -16,13 +16,12 @@ from pagedec.core.forward import (
     NO_INTS,
     NO_ROLLS,
     ROLL_DTYPE,
-    LaneAnswers,
     LaneForward,
     ProcessRows,
     ReportRows,
 )
-from pagedec.core.plan import AskSlice, Work
-from pagedec.core.protocol import Answer, Best, Candidates, LogProbs, Query, Roll, Sample, Sampler, TopK
+from pagedec.core.plan import AskSlice
+from pagedec.core.protocol import Best, Query, Roll, Sample, Sampler, TopK
 from pagedec.core.ranking import Ranking
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable, CopyPlan
@@ -103,6 +102,36 @@ class LaneBuilder:
         self._read_rows.append(row)
         return draw
 
+    def add_gang(self, tables: Sequence[BlockTable], tokens: Sequence[int]) -> int:
+        """One pending token of each of some branches; returns the first's row."""
+        first = len(self._tokens)
+        self._tables += tables
+        self._starts += [table.length for table in tables]
+        self._counts += [1] * len(tables)
+        self._first_rows += range(first, first + len(tables))
+        self._tokens += tokens
+        return first
+
+    def rank_gang(
+        self, first_row: int, queries: Sequence[Query], lengths: Sequence[int], stopping: Stopping, owner: int
+    ) -> list[tuple[AskSlice, ...]]:
+        """Read out one row of each query from `first_row` on, whose asks are one Best each and whose branches end
+        `lengths` tokens."""
+        ranking = self._ranking = self._ranking or Ranking()
+        first, known, out = len(self._read_rows), dict[tuple[int, int], tuple[AskSlice, ...]](), []
+        for i, query in enumerate(queries):
+            ask = query.asks[0]
+            assert isinstance(ask, Best)
+            group = ranking.add(owner, ask, first + i, lengths[i], query.branch.score)
+            slices = known.get((group, ask.k))
+            if slices is None:
+                slices = known[group, ask.k] = (AskSlice(group, 1, ask.k, True),)
+            out.append(slices)
+            if stopping.min_tokens:
+                self._banned += [(first + i, token) for token in stopping.banned(query.branch.stop_state)]
+        self._read_rows += range(first_row, first_row + len(queries))
+        return out
+
     def add(self, table: BlockTable, start: int, tokens: Sequence[int], root: int, draft: Draft | Roll = EMPTY) -> int:
         """The pending chain and the draft of one branch; without a pending token, a row that only reads the root's KV.
 
@@ -170,7 +199,9 @@ class LaneBuilder:
                 self._topk_k = max(self._topk_k, ask.k)
             elif isinstance(ask, Best):
                 self._ranking = self._ranking or Ranking()
-                slices.append(AskSlice(self._ranking.add(owner, ask, rows[0], length, query.branch.score), 1, ask.k))
+                slices.append(
+                    AskSlice(self._ranking.add(owner, ask, rows[0], length, query.branch.score), 1, ask.k, True)
+                )
             else:
                 slices.append(AskSlice(len(self._logprobs), len(nodes), 1))
                 run = zip(ask.nodes, ask.tokens, strict=True)
@@ -189,9 +220,11 @@ class LaneBuilder:
     def num_read(self) -> int:
         return len(self._read_rows)
 
-    def process(self, read_rows: Iterable[int], rule_id: int, prompt_length: int, of_logprobs: bool) -> None:
-        """Have rows read out of the branch added last processed."""
-        self.marks.process(read_rows, len(self._tables) - 1, rule_id, prompt_length, of_logprobs)
+    def process(
+        self, read_rows: Iterable[int], rule_id: int, prompt_length: int, of_logprobs: bool, branch: int = -1
+    ) -> None:
+        """Have rows read out of a branch processed: `branch` counts those added, the last is -1."""
+        self.marks.process(read_rows, len(self._tables) + branch, rule_id, prompt_length, of_logprobs)
 
     def read_given(self, first_row: int, tokens: Sequence[int], num_top: int) -> tuple[int, int]:
         """Report each of `tokens` at the rows from `first_row` on: their first places among the given tokens and
@@ -300,30 +333,6 @@ def _pairs(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         return NO_INTS, NO_INTS
     array = np.array(pairs, np.int32)
     return np.ascontiguousarray(array[:, 0]), np.ascontiguousarray(array[:, 1])
-
-
-def read_answer(
-    work: Work, answers: LaneAnswers, rolled: Sequence[tuple[int, ...]], candidates: Sequence[Candidates] = ()
-) -> Answer:
-    """What a query's asks were answered, in the shapes their docstrings promise. `candidates`: of each group."""
-    query, draft = work.query, work.draft
-    assert query is not None
-    if isinstance(draft, Roll):
-        draft = Draft.chain(rolled[work.roll])
-    values: list[Any] = []
-    for ask, part in zip(query.asks, work.asks, strict=True):
-        first, stop = part.first, part.first + part.num_nodes
-        if isinstance(ask, Sample):
-            stop = first + part.num_nodes * part.width
-            values.append(answers.draws[first:stop].reshape(part.num_nodes, part.width))
-        elif isinstance(ask, Best):
-            values.append(candidates[first])
-        elif isinstance(ask, TopK):
-            values.append((answers.topk_tokens[first:stop, : ask.k], answers.topk_logprobs[first:stop, : ask.k]))
-        else:
-            assert isinstance(ask, LogProbs)
-            values.append(answers.logprobs[first:stop])
-    return Answer(draft, tuple(values))
 
 
 class RowMarks:

@@ -112,6 +112,10 @@ class Recorder:
             return
         answers, report, stopping = self._answers, self._report, works[0].request.stopping
         taken = {child.parent.tip << 32 | child.tokens[0] for child in verdict.live if child.tokens}
+        if verdict.children is not None:
+            tips = [work.branch.tip for work in works]
+            pairs = zip(verdict.children.parents.tolist(), verdict.children.tokens.tolist(), strict=True)
+            taken |= {tips[parent] << 32 | token for parent, token in pairs}
         taken |= {hypothesis.tip << 32 | hypothesis.tokens[0] for hypothesis in verdict.done if hypothesis.tokens}
         ends = np.cumsum(answers.best_counts).tolist()
         tops: dict[int, tuple[tuple[int, ...], tuple[float, ...]]] = {}

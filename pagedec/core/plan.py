@@ -21,6 +21,8 @@ class AskSlice:
     num_nodes: int
     width: int
     """Streams of a Sample, k of a TopK or a Best, 1 for LogProbs."""
+    is_shared: bool = False
+    """Of a Best: answered alike wherever it stands."""
 
 
 @dataclass(slots=True)
@@ -56,6 +58,11 @@ class Work:
     report: WorkReport | None = None
     roll: int = -1
     """Of the draft lane: its place among the forward's rolls. Of the target lane: where its Roll was rolled."""
+
+    @property
+    def shares_answer(self) -> bool:
+        """All works of equal asks are answered alike: the best of a gang."""
+        return self.draft is EMPTY and len(self.asks) == 1 and self.asks[0].is_shared
 
     @property
     def answers_something(self) -> bool:

@@ -17,7 +17,7 @@ from pagedec.core.layout import LaneBuilder, draw_record
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan, Work
 from pagedec.core.preemption import Room
-from pagedec.core.protocol import Query, Sampler
+from pagedec.core.protocol import Best, Query, Sampler
 from pagedec.core.request import Branch, Request, order_of
 from pagedec.core.reuse import Reuse
 from pagedec.core.rows import Rows
@@ -238,6 +238,13 @@ class Planner:
         if not queries:
             return True
         depth, chunk = request.history.depth, self._limits.chunk
+        if self._has_only_roots(request, queries):
+            if len(queries) > min(self._rows.left, self._rows.seqs_left):
+                return True
+            if not self._reserve(request, [(q.branch.tables["target"], 1) for q in queries], set(request.branches)):
+                return False
+            self._rows.lay_gang(request, queries)
+            return True
         asked = {query.branch for query in queries}
         # In the branches' own order: what a branch waits for has then been looked up in the prefix cache.
         waiting = {branch for branch in request.branches if branch in asked and self._reuse.must_wait(request, branch)}
@@ -253,6 +260,19 @@ class Planner:
         self._lay(
             request, [Chain(query.branch, count, query, True) for query, count in zip(queries, pending, strict=True)]
         )
+        return True
+
+    def _has_only_roots(self, request: Request, queries: Sequence[Query]) -> bool:
+        """Each branch lacks its last token alone, and asks for the best alone: as nearly always."""
+        reports, depth = request.reports, request.history.depth
+        if reports is not None and reports.reporting.num_prompt_logprobs is not None:
+            return False
+        for query in queries:
+            branch = query.branch
+            if depth[branch.tip] - branch.tables["target"].length != 1 or len(query.asks) != 1:
+                return False
+            if query.draft is not EMPTY or not isinstance(query.asks[0], Best):
+                return False
         return True
 
     def _recompute_gang(self, request: Request, queries: Sequence[Query], waiting: set[Branch]) -> bool:

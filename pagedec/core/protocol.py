@@ -184,6 +184,29 @@ class Child:
         return not self.tokens and not self.path and self.keep is None and self.score is None and self.state is None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Children:
+    """A gang's next generation as arrays. The same as a `Child` for each entry, and settled without one: the branch of
+    query `parents[i]`, continued by `tokens[i]`, with `scores[i]` and, if given, `states[i]`. A parent's last child is
+    the parent's `Branch` itself; `rank` is not asked."""
+
+    parents: np.ndarray  # int [num]: places among the step's queries
+    tokens: np.ndarray  # int [num]
+    scores: np.ndarray  # float [num]
+    states: Sequence[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    def objects(self, queries: Sequence[Query]) -> tuple[Child, ...]:
+        """The same one by one."""
+        states = self.states if self.states is not None else [None] * len(self)
+        rows = zip(self.parents.tolist(), self.tokens.tolist(), self.scores.tolist(), states, strict=True)
+        return tuple(
+            Child(queries[parent].branch, (token,), score=score, state=state) for parent, token, score, state in rows
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
     """A finished answer: the history of `tip` followed by `tokens`. Never a table, so it costs no block while it waits.
@@ -218,6 +241,8 @@ class Verdict:
     live: tuple[Child, ...] = ()
     done: tuple[Hypothesis, ...] = ()
     drop: tuple[Branch, ...] = ()
+    children: Children | None = None
+    """Of a gang: in place of `live`, which is empty then, as is `drop`."""
     settled: int | None = None
     """Of a gang: all answers that can still come agree on so many tokens, the prompt's counted. These are told."""
 
@@ -281,7 +306,7 @@ class Decoder(Protocol):
     @abstractmethod
     def rank(self, state: Any) -> int:
         """The rank of the hypothesis that a branch of this state becomes when the scheduler ends it at a stop: a whole
-        number from 0, one for each branch that lives. A stream's reader knows an answer by it. Asked of every child's
+        number from 0, one for each branch that lives. A stream's reader knows an answer by it. Asked of every `Child`'s
         state, a gang's too."""
 
     def conclude(self, branches: Sequence[Branch]) -> Sequence[Hypothesis] | None:

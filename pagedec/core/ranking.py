@@ -1,4 +1,4 @@
-"""The best of a gang: how its rows are laid out for the device, and what the device answers."""
+"""The best of a gang: how its rows are laid out for the device."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pagedec.core.forward import (
     BEST_ROW_DTYPE,
     NO_BEST_GROUPS,
     NO_BEST_ROWS,
-    LaneAnswers,
 )
-from pagedec.core.protocol import Best, Candidates
+from pagedec.core.protocol import Best
 
 _MASK = (1 << 64) - 1
 
@@ -19,33 +18,61 @@ _MASK = (1 << 64) - 1
 class Ranking:
     """Collects the rows that one forward ranks, by request and group."""
 
-    __slots__ = ("_groups", "_num_places", "_places")
+    __slots__ = (
+        "_asks",
+        "_group_of",
+        "_num_places",
+        "_place_of",
+        "_positions",
+        "_rows",
+        "_scores",
+        "_streams",
+        "_taken",
+    )
 
     def __init__(self) -> None:
-        self._groups: list[tuple[Best, list[tuple[int, int, int, int, float]]]] = []
-        self._places: dict[tuple[int, int], int] = {}  # (request, group): place in _groups
+        self._asks: list[Best] = []  # of each group
+        self._place_of: dict[tuple[int, int], int] = {}  # (request, group): its place among the groups
         self._num_places: dict[int, int] = {}  # request: its queries so far
+        self._taken: list[int] = []  # of each row: its query's place, and so on
+        self._group_of: list[int] = []
+        self._streams: list[int] = []
+        self._rows: list[int] = []
+        self._positions: list[int] = []
+        self._scores: list[float] = []
 
     def add(self, owner: int, ask: Best, row: int, position: int, score: float) -> int:
         """Rank a read-out row among those of the same owner and group; returns the group's place. Rows of an owner come
         in the order of its queries."""
         place = self._num_places.get(owner, 0)
         self._num_places[owner] = place + 1
-        group = self._places.setdefault((owner, ask.group), len(self._groups))
-        if group == len(self._groups):
-            self._groups.append((ask, []))
-        self._groups[group][1].append((ask.stream & _MASK, row, place, position, score))
+        group = self._place_of.setdefault((owner, ask.group), len(self._asks))
+        if group == len(self._asks):
+            self._asks.append(ask)
+        self._taken.append(place)
+        self._group_of.append(group)
+        self._streams.append(ask.stream & _MASK)
+        self._rows.append(row)
+        self._positions.append(position)
+        self._scores.append(score)
         return group
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """BEST_ROW_DTYPE [num_best] and BEST_GROUP_DTYPE [num_groups]."""
-        if not self._groups:
+        if not self._asks:
             return NO_BEST_ROWS, NO_BEST_GROUPS
-        rows = np.array([row for _, own in self._groups for row in own], BEST_ROW_DTYPE)
-        groups = np.zeros(len(self._groups), BEST_GROUP_DTYPE)
-        groups["stop"] = np.cumsum([len(own) for _, own in self._groups])
-        groups["first"][1:] = groups["stop"][:-1]
-        for group, (ask, _) in zip(groups, self._groups, strict=True):
+        rows = np.empty(len(self._rows), BEST_ROW_DTYPE)
+        rows["stream"], rows["row"], rows["place"] = self._streams, self._rows, self._taken
+        rows["position"], rows["score"] = self._positions, self._scores
+        groups = np.zeros(len(self._asks), BEST_GROUP_DTYPE)
+        if len(self._asks) > 1:
+            group_of = np.array(self._group_of)
+            rows = rows[np.argsort(group_of, kind="stable")]
+            groups["stop"] = np.cumsum(np.bincount(group_of, minlength=len(groups)))
+            groups["first"][1:] = groups["stop"][:-1]
+        else:
+            groups["stop"] = len(rows)
+        for group, ask in zip(groups, self._asks, strict=True):
             describe(group, ask)
         return rows, groups
 
@@ -59,20 +86,3 @@ def describe(group: np.void, ask: Best) -> None:
         group["is_drawn"], group["seed"] = 1, sampler.seed & _MASK
         group["top_k"], group["top_p"], group["min_p"] = sampler.top_k, sampler.top_p, sampler.min_p
         group["temperature"] = sampler.temperature or 1.0
-
-
-def candidates_of(answers: LaneAnswers) -> list[Candidates]:
-    """Of each group of a forward, what its queries are answered."""
-    out, first = [], 0
-    for count in answers.best_counts.tolist():
-        part = slice(first, first + count)
-        out.append(
-            Candidates(
-                answers.best_parents[part],
-                answers.best_tokens[part],
-                answers.best_scores[part],
-                answers.best_logprobs[part],
-            )
-        )
-        first += count
-    return out

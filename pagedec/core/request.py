@@ -31,6 +31,8 @@ class Branch:
     behind it."""
     planned_in: int = -1
     """The last step that has work for this branch, or had for the one that it comes of."""
+    side: int = 0
+    """Of a gang's: its node at the end of the first block that the gang is not known to share; 0: not looked up."""
 
     @property
     def table(self) -> BlockTable:
@@ -82,7 +84,8 @@ class Request:
     started: bool = False
     """It was let in: it holds blocks, or has work in the step that is planned."""
     common_length: int = 0
-    """Of a gang: how many tokens all its live branches share."""
+    """Of a gang: how many tokens all its live branches are known to share; it is looked up when a whole block more may
+    be shared."""
     settled_length: int = 0
     """Of a gang: the tokens told as settled, the prompt's counted; 0: none yet."""
     asked_in: int = -1

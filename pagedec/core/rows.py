@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.layout import LaneBuilder
@@ -83,12 +83,38 @@ class Rows:
             self.builders["draft"].use_roll(roll, root + 1)
         self.plan.works.append(work)
 
-    def mark(self, work: Work, read: dict[int, int]) -> None:
-        """Have a work's read-out rows processed and reported as its request says; `read` maps nodes to them."""
+    def lay_gang(self, request: Request, queries: Sequence[Query]) -> None:
+        """Take and lay out one pending token of each branch of a gang that asks for its best alone, and for which there
+        is room."""
+        history, target, step, works = request.history, self.target, self.plan.step, self.plan.works
+        depth, token, size = history.depth, history.token, target.pool.block_size
+        tables = [query.branch.tables["target"] for query in queries]
+        if request.first_step < 0:
+            self.admit(request, tables[0].length)
+        self.left -= len(queries)
+        self.seqs_left -= len(queries)
+        tips = [query.branch.tip for query in queries]
+        lengths = [depth[tip] for tip in tips]
+        first_read = target.num_read
+        first = target.add_gang(tables, [token[tip] for tip in tips])
+        slices = target.rank_gang(first, queries, lengths, request.stopping, request.arrival)
+        for query, table, length, asks in zip(queries, tables, lengths, slices, strict=True):
+            branch = query.branch
+            branch.planned_in = step
+            if self._caching and length % size == 0:
+                self.computing.add(history.block_key(branch.tip, length))
+            works.append(Work(request, branch, table, length - 1, 1, -1, query, EMPTY, asks))
+        if request.marks_rows:
+            for i, work in enumerate(works[-len(queries) :]):
+                self.mark(work, {0: first_read + i}, i - len(queries))
+
+    def mark(self, work: Work, read: dict[int, int], branch: int = -1) -> None:
+        """Have a work's read-out rows processed and reported as its request says; `read` maps nodes to them. `branch`
+        counts the branches added, from the last: -1."""
         request, target = work.request, self.target
         if request.rules is not NO_RULES:
             of_logprobs = request.decoder.processes_logprobs
-            target.process(read.values(), request.arrival, work.branch.prompt_length, of_logprobs)
+            target.process(read.values(), request.arrival, work.branch.prompt_length, of_logprobs, branch)
         if request.reports is not None and request.reports.reporting.num_logprobs is not None:
             num_top = request.reports.reporting.num_logprobs
             work.report = work.report or WorkReport()

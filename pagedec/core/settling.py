@@ -8,19 +8,20 @@ from itertools import groupby
 from typing import NamedTuple
 
 from pagedec.core.checks import check_rank, check_verdict
+from pagedec.core.children import as_objects, check_children, check_generation, is_plain
+from pagedec.core.common import forget_sides, note_common
 from pagedec.core.demand import Demand
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.forward import LaneAnswers, split_rolled
-from pagedec.core.layout import read_answer
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logprobs import Recorder, TokenLogprobs, reported
 from pagedec.core.plan import StepPlan, Work
-from pagedec.core.protocol import Answer, Child, Hypothesis, Query, Sample, Verdict
-from pagedec.core.ranking import candidates_of
+from pagedec.core.protocol import Answer, Child, Children, Hypothesis, Query, Sample, Verdict
+from pagedec.core.reading import candidates_of, read_answer
 from pagedec.core.request import Branch, Event, Finished, Progress, Request, Settled
 from pagedec.core.stopping import Cut
 from pagedec.core.table import BlockTable, CopyPlan
-from pagedec.core.transition import Heir, transition
+from pagedec.core.transition import Heir, descend, transition
 from pagedec.errors import InvalidArgument, PagedecError, RequestError, shown
 
 
@@ -91,8 +92,10 @@ class Settler:
             table.truncate(length, tuple(tail))
         elif length // self._size > table.published and self._publishing:
             request = work.request  # before the transition, or a finished request would leave nothing
-            beams = request.decoder.gang and len(request.branches) > 1
-            self._publish(request, work.branch, request.common_length if beams else length)
+            if not request.decoder.gang or len(request.branches) == 1:
+                self._publish(request, work.branch, length)
+            elif request.common_length // self._size > table.published:
+                self._publish(request, work.branch, request.common_length)
 
     def _publish(self, request: Request, branch: Branch, settled: int) -> None:
         """Offer full blocks of accepted tokens to the prefix cache."""
@@ -107,15 +110,17 @@ class Settler:
     def _publish_generation(self, request: Request) -> None:
         """Offer what the new branches have: of a gang only what all of them share, which cannot be displaced any
         more."""
-        branches = request.branches
+        branches, size = request.branches, self._size
         if not self._publishing or not branches:
             return
         gang = request.decoder.gang
         if gang:
-            request.common_length = request.history.common_length(*(branch.tip for branch in branches))
+            note_common(request, size)
         for branch in branches:
-            if branch.table.length // self._size > branch.table.published:
-                self._publish(request, branch, request.common_length if gang else branch.table.length)
+            table = branch.tables["target"]
+            settled = request.common_length if gang else table.length
+            if min(table.length, settled) // size > table.published:
+                self._publish(request, branch, settled)
 
     # ---- plain sampling: one token for each branch, and no verdict
     def _advance_plain(self, request: Request, works: Sequence[Work]) -> None:
@@ -156,15 +161,16 @@ class Settler:
 
     # ---- any decoder
     def _advance(self, request: Request, works: Sequence[Work]) -> None:
-        queries, answers = [], []
-        for work in works:
-            query, answer = self._answer(request, work)
-            queries.append(query)
-            answers.append(answer)
-            request.num_drafted_tokens += len(answer.draft.tokens)
-        evaluated = {query.branch: answer.draft for query, answer in zip(queries, answers, strict=True)}
+        queries, answers = self._answer_all(request, works)
         try:
             verdict = request.decoder.advance(queries, answers)
+            if isinstance(verdict, Verdict) and verdict.children is not None:
+                children = check_children(verdict, queries, request, self._vocab_size)
+                if is_plain(request, works):
+                    self._advance_gang(request, works, verdict, children)
+                    return
+                verdict = as_objects(verdict, children, queries)
+            evaluated = {query.branch: answer.draft for query, answer in zip(queries, answers, strict=True)}
             check_verdict(request.history, request.branches, evaluated, verdict, self._vocab_size, request.decoder)
             if self._recorder is not None:
                 self._recorder.record_paths(works, answers, verdict)
@@ -177,12 +183,37 @@ class Settler:
         request.num_accepted_tokens += sum(len(child.path) for child in verdict.live)
         self._apply(request, evaluated, verdict, generation)
 
+    def _answer_all(self, request: Request, works: Sequence[Work]) -> tuple[list[Query], list[Answer]]:
+        queries, answers = [], []
+        asks: object = None
+        for work in works:
+            if asks is not work.asks or not work.shares_answer:
+                query, answer = self._answer(request, work)
+                request.num_drafted_tokens += len(answer.draft.tokens)
+                asks = work.asks
+            else:
+                assert work.query is not None
+                query = work.query
+            queries.append(query)
+            answers.append(answer)
+        return queries, answers
+
     def _answer(self, request: Request, work: Work) -> tuple[Query, Answer]:
         if work.query is not None:
             return work.query, read_answer(work, self._answers["target"], self._rolled, self._candidates)
         assert request.plain is not None
         query = Query(work.branch, (Sample(request.plain, tuple(work.branch.state)),))
         return query, Answer(EMPTY, (self._answers["target"].draws[work.draw : work.draw + 1].reshape(1, 1),))
+
+    def _advance_gang(self, request: Request, works: Sequence[Work], verdict: Verdict, children: Children) -> None:
+        """A generation that comes as arrays: no object a child, but for those that fork."""
+        branches = [work.branch for work in works]
+        parents = [branches[place] for place in children.parents.tolist()]
+        states = check_generation(request, verdict, children, parents, self._vocab_size)
+        if self._recorder is not None:
+            self._recorder.record_best(works, verdict)
+        request.branches = descend(request.history, request.branches, parents, children, states)
+        self._finish_generation(request, verdict, ())
 
     def edit(self, request: Request, verdict: Verdict, ranks: Sequence[int]) -> None:
         """A generation in which nothing was evaluated: what it appends is the client's, and ends nothing."""
@@ -203,12 +234,17 @@ class Settler:
         request.branches = transition(
             request.history, request.branches, evaluated, generation.heirs, generation.dropped, self._copies
         )
+        if any(heir.child.keep is not None for heir in generation.heirs):
+            request.common_length = 0
+            forget_sides(request)
+        self._events += generation.progress
+        self._finish_generation(request, verdict, generation.finished)
+
+    def _finish_generation(self, request: Request, verdict: Verdict, finished: Sequence[Hypothesis]) -> None:
         self._publish_generation(request)
-        if not (request.decoder.gang or request.decoder.revises):
-            self._events += generation.progress
         if verdict.settled is not None and request.branches:
             self._tell_settled(request, verdict.settled)
-        for hypothesis in (*verdict.done, *generation.finished):
+        for hypothesis in (*verdict.done, *finished):
             self._finish(request, hypothesis)
         if not request.branches:
             self.over.append(request)
@@ -236,6 +272,7 @@ class Settler:
         history, stopping = request.history, request.stopping
         out = Generation([], [*verdict.drop], [], [])
         cut_off: list[Branch] = []
+        tells = not (request.decoder.gang or request.decoder.revises)
         for child, rank in zip(verdict.live, ranks, strict=True):
             parent, state, given_length = child.parent, child.parent.stop_state, child.parent.given_length
             length, tokens = history.depth[parent.tip], child.tokens
@@ -249,7 +286,7 @@ class Settler:
                 cut, given_length = Cut(stopping.start, tokens), length + len(tokens)
             else:
                 cut = stopping.cut(state, tokens, request.limit - length)
-            if cut.tokens and child.keep is None:
+            if cut.tokens and child.keep is None and tells:
                 out.progress.append(_progress(request, child, rank, cut.tokens))
             if cut.reason is None:
                 out.heirs.append(Heir(child, cut.state, given_length))

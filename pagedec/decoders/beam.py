@@ -16,7 +16,7 @@ from pagedec.core.protocol import (
     Answer,
     Best,
     Candidates,
-    Child,
+    Children,
     Decoder,
     DecoderContext,
     Hypothesis,
@@ -135,7 +135,7 @@ class Beam(Decoder):
                 chosen.append((group, own))
         if not chosen:
             return Verdict(done=self._answers([group.pool for group in self.groups]) or self._stranded(branches))
-        return self._go_on(branches, chosen)
+        return self._go_on(chosen)
 
     def _choose(self, group: Group, candidates: Candidates, branches: Sequence[Branch]) -> Chosen:
         """Who ends, who lives on, and whether the group's search is over."""
@@ -189,7 +189,7 @@ class Beam(Decoder):
         return diversified(candidates, self.scores[candidates.parents], amounts)
 
     # ---- going on
-    def _go_on(self, branches: Sequence[Branch], chosen: Sequence[tuple[Group, Chosen]]) -> Verdict:
+    def _go_on(self, chosen: Sequence[tuple[Group, Chosen]]) -> Verdict:
         """The next generation, and what is settled with it."""
         parents = np.concatenate([own.parents for _, own in chosen])
         tokens = np.concatenate([own.tokens for _, own in chosen])
@@ -199,15 +199,9 @@ class Beam(Decoder):
         self.behind.append(parents)
         if self.ask.sampler is not None:
             self.streams = continued(self.streams[parents], tokens)
-        places, ids = parents.tolist(), tokens.tolist()
-        settled = self._settle(places, ids)
-        live = [
-            Child(branches[place], (token,), score=score, state=number)
-            for place, token, score, number in zip(
-                places, ids, self.scores.tolist(), self.numbers[-1].tolist(), strict=True
-            )
-        ]
-        return Verdict(tuple(live), settled=settled)
+        settled = self._settle(parents.tolist(), tokens.tolist())
+        children = Children(parents, tokens, self.scores, self.numbers[-1].tolist())
+        return Verdict(children=children, settled=settled)
 
     def _settle(self, places: Sequence[int], tokens: Sequence[int]) -> int:
         """How many tokens all agree on that live or wait and may be returned."""

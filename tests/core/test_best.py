@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from pagedec.core.protocol import (
     GREEDY,
     Answer,
     Best,
-    Candidates,
     Child,
+    Children,
     Decoder,
     DecoderContext,
     Hypothesis,
@@ -33,125 +34,11 @@ from pagedec.core.request import Branch, Request, Settled
 from pagedec.core.scheduler import Scheduler
 from pagedec.core.stopping import Stopping
 from pagedec.errors import InvalidArgument, InvariantError
+from pagedec.params import SamplingParams
 from tests.core.fake import VOCABULARY, FakeEngine, reference_noise
+from tests.core.gangs import How, Keep, add, answers_of, run, spy
 from tests.core.oracle import warp
-from tests.core.world import World, limits
-
-
-@dataclass(frozen=True)
-class How:
-    """A gang that keeps the best of each group for so many steps. `by_row`: it asks for each row's top k, and ranks
-    them itself."""
-
-    width: int = 4
-    num_groups: int = 1
-    count: int = 12
-    sampler: Sampler | None = None
-    by_row: bool = False
-    min_tokens_to_keep: int = 1
-
-
-class Keep(Decoder):
-    """Branches of group g have state (g, stream); a child's stream is its rank."""
-
-    gang = True
-
-    def __init__(self, how: How, context: DecoderContext) -> None:
-        self.how, self.context = how, context
-        self.width = how.width * how.num_groups
-        self.initial_state = (None, 0)
-        self.step = 0
-        self.seen: list[list[tuple[int, int, float, float]]] = []
-
-    def propose(self, branches: Sequence[Branch], room: int) -> Sequence[Query]:
-        how = self.how
-        if how.by_row:
-            return [Query(branch, (TopK(VOCABULARY),)) for branch in branches]
-        return [Query(branch, (self._ask(branch.state[0] or 0, branch.state[1]),)) for branch in branches]
-
-    def _ask(self, group: int, stream: int) -> Best:
-        how = self.how
-        return Best(how.width, how.sampler, stream, group, how.min_tokens_to_keep)
-
-    def advance(self, queries: Sequence[Query], answers: Sequence[Answer]) -> Verdict:
-        self.step += 1
-        live = []
-        for group, own in sorted(self._candidates(queries, answers).items()):
-            self.seen.append(own)
-            for rank, (place, token, score, _) in enumerate(own):
-                live.append((group, rank, place, token, score))
-        first = self.step == 1
-        children = []
-        for wanted in range(self.how.num_groups) if first else [None]:
-            for group, rank, place, token, score in live:
-                state = (group if wanted is None else wanted, rank)
-                children.append(Child(queries[place].branch, (token,), score=score, state=state))
-        if self.step < self.how.count:
-            return Verdict(tuple(children))
-        done = [
-            Hypothesis(child.parent.tip, child.tokens, rank, child.score or 0.0, "length")
-            for rank, child in enumerate(children)
-        ]
-        return Verdict(done=tuple(done))
-
-    def _candidates(
-        self, queries: Sequence[Query], answers: Sequence[Answer]
-    ) -> dict[int, list[tuple[int, int, float, float]]]:
-        out: dict[int, list[tuple[int, int, float, float]]] = {}
-        for place, (query, answer) in enumerate(zip(queries, answers, strict=True)):
-            group = query.branch.state[0] or 0
-            given = answer.values[0]
-            if isinstance(given, Candidates):
-                out[group] = list(
-                    zip(
-                        given.parents.tolist(), given.tokens.tolist(), given.scores.tolist(), given.logprobs.tolist(),
-                        strict=True,
-                    )
-                )  # fmt: skip
-                continue
-            score = np.float32(query.branch.score)
-            for token, logprob in zip(given[0][0].tolist(), given[1][0], strict=True):
-                if logprob > -np.inf:
-                    out.setdefault(group, []).append((place, token, float(score + logprob), float(logprob)))
-        if self.how.by_row:
-            key = lambda entry: (-entry[2], -entry[3], entry[0], entry[1])  # noqa: E731
-            out = {group: sorted(own, key=key)[: self.how.width] for group, own in out.items()}
-        return out
-
-    def rank(self, state: Any) -> int:
-        return (state[0] or 0) * self.how.width + int(state[1])
-
-
-def add(scheduler: Scheduler, how: How, prompt: Sequence[int], name: str = "gang", **more: Any) -> tuple[Request, Keep]:
-    made: list[Keep] = []
-
-    def make(context: DecoderContext) -> Decoder:
-        made.append(Keep(how, context))
-        return made[0]
-
-    stopping = Stopping(max_tokens=how.count, **more)
-    request = scheduler.admit(name, make, list(prompt), stopping)
-    scheduler.add(request)
-    return request, made[0]
-
-
-def answers_of(request: Request) -> list[tuple[list[int], float]]:
-    done = sorted(request.done, key=lambda hypothesis: hypothesis.rank)
-    return [(request.output(hypothesis), hypothesis.score) for hypothesis in done]
-
-
-def run(how: How, seed: int, num_blocks: int = 400, disturb: bool = False, **changes: Any) -> list[Any]:
-    engine = FakeEngine(World(seed).models, limits(num_blocks, max_num_batched_tokens=200, **changes))
-    rng = random.Random(seed)
-    prompt = [rng.randrange(1, VOCABULARY) for _ in range(rng.randrange(1, 20))]
-    request, keep = add(engine.scheduler, how, prompt)
-    while not engine.scheduler.idle:
-        if disturb and rng.random() < 0.3:
-            engine.scheduler.preempt(request.id)
-        engine.step()
-    engine.check_whole()
-    assert not engine.failed
-    return [answers_of(request), keep.seen]
+from tests.core.world import Case, World, limits
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 5, 16, 64, 130])
@@ -333,4 +220,96 @@ def test_what_is_not_settled_is_the_decoders_mistake() -> None:
     engine = FakeEngine(World(2).models, limits(400))
     telling(engine.scheduler, How(3, count=20), exaggeration=1)
     engine.run()
-    assert "settled is 4: must be tokens that all of `live` have in common" in str(engine.failed["told"])
+    assert "settled is 4: must be tokens that all that lives has in common" in str(engine.failed["told"])
+
+
+# ---- generations as arrays
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("width", "num_groups"), [(1, 1), (2, 1), (5, 1), (17, 1), (3, 4), (64, 1)])
+def test_arrays_and_objects_are_the_same(seed: int, width: int, num_groups: int) -> None:
+    """Every step tells the device the same, bit by bit; with stop tokens and strings, reports, and small pools."""
+    found = []
+    for arrays in (False, True):
+        how = How(width, num_groups, count=18, arrays=arrays)
+        small = 60 + 8 * width * num_groups if seed % 2 else 3000
+        engine = FakeEngine(World(seed).models, limits(small, max_num_batched_tokens=200))
+        rng, told = random.Random(seed), spy(engine)
+        prompt = [rng.randrange(1, VOCABULARY) for _ in range(rng.randrange(1, 20))]
+        more: dict[str, Any] = {"min_tokens": 18, "stop_token_ids": (3,)} if seed % 4 == 2 else {}
+        request, keep = add(engine.scheduler, how, prompt, reporting=Reporting(1) if seed % 3 == 0 else None, **more)
+        Case("other", SamplingParams(temperature=0.0), prompt, None, Stopping(max_tokens=20)).add(engine.scheduler)
+        while not engine.scheduler.idle:
+            if rng.random() < 0.1 and not request.closed:
+                engine.scheduler.preempt(request.id)
+            engine.step()
+        engine.check_whole()
+        assert not engine.failed and len(request.done) > 0
+        edges = None if request.reports is None else request.reports.edges
+        found.append((told, answers_of(request), keep.seen, request.done, edges, request.num_preemptions))
+    assert found[0] == found[1]
+
+
+class Wrong(Keep):
+    """Says something wrong in its third step."""
+
+    change: Any = None
+
+    def advance(self, queries: Sequence[Query], answers: Sequence[Answer]) -> Verdict:
+        verdict = super().advance(queries, answers)
+        return self.change(verdict, queries) if self.step == 3 else verdict
+
+
+def replaced(**fields: Any) -> Any:
+    def change(verdict: Verdict, queries: Sequence[Query]) -> Verdict:
+        assert verdict.children is not None
+        given = {name: value(verdict.children) for name, value in fields.items()}
+        return Verdict(children=replace(verdict.children, **given))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (replaced(parents=lambda c: c.parents + 2), "children.parents is 3: must be from 0 to 2"),
+        (replaced(parents=lambda c: c.parents - 9), "children.parents is -9: must be from 0 to 2"),
+        (replaced(parents=lambda c: c.parents.tolist()), "children.parents is .* array of one side, of integer"),
+        (replaced(tokens=lambda c: c.tokens[1:]), "children.tokens is 2: must be one for each of 3 parents"),
+        (replaced(tokens=lambda c: c.tokens * 0 + 8), "children.tokens is 8: must be from 0 to 7"),
+        (replaced(tokens=lambda c: c.tokens * 0 + 5), "must be in done: it has ended"),
+        (replaced(scores=lambda c: c.scores * np.nan), "children.scores is nan: must be numbers"),
+        (replaced(scores=lambda c: c.parents), "children.scores is .* of floating"),
+        (replaced(states=lambda c: [None]), "children.states is 1: must be one for each of 3 parents, or None"),
+        (lambda v, q: replace(v, live=(Child(q[0].branch),)), "live is 1: must be empty where children come as arrays"),
+        (lambda v, q: replace(v, drop=(q[0].branch,)), "drop is 1: must be empty where children come as arrays"),
+        (lambda v, q: replace(v, children="abc"), "children is 'abc': must be Children"),
+        (lambda v, q: replace(v, settled=99), "settled is 99: must be a whole number from 0 to"),
+        (lambda v, q: replace(v, done=(Hypothesis(10**6),)), r"done\[0\].tip is 1000000"),
+        (
+            lambda v, q: Verdict(children=Children(*(np.tile(x, 2) for x in (v.children.parents, v.children.tokens,
+            v.children.scores)))),
+            "children is 6: branches must be at most the gang's declared width, 3",
+        ),
+    ],
+)  # fmt: skip
+def test_what_arrays_say_wrong_is_their_requests_alone(change: Any, message: str) -> None:
+    wanted = None
+    for broken in (False, True):
+        engine = FakeEngine(World(1).models, limits(400))
+
+        def make(context: DecoderContext, broken: bool = broken) -> Decoder:
+            decoder = (Wrong if broken else Keep)(How(3, count=9, arrays=True), context)
+            if isinstance(decoder, Wrong):
+                decoder.change = change
+            return decoder
+
+        scheduler = engine.scheduler
+        stops = (5,) if "ended" in message else ()
+        scheduler.add(scheduler.admit("gang", make, [1, 2, 3], Stopping(max_tokens=9, stop_token_ids=stops)))
+        request, _ = add(scheduler, How(2), [1, 2, 4], "neighbour")
+        engine.run()
+        engine.check_whole()
+        if broken:
+            assert re.search(message, str(engine.failed["gang"]))
+            assert answers_of(request) == wanted
+        wanted = answers_of(request)

@@ -126,13 +126,14 @@ class Search:
         drafts = {query.branch: EMPTY for query in queries}
         check_verdict(self.history, self.branches, drafts, verdict, self.vocab_size, self.decoder)
         assert self.stopping is not None
+        live = verdict.live if verdict.children is None else verdict.children.objects(queries)
         places = {branch: i for i, branch in enumerate(self.branches)}
         self.branches = [
             Branch(
                 self.history.append(child.parent.tip, child.tokens), {}, child.state,
                 self.stopping.next(child.parent.stop_state, child.tokens[0]), len(self.prompt), child.score,
             )
-            for child in sorted(verdict.live, key=lambda child: places[child.parent])
+            for child in sorted(live, key=lambda child: places[child.parent])
         ]  # fmt: skip
         self.generations.append(
             [self.history.tokens(b.tip)[len(self.prompt) :] for b in sorted(self.branches, key=lambda b: b.state)]

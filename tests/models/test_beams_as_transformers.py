@@ -4,17 +4,14 @@ difference: such draws are drawn again, and counted."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from pagedec import LLM
 from pagedec.build import assemble
 from pagedec.config import EngineConfig
 from pagedec.engine.engine import Engine
@@ -26,10 +23,11 @@ from pagedec.params import BeamSearchParams
 from pagedec.runtime.loading import choose_backend, load_model
 from tests.decoders.beam_reference import Case
 from tests.decoders.test_beam_parity import cases
+from tests.equivalence.conftest import make_engine
 from tests.equivalence.harness import Case as Request
-from tests.equivalence.harness import run
+from tests.equivalence.harness import prompts, run
 from tests.models.checkpoints import SHAPE, VOCAB
-from tests.models.test_greedy_parity import DATA, TIE, hf_config
+from tests.models.test_greedy_parity import TIE, hf_config
 
 GAP = 1e-5
 """Candidates whose scores are nearer than this may stand in either order."""
@@ -183,25 +181,21 @@ def test_the_default_model_finds_the_same_answers() -> None:
     """24 prompts at widths 2, 4 and 8. Where answers differ, some candidates must be nearer than fp32 tells apart."""
     model, near = smollm(), []
     torch.set_num_threads(2)
-    with closing(LLM("smollm2", dtype="float32", num_blocks=640, max_model_len=1024)) as llm:
-        assert llm.tokenizer is not None
-        texts = [json.loads(line)["prompt"] for line in DATA.open(encoding="utf-8")]
-        ids = [llm.tokenizer.encode(text) for text in texts]
-        given = [*ids, *(tokens[: max(4, len(tokens) // 2)] for tokens in ids)]
-        assert len(given) == 24
-        for width in (2, 4, 8):
-            own = BeamSearchParams(beam_width=width, max_tokens=20)
-            outputs = llm.generate(given, own, use_tqdm=False)
-            for i, (prompt, output) in enumerate(zip(given, outputs, strict=True)):
-                config = GenerationConfig(
-                    num_beams=width, num_return_sequences=width, max_new_tokens=20, do_sample=False, pad_token_id=0,
-                    eos_token_id=model.generation_config.eos_token_id, return_dict_in_generate=True,
-                    output_scores=True,
-                )  # fmt: skip
-                want, scores = _watch(model, prompt, config)
-                got = [list(answer.token_ids) for answer in output.outputs]
-                if got != want:
-                    assert model.gap < TIE, f"prompt {i}, width {width}: {got} for {want}; gap {model.gap}"
-                    near.append(f"prompt {i}, width {width}: {model.gap:.1e}")
+    engine, given = make_engine("float32", num_blocks=1024), prompts(24, 5, 40, seed=77)
+    for width in (2, 4, 8):
+        own = BeamSearchParams(beam_width=width, max_tokens=20)
+        finished = run(engine, [Request(str(i), prompt, own) for i, prompt in enumerate(given)]).finished
+        config = GenerationConfig(
+            num_beams=width, num_return_sequences=width, max_new_tokens=20, do_sample=False, pad_token_id=0,
+            eos_token_id=list(engine.limits.eos_token_ids), return_dict_in_generate=True, output_scores=True,
+        )  # fmt: skip
+        for i, prompt in enumerate(given):
+            want, scores = _watch(model, prompt, config)
+            answers = finished[str(i)].answers
+            if [answer.token_ids for answer in answers] != want:
+                assert model.gap < TIE, f"prompt {i}, width {width}: {answers} for {want}; gap {model.gap}"
+                near.append(f"prompt {i}, width {width}: {model.gap:.1e}")
+            else:
+                assert [answer.score for answer in answers] == pytest.approx(scores, abs=1e-4)
     print(f"{len(near)} of 72 hang on near-ties: {near}")
     assert len(near) <= 6
