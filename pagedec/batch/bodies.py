@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from pagedec.batch.structured_fields import STRUCTURED, read_structured
 from pagedec.errors import FeatureNotAvailable, InvalidArgument
 from pagedec.fields import check_names, rules
 from pagedec.params import SamplingParams
@@ -18,7 +19,6 @@ IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "pr
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "stream_options": (),
-    "response_format": ({"type": "text"},),
     "prompt_logprobs": (),
 }
 """Fields of both endpoints that are known but not carried out, and the values that ask for nothing."""
@@ -39,10 +39,10 @@ NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
 SAMPLING = tuple(name for name in rules(SamplingParams) if name not in ("logprobs", "prompt_logprobs"))
 """Parameters that a body gives by our own names, most of which are OpenAI's too."""
 ORDER = ("priority", "cache_salt")
-COMPLETION_FIELDS = ("model", "prompt", *SAMPLING, "logprobs", *ORDER, *NEUTRAL_COMPLETION, *IGNORED)
+COMPLETION_FIELDS = ("model", "prompt", *SAMPLING, *STRUCTURED, "logprobs", *ORDER, *NEUTRAL_COMPLETION, *IGNORED)
 CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 CHAT_FIELDS = (
-    *("model", "messages", *SAMPLING, "max_completion_tokens", "logprobs", "top_logprobs", *CHAT_OPTIONS),
+    *("model", "messages", *SAMPLING, *STRUCTURED, "max_completion_tokens", "logprobs", "top_logprobs", *CHAT_OPTIONS),
     *(*ORDER, *NEUTRAL_CHAT, *IGNORED),
 )
 MAX_TOP_LOGPROBS = 20
@@ -109,6 +109,9 @@ def _params(given: Mapping[str, Any], defaults: Mapping[str, Any], chat: bool) -
     if isinstance(seed := values.get("seed"), int) and not isinstance(seed, bool) and -(2**63) <= seed < 0:
         values["seed"] = seed % 2**64  # OpenAI's seeds are signed
     values |= _logprobs(given, chat)
+    structured = read_structured(given)
+    if structured is not None:
+        values["structured_outputs"] = structured
     return SamplingParams.from_dict(values)
 
 

@@ -37,6 +37,8 @@ examples:
   pagedec generate --chat --system "Answer in one word." "What is the capital of France?" --temperature 0
   pagedec generate -f prompts.txt --n 2 --temperature 0.8 --top-p 0.95 --seed 7 --json
   pagedec generate "2 + 2 =" --max-tokens 1 --logprobs 5
+  pagedec generate "Is water wet?" --choice yes --choice no
+  pagedec generate "A person as JSON:" --json-schema person.json
   pagedec generate --config engine.toml --stop "\\n" --stop END < prompts.txt
 """
 
