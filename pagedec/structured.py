@@ -88,6 +88,10 @@ def _schema(given: Any) -> dict[str, Any] | bool:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
             raise InvalidArgument(f"{_FIELD}.json", given, f"must be JSON: {error}") from None
+    try:
+        json.dumps([[schema]])
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{_FIELD}.json", given, f"must be what JSON can say: {error}") from None
     if not isinstance(schema, (Mapping, bool)):
         raise InvalidArgument(f"{_FIELD}.json", given, "must be a JSON schema: a table, or its text")
     return schema if isinstance(schema, bool) else dict(schema)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from pagedec.batch.structured_fields import STRUCTURED, read_structured
 from pagedec.errors import FeatureNotAvailable, InvalidArgument
 from pagedec.fields import check_names, field_names, rules
 from pagedec.params import BeamSearchParams, RequestParams, SamplingParams
@@ -18,7 +19,6 @@ IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "pr
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "stream_options": (),
-    "response_format": ({"type": "text"},),
     "prompt_logprobs": (),
 }
 """Fields of both endpoints that are known but not carried out, and the values that ask for nothing."""
@@ -44,20 +44,11 @@ BEAMS = tuple(name for name in rules(BeamSearchParams) if name not in rules(Samp
 """Parameters of beam search by our own names, of which vLLM's server has `length_penalty`."""
 USE_BEAMS = "use_beam_search"
 """vLLM's name of the switch, with which `n` is the width."""
-COMPLETION_FIELDS = ("model", "prompt", *SAMPLING, USE_BEAMS, *BEAMS, "logprobs", *ORDER, *NEUTRAL_COMPLETION, *IGNORED)
+OURS = (*SAMPLING, *STRUCTURED, USE_BEAMS, *BEAMS)
+COMPLETION_FIELDS = ("model", "prompt", *OURS, "logprobs", *ORDER, *NEUTRAL_COMPLETION, *IGNORED)
 CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 CHAT_FIELDS = (
-    *(
-        "model",
-        "messages",
-        *SAMPLING,
-        USE_BEAMS,
-        *BEAMS,
-        "max_completion_tokens",
-        "logprobs",
-        "top_logprobs",
-        *CHAT_OPTIONS,
-    ),
+    *("model", "messages", *OURS, "max_completion_tokens", "logprobs", "top_logprobs", *CHAT_OPTIONS),
     *(*ORDER, *NEUTRAL_CHAT, *IGNORED),
 )
 MAX_TOP_LOGPROBS = 20
@@ -124,6 +115,9 @@ def _params(given: Mapping[str, Any], defaults: Mapping[str, Any], chat: bool) -
     if isinstance(seed := values.get("seed"), int) and not isinstance(seed, bool) and -(2**63) <= seed < 0:
         values["seed"] = seed % 2**64  # OpenAI's seeds are signed
     values |= _logprobs(given, chat)
+    structured = read_structured(given)
+    if structured is not None:
+        values["structured_outputs"] = structured
     beams = _beams(given)
     if not beams:
         return SamplingParams.from_dict(values)

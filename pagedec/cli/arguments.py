@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Container, Mapping
 from typing import Any, TypeVar
 
+from pagedec.cli.structured_flags import add_structured_arguments, given_structured
 from pagedec.cli.texts import unescaped
 from pagedec.config import ENGINE_GROUPS, EngineConfig, engine_rules, read_tables
 from pagedec.errors import InvalidArgument
@@ -107,6 +108,7 @@ def add_sampling_arguments(
     rule, default = fields["seed"]
     seed = dataclasses.replace(rule, help=f"{rule.help.partition(';')[0]}; none: {without_seed}")
     add_fields(parser, "sampling parameters", fields | {"seed": (seed, default)}, SAMPLING, hidden=hidden)
+    add_structured_arguments(parser)
 
 
 def add_beam_arguments(parser: argparse.ArgumentParser) -> None:
@@ -191,6 +193,9 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters that the file and the flags give, the flags over the file, each checked, by name."""
     values = dict(_file(arguments)[1])
     values |= _given(arguments, SAMPLING, rules(SamplingParams))
+    structured = given_structured(arguments)
+    if structured is not None:
+        values["structured_outputs"] = structured
     SamplingParams(**values)
     return values
 

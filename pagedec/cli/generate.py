@@ -48,6 +48,8 @@ examples:
   pagedec generate -f prompts.txt --n 2 --temperature 0.8 --top-p 0.95 --seed 7 --json
   pagedec generate "2 + 2 =" --max-tokens 1 --logprobs 5
   pagedec generate "Once upon a time" --beam-width 4 --max-tokens 24 --show-tree --save-tree tree.svg
+  pagedec generate "Is water wet?" --choice yes --choice no
+  pagedec generate "A person as JSON:" --json-schema person.json
   pagedec generate --config engine.toml --stop "\\n" --stop END < prompts.txt
 """
 

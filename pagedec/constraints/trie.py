@@ -100,8 +100,8 @@ class TokenTrie:
         cuts += [cuts[-1] + 4 * num_nodes, cuts[-1] + 4 * (2 * num_nodes + 1), size]
         ids, tokens, first_child, ends = (data[a:b] for a, b in itertools.pairwise(cuts))
         trie = cls.__new__(cls)
-        nodes = (array.view(np.int32) for array in (tokens, first_child, ends))
-        trie._hold(*nodes, ids.view(np.int64), max_token, bool(splits))
+        tokens, first_child, ends = tokens.view(np.int32), first_child.view(np.int32), ends.view(np.int32)
+        trie._hold(tokens, first_child, ends, ids.view(np.int64), max_token, bool(splits))
         return trie
 
     def __len__(self) -> int:

@@ -13,7 +13,7 @@ import torch
 from pagedec.core.forward import LaneAnswers, LaneForward, Masks
 from pagedec.kernels.backend import Backend, CacheTensors
 from pagedec.kernels.best import BestRows
-from pagedec.kernels.masking import apply_mask, check_masks
+from pagedec.kernels.masked import apply_mask, check_masks
 from pagedec.kernels.report import RawRows, empty_report
 
 

@@ -22,7 +22,7 @@ from pagedec.core.scheduler import Scheduler
 from pagedec.core.wire import Step, pack_answers, pack_masks, pack_step, unpack_answers, unpack_masks, unpack_step
 from pagedec.errors import RequestError
 from pagedec.executor.base import RuleNews
-from pagedec.kernels.masking import apply_mask, check_masks
+from pagedec.kernels.masked import apply_mask, check_masks
 from pagedec.runtime.worker import with_rolled
 from tests.core.oracle import process, report, warp
 

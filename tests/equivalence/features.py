@@ -6,12 +6,13 @@ python -m tests.equivalence.features      # refreshes the table in docs/features
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pagedec import InvalidArgument, SamplingParams
+from pagedec import InvalidArgument, SamplingParams, TokenTrie
 from pagedec.engine.engine import Engine, FinishedRequest
 from pagedec.params import BeamSearchParams
 from tests.algorithms.lookahead import LookaheadParams
@@ -55,6 +56,22 @@ ALL_RULES = {
     **LONG, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2, "no_repeat_ngram_size": 3,
     "logit_bias": {FEW[0]: 0.5}, "logprobs": 3, "prompt_logprobs": 1,
 }  # fmt: skip
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "kind": {"enum": ["cat", "dog", "door"]}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+STRUCTURED = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}, "max_tokens": 20}
+TRIE = TokenTrie([[*FEW[:3], *path] for path in itertools.product(FEW[3:7], FEW[5:9], FEW[2:6], FEW[:2])])
+"""Sequences that all begin alike, and then fork and fork."""
+
+
+def every_third(tokens: list[int]) -> list[int]:
+    """Another third of the vocabulary behind each text, and never the last token again."""
+    return [token for token in range(sum(tokens) % 3, 49152, 3) if token != tokens[-1]]
+
+
 FEATURES = {
     "alone": Feature(),
     "in a crowd": Feature(others=True),
@@ -79,6 +96,14 @@ FEATURES = {
     "repetition_penalty": Feature(params={**LONG, "repetition_penalty": 50.0}, others=True),
     "presence_penalty": Feature(params={**LONG, "presence_penalty": 2.0}, others=True),
     "frequency_penalty": Feature(params={**LONG, "frequency_penalty": 0.5}, others=True),
+    "allowed_tokens_fn": Feature(params={"allowed_tokens_fn": every_third}, others=True),
+    "token_trie": Feature(params={"token_trie": TRIE, "logprobs": 2}, others=True),
+    "structured_outputs": Feature(params=STRUCTURED, others=True),
+    "constraints and rules, n = 3": Feature(
+        params={**STRUCTURED, **SEEDED, "n": 3, "min_tokens": 4, "repetition_penalty": 1.3, "logprobs": 2}, others=True
+    ),
+    "constraints, chunked": Feature({"max_num_batched_tokens": 7}, {"token_trie": TRIE}, twice=True),
+    "constraints, preempted": Feature({"num_blocks": 14}, {**STRUCTURED, "logprobs": 2}, others=True, disturb=True),
     "logprobs": Feature(params={"logprobs": 3}, others=True),
     "prompt_logprobs": Feature({"max_num_batched_tokens": 11}, {"prompt_logprobs": 2}, twice=True),
     "rules and reports, n = 3": Feature(params={**ALL_RULES, **SEEDED, "n": 3}, others=True),
@@ -97,6 +122,7 @@ DECODERS: dict[str, Any] = {
 REFUSED: dict[tuple[str, str], tuple[type[Exception], str]] = {
     ("beam groups", "seed, temperature, top_p"): (InvalidArgument, "groups are never drawn, in Hugging Face's neither"),
     ("beam groups", "n = 3"): (InvalidArgument, "as seed, temperature, top_p"),
+    ("beam groups", "constraints and rules, n = 3"): (InvalidArgument, "as seed, temperature, top_p"),
     ("beam groups", "rules and reports, n = 3"): (InvalidArgument, "as seed, temperature, top_p"),
 }
 """Each with the error that it gives, and why."""
