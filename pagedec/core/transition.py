@@ -120,9 +120,16 @@ def descend(
         for i in own[:-1]:
             new = None if states is None else states[i]
             branch = Branch(
-                append(tip, tokens[i]), {"target": parent.tables["target"].fork()}, state if new is None else new,
-                stop_states[i], parent.prompt_length, scores[i], parent.given_length, parent.planned_in, side=parent.side,
-            )  # fmt: skip
+                append(tip, tokens[i]),
+                {"target": parent.tables["target"].fork()},
+                state if new is None else new,
+                stop_states[i],
+                parent.prompt_length,
+                scores[i],
+                parent.given_length,
+                parent.planned_in,
+                side=parent.side,
+            )
             generation.append(branch)
         i = own[-1]
         parent.tip, parent.score, parent.stop_state = append(tip, tokens[i]), scores[i], stop_states[i]
