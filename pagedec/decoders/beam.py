@@ -107,10 +107,11 @@ class Beam(Decoder):
         """All beams, in the order of their numbers."""
         ask, ordered = self.ask, sorted(branches, key=_number)
         if ask.sampler is not None:
-            streams = self.streams.tolist()
-            return [Query(branch, (replace(ask, stream=own),)) for branch, own in zip(ordered, streams, strict=True)]
-        asks = [(replace(ask, group=group.number),) for group in self.groups]
-        return [Query(branch, asks[branch.state // self.group_width]) for branch in ordered]
+            k, sampler, keep, streams = ask.k, ask.sampler, ask.min_tokens_to_keep, self.streams.tolist()
+            asks = [(Best(k, sampler, stream, 0, keep),) for stream in streams]
+            return [Query(branch, own) for branch, own in zip(ordered, asks, strict=True)]
+        by_group = [(replace(ask, group=group.number),) for group in self.groups]
+        return [Query(branch, by_group[branch.state // self.group_width]) for branch in ordered]
 
     # ---- choosing
     def advance(self, queries: Sequence[Query], answers: Sequence[Answer]) -> Verdict:

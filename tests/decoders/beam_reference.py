@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.modeling_outputs import CausalLMOutput
 
 VOCAB = 64
@@ -75,14 +82,26 @@ def settings(case: Case) -> dict[str, Any]:
     return given
 
 
+class EndsWith(StoppingCriteria):
+    """Stops where a text ends with one of some sequences: what a stop string does."""
+
+    def __init__(self, endings: list[list[int]]) -> None:
+        self.endings = endings
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        rows = input_ids.tolist()
+        return torch.tensor([any(row[-len(end) :] == end for end in self.endings) for row in rows])
+
+
 def search(case: Case) -> dict[str, Any]:
     """The answers: token ids behind the prompt, padded as transformers pads them; scores; and beam indices."""
     model = TableModel(PretrainedConfig(vocab_size=VOCAB), table_of(case)).eval()
     config = GenerationConfig(return_dict_in_generate=True, output_scores=True, **settings(case))
     prompt = torch.tensor([case["prompt"]])
+    extra = {"stopping_criteria": StoppingCriteriaList([EndsWith(case["stop"])])} if case.get("stop") else {}
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config, **extra)
     return {
         "sequences": out.sequences[:, prompt.shape[1] :].tolist(),
         "scores": out.sequences_scores.tolist(),

@@ -7,11 +7,12 @@ python -m tests.decoders.test_beam_parity      # records them anew
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,16 @@ import torch
 import transformers
 from transformers.generation import logits_process
 
+from pagedec.core.stop_strings import StopStrings
+from pagedec.core.stopping import Stopping
 from pagedec.params import BeamSearchParams
 from tests.decoders.beam_driver import Search
 from tests.decoders.beam_reference import VOCAB, Case, search, table_of
 
 RECORDED = Path(__file__).parents[1] / "data" / "beam_438.json"
 OTHER_PYTHON = "PAGEDEC_TRANSFORMERS_438"
+FIRST = ord("0")
+LETTERS = [bytes([FIRST + token]) for token in range(VOCAB)]
 LENGTH_PENALTIES = (-1.0, 0.0, 0.5, 1.0, 2.0)
 
 
@@ -87,7 +92,11 @@ def ours(case: Case, semantics: str) -> Search:
         num_beam_groups=case.get("groups", 1), diversity_penalty=case.get("diversity_penalty", 0.0),
         repetition_penalty=case.get("repetition_penalty") or 1.0, hf_semantics=semantics,
     )  # fmt: skip
-    return Search(params, case["prompt"], logprobs, VOCAB, tuple(case["eos"])).run()
+    eos, stopping = tuple(case["eos"]), None
+    if case.get("stop"):
+        strings = StopStrings(["".join(chr(FIRST + token) for token in end) for end in case["stop"]])
+        stopping = Stopping(eos, (), case["min_tokens"], case["max_tokens"], strings=strings, pieces=LETTERS)
+    return Search(params, case["prompt"], logprobs, VOCAB, eos, stopping).run()
 
 
 def padded(case: Case, found: Search, length: int, first_end: bool) -> list[list[int]]:
@@ -97,11 +106,12 @@ def padded(case: Case, found: Search, length: int, first_end: bool) -> list[list
     for text in found.texts():
         if first_end and text[-1] in eos and len(text) > 0:
             text = [*text[:-1], eos[0]]
-        out.append(text + [eos[0] if eos else 0] * (length - len(text)))
+        out.append(text + [eos[0] if eos else -1] * (length - len(text)))
     return out
 
 
-def assert_equal(case: Case, want: dict[str, Any], semantics: str) -> None:
+def assert_equal(case: Case, want: dict[str, Any], semantics: str) -> Search:
+    """What we find, which is what transformers finds."""
     found = ours(case, semantics)
     sequences, grouped = want["sequences"], case.get("groups", 1) > 1
     old = semantics == "4.38"
@@ -116,6 +126,7 @@ def assert_equal(case: Case, want: dict[str, Any], semantics: str) -> None:
         indices = [[index for index in row if index >= 0] for row in want["beam_indices"]]
         assert [list(answer.ancestry) for answer in found.done] == indices, case
     assert_settled(found)
+    return found
 
 
 def assert_settled(found: Search) -> None:
@@ -132,10 +143,32 @@ def cases(count: int, seed: int, groups: bool = False) -> list[Case]:
     return [draw(rng, groups) for _ in range(count)]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small arrays: torch's threads would only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def test_five() -> None:
     """Every token, every bit of every score, every beam index."""
     for case in cases(100, seed=5):
         assert_equal(case, search(case), "5")
+
+
+def test_five_with_stop_strings() -> None:
+    """As candidates that end. A text that the prompt begins and the answer ends is none."""
+    rng, ended = random.Random(6), 0
+    for case in cases(40, seed=66):
+        case["min_tokens"], end = 0, rng.randrange(VOCAB)
+        texts = ours(case, "5").texts()
+        pairs = [[*pair] for text in texts for pair in itertools.pairwise(text) if rng.random() < 0.3]
+        case["stop"] = [pair for pair in pairs if pair[0] != case["prompt"][-1]] + [[end]] * (end not in case["eos"])
+        found = assert_equal(case, search(case), "5")
+        ended += sum(len(answer.stop_string or "") == 2 for answer in found.done)
+    assert ended > 5
 
 
 @pytest.mark.long
