@@ -56,3 +56,28 @@ def test_the_example_of_coroutines(capsys: pytest.CaptureFixture[str]) -> None:
     assert [
         line for line in lines if re.fullmatch(r"'Once upon a time' was given up after 0.5 s and \d+ characters", line)
     ]
+
+
+def test_the_example_of_beams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tree.svg"
+    runpy.run_path(str(EXAMPLES / "beams.py"))["main"](str(path))
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    scores = [float(line.split()[0]) for line in lines[:4]]
+    assert scores == sorted(scores, reverse=True) and "4 answers to a prompt of 8 tokens; " in shown
+    assert f"#1 score {scores[0]:.4f}" in shown and path.read_text().startswith("<svg ")
+    [best] = [line for line in lines if line.startswith("best: ")]
+    assert best.startswith("best: The three most important things in life are")
+    assert repr(best.removeprefix("best: The three most important things in life are"))[1:-1] in lines[0]
+    assert re.search(r"after half a second: \d+ tokens, limited by max_time\n", shown)
+    beams, greedy = (float(found) for found in re.findall(r"log-probability by \w+: (-[\d.]+)", shown))
+    assert beams > greedy
+    assert int(re.findall(r"\(in (\d+) pieces\)", lines[-1])[0]) > 1
+
+
+def test_the_example_of_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "beam_groups.py"))["main"]()
+    found = re.findall(r"== ([a-z ]+): (\d) beginnings", capsys.readouterr().out)
+    numbers = {name: int(number) for name, number in found}
+    assert list(numbers) == ["one search", "three groups", "drawn"]
+    assert numbers["three groups"] > numbers["one search"]
