@@ -156,9 +156,12 @@ class EngineLoop:
                 self._turn()
         except BaseException as error:  # our own mistake: nobody must wait for what will not come
             self._closed, self.broken = True, error
-            self._fail_all()
-            self._empty_inbox()
-            self._finish_turn()
+            try:
+                self._fail_all()
+                self._empty_inbox()
+                self._finish_turn()
+            finally:
+                self.engine.stop()
             raise
         finally:
             self._release()
