@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -123,12 +124,47 @@ def test_a_worker_that_hangs(apart: Callable[..., LLM], expected: list[Tokens]) 
     assert_whole(llm, expected)
 
 
+def test_a_worker_that_hangs_while_a_large_step_comes(apart: Callable[..., LLM]) -> None:
+    """More than the sockets hold: its time is over for what it does not read, too."""
+    llm = apart(**SMALL, step_timeout=0.3)
+    forward, _, _ = masked_forward(3, llm.engine.limits.vocab_size)
+    executor = worker_of(llm)
+    masks = np.zeros((3, 1 << 20), np.int32)
+    os.kill(executor.pid, signal.SIGSTOP)
+    giving_up = threading.Timer(20, os.kill, (executor.pid, signal.SIGKILL))
+    giving_up.start()
+    error = executor.execute({"target": forward(masked=True)}, {}, lambda: masks).exception()
+    giving_up.cancel()
+    assert isinstance(error, WorkerLost) and "has not answered for 0.3 s, and was killed" in str(error)
+    llm.engine.scheduler.forget_kv()
+
+
+def test_an_engine_that_is_dropped_leaves_no_process(tiny_path: Path) -> None:
+    """Neither one that runs nor one that nobody has waited for, and no warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        llm = LLM(str(tiny_path), skip_tokenizer_init=True, num_blocks=32, executor="process")
+        pid = worker_of(llm).pid
+        with pytest.MonkeyPatch.context() as patch:
+            unraisable = list[Any]()
+            patch.setattr(sys, "unraisablehook", unraisable.append)
+            del llm
+            gc.collect()
+        assert not Path(f"/proc/{pid}").exists() and not unraisable
+
+
 def test_a_channel_says_how_it_ends() -> None:
     ends = socket.socketpair()
     ours, theirs = map(Channel, ends)
     ours.wait_at_most(0.01)
     with pytest.raises(TimeoutError, match="says nothing"):
         ours.receive()
+    with pytest.raises(TimeoutError, match="takes nothing"):  # more than the sockets hold, and nobody reads
+        ours.send(7, np.zeros(1 << 22, np.int32))
+    for end in ends:
+        end.close()
+    ends = socket.socketpair()
+    ours, theirs = map(Channel, ends)
     ours.watch(0.01)  # nothing comes
     theirs.send(7, b"abc")
     ours.watch(60.0)
