@@ -266,14 +266,14 @@ def test_submitting_beside_closing(make: Make) -> None:  # noqa: F811
     """What passed the door in time is told when the loop has closed behind it."""
     llm, sink = make(), Leaving()
     [(_, request)] = llm.prepare([IDS], FOREVER)
-    check = llm.loop._require_open
+    check = llm.loop.require_open
 
     def slow() -> None:
         check()
-        llm.loop._require_open = check  # type: ignore[method-assign]
+        llm.loop.require_open = check  # type: ignore[method-assign]
         llm.close()
 
-    llm.loop._require_open = slow  # type: ignore[method-assign]
+    llm.loop.require_open = slow  # type: ignore[method-assign]
     llm.loop.submit(request, sink)
     assert ["the engine is closed" in str(error) for error in sink.errors] == [True]
 
