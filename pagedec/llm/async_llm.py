@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence, Sized
 from types import TracebackType
 from typing import Any
 
@@ -20,9 +20,9 @@ from pagedec.llm.streams import Stream
 from pagedec.outputs import RequestOutput
 from pagedec.text.chat_template import Message, Tool
 
-LONG_TEXT = 20_000
-"""Characters from which on a prompt is tokenised in a thread: some 5 ms, which an event loop should not be held up
-for."""
+LONG_PROMPT = 20_000
+"""Characters, or token ids, from which on a prompt is read in a thread: a text takes some 5 ms, for which an event loop
+should not be held up."""
 
 
 @listed
@@ -251,5 +251,6 @@ def _go_on(readers: Sequence[Reader]) -> None:
 
 
 def _is_long(prompt: Any) -> bool:
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return isinstance(text, str) and len(text) > LONG_TEXT
+    if isinstance(prompt, Mapping):
+        return any(map(_is_long, prompt.values()))
+    return isinstance(prompt, Sized) and len(prompt) > LONG_PROMPT

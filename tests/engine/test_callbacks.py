@@ -320,12 +320,17 @@ def test_names_of_others_are_not_taken(make: Make) -> None:  # noqa: F811
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_a_long_text_holds_nobody_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """It is tokenised in a thread; the event loop meanwhile takes in others."""
+@pytest.mark.parametrize("long_prompt", ["long" * 9000, [7] * 30_000, {"prompt_token_ids": [7] * 30_000}])
+def test_a_long_prompt_holds_nobody_up(
+    make: Make,  # noqa: F811
+    long_prompt: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is read in a thread; the event loop meanwhile takes in others."""
     llm, going, done = make(), threading.Event(), threading.Event()
 
     def slow(prompt: Any, *rest: Any) -> Any:
-        if isinstance(prompt, str):
+        if prompt is long_prompt:
             going.set()
             assert done.wait(30), "the short one did not come through"
             prompt = IDS
@@ -334,7 +339,7 @@ def test_a_long_text_holds_nobody_up(make: Make, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("pagedec.llm.front.read_prompt", slow)
 
     async def main() -> None:
-        long = asyncio.create_task(read(llm.generate("long" * 9000, SHORT)))
+        long = asyncio.create_task(read(llm.generate(long_prompt, SHORT)))
         await asyncio.to_thread(going.wait)
         [*_, last] = await read(llm.generate(IDS, SHORT))
         assert last.finished and not long.done()
