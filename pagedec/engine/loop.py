@@ -101,9 +101,13 @@ class EngineLoop:
         def run() -> None:
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(function(self.engine))
-                except Exception as error:
+                    result = function(self.engine)
+                except BaseException as error:
                     future.set_exception(error)
+                    if _is_of_a_signal(error):
+                        raise
+                else:
+                    future.set_result(result)
 
         self._post(run)
         self._tidy_closed()
@@ -295,9 +299,7 @@ class EngineLoop:
                     self.engine.fail(request.id, RequestError(request.id, problem))
             except BaseException as error:
                 self._drop(request.id, sink, error)
-                # a signal's, perhaps, which only this thread gets; elsewhere it is the sink's own, and not of the call
-                # that drives
-                if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+                if _is_of_a_signal(error):
                     raise
 
     def _drop(self, request_id: str, sink: Sink, error: BaseException) -> None:
@@ -338,6 +340,11 @@ class EngineLoop:
         if self._thread is not None or (self._driving.locked() and self._driver != threading.get_ident()):
             self._is_forked = True
             self._filled = threading.Event()  # that thread may have held the old one
+
+
+def _is_of_a_signal(error: BaseException) -> bool:
+    """Perhaps: only the main thread gets them. Elsewhere it is the callback's own, and not of the call that drives."""
+    return not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()
 
 
 _loops: weakref.WeakSet[EngineLoop] = weakref.WeakSet()

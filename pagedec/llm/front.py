@@ -85,8 +85,7 @@ class Front:
     @property
     def kv_cache(self) -> KvPool:
         """How large the KV pool is, and why: `num_blocks`, `block_size`, `num_tokens`, `num_bytes`, `reason`."""
-        assert self.engine.kv_cache is not None
-        return self.engine.kv_cache
+        return self.engine.executor.geometry.kv_cache
 
     def reset_prefix_cache(self) -> bool:
         """Forget all KV that no request holds: no later prompt finds what was computed before. What runs goes on with

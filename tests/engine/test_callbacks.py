@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from pagedec import SamplingParams
+from pagedec.engine.engine import Engine
 from pagedec.errors import InvalidArgument, RequestError, RequestsFailed
 from pagedec.llm.prompts import read_prompt
 from tests.engine.crowd import NUM_PROMPTS, Tiny, Tokens, assert_whole, workload
@@ -347,3 +348,16 @@ def test_a_long_prompt_holds_nobody_up(
         await long
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_call_between_steps_that_ends_its_thread(make: Make) -> None:  # noqa: F811
+    """Whoever waits for it is told, and the loop goes on."""
+    llm = make()
+
+    def leave(engine: Engine) -> None:
+        raise SystemExit(3)
+
+    future = llm.loop.call(leave)
+    assert isinstance(future.exception(20), SystemExit)
+    [*_, last] = asyncio.run(read(llm.generate(IDS, SHORT)))
+    assert last.finished
