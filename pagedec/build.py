@@ -77,9 +77,7 @@ def build_engine(
     )
     limits = ModelLimits(target.vocab_size, target.max_model_len, eos_token_ids, config.scheduler.max_logprobs)
     debug = environment.read("PAGEDEC_DEBUG") == "1"
-    engine = Engine(scheduler, executor, limits, seed=config.model.seed, debug=debug, vocabulary=vocabulary)
-    engine.kv_cache = geometry.kv_cache
-    return engine
+    return Engine(scheduler, executor, limits, seed=config.model.seed, debug=debug, vocabulary=vocabulary)
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:

@@ -242,6 +242,27 @@ def test_environment_is_read_in_one_module() -> None:
     assert in_cpp == []
 
 
+def step_calls(source: str) -> list[int]:
+    """Lines that have an engine make a step."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and node.attr == "step" and ast.unparse(node.value).endswith("engine")
+    ]
+
+
+def test_one_loop_steps_the_engine() -> None:
+    stepping = {module for module, source in package_sources().items() if step_calls(source)}
+    assert stepping == {"pagedec.engine.loop"}
+
+
+def test_lines_are_narrow() -> None:
+    """A formatter holds Python's, but for what it is told to skip, and nobody C++'s."""
+    files = [*python_files("pagedec", "tests", "benchmarks", "examples"), *cpp_files()]
+    wide = [path.name for path in files if any(len(line) > 120 for line in path.read_text("utf-8").splitlines())]
+    assert wide == []
+
+
 def cpp_files() -> list[Path]:
     return sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in CPP_SUFFIXES)
 
@@ -318,6 +339,7 @@ def test_the_other_checks_see() -> None:
     assert environment_access("import os\nos.cpu_count()") == []
     assert len(long_functions("def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES)) == 1
     assert long_functions("def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1)) == []
+    assert step_calls("engine.step()\nself.llm.engine.step()\nfeeder.step()\nf(engine.step)") == [1, 2, 4]
     assert len(nameless_todos("# TODO later\n# TODO(ada): later\n# FIXME\n")) == 2
     homonymous = {"p.a.x": "class A: ...", "p.b.x": "class B: ...", "p.b": "class A: ...", "p.c": "", "p.c.c": ""}
     assert homonyms(homonymous) == {"x": ["p.a.x", "p.b.x"], "A": ["p.a.x.A", "p.b.A"]}

@@ -25,7 +25,6 @@ from pagedec.errors import DeviceError, InvalidArgument, RequestError, Shown
 from pagedec.executor.base import Executor
 from pagedec.outputs import RequestMetrics
 from pagedec.params import RequestParams
-from pagedec.runtime.pool import KvPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,6 @@ class Engine:
     ) -> None:
         self.scheduler, self.executor, self.limits, self.vocabulary = scheduler, executor, limits, vocabulary
         self.seed, self.debug, self.stats, self.clock = seed, debug, EngineStats(), clock
-        self.kv_cache: KvPool | None = None  # how large the target's pool was made, where a loader chose it
         self.num_unseeded = 0
         """Requests admitted without a seed of their own."""
         self._grammars = None if vocabulary is None else Grammars(limits.vocab_size, *vocabulary.words)

@@ -142,6 +142,8 @@ class WorkerProcess:
             theirs.close()
         self._channel = Channel(ours)
         self.pid = self._process.pid
+        self._end = weakref.finalize(self, _end, self._process, self._channel)  # also where it is dropped
+        self._end.atexit = False  # the kernel closes the channel then
         _running.add(self)
 
     def load(self, config: EngineConfig) -> Geometry:
@@ -190,19 +192,16 @@ class WorkerProcess:
         self._channel.close()
 
     def stop(self) -> None:
-        """Let it end: it does where the channel is closed."""
-        self.close()
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """Let it end: it does where the channel is closed. May be called again."""
+        self._end()
 
     def _send(self, kind: int, payload: np.ndarray | bytes) -> None:
         try:
             self._channel.send(kind, payload)
         except EOFError as error:
             raise self._lost() from error
+        except TimeoutError as error:
+            raise self._given_up() from error
 
     def _receive(self, kind: int) -> memoryview:
         try:
@@ -210,13 +209,16 @@ class WorkerProcess:
         except EOFError as error:
             raise self._lost() from error
         except TimeoutError as error:
-            self._process.kill()
-            raise WorkerLost(self.pid, f"has not answered for {self._step_timeout:g} s, and was killed") from error
+            raise self._given_up() from error
         if found == FAILED:
             raise StepRefused(pickle.loads(payload))
         if found != kind:
             raise InvariantError(f"message {kind} was due; the worker has sent {found}")
         return payload
+
+    def _given_up(self) -> WorkerLost:
+        self._process.kill()
+        return WorkerLost(self.pid, f"has not answered for {self._step_timeout:g} s, and was killed")
 
     def _lost(self) -> WorkerLost:
         try:
@@ -226,3 +228,12 @@ class WorkerProcess:
         return WorkerLost(
             self.pid, f"was ended by signal {-status}" if status < 0 else f"has ended with status {status}"
         )
+
+
+def _end(process: subprocess.Popen[bytes], channel: Channel) -> None:
+    channel.close()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
