@@ -139,6 +139,17 @@ def test_stop_strings_across_tokens_end_beams_and_leave_enough(semantics: str) -
     assert seen > 3
 
 
+def test_groups_that_are_done_without_any_end_token() -> None:
+    """By stop strings: there is no token that they could be counted with."""
+    pieces = [bytes([97 + i]) for i in range(12)]
+    stopping = Stopping((), (), 0, 8, strings=StopStrings(["e"]), pieces=pieces)
+    own = params(beam_width=4, num_beam_groups=4, diversity_penalty=2.0, early_stopping=True)
+    search = Search(own, [1, 2], table(4, 12, lift={4: 2.0}), 12, stopping=stopping).run()
+    lengths = [len(text) for text in search.texts()]
+    assert len(lengths) == 4 and len(set(lengths)) > 1
+    assert {answer.stop_string for answer in search.done} >= {"e"}
+
+
 def test_several_ends_and_ignored_ones() -> None:
     rows = table(2, 12, lift={3: 3.0, 4: 3.0})
     texts = Search(params(ignore_eos=True), [1, 2], rows, 12, (3, 4)).run().texts()
