@@ -234,12 +234,12 @@ class Planner:
 
     # ---- gangs
     def _plan_gang(self, request: Request, queries: Sequence[Query]) -> bool:
-        """All decoding rows in one step or none; recompute goes in pieces."""
+        """All decoding rows in one step or none; recompute goes in pieces. A gang counts as one branch."""
         if not queries:
             return True
         depth, chunk = request.history.depth, self._limits.chunk
         if self._has_only_roots(request, queries):
-            if len(queries) > min(self._rows.left, self._rows.seqs_left):
+            if len(queries) > self._rows.left:
                 return True
             if not self._reserve(request, [(q.branch.tables["target"], 1) for q in queries], set(request.branches)):
                 return False
@@ -250,13 +250,13 @@ class Planner:
         waiting = {branch for branch in request.branches if branch in asked and self._reuse.must_wait(request, branch)}
         pending = [depth[query.branch.tip] - query.branch.table.length for query in queries]
         rows = sum(max(1, count) for count in pending)
-        if waiting or rows > self._rows.left or len(queries) > self._rows.seqs_left or max(pending) > chunk:
+        if waiting or rows > self._rows.left or max(pending) > chunk:
             return self._recompute_gang(request, queries, waiting)
         wants = [(query.branch.table, count) for query, count in zip(queries, pending, strict=True)]
         if not self._reserve(request, wants, set(request.branches)):
             return False
-        for query, count in zip(queries, pending, strict=True):
-            self._rows.take(request, query.branch, count)
+        for i, (query, count) in enumerate(zip(queries, pending, strict=True)):
+            self._rows.take(request, query.branch, count, int(i == 0))
         self._lay(
             request, [Chain(query.branch, count, query, True) for query, count in zip(queries, pending, strict=True)]
         )
@@ -276,16 +276,18 @@ class Planner:
         return True
 
     def _recompute_gang(self, request: Request, queries: Sequence[Query], waiting: set[Branch]) -> bool:
+        seqs = 1
         for query in queries:
             branch = query.branch
             missing = request.history.depth[branch.tip] - branch.table.length - 1  # the root waits for the gang
             count = min(self._limits.chunk, missing, self._rows.left)
-            if branch in waiting or count <= 0 or self._rows.seqs_left <= 0:
+            if branch in waiting or count <= 0:
                 continue
             if not self._reserve(request, [(branch.table, count)], set(request.branches)):
                 return False
-            self._rows.take(request, branch, count)
+            self._rows.take(request, branch, count, seqs)
             self._rows.lay(request, branch, count, None)
+            seqs = 0
         return True
 
     def _reserve(self, request: Request, wants: Sequence[tuple[BlockTable, int]], protected: set[Branch]) -> bool:

@@ -35,13 +35,13 @@ class Rows:
         """Nobody has a row yet."""
         return self.left == self._whole
 
-    def take(self, request: Request, branch: Branch, count: int) -> None:
-        """Count the rows of `count` pending tokens of a branch; without a pending token, the row that reads the
-        root."""
+    def take(self, request: Request, branch: Branch, count: int, seqs: int = 1) -> None:
+        """Count the rows of `count` pending tokens of a branch; without a pending token, the row that reads the root.
+        `seqs`: as how many branches it counts."""
         table = branch.tables["target"]
         start = table.length
         self.left -= count or 1
-        self.seqs_left -= 1
+        self.seqs_left -= seqs
         branch.planned_in = self.plan.step
         if request.first_step < 0:
             self.admit(request, start)
@@ -92,7 +92,7 @@ class Rows:
         if request.first_step < 0:
             self.admit(request, tables[0].length)
         self.left -= len(queries)
-        self.seqs_left -= len(queries)
+        self.seqs_left -= 1
         tips = [query.branch.tip for query in queries]
         lengths = [depth[tip] for tip in tips]
         first_read = target.num_read

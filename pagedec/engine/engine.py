@@ -239,6 +239,9 @@ class Engine:
         stats.num_blocks_used = pool.num_blocks - pool.num_available
         stats.max_blocks_used = max(stats.max_blocks_used, stats.num_blocks_used)
         stats.num_released_branches += plan.num_released
+        stats.num_forks, stats.num_copied_blocks = pool.num_forks, pool.num_copied
+        held = sum(branch.table.num_blocks for request in self.scheduler.requests for branch in request.branches)
+        stats.num_blocks_saved = max(0, held - stats.num_blocks_used)
 
     def _failed_step(self, error: Exception, suspects: Sequence[Request]) -> list[EngineEvent]:
         """All KV is given up: nobody knows what the device has written. Whoever has had every chance fails with the

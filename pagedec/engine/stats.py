@@ -34,3 +34,9 @@ class EngineStats:
     """The most that any step used."""
     num_released_branches: int = 0
     """Idle branches that gave way to others."""
+    num_forks: int = 0
+    """Block tables that were made as forks of others, so far; a fork copies no block."""
+    num_copied_blocks: int = 0
+    """Blocks that were copied so far: the last, partial one of who writes what it shares."""
+    num_blocks_saved: int = 0
+    """How many more would be used now if branches shared none."""

@@ -77,8 +77,15 @@ class RawRows:
 
     def _chosen(self, at: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Log-probability and rank of a token for each row of `at`."""
-        chosen = self.values[at, tokens]
-        ranks = np.array([1 + int((self.values[row] > z).sum()) for row, z in zip(at, chosen, strict=True)], np.int32)
+        chosen, ranks = self.values[at, tokens], np.empty(len(at), np.int32)
+        if not len(at):
+            return chosen, ranks
+        order = np.argsort(at, kind="stable")
+        rows, firsts = np.unique(at[order], return_index=True)
+        for row, places in zip(rows.tolist(), np.split(order, firsts[1:]), strict=True):  # one look at a row for all
+            values, wanted = self.values[row], chosen[places]
+            above = np.sort(values[values > wanted.min()])
+            ranks[places] = 1 + len(above) - np.searchsorted(above, wanted, side="right")
         return chosen - self.lse[at], ranks
 
     def _fill_top(self, out: Reported) -> None:
