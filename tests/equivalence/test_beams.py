@@ -117,7 +117,7 @@ def test_what_was_told_as_settled_begins_every_answer() -> None:
     ],
 )  # fmt: skip
 def test_what_can_never_fit_is_refused_before_anything_is_held(params: dict[str, Any], field: str) -> None:
-    own = make_engine("tiny", num_blocks=32, max_num_seqs=256)
+    own = make_engine("tiny", num_blocks=32, max_num_batched_tokens=256)
     with pytest.raises(InvalidArgument) as error:
         add(own, "beams", range(10, 40), BeamSearchParams(**params))
     assert error.value.field == field
