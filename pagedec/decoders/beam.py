@@ -74,8 +74,9 @@ class Beam(Decoder):
         scoring = Scoring(params.length_penalty, params.early_stopping, self.span, semantics)
         self.groups = [Group(i, Pool(self.group_width, scoring)) for i in range(params.num_beam_groups)]
         self.closers = Closers(context.stopping, context.vocab_size)
-        eos = (*context.eos_token_ids, *context.stopping.ends)
-        self.pad = eos[0] if eos else -1
+        ends = (*context.eos_token_ids, *context.stopping.ends)
+        self.pads = [ends[0]] * self.group_width if ends and ends[0] < context.vocab_size else []
+        """What a group that is done counts as choosing."""
         self._set_ask()
         self.length = 0
         self.scores = np.zeros(1, np.float32)  # these four: of the branches that live, in the order of their numbers
@@ -125,7 +126,7 @@ class Beam(Decoder):
         chosen: list[tuple[Group, Chosen]] = []
         for group in self.groups:
             if group.done:
-                taken += [self.pad] * self.group_width
+                taken += self.pads
                 continue
             candidates = best[0 if self.length == 1 else group.number]
             if taken and self.params.diversity_penalty:

@@ -139,6 +139,22 @@ def test_stop_strings_across_tokens_end_beams_and_leave_enough(semantics: str) -
     assert seen > 3
 
 
+def test_groups_that_are_done_without_any_end_token() -> None:
+    """By stop strings: there is no token that they could be counted with."""
+    pieces = [bytes([97 + i]) for i in range(12)]
+    stopping = Stopping((), (), 0, 8, strings=StopStrings(["e"]), pieces=pieces)
+    own = params(beam_width=4, num_beam_groups=4, diversity_penalty=1.0, early_stopping=True)
+    one_by_one = 0
+    for seed in range(10):
+        search = Search(own, [1, 2], table(seed, 12, lift={4: 2.0}), 12, stopping=stopping).run()
+        assert len(search.done) == 4
+        texts = search.texts()
+        one_by_one += len(set(map(len, texts))) > 1
+        for answer, text in zip(search.done, texts, strict=True):
+            assert (text[-1] == 4) == (answer.stop_string == "e")
+    assert one_by_one > 3
+
+
 def test_several_ends_and_ignored_ones() -> None:
     rows = table(2, 12, lift={3: 3.0, 4: 3.0})
     texts = Search(params(ignore_eos=True), [1, 2], rows, 12, (3, 4)).run().texts()

@@ -1,6 +1,6 @@
 """Beam search returns what transformers returns: on a model whose logits are a table, where nothing is rounded
 differently, every token, score and beam index is equal. transformers 5.x is asked here; 4.38.2's answers are recorded
-(tests/data/beam_438.json), and asked again in a long run where PAGEDEC_TRANSFORMERS_438 names a Python that has it.
+(tests/data/beam_438.json), and asked again in a long run where TRANSFORMERS_438_PYTHON names a Python that has it.
 
 python -m tests.decoders.test_beam_parity      # records them anew
 """
@@ -29,7 +29,7 @@ from tests.decoders.beam_driver import Search
 from tests.decoders.beam_reference import VOCAB, Case, search, table_of
 
 RECORDED = Path(__file__).parents[1] / "data" / "beam_438.json"
-OTHER_PYTHON = "PAGEDEC_TRANSFORMERS_438"
+OTHER_PYTHON = "TRANSFORMERS_438_PYTHON"
 FIRST = ord("0")
 LETTERS = [bytes([FIRST + token]) for token in range(VOCAB)]
 LENGTH_PENALTIES = (-1.0, 0.0, 0.5, 1.0, 2.0)

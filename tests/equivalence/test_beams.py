@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
-from pagedec import SamplingParams
+from pagedec import InvalidArgument, SamplingParams
+from pagedec.core.request import Settled
 from pagedec.engine.engine import Engine, FinishedRequest
 from pagedec.params import BeamSearchParams
+from tests.equivalence.conftest import make_engine
 from tests.equivalence.harness import Case, prompts, run
+from tests.support import add, step
 
 Make = Callable[..., Engine]
 KINDS: tuple[dict[str, Any], ...] = (
@@ -28,7 +31,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 def searches(half: int, **changes: Any) -> list[Case]:
     texts = prompts(len(KINDS), 10, 40, seed=41)
     return [
-        Case(f"beams {i}", text, BeamSearchParams(max_tokens=5, seed=i, **{**kind, **changes}))
+        Case(f"beams {i}", text, BeamSearchParams(**{"max_tokens": 5, "seed": i, **kind, **changes}))
         for i, (text, kind) in enumerate(zip(texts, KINDS, strict=True))
         if i % 2 == half
     ]
@@ -90,3 +93,33 @@ def test_one_beam_is_greedy(engine: Make, early_stopping: bool) -> None:
         ).finished
         [got], [want] = found["beam"].answers, found["greedy"].answers
         assert replace(got, score=want.score) == want
+
+
+def test_what_was_told_as_settled_begins_every_answer() -> None:
+    own, told_of = make_engine("tiny", num_blocks=64), 0
+    for case in [*searches(0, max_tokens=12), *searches(1, max_tokens=12)]:
+        seen: list[Any] = []
+        add(own, case.name, case.prompt, case.params)
+        finished = None
+        while finished is None:
+            finished = next(iter(step(own, seen)), None)
+        tokens = [token for event in seen if isinstance(event, Settled) for token in event.tokens]
+        assert all(answer.token_ids[: len(tokens)] == tokens for answer in finished.answers)
+        told_of += len(tokens)
+    assert told_of > 5
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"beam_width": 16, "max_tokens": 200}, "limit"), ({"beam_width": 300, "max_tokens": 1}, "width"),
+        ({"beam_width": 2, "max_tokens": 4, "stop_token_ids": (1 << 20,)}, "stop_token_ids"),
+    ],
+)  # fmt: skip
+def test_what_can_never_fit_is_refused_before_anything_is_held(params: dict[str, Any], field: str) -> None:
+    own = make_engine("tiny", num_blocks=32, max_num_batched_tokens=256)
+    with pytest.raises(InvalidArgument) as error:
+        add(own, "beams", range(10, 40), BeamSearchParams(**params))
+    assert error.value.field == field
+    assert not own.scheduler.requests
+    assert own.scheduler.pools["target"].num_available == 32
