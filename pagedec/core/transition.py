@@ -89,7 +89,7 @@ def _fork(
             parent.score if child.score is None else child.score,
             heir.given_length,
             parent.planned_in,
-            heir.constraint_state,
+            constraint_state=heir.constraint_state,
         )
         family.append((branch, child))
     return family
