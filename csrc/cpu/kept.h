@@ -1,5 +1,5 @@
-// The tokens of a row that may be drawn: what top_k, top_p and min_p leave of it is a beginning of the row's order, so it
-// is one order key (the last one kept) and one distance; a short beginning is also kept as a list. Nothing sorts the
+// The tokens of a row that may be drawn: what top_k, top_p and min_p leave of it is a beginning of the row's order, so
+// it is one order key (the last one kept) and one distance; a short beginning is also kept as a list. Nothing sorts the
 // vocabulary.
 #pragma once
 #include <algorithm>
@@ -78,7 +78,8 @@ struct Kept {
       const int64_t n = row.vocab - begin < kMassChunk ? row.vocab - begin : kMassChunk;
       total += (double)mass_of_chunk(row.x + begin, n, row.top, inverse_temperature);
     }
-    select_largest(row.x, row.vocab, row.maxima.data(), std::min(std::max(kFirstTry, always), row.vocab), scratch, list);
+    const int64_t count = std::min(std::max(kFirstTry, always), row.vocab);
+    select_largest(row.x, row.vocab, row.maxima.data(), count, scratch, list);
     listed = cut(row, (double)top_p * total, always) || (int64_t)list.size() == row.vocab;
     if (listed)
       last = list.back();

@@ -16,6 +16,14 @@ from pagedec.structured import StructuredOutputsParams
 MAX_COMPILED = 256
 """Grammars that are kept, those used last."""
 EXTRA = "structured"
+_IN_STRING = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(_IN_STRING + f"{{1,{longest}}}" for longest in (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 30)),
+    _IN_STRING + "+",
+]
+"""Sets of tokens that are allowed or not as a whole: the library's own for JSON, and ones for strings that are nearly
+as long as they may be (with these, a mask of such a string costs three quarters)."""
 
 
 class GrammarState:
@@ -146,7 +154,8 @@ class Grammars:
     def _made(self, llguidance: Any) -> Any:
         words = TokenWords(self._vocab_size, self._pieces, self._special_ids, self._encode)
         wrapper = llguidance.TokenizerWrapper(words)
-        return llguidance.LLTokenizer(wrapper, n_vocab=self._vocab_size + 1, eos_token=self._vocab_size)
+        end = self._vocab_size
+        return llguidance.LLTokenizer(wrapper, n_vocab=end + 1, eos_token=end, slices=SLICES)
 
 
 class TokenWords:

@@ -279,6 +279,18 @@ class DecoderContext:
             cut, _ = cut_within(own, self.stopping, branch.stop_state, branch.constraint_state, (token,), room)
         return cut if cut.reason is not None else None
 
+    def closing(self, branches: Sequence[Branch], places: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Which of a gang's continuations, `tokens[i]` behind `branches[places[i]]`, end because the constraint lets
+        nothing follow, or are stop tokens that it left no choice about, even before `min_tokens`: bool [len(tokens)].
+        Without a constraint none. The tokens must be ones that it allows."""
+        closing = np.zeros(len(tokens), np.bool_)
+        own, stops = self.constraint, self.stopping.stops
+        if own is None:
+            return closing
+        for i, (place, token) in enumerate(zip(places.tolist(), tokens.tolist(), strict=True)):
+            closing[i] = token in stops or own.is_over(own.next(branches[place].constraint_state, token))
+        return closing
+
     def forced(self, branch: Branch) -> Sequence[int]:
         """Tokens that must follow `branch`, because its constraint allows no other: a draft that is always right."""
         if self.constraint is None or not self.drafts_forced:

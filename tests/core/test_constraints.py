@@ -15,7 +15,8 @@ from pagedec.constraints.function import FunctionConstraint
 from pagedec.constraints.trie import TokenTrie, TrieConstraint
 from pagedec.core.constraint import Constraint, Forbidden, cut_within, only_token, permits
 from pagedec.core.masking import node_states, pack_rows, without
-from pagedec.core.request import Request
+from pagedec.core.protocol import DecoderContext
+from pagedec.core.request import Branch, Request
 from pagedec.core.stopping import Stopping
 from pagedec.decoders import make_decoder
 from pagedec.params import SamplingParams
@@ -285,6 +286,24 @@ def test_a_trie_ends_an_answer_without_an_end_token() -> None:
     [hypothesis] = request.done
     assert hypothesis.reason == "stop" and hypothesis.stop_token is None
     assert trie.item(request.output(hypothesis)) in (0, 1)
+
+
+def test_a_gang_learns_which_continuations_end() -> None:
+    trie = TokenTrie([[1, 2, 3], [1, 4], [5, EOS]])
+    target = LanguageModel(1, 2)
+    engine = FakeEngine({"target": target}, limits(40))
+    rules = Rules(TrieConstraint(trie, (EOS,)), lambda prompt, generated: None)
+    request = request_of(engine, "one", BeamParams(2, max_tokens=4), [5, 6], rules, stops=(EOS,), low=3)
+    root = request.branches[0]
+    states = [rules.constraint.next(0, 1), rules.constraint.next(0, 5)]
+    branches = [Branch(root.tip, {}, 0, 0, 2, constraint_state=state) for state in states]
+    context = DecoderContext(request.history, 2, 9, VOCABULARY, (), request.stopping, rules.constraint)
+    places, tokens = np.array([0, 0, 1]), np.array([2, 4, EOS])
+    assert context.closing(branches, places, tokens).tolist() == [False, True, True]
+    endings = [context.ending(branches[place], token) for place, token in zip(places, tokens.tolist(), strict=True)]
+    assert [None if cut is None else cut.reason for cut in endings] == [None, "stop", "stop"]
+    free = DecoderContext(request.history, 2, 9, VOCABULARY, (), request.stopping)
+    assert not free.closing(branches, places, tokens).any()
 
 
 # ------------------------------------------------------------------------------------------------------------ the parts

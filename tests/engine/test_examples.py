@@ -46,6 +46,23 @@ def test_the_offline_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(cached) == 2 and cached[1] > cached[0]
 
 
+def test_the_example_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.redirect_stderr(io.StringIO()):
+        runpy.run_path(str(EXAMPLES / "json_output.py"))["main"]()
+    person, choice, moves, year, age = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"'A made-up person as JSON: ' -> '\{.*\}'", person)
+    assert choice.split(" -> ")[1] in ("' yes'", "' no'")
+    assert re.fullmatch(r".* -> '[a-h][1-8]-[a-h][1-8]( [a-h][1-8]-[a-h][1-8]){0,3}'", moves)
+    assert re.fullmatch(r".* -> '1\d{3}'", year) and re.fullmatch(r"age: \d+", age)
+
+
+def test_the_example_of_recommendation(capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.redirect_stderr(io.StringIO()):
+        runpy.run_path(str(EXAMPLES / "recommendation.py"))["main"]()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8 and all(re.fullmatch(r"'.*' -> item 100[1-6], [A-Z].*", line) for line in lines)
+
+
 def test_the_example_of_coroutines(capsys: pytest.CaptureFixture[str]) -> None:
     asyncio.run(runpy.run_path(str(EXAMPLES / "async_llm.py"))["main"]())
     lines = capsys.readouterr().out.splitlines()
