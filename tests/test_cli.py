@@ -99,6 +99,7 @@ def test_generate_json_is_one_object_a_line(stand_in: type[StandIn], capsys: pyt
         {
             "index": 0, "text": "<b>", "token_ids": [98], "cumulative_logprob": None, "logprobs": None,
             "finish_reason": "length", "stop_reason": None, "limited_by": None, "score": None, "ancestry": None,
+            "item_id": None,
         }
     ]  # fmt: skip
     assert records[0]["metrics"]["time_to_first_token"] == 0.25

@@ -307,11 +307,12 @@ typedef struct {
 } pd_sample_args;
 PD_EXPORT int pd_sample(pd_context *, const pd_sample_args *);
 /* The best continuations of rows that are ranked together (the beams of a search). Of a row, a token's log-probability
- * is (logit - lse) / temperature and its score the row's score plus that, all in fp32. A group's k best come in order of
- * their key, which is the score; then of their logits; then of the earlier row and the lower token id. What scores -inf
- * or NaN is no candidate. is_drawn 1: only tokens that top_k, top_p and min_p keep of the row count, as in pd_draw, at
- * least min_tokens_to_keep after each of them; and a key is the score plus G(seed, stream, position, token): a draw
- * without replacement from softmax(score) over all rows of the group. is_drawn 0: temperature and cuts are not read. */
+ * is (logit - lse) / temperature and its score the row's score plus that, all in fp32. A group's k best come in order
+ * of their key, which is the score; then of their logits; then of the earlier row and the lower token id. What scores
+ * -inf or NaN is no candidate. is_drawn 1: only tokens that top_k, top_p and min_p keep of the row count, as in
+ * pd_draw, at least min_tokens_to_keep after each of them; and a key is the score plus G(seed, stream, position,
+ * token): a draw without replacement from softmax(score) over all rows of the group. is_drawn 0: temperature and cuts
+ * are not read. */
 typedef struct {
   uint64_t stream;
   int32_t row, place, position; /* place: anything, given back */

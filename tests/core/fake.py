@@ -101,6 +101,7 @@ class FakeRunner:
         }
         self.num_read_outs: Counter[str] = Counter()
         self._make: StepMasks | None = None
+        self._forbidden: dict[int, list[int]] = {}
         self.num_copies = 0
 
     def execute(self, plan: StepPlan) -> Answers:
@@ -123,7 +124,8 @@ class FakeRunner:
                 forward = with_rolled(forward, forwards["draft"], np.array(rolled, np.int32))
             self._write(lane, forward)
             self._check_against_history(plan, lane, forward)
-            answers[lane] = self._read_out(lane, forward, self._masked(plan.step, forward, rolled))
+            self._forbidden = self._masked(plan.step, forward, rolled)
+            answers[lane] = self._read_out(lane, forward)
             slots = forward.roll_slots.tolist()
             for roll in forward.rolls:
                 rolled += self._roll(lane, forward, roll, [slots.pop(0) for _ in range(roll["count"] - 1)])
@@ -202,7 +204,7 @@ class FakeRunner:
             forbidden[row] = np.nonzero(logits < 0)[0].tolist()
         return forbidden
 
-    def _read_out(self, lane: str, forward: LaneForward, banned: dict[int, list[int]]) -> LaneAnswers:
+    def _read_out(self, lane: str, forward: LaneForward) -> LaneAnswers:
         model = self.models[lane]
         branches = np.searchsorted(forward.row_indptr, forward.read_rows, side="right") - 1
         texts = [
@@ -211,6 +213,7 @@ class FakeRunner:
         ]
         raw = [model(text) for text in texts]
         logprobs = self._processed(forward, raw, texts, branches)
+        banned = self._forbidden
         for row, token in zip(forward.banned_rows.tolist(), forward.banned_tokens.tolist(), strict=True):
             banned.setdefault(row, []).append(token)
         draws = []
