@@ -62,7 +62,7 @@ class Keep(Decoder):
     def propose(self, branches: Sequence[Branch], room: int) -> Sequence[Query]:
         how = self.how
         if how.by_row:
-            return [Query(branch, (TopK(VOCABULARY),)) for branch in branches]
+            return [Query(branch, (TopK(min(how.width, self.context.vocab_size)),)) for branch in branches]
         return [Query(branch, (self._ask(branch.state[0] or 0, branch.state[1]),)) for branch in branches]
 
     def _ask(self, group: int, stream: int) -> Best:
