@@ -146,6 +146,8 @@ class Beam(Decoder):
             candidates, drawn = by_score(candidates, self.num), False
         parents, tokens, scores = candidates.parents, candidates.tokens, candidates.scores
         ends = self.closers.find(self.length - 1, branches, parents, tokens)
+        if self.context.constraint is not None:
+            ends |= self.context.closing(branches, parents, tokens)
         if last and self.v5:
             ends[:] = True
         running, ended = select(scores, ends, self.group_width, self.num, drawn)

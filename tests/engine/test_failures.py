@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pagedec import LLM, SamplingParams
-from pagedec.core.forward import Answers, Forwards, Rules
+from pagedec.core.forward import Answers, Forwards, MakeMasks, Rules
 from pagedec.core.request import Failed, Request
 from pagedec.core.rows import Rows
 from pagedec.core.settling import Settler
@@ -36,9 +36,9 @@ class Breaking:
     def __init__(self, inner: InlineExecutor, step: int, hurt: Callable[[], None], late: bool = False) -> None:
         self.inner, self.left, self.hurt, self.late = inner, step, hurt, late
 
-    def execute(self, forwards: Forwards, rules: Rules) -> Future[Answers]:
+    def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Future[Answers]:
         self.left -= 1
-        done = self.inner.execute(forwards, rules) if self.left or self.late else None
+        done = self.inner.execute(forwards, rules, masks) if self.left or self.late else None
         if self.left == 0:
             assert self.inner.worker is not None
             for lane in self.inner.worker.lanes.values():
@@ -110,14 +110,14 @@ class Unwell:
         )
         self.engine.executor = self
 
-    def execute(self, forwards: Forwards, rules: Rules) -> Future[Answers]:
+    def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Future[Answers]:
         plan = self.engine.scheduler._plan
         assert plan is not None
         self.count += 1
         if self.fails(self.count, {work.request.id for work in plan.works}):
             self.num_failures += 1
             raise DeviceLost("unwell")
-        return self.inner.execute(forwards, rules)
+        return self.inner.execute(forwards, rules, masks)
 
     def stop(self) -> None:
         self.inner.stop()
