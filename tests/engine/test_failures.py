@@ -93,7 +93,7 @@ def test_somebody_wants_to_leave(
     break_at(llm, step, raising(error), late)
     with pytest.raises(type(error)) as caught:
         right_answers(llm)
-    assert caught.value is error
+    assert error in (caught.value, caught.value.__cause__)  # an interrupt brings the finished answers along
     assert_whole(llm, expected)
 
 
@@ -197,7 +197,7 @@ def test_a_device_that_answers_nonsense_is_a_device_that_fails(
     llm = tiny(**SMALL)
     execute, left = llm.engine.executor.execute, [6]
 
-    def nonsense(forwards: Forwards, rules: Rules) -> Future[Answers]:
+    def nonsense(forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Future[Answers]:
         done = execute(forwards, rules)
         left[0] -= 1
         if left[0] <= 0 and len(done.result()["target"].draws) and not left.append(0) and len(left) == 2:
