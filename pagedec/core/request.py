@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+from pagedec.core.acceptance import Acceptance
 from pagedec.core.history import History
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
 from pagedec.core.logprobs import Reports, TokenLogprobs
@@ -88,8 +89,7 @@ class Request:
     num_preemptions: int = 0
     num_released_branches: int = 0
     """Idle branches that gave way, one by one; they come back by their pending chain."""
-    num_drafted_tokens: int = 0
-    num_accepted_tokens: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
 
     @property
     def marks_rows(self) -> bool:

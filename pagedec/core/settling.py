@@ -159,7 +159,6 @@ class Settler:
             query, answer = self._answer(request, work)
             queries.append(query)
             answers.append(answer)
-            request.num_drafted_tokens += len(answer.draft.tokens)
         evaluated = {query.branch: answer.draft for query, answer in zip(queries, answers, strict=True)}
         try:
             verdict = request.decoder.advance(queries, answers)
@@ -171,7 +170,10 @@ class Settler:
             raise RequestError(request.id, f"its decoder cannot advance: {error}") from error
         except Exception as error:
             raise RequestError(request.id, f"its decoder cannot advance: {error!r}") from error
-        request.num_accepted_tokens += sum(len(child.path) for child in verdict.live)
+        for query, answer in zip(queries, answers, strict=True):
+            if answer.draft.tokens:
+                lengths = [len(child.path) for child in verdict.live if child.parent is query.branch]
+                request.acceptance.note(query, answer.draft, lengths)
         self._apply(request, evaluated, verdict, generation)
 
     def _answer(self, request: Request, work: Work) -> tuple[Query, Answer]:

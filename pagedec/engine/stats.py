@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from pagedec.core.acceptance import Acceptance
 
 
 @dataclass(slots=True)
@@ -34,3 +36,9 @@ class EngineStats:
     """The most that any step used."""
     num_released_branches: int = 0
     """Idle branches that gave way to others."""
+    drafts: dict[str, Acceptance] = field(default_factory=dict)
+    """What became of drafts, by the name of the decoder that proposed them."""
+
+    def drafts_of(self, decoder: str) -> Acceptance:
+        """The counts of one decoder, which grow."""
+        return self.drafts.setdefault(decoder, Acceptance())
