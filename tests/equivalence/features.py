@@ -14,10 +14,7 @@ from typing import Any
 from pagedec import SamplingParams
 from pagedec.engine.engine import Engine, FinishedRequest
 from tests.algorithms.beam import BeamParams
-from tests.algorithms.lookahead import LookaheadParams
-from tests.algorithms.ngram import NGramParams
 from tests.algorithms.random_tree import RandomTreeParams
-from tests.algorithms.speculative import SpeculativeParams
 from tests.equivalence.conftest import make_engine, vocabulary
 from tests.equivalence.harness import Case, prompts, run
 from tests.support import add
@@ -84,12 +81,20 @@ FEATURES = {
     "rules and reports, n = 3": Feature(params={**ALL_RULES, **SEEDED, "n": 3}, others=True),
     "rules and reports, preempted": Feature({"num_blocks": 14, "max_num_batched_tokens": 19}, ALL_RULES, True, True),
 }
+
+
+def drafting(**speculative: Any) -> SamplingParams:
+    """Greedy decoding that drafts."""
+    return SamplingParams(temperature=0, seed=0, max_tokens=MAX_TOKENS, speculative=speculative)
+
+
 DECODERS: dict[str, Any] = {
     "greedy and sampling": SamplingParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
-    "n-gram": NGramParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
+    "n-gram": drafting(method="ngram", num_candidates=3),
+    "lookahead": drafting(method="lookahead", window_size=4, ngram_size=3, num_guesses=4, pool_from_prompt=True),
+    "Jacobi": drafting(method="jacobi", num_speculative_tokens=6),
+    "draft model": drafting(method="draft_model", num_speculative_tokens=3),
     "random tree": RandomTreeParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
-    "lookahead": LookaheadParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
-    "draft model": SpeculativeParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
     "beam search": BeamParams(3, max_tokens=6),
 }
 # Of the decoders of the tests; each with the error it gives and why.
@@ -131,7 +136,7 @@ def alone(params: Any) -> FinishedRequest:
     itself."""
     if isinstance(params, SamplingParams):
         names = SamplingParams.__dataclass_fields__
-        params = SamplingParams(**{name: getattr(params, name) for name in names})
+        params = SamplingParams(**{name: getattr(params, name) for name in names} | {"speculative": None})
     key = repr(params)  # some hold a dict and have no hash
     if key not in _known:
         _known[key] = run(make_engine("tiny"), [Case("cell", PROMPT, params)]).finished["cell"]
