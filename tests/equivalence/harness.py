@@ -27,7 +27,7 @@ from tests.support import add, step
 
 SPECULATIONS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_candidates": 3, "num_speculative_tokens": 4},
-    "lookahead": {"method": "lookahead", "window_size": 4, "ngram_size": 3, "num_guesses": 4},
+    "lookahead": {"method": "lookahead", "window_size": 8, "ngram_size": 2, "num_guesses": 8},
     "lookahead, from the prompt": {
         "method": "lookahead", "window_size": 2, "ngram_size": 4, "num_guesses": 3, "pool_from_prompt": True,
     },
