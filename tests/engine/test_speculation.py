@@ -110,26 +110,46 @@ def test_a_worker_that_follows_has_the_same_lanes(tiny: Tiny, tiny_path: Path, e
     assert right_answers(llm) == expected
 
 
+def toss(llm: LLM, rng: random.Random, num_steps: int, expected: list[Tokens], tables: list[Any]) -> int:
+    """Requests that come at random and are aborted at random, for so many steps; what ends is right. How many were
+    aborted."""
+    engine, first, num_aborted, number = llm.engine, llm.engine.stats.num_steps, 0, 0
+    prompts, params = workload()
+    answers: dict[str, Tokens] = {}
+    while engine.stats.num_steps - first < num_steps:
+        if len(engine.scheduler.requests) < 6 and rng.random() < 0.6:
+            own = params[number % NUM_PROMPTS]
+            if isinstance(own, SamplingParams):
+                own = own.clone(speculative=rng.choice(tables))
+            add(engine, str(number), prompts[number % NUM_PROMPTS], own)
+            number += 1
+        answers |= {f.request.id: [answer.token_ids for answer in f.answers] for f in step(engine)}
+        if engine.scheduler.requests and rng.random() < 0.1:
+            engine.abort(rng.choice(engine.scheduler.requests).id)
+            num_aborted += 1
+        engine.scheduler.check()
+    answers |= drain(engine)
+    assert len(answers) + num_aborted == number
+    for name, answer in answers.items():
+        assert answer == expected[int(name) % NUM_PROMPTS]
+    return num_aborted
+
+
 @pytest.mark.parametrize("method", [*TABLES, "draft_model"])
 def test_aborts_at_any_moment_leave_both_pools_whole(
     tiny: Tiny, other_path: Path, expected: list[Tokens], method: str
 ) -> None:
     llm = tiny(**SMALL, speculative_config=TABLES.get(method, drafted_by(other_path)))
-    engine, rng = llm.engine, random.Random(method)
-    prompts, params = workload()
-    num_aborted, answers = 0, {}
-    for number in range(4 * NUM_PROMPTS):
-        add(engine, str(number), prompts[number % NUM_PROMPTS], params[number % NUM_PROMPTS])
-        for _ in range(rng.randrange(3)):
-            answers |= {f.request.id: [a.token_ids for a in f.answers] for f in step(engine)}
-            if engine.scheduler.requests and rng.random() < 0.25:
-                engine.abort(rng.choice(engine.scheduler.requests).id)
-                num_aborted += 1
-            engine.scheduler.check()
-    answers |= drain(engine)
-    assert num_aborted > 3 and len(answers) + num_aborted == 4 * NUM_PROMPTS
-    for name, answer in answers.items():
-        assert answer == expected[int(name) % NUM_PROMPTS]
+    assert toss(llm, random.Random(method), 150, expected, [None]) > 5
+    assert_whole(llm, expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(5))
+def test_fifty_thousand_steps(tiny: Tiny, other_path: Path, expected: list[Tokens], seed: int) -> None:
+    """Of all methods side by side, with aborts at every point: 10,000 with each seed."""
+    llm = tiny(**SMALL, speculative_config=drafted_by(other_path, num_blocks=8))
+    assert toss(llm, random.Random(seed), 10_000, expected, [None, False, *TABLES.values()]) > 500
     assert_whole(llm, expected)
 
 
