@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from pagedec.environment import limit_spinning
 from pagedec.errors import (
+    CallInterrupted,
     DeviceError,
     DtypeWarning,
     InvalidArgument,
@@ -17,18 +19,31 @@ from pagedec.errors import (
     WeightsWarning,
 )
 from pagedec.inputs import TextPrompt, TokensPrompt
-from pagedec.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from pagedec.params import RequestOutputKind, RequestParams, SamplingParams
+from pagedec.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
+from pagedec.params import BeamSearchParams, RequestOutputKind, RequestParams, SamplingParams
+from pagedec.structured import StructuredOutputsParams
 
 limit_spinning()
 
 if TYPE_CHECKING:
+    from pagedec.constraints import TokenTrie
     from pagedec.llm import LLM, AsyncLLM
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "CallInterrupted",
     "CompletionOutput",
     "DeviceError",
     "DtypeWarning",
@@ -44,20 +59,20 @@ __all__ = [
     "RequestParams",
     "RequestsFailed",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
+    "TokenTrie",
     "TokensPrompt",
     "WeightsWarning",
 ]
 
-LAZY = ("LLM", "AsyncLLM")
+LAZY = {"LLM": "llm", "AsyncLLM": "llm", "TokenTrie": "constraints"}
 """torch takes seconds to import, and --help must not wait for it."""
 
 
 def __getattr__(name: str) -> Any:
     if name in LAZY:
-        from pagedec import llm
-
-        return getattr(llm, name)
+        return getattr(importlib.import_module(f"pagedec.{LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -79,7 +79,7 @@ def build_engine(
     )
     limits = ModelLimits(target.vocab_size, target.max_model_len, eos_token_ids, config.scheduler.max_logprobs)
     debug = environment.read("PAGEDEC_DEBUG") == "1"
-    engine = Engine(
+    return Engine(
         scheduler,
         executor,
         limits,
@@ -88,8 +88,6 @@ def build_engine(
         vocabulary=vocabulary,
         speculative=config.scheduler.speculative_config,
     )
-    engine.kv_cache = geometry.kv_cache
-    return engine
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:

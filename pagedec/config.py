@@ -138,7 +138,9 @@ class CacheConfig:
 class SchedulerConfig:
     """How much one step, or one request, may hold."""
 
-    max_num_seqs: int = option(256, Integer("most branches in a step", low=1, high=2**16))
+    max_num_seqs: int = option(
+        256, Integer("most branches in a step; the beams of one search count as one", low=1, high=2**16)
+    )
     max_num_batched_tokens: int = option(
         512, Integer("most rows in a step, prompts and drafts included", low=1, high=2**20)
     )

@@ -7,7 +7,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 MAX_PROBLEM = 4000
 """Characters of what is wrong with a file, long lists of names included."""
@@ -168,6 +168,17 @@ class RequestsFailed(RequestError):
             f"; and {len(self.errors) - 1} more of {len(self.outputs)} requests failed" if len(self.errors) > 1 else ""
         )
         return f"{where}{super().__str__()}{more}"
+
+
+class CallInterrupted(KeyboardInterrupt):
+    """Ctrl-C in the middle of a call for many prompts. What ran is aborted.
+
+    `outputs` has one entry for each prompt, in their order: its output where all of its answers had ended, else None.
+    """
+
+    def __init__(self, outputs: Sequence[Any]) -> None:
+        super().__init__(tuple(outputs))
+        self.outputs = list(outputs)
 
 
 class PoolWarning(UserWarning):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from pagedec.errors import RequestError
+
+if TYPE_CHECKING:
+    from pagedec.tree import AnswerTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,10 @@ class CompletionOutput:
     asked for. `logprobs` has a table for each token, the token itself among its entries; None for a token that was not
     generated but given. `cumulative_logprob` is the sum over the tokens. Both come with the finished answer, where they
     were asked for.
+
+    `score` is what its decoder compares answers by: of beams the log-probability, with whatever rules and penalties
+    made of it, over the length to the power of `length_penalty`; None where nothing is compared. `ancestry` has for
+    each token of a beam the place, among the beams of its step, of the one that it was chosen behind.
     """
 
     index: int
@@ -74,8 +82,12 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     limited_by: str | None = None
-    """What was reached where `finish_reason` is "length": "max_tokens", "max_model_len", or "kv_pool", which holds no
-    more."""
+    """What was reached where `finish_reason` is "length": "max_tokens", "max_time", "max_model_len", or "kv_pool",
+    which holds no more."""
+    score: float | None = None
+    ancestry: list[int] | None = None
+    item_id: int | None = None
+    """The item that was chosen from a `token_trie`; None where there is none, or the answer was cut short."""
     lora_request: ClassVar[None] = None
     """vLLM's names, for what there is not: None, as there for a request without it."""
     kv_transfer_params: ClassVar[None] = None
@@ -85,8 +97,26 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
+Spell = Callable[[Sequence[int]], bytes]
+"""The bytes of tokens, those that are not shown left out."""
+
+
+class Spelled:
+    """Has a model's vocabulary at hand, which is no part of its value: copies and pickles are without it."""
+
+    __slots__ = ("_spell",)
+
+    def spelled(self: S, spell: Spell | None) -> S:
+        """Have texts of tokens made so; returns itself."""
+        object.__setattr__(self, "_spell", spell)
+        return self
+
+
+S = TypeVar("S", bound=Spelled)
+
+
 @dataclass(frozen=True, slots=True)
-class RequestOutput:
+class RequestOutput(Spelled):
     """One prompt and its answers, the best or first one first. `prompt` is None where token ids were given."""
 
     request_id: str
@@ -99,6 +129,8 @@ class RequestOutput:
     """A table for each token of the prompt; None for the first, before which there is nothing."""
     error: RequestError | None = None
     """Why the request could not be carried out; it has no answers then. Only where errors were asked to be returned."""
+    block_size: int | None = None
+    """Tokens in a block of KV."""
     lora_request: ClassVar[None] = None
     """vLLM's names, for what there is not: None, as there for a request without it."""
     encoder_prompt: ClassVar[None] = None
@@ -108,3 +140,38 @@ class RequestOutput:
     @property
     def num_cached_tokens(self) -> int:
         return 0 if self.metrics is None else self.metrics.num_cached_tokens
+
+    def tree(self) -> AnswerTree:
+        """The answers with their common beginnings merged: where they fork, what they share, how they score. `str`
+        draws it for a terminal, its `svg()` and `html()` make one file. An output that was copied or unpickled has no
+        vocabulary, and shows token ids where answers fork."""
+        from pagedec.tree import AnswerTree
+
+        spell: Spell | None = getattr(self, "_spell", None)
+        return AnswerTree(self.prompt, self.prompt_token_ids, self.outputs, self.block_size, spell)
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """One answer of `LLM.beam_search`, as vLLM has it: `tokens` and `text` begin with the prompt's. An end token is
+    among the tokens where `include_stop_str_in_output` is set; its report and its log-probability always count.
+
+    `score` is what answers are ordered by: the log-probability, with whatever rules made of it, over the number of
+    generated tokens to the power of `length_penalty`.
+    """
+
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob] | None]
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    score: float | None = None
+    lora_request: ClassVar[None] = None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The answers to one prompt of `LLM.beam_search`, the best first."""
+
+    sequences: list[BeamSearchSequence]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from pagedec.fields import (
     Flag,
     Integer,
     Number,
+    Text,
     Texts,
     TokenIds,
     TokenNumbers,
@@ -28,6 +29,7 @@ from pagedec.fields import (
     strict,
 )
 from pagedec.speculation import Speculation, SpeculationTable, speculation_of
+from pagedec.structured import StructuredOutputsParams
 
 MAX_SAMPLES = 16384
 """Most answers of one prompt, vLLM's own cap."""
@@ -36,6 +38,14 @@ MIN_TEMPERATURE = 1e-5
 
 
 P = TypeVar("P", bound="RequestParams")
+CONSTRAINT_HELP = {
+    "structured_outputs": "what an answer's text may be, a StructuredOutputsParams or a table of its fields: one of "
+    "json, regex, choice, grammar, json_object",
+    "token_trie": "a TokenTrie of which each answer is one sequence",
+    "allowed_tokens_fn": "a function of all tokens of a sequence, the prompt's too, that returns the ids which may "
+    "follow",
+}
+CONSTRAINTS = tuple(CONSTRAINT_HELP)
 
 
 class RequestOutputKind(Enum):
@@ -59,6 +69,14 @@ class RequestParams:
 
     max_tokens: int | None = option(
         None, Integer("most tokens of an answer; none: up to the context's end", low=1, optional=True)
+    )
+    max_time: float | None = option(
+        None,
+        Number(
+            "end all answers, as they are then, so many seconds after the request came; none: never",
+            above=0,
+            optional=True,
+        ),
     )
     min_tokens: int = option(0, Integer("do not end an answer before this many tokens"))
     stop: Sequence[str] | None = option((), Texts("text that ends an answer"))
@@ -108,9 +126,17 @@ class RequestParams:
     )
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """Of `LLM.stream` and `AsyncLLM`; a call for many prompts returns final outputs."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the text of an answer may be; a table of its fields is taken, too."""
+    token_trie: Any = None
+    """A `TokenTrie` of which each answer is one sequence."""
+    allowed_tokens_fn: Callable[[list[int]], Iterable[int] | None] | None = None
+    """Given all tokens of a sequence, the prompt's too: the ids that may follow, None for any. It is called in the
+    thread that steps the engine, once for each place; what it raises ends its request alone."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        self._check_constraints()
         if not isinstance(self.output_kind, RequestOutputKind):
             raise InvalidArgument("output_kind", self.output_kind, "must be a RequestOutputKind")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -121,6 +147,17 @@ class RequestParams:
             raise InvalidArgument(
                 "stop", self.stop, "must be empty where detokenize is false: there is no text to stop at"
             )
+
+    def _check_constraints(self) -> None:
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
+        if self.allowed_tokens_fn is not None and not callable(self.allowed_tokens_fn):
+            limit = "must be a function of a sequence's token ids, or None"
+            raise InvalidArgument("allowed_tokens_fn", self.allowed_tokens_fn, limit)
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            limit = f"must be None beside {given[0]}: an answer has one constraint"
+            raise InvalidArgument(given[1], getattr(self, given[1]), limit)
 
     @property
     def num_answers(self) -> int:
@@ -160,6 +197,7 @@ def described(cls: type[P]) -> type[P]:
     entries.append(
         f"output_kind: what each output of a stream holds, a RequestOutputKind: {kinds} (default: CUMULATIVE)"
     )
+    entries += [f"{name}: {text} (default: None)" for name, text in CONSTRAINT_HELP.items()]
     lines = [textwrap.fill(entry, 118, initial_indent=" " * 4, subsequent_indent=" " * 8) for entry in entries]
     cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Args:", *lines])
     return cls
@@ -217,3 +255,91 @@ class SamplingParams(RequestParams):
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+MAX_BEAMS = 512
+"""Most beams of one prompt."""
+
+
+class EarlyStopping(Flag):
+    """True, False, or the text "never"."""
+
+    metavar = "true|false|never"
+
+    @property
+    def limit(self) -> str:
+        return 'true, false or "never"'
+
+    def accept(self, value: object) -> Any:
+        return value if value == "never" and isinstance(value, str) else Flag.accept(self, value)
+
+
+@described
+@settable
+@strict
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams(RequestParams):
+    """Beam search: the most probable answers that a search of `beam_width` paths finds, each with its score.
+
+    Rules (penalties, bans, biases) change log-probabilities, and change scores with them. Checked as a whole when made
+    and when a field is set; a request copies it. Raises `InvalidArgument`.
+    """
+
+    beam_width: int = option(4, Integer("paths that are followed at once", low=1, high=MAX_BEAMS))
+    num_return_sequences: int | None = option(
+        None, Integer("answers to return, the best ones; none: beam_width", low=1, optional=True)
+    )
+    length_penalty: float = option(
+        1.0,
+        Number(
+            "an answer's score is its log-probability over its length to this power; above 0 favours long ones",
+            low=-5,
+            high=5,
+        ),
+    )
+    early_stopping: bool | str = option(
+        False,
+        EarlyStopping(
+            "when beam_width answers have ended: true ends the search; false goes on while the best path, at its "
+            "present length, could still beat the worst answer; never, while it could at the best possible length"
+        ),
+    )
+    do_sample: bool = option(False, Flag("draw the paths to follow at random, without replacement: beam sampling"))
+    temperature: float = option(
+        0.0, Number("of beam sampling, where 0 is taken for 1; without do_sample it changes nothing", low=0)
+    )
+    top_p: float = option(1.0, Number("of beam sampling: as in sampling, for each path", above=0, high=1))
+    top_k: int = option(0, Integer("of beam sampling: as in sampling, for each path; 0 or -1: all", low=-1))
+    min_p: float = option(0.0, Number("of beam sampling: as in sampling, for each path", low=0, high=1))
+    num_beam_groups: int = option(
+        1, Integer("groups of paths, searched side by side; it must divide beam_width", low=1)
+    )
+    diversity_penalty: float = option(
+        0.0, Number("taken from a token's log-probability as often as groups before chose it at this step", low=0)
+    )
+    hf_semantics: str = option(
+        "5", Text("which transformers release to follow where releases differ", choices=("5", "4.38"))
+    )
+
+    def __post_init__(self) -> None:
+        RequestParams.__post_init__(self)
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
+        if self.max_tokens is None:
+            raise InvalidArgument("max_tokens", None, "must be given: a beam search ends where all paths have a length")
+        if self.num_answers > self.beam_width:
+            raise InvalidArgument(
+                "num_return_sequences", self.num_answers, f"must be at most beam_width, {self.beam_width}"
+            )
+        if self.beam_width % self.num_beam_groups:
+            raise InvalidArgument(
+                "num_beam_groups", self.num_beam_groups, f"must divide beam_width, which is {self.beam_width}"
+            )
+        if self.num_beam_groups > 1 and self.do_sample:
+            raise InvalidArgument("do_sample", True, "must be false where there are groups: they are never drawn")
+        if self.num_beam_groups == 1 and self.diversity_penalty:
+            raise InvalidArgument("diversity_penalty", self.diversity_penalty, "must be 0 where there is one group")
+
+    @property
+    def num_answers(self) -> int:
+        """How many answers a prompt gets."""
+        return self.beam_width if self.num_return_sequences is None else self.num_return_sequences

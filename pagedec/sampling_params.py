@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from pagedec.params import RequestOutputKind, SamplingParams
+from pagedec.params import BeamSearchParams, RequestOutputKind, SamplingParams
 
-__all__ = ["RequestOutputKind", "SamplingParams"]
+__all__ = ["BeamSearchParams", "RequestOutputKind", "SamplingParams"]

@@ -16,6 +16,7 @@ import pytest
 
 from pagedec.cli import active, main
 from pagedec.engine.stats import EngineStats
+from pagedec.errors import CallInterrupted
 from pagedec.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from pagedec.params import SamplingParams
 
@@ -38,12 +39,12 @@ class StandIn:
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams(**self.recommended)
 
-    def chat(self, messages: list[Any], sampling_params: SamplingParams, *, use_tqdm: bool) -> list[RequestOutput]:
+    def chat(self, messages: list[Any], sampling_params: Any, *, use_tqdm: bool) -> list[RequestOutput]:
         outputs = self.generate([talk[-1]["content"] for talk in messages], sampling_params, use_tqdm=use_tqdm)
         StandIn.calls[-1]["prompts"] = messages
         return [dataclasses.replace(output, prompt=f"<|user|>{output.prompt}") for output in outputs]
 
-    def generate(self, prompts: list[Any], sampling_params: SamplingParams, *, use_tqdm: bool) -> list[RequestOutput]:
+    def generate(self, prompts: list[Any], sampling_params: Any, *, use_tqdm: bool) -> list[RequestOutput]:
         StandIn.calls.append(
             {"engine": self.engine_args, "prompts": prompts, "params": sampling_params, "use_tqdm": use_tqdm}
         )
@@ -56,7 +57,7 @@ class StandIn:
             token_ids = list(text.encode()) if text is not None else prompt["prompt_token_ids"]
             answers = [
                 CompletionOutput(n, "" if text is None else f"<{text}>", token_ids, finish_reason="length")
-                for n in range(sampling_params.n)
+                for n in range(sampling_params.num_answers)
             ]
             metrics = RequestMetrics(0.0, 0.25, 1.25, num_output_tokens=5)
             outputs.append(RequestOutput(str(i), text, token_ids, answers, True, metrics))
@@ -97,7 +98,8 @@ def test_generate_json_is_one_object_a_line(stand_in: type[StandIn], capsys: pyt
     assert records[1]["outputs"] == [
         {
             "index": 0, "text": "<b>", "token_ids": [98], "cumulative_logprob": None, "logprobs": None,
-            "finish_reason": "length", "stop_reason": None, "limited_by": None,
+            "finish_reason": "length", "stop_reason": None, "limited_by": None, "score": None, "ancestry": None,
+            "item_id": None,
         }
     ]  # fmt: skip
     assert records[0]["metrics"]["time_to_first_token"] == 0.25
@@ -261,3 +263,30 @@ def test_interrupt(
     monkeypatch.setattr(StandIn, "generate", interrupted)
     assert run("generate", "a") == main.INTERRUPTED
     assert capsys.readouterr().err.splitlines()[-1] == "pagedec: interrupted"
+
+
+@pytest.mark.parametrize("chat", [[], ["--chat"]])
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_an_interrupt_keeps_the_answers_that_are_finished(
+    chat: list[str],
+    form: list[str],
+    stand_in: type[StandIn],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = "chat" if chat else "generate"
+    answer = getattr(StandIn, name)
+
+    def interrupted(*given: Any, **named: Any) -> None:
+        outputs = answer(*given, **named)
+        raise CallInterrupted([outputs[0], None, outputs[2], None])
+
+    assert run("generate", "ab", "d", *chat, *form) == 0
+    whole = capsys.readouterr().out
+    monkeypatch.setattr(StandIn, name, interrupted)
+    assert run("generate", "ab", "c", "d", "e", *chat, *form) == main.INTERRUPTED
+    shown = capsys.readouterr()
+    assert shown.out.replace('"request_id": "2"', '"request_id": "1"') == whole
+    assert "2 prompts of 3 tokens, 2 answers of 3 tokens" in shown.err
+    assert shown.err.splitlines()[-1] == "pagedec: interrupted: 2 of 4 prompts answered"
+    assert StandIn.calls[-1]["closed"]

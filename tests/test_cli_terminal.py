@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pagedec import LLM, SamplingParams
+from pagedec import LLM, CallInterrupted, SamplingParams
 from pagedec.cli.generate import show_live
 from pagedec.cli.screen import Screen
 from tests.batch.tiny import make_tiny
@@ -148,6 +149,58 @@ def test_an_interrupt_leaves_nothing_in_the_pool(
     assert llm.engine.scheduler.pools["target"].num_available == used
     expected = f"=== x\n{''.join(pieces)}\n--- {len(output.outputs[0].token_ids)} tokens, interrupted\n"
     assert capsys.readouterr().out == expected
+
+
+def test_ctrl_c_keeps_the_answers_that_are_finished(
+    tiny: Path, llm: LLM, words: SamplingParams, tmp_path: Path
+) -> None:
+    prompts = [f"prompt {i}" for i in range(6)]
+    (tmp_path / "prompts.txt").write_text("".join(f"{prompt}\n" for prompt in prompts))
+    one_by_one = ["--max-num-seqs", "1", "-f", str(tmp_path / "prompts.txt")]
+    long = words.clone(max_tokens=1500)
+    with open(tmp_path / "out", "w") as out:
+        command = [*PAGEDEC, "generate", *one_by_one, *flags(tiny, long)]
+        with Terminal(command, 120, stdout=out.fileno()) as terminal:
+            terminal.until("| 2/6 ")
+            terminal.send(CTRL_C)
+            assert terminal.wait() == 130
+    count = int(re.findall(r"pagedec: interrupted: (\d) of 6 prompts answered\n$", terminal.shown)[0])
+    assert 2 <= count < 6 and f"{count} answers of {1500 * count} tokens in " in terminal.shown
+    texts = [answer(llm, prompt, long) for prompt in prompts[:2]]
+    expected = "".join(f"=== {p}\n--- 1500 tokens, length\n{text}\n" for p, text in zip(prompts, texts, strict=False))
+    shown = (tmp_path / "out").read_text()
+    assert shown.startswith(expected) and shown.count("=== ") == count
+
+
+def test_an_interrupted_call_has_what_is_finished(llm: LLM, words: SamplingParams) -> None:
+    class Bar:
+        """Presses Ctrl-C when the second prompt is answered."""
+
+        num_done = 0
+
+        def __init__(self, **_: object) -> None: ...
+
+        def update(self) -> None:
+            self.num_done += 1
+            if self.num_done == 2:
+                signal.raise_signal(signal.SIGINT)
+
+        def set_postfix_str(self, text: str) -> None: ...
+
+        def close(self) -> None: ...
+
+    params = [words.clone(max_tokens=number) for number in (40, 3, 50, 5)]
+    before = llm.engine.scheduler.pools["target"].num_available
+    with pytest.raises(KeyboardInterrupt) as caught:
+        llm.generate(["a", "b", "c", "d"], params, use_tqdm=Bar)
+    assert isinstance(caught.value, CallInterrupted)
+    outputs = caught.value.outputs
+    assert [output and output.prompt for output in outputs] == [None, "b", None, "d"]
+    assert [outputs[1], outputs[3]] == [
+        dataclasses.replace(llm.generate(p, own, use_tqdm=False)[0], request_id=o.request_id, metrics=o.metrics)
+        for p, own, o in (("b", params[1], outputs[1]), ("d", params[3], outputs[3]))
+    ]
+    assert not llm.engine.scheduler.requests and llm.engine.scheduler.pools["target"].num_available == before
 
 
 # ---------------------------------------------------------------------------------------------------------------- chat

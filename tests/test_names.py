@@ -55,8 +55,13 @@ def test_the_modules_of_vllm_are_where_scripts_look_for_them() -> None:
     assert (inputs.TextPrompt, inputs.TokensPrompt) == (pagedec.TextPrompt, pagedec.TokensPrompt)
     assert inputs.PromptType is inputs.Prompt
     assert (outputs.RequestOutput, outputs.CompletionOutput) == (pagedec.RequestOutput, pagedec.CompletionOutput)
-    with pytest.raises(ImportError, match="BeamSearchParams"):
-        from pagedec.sampling_params import BeamSearchParams  # noqa: F401
+    assert sampling_params.BeamSearchParams is pagedec.BeamSearchParams
+    assert (outputs.BeamSearchOutput, outputs.BeamSearchSequence) == (
+        pagedec.BeamSearchOutput,
+        pagedec.BeamSearchSequence,
+    )
+    with pytest.raises(ImportError, match="StructuredOutputsParams"):
+        from pagedec.sampling_params import StructuredOutputsParams  # noqa: F401
 
 
 def test_checkers_read_the_package_s_types(tmp_path: Path) -> None:

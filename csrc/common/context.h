@@ -61,9 +61,24 @@ class Met {
   uint32_t stamp_ = 0;
 };
 
+// A continuation that is ranked: the bits of its key and of its logit, so that what comes first is lower; then its row
+// and its token.
+struct BestEntry {
+  uint64_t rank, where;
+  bool operator<(const BestEntry &other) const {
+    return rank != other.rank ? rank < other.rank : where < other.where;
+  }
+};
+struct BestRun {  // entries first .. stop - 1 of a thread's list, which are of one group
+  int32_t group;
+  size_t first, stop;
+};
+
 // Of one thread, for kernels that go through logits.
 struct alignas(64) ThreadScratch {
   std::vector<float> maxima, values;
+  std::vector<BestEntry> found, merged;
+  std::vector<BestRun> runs;
   std::vector<uint64_t> keys;
   std::vector<int32_t> history, path, border;
   Met met;

@@ -35,6 +35,7 @@ int check_process_logits(const pd_process_logits_args &);
 int check_argmax(const pd_argmax_args &);
 int check_topk_lse(const pd_topk_lse_args &);
 int check_sample(const pd_sample_args &);
+int check_best(const pd_best_args &);
 
 // What a kernel needs of the context's workspace when that many threads, or fewer, carry it out.
 int64_t gemm_workspace_bytes(const pd_context &, const pd_gemm_args &, int num_threads);
@@ -55,5 +56,8 @@ void process_logits_part(pd_context &, const pd_process_logits_args &, int threa
 void argmax_part(const pd_argmax_args &, int thread, int num_threads);
 void topk_lse_part(pd_context &, const pd_topk_lse_args &, int thread, int num_threads);
 void sample_part(pd_context &, const pd_sample_args &, int thread, int num_threads);
+// All threads are through with the first before one begins the second.
+void best_rows_part(pd_context &, const pd_best_args &, int thread, int num_threads);
+void best_part(pd_context &, const pd_best_args &, int thread, int num_threads);
 
 }  // namespace pagedec

@@ -29,7 +29,8 @@ int check(const pd_op &op) {
     case PD_OP_LAYER_NORM: return check_layer_norm(*(const pd_layer_norm_args *)op.args);
     case PD_OP_SOFT_CAP: return check_soft_cap(*(const pd_soft_cap_args *)op.args);
     case PD_OP_PROCESS_LOGITS: return check_process_logits(*(const pd_process_logits_args *)op.args);
-    default: return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_PROCESS_LOGITS);
+    case PD_OP_BEST: return check_best(*(const pd_best_args *)op.args);
+    default: return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_BEST);
   }
 }
 
@@ -47,7 +48,15 @@ void part(pd_context &c, const pd_op &op, int t, int n) {
     case PD_OP_LAYER_NORM: return layer_norm_part(*(const pd_layer_norm_args *)op.args, t, n);
     case PD_OP_SOFT_CAP: return soft_cap_part(*(const pd_soft_cap_args *)op.args, t, n);
     case PD_OP_PROCESS_LOGITS: return process_logits_part(c, *(const pd_process_logits_args *)op.args, t, n);
+    case PD_OP_BEST: return best_part(c, *(const pd_best_args *)op.args, t, n);
   }
+}
+
+// What all threads must be through with before a kernel's own part. True: they wait for one another.
+bool first_part(pd_context &c, const pd_op &op, int t, int n) {
+  if (op.kind == PD_OP_GEMM) return gemm_quantize_part(c, *(const pd_gemm_args *)op.args, t, n);
+  if (op.kind == PD_OP_BEST) best_rows_part(c, *(const pd_best_args *)op.args, t, n);
+  return op.kind == PD_OP_BEST;
 }
 
 // OpenMP's barrier spins for milliseconds, or with a passive policy sleeps at once. A kernel takes tens of
@@ -145,11 +154,16 @@ int pd_run(pd_context *context, const pd_op *ops, int64_t num_ops) {
 #pragma omp single
     barrier.expect(got);
     for (int64_t i = 0; i < num_ops; i++) {
-      if (ops[i].kind == PD_OP_GEMM && gemm_quantize_part(c, *(const pd_gemm_args *)ops[i].args, t, got))
-        barrier.wait();
+      bool waits = true;  // whoever found no memory, too
+      try {  // nothing may leave the region: the other threads wait at the barrier
+        waits = first_part(c, ops[i], t, got);
+      } catch (const std::bad_alloc &) {
+        starved = i;
+      }
+      if (waits) barrier.wait();
       try {
         part(c, ops[i], t, got);
-      } catch (const std::bad_alloc &) {  // must not leave the region; the other threads wait at the barrier
+      } catch (const std::bad_alloc &) {
         starved = i;
       }
       if (i + 1 < num_ops) barrier.wait();
@@ -170,4 +184,5 @@ int pd_process_logits(pd_context *c, const pd_process_logits_args *a) { return s
 int pd_argmax(pd_context *c, const pd_argmax_args *a) { return single(c, PD_OP_ARGMAX, a); }
 int pd_topk_lse(pd_context *c, const pd_topk_lse_args *a) { return single(c, PD_OP_TOPK_LSE, a); }
 int pd_sample(pd_context *c, const pd_sample_args *a) { return single(c, PD_OP_SAMPLE, a); }
+int pd_best(pd_context *c, const pd_best_args *a) { return single(c, PD_OP_BEST, a); }
 }

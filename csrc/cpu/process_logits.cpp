@@ -46,6 +46,11 @@ void gather(const pd_process_logits_args &a, int64_t i, std::vector<int32_t> &hi
   for (size_t j = 0; j < path.size(); j++) history[chain + j] = token_at(before + path[path.size() - 1 - j]);
 }
 
+void subtract(const Row &row, float lse) {
+  for (int64_t i = 0; i < row.vocab; i += 16)
+    store_some(row.logits + i, load_some(row.logits + i, row.vocab - i) - set16(lse), row.vocab - i);
+}
+
 void ban_all_but(const Row &row, const int32_t *allowed, int64_t n, std::vector<float> &kept) {
   kept.resize(n);
   for (int64_t i = 0; i < n; i++) kept[i] = row.known(allowed[i]) ? row.logits[allowed[i]] : 0.0f;
@@ -182,6 +187,7 @@ void process_logits_part(pd_context &c, const pd_process_logits_args &a, int thr
     own.history.clear();
     if (rules.num_words || rules.no_repeat_ngram_size || repetition || generated) gather(a, i, own.history, own.path);
     const Row row{a.logits + a.rows[i] * (int64_t)a.vocab, a.vocab, own.history.data(), (int64_t)own.history.size()};
+    if (a.lse && std::isfinite(a.lse[i])) subtract(row, a.lse[i]);
     if (rules.num_allowed >= 0) ban_all_but(row, rules.allowed, rules.num_allowed, own.values);
     ban_words(row, rules);
     for (int32_t j = 0; j < rules.num_biases; j++)

@@ -9,31 +9,6 @@
 #include "cpu/softmax_mass.h"
 
 namespace pagedec {
-namespace {
-
-// Fills the group maxima and returns log(sum(exp)).
-float scan(const float *x, int64_t vocab, float *group_maxima) {
-  float top = kMinusInf;
-  double sum = 0.0;
-  for (int64_t begin = 0; begin < vocab; begin += kMassChunk) {
-    const int64_t n = vocab - begin < kMassChunk ? vocab - begin : kMassChunk;
-    float chunk_top = kMinusInf;
-    for (int64_t g = begin / kGroup; g * kGroup < begin + n; g++) {
-      group_maxima[g] = group_max(x, vocab, g);
-      chunk_top = larger(group_maxima[g], chunk_top);
-    }
-    if (chunk_top == kMinusInf) continue;  // adds nothing
-    if (chunk_top > top) {
-      sum = sum == 0.0 ? 0.0 : sum * std::exp((double)top - (double)chunk_top);
-      top = chunk_top;
-    }
-    if (top <= kLargest) sum += (double)mass_of_chunk(x + begin, n, top, 1.0f);
-  }
-  if (top == kMinusInf || top > kLargest) return top;
-  return (float)((double)top + std::log(sum));
-}
-
-}  // namespace
 
 int check_topk_lse(const pd_topk_lse_args &a) {
   const char *name = "pd_topk_lse";
@@ -53,7 +28,7 @@ void topk_lse_part(pd_context &c, const pd_topk_lse_args &a, int thread, int num
   own.maxima.resize(num_groups(a.vocab));
   for (int64_t r = rows.begin; r < rows.end; r++) {
     const float *x = a.logits + (a.row_ids ? a.row_ids[r] : r) * (int64_t)a.vocab;
-    a.lse[r] = scan(x, a.vocab, own.maxima.data());
+    a.lse[r] = maxima_and_lse(x, a.vocab, own.maxima.data());
     if (a.k == 0) continue;
     select_largest(x, a.vocab, own.maxima.data(), a.k, own.values, own.keys);
     for (int64_t i = 0; i < a.k; i++) {

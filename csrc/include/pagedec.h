@@ -25,6 +25,7 @@
  *   pd_argmax_args          num_rows; token_ids
  *   pd_topk_lse_args        num_rows, row_ids; token_ids, values, lse
  *   pd_sample_args          num_draws, draws; token_ids
+ *   pd_best_args            num_rows, lse where has_lse, rows, groups; lse, candidates, counts
  *
  * Layouts (block = block_size token slots, slot = block * block_size + offset; D = head_dim):
  *   K, bf16   [num_blocks][kv_heads][D/2][block_size][2]     K, fp32   [num_blocks][kv_heads][D][block_size]
@@ -42,7 +43,7 @@
 extern "C" {
 #endif
 
-#define PD_ABI_VERSION 3
+#define PD_ABI_VERSION 4
 #if defined(__GNUC__)
 #define PD_EXPORT __attribute__((visibility("default")))
 #else
@@ -233,6 +234,7 @@ PD_EXPORT int pd_soft_cap(pd_context *, const pd_soft_cap_args *);
 /* Rules of a request, carried out in the order of the steps on each of its rows. A row's history is the tokens that it
  * sees, itself included, as pd_attn_batch says; all arithmetic is fp32. Token ids outside the vocabulary are passed
  * over.
+ *   0. where an lse is given, the row's logits become log-probabilities: rules may be meant for those
  *   1. logits of all tokens that are not allowed become -inf
  *   2. where the history ends with all but the last token of a word, the last becomes -inf
  *   3. biases are added, each token once
@@ -264,6 +266,7 @@ typedef struct {
   /* of the forward, as in pd_attn_batch; parents may be NULL */
   const int32_t *row_indptr, *kv_len, *block_table, *parents;
   const int32_t *token_plane;
+  const float *lse;            /* [num_rows]: subtracted from the row first, if finite; or NULL: nothing is */
   int32_t num_rules, num_branches, table_stride, block_size, vocab, reserved;
 } pd_process_logits_args;
 PD_EXPORT int pd_process_logits(pd_context *, const pd_process_logits_args *);
@@ -303,6 +306,40 @@ typedef struct {
   int32_t vocab, reserved;
 } pd_sample_args;
 PD_EXPORT int pd_sample(pd_context *, const pd_sample_args *);
+/* The best continuations of rows that are ranked together (the beams of a search). Of a row, a token's log-probability
+ * is (logit - lse) / temperature and its score the row's score plus that, all in fp32. A group's k best come in order
+ * of their key, which is the score; then of their logits; then of the earlier row and the lower token id. What scores
+ * -inf or NaN is no candidate. is_drawn 1: only tokens that top_k, top_p and min_p keep of the row count, as in
+ * pd_draw, at least min_tokens_to_keep after each of them; and a key is the score plus G(seed, stream, position,
+ * token): a draw without replacement from softmax(score) over all rows of the group. is_drawn 0: temperature and cuts
+ * are not read. */
+typedef struct {
+  uint64_t stream;
+  int32_t row, place, position; /* place: anything, given back */
+  float score;
+} pd_best_row;
+typedef struct {
+  uint64_t seed;
+  int32_t first, stop;         /* its rows; a group begins where the one before it stops */
+  int32_t k, top_k;
+  float temperature, top_p, min_p;
+  int32_t min_tokens_to_keep, is_drawn, reserved;
+} pd_best_group;
+typedef struct {
+  int32_t place, token;
+  float key, value, score, logprob; /* value: the logit */
+} pd_candidate;
+typedef struct {
+  const int32_t *num_rows;
+  const float *logits;
+  float *lse;                  /* [num_rows] what is subtracted; has_lse 0: written, log(sum(exp(logits))) */
+  const pd_best_row *rows;     /* [num_rows] */
+  const pd_best_group *groups; /* [num_groups] */
+  pd_candidate *candidates;    /* [sum of k]: room for k of each group */
+  int32_t *counts;             /* [num_groups]: how many there are of each */
+  int32_t num_groups, vocab, has_lse, reserved;
+} pd_best_args;
+PD_EXPORT int pd_best(pd_context *, const pd_best_args *);
 /* The noise itself: out[t] = G(seed, stream, position, first_token + t). Philox4x32-10 (Salmon et al. 2011), key =
  * seed, counter = (stream low, stream high, position, token / 4), word token % 4; u = ((word >> 8) + 0.5) * 2^-24; G =
  * -log(-log(u)). */
@@ -313,7 +350,7 @@ PD_EXPORT int pd_gumbel(pd_context *, uint64_t seed, uint64_t stream, int32_t po
 typedef enum {
   PD_OP_GEMM = 1, PD_OP_EMBED, PD_OP_RMS_NORM, PD_OP_ROPE_KV_WRITE, PD_OP_KV_COPY, PD_OP_ATTENTION,
   PD_OP_ARGMAX, PD_OP_TOPK_LSE, PD_OP_SAMPLE, PD_OP_LAYER_NORM, PD_OP_SOFT_CAP,
-  PD_OP_PROCESS_LOGITS
+  PD_OP_PROCESS_LOGITS, PD_OP_BEST
 } pd_op_kind;
 typedef struct { int32_t kind, reserved; const void *args; } pd_op;
 PD_EXPORT int pd_run(pd_context *, const pd_op *ops, int64_t num_ops);

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from pagedec.batch.structured_fields import STRUCTURED, read_structured
 from pagedec.errors import FeatureNotAvailable, InvalidArgument
-from pagedec.fields import check_names, rules
-from pagedec.params import SamplingParams
+from pagedec.fields import check_names, field_names, rules
+from pagedec.params import BeamSearchParams, RequestParams, SamplingParams
 from pagedec.text.chat_template import check_messages
 
 TextOrIds: TypeAlias = str | list[int]
@@ -18,7 +19,6 @@ IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "pr
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "stream_options": (),
-    "response_format": ({"type": "text"},),
     "prompt_logprobs": (),
 }
 """Fields of both endpoints that are known but not carried out, and the values that ask for nothing."""
@@ -39,10 +39,16 @@ NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
 SAMPLING = tuple(name for name in rules(SamplingParams) if name not in ("logprobs", "prompt_logprobs"))
 """Parameters that a body gives by our own names, most of which are OpenAI's too."""
 ORDER = ("priority", "cache_salt")
-COMPLETION_FIELDS = ("model", "prompt", *SAMPLING, "logprobs", *ORDER, *NEUTRAL_COMPLETION, *IGNORED)
+DRAWING = ("temperature", "top_p", "top_k", "min_p")
+BEAMS = tuple(name for name in rules(BeamSearchParams) if name not in rules(SamplingParams))
+"""Parameters of beam search by our own names, of which vLLM's server has `length_penalty`."""
+USE_BEAMS = "use_beam_search"
+"""vLLM's name of the switch, with which `n` is the width."""
+OURS = (*SAMPLING, *STRUCTURED, USE_BEAMS, *BEAMS)
+COMPLETION_FIELDS = ("model", "prompt", *OURS, "logprobs", *ORDER, *NEUTRAL_COMPLETION, *IGNORED)
 CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 CHAT_FIELDS = (
-    *("model", "messages", *SAMPLING, "max_completion_tokens", "logprobs", "top_logprobs", *CHAT_OPTIONS),
+    *("model", "messages", *OURS, "max_completion_tokens", "logprobs", "top_logprobs", *CHAT_OPTIONS),
     *(*ORDER, *NEUTRAL_CHAT, *IGNORED),
 )
 MAX_TOP_LOGPROBS = 20
@@ -57,7 +63,7 @@ class Ask:
     prompts: Sequence[TextOrIds]
     messages: Sequence[Mapping[str, Any]] | None
     chat_options: Mapping[str, Any]
-    params: SamplingParams
+    params: RequestParams
     priority: int = 0
     cache_salt: str = ""
 
@@ -99,7 +105,7 @@ def parse_body(chat: bool, body: Mapping[str, Any], defaults: Mapping[str, Any])
     return Ask(model, (), check_messages(given.get("messages")), options, params, priority, salt)
 
 
-def _params(given: Mapping[str, Any], defaults: Mapping[str, Any], chat: bool) -> SamplingParams:
+def _params(given: Mapping[str, Any], defaults: Mapping[str, Any], chat: bool) -> RequestParams:
     values = dict(defaults) | {name: given[name] for name in SAMPLING if name in given}
     if "max_completion_tokens" in given:
         if "max_tokens" in given:
@@ -109,7 +115,35 @@ def _params(given: Mapping[str, Any], defaults: Mapping[str, Any], chat: bool) -
     if isinstance(seed := values.get("seed"), int) and not isinstance(seed, bool) and -(2**63) <= seed < 0:
         values["seed"] = seed % 2**64  # OpenAI's seeds are signed
     values |= _logprobs(given, chat)
-    return SamplingParams.from_dict(values)
+    structured = read_structured(given)
+    if structured is not None:
+        values["structured_outputs"] = structured
+    beams = _beams(given)
+    if not beams:
+        return SamplingParams.from_dict(values)
+    known = set(field_names(BeamSearchParams))
+    unused = () if beams.get("do_sample") else DRAWING  # defaults of drawing, where nothing is drawn
+    kept = {name: value for name, value in values.items() if name in known and (name not in unused or name in given)}
+    return BeamSearchParams.from_dict(kept | beams)
+
+
+def _beams(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a beam search alone; none where the body asks for sampling."""
+    beams = {name: given[name] for name in BEAMS if name in given}
+    switch = given.get(USE_BEAMS, "beam_width" in beams)
+    if not isinstance(switch, bool):
+        raise InvalidArgument(USE_BEAMS, switch, "must be true or false")
+    if not switch:
+        known = rules(BeamSearchParams)
+        if "beam_width" in beams:
+            raise InvalidArgument(USE_BEAMS, False, "must be true where beam_width is given")
+        for name, value in beams.items():
+            if known[name][0].check(name, value) != known[name][1]:
+                raise InvalidArgument(name, value, f"must be given with beam_width, or with {USE_BEAMS} true")
+        return {}
+    if "beam_width" not in beams:
+        return {"beam_width": given.get("n", 1)} | beams
+    return ({"num_return_sequences": given["n"]} if "n" in given else {}) | beams
 
 
 def _logprobs(given: Mapping[str, Any], chat: bool) -> dict[str, int | None]:

@@ -14,7 +14,7 @@ from pagedec.engine.engine import FinishedRequest
 from pagedec.errors import DeviceError, InvalidArgument, PagedecError, RequestError
 from pagedec.llm import LLM, Job
 from pagedec.outputs import RequestOutput
-from pagedec.params import SamplingParams
+from pagedec.params import RequestParams
 
 K = TypeVar("K")
 TURN_SECONDS = 1.0
@@ -45,7 +45,7 @@ class Feeder(Generic[K]):
         self,
         key: K,
         prompts: Sequence[TextOrIds],
-        params: Sequence[SamplingParams],
+        params: Sequence[RequestParams],
         priority: int = 0,
         cache_salt: str = "",
     ) -> None:
@@ -116,6 +116,9 @@ class _Member(Generic[K]):
         self._feeder, self._group, self._job = feeder, group, job
 
     def tokens(self, rank: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> None:
+        """A record has all tokens together."""
+
+    def settled(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> None:
         """A record has all tokens together."""
 
     def ended(self, event: Finished) -> None:

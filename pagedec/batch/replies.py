@@ -12,6 +12,7 @@ from pagedec.batch.bodies import Ask
 from pagedec.batch.lines import Line, LineError
 from pagedec.errors import FeatureNotAvailable, InvalidArgument, NotFound, PagedecError, RequestError
 from pagedec.outputs import CompletionOutput, Logprob, RequestOutput
+from pagedec.params import BeamSearchParams
 
 RECORD_ID = re.compile(r"line-([1-9][0-9]*)-([0-9a-f]{16})-([0-9a-f]{8})")
 STATUSES: Mapping[type[PagedecError], int] = {
@@ -80,6 +81,8 @@ def completion_body(
         choices = [_chat_choice(i, answer, num_top, token_bytes) for i, answer in enumerate(answers)]
     else:
         choices = [_text_choice(i, answer) for i, answer in enumerate(answers)]
+    if isinstance(ask.params, BeamSearchParams):
+        choices = [{**choice, "score": answer.score} for choice, answer in zip(choices, answers, strict=True)]
     if token_bytes is None or not ask.params.detokenize:  # there is no text
         choices = [{**choice, "token_ids": answer.token_ids} for choice, answer in zip(choices, answers, strict=True)]
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)

@@ -7,13 +7,16 @@ import dataclasses
 from collections.abc import Container, Mapping
 from typing import Any, TypeVar
 
+from pagedec.cli.structured_flags import add_structured_arguments, given_structured
 from pagedec.cli.texts import unescaped
 from pagedec.config import ENGINE_GROUPS, EngineConfig, engine_rules, read_tables
+from pagedec.errors import InvalidArgument
 from pagedec.fields import Flag, Rule, Texts, rules
-from pagedec.params import SamplingParams
+from pagedec.params import BeamSearchParams, RequestParams, SamplingParams
 
 ENGINE = "engine."
 SAMPLING = "sampling."
+BEAMS = "beams."
 OPTIONS = "options."
 T = TypeVar("T")
 ENGINE_TITLES = {
@@ -24,6 +27,15 @@ ENGINE_TITLES = {
 }
 RENAMED = {"seed": "engine_seed"}
 """Engine arguments whose flag would collide with a request's."""
+DRAWING = ("temperature", "top_p", "top_k", "min_p")
+"""Parameters of sampling that beam sampling has too."""
+BEAM_RULES = {
+    name: rule
+    for name, rule in rules(BeamSearchParams).items()
+    if name not in DRAWING and name not in rules(RequestParams)
+}
+BEAM_TOKENS = 128
+BEAM_TITLE = f"beam search (with the flags above; --max-tokens is {BEAM_TOKENS} where nothing says more)"
 SEVERAL = "; give it again for several, or once as a JSON list"
 SAME_AGAIN = "drawn from --engine-seed, so that the same command gives the same answers"
 ESCAPES = r"; \n, \t, \r, \" and \uXXXX are read as in C, and \\ is a backslash"
@@ -63,7 +75,7 @@ def add_fields(
         flag, text = "--" + flag_name.replace("_", "-"), _help(name, rule, default, flag_name)
         if name in hidden or rule.available == (default,):
             text = argparse.SUPPRESS
-        if isinstance(rule, Flag):
+        if type(rule) is Flag:
             group.add_argument(
                 flag, dest=prefix + name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
             )
@@ -96,6 +108,40 @@ def add_sampling_arguments(
     rule, default = fields["seed"]
     seed = dataclasses.replace(rule, help=f"{rule.help.partition(';')[0]}; none: {without_seed}")
     add_fields(parser, "sampling parameters", fields | {"seed": (seed, default)}, SAMPLING, hidden=hidden)
+    add_structured_arguments(parser)
+
+
+def add_beam_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each parameter of beam search that sampling has not."""
+    rule, default = BEAM_RULES["beam_width"]
+    width = dataclasses.replace(rule, help=f"beam search: {rule.help}; none: sampling")
+    fields = dict(BEAM_RULES) | {"beam_width": (dataclasses.replace(width, optional=True), None)}
+    add_fields(parser, BEAM_TITLE, fields, BEAMS)
+
+
+def beam_params(arguments: argparse.Namespace, recommended: SamplingParams) -> BeamSearchParams | None:
+    """The beam search that the flags ask for, with file and flags of sampling over what is recommended; None: they ask
+    for none. Raises `InvalidArgument` for flags that change nothing together."""
+    beams, flags = _given(arguments, BEAMS, BEAM_RULES), _given(arguments, SAMPLING, rules(SamplingParams))
+    if beams.get("beam_width") is None:
+        for name, value in beams.items():
+            if name != "beam_width":
+                raise InvalidArgument(name, value, "must be given with --beam-width")
+        return None
+    if "n" in flags:
+        limit = "must not be given with --beam-width: --num-return-sequences says how many answers are returned"
+        raise InvalidArgument("n", flags["n"], limit)
+    drawing = [name for name in DRAWING if flags.get(name)]
+    if drawing and not beams.get("do_sample"):
+        limit = "must be given with --do-sample: a beam search draws nothing without it"
+        raise InvalidArgument(drawing[0], flags[drawing[0]], limit)
+    merged = recommended.clone(**given_sampling(arguments))
+    unused = () if beams.get("do_sample") else DRAWING
+    values = {name: getattr(merged, name) for name in rules(RequestParams)}
+    values |= {name: getattr(merged, name) for name in DRAWING if name not in unused}
+    if values["max_tokens"] is None:
+        values["max_tokens"] = BEAM_TOKENS
+    return BeamSearchParams(**values | beams)
 
 
 def _given(
@@ -147,6 +193,9 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters that the file and the flags give, the flags over the file, each checked, by name."""
     values = dict(_file(arguments)[1])
     values |= _given(arguments, SAMPLING, rules(SamplingParams))
+    structured = given_structured(arguments)
+    if structured is not None:
+        values["structured_outputs"] = structured
     SamplingParams(**values)
     return values
 

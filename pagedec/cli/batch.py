@@ -46,6 +46,8 @@ bodies:
   Fields are OpenAI's: model, prompt (text, token ids, or a list of either) or messages, max_tokens,
   max_completion_tokens, temperature, top_p, n, seed, stop, logprobs, top_logprobs, logit_bias, presence_penalty,
   frequency_penalty; and all sampling parameters above by their own names, such as top_k, min_p, min_tokens, ignore_eos;
+  beam_width for a beam search with n answers, or use_beam_search true with n as its width; num_return_sequences,
+  length_penalty, early_stopping, do_sample, num_beam_groups, diversity_penalty (its choices have a score, best first);
   priority (lower runs earlier), cache_salt, and chat_template_kwargs (variables of the chat template). What a body does
   not say comes from the flags, then from the model's own recommendation; max_tokens that nobody gives is up to the
   context's end. A field that is not known, or that asks for what a batch cannot do (stream, echo, tools ...), makes an

@@ -1,8 +1,9 @@
 """Continue prompts with a model. Prompts come as arguments, from a file, or from standard input, one a line.
 
 Answers go to standard output, everything else to standard error. The answer to a single prompt is shown on a terminal
-as it comes, and Ctrl-C keeps what came. With --chat each prompt is what a user says, put into the model's chat
-template. What no flag says about sampling is what the model's makers recommend (--generation-config).
+as it comes, and Ctrl-C keeps what came; of several prompts it keeps the answers that are finished. With --chat each
+prompt is what a user says, put into the model's chat template. What no flag says about sampling is what the model's
+makers recommend (--generation-config).
 """
 
 from __future__ import annotations
@@ -16,27 +17,39 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pagedec.cli.arguments import add_engine_arguments, add_sampling_arguments, engine_config, given_sampling
+from pagedec.cli import trees
+from pagedec.cli.arguments import (
+    add_beam_arguments,
+    add_engine_arguments,
+    add_sampling_arguments,
+    beam_params,
+    engine_config,
+    given_sampling,
+)
 from pagedec.cli.console import DONE, INTERRUPTED, counted, say
 from pagedec.cli.screen import Screen, columns_of, wrapped
 from pagedec.cli.texts import read_stdin, read_text
-from pagedec.errors import InvalidArgument
+from pagedec.errors import CallInterrupted, InvalidArgument
 from pagedec.fields import rules
 from pagedec.outputs import CompletionOutput, Logprob, RequestOutput
-from pagedec.params import SamplingParams
+from pagedec.params import RequestParams, SamplingParams
 
 if TYPE_CHECKING:
     from pagedec.llm import LLM
 
 Prompt = str | dict[str, Any]
+LIMITS = {"kv_pool": " (the KV pool holds no more)", "max_time": " (its time is over)"}
 SAMPLING = rules(SamplingParams)
-USAGE = "pagedec generate [PROMPT ...] [-f FILE] [--chat] [sampling flags] [engine flags]"
+USAGE = "pagedec generate [PROMPT ...] [-f FILE] [--chat] [sampling flags] [beam flags] [engine flags]"
 EPILOG = """\
 examples:
   pagedec generate "Once upon a time" "The capital of France is" --max-tokens 32
   pagedec generate --chat --system "Answer in one word." "What is the capital of France?" --temperature 0
   pagedec generate -f prompts.txt --n 2 --temperature 0.8 --top-p 0.95 --seed 7 --json
   pagedec generate "2 + 2 =" --max-tokens 1 --logprobs 5
+  pagedec generate "Once upon a time" --beam-width 4 --max-tokens 24 --show-tree --save-tree tree.svg
+  pagedec generate "Is water wet?" --choice yes --choice no
+  pagedec generate "A person as JSON:" --json-schema person.json
   pagedec generate --config engine.toml --stop "\\n" --stop END < prompts.txt
 """
 
@@ -60,7 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw a progress bar, even into a log, and show no answer as it comes "
         "(default: if standard error is a terminal)",
     )
+    trees.add_arguments(parser)
     add_sampling_arguments(parser)
+    add_beam_arguments(parser)
     add_engine_arguments(parser)
 
 
@@ -160,9 +175,10 @@ def as_text(output: RequestOutput, title: str | None = None, wrap: Callable[[str
 
 
 def _ending(answer: CompletionOutput) -> str:
-    """How long an answer is, and why it ended there."""
-    full = " (the KV pool holds no more)" if answer.limited_by == "kv_pool" else ""
-    return f"{counted(len(answer.token_ids), 'token')}, {answer.finish_reason or 'interrupted'}{full}"
+    """How long an answer is, why it ended there, and its score where it has one."""
+    reason = LIMITS.get(answer.limited_by or "", "")
+    score = "" if answer.score is None else f", score {answer.score:.4f}"
+    return f"{counted(len(answer.token_ids), 'token')}, {answer.finish_reason or 'interrupted'}{reason}{score}"
 
 
 def _logprobs_line(token_id: int, entries: Mapping[int, Logprob] | None) -> str:
@@ -193,15 +209,15 @@ def summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
     )
 
 
-def is_live(arguments: argparse.Namespace, prompts: Sequence[Prompt], params: SamplingParams) -> bool:
+def is_live(arguments: argparse.Namespace, prompts: Sequence[Prompt], params: RequestParams) -> bool:
     """Whether the answer is shown as it comes: there is one, it is text, and it goes to a terminal."""
-    plain = params.n == 1 and params.detokenize and params.logprobs is None and params.prompt_logprobs is None
-    for_a_reader = sys.stdout.isatty() and not arguments.json and not arguments.progress
+    plain = params.num_answers == 1 and params.detokenize and params.logprobs is None and params.prompt_logprobs is None
+    for_a_reader = sys.stdout.isatty() and not arguments.json and not arguments.progress and not arguments.show_tree
     return plain and for_a_reader and len(prompts) == 1
 
 
 def show_live(
-    llm: LLM, prompt: Prompt, titles: Sequence[str], params: SamplingParams
+    llm: LLM, prompt: Prompt, titles: Sequence[str], params: RequestParams
 ) -> tuple[list[RequestOutput], bool]:
     """Show the answer to one prompt as it comes. Returns its last output, if there was one, and whether Ctrl-C ended
     it."""
@@ -232,11 +248,13 @@ def _chat_prompt(llm: LLM, conversation: Sequence[Mapping[str, str]]) -> Prompt:
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
 
-def _print(outputs: Sequence[RequestOutput], titles: Sequence[str], as_records: bool) -> None:
+def _print(outputs: Sequence[RequestOutput], titles: Sequence[str], arguments: argparse.Namespace) -> None:
     columns = columns_of(sys.stdout)
     for i, output in enumerate(outputs):
         title = titles[i] if titles else None
-        print(as_json(output) if as_records else as_text(output, title, lambda text: wrapped(text, columns)))
+        print(as_json(output) if arguments.json else as_text(output, title, lambda text: wrapped(text, columns)))
+        if arguments.show_tree:
+            trees.show(output)
     sys.stdout.flush()
 
 
@@ -247,6 +265,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgument("system", arguments.system, "must be given with --chat")
     prompts = read_prompts(arguments, config.model.skip_tokenizer_init)
     conversations = _conversations(prompts, arguments.system) if arguments.chat else []
+    trees.check(arguments)
+    beam_params(arguments, SamplingParams())  # before a model is loaded
     titles = [conversation[-1]["content"] for conversation in conversations]
     progress = sys.stderr.isatty() if arguments.progress is None else arguments.progress
 
@@ -256,21 +276,31 @@ def run(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     llm = LLM(**config.to_kwargs())
     loaded = time.perf_counter()
-    params = llm.get_default_sampling_params().clone(**given)
+    recommended = llm.get_default_sampling_params()
+    params = beam_params(arguments, recommended) or recommended.clone(**given)
     live, is_interrupted = is_live(arguments, prompts, params) and llm.tokenizer is not None, False
     if live:
         [prompt] = [_chat_prompt(llm, one) for one in conversations] or prompts
         outputs, is_interrupted = show_live(llm, prompt, titles, params)
-    elif arguments.chat:
-        outputs = llm.chat(conversations, params, use_tqdm=progress)
     else:
-        outputs = llm.generate(prompts, params, use_tqdm=progress)
+        try:
+            if arguments.chat:
+                outputs = llm.chat(conversations, params, use_tqdm=progress)
+            else:
+                outputs = llm.generate(prompts, params, use_tqdm=progress)
+        except CallInterrupted as interrupt:
+            is_interrupted = True
+            finished_ones = [(i, output) for i, output in enumerate(interrupt.outputs) if output is not None]
+            outputs = [output for _, output in finished_ones]
+            titles = [titles[i] for i, _ in finished_ones if titles]
     finished = time.perf_counter()
     llm.close()
     if not live:
-        _print(outputs, titles, arguments.json)
+        _print(outputs, titles, arguments)
+    if arguments.save_tree is not None:
+        trees.save(arguments.save_tree, outputs)
     say(f"{active_line(llm)}; loaded in {loaded - started:.1f} s")
     say(summary(outputs, finished - loaded))
     if is_interrupted:
-        say("interrupted")
+        say("interrupted" if live else f"interrupted: {len(outputs)} of {counted(len(prompts), 'prompt')} answered")
     return INTERRUPTED if is_interrupted else DONE

@@ -4,21 +4,15 @@ is."""
 from __future__ import annotations
 
 import os
-import unicodedata
 from typing import TextIO
+
+from pagedec.tree.widths import cells
 
 MIN_COLUMNS = 20
 """On narrower terminals, and on those that do not say how wide they are, lines are left to the terminal."""
 FENCE = "```"
 CLOSING = frozenset("、。，．：；！？）」』】〉》〕…ー”’")
 """Wide characters that do not begin a line."""
-
-
-def cells(character: str) -> int:
-    """How many columns of a terminal a character takes."""
-    if unicodedata.category(character) in ("Mn", "Me", "Cf", "Cc"):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 class WordWrap:

@@ -29,7 +29,7 @@ class BlockPool:
 
     __slots__ = (
         "block_of", "block_size", "evictable", "free", "free_rows", "fresh", "key_of", "lane", "num_blocks",
-        "num_evictions",
+        "num_copied", "num_evictions", "num_forks",
         "pins", "refs", "row_view", "rows", "width",
     )  # fmt: skip
 
@@ -42,7 +42,8 @@ class BlockPool:
         self.key_of: list[bytes | None] = [None] * num_blocks
         self.block_of: dict[bytes, int] = {}
         self.fresh: list[int] = []
-        self.num_evictions = 0
+        self.num_evictions = self.num_forks = self.num_copied = 0
+        """How often a cached block was given up, a table was forked, and a block was copied."""
         self.rows = np.zeros((_FIRST_ROWS, self.width), np.int32)
         self.row_view = self.rows.reshape(-1).data
         self.free_rows: list[int] = list(range(_FIRST_ROWS - 1, -1, -1))

@@ -10,10 +10,11 @@ from numbers import Real
 import numpy as np
 
 from pagedec.core.draft import EMPTY, Draft
-from pagedec.core.forward import Answers, Forwards
+from pagedec.core.forward import Answers, Forwards, LaneAnswers, LaneForward
 from pagedec.core.history import History
 from pagedec.core.protocol import (
     Ask,
+    Best,
     Child,
     Decoder,
     Hypothesis,
@@ -58,6 +59,7 @@ def check_queries(queries: object, branches: Sequence[Branch], decoder: Decoder,
         raise InvalidArgument("queries", queries, "must be a list or a tuple of queries")
     alive: Collection[Branch] = branches if len(branches) <= FEW else set(branches)
     asked: set[Branch] = set()
+    known: object = None  # asks that were looked at: a gang's are often one and the same
     for i, query in enumerate(queries):
         if not isinstance(query, Query):
             raise InvalidArgument(f"queries[{i}]", query, "must be a Query")
@@ -67,6 +69,8 @@ def check_queries(queries: object, branches: Sequence[Branch], decoder: Decoder,
         asked.add(branch)
         if len(asked) == i:
             raise InvalidArgument(f"queries[{i}].branch", branch.tip, "must be asked at most once a step")
+        if known is not None and query.asks is known and query.draft is EMPTY:
+            continue
         if not isinstance(query.asks, tuple):
             raise InvalidArgument(f"queries[{i}].asks", query.asks, "must be a tuple of asks")
         if query.draft is not EMPTY:
@@ -79,6 +83,35 @@ def check_queries(queries: object, branches: Sequence[Branch], decoder: Decoder,
                 _check_ask(ask, query.draft, vocab_size)
             except InvalidArgument as error:
                 raise InvalidArgument(f"queries[{i}].asks[{at}]{error.field}", error.value, error.limit) from None
+        known = query.asks if query.draft is EMPTY else known
+    _check_best(queries, decoder)
+
+
+def _check_best(queries: Sequence[Query], decoder: Decoder) -> None:
+    """Of a gang all or none ask for the best, once each, and all alike but for stream and group."""
+    asks = {id(query.asks): query.asks for query in queries}
+    if not any(isinstance(ask, Best) for own in asks.values() for ask in own):
+        return
+    first: Best | None = None
+    known: object = None
+    for i, query in enumerate(queries):
+        if known is not None and query.asks is known and query.draft is EMPTY:
+            continue
+        given = [(at, ask) for at, ask in enumerate(query.asks) if isinstance(ask, Best)]
+        if len(given) != 1:
+            limit = "must have one Best: a gang asks it of all its branches, or of none"
+            raise InvalidArgument(f"queries[{i}].asks", query.asks, limit)
+        at, ask = given[0]
+        place, first = f"queries[{i}].asks[{at}]", first or ask
+        if not decoder.gang:
+            raise InvalidArgument(place, ask, "must not be a Best: the decoder is no gang")
+        if query.draft is not EMPTY:
+            raise InvalidArgument(f"queries[{i}].draft", query.draft, "must be empty where the best are asked for")
+        for name in ("k", "sampler", "min_tokens_to_keep"):
+            value, wanted = getattr(ask, name), getattr(first, name)
+            if value != wanted:
+                raise InvalidArgument(f"{place}.{name}", value, f"must be as in the gang's first query, {wanted}")
+        known = query.asks
 
 
 def _check_draft(draft: Draft | Roll, decoder: Decoder, vocab_size: int) -> None:
@@ -110,8 +143,16 @@ def _check_ask(ask: Ask, draft: Draft | Roll, vocab_size: int) -> None:
         if len(ask.nodes) != len(ask.tokens):
             raise InvalidArgument(".tokens", ask.tokens, f"must be one for each of {len(ask.nodes)} nodes")
         _check_tokens(".tokens", ask.tokens, vocab_size)
+    elif isinstance(ask, Best):
+        _check_whole(".k", ask.k, 1, MAX_INT32)
+        if ask.sampler is not None:
+            _check_sampler(".sampler", ask.sampler)
+        _check_stream(".stream", ask.stream)
+        _check_whole(".group", ask.group, 0, MAX_INT32)
+        _check_whole(".min_tokens_to_keep", ask.min_tokens_to_keep, 1, MAX_INT32)
+        return
     else:
-        raise InvalidArgument("", ask, "must be a Sample, a TopK or a LogProbs")
+        raise InvalidArgument("", ask, "must be a Sample, a TopK, a LogProbs or a Best")
     if ask.nodes is not None:
         last = draft.num_nodes
         for node in ask.nodes:
@@ -178,6 +219,12 @@ def check_verdict(
             _check_hypothesis(history, hypothesis, vocab_size)
         except InvalidArgument as error:
             raise InvalidArgument(f"done[{i}]{error.field}", error.value, error.limit) from None
+    if verdict.settled is not None:
+        heads = [
+            (child.parent.tip, history.depth[child.parent.tip] if child.keep is None else child.keep, child.tokens)
+            for child in verdict.live
+        ]
+        check_settled(history, verdict.settled, heads, decoder)
     if decoder is not None and (decoder.gang or len(verdict.live) + len(live) > MAX_BRANCHES):
         touched = {child.parent for child in verdict.live} | set(verdict.drop) | set(evaluated)
         width = len(verdict.live) + sum(branch not in touched for branch in live)
@@ -185,6 +232,33 @@ def check_verdict(
             raise InvalidArgument("live", width, f"branches must be at most {MAX_BRANCHES}")
         if decoder.gang and width > decoder.width:
             raise InvalidArgument("live", width, f"branches must be at most the gang's declared width, {decoder.width}")
+
+
+def check_settled(
+    history: History, settled: int, heads: Sequence[tuple[int, int, tuple[int, ...]]], decoder: Decoder | None
+) -> None:
+    """Raise unless all that lives has the settled tokens in common. `heads`: of each child, a tip, the length up to
+    where the child goes along with it, and its tokens behind."""
+    if decoder is not None and not decoder.gang:
+        raise InvalidArgument("settled", settled, "must be None: the decoder is no gang")
+    least = min((length + len(tokens) for _, length, tokens in heads), default=MAX_INT32)
+    _check_whole("settled", settled, 0, least)
+    ends = {
+        (history.ancestor(tip, min(settled, length)), tuple(tokens[: max(0, settled - length)]))
+        for tip, length, tokens in heads
+    }
+    if len({_way(history, tip, tokens) for tip, tokens in ends}) > 1:
+        raise InvalidArgument("settled", settled, "must be tokens that all that lives has in common")
+
+
+def _way(history: History, tip: int, tokens: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """A sequence by its last known node and what follows: what is in the history already is named by it."""
+    for i, token in enumerate(tokens):
+        node = history.find(tip, token)
+        if node is None:
+            return tip, tokens[i:]
+        tip = node
+    return tip, ()
 
 
 def _check_child(
@@ -263,9 +337,29 @@ def check_answers(forwards: Forwards, answers: Answers, vocab_size: int) -> None
             raise InvariantError(
                 f"lane {lane} has rolled {len(given.rolled)} tokens, not {forward.rolls['count'].sum()}"
             )
-        for tokens in (given.draws, given.topk_tokens, given.rolled):
+        _check_best_answers(lane, forward, given)
+        for tokens in (given.draws, given.topk_tokens, given.best_tokens, given.rolled):
             if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
                 wrong = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
                 raise InvariantError(f"lane {lane} has answered token {wrong}; there are {vocab_size}")
-        if np.isnan(given.topk_logprobs).any() or np.isnan(given.logprobs).any():
-            raise InvariantError(f"lane {lane} has answered log-probabilities that are no numbers")
+        for logprobs in (given.topk_logprobs, given.logprobs, given.best_logprobs, given.best_scores):
+            if np.isnan(logprobs).any():
+                raise InvariantError(f"lane {lane} has answered log-probabilities that are no numbers")
+
+
+def _check_best_answers(lane: str, forward: LaneForward, given: LaneAnswers) -> None:
+    """As many candidates of each group as there are, at most its k, of the group's own rows."""
+    groups, counts = forward.best_groups, given.best_counts
+    sizes = {len(array) for array in (given.best_parents, given.best_tokens, given.best_scores, given.best_logprobs)}
+    if len(counts) != len(groups) or sizes != {int(counts.sum())}:
+        raise InvariantError(f"lane {lane} has answered {len(counts)} of {len(groups)} gangs, {counts} in {sizes}")
+    if not len(groups):
+        return
+    if counts.min() < 0 or (counts > groups["k"]).any():
+        raise InvariantError(f"lane {lane} has answered {counts} candidates where {groups['k']} were asked for")
+    group_of = np.repeat(np.arange(len(groups)), counts)
+    rows = np.repeat(np.arange(len(groups)), groups["stop"] - groups["first"])
+    known = set(zip(rows.tolist(), forward.best_rows["place"].tolist(), strict=True))
+    strangers = set(zip(group_of.tolist(), given.best_parents.tolist(), strict=True)) - known
+    if strangers:
+        raise InvariantError(f"lane {lane} has answered a candidate of place {min(strangers)[1]}, which was not asked")

@@ -6,7 +6,7 @@ a request has done to its logits is named by a number under which the device was
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -33,11 +33,26 @@ forward's rows and at its `position`; the others follow one by one. They go to t
 target's forward; -1: nowhere. `rule_id` -1: logits stay as they are; else `prompt_length` tokens of the branch were not
 generated."""
 
+BEST_ROW_DTYPE = np.dtype([("stream", "<u8"), ("row", "<i4"), ("place", "<i4"), ("position", "<i4"), ("score", "<f4")])
+"""One row of a gang whose continuations are ranked. `row` counts the read-out rows of its forward, `place` the step's
+queries of its request; `position` is the chosen token's index, `score` the branch's."""
+
+BEST_GROUP_DTYPE = np.dtype(
+    [
+        ("seed", "<u8"), ("first", "<i4"), ("stop", "<i4"), ("k", "<i4"), ("top_k", "<i4"), ("temperature", "<f4"),
+        ("top_p", "<f4"), ("min_p", "<f4"), ("min_tokens_to_keep", "<i4"), ("is_drawn", "<i4"), ("reserved", "<i4"),
+    ]
+)  # fmt: skip
+"""Rows `first` .. `stop - 1` that are ranked together, and how: their `k` best by score where `is_drawn` is 0; else of
+what the sampler keeps in each row, by score and noise."""
+
 NO_INTS = np.empty(0, np.int32)
 NO_DRAWS = np.empty(0, DRAW_DTYPE)
 NO_ROLLS = np.empty(0, ROLL_DTYPE)
-NO_MASKS = np.empty((0, 0), np.uint32)
-for _none in (NO_INTS, NO_DRAWS, NO_ROLLS, NO_MASKS):
+NO_BEST_ROWS = np.empty(0, BEST_ROW_DTYPE)
+NO_BEST_GROUPS = np.empty(0, BEST_GROUP_DTYPE)
+NO_FLOATS = np.empty(0, np.float32)
+for _none in (NO_INTS, NO_DRAWS, NO_ROLLS, NO_BEST_ROWS, NO_BEST_GROUPS, NO_FLOATS):
     _none.flags.writeable = False
 
 
@@ -54,6 +69,7 @@ class ProcessRows:
     branches: np.ndarray  # int32 [num_processed]: the branch of the forward that the row belongs to
     prompt_lengths: np.ndarray  # int32 [num_processed]: tokens of the history that were not generated
     rule_ids: np.ndarray  # int64 [num_processed]: the number of the request's rules
+    of_logprobs: np.ndarray  # int32 [num_processed]: 1 where the rules change log-probabilities, 0 where logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +107,8 @@ class LaneForward:
     topk_k: int = 0  # the largest k asked for
     logprob_rows: np.ndarray = _ints()  # int32 [num_logprobs], into read_rows
     logprob_tokens: np.ndarray = _ints()  # int32 [num_logprobs]
+    best_rows: np.ndarray = field(default_factory=lambda: NO_BEST_ROWS)  # BEST_ROW_DTYPE [num_best], group by group
+    best_groups: np.ndarray = field(default_factory=lambda: NO_BEST_GROUPS)  # BEST_GROUP_DTYPE [num_groups]
     banned_rows: np.ndarray = _ints()  # int32 [num_banned], into read_rows: at these rows ...
     banned_tokens: np.ndarray = _ints()  # int32 [num_banned]: ... these are neither drawn nor among the top k
     masked_rows: np.ndarray = _ints()  # int32 [num_masked], into read_rows, ascending: a mask follows for each
@@ -104,10 +122,34 @@ Forwards: TypeAlias = Mapping[str, LaneForward]
 """A step's forwards by lane, in the order in which they run."""
 Rules: TypeAlias = Mapping[int, LogitsRules]
 """What is done to logits, by the number that rows name it by: of all requests that run."""
-Masks: TypeAlias = np.ndarray
-"""uint32 [num_masked, ceil(vocab / 32)]: of each of `LaneForward.masked_rows`, a bit for each token, the lowest first;
-where it is 0 the token is neither drawn nor among the top k. They may follow a forward that is on its way: they are due
-before the read-out."""
+EVERYTHING, LISTED = -2, -1
+"""Places of rows in `Masks` that have no bits of their own: any token may be drawn; those that are listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """What may be drawn at each of `LaneForward.masked_rows`: all others are neither drawn nor among the top k.
+
+    They may follow a forward that is on its way: they are due before the read-out.
+    """
+
+    places: np.ndarray  # int32 [num_masked]: a row of `words`; or LISTED, or EVERYTHING
+    words: np.ndarray  # uint32 [num_words, ceil(vocab / 32)]: a bit for each token, the lowest first; 0: not this one
+    indptr: np.ndarray  # int32 [num_masked + 1]: where each row's listed tokens begin
+    tokens: np.ndarray  # int32 [indptr[-1]]
+
+    @classmethod
+    def of_words(cls, words: np.ndarray) -> Masks:
+        """Masks that all are rows of bits."""
+        num_rows = len(words)
+        return cls(np.arange(num_rows, dtype=np.int32), words, np.zeros(num_rows + 1, np.int32), NO_INTS)
+
+
+MakeMasks: TypeAlias = Callable[[np.ndarray], Masks]
+"""Gives a step's masks for the tokens that its draft lane has rolled: int32, as in `LaneAnswers.rolled`."""
+
+
+NO_MASKS = Masks(NO_INTS, np.empty((0, 0), np.uint32), NO_INTS, NO_INTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +165,8 @@ class Reported:
     topk_logprobs: np.ndarray  # fp32 [num_topk, topk_k], of the top k that the decoder is answered
     topk_ranks: np.ndarray  # int32 [num_topk, topk_k]
     logprob_ranks: np.ndarray  # int32 [num_logprobs], of LaneForward.logprob_tokens
+    best_logprobs: np.ndarray  # fp32 [num_candidates], of the candidates that the decoder is answered
+    best_ranks: np.ndarray  # int32 [num_candidates]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +177,11 @@ class LaneAnswers:
     topk_tokens: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int32))  # int32 [num_topk, topk_k]
     topk_logprobs: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.float32))  # fp32 [num_topk, topk_k]
     logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))  # fp32 [num_logprobs]
+    best_counts: np.ndarray = _ints()  # int32 [num_groups]: how many candidates of each, at most its k
+    best_parents: np.ndarray = _ints()  # int32 [num_candidates]: group by group, the best first; their rows' places
+    best_tokens: np.ndarray = _ints()  # int32 [num_candidates]
+    best_scores: np.ndarray = field(default_factory=lambda: NO_FLOATS)  # fp32 [num_candidates]
+    best_logprobs: np.ndarray = field(default_factory=lambda: NO_FLOATS)  # fp32 [num_candidates]
     rolled: np.ndarray = _ints()  # int32 [sum(count)]: one chain behind the other
     report: Reported | None = None  # where the forward has one
 

@@ -40,6 +40,10 @@ class History:
             self._run.append(self._run[tip] if tip == node - 1 else node)
         return known
 
+    def find(self, tip: int, token: int) -> int | None:
+        """The node that continues `tip` by `token`, if there is one."""
+        return self._child.get(tip << 32 | token)
+
     def append(self, tip: int, tokens: Sequence[int]) -> int:
         """The node that continues `tip` by `tokens`."""
         if len(tokens) > 8 and tip == len(self.token) - 1:

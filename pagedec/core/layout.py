@@ -16,13 +16,13 @@ from pagedec.core.forward import (
     NO_INTS,
     NO_ROLLS,
     ROLL_DTYPE,
-    LaneAnswers,
     LaneForward,
     ProcessRows,
     ReportRows,
 )
-from pagedec.core.plan import AskSlice, Work
-from pagedec.core.protocol import Answer, LogProbs, Query, Roll, Sample, Sampler, TopK
+from pagedec.core.plan import AskSlice
+from pagedec.core.protocol import Best, Query, Roll, Sample, Sampler, TopK
+from pagedec.core.ranking import Ranking
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable, CopyPlan
 
@@ -54,8 +54,8 @@ class LaneBuilder:
 
     __slots__ = (
         "_banned", "_counts", "_draw_positions", "_draw_records", "_draw_rows", "_first_rows", "_logprobs", "_marks",
-        "_parents", "_positions", "_read_only", "_read_rows", "_roll_slots", "_rolls", "_starts", "_tables", "_tokens",
-        "_topk", "_topk_k",
+        "_parents", "_positions", "_ranking", "_read_only", "_read_rows", "_roll_slots", "_rolls", "_starts",
+        "_tables", "_tokens", "_topk", "_topk_k",
         "pool",
     )  # fmt: skip
 
@@ -77,6 +77,7 @@ class LaneBuilder:
         self._topk_k = 0
         self._logprobs: list[tuple[int, int]] = []
         self._banned: list[tuple[int, int]] = []
+        self._ranking: Ranking | None = None
         self._rolls: list[list[Any]] = []  # in the order of ROLL_DTYPE, the draw's record first
         self._roll_slots: list[int] = []
         self._marks: RowMarks | None = None
@@ -100,6 +101,36 @@ class LaneBuilder:
             self._banned += [(len(self._read_rows), token) for token in banned]
         self._read_rows.append(row)
         return draw
+
+    def add_gang(self, tables: Sequence[BlockTable], tokens: Sequence[int]) -> int:
+        """One pending token of each of some branches; returns the first's row."""
+        first = len(self._tokens)
+        self._tables += tables
+        self._starts += [table.length for table in tables]
+        self._counts += [1] * len(tables)
+        self._first_rows += range(first, first + len(tables))
+        self._tokens += tokens
+        return first
+
+    def rank_gang(
+        self, first_row: int, queries: Sequence[Query], lengths: Sequence[int], stopping: Stopping, owner: int
+    ) -> list[tuple[AskSlice, ...]]:
+        """Read out one row of each query from `first_row` on, whose asks are one Best each and whose branches end
+        `lengths` tokens."""
+        ranking = self._ranking = self._ranking or Ranking()
+        first, known, out = len(self._read_rows), dict[tuple[int, int], tuple[AskSlice, ...]](), []
+        for i, query in enumerate(queries):
+            ask = query.asks[0]
+            assert isinstance(ask, Best)
+            group = ranking.add(owner, ask, first + i, lengths[i], query.branch.score)
+            slices = known.get((group, ask.k))
+            if slices is None:
+                slices = known[group, ask.k] = (AskSlice(group, 1, ask.k, True),)
+            out.append(slices)
+            if stopping.min_tokens:
+                self._banned += [(first + i, token) for token in stopping.banned(query.branch.stop_state)]
+        self._read_rows += range(first_row, first_row + len(queries))
+        return out
 
     def add(self, table: BlockTable, start: int, tokens: Sequence[int], root: int, draft: Draft | Roll = EMPTY) -> int:
         """The pending chain and the draft of one branch; without a pending token, a row that only reads the root's KV.
@@ -137,10 +168,12 @@ class LaneBuilder:
         draft: Draft | Roll,
         stopping: Stopping,
         read: dict[int, int] | None = None,
+        owner: int = 0,
     ) -> tuple[AskSlice, ...]:
         """Read out what `query` asks of the branch whose root stands at `root_row` and ends `length` tokens.
 
-        `read` receives each node's place among the rows read out.
+        `read` receives each node's place among the rows read out. `owner` is the request's number: its rows may be
+        ranked together.
         """
         depths = draft.depths()
         state = query.branch.stop_state
@@ -164,6 +197,11 @@ class LaneBuilder:
                 slices.append(AskSlice(len(self._topk), len(nodes), ask.k))
                 self._topk += [rows[node] for node in nodes]
                 self._topk_k = max(self._topk_k, ask.k)
+            elif isinstance(ask, Best):
+                self._ranking = self._ranking or Ranking()
+                slices.append(
+                    AskSlice(self._ranking.add(owner, ask, rows[0], length, query.branch.score), 1, ask.k, True)
+                )
             else:
                 slices.append(AskSlice(len(self._logprobs), len(nodes), 1))
                 run = zip(ask.nodes, ask.tokens, strict=True)
@@ -182,9 +220,15 @@ class LaneBuilder:
     def num_read(self) -> int:
         return len(self._read_rows)
 
-    def process(self, read_rows: Iterable[int], rule_id: int, prompt_length: int) -> None:
-        """Have rows read out of the branch added last processed."""
-        self.marks.process(read_rows, len(self._tables) - 1, rule_id, prompt_length)
+    def mask(self, read_rows: Iterable[int]) -> None:
+        """Have rows read out masked; the masks follow."""
+        self.marks.masked += read_rows
+
+    def process(
+        self, read_rows: Iterable[int], rule_id: int, prompt_length: int, of_logprobs: bool, branch: int = -1
+    ) -> None:
+        """Have rows read out of a branch processed: `branch` counts those added, the last is -1."""
+        self.marks.process(read_rows, len(self._tables) + branch, rule_id, prompt_length, of_logprobs)
 
     def read_given(self, first_row: int, tokens: Sequence[int], num_top: int) -> tuple[int, int]:
         """Report each of `tokens` at the rows from `first_row` on: their first places among the given tokens and
@@ -238,6 +282,7 @@ class LaneBuilder:
         copy_src, copy_dst = copies.arrays()
         fresh, pool.fresh = np.array(pool.fresh, np.int32), []
         topk, logprobs, banned = self._topk, _pairs(self._logprobs), _pairs(self._banned)
+        best_rows, best_groups = (self._ranking or Ranking()).arrays()
         return LaneForward(
             lane=pool.lane,
             token_ids=np.array(self._tokens, np.int32),
@@ -256,8 +301,11 @@ class LaneBuilder:
             topk_k=self._topk_k,
             logprob_rows=logprobs[0],
             logprob_tokens=logprobs[1],
+            best_rows=best_rows,
+            best_groups=best_groups,
             banned_rows=banned[0],
             banned_tokens=banned[1],
+            masked_rows=np.array(self._marks.masked, np.int32) if self._marks and self._marks.masked else NO_INTS,
             rolls=np.array([tuple(roll) for roll in self._rolls], ROLL_DTYPE) if self._rolls else NO_ROLLS,
             roll_slots=np.array(self._roll_slots, np.int32) if self._roll_slots else NO_INTS,
             processing=None if self._marks is None else self._marks.processing(),
@@ -292,39 +340,21 @@ def _pairs(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
     return np.ascontiguousarray(array[:, 0]), np.ascontiguousarray(array[:, 1])
 
 
-def read_answer(work: Work, answers: LaneAnswers, rolled: Sequence[tuple[int, ...]]) -> Answer:
-    """What a query's asks were answered, in the shapes their docstrings promise."""
-    query, draft = work.query, work.draft
-    assert query is not None
-    if isinstance(draft, Roll):
-        draft = Draft.chain(rolled[work.roll])
-    values: list[Any] = []
-    for ask, part in zip(query.asks, work.asks, strict=True):
-        first, stop = part.first, part.first + part.num_nodes
-        if isinstance(ask, Sample):
-            stop = first + part.num_nodes * part.width
-            values.append(answers.draws[first:stop].reshape(part.num_nodes, part.width))
-        elif isinstance(ask, TopK):
-            values.append((answers.topk_tokens[first:stop, : ask.k], answers.topk_logprobs[first:stop, : ask.k]))
-        else:
-            assert isinstance(ask, LogProbs)
-            values.append(answers.logprobs[first:stop])
-    return Answer(draft, tuple(values))
-
-
 class RowMarks:
     """Marks of one forward's read-out rows, added in ascending order."""
 
-    __slots__ = ("_given", "_processed", "_reported")
+    __slots__ = ("_given", "_processed", "_reported", "masked")
 
     def __init__(self) -> None:
-        self._processed: list[tuple[int, int, int, int]] = []  # row, branch, prompt length, rule id
+        self._processed: list[tuple[int, ...]] = []  # row, branch, prompt length, whether log-probabilities, rule id
         self._reported: list[tuple[int, int]] = []  # row, number of top tokens
         self._given: list[tuple[int, int]] = []  # row, token
+        self.masked: list[int] = []
 
-    def process(self, rows: Iterable[int], branch: int, rule_id: int, prompt_length: int) -> None:
-        """Have the logits of `rows`, which belong to `branch`, processed by the rules of this number."""
-        self._processed += [(row, branch, prompt_length, rule_id) for row in rows]
+    def process(self, rows: Iterable[int], branch: int, rule_id: int, prompt_length: int, of_logprobs: bool) -> None:
+        """Have the logits of `rows`, which belong to `branch`, or their log-probabilities, processed by the rules of
+        this number."""
+        self._processed += [(row, branch, prompt_length, of_logprobs, rule_id) for row in rows]
 
     def report_row(self, row: int, num_top: int) -> int:
         """Report a row; returns its place among the reported ones."""
@@ -344,8 +374,8 @@ class RowMarks:
         if not self._processed:
             return None
         marks = np.array(self._processed, np.int64)
-        rows, branches, prompt_lengths = np.ascontiguousarray(marks[:, :3].T, np.int32)
-        return ProcessRows(rows, branches, prompt_lengths, np.ascontiguousarray(marks[:, 3]))
+        rows, branches, prompt_lengths, of_logprobs = np.ascontiguousarray(marks[:, :4].T, np.int32)
+        return ProcessRows(rows, branches, prompt_lengths, np.ascontiguousarray(marks[:, 4]), of_logprobs)
 
     def report(self) -> ReportRows | None:
         """The reported rows as flat arrays."""

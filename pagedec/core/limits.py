@@ -19,7 +19,7 @@ class SchedulerLimits:
     block_size: int = 16
     max_blocks_per_table: int = 512
     max_num_seqs: int = 256
-    """Branches in one step."""
+    """Branches in one step; a gang counts as one."""
     max_num_batched_tokens: int = 512
     """Rows in one step, on each lane."""
     max_chunk: int | None = None
@@ -27,6 +27,9 @@ class SchedulerLimits:
     enable_prefix_caching: bool = True
     array_settle: bool = True
     """Plan and settle plain sampling without queries and verdicts. The result is the same."""
+    draft_forced: bool = True
+    """Evaluate tokens that a constraint leaves no choice about in one step, where a decoder drafts nothing else. The
+    result is the same."""
     max_positions: Mapping[str, int] = field(default_factory=dict)
     """Tokens of the longest sequence that a lane's model can read; of a lane that is not named, as many as a table
     holds."""
@@ -91,8 +94,6 @@ def check_prompt(limits: SchedulerLimits, prompt: Sequence[int], stopping: Stopp
 def check_width(limits: SchedulerLimits, decoder: Decoder, prompt_length: int, limit: int) -> None:
     """Raise unless one branch, or one gang, fits the step and the pool alone. Drafts and draft lanes are optional."""
     width = decoder.width if decoder.gang else 1
-    if width > limits.max_num_seqs:
-        raise InvalidArgument("width", width, f"must be at most max_num_seqs, {limits.max_num_seqs}")
     if width > limits.max_num_batched_tokens:
         raise InvalidArgument(
             "width", width, f"must be at most max_num_batched_tokens, {limits.max_num_batched_tokens}"

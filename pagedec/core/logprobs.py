@@ -15,7 +15,7 @@ import numpy as np
 from pagedec.core.draft import Draft
 from pagedec.core.forward import LaneAnswers, LaneForward
 from pagedec.core.history import History
-from pagedec.core.protocol import Answer, Hypothesis, Sample, TopK, Verdict
+from pagedec.core.protocol import Answer, Best, Hypothesis, Sample, TopK, Verdict
 from pagedec.errors import InvariantError
 
 if TYPE_CHECKING:
@@ -101,6 +101,38 @@ class Recorder:
                 if work.branch.tip == hypothesis.tip and draft.tokens:
                     self._record_path(reports, history, work, draft, _way(draft, hypothesis.tokens))
 
+    def record_best(self, works: Sequence[Work], verdict: Verdict) -> None:
+        """Keep the reports of a gang's candidates that live on, are done, or end: those may be done later. Nothing is
+        kept of the others."""
+        reports, asks, own = works[0].request.reports, works[0].asks, works[0].report
+        if reports is None or works[0].query is None or own is None or 0 not in own.rows:
+            return  # 0 is not in the rows where the prompt alone is reported
+        at = next((i for i, ask in enumerate(works[0].query.asks) if isinstance(ask, Best)), None)
+        if at is None or not asks:
+            return
+        answers, report, stopping = self._answers, self._report, works[0].request.stopping
+        taken = {child.parent.tip << 32 | child.tokens[0] for child in verdict.live if child.tokens}
+        if verdict.children is not None:
+            tips = [work.branch.tip for work in works]
+            pairs = zip(verdict.children.parents.tolist(), verdict.children.tokens.tolist(), strict=True)
+            taken |= {tips[parent] << 32 | token for parent, token in pairs}
+        taken |= {hypothesis.tip << 32 | hypothesis.tokens[0] for hypothesis in verdict.done if hypothesis.tokens}
+        ends = np.cumsum(answers.best_counts).tolist()
+        tops: dict[int, tuple[tuple[int, ...], tuple[float, ...]]] = {}
+        for group in {work.asks[at].first for work in works}:
+            first, stop = ends[group] - int(answers.best_counts[group]), ends[group]
+            parents, tokens = answers.best_parents[first:stop].tolist(), answers.best_tokens[first:stop].tolist()
+            for i, (parent, token) in enumerate(zip(parents, tokens, strict=True), first):
+                work = works[parent]
+                edge = work.branch.tip << 32 | token
+                if edge not in taken and stopping.cut(work.branch.stop_state, (token,)).reason is None:
+                    continue
+                assert work.report is not None
+                if parent not in tops:
+                    tops[parent] = self._top(work.report.rows[0])
+                logprob, rank = float(report.best_logprobs[i]), int(report.best_ranks[i])
+                reports.edges.setdefault(edge, TokenLogprobs(token, logprob, rank, *tops[parent]))
+
     def _record_path(self, reports: Reports, history: History, work: Work, draft: Draft, path: Sequence[int]) -> None:
         tip = work.branch.tip
         for node in path:
@@ -149,7 +181,7 @@ class Recorder:
                     i = part.first + at
                     ids, logprobs, ranks = answers.topk_tokens[i], report.topk_logprobs[i], report.topk_ranks[i]
                     yield from zip(ids[: ask.k].tolist(), logprobs.tolist(), ranks.tolist(), strict=False)
-            else:
+            elif not isinstance(ask, Best):  # see record_best
                 for at in places:
                     yield _entry(self._forward.logprob_tokens, answers.logprobs, report.logprob_ranks, part.first + at)
 

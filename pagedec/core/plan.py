@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.forward import LaneForward
+from pagedec.core.masking import StepMasks
 from pagedec.core.protocol import Query, Roll
 from pagedec.core.request import Branch, Request
 from pagedec.core.table import BlockTable, CopyPlan
@@ -14,12 +15,15 @@ from pagedec.errors import RequestError
 
 @dataclass(slots=True)
 class AskSlice:
-    """Where an ask's answer stands: entries `first` .. `first + num_nodes * width - 1` of the kind's array."""
+    """Where an ask's answer stands: entries `first` .. `first + num_nodes * width - 1` of the kind's array; of a Best,
+    `first` is the group's place."""
 
     first: int
     num_nodes: int
     width: int
-    """Streams of a Sample, k of a TopK, 1 for LogProbs."""
+    """Streams of a Sample, k of a TopK or a Best, 1 for LogProbs."""
+    is_shared: bool = False
+    """Of a Best: answered alike wherever it stands."""
 
 
 @dataclass(slots=True)
@@ -57,6 +61,11 @@ class Work:
     """Of the draft lane: its place among the forward's rolls. Of the target lane: where its Roll was rolled."""
 
     @property
+    def shares_answer(self) -> bool:
+        """All works of equal asks are answered alike: the best of a gang."""
+        return self.draft is EMPTY and len(self.asks) == 1 and self.asks[0].is_shared
+
+    @property
     def answers_something(self) -> bool:
         return self.draw >= 0 or self.query is not None
 
@@ -69,6 +78,8 @@ class StepPlan:
     works: list[Work] = field(default_factory=list)
     forwards: dict[str, LaneForward] = field(default_factory=dict)
     copies: dict[str, CopyPlan] = field(default_factory=dict)
+    masks: StepMasks | None = None
+    """Makes the masks of its constrained rows, where it has any."""
     num_rows: int = 0
     """Rows of all lanes' forwards."""
     num_released: int = 0

@@ -17,7 +17,7 @@ from pagedec.core.layout import LaneBuilder, draw_record
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan, Work
 from pagedec.core.preemption import Room
-from pagedec.core.protocol import Query, Sampler
+from pagedec.core.protocol import Best, Query, Sampler
 from pagedec.core.request import Branch, Request, order_of
 from pagedec.core.reuse import Reuse
 from pagedec.core.rows import Rows
@@ -81,6 +81,8 @@ class Planner:
                 plan.forwards[lane] = builder.finish(copies)
                 plan.num_rows += len(builder)
             plan.copies[lane] = copies
+        if plan.masks is not None and "draft" in plan.forwards:
+            plan.masks.roll_counts = plan.forwards["draft"].rolls["count"].tolist()
         plan.num_released = self._room.num_released
         return plan
 
@@ -160,13 +162,14 @@ class Planner:
         query."""
         depth, token, rows, target = request.history.depth, request.history.token, self._rows, self._rows.target
         stopping, step, works, marked = request.stopping, self._plan.step, self._plan.works, request.marks_rows
+        forced, unbanned = request.forced, request.constraint is not None  # a mask bans by itself
         pool = target.pool
         size, refs, keys = pool.block_size, pool.refs, pool.key_of
         queries: dict[Branch, Query] = {}
         for branch in request.branches:
             table, state = branch.tables["target"], branch.state
             start = table.length
-            if depth[branch.tip] - start != 1 or len(state) != 1:
+            if depth[branch.tip] - start != 1 or len(state) != 1 or (forced is not None and forced(branch)):
                 queries = queries or {query.branch: query for query in self._queries(request)}
                 if branch not in queries:  # the request has failed, or its decoder is not as plain as it says
                     return True
@@ -187,7 +190,7 @@ class Planner:
             record = request.records.get(state[0])
             if record is None:
                 record = request.records[state[0]] = draw_record(sampler, state[0])
-            banned = stopping.ends if branch.stop_state & COUNT < stopping.min_tokens else ()
+            banned = () if unbanned or branch.stop_state & COUNT >= stopping.min_tokens else stopping.ends
             draw = target.add_plain(table, start, token[branch.tip], record, banned)
             works.append(Work(request, branch, table, start, 1, draw))
             if marked:
@@ -234,38 +237,60 @@ class Planner:
 
     # ---- gangs
     def _plan_gang(self, request: Request, queries: Sequence[Query]) -> bool:
-        """All decoding rows in one step or none; recompute goes in pieces."""
+        """All decoding rows in one step or none; recompute goes in pieces. A gang counts as one branch."""
         if not queries:
             return True
         depth, chunk = request.history.depth, self._limits.chunk
+        if self._has_only_roots(request, queries):
+            if len(queries) > self._rows.left:
+                return True
+            if not self._reserve(request, [(q.branch.tables["target"], 1) for q in queries], set(request.branches)):
+                return False
+            self._rows.lay_gang(request, queries)
+            return True
         asked = {query.branch for query in queries}
         # In the branches' own order: what a branch waits for has then been looked up in the prefix cache.
         waiting = {branch for branch in request.branches if branch in asked and self._reuse.must_wait(request, branch)}
         pending = [depth[query.branch.tip] - query.branch.table.length for query in queries]
         rows = sum(max(1, count) for count in pending)
-        if waiting or rows > self._rows.left or len(queries) > self._rows.seqs_left or max(pending) > chunk:
+        if waiting or rows > self._rows.left or max(pending) > chunk:
             return self._recompute_gang(request, queries, waiting)
         wants = [(query.branch.table, count) for query, count in zip(queries, pending, strict=True)]
         if not self._reserve(request, wants, set(request.branches)):
             return False
-        for query, count in zip(queries, pending, strict=True):
-            self._rows.take(request, query.branch, count)
+        for i, (query, count) in enumerate(zip(queries, pending, strict=True)):
+            self._rows.take(request, query.branch, count, int(i == 0))
         self._lay(
             request, [Chain(query.branch, count, query, True) for query, count in zip(queries, pending, strict=True)]
         )
         return True
 
+    def _has_only_roots(self, request: Request, queries: Sequence[Query]) -> bool:
+        """Each branch lacks its last token alone, and asks for the best alone: as nearly always."""
+        reports, depth = request.reports, request.history.depth
+        if request.constraint is not None or (reports and reports.reporting.num_prompt_logprobs is not None):
+            return False
+        for query in queries:
+            branch = query.branch
+            if depth[branch.tip] - branch.tables["target"].length != 1 or len(query.asks) != 1:
+                return False
+            if query.draft is not EMPTY or not isinstance(query.asks[0], Best):
+                return False
+        return True
+
     def _recompute_gang(self, request: Request, queries: Sequence[Query], waiting: set[Branch]) -> bool:
+        seqs = 1
         for query in queries:
             branch = query.branch
             missing = request.history.depth[branch.tip] - branch.table.length - 1  # the root waits for the gang
             count = min(self._limits.chunk, missing, self._rows.left)
-            if branch in waiting or count <= 0 or self._rows.seqs_left <= 0:
+            if branch in waiting or count <= 0:
                 continue
             if not self._reserve(request, [(branch.table, count)], set(request.branches)):
                 return False
-            self._rows.take(request, branch, count)
+            self._rows.take(request, branch, count, seqs)
             self._rows.lay(request, branch, count, None)
+            seqs = 0
         return True
 
     def _reserve(self, request: Request, wants: Sequence[tuple[BlockTable, int]], protected: set[Branch]) -> bool:

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import numpy as np
+
+from pagedec.core.constraint import MAX_FORCED, Constraint, cut_within
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.stopping import NO_STOPPING, Cut, Stopping
 from pagedec.errors import InvalidArgument
@@ -87,7 +90,42 @@ class LogProbs:
     tokens: tuple[int, ...]
 
 
-Ask: TypeAlias = Sample | TopK | LogProbs
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best `k` continuations of a gang. Every query of the gang has this ask, with the same `k` and `sampler`;
+    those with the same `group` are ranked together. Answer: the `Candidates` of the query's group, one object for all
+    of its queries.
+
+    Without a `sampler` they are ranked by score. With one, the processed log-probabilities are tempered and cut as it
+    says (a temperature of 0 counts as 1; at least `min_tokens_to_keep` tokens of each row are kept at each cut), and
+    candidates are drawn without replacement from softmax(score): by score plus Gumbel noise (Kool et al. 2019), whose
+    name is the query's `stream`, and which is no part of the scores.
+    """
+
+    k: int
+    sampler: Sampler | None = None
+    stream: int = 0
+    group: int = 0
+    min_tokens_to_keep: int = 1
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Of the root: behind a beam nothing is drafted."""
+        return (0,)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Continuations of a gang's branches, the best first: at most the `k` that were asked for, fewer where no more are
+    allowed. Ties go to the higher processed logit, then to the lower place of (branch, token)."""
+
+    parents: np.ndarray  # int32 [num]: a place among the step's queries
+    tokens: np.ndarray  # int32 [num]
+    scores: np.ndarray  # fp32 [num]: the branch's score plus `logprobs`, added in fp32
+    logprobs: np.ndarray  # fp32 [num]: processed (and with a sampler, tempered) log-probabilities, not renormalised
+
+
+Ask: TypeAlias = Sample | TopK | LogProbs | Best
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +185,29 @@ class Child:
         return not self.tokens and not self.path and self.keep is None and self.score is None and self.state is None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Children:
+    """A gang's next generation as arrays. The same as a `Child` for each entry, and settled without one: the branch of
+    query `parents[i]`, continued by `tokens[i]`, with `scores[i]` and, if given, `states[i]`. A parent's last child is
+    the parent's `Branch` itself; `rank` is not asked."""
+
+    parents: np.ndarray  # int [num]: places among the step's queries
+    tokens: np.ndarray  # int [num]
+    scores: np.ndarray  # float [num]
+    states: Sequence[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    def objects(self, queries: Sequence[Query]) -> tuple[Child, ...]:
+        """The same one by one."""
+        states = self.states if self.states is not None else [None] * len(self)
+        rows = zip(self.parents.tolist(), self.tokens.tolist(), self.scores.tolist(), states, strict=True)
+        return tuple(
+            Child(queries[parent].branch, (token,), score=score, state=state) for parent, token, score, state in rows
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
     """A finished answer: the history of `tip` followed by `tokens`. Never a table, so it costs no block while it waits.
@@ -163,6 +224,8 @@ class Hypothesis:
     stop_token: int | None = None
     stop_string: str | None = None
     excess_bytes: int = 0
+    ancestry: tuple[int, ...] = ()
+    """Of a gang's: which branch of its generation, by place, each generated token was chosen behind."""
 
     @staticmethod
     def ended(tip: int, cut: Cut, rank: int = 0, score: float = 0.0) -> Hypothesis:
@@ -179,6 +242,10 @@ class Verdict:
     live: tuple[Child, ...] = ()
     done: tuple[Hypothesis, ...] = ()
     drop: tuple[Branch, ...] = ()
+    children: Children | None = None
+    """Of a gang: in place of `live`, which is empty then, as is `drop`."""
+    settled: int | None = None
+    """Of a gang: all answers that can still come agree on so many tokens, the prompt's counted. These are told."""
 
 
 # ------------------------------------------------------------------------------------------------------------- decoders
@@ -194,15 +261,45 @@ class DecoderContext:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     stopping: Stopping = NO_STOPPING
+    constraint: Constraint | None = None
+    drafts_forced: bool = True
+    """`forced` may be asked."""
 
     def ending(self, branch: Branch, token: int) -> Cut | None:
         """How `branch` ends with `token`: at a stop token, a stop string, or a length. None: it goes on.
 
         Other branches are ended by the scheduler. A gang's are not: their decoder ranks what ends among what goes on,
-        and keeps no branch alive behind its end.
+        and keeps no branch alive behind its end. Raises `Forbidden` for a token that the constraint does not allow:
+        its log-probability among an answer's is minus infinity.
         """
-        cut = self.stopping.cut(branch.stop_state, (token,), self.max_length - self.history.depth[branch.tip])
+        room, own = self.max_length - self.history.depth[branch.tip], self.constraint
+        if own is None:
+            cut = self.stopping.cut(branch.stop_state, (token,), room)
+        else:
+            cut, _ = cut_within(own, self.stopping, branch.stop_state, branch.constraint_state, (token,), room)
         return cut if cut.reason is not None else None
+
+    def closing(self, branches: Sequence[Branch], places: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Which of a gang's continuations, `tokens[i]` behind `branches[places[i]]`, end because the constraint lets
+        nothing follow, or are stop tokens that it left no choice about, even before `min_tokens`: bool [len(tokens)].
+        Without a constraint none. The tokens must be ones that it allows."""
+        closing = np.zeros(len(tokens), np.bool_)
+        own, stops = self.constraint, self.stopping.stops
+        if own is None:
+            return closing
+        for i, (place, token) in enumerate(zip(places.tolist(), tokens.tolist(), strict=True)):
+            closing[i] = token in stops or own.is_over(own.next(branches[place].constraint_state, token))
+        return closing
+
+    def forced(self, branch: Branch) -> Sequence[int]:
+        """Tokens that must follow `branch`, because its constraint allows no other: a draft that is always right."""
+        if self.constraint is None or not self.drafts_forced:
+            return ()
+        room = self.max_length - self.history.depth[branch.tip] - 1
+        try:
+            return self.constraint.forced(branch.constraint_state, min(MAX_FORCED, room)) if room > 0 else ()
+        except Exception:  # it is raised again where the masks are made, and ends the request there
+            return ()
 
 
 class Decoder(Protocol):
@@ -215,6 +312,9 @@ class Decoder(Protocol):
     revises: bool = False
     """True: `advance` may take tokens back (`keep`). Like a gang's, its answers are then told when they end: nobody who
     reads a stream can give tokens back. False: what `advance` appends stands, and is told at once."""
+    processes_logprobs: bool = False
+    """True: the request's rules change log-probabilities instead of logits, without renormalising, as in Hugging Face's
+    beam search."""
     plain_sampler: Sampler | None = None
     """Not None: all that it does is to draw one token a step for each stream of each branch's state, with this sampler.
     Then it may be stepped without being asked."""
@@ -237,5 +337,10 @@ class Decoder(Protocol):
     @abstractmethod
     def rank(self, state: Any) -> int:
         """The rank of the hypothesis that a branch of this state becomes when the scheduler ends it at a stop: a whole
-        number from 0, one for each branch that lives. A stream's reader knows an answer by it. Asked of every child's
+        number from 0, one for each branch that lives. A stream's reader knows an answer by it. Asked of every `Child`'s
         state, a gang's too."""
+
+    def conclude(self, branches: Sequence[Branch]) -> Sequence[Hypothesis] | None:
+        """The answers so far, best first, of a request whose time is over; `branches` are those that live. None: each
+        living branch is one as it stands."""
+        return None

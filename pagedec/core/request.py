@@ -3,10 +3,12 @@ branches that live, the answers that are done; and what happened to it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from pagedec.core.acceptance import Acceptance
+from pagedec.core.constraint import Constraint
 from pagedec.core.history import History
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
 from pagedec.core.logprobs import Reports, TokenLogprobs
@@ -32,6 +34,10 @@ class Branch:
     behind it."""
     planned_in: int = -1
     """The last step that has work for this branch, or had for the one that it comes of."""
+    constraint_state: Any = None
+    """The constraint's, where the request has one: an immutable value, too."""
+    side: int = 0
+    """Of a gang's: its node at the end of the first block that the gang is not known to share; 0: not looked up."""
 
     @property
     def table(self) -> BlockTable:
@@ -66,11 +72,19 @@ class Request:
     rules: LogitsRules = NO_RULES
     reports: Reports | None = None
     """None: it reports nothing."""
+    constraint: Constraint | None = None
+    """What its answers may be; None: anything."""
+    forced: Callable[[Branch], Sequence[int]] | None = None
+    """The tokens that a branch's constraint leaves no choice about; None: nobody asks."""
     records: dict[int, bytes] = field(default_factory=dict)
     """A plain stream's draw but for its row and position."""
     done: list[Hypothesis] = field(default_factory=list)
     limited_by: str = "max_tokens"
     """What set `limit`."""
+    max_time: float | None = None
+    """Seconds that it may take; the engine has the clock, and concludes it."""
+    concluded: bool = False
+    """It was ended before its answers were complete."""
     closed: bool = False
     """No branch lives any more, or the request was aborted."""
     idle: bool = False
@@ -79,7 +93,10 @@ class Request:
     started: bool = False
     """It was let in: it holds blocks, or has work in the step that is planned."""
     common_length: int = 0
-    """Of a gang: how many tokens all its live branches share."""
+    """Of a gang: how many tokens all its live branches are known to share; it is looked up when a whole block more may
+    be shared."""
+    settled_length: int = 0
+    """Of a gang: the tokens told as settled, the prompt's counted; 0: none yet."""
     asked_in: int = -1
     """The step whose queries `queries` are."""
     first_step: int = -1
@@ -90,11 +107,14 @@ class Request:
     num_released_branches: int = 0
     """Idle branches that gave way, one by one; they come back by their pending chain."""
     acceptance: Acceptance = field(default_factory=Acceptance)
+    """Of what its decoder has proposed; what was forced is not among it."""
+    num_forced_tokens: int = 0
+    """Drafted tokens that its constraint left no choice about."""
 
     @property
     def marks_rows(self) -> bool:
-        """Its read-out rows are processed or reported."""
-        return self.reports is not None or self.rules is not NO_RULES
+        """Its read-out rows are processed, masked or reported."""
+        return self.reports is not None or self.rules is not NO_RULES or self.constraint is not None
 
     def awaits_prompt_report(self, branch: Branch) -> bool:
         """Rows of the prompt that the branch still has must run, even where their KV could be found."""
@@ -127,6 +147,17 @@ class Progress(NamedTuple):
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
+class Settled(NamedTuple):
+    """All answers of a gang that can still come go on with these tokens, which no event before told of. What follows
+    behind them is told when the answers end.
+
+    `logprobs`: their reports, where the request has any."""
+
+    request: Request
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
 class Finished(NamedTuple):
     """An answer is complete. Its last tokens were reported as progress before, unless the request's decoder is a
     gang."""
@@ -154,7 +185,7 @@ class Failed(NamedTuple):
     error: RequestError
 
 
-Event: TypeAlias = Progress | Finished | Ended | Waiting | Failed
+Event: TypeAlias = Progress | Settled | Finished | Ended | Waiting | Failed
 
 
 def order_of(request: Request) -> tuple[int, int]:

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.layout import LaneBuilder
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logits_rules import NO_RULES
+from pagedec.core.masking import MaskedWork, StepMasks
 from pagedec.core.plan import StepPlan, Work, WorkReport
 from pagedec.core.protocol import Query, Roll
 from pagedec.core.request import Branch, Request
+from pagedec.core.stopping import NO_STOPPING
 
 
 class Rows:
     """Hands out a step's rows. A branch takes the rows of its chain in its turn; they are laid out then or, where a
     draft may follow them, when it is known whether it does."""
 
-    __slots__ = ("_caching", "_whole", "builders", "computing", "draft_left", "left", "plan", "seqs_left", "target")
+    __slots__ = (
+        "_caching", "_vocab_size", "_whole", "builders", "computing", "draft_left", "left", "plan", "seqs_left",
+        "target",
+    )  # fmt: skip
 
     def __init__(self, limits: SchedulerLimits, builders: Mapping[str, LaneBuilder], plan: StepPlan) -> None:
         self.builders, self.plan, self.target = builders, plan, builders["target"]
         self.left = self.draft_left = self._whole = limits.max_num_batched_tokens
         self.seqs_left = limits.max_num_seqs
         self.computing: set[bytes] = set()  # keys of the blocks that this step fills
-        self._caching = limits.enable_prefix_caching
+        self._caching, self._vocab_size = limits.enable_prefix_caching, limits.vocab_size
 
     @property
     def is_full(self) -> bool:
@@ -35,13 +40,13 @@ class Rows:
         """Nobody has a row yet."""
         return self.left == self._whole
 
-    def take(self, request: Request, branch: Branch, count: int) -> None:
-        """Count the rows of `count` pending tokens of a branch; without a pending token, the row that reads the
-        root."""
+    def take(self, request: Request, branch: Branch, count: int, seqs: int = 1) -> None:
+        """Count the rows of `count` pending tokens of a branch; without a pending token, the row that reads the root.
+        `seqs`: as how many branches it counts."""
         table = branch.tables["target"]
         start = table.length
         self.left -= count or 1
-        self.seqs_left -= 1
+        self.seqs_left -= seqs
         branch.planned_in = self.plan.step
         if request.first_step < 0:
             self.admit(request, start)
@@ -76,22 +81,60 @@ class Rows:
             self._report_prompt(work, root - max(1, count) + 1, count)
         if query is not None:
             read: dict[int, int] = {}
-            work.asks = target.read(query, root, length, draft, request.stopping, read)
+            bans = request.stopping if request.constraint is None else NO_STOPPING  # masks ban by themselves
+            work.asks = target.read(query, root, length, draft, bans, read, request.arrival)
+            work.roll = roll
             self.mark(work, read)
         if isinstance(draft, Roll):
-            work.roll = roll
             self.builders["draft"].use_roll(roll, root + 1)
         self.plan.works.append(work)
 
-    def mark(self, work: Work, read: dict[int, int]) -> None:
-        """Have a work's read-out rows processed and reported as its request says; `read` maps nodes to them."""
+    def lay_gang(self, request: Request, queries: Sequence[Query]) -> None:
+        """Take and lay out one pending token of each branch of a gang that asks for its best alone, and for which there
+        is room."""
+        history, target, step, works = request.history, self.target, self.plan.step, self.plan.works
+        depth, token, size = history.depth, history.token, target.pool.block_size
+        tables = [query.branch.tables["target"] for query in queries]
+        if request.first_step < 0:
+            self.admit(request, tables[0].length)
+        self.left -= len(queries)
+        self.seqs_left -= 1
+        tips = [query.branch.tip for query in queries]
+        lengths = [depth[tip] for tip in tips]
+        first_read = target.num_read
+        first = target.add_gang(tables, [token[tip] for tip in tips])
+        slices = target.rank_gang(first, queries, lengths, request.stopping, request.arrival)
+        for query, table, length, asks in zip(queries, tables, lengths, slices, strict=True):
+            branch = query.branch
+            branch.planned_in = step
+            if self._caching and length % size == 0:
+                self.computing.add(history.block_key(branch.tip, length))
+            works.append(Work(request, branch, table, length - 1, 1, -1, query, EMPTY, asks))
+        if request.marks_rows:
+            for i, work in enumerate(works[-len(queries) :]):
+                self.mark(work, {0: first_read + i}, i - len(queries))
+
+    def mark(self, work: Work, read: dict[int, int], branch: int = -1) -> None:
+        """Have a work's read-out rows processed and reported as its request says; `read` maps nodes to them. `branch`
+        counts the branches added, from the last: -1."""
         request, target = work.request, self.target
+        if request.constraint is not None and read:
+            self.mask(work, read)
         if request.rules is not NO_RULES:
-            target.process(read.values(), request.arrival, work.branch.prompt_length)
+            of_logprobs = request.decoder.processes_logprobs
+            target.process(read.values(), request.arrival, work.branch.prompt_length, of_logprobs, branch)
         if request.reports is not None and request.reports.reporting.num_logprobs is not None:
             num_top = request.reports.reporting.num_logprobs
             work.report = work.report or WorkReport()
             work.report.rows = {node: target.marks.report_row(row, num_top) for node, row in read.items()}
+
+    def mask(self, work: Work, read: dict[int, int]) -> None:
+        """Have a work's read-out rows masked, each with the state of its own node."""
+        plan = self.plan
+        if plan.masks is None:
+            plan.masks = StepMasks(self._vocab_size)
+        self.target.mask(read.values())
+        plan.masks.works.append(MaskedWork(work.request, work.branch, tuple(read), work.draft, work.roll))
 
     def _report_prompt(self, work: Work, first_row: int, count: int) -> None:
         """Have the prompt tokens that follow a work's rows reported, as far as they were not before."""

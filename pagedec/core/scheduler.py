@@ -11,6 +11,8 @@ from dataclasses import replace
 
 from pagedec.core.block import BlockPool
 from pagedec.core.checks import check_decoder, check_verdict
+from pagedec.core.conclusion import conclusion
+from pagedec.core.constraint import Constraint
 from pagedec.core.demand import Demand
 from pagedec.core.forward import LaneAnswers
 from pagedec.core.history import History
@@ -64,6 +66,7 @@ class Scheduler:
         eos_token_ids: tuple[int, ...] | None = None,
         rules: LogitsRules = NO_RULES,
         reporting: Reporting = NO_REPORTING,
+        constraint: Constraint | None = None,
     ) -> Request:
         """A request for `add`, with everything checked. Changes nothing. Raises `InvalidArgument` if it could not run
         alone, and what `make_decoder` raises.
@@ -71,7 +74,7 @@ class Scheduler:
         `limit` is the longest sequence it may reach, by default the prompt and `stopping.max_tokens`. Prefix cache
         blocks are shared only among requests of the same `salt`. `eos_token_ids` is what the decoder is told; by
         default, the stopping's. `rules` are what is done to the logits of each row that is read out for the decoder,
-        `reporting` says what is kept of them.
+        `reporting` says what is kept of them, `constraint` what answers may be.
         """
         limits = self.limits
         limit = check_prompt(limits, prompt, stopping, limit)
@@ -80,11 +83,15 @@ class Scheduler:
         history = History(limits.block_size, salt)
         eos = stopping.eos_token_ids if eos_token_ids is None else eos_token_ids
         tip = history.append(0, [int(token) for token in prompt])
-        decoder = make_decoder(DecoderContext(history, len(prompt), limit, limits.vocab_size, eos, stopping))
+        context = DecoderContext(
+            history, len(prompt), limit, limits.vocab_size, eos, stopping, constraint, limits.draft_forced
+        )
+        decoder = make_decoder(context)
         check_decoder(decoder)
         check_width(limits, decoder, len(prompt), limit)
         tables = {lane: BlockTable(self.pools[lane]) for lane in decoder.lanes if lane in self.pools}
-        root = Branch(tip, tables, decoder.initial_state, stopping.start, len(prompt))
+        state = None if constraint is None else constraint.start(history.tokens(tip))
+        root = Branch(tip, tables, decoder.initial_state, stopping.start, len(prompt), constraint_state=state)
         plain = decoder.plain_sampler if limits.array_settle else None
         return Request(
             request_id,
@@ -99,6 +106,8 @@ class Scheduler:
             plain,
             NO_RULES if rules == NO_RULES else rules,
             None if reporting == NO_REPORTING else Reports(reporting),
+            constraint,
+            context.forced if constraint is not None and limits.draft_forced else None,
         )
 
     def add(self, request: Request) -> None:
@@ -155,6 +164,22 @@ class Scheduler:
         self._demand.num_changes += 1
         self._close_all(settler.over, events)
         return events
+
+    def conclude(self, request_id: str) -> list[Event]:
+        """End a request now, with the answers that it has: its decoder's conclusion, or each branch as it stands. One
+        whose decoder cannot say fails, by an event. Returns what has happened since events were taken last."""
+        self._require_between_steps("conclude")
+        request = self.get(request_id)
+        try:
+            answers = conclusion(request, self.limits.vocab_size)
+        except RequestError as error:
+            self.fail(request, error)
+            return self.take_events()
+        request.concluded = True
+        settler = self._settler({}, self._events)
+        settler.conclude(request, answers)
+        self._close_all(settler.over, self._events)
+        return self.take_events()
 
     def preempt(self, request_id: str) -> None:
         """Take a request's blocks away; it goes on by itself."""
@@ -223,6 +248,9 @@ class Scheduler:
         self._plan = None
         for copies in plan.copies.values():
             copies.finish()
+        for request, problem in () if plan.masks is None else plan.masks.failed.items():
+            if not request.closed:
+                self.fail(request, problem)
         settler = self._settler(answers, self._events)
         try:
             settler.settle(plan)

@@ -5,21 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pagedec.core.checks import check_rank, check_verdict
+from pagedec.core.children import as_objects, check_children, check_generation, is_plain
+from pagedec.core.common import forget_sides, note_common
+from pagedec.core.constraint import Forbidden, cut_within
 from pagedec.core.demand import Demand
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.forward import LaneAnswers, split_rolled
-from pagedec.core.layout import read_answer
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logprobs import Recorder, TokenLogprobs, reported
 from pagedec.core.plan import StepPlan, Work
-from pagedec.core.protocol import Answer, Child, Hypothesis, Query, Sample, Verdict
-from pagedec.core.request import Branch, Event, Finished, Progress, Request
+from pagedec.core.protocol import Answer, Child, Children, Hypothesis, Query, Sample, Verdict
+from pagedec.core.reading import candidates_of, read_answer
+from pagedec.core.request import Branch, Event, Finished, Progress, Request, Settled
 from pagedec.core.stopping import Cut
 from pagedec.core.table import BlockTable, CopyPlan
-from pagedec.core.transition import Heir, transition
+from pagedec.core.transition import Heir, descend, transition
 from pagedec.errors import InvalidArgument, PagedecError, RequestError, shown
 
 
@@ -28,8 +31,8 @@ class Settler:
     has happened, `demand` how long answers were."""
 
     __slots__ = (
-        "_answers", "_copies", "_demand", "_draws", "_events", "_publishing", "_recorder", "_rolled", "_size",
-        "_vocab_size",
+        "_answers", "_candidates", "_copies", "_demand", "_draws", "_events", "_publishing", "_recorder", "_rolled",
+        "_size", "_vocab_size",
         "current", "failed", "over",
     )  # fmt: skip
 
@@ -45,6 +48,7 @@ class Settler:
         self._size, self._publishing = limits.block_size, limits.enable_prefix_caching
         self._vocab_size = limits.vocab_size
         self._draws: list[int] = answers["target"].draws.tolist() if "target" in answers else []
+        self._candidates = candidates_of(answers["target"]) if "target" in answers else []
         self._rolled: Sequence[tuple[int, ...]] = ()
         self._recorder: Recorder | None = None
         self.current: Request | None = None
@@ -72,11 +76,11 @@ class Settler:
             answered = [work for work in group if work.answers_something]
             if not answered:
                 continue
-            if all(work.draw >= 0 for work in answered):
-                self._advance_plain(request, answered)
-                continue
             try:
-                self._advance(request, answered)
+                if all(work.draw >= 0 for work in answered):
+                    self._advance_plain(request, answered)
+                else:
+                    self._advance(request, answered)
             except RequestError as error:
                 self.failed[request] = error
 
@@ -89,8 +93,10 @@ class Settler:
             table.truncate(length, tuple(tail))
         elif length // self._size > table.published and self._publishing:
             request = work.request  # before the transition, or a finished request would leave nothing
-            beams = request.decoder.gang and len(request.branches) > 1
-            self._publish(request, work.branch, request.common_length if beams else length)
+            if not request.decoder.gang or len(request.branches) == 1:
+                self._publish(request, work.branch, length)
+            elif request.common_length // self._size > table.published:
+                self._publish(request, work.branch, request.common_length)
 
     def _publish(self, request: Request, branch: Branch, settled: int) -> None:
         """Offer full blocks of accepted tokens to the prefix cache."""
@@ -105,33 +111,36 @@ class Settler:
     def _publish_generation(self, request: Request) -> None:
         """Offer what the new branches have: of a gang only what all of them share, which cannot be displaced any
         more."""
-        branches = request.branches
+        branches, size = request.branches, self._size
         if not self._publishing or not branches:
             return
         gang = request.decoder.gang
         if gang:
-            request.common_length = request.history.common_length(*(branch.tip for branch in branches))
+            note_common(request, size)
         for branch in branches:
-            if branch.table.length // self._size > branch.table.published:
-                self._publish(request, branch, request.common_length if gang else branch.table.length)
+            table = branch.tables["target"]
+            settled = request.common_length if gang else table.length
+            if min(table.length, settled) // size > table.published:
+                self._publish(request, branch, settled)
 
     # ---- plain sampling: one token for each branch, and no verdict
     def _advance_plain(self, request: Request, works: Sequence[Work]) -> None:
         history, stopping, draws, events = request.history, request.stopping, self._draws, self._events
         depth, limit, state_of, reason_of = history.depth, request.limit, stopping.next, stopping.reason
-        simple = stopping.strings is None and request.reports is None
+        constraint = request.constraint
+        simple = stopping.strings is None and request.reports is None and constraint is None
         over: dict[Branch, Hypothesis] = {}
         for work in works:
             branch, token = work.branch, draws[work.draw]
             tip, state = branch.tip, branch.stop_state
             rank = branch.state[0]
             if not simple:
-                cut = stopping.cut(state, (token,), limit - depth[tip])
+                cut, after = feed(request, state, branch.constraint_state, (token,), limit - depth[tip])
                 if cut.tokens:
                     events.append(Progress(request, rank, cut.tokens, _logprobs(request, tip, cut.tokens)))
                 if cut.reason is None:
                     branch.tip = history.append_one(tip, token)
-                    branch.stop_state = cut.state
+                    branch.stop_state, branch.constraint_state = cut.state, after
                     continue
             elif depth[tip] >= limit:
                 cut = Cut(state, (), "length")
@@ -154,38 +163,73 @@ class Settler:
 
     # ---- any decoder
     def _advance(self, request: Request, works: Sequence[Work]) -> None:
-        queries, answers = [], []
-        for work in works:
-            query, answer = self._answer(request, work)
-            queries.append(query)
-            answers.append(answer)
-        evaluated = {query.branch: answer.draft for query, answer in zip(queries, answers, strict=True)}
+        queries, answers = self._answer_all(request, works)
         try:
             verdict = request.decoder.advance(queries, answers)
+            if isinstance(verdict, Verdict) and verdict.children is not None:
+                children = check_children(verdict, queries, request, self._vocab_size)
+                if is_plain(request, works):
+                    self._advance_gang(request, works, verdict, children)
+                    return
+                verdict = as_objects(verdict, children, queries)
+            evaluated = {query.branch: answer.draft for query, answer in zip(queries, answers, strict=True)}
             check_verdict(request.history, request.branches, evaluated, verdict, self._vocab_size, request.decoder)
             if self._recorder is not None:
                 self._recorder.record_paths(works, answers, verdict)
+                self._recorder.record_best(works, verdict)
             generation = self._generation(request, evaluated, verdict, ranks_of(request, verdict))
+        except RequestError:
+            raise
         except PagedecError as error:
             raise RequestError(request.id, f"its decoder cannot advance: {error}") from error
         except Exception as error:
             raise RequestError(request.id, f"its decoder cannot advance: {error!r}") from error
-        for query, answer in zip(queries, answers, strict=True):
-            if answer.draft.tokens:
-                lengths = [len(child.path) for child in verdict.live if child.parent is query.branch]
-                request.acceptance.note(query, answer.draft, lengths)
+        note_drafts(request, queries, answers, verdict)
         self._apply(request, evaluated, verdict, generation)
+
+    def _answer_all(self, request: Request, works: Sequence[Work]) -> tuple[list[Query], list[Answer]]:
+        queries, answers = [], []
+        asks: object = None
+        for work in works:
+            if asks is not work.asks or not work.shares_answer:
+                query, answer = self._answer(request, work)
+                asks = work.asks
+            else:
+                assert work.query is not None
+                query = work.query
+            queries.append(query)
+            answers.append(answer)
+        return queries, answers
 
     def _answer(self, request: Request, work: Work) -> tuple[Query, Answer]:
         if work.query is not None:
-            return work.query, read_answer(work, self._answers["target"], self._rolled)
+            return work.query, read_answer(work, self._answers["target"], self._rolled, self._candidates)
         assert request.plain is not None
         query = Query(work.branch, (Sample(request.plain, tuple(work.branch.state)),))
         return query, Answer(EMPTY, (self._answers["target"].draws[work.draw : work.draw + 1].reshape(1, 1),))
 
+    def _advance_gang(self, request: Request, works: Sequence[Work], verdict: Verdict, children: Children) -> None:
+        """A generation that comes as arrays: no object a child, but for those that fork."""
+        branches = [work.branch for work in works]
+        parents = [branches[place] for place in children.parents.tolist()]
+        states = check_generation(request, verdict, children, parents, self._vocab_size)
+        if self._recorder is not None:
+            self._recorder.record_best(works, verdict)
+        request.branches = descend(request.history, request.branches, parents, children, states)
+        self._finish_generation(request, verdict, ())
+
     def edit(self, request: Request, verdict: Verdict, ranks: Sequence[int]) -> None:
         """A generation in which nothing was evaluated: what it appends is the client's, and ends nothing."""
         self._apply(request, {}, verdict, self._generation(request, {}, verdict, ranks, given=True))
+
+    def conclude(self, request: Request, answers: Sequence[Hypothesis]) -> None:
+        """End a request with these answers, besides those that it has."""
+        for branch in request.branches:
+            branch.release()
+        request.branches = []
+        for hypothesis in answers:
+            self._finish(request, hypothesis)
+        self.over.append(request)
 
     def _apply(
         self, request: Request, evaluated: Mapping[Branch, Draft], verdict: Verdict, generation: Generation
@@ -193,13 +237,30 @@ class Settler:
         request.branches = transition(
             request.history, request.branches, evaluated, generation.heirs, generation.dropped, self._copies
         )
+        if any(heir.child.keep is not None for heir in generation.heirs):
+            request.common_length = 0
+            forget_sides(request)
+        self._events += generation.progress
+        self._finish_generation(request, verdict, generation.finished)
+
+    def _finish_generation(self, request: Request, verdict: Verdict, finished: Sequence[Hypothesis]) -> None:
         self._publish_generation(request)
-        if not (request.decoder.gang or request.decoder.revises):
-            self._events += generation.progress
-        for hypothesis in (*verdict.done, *generation.finished):
+        if verdict.settled is not None and request.branches:
+            self._tell_settled(request, verdict.settled)
+        for hypothesis in (*verdict.done, *finished):
             self._finish(request, hypothesis)
         if not request.branches:
             self.over.append(request)
+
+    def _tell_settled(self, request: Request, settled: int) -> None:
+        history, tip = request.history, request.branches[0].tip
+        known = request.settled_length or request.prompt_length
+        if settled <= known:
+            return
+        request.settled_length = settled
+        tokens = tuple(history.slice(tip, known, settled))
+        logprobs = _logprobs(request, history.ancestor(tip, known), tokens)
+        self._events.append(Settled(request, tokens, logprobs))
 
     def _generation(
         self,
@@ -214,8 +275,10 @@ class Settler:
         history, stopping = request.history, request.stopping
         out = Generation([], [*verdict.drop], [], [])
         cut_off: list[Branch] = []
+        tells = not (request.decoder.gang or request.decoder.revises)
         for child, rank in zip(verdict.live, ranks, strict=True):
             parent, state, given_length = child.parent, child.parent.stop_state, child.parent.given_length
+            behind = parent.constraint_state
             length, tokens = history.depth[parent.tip], child.tokens
             if child.path:
                 drafted = evaluated[parent].tokens
@@ -223,14 +286,17 @@ class Settler:
             if child.keep is not None:
                 length, given_length = child.keep, min(given_length, child.keep)
                 state = stopping.replay(history.slice(parent.tip, given_length, length))
+                behind = replayed(request, parent.tip, given_length, length)
             if given and tokens:
                 cut, given_length = Cut(stopping.start, tokens), length + len(tokens)
+                if request.constraint is not None:
+                    behind = request.constraint.start([*history.slice(parent.tip, 0, length), *tokens])
             else:
-                cut = stopping.cut(state, tokens, request.limit - length)
-            if cut.tokens and child.keep is None:
+                cut, behind = feed(request, state, behind, tokens, request.limit - length)
+            if cut.tokens and child.keep is None and tells:
                 out.progress.append(_progress(request, child, rank, cut.tokens))
             if cut.reason is None:
-                out.heirs.append(Heir(child, cut.state, given_length))
+                out.heirs.append(Heir(child, cut.state, given_length, behind))
                 continue
             if request.decoder.gang:
                 limit = f"must be in done: it has ended with {shown(cut.tokens)}, and a gang ends its branches itself"
@@ -258,6 +324,42 @@ class Generation(NamedTuple):
     dropped: list[Branch]
     finished: list[Hypothesis]
     progress: list[Event]
+
+
+def feed(request: Request, stop_state: int, state: Any, tokens: Sequence[int], room: int) -> tuple[Cut, Any]:
+    """What is left of generated tokens, and the constraint's state behind them. Raises `RequestError` for tokens that
+    the constraint does not allow."""
+    if request.constraint is None:
+        return request.stopping.cut(stop_state, tokens, room), None
+    try:
+        return cut_within(request.constraint, request.stopping, stop_state, state, tokens, room)
+    except Exception as error:
+        raise RequestError(request.id, str(error) if isinstance(error, Forbidden) else f"{error!r}") from error
+
+
+def replayed(request: Request, tip: int, given_length: int, length: int) -> Any:
+    """The constraint's state behind the first `length` tokens of a sequence."""
+    constraint, history = request.constraint, request.history
+    if constraint is None:
+        return None
+    state = constraint.start(history.slice(tip, 0, given_length))
+    for token in history.slice(tip, given_length, length):
+        state = constraint.next(state, token)
+    return state
+
+
+def note_drafts(request: Request, queries: Sequence[Query], answers: Sequence[Answer], verdict: Verdict) -> None:
+    """Count what became of each draft that was run: as forced, or as a guess that was taken so far."""
+    for query, answer in zip(queries, answers, strict=True):
+        draft = answer.draft
+        if not draft.tokens:
+            continue
+        forced = request.forced(query.branch) if request.forced is not None else ()
+        if draft.is_chain and draft.tokens == tuple(forced[: len(draft.tokens)]):
+            request.num_forced_tokens += len(draft.tokens)
+        else:
+            lengths = [len(child.path) for child in verdict.live if child.parent is query.branch]
+            request.acceptance.note(query, draft, lengths)
 
 
 def ranks_of(request: Request, verdict: Verdict) -> list[int]:

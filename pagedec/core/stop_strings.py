@@ -8,6 +8,8 @@ from pagedec.errors import InvalidArgument, Shown
 from pagedec.fields import check_encodable
 
 MAX_STOP_STRINGS = 64
+MAX_STOP_BYTES = 1 << 16
+"""Of all strings of a request: their automaton is made in some 0.1 s then."""
 
 
 class StopStrings:
@@ -15,8 +17,8 @@ class StopStrings:
 
     A state is a number below 2^32. It names the longest end of what was fed that begins one of the strings; states are
     immutable values, so they fork and roll back for free. Of several strings that end at the same byte the longest is
-    found. Raises `InvalidArgument` naming `stop` for more than `MAX_STOP_STRINGS`, an empty one, or one that is no
-    text.
+    found. Raises `InvalidArgument` naming `stop` for more than `MAX_STOP_STRINGS` or `MAX_STOP_BYTES`, an empty one, or
+    one that is no text.
     """
 
     __slots__ = ("_children", "_depth", "_fail", "_found", "_held", "strings")
@@ -94,4 +96,7 @@ def _checked(strings: Sequence[str]) -> tuple[str, ...]:
         if not isinstance(string, str) or not string:
             raise InvalidArgument("stop", string, "must hold strings that are not empty")
         check_encodable("stop", string)
+    num_bytes = sum(len(string.encode()) for string in strings)
+    if num_bytes > MAX_STOP_BYTES:
+        raise InvalidArgument("stop", Shown(f"{num_bytes} bytes"), f"must be at most {MAX_STOP_BYTES} in all")
     return tuple(strings)

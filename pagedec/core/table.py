@@ -55,6 +55,7 @@ class BlockTable:
     def fork(self) -> BlockTable:
         """An equal table. Takes no block, so it never fails."""
         pool, leaf = self.pool, self.leaf
+        pool.num_forks += 1
         copy = BlockTable(pool)
         copy.length, copy.published, copy.tail = self.length, self.published, self.tail
         if leaf is not None:
@@ -245,6 +246,7 @@ class CopyPlan:
         """Copy the first `count` slots of block `source` to block `target`."""
         size = self.pool.block_size
         self.num_blocks += 1
+        self.pool.num_copied += 1
         self._add(source * size, target * size, count, source, target)
 
     def move_slot(self, source: int, target: int) -> None:

@@ -1,28 +1,32 @@
 """From one generation of branches to the next: the only code that changes tables because of what a decoder said.
 
 Check all (`checks.py`), then fork all children, then release all parents, then write. The last child of a dying parent
-takes over its tables, so it writes in place; of several plain children the first is the parent itself.
+takes over its tables, so it writes in place; of several plain children the first is the parent itself. A gang's
+children may come as arrays: `descend`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pagedec.core.draft import Draft
 from pagedec.core.history import History
-from pagedec.core.protocol import Child
+from pagedec.core.protocol import Child, Children
 from pagedec.core.request import Branch
 from pagedec.core.table import BlockTable, CopyPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Heir:
-    """A child, and what becomes of its stops: the automaton's state, and up to where its tokens are given."""
+    """A child, and what becomes of its stops: the automaton's state, and up to where its tokens are given; and of its
+    constraint."""
 
     child: Child
     stop_state: int
     given_length: int
+    constraint_state: Any = None
 
 
 def transition(
@@ -86,9 +90,53 @@ def _fork(
             parent.score if child.score is None else child.score,
             heir.given_length,
             parent.planned_in,
+            heir.constraint_state,
+            parent.side if child.keep is None else 0,
         )
         family.append((branch, child))
     return family
+
+
+def descend(
+    history: History,
+    live: Sequence[Branch],
+    parents: Sequence[Branch],
+    children: Children,
+    stop_states: Sequence[int],
+) -> list[Branch]:
+    """The same for a gang on the target lane that was evaluated without drafts: entry i of `children` is of
+    `parents[i]`. A parent's last child is the parent itself."""
+    places: dict[Branch, list[int]] = {branch: [] for branch in live}
+    for i, parent in enumerate(parents):
+        places[parent].append(i)
+    tokens, scores, states = children.tokens.tolist(), children.scores.tolist(), children.states
+    generation: list[Branch] = []
+    append = history.append_one
+    for parent, own in places.items():
+        if not own:
+            parent.release()
+            continue
+        tip, state = parent.tip, parent.state
+        for i in own[:-1]:
+            new = None if states is None else states[i]
+            branch = Branch(
+                append(tip, tokens[i]),
+                {"target": parent.tables["target"].fork()},
+                state if new is None else new,
+                stop_states[i],
+                parent.prompt_length,
+                scores[i],
+                parent.given_length,
+                parent.planned_in,
+                side=parent.side,
+            )
+            generation.append(branch)
+        i = own[-1]
+        parent.tip, parent.score, parent.stop_state = append(tip, tokens[i]), scores[i], stop_states[i]
+        if states is not None and states[i] is not None:
+            parent.state = states[i]
+        generation.append(parent)
+    return generation
 
 
 def _settle_tables(history: History, branch: Branch, child: Child, copies: Mapping[str, CopyPlan]) -> None:

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pagedec.core.forward import (
+    BEST_GROUP_DTYPE,
+    BEST_ROW_DTYPE,
     DRAW_DTYPE,
     ROLL_DTYPE,
     Answers,
@@ -29,12 +31,15 @@ from pagedec.core.forward import (
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.errors import InvariantError
 
-MAGIC, VERSION = 0x50444543, 1
-FORWARDS, MASKS, ANSWERS = 1, 2, 3
+MAGIC, VERSION = 0x50444543, 2
+FORWARDS, MASKS, ANSWERS, ROLLED = 1, 2, 3, 4
 LANES = ("target", "draft")
 _HEAD = 6  # words before a message's numbers
 _INT, _WIDE, _FLOAT, _DOUBLE = (np.dtype(code) for code in ("<i4", "<i8", "<f4", "<f8"))
-_NONE = {dtype: np.empty(0, dtype) for dtype in (_INT, _WIDE, _FLOAT, _DOUBLE, DRAW_DTYPE, ROLL_DTYPE)}
+_NONE = {
+    dtype: np.empty(0, dtype)
+    for dtype in (_INT, _WIDE, _FLOAT, _DOUBLE, DRAW_DTYPE, ROLL_DTYPE, BEST_ROW_DTYPE, BEST_GROUP_DTYPE)
+}
 for _none in _NONE.values():
     _none.flags.writeable = False
 _Layout = tuple[tuple[str, np.dtype[Any]], ...]
@@ -45,7 +50,7 @@ def _ints(*names: str) -> _Layout:
 
 
 _LANE: _Layout = (
-    ("draws", DRAW_DTYPE), ("rolls", ROLL_DTYPE),
+    ("draws", DRAW_DTYPE), ("rolls", ROLL_DTYPE), ("best_rows", BEST_ROW_DTYPE), ("best_groups", BEST_GROUP_DTYPE),
     *_ints(
         "token_ids", "positions", "slots", "row_indptr", "kv_len", "block_table", "parents", "copy_src", "copy_dst",
         "fresh",
@@ -53,15 +58,18 @@ _LANE: _Layout = (
         "roll_slots",
     ),
 )  # fmt: skip
-_PROCESS: _Layout = (*_ints("rows", "branches", "prompt_lengths"), ("rule_ids", _WIDE))
+_PROCESS: _Layout = (*_ints("rows", "branches", "prompt_lengths"), ("rule_ids", _WIDE), ("of_logprobs", _INT))
 _REPORT: _Layout = _ints("rows", "num_top", "given_rows", "given_tokens")
 _LANE_ANSWERS: _Layout = (
-    *_ints("draws", "topk_tokens"), ("topk_logprobs", _FLOAT), ("logprobs", _FLOAT), *_ints("rolled"),
+    *_ints("draws", "topk_tokens"), ("topk_logprobs", _FLOAT), ("logprobs", _FLOAT),
+    *_ints("best_counts", "best_parents", "best_tokens"), ("best_scores", _FLOAT), ("best_logprobs", _FLOAT),
+    *_ints("rolled"),
 )  # fmt: skip
 _REPORTED: _Layout = (
     ("top_ids", _INT), ("top_logprobs", _FLOAT), ("given_logprobs", _FLOAT), ("given_ranks", _INT), ("draw_logprobs",
     _FLOAT),
     ("draw_ranks", _INT), ("topk_logprobs", _FLOAT), ("topk_ranks", _INT), ("logprob_ranks", _INT),
+    ("best_logprobs", _FLOAT), ("best_ranks", _INT),
 )  # fmt: skip
 _RULES: tuple[np.dtype[Any], ...] = (_INT, _INT, _INT, _INT, _DOUBLE, _DOUBLE)  # see _arrays_of
 
@@ -74,6 +82,12 @@ class Step(NamedTuple):
     forwards: Forwards
     new_rules: Mapping[int, LogitsRules]
     old_rules: Sequence[int]
+
+
+def awaits_rolled(step: Step) -> bool:
+    """Whether the step's masks are of tokens that its draft lane rolls: they are made when these are known."""
+    target, draft = step.forwards.get("target"), step.forwards.get("draft")
+    return target is not None and draft is not None and len(target.masked_rows) > 0 and len(draft.rolls) > 0
 
 
 # ------------------------------------------------------------------------------------------------------------- messages
@@ -115,13 +129,25 @@ def unpack_step(words: np.ndarray) -> Step:
 
 def pack_masks(number: int, masks: Masks) -> np.ndarray:
     """The masks of step `number` as words."""
-    return _pack(MASKS, [number], [masks.view(np.int32)])
+    return _pack(MASKS, [number], [masks.places, masks.words.view(np.int32), masks.indptr, masks.tokens])
 
 
 def unpack_masks(words: np.ndarray) -> tuple[int, Masks]:
     """The number and the masks that `pack_masks` was given. Raises `InvariantError` for what is no such message."""
     message = _Message(words, MASKS)
-    return message.number(), message.array(_INT).view(np.uint32)
+    places, bits, indptr, tokens = (message.array(_INT) for _ in range(4))
+    return message.number(), Masks(places, bits.view(np.uint32), indptr, tokens)
+
+
+def pack_rolled(number: int, rolled: np.ndarray) -> np.ndarray:
+    """What the draft lane has rolled in step `number`, before its masks are made, as words."""
+    return _pack(ROLLED, [number], [rolled])
+
+
+def unpack_rolled(words: np.ndarray) -> tuple[int, np.ndarray]:
+    """The number and the tokens that `pack_rolled` was given. Raises `InvariantError` for what is no such message."""
+    message = _Message(words, ROLLED)
+    return message.number(), message.array(_INT)
 
 
 def pack_answers(number: int, answers: Answers) -> np.ndarray:

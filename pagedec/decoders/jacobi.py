@@ -6,9 +6,9 @@ from __future__ import annotations
 from pagedec.core.draft import Draft
 from pagedec.core.protocol import Answer, DecoderContext, Query
 from pagedec.core.request import Branch
+from pagedec.decoders.guesses import arbitrary
 from pagedec.decoders.registry import decoder
 from pagedec.decoders.sampling import Sampling
-from pagedec.decoders.tree import arbitrary
 from pagedec.decoders.verify import match
 from pagedec.params import SamplingParams
 from pagedec.speculation import JacobiSpeculation

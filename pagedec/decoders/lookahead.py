@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from pagedec.core.protocol import GREEDY, Answer, DecoderContext, Query, Sample, Verdict
 from pagedec.core.request import Branch
+from pagedec.decoders.guesses import Tree, arbitrary
 from pagedec.decoders.registry import decoder
 from pagedec.decoders.sampling import Sampling
-from pagedec.decoders.tree import Tree, arbitrary
 from pagedec.params import SamplingParams
 from pagedec.speculation import LookaheadSpeculation
 
@@ -65,7 +65,7 @@ class Lookahead(Sampling):
         self.has_read_prompt = not self.reads_text
 
     def propose(self, branches: Sequence[Branch], room: int) -> Sequence[Query]:
-        """Guesses first, then as many columns of the window as there is room for."""
+        """What a constraint forces, or guesses and then as many columns of the window as there is room for."""
         if not self.has_read_prompt and branches:
             self.has_read_prompt = True
             self._insert_text(self.prompt(branches[0]))
@@ -105,6 +105,9 @@ class Lookahead(Sampling):
 
     # ---- inside
     def _query(self, branch: Branch, room: int) -> Query:
+        forced = self.forced(branch, room)
+        if forced.num_nodes:  # the window waits: its tokens stand for places that are known now
+            return Query(branch, (Sample(self.sampler, branch.state),), forced)
         left, tree = self.left(branch), Tree(max(0, room))
         for guess in self.pool.behind(self.context.history.token[branch.tip]):
             tree.grow(guess[: max(0, left)])

@@ -10,9 +10,9 @@ from pagedec.core.draft import Draft
 from pagedec.core.history import History
 from pagedec.core.protocol import DecoderContext
 from pagedec.core.request import Branch
+from pagedec.decoders.guesses import Tree
 from pagedec.decoders.registry import decoder
 from pagedec.decoders.sampling import Sampling
-from pagedec.decoders.tree import Tree
 from pagedec.params import SamplingParams
 from pagedec.speculation import NGramSpeculation
 

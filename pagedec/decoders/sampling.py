@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pagedec.core.draft import EMPTY, Draft
-from pagedec.core.protocol import Answer, Child, Decoder, DecoderContext, Query, Roll, Sample, Sampler, Verdict
+from pagedec.core.protocol import (
+    Answer,
+    Child,
+    Decoder,
+    DecoderContext,
+    Hypothesis,
+    Query,
+    Roll,
+    Sample,
+    Sampler,
+    Verdict,
+)
 from pagedec.core.request import Branch
 from pagedec.decoders.registry import decoder
 from pagedec.decoders.verify import match
@@ -34,10 +45,12 @@ class Sampling(Decoder):
         self.plain_sampler = self.sampler if plain else None  # a subclass is asked
 
     def propose(self, branches: Sequence[Branch], room: int) -> Sequence[Query]:
-        """Every branch wants to advance."""
+        """Every branch wants to advance. What its constraint leaves no choice about is drafted first, alone."""
         queries = []
         for branch in branches:
-            draft = self.draft(branch, room)
+            draft: Draft | Roll = self.forced(branch, room)
+            if not draft.num_nodes:
+                draft = self.draft(branch, room)
             room = max(0, room - draft.num_nodes)
             queries.append(Query(branch, (Sample(self.sampler, branch.state),), draft))
         return queries
@@ -53,19 +66,29 @@ class Sampling(Decoder):
                 live.append(Child(query.branch, (token,), path, state=(stream,)))
         return Verdict(tuple(live))
 
+    def conclude(self, branches: Sequence[Branch]) -> Sequence[Hypothesis]:
+        """One answer for each stream, those of a branch that was not evaluated yet without tokens."""
+        return [
+            Hypothesis(branch.tip, (), stream, branch.score, "length") for branch in branches for stream in branch.state
+        ]
+
     def rank(self, state: State) -> int:
         """Answers stand in the order of their streams."""
         return state[0]
 
     def draft(self, branch: Branch, room: int) -> Draft | Roll:
-        """What to propose behind `branch`, in `room` rows. Must be a function of its history and of what was
-        learned."""
+        """What to propose behind `branch`, in `room` rows, where its constraint leaves a choice. Must be a function of
+        its history and of what was learned."""
         return EMPTY
 
     def learn(self, query: Query, answer: Answer) -> None:
         """Look at what the target drew at every node."""
 
     # ---- what subclasses draft from
+    def forced(self, branch: Branch, room: int) -> Draft:
+        """The tokens that the branch's constraint leaves no choice about, as many as there are rows for."""
+        return Draft.chain(self.context.forced(branch)[: max(0, room)])
+
     def left(self, branch: Branch) -> int:
         """How many tokens ahead a draft is of use: behind them the answer has room for one more."""
         return self.context.max_length - self.context.history.depth[branch.tip] - 1

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
+from pagedec.constraints import Grammars, constraint_of
 from pagedec.core.checks import check_answers
 from pagedec.core.logprobs import TokenLogprobs, answer_reports
 from pagedec.core.plan import StepPlan
 from pagedec.core.protocol import Hypothesis, Verdict
-from pagedec.core.request import Ended, Event, Failed, Finished, Progress, Request, Waiting
+from pagedec.core.request import Ended, Event, Failed, Finished, Progress, Request, Settled, Waiting
 from pagedec.core.scheduler import Scheduler
 from pagedec.decoders.registry import decoder_for, decoder_of
 from pagedec.engine.options import DEFAULT_LOGPROBS, Vocabulary, check_reports, read_options
@@ -24,7 +26,6 @@ from pagedec.errors import DeviceError, InvalidArgument, RequestError, Shown
 from pagedec.executor.base import Executor
 from pagedec.outputs import RequestMetrics
 from pagedec.params import RequestParams, SamplingParams
-from pagedec.runtime.pool import KvPool
 from pagedec.speculation import Speculation, speculation_of
 
 
@@ -43,21 +44,24 @@ class ModelLimits:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One finished answer. `token_ids` include the stop token, and all tokens of a stop string; `score` is the
-    decoder's own.
+    decoder's own, None where it compares nothing. `ancestry` is a gang's: behind which branch each token was chosen.
 
     The text of the tokens has `excess_bytes` behind the end of `stop_string`. `logprobs` has an entry for each token,
     None for one that a client appended; `cumulative_logprob` is their sum. Both are None where they were not asked for.
+    `item_id` is that of the sequence that was chosen from a trie.
     """
 
     token_ids: list[int]
     finish_reason: str
     stop_token: int | None
-    score: float
+    score: float | None
     stop_string: str | None = None
     excess_bytes: int = 0
     logprobs: list[TokenLogprobs | None] | None = None
     cumulative_logprob: float | None = None
     limited_by: str | None = None
+    ancestry: list[int] | None = None
+    item_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +75,9 @@ class FinishedRequest:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
-EngineEvent: TypeAlias = Progress | Finished | Waiting | Failed | FinishedRequest
-"""What a step has brought: for one request new tokens, an answer's end, no more to ask, an error; or the end of them
-all."""
+EngineEvent: TypeAlias = Progress | Settled | Finished | Waiting | Failed | FinishedRequest
+"""What a step has brought: for one request new tokens, tokens that are settled, an answer's end, no more to ask, an
+error; or the end of them all."""
 
 
 class Engine:
@@ -101,12 +105,14 @@ class Engine:
         self._has_draft_model = "draft" in scheduler.pools
         if speculative is not None:
             self._check_speculation(speculation_of(speculative), "speculative_config")
-        self.kv_cache: KvPool | None = None  # how large the target's pool was made, where a loader chose it
         self.num_unseeded = 0
         """Requests admitted without a seed of their own."""
+        self._grammars = None if vocabulary is None else Grammars(limits.vocab_size, *vocabulary.words)
         self._recovery = Recovery()
         self._arrived: dict[Request, float] = {}
         self._first: dict[Request, float] = {}
+        self._deadlines: dict[Request, float] = {}
+        self._next_deadline = math.inf  # not later than the first of them
 
     # ---- requests
     def admit(
@@ -133,6 +139,7 @@ class Engine:
         limits = self.limits
         options = read_options(params, limits.vocab_size, limits.eos_token_ids, self.vocabulary)
         check_reports(options.reporting, params, len(prompt), limit, limits.max_logprobs)
+        constraint = constraint_of(params, options.stopping, limits.vocab_size, self._grammars)
         ordinal = self.num_unseeded
         seeded = params if params.seed is not None else dataclasses.replace(params, seed=self._seed_of(ordinal))
         request = self.scheduler.admit(
@@ -146,8 +153,9 @@ class Engine:
             eos_token_ids=limits.eos_token_ids,
             rules=options.rules,
             reporting=options.reporting,
+            constraint=constraint,
         )
-        request.limited_by = limited_by
+        request.limited_by, request.max_time = limited_by, params.max_time
         if request.plain is None:
             request.acceptance.whole = self.stats.drafts_of(chosen.name)
         if params.seed is None:
@@ -157,7 +165,10 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue what `admit` has made, once. Raises `InvalidArgument` if a request of its id still runs."""
         self.scheduler.add(request)
-        self._arrived[request] = self.clock()
+        self._arrived[request] = now = self.clock()
+        if request.max_time is not None:
+            self._deadlines[request] = now + request.max_time
+            self._next_deadline = min(self._next_deadline, now + request.max_time)
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its blocks. Raises `NotFound` if it does not run."""
@@ -176,7 +187,7 @@ class Engine:
 
     # ---- steps
     def step(self) -> list[EngineEvent]:
-        """Plan, execute, settle; what has happened.
+        """Plan, execute, settle; what has happened. Where the time of requests is over, they are concluded instead.
 
         A request that cannot be carried out fails, by an event; the others do not notice. If the device fails, all KV
         is given up and every request goes on from its history; the step is tried again, and whoever cannot get through
@@ -184,6 +195,8 @@ class Engine:
         its KV lost.
         """
         stats, began = self.stats, self.clock()
+        if began >= self._next_deadline and (events := self._conclude_overdue(began)):
+            return self._collect(events, began)
         try:
             plan = self.scheduler.plan(self._recovery.only)
             planned = self.clock()
@@ -196,7 +209,7 @@ class Engine:
             self.scheduler.forget_kv()
             raise
         try:
-            answers = self.executor.execute(plan.forwards, self.scheduler.rules).result()
+            answers = self.executor.execute(plan.forwards, self.scheduler.rules, plan.masks).result()
             check_answers(plan.forwards, answers, self.limits.vocab_size)
             executed = self.clock()
         except Exception as error:
@@ -233,6 +246,14 @@ class Engine:
     def _check_speculation(self, speculation: Speculation, field: str) -> None:
         check_speculation(speculation, field, self.limits.max_model_len, self._has_draft_model)
 
+    def _conclude_overdue(self, now: float) -> list[Event]:
+        """End the requests whose time is over, those that still wait too, with the answers that they have."""
+        over = [request for request, deadline in self._deadlines.items() if deadline <= now]
+        for request in over:
+            del self._deadlines[request]
+        self._next_deadline = min(self._deadlines.values(), default=math.inf)
+        return [event for request in over for event in self.scheduler.conclude(request.id)]
+
     def _seed_of(self, ordinal: int) -> int:
         name = f"{self.seed}/{ordinal}".encode()
         return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
@@ -256,6 +277,9 @@ class Engine:
         stats.num_blocks_used = pool.num_blocks - pool.num_available
         stats.max_blocks_used = max(stats.max_blocks_used, stats.num_blocks_used)
         stats.num_released_branches += plan.num_released
+        stats.num_forks, stats.num_copied_blocks = pool.num_forks, pool.num_copied
+        held = sum(branch.table.num_blocks for request in self.scheduler.requests for branch in request.branches)
+        stats.num_blocks_saved = max(0, held - stats.num_blocks_used)
 
     def _failed_step(self, error: Exception, suspects: Sequence[Request]) -> list[EngineEvent]:
         """All KV is given up: nobody knows what the device has written. Whoever has had every chance fails with the
@@ -278,6 +302,7 @@ class Engine:
     def _forget(self, request: Request) -> None:
         self._arrived.pop(request, None)
         self._first.pop(request, None)
+        self._deadlines.pop(request, None)
 
     def _collect(self, events: Sequence[Event], now: float) -> list[EngineEvent]:
         collected: list[EngineEvent] = []
@@ -286,7 +311,7 @@ class Engine:
             if isinstance(event, Ended):
                 collected.append(self._finished(event.request, now))
                 continue
-            if isinstance(event, (Progress, Finished)):
+            if isinstance(event, (Progress, Settled, Finished)):
                 if event.request not in first:
                     first[event.request] = now
             elif isinstance(event, Failed):
@@ -301,7 +326,7 @@ class Engine:
         num_tokens = sum(len(answer.token_ids) for answer in answers)
         metrics = RequestMetrics(
             arrival_time=self._arrived[request],
-            first_token_time=self._first.get(request, now),
+            first_token_time=self._first.get(request, now) if num_tokens else None,
             finished_time=now,
             num_prompt_tokens=request.prompt_length,
             num_output_tokens=num_tokens,
@@ -313,6 +338,7 @@ class Engine:
         )
         self._forget(request)
         self.stats.num_finished += 1
+        self.stats.num_forced_tokens += request.num_forced_tokens
         self.stats.num_output_tokens += num_tokens
         reports = request.reports
         asked = reports is not None and reports.reporting.num_prompt_logprobs is not None
@@ -321,15 +347,22 @@ class Engine:
 
 def answer_of(request: Request, hypothesis: Hypothesis) -> Completion:
     """One finished answer of a request, others may still run."""
-    logprobs = answer_reports(request, hypothesis)
+    logprobs, token_ids = answer_reports(request, hypothesis), request.output(hypothesis)
     return Completion(
-        request.output(hypothesis),
+        token_ids,
         hypothesis.reason,
         hypothesis.stop_token,
-        hypothesis.score,
+        hypothesis.score if request.decoder.gang or hypothesis.score else None,
         hypothesis.stop_string,
         hypothesis.excess_bytes,
         logprobs,
         None if logprobs is None else float(sum(entry.logprob for entry in logprobs if entry is not None)),
-        request.limited_by if hypothesis.reason == "length" else None,
+        _limited_by(request, hypothesis) if hypothesis.reason == "length" else None,
+        list(hypothesis.ancestry) or None,
+        None if request.constraint is None else request.constraint.item(token_ids),
     )
+
+
+def _limited_by(request: Request, hypothesis: Hypothesis) -> str:
+    length = request.history.depth[hypothesis.tip] + len(hypothesis.tokens)
+    return "max_time" if request.concluded and length < request.limit else request.limited_by

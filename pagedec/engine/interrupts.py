@@ -44,6 +44,9 @@ def held_interrupts() -> Iterator[Callable[[], None]]:
     _held = raise_held
     try:
         yield raise_held
+    except Exception:
+        raise_held()  # which has the error as its context
+        raise
     finally:
         _held = None
         signal.signal(signal.SIGINT, signal.default_int_handler)

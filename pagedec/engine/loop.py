@@ -4,14 +4,16 @@ all."""
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from pagedec.core.logprobs import TokenLogprobs
-from pagedec.core.request import Failed, Finished, Progress, Request
+from pagedec.core.request import Failed, Finished, Progress, Request, Settled
 from pagedec.engine.engine import Engine, EngineEvent, FinishedRequest
 from pagedec.engine.interrupts import held_interrupts
 from pagedec.errors import InvalidArgument, NotFound, PagedecError, RequestError, Shown
@@ -28,6 +30,9 @@ class Sink(Protocol):
 
     def tokens(self, rank: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> None:
         """The answer of this rank has new tokens, with their reports where there are any."""
+
+    def settled(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> None:
+        """All answers that can still come go on with these tokens, which were not told of before."""
 
     def ended(self, event: Finished) -> None:
         """One answer is complete; others may still run."""
@@ -58,15 +63,29 @@ class EngineLoop:
         self._waiting: dict[threading.Event, Callable[[], bool]] = {}
         self._sinks: dict[str, Sink] = {}
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._closed = self._is_forked = False
         self.broken: BaseException | None = None
         """What has ended the loop's own thread, if anything has."""
+        _loops.add(self)
+
+    @property
+    def closed(self) -> bool:
+        """It was given up, or has lost its thread."""
+        return self._closed
 
     # ---- what any thread may do
+    def require_open(self) -> None:
+        """Raise `InvalidArgument` where nothing can run any more."""
+        if self._is_forked:
+            limit = "must be made in each process: a thread that is not in this one was driving it"
+            raise InvalidArgument("LLM", Shown("in a fork"), limit)
+        if self._closed:
+            raise InvalidArgument("LLM", Shown("closed"), "must be open: its device and its memory were given up")
+
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue what `engine.admit` has made; `sink` is told what becomes of it. Raises `InvalidArgument` if the loop
         is closed."""
-        self._require_open()
+        self.require_open()
         self._post(lambda: self._add(request, sink))
         self._tidy_closed()
 
@@ -79,15 +98,19 @@ class EngineLoop:
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Have whoever drives call `function` with the engine between two steps. Raises `InvalidArgument` if the loop
         is closed."""
-        self._require_open()
+        self.require_open()
         future: Future[T] = Future()
 
         def run() -> None:
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(function(self.engine))
-                except Exception as error:
+                    result = function(self.engine)
+                except BaseException as error:
                     future.set_exception(error)
+                    if _is_of_a_signal(error):
+                        raise
+                else:
+                    future.set_result(result)
 
         self._post(run)
         self._tidy_closed()
@@ -103,6 +126,8 @@ class EngineLoop:
         if self._driver == threading.get_ident():
             limit = "must not be waited for in a callback of its own: the step that calls it would never end"
             raise InvalidArgument("LLM", Shown("running"), limit)
+        if self._is_forked:
+            self.require_open()
         with held_interrupts() as raise_if_interrupted:
             while not until():
                 raise_if_interrupted()
@@ -113,7 +138,7 @@ class EngineLoop:
                     while not until():
                         raise_if_interrupted()
                         if not self._inbox:
-                            self._require_open()
+                            self.require_open()
                         self._turn()
                 finally:
                     self._release()
@@ -123,7 +148,7 @@ class EngineLoop:
     # ---- a thread of its own
     def start(self) -> None:
         """Drive in a thread until `close`."""
-        self._require_open()
+        self.require_open()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="pagedec-engine", daemon=True)
             self._thread.start()
@@ -134,6 +159,8 @@ class EngineLoop:
         if self._closed:
             return
         self._closed = True
+        if self._is_forked:  # the device, and what runs, are of the process that it was forked from
+            return
         self._post(self._fail_all)
         if self._driver == threading.get_ident():
             self._post(self.engine.stop)
@@ -156,9 +183,12 @@ class EngineLoop:
                 self._turn()
         except BaseException as error:  # our own mistake: nobody must wait for what will not come
             self._closed, self.broken = True, error
-            self._fail_all()
-            self._empty_inbox()
-            self._finish_turn()
+            try:
+                self._fail_all()
+                self._empty_inbox()
+                self._finish_turn()
+            finally:
+                self.engine.stop()
             raise
         finally:
             self._release()
@@ -259,6 +289,8 @@ class EngineLoop:
             try:
                 if isinstance(event, Progress):
                     sink.tokens(event.rank, event.tokens, event.logprobs)
+                elif isinstance(event, Settled):
+                    sink.settled(event.tokens, event.logprobs)
                 elif isinstance(event, Finished):
                     sink.ended(event)
                 elif isinstance(event, FinishedRequest):
@@ -272,9 +304,7 @@ class EngineLoop:
                     self.engine.fail(request.id, RequestError(request.id, problem))
             except BaseException as error:
                 self._drop(request.id, sink, error)
-                # a signal's, perhaps, which only this thread gets; elsewhere it is the sink's own, and not of the call
-                # that drives
-                if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+                if _is_of_a_signal(error):
                     raise
 
     def _drop(self, request_id: str, sink: Sink, error: BaseException) -> None:
@@ -308,6 +338,26 @@ class EngineLoop:
                 woken.set()
                 anyone = False
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise InvalidArgument("LLM", Shown("closed"), "must be open: its device and its memory were given up")
+    # ---- in a fork
+    def _after_fork(self) -> None:
+        """Nobody can go on with what a thread that is not here was in the middle of. Called before anything else runs
+        in the new process."""
+        if self._thread is not None or (self._driving.locked() and self._driver != threading.get_ident()):
+            self._is_forked = True
+            self._filled = threading.Event()  # that thread may have held the old one
+
+
+def _is_of_a_signal(error: BaseException) -> bool:
+    """Perhaps: only the main thread gets them. Elsewhere it is the callback's own, and not of the call that drives."""
+    return not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()
+
+
+_loops: weakref.WeakSet[EngineLoop] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for loop in list(_loops):
+        loop._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -22,6 +22,8 @@ DEFAULT_LOGPROBS = 20
 MAX_REPORTED = 1 << 20
 """Log-probabilities that a request may have where it asks for more of each token: some 300 MB, told in Python's
 numbers."""
+MAX_BAD_WORD_BYTES = 1 << 18
+"""Of all bad words of a request: they are tokenised twice each, in some 0.5 s then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,11 @@ class Vocabulary:
     pieces: Sequence[bytes]
     special_ids: frozenset[int]
     encode: Callable[[str], list[int]]
+
+    @property
+    def words(self) -> tuple[Sequence[bytes], frozenset[int], Callable[[str], list[int]]]:
+        """All of it: what a grammar of text needs."""
+        return self.pieces, self.special_ids, self.encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +116,9 @@ def bad_word_ids(words: Sequence[str], vocab_size: int, vocabulary: Vocabulary |
     a text, and as it follows a space, where that is another first token and as many tokens."""
     if vocabulary is None:
         raise InvalidArgument("bad_words", list(words), "must be empty: the engine has no tokenizer")
+    num_bytes = sum(len(word.encode("utf-8", "replace")) for word in words if isinstance(word, str))
+    if num_bytes > MAX_BAD_WORD_BYTES:
+        raise InvalidArgument("bad_words", Shown(f"{num_bytes} bytes"), f"must be at most {MAX_BAD_WORD_BYTES} in all")
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         bare = vocabulary.encode(word.lstrip()) if isinstance(word, str) else []

@@ -34,8 +34,16 @@ class EngineStats:
     """Held by nobody, but findable in the prefix cache."""
     max_blocks_used: int = 0
     """The most that any step used."""
+    num_forced_tokens: int = 0
+    """Of requests that have ended: tokens that came of no step of their own, since a constraint allowed no other."""
     num_released_branches: int = 0
     """Idle branches that gave way to others."""
+    num_forks: int = 0
+    """Block tables that were made as forks of others, so far; a fork copies no block."""
+    num_copied_blocks: int = 0
+    """Blocks that were copied so far: the last, partial one of who writes what it shares."""
+    num_blocks_saved: int = 0
+    """How many more would be used now if branches shared none."""
     drafts: dict[str, Acceptance] = field(default_factory=dict)
     """What became of drafts, by the name of the decoder that proposed them."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from pagedec.core.forward import Answers, Forwards, Masks, Rules
+from pagedec.core.forward import Answers, Forwards, MakeMasks, Rules
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.runtime.geometry import Geometry
 
@@ -16,11 +16,12 @@ class Executor(Protocol):
 
     geometry: Geometry
 
-    def execute(self, forwards: Forwards, rules: Rules, masks: Callable[[], Masks] | None = None) -> Future[Answers]:
+    def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Future[Answers]:
         """Carry out one step's forwards, by lane. The future fails with what went wrong; KV is then as good as lost.
 
         `rules` are those of all running requests. `masks` gives those of the target's `masked_rows`; it is called when
-        the forwards are on their way, so that what it does costs nothing as long as the device is busy.
+        the forwards are on their way, so that what it does costs nothing as long as the device is busy, with the tokens
+        that the draft lane has rolled for the target.
         """
 
     def stop(self) -> None:

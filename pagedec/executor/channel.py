@@ -10,8 +10,9 @@ import time
 
 import numpy as np
 
-LOAD, READY, FAILED, STEP, MASKS, ANSWERS = range(1, 7)
-"""engine: LOAD (a configuration), STEP, MASKS; worker: READY (its geometry), ANSWERS, FAILED (an error)."""
+LOAD, READY, FAILED, STEP, MASKS, ANSWERS, ROLLED = range(1, 8)
+"""engine: LOAD (a configuration), STEP, MASKS; worker: READY (its geometry), ANSWERS, FAILED (an error),
+ROLLED (what the draft lane has rolled, where masks wait for it)."""
 _HEAD = struct.Struct("<II")
 MAX_BYTES = (1 << 32) - 1
 
@@ -23,10 +24,11 @@ class Channel:
         self._end = end
 
     def wait_at_most(self, seconds: float) -> None:
-        """Have `receive` raise `TimeoutError` where nothing comes for so long."""
+        """Have `receive` raise `TimeoutError` where nothing comes for so long, and `send` where nothing is taken."""
         whole = int(seconds)
         limit = struct.pack("@ll", whole, max(1, int((seconds - whole) * 1e6)))
-        self._end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._end.setsockopt(socket.SOL_SOCKET, option, limit)
 
     def send(self, kind: int, payload: bytes | np.ndarray) -> None:
         """Send one message: bytes, or an array's."""
@@ -41,6 +43,8 @@ class Channel:
                 sent = len(head)
             if sent < len(head) + view.nbytes:
                 self._end.sendall(view[sent - len(head) :])
+        except BlockingIOError:
+            raise TimeoutError("the other end takes nothing") from None
         except OSError as error:  # a broken pipe, or a connection reset
             raise EOFError(f"the other end is gone: {error}") from error
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from pagedec.config import EngineConfig
 from pagedec.core.forward import Masks
-from pagedec.core.wire import Step, pack_answers, unpack_masks, unpack_step
+from pagedec.core.wire import Step, awaits_rolled, pack_answers, pack_rolled, unpack_masks, unpack_step
 from pagedec.errors import InvariantError
-from pagedec.executor.channel import ANSWERS, FAILED, LOAD, MASKS, READY, STEP, Channel
+from pagedec.executor.channel import ANSWERS, FAILED, LOAD, MASKS, READY, ROLLED, STEP, Channel
 from pagedec.runtime.worker import Worker
 
 WATCH_SECONDS = 0.001
@@ -70,13 +70,13 @@ def _load(channel: Channel, load_worker: Callable[[EngineConfig], Worker], confi
 
 def _carry_out(channel: Channel, worker: Worker, step: Step) -> None:
     target = step.forwards.get("target")
-    due = _Due(channel, step.number) if target is not None and len(target.masked_rows) else None
+    due = _Due(channel, step.number, awaits_rolled(step)) if target is not None and len(target.masked_rows) else None
     try:
         answers = worker.execute(step, due)
     except EOFError:
         raise
     except Exception as error:  # the engine decides what it means
-        if due is not None:
+        if due is not None and due.will_come:
             due.take()  # they come although nobody needs them: the step has failed before
         error.add_note(f"in the worker process:\n{traceback.format_exc()}")
         channel.send(FAILED, _pickled(error))
@@ -87,8 +87,10 @@ def _carry_out(channel: Channel, worker: Worker, step: Step) -> None:
 class _Due:
     """Masks that follow a step, taken from the channel when they are needed."""
 
-    def __init__(self, channel: Channel, number: int) -> None:
-        self._channel, self._number = channel, number
+    def __init__(self, channel: Channel, number: int, tells: bool) -> None:
+        self._channel, self._number, self._tells = channel, number, tells
+        self.will_come = not tells
+        """The engine sends them; False: not before it was told what the draft lane has rolled."""
         self._message: tuple[int, memoryview] | None = None
 
     def take(self) -> tuple[int, memoryview]:
@@ -98,7 +100,10 @@ class _Due:
             self._message = self._channel.receive()
         return self._message
 
-    def __call__(self) -> Masks:
+    def __call__(self, rolled: np.ndarray) -> Masks:
+        if self._tells and not self.will_come:
+            self._channel.send(ROLLED, pack_rolled(self._number, rolled))
+            self.will_come = True
         kind, payload = self.take()
         if kind != MASKS:
             raise InvariantError(f"masks were due; the engine has sent message {kind}")

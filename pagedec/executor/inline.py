@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
 
-from pagedec.core.forward import Answers, Forwards, Masks, Rules
+from pagedec.core.forward import Answers, Forwards, MakeMasks, Rules
 from pagedec.core.wire import Step
 from pagedec.executor.base import RuleNews
 from pagedec.runtime.worker import Worker
@@ -20,7 +19,7 @@ class InlineExecutor:
         self._news = RuleNews()
         self._num_steps = 0
 
-    def execute(self, forwards: Forwards, rules: Rules, masks: Callable[[], Masks] | None = None) -> Future[Answers]:
+    def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Future[Answers]:
         future: Future[Answers] = Future()
         try:
             if self.worker is None:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -19,12 +18,12 @@ import numpy as np
 
 from pagedec import errors
 from pagedec.config import POOL_SIZES, EngineConfig
-from pagedec.core.forward import NO_MASKS, Answers, Forwards, Masks, Rules
-from pagedec.core.wire import Step, pack_masks, pack_step, unpack_answers
+from pagedec.core.forward import NO_INTS, NO_MASKS, Answers, Forwards, MakeMasks, Rules
+from pagedec.core.wire import Step, awaits_rolled, pack_masks, pack_step, unpack_answers, unpack_rolled
 from pagedec.environment import worker_environment
 from pagedec.errors import InvariantError, WorkerLost
 from pagedec.executor.base import RuleNews
-from pagedec.executor.channel import ANSWERS, FAILED, LOAD, MASKS, READY, STEP, Channel
+from pagedec.executor.channel import ANSWERS, FAILED, LOAD, MASKS, READY, ROLLED, STEP, Channel
 from pagedec.runtime.geometry import Geometry
 
 LOAD_WORKER = "pagedec.runtime.loading:load_worker"
@@ -61,7 +60,7 @@ class ProcessExecutor:
         """Of the process that carries out steps now, or did last."""
         return self._child.pid
 
-    def execute(self, forwards: Forwards, rules: Rules, masks: Callable[[], Masks] | None = None) -> Future[Answers]:
+    def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Future[Answers]:
         future: Future[Answers] = Future()
         try:
             future.set_result(self._execute(forwards, rules, masks))
@@ -73,7 +72,7 @@ class ProcessExecutor:
         self._stopped = True
         self._lose()
 
-    def _execute(self, forwards: Forwards, rules: Rules, masks: Callable[[], Masks] | None) -> Answers:
+    def _execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None) -> Answers:
         if self._stopped:
             raise RuntimeError("the executor is stopped")
         if os.getpid() != self._owner:
@@ -148,6 +147,8 @@ class WorkerProcess:
             theirs.close()
         self._channel = Channel(ours)
         self.pid = self._process.pid
+        self._end = weakref.finalize(self, _end, self._process, self._channel)  # also where it is dropped
+        self._end.atexit = False  # the kernel closes the channel then
         _running.add(self)
 
     def load(self, config: EngineConfig) -> Geometry:
@@ -167,15 +168,16 @@ class WorkerProcess:
         self._channel.wait_at_most(self._step_timeout)
         return Geometry.from_json(payload["geometry"])
 
-    def execute(self, step: Step, masks: Callable[[], Masks] | None) -> Answers:
+    def execute(self, step: Step, masks: MakeMasks | None) -> Answers:
         """Have one step carried out. Raises `StepRefused`, and `WorkerLost` where the process has ended."""
         self._send(STEP, pack_step(step))
         target, problem = step.forwards.get("target"), None
         if target is not None and len(target.masked_rows):
+            rolled = self._rolled() if awaits_rolled(step) else NO_INTS
             message = pack_masks(step.number, NO_MASKS)  # which the worker refuses
             if masks is not None:
                 try:
-                    message = pack_masks(step.number, masks())
+                    message = pack_masks(step.number, masks(rolled))
                 except Exception as error:  # of whoever makes them: the worker need not die of it
                     problem = error
             self._send(MASKS, message)
@@ -187,24 +189,24 @@ class WorkerProcess:
             raise InvariantError(f"step {step.number} was due; the worker has answered step {number}")
         return answers
 
+    def _rolled(self) -> np.ndarray:
+        return unpack_rolled(np.frombuffer(self._receive(ROLLED), np.int32))[1]
+
     def close(self) -> None:
         """Say nothing to it any more, and do not wait for its end."""
         self._channel.close()
 
     def stop(self) -> None:
-        """Let it end: it does where the channel is closed."""
-        self.close()
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """Let it end: it does where the channel is closed. May be called again."""
+        self._end()
 
     def _send(self, kind: int, payload: np.ndarray | bytes) -> None:
         try:
             self._channel.send(kind, payload)
         except EOFError as error:
             raise self._lost() from error
+        except TimeoutError as error:
+            raise self._given_up() from error
 
     def _receive(self, kind: int) -> memoryview:
         try:
@@ -212,13 +214,16 @@ class WorkerProcess:
         except EOFError as error:
             raise self._lost() from error
         except TimeoutError as error:
-            self._process.kill()
-            raise WorkerLost(self.pid, f"has not answered for {self._step_timeout:g} s, and was killed") from error
+            raise self._given_up() from error
         if found == FAILED:
             raise StepRefused(pickle.loads(payload))
         if found != kind:
             raise InvariantError(f"message {kind} was due; the worker has sent {found}")
         return payload
+
+    def _given_up(self) -> WorkerLost:
+        self._process.kill()
+        return WorkerLost(self.pid, f"has not answered for {self._step_timeout:g} s, and was killed")
 
     def _lost(self) -> WorkerLost:
         try:
@@ -228,3 +233,12 @@ class WorkerProcess:
         return WorkerLost(
             self.pid, f"was ended by signal {-status}" if status < 0 else f"has ended with status {status}"
         )
+
+
+def _end(process: subprocess.Popen[bytes], channel: Channel) -> None:
+    channel.close()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

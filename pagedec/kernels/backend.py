@@ -215,3 +215,10 @@ class Backend(Protocol):
 
     def topk(self, logits: torch.Tensor, row_ids: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(token ids int32 [n, k], logits fp32 [n, k], log-sum-exp fp32 [n]) of the rows, ties to the lower id."""
+
+    def best(
+        self, logits: torch.Tensor, lse: np.ndarray | None, rows: np.ndarray, groups: np.ndarray
+    ) -> list[np.ndarray]:
+        """Of each group (BEST_GROUP_DTYPE) of `rows` (BEST_ROW_DTYPE) of logits fp32 [*, vocab], the first candidates
+        in order (CANDIDATE_DTYPE). A log-probability is a logit less the row's `lse` fp32 [rows]; None: less its
+        log-sum-exp."""

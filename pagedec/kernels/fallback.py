@@ -14,11 +14,11 @@ import torch
 from torch.nn import functional
 
 from pagedec.core.forward import LaneForward
-from pagedec.kernels import reference, reference_processing, reference_readout
+from pagedec.kernels import reference, reference_best, reference_processing, reference_readout
 from pagedec.kernels.arena import trim
 from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope, checked_quantization
 from pagedec.kernels.host import HostBackend
-from pagedec.kernels.processing import FlatRules, named, rows_within
+from pagedec.kernels.processing import FlatRules, lse_of, named, rows_within
 from pagedec.kernels.records import Epilogue
 from pagedec.kernels.reference_attention import paged_attention
 from pagedec.kernels.reference_linear import Int8Linear, TorchPackedLinear, gated_product
@@ -199,6 +199,7 @@ class ReferenceBackend(HostBackend):
             return
         picked = rows_within(processing, start, start + len(logits))
         flat, rule_ids = named(processing.rule_ids[picked], rules)
+        lse = lse_of(self, logits, start, processing, picked)
         for i in range(picked.start, picked.stop):
             row, branch = int(processing.rows[i]), int(processing.branches[i])
             history = reference_processing.history(
@@ -210,6 +211,7 @@ class ReferenceBackend(HostBackend):
                 history,
                 int(processing.prompt_lengths[i]),
                 flat[rule_ids[i - picked.start]],
+                None if lse is None else lse[i - picked.start],
             )
 
     def sample(self, logits: torch.Tensor, draws: np.ndarray) -> np.ndarray:
@@ -217,3 +219,10 @@ class ReferenceBackend(HostBackend):
 
     def topk(self, logits: torch.Tensor, row_ids: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return reference_readout.topk_lse(logits.numpy(), k, row_ids)
+
+    def best(
+        self, logits: torch.Tensor, lse: np.ndarray | None, rows: np.ndarray, groups: np.ndarray
+    ) -> list[np.ndarray]:
+        if lse is None:
+            lse = self.topk(logits, rows["row"], 0)[2]
+        return reference_best.best(logits.numpy(), lse.astype(np.float32), rows, groups)

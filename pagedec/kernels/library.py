@@ -23,6 +23,7 @@ from pagedec.kernels.records import (
     AttentionArgs,
     AttnBatch,
     AttnShape,
+    BestArgs,
     Draw,
     Dtype,
     EmbedArgs,
@@ -44,7 +45,7 @@ from pagedec.kernels.records import (
 
 __all__ = [
     "ABI_VERSION", "DRAW_DTYPE", "EMULATED_ISA", "ISAS", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch",
-    "AttnShape",
+    "AttnShape", "BestArgs",
     "Context", "Draw", "Dtype", "EmbedArgs", "Epilogue", "GemmArgs", "KernelError", "KvCopyArgs", "LayerNormArgs",
     "Library",
     "LibraryNotFound", "Op", "OpKind", "ProcessLogitsArgs", "OpList", "Quantization", "RmsNormArgs", "RopeKvWriteArgs",
@@ -53,7 +54,7 @@ __all__ = [
     "loadable_isas",
 ]  # fmt: skip
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 ISAS = environment.ISAS  # from the poorest to the richest
 EMULATED_ISA, EMULATED_ISA_NEEDS = environment.EMULATED_ISA, "avx512bf16"
 Floats = npt.NDArray[np.float32]

@@ -19,6 +19,7 @@ from pagedec.kernels.library import (
     AttentionPlan,
     AttnBatch,
     AttnShape,
+    BestArgs,
     Context,
     Dtype,
     EmbedArgs,
@@ -36,7 +37,8 @@ from pagedec.kernels.library import (
     SoftCapArgs,
     TopkLseArgs,
 )
-from pagedec.kernels.processing import FlatRules, named, rows_within
+from pagedec.kernels.processing import FlatRules, lse_of, named, rows_within
+from pagedec.kernels.reference_best import CANDIDATE_DTYPE
 
 DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16}
 
@@ -271,6 +273,7 @@ class NativeBackend(HostBackend):
         if processing is None or picked.start == picked.stop:
             return
         flat, rule_ids = named(processing.rule_ids[picked], rules)
+        lse = lse_of(self, logits, start, processing, picked)
         count = np.array([picked.stop - picked.start], np.int32)
         rows = processing.rows[picked]
         table, parents = forward.block_table, forward.parents
@@ -288,7 +291,8 @@ class NativeBackend(HostBackend):
             ProcessLogitsArgs(
                 count.ctypes.data, address(logits, torch.float32, "logits"), own, places, records.ctypes.data,
                 *rest, None if tree is None else tree.ctypes.data, address(cache.tokens, torch.int32, "tokens"),
-                len(flat), len(forward.kv_len), table.shape[1], cache.block_size, vocab, 0,
+                None if lse is None else lse.ctypes.data, len(flat), len(forward.kv_len), table.shape[1],
+                cache.block_size, vocab, 0,
             )
         )  # fmt: skip
 
@@ -315,3 +319,21 @@ class NativeBackend(HostBackend):
             )
         )  # fmt: skip
         return ids, values, lse
+
+    def best(
+        self, logits: torch.Tensor, lse: np.ndarray | None, rows: np.ndarray, groups: np.ndarray
+    ) -> list[np.ndarray]:
+        n, vocab, groups = len(rows), logits.shape[1], groups.copy()
+        groups["k"] = np.minimum(groups["k"], (groups["stop"] - groups["first"]).astype(np.int64) * vocab)
+        own_lse = np.empty(n, np.float32) if lse is None else np.ascontiguousarray(lse, np.float32)
+        room = np.cumsum(groups["k"], dtype=np.int64)
+        found = np.empty(int(room[-1]) if len(room) else 0, CANDIDATE_DTYPE)
+        rows, counts, count = np.ascontiguousarray(rows), np.zeros(len(groups), np.int32), np.array([n], np.int32)
+        self.context.call(
+            BestArgs(
+                count.ctypes.data, logits.data_ptr(), own_lse.ctypes.data, rows.ctypes.data, groups.ctypes.data,
+                found.ctypes.data, counts.ctypes.data, len(groups), vocab, int(lse is not None), 0,
+            )
+        )  # fmt: skip
+        firsts = (room - groups["k"]).tolist()
+        return [found[first : first + size] for first, size in zip(firsts, counts.tolist(), strict=True)]

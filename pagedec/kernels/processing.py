@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from pagedec.core.forward import ProcessRows
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.errors import InvalidArgument
+from pagedec.kernels.backend import Backend
 from pagedec.kernels.records_readout import Rules
 
 
@@ -80,6 +82,20 @@ def _token_ids(field: str, tokens: list[int] | tuple[int, ...], vocab_size: int)
     if len(wrong):
         raise InvalidArgument(field, int(wrong[0]), f"its token ids must be from 0 to {vocab_size - 1}")
     return wide.astype(np.int32)
+
+
+def lse_of(
+    backend: Backend, logits: torch.Tensor, start: int, processing: ProcessRows, picked: slice
+) -> np.ndarray | None:
+    """Of the rows whose rules change log-probabilities, the log-sum-exp, fp32; of the other picked ones 0. None: there
+    are no such rows."""
+    flags = processing.of_logprobs[picked]
+    wanted = np.flatnonzero(flags)
+    if not len(wanted):
+        return None
+    lse = np.zeros(len(flags), np.float32)
+    lse[wanted] = backend.topk(logits, (processing.rows[picked][wanted] - start).astype(np.int32), 0)[2]
+    return lse
 
 
 def named(rule_ids: np.ndarray, known: Mapping[int, FlatRules]) -> tuple[list[FlatRules], np.ndarray]:

@@ -4,6 +4,7 @@ with."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 
 from pagedec.core.forward import LaneAnswers, LaneForward, Masks
 from pagedec.kernels.backend import Backend, CacheTensors
+from pagedec.kernels.best import BestRows
+from pagedec.kernels.masked import apply_mask, check_masks
 from pagedec.kernels.report import RawRows, empty_report
 
 
@@ -25,7 +28,9 @@ class HostReadOut:
         self._draws = np.empty(len(forward.draws), np.int32)
         self._topk_tokens, self._topk_logprobs = np.empty((n, k), np.int32), np.empty((n, k), np.float32)
         self._logprobs = np.empty(len(forward.logprob_rows), np.float32)
+        self._best = BestRows(backend, forward)
         self._report = empty_report(forward)
+        self._is_checked = False  # masks are, once
         self._changes_logits = (
             forward.processing is not None or len(forward.banned_rows) > 0 or len(forward.masked_rows) > 0
         )
@@ -39,8 +44,8 @@ class HostReadOut:
         forward, stop = self._forward, start + len(logits)
         whole = start == 0 and stop == len(forward.read_rows)
         raw = None if self._report is None else RawRows(self._backend, forward, logits, start)
-        if len(forward.topk_rows) or len(forward.logprob_rows) or self._changes_logits:
-            self._read_probabilities(logits, start, whole)
+        if len(forward.topk_rows) or len(forward.logprob_rows) or len(forward.best_rows) or self._changes_logits:
+            self._read_probabilities(logits, start, whole, raw)
         drawn = self._draw(logits, start, whole)
         if raw is not None and self._report is not None:
             picked = _within(forward.topk_rows, start, stop, whole)
@@ -48,11 +53,15 @@ class HostReadOut:
 
     def answers(self) -> LaneAnswers:
         """All of them, when every piece has been read."""
+        report = self._report
+        if report is not None:
+            logprobs, ranks = self._best.report()
+            report = replace(report, best_logprobs=logprobs, best_ranks=ranks)
         return LaneAnswers(
-            self._draws, self._topk_tokens, self._topk_logprobs, self._logprobs, report=self._report
-        )  # fmt: skip
+            self._draws, self._topk_tokens, self._topk_logprobs, self._logprobs, **self._best.answers(), report=report
+        )
 
-    def _read_probabilities(self, logits: torch.Tensor, start: int, whole: bool) -> None:
+    def _read_probabilities(self, logits: torch.Tensor, start: int, whole: bool, raw: RawRows | None) -> None:
         backend, forward, stop = self._backend, self._forward, start + len(logits)
         picked = _within(forward.topk_rows, start, stop, whole)
         asked = _within(forward.logprob_rows, start, stop, whole)
@@ -61,7 +70,9 @@ class HostReadOut:
             values = logits.numpy()[rows, forward.logprob_tokens[asked]]
             self._logprobs[asked] = values - backend.topk(logits, rows, 0)[2]
         rows = (forward.topk_rows[picked] - start).astype(np.int32)
-        lse = backend.topk(logits, rows, 0)[2] if len(picked) and self._changes_logits else None
+        lse = self._own_lse(logits, start, rows)
+        ranked = self._best.within(start, stop)
+        ranked_lse = self._own_lse(logits, start, (forward.best_rows["row"][ranked] - start).astype(np.int32))
         if forward.processing is not None:
             backend.process_logits(logits, start, forward, self._cache, self._rules)
         self._mask(logits, start, whole)
@@ -72,17 +83,32 @@ class HostReadOut:
             tokens, values, after = backend.topk(logits, rows, forward.topk_k)
             self._topk_tokens[picked] = tokens
             self._topk_logprobs[picked] = values - (after if lse is None else lse)[:, None]
+        if len(ranked):
+            self._best.read(logits, start, ranked, ranked_lse, raw)
+
+    def _own_lse(self, logits: torch.Tensor, start: int, rows: np.ndarray) -> np.ndarray | None:
+        """What is to be subtracted from the rows once they are processed: the log-sum-exp of the model's own logits, or
+        0 where rules change log-probabilities. None: nothing changes the rows."""
+        if not len(rows) or not self._changes_logits:
+            return None
+        processing, lse = self._forward.processing, np.zeros(len(rows), np.float32)
+        done = rows[:0] if processing is None else processing.rows[processing.of_logprobs != 0] - start
+        left = np.flatnonzero(~np.isin(rows, done))
+        if len(left):
+            lse[left] = self._backend.topk(logits, rows[left], 0)[2]
+        return lse
 
     def _mask(self, logits: torch.Tensor, start: int, whole: bool) -> None:
-        rows, masks, vocab = self._forward.masked_rows, self._masks, logits.shape[1]
+        rows = self._forward.masked_rows
         if not len(rows):
             return
-        if masks is None or masks.shape != (len(rows), -(-vocab // 32)):
-            found = None if masks is None else masks.shape
-            raise ValueError(f"masks of {len(rows)} rows and {vocab} tokens are due; there are {found}")
+        if not self._is_checked:
+            check_masks(self._masks, len(rows), logits.shape[1])
+            self._is_checked = True
+        assert self._masks is not None
+        values = logits.numpy()
         for i in _within(rows, start, start + len(logits), whole).tolist():
-            allowed = np.unpackbits(masks[i].view(np.uint8), bitorder="little", count=vocab)
-            logits.numpy()[rows[i] - start, allowed == 0] = -np.inf
+            apply_mask(values[rows[i] - start], self._masks, i)
 
     def _draw(self, logits: torch.Tensor, start: int, whole: bool) -> np.ndarray:
         """Which draws were drawn now."""

@@ -13,6 +13,10 @@ from typing import Any
 from pagedec.kernels.records_readout import (
     DRAW_DTYPE,
     ArgmaxArgs,
+    BestArgs,
+    BestGroup,
+    BestRow,
+    Candidate,
     Draw,
     ProcessLogitsArgs,
     Rules,
@@ -22,9 +26,10 @@ from pagedec.kernels.records_readout import (
 )
 
 __all__ = [
-    "C_NAMES", "DRAW_DTYPE", "OP_KINDS", "PROTOTYPES", "ArgmaxArgs", "AttentionArgs", "AttnBatch", "AttnShape", "Draw",
-    "Dtype", "EmbedArgs", "Epilogue", "GemmArgs", "KvCopyArgs", "LayerNormArgs", "Op", "OpKind", "ProcessLogitsArgs",
-    "RmsNormArgs", "RopeKvWriteArgs", "Rules", "SampleArgs", "SoftCapArgs", "TopkLseArgs",
+    "C_NAMES", "DRAW_DTYPE", "OP_KINDS", "PROTOTYPES", "ArgmaxArgs", "AttentionArgs", "AttnBatch", "AttnShape",
+    "BestArgs", "BestGroup", "BestRow", "Candidate", "Draw", "Dtype", "EmbedArgs", "Epilogue", "GemmArgs",
+    "KvCopyArgs", "LayerNormArgs", "Op", "OpKind", "ProcessLogitsArgs", "RmsNormArgs", "RopeKvWriteArgs", "Rules",
+    "SampleArgs", "SoftCapArgs", "TopkLseArgs",
 ]  # fmt: skip
 
 
@@ -67,6 +72,7 @@ class OpKind(IntEnum):
     LAYER_NORM = 10
     SOFT_CAP = 11
     PROCESS_LOGITS = 12
+    BEST = 13
 
 
 class GemmArgs(Structure):
@@ -255,6 +261,10 @@ C_NAMES: dict[type[Structure], str] = {
     TopkLseArgs: "pd_topk_lse_args",
     Draw: "pd_draw",
     SampleArgs: "pd_sample_args",
+    BestRow: "pd_best_row",
+    BestGroup: "pd_best_group",
+    Candidate: "pd_candidate",
+    BestArgs: "pd_best_args",
     Op: "pd_op",
 }
 OP_KINDS: dict[type[Structure], OpKind] = {
@@ -270,6 +280,7 @@ OP_KINDS: dict[type[Structure], OpKind] = {
     LayerNormArgs: OpKind.LAYER_NORM,
     SoftCapArgs: OpKind.SOFT_CAP,
     ProcessLogitsArgs: OpKind.PROCESS_LOGITS,
+    BestArgs: OpKind.BEST,
 }
 
 _P_INT32 = POINTER(c_int32)

@@ -105,11 +105,73 @@ class ProcessLogitsArgs(Structure):
         ("block_table", c_void_p),
         ("parents", c_void_p),
         ("token_plane", c_void_p),
+        ("lse", c_void_p),
         ("num_rules", c_int32),
         ("num_branches", c_int32),
         ("table_stride", c_int32),
         ("block_size", c_int32),
         ("vocab", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class BestRow(Structure):
+    """One row that is ranked; BEST_ROW_DTYPE is the same record for numpy."""
+
+    _fields_ = [
+        ("stream", c_uint64),
+        ("row", c_int32),
+        ("place", c_int32),
+        ("position", c_int32),
+        ("score", c_float),
+    ]
+
+
+class BestGroup(Structure):
+    """Rows that are ranked together; BEST_GROUP_DTYPE is the same record for numpy."""
+
+    _fields_ = [
+        ("seed", c_uint64),
+        ("first", c_int32),
+        ("stop", c_int32),
+        ("k", c_int32),
+        ("top_k", c_int32),
+        ("temperature", c_float),
+        ("top_p", c_float),
+        ("min_p", c_float),
+        ("min_tokens_to_keep", c_int32),
+        ("is_drawn", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class Candidate(Structure):
+    """One continuation of a row; CANDIDATE_DTYPE is the same record for numpy."""
+
+    _fields_ = [
+        ("place", c_int32),
+        ("token", c_int32),
+        ("key", c_float),
+        ("value", c_float),
+        ("score", c_float),
+        ("logprob", c_float),
+    ]
+
+
+class BestArgs(Structure):
+    """The best continuations of groups of rows."""
+
+    _fields_ = [
+        ("num_rows", c_void_p),
+        ("logits", c_void_p),
+        ("lse", c_void_p),
+        ("rows", c_void_p),
+        ("groups", c_void_p),
+        ("candidates", c_void_p),
+        ("counts", c_void_p),
+        ("num_groups", c_int32),
+        ("vocab", c_int32),
+        ("has_lse", c_int32),
         ("reserved", c_int32),
     ]
 

@@ -34,8 +34,11 @@ def history(
     return seen
 
 
-def process(row: Floats, seen: Ints, prompt_length: int, rules: FlatRules) -> None:
-    """Apply the rules in place to one row of logits, fp32 [vocab], with the history `seen`."""
+def process(row: Floats, seen: Ints, prompt_length: int, rules: FlatRules, lse: np.float32 | None = None) -> None:
+    """Apply the rules in place to one row of logits, fp32 [vocab], with the history `seen`; where a finite `lse` is
+    given, to the row less that."""
+    if lse is not None and np.isfinite(lse):
+        row -= lse
     numbers = rules.rules
     if rules.allowed is not None:
         kept = row[rules.allowed]

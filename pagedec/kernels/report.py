@@ -21,6 +21,7 @@ def empty_report(forward: LaneForward) -> Reported | None:
         np.int32),
         np.zeros(len(forward.draws), np.float32), np.zeros(len(forward.draws), np.int32), np.zeros(topk, np.float32),
         np.zeros(topk, np.int32), np.zeros(len(forward.logprob_rows), np.int32),
+        np.empty(0, np.float32), np.empty(0, np.int32),
     )  # fmt: skip
 
 
@@ -58,6 +59,14 @@ class RawRows:
             tokens = topk_tokens[i]
             out.topk_logprobs[i], out.topk_ranks[i] = self._chosen(np.full(len(tokens), row), tokens)
 
+    def chosen(self, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probability and rank of a token for each of some read-out rows; zeros for rows that are not reported."""
+        logprobs, ranks = np.zeros(len(rows), np.float32), np.zeros(len(rows), np.int32)
+        at, inside = self._reported(rows, np.arange(len(rows)))
+        if len(inside):
+            logprobs[inside], ranks[inside] = self._chosen(at, tokens[inside])
+        return logprobs, ranks
+
     def _reported(self, rows: np.ndarray, among: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of the entries `among`, whose read-out rows are `rows[among]`, those of this piece's reported rows: their
         places among these rows, and the entries."""
@@ -68,8 +77,15 @@ class RawRows:
 
     def _chosen(self, at: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Log-probability and rank of a token for each row of `at`."""
-        chosen = self.values[at, tokens]
-        ranks = np.array([1 + int((self.values[row] > z).sum()) for row, z in zip(at, chosen, strict=True)], np.int32)
+        chosen, ranks = self.values[at, tokens], np.empty(len(at), np.int32)
+        if not len(at):
+            return chosen, ranks
+        order = np.argsort(at, kind="stable")
+        rows, firsts = np.unique(at[order], return_index=True)
+        for row, places in zip(rows.tolist(), np.split(order, firsts[1:]), strict=True):  # one look at a row for all
+            values, wanted = self.values[row], chosen[places]
+            above = np.sort(values[values > wanted.min()])
+            ranks[places] = 1 + len(above) - np.searchsorted(above, wanted, side="right")
         return chosen - self.lse[at], ranks
 
     def _fill_top(self, out: Reported) -> None:

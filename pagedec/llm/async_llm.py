@@ -5,24 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence, Sized
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from pagedec.errors import InvalidArgument
 from pagedec.inputs import Prompt
+from pagedec.llm.beams import as_beams
 from pagedec.llm.compatibility import check_no_lora
 from pagedec.llm.front import Front
 from pagedec.llm.prompts import Prepared, as_priorities
 from pagedec.llm.signature import listed
 from pagedec.llm.streams import Stream
 from pagedec.outputs import RequestOutput
+from pagedec.params import BeamSearchParams, RequestOutputKind
 from pagedec.text.chat_template import Message, Tool
 
-LONG_TEXT = 20_000
-"""Characters from which on a prompt is tokenised in a thread: some 5 ms, which an event loop should not be held up
-for."""
+LONG_PROMPT = 20_000
+"""Characters, or token ids, from which on a prompt is read in a thread: a text takes some 5 ms, for which an event loop
+should not be held up."""
 
 
 @listed
@@ -35,7 +37,7 @@ class AsyncLLM(Front):
 
     def _opened(self) -> None:
         self._readers: dict[str, Reader] = {}
-        self._mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
+        self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weakref.WeakKeyDictionary()
         self._posting = (
             threading.Lock()
         )  # of the mailboxes: event loops come while the engine's thread goes through them
@@ -75,6 +77,21 @@ class AsyncLLM(Front):
             async for output in outputs:
                 yield output
 
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        request_id: str | None,
+        params: BeamSearchParams,
+        lora_request: None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """All answers to one prompt, once, as vLLM's engine gives them; `generate` with the same `params` shows what
+        they have in common as it comes."""
+        final = as_beams(params).clone(output_kind=RequestOutputKind.FINAL_ONLY)
+        outputs = self.generate(prompt, final, request_id, lora_request=lora_request)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
+
     async def chat(
         self,
         messages: Sequence[Message],
@@ -110,8 +127,8 @@ class AsyncLLM(Front):
         for one in (request_id,) if isinstance(request_id, str) else tuple(request_id):
             reader = self._readers.get(one)
             if reader is not None:
+                reader.stream.aborted()  # first: one that is just being submitted sees it then, or is in the inbox
                 self.loop.abort(one)
-                reader.stream.aborted()
                 reader.wake()
 
     async def check_health(self) -> None:
@@ -127,6 +144,8 @@ class AsyncLLM(Front):
         try:
             self.loop.submit(request, reader.stream)
             del request  # the loop's now
+            if reader.stream.is_over:  # aborted by another thread, which found nothing in the inbox
+                self.loop.abort(job.request_id)
             while True:
                 await reader.news()
                 for output in reader.stream.read():
@@ -134,9 +153,9 @@ class AsyncLLM(Front):
                     if output.finished:
                         return
         finally:
-            del self._readers[job.request_id]
             if not reader.stream.is_over:
                 self.loop.abort(job.request_id)
+            del self._readers[job.request_id]  # last: whoever takes the name comes behind the abort
 
     # ---- news from the engine's thread
     def _mailbox(self) -> Mailbox:
@@ -177,10 +196,11 @@ class AsyncLLM(Front):
 
 
 class Mailbox:
-    """The readers of one event loop that have news: all of them are woken with one call, after each step."""
+    """The readers of one event loop that have news: all of them are woken with one call, after each step. It does not
+    keep the event loop."""
 
     def __init__(self, events: asyncio.AbstractEventLoop) -> None:
-        self.events = events
+        self._events = weakref.ref(events)
         self._ready: list[Reader] = []
 
     def put(self, reader: Reader) -> None:
@@ -192,11 +212,19 @@ class Mailbox:
         if not self._ready:
             return []
         ready, self._ready = self._ready, []
+        if self.wake(ready):
+            return []
+        return [reader.stream.job.request_id for reader in ready]
+
+    def wake(self, readers: Sequence[Reader]) -> bool:
+        """Have the event loop let readers go on. False: it is closed, and nobody has closed its iterators before."""
+        events = self._events()
         try:
-            self.events.call_soon_threadsafe(_wake, ready)
-        except RuntimeError:  # closed, and nobody has closed its iterators before
-            return [reader.stream.job.request_id for reader in ready]
-        return []
+            if events is not None:
+                events.call_soon_threadsafe(_go_on, readers)
+        except RuntimeError:
+            return False
+        return events is not None
 
 
 class Reader:
@@ -220,7 +248,11 @@ class Reader:
             self._posted = False
 
     def wake(self) -> None:
-        """Go on reading. Called in the event loop."""
+        """Have it look again. Called in any thread."""
+        self._mailbox.wake([self])
+
+    def go_on(self) -> None:
+        """Look again. Called in its event loop."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -230,11 +262,12 @@ class Reader:
             self._mailbox.put(self)
 
 
-def _wake(readers: Sequence[Reader]) -> None:
+def _go_on(readers: Sequence[Reader]) -> None:
     for reader in readers:
-        reader.wake()
+        reader.go_on()
 
 
 def _is_long(prompt: Any) -> bool:
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return isinstance(text, str) and len(text) > LONG_TEXT
+    if isinstance(prompt, Mapping):
+        return any(map(_is_long, prompt.values()))
+    return isinstance(prompt, Sized) and len(prompt) > LONG_PROMPT

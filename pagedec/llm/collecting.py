@@ -82,6 +82,11 @@ class Collection:
             raise RequestsFailed(errors, outputs) from errors[0]
         return outputs
 
+    def finished(self) -> list[RequestOutput | None]:
+        """What there is so far: one output for each job, in their order, None where it has not ended or has failed."""
+        written = [self.outputs.get(job.request_id) for job in self.jobs]
+        return [None if one is None or one.exception() is not None else one.result() for one in written]
+
     def _unwritten(self, job: Job) -> RequestError | None:
         """Why a job's text cannot be written; None: it was."""
         cause = self.outputs[job.request_id].exception()
@@ -104,13 +109,18 @@ class Collected:
         self._streamed += len(token_ids)
         self._collection.count(len(token_ids))
 
+    def settled(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> None:
+        num_tokens = len(token_ids) * self._job.params.num_answers
+        self._streamed += num_tokens
+        self._collection.count(num_tokens)
+
     def ended(self, event: Finished) -> None:
         """The output has all answers together."""
 
     def finished(self, result: FinishedRequest) -> None:
         collection, job = self._collection, self._job
         collection.outputs[job.request_id] = collection.texts.submit(collection.writer.request, job, result)
-        collection.count(result.metrics.num_output_tokens - self._streamed)  # gangs have none before their end
+        collection.count(result.metrics.num_output_tokens - self._streamed)  # the rest of gangs comes at their end
         collection.over(job)
 
     def failed(self, error: RequestError) -> None:

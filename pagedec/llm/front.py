@@ -37,13 +37,12 @@ class Front:
         given: dict[str, Any] = dict(engine_args)
         if model is not None:
             given["model"] = model
-        self._closed = False
         self.config = EngineConfig.from_kwargs(**translated(given))
         local = fetched(self.config)
         self._defaults = sampling_defaults(local.model)
         self.engine: Engine
         self.engine, self.tokenizer = load_engine(local)
-        self.writer = Writer(self.tokenizer, self.engine.limits.eos_token_ids)
+        self.writer = Writer(self.tokenizer, self.engine.limits.eos_token_ids, self.engine.scheduler.limits.block_size)
         self.loop = EngineLoop(self.engine)
         self._num_requests = 0
         self._admitting = threading.Lock()
@@ -55,7 +54,7 @@ class Front:
 
     def __repr__(self) -> str:
         name = f"{type(self).__name__} {self.config.model.model}"
-        if self._closed:
+        if self.loop.closed:
             return f"<{name}: closed>"
         numbers, context = self.engine.executor.geometry, self.engine.limits.max_model_len
         return f"<{name}: {numbers}, context {context}, KV pool {self.kv_cache}>"
@@ -86,8 +85,7 @@ class Front:
     @property
     def kv_cache(self) -> KvPool:
         """How large the KV pool is, and why: `num_blocks`, `block_size`, `num_tokens`, `num_bytes`, `reason`."""
-        assert self.engine.kv_cache is not None
-        return self.engine.kv_cache
+        return self.engine.executor.geometry.kv_cache
 
     def reset_prefix_cache(self) -> bool:
         """Forget all KV that no request holds: no later prompt finds what was computed before. What runs goes on with
@@ -121,8 +119,7 @@ class Front:
         of prompts that bring none; `request_id` is a name for the only one. A text far longer than the context is
         refused before it is tokenised; with `special_tokens`, texts are given those that the model wants around them.
         """
-        if self._closed:
-            raise InvalidArgument("LLM", Shown("closed"), "must be open: its device and its memory were given up")
+        self.loop.require_open()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(each) != len(prompts):
@@ -131,7 +128,7 @@ class Front:
                 Shown(f"a list of {len(each)}"),
                 f"must be one, or one for each of {len(prompts)} prompts",
             )
-        each = [copy.copy(own) if isinstance(own, SamplingParams) else own for own in each]  # whose fields can be set
+        each = [copy.copy(own) if isinstance(own, RequestParams) else own for own in each]  # whose fields can be set
         orders = as_priorities(priorities, len(prompts))
         name = None if request_id is None else read_salt("request_id", request_id)
         read = [
@@ -206,7 +203,6 @@ class Front:
     # ---- the end
     def close(self) -> None:
         """Give up the device, the memory and the threads. What runs fails. May be called again."""
-        self._closed = True
         self.loop.close()
 
 
@@ -218,7 +214,7 @@ def _blamed(prompt: str, sampling_params: str, params: object) -> Iterator[None]
             yield
     except NotFound as error:
         made = "SamplingParams(**...) makes one of a mapping" if isinstance(params, Mapping) else error.known
-        limit = f"must be a SamplingParams, or parameters of another decoder that is registered; {made}"
+        limit = f"must be a SamplingParams, a BeamSearchParams, or of another decoder that is registered; {made}"
         raise InvalidArgument(sampling_params, params, limit) from None
 
 

@@ -170,7 +170,7 @@ NEUTRAL: dict[str, Rule] = {
             "guided_decoding_disable_any_whitespace",
             "guided_decoding_disable_additional_properties",
         ),
-        Flag("there are no structured outputs: a request that wants some is refused", optional=True),
+        Flag("each request says it itself, in its structured_outputs", optional=True),
     ),
     **dict.fromkeys(
         (
@@ -204,7 +204,8 @@ NEUTRAL: dict[str, Rule] = {
 """Each with the reason why it changes nothing. Values are checked, so that a mistake is not missed."""
 LORA, _POOLING = "LoRA adapters are", "embeddings, classification and scores are"
 _PROCESSES, _OWN_CONFIG = "several processes or devices are", "changing a model's own configuration is"
-_STRUCTURED, _SPECULATION = "structured outputs are", "speculation outside speculative_config is"
+_STRUCTURED = "structured outputs by others than llguidance are"
+_SPECULATION = "speculation outside speculative_config is"
 ONLY: dict[str, Only] = {
     "task": Only((None, "auto", "generate"), _POOLING),
     "runner": Only(("auto", "generate"), _POOLING),
@@ -309,7 +310,7 @@ ONLY: dict[str, Only] = {
     ),
     "spec_decoding_acceptance_method": Only((None, "rejection_sampler"), _SPECULATION),
     "num_lookahead_slots": Only((0,), _SPECULATION),
-    "guided_decoding_backend": Only((None, "auto"), _STRUCTURED),
+    "guided_decoding_backend": Only((None, "auto", "guidance"), _STRUCTURED),
     "structured_outputs_config": Only((None, {}), _STRUCTURED),
     **dict.fromkeys(
         ("reasoning_parser", "reasoning_parser_plugin"), Only((None, ""), "telling thoughts from answers is")
@@ -329,7 +330,6 @@ ONLY: dict[str, Only] = {
 """Those of which some values alone mean what is done here."""
 _TEXT_ONLY, _ONE_PROCESS = "models write text here, and nothing else", "there are no workers; `llm.engine` is at hand"
 ABSENT = {
-    "beam_search": "it is not in the public API yet; `SamplingParams(n=...)` gives several answers",
     **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), _TEXT_ONLY),
     **dict.fromkeys(
         ("sleep", "wake_up", "is_sleeping"), "`close` gives all memory back, and a new one loads the model again"

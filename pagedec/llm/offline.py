@@ -7,15 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
-from pagedec.errors import InvalidArgument
+from pagedec.errors import CallInterrupted, InvalidArgument, RequestsFailed
+from pagedec.fields import Integer
 from pagedec.inputs import Array, Prompt
+from pagedec.llm.beams import as_beams, beam_output
 from pagedec.llm.collecting import Collection
 from pagedec.llm.compatibility import check_no_lora
 from pagedec.llm.front import Front, renamed
-from pagedec.llm.prompts import Prepared, with_token_ids
+from pagedec.llm.prompts import Prepared, as_list, with_token_ids
 from pagedec.llm.signature import listed
 from pagedec.llm.streams import Stream
-from pagedec.outputs import RequestOutput
+from pagedec.outputs import BeamSearchOutput, RequestOutput
+from pagedec.params import BeamSearchParams
 from pagedec.text.chat_template import Message, Tool
 
 ON_ERROR = ("raise", "return")
@@ -53,7 +56,7 @@ class LLM(Front):
 
         A request that fails while it runs costs no other its answer. When all are done, `on_error="raise"` raises
         `RequestsFailed`, which carries all outputs; `on_error="return"` returns them, and the failed ones have an
-        `error`.
+        `error`. Ctrl-C raises `CallInterrupted`, a `KeyboardInterrupt` with the outputs that are finished.
         """
         return_errors = _checked(use_tqdm, lora_request, on_error)
         many = with_token_ids(prompts, prompt_token_ids)
@@ -90,6 +93,34 @@ class LLM(Front):
         }
         return self._run(self.prepare_chat(messages, sampling_params, priority, template), use_tqdm, return_errors)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool | Callable[..., Any] = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The most probable answers to one prompt or many, in the prompts' order and in vLLM's form: `generate` with
+        the same `params` returns the same answers as `RequestOutput`s, and takes them mixed with others.
+
+        `concurrency_limit`: most prompts at a time; it changes no answer. Raises `InvalidArgument` before anything
+        starts, and `RequestsFailed` where a request fails.
+        """
+        return_errors = _checked(use_tqdm, lora_request, "return")
+        limit = Integer("most prompts at a time", low=1, optional=True).check("concurrency_limit", concurrency_limit)
+        beams = as_beams(params)
+        with renamed("sampling_params", "params"):
+            prepared = self.prepare(as_list(prompts), beams)
+        outputs: list[RequestOutput] = []
+        while prepared:
+            some = prepared[:limit]
+            del prepared[:limit]
+            outputs += self._run(some, use_tqdm, return_errors)
+        if errors := [output.error for output in outputs if output.error is not None]:
+            raise RequestsFailed(errors, outputs) from errors[0]
+        return [beam_output(output, beams, self.tokenizer) for output in outputs]
+
     def stream(
         self,
         prompt: Prompt,
@@ -102,10 +133,11 @@ class LLM(Front):
         """The answers to one prompt as they grow; what each output holds says `sampling_params.output_kind`, by default
         all of the text so far. The last one is `finished`.
 
-        Text never ends within a character or with what may be the beginning of a stop string. Methods that reorder
-        their branches, such as beams, give nothing before the end. Closing the iterator aborts the request. Several
-        streams may be open at once, in any threads, and `generate` may run between; all are carried on by whichever is
-        asked. Invalid arguments are raised here, not by the iterator; `RequestError` where the request fails.
+        Text never ends within a character or with what may be the beginning of a stop string. Of beams all answers grow
+        by what no step can change any more, which they have in common, and the rest comes at the end. Closing the
+        iterator aborts the request. Several streams may be open at once, in any threads, and `generate` may run
+        between; all are carried on by whichever is asked. Invalid arguments are raised here, not by the iterator;
+        `RequestError` where the request fails.
         """
         check_no_lora(lora_request)
         return self._stream(self.prepare_one(prompt, sampling_params, priority, cache_salt))
@@ -140,6 +172,8 @@ class LLM(Front):
                     self.loop.submit(request, collection.sink(job))
                     del request  # the loop's now
                 self.loop.drive(lambda: collection.done)
+            except KeyboardInterrupt as interrupt:
+                raise CallInterrupted(collection.finished()) from interrupt
             finally:
                 if not collection.done:  # after an error or an interrupt nothing may stay behind
                     for job in jobs:

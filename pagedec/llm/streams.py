@@ -16,7 +16,8 @@ from pagedec.outputs import CompletionOutput, Logprob, RequestOutput
 from pagedec.params import RequestOutputKind
 from pagedec.text.streaming import TextStream
 
-_Tokens = tuple[int, Sequence[int], Sequence[TokenLogprobs | None] | None]
+_Tokens = tuple[int | None, Sequence[int], Sequence[TokenLogprobs | None] | None]
+"""New tokens of the answer of a rank, or for None of all answers."""
 
 
 class Stream:
@@ -34,10 +35,15 @@ class Stream:
         """Nothing more will come; what has come may still be unread."""
         self._news: deque[_Tokens | tuple[int, Completion] | FinishedRequest | RequestError | None] = deque()
         self._grown: dict[int, _Growing] = {}
+        self._common: _Growing | None = None
+        """What all answers have in common, of those that are told of together."""
 
     # ---- the engine's side
     def tokens(self, rank: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> None:
         self._put((rank, token_ids, logprobs), is_quiet=self._is_final_only)
+
+    def settled(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> None:
+        self._put((None, token_ids, logprobs), is_quiet=self._is_final_only)
 
     def ended(self, event: Finished) -> None:
         self._put((event.hypothesis.rank, answer_of(event.request, event.hypothesis)))
@@ -79,9 +85,8 @@ class Stream:
             if isinstance(news, FinishedRequest):
                 final = self.writer.request(job, news)
                 if is_delta:
-                    final = replace(
-                        final, outputs=[self._growing(answer.index).rest(answer) for answer in final.outputs]
-                    )
+                    parts = [self._growing(answer.index).rest(answer) for answer in final.outputs]
+                    final = self.writer.output(job, parts, True, final.metrics, final.prompt_logprobs)
                 yield final
                 return
             if isinstance(news, RequestError):
@@ -90,6 +95,9 @@ class Stream:
             if news is None:
                 yield self._cut()
                 return
+            if news[0] is None:
+                touched |= self._settle(news[1], self.writer.logprobs(news[2]))
+                continue
             growing = touched[news[0]] = self._growing(news[0])
             if len(news) == 2:
                 growing.end(self.writer.completion(*news, job.params))
@@ -98,7 +106,7 @@ class Stream:
         if touched and not self._is_final_only:
             shown = sorted((touched if is_delta else self._grown).items())
             parts = [growing.rest(growing.so_far) if is_delta else growing.so_far for _, growing in shown]
-            yield RequestOutput(job.request_id, job.prompt, job.token_ids, parts)
+            yield self.writer.output(job, parts, False)
         if failure is not None:
             raise failure
 
@@ -112,12 +120,24 @@ class Stream:
             if growing.so_far.finish_reason is None:
                 growing.end(replace(growing.so_far, finish_reason="abort"))
             parts.append(growing.rest(growing.so_far) if is_delta else growing.so_far)
-        return RequestOutput(job.request_id, job.prompt, job.token_ids, parts, True)
+        return self.writer.output(job, parts, True)
+
+    def _settle(
+        self, token_ids: Sequence[int], logprobs: list[dict[int, Logprob] | None] | None
+    ) -> dict[int, _Growing]:
+        """All answers go on with these tokens. Their text is made once."""
+        if self._common is None:
+            self._common = _Growing(0, self.writer.stream(self.job.params))
+        self._common.push(token_ids, logprobs)
+        return {rank: self._growing(rank) for rank in range(self.job.params.num_answers)}
 
     def _growing(self, rank: int) -> _Growing:
         growing = self._grown.get(rank)
         if growing is None:
-            growing = self._grown[rank] = _Growing(rank, self.writer.stream(self.job.params))
+            text = self.writer.stream(self.job.params) if self._common is None else None
+            growing = self._grown[rank] = _Growing(rank, text)
+        if self._common is not None:
+            growing.follow(self._common.so_far)
         return growing
 
 
@@ -143,6 +163,11 @@ class _Growing:
             chosen = zip(token_ids, logprobs, strict=True)
             total = (total or 0.0) + sum(table[token_id].logprob for token_id, table in chosen if table is not None)
         self.so_far = CompletionOutput(last.index, text, [*last.token_ids, *token_ids], total, tables)
+
+    def follow(self, common: CompletionOutput) -> None:
+        """Be what all answers have in common, while that is all that is known."""
+        if self.so_far.finish_reason is None and len(common.token_ids) > len(self.so_far.token_ids):
+            self.so_far = replace(common, index=self.so_far.index)
 
     def end(self, answer: CompletionOutput) -> None:
         """The answer is complete."""

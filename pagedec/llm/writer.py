@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pagedec.core.logprobs import TokenLogprobs
 from pagedec.engine.engine import Completion, FinishedRequest
 from pagedec.llm.prompts import Job
-from pagedec.outputs import CompletionOutput, Logprob, RequestOutput
+from pagedec.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, Spell
 from pagedec.params import RequestParams
 from pagedec.text.streaming import TextStream
 from pagedec.text.tokenizer import Tokenizer
@@ -17,21 +17,37 @@ from pagedec.text.tokenizer import Tokenizer
 class Writer:
     """Writes outputs with a model's vocabulary; without a tokenizer their texts are empty."""
 
-    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> None:
-        self.tokenizer, self.eos_token_ids = tokenizer, frozenset(eos_token_ids)
+    def __init__(
+        self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int], block_size: int | None = None
+    ) -> None:
+        self.tokenizer, self.eos_token_ids, self.block_size = tokenizer, frozenset(eos_token_ids), block_size
         self._token_text = functools.lru_cache(maxsize=1 << 16)(self._decoded)
 
     def request(self, job: Job, finished: FinishedRequest) -> RequestOutput:
         """The whole output of a request that has ended."""
-        return RequestOutput(
+        answers = [self.completion(i, answer, job.params) for i, answer in enumerate(finished.answers)]
+        return self.output(job, answers, True, finished.metrics, self.logprobs(finished.prompt_logprobs))
+
+    def output(
+        self,
+        job: Job,
+        answers: list[CompletionOutput],
+        is_finished: bool,
+        metrics: RequestMetrics | None = None,
+        prompt_logprobs: list[dict[int, Logprob] | None] | None = None,
+    ) -> RequestOutput:
+        """An output of answers that are written."""
+        made = RequestOutput(
             job.request_id,
             job.prompt,
             job.token_ids,
-            [self.completion(i, answer, job.params) for i, answer in enumerate(finished.answers)],
-            True,
-            finished.metrics,
-            prompt_logprobs=self.logprobs(finished.prompt_logprobs),
+            answers,
+            is_finished,
+            metrics,
+            prompt_logprobs,
+            block_size=self.block_size,
         )
+        return made.spelled(self._spell(job.params))
 
     def completion(self, index: int, answer: Completion, params: RequestParams) -> CompletionOutput:
         """One finished answer."""
@@ -47,6 +63,9 @@ class Writer:
             finish_reason=answer.finish_reason,
             stop_reason=stop_reason,
             limited_by=answer.limited_by,
+            score=answer.score,
+            ancestry=answer.ancestry,
+            item_id=answer.item_id,
         )
 
     def text(self, answer: Completion, params: RequestParams) -> str:
@@ -88,6 +107,11 @@ class Writer:
             if token_id not in table:
                 table[token_id] = Logprob(logprob, rank, self._token_text(token_id))
         return table
+
+    def _spell(self, params: RequestParams) -> Spell | None:
+        if self.tokenizer is None or not params.detokenize:
+            return None
+        return functools.partial(self.tokenizer.byte_table.join, skip_special_tokens=params.skip_special_tokens)
 
     def _decoded(self, token_id: int) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.token_bytes(token_id).decode("utf-8", "replace")

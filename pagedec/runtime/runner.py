@@ -158,4 +158,5 @@ def _processing(rolls: np.ndarray, branches: np.ndarray) -> ProcessRows | None:
         np.ascontiguousarray(branches[rows]),
         np.ascontiguousarray(some["prompt_length"]),
         np.ascontiguousarray(some["rule_id"]),
+        np.zeros(len(rows), np.int32),
     )

@@ -3,12 +3,13 @@ or elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from pagedec.core.forward import Answers, LaneAnswers, LaneForward, Masks
+from pagedec.core.forward import NO_INTS, Answers, LaneAnswers, LaneForward, MakeMasks
 from pagedec.core.wire import Step
 from pagedec.runtime.geometry import Geometry
 from pagedec.runtime.runner import LaneRunner
@@ -20,9 +21,9 @@ class Worker:
     def __init__(self, lanes: Mapping[str, LaneRunner], geometry: Geometry) -> None:
         self.lanes, self.geometry = dict(lanes), geometry
 
-    def execute(self, step: Step, masks: Callable[[], Masks] | None = None) -> Answers:
+    def execute(self, step: Step, masks: MakeMasks | None = None) -> Answers:
         """Carry out one step. `masks` gives those of the target's `masked_rows`, and is asked when the rows are on
-        their way."""
+        their way, with what was rolled."""
         for runner in self.lanes.values():
             for rule_id in step.old_rules:
                 runner.forget(rule_id)
@@ -31,6 +32,7 @@ class Worker:
         for lane, forward in step.forwards.items():
             self.lanes[lane].prepare(forward)
         answers: Answers = {}
+        rolled = NO_INTS
         draft, target = step.forwards.get("draft"), step.forwards.get("target")
         if draft is not None:
             runner = self.lanes["draft"]
@@ -42,7 +44,7 @@ class Worker:
             else:
                 answers["draft"] = runner.execute(draft)
         if target is not None:
-            answers["target"] = self.lanes["target"].execute(target, masks)
+            answers["target"] = self.lanes["target"].execute(target, None if masks is None else partial(masks, rolled))
         return answers
 
 

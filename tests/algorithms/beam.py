@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -75,6 +76,7 @@ class Beam(Decoder):
             (query.branch.score + float(logprob), query.branch, int(token))
             for query, answer in zip(queries, answers, strict=True)
             for token, logprob in zip(answer.values[0][0][0], answer.values[0][1][0], strict=True)
+            if logprob > -math.inf  # a constraint allows it
         ]
         candidates.sort(key=lambda entry: (-entry[0], entry[1].state, entry[2]))
         live: list[Child] = []
@@ -85,7 +87,7 @@ class Beam(Decoder):
                     self.pool.add(score, self.length, Hypothesis.ended(branch.tip, cut))
             elif len(live) < self.width:
                 live.append(Child(branch, (token,), score=score, state=len(live)))
-        full = self.pool.is_done(candidates[0][0], self.length)
+        full = not live or self.pool.is_done(candidates[0][0], self.length)
         if not full and self.length < self.max_tokens:
             return Verdict(tuple(live))
         for child in () if full else live:
@@ -117,6 +119,7 @@ def beam(
             (score + float(logprob), rank, token, tokens)
             for rank, (score, tokens) in enumerate(beams)
             for token, logprob in enumerate(logprobs(tokens))
+            if logprob > -math.inf
         ]
         candidates.sort(key=lambda entry: (-entry[0], entry[1], entry[2]))
         beams = []
@@ -126,7 +129,7 @@ def beam(
                     pool.add(score, length, [*tokens, token])
             elif len(beams) < width:
                 beams.append((score, [*tokens, token]))
-        if pool.is_done(candidates[0][0], length):
+        if not beams or pool.is_done(candidates[0][0], length):
             return [tokens for _, tokens in pool.best]
     for score, tokens in beams:
         pool.add(score, params.max_tokens, tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from pagedec.batch.bodies import CHAT_FIELDS, COMPLETION_FIELDS, parse_body
 from pagedec.errors import FeatureNotAvailable, InvalidArgument
 from pagedec.fields import rules
-from pagedec.params import SamplingParams
+from pagedec.params import BeamSearchParams, SamplingParams
+from pagedec.structured import StructuredOutputsParams
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -55,6 +57,48 @@ def test_what_is_no_prompt(prompt: Any) -> None:
 )  # fmt: skip
 def test_both_endpoints_take_sampling_parameters(body: dict[str, Any], values: dict[str, Any]) -> None:
     assert completion(**body).params == chat(**body).params == SamplingParams(**values)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("body", "values"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, {"json": SCHEMA}),
+        ({"structured_outputs": {"regex": "a+", "disable_any_whitespace": True}},
+         {"regex": "a+", "disable_any_whitespace": True}),
+        ({"structured_outputs": {"choice": ["a", "b"]}, "response_format": {"type": "text"}}, {"choice": ["a", "b"]}),
+        ({"guided_json": json.dumps(SCHEMA)}, {"json": SCHEMA}),
+        ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"guided_grammar": "start: /a/"}, {"grammar": "start: /a/"}),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_an_answer_may_be(body: dict[str, Any], values: dict[str, Any]) -> None:
+    asked = StructuredOutputsParams(**values)
+    assert completion(**body).params.structured_outputs == chat(**body).params.structured_outputs == asked
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            {"response_format": "json"},
+            "response_format is 'json': must be an object whose type is one of text, json_ob",
+        ),
+        ({"response_format": {"type": "xml"}}, "response_format is .*: must be an object whose type is one of"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema is None: must be an object with a"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice is .*: must not be given beside guided_regex"),
+        ({"guided_regex": ""}, "structured_outputs.regex is '': must be a text that is not empty"),
+        ({"structured_outputs": {"regx": "a"}}, "regx is 'a': not a field of StructuredOutputsParams"),
+    ],
+)
+def test_what_no_answer_can_be(body: dict[str, Any], message: str) -> None:
+    for parse in (completion, chat):
+        with pytest.raises(InvalidArgument, match=f"^{message}"):
+            parse(**body)
 
 
 def test_logprobs_are_a_number_in_one_and_a_flag_in_the_other() -> None:
@@ -129,7 +173,6 @@ def test_mistakes_name_field_value_and_limit(is_chat: bool, body: dict[str, Any]
     ("is_chat", "body"),
     [
         *[(kind, {"stream": True}) for kind in (False, True)],
-        *[(kind, {"response_format": {"type": "json_object"}}) for kind in (False, True)],
         *[(False, body) for body in ({"echo": True}, {"best_of": 2}, {"suffix": "end"}, {"prompt_logprobs": 1})],
         *[(True, body) for body in ({"tools": [{}]}, {"tool_choice": "required"}, {"modalities": ["audio"]})],
     ],
@@ -144,8 +187,54 @@ def test_what_a_batch_cannot_do_is_refused_by_name(is_chat: bool, body: dict[str
 
 def test_every_sampling_parameter_has_a_field() -> None:
     for fields in (COMPLETION_FIELDS, CHAT_FIELDS):
-        assert set(rules(SamplingParams)) <= set(fields)
+        assert set(rules(SamplingParams)) | set(rules(BeamSearchParams)) <= set(fields)
         assert len(fields) == len(set(fields))
+
+
+@pytest.mark.parametrize(
+    ("body", "values"),
+    [
+        ({"use_beam_search": True, "n": 4, "length_penalty": 0.5}, {"beam_width": 4, "length_penalty": 0.5}),
+        ({"use_beam_search": True}, {"beam_width": 1}),
+        ({"beam_width": 6}, {"beam_width": 6}),
+        ({"beam_width": 6, "n": 2}, {"beam_width": 6, "num_return_sequences": 2}),
+        ({"use_beam_search": True, "beam_width": 6, "n": 2, "num_return_sequences": 3, "early_stopping": "never"},
+         {"beam_width": 6, "num_return_sequences": 3, "early_stopping": "never"}),
+        ({"beam_width": 6, "num_beam_groups": 3, "diversity_penalty": 0.5, "seed": -1, "stop": "x", "max_time": 3},
+         {"beam_width": 6, "num_beam_groups": 3, "diversity_penalty": 0.5, "seed": 2**64 - 1, "stop": ["x"],
+          "max_time": 3}),
+        ({"beam_width": 2, "do_sample": True, "top_k": 9},
+         {"beam_width": 2, "do_sample": True, "top_k": 9, "temperature": 0.7}),
+        ({"beam_width": 2, "temperature": 1}, {"beam_width": 2, "temperature": 1}),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_beams(body: dict[str, Any], values: dict[str, Any]) -> None:
+    defaults = {name: getattr(SamplingParams(), name) for name in rules(SamplingParams)}
+    defaults |= {"temperature": 0.7, "max_tokens": 5, "n": 3}
+    assert completion(defaults, **body).params == BeamSearchParams(max_tokens=5, **values)
+    assert chat(defaults, max_completion_tokens=5, **body).params == BeamSearchParams(max_tokens=5, **values)
+    assert completion(use_beam_search=False, length_penalty=1, early_stopping=False).params == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"use_beam_search": 1}, "use_beam_search is 1: must be true or false"),
+        ({"use_beam_search": False, "beam_width": 4}, "use_beam_search is False: must be true where beam_width"),
+        ({"length_penalty": 2}, "length_penalty is 2: must be given with beam_width, or with use_beam_search true"),
+        ({"early_stopping": "maybe"}, "early_stopping is 'maybe': must be true, false or"),
+        ({"beam_width": 4, "max_tokens": None}, "max_tokens is None: must be given"),
+        ({"beam_width": 4, "n": 5, "max_tokens": 3}, "num_return_sequences is 5: must be at most beam_width, 4"),
+        ({"beam_width": 4, "num_beam_groups": 3, "max_tokens": 3}, "num_beam_groups is 3: must divide beam_width"),
+        ({"beam_width": 4, "temperature": -1, "max_tokens": 3}, "temperature is -1: must be a finite number"),
+        ({"use_beam_search": True, "n": 0, "max_tokens": 3}, "beam_width is 0: must be a whole number from 1"),
+    ],
+    ids=repr,
+)
+def test_beams_that_cannot_be(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{message}"):
+        completion(**body)
 
 
 def nested(depth: int) -> list[Any]:
@@ -169,6 +258,9 @@ def test_a_body_nested_without_end_is_a_fault_of_the_body(depth: int) -> None:
         with pytest.raises(InvalidArgument) as caught:
             parse_body(True, body, {})
         assert caught.value.field.startswith("messages") and str(caught.value)
+    for body in ({"guided_json": deep}, {"response_format": {"type": "json_schema", "json_schema": {"schema": deep}}}):
+        with pytest.raises(InvalidArgument):
+            parse_body(False, {"prompt": "a"} | body, {})
     with pytest.raises(InvalidArgument) as caught:
         parse_body(False, {"prompt": deep}, {})
     assert str(caught.value)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pagedec import LLM, SamplingParams
+from pagedec import LLM, BeamSearchParams, SamplingParams
 from pagedec.batch import BatchJob, run_batch
 from pagedec.config import ModelConfig
 from pagedec.errors import FeatureNotAvailable
@@ -71,3 +71,25 @@ def test_what_no_record_shows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FeatureNotAvailable, match="^prompt_logprobs is 2: not available in a batch"):
         BatchJob(source, tmp_path / "out", model=ModelConfig("m"), defaults={"prompt_logprobs": 2})
     assert not (tmp_path / "out").exists()
+
+
+def test_beams_are_choices_with_scores(llm: LLM, tmp_path: Path) -> None:
+    body: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
+    lines = [
+        request("theirs", prompt="ab", use_beam_search=True, n=3, length_penalty=0.5, logprobs=1, **body),
+        request("ours", prompt=["ab", "cd"], beam_width=4, n=2, **body),
+        request("chat", True, messages=[{"role": "user", "content": "Hi"}], beam_width=2, do_sample=True, **body),
+        request("plain", prompt="ab", temperature=0, **body),
+        request("wrong", prompt="ab", beam_width=999, **body),
+    ]
+    run_batch(llm, write_input(tmp_path / "in", lines), tmp_path / "out")
+    theirs, ours, chat, plain, wrong = (record["response"]["body"] for record in read_output(tmp_path / "out"))
+    params = BeamSearchParams(beam_width=3, length_penalty=0.5, logprobs=1, **body)
+    [expected] = llm.generate("ab", params, use_tqdm=False)
+    assert [choice["text"] for choice in theirs["choices"]] == [answer.text for answer in expected.outputs]
+    assert [choice["score"] for choice in theirs["choices"]] == [answer.score for answer in expected.outputs]
+    assert len(theirs["choices"][0]["logprobs"]["tokens"]) == 6
+    assert [choice["index"] for choice in ours["choices"]] == [0, 1, 2, 3] and ours["usage"]["completion_tokens"] == 24
+    assert len(chat["choices"]) == 2 and all(choice["score"] < 0 for choice in chat["choices"])
+    assert "score" not in plain["choices"][0]
+    assert wrong["error"]["param"] == "beam_width"

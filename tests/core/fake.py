@@ -15,14 +15,16 @@ import numpy as np
 from pagedec.core.forward import Answers, Forwards, LaneAnswers, LaneForward, Reported, Rules
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
+from pagedec.core.masking import StepMasks
 from pagedec.core.plan import StepPlan
 from pagedec.core.request import Event, Failed
 from pagedec.core.scheduler import Scheduler
-from pagedec.core.wire import Step, pack_answers, pack_step, unpack_answers, unpack_step
+from pagedec.core.wire import Step, pack_answers, pack_masks, pack_step, unpack_answers, unpack_masks, unpack_step
 from pagedec.errors import RequestError
 from pagedec.executor.base import RuleNews
+from pagedec.kernels.masked import apply_mask, check_masks
 from pagedec.runtime.worker import with_rolled
-from tests.core.oracle import process, report
+from tests.core.oracle import process, report, warp
 
 VOCABULARY = 8
 EOS = 0
@@ -44,7 +46,27 @@ noise = reference_noise  # the device's; a mutant of it must not reach the refer
 def pick(logprobs: Sequence[float], greedy: bool, noise: Sequence[float], banned: Sequence[int] = ()) -> int:
     """The most probable token, or the one that the noise chooses."""
     scores = logprobs if greedy else [score + g for score, g in zip(logprobs, noise, strict=True)]
-    return max((t for t in range(VOCABULARY) if t not in banned), key=lambda token: (scores[token], -token))
+    return max((t for t in range(VOCABULARY) if t not in banned), key=lambda token: (scores[token], -token), default=0)
+
+
+def rank_together(
+    rows: np.ndarray, group: np.void, logprobs: Sequence[Sequence[float]], banned: Mapping[int, Sequence[int]]
+) -> list[tuple[int, int, float, float]]:
+    """(place, token, score, log-probability) of a gang's best, by plain sorting."""
+    found = []
+    for row in rows:
+        out = np.array(logprobs[row["row"]], np.float32)
+        out[list(banned.get(int(row["row"]), ()))] = -np.inf
+        values, gumbel = out.copy(), np.zeros(VOCABULARY)
+        if group["is_drawn"]:
+            out = warp(out, group)
+            gumbel = np.array(noise(int(group["seed"]), int(row["stream"]), int(row["position"])))
+        scores = np.float32(row["score"]) + out
+        keys = scores + gumbel.astype(np.float32)
+        for token in np.flatnonzero(scores > -np.inf).tolist():
+            key = (-keys[token], -values[token], int(row["place"]), token)
+            found.append((key, (int(row["place"]), token, float(scores[token]), float(out[token]))))
+    return [entry for _, entry in sorted(found)[: int(group["k"])]]
 
 
 class LanguageModel:
@@ -78,10 +100,13 @@ class FakeRunner:
             lane: [None] * (num_blocks * limits.block_size) for lane, num_blocks in limits.num_blocks.items()
         }
         self.num_read_outs: Counter[str] = Counter()
+        self._make: StepMasks | None = None
+        self._forbidden: dict[int, list[int]] = {}
         self.num_copies = 0
 
     def execute(self, plan: StepPlan) -> Answers:
-        """Carry out a plan that has crossed a wire, and so have its answers."""
+        """Carry out a plan that has crossed a wire, and so have its masks and its answers."""
+        self._make = plan.masks
         step = unpack_step(pack_step(Step(plan.step, plan.forwards, *self._news.of(self._live))))
         self.rules |= step.new_rules
         for rule_id in step.old_rules:
@@ -99,6 +124,7 @@ class FakeRunner:
                 forward = with_rolled(forward, forwards["draft"], np.array(rolled, np.int32))
             self._write(lane, forward)
             self._check_against_history(plan, lane, forward)
+            self._forbidden = self._masked(plan.step, forward, rolled)
             answers[lane] = self._read_out(lane, forward)
             slots = forward.roll_slots.tolist()
             for roll in forward.rolls:
@@ -163,6 +189,21 @@ class FakeRunner:
             assert tokens == work.request.history.tokens(work.branch.tip)[: len(tokens)], "history slip"
             assert len(tokens) == work.start + work.num_tokens
 
+    def _masked(self, number: int, forward: LaneForward, rolled: list[int]) -> dict[int, list[int]]:
+        """The tokens that the masks forbid, by row."""
+        if not len(forward.masked_rows):
+            return {}
+        assert self._make is not None
+        named, masks = unpack_masks(pack_masks(number, self._make(np.array(rolled, np.int32))))
+        assert named == number
+        check_masks(masks, len(forward.masked_rows), VOCABULARY)
+        forbidden = {}
+        for i, row in enumerate(forward.masked_rows.tolist()):
+            logits = np.zeros(VOCABULARY, np.float32)
+            apply_mask(logits, masks, i)
+            forbidden[row] = np.nonzero(logits < 0)[0].tolist()
+        return forbidden
+
     def _read_out(self, lane: str, forward: LaneForward) -> LaneAnswers:
         model = self.models[lane]
         branches = np.searchsorted(forward.row_indptr, forward.read_rows, side="right") - 1
@@ -172,7 +213,7 @@ class FakeRunner:
         ]
         raw = [model(text) for text in texts]
         logprobs = self._processed(forward, raw, texts, branches)
-        banned: dict[int, list[int]] = {}
+        banned = self._forbidden
         for row, token in zip(forward.banned_rows.tolist(), forward.banned_tokens.tolist(), strict=True):
             banned.setdefault(row, []).append(token)
         draws = []
@@ -185,13 +226,27 @@ class FakeRunner:
         for row in forward.topk_rows.tolist():
             allowed = [token for token in range(VOCABULARY) if token not in banned.get(row, ())]
             best = sorted(allowed, key=lambda token: (-logprobs[row][token], token))[: forward.topk_k]
-            topk.append([(token, logprobs[row][token]) for token in best])
+            best += [token for token in range(VOCABULARY) if token not in allowed][: forward.topk_k - len(best)]
+            topk.append([(token, logprobs[row][token] if token in allowed else -math.inf) for token in best])
         given = zip(forward.logprob_rows.tolist(), forward.logprob_tokens.tolist(), strict=True)
+        best = [
+            rank_together(forward.best_rows[group["first"] : group["stop"]], group, logprobs, banned)
+            for group in forward.best_groups
+        ]
+        candidates = [candidate for found in best for candidate in found]
+        for row in forward.best_rows:
+            assert row["position"] == len(texts[row["row"]]), "a ranked row's position is not its token's index"
+        shape = len(topk), -1 if topk else 0
         answers = LaneAnswers(
             np.array(draws, np.int32),
-            np.array([[token for token, _ in row] for row in topk], np.int32),
-            np.array([[logprob for _, logprob in row] for row in topk], np.float32),
+            np.array([[token for token, _ in row] for row in topk], np.int32).reshape(shape),
+            np.array([[logprob for _, logprob in row] for row in topk], np.float32).reshape(shape),
             np.array([raw[row][token] for row, token in given], np.float32),
+            np.array([len(found) for found in best], np.int32),
+            np.array([parent for parent, *_ in candidates], np.int32),
+            np.array([token for _, token, *_ in candidates], np.int32),
+            np.array([score for *_, score, _ in candidates], np.float32),
+            np.array([logprob for *_, logprob in candidates], np.float32),
         )
         return answers if forward.report is None else replace(answers, report=_report(forward, raw, answers))
 
@@ -250,6 +305,13 @@ def _report(forward: LaneForward, raw: list[Sequence[float]], answers: LaneAnswe
         for row, tokens in zip(forward.topk_rows.tolist(), answers.topk_tokens.tolist(), strict=True)
     ]
     asked = zip(forward.logprob_rows.tolist(), forward.logprob_tokens.tolist(), strict=True)
+    row_of = {
+        (number, int(row["place"])): int(row["row"])
+        for number, group in enumerate(forward.best_groups)
+        for row in forward.best_rows[group["first"] : group["stop"]]
+    }
+    owners = np.repeat(np.arange(len(forward.best_groups)), answers.best_counts).tolist()
+    best = zip(owners, answers.best_parents.tolist(), answers.best_tokens.tolist(), strict=True)
     return Reported(
         np.array([token for top in tops for token in top.top_ids], np.int32),
         np.array([value for top in tops for value in top.top_logprobs], np.float32),
@@ -257,6 +319,7 @@ def _report(forward: LaneForward, raw: list[Sequence[float]], answers: LaneAnswe
         np.array([[value for value, _ in row] for row in topk], np.float32),
         np.array([[rank for _, rank in row] for row in topk], np.int32),
         _split([chosen(row, token) for row, token in asked])[1],
+        *_split([chosen(row_of[group, place], token) for group, place, token in best]),
     )  # fmt: skip
 
 

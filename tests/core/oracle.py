@@ -42,6 +42,24 @@ def process(logits: Sequence[float], tokens: Sequence[int], prompt_length: int, 
     return values
 
 
+def warp(logprobs: np.ndarray, group: np.void) -> np.ndarray:
+    """Tempered log-probabilities of the tokens that top_k, top_p and min_p keep, fp32, as BEST_GROUP_DTYPE says; of the
+    others -inf."""
+    least, order = int(group["min_tokens_to_keep"]), np.lexsort((np.arange(len(logprobs)), -logprobs))
+    z = logprobs / np.float32(group["temperature"])
+    mass = np.exp(z[order].astype(np.float64))
+    num = len(order)
+    if group["top_k"]:
+        num = min(num, max(int(group["top_k"]), least))
+    if group["top_p"] < 1:
+        reached = np.cumsum(mass[:num]) >= float(group["top_p"]) * mass[:num].sum()
+        num = min(num, max(int(np.argmax(reached)) + 1, least))
+    num = min(num, max(int((mass[:num] >= float(group["min_p"]) * mass[0]).sum()), least))
+    out = np.full(len(z), -np.inf, np.float32)
+    out[order[:num]] = z[order[:num]]
+    return out
+
+
 def report(logprobs: Sequence[float], token: int, num_top: int) -> TokenLogprobs:
     """What is reported of `token` from the log-probabilities of all tokens."""
     best = sorted(range(len(logprobs)), key=lambda other: (-logprobs[other], other))[:num_top]

@@ -7,9 +7,10 @@ import numpy as np
 from pagedec.core.block import BlockPool
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.forward import LaneAnswers
-from pagedec.core.layout import LaneBuilder, draw_record, read_answer
+from pagedec.core.layout import LaneBuilder, draw_record
 from pagedec.core.plan import Work
 from pagedec.core.protocol import LogProbs, Query, Roll, Sample, Sampler, TopK
+from pagedec.core.reading import read_answer
 from pagedec.core.request import Branch
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable, CopyPlan, reserve

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
-from pagedec.core.stop_strings import MAX_STOP_STRINGS, StopStrings
+from pagedec.core.stop_strings import MAX_STOP_BYTES, MAX_STOP_STRINGS, StopStrings
 from pagedec.core.stopping import COUNT, Cut, Stopping
 from pagedec.errors import InvalidArgument
 from tests.core.oracle import find
@@ -49,6 +50,18 @@ def held(text: bytes, strings: tuple[str, ...]) -> int:
 def test_refusals(wrong: tuple[str, ...]) -> None:
     with pytest.raises(InvalidArgument, match="^stop is"):
         StopStrings(wrong)
+
+
+def test_long_strings_are_refused_before_they_are_worked_on() -> None:
+    """An automaton takes some hundred bytes and a microsecond for each of theirs."""
+    assert StopStrings(("é" * (MAX_STOP_BYTES // 4), "a" * (MAX_STOP_BYTES // 2)))
+    for strings in (("a" * (MAX_STOP_BYTES + 1),), ("é" * (MAX_STOP_BYTES // 4), "a" * (MAX_STOP_BYTES // 2 + 1))):
+        with pytest.raises(InvalidArgument, match=f"^stop is {MAX_STOP_BYTES + 1} bytes: must be at most 65536 in all"):
+            StopStrings(strings)
+    began = time.perf_counter()
+    with pytest.raises(InvalidArgument, match="^stop is 30000000 bytes"):
+        StopStrings(("a" * 30_000_000,))
+    assert time.perf_counter() - began < 2
 
 
 PIECES = (b"he", b"llo", b" wor", b"ld", b"</s>")

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from pagedec.core.forward import (
+    BEST_GROUP_DTYPE,
+    BEST_ROW_DTYPE,
     DRAW_DTYPE,
     ROLL_DTYPE,
     Answers,
     LaneAnswers,
     LaneForward,
+    Masks,
     ProcessRows,
     Reported,
     ReportRows,
@@ -26,14 +29,19 @@ from pagedec.core.wire import (
     Step,
     pack_answers,
     pack_masks,
+    pack_rolled,
     pack_step,
     unpack_answers,
     unpack_masks,
+    unpack_rolled,
     unpack_step,
 )
 from pagedec.errors import InvariantError
 
-DTYPES = {"draws": DRAW_DTYPE, "rolls": ROLL_DTYPE, "rule_ids": np.dtype(np.int64)}
+DTYPES = {
+    "draws": DRAW_DTYPE, "rolls": ROLL_DTYPE, "rule_ids": np.dtype(np.int64), "best_groups": BEST_GROUP_DTYPE,
+    "best_rows": BEST_ROW_DTYPE, "of_logprobs": np.dtype(np.int32),
+}  # fmt: skip
 RULES = [
     NO_RULES,
     LogitsRules(allowed_token_ids=()),
@@ -62,7 +70,9 @@ class Random:
         for field in fields(kind):
             if field.name in values or "ndarray" not in str(field.type):
                 continue
-            dtype = DTYPES.get(field.name) or np.dtype(np.float32 if "logprobs" in field.name else np.int32)
+            dtype = DTYPES.get(field.name) or np.dtype(
+                np.float32 if "logprobs" in field.name or "scores" in field.name else np.int32
+            )
             if field.name == "draws" and kind is LaneAnswers:
                 dtype = np.dtype(np.int32)
             two = field.name in ("block_table", "topk_tokens", "topk_ranks") or (field.name == "topk_logprobs")
@@ -123,9 +133,12 @@ def test_what_goes_in_comes_out(seed: int) -> None:
     assert same(unpack_step(pack_step(step)), step)
     number, back = unpack_answers(pack_answers(seed, answers))
     assert number == seed and same(back, answers)
-    masks = given.array(np.dtype(np.uint32), given.size(), 3)
+    words, ints = given.array(np.dtype(np.uint32), given.size(), 3), np.dtype(np.int32)
+    masks = Masks(given.array(ints, given.size()), words, given.array(ints, given.size()), given.array(ints, 3))
     number, unpacked = unpack_masks(pack_masks(2**30, masks))
     assert number == 2**30 and same(unpacked, masks)
+    number, rolled = unpack_rolled(pack_rolled(3, masks.tokens))
+    assert number == 3 and same(rolled, masks.tokens)
 
 
 def test_what_is_unpacked_cannot_be_written_and_is_aligned() -> None:
@@ -158,7 +171,7 @@ def test_a_message_cut_short_is_refused(cut: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "value"), [(0, 7), (1, 2), (2, 9), (3, 1)], ids=["magic", "version", "kind", "length"]
+    ("place", "value"), [(0, 7), (1, 99), (2, 9), (3, 1)], ids=["magic", "version", "kind", "length"]
 )
 def test_another_kind_of_message_is_refused(place: int, value: int) -> None:
     words = pack_step(Random(2).step())
@@ -166,4 +179,4 @@ def test_another_kind_of_message_is_refused(place: int, value: int) -> None:
     with pytest.raises(InvariantError, match="kind 1 was due"):
         unpack_step(words)
     with pytest.raises(InvariantError, match="kind 3 was due"):
-        unpack_answers(pack_masks(1, np.zeros((1, 1), np.uint32)))
+        unpack_answers(pack_masks(1, Masks.of_words(np.zeros((1, 1), np.uint32))))

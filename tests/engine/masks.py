@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from pagedec.config import EngineConfig
-from pagedec.core.forward import DRAW_DTYPE, NO_INTS, LaneForward
+from pagedec.core.forward import DRAW_DTYPE, NO_INTS, LaneForward, Masks
 from pagedec.errors import WeightsWarning
 from pagedec.runtime.geometry import Geometry, LaneGeometry
 from pagedec.runtime.pool import KvPool
 from pagedec.runtime.worker import Worker
 
 
-def masked_forward(num_rows: int, vocab: int) -> tuple[Callable[..., LaneForward], np.ndarray, dict[int, set[int]]]:
+def masked_forward(num_rows: int, vocab: int) -> tuple[Callable[..., LaneForward], Masks, dict[int, set[int]]]:
     """A prompt of `num_rows` tokens that draws greedily at every row; masks for every second row; and what they allow,
     by row."""
     rng = np.random.default_rng(num_rows)
@@ -28,7 +28,7 @@ def masked_forward(num_rows: int, vocab: int) -> tuple[Callable[..., LaneForward
         tokens = rng.choice(vocab, 3, replace=False)
         bits[i, tokens] = 1
         allowed[row] = set(tokens.tolist())
-    masks = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
+    masks = Masks.of_words(np.packbits(bits, axis=1, bitorder="little").view(np.uint32))
     draws = np.zeros(num_rows, DRAW_DTYPE)
     draws["row"], draws["position"] = rows, rows + 1
     tokens = rng.integers(0, vocab, num_rows).astype(np.int32)

@@ -128,6 +128,15 @@ def test_a_second_interrupt_comes_at_once() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_held_interrupt_is_not_lost_with_an_error() -> None:
+    """Who catches errors and goes on would never hear of it."""
+    with pytest.raises(KeyboardInterrupt) as caught, held_interrupts():
+        signal.raise_signal(signal.SIGINT)
+        raise ZeroDivisionError
+    assert isinstance(caught.value.__context__, ZeroDivisionError)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_foreign_handlers_and_threads_are_left_alone() -> None:
     came: list[int] = []
     signal.signal(signal.SIGINT, lambda number, frame: came.append(number))

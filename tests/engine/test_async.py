@@ -4,7 +4,9 @@ nothing behind."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from pagedec.errors import InvalidArgument, RequestError
 from tests.engine.crowd import Tokens, workload
 from tests.engine.test_hostile import MoodyAdvanceParams
 from tests.engine.test_llm_stream import check_growth
+from tests.support import wait_for
 
 IDS = [5, 17, 40, 99, 3]
 FOREVER = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -47,6 +50,12 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 async def read(iterator: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
     return [output async for output in iterator]
+
+
+def run_elsewhere(coroutine: Coroutine[Any, Any, Any]) -> None:
+    thread = threading.Thread(target=lambda: run(coroutine))
+    thread.start()
+    thread.join()
 
 
 def tokens(output: RequestOutput) -> list[list[int]]:
@@ -300,6 +309,57 @@ def test_several_event_loops(make: Make, expected: list[Tokens]) -> None:
     llm._readers.clear()  # of the iterator whose event loop is gone
 
 
+def test_aborting_from_another_event_loop(make: Make) -> None:
+    """The one that reads has nothing else to do: it is woken up for it."""
+    llm, ended = make(), list[float]()
+
+    async def reading() -> None:
+        params = FOREVER.clone(output_kind=RequestOutputKind.FINAL_ONLY)  # nothing comes before the end
+        [output] = await read(llm.generate(IDS, params, "mine"))
+        ended.append(time.monotonic())
+        assert output.finished and output.outputs[0].finish_reason == "abort"
+
+    held = threading.Event()
+    llm.loop.call(lambda engine: held.wait(20))  # no step before the abort
+    reader = threading.Thread(target=lambda: run(reading()))
+    reader.start()
+    wait_for(lambda: "mine" in llm._readers and llm._readers["mine"]._waiter is not None)
+    run(llm.abort("mine"))
+    reader.join(20)
+    held.set()
+    assert ended
+    reader.join()
+    run(settled(llm))
+
+
+def test_aborting_while_it_is_submitted(make: Make) -> None:
+    """By another thread, between a request's name and its place in the inbox."""
+    llm = make()
+    submit = llm.loop.submit
+
+    def late(*arguments: Any) -> None:
+        run_elsewhere(llm.abort("mine"))
+        submit(*arguments)
+
+    llm.loop.submit = late  # type: ignore[method-assign]
+
+    async def main() -> None:
+        outputs = await read(llm.generate(IDS, FOREVER, "mine"))
+        assert outputs[-1].outputs[0].finish_reason == "abort"
+        assert not await asyncio.wrap_future(llm.loop.call(lambda engine: bool(engine.scheduler.requests)))
+
+    run(main())
+
+
+def test_event_loops_that_are_gone_are_forgotten(make: Make) -> None:
+    """One for each `asyncio.run`: a script may have any number of them."""
+    llm = make()
+    for _ in range(3):
+        run(read(llm.generate(IDS, SamplingParams(max_tokens=2, ignore_eos=True))))
+    gc.collect()
+    assert len(llm._mailboxes) <= 1, "but for one that the engine's thread may just be looking at"
+
+
 def test_closing_tells_everybody(make: Make) -> None:
     async def main() -> None:
         async with make() as llm:
@@ -333,6 +393,7 @@ def test_the_engines_thread_does_not_die_silently(make: Make) -> None:
             await llm.check_health()
         with pytest.raises(InvalidArgument, match="closed"):
             await read(llm.generate(IDS, FOREVER))
+        wait_for(lambda: llm.engine.executor.worker is None)  # type: ignore[attr-defined]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading, "excepthook", lambda _: None)

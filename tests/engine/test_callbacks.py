@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from pagedec import SamplingParams
+from pagedec.engine.engine import Engine
 from pagedec.errors import InvalidArgument, RequestError, RequestsFailed
 from pagedec.llm.prompts import read_prompt
 from tests.engine.crowd import NUM_PROMPTS, Tiny, Tokens, assert_whole, workload
@@ -153,6 +154,8 @@ class Leaving:
     def tokens(self, *_: Any) -> None:
         raise SystemExit(1)
 
+    def settled(self, *_: Any) -> None: ...
+
     def ended(self, *_: Any) -> None: ...
 
     def finished(self, *_: Any) -> None: ...
@@ -266,14 +269,14 @@ def test_submitting_beside_closing(make: Make) -> None:  # noqa: F811
     """What passed the door in time is told when the loop has closed behind it."""
     llm, sink = make(), Leaving()
     [(_, request)] = llm.prepare([IDS], FOREVER)
-    check = llm.loop._require_open
+    check = llm.loop.require_open
 
     def slow() -> None:
         check()
-        llm.loop._require_open = check  # type: ignore[method-assign]
+        llm.loop.require_open = check  # type: ignore[method-assign]
         llm.close()
 
-    llm.loop._require_open = slow  # type: ignore[method-assign]
+    llm.loop.require_open = slow  # type: ignore[method-assign]
     llm.loop.submit(request, sink)
     assert ["the engine is closed" in str(error) for error in sink.errors] == [True]
 
@@ -320,12 +323,17 @@ def test_names_of_others_are_not_taken(make: Make) -> None:  # noqa: F811
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_a_long_text_holds_nobody_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """It is tokenised in a thread; the event loop meanwhile takes in others."""
+@pytest.mark.parametrize("long_prompt", ["long" * 9000, [7] * 30_000, {"prompt_token_ids": [7] * 30_000}])
+def test_a_long_prompt_holds_nobody_up(
+    make: Make,  # noqa: F811
+    long_prompt: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is read in a thread; the event loop meanwhile takes in others."""
     llm, going, done = make(), threading.Event(), threading.Event()
 
     def slow(prompt: Any, *rest: Any) -> Any:
-        if isinstance(prompt, str):
+        if prompt is long_prompt:
             going.set()
             assert done.wait(30), "the short one did not come through"
             prompt = IDS
@@ -334,7 +342,7 @@ def test_a_long_text_holds_nobody_up(make: Make, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("pagedec.llm.front.read_prompt", slow)
 
     async def main() -> None:
-        long = asyncio.create_task(read(llm.generate("long" * 9000, SHORT)))
+        long = asyncio.create_task(read(llm.generate(long_prompt, SHORT)))
         await asyncio.to_thread(going.wait)
         [*_, last] = await read(llm.generate(IDS, SHORT))
         assert last.finished and not long.done()
@@ -342,3 +350,16 @@ def test_a_long_text_holds_nobody_up(make: Make, monkeypatch: pytest.MonkeyPatch
         await long
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_call_between_steps_that_ends_its_thread(make: Make) -> None:  # noqa: F811
+    """Whoever waits for it is told, and the loop goes on."""
+    llm = make()
+
+    def leave(engine: Engine) -> None:
+        raise SystemExit(3)
+
+    future = llm.loop.call(leave)
+    assert isinstance(future.exception(20), SystemExit)
+    [*_, last] = asyncio.run(read(llm.generate(IDS, SHORT)))
+    assert last.finished

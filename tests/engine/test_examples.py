@@ -46,6 +46,23 @@ def test_the_offline_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(cached) == 2 and cached[1] > cached[0]
 
 
+def test_the_example_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.redirect_stderr(io.StringIO()):
+        runpy.run_path(str(EXAMPLES / "json_output.py"))["main"]()
+    person, choice, moves, year, age = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"'A made-up person as JSON: ' -> '\{.*\}'", person)
+    assert choice.split(" -> ")[1] in ("' yes'", "' no'")
+    assert re.fullmatch(r".* -> '[a-h][1-8]-[a-h][1-8]( [a-h][1-8]-[a-h][1-8]){0,3}'", moves)
+    assert re.fullmatch(r".* -> '1\d{3}'", year) and re.fullmatch(r"age: \d+", age)
+
+
+def test_the_example_of_recommendation(capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.redirect_stderr(io.StringIO()):
+        runpy.run_path(str(EXAMPLES / "recommendation.py"))["main"]()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8 and all(re.fullmatch(r"'.*' -> item 100[1-6], [A-Z].*", line) for line in lines)
+
+
 def test_the_example_of_coroutines(capsys: pytest.CaptureFixture[str]) -> None:
     asyncio.run(runpy.run_path(str(EXAMPLES / "async_llm.py"))["main"]())
     lines = capsys.readouterr().out.splitlines()
@@ -56,3 +73,28 @@ def test_the_example_of_coroutines(capsys: pytest.CaptureFixture[str]) -> None:
     assert [
         line for line in lines if re.fullmatch(r"'Once upon a time' was given up after 0.5 s and \d+ characters", line)
     ]
+
+
+def test_the_example_of_beams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tree.svg"
+    runpy.run_path(str(EXAMPLES / "beams.py"))["main"](str(path))
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    scores = [float(line.split()[0]) for line in lines[:4]]
+    assert scores == sorted(scores, reverse=True) and "4 answers to a prompt of 8 tokens; " in shown
+    assert f"#1 score {scores[0]:.4f}" in shown and path.read_text().startswith("<svg ")
+    [best] = [line for line in lines if line.startswith("best: ")]
+    assert best.startswith("best: The three most important things in life are")
+    assert repr(best.removeprefix("best: The three most important things in life are"))[1:-1] in lines[0]
+    assert re.search(r"after half a second: \d+ tokens, limited by max_time\n", shown)
+    beams, greedy = (float(found) for found in re.findall(r"log-probability by \w+: (-[\d.]+)", shown))
+    assert beams > greedy
+    assert int(re.findall(r"\(in (\d+) pieces\)", lines[-1])[0]) > 1
+
+
+def test_the_example_of_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "beam_groups.py"))["main"]()
+    found = re.findall(r"== ([a-z ]+): (\d) beginnings", capsys.readouterr().out)
+    numbers = {name: int(number) for name, number in found}
+    assert list(numbers) == ["one search", "three groups", "drawn"]
+    assert numbers["three groups"] > numbers["one search"]

@@ -12,6 +12,7 @@ from pagedec.core.protocol import DecoderContext, Verdict
 from pagedec.decoders import Sampling, decoder
 from pagedec.errors import RequestsFailed
 from pagedec.outputs import RequestOutput
+from pagedec.params import BeamSearchParams
 from tests.engine.crowd import NUM_PROMPTS, SMALL, Tiny, Tokens, assert_whole, right_answers, workload
 
 
@@ -83,6 +84,9 @@ class Tearing:
     def tokens(self, *_: Any) -> None:
         self._tear("tokens")
 
+    def settled(self, *_: Any) -> None:
+        self._tear("settled")
+
     def ended(self, *_: Any) -> None:
         self._tear("ended")
 
@@ -97,12 +101,13 @@ class Tearing:
             raise ZeroDivisionError("a user's callback")
 
 
-@pytest.mark.parametrize("what", ["tokens", "ended", "finished"])
+@pytest.mark.parametrize("what", ["tokens", "settled", "ended", "finished"])
 def test_a_callback_fails(tiny: Tiny, expected: list[Tokens], what: str) -> None:
     """Its own request fails with it, and no other."""
     llm, sink = tiny(**SMALL), Tearing(what)
     prompts, params = workload()
-    [(_, request)] = llm.prepare([prompts[0]], params[0])
+    beam = BeamSearchParams(beam_width=1, max_tokens=9, ignore_eos=True)
+    [(_, request)] = llm.prepare([prompts[0]], beam if what == "settled" else params[0])
     llm.loop.submit(request, sink)  # type: ignore[arg-type]
     assert right_answers(llm) == expected
     llm.loop.drive(lambda: sink.error is not None)

@@ -120,7 +120,12 @@ def test_the_longest_prompt_that_fits_is_taken(tiny: Tiny) -> None:
         ([GREEDY], "sampling_params", "a list of 1", "must be one, or one for each of 2 prompts"),
         ([GREEDY] * 3, "sampling_params", "a list of 3", "must be one, or one for each of 2 prompts"),
         ([], "sampling_params", "a list of 0", "must be one, or one for each of 2 prompts"),
-        ([GREEDY, None], "sampling_params[1]", None, "must be a SamplingParams, or parameters of another decoder"),
+        (
+            [GREEDY, None],
+            "sampling_params[1]",
+            None,
+            "must be a SamplingParams, a BeamSearchParams, or of another decoder",
+        ),
         ({"temperature": 0}, "sampling_params[0]", {"temperature": 0}, "; SamplingParams(**...) makes one"),
         ("greedy", "sampling_params[0]", "greedy", "sampling (SamplingParams)"),
         (SamplingParams, "sampling_params[0]", SamplingParams, "sampling (SamplingParams)"),

@@ -46,6 +46,14 @@ def test_a_text_of_a_hundred_megabytes(untouched: LLM) -> None:
         assert str(caught.value) == f"{name} is 100000000 bytes: {LIMIT}"
 
 
+def test_token_ids_by_the_million(untouched: LLM) -> None:
+    for prompts in ([[5] * 4_000_000], [5] * 4_000_000, {"prompt_token_ids": [5] * 4_000_000}):
+        with at_once(), pytest.raises(InvalidArgument, match=r"^prompts\[0\] is 4000000 tokens: must be at most 511"):
+            untouched.generate(prompts, PARAMS, use_tqdm=False)
+    with at_once(), pytest.raises(InvalidArgument, match=r"must be text, a list of token ids"):
+        untouched.generate([[5] * 4_000_000 + [True]], PARAMS, use_tqdm=False)
+
+
 def test_a_message_of_a_megabyte(untouched: LLM) -> None:
     message = [{"role": "user", "content": "word " * 200_000}]
     with pytest.raises(InvalidArgument) as caught:

@@ -102,6 +102,7 @@ def test_reports(fields: dict[str, Any], want: Reporting) -> None:
         ({"prompt_logprobs": -2}, "prompt_logprobs is -2"),
         ({"bad_words": [" "]}, "bad_words is ' '"),
         ({"bad_words": ["big"]}, "bad_words is 'big': must be of tokens from 0 to 9; it has token 99"),
+        ({"bad_words": ["a", "b" * 262144]}, "bad_words is 262145 bytes: must be at most 262144 in all"),
         ({"stop": [""]}, "stop is ''"),
         ({"allowed_token_ids": (1, 2), "bad_words": ["a"]}, "allowed_token_ids is 2 tokens"),
         ({"allowed_token_ids": (0,), "min_tokens": 1}, "allowed_token_ids is 1 tokens"),

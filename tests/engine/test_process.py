@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -20,7 +21,7 @@ import pytest
 
 from pagedec import LLM, PoolWarning, SamplingParams, WeightsWarning
 from pagedec.environment import limit_spinning, worker_environment
-from pagedec.errors import InvalidArgument, InvariantError, ModelFileError, RequestError, WorkerLost
+from pagedec.errors import InvalidArgument, ModelFileError, RequestError, WorkerLost
 from pagedec.executor.channel import Channel
 from pagedec.executor.process import ProcessExecutor, WorkerProcess
 from tests.engine.crowd import SMALL, Tiny, Tokens, assert_whole, right_answers, workload
@@ -123,12 +124,47 @@ def test_a_worker_that_hangs(apart: Callable[..., LLM], expected: list[Tokens]) 
     assert_whole(llm, expected)
 
 
+def test_a_worker_that_hangs_while_a_large_step_comes(apart: Callable[..., LLM]) -> None:
+    """More than the sockets hold: its time is over for what it does not read, too."""
+    llm = apart(**SMALL, step_timeout=0.3)
+    forward, _, _ = masked_forward(3, llm.engine.limits.vocab_size)
+    executor = worker_of(llm)
+    masks = np.zeros((3, 1 << 20), np.int32)
+    os.kill(executor.pid, signal.SIGSTOP)
+    giving_up = threading.Timer(20, os.kill, (executor.pid, signal.SIGKILL))
+    giving_up.start()
+    error = executor.execute({"target": forward(masked=True)}, {}, lambda: masks).exception()
+    giving_up.cancel()
+    assert isinstance(error, WorkerLost) and "has not answered for 0.3 s, and was killed" in str(error)
+    llm.engine.scheduler.forget_kv()
+
+
+def test_an_engine_that_is_dropped_leaves_no_process(tiny_path: Path) -> None:
+    """Neither one that runs nor one that nobody has waited for, and no warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        llm = LLM(str(tiny_path), skip_tokenizer_init=True, num_blocks=32, executor="process")
+        pid = worker_of(llm).pid
+        with pytest.MonkeyPatch.context() as patch:
+            unraisable = list[Any]()
+            patch.setattr(sys, "unraisablehook", unraisable.append)
+            del llm
+            gc.collect()
+        assert not Path(f"/proc/{pid}").exists() and not unraisable
+
+
 def test_a_channel_says_how_it_ends() -> None:
     ends = socket.socketpair()
     ours, theirs = map(Channel, ends)
     ours.wait_at_most(0.01)
     with pytest.raises(TimeoutError, match="says nothing"):
         ours.receive()
+    with pytest.raises(TimeoutError, match="takes nothing"):  # more than the sockets hold, and nobody reads
+        ours.send(7, np.zeros(1 << 22, np.int32))
+    for end in ends:
+        end.close()
+    ends = socket.socketpair()
+    ours, theirs = map(Channel, ends)
     ours.watch(0.01)  # nothing comes
     theirs.send(7, b"abc")
     ours.watch(60.0)
@@ -306,70 +342,6 @@ def test_a_process_that_cannot_begin_leaves_no_socket(monkeypatch: pytest.Monkey
     with pytest.raises(BlockingIOError) as raised:
         WorkerProcess()
     assert raised and os.listdir("/proc/self/fd") == before
-
-
-# ----------------------------------------------------------------------------------------------------------- late masks
-@pytest.mark.parametrize("executor", ["inline", "process"])
-@pytest.mark.parametrize("num_rows", [1, 130, 250], ids="{} rows".format)
-def test_masks_follow_a_forward(tiny: Tiny, executor: str, num_rows: int) -> None:
-    """They are asked for once, after the step was begun; of a masked row only what they allow is drawn. 128 rows are
-    one piece."""
-    llm = tiny(executor=executor, num_blocks=64, max_num_batched_tokens=512)
-    runner = llm.engine.executor
-    forward, masks, allowed = masked_forward(num_rows, llm.engine.limits.vocab_size)
-    plain = runner.execute({"target": forward(masked=False)}, {}).result()["target"].draws
-    asked = []
-
-    def late() -> np.ndarray:
-        asked.append(1)
-        return masks
-
-    draws = runner.execute({"target": forward(masked=True)}, {}, late).result()["target"].draws
-    assert asked == [1]
-    for i, (token, other) in enumerate(zip(draws.tolist(), plain.tolist(), strict=True)):
-        assert token == other if i not in allowed else token in allowed[i]
-    assert any(token != other for token, other in zip(draws.tolist(), plain.tolist(), strict=True))
-    with pytest.raises((InvariantError, ValueError), match="masks of .* are due"):
-        runner.execute({"target": forward(masked=True)}, {}).result()
-    with pytest.raises(ValueError, match="masks of .* are due"):
-        runner.execute({"target": forward(masked=True)}, {}, lambda: masks[:, :1].copy()).result()
-    again = runner.execute({"target": forward(masked=True)}, {}, late).result()["target"].draws
-    assert again.tolist() == draws.tolist(), "a step that was refused leaves nothing behind in the channel"
-
-
-def test_masks_that_are_none_are_not_awaited_again(apart: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ends would wait for one another for ever."""
-    llm = apart(**SMALL)
-    forward, masks, _ = masked_forward(3, llm.engine.limits.vocab_size)
-    monkeypatch.setattr("pagedec.executor.process.pack_masks", lambda number, masks: np.zeros(4, np.int32))
-    step = llm.engine.executor.execute
-    said: list[Any] = []
-    waiting = threading.Thread(target=lambda: said.append(step({"target": forward(masked=True)}, {}, lambda: masks)))
-    waiting.start()
-    try:
-        wait_for(lambda: bool(said))
-    finally:
-        if not said:
-            os.kill(worker_of(llm).pid, signal.SIGKILL)
-        waiting.join()
-    assert isinstance(said[0].exception(), InvariantError)
-    llm.engine.scheduler.forget_kv()
-
-
-@pytest.mark.parametrize("executor", ["inline", "process"])
-def test_masks_that_cannot_be_made_fail_the_step_alone(tiny: Tiny, expected: list[Tokens], executor: str) -> None:
-    llm = tiny(executor=executor, **SMALL)
-    forward, _, _ = masked_forward(3, llm.engine.limits.vocab_size)
-
-    def late() -> np.ndarray:
-        raise ZeroDivisionError("made up")
-
-    pid = getattr(llm.engine.executor, "pid", None)
-    with pytest.raises(ZeroDivisionError):
-        llm.engine.executor.execute({"target": forward(masked=True)}, {}, late).result()
-    assert getattr(llm.engine.executor, "pid", None) == pid, "the worker lives on"
-    llm.engine.scheduler.forget_kv()
-    assert_whole(llm, expected)
 
 
 def _config() -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -160,3 +162,63 @@ def test_beams_in_a_stream_of_a_thread(tiny: Tiny) -> None:
     llm.generate([IDS] * 4, SamplingParams(seed=1, max_tokens=30, ignore_eos=True), use_tqdm=False)
     thread.join()
     assert [output.finished for output in got] == [True] and got[0].outputs == alone.outputs
+
+
+FORK = """
+import asyncio, os, signal, sys, threading
+from pagedec import LLM, AsyncLLM, InvalidArgument, SamplingParams
+settings = dict(skip_tokenizer_init=True, num_blocks=64, dtype="float32")
+FOREVER = SamplingParams(max_tokens=200, ignore_eos=True)
+
+async def last(llm, params):
+    return [output async for output in llm.generate([5, 17], params)][-1]
+
+def told(call):
+    try:
+        call()
+    except InvalidArgument as error:
+        return str(error)
+
+def child(llm, call):
+    number = os.fork()
+    if not number:
+        signal.alarm(30)
+        print(told(call), flush=True)
+        llm.close()
+        print(repr(llm).split(": ")[1], flush=True)
+        os._exit(0)
+    print(os.waitpid(number, 0)[1], flush=True)
+
+if sys.argv[2] == "LLM":
+    llm = LLM(sys.argv[1], **settings)
+    stream = llm.stream([5, 17], FOREVER)
+    next(stream)
+    held, begun = threading.Event(), threading.Event()
+    llm.loop.after_step.append(lambda: (begun.set(), held.wait(60)))
+    other = threading.Thread(target=lambda: llm.generate([5, 17], FOREVER, use_tqdm=False))
+    other.start()
+    begun.wait()  # in the middle of a turn
+    child(llm, lambda: llm.generate([5, 17], FOREVER, use_tqdm=False))
+    child(llm, lambda: list(stream))
+    child(llm, llm.reset_prefix_cache)
+    held.set()
+    other.join()
+    print(len(list(stream)[-1].outputs[0].token_ids))
+else:
+    llm = AsyncLLM(sys.argv[1], **settings)
+    child(llm, lambda: asyncio.run(last(llm, FOREVER)))
+    child(llm, llm.reset_prefix_cache)
+    print(len(asyncio.run(last(llm, FOREVER)).outputs[0].token_ids))
+llm.close()
+"""
+
+
+@pytest.mark.parametrize(("kind", "num_forks"), [("LLM", 3), ("AsyncLLM", 2)])
+def test_a_fork_of_what_another_thread_drives_is_told_so(tiny_path: Path, kind: str, num_forks: int) -> None:
+    """That thread is not there, and nobody knows how far it came: to wait for it would be for ever."""
+    command = [sys.executable, "-c", FORK, str(tiny_path), kind]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    told = (
+        "LLM is in a fork: must be made in each process: a thread that is not in this one was driving it\nclosed>\n0\n"
+    )
+    assert done.stdout == told * num_forks + "200\n", done.stderr[-2000:]

@@ -6,14 +6,15 @@ python -m tests.equivalence.features      # refreshes the table in docs/features
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pagedec import SamplingParams
+from pagedec import InvalidArgument, SamplingParams, TokenTrie
 from pagedec.engine.engine import Engine, FinishedRequest
-from tests.algorithms.beam import BeamParams
+from pagedec.params import BeamSearchParams
 from tests.algorithms.random_tree import RandomTreeParams
 from tests.equivalence.conftest import make_engine, vocabulary
 from tests.equivalence.harness import Case, prompts, run
@@ -52,6 +53,22 @@ ALL_RULES = {
     **LONG, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2, "no_repeat_ngram_size": 3,
     "logit_bias": {FEW[0]: 0.5}, "logprobs": 3, "prompt_logprobs": 1,
 }  # fmt: skip
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "kind": {"enum": ["cat", "dog", "door"]}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+STRUCTURED = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}, "max_tokens": 20}
+TRIE = TokenTrie([[*FEW[:3], *path] for path in itertools.product(FEW[3:7], FEW[5:9], FEW[2:6], FEW[:2])])
+"""Sequences that all begin alike, and then fork and fork."""
+
+
+def every_third(tokens: list[int]) -> list[int]:
+    """Another third of the vocabulary behind each text, and never the last token again."""
+    return [token for token in range(sum(tokens) % 3, 49152, 3) if token != tokens[-1]]
+
+
 FEATURES = {
     "alone": Feature(),
     "in a crowd": Feature(others=True),
@@ -76,6 +93,14 @@ FEATURES = {
     "repetition_penalty": Feature(params={**LONG, "repetition_penalty": 50.0}, others=True),
     "presence_penalty": Feature(params={**LONG, "presence_penalty": 2.0}, others=True),
     "frequency_penalty": Feature(params={**LONG, "frequency_penalty": 0.5}, others=True),
+    "allowed_tokens_fn": Feature(params={"allowed_tokens_fn": every_third}, others=True),
+    "token_trie": Feature(params={"token_trie": TRIE, "logprobs": 2}, others=True),
+    "structured_outputs": Feature(params=STRUCTURED, others=True),
+    "constraints and rules, n = 3": Feature(
+        params={**STRUCTURED, **SEEDED, "n": 3, "min_tokens": 4, "repetition_penalty": 1.3, "logprobs": 2}, others=True
+    ),
+    "constraints, chunked": Feature({"max_num_batched_tokens": 7}, {"token_trie": TRIE}, twice=True),
+    "constraints, preempted": Feature({"num_blocks": 14}, {**STRUCTURED, "logprobs": 2}, others=True, disturb=True),
     "logprobs": Feature(params={"logprobs": 3}, others=True),
     "prompt_logprobs": Feature({"max_num_batched_tokens": 11}, {"prompt_logprobs": 2}, twice=True),
     "rules and reports, n = 3": Feature(params={**ALL_RULES, **SEEDED, "n": 3}, others=True),
@@ -95,19 +120,25 @@ DECODERS: dict[str, Any] = {
     "Jacobi": drafting(method="jacobi", num_speculative_tokens=6),
     "draft model": drafting(method="draft_model", num_speculative_tokens=3),
     "random tree": RandomTreeParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
-    "beam search": BeamParams(3, max_tokens=6),
+    "beam search": BeamSearchParams(beam_width=3, max_tokens=8, seed=0),
+    "beam groups": BeamSearchParams(beam_width=4, num_beam_groups=2, diversity_penalty=0.5, max_tokens=8, seed=0),
+    "beam sampling": BeamSearchParams(beam_width=3, do_sample=True, seed=0, max_tokens=8, hf_semantics="4.38"),
 }
-# Of the decoders of the tests; each with the error it gives and why.
-REFUSED = {
-    ("beam search", "seed, temperature, top_p"): (TypeError, "its parameters have none: beams are not drawn"),
-    ("beam search", "n = 3"): (TypeError, "its parameters have none: it returns beam_width answers"),
-    ("beam search", "rules and reports, n = 3"): (TypeError, "as n = 3"),
+REFUSED: dict[tuple[str, str], tuple[type[Exception], str]] = {
+    ("beam groups", "seed, temperature, top_p"): (InvalidArgument, "groups are never drawn, in Hugging Face's neither"),
+    ("beam groups", "n = 3"): (InvalidArgument, "as seed, temperature, top_p"),
+    ("beam groups", "constraints and rules, n = 3"): (InvalidArgument, "as seed, temperature, top_p"),
+    ("beam groups", "rules and reports, n = 3"): (InvalidArgument, "as seed, temperature, top_p"),
 }
+"""Each with the error that it gives, and why."""
 
 
 def with_features(params: Any, changes: dict[str, Any]) -> Any:
     """The decoder's parameters with a feature; what depends on the text is taken from plain decoding's."""
     changes = dict(changes)
+    if isinstance(params, BeamSearchParams):
+        changes |= {"do_sample": True} if "temperature" in changes else {}
+        changes |= {"num_return_sequences": changes.pop("n")} if "n" in changes else {}
     if changes.get("stop_token_ids") == STOP_TOKEN:
         changes["stop_token_ids"] = (alone(params).answers[0].token_ids[4],)
     if changes.get("stop") == STOP_TEXT:

@@ -1,8 +1,8 @@
 """A differential fuzz: whatever the engine is made of, a request returns the same bits.
 
-Block, chunk and pool sizes, step budgets, threads, priorities, arrivals and hostile neighbours are drawn at random;
-prompts, drafts, samples and beams cross every boundary there is (block, tile of 64, chunk of 512, step budget, piece of
-the read-out). Tokens, log-probabilities, ranks and reasons are compared."""
+Block, chunk and pool sizes, step budgets, threads, executors, priorities, arrivals and hostile neighbours are drawn at
+random; prompts, drafts, samples and beams cross every boundary there is (block, tile of 64, chunk of 512, step budget,
+piece of the read-out). Tokens, log-probabilities, ranks and reasons are compared."""
 
 from __future__ import annotations
 
@@ -161,13 +161,22 @@ def crowd(llm: LLM, work: list[Case], rng: random.Random) -> list[RequestOutput]
     return [by_case[i] for i in range(len(work))]
 
 
-def compare(directory: Path, numbers: str, isa: str | None, seed: int, count: int, configurations: int) -> int:
+def compare(
+    directory: Path,
+    numbers: str,
+    isa: str | None,
+    seed: int,
+    count: int,
+    configurations: int,
+    executors: tuple[str, ...] = ("inline",),
+) -> int:
     """Returns how many preemptions there were."""
     work, want = cases(seed, count), alone(directory, numbers, isa, seed, count)
     rng = random.Random(f"{numbers}/{isa}/{seed}")
     num_preemptions = 0
     for _ in range(configurations):
-        arguments = configuration(rng, directory)
+        executor = rng.choice(executors) if len(executors) > 1 else executors[0]
+        arguments = configuration(rng, directory) | {"executor": executor}
         llm = load(directory, numbers, **arguments)
         for again in range(2):
             for i, output in enumerate(crowd(llm, work, rng)):
@@ -203,6 +212,11 @@ def test_other_instruction_sets(isa: str, numbers: str, tmp_path: Path, monkeypa
     compare(tmp_path, numbers, libraries(monkeypatch, isa), seed=2, count=27, configurations=4)
 
 
+def test_a_worker_process_gives_the_same_bits(tmp_path: Path) -> None:
+    """What is compared with was made in this process."""
+    compare(tmp_path, "bfloat16", None, seed=3, count=18, configurations=2, executors=("process",))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("isa", ["own", "scalar", "avx2", "avx512", "avx512bf16", "amx", EMULATED_ISA])
 @pytest.mark.parametrize("numbers", NUMBERS)
@@ -211,5 +225,7 @@ def test_many_configurations(isa: str, numbers: str, tmp_path: Path, monkeypatch
     slow = isa in ("scalar", EMULATED_ISA)
     num_preemptions = 0
     for seed in range(10, 12 if slow else 16):
-        num_preemptions += compare(tmp_path, numbers, chosen, seed, 18 if slow else 36, 2 if slow else 5)
+        num_preemptions += compare(
+            tmp_path, numbers, chosen, seed, 18 if slow else 36, 2 if slow else 5, ("inline", "process")
+        )
     assert num_preemptions > 0

@@ -41,7 +41,7 @@ def test_cell(decoder: str, feature: str, monkeypatch: pytest.MonkeyPatch) -> No
 RULES = [
     "stop", "logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size", "repetition_penalty",
     "presence_penalty",
-    "frequency_penalty",
+    "frequency_penalty", "allowed_tokens_fn", "token_trie", "structured_outputs",
 ]  # fmt: skip
 
 
@@ -53,7 +53,8 @@ def test_rules_change_the_answer(decoder: str, feature: str) -> None:
         return
     ruled = with_features(DECODERS[decoder], FEATURES[feature].params or {})
     neutral = {"stop": (), "bad_words": (), "logit_bias": None, "no_repeat_ngram_size": 0, "repetition_penalty": 1.0}
-    value = None if feature == "allowed_token_ids" else neutral.get(feature, 0.0)
+    absent = ("allowed_token_ids", "allowed_tokens_fn", "token_trie", "structured_outputs")
+    value = None if feature in absent else neutral.get(feature, 0.0)
     without = with_features(ruled, {feature: value})
     assert [a.token_ids for a in alone(ruled).answers] != [a.token_ids for a in alone(without).answers]
 

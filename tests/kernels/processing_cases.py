@@ -14,6 +14,7 @@ from pagedec.core.logits_rules import NO_RULES, LogitsRules
 from pagedec.kernels.backend import Backend, CacheTensors
 
 BLOCK_SIZE = 8
+PROCESS_FIELDS = "rows", "branches", "prompt_lengths", "rule_ids", "of_logprobs"
 
 
 @dataclass(slots=True)
@@ -42,20 +43,30 @@ class Case:
         """The rules in the backend's own form."""
         return {rule_id: backend.rules(rules, self.logits.shape[1]) for rule_id, rules in self.rules.items()}
 
-    def expected(self) -> torch.Tensor:
+    def expected(self, lse: np.ndarray | None = None) -> torch.Tensor:
+        """The rules' own words on every processed row, less its `lse` [rows] where it is marked so."""
         out, wanted = self.logits.numpy().copy(), self.forward.processing
         assert wanted is not None
-        for row, prompt, rule in zip(wanted.rows, wanted.prompt_lengths, wanted.rule_ids, strict=True):
-            out[row] = processed(out[row], self.histories[row], int(prompt), self.rules[rule])
+        for i, row in enumerate(wanted.rows):
+            rule, prompt = self.rules[wanted.rule_ids[i]], int(wanted.prompt_lengths[i])
+            if wanted.of_logprobs[i]:
+                assert lse is not None
+                out[row] -= lse[row]
+            out[row] = processed(out[row], self.histories[row], prompt, rule)
         return torch.from_numpy(out)
+
+    def of_logprobs(self, flags: np.ndarray | None = None) -> Case:
+        """The same with rules that change log-probabilities, of all processed rows or of those marked."""
+        wanted = self.forward.processing
+        assert wanted is not None
+        marks = np.ones(len(wanted.rows), np.int32) if flags is None else flags.astype(np.int32)
+        return replace(self, forward=replace(self.forward, processing=replace(wanted, of_logprobs=marks)))
 
     def only(self, rows: Sequence[int]) -> Case:
         """The same forward, of which only these read-out rows (by their place among the processed) are processed."""
         p = self.forward.processing
         assert p is not None
-        part = ProcessRows(
-            *(getattr(p, name)[list(rows)] for name in ("rows", "branches", "prompt_lengths", "rule_ids"))
-        )
+        part = ProcessRows(*(getattr(p, name)[list(rows)] for name in PROCESS_FIELDS))
         return replace(self, forward=replace(self.forward, processing=part))
 
 
@@ -156,6 +167,7 @@ def random_case(seed: int, vocab: int = 7, num_branches: int = 9, max_length: in
         np.array([of_row[i][0] for i in picked], np.int32),
         np.array([rng.integers(0, of_row[i][1] + 1) for i in picked], np.int32),
         rng.choice(list(rules), len(picked)),
+        np.zeros(len(picked), np.int32),
     )
     tree = np.array(parents, np.int32) if trees else None
     forward = forward_of(read, np.array(indptr, np.int32), np.array(kv_len, np.int32), table, tree, wanted)
@@ -171,7 +183,7 @@ def simple_case(histories: Sequence[Sequence[int]], logits: torch.Tensor, rules:
     for i, history in enumerate(histories):
         plane[i, : len(history)] = history
     at = np.arange(n, dtype=np.int32)
-    wanted = ProcessRows(at, at, np.full(n, prompt, np.int32), np.full(n, 5))
+    wanted = ProcessRows(at, at, np.full(n, prompt, np.int32), np.full(n, 5), np.zeros(n, np.int32))
     table = np.arange(n * width, dtype=np.int32).reshape(n, width)
     lengths = np.array([len(history) for history in histories], np.int32)
     forward = forward_of(at, np.arange(n + 1, dtype=np.int32), lengths, table, None, wanted)

@@ -247,6 +247,54 @@ def test_allowed_tokens_are_those_of_transformers(context: Context) -> None:
     against_transformers(context, LogitsRules(allowed_token_ids=allowed), processor, 1)
 
 
+# ---- rules that change log-probabilities, as under beams
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rows_become_log_probabilities_before_their_rules(context: Context, seed: int) -> None:
+    case = random_case(seed, trees=True)
+    wanted = case.forward.processing
+    assert wanted is not None
+    marked = case.of_logprobs(np.random.default_rng(seed).random(len(wanted.rows)) < 0.7)
+    for backend in (native(context), torch_backend()):
+        lse = backend.topk(case.logits, np.arange(len(case.logits), dtype=np.int32), 0)[2].astype(np.float32)
+        half = len(case.logits) // 2
+        pieces = [marked.process(backend, 0, half), marked.process(backend, half)]
+        assert calls.same_bits(torch.cat(pieces), marked.expected(lse))
+
+
+def test_rows_that_are_all_banned_stay_so(context: Context) -> None:
+    logits = calls.normal(3, 20, seed=1)
+    logits[1] = -torch.inf
+    case = simple_case([[1, 2]] * 3, logits, LogitsRules(repetition_penalty=2.0)).of_logprobs()
+    for found in (case.process(native(context)), case.process(torch_backend())):
+        assert not found.isnan().any() and (found[1] == -torch.inf).all() and (found[[0, 2]] < 0).all()
+
+
+@pytest.mark.parametrize("penalty", [0.7, 1.3])
+def test_processors_on_log_probabilities_are_those_of_transformers(context: Context, penalty: float) -> None:
+    """As in transformers' beam search: log_softmax, then the processors in their order, and no renormalising."""
+    rules = LogitsRules(
+        bad_words=((4,), (1, 2)), logit_bias=((0, 2.5), (7, -3.1)), no_repeat_ngram_size=2, repetition_penalty=penalty
+    )
+    processors = [
+        transformers.NoBadWordsLogitsProcessor([[4], [1, 2]]),
+        transformers.SequenceBiasLogitsProcessor([[[0], 2.5], [[7], -3.1]]),
+        transformers.NoRepeatNGramLogitsProcessor(2),
+        transformers.RepetitionPenaltyLogitsProcessor(penalty),
+    ]
+    rng, vocab = np.random.default_rng(5), 20
+    for length in (3, 12, 70):
+        history = rng.integers(0, vocab, (6, length))
+        logits = calls.normal(6, vocab, seed=length, scale=3.0)
+        expected = torch.log_softmax(logits, -1)
+        for processor in processors:
+            expected = processor(torch.from_numpy(history), expected)
+        case = simple_case(history.tolist(), logits, rules).of_logprobs()
+        for backend in (native(context), torch_backend()):
+            assert torch.allclose(case.process(backend), expected, rtol=1e-5, atol=1e-5)
+
+
 # ---- what is refused
 
 

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from pagedec.core.forward import BEST_GROUP_DTYPE, BEST_ROW_DTYPE
 from pagedec.kernels import records, records_readout
 from pagedec.kernels.library import ABI_VERSION, DRAW_DTYPE
+from pagedec.kernels.reference_best import CANDIDATE_DTYPE
 from tests.kernels.test_library import compiler
 
 HEADER = Path(__file__).resolve().parents[2] / "csrc" / "include" / "pagedec.h"
@@ -192,8 +194,18 @@ def test_every_kernel_of_a_program_is_a_function_of_a_context_and_its_record(hea
         assert header.functions[name] == (CType("int"), [CType("pd_context", 1), CType(f"{name}_args", 1)])
 
 
-def test_a_draw_is_the_same_record_for_numpy() -> None:
-    assert DRAW_DTYPE.itemsize == ctypes.sizeof(records.Draw) and DRAW_DTYPE.fields is not None
-    assert [(name, *DRAW_DTYPE.fields[name][:2]) for name in DRAW_DTYPE.names or ()] == [
-        (name, np.dtype(kind), getattr(records.Draw, name).offset) for name, kind in records.Draw._fields_
+@pytest.mark.parametrize(
+    ("dtype", "record"),
+    [
+        (DRAW_DTYPE, records.Draw),
+        (BEST_ROW_DTYPE, records.BestRow),
+        (BEST_GROUP_DTYPE, records.BestGroup),
+        (CANDIDATE_DTYPE, records.Candidate),
+    ],
+)
+def test_a_record_is_the_same_for_numpy(dtype: np.dtype[Any], record: type[Structure]) -> None:
+    assert dtype.itemsize == ctypes.sizeof(record) and dtype.fields is not None
+    assert [(name, *dtype.fields[name][:2]) for name in dtype.names or ()] == [
+        (name, np.dtype(kind), getattr(record, name).offset)  # type: ignore[call-overload]
+        for name, kind, *_ in record._fields_
     ]

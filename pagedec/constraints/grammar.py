@@ -1,0 +1,239 @@
+"""Grammars of text, carried out by llguidance: JSON schemas, regular expressions, choices, Lark and GBNF."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pagedec.core.constraint import Allowed, Constraint
+from pagedec.errors import FeatureNotAvailable, InvalidArgument
+from pagedec.structured import StructuredOutputsParams
+
+MAX_COMPILED = 256
+"""Grammars that are kept, those used last."""
+EXTRA = "structured"
+_IN_STRING = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(_IN_STRING + f"{{1,{longest}}}" for longest in (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 30)),
+    _IN_STRING + "+",
+]
+"""Sets of tokens that are allowed or not as a whole: the library's own for JSON, and ones for strings that are nearly
+as long as they may be (with these, a mask of such a string costs three quarters)."""
+
+
+class GrammarState:
+    """What may follow a text: a matcher of its own, made of its parent's when it is first needed and never moved after
+    that."""
+
+    __slots__ = ("_matcher", "_parent", "_token", "_words")
+
+    def __init__(self, matcher: Any = None, parent: GrammarState | None = None, token: int = -1) -> None:
+        self._matcher, self._parent, self._token = matcher, parent, token
+        self._words: np.ndarray | None = None
+
+    def matcher(self) -> Any:
+        """Nobody moves it. Raises ValueError where a token on the way here is not in the grammar."""
+        if self._matcher is None:
+            tokens: list[int] = []
+            state = self
+            while state._matcher is None:
+                tokens.append(state._token)
+                assert state._parent is not None
+                state = state._parent
+            own = state._matcher.deep_copy()
+            if not own.consume_tokens(tokens[::-1]):
+                raise ValueError(f"the grammar cannot go on: {own.get_error()}")
+            self._matcher, self._parent = own, None
+        return self._matcher
+
+    def words(self, width: int) -> np.ndarray:
+        """uint32 [width]: its mask."""
+        if self._words is None:
+            matcher, words = self.matcher(), np.zeros(width, np.uint32)
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            if matcher.is_error():
+                raise ValueError(f"the grammar cannot go on: {matcher.get_error()}")
+            words.flags.writeable = False
+            self._words = words
+        return self._words
+
+
+class GrammarConstraint(Constraint):
+    """A compiled grammar in a vocabulary of `vocab_size` tokens. `stops` are the tokens that end an answer; in the
+    matcher's vocabulary it is one token more, the last, that stands for all of them."""
+
+    def __init__(self, root: GrammarState, vocab_size: int, stops: Sequence[int]) -> None:
+        self._root, self._vocab_size = root, vocab_size
+        self._width, self._own_width = -(-vocab_size // 32), -(-(vocab_size + 1) // 32)
+        self._end = vocab_size >> 5, np.uint32(1 << (vocab_size & 31))
+        self._stops = [(token >> 5, np.uint32(1 << (token & 31))) for token in stops]
+
+    def start(self, given: Sequence[int]) -> GrammarState:
+        return self._root
+
+    def next(self, state: GrammarState, token: int) -> GrammarState:
+        return GrammarState(None, state, token)
+
+    def allowed(self, state: GrammarState) -> Allowed:
+        words = state.words(self._own_width)
+        place, bit = self._end
+        if not words[place] & bit:
+            return words[: self._width]
+        words = words.copy()
+        words[place] &= ~bit
+        words = words[: self._width]
+        for place, bit in self._stops:
+            words[place] |= bit
+        return words
+
+    def is_over(self, state: GrammarState) -> bool:
+        return not self._stops and not self.allowed(state).any()  # type: ignore[union-attr]
+
+    def forced(self, state: GrammarState, most: int) -> Sequence[int]:
+        out: list[int] = []
+        for token in state.matcher().compute_ff_tokens()[:most]:
+            if token >= self._vocab_size:
+                break
+            out.append(token)
+        return out
+
+    def item(self, tokens: Sequence[int]) -> int | None:
+        return None
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary, each once. `pieces[id]` are the bytes of a token (an id past the end has
+    none), `special_ids` the tokens that are no text, `encode` gives the ids of a text."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        pieces: Sequence[bytes],
+        special_ids: frozenset[int],
+        encode: Callable[[str], list[int]],
+    ) -> None:
+        self._vocab_size, self._pieces, self._special_ids, self._encode = vocab_size, pieces, special_ids, encode
+        self._compiled: OrderedDict[str, GrammarState] = OrderedDict()
+        self._tokenizer: Any = None
+
+    def constraint(self, asked: StructuredOutputsParams, stops: Sequence[int]) -> GrammarConstraint:
+        """What `asked` allows. Raises `InvalidArgument` for what the library refuses, with its reason, and
+        `FeatureNotAvailable` without the library."""
+        try:
+            import llguidance
+        except ImportError:
+            how = f"needs llguidance: pip install 'pagedec[{EXTRA}]'"
+            raise FeatureNotAvailable("structured_outputs", asked.kind, how) from None
+        key = json.dumps([asked.kind, getattr(asked, asked.kind), *_options(asked).items()], sort_keys=False)
+        root = self._compiled.get(key)
+        if root is None:
+            if self._tokenizer is None:
+                self._tokenizer = self._made(llguidance)
+            root = self._compiled[key] = self._compile(llguidance.LLMatcher, asked)
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(key)
+        return GrammarConstraint(root, self._vocab_size, stops)
+
+    def _compile(self, matcher: Any, asked: StructuredOutputsParams) -> GrammarState:
+        field = f"structured_outputs.{asked.kind}"
+        value = getattr(asked, asked.kind)
+        try:
+            made = matcher(self._tokenizer, _grammar_of(matcher, asked), log_level=0)
+        except Exception as error:  # whatever a library's parser does with what users write
+            raise InvalidArgument(field, value, f"must be what llguidance can carry out: {error}") from error
+        if made.is_error():
+            raise InvalidArgument(field, value, f"must be what llguidance can carry out: {made.get_error()}")
+        return GrammarState(made)
+
+    def _made(self, llguidance: Any) -> Any:
+        words = TokenWords(self._vocab_size, self._pieces, self._special_ids, self._encode)
+        wrapper = llguidance.TokenizerWrapper(words)
+        end = self._vocab_size
+        return llguidance.LLTokenizer(wrapper, n_vocab=end + 1, eos_token=end, slices=SLICES)
+
+
+class TokenWords:
+    """The vocabulary as llguidance wants it. Its last token is the end of an answer, and stands for no text."""
+
+    bos_token_id = None
+
+    def __init__(
+        self, vocab_size: int, pieces: Sequence[bytes], special_ids: frozenset[int], encode: Callable[[str], list[int]]
+    ) -> None:
+        known = list(pieces[:vocab_size])
+        self.tokens = [*known, *[b""] * (vocab_size - len(known)), b"<end of the answer>"]
+        self.special_token_ids = sorted({vocab_size, *(token for token in special_ids if token < vocab_size)})
+        self.eos_token_id = vocab_size
+        self._vocab_size, self._encode = vocab_size, encode
+        special = set(self.special_token_ids)
+        self._ids = {piece: i for i, piece in enumerate(self.tokens) if piece and i not in special}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, text: str) -> list[int]:
+        """The ids of a text, as the tokenizer says; where it adds a space or does not know some of it, the longest
+        tokens from the left."""
+        if isinstance(text, bytes):
+            raise TypeError("text is told as str")
+        ids, data = self._encode(text), text.encode("utf-8", "replace")
+        if max(ids, default=0) < self._vocab_size and b"".join(self.tokens[token] for token in ids) == data:
+            return ids
+        out: list[int] = []
+        start = 0
+        while start < len(data):
+            for size in range(min(self._longest, len(data) - start), 0, -1):
+                token = self._ids.get(data[start : start + size])
+                if token is not None:
+                    out.append(token)
+                    start += size
+                    break
+            else:
+                start += 1  # no token stands for this byte: nothing can be forced through it
+        return out
+
+
+def _options(asked: StructuredOutputsParams) -> dict[str, Any]:
+    """What llguidance is told of how JSON is written."""
+    options: dict[str, Any] = {}
+    if asked.disable_any_whitespace:
+        options["whitespace_flexible"] = False
+    if asked.whitespace_pattern is not None:
+        options["whitespace_pattern"] = asked.whitespace_pattern
+    if asked.disable_additional_properties:
+        options["additional"] = False
+    return options
+
+
+def _grammar_of(matcher: Any, asked: StructuredOutputsParams) -> str:
+    if asked.kind in ("json", "json_object"):
+        options = _options(asked)
+        schema = {"type": "object"} if asked.json_object else asked.json
+        if options.pop("additional", True) is False:
+            schema = closed(schema)
+        return str(matcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+    if asked.kind == "regex":
+        return str(matcher.grammar_from_regex(asked.regex))
+    if asked.kind == "choice":
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in asked.choice or ())
+        return str(matcher.grammar_from_lark(f"start: {texts}"))
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    return str(matcher.grammar_from_lark(any_to_lark(asked.grammar)))
+
+
+def closed(schema: Any) -> Any:
+    """A schema whose objects have no properties but those that it names."""
+    if isinstance(schema, list):
+        return [closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {name: closed(part) for name, part in schema.items()}
+    is_object = schema.get("type") == "object" or "properties" in schema
+    if is_object and "additionalProperties" not in schema and "patternProperties" not in schema:
+        made["additionalProperties"] = False
+    return made

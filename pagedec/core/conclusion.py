@@ -1,0 +1,28 @@
+"""How a request ends whose time is over: with the answers that it has by then."""
+
+from __future__ import annotations
+
+from pagedec.core.checks import check_verdict
+from pagedec.core.protocol import Hypothesis, Verdict
+from pagedec.core.request import Request
+from pagedec.errors import InvalidArgument, PagedecError, RequestError
+
+
+def conclusion(request: Request, vocab_size: int) -> list[Hypothesis]:
+    """The answers of a request that ends now, besides those that are done: its decoder's, or each living branch as it
+    stands. Raises `RequestError` for what the decoder does wrong; nothing has changed then."""
+    decoder, branches = request.decoder, request.branches
+    try:
+        answers = decoder.conclude(branches)
+        if answers is None:
+            answers = [
+                Hypothesis(branch.tip, (), decoder.rank(branch.state), branch.score, "length") for branch in branches
+            ]
+        if not isinstance(answers, (list, tuple)):
+            raise InvalidArgument("conclude", answers, "must return a list or a tuple of hypotheses, or None")
+        check_verdict(request.history, branches, {}, Verdict(done=tuple(answers)), vocab_size, decoder)
+    except PagedecError as error:
+        raise RequestError(request.id, f"its decoder cannot conclude: {error}") from error
+    except Exception as error:
+        raise RequestError(request.id, f"its decoder cannot conclude: {error!r}") from error
+    return list(answers)

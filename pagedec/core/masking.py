@@ -1,0 +1,131 @@
+"""A step's masks: collected with its rows, made when these are on their way to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pagedec.core.constraint import Allowed, Constraint, permits
+from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.forward import EVERYTHING, LISTED, Masks
+from pagedec.core.protocol import Roll
+from pagedec.core.request import Branch, Request
+from pagedec.errors import RequestError
+
+
+@dataclass(slots=True)
+class MaskedWork:
+    """The rows of one branch that are masked, as nodes of its draft: each has the state of its own path."""
+
+    request: Request
+    branch: Branch
+    nodes: Sequence[int] = (0,)
+    draft: Draft | Roll = EMPTY
+    roll: int = -1
+    """The place of a Roll among the draft lane's."""
+
+
+@dataclass(slots=True)
+class StepMasks:
+    """Makes a step's masks, when it is called with what the draft lane has rolled: int32, one chain behind the other.
+
+    Rows of a request whose constraint raises may draw anything: it is among `failed`, and ends with the step.
+    """
+
+    vocab_size: int
+    works: list[MaskedWork] = field(default_factory=list)
+    roll_counts: Sequence[int] = ()
+    """How long each of the draft lane's rolls is."""
+    failed: dict[Request, RequestError] = field(default_factory=dict)
+
+    def __call__(self, rolled: np.ndarray) -> Masks:
+        rows: list[Allowed] = []
+        chains: list[list[int]] = []
+        if len(rolled):
+            chains = [chain.tolist() for chain in np.split(rolled, np.cumsum(self.roll_counts)[:-1])]
+        for work in self.works:
+            made: list[Allowed] = [None] * len(work.nodes)
+            if work.request not in self.failed:
+                try:
+                    made = self._rows_of(work, chains)
+                except Exception as error:
+                    problem = RequestError(work.request.id, f"its constraint cannot say what is allowed: {error!r}")
+                    problem.__cause__ = error
+                    self.failed[work.request] = problem
+            rows += made
+        return pack_rows(rows, self.vocab_size)
+
+    def _rows_of(self, work: MaskedWork, chains: Sequence[list[int]]) -> list[Allowed]:
+        constraint, branch, draft = work.request.constraint, work.branch, work.draft
+        stopping = work.request.stopping
+        assert constraint is not None
+        if isinstance(draft, Roll):
+            draft = Draft.chain(chains[work.roll])
+        states = {0: branch.constraint_state}
+        if draft.tokens:
+            states = node_states(constraint, stopping.stops, branch.constraint_state, draft)
+        depths = draft.depths()
+        rows: list[Allowed] = []
+        for node in work.nodes:
+            if node not in states:  # behind a token that cannot be accepted
+                rows.append(None)
+                continue
+            allowed = constraint.allowed(states[node])
+            if allowed is not None and not (allowed.any() if allowed.dtype == np.uint32 else len(allowed)):
+                length = work.request.history.depth[branch.tip] + depths[node]
+                raise ValueError(f"nothing is allowed behind {length} tokens")
+            banned = stopping.banned(branch.stop_state, depths[node])
+            rows.append(without(allowed, banned, self.vocab_size) if banned else allowed)
+        return rows
+
+
+def node_states(constraint: Constraint, stops: frozenset[int], state: Any, draft: Draft) -> dict[int, Any]:
+    """The state at each node of a draft behind `state`, but at those that cannot be accepted."""
+    states = {0: state}
+    for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True), start=1):
+        if parent not in states or token in stops or not permits(constraint.allowed(states[parent]), token):
+            continue
+        after = constraint.next(states[parent], token)
+        if not constraint.is_over(after):
+            states[node] = after
+    return states
+
+
+def without(allowed: Allowed, banned: Sequence[int], vocab_size: int) -> Allowed:
+    """What is allowed but for `banned`; all of it where nothing else is: an answer that can only end, ends."""
+    if allowed is not None and allowed.dtype != np.uint32:
+        left = allowed[~np.isin(allowed, banned)]
+        return left if len(left) else allowed
+    left = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32) if allowed is None else allowed.copy()
+    for token in banned:
+        if token >> 5 < len(left):
+            left[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
+    return left if left.any() else allowed
+
+
+def pack_rows(rows: Sequence[Allowed], vocab_size: int) -> Masks:
+    """What each row allows, as arrays."""
+    width = -(-vocab_size // 32)
+    words = [row for row in rows if row is not None and row.dtype == np.uint32]
+    listed = [row for row in rows if row is not None and row.dtype != np.uint32]
+    places = np.full(len(rows), EVERYTHING, np.int32)
+    counts = np.zeros(len(rows) + 1, np.int32)
+    num_words = 0
+    for i, row in enumerate(rows):
+        if row is None:
+            continue
+        if row.dtype == np.uint32:
+            places[i] = num_words
+            num_words += 1
+        else:
+            places[i] = LISTED
+            counts[i + 1] = len(row)
+    return Masks(
+        places,
+        np.stack(words) if words else np.empty((0, width), np.uint32),
+        np.cumsum(counts, dtype=np.int32),
+        np.concatenate(listed).astype(np.int32, copy=False) if listed else np.empty(0, np.int32),
+    )

@@ -1,0 +1,246 @@
+"""Grammars as immutable states: whatever the order in which they are asked, each says what a matcher of its own says
+that was fed its tokens from the beginning."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import random
+import time
+from typing import Any
+
+import llguidance
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedec import StructuredOutputsParams
+from pagedec.constraints.grammar import GrammarConstraint, Grammars, TokenWords, closed
+from pagedec.core.constraint import only_token, permits
+from pagedec.errors import FeatureNotAvailable, InvalidArgument
+from tests.constraints.conftest import STOPS, VOCAB, grammars, words
+from tests.constraints.schemas import random_schema
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"type": "string"}}, "kind": {"enum": ["cat", "dog"]},
+    },
+    "required": ["name", "age", "tags", "kind"],
+    "additionalProperties": False,
+}  # fmt: skip
+ASKED: list[dict[str, Any]] = [
+    {"json": PERSON},
+    {"json": PERSON, "disable_any_whitespace": True},
+    {"regex": "[a-c]+(de|fg){2,3}é?"},
+    {"choice": ["yes", "no", "yes, but later", "ñandú"]},
+    {"grammar": 'root ::= "a" ("b" | "cd")+ "!"'},
+    {"grammar": 'start: "a" ("b" | "cd")+ "!"'},
+    {"json_object": True},
+]
+
+
+def constraint_of(asked: dict[str, Any], stops: tuple[int, ...] = STOPS) -> GrammarConstraint:
+    return grammars().constraint(StructuredOutputsParams(**asked), stops)
+
+
+def bits(allowed: Any) -> np.ndarray:
+    return np.nonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little", count=VOCAB))[0]
+
+
+class Fresh:
+    """A matcher of its own, fed from the beginning each time."""
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        own = Grammars(VOCAB, *words().words)
+        self.root = own.constraint(StructuredOutputsParams(**asked), STOPS).start(())
+
+    def allowed(self, tokens: list[int]) -> set[int]:
+        matcher = self.root.matcher().deep_copy()
+        matcher.reset()
+        for token in tokens:
+            assert matcher.consume_token(token)
+        mask = np.zeros(VOCAB // 32 + 1, np.uint32)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        found = set(np.nonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[0].tolist())
+        return found - {VOCAB} | set(STOPS if VOCAB in found else ())
+
+
+_fresh: dict[str, Fresh] = {}
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), which=st.integers(0, len(ASKED) - 1))
+def test_states_fork_as_matchers_that_are_fed_anew(data: st.DataObject, which: int) -> None:
+    """A random tree of states: continued in any order, asked in any order, some never, and dropped at random."""
+    asked = ASKED[which]
+    constraint, fresh = constraint_of(asked), _fresh.setdefault(repr(asked), Fresh(asked))
+    tips: list[tuple[Any, list[int]]] = [(constraint.start([1, 2, 3]), [])]
+    for _ in range(data.draw(st.integers(1, 25))):
+        at = data.draw(st.integers(0, len(tips) - 1))
+        state, tokens = tips[at]
+        action = data.draw(st.sampled_from(["go on", "go on", "go on", "ask", "forced", "drop"]))
+        if action == "drop" and len(tips) > 1:
+            del tips[at]
+        elif action == "ask":
+            assert set(bits(constraint.allowed(state)).tolist()) == fresh.allowed(tokens)
+        elif action == "forced":
+            for token in constraint.forced(state, 8):
+                assert only_token(constraint.allowed(state)) == token
+                state = constraint.next(state, token)
+        elif action == "go on":
+            left = sorted(fresh.allowed(tokens) - set(STOPS))
+            if left:
+                token = left[data.draw(st.integers(0, len(left) - 1))]
+                tips.append((constraint.next(state, token), [*tokens, token]))
+    for state, tokens in tips:
+        assert set(bits(constraint.allowed(state)).tolist()) == fresh.allowed(tokens)
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: "+".join(asked))
+def test_walks_end_with_an_end_token_and_hold_no_special_token(asked: dict[str, Any]) -> None:
+    """Any walk along allowed tokens is text of the grammar; special tokens stand for no text."""
+    constraint, rng = constraint_of(asked), random.Random(1)
+    special, vocabulary = words().special_ids, words()
+    for _ in range(20):
+        state, tokens = constraint.start(()), list[int]()
+        while len(tokens) < 60:
+            allowed = bits(constraint.allowed(state)).tolist()
+            assert not (set(allowed) - set(STOPS)) & special and allowed
+            closing = [t for t in allowed if t in STOPS or vocabulary.pieces[t] in (b'"}', b'"', b"}", b"!", b"]}")]
+            token = rng.choice(closing if closing and len(tokens) > 15 else allowed)
+            if token in STOPS:
+                break
+            tokens.append(token)
+            state = constraint.next(state, token)
+        else:
+            continue
+        text = b"".join(vocabulary.pieces[token] for token in tokens).decode()
+        if "json" in asked or "json_object" in asked:
+            assert isinstance(json.loads(text), dict)
+        elif "choice" in asked:
+            assert text in asked["choice"]
+
+
+def test_where_no_token_ends_an_answer_it_ends_by_itself() -> None:
+    constraint = constraint_of({"choice": ["yes"]}, stops=())
+    [token] = words().encode("yes")
+    start = constraint.start(())
+    after = constraint.next(start, token)
+    assert constraint.is_over(after) and not constraint.is_over(start)
+    assert not constraint_of({"choice": ["yes"]}).is_over(after)
+    assert bits(constraint_of({"choice": ["yes"]}, stops=(2, 0)).allowed(after)).tolist() == [0, 2]
+
+
+def test_what_is_compiled_is_kept() -> None:
+    own = Grammars(VOCAB, *words().words)
+    first = own.constraint(StructuredOutputsParams(json=PERSON), STOPS)
+    assert own.constraint(StructuredOutputsParams(json=json.dumps(PERSON)), (5,)).start(()) is first.start(())
+    other = own.constraint(StructuredOutputsParams(json=PERSON, disable_any_whitespace=True), STOPS)
+    assert other.start(()) is not first.start(())
+
+
+def test_a_usual_schema_costs_little_in_each_row() -> None:
+    """Making a mask, and going on by a token: measured by the second walk, whose lexer states are known."""
+    constraint = constraint_of({"json": PERSON})
+    text = '{"name": "Bob Smith", "age": 42, "tags": ["a", "bcd efg", "something longer"], "kind": "cat"}'
+    tokens, seconds = words().encode(text), []
+    for _ in range(5):
+        state = constraint.start(())
+        began = time.perf_counter()
+        for token in tokens:
+            assert permits(constraint.allowed(state), token)
+            state = constraint.next(state, token)
+        seconds.append((time.perf_counter() - began) / len(tokens))
+    assert min(seconds) < 200e-6, "50 us where nobody else is computing"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_schemas_are_compiled(seed: int) -> None:
+    schema = random_schema(random.Random(seed))
+    assert constraint_of({"json": schema}).allowed(constraint_of({"json": schema}).start(())).any()
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+@pytest.mark.parametrize(
+    ("asked", "field", "message"),
+    [
+        ({"json": {"type": "foo"}}, "structured_outputs.json", "Invalid type: foo"),
+        ({"json": {"type": "string", "pattern": "(?=a)b"}}, "structured_outputs.json", "must be what llguidance can"),
+        ({"regex": "(["}, "structured_outputs.regex", "must be what llguidance can carry out: (?s:.*)unclosed"),
+        ({"grammar": "start: nothing_here"}, "structured_outputs.grammar", "must be what llguidance can carry out"),
+        ({"grammar": "root ::= ("}, "structured_outputs.grammar", "must be what llguidance can carry out"),
+    ],
+)
+def test_what_the_library_refuses_is_told_with_its_reason(asked: dict[str, Any], field: str, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message) as caught:
+        constraint_of(asked)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({}, "must have one of json, regex, choice, grammar, json_object; it has none"),
+        ({"regex": "a", "json_object": True}, "it has regex and json_object"),
+        ({"json_object": False}, "it has none"),
+        ({"choice": []}, "must be a list of texts, none of them empty"),
+        ({"choice": ["a", ""]}, "must be a list of texts, none of them empty"),
+        ({"choice": "abc"}, "must be a list of texts"),
+        ({"regex": ""}, "must be a text that is not empty"),
+        ({"json": "{"}, "structured_outputs.json is '{': must be JSON"),
+        ({"json": [1]}, "must be a JSON schema"),
+        ({"json_object": 1}, "must be true or false"),
+        ({"regex": "a", "structural_tag": "{}"}, "not available in this version"),
+    ],
+)
+def test_what_can_be_asked(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message.replace("{", r"\{")):
+        StructuredOutputsParams(**asked)
+    with pytest.raises(InvalidArgument, match="did you mean regex"):
+        StructuredOutputsParams.of({"regx": "a"})
+    with pytest.raises(InvalidArgument, match="must be a StructuredOutputsParams, or a table"):
+        StructuredOutputsParams.of("json")
+
+
+def test_a_schema_may_be_text_or_a_model() -> None:
+    class Model:
+        @staticmethod
+        def model_json_schema() -> dict[str, Any]:
+            return PERSON
+
+    assert StructuredOutputsParams(json=Model).json == PERSON == StructuredOutputsParams(json=json.dumps(PERSON)).json
+
+
+def test_additional_properties() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "object"}}, "$defs": {"b": {"properties": {}}}}
+    made = closed(schema)
+    assert made["additionalProperties"] is False and made["properties"]["a"]["additionalProperties"] is False
+    assert "additionalProperties" not in schema and made["$defs"]["b"]["additionalProperties"] is False
+
+
+def test_without_the_library_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any, **named: Any) -> Any:
+        if name.startswith("llguidance"):
+            raise ImportError(name)
+        return real(name, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(FeatureNotAvailable, match=r"needs llguidance: pip install 'pagedec\[structured\]'"):
+        Grammars(VOCAB, *words().words).constraint(StructuredOutputsParams(regex="a"), ())
+
+
+def test_texts_that_a_tokenizer_changes_are_told_by_their_bytes() -> None:
+    """SentencePiece puts a space before a text: what is forced must be the text itself."""
+    pieces = [b"<s>", b" a", b"a", b"b", b"ab", "é".encode()]
+    spoken = TokenWords(8, pieces, frozenset({0}), lambda text: [1, 3])
+    assert spoken("ab") == [4] and spoken(" ab") == [1, 3] and spoken("aéb") == [2, 5, 3]
+    assert len(spoken.tokens) == 9 and spoken.special_token_ids == [0, 8]
+
+
+def test_the_library_is_the_one_that_was_tried() -> None:
+    assert hasattr(llguidance.LLMatcher, "deep_copy") and hasattr(llguidance.LLMatcher, "compute_ff_tokens")
