@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from itertools import zip_longest
 
 from pagedec import environment
-from pagedec.config import EngineConfig, ModelConfig
+from pagedec.config import EngineConfig, ModelConfig, draft_config, names_draft_model
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.scheduler import Scheduler
 from pagedec.engine.engine import Engine, ModelLimits
 from pagedec.engine.options import Vocabulary
-from pagedec.errors import ModelFileError, PoolWarning
+from pagedec.errors import InvalidArgument, ModelFileError, PoolWarning, within
 from pagedec.executor.base import Executor
 from pagedec.executor.inline import InlineExecutor
 from pagedec.executor.process import ProcessExecutor
 from pagedec.formats.resolve import ModelFiles, resolve_model, resolve_tokenizer
+from pagedec.runtime.geometry import Geometry
 from pagedec.runtime.loading import LoadedModel, build_worker, load_worker
 from pagedec.text.tokenizer import Tokenizer
 
@@ -77,7 +79,15 @@ def build_engine(
     )
     limits = ModelLimits(target.vocab_size, target.max_model_len, eos_token_ids, config.scheduler.max_logprobs)
     debug = environment.read("PAGEDEC_DEBUG") == "1"
-    return Engine(scheduler, executor, limits, seed=config.model.seed, debug=debug, vocabulary=vocabulary)
+    return Engine(
+        scheduler,
+        executor,
+        limits,
+        seed=config.model.seed,
+        debug=debug,
+        vocabulary=vocabulary,
+        speculative=config.scheduler.speculative_config,
+    )
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
@@ -93,12 +103,48 @@ def end_tokens(own: tuple[int, ...], vocab_size: int, tokenizer: Tokenizer | Non
     return tuple(token for token in dict.fromkeys((*known, *own)) if token < vocab_size)
 
 
+def writes_alike(tokenizer: Tokenizer | None, draft: ModelConfig) -> bool:
+    """Whether a draft model's tokenizer gives the same meaning to token ids as the target's; False: it cannot be told.
+    Raises `InvalidArgument` where they differ."""
+    with within("speculative_config."):
+        files = resolve_model(draft.model, draft.load_format)
+    if tokenizer is None or files.tokenizer is None:
+        return False
+    try:
+        other = Tokenizer.from_path(files.tokenizer)
+    except ModelFileError:
+        return False  # only its weights are there
+    ours, theirs = tokenizer.byte_table.pieces, other.byte_table.pieces
+    pairs = enumerate(zip_longest(ours, theirs, fillvalue=b""))
+    different = next((token for token, (left, right) in pairs if left != right), None)
+    if different is not None:
+        limit = f"must have the target's tokenizer: token {different} is another one in it"
+        raise InvalidArgument("speculative_config.model", draft.model, limit)
+    return True
+
+
+def check_vocabularies(geometry: Geometry, config: EngineConfig, is_alike: bool) -> None:
+    """Raise `InvalidArgument` for a draft model that has not as many token ids as the target, unless it is known that
+    they mean the same (`is_alike`): then one of them is only padded further."""
+    lanes = geometry.lanes
+    if not names_draft_model(config) or is_alike or lanes["draft"].vocab_size == lanes["target"].vocab_size:
+        return
+    model = draft_config(config).model.model
+    limit = (
+        f"must know the target's tokens: it has {lanes['draft'].vocab_size} token ids, the target "
+        f"{lanes['target'].vocab_size}, and without both tokenizers it cannot be told whether they mean the same"
+    )
+    raise InvalidArgument("speculative_config.model", model, limit)
+
+
 def load_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
     """An engine ready for requests, and its tokenizer. Raises what loading raises; nothing is left of the executor
     then."""
     tokenizer = load_tokenizer(config.model, resolve_model(config.model.model, config.model.load_format))
+    is_alike = not names_draft_model(config) or writes_alike(tokenizer, draft_config(config).model)
     executor = start_executor(config)
     try:
+        check_vocabularies(executor.geometry, config, is_alike)
         return _engine_over(config, executor, tokenizer), tokenizer
     except BaseException:  # a warning that is an error, or Ctrl-C: whoever catches it must not be left with a process
         executor.stop()

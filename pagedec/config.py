@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pagedec.errors import InvalidArgument
+from pagedec.errors import InvalidArgument, within
 from pagedec.fields import (
     MAX_UINT64,
     Flag,
@@ -26,6 +26,7 @@ from pagedec.fields import (
     strict,
 )
 from pagedec.params import SamplingParams
+from pagedec.speculation import DRAFT_MODEL_FIELDS, SpeculationTable
 
 DEFAULT_MODEL = "smollm2"
 QUANTIZATIONS = ("int8",)
@@ -152,11 +153,17 @@ class SchedulerConfig:
         ),
     )
     speculative_config: dict[str, Any] | None = option(
-        None, Table('speculation, such as {"method": "ngram"}', optional=True, available=(None,))
+        None,
+        SpeculationTable(
+            'how requests draft, such as {"method": "ngram"} or {"model": "a smaller one"}; none: not at all',
+            optional=True,
+            of_engine=True,
+        ),
     )
 
     def __post_init__(self) -> None:
         check_fields(self)
+        draft_configs(self.speculative_config, ModelConfig(), CacheConfig())
 
 
 @strict
@@ -255,6 +262,30 @@ class EngineConfig:
         """The engine arguments that make an equal configuration."""
         groups = (getattr(self, name) for name in ENGINE_GROUPS)
         return {f.name: getattr(group, f.name) for group in groups for f in dataclasses.fields(group)}
+
+
+def draft_configs(
+    speculative_config: Mapping[str, Any] | None, model: ModelConfig, cache: CacheConfig
+) -> tuple[ModelConfig, CacheConfig]:
+    """The draft model and its KV pool: what `speculative_config` says of them; else the target's numbers, and no size.
+    Raises `InvalidArgument` about fields of `speculative_config`."""
+    table = speculative_config or {}
+    given = {name: table[name] for name in DRAFT_MODEL_FIELDS if name in table}
+    sizes = {name: given.pop(name) for name in POOL_SIZES if name in given}
+    same = {"dtype": model.dtype, "download_dir": model.download_dir, "seed": model.seed}
+    with within("speculative_config."):
+        return ModelConfig(**{**same, **given}), CacheConfig(block_size=cache.block_size, **sizes)
+
+
+def draft_config(config: EngineConfig) -> EngineConfig:
+    """The configuration of the draft model's lane."""
+    model, cache = draft_configs(config.scheduler.speculative_config, config.model, config.cache)
+    return dataclasses.replace(config, model=model, cache=cache)
+
+
+def names_draft_model(config: EngineConfig) -> bool:
+    """Whether there is a draft model."""
+    return "model" in (config.scheduler.speculative_config or {})
 
 
 def read_file(path: str | Path) -> Mapping[str, Any]:

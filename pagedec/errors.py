@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -69,6 +70,15 @@ class InvalidArgument(PagedecError):
 
     def __str__(self) -> str:
         return f"{self.field} is {shown(self.value)}: {self.limit}"
+
+
+@contextlib.contextmanager
+def within(prefix: str) -> Iterator[None]:
+    """Errors about a field are about `prefix` and the field."""
+    try:
+        yield
+    except InvalidArgument as error:
+        raise type(error)(f"{prefix}{error.field}", error.value, error.limit) from error.__cause__
 
 
 class FeatureNotAvailable(InvalidArgument):

@@ -28,6 +28,7 @@ from pagedec.fields import (
     rules,
     strict,
 )
+from pagedec.speculation import Speculation, SpeculationTable, speculation_of
 from pagedec.structured import StructuredOutputsParams
 
 MAX_SAMPLES = 16384
@@ -226,6 +227,14 @@ class SamplingParams(RequestParams):
     min_p: float = option(
         0.0, Number("drop tokens less probable than this share of the most probable one", low=0, high=1)
     )
+    speculative: dict[str, Any] | bool | None = option(
+        None,
+        SpeculationTable(
+            'how several tokens are drafted and verified in a step, such as {"method": "ngram"}; false: not at all; '
+            "none: as the engine's speculative_config says",
+            optional=True,
+        ),
+    )
 
     def __post_init__(self) -> None:
         RequestParams.__post_init__(
@@ -237,6 +246,11 @@ class SamplingParams(RequestParams):
     def num_answers(self) -> int:
         """How many answers a prompt gets."""
         return self.n
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """The way to draft that `speculative` names; None where it names none."""
+        return speculation_of(self.speculative) if isinstance(self.speculative, dict) else None
 
     @property
     def greedy(self) -> bool:

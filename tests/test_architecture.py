@@ -18,17 +18,18 @@ MAX_CPP_LINES = 500
 MAX_FUNCTION_LINES = 60
 CPP_SUFFIXES = {".cpp", ".h", ".cu", ".cuh"}
 
-VALUES = {"errors", "fields", "params", "inputs", "outputs", "structured"}
+VALUES = {"errors", "fields", "params", "inputs", "outputs", "speculation", "structured"}
 """Leaves that anyone may import: they hold values and know nothing of the rest."""
 CHAIN = ("engine", "executor", "runtime", "models", "kernels")
 """From left to right: each may import those to its right."""
 EXTRA: dict[str, set[str]] = {
     "errors": set(),
     "fields": set(),
-    "params": {"structured"},
+    "params": {"speculation", "structured"},
     "inputs": set(),
     "outputs": {"tree"},
     "tree": {"outputs"},
+    "speculation": set(),
     "structured": set(),
     "sampling_params": set(),
     "environment": set(),

@@ -134,7 +134,7 @@ def test_help_lists_what_this_version_has(command: list[str], capsys: pytest.Cap
     with pytest.raises(SystemExit):
         run(*command, "--help")
     shown = " ".join(capsys.readouterr().out.split())
-    for name in ("tensor-parallel-size", "speculative-config", "ray", "flash-attn", "xformers"):
+    for name in ("tensor-parallel-size", "ray", "flash-attn", "xformers"):
         assert name not in shown
     assert "--attention-backend {auto,native,reference}" in shown
     refused = {"chat": ("--n ", "--detokenize", "--skip-tokenizer-init"), "batch": ("--prompt-logprobs",)}
@@ -172,9 +172,7 @@ def test_help_says_how_a_text_is_written(command: str, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(
     ("flag", "value", "available"),
-    [("--executor", "ray", "inline, process"), ("--tensor-parallel-size", "2", "1"), ("--speculative-config",
-    '{"a": 1}',
-    "none"),
+    [("--executor", "ray", "inline, process"), ("--tensor-parallel-size", "2", "1"),
      ("--attention-backend", "xformers", "auto, native, reference")],
 )  # fmt: skip
 def test_what_help_does_not_list_is_refused_by_name(

@@ -36,7 +36,7 @@ WRONG = [
     *[("seed", value) for value in (-1, None, 2**64)],
 ]
 NOT_YET = [
-    ("speculative_config", {"method": "ngram"}),
+    ("speculative_config", {"method": "eagle"}),
     ("tensor_parallel_size", 2),
     ("executor", "ray"),
     ("attention_backend", "flash-attn"),
@@ -69,7 +69,9 @@ def test_wrong_value_names_field_value_and_limit(field: str, value: Any) -> None
 
 @pytest.mark.parametrize(("field", "value"), NOT_YET, ids=lambda value: str(value))
 def test_what_does_not_exist_yet_is_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(FeatureNotAvailable, match=f"^{field} is .*: not available in this version; available: "):
+    with pytest.raises(
+        FeatureNotAvailable, match=rf"^{field}(\.method)? is .*: not available in this version; available: "
+    ):
         EngineConfig.from_kwargs(**{field: value})
 
 
@@ -188,7 +190,7 @@ def test_a_file_is_as_strict_as_python(field: str, value: Any, tmp_path: Path) -
     file.write_text(f"{field} = {toml_value(value)}\n")
     with pytest.raises(InvalidArgument) as caught:
         EngineConfig.from_file(file)
-    assert caught.value.field == field
+    assert caught.value.field.partition(".")[0] == field
 
 
 @pytest.mark.parametrize(
@@ -221,7 +223,10 @@ def test_missing_file(tmp_path: Path) -> None:
         (("--dtype", "half"), "^dtype is 'half': must be one of auto, bfloat16, float32$"),
         (("--kv-cache-memory", "much"), "^kv_cache_memory is 'much': must be a number of bytes from "),
         (("--speculative-config", "{"), "^speculative_config is '{': must be a table of names and values"),
-        (("--speculative-config", '{"method": "ngram"}'), "^speculative_config is .*: not available in this version"),
+        (
+            ("--speculative-config", '{"method": "eagle"}'),
+            "^speculative_config.method is 'eagle': not available in this",
+        ),
         (("--no-such-flag", "1"), "^--no-such-flag is not a flag of test; see test --help$"),
         (("--max-num", "1"), "^--max-num is not a flag of test; did you mean --max-num-seqs"),
         (("--block-size",), "argument --block-size: expected one argument"),

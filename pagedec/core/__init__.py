@@ -5,8 +5,8 @@ To be read in this order; each file needs those before it, and few behind it:
 
 1. what is held: `block` (the pool), `table` (copy-on-write tables, and the copies that follow), `history` (accepted
    tokens as a trie)
-2. what is said: `draft`, `protocol` (queries, answers, verdicts, decoders), `stopping` and `stop_strings`,
-   `constraint`, `logits_rules`, `logprobs`
+2. what is said: `draft`, `protocol` (queries, answers, verdicts, decoders), `acceptance` (what became of drafts),
+   `stopping` and `stop_strings`, `constraint`, `logits_rules`, `logprobs`
 3. who runs: `request` (branches and requests), `limits` (what may be used, what is refused at the door)
 4. what a device sees: `forward` (a step as arrays), `wire` (as one buffer), `masking` (what follows it), `plan` (for
    whom), `layout` (how the arrays are made), `ranking` (those of a gang's best), `reading` (what comes back)

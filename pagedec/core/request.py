@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+from pagedec.core.acceptance import Acceptance
 from pagedec.core.constraint import Constraint
 from pagedec.core.history import History
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
@@ -105,10 +106,10 @@ class Request:
     num_preemptions: int = 0
     num_released_branches: int = 0
     """Idle branches that gave way, one by one; they come back by their pending chain."""
-    num_drafted_tokens: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    """Of what its decoder has proposed; what was forced is not among it."""
     num_forced_tokens: int = 0
     """Drafted tokens that its constraint left no choice about."""
-    num_accepted_tokens: int = 0
 
     @property
     def marks_rows(self) -> bool:

@@ -184,7 +184,7 @@ class Settler:
             raise RequestError(request.id, f"its decoder cannot advance: {error}") from error
         except Exception as error:
             raise RequestError(request.id, f"its decoder cannot advance: {error!r}") from error
-        request.num_accepted_tokens += sum(len(child.path) for child in verdict.live)
+        note_drafts(request, queries, answers, verdict)
         self._apply(request, evaluated, verdict, generation)
 
     def _answer_all(self, request: Request, works: Sequence[Work]) -> tuple[list[Query], list[Answer]]:
@@ -193,10 +193,6 @@ class Settler:
         for work in works:
             if asks is not work.asks or not work.shares_answer:
                 query, answer = self._answer(request, work)
-                request.num_drafted_tokens += len(answer.draft.tokens)
-                if request.forced is not None and answer.draft.tokens:
-                    is_forced = answer.draft.tokens == tuple(request.forced(work.branch))
-                    request.num_forced_tokens += len(answer.draft.tokens) if is_forced else 0
                 asks = work.asks
             else:
                 assert work.query is not None
@@ -350,6 +346,20 @@ def replayed(request: Request, tip: int, given_length: int, length: int) -> Any:
     for token in history.slice(tip, given_length, length):
         state = constraint.next(state, token)
     return state
+
+
+def note_drafts(request: Request, queries: Sequence[Query], answers: Sequence[Answer], verdict: Verdict) -> None:
+    """Count what became of each draft that was run: as forced, or as a guess that was taken so far."""
+    for query, answer in zip(queries, answers, strict=True):
+        draft = answer.draft
+        if not draft.tokens:
+            continue
+        forced = request.forced(query.branch) if request.forced is not None else ()
+        if draft.is_chain and draft.tokens == tuple(forced[: len(draft.tokens)]):
+            request.num_forced_tokens += len(draft.tokens)
+        else:
+            lengths = [len(child.path) for child in verdict.live if child.parent is query.branch]
+            request.acceptance.note(query, draft, lengths)
 
 
 def ranks_of(request: Request, verdict: Verdict) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 from pagedec.core.protocol import Decoder, DecoderContext
 from pagedec.errors import InvalidArgument, NotFound
 from pagedec.params import RequestParams
+from pagedec.speculation import Speculation
 
 
 class DecoderClass(Protocol):
@@ -19,21 +20,26 @@ class DecoderClass(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A decoder class under its name, and the parameters that ask for it."""
+    """A decoder class under its name, and what asks for it: a type of parameters, and a way to draft where it is for
+    requests that draft so."""
 
     name: str
     make: DecoderClass
     params: type[RequestParams]
+    speculation: type[Speculation] | None = None
 
 
+_Asked = tuple[type[Any], type[Speculation] | None]
 _by_name: dict[str, Registered] = {}
-_by_params: dict[type[Any], Registered] = {}
+_by_params: dict[_Asked, Registered] = {}
 _Class = TypeVar("_Class", bound=DecoderClass)
 
 
-def decoder(name: str, *, params: type[RequestParams]) -> Callable[[_Class], _Class]:
+def decoder(
+    name: str, *, params: type[RequestParams], speculation: type[Speculation] | None = None
+) -> Callable[[_Class], _Class]:
     """Register a class as the decoder `name`; requests whose parameters are of type `params`, a subclass of
-    `RequestParams`, use it.
+    `RequestParams`, use it. With `speculation`: those of them that draft in this way.
 
     Registering the same class again (a reloaded module) replaces it; another class under a taken name is refused.
     """
@@ -42,31 +48,43 @@ def decoder(name: str, *, params: type[RequestParams]) -> Callable[[_Class], _Cl
         raise InvalidArgument("params", params, "must be a subclass of RequestParams: what any request may ask for")
 
     def register(cls: _Class) -> _Class:
-        entry = Registered(name, cls, params)
-        for field, key, taken in (("name", name, _by_name.get(name)), ("params", params, _by_params.get(params))):
+        entry, asked = Registered(name, cls, params, speculation), (params, speculation)
+        for field, key, taken in (("name", name, _by_name.get(name)), ("params", params, _by_params.get(asked))):
             if taken is not None and _path(taken.make) != _path(cls):
                 raise InvalidArgument(field, key, f"must be new; it belongs to the decoder {taken.name!r}")
-        _by_name[name] = _by_params[params] = entry
+        _by_name[name] = _by_params[asked] = entry
         return cls
 
     return register
 
 
-def decoder_for(params: type[Any] | str) -> Registered:
-    """The decoder of this name or of this parameter type, subclasses included."""
+def decoder_for(params: type[Any] | str, speculation: type[Speculation] | None = None) -> Registered:
+    """The decoder of this name or of this parameter type, subclasses included. One that drafts as `speculation` says,
+    where there is one for these parameters; else the one that does not draft."""
     if isinstance(params, str):
         found = _by_name.get(params)
     else:
-        found = next((_by_params[base] for base in params.__mro__ if base in _by_params), None)
+        own = next((base for base in params.__mro__ if (base, None) in _by_params), None)
+        found = None if own is None else _by_params.get((own, speculation), _by_params[own, None])
     if found is None:
         known = ", ".join(f"{entry.name} ({entry.params.__name__})" for entry in _by_name.values())
         raise NotFound("decoder", params if isinstance(params, str) else params.__name__, f"known are {known}")
     return found
 
 
+def decoder_of(params: Any) -> Registered:
+    """The decoder of a request with these parameters. Raises `InvalidArgument` where it cannot draft as they say."""
+    speculation = getattr(params, "speculation", None)
+    found = decoder_for(type(params), type(speculation) if speculation is not None else None)
+    if speculation is not None and found.speculation is not type(speculation):
+        limit = f"must be None or False: the decoder {found.name} does not draft so"
+        raise InvalidArgument("speculative", params.speculative, limit)
+    return found
+
+
 def make_decoder(params: Any, context: DecoderContext) -> Decoder:
-    """A decoder for one request with these parameters."""
-    return decoder_for(type(params)).make(params, context)
+    """A decoder for one request with these parameters, as `decoder_of` finds it."""
+    return decoder_of(params).make(params, context)
 
 
 def _path(cls: Any) -> tuple[str, str]:

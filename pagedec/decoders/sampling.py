@@ -39,13 +39,21 @@ class Sampling(Decoder):
         self.sampler = sampler_of(params)
         self.width = params.n
         self.initial_state: State = tuple(range(params.n))
+        self._prompt: list[int] = []
         plain = type(self).propose is Sampling.propose and type(self).advance is Sampling.advance
         plain = plain and type(self).draft is Sampling.draft and type(self).learn is Sampling.learn
         self.plain_sampler = self.sampler if plain else None  # a subclass is asked
 
     def propose(self, branches: Sequence[Branch], room: int) -> Sequence[Query]:
-        """Every branch wants to advance."""
-        return [Query(branch, (Sample(self.sampler, branch.state),), self.draft(branch, room)) for branch in branches]
+        """Every branch wants to advance. What its constraint leaves no choice about is drafted first, alone."""
+        queries = []
+        for branch in branches:
+            draft: Draft | Roll = self.forced(branch, room)
+            if not draft.num_nodes:
+                draft = self.draft(branch, room)
+            room = max(0, room - draft.num_nodes)
+            queries.append(Query(branch, (Sample(self.sampler, branch.state),), draft))
+        return queries
 
     def advance(self, queries: Sequence[Query], answers: Sequence[Answer]) -> Verdict:
         """One child for each stream: the accepted path and the token drawn at its end."""
@@ -69,13 +77,27 @@ class Sampling(Decoder):
         return state[0]
 
     def draft(self, branch: Branch, room: int) -> Draft | Roll:
-        """What to propose behind `branch`. Must be a function of its history and of what was learned. By default, the
-        tokens that its constraint leaves no choice about."""
-        forced = self.context.forced(branch)
-        return Draft.chain(forced) if forced else EMPTY
+        """What to propose behind `branch`, in `room` rows, where its constraint leaves a choice. Must be a function of
+        its history and of what was learned."""
+        return EMPTY
 
     def learn(self, query: Query, answer: Answer) -> None:
         """Look at what the target drew at every node."""
+
+    # ---- what subclasses draft from
+    def forced(self, branch: Branch, room: int) -> Draft:
+        """The tokens that the branch's constraint leaves no choice about, as many as there are rows for."""
+        return Draft.chain(self.context.forced(branch)[: max(0, room)])
+
+    def left(self, branch: Branch) -> int:
+        """How many tokens ahead a draft is of use: behind them the answer has room for one more."""
+        return self.context.max_length - self.context.history.depth[branch.tip] - 1
+
+    def prompt(self, branch: Branch) -> list[int]:
+        """The prompt's tokens, which all branches have in common."""
+        if not self._prompt:
+            self._prompt = self.context.history.slice(branch.tip, 0, self.context.prompt_length)
+        return self._prompt
 
 
 def sampler_of(params: SamplingParams) -> Sampler:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from pagedec.constraints import Grammars, constraint_of
 from pagedec.core.checks import check_answers
@@ -17,14 +17,16 @@ from pagedec.core.plan import StepPlan
 from pagedec.core.protocol import Hypothesis, Verdict
 from pagedec.core.request import Ended, Event, Failed, Finished, Progress, Request, Settled, Waiting
 from pagedec.core.scheduler import Scheduler
-from pagedec.decoders.registry import decoder_for, make_decoder
+from pagedec.decoders.registry import decoder_for, decoder_of
 from pagedec.engine.options import DEFAULT_LOGPROBS, Vocabulary, check_reports, read_options
 from pagedec.engine.recovery import Recovery
+from pagedec.engine.speculating import check_speculation, with_speculation
 from pagedec.engine.stats import EngineStats
 from pagedec.errors import DeviceError, InvalidArgument, RequestError, Shown
 from pagedec.executor.base import Executor
 from pagedec.outputs import RequestMetrics
-from pagedec.params import RequestParams
+from pagedec.params import RequestParams, SamplingParams
+from pagedec.speculation import Speculation, speculation_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,8 @@ class Engine:
     """Steps requests of any registered decoder through one scheduler and one executor. Not thread-safe: its loop steps
     it.
 
-    Without a `vocabulary`, requests with stop strings or bad words are refused.
+    Without a `vocabulary`, requests with stop strings or bad words are refused. `speculative` is how requests draft
+    that say nothing of it.
     """
 
     def __init__(
@@ -94,9 +97,14 @@ class Engine:
         debug: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         vocabulary: Vocabulary | None = None,
+        speculative: dict[str, Any] | None = None,
     ) -> None:
         self.scheduler, self.executor, self.limits, self.vocabulary = scheduler, executor, limits, vocabulary
         self.seed, self.debug, self.stats, self.clock = seed, debug, EngineStats(), clock
+        self.speculative = speculative
+        self._has_draft_model = "draft" in scheduler.pools
+        if speculative is not None:
+            self._check_speculation(speculation_of(speculative), "speculative_config")
         self.num_unseeded = 0
         """Requests admitted without a seed of their own."""
         self._grammars = None if vocabulary is None else Grammars(limits.vocab_size, *vocabulary.words)
@@ -123,6 +131,10 @@ class Engine:
         for parameters that no decoder has registered.
         """
         decoder_for(type(params))  # before anything is read from what may be no parameters at all
+        params = with_speculation(params, self.speculative)
+        if isinstance(params, SamplingParams) and params.speculation is not None:
+            self._check_speculation(params.speculation, "speculative")
+        chosen = decoder_of(params)
         limit, limited_by = self._limit(prompt, params.max_tokens)
         limits = self.limits
         options = read_options(params, limits.vocab_size, limits.eos_token_ids, self.vocabulary)
@@ -132,7 +144,7 @@ class Engine:
         seeded = params if params.seed is not None else dataclasses.replace(params, seed=self._seed_of(ordinal))
         request = self.scheduler.admit(
             request_id,
-            lambda context: make_decoder(seeded, context),
+            lambda context: chosen.make(seeded, context),
             prompt,
             options.stopping,
             limit,
@@ -144,6 +156,8 @@ class Engine:
             constraint=constraint,
         )
         request.limited_by, request.max_time = limited_by, params.max_time
+        if request.plain is None:
+            request.acceptance.whole = self.stats.drafts_of(chosen.name)
         if params.seed is None:
             self.num_unseeded = ordinal + 1
         return request
@@ -229,6 +243,9 @@ class Engine:
         self.executor.stop()
 
     # ---- inside
+    def _check_speculation(self, speculation: Speculation, field: str) -> None:
+        check_speculation(speculation, field, self.limits.max_model_len, self._has_draft_model)
+
     def _conclude_overdue(self, now: float) -> list[Event]:
         """End the requests whose time is over, those that still wait too, with the answers that they have."""
         over = [request for request, deadline in self._deadlines.items() if deadline <= now]
@@ -316,8 +333,8 @@ class Engine:
             num_cached_tokens=request.num_cached_tokens,
             num_preemptions=request.num_preemptions,
             num_released_branches=request.num_released_branches,
-            num_draft_tokens=request.num_drafted_tokens,
-            num_accepted_tokens=request.num_accepted_tokens,
+            num_draft_tokens=request.acceptance.num_drafted,
+            num_accepted_tokens=request.acceptance.num_accepted,
         )
         self._forget(request)
         self.stats.num_finished += 1

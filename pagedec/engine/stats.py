@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from pagedec.core.acceptance import Acceptance
 
 
 @dataclass(slots=True)
@@ -42,3 +44,9 @@ class EngineStats:
     """Blocks that were copied so far: the last, partial one of who writes what it shares."""
     num_blocks_saved: int = 0
     """How many more would be used now if branches shared none."""
+    drafts: dict[str, Acceptance] = field(default_factory=dict)
+    """What became of drafts, by the name of the decoder that proposed them."""
+
+    def drafts_of(self, decoder: str) -> Acceptance:
+        """The counts of one decoder, which grow."""
+        return self.drafts.setdefault(decoder, Acceptance())

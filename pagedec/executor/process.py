@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from pagedec import errors
-from pagedec.config import EngineConfig
+from pagedec.config import POOL_SIZES, EngineConfig
 from pagedec.core.forward import NO_INTS, NO_MASKS, Answers, Forwards, MakeMasks, Rules
 from pagedec.core.wire import Step, awaits_rolled, pack_masks, pack_step, unpack_answers, unpack_rolled
 from pagedec.environment import worker_environment
@@ -49,6 +49,11 @@ class ProcessExecutor:
         pool = self.geometry.kv_cache
         cache = replace(config.cache, num_blocks=pool.num_blocks, kv_cache_memory=None, memory_utilization=None)
         self._config = replace(config, cache=cache)  # whoever follows has as many blocks
+        table, draft = config.scheduler.speculative_config, self.geometry.lanes.get("draft")
+        if table is not None and draft is not None:
+            own = {name: value for name, value in table.items() if name not in POOL_SIZES}
+            own["num_blocks"] = draft.num_blocks
+            self._config = replace(self._config, scheduler=replace(config.scheduler, speculative_config=own))
 
     @property
     def pid(self) -> int:

@@ -5,13 +5,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagedec.config import EngineConfig
+from pagedec.config import EngineConfig, draft_config, names_draft_model
+from pagedec.errors import within
 from pagedec.formats.resolve import is_hub_id, resolve_model, resolve_tokenizer
 
 
 def fetched(config: EngineConfig) -> EngineConfig:
     """The configuration with directories for the hub ids, where it says which revision or which folder. Raises
     `InvalidArgument` for a revision of what is no hub id, and for what the hub does not give."""
+    return _fetched_target(_fetched_draft(config))
+
+
+def _fetched_draft(config: EngineConfig) -> EngineConfig:
+    """The same of the draft model alone."""
+    own, table = draft_config(config).model, config.scheduler.speculative_config
+    if table is None or not names_draft_model(config) or (own.revision, own.download_dir) == (None, None):
+        return config
+    with within("speculative_config."):
+        place = resolve_model(own.model, own.load_format, own.revision, own.download_dir).config
+    without = {name: value for name, value in table.items() if name != "revision"}
+    if is_hub_id(own.model) and place is not None:
+        without["model"] = str(place.parent)
+    return replace(config, scheduler=replace(config.scheduler, speculative_config=without))
+
+
+def _fetched_target(config: EngineConfig) -> EngineConfig:
     given = config.model
     if (given.revision, given.tokenizer_revision, given.download_dir) == (None, None, None):
         return config

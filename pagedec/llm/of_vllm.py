@@ -204,7 +204,8 @@ NEUTRAL: dict[str, Rule] = {
 """Each with the reason why it changes nothing. Values are checked, so that a mistake is not missed."""
 LORA, _POOLING = "LoRA adapters are", "embeddings, classification and scores are"
 _PROCESSES, _OWN_CONFIG = "several processes or devices are", "changing a model's own configuration is"
-_STRUCTURED, _SPECULATION = "structured outputs by others than llguidance are", "speculation is"
+_STRUCTURED = "structured outputs by others than llguidance are"
+_SPECULATION = "speculation outside speculative_config is"
 ONLY: dict[str, Only] = {
     "task": Only((None, "auto", "generate"), _POOLING),
     "runner": Only(("auto", "generate"), _POOLING),

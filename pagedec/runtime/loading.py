@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from pagedec import environment
-from pagedec.config import POOL_SIZES, EngineConfig, ModelConfig, ParallelConfig
-from pagedec.errors import InvalidArgument, Shown, WeightsWarning
+from pagedec.config import POOL_SIZES, EngineConfig, ModelConfig, ParallelConfig, draft_config, names_draft_model
+from pagedec.errors import InvalidArgument, Shown, WeightsWarning, within
 from pagedec.formats.generation import read_end_ids
 from pagedec.formats.resolve import ModelFiles, resolve_model
 from pagedec.kernels.backend import Backend
@@ -57,12 +57,13 @@ def choose_backend(parallel: ParallelConfig, dtype: str, quantization: str | Non
     return ReferenceBackend(names.get(dtype, torch.float32), quantization)
 
 
-def load_model(config: ModelConfig, backend: Backend) -> LoadedModel:
-    """Resolve, check and load the weights of one model."""
+def load_model(config: ModelConfig, backend: Backend, longest: int | None = None) -> LoadedModel:
+    """Resolve, check and load the weights of one model. `longest`: tokens of a sequence that are enough where the
+    configuration says nothing."""
     files = resolve_model(config.model, config.load_format)
     arch = load_architecture(files, config.model_impl)
     limit = arch.max_position_embeddings
-    length = limit if config.max_model_len is None else config.max_model_len
+    length = min(limit, longest or limit) if config.max_model_len is None else config.max_model_len
     if length > limit:
         raise InvalidArgument("max_model_len", length, f"must be at most {limit}, the model's context")
     size, memory = weight_bytes(arch, backend), available_memory()
@@ -93,6 +94,17 @@ def lane_pool(loaded: LoadedModel, config: EngineConfig, taken: int = 0) -> KvPo
     return choose_pool(config.cache, size, loaded.max_model_len, config.scheduler.max_num_seqs, taken=taken)
 
 
+def draft_pool(draft: LoadedModel, config: EngineConfig, target: KvPool) -> KvPool:
+    """The size of the draft lane's cache by its own configuration; where that says nothing, as many blocks as the
+    target has, or fewer where they do not fit."""
+    pool = lane_pool(draft, config, target.num_bytes)
+    is_told = any(getattr(config.cache, name) is not None for name in POOL_SIZES)
+    if is_told or pool.num_blocks <= target.num_blocks:
+        return pool
+    num_bytes = pool.num_bytes // pool.num_blocks * target.num_blocks
+    return KvPool(target.num_blocks, pool.block_size, num_bytes, "as many blocks as the target has")
+
+
 def build_lane(
     loaded: LoadedModel, config: EngineConfig, pool: KvPool, debug: bool = False, vocab_size: int | None = None
 ) -> LaneRunner:
@@ -114,9 +126,11 @@ def build_worker(config: EngineConfig, loaded: LoadedModel, draft: LoadedModel |
     lanes = {"target": build_lane(loaded, config, pool, debug)}
     known = {"target": LaneGeometry(pool.num_blocks, loaded.arch.vocab_size, loaded.max_model_len)}
     if draft is not None:
-        draft_pool = lane_pool(draft, config, pool.num_bytes)
-        lanes["draft"] = build_lane(draft, config, draft_pool, debug, loaded.arch.vocab_size)
-        known["draft"] = LaneGeometry(draft_pool.num_blocks, draft.arch.vocab_size, draft.max_model_len)
+        own = draft_config(config)
+        with within("speculative_config."):
+            drafts = draft_pool(draft, own, pool)
+            lanes["draft"] = build_lane(draft, own, drafts, debug, loaded.arch.vocab_size)
+        known["draft"] = LaneGeometry(drafts.num_blocks, draft.arch.vocab_size, draft.max_model_len)
     backend = loaded.model.backend
     dtype, weights = str(backend.dtype).removeprefix("torch."), backend.quantization
     geometry = Geometry(known, pool, end_ids(loaded), backend.name, dtype, weights, torch.get_num_threads())
@@ -136,4 +150,16 @@ def load_worker(config: EngineConfig, rank: int = 0, world: int = 1) -> Worker:
     if (rank, world) != (0, 1):
         raise InvalidArgument("tensor_parallel_size", world, "must be 1 in this version")
     backend = choose_backend(config.parallel, config.model.dtype, config.model.quantization)
-    return build_worker(config, load_model(config.model, backend))
+    loaded = load_model(config.model, backend)
+    return build_worker(config, loaded, load_draft(config, loaded))
+
+
+def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | None:
+    """The model that speculative_config names, in numbers of its own; None where it names none. Raises errors about
+    speculative_config's fields."""
+    if not names_draft_model(config):
+        return None
+    own = draft_config(config).model
+    with within("speculative_config."):
+        backend = choose_backend(config.parallel, own.dtype, own.quantization)
+        return load_model(own, backend, target.max_model_len)

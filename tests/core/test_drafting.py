@@ -201,7 +201,7 @@ def test_a_draft_model_with_a_smaller_vocabulary() -> None:
     want = [case.add(roomy.scheduler) for case in (*cases, unknown)]
     roomy.run()
     assert [results(request) for request in requests] == [results(request) for request in want]
-    assert runner.num_rolled > 0 and requests[-1].num_drafted_tokens == 0
+    assert runner.num_rolled > 0 and requests[-1].acceptance.num_drafted == 0
 
 
 def test_a_roll_of_nothing_is_no_draft() -> None:
@@ -217,4 +217,4 @@ def test_a_roll_of_nothing_is_no_draft() -> None:
     )
     engine.scheduler.add(request)
     engine.run()
-    assert len(results(request)[0]) == 15 and request.num_drafted_tokens == 0
+    assert len(results(request)[0]) == 15 and request.acceptance.num_drafted == 0

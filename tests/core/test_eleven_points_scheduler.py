@@ -187,8 +187,8 @@ def test_08_a_draft_is_stripped_before_anybody_gives_way() -> None:
     while not request.closed:
         drafted += [len(work.draft.tokens) for work in execute(engine).works if isinstance(work.draft, Draft)]
     assert drafted[:2] == [0, 0] and 4 in drafted, "two rows, one of them of the younger request, then drafts"
-    assert young.closed and young.num_preemptions == 0 and request.num_accepted_tokens > 0
-    assert request.num_drafted_tokens == sum(drafted)
+    assert young.closed and young.num_preemptions == 0 and request.acceptance.num_accepted > 0
+    assert request.acceptance.num_drafted == sum(drafted)
     assert results(request) == world.want(2, [0], text)
 
 

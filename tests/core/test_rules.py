@@ -187,7 +187,7 @@ def test_reports_come_from_drafts_and_stops_cut_them() -> None:
         engine = FakeEngine(world.models, limits(40))
         requests = [case.add(engine.scheduler) for case in cases]
         engine.run()
-        accepted += sum(request.num_accepted_tokens for request in requests if request.reports is not None)
+        accepted += sum(request.acceptance.num_accepted for request in requests if request.reports is not None)
         for request in requests:
             for hypothesis in request.done:
                 strings += hypothesis.stop_string is not None

@@ -10,9 +10,10 @@ import pytest
 
 from pagedec.core.history import History
 from pagedec.core.protocol import DecoderContext
-from pagedec.decoders import Sampling, decoder, decoder_for, make_decoder, registry
+from pagedec.decoders import NGram, Sampling, decoder, decoder_for, make_decoder, registry
 from pagedec.errors import InvalidArgument, NotFound
 from pagedec.params import SamplingParams
+from pagedec.speculation import JacobiSpeculation, NGramSpeculation
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +66,24 @@ def test_a_reloaded_module_replaces_its_decoder() -> None:
     again: Any = type("Own", (Sampling,), {"__module__": Own.__module__, "__qualname__": Own.__qualname__})
     decoder("own", params=OwnParams)(again)
     assert decoder_for("own").make is again
+
+
+NGRAM = {"method": "ngram"}
+
+
+def test_the_way_to_draft_chooses_among_decoders_of_the_same_parameters() -> None:
+    assert type(make_decoder(SamplingParams(speculative=NGRAM), CONTEXT)) is NGram
+    assert type(make_decoder(SamplingParams(speculative=False), CONTEXT)) is Sampling
+    assert type(make_decoder(OwnParams(speculative=NGRAM), CONTEXT)) is NGram, "who adds nothing has what there is"
+    assert decoder_for(SamplingParams, NGramSpeculation).name == "ngram"
+    with pytest.raises(InvalidArgument, match="must be new; it belongs to the decoder 'ngram'"):
+        decoder("other", params=SamplingParams, speculation=NGramSpeculation)(Own)
+
+
+def test_a_decoder_of_one_s_own_does_not_draft_behind_one_s_back() -> None:
+    decoder("own", params=OwnParams)(Own)
+    assert decoder_for(OwnParams, NGramSpeculation).make is Own
+    with pytest.raises(InvalidArgument, match="^speculative is .*: must be None or False: the decoder own does not"):
+        make_decoder(OwnParams(speculative=NGRAM), CONTEXT)
+    decoder("own-jacobi", params=OwnParams, speculation=JacobiSpeculation)(Own)
+    assert decoder_for(OwnParams, JacobiSpeculation).name == "own-jacobi"

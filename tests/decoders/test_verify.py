@@ -37,3 +37,11 @@ def test_nothing_drafted() -> None:
 
 def test_the_first_of_equal_siblings_is_taken() -> None:
     assert match(Draft((5, 5, 6), (0, 0, 2)), [5, 1, 6, 0]) == ((1,), 1)
+
+
+def test_nodes_that_were_not_drawn_at_are_not_accepted() -> None:
+    """A window behind the guesses is evaluated, and not verified."""
+    draft = Draft((7, 8, 5, 6), (0, 1, 0, 3))
+    assert match(draft, [7, 8, 9]) == ((1, 2), 9)
+    assert match(draft, [5, 8, 9]) == ((), 5)
+    assert match(draft, [5, 8, 9, 6, 1]) == ((3, 4), 1)

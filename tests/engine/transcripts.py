@@ -205,8 +205,8 @@ def describe_event(event: Event) -> str:
         request = event.request
         return (
             f"{request.id} ended: {len(request.done)} answers, {request.num_cached_tokens} tokens cached,"
-            f" {request.num_preemptions} preemptions, {request.num_accepted_tokens} of {request.num_drafted_tokens} "
-            "accepted"
+            f" {request.num_preemptions} preemptions, {request.acceptance.num_accepted} of"
+            f" {request.acceptance.num_drafted} accepted"
         )
     if isinstance(event, Waiting):
         return f"{event.request.id} waits for its client"

@@ -15,10 +15,7 @@ from typing import Any
 from pagedec import InvalidArgument, SamplingParams, TokenTrie
 from pagedec.engine.engine import Engine, FinishedRequest
 from pagedec.params import BeamSearchParams
-from tests.algorithms.lookahead import LookaheadParams
-from tests.algorithms.ngram import NGramParams
 from tests.algorithms.random_tree import RandomTreeParams
-from tests.algorithms.speculative import SpeculativeParams
 from tests.equivalence.conftest import make_engine, vocabulary
 from tests.equivalence.harness import Case, prompts, run
 from tests.support import add
@@ -109,12 +106,20 @@ FEATURES = {
     "rules and reports, n = 3": Feature(params={**ALL_RULES, **SEEDED, "n": 3}, others=True),
     "rules and reports, preempted": Feature({"num_blocks": 14, "max_num_batched_tokens": 19}, ALL_RULES, True, True),
 }
+
+
+def drafting(**speculative: Any) -> SamplingParams:
+    """Greedy decoding that drafts."""
+    return SamplingParams(temperature=0, seed=0, max_tokens=MAX_TOKENS, speculative=speculative)
+
+
 DECODERS: dict[str, Any] = {
     "greedy and sampling": SamplingParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
-    "n-gram": NGramParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
+    "n-gram": drafting(method="ngram", num_candidates=3),
+    "lookahead": drafting(method="lookahead", window_size=4, ngram_size=3, num_guesses=4, pool_from_prompt=True),
+    "Jacobi": drafting(method="jacobi", num_speculative_tokens=6),
+    "draft model": drafting(method="draft_model", num_speculative_tokens=3),
     "random tree": RandomTreeParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
-    "lookahead": LookaheadParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
-    "draft model": SpeculativeParams(temperature=0, seed=0, max_tokens=MAX_TOKENS),
     "beam search": BeamSearchParams(beam_width=3, max_tokens=8, seed=0),
     "beam groups": BeamSearchParams(beam_width=4, num_beam_groups=2, diversity_penalty=0.5, max_tokens=8, seed=0),
     "beam sampling": BeamSearchParams(beam_width=3, do_sample=True, seed=0, max_tokens=8, hf_semantics="4.38"),
@@ -162,7 +167,7 @@ def alone(params: Any) -> FinishedRequest:
     itself."""
     if isinstance(params, SamplingParams):
         names = SamplingParams.__dataclass_fields__
-        params = SamplingParams(**{name: getattr(params, name) for name in names})
+        params = SamplingParams(**{name: getattr(params, name) for name in names} | {"speculative": None})
     key = repr(params)  # some hold a dict and have no hash
     if key not in _known:
         _known[key] = run(make_engine("tiny"), [Case("cell", PROMPT, params)]).finished["cell"]

@@ -25,6 +25,16 @@ from pagedec.runtime.cache import allocate_cache
 from pagedec.runtime.runner import LaneRunner
 from tests.support import add, step
 
+SPECULATIONS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "num_candidates": 3, "num_speculative_tokens": 4},
+    "lookahead": {"method": "lookahead", "window_size": 8, "ngram_size": 2, "num_guesses": 8},
+    "lookahead, from the prompt": {
+        "method": "lookahead", "window_size": 2, "ngram_size": 4, "num_guesses": 3, "pool_from_prompt": True,
+    },
+    "jacobi": {"method": "jacobi", "num_speculative_tokens": 7},
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
+}  # fmt: skip
+"""Every way to draft."""
 TRACED = 8  # log-probabilities recorded at each position: their bits are the row's bits
 TEXTS = [json.loads(line)["prompt"] for line in Path(__file__).parent.parent.joinpath("data/prompts.jsonl").open()]
 

@@ -16,26 +16,27 @@ from pagedec.core.protocol import Sampler
 from pagedec.engine.engine import Engine
 from tests.algorithms.beam import BeamParams, beam
 from tests.algorithms.interactive import Client, InteractiveParams, session
-from tests.algorithms.lookahead import LookaheadParams
-from tests.algorithms.ngram import NGramParams
 from tests.algorithms.oracle_tree import OracleTreeParams
 from tests.algorithms.random_tree import RandomTreeParams
-from tests.algorithms.speculative import SpeculativeParams
-from tests.equivalence.harness import Case, Scratch, prompts, run
+from tests.equivalence.harness import SPECULATIONS, Case, Scratch, prompts, run
 from tests.support import add
 
 Make = Callable[..., Engine]
 Plain = Callable[[Case], list[list[int]]]
 MAX_TOKENS = 10
 SESSION_ROOM = 24  # tokens a session's branch may have in all, its prompt included
-DRAFTING = (NGramParams, RandomTreeParams, LookaheadParams, SpeculativeParams)
+METHODS: dict[str, Callable[..., SamplingParams]] = {
+    "plain": SamplingParams,
+    "random tree": RandomTreeParams,
+    **{name: partial(SamplingParams, speculative=table) for name, table in SPECULATIONS.items()},
+}
 
 
-def sampled(i: int, method: type[SamplingParams], **more: object) -> SamplingParams:
+def sampled(i: int, method: Callable[..., SamplingParams]) -> SamplingParams:
     """Greedy, one seeded answer, or several, in turn."""
     if i % 3 == 0:
-        return method(temperature=0, seed=0, max_tokens=MAX_TOKENS, **more)
-    return method(temperature=0.8, seed=i, n=1 if i % 3 == 1 else 3, max_tokens=MAX_TOKENS, **more)
+        return method(temperature=0, seed=0, max_tokens=MAX_TOKENS)
+    return method(temperature=0.8, seed=i, n=1 if i % 3 == 1 else 3, max_tokens=MAX_TOKENS)
 
 
 def plain_params(params: SamplingParams) -> SamplingParams:
@@ -44,11 +45,11 @@ def plain_params(params: SamplingParams) -> SamplingParams:
 
 
 def lossless() -> list[Case]:
-    methods = [method for method in (SamplingParams, *DRAFTING) for _ in range(2)]
+    methods = [name for name in METHODS for _ in range(2)]
     texts = prompts(len(methods), 5, 40, seed=3)
     return [
-        Case(f"{method.__name__} {i}", text, sampled(i, method))
-        for i, (method, text) in enumerate(zip(methods, texts, strict=True))
+        Case(f"{name} {i}", text, sampled(i, METHODS[name]))
+        for i, (name, text) in enumerate(zip(methods, texts, strict=True))
     ]
 
 

@@ -22,8 +22,6 @@ from pagedec.kernels.library import EMULATED_ISA, loadable_isas
 from pagedec.models.buffers import READ_ROWS
 from pagedec.outputs import RequestOutput
 from tests.algorithms.beam import BeamParams
-from tests.algorithms.lookahead import LookaheadParams
-from tests.algorithms.ngram import NGramParams
 from tests.algorithms.random_tree import RandomTreeParams
 from tests.equivalence.conftest import GEMMA3, TINY
 
@@ -46,8 +44,9 @@ ASKS: tuple[Any, ...] = (
     SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=9, repetition_penalty=1.2),
     SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=2),
     SamplingParams(temperature=1.1, seed=5, max_tokens=20, top_p=0.9, min_p=0.01, no_repeat_ngram_size=2),
-    NGramParams(temperature=0, max_tokens=12),
-    LookaheadParams(temperature=0, max_tokens=12, columns=4, levels=3),
+    SamplingParams(temperature=0, max_tokens=12, speculative={"method": "ngram", "num_candidates": 4}),
+    SamplingParams(temperature=0.8, seed=2, max_tokens=12, speculative={"method": "lookahead", "window_size": 9}),
+    SamplingParams(temperature=0, max_tokens=12, n=2, speculative={"method": "jacobi"}),
     RandomTreeParams(temperature=0.7, seed=4, n=2, max_tokens=10),
     BeamParams(3, max_tokens=7),
     BeamParams(5, False, 0.5, max_tokens=5),
@@ -92,8 +91,8 @@ def cases(seed: int, count: int) -> list[Case]:
     return out
 
 
-def configuration(rng: random.Random) -> dict[str, Any]:
-    """An engine of any shape that can hold each request alone."""
+def configuration(rng: random.Random, directory: Path) -> dict[str, Any]:
+    """An engine of any shape that can hold each request alone, and in which those draft that say nothing of it."""
     size = rng.choice([8, 16, 32, 64])
     one = -(-CONTEXT // size) + 1
     return {
@@ -103,6 +102,15 @@ def configuration(rng: random.Random) -> dict[str, Any]:
         "max_num_seqs": rng.choice([5, READ_ROWS + 6, 256]),
         "num_threads": rng.choice([1, 2]),
         "enable_prefix_caching": rng.random() < 0.7,
+        "speculative_config": rng.choice(
+            [
+                None,
+                {"method": "ngram", "num_speculative_tokens": 9, "num_candidates": 3},
+                {"method": "lookahead", "window_size": 6, "ngram_size": 4, "num_guesses": 6},
+                {"model": str(directory), "load_format": "dummy", "max_model_len": rng.choice([64, CONTEXT])},
+                {"model": str(directory), "load_format": "dummy", "dtype": "bfloat16", "quantization": "int8"},
+            ]
+        ),
     }
 
 
@@ -168,7 +176,7 @@ def compare(
     num_preemptions = 0
     for _ in range(configurations):
         executor = rng.choice(executors) if len(executors) > 1 else executors[0]
-        arguments = configuration(rng) | {"executor": executor}
+        arguments = configuration(rng, directory) | {"executor": executor}
         llm = load(directory, numbers, **arguments)
         for again in range(2):
             for i, output in enumerate(crowd(llm, work, rng)):

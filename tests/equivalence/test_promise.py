@@ -14,11 +14,8 @@ from pagedec import SamplingParams
 from pagedec.core.protocol import DecoderContext
 from pagedec.decoders import Sampling, decoder
 from pagedec.engine.engine import Engine
-from tests.algorithms.lookahead import LookaheadParams
-from tests.algorithms.ngram import NGramParams
 from tests.algorithms.random_tree import RandomTreeParams
-from tests.algorithms.speculative import SpeculativeParams
-from tests.equivalence.harness import Case, Outcome, prompts, run, traced
+from tests.equivalence.harness import SPECULATIONS, Case, Outcome, prompts, run, traced
 
 Make = Callable[..., Engine]
 
@@ -113,11 +110,13 @@ def test_four_samples_equal_their_streams_alone(engine: Make) -> None:
     assert trace == together.params.trace
 
 
-@pytest.mark.parametrize("method", [NGramParams, RandomTreeParams, LookaheadParams, SpeculativeParams])
-def test_speculated_equals_not(engine: Make, method: type[SamplingParams]) -> None:
+@pytest.mark.parametrize("method", [*SPECULATIONS, "a random tree"])
+def test_speculated_equals_not(engine: Make, method: str) -> None:
     def drafted(case: Case) -> Case:
-        p = case.params.inner
-        params = method(n=p.n, temperature=p.temperature, top_p=p.top_p, seed=p.seed, max_tokens=24)
+        params = replace(case.params.inner, speculative=SPECULATIONS.get(method))
+        if method not in SPECULATIONS:
+            p = case.params.inner
+            params = RandomTreeParams(n=p.n, temperature=p.temperature, top_p=p.top_p, seed=p.seed, max_tokens=24)
         return Case(case.name, case.prompt, traced(params))
 
     plain = [fresh(case, max_tokens=24) for case in cases(6, 10, 70)]

@@ -18,13 +18,10 @@ from pagedec.core.logprobs import TokenLogprobs
 from pagedec.decoders.sampling import sampler_of
 from pagedec.engine.engine import Engine
 from pagedec.engine.options import read_options
-from tests.algorithms.lookahead import LookaheadParams
-from tests.algorithms.ngram import NGramParams
 from tests.algorithms.random_tree import RandomTreeParams
-from tests.algorithms.speculative import SpeculativeParams
 from tests.core.oracle import process
 from tests.equivalence.conftest import vocabulary
-from tests.equivalence.harness import Case, Scratch, prompts, run
+from tests.equivalence.harness import SPECULATIONS, Case, Scratch, prompts, run
 
 Make = Callable[..., Engine]
 PROMPTS = prompts(4, 12, 24, seed=31)
@@ -60,14 +57,16 @@ def loop(scratch: Scratch, prompt: Sequence[int], params: SamplingParams) -> tup
 
 def test_ruled_sampling_is_a_loop_over_whole_texts(engine: Make, scratch: Scratch) -> None:
     """All of it bitwise, from a batch under preemption, with and without drafts."""
-    methods = (SamplingParams, NGramParams, RandomTreeParams, LookaheadParams, SpeculativeParams)
+    methods = ("plain", "random tree", *SPECULATIONS)
     cases, want = [], {}
     for i, (prompt, params) in enumerate(zip(PROMPTS, RULES, strict=True)):
         params = replace(params, ignore_eos=True)
         expected = loop(scratch, prompt, params)
         for method in methods if i in (1, 2) else methods[: 1 + i]:
-            name = f"{method.__name__} {i}"
-            cases.append(Case(name, prompt, method(**{f: getattr(params, f) for f in params.__dataclass_fields__})))
+            name, own = f"{method} {i}", replace(params, speculative=SPECULATIONS.get(method))
+            if method == "random tree":
+                own = RandomTreeParams(**{field: getattr(params, field) for field in params.__dataclass_fields__})
+            cases.append(Case(name, prompt, own))
             want[name] = expected
     outcome = run(engine(num_blocks=9, max_num_batched_tokens=40), cases, random.Random(3))
     assert outcome.num_preemptions > 2 and outcome.num_accepted > 0

@@ -1,0 +1,158 @@
+"""Speculation on a Spec-Bench file: each method against plain decoding, in alternating runs over the same prompts.
+
+    python benchmarks/speculative.py questions.jsonl [--methods ngram lookahead jacobi] [--batch 1 8 32]
+        [--categories rag summarization] [--prompts 8] [--max-tokens 128] [--rounds 5] [--sampled] [--draft-model PATH]
+
+The file has a line for each question, with its "category" and its "turns", of which the first is asked through the
+model's chat template. A method is a name, or a table such as '{"method": "ngram", "num_candidates": 3}'. One run gives
+all prompts of a category to the engine, `batch` at a time, prompts included; "ratio" is the plain run's time over the
+method's of the same round, "plain/plain" what that varies by from one plain run to the next. "tokens a step" is what a
+sequence gains in a step in which it decodes, "places" the share of drafts that were taken up to their first, second
+and further tokens. All answers are compared with the plain ones: another token ends the benchmark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import heading, interleave, ratio, self_spread, table
+
+from pagedec import LLM, RequestOutput, SamplingParams
+
+PLACES = 6
+"""Places of a draft that are shown."""
+
+
+@dataclass
+class Run:
+    """What the last run of a contestant did."""
+
+    outputs: list[RequestOutput]
+    num_steps: int
+    places: list[float]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(answer.token_ids) for output in self.outputs for answer in output.outputs)
+
+    @property
+    def tokens_a_step(self) -> float:
+        """Each accepted token saves its sequence a step."""
+        accepted = sum(output.metrics.num_accepted_tokens for output in self.outputs if output.metrics is not None)
+        return self.num_tokens / (self.num_tokens - accepted)
+
+
+class Contest:
+    """One engine, and runs of one category's prompts through it."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        draft = None if arguments.draft_model is None else {"model": arguments.draft_model}
+        self.llm = LLM(
+            enable_prefix_caching=False, max_num_seqs=64, max_model_len=4096, speculative_config=draft,
+            quantization=arguments.quantization,
+        )  # fmt: skip
+        self.max_tokens = arguments.max_tokens
+        self.runs: dict[str, Run] = {}
+
+    def contestant(
+        self, name: str, prompts: list[list[int]], batch: int, speculative: dict[str, Any] | bool, sampled: bool
+    ) -> Callable[[], None]:
+        """A run: all prompts, `batch` at a time."""
+        own = {"temperature": 0.7, "top_p": 0.95} if sampled else {"temperature": 0.0}
+        params = [
+            SamplingParams(max_tokens=self.max_tokens, seed=i, speculative=speculative, **own)
+            for i in range(len(prompts))
+        ]
+
+        def run() -> None:
+            stats, outputs = self.llm.engine.stats, []
+            steps = stats.num_steps
+            stats.drafts.clear()
+            for i in range(0, len(prompts), batch):
+                outputs += self.llm.generate(prompts[i : i + batch], params[i : i + batch], use_tqdm=False)
+            counts = next((own for own in stats.drafts.values() if own.num_drafts), None)
+            places = [] if counts is None else [a / d for a, d in zip(counts.accepted, counts.drafted, strict=True)]
+            self.runs[name] = Run(outputs, stats.num_steps - steps, places)
+            plain = self.runs["plain"].outputs
+            for one, other in zip(outputs, plain, strict=True):
+                assert [a.token_ids for a in one.outputs] == [a.token_ids for a in other.outputs], (
+                    f"{name}: other tokens"
+                )
+
+        return run
+
+    def prompt(self, question: str) -> list[int]:
+        tokenizer = self.llm.get_tokenizer()
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
+        return list(ids)[: 4096 - self.max_tokens]
+
+
+def read_questions(path: Path, categories: list[str] | None, most: int) -> dict[str, list[str]]:
+    """The first turns by category, at most `most` of each."""
+    found: dict[str, list[str]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if categories is None or record["category"] in categories:
+            found.setdefault(record["category"], []).append(record["turns"][0])
+    return {category: questions[:most] for category, questions in found.items()}
+
+
+def method_of(text: str) -> tuple[str, dict[str, Any]]:
+    """A method's name as it is shown, and its table."""
+    own = json.loads(text) if text.startswith("{") else {"method": text}
+    numbers = " ".join(str(value) for name, value in own.items() if name != "method")
+    return f"{own['method']} {numbers}".strip(), own
+
+
+def measure(contest: Contest, prompts: list[list[int]], batch: int, sampled: bool, given: argparse.Namespace) -> None:
+    """One table: every method against plain decoding."""
+    methods = [method_of(text) for text in given.methods]
+    contestants = {"plain": contest.contestant("plain", prompts, batch, False, sampled)}
+    contestants |= {name: contest.contestant(name, prompts, batch, own, sampled) for name, own in methods}
+    timings = interleave(contestants, given.rounds, warmup=1)
+    plain, rows = timings["plain"], []
+    for name, timing in timings.items():
+        run = contest.runs[name]
+        value, spread = ratio(plain, timing)
+        shown = " ".join(f"{place:.2f}" for place in run.places[:PLACES])
+        speed = run.num_tokens / timing.median
+        rows.append(
+            [name, run.num_tokens, run.num_steps, f"{run.tokens_a_step:.2f}", f"{speed:.0f}",
+             f"{value:.2f} +- {spread:.2f}", shown]
+        )  # fmt: skip
+    columns = ["method", "tokens", "target steps", "tokens a step", "tokens/s", "ratio", "places"]
+    table(columns, [list(row) for row in rows])
+    print(f"plain/plain varies by {self_spread(plain):.2f}\n", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("questions", type=Path)
+    parser.add_argument("--methods", nargs="+", default=["ngram", "lookahead", "jacobi"])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--categories", nargs="+")
+    parser.add_argument("--prompts", type=int, default=8, help="most prompts of a category")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sampled", action="store_true", help="seeded sampling at 0.7 besides greedy decoding")
+    parser.add_argument("--draft-model", help="for the method draft_model")
+    parser.add_argument("--quantization", choices=["int8"])
+    given = parser.parse_args()
+    heading("Speculation")
+    contest = Contest(given)
+    for category, questions in read_questions(given.questions, given.categories, given.prompts).items():
+        prompts = [contest.prompt(question) for question in questions]
+        for batch in given.batch:
+            for sampled in (False, True) if given.sampled else (False,):
+                kind = "sampled" if sampled else "greedy"
+                print(f"### {category}, batch {batch}, {kind}, {len(prompts)} prompts\n")
+                measure(contest, prompts, batch, sampled, given)
+
+
+if __name__ == "__main__":
+    main()

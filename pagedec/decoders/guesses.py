@@ -1,0 +1,53 @@
+"""Drafts that grow: several guesses of what comes next, whose common beginnings are one node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from pagedec.core.draft import EMPTY, Draft
+
+
+class Tree:
+    """A draft in the making, of at most `most` nodes."""
+
+    __slots__ = ("_child", "_parents", "_tokens", "most")
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._child: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def add(self, token: int, parent: int) -> int:
+        """One more node, whether there is an equal one or not."""
+        self._tokens.append(token)
+        self._parents.append(parent)
+        return len(self._tokens)
+
+    def grow(self, tokens: Iterable[int], node: int = 0) -> int:
+        """Continue `node` by `tokens` as far as there is room; nodes that are there are used. How many were new."""
+        before = len(self._tokens)
+        for token in tokens:
+            child = self._child.get((node, token))
+            if child is None:
+                if len(self._tokens) >= self.most:
+                    break
+                child = self._child[node, token] = self.add(token, node)
+            node = child
+        return len(self._tokens) - before
+
+    def draft(self) -> Draft:
+        return Draft(tuple(self._tokens), tuple(self._parents)) if self._tokens else EMPTY
+
+
+def arbitrary(prompt: Sequence[int], count: int, name: int) -> list[int]:
+    """`count` tokens of the prompt at random: where an iteration starts from. Equal names give equal tokens."""
+    if count <= 0:
+        return []
+    places = np.random.default_rng(name).integers(len(prompt), size=count)
+    return [prompt[place] for place in places.tolist()]

@@ -1,0 +1,127 @@
+"""Prompt lookup: where the text ended as it ends now, it went on in some way; that is the draft. It needs no model."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import islice
+
+from pagedec.core.draft import Draft
+from pagedec.core.history import History
+from pagedec.core.protocol import DecoderContext
+from pagedec.core.request import Branch
+from pagedec.decoders.guesses import Tree
+from pagedec.decoders.registry import decoder
+from pagedec.decoders.sampling import Sampling
+from pagedec.params import SamplingParams
+from pagedec.speculation import NGramSpeculation
+
+PLACES = 8
+"""Places looked at for each candidate: what goes on alike everywhere must not be searched without end."""
+
+
+class NGramIndex:
+    """Where n-grams of `low` to `high` tokens were followed by more, in all sequences of a history. Each token is read
+    once; where sequences part, each goes on in a part of its own, and what is before is shared."""
+
+    __slots__ = ("_high", "_history", "_low", "_part_of")
+
+    def __init__(self, history: History, low: int, high: int) -> None:
+        self._history, self._low, self._high = history, low, high
+        self._part_of: dict[int, _Part] = {0: _Part(None, 0, [])}  # by history node
+
+    def continuations(self, tip: int, count: int) -> Iterator[list[int]]:
+        """What followed the last tokens of `tip` before in its own text, `count` tokens each: of the longest equal ends
+        first, of these the latest first. What reaches the text's end goes on with itself."""
+        part, length = self._read(tip), self._history.depth[tip]
+        for size in range(min(self._high, length - 1), self._low - 1, -1):
+            for place in part.places(part.gram(length, size), length):
+                followed = part.tokens(place, min(place + count, length))
+                for i in range(count - len(followed)):
+                    followed.append(followed[i])
+                yield followed
+
+    def _read(self, tip: int) -> _Part:
+        """The part in which `tip` is, with all tokens up to there in it."""
+        history, missing, node = self._history, [], tip
+        while node not in self._part_of:
+            missing.append(node)
+            node = history.parent[node]
+        part = self._part_of[node]
+        for new in reversed(missing):
+            length = history.depth[node]
+            if length != part.end:  # another sequence has gone on from there
+                part = _Part(part, length, part.tokens(max(0, length - self._high), length))
+            part.append(history.token[new], self._low, self._high)
+            self._part_of[new] = part
+            node = new
+        return part
+
+
+class _Part:
+    """A stretch of one sequence, from its token `start` on, behind the part `before`."""
+
+    __slots__ = ("_behind", "_first", "_text", "before", "start")
+
+    def __init__(self, before: _Part | None, start: int, context: list[int]) -> None:
+        """`context`: the last tokens before it."""
+        self.before, self.start = before, start
+        self._text, self._first = context, start - len(context)
+        self._behind: dict[tuple[int, ...], list[int]] = {}  # n-gram: places of the tokens behind it, ascending
+
+    @property
+    def end(self) -> int:
+        return self._first + len(self._text)
+
+    def append(self, token: int, low: int, high: int) -> None:
+        place, last = self.end, len(self._text)
+        for size in range(low, min(high, place) + 1):
+            self._behind.setdefault(tuple(self._text[last - size :]), []).append(place)
+        self._text.append(token)
+
+    def gram(self, length: int, size: int) -> tuple[int, ...]:
+        """The last `size` of the first `length` tokens."""
+        stop = length - self._first
+        return tuple(self._text[stop - size : stop])
+
+    def tokens(self, begin: int, stop: int) -> list[int]:
+        """Tokens `begin` to `stop` of the sequence that the part stands in."""
+        part, pieces = self, []
+        while begin < part._first and part.before is not None:
+            pieces.append(part._text[part.start - part._first : max(0, stop - part._first)])
+            part, stop = part.before, min(stop, part.start)
+        pieces.append(part._text[begin - part._first : stop - part._first])
+        return [token for piece in reversed(pieces) for token in piece]
+
+    def places(self, gram: tuple[int, ...], length: int) -> Iterator[int]:
+        """Where tokens behind `gram` stand among the first `length`, the last first."""
+        part: _Part | None = self
+        while part is not None:
+            known = part._behind.get(gram, [])
+            for i in range(bisect_left(known, length) - 1, -1, -1):
+                yield known[i]
+            length, part = part.start, part.before
+
+
+@decoder("ngram", params=SamplingParams, speculation=NGramSpeculation)
+class NGram(Sampling):
+    """Drafts what followed the last tokens before, up to `num_candidates` different continuations as one tree."""
+
+    def __init__(self, params: SamplingParams, context: DecoderContext) -> None:
+        super().__init__(params, context)
+        settings = params.speculation
+        assert isinstance(settings, NGramSpeculation) and settings.prompt_lookup_max is not None
+        self.settings = settings
+        self.index = NGramIndex(context.history, settings.prompt_lookup_min, settings.prompt_lookup_max)
+
+    def draft(self, branch: Branch, room: int) -> Draft:
+        """Equal beginnings are drafted once; a continuation that another one begins with is none of its own."""
+        tree, left = Tree(room), self.settings.num_candidates
+        count = min(self.settings.num_speculative_tokens, self.left(branch))
+        if count < 1 or room < 1:
+            return tree.draft()
+        for tokens in islice(self.index.continuations(branch.tip, count), PLACES * left):
+            left -= tree.grow(tokens) > 0
+            if not left or len(tree) == room:
+                break
+        return tree.draft()

@@ -1,0 +1,176 @@
+"""Ways to draft: what the engine's `speculative_config` and a request's `speculative` may say. Names follow vLLM where
+it has them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pagedec.errors import FeatureNotAvailable, InvalidArgument, within
+from pagedec.fields import Flag, Integer, Rule, check_fields, check_names, option, rules
+
+DRAFT_MODEL_FIELDS = (
+    "model",
+    "revision",
+    "load_format",
+    "dtype",
+    "model_impl",
+    "quantization",
+    "max_model_len",
+    "num_blocks",
+    "kv_cache_memory",
+)
+"""Which model drafts, in which numbers, with how much KV: engine arguments of its own, by the same names."""
+MODEL_NAMES = {"ngram": "ngram", "[ngram]": "ngram"}
+"""Names in place of a model that mean a method, as in older versions of vLLM."""
+NEUTRAL: dict[str, Rule] = {
+    "draft_tensor_parallel_size": Integer("one device holds a model", choices=(1,), optional=True),
+    "enforce_eager": Flag("there are no graphs to capture", optional=True),
+    "disable_log_stats": Flag("nothing is logged", optional=True),
+    "disable_padded_drafter_batch": Flag("drafts are not padded", optional=True),
+}
+"""vLLM's fields that change nothing here."""
+ELSEWHERE = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "suffix")
+"""vLLM's methods that there are not."""
+MOST = 1024
+"""Of every number: far more than pays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """A way to draft, with its numbers. Raises `InvalidArgument` for one that it may not have."""
+
+    method: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def reach(self) -> dict[str, int]:
+        """How many tokens ahead each field makes it draft."""
+        return {name: getattr(self, name) for name in rules(type(self)) if name == "num_speculative_tokens"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NGramSpeculation(Speculation):
+    """Prompt lookup: go on as the text went on before, where it ended alike."""
+
+    method = "ngram"
+    num_speculative_tokens: int = option(5, Integer("tokens of a candidate", low=1, high=MOST))
+    prompt_lookup_max: int | None = option(
+        None, Integer("most last tokens that must be alike; none: 4, or prompt_lookup_min", 1, MOST, optional=True)
+    )
+    prompt_lookup_min: int = option(1, Integer("fewest last tokens that must be alike", low=1, high=MOST))
+    num_candidates: int = option(1, Integer("continuations that are drafted together, as a tree", low=1, high=MOST))
+
+    def __post_init__(self) -> None:
+        Speculation.__post_init__(self)
+        if self.prompt_lookup_max is None:
+            object.__setattr__(self, "prompt_lookup_max", max(4, self.prompt_lookup_min))
+        elif self.prompt_lookup_min > self.prompt_lookup_max:
+            limit = f"must be at most prompt_lookup_max, which is {self.prompt_lookup_max}"
+            raise InvalidArgument("prompt_lookup_min", self.prompt_lookup_min, limit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookaheadSpeculation(Speculation):
+    """Lookahead decoding (Fu et al. 2024): n-grams from a window of parallel Jacobi iterations, verified beside it."""
+
+    method = "lookahead"
+    window_size: int = option(15, Integer("W, columns of the window; 0: no window", high=MOST))
+    ngram_size: int = option(5, Integer("N, tokens of an n-gram: the one it follows, and N - 1 guessed", 2, MOST))
+    num_guesses: int = option(15, Integer("G, most guesses that are kept and verified for a token; 0: none", high=MOST))
+    pool_from_prompt: bool = option(False, Flag("take guesses from the prompt and the answer, too"))
+
+    @property
+    def reach(self) -> dict[str, int]:
+        """The window's last column, and the longest guess."""
+        return {"window_size": self.window_size, "ngram_size": self.ngram_size - 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JacobiSpeculation(Speculation):
+    """Jacobi decoding: a row of guesses, each replaced in each step by what the model draws before it."""
+
+    method = "jacobi"
+    num_speculative_tokens: int = option(8, Integer("guesses of the row", low=1, high=MOST))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModelSpeculation(Speculation):
+    """A smaller model, which the engine's `speculative_config` names, drafts with the target's own noise."""
+
+    method = "draft_model"
+    num_speculative_tokens: int = option(5, Integer("tokens that are rolled out in a step", low=1, high=MOST))
+
+
+METHODS: dict[str, type[Speculation]] = {
+    kind.method: kind for kind in (NGramSpeculation, LookaheadSpeculation, JacobiSpeculation, DraftModelSpeculation)
+}
+
+
+def speculation_of(table: Mapping[str, Any]) -> Speculation:
+    """The way to draft that a checked table names."""
+    kind = METHODS[table["method"]]
+    return kind(**{name: table[name] for name in rules(kind) if name in table})
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationTable(Rule):
+    """A table that names a method and its numbers. As text: a JSON object. `of_engine`: it may name a draft model, and
+    False is none."""
+
+    of_engine: bool = False
+    metavar = "JSON"
+
+    @property
+    def limit(self) -> str:
+        off = "" if self.of_engine else "False, or "
+        return f'{off}a table of names and values, on the command line a JSON object such as {{"method": "ngram"}}'
+
+    def accept(self, value: object) -> Any:
+        if value is False and not self.of_engine:
+            return False
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            raise TypeError
+        return dict(value)
+
+    def read(self, text: str) -> object:
+        return json.loads(text)
+
+    def check(self, name: str, value: object) -> Any:
+        accepted = Rule.check(self, name, value)
+        if not isinstance(accepted, dict):
+            return accepted
+        with within(f"{name}."):
+            return self._checked(accepted)
+
+    def _checked(self, table: dict[str, Any]) -> dict[str, Any]:
+        """The table with its method, and without what is None or changes nothing. Raises errors about its fields."""
+        model = table.get("model")
+        if isinstance(model, str) and model in MODEL_NAMES:
+            table["method"] = table.get("method") or MODEL_NAMES[table.pop("model")]
+            model = None
+        if table.get("method") is None and model is not None:
+            table["method"] = DraftModelSpeculation.method
+        method = table.get("method")
+        if method in ELSEWHERE:
+            limit = f"not available in this version; available: {', '.join(METHODS)}"
+            raise FeatureNotAvailable("method", method, limit)
+        if not isinstance(method, str) or method not in METHODS:
+            raise InvalidArgument("method", method, f"must be one of {', '.join(METHODS)}")
+        kind, of_model = METHODS[method], DRAFT_MODEL_FIELDS if method == DraftModelSpeculation.method else ()
+        known = ("method", *rules(kind), *(of_model if self.of_engine else ()), *NEUTRAL)
+        if not self.of_engine:
+            for name in (name for name in table if name in of_model):
+                raise InvalidArgument(name, table[name], "must be in the engine's speculative_config, not a request's")
+        check_names(f"the method {method}", table, known, table)
+        for name, rule in NEUTRAL.items():
+            rule.check(name, table.pop(name, None))
+        if self.of_engine and of_model and model is None:
+            raise InvalidArgument("model", None, "must name the model that drafts")
+        kept = {name: value for name, value in table.items() if value is not None}
+        kind(**{name: kept[name] for name in rules(kind) if name in kept})
+        return kept
