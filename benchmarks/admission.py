@@ -101,10 +101,18 @@ def main() -> None:
             times = {name: Timing(tuple(one.seconds for one in found)) for name, found in results.items()}
             for name, found in results.items():
                 middle, spread = ratio(times[name], times["whose prompt fits"])
-                lines.append([
-                    kind, share, name, f"{found[0].num_rows / needed.num_rows:.2f}", max(found[0].preemptions),
-                    sum(found[0].preemptions), f"{tokens / times[name].median:.0f}", f"{middle:.2f} ± {spread:.2f}",
-                ])  # fmt: skip
+                lines.append(
+                    [
+                        kind,
+                        share,
+                        name,
+                        f"{found[0].num_rows / needed.num_rows:.2f}",
+                        max(found[0].preemptions),
+                        sum(found[0].preemptions),
+                        f"{tokens / times[name].median:.0f}",
+                        f"{middle:.2f} ± {spread:.2f}",
+                    ]
+                )
     columns = [
         "job",
         "share of blocks",

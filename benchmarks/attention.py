@@ -83,17 +83,27 @@ class Ours:
         self.tables = case.tables()
         self.shape = AttnShape(Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK, int(Dtype.BF16), 0, HEAD_DIM**-0.5, 0.0)
         self.batch = AttnBatch(
-            case.num_branches, rows, self.indptr.ctypes.data, self.kv_len.ctypes.data, self.tables.ctypes.data, None,
-            self.tables.shape[1], 1,
-        )  # fmt: skip
+            case.num_branches,
+            rows,
+            self.indptr.ctypes.data,
+            self.kv_len.ctypes.data,
+            self.tables.ctypes.data,
+            None,
+            self.tables.shape[1],
+            1,
+        )
         self.replan()
         self.records = [
             AttentionArgs(
-                self.num_rows.ctypes.data, self.plan.handle, self.q.data_ptr(), layer[0].data_ptr(),
-                layer[1].data_ptr(), self.out.data_ptr(),
+                self.num_rows.ctypes.data,
+                self.plan.handle,
+                self.q.data_ptr(),
+                layer[0].data_ptr(),
+                layer[1].data_ptr(),
+                self.out.data_ptr(),
             )
             for layer in self.cache
-        ]  # fmt: skip
+        ]
 
     def replan(self) -> None:
         self.context.plan(self.plan, self.shape, self.batch)

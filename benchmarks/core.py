@@ -79,9 +79,13 @@ def answers(plan: StepPlan, rng: np.random.Generator) -> dict[str, LaneAnswers]:
 def sampling(history: int, num_requests: int, array_settle: bool, repeats: int) -> None:
     """Steady decoding of one branch a request."""
     limits = SchedulerLimits(
-        num_blocks={"target": num_requests * (history // BLOCK + 40)}, vocab_size=VOCABULARY, block_size=BLOCK,
-        max_num_batched_tokens=8192, max_blocks_per_table=512, array_settle=array_settle,
-    )  # fmt: skip
+        num_blocks={"target": num_requests * (history // BLOCK + 40)},
+        vocab_size=VOCABULARY,
+        block_size=BLOCK,
+        max_num_batched_tokens=8192,
+        max_blocks_per_table=512,
+        array_settle=array_settle,
+    )
     scheduler = Scheduler(limits)
     rng = np.random.default_rng(0)
     stopping = Stopping((2,), (7,), max_tokens=600)

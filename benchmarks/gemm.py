@@ -53,11 +53,21 @@ class Layers:
             following = sizes[i + 1] if i + 1 < len(sizes) else 0
             records.append(
                 GemmArgs(
-                    self.rows.data_ptr(), self.x[k].data_ptr(), address, None, self.y[n].data_ptr(), n, k,
-                    int(self.code), int(self.code), int(Epilogue.STORE), int(quantization),
-                    address + size if following else None, following,
+                    self.rows.data_ptr(),
+                    self.x[k].data_ptr(),
+                    address,
+                    None,
+                    self.y[n].data_ptr(),
+                    n,
+                    k,
+                    int(self.code),
+                    int(self.code),
+                    int(Epilogue.STORE),
+                    int(quantization),
+                    address + size if following else None,
+                    following,
                 )
-            )  # fmt: skip
+            )
         self.program = OpList(records)
         reorder = torch.ops.mkldnn._reorder_linear_weight  # a copy for each layer, or torch would read from cache
         self.torch_weights = [reorder(weights[shape], 16) for shape in shapes]

@@ -53,9 +53,12 @@ class Contest:
     def __init__(self, arguments: argparse.Namespace) -> None:
         draft = None if arguments.draft_model is None else {"model": arguments.draft_model}
         self.llm = LLM(
-            enable_prefix_caching=False, max_num_seqs=64, max_model_len=4096, speculative_config=draft,
+            enable_prefix_caching=False,
+            max_num_seqs=64,
+            max_model_len=4096,
+            speculative_config=draft,
             quantization=arguments.quantization,
-        )  # fmt: skip
+        )
         self.max_tokens = arguments.max_tokens
         self.runs: dict[str, Run] = {}
 
@@ -122,9 +125,16 @@ def measure(contest: Contest, prompts: list[list[int]], batch: int, sampled: boo
         shown = " ".join(f"{place:.2f}" for place in run.places[:PLACES])
         speed = run.num_tokens / timing.median
         rows.append(
-            [name, run.num_tokens, run.num_steps, f"{run.tokens_a_step:.2f}", f"{speed:.0f}",
-             f"{value:.2f} +- {spread:.2f}", shown]
-        )  # fmt: skip
+            [
+                name,
+                run.num_tokens,
+                run.num_steps,
+                f"{run.tokens_a_step:.2f}",
+                f"{speed:.0f}",
+                f"{value:.2f} +- {spread:.2f}",
+                shown,
+            ]
+        )
     columns = ["method", "tokens", "target steps", "tokens a step", "tokens/s", "ratio", "places"]
     table(columns, [list(row) for row in rows])
     print(f"plain/plain varies by {self_spread(plain):.2f}\n", flush=True)

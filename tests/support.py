@@ -79,10 +79,16 @@ def all_logits(model: Model, tokens: Sequence[int], chunk: int = READ_ROWS) -> t
         slots = (table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE).astype(np.int32)
         runner.execute(
             LaneForward(
-                "target", piece, at, slots, np.array([0, n], np.int32), np.array([end], np.int32), table[None],
+                "target",
+                piece,
+                at,
+                slots,
+                np.array([0, n], np.int32),
+                np.array([end], np.int32),
+                table[None],
                 read_rows=np.arange(n, dtype=np.int32),
             )
-        )  # fmt: skip
+        )
         pieces.append(runner.buffers.logits[:n].clone())
     return torch.cat(pieces)
 

@@ -31,9 +31,14 @@ class Terminal:
         fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         streams = {"stdin": inner, "stdout": inner, "stderr": inner} | redirected
         self.process = subprocess.Popen(
-            command, cwd=SOURCES, env=os.environ | {"TERM": term}, start_new_session=True, **streams,
-            preexec_fn=lambda: fcntl.ioctl(inner, termios.TIOCSCTTY, 0), pass_fds=(inner,),
-        )  # fmt: skip
+            command,
+            cwd=SOURCES,
+            env=os.environ | {"TERM": term},
+            start_new_session=True,
+            **streams,
+            preexec_fn=lambda: fcntl.ioctl(inner, termios.TIOCSCTTY, 0),
+            pass_fds=(inner,),
+        )
         os.close(inner)
         self.shown = ""
         """All that was shown so far, line ends as they are in a file."""

@@ -113,9 +113,16 @@ def test_generate_passes_every_argument_on(stand_in: type[StandIn]) -> None:
     assert run("generate", "a", "--stop-token-ids", "3,4", "--progress", *flags.split(), *engine.split()) == 0
     [call] = stand_in.calls
     assert call["params"] == SamplingParams(
-        temperature=0.5, top_k=4, top_p=0.9, min_p=0.1, seed=7, max_tokens=9, min_tokens=2, ignore_eos=True,
+        temperature=0.5,
+        top_k=4,
+        top_p=0.9,
+        min_p=0.1,
+        seed=7,
+        max_tokens=9,
+        min_tokens=2,
+        ignore_eos=True,
         stop_token_ids=[3, 4],
-    )  # fmt: skip
+    )
     given = {name: call["engine"][name] for name in ("model", "dtype", "block_size", "kv_cache_memory")}
     assert given == {"model": "m", "dtype": "float32", "block_size": 32, "kv_cache_memory": 2**20}
     assert call["engine"]["enable_prefix_caching"] is False

@@ -69,10 +69,22 @@ def test_flags_are_the_parameters(stand_in: type[StandIn]) -> None:
         "--repetition-penalty 1.5 --logprobs 2 --max-time 7.5"
     )
     assert params_of(*flags.split(), "--stop", "END") == BeamSearchParams(
-        beam_width=6, num_return_sequences=2, length_penalty=-0.5, early_stopping="never", num_beam_groups=3,
-        diversity_penalty=0.25, hf_semantics="4.38", max_tokens=9, min_tokens=2, ignore_eos=True, stop_token_ids=[3],
-        repetition_penalty=1.5, logprobs=2, max_time=7.5, stop=["END"],
-    )  # fmt: skip
+        beam_width=6,
+        num_return_sequences=2,
+        length_penalty=-0.5,
+        early_stopping="never",
+        num_beam_groups=3,
+        diversity_penalty=0.25,
+        hf_semantics="4.38",
+        max_tokens=9,
+        min_tokens=2,
+        ignore_eos=True,
+        stop_token_ids=[3],
+        repetition_penalty=1.5,
+        logprobs=2,
+        max_time=7.5,
+        stop=["END"],
+    )
     assert params_of("--beam-width", "4", "--early-stopping", "true") == BeamSearchParams(
         beam_width=4, early_stopping=True, max_tokens=128
     )

@@ -94,26 +94,45 @@ class Program(Protocol):
     how many rows of the buffers count in a step."""
 
     def embed(
-        self, rows: torch.Tensor, token_ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor,
-        slots: torch.Tensor, token_plane: torch.Tensor, scale: float = 1.0,
-        positions: torch.Tensor | None = None, position_table: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        rows: torch.Tensor,
+        token_ids: torch.Tensor,
+        table: torch.Tensor,
+        out: torch.Tensor,
+        slots: torch.Tensor,
+        token_plane: torch.Tensor,
+        scale: float = 1.0,
+        positions: torch.Tensor | None = None,
+        position_table: torch.Tensor | None = None,
+    ) -> None:
         """out fp32 [rows, dim] = table[token_ids] * scale, plus position_table[positions] where they are given (both in
         the backend's dtype); and the ids into the token plane at `slots`, where one is not negative."""
 
     def rms_norm(
-        self, rows: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float,
-        row_ids: torch.Tensor | None = None, add: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        rows: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        eps: float,
+        row_ids: torch.Tensor | None = None,
+        add: bool = False,
+    ) -> None:
         """RMS norm over x fp32 [*, dim], of the rows `row_ids` where given; out [rows, dim] in the backend's dtype.
 
         With `add`, out is fp32 and is added to: a norm behind a block, into the residual stream.
         """
 
     def layer_norm(
-        self, rows: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor,
-        eps: float, row_ids: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        rows: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        eps: float,
+        row_ids: torch.Tensor | None = None,
+    ) -> None:
         """Layer norm over x fp32 [*, dim], weight and bias fp32 [dim]; the rest as in `rms_norm`."""
 
     def soft_cap(self, rows: torch.Tensor, x: torch.Tensor, cap: float) -> None:
@@ -124,9 +143,17 @@ class Program(Protocol):
     ) -> None: ...
 
     def rope_kv_write(
-        self, rows: torch.Tensor, qkv: torch.Tensor, q: torch.Tensor, cache: CacheTensors, layer: int,
-        positions: torch.Tensor, slots: torch.Tensor, rope: Rope, norms: HeadNorms = NO_NORMS,
-    ) -> None: ...  # fmt: skip
+        self,
+        rows: torch.Tensor,
+        qkv: torch.Tensor,
+        q: torch.Tensor,
+        cache: CacheTensors,
+        layer: int,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        rope: Rope,
+        norms: HeadNorms = NO_NORMS,
+    ) -> None: ...
 
     def attention(
         self, rows: torch.Tensor, plan: Any, q: torch.Tensor, cache: CacheTensors, layer: int, out: torch.Tensor

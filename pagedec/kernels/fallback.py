@@ -51,23 +51,41 @@ class ReferenceProgram:
         self._kernels: list[Callable[[], None]] = []
 
     def embed(
-        self, rows: torch.Tensor, token_ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor,
-        slots: torch.Tensor, token_plane: torch.Tensor, scale: float = 1.0,
-        positions: torch.Tensor | None = None, position_table: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        rows: torch.Tensor,
+        token_ids: torch.Tensor,
+        table: torch.Tensor,
+        out: torch.Tensor,
+        slots: torch.Tensor,
+        token_plane: torch.Tensor,
+        scale: float = 1.0,
+        positions: torch.Tensor | None = None,
+        position_table: torch.Tensor | None = None,
+    ) -> None:
         def run() -> None:
             n = int(rows)
             out[:n] = reference.embed(
-                token_ids[:n], table, scale, slots=slots[:n], token_plane=token_plane,
-                positions=None if positions is None else positions[:n], position_table=position_table,
-            )  # fmt: skip
+                token_ids[:n],
+                table,
+                scale,
+                slots=slots[:n],
+                token_plane=token_plane,
+                positions=None if positions is None else positions[:n],
+                position_table=position_table,
+            )
 
         self._kernels.append(run)
 
     def rms_norm(
-        self, rows: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float,
-        row_ids: torch.Tensor | None = None, add: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        rows: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        eps: float,
+        row_ids: torch.Tensor | None = None,
+        add: bool = False,
+    ) -> None:
         def run() -> None:
             n = int(rows)
             chosen = x[:n] if row_ids is None else x[row_ids[:n].long()]
@@ -78,9 +96,15 @@ class ReferenceProgram:
         self._kernels.append(run)
 
     def layer_norm(
-        self, rows: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor,
-        eps: float, row_ids: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        rows: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        eps: float,
+        row_ids: torch.Tensor | None = None,
+    ) -> None:
         def run() -> None:
             n = int(rows)
             chosen = x[:n] if row_ids is None else x[row_ids[:n].long()]
@@ -97,9 +121,13 @@ class ReferenceProgram:
         self._kernels.append(run)
 
     def linear(
-        self, rows: torch.Tensor, x: torch.Tensor, weight: TorchPackedLinear | Int8Linear, y: torch.Tensor,
+        self,
+        rows: torch.Tensor,
+        x: torch.Tensor,
+        weight: TorchPackedLinear | Int8Linear,
+        y: torch.Tensor,
         epilogue: Epilogue = Epilogue.STORE,
-    ) -> None:  # fmt: skip
+    ) -> None:
         def run() -> None:
             n = int(rows)
             product = weight(x[:n])
@@ -116,9 +144,17 @@ class ReferenceProgram:
         self._kernels.append(run)
 
     def rope_kv_write(
-        self, rows: torch.Tensor, qkv: torch.Tensor, q: torch.Tensor, cache: CacheTensors, layer: int,
-        positions: torch.Tensor, slots: torch.Tensor, rope: Rope, norms: HeadNorms = NO_NORMS,
-    ) -> None:  # fmt: skip
+        self,
+        rows: torch.Tensor,
+        qkv: torch.Tensor,
+        q: torch.Tensor,
+        cache: CacheTensors,
+        layer: int,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        rope: Rope,
+        norms: HeadNorms = NO_NORMS,
+    ) -> None:
         shape = reference.RopeShape(
             q.shape[1] // cache.head_dim, cache.num_kv_heads, cache.head_dim, rope.interleaved, norms[2]
         )
@@ -126,16 +162,28 @@ class ReferenceProgram:
         def run() -> None:
             n = int(rows)
             q[:n] = reference.rope_kv_write(
-                qkv[:n], cache.k[layer], cache.v[layer], positions[:n], slots[:n], shape,
-                cos_sin=rope.cos_sin, q_norm=norms[0], k_norm=norms[1],
-            )  # fmt: skip
+                qkv[:n],
+                cache.k[layer],
+                cache.v[layer],
+                positions[:n],
+                slots[:n],
+                shape,
+                cos_sin=rope.cos_sin,
+                q_norm=norms[0],
+                k_norm=norms[1],
+            )
 
         self._kernels.append(run)
 
     def attention(
-        self, rows: torch.Tensor, plan: ReferencePlan, q: torch.Tensor, cache: CacheTensors, layer: int,
+        self,
+        rows: torch.Tensor,
+        plan: ReferencePlan,
+        q: torch.Tensor,
+        cache: CacheTensors,
+        layer: int,
         out: torch.Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         def run() -> None:
             n = int(rows)
             out[:n] = plan.attend(q[:n], cache.k[layer], cache.v[layer]).flatten(1).to(out.dtype)
@@ -203,9 +251,15 @@ class ReferenceBackend(HostBackend):
         for i in range(picked.start, picked.stop):
             row, branch = int(processing.rows[i]), int(processing.branches[i])
             history = reference_processing.history(
-                int(forward.read_rows[row]), branch, forward.row_indptr, forward.kv_len, forward.block_table,
-                forward.parents, cache.tokens.numpy(), cache.block_size,
-            )  # fmt: skip
+                int(forward.read_rows[row]),
+                branch,
+                forward.row_indptr,
+                forward.kv_len,
+                forward.block_table,
+                forward.parents,
+                cache.tokens.numpy(),
+                cache.block_size,
+            )
             reference_processing.process(
                 logits.numpy()[row - start],
                 history,

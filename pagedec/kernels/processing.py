@@ -51,11 +51,20 @@ def flatten(rules: LogitsRules, vocab_size: int) -> FlatRules:
     word_indptr = np.cumsum(lengths, dtype=np.int32)
     bias_values = np.array([_finite("logit_bias", value) for _, value in rules.logit_bias], np.float32)
     record = Rules(
-        None if flat is None else flat.ctypes.data, word_indptr.ctypes.data, word_tokens.ctypes.data,
-        bias_tokens.ctypes.data, bias_values.ctypes.data, -1 if flat is None else len(flat), len(rules.bad_words),
-        len(bias_tokens), rules.no_repeat_ngram_size, rules.repetition_penalty, rules.frequency_penalty,
-        rules.presence_penalty, 0,
-    )  # fmt: skip
+        None if flat is None else flat.ctypes.data,
+        word_indptr.ctypes.data,
+        word_tokens.ctypes.data,
+        bias_tokens.ctypes.data,
+        bias_values.ctypes.data,
+        -1 if flat is None else len(flat),
+        len(rules.bad_words),
+        len(bias_tokens),
+        rules.no_repeat_ngram_size,
+        rules.repetition_penalty,
+        rules.frequency_penalty,
+        rules.presence_penalty,
+        0,
+    )
     return FlatRules(rules, flat, word_indptr, word_tokens, bias_tokens, bias_values, bytes(record))
 
 

@@ -17,12 +17,18 @@ def empty_report(forward: LaneForward) -> Reported | None:
     total, num_given = int(forward.report.num_top.sum()), len(forward.report.given_rows)
     topk = (len(forward.topk_rows), forward.topk_k)
     return Reported(
-        np.empty(total, np.int32), np.empty(total, np.float32), np.empty(num_given, np.float32), np.empty(num_given,
-        np.int32),
-        np.zeros(len(forward.draws), np.float32), np.zeros(len(forward.draws), np.int32), np.zeros(topk, np.float32),
-        np.zeros(topk, np.int32), np.zeros(len(forward.logprob_rows), np.int32),
-        np.empty(0, np.float32), np.empty(0, np.int32),
-    )  # fmt: skip
+        np.empty(total, np.int32),
+        np.empty(total, np.float32),
+        np.empty(num_given, np.float32),
+        np.empty(num_given, np.int32),
+        np.zeros(len(forward.draws), np.float32),
+        np.zeros(len(forward.draws), np.int32),
+        np.zeros(topk, np.float32),
+        np.zeros(topk, np.int32),
+        np.zeros(len(forward.logprob_rows), np.int32),
+        np.empty(0, np.float32),
+        np.empty(0, np.int32),
+    )
 
 
 class RawRows:

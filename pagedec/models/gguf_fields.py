@@ -64,14 +64,15 @@ def _rope_scaling(fields: GgufFields) -> RopeScaling | None:
 def _yarn(fields: GgufFields) -> RopeScaling:
     factor = fields.number("rope.scaling.factor")
     return RopeScaling(
-        "yarn", factor,
+        "yarn",
+        factor,
         original_max_position_embeddings=fields.integer(
             "rope.scaling.original_context_length", fields.integer("context_length")
         ),
         attention_factor=fields.number("rope.scaling.attn_factor", 1.0) * yarn_attention(factor),
         beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
-    )  # fmt: skip
+    )
 
 
 def _longrope(fields: GgufFields, short: Sequence[float], long: Sequence[float]) -> RopeScaling:
@@ -79,7 +80,10 @@ def _longrope(fields: GgufFields, short: Sequence[float], long: Sequence[float])
     original = fields.integer("rope.scaling.original_context_length", context)
     factor = context / original
     return RopeScaling(
-        "longrope", factor, original_max_position_embeddings=original, factors=tuple(short),
-        long_factors=tuple(long), attention_factor=fields.number("rope.scaling.attn_factor", longrope_attention(factor,
-        original)),
-    )  # fmt: skip
+        "longrope",
+        factor,
+        original_max_position_embeddings=original,
+        factors=tuple(short),
+        long_factors=tuple(long),
+        attention_factor=fields.number("rope.scaling.attn_factor", longrope_attention(factor, original)),
+    )

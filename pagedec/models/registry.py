@@ -106,9 +106,14 @@ def load_architecture(files: ModelFiles, model_impl: str = "auto") -> Architectu
 def open_model_weights(arch: Architecture, files: ModelFiles, dtype: torch.dtype, seed: int = 0) -> WeightSource:
     """Open the weights that the architecture needs; raise ModelFileError where the files hold others."""
     return open_weights(
-        files, arch.weight_shapes(), dtype, arch.optional_weights(), seed, renamed=arch.renamed,
+        files,
+        arch.weight_shapes(),
+        dtype,
+        arch.optional_weights(),
+        seed,
+        renamed=arch.renamed,
         norm_value=1.0 - arch.norm_offset,
-    )  # fmt: skip
+    )
 
 
 def as_stored(arch: Architecture, source: WeightSource) -> Architecture:

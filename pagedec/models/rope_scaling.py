@@ -99,9 +99,13 @@ def _longrope(parameters: Mapping[str, Any], max_position: int, original: Any) -
     if attention is None:
         attention = longrope_attention(factor, original)
     return RopeScaling(
-        "longrope", factor, original_max_position_embeddings=original, factors=tuple(short), long_factors=tuple(long),
+        "longrope",
+        factor,
+        original_max_position_embeddings=original,
+        factors=tuple(short),
+        long_factors=tuple(long),
         attention_factor=attention,
-    )  # fmt: skip
+    )
 
 
 def yarn_attention(factor: float, mscale: float = 1.0) -> float:
@@ -125,10 +129,14 @@ def _yarn(parameters: Mapping[str, Any], max_position: int, original: Any) -> Ro
             attention = yarn_attention(factor, scales[0]) / yarn_attention(factor, scales[1])  # type: ignore[arg-type]
     truncate = parameters.get("truncate")
     return RopeScaling(
-        "yarn", factor, original_max_position_embeddings=original, attention_factor=attention,
-        beta_fast=parameters.get("beta_fast") or 32.0, beta_slow=parameters.get("beta_slow") or 1.0,
+        "yarn",
+        factor,
+        original_max_position_embeddings=original,
+        attention_factor=attention,
+        beta_fast=parameters.get("beta_fast") or 32.0,
+        beta_slow=parameters.get("beta_slow") or 1.0,
         truncate=True if truncate is None else truncate,
-    )  # fmt: skip
+    )
 
 
 def rope_scaling_from_hf(parameters: Mapping[str, Any], max_position: Any, original: Any = None) -> RopeScaling | None:

@@ -108,11 +108,16 @@ class Transformer(RecordedModel):
         scale = arch.head_dim**-0.5 if arch.query_scale is None else arch.query_scale
         return tuple(
             AttentionShape(
-                arch.num_attention_heads, arch.num_kv_heads, arch.head_dim, block_size, scale, window,
+                arch.num_attention_heads,
+                arch.num_kv_heads,
+                arch.head_dim,
+                block_size,
+                scale,
+                window,
                 arch.attention_soft_cap,
             )
             for window in self.windows
-        )  # fmt: skip
+        )
 
     def buffers(self, max_rows: int) -> StepBuffers:
         return StepBuffers(self.arch, max_rows, self.backend, padded_width(self.arch.intermediate_size))

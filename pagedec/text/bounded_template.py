@@ -269,8 +269,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             for name, function in list(table.items()):
                 table[name] = _bounded("" if name == "string" and table is self.filters else name, function)
         self.filters |= {
-            "_turns": turns, "_body": _body, "_concat": _concat, "_read": read, "_made": made, "_sliced": _sliced
-        }  # fmt: skip
+            "_turns": turns,
+            "_body": _body,
+            "_concat": _concat,
+            "_read": read,
+            "_made": made,
+            "_sliced": _sliced,
+        }
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
         """A further filter, charged like the others."""

@@ -102,8 +102,11 @@ def _compiled(text: str) -> jinja2.Template:
     )
     environment.add_filter("tojson", _as_json)
     environment.globals |= {
-        "raise_exception": _refuse, "strftime_now": _now, "dict": _new_dict, "namespace": _Namespace
-    }  # fmt: skip
+        "raise_exception": _refuse,
+        "strftime_now": _now,
+        "dict": _new_dict,
+        "namespace": _Namespace,
+    }
     try:
         with spending(Budget()):
             return environment.from_string(text)

@@ -140,9 +140,15 @@ class Tokenizer:
     ) -> str | list[int]:
         """Return a conversation's prompt: its token ids, or with `tokenize` False its text. See `render_chat`."""
         text = render_chat(
-            self, conversation, add_generation_prompt=add_generation_prompt, tools=tools, documents=documents,
-            continue_final_message=continue_final_message, chat_template=chat_template, template_kwargs=template_kwargs,
-        )  # fmt: skip
+            self,
+            conversation,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            documents=documents,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            template_kwargs=template_kwargs,
+        )
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def check_length(self, text: str, max_tokens: int, field: str = "prompt") -> None:

@@ -39,9 +39,7 @@ def test_a_job_and_then_nothing_to_do(flags: list[str], tmp_path: Path, capsys: 
     usages = [record["response"]["body"]["usage"] for record in read_output(out)[:2]]
     assert [usage["completion_tokens"] for usage in usages] == [2, 5]
     assert run(source, out, "--max-tokens", "2", "--temperature", "0", *flags) == 0
-    assert capsys.readouterr().err == (
-        f"pagedec: nothing to do: all 3 lines are answered in {out}, 1 with errors\n"
-    )  # fmt: skip
+    assert capsys.readouterr().err == (f"pagedec: nothing to do: all 3 lines are answered in {out}, 1 with errors\n")
     assert run(source, out, "--max-tokens", "3", "--temperature", "0", *flags) == main.USER_ERROR
     err = capsys.readouterr().err
     assert "was begun with another model, seed or other sampling parameters" in err and len(err.splitlines()) == 1
@@ -66,9 +64,14 @@ def test_somebody_else_s_file_is_not_written_over(
 
 @pytest.mark.parametrize(("flag", "bar", "lines"), [([], 0, 1), (["--progress"], 1, 0), (["--no-progress"], 0, 0)])
 def test_a_log_gets_lines_and_a_bar_if_asked_for(
-    flag: list[str], bar: int, lines: int, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    flag: list[str],
+    bar: int,
+    lines: int,
+    flags: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(progress, "REPORT_SECONDS", 0.0)
     source = write_input(tmp_path / "in", [request("a", prompt="x", max_tokens=2)])
     assert run(source, tmp_path / "out", *flag, *flags) == 0

@@ -38,9 +38,7 @@ def mixed(count: int) -> list[Any]:
 
 def mended(lines: list[Any]) -> list[Any]:
     """The same lines, and good ones in the places of all bad ones but the last."""
-    return [
-        request(f"mended {i}", prompt=f"line {i}") if line in BAD[:-1] else line for i, line in enumerate(lines)
-    ]  # fmt: skip
+    return [request(f"mended {i}", prompt=f"line {i}") if line in BAD[:-1] else line for i, line in enumerate(lines)]
 
 
 def failed(path: Path) -> list[int]:

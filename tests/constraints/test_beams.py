@@ -70,9 +70,13 @@ def test_narrow_searches_return_what_the_catalogue_has(
     for i in range(12):
         tries.append(random_trie(rng, 60, 5))
         own = BeamSearchParams(
-            beam_width=4, num_beam_groups=groups, max_tokens=5, token_trie=TokenTrie(tries[-1]), seed=i,
+            beam_width=4,
+            num_beam_groups=groups,
+            max_tokens=5,
+            token_trie=TokenTrie(tries[-1]),
+            seed=i,
             diversity_penalty=0.5 * (groups > 1),
-        )  # fmt: skip
+        )
         cases.append(Case(f"{i}", tuple(rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 140))), own))
     alone = {case.name: run(engine, [case]).finished[case.name].answers for case in cases}
     crowd = run(engine, cases, random.Random(1) if disturbed else None).finished
@@ -98,23 +102,35 @@ def test_a_function_of_the_text_as_transformers(tiny: tuple[Watched, Engine]) ->
         penalty = rng.choice([0.0, 0.7, 1.0])
         model.gap, ids = float("inf"), torch.tensor([prompt])
         config = GenerationConfig(
-            num_beams=max(width, 2), num_return_sequences=width, max_new_tokens=7, do_sample=False,
-            length_penalty=penalty, pad_token_id=VOCAB - 1, eos_token_id=None, return_dict_in_generate=True,
+            num_beams=max(width, 2),
+            num_return_sequences=width,
+            max_new_tokens=7,
+            do_sample=False,
+            length_penalty=penalty,
+            pad_token_id=VOCAB - 1,
+            eos_token_id=None,
+            return_dict_in_generate=True,
             output_scores=True,
-        )  # fmt: skip
+        )
         model.generation_config.eos_token_id = None
         with torch.no_grad():
             out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), generation_config=config,
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=config,
                 prefix_allowed_tokens_fn=lambda _, text: allowed(text.tolist()),
-            )  # fmt: skip
+            )
         if model.gap < GAP:
             continue
         compared += 1
         own = BeamSearchParams(
-            beam_width=max(width, 2), num_return_sequences=width, max_tokens=7, length_penalty=penalty,
-            allowed_tokens_fn=allowed, ignore_eos=True,
-        )  # fmt: skip
+            beam_width=max(width, 2),
+            num_return_sequences=width,
+            max_tokens=7,
+            length_penalty=penalty,
+            allowed_tokens_fn=allowed,
+            ignore_eos=True,
+        )
         answers = run(engine, [Case("beams", tuple(prompt), own)]).finished["beams"].answers
         assert [answer.token_ids for answer in answers] == out.sequences[:, len(prompt) :].tolist()
         assert [answer.score for answer in answers] == pytest.approx(out.sequences_scores.tolist(), abs=1e-5)

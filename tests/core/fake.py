@@ -315,12 +315,13 @@ def _report(forward: LaneForward, raw: list[Sequence[float]], answers: LaneAnswe
     return Reported(
         np.array([token for top in tops for token in top.top_ids], np.int32),
         np.array([value for top in tops for value in top.top_logprobs], np.float32),
-        *_split(given), *_split(draws),
+        *_split(given),
+        *_split(draws),
         np.array([[value for value, _ in row] for row in topk], np.float32),
         np.array([[rank for _, rank in row] for row in topk], np.int32),
         _split([chosen(row, token) for row, token in asked])[1],
         *_split([chosen(row_of[group, place], token) for group, place, token in best]),
-    )  # fmt: skip
+    )
 
 
 def _split(pairs: list[tuple[float, int]]) -> tuple[np.ndarray, np.ndarray]:

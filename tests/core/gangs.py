@@ -109,10 +109,13 @@ class Keep(Decoder):
             if isinstance(given, Candidates):
                 out[group] = list(
                     zip(
-                        given.parents.tolist(), given.tokens.tolist(), given.scores.tolist(), given.logprobs.tolist(),
+                        given.parents.tolist(),
+                        given.tokens.tolist(),
+                        given.scores.tolist(),
+                        given.logprobs.tolist(),
                         strict=True,
                     )
-                )  # fmt: skip
+                )
                 continue
             score = np.float32(query.branch.score)
             for token, logprob in zip(given[0][0].tolist(), given[1][0], strict=True):

@@ -59,8 +59,9 @@ def test_drawn_candidates_are_ranked_with_their_rows_own_noise() -> None:
         engine = FakeEngine(World(seed).models, limits())
         request, keep = add(engine.scheduler, how, [1, 2, 3])
         engine.run()
-        group = np.zeros(1, [("min_tokens_to_keep", int), ("temperature", float), ("top_k", int), ("top_p", float),
-                             ("min_p", float)])[0]  # fmt: skip
+        group = np.zeros(
+            1, [("min_tokens_to_keep", int), ("temperature", float), ("top_k", int), ("top_p", float), ("min_p", float)]
+        )[0]
         for name, value in (("temperature", 0.7), ("top_k", 6), ("top_p", 0.95), ("min_p", 0.02)):
             group[name] = value
         group["min_tokens_to_keep"] = 2

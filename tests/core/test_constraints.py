@@ -128,9 +128,14 @@ def truth(
 def request_of(engine: FakeEngine, name: str, params: Any, prompt: list[int], rules: Rules, **options: Any) -> Request:
     stopping = Stopping((), options.get("stops", ()), options.get("low", 0), MAX_TOKENS)
     request = engine.scheduler.admit(
-        name, lambda context: make_decoder(params, context), prompt, options.get("stopping", stopping),
-        len(prompt) + MAX_TOKENS, eos_token_ids=options.get("eos", ()), constraint=rules.constraint,
-    )  # fmt: skip
+        name,
+        lambda context: make_decoder(params, context),
+        prompt,
+        options.get("stopping", stopping),
+        len(prompt) + MAX_TOKENS,
+        eos_token_ids=options.get("eos", ()),
+        constraint=rules.constraint,
+    )
     engine.scheduler.add(request)
     return request
 

@@ -184,8 +184,9 @@ def parked(engine: FakeEngine, name: str, priority: int) -> Request:
 def test_idle_branches_give_way_by_priority_then_age(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lowest priority first, within it the one idle for longest; each is counted, and comes back by itself."""
     engine = FakeEngine(World(0).models, limits(11, enable_prefix_caching=False, max_num_batched_tokens=64))
-    sessions = {name: parked(engine, name, priority) for name, priority in
-                (("a", 0), ("bb", 1), ("ccc", 1), ("dddd", 0))}  # fmt: skip
+    sessions = {
+        name: parked(engine, name, priority) for name, priority in (("a", 0), ("bb", 1), ("ccc", 1), ("dddd", 0))
+    }
     engine.scheduler.edit("a", Verdict((Child(sessions["a"].branches[0], state=SessionState(remaining=1)),)))
     engine.step()  # a was used again, so dddd has been idle for longer
     names = {request.branches[0]: name for name, request in sessions.items()}

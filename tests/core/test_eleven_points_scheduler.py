@@ -231,9 +231,12 @@ def test_09_recompute_follows_the_history(caching: bool) -> None:
     blocks than before, plus one for each root that the prefix cache had."""
     models: dict[str, Any] = {"target": LanguageModel(5, 4)}
     own = limits(
-        400, block_size=16, max_num_batched_tokens=512, max_blocks_per_table=80,
+        400,
+        block_size=16,
+        max_num_batched_tokens=512,
+        max_blocks_per_table=80,
         enable_prefix_caching=caching,
-    )  # fmt: skip
+    )
     engine = FakeEngine(models, own)
     prompt = [(i * i + i // 7) % VOCABULARY for i in range(1024)]
     request = Case("beam", BeamParams(64, max_tokens=30), prompt, None, limit=1054).add(engine.scheduler)

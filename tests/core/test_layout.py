@@ -75,9 +75,11 @@ def test_a_forward_of_everything() -> None:
     assert dtypes == {np.dtype(np.int32)}
 
     answers = LaneAnswers(
-        np.arange(9, dtype=np.int32), np.arange(15, dtype=np.int32).reshape(3, 5),
-        np.arange(15, dtype=np.float32).reshape(3, 5), np.array([0.5, 0.25], np.float32),
-    )  # fmt: skip
+        np.arange(9, dtype=np.int32),
+        np.arange(15, dtype=np.int32).reshape(3, 5),
+        np.arange(15, dtype=np.float32).reshape(3, 5),
+        np.array([0.5, 0.25], np.float32),
+    )
     work = Work(None, query.branch, tree, 6, 2, query=query, draft=TREE, asks=slices)  # type: ignore[arg-type]
     answer = read_answer(work, answers, ())
     assert answer.draft is TREE and answer.values[0].tolist() == [[1, 2], [3, 4], [5, 6], [7, 8]]

@@ -33,9 +33,12 @@ def alone_and_mixed(seed: int) -> None:
         batch = world.cases if chunk == 3 and seed % 3 == 0 else world.rng.sample(world.cases, 6)
         disturb = random.Random(seed) if seed % 2 else None
         own = limits(
-            24 + seed % 4, max_chunk=chunk, enable_prefix_caching=seed % 5 != 0, array_settle=seed % 7 != 0,
+            24 + seed % 4,
+            max_chunk=chunk,
+            enable_prefix_caching=seed % 5 != 0,
+            array_settle=seed % 7 != 0,
             max_num_seqs=[256, 4][seed % 2],
-        )  # fmt: skip
+        )
         world.compare(batch, own, disturb)
 
 

@@ -44,16 +44,19 @@ def random_processing(rng: random.Random) -> LogitsRules:
 def random_stopping(rng: random.Random) -> Stopping:
     """Tokens of zero to four bytes of a tiny alphabet, so that strings end in the middle of tokens."""
     pieces = [bytes(rng.choices(b"ab\xc3\xa9", k=rng.choice([0, 1, 1, 2, 4]))) for _ in range(VOCABULARY - 1)]
-    strings = [
-        "".join(rng.choices("ab\xe9", k=rng.choice([1, 2, 3, 4]))) for _ in range(rng.randrange(1, 4))
-    ]  # fmt: skip
+    strings = ["".join(rng.choices("ab\xe9", k=rng.choice([1, 2, 3, 4]))) for _ in range(rng.randrange(1, 4))]
     silent = frozenset(rng.sample(range(VOCABULARY), rng.choice([0, 1])))
     pieces.append(b"" if rng.random() < 0.5 else b"ab")
     return Stopping(
-        (), (rng.randrange(VOCABULARY),) if rng.random() < 0.3 else (), rng.choice([0, 0, 3]), rng.randrange(4, 17),
+        (),
+        (rng.randrange(VOCABULARY),) if rng.random() < 0.3 else (),
+        rng.choice([0, 0, 3]),
+        rng.randrange(4, 17),
         False,
-        StopStrings(strings), pieces, silent,
-    )  # fmt: skip
+        StopStrings(strings),
+        pieces,
+        silent,
+    )
 
 
 @dataclass

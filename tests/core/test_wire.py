@@ -82,11 +82,13 @@ class Random:
     def forward(self, lane: str) -> LaneForward:
         some = self.sizes.random
         return self.record(
-            LaneForward, lane=lane, topk_k=self.size(), parents=None if some() < 0.5 else self.array(np.dtype("<i4"),
-            self.size()),
+            LaneForward,
+            lane=lane,
+            topk_k=self.size(),
+            parents=None if some() < 0.5 else self.array(np.dtype("<i4"), self.size()),
             processing=None if some() < 0.5 else self.record(ProcessRows),
             report=None if some() < 0.5 else self.record(ReportRows),
-        )  # fmt: skip
+        )
 
     def step(self) -> Step:
         rules = {

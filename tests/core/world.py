@@ -61,9 +61,17 @@ class Case:
 
     def add(self, scheduler: Scheduler, priority: int = 0, salt: str = "") -> Request:
         request = scheduler.admit(
-            self.name, lambda context: make_decoder(self.params, context), self.prompt, self.stopping, self.limit,
-            priority=priority, salt=salt, eos_token_ids=self.eos, rules=self.processing, reporting=self.reporting,
-        )  # fmt: skip
+            self.name,
+            lambda context: make_decoder(self.params, context),
+            self.prompt,
+            self.stopping,
+            self.limit,
+            priority=priority,
+            salt=salt,
+            eos_token_ids=self.eos,
+            rules=self.processing,
+            reporting=self.reporting,
+        )
         scheduler.add(request)
         return request
 
@@ -180,9 +188,13 @@ class World:
 
     def _client(self, scheduler: Scheduler, request: Request) -> Client:
         return Client(
-            lambda: request.branches, lambda verdict: scheduler.edit(request.id, verdict), request.history.tokens,
-            self.seed, SESSION_LIMIT, VOCABULARY,
-        )  # fmt: skip
+            lambda: request.branches,
+            lambda verdict: scheduler.edit(request.id, verdict),
+            request.history.tokens,
+            self.seed,
+            SESSION_LIMIT,
+            VOCABULARY,
+        )
 
     def compare(
         self, cases: Sequence[Case], limits: SchedulerLimits, disturb: random.Random | None = None

@@ -130,11 +130,15 @@ class Search:
         places = {branch: i for i, branch in enumerate(self.branches)}
         self.branches = [
             Branch(
-                self.history.append(child.parent.tip, child.tokens), {}, child.state,
-                self.stopping.next(child.parent.stop_state, child.tokens[0]), len(self.prompt), child.score,
+                self.history.append(child.parent.tip, child.tokens),
+                {},
+                child.state,
+                self.stopping.next(child.parent.stop_state, child.tokens[0]),
+                len(self.prompt),
+                child.score,
             )
             for child in sorted(live, key=lambda child: places[child.parent])
-        ]  # fmt: skip
+        ]
         self.generations.append(
             [self.history.tokens(b.tip)[len(self.prompt) :] for b in sorted(self.branches, key=lambda b: b.state)]
         )

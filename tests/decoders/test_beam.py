@@ -43,9 +43,12 @@ def test_one_beam_is_greedy(semantics: str, early_stopping: bool, length_penalty
     for seed in range(8):
         logprobs, eos, text = table(seed, 12, lift={3: 2.0}), (3, 5), [1, 2]
         own = params(
-            beam_width=1, early_stopping=early_stopping, length_penalty=length_penalty, hf_semantics=semantics,
+            beam_width=1,
+            early_stopping=early_stopping,
+            length_penalty=length_penalty,
+            hf_semantics=semantics,
             min_tokens=seed % 3,
-        )  # fmt: skip
+        )
         [got] = Search(own, text, logprobs, 12, eos).run().texts()
         while len(text) < 2 + 8:
             row = logprobs(text).copy()
@@ -178,11 +181,16 @@ def draws(count: int, seed: int) -> list[Search]:
     for i in range(count):
         width = rng.choice((1, 2, 3, 4, 6))
         own = params(
-            beam_width=width, num_return_sequences=rng.randint(1, width), max_tokens=rng.randint(1, 24),
-            early_stopping=rng.choice((True, False, "never")), length_penalty=rng.choice((-1.0, 0.0, 1.0, 2.0)),
-            hf_semantics=rng.choice(("5", "4.38")), do_sample=i % 4 == 3, seed=i,
+            beam_width=width,
+            num_return_sequences=rng.randint(1, width),
+            max_tokens=rng.randint(1, 24),
+            early_stopping=rng.choice((True, False, "never")),
+            length_penalty=rng.choice((-1.0, 0.0, 1.0, 2.0)),
+            hf_semantics=rng.choice(("5", "4.38")),
+            do_sample=i % 4 == 3,
+            seed=i,
             **({"num_beam_groups": width, "diversity_penalty": rng.choice((0.0, 1.0))} if i % 4 == 2 < width else {}),
-        )  # fmt: skip
+        )
         scale, lift = rng.choice((1.0, 4.0, 8.0)), {3: rng.choice((-2.0, 1.0, 4.0))}
         out.append(Search(own, [1, 2], table(rng.randrange(50), 8, scale, lift), 8, (3,)))
     return out

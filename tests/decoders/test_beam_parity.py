@@ -87,11 +87,17 @@ def ours(case: Case, semantics: str) -> Search:
         return np.asarray(rules(torch.tensor([text]), row)[0].numpy())
 
     params = BeamSearchParams(
-        beam_width=case["width"], num_return_sequences=case["answers"], max_tokens=case["max_tokens"],
-        min_tokens=case["min_tokens"], length_penalty=case["length_penalty"], early_stopping=case["early_stopping"],
-        num_beam_groups=case.get("groups", 1), diversity_penalty=case.get("diversity_penalty", 0.0),
-        repetition_penalty=case.get("repetition_penalty") or 1.0, hf_semantics=semantics,
-    )  # fmt: skip
+        beam_width=case["width"],
+        num_return_sequences=case["answers"],
+        max_tokens=case["max_tokens"],
+        min_tokens=case["min_tokens"],
+        length_penalty=case["length_penalty"],
+        early_stopping=case["early_stopping"],
+        num_beam_groups=case.get("groups", 1),
+        diversity_penalty=case.get("diversity_penalty", 0.0),
+        repetition_penalty=case.get("repetition_penalty") or 1.0,
+        hf_semantics=semantics,
+    )
     eos, stopping = tuple(case["eos"]), None
     if case.get("stop"):
         strings = StopStrings(["".join(chr(FIRST + token) for token in end) for end in case["stop"]])

@@ -35,10 +35,17 @@ def masked_forward(num_rows: int, vocab: int) -> tuple[Callable[..., LaneForward
 
     def forward(masked: bool) -> LaneForward:
         return LaneForward(
-            "target", tokens, rows, rows, np.array([0, num_rows], np.int32), np.array([num_rows], np.int32),
-            np.arange(-(-num_rows // 16), dtype=np.int32)[None].copy(), read_rows=rows, draws=draws,
+            "target",
+            tokens,
+            rows,
+            rows,
+            np.array([0, num_rows], np.int32),
+            np.array([num_rows], np.int32),
+            np.arange(-(-num_rows // 16), dtype=np.int32)[None].copy(),
+            read_rows=rows,
+            draws=draws,
             masked_rows=rows[::2].copy() if masked else NO_INTS,
-        )  # fmt: skip
+        )
 
     return forward, masks, allowed
 

@@ -158,9 +158,8 @@ def leave(how: str) -> Callable[[AsyncLLM], Coroutine[Any, Any, None]]:
     async def before_it_begins(llm: AsyncLLM) -> None:
         await llm.generate(IDS, FOREVER).aclose()
 
-    return {
-        "break": breaking, "cancel": cancelling, "timeout": timing_out, "raise": failing, "never": before_it_begins,
-    }[how]  # fmt: skip
+    ways = [breaking, cancelling, timing_out, failing, before_it_begins]
+    return dict(zip(["break", "cancel", "timeout", "raise", "never"], ways, strict=True))[how]
 
 
 @pytest.mark.parametrize("how", ["break", "cancel", "timeout", "raise", "never"])

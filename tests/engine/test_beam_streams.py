@@ -123,8 +123,11 @@ def test_beside_other_requests_and_for_coroutines(model: Path, llm: LLM) -> None
     read = asyncio.run(main())
     assert [outputs[-1].outputs for outputs in read] == [*expected, expected[0]]
     for outputs in (read[0], read[2]):
-        assert all(final.text.startswith(answer.text) for output in outputs
-                   for answer, final in zip(output.outputs, expected[0], strict=True))  # fmt: skip
+        assert all(
+            final.text.startswith(answer.text)
+            for output in outputs
+            for answer, final in zip(output.outputs, expected[0], strict=True)
+        )
 
 
 def test_a_stream_that_is_left_early(llm: LLM) -> None:

@@ -186,9 +186,10 @@ def test_a_callback_that_closes(tiny: Tiny) -> None:
             llm.close()
 
     closing, other = within(
-        30, lambda: llm.generate([IDS, IDS], [SHORT, FOREVER], use_tqdm=Closing("")),
+        30,
+        lambda: llm.generate([IDS, IDS], [SHORT, FOREVER], use_tqdm=Closing("")),
         lambda: llm.generate(IDS, FOREVER, use_tqdm=False),
-    )  # fmt: skip
+    )
     for error in (closing, other):
         assert isinstance(error, (RequestsFailed, InvalidArgument)) and "closed" in str(error)
     assert llm.engine.executor.worker is None  # type: ignore[attr-defined]

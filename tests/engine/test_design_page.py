@@ -96,9 +96,11 @@ def test_the_pages_algorithm_runs(race: Any, tiny: Tiny, expected: list[Tokens])
         assert [[a.token_ids for a in output.outputs] for output in outputs[4:]] == expected
         assert_whole(llm, expected)
     plain = [
-        roomy.generate([p], [SamplingParams(temperature=1, top_k=20, seed=own.seed, max_tokens=14, logprobs=0,
-        ignore_eos=True)],
-                       use_tqdm=False)[0].outputs[0]
+        roomy.generate(
+            [p],
+            [SamplingParams(temperature=1, top_k=20, seed=own.seed, max_tokens=14, logprobs=0, ignore_eos=True)],
+            use_tqdm=False,
+        )[0].outputs[0]
         for p, own in zip(prompts[:2], params[:2], strict=True)
-    ]  # fmt: skip
+    ]
     assert sum(a.cumulative_logprob or 0 for a in alone[:2]) > sum(a.cumulative_logprob or 0 for a in plain)

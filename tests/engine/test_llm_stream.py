@@ -178,9 +178,11 @@ def test_what_an_output_holds(text_llm: LLM, params: Any) -> None:
             logprobs = None if piece.logprobs is None else [*((last and last.logprobs) or ()), *piece.logprobs]
             assert last is None or last.finish_reason is None or (output.finished and not piece.token_ids)
             whole[piece.index] = replace(
-                piece, text=(last.text if last else "") + piece.text, logprobs=logprobs,
+                piece,
+                text=(last.text if last else "") + piece.text,
+                logprobs=logprobs,
                 token_ids=[*(last.token_ids if last else ()), *piece.token_ids],
-            )  # fmt: skip
+            )
     assert [whole[index] for index in sorted(whole)] == expected.outputs
 
 

@@ -214,11 +214,23 @@ def test_a_models_own_defaults(recommending: Path, tmp_path: Path, tiny: Tiny) -
 # ------------------------------------------------------------------------------------------- arguments of other engines
 def test_arguments_that_mean_nothing_here(tiny: Tiny) -> None:
     llm = tiny(
-        trust_remote_code=True, enforce_eager=False, disable_log_stats=True, gpu_memory_utilization=0.9, swap_space=4,
-        cpu_offload_gb=0, pipeline_parallel_size=1, tokenizer_mode="auto", tensor_parallel_size=1, data_parallel_size=1,
-        enable_chunked_prefill=True, kv_cache_dtype="auto", device="cpu", max_logprobs=20, max_seq_len_to_capture=8192,
+        trust_remote_code=True,
+        enforce_eager=False,
+        disable_log_stats=True,
+        gpu_memory_utilization=0.9,
+        swap_space=4,
+        cpu_offload_gb=0,
+        pipeline_parallel_size=1,
+        tokenizer_mode="auto",
+        tensor_parallel_size=1,
+        data_parallel_size=1,
+        enable_chunked_prefill=True,
+        kv_cache_dtype="auto",
+        device="cpu",
+        max_logprobs=20,
+        max_seq_len_to_capture=8192,
         disable_custom_all_reduce=True,
-    )  # fmt: skip
+    )
     assert "swap_space" not in llm.config.to_kwargs()
 
 

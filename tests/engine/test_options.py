@@ -46,9 +46,14 @@ def test_parameters_that_say_nothing_cost_nothing() -> None:
 
 def test_every_rule_has_its_place() -> None:
     processing = read(
-        allowed_token_ids=[5, 1, 5], bad_words=["xyz"], logit_bias={3: 1, 2: -0.5}, no_repeat_ngram_size=2,
-        repetition_penalty=1.5, frequency_penalty=0.25, presence_penalty=-1,
-    ).rules  # fmt: skip
+        allowed_token_ids=[5, 1, 5],
+        bad_words=["xyz"],
+        logit_bias={3: 1, 2: -0.5},
+        no_repeat_ngram_size=2,
+        repetition_penalty=1.5,
+        frequency_penalty=0.25,
+        presence_penalty=-1,
+    ).rules
     assert processing == LogitsRules((1, 5), ((4, 5), (6, 5)), ((2, -0.5), (3, 1.0)), 2, 1.5, 0.25, -1.0)
 
 

@@ -29,9 +29,18 @@ from tests.engine.masks import masked_forward
 from tests.support import wait_for
 
 FEATURES = SamplingParams(
-    temperature=0.7, seed=3, n=2, max_tokens=12, logprobs=3, prompt_logprobs=1, repetition_penalty=1.3,
-    logit_bias={5: 2.0}, bad_words=[], allowed_token_ids=list(range(100)), min_tokens=3,
-)  # fmt: skip
+    temperature=0.7,
+    seed=3,
+    n=2,
+    max_tokens=12,
+    logprobs=3,
+    prompt_logprobs=1,
+    repetition_penalty=1.3,
+    logit_bias={5: 2.0},
+    bad_words=[],
+    allowed_token_ids=list(range(100)),
+    min_tokens=3,
+)
 
 
 @pytest.fixture

@@ -104,8 +104,12 @@ def measure(model: Path, cache: Path, **arguments: Any) -> list[dict[str, int]]:
     settings = json.dumps({"num_blocks": 4096, **arguments})
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(model), settings],
-        env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found: list[dict[str, int]] = json.loads(done.stdout)
     return found
@@ -165,8 +169,11 @@ def starved(model: Path, num_bytes: int, **arguments: object) -> list[str]:
     """What is said where so much address space is left."""
     done = subprocess.run(
         [sys.executable, "-c", STARVED, str(model), str(num_bytes), repr(arguments)],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

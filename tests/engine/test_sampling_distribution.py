@@ -85,9 +85,15 @@ CASES = [
 
 def with_seed(params: SamplingParams, seed: int, n: int, max_tokens: int = 1) -> SamplingParams:
     return SamplingParams(
-        n=n, seed=seed, max_tokens=max_tokens, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p,
-        min_p=params.min_p, ignore_eos=True,
-    )  # fmt: skip
+        n=n,
+        seed=seed,
+        max_tokens=max_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        ignore_eos=True,
+    )
 
 
 def first_tokens(llm: LLM, prompt: str | list[int], params: SamplingParams) -> list[int]:

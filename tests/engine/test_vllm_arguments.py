@@ -166,10 +166,23 @@ def test_numbers_that_there_are_not(tiny: Tiny, given: Any) -> None:
 
 def test_an_llm_of_vllm_s_arguments(tiny: Tiny) -> None:
     llm = tiny(
-        dtype=torch.float32, seed=None, enable_lora=False, model_impl="vllm", tokenizer_mode="auto", task="generate",
-        num_blocks=None, num_gpu_blocks_override=20, block_size=None, max_num_seqs=None, hf_overrides={}, revision=None,
-        compilation_config=3, served_model_name=["a"], distributed_executor_backend="uni", quantization=None,
-    )  # fmt: skip
+        dtype=torch.float32,
+        seed=None,
+        enable_lora=False,
+        model_impl="vllm",
+        tokenizer_mode="auto",
+        task="generate",
+        num_blocks=None,
+        num_gpu_blocks_override=20,
+        block_size=None,
+        max_num_seqs=None,
+        hf_overrides={},
+        revision=None,
+        compilation_config=3,
+        served_model_name=["a"],
+        distributed_executor_backend="uni",
+        quantization=None,
+    )
     assert (llm.config.model.dtype, llm.config.model.model_impl, llm.config.model.seed) == ("float32", "native", 0)
     assert (llm.config.cache.num_blocks, llm.config.cache.block_size, llm.config.scheduler.max_num_seqs) == (
         20,

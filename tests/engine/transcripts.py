@@ -72,11 +72,15 @@ class Driver:
     def limits(self, **options: str) -> str:
         given = {name: int(value) for name, value in options.items()}
         own = limits(
-            given.get("blocks", 16), given.get("draft"), block_size=given.get("block_size", 4),
+            given.get("blocks", 16),
+            given.get("draft"),
+            block_size=given.get("block_size", 4),
             array_settle=self.array_settle,
-            max_num_batched_tokens=given.get("rows", 24), max_num_seqs=given.get("seqs", 256),
-            max_chunk=given.get("chunk"), enable_prefix_caching=bool(given.get("caching", 1)),
-        )  # fmt: skip
+            max_num_batched_tokens=given.get("rows", 24),
+            max_num_seqs=given.get("seqs", 256),
+            max_chunk=given.get("chunk"),
+            enable_prefix_caching=bool(given.get("caching", 1)),
+        )
         self.engine = FakeEngine(self.models, own)
         return "ok"
 
@@ -95,9 +99,15 @@ class Driver:
             temperature = 0.0 if seed is None else 1.0
             params = METHODS[method](n=int(options.get("n", "1")), temperature=temperature, seed=seed and int(seed))
         request = self.engine.scheduler.admit(
-            name, lambda context: make_decoder(params, context), text, stopping, limit, priority=priority, salt=salt,
+            name,
+            lambda context: make_decoder(params, context),
+            text,
+            stopping,
+            limit,
+            priority=priority,
+            salt=salt,
             eos_token_ids=(EOS,),
-        )  # fmt: skip
+        )
         self.engine.scheduler.add(request)
         return "ok"
 

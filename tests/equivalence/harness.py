@@ -166,9 +166,15 @@ class Scratch:
         n = len(tokens)
         at = np.arange(n, dtype=np.int32)
         forward = LaneForward(
-            "target", np.array(tokens, np.int32), at, at, np.array([0, n], np.int32), np.array([n], np.int32),
-            np.arange(self.num_blocks, dtype=np.int32)[None].copy(), read_rows=np.array([n - 1], np.int32),
-        )  # fmt: skip
+            "target",
+            np.array(tokens, np.int32),
+            at,
+            at,
+            np.array([0, n], np.int32),
+            np.array([n], np.int32),
+            np.arange(self.num_blocks, dtype=np.int32)[None].copy(),
+            read_rows=np.array([n - 1], np.int32),
+        )
         self.runner.execute(forward)
         return self.runner.buffers.logits[:1].clone()
 

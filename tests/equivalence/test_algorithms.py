@@ -79,9 +79,14 @@ def test_interleaved_true_continuations_settle_by_compaction(engine: Make, scrat
     for n, seed in ((1, 5), (3, 6)):
         sampler = Sampler(temperature=0.8, seed=seed)
         params = OracleTreeParams(
-            n=n, temperature=0.8, seed=seed, max_tokens=MAX_TOKENS, oracle=partial(scratch.draw, sampler=sampler),
-            depth=2, wrong=0,
-        )  # fmt: skip
+            n=n,
+            temperature=0.8,
+            seed=seed,
+            max_tokens=MAX_TOKENS,
+            oracle=partial(scratch.draw, sampler=sampler),
+            depth=2,
+            wrong=0,
+        )
         case = Case(f"oracle {n}", prompts(1, 12, 30, seed=seed)[0], params)
         outcome = run(own, [case])
         assert outcome.num_accepted >= n * 2
@@ -122,9 +127,13 @@ def test_sessions_equal_plain_lists(engine: Make, scratch: Scratch, num_blocks: 
     params = InteractiveParams(temperature=0.8, seed=seed, max_tokens=200, ignore_eos=True)
     request = add(own, "session", prompt, params)
     client = Client(
-        lambda: request.branches, lambda verdict: own.edit("session", verdict), request.history.tokens, seed, limit,
+        lambda: request.branches,
+        lambda verdict: own.edit("session", verdict),
+        request.history.tokens,
+        seed,
+        limit,
         vocab_size,
-    )  # fmt: skip
+    )
     add(own, "beside", prompts(1, 20, 30, seed=5)[0], SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
     for _ in range(500):
         if not own.scheduler.requests:

@@ -37,9 +37,15 @@ chunk."""
 
 def answers(directory: Path, size: int, arguments: dict[str, Any]) -> list[RequestOutput]:
     llm = LLM(
-        str(directory), load_format="dummy", skip_tokenizer_init=True, max_model_len=1024, block_size=size,
-        num_blocks=4096 // size, max_num_batched_tokens=300, **arguments,
-    )  # fmt: skip
+        str(directory),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        block_size=size,
+        num_blocks=4096 // size,
+        max_num_batched_tokens=300,
+        **arguments,
+    )
     rng = random.Random(3)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length, _ in REQUESTS]
     outputs = llm.generate(prompts, [params for _, params in REQUESTS], use_tqdm=False)

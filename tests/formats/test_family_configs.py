@@ -274,9 +274,14 @@ def test_the_text_part_of_gemma3_with_images(tmp_path: Path) -> None:
         "patch_size": 14,
     }  # fmt: skip
     config = transformers.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, boi_token_index=90, eoi_token_index=91,
-        image_token_index=92, eos_token_id=[2, 3],
-    )  # fmt: skip
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        boi_token_index=90,
+        eoi_token_index=91,
+        image_token_index=92,
+        eos_token_id=[2, 3],
+    )
     model = transformers.Gemma3ForConditionalGeneration(config).float().eval()
     model.set_attn_implementation("eager")
     model.save_pretrained(tmp_path)

@@ -34,7 +34,7 @@ from tests.formats.hostile import (
     read_everything,
     write_directory,
     write_gguf,
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")

@@ -106,19 +106,30 @@ class Batch:
     def record(self, share: bool = True) -> AttnBatch:
         """Return the C record; this object must outlive its use."""
         return AttnBatch(
-            len(self.branches), self.num_rows, self.row_indptr.ctypes.data, self.kv_len.ctypes.data,
-            self.block_table.ctypes.data, None if self.parents is None else self.parents.ctypes.data,
-            self.block_table.shape[1], int(share),
-        )  # fmt: skip
+            len(self.branches),
+            self.num_rows,
+            self.row_indptr.ctypes.data,
+            self.kv_len.ctypes.data,
+            self.block_table.ctypes.data,
+            None if self.parents is None else self.parents.ctypes.data,
+            self.block_table.shape[1],
+            int(share),
+        )
 
 
 def shape_record(shape: AttentionShape, dtype: torch.dtype) -> AttnShape:
     """Return the C record of a shape."""
     kind = Dtype.BF16 if dtype == torch.bfloat16 else Dtype.F32
     return AttnShape(
-        shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size, int(kind), shape.window, shape.scale,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        shape.block_size,
+        int(kind),
+        shape.window,
+        shape.scale,
         shape.soft_cap,
-    )  # fmt: skip
+    )
 
 
 def make_plan(context: Context, cache: Cache, batch: Batch, share: bool = True) -> AttentionPlan:
@@ -166,9 +177,16 @@ def reference(
     batch = Batch(branches)
     with one_torch_thread():
         return paged_attention(
-            q, cache.k, cache.v, cache.shape, batch.row_indptr, batch.kv_len, batch.block_table, batch.parents,
+            q,
+            cache.k,
+            cache.v,
+            cache.shape,
+            batch.row_indptr,
+            batch.kv_len,
+            batch.block_table,
+            batch.parents,
             compute_dtype=compute_dtype,
-        )  # fmt: skip
+        )
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

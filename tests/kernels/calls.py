@@ -69,12 +69,21 @@ def embed(
     out, rows = torch.full((len(token_ids), dim), torch.nan), count(len(token_ids))
     context.call(
         EmbedArgs(
-            num_rows=pointer(rows), token_ids=pointer(token_ids), table=pointer(table), out=pointer(out),
-            slots=pointer(slots), token_plane=pointer(token_plane), dim=dim, vocab=vocab, dtype=CODES[table.dtype],
-            scale=scale, positions=pointer(positions), position_table=pointer(position_table),
+            num_rows=pointer(rows),
+            token_ids=pointer(token_ids),
+            table=pointer(table),
+            out=pointer(out),
+            slots=pointer(slots),
+            token_plane=pointer(token_plane),
+            dim=dim,
+            vocab=vocab,
+            dtype=CODES[table.dtype],
+            scale=scale,
+            positions=pointer(positions),
+            position_table=pointer(position_table),
             num_positions=0 if position_table is None else len(position_table),
         )
-    )  # fmt: skip
+    )
     return out
 
 
@@ -94,10 +103,17 @@ def rms_norm(
         out = add_to.clone()
     context.call(
         RmsNormArgs(
-            num_rows=pointer(rows), x=pointer(x), weight=pointer(weight), out=pointer(out),
-            row_ids=pointer(row_ids), dim=dim, dtype=CODES[out_dtype], eps=eps, add=int(add_to is not None),
+            num_rows=pointer(rows),
+            x=pointer(x),
+            weight=pointer(weight),
+            out=pointer(out),
+            row_ids=pointer(row_ids),
+            dim=dim,
+            dtype=CODES[out_dtype],
+            eps=eps,
+            add=int(add_to is not None),
         )
-    )  # fmt: skip
+    )
     return out
 
 
@@ -115,10 +131,17 @@ def layer_norm(
     out, rows = torch.full((num_rows, dim), torch.nan, dtype=out_dtype), count(num_rows)
     context.call(
         LayerNormArgs(
-            num_rows=pointer(rows), x=pointer(x), weight=pointer(weight), bias=pointer(bias), out=pointer(out),
-            row_ids=pointer(row_ids), dim=dim, dtype=CODES[out_dtype], eps=eps,
+            num_rows=pointer(rows),
+            x=pointer(x),
+            weight=pointer(weight),
+            bias=pointer(bias),
+            out=pointer(out),
+            row_ids=pointer(row_ids),
+            dim=dim,
+            dtype=CODES[out_dtype],
+            eps=eps,
         )
-    )  # fmt: skip
+    )
     return out
 
 
@@ -128,8 +151,15 @@ def soft_cap(context: Context, x: Tensor, cap: float) -> Tensor:
     return out
 
 
-def caches(dtype: torch.dtype, num_layers: int, num_blocks: int, kv_heads: int, head_dim: int, block_size: int,
-           seed: int | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+def caches(
+    dtype: torch.dtype,
+    num_layers: int,
+    num_blocks: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    seed: int | None = None,
+) -> tuple[Tensor, Tensor]:
     """K and V of all layers; NaN, or normal values where a seed is given."""
     if dtype == torch.bfloat16:
         k: tuple[int, ...] = (num_layers, num_blocks, kv_heads, head_dim // 2, block_size, 2)
@@ -158,14 +188,26 @@ def rope_kv_write(
     out, rows = torch.full((len(qkv), shape.q_heads * shape.head_dim), torch.nan, dtype=qkv.dtype), count(len(qkv))
     context.call(
         RopeKvWriteArgs(
-            num_rows=pointer(rows), qkv=pointer(qkv), q_out=pointer(out), k_cache=pointer(k_cache),
-            v_cache=pointer(v_cache), positions=pointer(positions), slots=pointer(slots), cos_sin=pointer(cos_sin),
-            q_norm=pointer(q_norm), k_norm=pointer(k_norm), q_heads=shape.q_heads, kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim, rotary_dim=0 if cos_sin is None else cos_sin.shape[1],
-            block_size=k_cache.shape[3], dtype=CODES[qkv.dtype], interleaved=int(shape.interleaved),
+            num_rows=pointer(rows),
+            qkv=pointer(qkv),
+            q_out=pointer(out),
+            k_cache=pointer(k_cache),
+            v_cache=pointer(v_cache),
+            positions=pointer(positions),
+            slots=pointer(slots),
+            cos_sin=pointer(cos_sin),
+            q_norm=pointer(q_norm),
+            k_norm=pointer(k_norm),
+            q_heads=shape.q_heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            rotary_dim=0 if cos_sin is None else cos_sin.shape[1],
+            block_size=k_cache.shape[3],
+            dtype=CODES[qkv.dtype],
+            interleaved=int(shape.interleaved),
             norm_eps=shape.norm_eps,
         )
-    )  # fmt: skip
+    )
     return out
 
 
@@ -177,12 +219,20 @@ def kv_copy(
     moves = count(len(src))
     context.call(
         KvCopyArgs(
-            num_moves=pointer(moves), src=pointer(src), dst=pointer(dst), k_cache=pointer(k_cache),
-            v_cache=pointer(v_cache), token_plane=pointer(token_plane), layer_stride=k_cache.stride(0),
-            num_layers=layers, kv_heads=kv_heads, head_dim=head_dim, block_size=k_cache.shape[4],
+            num_moves=pointer(moves),
+            src=pointer(src),
+            dst=pointer(dst),
+            k_cache=pointer(k_cache),
+            v_cache=pointer(v_cache),
+            token_plane=pointer(token_plane),
+            layer_stride=k_cache.stride(0),
+            num_layers=layers,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            block_size=k_cache.shape[4],
             dtype=CODES[k_cache.dtype],
         )
-    )  # fmt: skip
+    )
 
 
 def argmax(context: Context, logits: np.ndarray) -> np.ndarray:
@@ -205,10 +255,16 @@ def topk_lse(
     rows = count(n)
     context.call(
         TopkLseArgs(
-            num_rows=pointer(rows), logits=logits.ctypes.data, row_ids=None if row_ids is None else row_ids.ctypes.data,
-            token_ids=ids.ctypes.data, values=values.ctypes.data, lse=lse.ctypes.data, vocab=logits.shape[1], k=k,
+            num_rows=pointer(rows),
+            logits=logits.ctypes.data,
+            row_ids=None if row_ids is None else row_ids.ctypes.data,
+            token_ids=ids.ctypes.data,
+            values=values.ctypes.data,
+            lse=lse.ctypes.data,
+            vocab=logits.shape[1],
+            k=k,
         )
-    )  # fmt: skip
+    )
     return ids, values, lse
 
 
@@ -226,10 +282,13 @@ def sample(context: Context, logits: np.ndarray, wanted: np.ndarray) -> np.ndarr
     out, num = np.full(len(wanted), -7, np.int32), count(len(wanted))
     context.call(
         SampleArgs(
-            num_draws=pointer(num), draws=wanted.ctypes.data, logits=logits.ctypes.data, token_ids=out.ctypes.data,
+            num_draws=pointer(num),
+            draws=wanted.ctypes.data,
+            logits=logits.ctypes.data,
+            token_ids=out.ctypes.data,
             vocab=logits.shape[1],
         )
-    )  # fmt: skip
+    )
     return out
 
 

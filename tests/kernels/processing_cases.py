@@ -71,14 +71,26 @@ class Case:
 
 
 def forward_of(
-    read_rows: np.ndarray, row_indptr: np.ndarray, kv_len: np.ndarray, table: np.ndarray, parents: np.ndarray | None,
+    read_rows: np.ndarray,
+    row_indptr: np.ndarray,
+    kv_len: np.ndarray,
+    table: np.ndarray,
+    parents: np.ndarray | None,
     processing: ProcessRows,
-) -> LaneForward:  # fmt: skip
+) -> LaneForward:
     """A forward of which processing alone is looked at."""
     return LaneForward(
-        "target", NO_INTS, NO_INTS, NO_INTS, row_indptr, kv_len, table, parents, read_rows=read_rows,
-        processing=processing
-    )  # fmt: skip
+        "target",
+        NO_INTS,
+        NO_INTS,
+        NO_INTS,
+        row_indptr,
+        kv_len,
+        table,
+        parents,
+        read_rows=read_rows,
+        processing=processing,
+    )
 
 
 def processed(row: np.ndarray, history: list[int], prompt: int, rules: LogitsRules) -> np.ndarray:

@@ -259,9 +259,18 @@ def test_inclusion_is_that_of_drawing_one_after_the_other() -> None:
 def forward_of(rows: np.ndarray, groups: np.ndarray, num_read: int, **more: Any) -> LaneForward:
     none = np.empty(0, np.int32)
     return LaneForward(
-        "target", none, none, none, none, none, none.reshape(0, 0), read_rows=np.arange(num_read, dtype=np.int32),
-        best_rows=rows, best_groups=groups, **more,
-    )  # fmt: skip
+        "target",
+        none,
+        none,
+        none,
+        none,
+        none,
+        none.reshape(0, 0),
+        read_rows=np.arange(num_read, dtype=np.int32),
+        best_rows=rows,
+        best_groups=groups,
+        **more,
+    )
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 127, 128, 129, 256, 300])

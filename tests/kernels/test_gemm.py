@@ -43,14 +43,24 @@ class Linear:
 
     def record(self, rows: Tensor, x: Tensor, y: Tensor, epilogue: Epilogue = Epilogue.STORE) -> GemmArgs:
         return GemmArgs(
-            pointer(rows), pointer(x), pointer(self.packed), pointer(self.bias), pointer(y), self.num_outputs,
-            self.weight.shape[1], int(CODES[self.weight.dtype]), int(CODES[y.dtype]), int(epilogue), 0, None, 0,
-        )  # fmt: skip
+            pointer(rows),
+            pointer(x),
+            pointer(self.packed),
+            pointer(self.bias),
+            pointer(y),
+            self.num_outputs,
+            self.weight.shape[1],
+            *(int(CODES[self.weight.dtype]), int(CODES[y.dtype]), int(epilogue)),
+            *(0, None, 0),
+        )
 
     def __call__(
-        self, x: Tensor, epilogue: Epilogue = Epilogue.STORE, y: Tensor | None = None,
+        self,
+        x: Tensor,
+        epilogue: Epilogue = Epilogue.STORE,
+        y: Tensor | None = None,
         y_dtype: torch.dtype = torch.float32,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         width = self.num_outputs // 2 if epilogue in GATED else self.num_outputs
         if y is None:  # a guard row of NaN behind the last: nothing may be written there
             guarded = torch.full((len(x) + 1, width), torch.nan, dtype=y_dtype)

@@ -35,19 +35,40 @@ def packed(context: Context, weight: Tensor) -> Tensor:
 
 
 def record(
-    rows: Tensor, x: Tensor, weight: Tensor, shape: tuple[int, ...], y: Tensor, bias: Tensor | None = None,
+    rows: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    shape: tuple[int, ...],
+    y: Tensor,
+    bias: Tensor | None = None,
     epilogue: Epilogue = Epilogue.STORE,
-) -> GemmArgs:  # fmt: skip
+) -> GemmArgs:
     return GemmArgs(
-        pointer(rows), pointer(x), pointer(weight), pointer(bias), pointer(y), shape[0], shape[1],
-        int(CODES[x.dtype]), int(CODES[y.dtype]), int(epilogue), int(Quantization.INT8), None, 0,
-    )  # fmt: skip
+        pointer(rows),
+        pointer(x),
+        pointer(weight),
+        pointer(bias),
+        pointer(y),
+        shape[0],
+        shape[1],
+        int(CODES[x.dtype]),
+        int(CODES[y.dtype]),
+        int(epilogue),
+        int(Quantization.INT8),
+        None,
+        0,
+    )
 
 
 def linear(
-    context: Context, x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: Epilogue = Epilogue.STORE,
-    y: Tensor | None = None, y_dtype: torch.dtype = torch.float32,
-) -> Tensor:  # fmt: skip
+    context: Context,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    epilogue: Epilogue = Epilogue.STORE,
+    y: Tensor | None = None,
+    y_dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """With a guard row of NaN behind the last, where nothing may be written."""
     width = weight.shape[0] // 2 if epilogue in GATED else weight.shape[0]
     guard = torch.full((1, width), torch.nan, dtype=y_dtype)

@@ -55,12 +55,23 @@ class Buffers:
         k, v = calls.caches(torch.float32, 1, 8, 2, HEAD_DIM, BLOCK_SIZE, seed=3)
         zeros = lambda *shape: torch.zeros(*shape, dtype=torch.int32)  # noqa: E731
         return cls(
-            rows=calls.count(MAX_ROWS), ids=calls.ints(torch.arange(MAX_ROWS) % 11), slots=calls.ints(range(MAX_ROWS)),
-            moves=calls.count(2), plane=zeros(64), hidden=torch.zeros(MAX_ROWS, DIM),
-            normed=torch.zeros(MAX_ROWS, DIM), q=torch.zeros(MAX_ROWS, 32), k=k, v=v,
-            gated=torch.zeros(MAX_ROWS, 16), best=zeros(MAX_ROWS), top=zeros(MAX_ROWS, 3),
-            values=torch.zeros(MAX_ROWS, 3), lse=torch.zeros(MAX_ROWS), drawn=zeros(MAX_ROWS),
-        )  # fmt: skip
+            rows=calls.count(MAX_ROWS),
+            ids=calls.ints(torch.arange(MAX_ROWS) % 11),
+            slots=calls.ints(range(MAX_ROWS)),
+            moves=calls.count(2),
+            plane=zeros(64),
+            hidden=torch.zeros(MAX_ROWS, DIM),
+            normed=torch.zeros(MAX_ROWS, DIM),
+            q=torch.zeros(MAX_ROWS, 32),
+            k=k,
+            v=v,
+            gated=torch.zeros(MAX_ROWS, 16),
+            best=zeros(MAX_ROWS),
+            top=zeros(MAX_ROWS, 3),
+            values=torch.zeros(MAX_ROWS, 3),
+            lse=torch.zeros(MAX_ROWS),
+            drawn=zeros(MAX_ROWS),
+        )
 
     def results(self) -> list[Tensor]:
         return [getattr(self, name) for name in self.__slots__]

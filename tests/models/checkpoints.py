@@ -57,9 +57,13 @@ class Variant:
 
 
 def variant(
-    name: str, family: str = "llama", length: int = 70, max_shard_size: str = "5GB", max_model_len: int | None = None,
+    name: str,
+    family: str = "llama",
+    length: int = 70,
+    max_shard_size: str = "5GB",
+    max_model_len: int | None = None,
     **changes: Any,
-) -> Variant:  # fmt: skip
+) -> Variant:
     return Variant(name, family, tuple(changes.items()), length, max_shard_size, max_model_len)
 
 

@@ -109,13 +109,18 @@ def _watch(model: Watched, prompt: Sequence[int], config: GenerationConfig) -> t
 
 def params_of(case: Case) -> BeamSearchParams:
     return BeamSearchParams(
-        beam_width=case["width"], num_return_sequences=case["answers"], max_tokens=case["max_tokens"],
-        min_tokens=case["min_tokens"], length_penalty=case["length_penalty"], early_stopping=case["early_stopping"],
-        repetition_penalty=case.get("repetition_penalty") or 1.0, stop_token_ids=tuple(case["eos"]),
+        beam_width=case["width"],
+        num_return_sequences=case["answers"],
+        max_tokens=case["max_tokens"],
+        min_tokens=case["min_tokens"],
+        length_penalty=case["length_penalty"],
+        early_stopping=case["early_stopping"],
+        repetition_penalty=case.get("repetition_penalty") or 1.0,
+        stop_token_ids=tuple(case["eos"]),
         no_repeat_ngram_size=case.get("no_repeat_ngram_size") or 0,
         bad_words=[" ".join(map(str, word)) for word in case.get("bad_words_ids") or ()],
         logit_bias={ids[0]: number for ids, number in case["sequence_bias"] or ()} or None,
-    )  # fmt: skip
+    )
 
 
 def drawn(model: Watched, count: int, seed: int) -> Iterator[tuple[Case, list[list[int]], list[float]]]:
@@ -186,9 +191,15 @@ def test_the_default_model_finds_the_same_answers() -> None:
         own = BeamSearchParams(beam_width=width, max_tokens=20)
         finished = run(engine, [Request(str(i), prompt, own) for i, prompt in enumerate(given)]).finished
         config = GenerationConfig(
-            num_beams=width, num_return_sequences=width, max_new_tokens=20, do_sample=False, pad_token_id=0,
-            eos_token_id=list(engine.limits.eos_token_ids), return_dict_in_generate=True, output_scores=True,
-        )  # fmt: skip
+            num_beams=width,
+            num_return_sequences=width,
+            max_new_tokens=20,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=list(engine.limits.eos_token_ids),
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
         for i, prompt in enumerate(given):
             want, scores = _watch(model, prompt, config)
             answers = finished[str(i)].answers

@@ -52,6 +52,11 @@ def test_weights_and_texts_equal_those_of_transformers(tmp_path: Path, monkeypat
     llm.close()
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         ids = torch.tensor([output.prompt_token_ids])
-        whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS,
-                               min_new_tokens=NUM_TOKENS, do_sample=False)  # fmt: skip
+        whole = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_TOKENS,
+            min_new_tokens=NUM_TOKENS,
+            do_sample=False,
+        )
         assert output.outputs[0].token_ids == whole[0, ids.shape[1] :].tolist(), prompt

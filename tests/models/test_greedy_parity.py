@@ -30,13 +30,21 @@ MAX_LONG_PROMPT = 600
 
 def hf_config(arch: Architecture) -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=arch.vocab_size, hidden_size=arch.hidden_size, intermediate_size=arch.intermediate_size,
-        num_hidden_layers=arch.num_layers, num_attention_heads=arch.num_attention_heads,
-        num_key_value_heads=arch.num_kv_heads, head_dim=arch.head_dim, rms_norm_eps=arch.rms_norm_eps,
-        max_position_embeddings=arch.max_position_embeddings, tie_word_embeddings=True,
+        vocab_size=arch.vocab_size,
+        hidden_size=arch.hidden_size,
+        intermediate_size=arch.intermediate_size,
+        num_hidden_layers=arch.num_layers,
+        num_attention_heads=arch.num_attention_heads,
+        num_key_value_heads=arch.num_kv_heads,
+        head_dim=arch.head_dim,
+        rms_norm_eps=arch.rms_norm_eps,
+        max_position_embeddings=arch.max_position_embeddings,
+        tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": arch.rope_theta},
-        bos_token_id=arch.bos_token_id, eos_token_id=list(arch.eos_token_ids), pad_token_id=0,
-    )  # fmt: skip
+        bos_token_id=arch.bos_token_id,
+        eos_token_id=list(arch.eos_token_ids),
+        pad_token_id=0,
+    )
 
 
 @pytest.fixture(scope="module")

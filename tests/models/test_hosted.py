@@ -157,10 +157,17 @@ def test_more_rows_are_read_out_than_fit_the_buffer(family: str, checkpoints: Ch
     runner = LaneRunner(model, allocate_cache(model.arch, 13, 16, model.backend), 200)
     answers = runner.execute(
         LaneForward(
-            "target", tokens, at, at, np.array([0, 200], np.int32), np.array([200], np.int32),
-            np.arange(13, dtype=np.int32)[None].copy(), read_rows=read, draws=draws,
+            "target",
+            tokens,
+            at,
+            at,
+            np.array([0, 200], np.int32),
+            np.array([200], np.int32),
+            np.arange(13, dtype=np.int32)[None].copy(),
+            read_rows=read,
+            draws=draws,
         )
-    )  # fmt: skip
+    )
     assert answers.draws.tolist() == want.argmax(dim=1).tolist()
     assert runner.cache.tokens[:200].tolist() == tokens.tolist()
 

@@ -28,8 +28,12 @@ def ends() -> dict[str, tuple[float, str, str]]:
     """How each hostile template ended, in a process that may take two gigabytes for all of them."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.text.hostile_templates"],
-        capture_output=True, text=True, timeout=600, check=False, cwd=Path(__file__).resolve().parents[2],
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        cwd=Path(__file__).resolve().parents[2],
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, tuple[float, str, str]] = json.loads(done.stdout)
     return found

@@ -121,8 +121,11 @@ def test_no_special_tokens_are_added(tokenizer: Tokenizer) -> None:
 
 
 # A vocabulary of all single bytes and some merges
-BYTES = list(PlainBpe({"tokenizer.ggml.tokens": [], "tokenizer.ggml.merges": [], "tokenizer.ggml.token_type": []}, None)
-             .characters.values())  # fmt: skip
+BYTES = list(
+    PlainBpe(
+        {"tokenizer.ggml.tokens": [], "tokenizer.ggml.merges": [], "tokenizer.ggml.token_type": []}, None
+    ).characters.values()
+)
 MERGES = ["h e", "l l", "he ll", "hell o", "1 2", "Ġ 1", "12 3", "' s", "Ġ Ġ"]
 SPECIAL = ["<|begin|>", "<|end|>", "<|turn|>"]
 

@@ -103,13 +103,21 @@ def begins(data: bytes, stops: tuple[str, ...]) -> bool:
     cuts=st.lists(st.integers(0, 14), max_size=14),
 )
 def test_pieces_of_any_vocabulary(
-    token_ids: list[int], stop: list[str], stop_token_ids: list[int], min_tokens: int, include: bool, skip: bool,
+    token_ids: list[int],
+    stop: list[str],
+    stop_token_ids: list[int],
+    min_tokens: int,
+    include: bool,
+    skip: bool,
     cuts: list[int],
-) -> None:  # fmt: skip
+) -> None:
     params = SamplingParams(
-        stop=stop, stop_token_ids=stop_token_ids, min_tokens=min_tokens, include_stop_str_in_output=include,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        min_tokens=min_tokens,
+        include_stop_str_in_output=include,
         skip_special_tokens=skip,
-    )  # fmt: skip
+    )
     check(token_ids, params, TABLE, cuts)
 
 

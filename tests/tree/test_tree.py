@@ -85,9 +85,11 @@ def test_blocks_are_those_that_forked_tables_hold(size: int) -> None:
         held = {tuple(prompt + text[:-1]) for text in texts}
         blocks = {(at // size, one[: at + size]) for one in held for at in range(0, len(one), size)}
         gone_on = {
-            (number, part) for number, part in blocks for _, other in blocks
+            (number, part)
+            for number, part in blocks
+            for _, other in blocks
             if len(other) > len(part) and other[: len(part)] == part and len(part) % size
-        }  # fmt: skip
+        }
         assert tree.num_blocks == len(blocks - gone_on)
         assert tree.num_blocks_unshared == sum(-(-(len(prompt) + len(text) - 1) // size) for text in texts)
         for node in tree.nodes():
@@ -144,8 +146,10 @@ HOSTILE = '<script>alert(1)</script> & "x" ]]> <!-- \x00\x0b\ud800\ufffe \x1b[2J
 
 @pytest.mark.parametrize("form", ["svg", "html"])
 def test_files_are_valid_whatever_the_text(form: str) -> None:
-    outputs = [CompletionOutput(i, HOSTILE + text, [5, *text.encode(), 257], score=-1.0 - i, stop_reason="</td>")
-               for i, text in enumerate(["<b>", "&amp;", "→ 漢字"])]  # fmt: skip
+    outputs = [
+        CompletionOutput(i, HOSTILE + text, [5, *text.encode(), 257], score=-1.0 - i, stop_reason="</td>")
+        for i, text in enumerate(["<b>", "&amp;", "→ 漢字"])
+    ]
     output = RequestOutput("0", HOSTILE, [1, 2, 3], outputs, True, block_size=16)
     document = getattr(output.tree(), form)()
     parsed = ElementTree.fromstring(document.removeprefix("<!DOCTYPE html>\n"))
@@ -162,8 +166,9 @@ def boxes_of(picture: str) -> list[tuple[float, float, float, float]]:
     numbers = ("x", "y", "width", "height")
     return [
         tuple(float(shape.attrib[name]) for name in numbers)
-        for shape in shapes if "box" in shape.attrib.get("class", "")
-    ]  # fmt: skip
+        for shape in shapes
+        if "box" in shape.attrib.get("class", "")
+    ]
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -150,11 +150,15 @@ class GPT2(RecordedModel):
         self.positions = source.load("wpe.weight")[:max_position].to(backend.dtype).contiguous()
         self.layers = [
             GPT2Layer(
-                norm(f"h.{i}.ln_1"), linear(f"h.{i}.attn.c_attn"), linear(f"h.{i}.attn.c_proj"),
-                norm(f"h.{i}.ln_2"), linear(f"h.{i}.mlp.c_fc"), linear(f"h.{i}.mlp.c_proj"),
+                norm(f"h.{i}.ln_1"),
+                linear(f"h.{i}.attn.c_attn"),
+                linear(f"h.{i}.attn.c_proj"),
+                norm(f"h.{i}.ln_2"),
+                linear(f"h.{i}.mlp.c_fc"),
+                linear(f"h.{i}.mlp.c_proj"),
             )
             for i in range(arch.num_layers)
-        ]  # fmt: skip
+        ]
         self.norm = norm("ln_f")
         self.lm_head = pack_stacked(backend, [embedding if arch.tie_word_embeddings else source.load("lm_head.weight")])
 
@@ -169,9 +173,15 @@ class GPT2(RecordedModel):
     def record(self, p: Program, b: StepBuffers, cache: CacheTensors, plans: Sequence[Plan]) -> None:
         rows, eps, [plan] = b.num_rows, self.arch.rms_norm_eps, plans
         p.embed(
-            rows, b.token_ids, self.embedding, b.x, b.slots, cache.tokens, positions=b.positions,
+            rows,
+            b.token_ids,
+            self.embedding,
+            b.x,
+            b.slots,
+            cache.tokens,
+            positions=b.positions,
             position_table=self.positions,
-        )  # fmt: skip
+        )
         for i, layer in enumerate(self.layers):
             p.layer_norm(rows, b.x, *layer.ln_1, b.normed, eps)
             p.linear(rows, b.normed, layer.qkv, b.qkv)

@@ -166,11 +166,16 @@ class HostedModel:
         arch = self._hosted
         return [
             AttentionShape(
-                arch.num_attention_heads, arch.num_kv_heads, arch.head_dim, block_size, kind.scale,
-                0 if kind.window >= self.max_position else kind.window, kind.soft_cap,
+                arch.num_attention_heads,
+                arch.num_kv_heads,
+                arch.head_dim,
+                block_size,
+                kind.scale,
+                0 if kind.window >= self.max_position else kind.window,
+                kind.soft_cap,
             )
             for kind in arch.layers
-        ]  # fmt: skip
+        ]
 
     def attention_shapes(self, block_size: int) -> tuple[AttentionShape, ...]:
         """Return the kinds of the layers, in the order in which they first appear."""
@@ -225,9 +230,16 @@ def _from_files(arch: HostedArchitecture, files: ModelFiles, backend: Backend) -
     stored = open_directory(files.weights)  # what is damaged is found by our reader, which names it
     try:
         model, info = _model_class(arch).from_pretrained(
-            files.weights, config=arch.config, dtype=backend.dtype, attn_implementation=RUN, local_files_only=True,
-            use_safetensors=True, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
-        )  # fmt: skip
+            files.weights,
+            config=arch.config,
+            dtype=backend.dtype,
+            attn_implementation=RUN,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
     except Exception as error:  # the loader raises errors of three libraries
         raise ModelFileError(files.weights, f"transformers cannot load the weights: {first_line(error)}") from error
     check_loaded(model, stored, info)

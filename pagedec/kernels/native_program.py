@@ -1,0 +1,316 @@
+"""What the compiled kernels carry out in one call: argument records over buffers, in order."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope
+from pagedec.kernels.library import (
+    AttentionArgs,
+    AttentionPlan,
+    AttnBatch,
+    AttnShape,
+    Context,
+    Dtype,
+    EmbedArgs,
+    Epilogue,
+    GemmArgs,
+    LayerNormArgs,
+    OpList,
+    Quantization,
+    RmsNormArgs,
+    RopeKvWriteArgs,
+    SoftCapArgs,
+)
+
+if TYPE_CHECKING:
+    from pagedec.kernels.native import NativeBackend
+
+DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16}
+
+
+def address(tensor: torch.Tensor | None, dtype: torch.dtype, what: str) -> int | None:
+    """The address of a contiguous tensor of the expected dtype; None stays None."""
+    if tensor is None:
+        return None
+    if tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(f"{what} is {tensor.dtype}, strides {tensor.stride()}; it must be contiguous {dtype}")
+    return tensor.data_ptr()
+
+
+def int32(array: np.ndarray) -> np.ndarray:
+    """A contiguous int32 array; the same one where it is."""
+    return np.ascontiguousarray(array, np.int32)
+
+
+@dataclass(slots=True)
+class NativeWeight:
+    """A packed weight [n, k] and its fp32 bias."""
+
+    data: torch.Tensor
+    bias: torch.Tensor | None
+    n: int
+    k: int
+    quantization: Quantization = Quantization.PLAIN
+
+
+class NativePlan:
+    """The attention kernel's work list, made once a step for all layers of one kind."""
+
+    def __init__(self, context: Context, shape: AttentionShape, dtype: Dtype) -> None:
+        self.plan: AttentionPlan = context.library.plan()
+        self._context = context
+        self.shape = AttnShape(
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.block_size,
+            int(dtype),
+            shape.window,
+            shape.scale,
+            shape.soft_cap,
+        )
+
+    def update(
+        self, row_indptr: np.ndarray, kv_len: np.ndarray, block_table: np.ndarray, parents: np.ndarray | None
+    ) -> None:
+        assert block_table.flags.c_contiguous
+        batch = AttnBatch(
+            len(kv_len),
+            int(row_indptr[-1]),
+            row_indptr.ctypes.data,
+            kv_len.ctypes.data,
+            block_table.ctypes.data,
+            None if parents is None else parents.ctypes.data,
+            block_table.shape[1],
+            1,
+        )
+        self._context.plan(self.plan, self.shape, batch)
+
+
+class NativeProgram:
+    """Argument records in order; `run` is one call into the library, in one parallel region."""
+
+    def __init__(self, backend: NativeBackend) -> None:
+        self._backend, self._context = backend, backend.context
+        self._records: list[object] = []
+        self._keep: list[object] = []
+        self._linears: list[tuple[GemmArgs, NativeWeight]] = []
+        self._program: OpList | None = None
+
+    def _add(self, record: object, *keep: object) -> None:
+        self._records.append(record)
+        self._keep += keep
+
+    def embed(
+        self,
+        rows: torch.Tensor,
+        token_ids: torch.Tensor,
+        table: torch.Tensor,
+        out: torch.Tensor,
+        slots: torch.Tensor,
+        token_plane: torch.Tensor,
+        scale: float = 1.0,
+        positions: torch.Tensor | None = None,
+        position_table: torch.Tensor | None = None,
+    ) -> None:
+        backend, int32 = self._backend, torch.int32
+        self._add(
+            EmbedArgs(
+                address(rows, int32, "rows"),
+                address(token_ids, int32, "token_ids"),
+                address(table, backend.dtype, "table"),
+                address(out, torch.float32, "out"),
+                address(slots, int32, "slots"),
+                address(token_plane, int32, "token_plane"),
+                table.shape[1],
+                table.shape[0],
+                int(backend.code),
+                scale,
+                address(positions, int32, "positions"),
+                address(position_table, backend.dtype, "position_table"),
+                0 if position_table is None else position_table.shape[0],
+                0,
+            ),
+            rows,
+            token_ids,
+            table,
+            out,
+            slots,
+            token_plane,
+            positions,
+            position_table,
+        )
+
+    def rms_norm(
+        self,
+        rows: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        eps: float,
+        row_ids: torch.Tensor | None = None,
+        add: bool = False,
+    ) -> None:
+        f32 = torch.float32
+        out_dtype = f32 if add else self._backend.dtype
+        self._add(
+            RmsNormArgs(
+                address(rows, torch.int32, "rows"),
+                address(x, f32, "x"),
+                address(weight, f32, "weight"),
+                address(out, out_dtype, "out"),
+                address(row_ids, torch.int32, "row_ids"),
+                x.shape[1],
+                int(DTYPES[out_dtype]),
+                eps,
+                int(add),
+            ),
+            rows,
+            x,
+            weight,
+            out,
+            row_ids,
+        )
+
+    def layer_norm(
+        self,
+        rows: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        eps: float,
+        row_ids: torch.Tensor | None = None,
+    ) -> None:
+        backend, f32 = self._backend, torch.float32
+        self._add(
+            LayerNormArgs(
+                address(rows, torch.int32, "rows"),
+                address(x, f32, "x"),
+                address(weight, f32, "weight"),
+                address(bias, f32, "bias"),
+                address(out, backend.dtype, "out"),
+                address(row_ids, torch.int32, "row_ids"),
+                x.shape[1],
+                int(backend.code),
+                eps,
+                0,
+            ),
+            rows,
+            x,
+            weight,
+            bias,
+            out,
+            row_ids,
+        )
+
+    def soft_cap(self, rows: torch.Tensor, x: torch.Tensor, cap: float) -> None:
+        record = SoftCapArgs(address(rows, torch.int32, "rows"), address(x, torch.float32, "x"), x.shape[1], cap)
+        self._add(record, rows, x)
+
+    def linear(
+        self,
+        rows: torch.Tensor,
+        x: torch.Tensor,
+        weight: NativeWeight,
+        y: torch.Tensor,
+        epilogue: Epilogue = Epilogue.STORE,
+    ) -> None:
+        backend = self._backend
+        record = GemmArgs(
+            address(rows, torch.int32, "rows"),
+            address(x, backend.dtype, "x"),
+            weight.data.data_ptr(),
+            address(weight.bias, torch.float32, "bias"),
+            y.data_ptr(),
+            weight.n,
+            weight.k,
+            int(backend.code),
+            int(DTYPES[y.dtype]),
+            int(epilogue),
+            int(weight.quantization),
+            None,
+            0,
+        )
+        self._linears.append((record, weight))
+        self._add(record, rows, x, weight, y)
+
+    def rope_kv_write(
+        self,
+        rows: torch.Tensor,
+        qkv: torch.Tensor,
+        q: torch.Tensor,
+        cache: CacheTensors,
+        layer: int,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        rope: Rope,
+        norms: HeadNorms = NO_NORMS,
+    ) -> None:
+        backend, int32 = self._backend, torch.int32
+        self._add(
+            RopeKvWriteArgs(
+                address(rows, int32, "rows"),
+                address(qkv, backend.dtype, "qkv"),
+                address(q, backend.dtype, "q"),
+                cache.k[layer].data_ptr(),
+                cache.v[layer].data_ptr(),
+                address(positions, int32, "positions"),
+                address(slots, int32, "slots"),
+                address(rope.cos_sin, torch.float32, "cos_sin"),
+                address(norms[0], torch.float32, "q_norm"),
+                address(norms[1], torch.float32, "k_norm"),
+                q.shape[1] // cache.head_dim,
+                cache.num_kv_heads,
+                cache.head_dim,
+                rope.rotary_dim,
+                cache.block_size,
+                int(backend.code),
+                int(rope.interleaved),
+                norms[2],
+            ),
+            rows,
+            qkv,
+            q,
+            cache,
+            positions,
+            slots,
+            rope,
+            norms,
+        )
+
+    def attention(
+        self, rows: torch.Tensor, plan: NativePlan, q: torch.Tensor, cache: CacheTensors, layer: int, out: torch.Tensor
+    ) -> None:
+        backend = self._backend
+        self._add(
+            AttentionArgs(
+                address(rows, torch.int32, "rows"),
+                plan.plan.handle,
+                address(q, backend.dtype, "q"),
+                cache.k[layer].data_ptr(),
+                cache.v[layer].data_ptr(),
+                address(out, backend.dtype, "out"),
+            ),
+            rows,
+            plan,
+            q,
+            cache,
+            out,
+        )
+
+    def finish(self) -> None:
+        """Tell each linear layer which weight follows, so that its first panels are on their way, and fix the list."""
+        for (record, _), (_, following) in itertools.pairwise(self._linears):
+            record.next_packed, record.next_bytes = following.data.data_ptr(), len(following.data)
+        self._program = OpList(self._records)  # type: ignore[arg-type]
+
+    def run(self) -> None:
+        assert self._program is not None, "the program is not finished"
+        self._context.run(self._program)
