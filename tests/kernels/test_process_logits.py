@@ -105,11 +105,8 @@ def test_nothing_is_processed_without_rules(context: Context) -> None:
 def test_long_histories_and_a_large_vocabulary(context: Context) -> None:
     rng, vocab = np.random.default_rng(0), 1000
     histories = [rng.integers(0, 50, 3000).tolist(), [7] * 3000, [*([3, 4] * 1500)]]
-    rules = LogitsRules(
-        bad_words=((3,), (4, 3, 5), (7, 7, 7, 8)),
-        logit_bias=((9, 2.5), (10, -1.0)),
-        **{"no_repeat_ngram_size": 4, "repetition_penalty": 1.3, "frequency_penalty": 0.01, "presence_penalty": 0.2},
-    )
+    words, biases = ((3,), (4, 3, 5), (7, 7, 7, 8)), ((9, 2.5), (10, -1.0))
+    rules = LogitsRules(None, words, biases, 4, 1.3, 0.01, 0.2)
     case = simple_case(histories, calls.normal(3, vocab, seed=1, scale=4.0), rules, prompt=1000)
     for backend in (native(context), torch_backend()):
         assert_exact(case, backend)
