@@ -152,7 +152,7 @@ class Checked(FakeRunner):
         self.longest, self.vocab = longest, vocab_size
         self.num_rolled = 0
 
-    def _read_out(self, lane: str, forward: LaneForward, banned: dict[int, list[int]]) -> Any:
+    def _read_out(self, lane: str, forward: LaneForward) -> Any:
         if lane == "draft":
             assert not len(forward.positions) or forward.positions.max() < self.longest, "past the rope table"
             assert not len(forward.token_ids) or forward.token_ids.max() < self.vocab, "past the embedding"
@@ -161,7 +161,7 @@ class Checked(FakeRunner):
                     "a roll past the rope table"
                 )
                 self.num_rolled += int(roll["count"])
-        return super()._read_out(lane, forward, banned)
+        return super()._read_out(lane, forward)
 
 
 @pytest.mark.parametrize("longest", [1, 12, 13, 16, 17, 31, 64])
