@@ -59,7 +59,8 @@ class Sampling(Decoder):
         """One child for each stream: the accepted path and the token drawn at its end."""
         live = []
         for query, answer in zip(queries, answers, strict=True):
-            self.learn(query, answer)
+            if not self._is_forced(query, answer):
+                self.learn(query, answer)
             drawn = answer.values[0]
             for i, stream in enumerate(query.branch.state):
                 path, token = match(answer.draft, drawn[:, i].tolist())
@@ -82,7 +83,7 @@ class Sampling(Decoder):
         return EMPTY
 
     def learn(self, query: Query, answer: Answer) -> None:
-        """Look at what the target drew at every node."""
+        """Look at what the target drew at every node of an own draft, or at the root of one that was not run."""
 
     # ---- what subclasses draft from
     def forced(self, branch: Branch, room: int) -> Draft:
@@ -98,6 +99,10 @@ class Sampling(Decoder):
         if not self._prompt:
             self._prompt = self.context.history.slice(branch.tip, 0, self.context.prompt_length)
         return self._prompt
+
+    def _is_forced(self, query: Query, answer: Answer) -> bool:
+        num_nodes = answer.draft.num_nodes
+        return num_nodes > 0 and answer.draft == self.forced(query.branch, num_nodes)
 
 
 def sampler_of(params: SamplingParams) -> Sampler:

@@ -22,7 +22,7 @@ from tests.algorithms.speculative import SpeculativeParams
 from tests.constraints.schemas import random_schema
 from tests.equivalence.conftest import make_engine, vocabulary
 from tests.equivalence.features import FEW, SCHEMA, TRIE, every_third
-from tests.equivalence.harness import Case, prompts, run
+from tests.equivalence.harness import SPECULATIONS, Case, prompts, run
 from tests.support import add
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -67,6 +67,26 @@ def test_forced_chains_change_no_bit(kind: str, temperature: float) -> None:
     assert without.stats.num_forced_tokens == 0
     if kind in ("trie", "schema"):
         assert with_chains.stats.num_forced_tokens > 0 and with_chains.stats.num_steps < without.stats.num_steps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_way_to_draft_changes_no_bit(kind: str) -> None:
+    """With and without forced chains, greedy and drawn."""
+    cases = [
+        Case(f"{method} {i}", prompt, SamplingParams(temperature=i, seed=i, n=1 + i, logprobs=2, **KINDS[kind]))
+        for i in range(2)
+        for method, prompt in zip(SPECULATIONS, PROMPTS, strict=False)
+    ]
+    want = finished(make_engine("tiny"), cases)
+    drafting = [
+        dataclasses.replace(case, params=case.params.clone(speculative=SPECULATIONS[case.name[:-2]])) for case in cases
+    ]
+    for engine in (make_engine("tiny"), unforced(make_engine("tiny"))):
+        got = finished(engine, drafting)
+        for case in cases:
+            assert got[case.name].answers == want[case.name].answers, case.name
+        guessed = {name: counts.num_drafted for name, counts in engine.stats.drafts.items()}
+        assert set(guessed) == {"ngram", "lookahead", "jacobi", "draft_model"} and guessed["jacobi"] > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

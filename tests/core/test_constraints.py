@@ -189,6 +189,28 @@ def test_tokens_without_a_choice_are_one_step(array_settle: bool) -> None:
     assert found[0][0] < found[1][0] and found[0][1] > 0 == found[1][1]
 
 
+@pytest.mark.parametrize("method", ["ngram", "lookahead", "jacobi", "draft_model"])
+@pytest.mark.parametrize("seed", range(4))
+def test_who_drafts_guesses_where_there_is_a_choice(method: str, seed: int) -> None:
+    """What is forced is drafted by itself, and is none of the guesses that are counted."""
+    trie = TokenTrie([[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 2, 6, 7], [1, 3, 2, 2, 2, 2, 2]])
+    models: dict[str, Any] = {"target": LanguageModel(seed, 2), "draft": LanguageModel(seed, 2, noisy=0.25)}
+    counts = []
+    for speculative in (None, {"method": method}):
+        engine = FakeEngine(models, limits(40))
+        rules = Rules(TrieConstraint(trie, (EOS,)), lambda prompt, generated: in_trie(trie, generated, (EOS,)))
+        params = SamplingParams(seed=5, speculative=speculative)
+        request = request_of(engine, "one", params, [5, 6, 5, 6], rules)
+        engine.run()
+        assert results(request) == [sampled(models["target"], rules, [5, 6, 5, 6], 5, 0, (EOS,), 0)]
+        counts.append((engine.num_steps, request.num_forced_tokens))
+        if speculative is None:
+            assert request.acceptance.num_drafts == 0
+        else:
+            assert request.acceptance.num_drafts <= 2, "of seven tokens two at most are chosen"
+    assert counts[1][0] <= counts[0][0] and counts[0][1] >= counts[1][1] > 0
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_beams_return_what_lists_return(seed: int) -> None:
     rng = random.Random(seed)
