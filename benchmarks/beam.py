@@ -42,9 +42,9 @@ class Side:
     def __post_init__(self) -> None:
         execute = self.engine.executor.execute
 
-        def counting(forwards: Any, rules: Any) -> Any:
+        def counting(forwards: Any, rules: Any, masks: Any = None) -> Any:
             self.copies += sum(len(forward.copy_src) for forward in forwards.values())
-            return execute(forwards, rules)
+            return execute(forwards, rules, masks)
 
         self.engine.executor.execute = counting  # type: ignore[method-assign]
 
