@@ -82,10 +82,6 @@ class BlockPool:
         if not refs and not self.pins[block]:
             self._retire(block)
 
-    def pin(self, block: int) -> None:
-        """Keep a block from being reused, whoever holds it."""
-        self.pins[block] += 1
-
     def unpin(self, block: int) -> None:
         """Take back one pin."""
         self.pins[block] -= 1

@@ -6,7 +6,7 @@ This is the protocol only. Tries, grammars and callables are in `pagedec.constra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -84,18 +84,6 @@ def only_token(allowed: Allowed) -> int:
         return -1
     word = int(allowed[filled[0]])
     return -1 if word & (word - 1) else int(filled[0]) * 32 + word.bit_length() - 1
-
-
-def forced_by_masks(constraint: Constraint, state: Any, most: int, ends: frozenset[int]) -> Iterator[int]:
-    """What `Constraint.forced` promises, for one whose `allowed` is cheap."""
-    for _ in range(most):
-        token = only_token(constraint.allowed(state))
-        if token < 0 or token in ends:
-            return
-        yield token
-        state = constraint.next(state, token)
-        if constraint.is_over(state):
-            return
 
 
 def cut_within(

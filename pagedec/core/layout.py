@@ -53,7 +53,7 @@ class LaneBuilder:
     """Collects the rows of one lane's forward, branch by branch."""
 
     __slots__ = (
-        "_banned", "_counts", "_draw_positions", "_draw_records", "_draw_rows", "_first_rows", "_logprobs", "_marks",
+        "_banned", "_counts", "_draw_positions", "_draw_records", "_draw_rows", "_logprobs", "_marks",
         "_parents", "_positions", "_ranking", "_read_only", "_read_rows", "_roll_slots", "_rolls", "_starts",
         "_tables", "_tokens", "_topk", "_topk_k",
         "pool",
@@ -64,7 +64,6 @@ class LaneBuilder:
         self._tables: list[BlockTable] = []
         self._starts: list[int] = []  # cache index of each branch's first row
         self._counts: list[int] = []  # rows of each branch
-        self._first_rows: list[int] = []
         self._tokens: list[int] = []
         self._read_only: list[int] = []  # rows that write nothing
         self._parents: list[tuple[int, np.ndarray]] = []  # (first row, parents of the rows from there on)
@@ -91,7 +90,6 @@ class LaneBuilder:
         self._tables.append(table)
         self._starts.append(start)
         self._counts.append(1)
-        self._first_rows.append(row)
         self._tokens.append(token)
         draw = len(self._draw_rows)
         self._draw_rows.append(len(self._read_rows))
@@ -108,7 +106,6 @@ class LaneBuilder:
         self._tables += tables
         self._starts += [table.length for table in tables]
         self._counts += [1] * len(tables)
-        self._first_rows += range(first, first + len(tables))
         self._tokens += tokens
         return first
 
@@ -147,7 +144,6 @@ class LaneBuilder:
         self._tables.append(table)
         self._starts.append(start)
         self._counts.append(len(chain) + size)
-        self._first_rows.append(first)
         self._tokens += chain
         last = first + len(chain) - 1
         if isinstance(draft, Roll):

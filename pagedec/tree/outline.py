@@ -28,7 +28,8 @@ def outline(tree: AnswerTree, columns: int) -> str:
         lines += [(below + line).rstrip() for line in body[1:]]
         for i, child in reversed(list(enumerate(node.children))):
             is_last = i == len(node.children) - 1
-            waiting.append((child, rest + ("└─ " if is_last else "├─ "), rest + ("   " if is_last else "│  ")))
+            own, below = ("└─ ", "   ") if is_last else ("├─ ", "│  ")
+            waiting.append((child, rest + own, rest + below))
     return "\n".join(lines)
 
 

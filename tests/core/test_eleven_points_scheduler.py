@@ -287,7 +287,7 @@ def test_11_the_check_finds_what_is_wrong() -> None:
     broken(lambda pool, table: pool.share(table.blocks()[0]))
     broken(lambda pool, table: pool.take())
     broken(lambda pool, table: pool.free.pop())
-    broken(lambda pool, table: pool.pin(pool.free[0]))
+    broken(lambda pool, table: pool.pins.__setitem__(pool.free[0], 1))
     broken(lambda pool, table: table.fork())
     broken(lambda pool, table: setattr(table, "length", 4))
     broken(lambda pool, table: pool.row_view.__setitem__(table.row * pool.width, 19))
