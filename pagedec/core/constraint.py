@@ -73,19 +73,6 @@ def permits(allowed: Allowed, token: int) -> bool:
     return bool((allowed == token).any())
 
 
-def only_token(allowed: Allowed) -> int:
-    """The one token that is allowed; -1 where there are others, or none."""
-    if allowed is None:
-        return -1
-    if allowed.dtype != np.uint32:
-        return int(allowed[0]) if len(allowed) == 1 else -1
-    [filled] = np.nonzero(allowed)
-    if len(filled) != 1:
-        return -1
-    word = int(allowed[filled[0]])
-    return -1 if word & (word - 1) else int(filled[0]) * 32 + word.bit_length() - 1
-
-
 def cut_within(
     constraint: Constraint, stopping: Stopping, stop_state: int, state: Any, tokens: Sequence[int], room: int
 ) -> tuple[Cut, Any]:

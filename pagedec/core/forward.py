@@ -118,6 +118,15 @@ class LaneForward:
     report: ReportRows | None = None
 
 
+def freeze(forward: LaneForward) -> None:
+    """Let nobody write into a forward's arrays."""
+    for record in (forward, forward.processing, forward.report):
+        for name in () if record is None else record.__slots__:
+            value = getattr(record, name)
+            if isinstance(value, np.ndarray):
+                value.flags.writeable = False
+
+
 Forwards: TypeAlias = Mapping[str, LaneForward]
 """A step's forwards by lane, in the order in which they run."""
 Rules: TypeAlias = Mapping[int, LogitsRules]

@@ -19,6 +19,7 @@ from pagedec.core.forward import (
     LaneForward,
     ProcessRows,
     ReportRows,
+    freeze,
 )
 from pagedec.core.plan import AskSlice
 from pagedec.core.protocol import Best, Query, Roll, Sample, Sampler, TopK
@@ -279,7 +280,7 @@ class LaneBuilder:
         fresh, pool.fresh = np.array(pool.fresh, np.int32), []
         topk, logprobs, banned = self._topk, _pairs(self._logprobs), _pairs(self._banned)
         best_rows, best_groups = (self._ranking or Ranking()).arrays()
-        return LaneForward(
+        forward = LaneForward(
             lane=pool.lane,
             token_ids=np.array(self._tokens, np.int32),
             positions=positions,
@@ -307,6 +308,8 @@ class LaneBuilder:
             processing=None if self._marks is None else self._marks.processing(),
             report=None if self._marks is None else self._marks.report(),
         )
+        freeze(forward)
+        return forward
 
     def _trees(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Positions, which differ from cache indices in trees only; and parents if there is a tree."""

@@ -13,7 +13,7 @@ import pytest
 
 from pagedec.constraints.function import FunctionConstraint
 from pagedec.constraints.trie import TokenTrie, TrieConstraint
-from pagedec.core.constraint import Constraint, Forbidden, cut_within, only_token, permits
+from pagedec.core.constraint import Constraint, Forbidden, cut_within, permits
 from pagedec.core.masking import node_states, pack_rows, without
 from pagedec.core.protocol import DecoderContext
 from pagedec.core.request import Branch, Request
@@ -352,9 +352,8 @@ def test_rows_as_arrays() -> None:
 
 def test_what_is_allowed() -> None:
     words = np.array([0, 1 << 31], np.uint32)
-    assert only_token(words) == 63 and permits(words, 63) and not permits(words, 62) and not permits(words, 64)
-    assert only_token(np.array([3, 1], np.uint32)) == only_token(np.array([3], np.uint32)) == only_token(None) == -1
-    assert only_token(np.array([9], np.int32)) == 9 and permits(None, 3) and not permits(np.array([9], np.int32), 3)
+    assert permits(words, 63) and not permits(words, 62) and not permits(words, 64)
+    assert permits(None, 3) and permits(np.array([9], np.int32), 9) and not permits(np.array([9], np.int32), 3)
 
 
 def test_what_stands_behind_a_forbidden_token_is_cut_off_or_an_error() -> None:

@@ -124,3 +124,24 @@ def test_nothing_at_all() -> None:
     assert (
         forward.row_indptr.tolist() == [0] and len(forward.token_ids) == len(forward.draws) == len(forward.kv_len) == 0
     )
+
+
+def test_a_forward_cannot_be_written_into() -> None:
+    """Whoever carries it out has it as a worker elsewhere has: as views that nobody can write through."""
+    pool = BlockPool("target", 20, BLOCK, 8)
+    builder = LaneBuilder(pool)
+    query = Query(branch_of(table_of(pool, 6, 5), 1), (Sample(SAMPLER, (4, -1)),), TREE)
+    root = builder.add(query.branch.tables["target"], 6, [15, 16], 16, TREE)
+    builder.read(query, root, 8, TREE, Stopping((7,), (), min_tokens=3))
+    builder.marks.process([0, 1], 0, 3, 4, False)
+    builder.marks.report_row(0, 2)
+    forward = builder.finish(CopyPlan(pool))
+    arrays = [
+        (name, value)
+        for record in (forward, forward.processing, forward.report)
+        if record is not None
+        for name, value in ((name, getattr(record, name)) for name in record.__slots__)
+        if isinstance(value, np.ndarray)
+    ]
+    assert len(arrays) > 15
+    assert [name for name, value in arrays if value.flags.writeable] == []

@@ -1,0 +1,85 @@
+"""Nothing in the package is there for nobody: what it defines it also uses, or somebody outside does, by a list with
+reasons."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "pagedec"
+OUTSIDE = {
+    "assemble": "engines over models that were made in memory",
+    "apply_chat_template": "of transformers' tokenizers",
+    "batch_decode": "of transformers' tokenizers",
+    "convert_ids_to_tokens": "of transformers' tokenizers",
+    "convert_tokens_to_ids": "of transformers' tokenizers",
+    "retract": "for a conversation whose turn was given up",
+    "beam_search": "vLLM's name",
+    "check_health": "vLLM's name",
+    "shutdown": "vLLM's name",
+    "allow_vnni": "for tests and benchmarks",
+    "read_rate": "for benchmarks",
+    "dot_rate": "for benchmarks",
+    "run_batch": "what people import",
+}
+CALLED_BY_NAME = "visit_"
+"""Methods of syntax-tree visitors."""
+
+
+def unused(sources: dict[str, str]) -> list[str]:
+    """Functions, classes, methods and constants whose name is read nowhere, and private attributes that are only
+    written or added to. Names under a decorator belong to whoever decorates."""
+    reads, defined, written = Counter[str](), list[tuple[str, str]](), dict[str, str]()
+    for path, text in sources.items():
+        tree = ast.parse(text)
+        above = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                reads[node.id] += 1
+            elif isinstance(node, ast.Attribute):
+                if node.attr.startswith("_") and is_written(node, above):
+                    written.setdefault(node.attr, path)
+                elif isinstance(node.ctx, ast.Load):
+                    reads[node.attr] += 1
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and not node.decorator_list:
+                defined.append((node.name, path))
+        for node in tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            defined += [(target.id, path) for target in targets if isinstance(target, ast.Name)]
+    names = [*defined, *written.items()]
+    return [f"{path}: {name}" for name, path in names if not reads[name] and not name.startswith("__")]
+
+
+def is_written(node: ast.Attribute, above: dict[ast.AST, ast.AST]) -> bool:
+    """Whether an attribute is assigned, or something is added to it and nothing read."""
+    call = above.get(above[node])
+    method = above[node]
+    grows = isinstance(method, ast.Attribute) and method.attr in ("append", "extend", "add")
+    return isinstance(node.ctx, ast.Store) or (
+        grows and isinstance(call, ast.Call) and isinstance(above[call], ast.Expr)
+    )
+
+
+def test_nothing_is_there_for_nobody() -> None:
+    sources = {str(path.relative_to(PACKAGE)): path.read_text("utf-8") for path in PACKAGE.rglob("*.py")}
+    found = {entry.split(": ")[1]: entry for entry in unused(sources)}
+    usage = {"USAGE"}  # read by its module's parser, through the module
+    left = [entry for name, entry in found.items() if name not in {*OUTSIDE, *usage} and CALLED_BY_NAME not in name]
+    assert left == []
+    assert set(OUTSIDE) <= set(found), "these are used after all"
+
+
+def test_the_scan_finds_what_is_dead() -> None:
+    text = "\n".join(
+        [
+            "LIMIT = 3",
+            "def called(): return 1",
+            "def forgotten(): return called()",
+            "class Box:",
+            "    def __init__(self): self._kept, self._lost = [], []",
+            "    def add(self, x): self._kept.append(x); self._lost.append(x); return self._kept",
+            "Box().add(1)",
+        ]
+    )
+    assert unused({"a.py": text}) == ["a.py: forgotten", "a.py: LIMIT", "a.py: _lost"]
