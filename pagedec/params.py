@@ -306,7 +306,12 @@ class BeamSearchParams(RequestParams):
     )
     do_sample: bool = option(False, Flag("draw the paths to follow at random, without replacement: beam sampling"))
     temperature: float = option(
-        0.0, Number("of beam sampling, where 0 is taken for 1; without do_sample it changes nothing", low=0)
+        0.0,
+        Number(
+            "of beam sampling, where 0 is taken for 1; without do_sample it changes nothing",
+            low=MIN_TEMPERATURE,
+            zero=True,
+        ),
     )
     top_p: float = option(1.0, Number("of beam sampling: as in sampling, for each path", above=0, high=1))
     top_k: int = option(0, Integer("of beam sampling: as in sampling, for each path; 0 or -1: all", low=-1))
