@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from pagedec.errors import InvalidArgument
 from pagedec.fields import (
@@ -67,7 +67,7 @@ class RequestParams:
     Checked as a whole when made. Raises `InvalidArgument`.
     """
 
-    ELSEWHERE: ClassVar[Mapping[str, str]] = {}
+    ELSEWHERE = dict[str, str]()  # no annotation: it is no field
     """Names that other engines have, and what there is instead."""
     max_tokens: int | None = option(
         None, Integer("most tokens of an answer; none: up to the context's end", low=1, optional=True)
@@ -218,7 +218,7 @@ class SamplingParams(RequestParams):
     the engine's own, so that the same calls of a new engine return the same tokens again.
     """
 
-    ELSEWHERE: ClassVar[Mapping[str, str]] = {
+    ELSEWHERE = {
         **dict.fromkeys(("guided_decoding", "response_format"), "structured_outputs says what a text may be"),
         **dict.fromkeys(
             ("use_beam_search", "beam_width", "num_beams", "length_penalty", "early_stopping", "num_beam_groups"),
@@ -298,7 +298,7 @@ class BeamSearchParams(RequestParams):
     and when a field is set; a request copies it. Raises `InvalidArgument`.
     """
 
-    ELSEWHERE: ClassVar[Mapping[str, str]] = {
+    ELSEWHERE = {
         **dict.fromkeys(("guided_decoding", "response_format"), "structured_outputs says what a text may be"),
         **dict.fromkeys(("num_beams", "best_of"), "it is named beam_width"),
         "n": "it is named num_return_sequences",
