@@ -14,26 +14,36 @@ AllowedTokensFn = Callable[[list[int]], Iterable[int] | None]
 
 
 class WholeText:
-    """A state: the first `length` tokens of a list that only grows, which the newest state appends to and an older one
-    copies. What the function says of it is asked once."""
+    """A state: a text, told of it when the function is first asked. Of those that are never asked, as most of a beam
+    search's candidates, nothing is copied. What the function says of a text is asked once."""
 
-    __slots__ = ("_allowed", "_error", "_is_known", "length", "tokens")
+    __slots__ = ("_allowed", "_error", "_is_known", "_parent", "_token", "_tokens")
 
-    def __init__(self, tokens: list[int], length: int) -> None:
-        self.tokens, self.length = tokens, length
+    def __init__(self, tokens: list[int] | None, parent: WholeText | None = None, token: int = -1) -> None:
+        self._tokens, self._parent, self._token = tokens, parent, token
         self._is_known, self._allowed, self._error = False, None, None  # type: tuple[bool, Allowed, Exception | None]
 
     def followed_by(self, token: int) -> WholeText:
         """The state after one more token."""
-        own = self.tokens if len(self.tokens) == self.length else self.tokens[: self.length]
-        own.append(token)
-        return WholeText(own, self.length + 1)
+        return WholeText(None, self, token)
+
+    def tokens(self) -> list[int]:
+        """The whole text. Nobody writes into it."""
+        if self._tokens is None:
+            behind: list[int] = []
+            state = self
+            while state._tokens is None:
+                behind.append(state._token)
+                assert state._parent is not None
+                state = state._parent
+            self._tokens, self._parent = [*state._tokens, *reversed(behind)], None
+        return self._tokens
 
     def allowed(self, function: AllowedTokensFn, vocab_size: int) -> Allowed:
         """What the function says, or the error that it raised."""
         if not self._is_known:
             try:
-                self._allowed = _checked(function(self.tokens[: self.length]), vocab_size)
+                self._allowed = _checked(function([*self.tokens()]), vocab_size)
             except Exception as error:
                 self._error = error
             except KeyboardInterrupt:
@@ -54,7 +64,7 @@ class FunctionConstraint(Constraint):
         self._function, self._vocab_size = function, vocab_size
 
     def start(self, given: Sequence[int]) -> WholeText:
-        return WholeText(list(given), len(given))
+        return WholeText(list(given))
 
     def next(self, state: WholeText, token: int) -> WholeText:
         return state.followed_by(token)

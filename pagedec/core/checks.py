@@ -191,11 +191,12 @@ def check_verdict(
     verdict: Verdict,
     vocab_size: int,
     decoder: Decoder | None = None,
+    known: int = 0,
 ) -> None:
     """Find everything that can be wrong with a verdict before anything changes. Raises `InvalidArgument`.
 
     `evaluated`: the branches queried, with the draft that was run behind each. `decoder`: whose width a gang must keep
-    to.
+    to. `known`: how many tokens were settled before.
     """
     if not isinstance(verdict, Verdict):
         raise InvalidArgument("verdict", verdict, "must be a Verdict")
@@ -225,7 +226,7 @@ def check_verdict(
             (child.parent.tip, history.depth[child.parent.tip] if child.keep is None else child.keep, child.tokens)
             for child in verdict.live
         ]
-        check_settled(history, verdict.settled, heads, decoder)
+        check_settled(history, verdict.settled, heads, decoder, known)
     if decoder is not None and (decoder.gang or len(verdict.live) + len(live) > MAX_BRANCHES):
         touched = {child.parent for child in verdict.live} | set(verdict.drop) | set(evaluated)
         width = len(verdict.live) + sum(branch not in touched for branch in live)

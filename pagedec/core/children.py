@@ -72,8 +72,8 @@ def check_generation(
     if verdict.settled is not None:
         lengths = history.depth
         heads = {(parent.tip, token) for parent, token in zip(parents, tokens, strict=True)}
-        known = request.settled_length or request.prompt_length
-        check_settled(history, verdict.settled, [(tip, lengths[tip], (token,)) for tip, token in heads], decoder, known)
+        ways = [(tip, lengths[tip], (token,)) for tip, token in heads]
+        check_settled(history, verdict.settled, ways, decoder, request.settled_length)
     states = [parent.stop_state for parent in parents]
     longest = max((history.depth[parent.tip] for parent in parents), default=0)
     most = max((state & COUNT for state in states), default=0)

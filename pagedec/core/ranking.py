@@ -23,20 +23,20 @@ class Ranking:
     __slots__ = (
         "_asks",
         "_group_of",
-        "_num_places",
-        "_place_of",
+        "_groups",
+        "_num_queries",
+        "_places",
         "_positions",
         "_rows",
         "_scores",
         "_streams",
-        "_taken",
     )
 
     def __init__(self) -> None:
         self._asks: list[Best] = []  # of each group
-        self._place_of: dict[tuple[int, int], int] = {}  # (request, group): its place among the groups
-        self._num_places: dict[int, int] = {}  # request: its queries so far
-        self._taken: list[int] = []  # of each row: its query's place, and so on
+        self._groups: dict[tuple[int, int], int] = {}  # (request, the ask's group): its number in this forward
+        self._num_queries: dict[int, int] = {}  # of each request, so far
+        self._places: list[int] = []  # these six: of each row; its query's place among the request's
         self._group_of: list[int] = []
         self._streams: list[int] = []
         self._rows: list[int] = []
@@ -45,13 +45,13 @@ class Ranking:
 
     def add(self, owner: int, ask: Best, row: int, positions: Sequence[int], scores: Sequence[float]) -> int:
         """Rank the read-out rows from `row` on, of queries that ask alike, among those of the same owner and group;
-        returns the group's place. Rows of an owner come in the order of its queries."""
-        num, place = len(positions), self._num_places.get(owner, 0)
-        self._num_places[owner] = place + num
-        group = self._place_of.setdefault((owner, ask.group), len(self._asks))
+        returns the group's number. Rows of an owner come in the order of its queries."""
+        num, place = len(positions), self._num_queries.get(owner, 0)
+        self._num_queries[owner] = place + num
+        group = self._groups.setdefault((owner, ask.group), len(self._asks))
         if group == len(self._asks):
             self._asks.append(ask)
-        self._taken += range(place, place + num)
+        self._places += range(place, place + num)
         self._group_of += [group] * num
         self._streams += [ask.stream & _MASK] * num
         self._rows += range(row, row + num)
@@ -64,7 +64,7 @@ class Ranking:
         if not self._asks:
             return NO_BEST_ROWS, NO_BEST_GROUPS
         rows = np.empty(len(self._rows), BEST_ROW_DTYPE)
-        rows["stream"], rows["row"], rows["place"] = self._streams, self._rows, self._taken
+        rows["stream"], rows["row"], rows["place"] = self._streams, self._rows, self._places
         rows["position"], rows["score"] = self._positions, self._scores
         groups = np.array([described(ask) for ask in self._asks], BEST_GROUP_DTYPE)
         if len(self._asks) > 1:

@@ -96,7 +96,8 @@ class Request:
     """Of a gang: how many tokens all its live branches are known to share; it is looked up when a whole block more may
     be shared."""
     settled_length: int = 0
-    """Of a gang: the tokens told as settled, the prompt's counted; 0: none yet."""
+    """Of a gang: how many tokens all its answers are known to share, the prompt's counted; those behind the prompt are
+    told."""
     asked_in: int = -1
     """The step whose queries `queries` are."""
     first_step: int = -1

@@ -108,6 +108,7 @@ class Scheduler:
             None if reporting == NO_REPORTING else Reports(reporting),
             constraint,
             context.forced if constraint is not None and limits.draft_forced else None,
+            settled_length=len(prompt),
         )
 
     def add(self, request: Request) -> None:

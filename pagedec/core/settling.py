@@ -173,7 +173,8 @@ class Settler:
                     return
                 verdict = as_objects(verdict, children, queries)
             evaluated = {query.branch: answer.draft for query, answer in zip(queries, answers, strict=True)}
-            check_verdict(request.history, request.branches, evaluated, verdict, self._vocab_size, request.decoder)
+            history, known = request.history, request.settled_length
+            check_verdict(history, request.branches, evaluated, verdict, self._vocab_size, request.decoder, known)
             if self._recorder is not None:
                 self._recorder.record_paths(works, answers, verdict)
                 self._recorder.record_best(works, verdict)
@@ -254,7 +255,7 @@ class Settler:
 
     def _tell_settled(self, request: Request, settled: int) -> None:
         history, tip = request.history, request.branches[0].tip
-        known = request.settled_length or request.prompt_length
+        known = request.settled_length
         if settled <= known:
             return
         request.settled_length = settled

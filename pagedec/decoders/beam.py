@@ -79,6 +79,8 @@ class Beam(Decoder):
         """What a group that is done counts as choosing."""
         self._set_ask()
         self.length = 0
+        self.written: list[int] = []
+        """Of each branch the tokens of its text, as bits: asked for by groups with a repetition penalty alone."""
         self.scores = np.zeros(1, np.float32)  # these four: of the branches that live, in the order of their numbers
         self.streams = np.zeros(1, np.uint64)
         self.agreement = Agreement(context.prompt_length)
@@ -185,12 +187,10 @@ class Beam(Decoder):
         counts = np.bincount(np.array(taken), minlength=self.context.vocab_size)[candidates.tokens]
         amounts = np.float32(self.params.diversity_penalty) * counts.astype(np.float32)
         if self.params.repetition_penalty != 1:
-            texts: dict[int, set[int]] = {}
+            if not self.written:
+                self.written = [bits_of(self.context.history.tokens(branch.tip)) for branch in branches]
             for i in np.flatnonzero(counts).tolist():
-                at = int(candidates.parents[i])
-                if at not in texts:
-                    texts[at] = set(self.context.history.tokens(branches[at].tip))
-                if int(candidates.tokens[i]) in texts[at]:
+                if self.written[int(candidates.parents[i])] >> int(candidates.tokens[i]) & 1:
                     amounts[i] = repeated(candidates.logprobs[i], amounts[i], self.params.repetition_penalty)
         return diversified(candidates, self.scores[candidates.parents], amounts)
 
@@ -203,6 +203,9 @@ class Beam(Decoder):
         self.behind.append(parents)
         if self.ask.sampler is not None:
             self.streams = continued(self.streams[parents], tokens)
+        if self.written:
+            pairs = zip(parents.tolist(), tokens.tolist(), strict=True)
+            self.written = [self.written[parent] | 1 << token for parent, token in pairs]
         settled = self._settle(parents.tolist(), tokens.tolist())
         children = Children(parents, tokens, self.scores, self.numbers[-1].tolist())
         return Verdict(children=children, settled=settled)
@@ -284,6 +287,14 @@ class Beam(Decoder):
 def joined(parts: Sequence[Chosen]) -> Chosen:
     """Those of several groups, in their order."""
     return Chosen(*(np.concatenate([getattr(part, name) for part in parts]) for name in Chosen.__slots__))
+
+
+def bits_of(tokens: Sequence[int]) -> int:
+    """The set of `tokens`: a bit for each."""
+    bits = 0
+    for token in set(tokens):
+        bits |= 1 << token
+    return bits
 
 
 def _number(branch: Branch) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from pagedec.core.checks import check_answers, check_queries
 from pagedec.core.draft import Draft
 from pagedec.core.forward import Answers, LaneAnswers
+from pagedec.core.history import History
 from pagedec.core.logprobs import Reporting
 from pagedec.core.protocol import (
     GREEDY,
@@ -222,6 +223,23 @@ def test_what_is_not_settled_is_the_decoders_mistake() -> None:
     telling(engine.scheduler, How(3, count=20), exaggeration=1)
     engine.run()
     assert "settled is 4: must be tokens that all that lives has in common" in str(engine.failed["told"])
+
+
+def test_what_was_settled_before_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a step would cost as much as all that the branches have not in common is long."""
+    walked: list[int] = []
+
+    def agree(history: History, tips: Iterable[int], length: int) -> bool:
+        walked.append(length)
+        return real(history, tips, length)
+
+    real = History.agree
+    monkeypatch.setattr(History, "agree", agree)
+    for seed in range(6):
+        engine, walked[:] = FakeEngine(World(seed).models, limits(400)), []
+        telling(engine.scheduler, How(3, count=20))
+        engine.run()
+        assert not engine.failed and walked == sorted(set(walked)) and 3 not in walked, "the prompt is settled"
 
 
 # ---- generations as arrays
