@@ -68,8 +68,11 @@ class Ask:
     cache_salt: str = ""
 
 
-def parse_body(chat: bool, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Ask:
-    """Read a body over the defaults; null means not given, as in OpenAI's interface.
+def parse_body(
+    chat: bool, body: Mapping[str, Any], defaults: Mapping[str, Any], beams: Mapping[str, Any] | None = None
+) -> Ask:
+    """Read a body over the defaults; null means not given, as in OpenAI's interface. `beams` come before the defaults
+    where a beam search is asked for; a `beam_width` among them asks for one where the body does not say.
 
     Raises InvalidArgument naming field, value and limit; FeatureNotAvailable for what is known but cannot be done.
     """
@@ -92,7 +95,7 @@ def parse_body(chat: bool, body: Mapping[str, Any], defaults: Mapping[str, Any])
         raise InvalidArgument("priority", priority, "must be a whole number; lower ones run earlier")
     if not isinstance(salt, str):
         raise InvalidArgument("cache_salt", salt, "must be a text")
-    params = _params(given, defaults, chat)
+    params = _params(given, defaults, beams or {}, chat)
     if not chat:
         return Ask(model, parse_prompts(given.get("prompt")), None, {}, params, priority, salt)
     options = {name: given[name] for name in CHAT_OPTIONS if name in given}
@@ -105,7 +108,9 @@ def parse_body(chat: bool, body: Mapping[str, Any], defaults: Mapping[str, Any])
     return Ask(model, (), check_messages(given.get("messages")), options, params, priority, salt)
 
 
-def _params(given: Mapping[str, Any], defaults: Mapping[str, Any], chat: bool) -> RequestParams:
+def _params(
+    given: Mapping[str, Any], defaults: Mapping[str, Any], table: Mapping[str, Any], chat: bool
+) -> RequestParams:
     values = dict(defaults) | {name: given[name] for name in SAMPLING if name in given}
     if "max_completion_tokens" in given:
         if "max_tokens" in given:
@@ -118,19 +123,21 @@ def _params(given: Mapping[str, Any], defaults: Mapping[str, Any], chat: bool) -
     structured = read_structured(given)
     if structured is not None:
         values["structured_outputs"] = structured
-    beams = _beams(given)
+    beams = _beams(given, table)
     if not beams:
         return SamplingParams.from_dict(values)
     known = set(field_names(BeamSearchParams))
+    said = {*given, *(("max_tokens",) if "max_completion_tokens" in given else ())}
+    beams = {name: value for name, value in table.items() if name not in said} | beams
     unused = () if beams.get("do_sample") else DRAWING  # defaults of drawing, where nothing is drawn
     kept = {name: value for name, value in values.items() if name in known and (name not in unused or name in given)}
     return BeamSearchParams.from_dict(kept | beams)
 
 
-def _beams(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a beam search alone; none where the body asks for sampling."""
+def _beams(given: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+    """The body's own parameters of a beam search alone, and its width; none where sampling is asked for."""
     beams = {name: given[name] for name in BEAMS if name in given}
-    switch = given.get(USE_BEAMS, "beam_width" in beams)
+    switch = given.get(USE_BEAMS, "beam_width" in beams or "beam_width" in table)
     if not isinstance(switch, bool):
         raise InvalidArgument(USE_BEAMS, switch, "must be true or false")
     if not switch:
@@ -142,7 +149,9 @@ def _beams(given: Mapping[str, Any]) -> dict[str, Any]:
                 raise InvalidArgument(name, value, f"must be given with beam_width, or with {USE_BEAMS} true")
         return {}
     if "beam_width" not in beams:
-        return {"beam_width": given.get("n", 1)} | beams
+        if "beam_width" not in table or (USE_BEAMS in given and "n" in given):
+            return {"beam_width": given.get("n", 1)} | beams
+        beams["beam_width"] = table["beam_width"]
     return ({"num_return_sequences": given["n"]} if "n" in given else {}) | beams
 
 

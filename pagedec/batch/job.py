@@ -31,10 +31,10 @@ from pagedec.batch.replies import (
 from pagedec.config import ModelConfig
 from pagedec.engine.interrupts import held_interrupts
 from pagedec.errors import FeatureNotAvailable, InvalidArgument, NotFound, PagedecError
-from pagedec.fields import rules
+from pagedec.fields import check_names, rules
 from pagedec.llm import LLM
 from pagedec.outputs import RequestOutput
-from pagedec.params import SamplingParams
+from pagedec.params import BeamSearchParams, SamplingParams
 from pagedec.text.chat_template import render_chat
 
 WINDOW = 4
@@ -66,7 +66,8 @@ class BatchJob:
     """An input file and its output, checked and locked. `run` answers what is not answered yet; use it in a `with`
     statement.
 
-    `model` is the model that will run it, `defaults` are sampling parameters for bodies that do not say. The model's
+    `model` is the model that will run it, `defaults` are sampling parameters for bodies that do not say, and `beams`
+    those of beam search: with a `beam_width`, a body that does not say is a beam search. The model's
     `seed` names the randomness of bodies without a seed: such a line is given one from its number and content, so that
     a job which was interrupted ends with the answers of one that was not. With `any_model`, bodies may name any model.
     With `restart`, `run` forgets earlier answers. With `retry_failed`, it forgets those that are errors of any kind,
@@ -84,6 +85,7 @@ class BatchJob:
         *,
         model: ModelConfig,
         defaults: Mapping[str, Any] | None = None,
+        beams: Mapping[str, Any] | None = None,
         any_model: bool = False,
         restart: bool = False,
         retry_failed: bool = False,
@@ -92,12 +94,14 @@ class BatchJob:
             raise InvalidArgument("retry_failed", True, "restart=True forgets all answers; give one of the two")
         self.input, self.output, self.any_model = Path(input), Path(output), any_model
         self.model, self.seed = model.model, model.seed
-        self.defaults = dict(defaults or {})
+        self.defaults, self.beams = dict(defaults or {}), dict(beams or {})
+        check_names("BeamSearchParams", self.beams, rules(BeamSearchParams), self.beams)
         params = SamplingParams.from_dict(self.defaults)
         if params.prompt_logprobs is not None:
             raise FeatureNotAvailable("prompt_logprobs", params.prompt_logprobs, "not available in a batch")
         checked = {name: getattr(params, name) for name in sorted(self.defaults)}
-        settings = json.dumps([dataclasses.asdict(model), any_model, checked], default=str)
+        told = [dataclasses.asdict(model), any_model, checked, *([sorted(self.beams.items())] if self.beams else [])]
+        settings = json.dumps(told, default=str)
         self.settings = hashlib.blake2b(settings.encode(), digest_size=4).hexdigest()
         _check_files(self.input, self.output)
         self._journal = Journal(self.output, restart, retry_failed)
@@ -243,7 +247,7 @@ class _Run:
             raise LineError("duplicate_custom_id", str(problem), custom_id, "custom_id")
 
     def _ask(self, line: Line, request: LineRequest) -> None:
-        ask = parse_body(request.chat, request.body, self.defaults)
+        ask = parse_body(request.chat, request.body, self.defaults, self.job.beams)
         names = (self.job.model, Path(self.job.model).name)
         if ask.model is not None and ask.model not in names and not self.job.any_model:
             raise NotFound(
@@ -322,6 +326,7 @@ def run_batch(
     output: str | Path,
     *,
     defaults: Mapping[str, Any] | None = None,
+    beams: Mapping[str, Any] | None = None,
     any_model: bool = False,
     restart: bool = False,
     retry_failed: bool = False,
@@ -339,6 +344,7 @@ def run_batch(
         output,
         model=llm.config.model,
         defaults=defaults,
+        beams=beams,
         any_model=any_model,
         restart=restart,
         retry_failed=retry_failed,

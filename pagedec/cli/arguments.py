@@ -96,8 +96,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser, hidden: Container[str]
         "--config",
         metavar="FILE",
         help="TOML file of engine arguments, named as below with underscores (but seed for --engine-seed), of sampling "
-        "parameters in its table [sampling], and for generate and chat of beam search in its table [beams], where a "
-        "beam_width asks for one; flags win over it",
+        "parameters in its table [sampling], and for generate, chat and batch of beam search in its table [beams], "
+        "where a beam_width asks for one; flags win over it",
     )
     for name, group in ENGINE_GROUPS.items():
         add_fields(parser, ENGINE_TITLES[name], rules(group), ENGINE, RENAMED, hidden)
@@ -121,9 +121,10 @@ def add_beam_arguments(parser: argparse.ArgumentParser, hidden: Container[str] =
 
 
 def given_beams(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The parameters in the file's table [beams], each checked, by name."""
-    known = rules(BeamSearchParams)
-    return {name: known[name][0].check(name, value) for name, value in _file(arguments)[2].items()}
+    """The parameters in the file's table [beams], each checked, by name; those that a sampling flag gives, as it
+    does."""
+    known, flags = rules(BeamSearchParams), _given(arguments, SAMPLING, rules(SamplingParams))
+    return {name: flags.get(name, known[name][0].check(name, value)) for name, value in _file(arguments)[2].items()}
 
 
 def beam_params(
@@ -140,7 +141,6 @@ def beam_params(
             if name != "beam_width":
                 raise InvalidArgument(name, value, "must be given with --beam-width")
         return None
-    beams |= {name: value for name, value in flags.items() if name in table}
     if "n" in flags:
         limit = "must not be given with --beam-width: --num-return-sequences says how many answers are returned"
         raise InvalidArgument("n", flags["n"], limit)

@@ -30,6 +30,7 @@ from pagedec.cli.arguments import (
     add_options,
     add_sampling_arguments,
     engine_config,
+    given_beams,
     given_options,
     given_sampling,
 )
@@ -51,10 +52,12 @@ bodies:
   best first; max_tokens must be given); response_format (text, json_object, or json_schema with a schema), or
   structured_outputs with one of json, regex, choice, grammar, json_object, for what a text may be;
   priority (lower runs earlier), cache_salt, and chat_template_kwargs (variables of the chat template). What a body does
-  not say comes from the flags, then from the model's own recommendation; max_tokens that nobody gives is up to the
-  context's end. A field that is not known, or that asks for what a batch cannot do (stream, echo, tools ...), makes an
-  error record. model, where given, must be the model that runs, by the name given to --model or by its last part. Where
-  there is no text (detokenize false, --skip-tokenizer-init), choices have token_ids.
+  not say comes from the flags, then from --config, then from the model's own recommendation; max_tokens that nobody
+  gives is up to the context's end. The table [beams] of --config is for bodies that ask for a beam search; where it has
+  a beam_width, for all but those that say use_beam_search false. A field that is not known, or that asks for what a
+  batch cannot do (stream, echo, tools ...), makes an error record. model, where given, must be the model that runs, by
+  the name given to --model or by its last part. Where there is no text (detokenize false, --skip-tokenizer-init),
+  choices have token_ids.
 
   A body without a seed is given one, made from --engine-seed and the line: an interrupted job ends as an uninterrupted
   one.
@@ -157,7 +160,7 @@ def _interrupted_by_termination() -> Iterator[Callable[[], bool]]:
 
 def run(arguments: argparse.Namespace) -> int:
     config = engine_config(arguments)
-    defaults = given_sampling(arguments)
+    defaults, beams = given_sampling(arguments), given_beams(arguments)
     options = given_options(arguments, BatchOptions)
 
     from pagedec.batch.job import BatchJob
@@ -171,6 +174,7 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments.output,
                 model=config.model,
                 defaults=defaults,
+                beams=beams,
                 any_model=options.any_model,
                 restart=options.restart,
                 retry_failed=options.retry_failed,

@@ -92,7 +92,10 @@ def test_what_an_answer_may_be(body: dict[str, Any], values: dict[str, Any]) -> 
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema is None: must be an object with a"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice is .*: must not be given beside guided_regex"),
         ({"guided_regex": ""}, "structured_outputs.regex is '': must be a text that is not empty"),
-        ({"structured_outputs": {"regx": "a"}}, "regx is 'a': not a field of StructuredOutputsParams"),
+        (
+            {"structured_outputs": {"regx": "a"}},
+            "structured_outputs.regx is 'a': not a field of StructuredOutputsParams",
+        ),
     ],
 )
 def test_what_no_answer_can_be(body: dict[str, Any], message: str) -> None:
@@ -227,7 +230,10 @@ def test_beams(body: dict[str, Any], values: dict[str, Any]) -> None:
         ({"beam_width": 4, "max_tokens": None}, "max_tokens is None: must be given"),
         ({"beam_width": 4, "n": 5, "max_tokens": 3}, "num_return_sequences is 5: must be at most beam_width, 4"),
         ({"beam_width": 4, "num_beam_groups": 3, "max_tokens": 3}, "num_beam_groups is 3: must divide beam_width"),
-        ({"beam_width": 4, "temperature": -1, "max_tokens": 3}, "temperature is -1: must be a finite number"),
+        (
+            {"beam_width": 4, "temperature": -1, "max_tokens": 3},
+            "temperature is -1: must be 0, or a finite number at least",
+        ),
         ({"use_beam_search": True, "n": 0, "max_tokens": 3}, "beam_width is 0: must be a whole number from 1"),
     ],
     ids=repr,
@@ -264,3 +270,35 @@ def test_a_body_nested_without_end_is_a_fault_of_the_body(depth: int) -> None:
     with pytest.raises(InvalidArgument) as caught:
         parse_body(False, {"prompt": deep}, {})
     assert str(caught.value)
+
+
+TABLE = {"beam_width": 4, "max_tokens": 9, "length_penalty": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("body", "table", "params"),
+    [
+        ({}, TABLE, BeamSearchParams(beam_width=4, max_tokens=9, length_penalty=0.5)),
+        ({"max_tokens": 5}, TABLE, BeamSearchParams(beam_width=4, max_tokens=5, length_penalty=0.5)),
+        ({"n": 2}, TABLE, BeamSearchParams(beam_width=4, num_return_sequences=2, max_tokens=9, length_penalty=0.5)),
+        ({"beam_width": 2, "length_penalty": 1}, TABLE, BeamSearchParams(beam_width=2, max_tokens=9)),
+        ({"use_beam_search": True, "n": 3}, TABLE, BeamSearchParams(beam_width=3, max_tokens=9, length_penalty=0.5)),
+        ({"use_beam_search": True}, TABLE, BeamSearchParams(beam_width=4, max_tokens=9, length_penalty=0.5)),
+        ({"use_beam_search": False}, TABLE, SamplingParams(max_tokens=30, temperature=0.7)),
+        ({}, {"max_tokens": 9}, SamplingParams(max_tokens=30, temperature=0.7)),
+        ({"beam_width": 2}, {"max_tokens": 9}, BeamSearchParams(beam_width=2, max_tokens=9)),
+        ({}, {"beam_width": 2, "do_sample": True, "temperature": 1.5},
+         BeamSearchParams(beam_width=2, do_sample=True, temperature=1.5, max_tokens=30)),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_table_of_beam_search_stands_between_body_and_defaults(
+    body: dict[str, Any], table: dict[str, Any], params: Any
+) -> None:
+    defaults = {"max_tokens": 30, "temperature": 0.7}
+    assert parse_body(False, {"prompt": "x"} | body, defaults, table).params == params
+
+
+def test_a_chat_with_a_table_of_beam_search_may_say_its_length_by_its_new_name() -> None:
+    ask = parse_body(True, {"messages": HELLO, "max_completion_tokens": 3}, {}, TABLE)
+    assert ask.params == BeamSearchParams(beam_width=4, max_tokens=3, length_penalty=0.5)
