@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from pagedec.core.protocol import Answer, Child, Decoder, DecoderContext, Hypothesis, Query, TopK, Verdict
 from pagedec.core.request import Branch
 from pagedec.core.stopping import Cut
@@ -118,8 +120,7 @@ def beam(
         candidates = [
             (score + float(logprob), rank, token, tokens)
             for rank, (score, tokens) in enumerate(beams)
-            for token, logprob in enumerate(logprobs(tokens))
-            if logprob > -math.inf
+            for token, logprob in best_of(logprobs(tokens), 2 * width)
         ]
         candidates.sort(key=lambda entry: (-entry[0], entry[1], entry[2]))
         beams = []
@@ -134,3 +135,12 @@ def beam(
     for score, tokens in beams:
         pool.add(score, params.max_tokens, tokens)
     return [tokens for _, tokens in pool.best]
+
+
+def best_of(logprobs: Sequence[float], count: int) -> list[tuple[int, float]]:
+    """The tokens of the `count` highest log-probabilities, and of those that equal the last of them."""
+    values = np.asarray(logprobs, np.float64)
+    least = np.partition(values, -count)[-count] if count < len(values) else -math.inf
+    return [
+        (token, float(values[token])) for token in np.flatnonzero((values >= least) & (values > -math.inf)).tolist()
+    ]
