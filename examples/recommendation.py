@@ -33,7 +33,7 @@ def main() -> None:
             built.save(path)  # once; millions of items are mapped from there in no time
             trie = TokenTrie.open(path)
             prompts = ["A famous fantasy novel about hobbits:", "My favourite Russian novel is called"]
-            longest = max(len(encode(title)) for title in TITLES.values())  # or an item would be cut short
+            longest = trie.depth  # with fewer tokens an item could be cut short
             best = BeamSearchParams(beam_width=4, num_return_sequences=3, max_tokens=longest, token_trie=trie)
             for output in llm.generate(prompts, best, use_tqdm=False):
                 print(output.prompt)

@@ -43,6 +43,11 @@ def told(error: BaseException) -> str:
         return f"a {type(error).__name__} that cannot be shown"
 
 
+def counted(number: int, noun: str) -> str:
+    """So many of something, as "1 token" or "2 tokens"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def cut(text: str) -> str:
     """The text, without its middle when it is long."""
     if len(text) <= MAX_SHOWN:

@@ -29,7 +29,7 @@ from pagedec.fields import (
     strict,
 )
 from pagedec.speculation import Speculation, SpeculationTable, speculation_of
-from pagedec.structured import StructuredOutputsParams
+from pagedec.structured import AllowedSequences, StructuredOutputsParams
 
 MAX_SAMPLES = 16384
 """Most answers of one prompt, vLLM's own cap."""
@@ -156,6 +156,8 @@ class RequestParams:
         if self.allowed_tokens_fn is not None and not callable(self.allowed_tokens_fn):
             limit = "must be a function of a sequence's token ids, or None"
             raise InvalidArgument("allowed_tokens_fn", self.allowed_tokens_fn, limit)
+        if not isinstance(self.token_trie, (AllowedSequences, type(None))):
+            raise InvalidArgument("token_trie", self.token_trie, "must be a TokenTrie, or None")
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
             limit = f"must be None beside {given[0]}: an answer has one constraint"

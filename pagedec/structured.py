@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,8 +12,39 @@ from pagedec.errors import FeatureNotAvailable, InvalidArgument
 from pagedec.fields import check_names
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
+ELSEWHERE = {
+    **{f"guided_{kind}": f"it is named {kind}" for kind in KINDS},
+    **dict.fromkeys(("json_schema", "schema"), "it is named json"),
+    **dict.fromkeys(("lark", "gbnf", "ebnf"), "it is named grammar"),
+    "choices": "it is named choice",
+    **dict.fromkeys(("type", "response_format"), "what kind it is, its field says: json, regex, choice, ..."),
+    **dict.fromkeys(("backend", "guided_decoding_backend"), "llguidance carries out all of them"),
+}
+"""Names that other engines have, and what there is instead."""
 
 
+class AllowedSequences:
+    """What a request's `token_trie` is: `TokenTrie` is the one kind of it."""
+
+
+def _named(cls: type[StructuredOutputsParams]) -> type[StructuredOutputsParams]:
+    """Make an unknown keyword an `InvalidArgument` that names the field `structured_outputs.NAME`."""
+    init: Callable[..., None] = cls.__init__
+    known = [field.name for field in fields(cls)]
+
+    @functools.wraps(init)
+    def __init__(self: StructuredOutputsParams, *args: Any, **kwargs: Any) -> None:
+        try:
+            check_names(cls.__name__, kwargs, known, kwargs, ELSEWHERE)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{_FIELD}.{error.field}", error.value, error.limit) from None
+        init(self, *args, **kwargs)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
+@_named
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
     """One of `json` (a schema: a table, its text, or a pydantic model), `regex`, `choice` (texts), `grammar` (Lark or
@@ -73,7 +105,9 @@ class StructuredOutputsParams:
         if not isinstance(value, Mapping):
             limit = 'must be a StructuredOutputsParams, or a table such as {"json": {"type": "object"}}'
             raise InvalidArgument(_FIELD, value, limit)
-        check_names("StructuredOutputsParams", value, [field.name for field in fields(cls)], value)
+        for name in value:
+            if not isinstance(name, str):
+                raise InvalidArgument(_FIELD, value, f"must be a table of names; {name!r} is none")
         return cls(**value)
 
 

@@ -25,11 +25,11 @@ from pagedec.cli.arguments import (
     given_sampling,
     has_engine_seed,
 )
-from pagedec.cli.console import DONE, USER_ERROR, counted, say, spelled
+from pagedec.cli.console import DONE, USER_ERROR, say, spelled
 from pagedec.cli.screen import Screen
 from pagedec.cli.texts import read_text
 from pagedec.cli.turns import QUOTES, read_turns
-from pagedec.errors import InvalidArgument, PagedecError
+from pagedec.errors import InvalidArgument, PagedecError, counted
 from pagedec.params import BeamSearchParams, RequestParams, SamplingParams
 
 if TYPE_CHECKING:

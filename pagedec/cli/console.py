@@ -74,11 +74,6 @@ def warnings_as_lines() -> Iterator[None]:
         warnings.showwarning = before
 
 
-def counted(number: int, noun: str) -> str:
-    """So many of something, as "1 token" or "2 tokens"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def say(message: object) -> None:
     """One line on standard error. Where nobody reads it, or it cannot be written, the work goes on."""
     try:

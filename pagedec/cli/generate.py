@@ -26,10 +26,10 @@ from pagedec.cli.arguments import (
     engine_config,
     given_sampling,
 )
-from pagedec.cli.console import DONE, INTERRUPTED, counted, say
+from pagedec.cli.console import DONE, INTERRUPTED, say
 from pagedec.cli.screen import Screen, columns_of, wrapped
 from pagedec.cli.texts import read_stdin, read_text
-from pagedec.errors import CallInterrupted, InvalidArgument
+from pagedec.errors import CallInterrupted, InvalidArgument, counted
 from pagedec.fields import rules
 from pagedec.outputs import CompletionOutput, Logprob, RequestOutput
 from pagedec.params import RequestParams, SamplingParams

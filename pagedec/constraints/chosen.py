@@ -7,19 +7,23 @@ from pagedec.constraints.grammar import Grammars
 from pagedec.constraints.trie import TokenTrie, TrieConstraint
 from pagedec.core.constraint import Constraint
 from pagedec.core.stopping import Stopping
-from pagedec.errors import InvalidArgument
+from pagedec.errors import InvalidArgument, counted
 from pagedec.params import RequestParams
 
 
 def constraint_of(
-    params: RequestParams, stopping: Stopping, vocab_size: int, grammars: Grammars | None
+    params: RequestParams, stopping: Stopping, vocab_size: int, grammars: Grammars | None, room: int
 ) -> Constraint | None:
-    """What `params` allow; None: anything. `stopping` has the tokens that end an answer. Raises `InvalidArgument` for a
-    trie that does not fit the model, and for grammars without a tokenizer or that nobody can carry out."""
+    """What `params` allow; None: anything. `stopping` has the tokens that end an answer, which may have `room` in all.
+    Raises `InvalidArgument` for a trie that does not fit the model or the room, and for grammars without a tokenizer or
+    that nobody can carry out."""
     if params.allowed_tokens_fn is not None:
         return FunctionConstraint(params.allowed_tokens_fn, vocab_size)
     if params.token_trie is not None:
-        return _of_trie(params.token_trie, stopping, vocab_size)
+        trie = params.token_trie
+        assert isinstance(trie, TokenTrie)
+        _check_room(trie, params.max_tokens, room)
+        return _of_trie(trie, stopping, vocab_size)
     asked = params.structured_outputs
     if asked is None:
         return None
@@ -28,9 +32,16 @@ def constraint_of(
     return grammars.constraint(asked, stopping.ends)
 
 
-def _of_trie(trie: object, stopping: Stopping, vocab_size: int) -> TrieConstraint:
-    if not isinstance(trie, TokenTrie):
-        raise InvalidArgument("token_trie", trie, "must be a TokenTrie, or None")
+def _check_room(trie: TokenTrie, max_tokens: int | None, room: int) -> None:
+    if room >= trie.shortest:
+        return
+    least = f"the shortest sequence of token_trie has {counted(trie.shortest, 'token')}"
+    if max_tokens is not None and max_tokens <= room:
+        raise InvalidArgument("max_tokens", max_tokens, f"must be {trie.shortest} or more: {least}")
+    raise InvalidArgument("token_trie", trie, f"must fit behind the prompt, which leaves {room}: {least}")
+
+
+def _of_trie(trie: TokenTrie, stopping: Stopping, vocab_size: int) -> TrieConstraint:
     if trie.max_token >= vocab_size:
         limit = f"must be of token ids from 0 to {vocab_size - 1}; it has token {trie.max_token}"
         raise InvalidArgument("token_trie", trie, limit)

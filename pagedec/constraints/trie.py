@@ -12,20 +12,24 @@ from typing import Any
 import numpy as np
 
 from pagedec.core.constraint import Allowed, Constraint
-from pagedec.errors import InvalidArgument, ModelFileError, Shown
+from pagedec.errors import InvalidArgument, ModelFileError, Shown, counted
 from pagedec.fields import MAX_INT32
+from pagedec.structured import AllowedSequences
 
-MAGIC = b"PDTRIE\x00\x01"
+MAGIC, VERSION = b"PDTRIE\x00", b"\x02"
 _HEAD = 64  # bytes before a file's arrays
 
 
-class TokenTrie:
+class TokenTrie(AllowedSequences):
     """Sequences of token ids, each with the id of the item that it names: its place, unless `item_ids` says otherwise.
 
     `sequences`: a list of lists of ids, or an int array [num_sequences, width] padded with -1. An answer under a trie
     ends with the last token of a sequence; where other sequences begin with that one, an end token decides. Sequences
     may end with an end token themselves, as they do elsewhere. Raises `InvalidArgument` for no sequences, an empty one,
     ids below 0, and two that are equal: which item they name could not be told.
+
+    An answer whose `max_tokens` are fewer than `depth` may be cut within a sequence: it ends by "length" then and names
+    no item. Fewer than `shortest` are refused, since nothing could ever end.
     """
 
     def __init__(self, sequences: Any, item_ids: Any = None) -> None:
@@ -33,7 +37,8 @@ class TokenTrie:
         ids = _ids_of(item_ids, len(table))
         tokens, first_child, ends = _build(table)
         splits = bool(((ends[1:] >= 0) & (np.diff(first_child)[1:] > 0)).any())
-        self._hold(tokens, first_child, ends, ids, int(tokens.max()), splits)
+        lengths = (table >= 0).sum(axis=1)
+        self._hold(tokens, first_child, ends, ids, int(tokens.max()), splits, int(lengths.max()), int(lengths.min()))
 
     def _hold(
         self,
@@ -43,6 +48,8 @@ class TokenTrie:
         item_ids: np.ndarray,
         max_token: int,
         splits: bool,
+        depth: int,
+        shortest: int,
     ) -> None:
         self.tokens, self.first_child, self.ends, self.item_ids = tokens, first_child, ends, item_ids
         """int32 [num_nodes]: the token that leads to each node, level by level, the root (-1) first. Children of node i
@@ -50,6 +57,8 @@ class TokenTrie:
         ends there, -1: none. int64 [num_sequences]."""
         self.max_token, self.splits = max_token, splits
         """Some sequence begins another one."""
+        self.depth, self.shortest = depth, shortest
+        """How many tokens the longest sequence has, and the shortest."""
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> TokenTrie:
@@ -74,9 +83,9 @@ class TokenTrie:
         place = Path(path)
         partial = place.with_name(place.name + ".part")
         with partial.open("wb") as file:
-            numbers = [len(self.tokens), len(self.item_ids), self.max_token, self.splits]
+            numbers = [len(self.tokens), len(self.item_ids), self.max_token, self.splits, self.depth, self.shortest]
             head = np.array(numbers, np.int64).tobytes()
-            file.write((MAGIC + head).ljust(_HEAD, b"\0"))
+            file.write((MAGIC + VERSION + head).ljust(_HEAD, b"\0"))
             for array in (self.item_ids, self.tokens, self.first_child, self.ends):
                 np.ascontiguousarray(array).tofile(file)
         partial.replace(place)
@@ -90,7 +99,10 @@ class TokenTrie:
             head = np.fromfile(place, np.uint8, _HEAD).tobytes()
             if len(head) < _HEAD or not head.startswith(MAGIC):
                 raise ModelFileError(place, "is no trie that TokenTrie.save has written")
-            num_nodes, num_sequences, max_token, splits = np.frombuffer(head, np.int64, 4, len(MAGIC)).tolist()
+            if not head.startswith(MAGIC + VERSION):
+                raise ModelFileError(place, "was written by another version of pagedec: build the trie again")
+            numbers = np.frombuffer(head, np.int64, 6, len(MAGIC + VERSION)).tolist()
+            num_nodes, num_sequences, max_token, splits, depth, shortest = numbers
             size = _HEAD + 8 * num_sequences + 4 * (3 * num_nodes + 1)
             if num_nodes < 2 or num_sequences < 1 or place.stat().st_size != size:
                 raise ModelFileError(place, f"has {place.stat().st_size} bytes; a trie like its own has {size}")
@@ -105,16 +117,17 @@ class TokenTrie:
         ids, tokens, first_child, ends = (data[a:b] for a, b in itertools.pairwise(cuts))
         trie = cls.__new__(cls)
         tokens, first_child, ends = tokens.view(np.int32), first_child.view(np.int32), ends.view(np.int32)
-        if tokens[0] != -1 or first_child[0] != 1 or first_child[-1] != num_nodes or not 0 <= max_token <= MAX_INT32:
+        whole = tokens[0] == -1 and first_child[0] == 1 and first_child[-1] == num_nodes
+        if not whole or not 0 <= max_token <= MAX_INT32 or not 1 <= shortest <= depth < num_nodes:
             raise ModelFileError(place, "is damaged: its nodes do not begin and end as a trie's do")
-        trie._hold(tokens, first_child, ends, ids.view(np.int64), max_token, bool(splits))
+        trie._hold(tokens, first_child, ends, ids.view(np.int64), max_token, bool(splits), depth, shortest)
         return trie
 
     def __len__(self) -> int:
         return len(self.item_ids)
 
     def __repr__(self) -> str:
-        return f"<TokenTrie: {len(self)} sequences, {len(self.tokens)} nodes>"
+        return f"<TokenTrie: {counted(len(self), 'sequence')} of up to {counted(self.depth, 'token')}>"
 
     def child(self, node: int, token: int) -> int:
         """The node behind one of a node's tokens; -1: it has no such token."""
@@ -238,7 +251,7 @@ def _ids_of(item_ids: Any, count: int) -> np.ndarray:
     """int64 [count]: what each sequence names."""
     if item_ids is None:
         return np.arange(count, dtype=np.int64)
-    limit = f"must be whole numbers of 64 bits, one for each of {count} sequences"
+    limit = f"must be whole numbers of 64 bits, one for each of {counted(count, 'sequence')}"
     try:
         ids = np.asarray(item_ids)
     except ValueError:

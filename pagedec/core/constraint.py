@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from pagedec.core.stopping import COUNT, Cut, Stopping
+from pagedec.errors import counted
 
 Allowed: TypeAlias = np.ndarray | None
 """int32 ids, each once; or uint32 words, a bit for each token of the vocabulary, the lowest first; or None: any token.
@@ -59,8 +60,9 @@ class Forbidden(Exception):
 
     def __str__(self) -> str:
         return (
-            f"token {self.token} is not allowed behind {self.length} generated tokens: either its constraint's tokens "
-            "are all forbidden by other rules (allowed_token_ids, bad_words, ...), or its decoder chose it itself"
+            f"token {self.token} is not allowed behind {counted(self.length, 'generated token')}: either its "
+            "constraint's tokens are all forbidden by other rules (allowed_token_ids, bad_words, ...), or its decoder "
+            "chose it itself"
         )
 
 

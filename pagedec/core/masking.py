@@ -14,7 +14,7 @@ from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.forward import EVERYTHING, LISTED, Masks
 from pagedec.core.protocol import Roll
 from pagedec.core.request import Branch, Request
-from pagedec.errors import RequestError, told
+from pagedec.errors import RequestError, counted, told
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class StepMasks:
             allowed = constraint.allowed(states[node])
             if allowed is not None and not (allowed.any() if allowed.dtype == np.uint32 else len(allowed)):
                 length = work.request.history.depth[branch.tip] + depths[node]
-                raise ValueError(f"nothing is allowed behind {length} tokens")
+                raise ValueError(f"nothing is allowed behind {counted(length, 'token')}")
             banned = stopping.banned(branch.stop_state, depths[node])
             rows.append(without(allowed, banned, self.vocab_size) if banned else allowed)
         return rows

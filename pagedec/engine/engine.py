@@ -139,7 +139,7 @@ class Engine:
         limits = self.limits
         options = read_options(params, limits.vocab_size, limits.eos_token_ids, self.vocabulary)
         check_reports(options.reporting, params, len(prompt), limit, limits.max_logprobs)
-        constraint = constraint_of(params, options.stopping, limits.vocab_size, self._grammars)
+        constraint = constraint_of(params, options.stopping, limits.vocab_size, self._grammars, limit - len(prompt))
         ordinal = self.num_unseeded
         seeded = params if params.seed is not None else dataclasses.replace(params, seed=self._seed_of(ordinal))
         request = self.scheduler.admit(

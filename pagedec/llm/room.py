@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pagedec.core.limits import SchedulerLimits
-from pagedec.errors import InvalidArgument
+from pagedec.errors import InvalidArgument, counted
 from pagedec.params import BeamSearchParams
 
 
@@ -24,12 +24,13 @@ def within_pool(limits: SchedulerLimits, params: Any, prompt_length: int) -> Ite
         if error.field == "width":
             raise InvalidArgument("beam_width", width, error.limit) from None
         num_blocks, size = limits.num_blocks["target"], limits.block_size
-        pool = f"the KV pool has {num_blocks} blocks of {size} tokens; kv_cache_memory and num_blocks size it"
-        shared = prompt_length // size
+        blocks = f"{counted(num_blocks, 'block')} of {counted(size, 'token')}"
+        pool = f"the KV pool has {blocks}; kv_cache_memory and num_blocks size it"
+        behind, shared = f"behind {counted(prompt_length, 'token')}", prompt_length // size
         most = ((num_blocks - shared) // width + shared - 1) * size - prompt_length
         if most >= 1:
-            limit = f"must be at most {most} with beam_width {width} behind {prompt_length} tokens: {pool}"
+            limit = f"must be at most {most} with beam_width {width} {behind}: {pool}"
             raise InvalidArgument("max_tokens", params.max_tokens, limit) from None
         widest = (num_blocks - shared) // ((prompt_length + size) // size - shared + 1)
-        limit = f"must be at most {widest} behind {prompt_length} tokens: {pool}"
+        limit = f"must be at most {widest} {behind}: {pool}"
         raise InvalidArgument("beam_width", width, limit) from None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pagedec.config import CacheConfig
-from pagedec.errors import InvalidArgument
+from pagedec.errors import InvalidArgument, counted
 from pagedec.runtime.memory import GIB, Memory, available_memory
 
 SHARE = 4  # the pool takes a quarter of the available memory where nothing is said ...
@@ -93,7 +93,10 @@ def choose_pool(
         return checked("memory_utilization", int(memory.num_bytes * share) // block_bytes, f"{share:g} of the {memory}")
     context = -(-max_model_len // config.block_size)
     num_bytes, reason = default_bytes(memory)
-    most = (max_num_seqs * context + 1, f"all that {max_num_seqs} sequences of {max_model_len} tokens can use")
+    most = (
+        max_num_seqs * context + 1,
+        f"all that {counted(max_num_seqs, 'sequence')} of {counted(max_model_len, 'token')} can use",
+    )
     num_blocks, reason = min((num_bytes // block_bytes, reason), most)
     whole = min(
         (memory.num_bytes // CONTEXT_SHARE // block_bytes, f"half of the {memory}"), (context + 1, "one whole context")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagedec.errors import counted
 from pagedec.tree.widths import end_of, lines_of, visible, width
 
 if TYPE_CHECKING:
@@ -36,14 +37,11 @@ def outline(tree: AnswerTree, columns: int) -> str:
 def summary(tree: AnswerTree) -> str:
     """How many answers there are, and what they share."""
     num, tokens = len(tree.outputs), len(tree.root.token_ids)
-    parts = [f"{num} answer{'' if num == 1 else 's'} to a prompt of {tokens} token{'' if tokens == 1 else 's'}"]
-    forks = tree.num_forks
-    parts.append(f"{forks} fork{'' if forks == 1 else 's'}")
+    parts = [f"{counted(num, 'answer')} to a prompt of {counted(tokens, 'token')}"]
+    parts.append(counted(tree.num_forks, "fork"))
     if tree.block_size is not None:
         blocks, apart = tree.num_blocks, tree.num_blocks_unshared
-        parts.append(
-            f"{blocks} KV block{'' if blocks == 1 else 's'} of {tree.block_size} tokens, {apart} without sharing"
-        )
+        parts.append(f"{counted(blocks, 'KV block')} of {counted(tree.block_size, 'token')}, {apart} without sharing")
     return "; ".join(parts)
 
 
@@ -51,8 +49,7 @@ def ending(tree: AnswerTree, answer: int) -> str:
     """Of one answer: its place, its score where it has one, its length, and why it ended."""
     output = tree.outputs[answer]
     score = [] if output.score is None else [f"score {output.score:.4f}"]
-    tokens = len(output.token_ids)
-    parts = [*score, f"{tokens} token{'' if tokens == 1 else 's'}", output.finish_reason or "unfinished"]
+    parts = [*score, counted(len(output.token_ids), "token"), output.finish_reason or "unfinished"]
     return f"#{output.index + 1} {', '.join(parts)}"
 
 

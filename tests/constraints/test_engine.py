@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from pagedec import SamplingParams, TokenTrie
+from pagedec import BeamSearchParams, SamplingParams, TokenTrie
 from pagedec.engine.engine import Engine, FinishedRequest
 from pagedec.errors import InvalidArgument, RequestError
 from tests.algorithms.beam import BeamParams
@@ -149,14 +149,14 @@ def test_answers_under_a_trie_are_its_items(method: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- schemas, and answers
-def _validated(engine: Engine, seeds: Sequence[int], methods: Sequence[Any]) -> int:
+def _validated(engine: Engine, seeds: Sequence[int], methods: Sequence[Any], max_tokens: int = 300) -> int:
     """How many answers have ended; each of them validates."""
     cases, schemas = [], {}
     for seed in seeds:
         schema = random_schema(random.Random(seed))
         method = methods[seed % len(methods)]
         asked = {"json": schema, "disable_any_whitespace": seed % 2 == 0}
-        common: dict[str, Any] = {"max_tokens": 300, "structured_outputs": asked}
+        common: dict[str, Any] = {"max_tokens": max_tokens, "structured_outputs": asked}
         drawn = {"temperature": float(seed // 2 % 2), "seed": seed, "n": 1 + seed % 2}
         params = method(4, **common) if method is BeamParams else method(**common, **drawn)
         schemas[f"{seed}"] = schema
@@ -174,7 +174,7 @@ def _validated(engine: Engine, seeds: Sequence[int], methods: Sequence[Any]) -> 
 def test_answers_validate() -> None:
     """The default model, all decoders in one batch."""
     engine = make_engine("bfloat16", num_blocks=1024)
-    assert _validated(engine, range(24), [*METHODS, BeamParams]) >= 30
+    assert _validated(engine, range(12), [*METHODS, BeamParams], max_tokens=60) >= 12
 
 
 @pytest.mark.long
@@ -202,11 +202,22 @@ def test_other_rules_hold_too() -> None:
     assert found["stop"].answers[0].stop_string == "cd"
 
 
+def test_what_is_cut_within_a_sequence_names_no_item() -> None:
+    """As many tokens as the shortest sequence has are enough to be admitted; a longer one is cut."""
+    trie = TokenTrie([[FEW[0], FEW[1]], [FEW[2], FEW[3], FEW[4]]])
+    assert (trie.depth, trie.shortest) == (3, 2)
+    found = {}
+    for first in (FEW[0], FEW[2]):
+        params = SamplingParams(temperature=0, token_trie=trie, logit_bias={first: 100.0}, max_tokens=2)
+        [found[first]] = finished(make_engine("tiny"), [Case("one", PROMPTS[0], params)])["one"].answers
+    assert [(answer.item_id, answer.finish_reason) for answer in found.values()] == [(0, "stop"), (None, "length")]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_rules_that_leave_nothing_end_the_request_by_name(method: Any) -> None:
     trie = TokenTrie([[FEW[0], FEW[1]], [FEW[0], FEW[2]]])
     engine = make_engine("tiny")
-    with pytest.raises(RequestError, match="is not allowed behind 1 generated tokens: either its constraint's tokens"):
+    with pytest.raises(RequestError, match="is not allowed behind 1 generated token: either its constraint's tokens"):
         params = method(temperature=0, token_trie=trie, allowed_token_ids=[FEW[0], FEW[5]])
         finished(engine, [Case("one", PROMPTS[0], params)])
     engine.scheduler.check()
@@ -230,7 +241,14 @@ def test_without_end_tokens_an_answer_ends_where_nothing_follows() -> None:
     ("given", "message"),
     [
         ({"token_trie": TokenTrie([[3, 49152]])}, "must be of token ids from 0 to 49151; it has token 49152"),
-        ({"token_trie": [[1, 2]]}, "token_trie is .*: must be a TokenTrie, or None"),
+        (
+            {"token_trie": TokenTrie([[1, 2], [3, 4, 5]]), "max_tokens": 1},
+            "max_tokens is 1: must be 2 or more: the shortest sequence of token_trie has 2 tokens",
+        ),
+        (
+            {"token_trie": TokenTrie([range(3, 1500)])},
+            "token_trie is <TokenTrie: 1 sequence of up to 1497 tokens>: must fit behind the prompt, which leaves",
+        ),
         ({"token_trie": TokenTrie([[1], [1, 2]]), "ignore_eos": True}, "no sequence that begins another one"),
         ({"structured_outputs": {"json": {"type": "foo"}}}, "Invalid type: foo"),
     ],
@@ -247,6 +265,9 @@ def test_parameters_with_two_constraints_or_none_at_all() -> None:
         SamplingParams(structured_outputs={"regex": "a"}, token_trie=TRIE)
     with pytest.raises(InvalidArgument, match="allowed_tokens_fn is 3: must be a function"):
         SamplingParams(allowed_tokens_fn=3)
+    for kind in (SamplingParams, BeamSearchParams):
+        with pytest.raises(InvalidArgument, match=r"token_trie is \[\[1, 2\]\]: must be a TokenTrie, or None"):
+            kind(token_trie=[[1, 2]], max_tokens=4)
     params = SamplingParams(structured_outputs={"regex": "a"})
     assert params.clone(seed=3).structured_outputs == params.structured_outputs
     params.structured_outputs = {"choice": ["x"]}

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedec import StructuredOutputsParams
+from pagedec import SamplingParams, StructuredOutputsParams
 from pagedec.constraints.grammar import GrammarConstraint, Grammars, TokenWords, closed
 from pagedec.core.constraint import permits
 from pagedec.errors import FeatureNotAvailable, InvalidArgument
@@ -51,52 +51,70 @@ def bits(allowed: Any) -> np.ndarray:
 
 
 class Fresh:
-    """A matcher of its own, fed from the beginning each time."""
+    """A matcher of its own, fed from the beginning for each text."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
-        own = Grammars(VOCAB, *words().words)
-        self.root = own.constraint(StructuredOutputsParams(**asked), STOPS).start(())
+        self.root = constraint_of(asked).start(()).matcher().deep_copy()
+        self._known: dict[tuple[int, ...], np.ndarray] = {}
 
-    def allowed(self, tokens: list[int]) -> set[int]:
-        matcher = self.root.matcher().deep_copy()
+    def allowed(self, tokens: list[int]) -> np.ndarray:
+        """The ids that may follow, in ascending order."""
+        if (known := self._known.get(tuple(tokens))) is not None:
+            return known
+        matcher = self.root.deep_copy()
         matcher.reset()
         for token in tokens:
             assert matcher.consume_token(token)
         mask = np.zeros(VOCAB // 32 + 1, np.uint32)
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        found = set(np.nonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[0].tolist())
-        return found - {VOCAB} | set(STOPS if VOCAB in found else ())
+        found = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little", count=VOCAB + 1))
+        if VOCAB in found:
+            found = np.sort(np.append(found[:-1], STOPS))
+        self._known[tuple(tokens)] = found
+        return found
 
 
 _fresh: dict[str, Fresh] = {}
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data(), which=st.integers(0, len(ASKED) - 1))
-def test_states_fork_as_matchers_that_are_fed_anew(data: st.DataObject, which: int) -> None:
+def fork_at_random(data: st.DataObject, which: int, num_actions: int) -> None:
     """A random tree of states: continued in any order, asked in any order, some never, and dropped at random."""
     asked = ASKED[which]
     constraint, fresh = constraint_of(asked), _fresh.setdefault(repr(asked), Fresh(asked))
     tips: list[tuple[Any, list[int]]] = [(constraint.start([1, 2, 3]), [])]
-    for _ in range(data.draw(st.integers(1, 25))):
+    for _ in range(data.draw(st.integers(1, num_actions))):
         at = data.draw(st.integers(0, len(tips) - 1))
         state, tokens = tips[at]
         action = data.draw(st.sampled_from(["go on", "go on", "go on", "ask", "forced", "drop"]))
         if action == "drop" and len(tips) > 1:
             del tips[at]
         elif action == "ask":
-            assert set(bits(constraint.allowed(state)).tolist()) == fresh.allowed(tokens)
+            assert np.array_equal(bits(constraint.allowed(state)), fresh.allowed(tokens))
         elif action == "forced":
             for token in constraint.forced(state, 8):
                 assert bits(constraint.allowed(state)).tolist() == [token]
                 state = constraint.next(state, token)
         elif action == "go on":
-            left = sorted(fresh.allowed(tokens) - set(STOPS))
-            if left:
-                token = left[data.draw(st.integers(0, len(left) - 1))]
+            left = fresh.allowed(tokens)
+            left = left[left != STOPS[0]]
+            if len(left):
+                token = int(left[data.draw(st.integers(0, len(left) - 1))])
                 tips.append((constraint.next(state, token), [*tokens, token]))
     for state, tokens in tips:
-        assert set(bits(constraint.allowed(state)).tolist()) == fresh.allowed(tokens)
+        assert np.array_equal(bits(constraint.allowed(state)), fresh.allowed(tokens))
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), which=st.integers(0, len(ASKED) - 1))
+def test_states_fork_as_matchers_that_are_fed_anew(data: st.DataObject, which: int) -> None:
+    fork_at_random(data, which, 25)
+
+
+@pytest.mark.long
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), which=st.integers(0, len(ASKED) - 1))
+def test_many_states_fork_as_matchers_that_are_fed_anew(data: st.DataObject, which: int) -> None:
+    fork_at_random(data, which, 40)
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: "+".join(asked))
@@ -200,10 +218,34 @@ def test_what_the_library_refuses_is_told_with_its_reason(asked: dict[str, Any],
 def test_what_can_be_asked(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message.replace("{", r"\{")):
         StructuredOutputsParams(**asked)
-    with pytest.raises(InvalidArgument, match="did you mean regex"):
-        StructuredOutputsParams.of({"regx": "a"})
     with pytest.raises(InvalidArgument, match="must be a StructuredOutputsParams, or a table"):
         StructuredOutputsParams.of("json")
+    with pytest.raises(InvalidArgument, match="must be a table of names; 1 is none"):
+        StructuredOutputsParams.of({1: "a"})
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("regx", "json_object, disable_fallback, disable_any_whitespace, disable_additional_properties, "
+         "whitespace_pattern, structural_tag; did you mean regex?"),
+        ("guided_json", "it is named json"), ("json_schema", "it is named json"), ("ebnf", "it is named grammar"),
+        ("choices", "it is named choice"), ("backend", "llguidance carries out all of them"),
+    ],
+)  # fmt: skip
+def test_a_name_that_is_none_of_its_own_is_told_with_what_there_is_instead(name: str, told: str) -> None:
+    """As a keyword, in a table, and in a table of the parameters."""
+    for make in (
+        lambda given: StructuredOutputsParams(**given),
+        StructuredOutputsParams.of,
+        lambda given: SamplingParams(structured_outputs=given),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            make({name: "a"})
+        assert caught.value.field == f"structured_outputs.{name}"
+        assert str(caught.value).startswith(
+            f"structured_outputs.{name} is 'a': not a field of StructuredOutputsParams; "
+        ) and str(caught.value).endswith(told)
 
 
 def test_a_schema_may_be_text_or_a_model() -> None:

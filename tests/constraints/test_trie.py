@@ -44,6 +44,9 @@ def test_a_trie_is_the_sequences_that_it_was_given(seed: int, tmp_path: Path) ->
     for trie in others:
         assert [trie.item(sequence) for sequence in sequences] == list(range(len(sequences)))
         assert all(np.array_equal(getattr(trie, name), getattr(built, name)) for name in ("tokens", "first_child"))
+    lengths = [*map(len, sequences)]
+    for trie in (built, mapped, *others):
+        assert (trie.depth, trie.shortest) == (max(lengths), min(lengths))
     assert not mapped.tokens.flags.writeable and mapped.max_token == max(map(max, sequences)) == built.max_token
     begun = {tuple(sequence[:i]) for sequence in sequences for i in range(len(sequence))}
     assert mapped.splits == built.splits == any(tuple(sequence) in begun for sequence in sequences)
@@ -57,6 +60,11 @@ def test_a_trie_is_the_sequences_that_it_was_given(seed: int, tmp_path: Path) ->
         )
         assert TrieConstraint(mapped, ()).allowed(node).tolist() == after
         assert built.child(node, max(after) + 1) == -1
+
+
+def test_how_it_shows_itself() -> None:
+    assert repr(TokenTrie([[7]])) == "<TokenTrie: 1 sequence of up to 1 token>"
+    assert repr(TokenTrie([[7], [8, 9]])) == "<TokenTrie: 2 sequences of up to 2 tokens>"
 
 
 def test_ends_and_forced_tokens() -> None:
@@ -111,7 +119,11 @@ def test_item_ids_and_files_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="is no trie"):
         TokenTrie.open(path)
     TokenTrie([[1, 2], [3]]).save(path)
-    path.write_bytes(path.read_bytes()[:-4])
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"PDTRIE\0\2", b"PDTRIE\0\1"))
+    with pytest.raises(ModelFileError, match="was written by another version of pagedec: build the trie again"):
+        TokenTrie.open(path)
+    path.write_bytes(whole[:-4])
     with pytest.raises(ModelFileError, match="bytes; a trie like its own has"):
         TokenTrie.open(path)
     with pytest.raises(ModelFileError, match="cannot be read"):

@@ -365,7 +365,7 @@ def test_what_stands_behind_a_forbidden_token_is_cut_off_or_an_error() -> None:
     stopping = Stopping((), (EOS,), 0, 9)
     cut, state = cut_within(constraint, stopping, 0, 0, (1, 2, 3, 6, 6), 99)
     assert cut.tokens == (1, 2, 3) and cut.reason == "stop" and cut.stop_token is None and constraint.is_over(state)
-    with pytest.raises(Forbidden, match="token 5 is not allowed behind 1 generated tokens"):
+    with pytest.raises(Forbidden, match="token 5 is not allowed behind 1 generated token:"):
         cut_within(constraint, stopping, 0, 0, (1, 5), 99)
     cut, _ = cut_within(constraint, stopping, 0, 0, (1, 2, 3), 2)
     assert cut.tokens == (1, 2) and cut.reason == "length"

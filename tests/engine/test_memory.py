@@ -189,7 +189,7 @@ def pool(available: int = 0, length: int = 1600, seqs: int = 256, taken: int = 0
         (8192, 1600, 256, 2048, "a quarter of the 8.00 GiB available (so it is)"),
         (65536, 1600, 256, 4096, "4 GiB are the most where nothing is said"),
         (8192, 1600, 4, 401, "all that 4 sequences of 1600 tokens can use"),
-        (8192, 1600, 1, 101, "all that 1 sequences of 1600 tokens can use"),
+        (8192, 1600, 1, 101, "all that 1 sequence of 1600 tokens can use"),
         (8192, 48_000, 256, 3001, "one whole context"),
         (8192, 80_000, 256, 4096, "half of the 8.00 GiB available (so it is)"),
         (65536, 131_072, 256, 8193, "one whole context"),
