@@ -29,7 +29,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def searches(half: int, **changes: Any) -> list[Case]:
-    texts = prompts(len(KINDS), 10, 40, seed=41)
+    texts = prompts(len(KINDS), 10, 24, seed=41)
     return [
         Case(f"beams {i}", text, BeamSearchParams(**{"max_tokens": 5, "seed": i, **kind, **changes}))
         for i, (text, kind) in enumerate(zip(texts, KINDS, strict=True))
@@ -38,9 +38,9 @@ def searches(half: int, **changes: Any) -> list[Case]:
 
 
 def others() -> list[Case]:
-    texts = prompts(4, 5, 40, seed=42)
+    texts = prompts(4, 5, 24, seed=42)
     return [
-        Case(f"other {i}", text, SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=9, n=1 + i % 3 * (i % 2)))
+        Case(f"other {i}", text, SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=7, n=1 + i % 3 * (i % 2)))
         for i, text in enumerate(texts)
     ]
 
