@@ -94,7 +94,7 @@ def test_interleaved_true_continuations_settle_by_compaction(engine: Make, scrat
 
 
 def beams(count: int) -> list[Case]:
-    texts = prompts(count, 6, 40, seed=9)
+    texts = prompts(count, 6, 24, seed=9)
     return [
         Case(
             f"beam {i}",
