@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pagedec.errors import FeatureNotAvailable, InvalidArgument, within
-from pagedec.fields import Flag, Integer, Rule, check_fields, check_names, option, rules
+from pagedec.fields import Flag, Integer, Rule, Text, check_fields, check_names, option, rules
 
 DRAFT_MODEL_FIELDS = (
     "model",
@@ -104,6 +104,14 @@ class DraftModelSpeculation(Speculation):
 
     method = "draft_model"
     num_speculative_tokens: int = option(5, Integer("tokens that are rolled out in a step", low=1, high=MOST))
+    verify: str = option(
+        "coupling",
+        Text(
+            "coupling: it shares the target's noise, and answers are those of plain sampling; rejection: more may be "
+            "accepted, and answers are distributed as those of plain sampling",
+            choices=("coupling", "rejection"),
+        ),
+    )
 
 
 METHODS: dict[str, type[Speculation]] = {
@@ -166,6 +174,11 @@ class SpeculationTable(Rule):
         if not self.of_engine:
             for name in (name for name in table if name in of_model):
                 raise InvalidArgument(name, table[name], "must be in the engine's speculative_config, not a request's")
+        if "verify" in table and "verify" not in known:
+            limit = (
+                f"must be left out: guesses of {method} have no probabilities, and are accepted while the model's own "
+            )
+            raise InvalidArgument("verify", table["verify"], limit + "draws say the same, as often as rejection would")
         check_names(f"the method {method}", table, known, table)
         for name, rule in NEUTRAL.items():
             rule.check(name, table.pop(name, None))

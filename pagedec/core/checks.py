@@ -76,6 +76,8 @@ def check_queries(queries: object, branches: Sequence[Branch], decoder: Decoder,
         if query.draft is not EMPTY:
             try:
                 _check_draft(query.draft, decoder, vocab_size)
+                if isinstance(query.draft, Roll) and query.draft.rejects:
+                    _check_rejection(query.draft, query.asks)
             except InvalidArgument as error:
                 raise InvalidArgument(f"queries[{i}].{error.field}", error.value, error.limit) from None
         for at, ask in enumerate(query.asks):
@@ -125,6 +127,15 @@ def _check_draft(draft: Draft | Roll, decoder: Decoder, vocab_size: int) -> None
             raise InvalidArgument("draft", draft, f"must be a Draft where the decoder's lanes are {decoder.lanes}")
     else:
         raise InvalidArgument("draft", draft, "must be a Draft or a Roll")
+
+
+def _check_rejection(roll: Roll, asks: Sequence[Ask]) -> None:
+    """Its tokens are verified by the draws of one Sample, at all nodes, with other noise."""
+    samples = [ask for ask in asks if isinstance(ask, Sample)]
+    if len(samples) != 1 or samples[0].nodes is not None or len(samples[0].streams) != 1:
+        raise InvalidArgument("draft.rejects", True, "needs one Sample, of every node and of one stream")
+    if samples[0].streams[0] == roll.stream and samples[0].sampler.seed == roll.sampler.seed:
+        raise InvalidArgument("draft.stream", roll.stream, "must not be the Sample's where the draft is to be rejected")
 
 
 def _check_ask(ask: Ask, draft: Draft | Roll, vocab_size: int) -> None:

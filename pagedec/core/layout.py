@@ -55,9 +55,8 @@ class LaneBuilder:
 
     __slots__ = (
         "_banned", "_counts", "_draw_positions", "_draw_records", "_draw_rows", "_logprobs", "_marks",
-        "_parents", "_positions", "_ranking", "_read_only", "_read_rows", "_roll_slots", "_rolls", "_starts",
-        "_tables", "_tokens", "_topk", "_topk_k",
-        "pool",
+        "_parents", "_positions", "_ranking", "_read_only", "_read_rows", "_roll_ends", "_roll_slots", "_rolls",
+        "_starts", "_tables", "_tokens", "_topk", "_topk_k", "_verified", "pool",
     )  # fmt: skip
 
     def __init__(self, pool: BlockPool) -> None:
@@ -80,6 +79,8 @@ class LaneBuilder:
         self._ranking: Ranking | None = None
         self._rolls: list[list[Any]] = []  # in the order of ROLL_DTYPE, the draw's record first
         self._roll_slots: list[int] = []
+        self._roll_ends = [0]
+        self._verified: list[tuple[int, int]] = []  # draw, place of the rolled token
         self._marks: RowMarks | None = None
 
     def __len__(self) -> int:
@@ -247,13 +248,19 @@ class LaneBuilder:
         rolls."""
         draw = np.frombuffer(bytearray(draw_record(roll.sampler, roll.stream)), DRAW_DTYPE)
         draw["row"], draw["position"] = root_row, length
-        self._rolls.append([draw[0], len(self._tables) - 1, roll.count, -1, prompt_length, rule_id])
+        self._rolls.append([draw[0], len(self._tables) - 1, roll.count, -1, prompt_length, rule_id, roll.rejects, 0])
+        self._roll_ends.append(self._roll_ends[-1] + roll.count)
         self._roll_slots += [table.slot(length + i) for i in range(roll.count - 1)]
         return len(self._rolls) - 1
 
-    def use_roll(self, roll: int, target_row: int) -> None:
-        """Have the rolled tokens put into the target forward from `target_row` on."""
+    def use_roll(self, roll: int, target_row: int) -> range:
+        """Have the rolled tokens put into the target forward from `target_row` on; their places among all rolled."""
         self._rolls[roll][3] = target_row
+        return range(self._roll_ends[roll], self._roll_ends[roll + 1])
+
+    def verify(self, first_draw: int, rolled: range) -> None:
+        """Have the draws from `first_draw` on verify, by rejection, the tokens at these places among all rolled."""
+        self._verified += enumerate(rolled, first_draw)
 
     # ---- laying out
     def finish(self, copies: CopyPlan) -> LaneForward:
@@ -279,6 +286,7 @@ class LaneBuilder:
         copy_src, copy_dst = copies.arrays()
         fresh, pool.fresh = np.array(pool.fresh, np.int32), []
         topk, logprobs, banned = self._topk, _pairs(self._logprobs), _pairs(self._banned)
+        verified = _pairs(self._verified)
         best_rows, best_groups = (self._ranking or Ranking()).arrays()
         forward = LaneForward(
             lane=pool.lane,
@@ -305,6 +313,8 @@ class LaneBuilder:
             masked_rows=np.array(self._marks.masked, np.int32) if self._marks and self._marks.masked else NO_INTS,
             rolls=np.array([tuple(roll) for roll in self._rolls], ROLL_DTYPE) if self._rolls else NO_ROLLS,
             roll_slots=np.array(self._roll_slots, np.int32) if self._roll_slots else NO_INTS,
+            verified_draws=verified[0],
+            verified_tokens=verified[1],
             processing=None if self._marks is None else self._marks.processing(),
             report=None if self._marks is None else self._marks.report(),
         )

@@ -136,6 +136,11 @@ class Roll:
     count: int
     sampler: Sampler = GREEDY
     stream: int = 0
+    rejects: bool = False
+    """True: what a query's one Sample, of one stream, answers at the node before a rolled token is that token with
+    probability min(1, p / q), else a draw from norm(max(0, p - q)): p is what the Sample's draw there would be taken
+    from, q what the token was drawn from. The roll's stream must be another one: draws that share noise are dependent.
+    Behind the first node that answers another token answers mean nothing."""
 
     @property
     def num_nodes(self) -> int:

@@ -10,7 +10,7 @@ from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logits_rules import NO_RULES
 from pagedec.core.masking import MaskedWork, StepMasks
 from pagedec.core.plan import StepPlan, Work, WorkReport
-from pagedec.core.protocol import Query, Roll
+from pagedec.core.protocol import Query, Roll, Sample
 from pagedec.core.request import Branch, Request
 from pagedec.core.stopping import NO_STOPPING
 
@@ -86,7 +86,10 @@ class Rows:
             work.roll = roll
             self.mark(work, read)
         if isinstance(draft, Roll):
-            self.builders["draft"].use_roll(roll, root + 1)
+            rolled = self.builders["draft"].use_roll(roll, root + 1)
+            if draft.rejects and query is not None:
+                sampled = next(own for ask, own in zip(query.asks, work.asks, strict=True) if isinstance(ask, Sample))
+                target.verify(sampled.first, rolled)
         self.plan.works.append(work)
 
     def lay_gang(self, request: Request, queries: Sequence[Query]) -> None:
