@@ -18,11 +18,11 @@ from pagedec.kernels.records_readout import (
     BestGroup,
     BestRow,
     Candidate,
-    Chain,
     Draw,
     LayerKind,
     ProcessLogitsArgs,
     RollArgs,
+    RollChain,
     Rules,
     SampleArgs,
     SoftCapArgs,
@@ -32,7 +32,7 @@ from pagedec.kernels.records_readout import (
 
 __all__ = [
     "CHAIN_DTYPE", "C_NAMES", "DRAW_DTYPE", "OP_KINDS", "PROTOTYPES", "ArgmaxArgs", "AttentionArgs", "AttnBatch",
-    "AttnShape", "BestArgs", "BestGroup", "BestRow", "Candidate", "Chain", "Draw", "Dtype", "EmbedArgs", "Epilogue",
+    "AttnShape", "BestArgs", "BestGroup", "BestRow", "Candidate", "RollChain", "Draw", "Dtype", "EmbedArgs", "Epilogue",
     "GemmArgs", "KvCopyArgs", "LayerKind", "LayerNormArgs", "Op", "OpKind", "ProcessLogitsArgs", "RmsNormArgs",
     "RollArgs", "RopeKvWriteArgs", "Rules", "SampleArgs", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
 ]  # fmt: skip
@@ -273,7 +273,7 @@ C_NAMES: dict[type[Structure], str] = {
     Candidate: "pd_candidate",
     BestArgs: "pd_best_args",
     Op: "pd_op",
-    Chain: "pd_chain",
+    RollChain: "pd_chain",
     LayerKind: "pd_layer_kind",
     RollArgs: "pd_roll_args",
 }

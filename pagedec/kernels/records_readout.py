@@ -84,7 +84,7 @@ class VerifyArgs(Structure):
     ]
 
 
-class Chain(Structure):
+class RollChain(Structure):
     """One chain of drawn tokens; CHAIN_DTYPE is the same record for numpy."""
 
     _fields_ = [
@@ -264,4 +264,4 @@ DRAW_DTYPE = np.dtype(
     align=True,
 )
 
-CHAIN_DTYPE = np.dtype([(name, np.int32) for name, *_ in Chain._fields_])
+CHAIN_DTYPE = np.dtype([(name, np.int32) for name, *_ in RollChain._fields_])

@@ -198,7 +198,7 @@ def test_every_kernel_of_a_program_is_a_function_of_a_context_and_its_record(hea
     ("dtype", "record"),
     [
         (DRAW_DTYPE, records.Draw),
-        (CHAIN_DTYPE, records.Chain),
+        (CHAIN_DTYPE, records.RollChain),
         (BEST_ROW_DTYPE, records.BestRow),
         (BEST_GROUP_DTYPE, records.BestGroup),
         (CANDIDATE_DTYPE, records.Candidate),
