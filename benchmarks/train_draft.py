@@ -28,13 +28,19 @@ from pagedec.models.registry import load_architecture, open_model_weights
 
 SHARE_OF_OUTPUTS = 0.25
 """Of the time: the rest is for learning."""
-BATCH, LONGEST = 12, 320
+BATCH, LONGEST = 8, 320
+NUM_COMMON = 6144
+"""Tokens that the loss is over, the commonest of the outputs: all 49,152 would cost more than all layers."""
 TOKENS = "tokens.json"
 STATE = "training.pt"
 
 
+Outputs = list[tuple[list[int], int]]
+"""Sequences of a question and its answer, and where the answer begins."""
+
+
 # ---- its outputs
-def write_outputs(seconds: float, passages: list[str]) -> list[tuple[list[int], int]]:
+def write_outputs(seconds: float, passages: list[str]) -> Outputs:
     """Sequences of a question and its answer, and where the answer begins. Where there are passages, every third
     question is about one."""
     llm = LLM(max_model_len=1024, max_num_seqs=64)
@@ -118,38 +124,42 @@ def cut(teacher: transformers.LlamaForCausalLM, first: int, last: int) -> transf
 
 # ---- learning
 class Lessons:
-    """Batches of sequences, with what the teacher's last layer says at each token."""
+    """Batches of sequences, with what the teacher's last layer says at each of an answer's tokens, known once."""
 
     def __init__(
-        self, teacher: transformers.LlamaForCausalLM, sequences: list[tuple[list[int], int]], seed: int
+        self, teacher: transformers.LlamaForCausalLM, outputs: Outputs, known: dict[int, torch.Tensor]
     ) -> None:
-        self._teacher, self._known = teacher, dict[int, torch.Tensor]()
-        self._batches = [sequences[i : i + BATCH] for i in range(0, len(sequences), BATCH)]
-        self._rng, self._order = torch.Generator().manual_seed(seed), list[int]()
+        self._teacher, self.known = teacher, known
+        self._batches = [outputs[i : i + BATCH] for i in range(0, len(outputs), BATCH)]
+        self._order: list[int] = []
+        counts = torch.bincount(
+            torch.tensor([token for sequence, first in outputs for token in sequence[first:]]),
+            minlength=teacher.config.vocab_size,
+        )
+        common = counts.topk(NUM_COMMON).indices.sort().values
+        self.head = teacher.model.embed_tokens.weight[common].bfloat16()
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens [batch, length], which rows' next token is an answer's (bool), the teacher's states of these rows."""
         if not self._order:
-            self._order = torch.randperm(len(self._batches), generator=self._rng).tolist()
+            self._order = torch.randperm(len(self._batches)).tolist()
         number = self._order.pop()
         batch = self._batches[number]
         length = max(len(sequence) for sequence, _ in batch)
-        tokens, rows = (
-            torch.zeros(len(batch), length, dtype=torch.long),
-            torch.zeros(len(batch), length, dtype=torch.bool),
-        )
+        tokens = torch.zeros(len(batch), length, dtype=torch.long)
+        rows = torch.zeros(len(batch), length, dtype=torch.bool)
         for i, (sequence, first) in enumerate(batch):
             tokens[i, : len(sequence)] = torch.tensor(sequence)
             rows[i, first - 1 : len(sequence) - 1] = True
-        if number not in self._known:
+        if number not in self.known:
             with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-                self._known[number] = self._teacher.model(tokens).last_hidden_state[rows].bfloat16()
-        return tokens, rows, self._known[number]
+                self.known[number] = self._teacher.model(tokens).last_hidden_state[rows].bfloat16()
+        return tokens, rows, self.known[number]
 
 
 def loss_of(draft: Any, head: torch.Tensor, lesson: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, float]:
-    """Divergence from the teacher's distributions, with a pull towards its states; and the share of mass that both
-    give alike, which is how often a token is accepted."""
+    """Divergence from the teacher's distributions over the common tokens, with a pull towards its states; and the share
+    of mass that both give alike, which is how often rejection accepts a token."""
     tokens, rows, states = lesson
     with torch.autocast("cpu", torch.bfloat16):
         own = draft.model(tokens).last_hidden_state[rows]
@@ -157,7 +167,7 @@ def loss_of(draft: Any, head: torch.Tensor, lesson: tuple[torch.Tensor, ...]) ->
     p, log_q = wanted.float().softmax(-1), logits.float().log_softmax(-1)
     divergence = -(p * log_q).sum(-1).mean()
     with torch.no_grad():
-        alike = float(torch.minimum(p, log_q.exp()).sum(-1).mean())
+        alike = float(torch.minimum(p[::8], log_q[::8].exp()).sum(-1).mean())
     return divergence + 0.1 * functional.smooth_l1_loss(own.float(), states.float()), alike
 
 
@@ -167,20 +177,20 @@ def learn(given: argparse.Namespace, seconds: float, deadline: float) -> bool:
     draft = cut(teacher, given.first, given.last)
     weights = [weight for weight in draft.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=given.lr, weight_decay=0.0, betas=(0.9, 0.98))
-    path, spent, steps = given.directory / STATE, 0.0, 0
+    path, spent, steps, known = given.directory / STATE, 0.0, 0, dict[int, torch.Tensor]()
     if path.exists():
         state = torch.load(path)
         draft.load_state_dict(state["draft"])
         optimizer.load_state_dict(state["optimizer"])
-        spent, steps = state["spent"], state["steps"]
-    lessons = Lessons(teacher, json.loads((given.directory / TOKENS).read_text()), seed=steps)
-    head = teacher.model.embed_tokens.weight.bfloat16()
-    shown = 0.0
+        spent, steps, known = state["spent"], state["steps"], state["known"]
+    torch.manual_seed(steps)
+    outputs, shown = json.loads((given.directory / TOKENS).read_text()), 0.0
+    lessons = Lessons(teacher, outputs[: given.sequences], known)
     while spent < seconds and time.monotonic() < deadline:
         began = time.monotonic()
         for group in optimizer.param_groups:
             group["lr"] = given.lr * min(1.0, (steps + 1) / 20) * 0.5 * (1.02 + math.cos(math.pi * spent / seconds))
-        loss, alike = loss_of(draft, head, lessons.next())
+        loss, alike = loss_of(draft, lessons.head, lessons.next())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
@@ -191,7 +201,7 @@ def learn(given: argparse.Namespace, seconds: float, deadline: float) -> bool:
             print(f"step {steps}, {spent:.0f} s: loss {float(loss):.3f}, mass in common {shown:.3f}", flush=True)
     draft.to(torch.bfloat16).save_pretrained(given.directory)
     state = {"draft": draft.float().state_dict(), "optimizer": optimizer.state_dict(), "spent": spent, "steps": steps}
-    torch.save(state, path)
+    torch.save({**state, "known": known}, path)
     return spent >= seconds
 
 
@@ -204,12 +214,12 @@ def main() -> None:
     )
     parser.add_argument("--first", type=int, default=2, help="layers kept from the beginning")
     parser.add_argument("--last", type=int, default=1, help="and from the end")
+    parser.add_argument("--sequences", type=int, default=600, help="answers to learn from, at most")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--passages", type=Path, help="a text, for questions about pieces of it")
     given = parser.parse_args()
     began, seconds = time.monotonic(), 60 * given.minutes
     given.directory.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
     if not (given.directory / TOKENS).exists():
         outputs = write_outputs(SHARE_OF_OUTPUTS * seconds, read_passages(given.passages))
         (given.directory / TOKENS).write_text(json.dumps(outputs))
