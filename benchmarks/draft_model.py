@@ -149,33 +149,33 @@ def read_prompts(llm: LLM, path: Path, most: int) -> list[list[int]]:
 
 # ---- parts
 def measure_host(llm: LLM, batch: int, gamma: int) -> None:
-    """What a rolled token costs beyond its kernels: the whole roll, less its programs and draws, run by themselves."""
+    """What a rolled token costs beyond its kernels: one step's rolls again and again, in one call and with a call for
+    each token, less the programs and draws run by themselves."""
     runner: LaneRunner = llm.engine.executor.worker.lanes["draft"]
-    spent, rolls, own = list[float](), list[Any](), runner.roll
+    seen, own, roller = list[Any](), runner.roll, runner._roller
 
-    def timed(forward: Any) -> Any:
-        began = time.perf_counter()
-        out = own(forward)
-        if len(forward.rolls) == batch and forward.rolls["count"].min() == gamma:
-            spent.append((time.perf_counter() - began) / gamma)
-            rolls.append(forward.rolls)
-        return out
+    def noting(forward: Any) -> Any:
+        if len(forward.rolls) == batch == len(forward.token_ids) and forward.rolls["count"].min() == gamma:
+            seen.append(forward)
+        return own(forward)
 
-    runner.roll = timed  # type: ignore[method-assign]
+    runner.roll = noting  # type: ignore[method-assign]
     way = {"method": "draft_model", "num_speculative_tokens": gamma}
-    params = [
-        SamplingParams(temperature=0.8, seed=i, max_tokens=64, ignore_eos=True, speculative=way) for i in range(batch)
-    ]
+    kind = {"temperature": 0.8, "max_tokens": 64, "ignore_eos": True}
+    params = [SamplingParams(seed=i, speculative=way, **kind) for i in range(batch)]
     llm.generate([[5 + i, 9, 40, 5, 9] for i in range(batch)], params, use_tqdm=False)
     runner.roll = own  # type: ignore[method-assign]
-    draws = rolls[-1]["draw"].copy()
+    draws = seen[-1].rolls["draw"].copy()
     draws["row"] = np.arange(batch)
-    logits = runner.buffers.logits[:batch]
-    program = median_of(runner.programs.whole.run, 60)
-    sample = median_of(lambda: runner.backend.sample(logits, draws), 60)
-    whole = statistics.median(spent)
-    row = [batch, gamma, *(f"{1e6 * x:.0f}" for x in (whole, program, sample, whole - program - sample))]
-    table(["rolls", "gamma", "us a round", "its program", "its draws", "the rest"], [row])
+    rows = list[list[object]]()
+    for name, way_of in (("one", roller), ("one for each token", None)):
+        runner._roller = way_of
+        whole = median_of(lambda: own(seen[-1]), 40) / gamma
+        program = median_of(runner.programs.whole.run, 40)
+        sample = median_of(lambda: runner.backend.sample(runner.buffers.logits[:batch], draws), 40)
+        rows.append([batch, name, *(f"{1e6 * x:.0f}" for x in (whole, program, sample, whole - program - sample))])
+    runner._roller = roller
+    table(["rolls", "calls", "us a token of each", "its program", "its draws", "the rest"], rows)
 
 
 def measure_filters(llm: LLM, rows: int = 8) -> None:

@@ -58,10 +58,27 @@ struct Distribution {
     const float lowest = kept.last == ~0ull ? kMinusInf : key_value(kept.last);
     for (int64_t g = 0; g < num_groups(row.vocab); g++) {
       if (row.maxima[g] < lowest || kept.distance_of(row, row.maxima[g]) < kept.least) continue;
-      const int64_t end = std::min(g * kGroup + kGroup, row.vocab);
-      for (int64_t token = g * kGroup; token < end; token++) sum += weight(token);
+      sum += mass_of_group(g, lowest);
     }
     return sum;
+  }
+
+  // Of the tokens above `lowest`, and of those as low that are kept.
+  double mass_of_group(int64_t group, float lowest) const {
+    const int64_t end = std::min(group * kGroup + kGroup, row.vocab);
+    const F16 none = set16(0.0f), limit = set16(lowest);
+    F16 sum = none;
+    double ties = 0.0;
+    for (int64_t i = group * kGroup; i < end; i += 16) {
+      const F16 x = larger(load_some(row.x + i, end - i, kMinusInf), set16(kMinusInf));
+      const F16 d = distance(x, set16(row.top), set16(kept.inverse_temperature));
+      const auto above = less(limit, x);
+      sum = sum + select(above, select(less(d, set16(kept.least)), none, exp_small(d)), none);
+      uint32_t equal = ~mask_bits(above) & ~mask_bits(less(x, limit)) & 0xffff;
+      if (end - i < 16) equal &= (1u << (end - i)) - 1;
+      for (; equal; equal &= equal - 1) ties += weight(i + __builtin_ctz(equal));
+    }
+    return (double)sum_lanes(sum) + ties;
   }
 };
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from pagedec import LLM, SamplingParams, TokenTrie
-from pagedec.core.protocol import DecoderContext, Roll
+from pagedec.core.protocol import Roll
 from pagedec.core.request import Branch
 from pagedec.decoders import decoder, registry
 from pagedec.decoders.sampling import Sampling
-from pagedec.errors import InvalidArgument
+from pagedec.errors import InvalidArgument, RequestError
 from pagedec.models.buffers import READ_ROWS
 from pagedec.runtime.runner import LaneRunner
 from tests.engine.crowd import SMALL, Tiny, workload
@@ -40,7 +40,8 @@ def other_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine(tiny: Tiny, path: Path, **own: Any) -> LLM:
     return tiny(
-        **{"num_blocks": 600, "max_num_seqs": 256, **own}, speculative_config=drafted_by(path, verify="rejection")
+        **{"num_blocks": 300, "max_num_seqs": 128, "max_num_batched_tokens": 2048, **own},
+        speculative_config=drafted_by(path, verify="rejection"),
     )
 
 
@@ -53,7 +54,7 @@ def texts(llm: LLM, num: int, max_tokens: int = 2, **own: Any) -> list[list[int]
 
 # ---- the distribution
 CASES = [
-    {"temperature": 1.0}, {"temperature": 1.3, "top_k": 12}, {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 1.0}, {"temperature": 2.5, "top_k": 60}, {"temperature": 1.0, "top_p": 0.8},
     {"temperature": 1.5, "top_k": 60, "top_p": 0.9, "min_p": 0.05},
 ]  # fmt: skip
 
@@ -62,13 +63,15 @@ CASES = [
 def test_tokens_are_distributed_as_the_targets(tiny: Tiny, other_path: Path, own: dict[str, Any]) -> None:
     """The first token, which was drafted; and the second behind the commonest first ones."""
     llm = engine(tiny, other_path)
-    drawn = texts(llm, 2400, 3, **own)
+    num = 2400 if "top_p" in own else 1200
+    drawn = texts(llm, num, 3, **own)
     counts = llm.engine.stats.drafts["draft_model"]
+    assert counts.drafted[0] >= num, "the first token of each was drafted"
     assert 0.05 < counts.accepted[0] / counts.drafted[0] < 0.95, "there is something to accept and to reject"
     params = SamplingParams(**own)
     assert p_value([text[0] for text in drawn], processed(next_logits(llm, PROMPT), params)) > LEAST_P
     firsts, sizes = np.unique([text[0] for text in drawn], return_counts=True)
-    for first in firsts[np.argsort(-sizes)[:2]].tolist():
+    for first in firsts[sizes > 250].tolist():
         seconds = [text[1] for text in drawn if text[0] == first]
         assert p_value(seconds, processed(next_logits(llm, [*PROMPT, first]), params)) > LEAST_P / 2
 
@@ -77,7 +80,7 @@ def test_penalties_are_in_both_distributions(tiny: Tiny, other_path: Path) -> No
     """p and q are what is left after the request's own rules; a banned token is never answered."""
     llm = engine(tiny, other_path)
     rules: dict[str, Any] = {"repetition_penalty": 2.0, "logit_bias": {7: 3.0}, "allowed_token_ids": list(range(3, 60))}
-    drawn = texts(llm, 2000, 2, temperature=1.2, **rules)
+    drawn = texts(llm, 1000, 2, temperature=1.2, **rules)
     logits = next_logits(llm, PROMPT)
     logits[[token for token in range(len(logits)) if not 3 <= token < 60]] = -np.inf
     logits[7] += 3
@@ -97,9 +100,9 @@ def test_mistake_raw_q_is_seen(tiny: Tiny, other_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(LaneRunner, "drafted", raw)
     llm = engine(tiny, other_path)
-    own = {"temperature": 1.3, "top_k": 12}
+    own = {"temperature": 2.5, "top_k": 60}
     p = processed(next_logits(llm, PROMPT), SamplingParams(**own))
-    assert p_value([text[0] for text in texts(llm, 2400, 3, **own)], p) < LEAST_P
+    assert p_value([text[0] for text in texts(llm, 1200, 3, **own)], p) < LEAST_P
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,31 +110,32 @@ class SharedParams(SamplingParams):
     """A roll with the target's noise that is to be rejected."""
 
 
-def test_mistake_one_noise_key_is_refused(tiny: Tiny, other_path: Path) -> None:
+def test_mistake_one_noise_key_is_refused(tiny: Tiny, other_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_by_name", dict(registry._by_name))
+    monkeypatch.setattr(registry, "_by_params", dict(registry._by_params))
+
     @decoder("test-shared", params=SharedParams)
     class Shared(Sampling):
         lanes: tuple[str, ...] = ("target", "draft")
 
-        def __init__(self, params: SharedParams, context: DecoderContext) -> None:
-            super().__init__(params, context)
-
         def draft(self, branch: Branch, room: int) -> Roll:
             return Roll(2, self.sampler, branch.state[0], rejects=True)
 
-    try:
-        llm = engine(tiny, other_path)
-        add(llm.engine, "shared", PROMPT, SharedParams(seed=1, max_tokens=4))
-        with pytest.raises(Exception, match=r"queries\[0\]\.draft\.stream is 0: must not be the Sample's"):
-            while not llm.engine.idle:
-                step(llm.engine)
-    finally:
-        registry.DECODERS.pop("test-shared", None)
+    llm = engine(tiny, other_path)
+    add(llm.engine, "shared", PROMPT, SharedParams(seed=1, max_tokens=4))
+    with pytest.raises(RequestError, match=r"queries\[0\]\.draft\.stream is 0: must not be the Sample's"):
+        while not llm.engine.idle:
+            step(llm.engine)
+    add(llm.engine, "several", PROMPT, SharedParams(seed=1, max_tokens=4, n=2))
+    with pytest.raises(RequestError, match=r"queries\[0\]\.draft\.rejects is True: needs one Sample, of every node"):
+        while not llm.engine.idle:
+            step(llm.engine)
 
 
 def test_several_answers_share_no_drafted_token(tiny: Tiny, other_path: Path) -> None:
     """Pairs of answers of one request are independent: what both stand for is not drafted."""
     llm = engine(tiny, other_path)
-    params = [SamplingParams(n=2, seed=i, max_tokens=1, top_k=3, ignore_eos=True) for i in range(1500)]
+    params = [SamplingParams(n=2, seed=i, max_tokens=1, top_k=3, ignore_eos=True) for i in range(900)]
     outputs = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
     p = processed(next_logits(llm, PROMPT), params[0])
     kept = np.flatnonzero(p).tolist()
@@ -148,13 +152,10 @@ def test_greedy_is_plain_greedy(tiny: Tiny, other_path: Path) -> None:
     assert got[0].outputs == llm.generate([PROMPT], params.clone(speculative=False), use_tqdm=False)[0].outputs
 
 
-@pytest.mark.parametrize("executor", ["inline", "process"])
-def test_alone_and_with_a_fixed_width_it_can_be_repeated(tiny: Tiny, other_path: Path, executor: str) -> None:
+def test_alone_and_with_a_fixed_width_it_can_be_repeated(tiny: Tiny, other_path: Path) -> None:
     params = SamplingParams(seed=3, max_tokens=40, ignore_eos=True, logprobs=1)
-    first, again = (
-        engine(tiny, other_path, executor=executor).generate([PROMPT], params, use_tqdm=False)[0].outputs
-        for _ in range(2)
-    )
+    llms = [engine(tiny, other_path, executor=executor) for executor in ("inline", "process")]
+    first, again = (llm.generate([PROMPT], params, use_tqdm=False)[0].outputs for llm in llms)
     assert first == again
     assert all(token in entry for token, entry in zip(first[0].token_ids, first[0].logprobs or [], strict=True))
 
@@ -239,8 +240,9 @@ def test_more_rows_than_are_read_out_at_once(tiny: Tiny, other_path: Path) -> No
     params = [SamplingParams(temperature=0.8, seed=i, max_tokens=20, ignore_eos=True) for i in range(32)]
     together = llm.generate(prompts, params, use_tqdm=False)
     assert max(most) == 32 * 8 > READ_ROWS
-    alone = [llm.generate([prompt], own, use_tqdm=False)[0] for prompt, own in zip(prompts, params, strict=True)]
-    assert [output.outputs for output in together] == [output.outputs for output in alone]
+    for i in range(0, 32, 7):
+        alone = llm.generate([prompts[i]], params[i], use_tqdm=False)[0]
+        assert together[i].outputs == alone.outputs
 
 
 def toss(llm: LLM, rng: random.Random, num_steps: int) -> int:
