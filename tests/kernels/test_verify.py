@@ -130,7 +130,7 @@ def test_mistake_scored_with_the_raw_distribution() -> None:
     assert worst > 0.1
 
 
-def test_mistake_deterministic_drafts_scored_with_q(context: Context) -> None:
+def test_mistake_deterministic_drafts_scored_with_q(contexts: list[Context]) -> None:
     """The most probable token of a draft model was not drawn from its q: it is a draft with q = 1, by temperature 0."""
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.6, 0.3, 0.1])
     left = reference.residual(p, q)
@@ -141,7 +141,7 @@ def test_mistake_deterministic_drafts_scored_with_q(context: Context) -> None:
     n = 4000
     draws, drafts = draws_of(n), draws_of(n, temperature=0.0)
     draws["position"] = np.arange(n)
-    tokens = verify(context, np.log(p[None]), draws, np.log(q[None]), drafts, np.zeros(n, np.int32))
+    tokens = verify(contexts[-1], np.log(p[None]), draws, np.log(q[None]), drafts, np.zeros(n, np.int32))
     assert chi_square_p(np.bincount(tokens, minlength=3), p) > LEAST_P
 
 
@@ -166,7 +166,7 @@ def test_mistake_one_number_for_all_acceptances() -> None:
     assert total_variation(joint.ravel(), np.full(4, 0.25)) > 0.05
 
 
-def test_mistake_one_key_for_draft_and_replacement(context: Context) -> None:
+def test_mistake_one_key_for_draft_and_replacement(contexts: list[Context]) -> None:
     """Replaced with the noise that the draft was drawn with: biased. With another stream's it is not."""
     n = 6000
     x, y = np.array([[0.5, 1.5, -1.0, -1.0]], np.float32), np.array([[-3.0, 0.5, 1.5, 1.5]], np.float32)
@@ -178,7 +178,7 @@ def test_mistake_one_key_for_draft_and_replacement(context: Context) -> None:
         drafts = draws.copy()
         drafts["stream"] = stream
         drafted = sample(y, drafts)
-        tokens = verify(context, x, draws, y, drafts, drafted)
+        tokens = verify(contexts[-1], x, draws, y, drafts, drafted)
         found.append(chi_square_p(np.bincount(tokens, minlength=4), p))
     assert found[0] < LEAST_P < found[1]
 
@@ -236,7 +236,7 @@ def test_kernels_do_as_the_reference_says(contexts: list[Context], sizes: tuple[
 
 
 @pytest.mark.parametrize("own", SAMPLERS[:-1], ids=str)
-def test_kernels_answer_the_targets_distribution(context: Context, own: dict[str, Any]) -> None:
+def test_kernels_answer_the_targets_distribution(contexts: list[Context], own: dict[str, Any]) -> None:
     rng, n = np.random.default_rng(2), 6000
     x, y = (rng.normal(0, 1.5, (1, 40)).astype(np.float32) for _ in range(2))
     draws = draws_of(n, seed=3, **own)
@@ -244,7 +244,7 @@ def test_kernels_answer_the_targets_distribution(context: Context, own: dict[str
     drafts = draws.copy()
     drafts["stream"] = 1 << 63
     drafted = sample(y, drafts)
-    tokens = verify(context, x, draws, y, drafts, drafted)
+    tokens = verify(contexts[-1], x, draws, y, drafts, drafted)
     p = reference.distribution(x[0], draws[0], 40)
     q = reference.distribution(y[0], drafts[0], 40)
     assert chi_square_p(np.bincount(tokens, minlength=40), p) > LEAST_P
