@@ -21,7 +21,7 @@ class DraftModel(Sampling):
     def __init__(self, params: SamplingParams, context: DecoderContext) -> None:
         super().__init__(params, context)
         settings = params.speculation
-        assert isinstance(settings, DraftModelSpeculation)
+        assert isinstance(settings, DraftModelSpeculation) and settings.num_speculative_tokens is not None
         self.count = settings.num_speculative_tokens
 
     def draft(self, branch: Branch, room: int) -> Draft | Roll:
