@@ -66,20 +66,15 @@ class NGramSpeculation(Speculation):
     """Prompt lookup: go on as the text went on before, where it ended alike."""
 
     method = "ngram"
-    defaults = {"num_speculative_tokens": (16, 5), "num_candidates": (2, 1)}
+    defaults = {"num_speculative_tokens": (12, 5)}
     num_speculative_tokens: int | None = option(
-        None, Integer("tokens of a candidate; none: 5, or up to 16 where they pay", 1, MOST, optional=True)
+        None, Integer("tokens of a candidate; none: 5, or up to 12 where they pay", 1, MOST, optional=True)
     )
     prompt_lookup_max: int | None = option(
         None, Integer("most last tokens that must be alike; none: 4, or prompt_lookup_min", 1, MOST, optional=True)
     )
     prompt_lookup_min: int = option(1, Integer("fewest last tokens that must be alike", low=1, high=MOST))
-    num_candidates: int | None = option(
-        None,
-        Integer(
-            "continuations drafted together, as a tree; none: 1, or up to 2 where they pay", 1, MOST, optional=True
-        ),
-    )
+    num_candidates: int = option(1, Integer("continuations that are drafted together, as a tree", low=1, high=MOST))
 
     def __post_init__(self) -> None:
         Speculation.__post_init__(self)

@@ -14,7 +14,8 @@ FIRST_REST, LONGEST_REST = 8, 128
 TRIES = 3
 """Drafts that are tried after a rest though they seem not to pay; of those that cannot be cut, `LONG_TRIES`."""
 LONG_TRIES = 12
-TRIED_ROWS = 4
+TRIED_ROWS, MOST_LOST = (4, 2, 1), 0.5
+"""Rows of such a draft: as many as lose no more than that share of a step, or one."""
 SHARE, MOST_ALLOWED = 0.01, 2.0
 """What trying may cost: a share of all steps, and how many steps can be saved up for it."""
 WORTH_MEMORY = 8

@@ -10,7 +10,7 @@ from pagedec.core.granting import Grants, Load, Wish, cut, fits, grant
 from pagedec.core.protocol import Roll
 from pagedec.core.request import Branch, Request
 from pagedec.core.rows import Chain, Rows
-from pagedec.core.standing import TRIED_ROWS
+from pagedec.core.standing import MOST_LOST, TRIED_ROWS
 
 
 class Weighing:
@@ -78,16 +78,18 @@ class Weighing:
         if load.is_shared and any(nodes):
             return
         for i, (request, wish) in enumerate(zip(self._requests, self._wishes, strict=True)):
-            standing, size = request.standing, len(wish.gains) if wish.is_whole else min(TRIED_ROWS, len(wish.gains))
-            if nodes[i] or standing is None or not standing.may_try or size > left:
+            standing = request.standing
+            if nodes[i] or standing is None or not standing.may_try or not wish.gains:
                 continue
-            seconds = fits(size, wish.is_roll, load, self._costs)
-            if seconds is None:
-                continue
-            nodes[i] = [*range(1, size + 1)]
-            loss = seconds - grants.bare_seconds - wish.gain(size) * grants.seconds / grants.num_tokens
-            standing.tried(max(0.0, loss) / grants.bare_seconds)
-            return
+            for size in (len(wish.gains),) if wish.is_whole else TRIED_ROWS:
+                seconds = fits(size, wish.is_roll, load, self._costs) if size <= min(left, len(wish.gains)) else None
+                if seconds is None:
+                    continue
+                loss = seconds / grants.bare_seconds - 1 - wish.gain(size) / load.num_tokens
+                if loss < MOST_LOST or size == 1 or wish.is_whole:
+                    nodes[i] = [*range(1, size + 1)]
+                    standing.tried(max(0.0, loss))
+                    return
 
 
 def wish_of(request: Request, draft: Draft | Roll) -> Wish:

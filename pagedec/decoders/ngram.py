@@ -114,7 +114,7 @@ class NGram(Sampling):
         super().__init__(params, context)
         settings = params.speculation
         assert isinstance(settings, NGramSpeculation) and settings.prompt_lookup_max is not None
-        assert settings.num_candidates is not None and settings.num_speculative_tokens is not None
+        assert settings.num_speculative_tokens is not None
         self.num_candidates, self.num_tokens = settings.num_candidates, settings.num_speculative_tokens
         self.index = NGramIndex(context.history, settings.prompt_lookup_min, settings.prompt_lookup_max)
 

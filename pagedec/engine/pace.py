@@ -11,8 +11,12 @@ GAIN, SCALE_GAIN = 0.06, 0.05
 """How much of a surprise the longest known place of the curve takes in, and all of the curve with it."""
 MOST_SURPRISE = 0.3
 """Of a logarithm: a step that took far longer says that something else was in its way."""
+DOUBTS = 2
+"""Surprises in a row that are doubted; then something has changed."""
 CERTAIN = 8
 """Steps after which a place is known well enough to doubt a surprise."""
+OLD = 32
+"""Steps after which a place says half as much against its neighbours."""
 BARE_EVERY = 256
 """Steps with drafts after which one without is made, so that it stays known what they are measured against."""
 ROLL_SIZES = 10
@@ -24,10 +28,15 @@ FIRST_ROLL = 0.2
 class Place:
     """One place of the curve: about how many rows, and the seconds relative to the scale, as logarithms."""
 
-    __slots__ = ("level", "num_steps", "rows")
+    __slots__ = ("last", "level", "num_doubts", "num_steps", "rows")
 
     def __init__(self, rows: float, level: float) -> None:
-        self.rows, self.level, self.num_steps = rows, level, 0
+        self.rows, self.level, self.num_steps, self.last = rows, level, 0, 0
+        self.num_doubts = 0  # surprises in a row that were not believed
+
+    def weight(self, now: int) -> float:
+        """What it says against its neighbours: the more, the better it is known, and the less, the longer ago."""
+        return min(self.num_steps, 2 * CERTAIN) / (1 + (now - self.last) / OLD)
 
 
 class Pace:
@@ -37,6 +46,7 @@ class Pace:
     def __init__(self) -> None:
         self._places: dict[int, Place] = {}
         self._scale = 0.0
+        self._num_steps = 0
         self._host = 0.0  # seconds for each branch that is stepped plainly
         self._asking = 0.0
         self._rolls: list[dict[int, float]] = [{}, {}]  # with masks, or without
@@ -84,15 +94,20 @@ class Pace:
         place = self._places.get(key)
         if place is None:
             self._places[key] = place = Place(num_rows, level - self._scale)
-        place.num_steps += 1
         surprise = level - self._scale - place.level
-        if place.num_steps > CERTAIN:
-            surprise = min(max(surprise, -MOST_SURPRISE), MOST_SURPRISE)
-        place.rows += max(GAIN, 1 / place.num_steps) * (num_rows - place.rows)
+        if place.num_steps > CERTAIN and abs(surprise) > MOST_SURPRISE and place.num_doubts < DOUBTS:
+            place.num_doubts += 1
+            surprise = math.copysign(MOST_SURPRISE, surprise)
+        else:
+            place.num_doubts = 0
+        gain = max(GAIN, 1 / (1 + place.weight(self._num_steps)))
+        self._num_steps += 1
+        place.last, place.num_steps = self._num_steps, place.num_steps + 1
+        place.rows += gain * (num_rows - place.rows)
         if place.num_steps > CERTAIN:
             self._scale += SCALE_GAIN * surprise
             surprise *= 1 - SCALE_GAIN
-        place.level += max(GAIN, 1 / place.num_steps) * surprise
+        place.level += gain * surprise
 
     def _note_roll(self, shape: StepShape, seconds: float) -> None:
         """What the curve does not explain is the roll's."""
@@ -108,7 +123,7 @@ class Pace:
         places = sorted(self._places.values(), key=lambda place: place.rows)
         if not places:
             return StepCosts((1.0,), (1.0,), 0.0, (FIRST_ROLL,) * ROLL_SIZES, (FIRST_ROLL,) * ROLL_SIZES)
-        blocks = [[place.level, float(min(place.num_steps, 2 * CERTAIN)), 1] for place in places]
+        blocks = [[place.level, place.weight(self._num_steps), 1] for place in places]
         merged: list[list[float]] = []
         for block in blocks:  # neighbours that fall are pooled
             merged.append(list(block))
