@@ -238,7 +238,7 @@ class Scheduler:
         self.step += 1
         self._started = [request for request in self._started if request.started and not request.closed]
         if costs is not None:
-            for method in self._methods.values():
+            for method in [*self._methods.values()]:  # `admit` may add one meanwhile
                 method.earn()
         plan = Planner(
             self.limits, self.requests, self._started, self._demand, self._copies, self.step, only, costs

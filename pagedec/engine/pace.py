@@ -16,7 +16,7 @@ DOUBTS = 2
 CERTAIN = 8
 """Steps after which a place is known well enough to doubt a surprise."""
 OLD = 32
-"""Steps after which a place says half as much against its neighbours."""
+"""Steps after which a place says a quarter as much against its neighbours, and takes in more of a new one."""
 BARE_EVERY = 256
 """Steps with drafts after which one without is made, so that it stays known what they are measured against."""
 ROLL_SIZES = 10
@@ -36,7 +36,7 @@ class Place:
 
     def weight(self, now: int) -> float:
         """What it says against its neighbours: the more, the better it is known, and the less, the longer ago."""
-        return min(self.num_steps, 2 * CERTAIN) / (1 + (now - self.last) / OLD)
+        return min(self.num_steps, 2 * CERTAIN) / (1 + (now - self.last) / OLD) ** 2
 
 
 class Pace:
@@ -95,10 +95,12 @@ class Pace:
         if place is None:
             self._places[key] = place = Place(num_rows, level - self._scale)
         surprise = level - self._scale - place.level
-        if place.num_steps > CERTAIN and abs(surprise) > MOST_SURPRISE and place.num_doubts < DOUBTS:
+        if place.weight(self._num_steps) > CERTAIN and abs(surprise) > MOST_SURPRISE and place.num_doubts < DOUBTS:
             place.num_doubts += 1
             surprise = math.copysign(MOST_SURPRISE, surprise)
         else:
+            if place.num_doubts == DOUBTS:  # something has changed, and what else was known may have, too
+                place.num_steps, self._since_bare = 1, BARE_EVERY
             place.num_doubts = 0
         gain = max(GAIN, 1 / (1 + place.weight(self._num_steps)))
         self._num_steps += 1
