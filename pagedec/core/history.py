@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 _KEY_BYTES = 16  # 128 bits: the chance that two of 2^40 blocks share a key is 2^-49
@@ -97,6 +97,17 @@ class History:
     def common_length(self, *tips: int) -> int:
         """How many leading tokens sequences share."""
         return self.depth[functools.reduce(self._common, tips)]
+
+    def agree(self, tips: Iterable[int], length: int) -> bool:
+        """Whether sequences share their first `length` tokens. Each node between their tips and where they meet is
+        looked at once."""
+        depth, parent, nodes = self.depth, self.parent, set(tips)
+        while len(nodes) > 1:
+            deepest = max([depth[node] for node in nodes])
+            if deepest <= length:
+                return False
+            nodes = {parent[node] if depth[node] == deepest else node for node in nodes}
+        return all(depth[node] >= length for node in nodes)
 
     def _common(self, a: int, b: int) -> int:
         """The last node that two sequences share."""
