@@ -43,9 +43,17 @@ class Speculation:
     """A way to draft, with its numbers. Raises `InvalidArgument` for one that it may not have."""
 
     method: ClassVar[str]
+    defaults: ClassVar[dict[str, tuple[int, int]]] = {}
+    """Numbers that nobody has said: of drafts as wide as pays, and of drafts as wide as they are."""
+    adaptive: bool = option(
+        True, Flag("draft as widely as pays, at most as the numbers say; false: always as they say")
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for name, (most, fixed) in self.defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, most if self.adaptive else fixed)
 
     @property
     def reach(self) -> dict[str, int]:
@@ -58,7 +66,10 @@ class NGramSpeculation(Speculation):
     """Prompt lookup: go on as the text went on before, where it ended alike."""
 
     method = "ngram"
-    num_speculative_tokens: int = option(5, Integer("tokens of a candidate", low=1, high=MOST))
+    defaults = {"num_speculative_tokens": (12, 5)}
+    num_speculative_tokens: int | None = option(
+        None, Integer("tokens of a candidate; none: 5, or up to 12 where they pay", 1, MOST, optional=True)
+    )
     prompt_lookup_max: int | None = option(
         None, Integer("most last tokens that must be alike; none: 4, or prompt_lookup_min", 1, MOST, optional=True)
     )
@@ -103,7 +114,10 @@ class DraftModelSpeculation(Speculation):
     """A smaller model, which the engine's `speculative_config` names, drafts with the target's own noise."""
 
     method = "draft_model"
-    num_speculative_tokens: int = option(5, Integer("tokens that are rolled out in a step", low=1, high=MOST))
+    defaults = {"num_speculative_tokens": (14, 5)}
+    num_speculative_tokens: int | None = option(
+        None, Integer("tokens rolled out in a step; none: 5, or up to 14 where they pay", 1, MOST, optional=True)
+    )
     verify: str = option(
         "coupling",
         Text(

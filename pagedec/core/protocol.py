@@ -323,6 +323,12 @@ class Decoder(Protocol):
     plain_sampler: Sampler | None = None
     """Not None: all that it does is to draw one token a step for each stream of each branch's state, with this sampler.
     Then it may be stepped without being asked."""
+    resting_sampler: Sampler | None = None
+    """Not None: how widely it drafts is not its own to say. The likeliest nodes of its drafts are run, as many as pay.
+    Where none do it is not asked: it is stepped like one whose `plain_sampler` this is."""
+    grant_sizes: Sequence[int] = ()
+    """Of one with a `resting_sampler` whose drafts cannot be cut: numbers of rows, of which it is told one as `room`.
+    Empty: all nodes of its drafts are asked about, so that any of them may be left out."""
     width: int
     """The most branches that live at once, from 1 to 16384. A gang fails when it is wider, and is refused where so many
     branches do not fit; of others it is what admission expects."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.layout import LaneBuilder
@@ -13,6 +14,16 @@ from pagedec.core.plan import StepPlan, Work, WorkReport
 from pagedec.core.protocol import Query, Roll, Sample
 from pagedec.core.request import Branch, Request
 from pagedec.core.stopping import NO_STOPPING
+
+
+class Chain(NamedTuple):
+    """A branch whose next `num_tokens` pending tokens have their rows. `is_whole`: they are all of them, so its query
+    is answered."""
+
+    branch: Branch
+    num_tokens: int
+    query: Query
+    is_whole: bool
 
 
 class Rows:
@@ -39,6 +50,10 @@ class Rows:
     def is_empty(self) -> bool:
         """Nobody has a row yet."""
         return self.left == self._whole
+
+    @property
+    def num_taken(self) -> int:
+        return self._whole - self.left
 
     def take(self, request: Request, branch: Branch, count: int, seqs: int = 1) -> None:
         """Count the rows of `count` pending tokens of a branch; without a pending token, the row that reads the root.

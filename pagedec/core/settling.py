@@ -204,8 +204,9 @@ class Settler:
     def _answer(self, request: Request, work: Work) -> tuple[Query, Answer]:
         if work.query is not None:
             return work.query, read_answer(work, self._answers["target"], self._rolled, self._candidates)
-        assert request.plain is not None
-        query = Query(work.branch, (Sample(request.plain, tuple(work.branch.state)),))
+        sampler = request.plain or request.decoder.resting_sampler
+        assert sampler is not None
+        query = Query(work.branch, (Sample(sampler, tuple(work.branch.state)),))
         return query, Answer(EMPTY, (self._answers["target"].draws[work.draw : work.draw + 1].reshape(1, 1),))
 
     def _advance_gang(self, request: Request, works: Sequence[Work], verdict: Verdict, children: Children) -> None:
@@ -358,8 +359,11 @@ def note_drafts(request: Request, queries: Sequence[Query], answers: Sequence[An
         if draft.is_chain and draft.tokens == tuple(forced[: len(draft.tokens)]):
             request.num_forced_tokens += len(draft.tokens)
         else:
-            lengths = [len(child.path) for child in verdict.live if child.parent is query.branch]
-            request.acceptance.note(query, draft, lengths)
+            paths = [child.path for child in verdict.live if child.parent is query.branch]
+            request.acceptance.note(query, draft, map(len, paths))
+            if request.standing is not None:
+                for path in paths:
+                    request.standing.note(draft, path)
 
 
 def ranks_of(request: Request, verdict: Verdict) -> list[int]:

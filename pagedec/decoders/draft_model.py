@@ -29,7 +29,7 @@ class DraftModel(Sampling):
     def __init__(self, params: SamplingParams, context: DecoderContext) -> None:
         super().__init__(params, context)
         settings = params.speculation
-        assert isinstance(settings, DraftModelSpeculation)
+        assert isinstance(settings, DraftModelSpeculation) and settings.num_speculative_tokens is not None
         self.count = settings.num_speculative_tokens
         self.rejects = settings.verify == "rejection" and self.sampler.temperature > 0  # greedy: p and q are certain
 

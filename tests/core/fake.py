@@ -12,6 +12,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from pagedec.core.costs import StepCosts
 from pagedec.core.forward import Answers, Forwards, LaneAnswers, LaneForward, Reported, Rules
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
@@ -331,15 +332,18 @@ def _split(pairs: list[tuple[float, int]]) -> tuple[np.ndarray, np.ndarray]:
 class FakeEngine:
     """plan -> execute -> settle. After every step, everything that must hold is checked."""
 
-    def __init__(self, models: Mapping[str, Model], limits: SchedulerLimits) -> None:
-        self.scheduler = Scheduler(limits)
+    def __init__(
+        self, models: Mapping[str, Model], limits: SchedulerLimits, costs: Callable[[], StepCosts | None] | None = None
+    ) -> None:
+        """`costs`: what the scheduler is told of the next step."""
+        self.scheduler, self.costs = Scheduler(limits), costs or (lambda: None)
         self.runner = FakeRunner(models, limits, self.scheduler.rules)
         self._published: dict[tuple[int, bytes], list[tuple[int, int] | None]] = {}
         self.num_steps = 0
         self.failed: dict[str, RequestError] = {}
 
     def step(self) -> list[Event]:
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(costs=self.costs())
         events = self.scheduler.settle(plan, self.runner.execute(plan))
         self.failed |= {event.request.id: event.error for event in events if isinstance(event, Failed)}
         self.num_steps += 1
