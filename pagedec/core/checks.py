@@ -21,6 +21,7 @@ from pagedec.core.protocol import (
     LogProbs,
     Query,
     Roll,
+    RowBest,
     Sample,
     Sampler,
     TopK,
@@ -105,8 +106,6 @@ def _check_best(queries: Sequence[Query], decoder: Decoder) -> None:
         place, first = f"queries[{i}].asks[{at}]", first or ask
         if not decoder.gang:
             raise InvalidArgument(place, ask, "must not be a Best: the decoder is no gang")
-        if query.draft is not EMPTY:
-            raise InvalidArgument(f"queries[{i}].draft", query.draft, "must be empty where the best are asked for")
         for name in ("k", "sampler", "min_tokens_to_keep"):
             value, wanted = getattr(ask, name), getattr(first, name)
             if value != wanted:
@@ -143,20 +142,29 @@ def _check_ask(ask: Ask, draft: Draft | Roll, vocab_size: int) -> None:
         if len(ask.nodes) != len(ask.tokens):
             raise InvalidArgument(".tokens", ask.tokens, f"must be one for each of {len(ask.nodes)} nodes")
         _check_tokens(".tokens", ask.tokens, vocab_size)
-    elif isinstance(ask, Best):
-        _check_whole(".k", ask.k, 1, MAX_INT32)
-        if ask.sampler is not None:
-            _check_sampler(".sampler", ask.sampler)
-        _check_stream(".stream", ask.stream)
-        _check_whole(".group", ask.group, 0, MAX_INT32)
-        _check_whole(".min_tokens_to_keep", ask.min_tokens_to_keep, 1, MAX_INT32)
-        return
+    elif isinstance(ask, (Best, RowBest)):
+        _check_ranked(ask)
     else:
-        raise InvalidArgument("", ask, "must be a Sample, a TopK, a LogProbs or a Best")
+        raise InvalidArgument("", ask, "must be a Sample, a TopK, a LogProbs, a Best or a RowBest")
     if ask.nodes is not None:
         last = draft.num_nodes
         for node in ask.nodes:
             _check_whole(".nodes", node, 0, last)
+
+
+def _check_ranked(ask: Best | RowBest) -> None:
+    _check_whole(".k", ask.k, 1, MAX_INT32)
+    if ask.sampler is not None:
+        _check_sampler(".sampler", ask.sampler)
+    _check_whole(".min_tokens_to_keep", ask.min_tokens_to_keep, 1, MAX_INT32)
+    if isinstance(ask, Best):
+        _check_stream(".stream", ask.stream)
+        _check_whole(".group", ask.group, 0, MAX_INT32)
+        return
+    if ask.sampler is not None and len(ask.streams) != len(ask.nodes):
+        raise InvalidArgument(".streams", ask.streams, f"must be one for each of {len(ask.nodes)} nodes")
+    for stream in ask.streams:
+        _check_stream(".streams", stream)
 
 
 def _check_sampler(field: str, sampler: Sampler) -> None:
@@ -220,10 +228,7 @@ def check_verdict(
         except InvalidArgument as error:
             raise InvalidArgument(f"done[{i}]{error.field}", error.value, error.limit) from None
     if verdict.settled is not None:
-        heads = [
-            (child.parent.tip, history.depth[child.parent.tip] if child.keep is None else child.keep, child.tokens)
-            for child in verdict.live
-        ]
+        heads = [_head(history, evaluated, child) for child in verdict.live]
         check_settled(history, verdict.settled, heads, decoder)
     if decoder is not None and (decoder.gang or len(verdict.live) + len(live) > MAX_BRANCHES):
         touched = {child.parent for child in verdict.live} | set(verdict.drop) | set(evaluated)
@@ -249,6 +254,15 @@ def check_settled(
     }
     if len({_way(history, tip, tokens) for tip, tokens in ends}) > 1:
         raise InvalidArgument("settled", settled, "must be tokens that all that lives has in common")
+
+
+def _head(history: History, evaluated: Mapping[Branch, Draft], child: Child) -> tuple[int, int, tuple[int, ...]]:
+    """Up to where a child goes along with its parent's tip, and its tokens behind."""
+    tip, tokens = child.parent.tip, child.tokens
+    if child.path:
+        drafted = evaluated[child.parent].tokens
+        tokens = (*[drafted[node - 1] for node in child.path], *tokens)
+    return tip, history.depth[tip] if child.keep is None else child.keep, tokens
 
 
 def _way(history: History, tip: int, tokens: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
@@ -342,7 +356,7 @@ def check_answers(forwards: Forwards, answers: Answers, vocab_size: int) -> None
             if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
                 wrong = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
                 raise InvariantError(f"lane {lane} has answered token {wrong}; there are {vocab_size}")
-        for logprobs in (given.topk_logprobs, given.logprobs, given.best_logprobs, given.best_scores):
+        for logprobs in (given.topk_logprobs, given.logprobs, given.best_logprobs, given.best_scores, given.best_keys):
             if np.isnan(logprobs).any():
                 raise InvariantError(f"lane {lane} has answered log-probabilities that are no numbers")
 
@@ -350,7 +364,8 @@ def check_answers(forwards: Forwards, answers: Answers, vocab_size: int) -> None
 def _check_best_answers(lane: str, forward: LaneForward, given: LaneAnswers) -> None:
     """As many candidates of each group as there are, at most its k, of the group's own rows."""
     groups, counts = forward.best_groups, given.best_counts
-    sizes = {len(array) for array in (given.best_parents, given.best_tokens, given.best_scores, given.best_logprobs)}
+    arrays = given.best_parents, given.best_tokens, given.best_scores, given.best_logprobs, given.best_keys
+    sizes = {len(array) for array in arrays}
     if len(counts) != len(groups) or sizes != {int(counts.sum())}:
         raise InvariantError(f"lane {lane} has answered {len(counts)} of {len(groups)} gangs, {counts} in {sizes}")
     if not len(groups):

@@ -22,7 +22,7 @@ from pagedec.core.forward import (
     freeze,
 )
 from pagedec.core.plan import AskSlice
-from pagedec.core.protocol import Best, Query, Roll, Sample, Sampler, TopK
+from pagedec.core.protocol import Best, Query, Roll, RowBest, Sample, Sampler, TopK
 from pagedec.core.ranking import Ranking
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable, CopyPlan
@@ -199,6 +199,10 @@ class LaneBuilder:
                 slices.append(
                     AskSlice(self._ranking.add(owner, ask, rows[0], length, query.branch.score), 1, ask.k, True)
                 )
+            elif isinstance(ask, RowBest):
+                self._ranking = self._ranking or Ranking()
+                own, at = [rows[node] for node in nodes], [length + depths[node] for node in nodes]
+                slices.append(AskSlice(self._ranking.add_alone(ask, own, at), len(nodes), ask.k))
             else:
                 slices.append(AskSlice(len(self._logprobs), len(nodes), 1))
                 run = zip(ask.nodes, ask.tokens, strict=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from pagedec.core.forward import (
@@ -10,7 +12,7 @@ from pagedec.core.forward import (
     NO_BEST_GROUPS,
     NO_BEST_ROWS,
 )
-from pagedec.core.protocol import Best
+from pagedec.core.protocol import Best, RowBest
 
 _MASK = (1 << 64) - 1
 
@@ -31,7 +33,7 @@ class Ranking:
     )
 
     def __init__(self) -> None:
-        self._asks: list[Best] = []  # of each group
+        self._asks: list[Best | RowBest] = []  # of each group
         self._place_of: dict[tuple[int, int], int] = {}  # (request, group): its place among the groups
         self._num_places: dict[int, int] = {}  # request: its queries so far
         self._taken: list[int] = []  # of each row: its query's place, and so on
@@ -57,6 +59,18 @@ class Ranking:
         self._scores.append(score)
         return group
 
+    def add_alone(self, ask: RowBest, rows: Sequence[int], positions: Sequence[int]) -> int:
+        """Rank read-out rows, each by itself; returns the first one's group."""
+        first, count = len(self._asks), len(rows)
+        self._asks += [ask] * count
+        self._group_of += range(first, first + count)
+        self._rows += rows
+        self._positions += positions
+        self._streams += [stream & _MASK for stream in ask.streams[:count]] or [0] * count
+        self._taken += [0] * count
+        self._scores += [0.0] * count
+        return first
+
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """BEST_ROW_DTYPE [num_best] and BEST_GROUP_DTYPE [num_groups]."""
         if not self._asks:
@@ -65,6 +79,11 @@ class Ranking:
         rows["stream"], rows["row"], rows["place"] = self._streams, self._rows, self._taken
         rows["position"], rows["score"] = self._positions, self._scores
         groups = np.zeros(len(self._asks), BEST_GROUP_DTYPE)
+        for i, ask in enumerate(self._asks):
+            if i and ask is self._asks[i - 1]:
+                groups[i] = groups[i - 1]
+            else:
+                describe(groups[i], ask)
         if len(self._asks) > 1:
             group_of = np.array(self._group_of)
             rows = rows[np.argsort(group_of, kind="stable")]
@@ -72,12 +91,10 @@ class Ranking:
             groups["first"][1:] = groups["stop"][:-1]
         else:
             groups["stop"] = len(rows)
-        for group, ask in zip(groups, self._asks, strict=True):
-            describe(group, ask)
         return rows, groups
 
 
-def describe(group: np.void, ask: Best) -> None:
+def describe(group: np.void, ask: Best | RowBest) -> None:
     """Fill in how the rows of a group are ranked."""
     group["k"], group["min_tokens_to_keep"] = ask.k, ask.min_tokens_to_keep
     group["temperature"] = group["top_p"] = 1.0

@@ -8,7 +8,7 @@ from typing import Any
 from pagedec.core.draft import Draft
 from pagedec.core.forward import LaneAnswers
 from pagedec.core.plan import Work
-from pagedec.core.protocol import Answer, Best, Candidates, LogProbs, Roll, Sample, TopK
+from pagedec.core.protocol import Answer, Best, Candidates, LogProbs, Roll, RowBest, Sample, TopK
 
 
 def read_answer(
@@ -27,6 +27,8 @@ def read_answer(
             values.append(answers.draws[first:stop].reshape(part.num_nodes, part.width))
         elif isinstance(ask, Best):
             values.append(candidates[first])
+        elif isinstance(ask, RowBest):
+            values.append(candidates[first:stop])
         elif isinstance(ask, TopK):
             values.append((answers.topk_tokens[first:stop, : ask.k], answers.topk_logprobs[first:stop, : ask.k]))
         else:
@@ -46,6 +48,7 @@ def candidates_of(answers: LaneAnswers) -> list[Candidates]:
                 answers.best_tokens[part],
                 answers.best_scores[part],
                 answers.best_logprobs[part],
+                answers.best_keys[part],
             )
         )
         first += count

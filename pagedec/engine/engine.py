@@ -20,12 +20,12 @@ from pagedec.core.scheduler import Scheduler
 from pagedec.decoders.registry import decoder_for, decoder_of
 from pagedec.engine.options import DEFAULT_LOGPROBS, Vocabulary, check_reports, read_options
 from pagedec.engine.recovery import Recovery
-from pagedec.engine.speculating import check_speculation, with_speculation
+from pagedec.engine.speculating import DRAFTING, check_speculation, with_speculation
 from pagedec.engine.stats import EngineStats
 from pagedec.errors import DeviceError, InvalidArgument, RequestError, Shown
 from pagedec.executor.base import Executor
 from pagedec.outputs import RequestMetrics
-from pagedec.params import RequestParams, SamplingParams
+from pagedec.params import RequestParams
 from pagedec.speculation import Speculation, speculation_of
 
 
@@ -132,7 +132,7 @@ class Engine:
         """
         decoder_for(type(params))  # before anything is read from what may be no parameters at all
         params = with_speculation(params, self.speculative)
-        if isinstance(params, SamplingParams) and params.speculation is not None:
+        if isinstance(params, DRAFTING) and params.speculation is not None:
             self._check_speculation(params.speculation, "speculative")
         chosen = decoder_of(params)
         limit, limited_by = self._limit(prompt, params.max_tokens)

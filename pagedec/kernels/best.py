@@ -60,7 +60,7 @@ class BestRows:
         if not self.found:
             return {}
         flat = np.concatenate(self.found)
-        names = {"parents": "place", "tokens": "token", "scores": "score", "logprobs": "logprob"}
+        names = {"parents": "place", "tokens": "token", "scores": "score", "logprobs": "logprob", "keys": "key"}
         fields = {f"best_{name}": np.ascontiguousarray(flat[own]) for name, own in names.items()}
         return {"best_counts": np.array([len(found) for found in self.found], np.int32), **fields}
 
