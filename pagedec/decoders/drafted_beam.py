@@ -41,9 +41,9 @@ class DraftedBeam(Beam):
         self.num_steps = 0
         """... in so many steps, ..."""
         self.num_wanted = 0
-        """... of how many beams it was looked up whether they were drafted, ..."""
+        """... with so many beams at the depths that were drafted, ..."""
         self.num_covered = 0
-        """... and how many of these were."""
+        """... of which so many were."""
 
     @abstractmethod
     def draft(self, beams: Sequence[Branch], room: int) -> Sequence[Draft | Roll]:
@@ -92,7 +92,9 @@ class DraftedBeam(Beam):
         stands = [Stand(place, 0) for place in range(len(queries))]
         branches = [query.branch for query in queries]
         nodes = [_nodes_of(answer.draft) for answer in answers]
-        while verdict.children is not None:
+        for _ in range(max(max(answer.draft.depths()) for answer in answers)):
+            if verdict.children is None:
+                break
             chosen = verdict.children
             behind = list(zip(chosen.parents.tolist(), chosen.tokens.tolist(), strict=True))
             below = [
