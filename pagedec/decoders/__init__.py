@@ -2,6 +2,7 @@
 
 from pagedec.decoders.beam import Beam
 from pagedec.decoders.beam_guesses import LookaheadBeam, NGramBeam
+from pagedec.decoders.beam_rolls import DraftModelBeam
 from pagedec.decoders.draft_model import DraftModel
 from pagedec.decoders.jacobi import Jacobi
 from pagedec.decoders.lookahead import Lookahead
@@ -12,6 +13,7 @@ from pagedec.decoders.sampling import Sampling
 __all__ = [
     "Beam",
     "DraftModel",
+    "DraftModelBeam",
     "Jacobi",
     "Lookahead",
     "LookaheadBeam",

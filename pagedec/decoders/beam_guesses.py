@@ -6,6 +6,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from pagedec.core.constraint import permits
@@ -24,7 +25,10 @@ Odds = tuple[Sequence[int], Sequence[float]]
 SURE = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9)
 """How much is given for the latest follower of so many equal tokens of text."""
 MOST_ROWS = 8192
-"""What rows said is kept of so many; the oldest leave."""
+"""What rows said is kept of so many; the older half leaves where there are more."""
+AT_FIRST, LEAST, PACE = 0.6, 0.2, 0.2
+"""How likely a level's draft is taken to have all beams before any was tried; the least likely level that is drafted;
+and how fast what is believed follows what is seen."""
 LIKELY = 16
 """Tokens that are kept of a row."""
 FEW = 4
@@ -64,8 +68,8 @@ class Followers:
         """Take in what a row behind these last tokens said."""
         for size in range(1, min(self._high, len(last)) + 1):
             self._rows[last[-size:]] = odds
-        while len(self._rows) > MOST_ROWS:
-            del self._rows[next(iter(self._rows))]
+        if len(self._rows) > MOST_ROWS:
+            self._rows = dict(islice(self._rows.items(), MOST_ROWS // 2, None))
 
     def behind(self, last: Gram) -> dict[int, float]:
         """What may follow, with log-probabilities, as far as they can be guessed."""
@@ -97,10 +101,11 @@ class Path(NamedTuple):
 
 
 class GuessedBeam(DraftedBeam):
-    """The draft is a beam search of its own, `span` levels deep and `breadth` times as wide, over guesses."""
+    """The draft is a beam search of its own over guesses: `breadth` times as wide, and as deep as levels are likely to
+    be reached, at most `deepest` levels."""
 
     deepest: int
-    breadth: int = 1
+    breadth: int
     reads_text: bool = True
 
     def __init__(self, params: BeamSearchParams, context: DecoderContext, low: int, high: int) -> None:
@@ -108,6 +113,8 @@ class GuessedBeam(DraftedBeam):
         self.followers = Followers(low, high)
         self.has_read_prompt = not self.reads_text
         self.skipped = frozenset(context.stopping.ends)
+        self.odds: list[float] = []
+        """Of each level's draft, how often it had all beams."""
 
     def draft(self, beams: Sequence[Branch], room: int) -> Sequence[Draft]:
         """Level by level, the best of all guesses; who finds no room is left out."""
@@ -130,13 +137,32 @@ class GuessedBeam(DraftedBeam):
             for place, beam in enumerate(beams)
         ]
         wide = self.breadth * (self.width if self.length == 0 else self.group_width)
-        for _ in range(min(self.deepest, context.max_length - length - 1)):
+        for _ in range(min(self._depth(), context.max_length - length - 1)):
             chosen = self._next(paths, wide)[:room]
             if not chosen:
                 break
             paths = [path._replace(node=trees[path.place].add(path.last[-1], path.node)) for path in chosen]
             room -= len(paths)
         return [tree.draft() for tree in trees]
+
+    def _depth(self) -> int:
+        """How many levels are drafted: one at least, and on while a level is likely to be reached."""
+        likely = 1.0
+        for depth in range(self.deepest):
+            if depth and likely < LEAST:
+                return depth
+            likely *= self.odds[depth] if depth < len(self.odds) else AT_FIRST
+        return self.deepest
+
+    def _note_depth(self, num_drafted: int, num_taken: int) -> None:
+        """Learn from a draft of so many levels, of which so many had all beams. What was not tried becomes likelier, so
+        that it is tried again."""
+        self.odds += [AT_FIRST] * (num_drafted - len(self.odds))
+        for depth, odds in enumerate(self.odds):
+            if depth < min(num_taken + 1, num_drafted):
+                self.odds[depth] += PACE * ((depth < num_taken) - odds)
+            else:
+                self.odds[depth] += PACE / 10 * (AT_FIRST - odds)
 
     def _next(self, paths: Sequence[Path], wide: int) -> list[Path]:
         """The next level of the draft: of each group the best, its nodes not numbered yet."""
@@ -175,6 +201,9 @@ class GuessedBeam(DraftedBeam):
     def learn(self, queries: Sequence[Query], answers: Sequence[Answer], verdict: Verdict) -> None:
         """Each row is a guess for all that ends alike, and each beam's new tokens are text."""
         history, followers = self.context.history, self.followers
+        num_drafted = max(max(answer.draft.depths()) for answer in answers)
+        if num_drafted:
+            self._note_depth(num_drafted, self.num_taken)
         for query, answer in zip(queries, answers, strict=True):
             draft, lasts = answer.draft, [tuple(history.suffix(query.branch.tip, self._known(query.branch)))]
             for token, parent in zip(draft.tokens, draft.parents, strict=True):
@@ -207,7 +236,7 @@ class NGramBeam(GuessedBeam):
         settings = params.speculation
         assert isinstance(settings, NGramSpeculation) and settings.prompt_lookup_max is not None
         super().__init__(params, context, settings.prompt_lookup_min, settings.prompt_lookup_max)
-        self.deepest, self.breadth = settings.num_speculative_tokens, settings.num_candidates
+        self.deepest, self.breadth = settings.num_speculative_tokens, 1 + settings.num_candidates
 
 
 @decoder("beam_lookahead", params=BeamSearchParams, speculation=LookaheadSpeculation)

@@ -36,6 +36,8 @@ class DraftedBeam(Beam):
     def __init__(self, params: BeamSearchParams, context: DecoderContext) -> None:
         super().__init__(params, context)
         self.num_asked = self.ask.k + (MARGIN if self.ask.sampler is not None else 0)
+        self.num_taken = 0
+        """Drafted levels that the last step has taken."""
         self.num_levels = 0
         """Levels that were searched, ..."""
         self.num_steps = 0
@@ -81,9 +83,10 @@ class DraftedBeam(Beam):
     def advance(self, queries: Sequence[Query], answers: Sequence[Answer]) -> Verdict:
         """As many levels as were drafted."""
         verdict = super().advance(queries, answers)
-        self.num_steps, self.num_levels = self.num_steps + 1, self.num_levels + 1
+        self.num_taken = 0
         if any(answer.draft.num_nodes for answer in answers):
             verdict = self._deepen(verdict, queries, answers)
+        self.num_steps, self.num_levels = self.num_steps + 1, self.num_levels + 1 + self.num_taken
         self.learn(queries, answers, verdict)
         return verdict
 
@@ -114,7 +117,7 @@ class DraftedBeam(Beam):
                 for (at, token), score, number in zip(behind, chosen.scores.tolist(), chosen.states, strict=True)
             ]
             verdict, stands = self._step(branches, best), below
-            self.num_levels += 1
+            self.num_taken += 1
         return _continued(verdict, stands, queries, answers)
 
     def _rank(self, stands: Sequence[Stand], answers: Sequence[Answer]) -> Mapping[int, Candidates] | None:

@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 
-from pagedec import SamplingParams, TokenTrie
+from pagedec import InvalidArgument, SamplingParams, TokenTrie
+from pagedec.core.logprobs import answer_reports
+from pagedec.core.request import Settled
+from pagedec.decoders import Beam, LookaheadBeam, NGramBeam
 from pagedec.decoders.drafted_beam import DraftedBeam
 from pagedec.engine.engine import Engine, FinishedRequest
+from pagedec.models.buffers import READ_ROWS
 from pagedec.params import BeamSearchParams
 from tests.algorithms.scripted_beam import recorded, scripted
 from tests.equivalence.conftest import make_engine
 from tests.equivalence.features import FEW, SCHEMA, TRIE, every_third
 from tests.equivalence.harness import Case, prompts, run
+from tests.support import add, step
 
 EOS = 2
 LETTERS = (*FEW, EOS)
@@ -119,7 +124,8 @@ def compare(seed: int) -> tuple[int, int]:
     ]
     ways.append(params.clone(speculative=rng.choice([
         {"method": "ngram"}, {"method": "ngram", "num_candidates": 3, "num_speculative_tokens": 2},
-        {"method": "lookahead", "ngram_size": 3}, {"method": "lookahead", "num_guesses": 5, "pool_from_prompt": True},
+        {"method": "draft_model", "num_speculative_tokens": 2}, {"method": "lookahead", "ngram_size": 3},
+        {"method": "lookahead", "num_guesses": 5, "pool_from_prompt": True},
     ])))  # fmt: skip
     num_levels = num_steps = 0
     for way in ways:
@@ -137,3 +143,101 @@ def compare(seed: int) -> tuple[int, int]:
 def test_drafts_change_nothing(first: int) -> None:
     counts = [compare(seed) for seed in range(first, first + 12)]
     assert sum(levels for levels, _ in counts) > 1.2 * sum(steps for _, steps in counts)
+
+
+def test_more_rows_than_one_read_out_piece_and_blocks_crossed() -> None:
+    """Eight beams with trees of many lies: read out in several pieces, over blocks' ends, with reports."""
+    params = BeamSearchParams(beam_width=8, max_tokens=30, seed=0, logprobs=1, **ENDLESS)
+    prompt = prompts(1, 14, 14, seed=6)[0]
+    plain = recorded(params)
+    engine = make_engine("tiny", block_size=8)
+    want = search(engine, prompt, plain)
+    rows: list[int] = []
+    execute = engine.executor.execute
+
+    def noted(forwards: Any, *others: Any) -> Any:
+        rows.append(len(forwards["target"].read_rows))
+        return execute(forwards, *others)
+
+    engine.executor.execute = noted  # type: ignore[method-assign]
+    got = search(engine, prompt, scripted(params, plain.script, depth=3, lies=8, alphabet=FEW))
+    assert told(got) == told(want) and decoder_of(got).num_steps == 8
+    assert max(rows) > 2 * READ_ROWS
+    assert all(entry is not None for answer in got.answers for entry in answer.logprobs)
+
+
+def test_few_rows_make_drafts_small() -> None:
+    """What a step has no rows for is not drafted: a level may be drafted in part, or not at all."""
+    params = BeamSearchParams(beam_width=4, max_tokens=16, seed=0, **ENDLESS)
+    prompt = prompts(1, 14, 14, seed=6)[0]
+    plain = recorded(params)
+    want = search(make_engine("tiny"), prompt, plain)
+    steps = []
+    for rows in (4, 9, 64):
+        engine = make_engine("tiny", max_num_batched_tokens=rows)
+        got = search(engine, prompt, scripted(params, plain.script, depth=3))
+        assert told(got) == told(want)
+        steps.append(decoder_of(got).num_steps)
+    assert steps[0] == 16 and 8 <= steps[1] <= 10 and steps[2] == 4
+
+
+def test_what_is_concluded_is_what_plain_beams_have_by_then() -> None:
+    params = BeamSearchParams(beam_width=4, max_tokens=40, seed=0, logprobs=0, **ENDLESS)
+    prompt = prompts(1, 14, 14, seed=6)[0]
+    plain = recorded(params)
+    search(make_engine("tiny"), prompt, plain)
+    found = []
+    for own, num_steps in ((params, 8), (scripted(params, plain.script, depth=3), 2)):
+        engine = make_engine("tiny")
+        request = add(engine, "beams", prompt, own)
+        for _ in range(num_steps):
+            step(engine)
+        engine.scheduler.conclude("beams")
+        found.append([(request.output(h), h.score, h.ancestry) for h in request.done])
+        assert request.reports is not None
+        for hypothesis in request.done:
+            assert None not in (answer_reports(request, hypothesis) or [None])
+    assert found[0] == found[1] and len(found[0]) == 4 and len(found[0][0][0]) == 8
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_settled_is_never_contradicted(seed: int) -> None:
+    rng = random.Random(seed)
+    params = BeamSearchParams(**{**settings(rng), "max_tokens": 30, "min_tokens": 12, "num_return_sequences": None})
+    prompt = prompts(1, 10, 30, seed=seed)[0]
+    plain = recorded(params)
+    search(make_engine("tiny"), prompt, plain)
+    settled = []
+    for own in (params, scripted(params, plain.script, depth=2, gaps=0.05)):
+        engine, events = make_engine("tiny"), list[Any]()
+        request = add(engine, "beams", prompt, own)
+        while not engine.idle:
+            step(engine, events)
+        settled.append([token for event in events if isinstance(event, Settled) for token in event.tokens])
+        assert all(request.output(h)[: len(settled[-1])] == settled[-1] for h in request.done)
+    assert settled[1] == settled[0][: len(settled[1])]
+
+
+def test_answers_that_constraints_end_are_reported() -> None:
+    """Those that end early wait for the others, and keep their log-probabilities."""
+    params = BeamSearchParams(beam_width=4, max_tokens=12, seed=0, token_trie=UNEVEN, logprobs=1)
+    for own in (params, params.clone(speculative={"method": "ngram"})):
+        finished = search(make_engine("tiny"), prompts(1, 14, 14, seed=6)[0], own)
+        assert len({len(answer.token_ids) for answer in finished.answers}) > 1
+        assert all(entry is not None for answer in finished.answers for entry in answer.logprobs)
+
+
+def test_how_beams_draft_is_the_engines_or_their_own() -> None:
+    engine, own = make_engine("tiny"), BeamSearchParams(beam_width=2, max_tokens=4)
+    engine.speculative = {"method": "ngram", "num_candidates": 2}
+    prompt = [5, 6, 7]
+    assert isinstance(engine.admit("a", prompt, own).decoder, NGramBeam)
+    assert type(engine.admit("b", prompt, own.clone(speculative=False)).decoder) is Beam
+    lookahead = own.clone(speculative={"method": "lookahead"})
+    assert isinstance(engine.admit("c", prompt, lookahead).decoder, LookaheadBeam)
+    engine.speculative = {"method": "jacobi"}
+    assert type(engine.admit("d", prompt, own).decoder) is Beam
+    with pytest.raises(InvalidArgument, match="must be None or False: the decoder beam does not draft so"):
+        engine.admit("e", prompt, own.clone(speculative={"method": "jacobi"}))
+    with pytest.raises(InvalidArgument, match="speculative.num_speculative_tokens is 1024: must be less than 1024"):
+        engine.admit("f", prompt, own.clone(speculative={"method": "ngram", "num_speculative_tokens": 1024}))
