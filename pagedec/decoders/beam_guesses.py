@@ -26,9 +26,6 @@ SURE = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9)
 """How much is given for the latest follower of so many equal tokens of text."""
 MOST_ROWS = 8192
 """What rows said is kept of so many; the older half leaves where there are more."""
-AT_FIRST, LEAST, PACE = 0.6, 0.2, 0.2
-"""How likely a level's draft is taken to have all beams before any was tried; the least likely level that is drafted;
-and how fast what is believed follows what is seen."""
 LIKELY = 16
 """Tokens that are kept of a row."""
 FEW = 4
@@ -104,8 +101,8 @@ class GuessedBeam(DraftedBeam):
     """The draft is a beam search of its own over guesses: `breadth` times as wide, and as deep as levels are likely to
     be reached, at most `deepest` levels."""
 
-    deepest: int
     breadth: int
+    watches = True
     reads_text: bool = True
 
     def __init__(self, params: BeamSearchParams, context: DecoderContext, low: int, high: int) -> None:
@@ -113,8 +110,6 @@ class GuessedBeam(DraftedBeam):
         self.followers = Followers(low, high)
         self.has_read_prompt = not self.reads_text
         self.skipped = frozenset(context.stopping.ends)
-        self.odds: list[float] = []
-        """Of each level's draft, how often it had all beams."""
 
     def draft(self, beams: Sequence[Branch], room: int) -> Sequence[Draft]:
         """Level by level, the best of all guesses; who finds no room is left out."""
@@ -137,32 +132,13 @@ class GuessedBeam(DraftedBeam):
             for place, beam in enumerate(beams)
         ]
         wide = self.breadth * (self.width if self.length == 0 else self.group_width)
-        for _ in range(min(self._depth(), context.max_length - length - 1)):
+        for _ in range(min(self.depth(), context.max_length - length - 1)):
             chosen = self._next(paths, wide)[:room]
             if not chosen:
                 break
             paths = [path._replace(node=trees[path.place].add(path.last[-1], path.node)) for path in chosen]
             room -= len(paths)
         return [tree.draft() for tree in trees]
-
-    def _depth(self) -> int:
-        """How many levels are drafted: one at least, and on while a level is likely to be reached."""
-        likely = 1.0
-        for depth in range(self.deepest):
-            if depth and likely < LEAST:
-                return depth
-            likely *= self.odds[depth] if depth < len(self.odds) else AT_FIRST
-        return self.deepest
-
-    def _note_depth(self, num_drafted: int, num_taken: int) -> None:
-        """Learn from a draft of so many levels, of which so many had all beams. What was not tried becomes likelier, so
-        that it is tried again."""
-        self.odds += [AT_FIRST] * (num_drafted - len(self.odds))
-        for depth, odds in enumerate(self.odds):
-            if depth < min(num_taken + 1, num_drafted):
-                self.odds[depth] += PACE * ((depth < num_taken) - odds)
-            else:
-                self.odds[depth] += PACE / 10 * (AT_FIRST - odds)
 
     def _next(self, paths: Sequence[Path], wide: int) -> list[Path]:
         """The next level of the draft: of each group the best, its nodes not numbered yet."""
@@ -201,14 +177,12 @@ class GuessedBeam(DraftedBeam):
     def learn(self, queries: Sequence[Query], answers: Sequence[Answer], verdict: Verdict) -> None:
         """Each row is a guess for all that ends alike, and each beam's new tokens are text."""
         history, followers = self.context.history, self.followers
-        num_drafted = max(max(answer.draft.depths()) for answer in answers)
-        if num_drafted:
-            self._note_depth(num_drafted, self.num_taken)
         for query, answer in zip(queries, answers, strict=True):
             draft, lasts = answer.draft, [tuple(history.suffix(query.branch.tip, self._known(query.branch)))]
             for token, parent in zip(draft.tokens, draft.parents, strict=True):
                 lasts.append((*lasts[parent], token)[-followers.reach :])
-            for last, row in zip(lasts, answer.values[0], strict=False):
+            rows = answer.values[0] if len(answer.values) > 1 else ()
+            for last, row in zip(lasts, rows, strict=False):
                 followers.note(last, (row.tokens[:LIKELY].tolist(), row.logprobs[:LIKELY].tolist()))
         if not self.reads_text:
             return

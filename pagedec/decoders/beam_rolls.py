@@ -24,10 +24,10 @@ class DraftModelBeam(DraftedBeam):
         super().__init__(params, context)
         settings = params.speculation
         assert isinstance(settings, DraftModelSpeculation)
-        self.count = settings.num_speculative_tokens
+        self.deepest = settings.num_speculative_tokens
 
     def draft(self, beams: Sequence[Branch], room: int) -> Sequence[Draft | Roll]:
         """Of drawn beams nothing: the noise behind a token is named by it, and rolled tokens are not known yet."""
         left = self.context.max_length - self.context.history.depth[beams[0].tip] - 1
-        count = 0 if self.ask.sampler is not None else min(self.count, left, room // len(beams))
+        count = 0 if self.ask.sampler is not None else min(self.depth(), left, room // len(beams))
         return [Roll(count, GREEDY) if count > 0 else EMPTY] * len(beams)

@@ -30,12 +30,27 @@ class Stand(NamedTuple):
     node: int
 
 
+AT_FIRST, PACE = 0.8, 0.1
+"""How likely a level's draft is taken to have all beams before any was tried, and how fast what is believed follows
+what is seen."""
+LEAST_FIRST, LEAST = 0.5, 0.2
+"""The least likely draft of a first level, and of a further one to be reached, that is tried: a draft of one level has
+as many rows as there are beams, at least."""
+
+
 class DraftedBeam(Beam):
     """Subclasses say what to draft, and may learn from what the rows said."""
+
+    deepest: int = 0
+    """Most levels of a draft."""
+    watches: bool = False
+    """While it does not rest, it looks at rows behind which nothing is drafted, too."""
 
     def __init__(self, params: BeamSearchParams, context: DecoderContext) -> None:
         super().__init__(params, context)
         self.num_asked = self.ask.k + (MARGIN if self.ask.sampler is not None else 0)
+        self.odds: list[float] = []
+        """Of each level's draft, how often it had all beams, of late."""
         self.num_taken = 0
         """Drafted levels that the last step has taken."""
         self.num_levels = 0
@@ -62,10 +77,36 @@ class DraftedBeam(Beam):
         left = self.context.max_length - self.context.history.depth[queries[0].branch.tip] - 1
         beams = [query.branch for query in queries]
         drafts = self.draft(beams, room) if left > 0 and room > 0 else [EMPTY] * len(beams)
+        if not (any(draft.num_nodes for draft in drafts) or (self.watches and self.depth())):
+            return queries
         return [
             Query(query.branch, (self._ask_rows(place, draft), *query.asks), draft)
             for place, (query, draft) in enumerate(zip(queries, drafts, strict=True))
         ]
+
+    def depth(self) -> int:
+        """How many levels to draft: as many as are likely to be reached, and none where the first one's draft is not
+        likely to have all beams. It is tried again after a while."""
+        odds = [*self.odds, *[AT_FIRST] * (self.deepest - len(self.odds))]
+        if not odds or odds[0] < LEAST_FIRST:
+            return 0
+        likely = 1.0
+        for depth in range(self.deepest):
+            if likely < LEAST:
+                return depth
+            likely *= odds[depth]
+        return self.deepest
+
+    def _note_depth(self, num_drafted: int) -> None:
+        """Learn from a draft of so many levels. What was not tried comes to be what it was at first, so that it is
+        tried again."""
+        num_taken = self.num_taken
+        self.odds += [AT_FIRST] * (num_drafted - len(self.odds))
+        for depth, odds in enumerate(self.odds):
+            if depth < min(num_taken + 1, num_drafted):
+                self.odds[depth] += PACE * ((depth < num_taken) - odds)
+            else:
+                self.odds[depth] += PACE / 10 * (AT_FIRST - odds)
 
     def _ask_rows(self, place: int, draft: Draft | Roll) -> RowBest:
         """What each row says by itself, the beam's own too."""
@@ -86,6 +127,7 @@ class DraftedBeam(Beam):
         self.num_taken = 0
         if any(answer.draft.num_nodes for answer in answers):
             verdict = self._deepen(verdict, queries, answers)
+        self._note_depth(max(max(answer.draft.depths()) for answer in answers))
         self.num_steps, self.num_levels = self.num_steps + 1, self.num_levels + 1 + self.num_taken
         self.learn(queries, answers, verdict)
         return verdict

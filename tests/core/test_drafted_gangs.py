@@ -11,7 +11,7 @@ import pytest
 
 from pagedec.core.logprobs import Reporting, answer_reports
 from pagedec.core.stopping import Stopping
-from pagedec.decoders import make_decoder
+from pagedec.decoders import drafted_beam, make_decoder
 from pagedec.decoders.drafted_beam import DraftedBeam
 from pagedec.params import BeamSearchParams
 from tests.core.fake import VOCABULARY, FakeEngine
@@ -43,7 +43,11 @@ def search(
 
 @pytest.mark.parametrize("changes", [{}, {"do_sample": True, "temperature": 1.3}, {"num_beam_groups": 2}], ids=str)
 @pytest.mark.parametrize("method", ["ngram", "lookahead"])
-def test_drafts_change_nothing_where_scores_are_often_equal(method: str, changes: dict[str, Any]) -> None:
+def test_drafts_change_nothing_where_scores_are_often_equal(
+    method: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They never rest, whatever became of those before."""
+    monkeypatch.setattr(drafted_beam, "LEAST_FIRST", 0.0)
     num_levels = num_steps = 0
     for seed in range(12):
         params = BeamSearchParams(beam_width=4, max_tokens=14, min_tokens=seed % 5, seed=seed, **changes)
@@ -55,3 +59,19 @@ def test_drafts_change_nothing_where_scores_are_often_equal(method: str, changes
             assert isinstance(decoder, DraftedBeam)
             num_levels, num_steps = num_levels + decoder.num_levels, num_steps + decoder.num_steps
     assert num_levels > 1.1 * num_steps
+
+
+def test_drafts_that_fail_rest_and_are_tried_again() -> None:
+    """Of a noisy model's beams few are guessed: most steps are plain ones then."""
+    num_steps = num_drafts = 0
+    for seed in range(6):
+        params = BeamSearchParams(beam_width=5, max_tokens=40, seed=seed, speculative={"method": "lookahead"})
+        _, decoder = search(seed, replace(params, ignore_eos=True), False)
+        odds = decoder.odds
+        num_steps, num_drafts = num_steps + decoder.num_steps, num_drafts + decoder.num_wanted // 5
+        assert decoder.depth() == 0 or odds[0] >= drafted_beam.LEAST_FIRST
+        if decoder.depth() == 0:
+            for _ in range(200):
+                decoder._note_depth(0)
+            assert decoder.depth() > 0
+    assert 0 < num_drafts < num_steps

@@ -124,8 +124,8 @@ DECODERS: dict[str, Any] = {
     "beam groups": BeamSearchParams(beam_width=4, num_beam_groups=2, diversity_penalty=0.5, max_tokens=8, seed=0),
     "beam sampling": BeamSearchParams(beam_width=3, do_sample=True, seed=0, max_tokens=8, hf_semantics="4.38"),
     "beams, n-gram": BeamSearchParams(beam_width=3, max_tokens=8, seed=0, speculative={"method": "ngram"}),
-    "beams, lookahead": BeamSearchParams(beam_width=2, max_tokens=8, seed=0, speculative={"method": "lookahead"}),
-    "beams, draft model": BeamSearchParams(beam_width=2, max_tokens=8, seed=0, speculative={"method": "draft_model"}),
+    "beams, lookahead": BeamSearchParams(beam_width=3, max_tokens=8, seed=0, speculative={"method": "lookahead"}),
+    "beams, draft model": BeamSearchParams(beam_width=3, max_tokens=8, seed=0, speculative={"method": "draft_model"}),
 }
 REFUSED: dict[tuple[str, str], tuple[type[Exception], str]] = {
     ("beam groups", "seed, temperature, top_p"): (InvalidArgument, "groups are never drawn, in Hugging Face's neither"),
