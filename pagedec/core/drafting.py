@@ -83,16 +83,22 @@ class Drafting:
         self._rows.lay(request, branch, count, chain.query if chain.is_whole else None, draft, roll)
 
     def _lay_gang(self, request: Request, chains: Sequence[Chain]) -> None:
-        """All drafts of a gang, or none."""
-        drafts = [EMPTY if isinstance(chain.query.draft, Roll) else chain.query.draft for chain in chains]
-        size = sum(draft.num_nodes for draft in drafts)
-        both = list(zip(chains, drafts, strict=True))
+        """All drafts of a gang, or none; of rolls those that the draft lane can roll now."""
+        both, rolls = list[tuple[Chain, Draft | Roll]](), list[int]()
+        for chain in chains:
+            draft, roll = chain.query.draft, -1
+            if isinstance(draft, Roll):
+                draft, roll = self._plan_roll(request, chain.branch, draft, chain.is_whole)
+            both.append((chain, draft))
+            rolls.append(roll)
+        size = sum(draft.num_nodes for _, draft in both)
         fit = size <= self._rows.left and all(self._fits(request, c.branch, d, size) for c, d in both if d.num_nodes)
         wants = [(chain.branch.table, chain.num_tokens + draft.num_nodes) for chain, draft in both]
         granted = size > 0 and fit and reserve(wants, self._copies["target"])
         self._rows.left -= size if granted else 0
-        for chain, draft in both:
-            self._rows.lay(request, chain.branch, chain.num_tokens, chain.query, draft if granted else EMPTY)
+        for (chain, draft), roll in zip(both, rolls, strict=True):
+            own = draft if granted else EMPTY
+            self._rows.lay(request, chain.branch, chain.num_tokens, chain.query, own, roll)
 
     def _fits(self, request: Request, branch: Branch, draft: Draft | Roll, rows_left: int) -> bool:
         """A draft must fit the step's rows, the table, and the longest sequence the request may reach."""

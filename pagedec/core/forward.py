@@ -195,6 +195,7 @@ class LaneAnswers:
     best_tokens: np.ndarray = _ints()  # int32 [num_candidates]
     best_scores: np.ndarray = field(default_factory=lambda: NO_FLOATS)  # fp32 [num_candidates]
     best_logprobs: np.ndarray = field(default_factory=lambda: NO_FLOATS)  # fp32 [num_candidates]
+    best_keys: np.ndarray = field(default_factory=lambda: NO_FLOATS)  # fp32 [num_candidates]: what they are ranked by
     rolled: np.ndarray = _ints()  # int32 [sum(count)]: one chain behind the other
     report: Reported | None = None  # where the forward has one
 

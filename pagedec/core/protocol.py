@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -110,8 +110,22 @@ class Best:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Of the root: behind a beam nothing is drafted."""
+        """Of the root: `RowBest` asks of those that are drafted behind it."""
         return (0,)
+
+
+@dataclass(frozen=True, slots=True)
+class RowBest:
+    """The best `k` continuations of each of `nodes` by itself, as `Best` ranks those of a branch whose score is 0: of a
+    gang that drafts, and ranks what stands behind its drafts when it knows their scores. `streams[i]` names the noise
+    of `nodes[i]`; it is read where there is a `sampler`. Answer: one `Candidates` for each node that was run, its
+    parents all 0."""
+
+    k: int
+    nodes: tuple[int, ...]
+    sampler: Sampler | None = None
+    streams: tuple[int, ...] = ()
+    min_tokens_to_keep: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +137,10 @@ class Candidates:
     tokens: np.ndarray  # int32 [num]
     scores: np.ndarray  # fp32 [num]: the branch's score plus `logprobs`, added in fp32
     logprobs: np.ndarray  # fp32 [num]: processed (and with a sampler, tempered) log-probabilities, not renormalised
+    keys: np.ndarray | None = None  # fp32 [num]: what they are ranked by: scores, with a sampler and their noise
 
 
-Ask: TypeAlias = Sample | TopK | LogProbs | Best
+Ask: TypeAlias = Sample | TopK | LogProbs | Best | RowBest
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +298,20 @@ class DecoderContext:
         else:
             cut, _ = cut_within(own, self.stopping, branch.stop_state, branch.constraint_state, (token,), room)
         return cut if cut.reason is not None else None
+
+    def continued(self, branch: Branch, token: int, score: float, state: Any) -> Branch:
+        """What `branch` would be in the next generation, continued by a token that does not end it: to look further
+        ahead from, where a step has evaluated what stands behind. It has no tables."""
+        own, behind = self.constraint, branch.constraint_state
+        return replace(
+            branch,
+            tip=self.history.append_one(branch.tip, token),
+            tables={},
+            state=state,
+            stop_state=self.stopping.next(branch.stop_state, token),
+            score=score,
+            constraint_state=behind if own is None else own.next(behind, token),
+        )
 
     def closing(self, branches: Sequence[Branch], places: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Which of a gang's continuations, `tokens[i]` behind `branches[places[i]]`, end because the constraint lets

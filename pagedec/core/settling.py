@@ -176,7 +176,7 @@ class Settler:
             check_verdict(request.history, request.branches, evaluated, verdict, self._vocab_size, request.decoder)
             if self._recorder is not None:
                 self._recorder.record_paths(works, answers, verdict)
-                self._recorder.record_best(works, verdict)
+                self._recorder.record_best(works, verdict, [answer.draft for answer in answers])
             generation = self._generation(request, evaluated, verdict, ranks_of(request, verdict))
         except RequestError:
             raise

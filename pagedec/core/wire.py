@@ -63,7 +63,7 @@ _REPORT: _Layout = _ints("rows", "num_top", "given_rows", "given_tokens")
 _LANE_ANSWERS: _Layout = (
     *_ints("draws", "topk_tokens"), ("topk_logprobs", _FLOAT), ("logprobs", _FLOAT),
     *_ints("best_counts", "best_parents", "best_tokens"), ("best_scores", _FLOAT), ("best_logprobs", _FLOAT),
-    *_ints("rolled"),
+    ("best_keys", _FLOAT), *_ints("rolled"),
 )  # fmt: skip
 _REPORTED: _Layout = (
     ("top_ids", _INT), ("top_logprobs", _FLOAT), ("given_logprobs", _FLOAT), ("given_ranks", _INT), ("draw_logprobs",

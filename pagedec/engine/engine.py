@@ -11,22 +11,22 @@ from hashlib import blake2b
 from typing import Any, TypeAlias
 
 from pagedec.constraints import Grammars, constraint_of
-from pagedec.core.checks import check_answers
 from pagedec.core.logprobs import TokenLogprobs, answer_reports
 from pagedec.core.plan import StepPlan
 from pagedec.core.protocol import Hypothesis, Verdict
+from pagedec.core.reading import check_answers
 from pagedec.core.request import Ended, Event, Failed, Finished, Progress, Request, Settled, Waiting
 from pagedec.core.scheduler import Scheduler
 from pagedec.decoders.registry import decoder_for, decoder_of
 from pagedec.engine.options import DEFAULT_LOGPROBS, Vocabulary, check_reports, read_options
 from pagedec.engine.pace import Pace
 from pagedec.engine.recovery import Recovery
-from pagedec.engine.speculating import check_speculation, with_speculation
+from pagedec.engine.speculating import DRAFTING, check_speculation, with_speculation
 from pagedec.engine.stats import EngineStats
 from pagedec.errors import DeviceError, InvalidArgument, RequestError, Shown, told
 from pagedec.executor.base import Executor
 from pagedec.outputs import RequestMetrics
-from pagedec.params import RequestParams, SamplingParams
+from pagedec.params import RequestParams
 from pagedec.speculation import Speculation, speculation_of
 
 
@@ -134,7 +134,7 @@ class Engine:
         """
         decoder_for(type(params))  # before anything is read from what may be no parameters at all
         params = with_speculation(params, self.speculative)
-        if isinstance(params, SamplingParams) and params.speculation is not None:
+        if isinstance(params, DRAFTING) and params.speculation is not None:
             self._check_speculation(params.speculation, "speculative")
         chosen = decoder_of(params)
         limit, limited_by = self._limit(prompt, params.max_tokens)

@@ -52,8 +52,8 @@ def pick(logprobs: Sequence[float], greedy: bool, noise: Sequence[float], banned
 
 def rank_together(
     rows: np.ndarray, group: np.void, logprobs: Sequence[Sequence[float]], banned: Mapping[int, Sequence[int]]
-) -> list[tuple[int, int, float, float]]:
-    """(place, token, score, log-probability) of a gang's best, by plain sorting."""
+) -> list[tuple[int, int, float, float, float]]:
+    """(place, token, score, log-probability, key) of a gang's best, by plain sorting."""
     found = []
     for row in rows:
         out = np.array(logprobs[row["row"]], np.float32)
@@ -66,7 +66,8 @@ def rank_together(
         keys = scores + gumbel.astype(np.float32)
         for token in np.flatnonzero(scores > -np.inf).tolist():
             key = (-keys[token], -values[token], int(row["place"]), token)
-            found.append((key, (int(row["place"]), token, float(scores[token]), float(out[token]))))
+            entry = int(row["place"]), token, float(scores[token]), float(out[token]), float(keys[token])
+            found.append((key, entry))
     return [entry for _, entry in sorted(found)[: int(group["k"])]]
 
 
@@ -246,8 +247,9 @@ class FakeRunner:
             np.array([len(found) for found in best], np.int32),
             np.array([parent for parent, *_ in candidates], np.int32),
             np.array([token for _, token, *_ in candidates], np.int32),
-            np.array([score for *_, score, _ in candidates], np.float32),
-            np.array([logprob for *_, logprob in candidates], np.float32),
+            np.array([score for *_, score, _, _ in candidates], np.float32),
+            np.array([logprob for *_, logprob, _ in candidates], np.float32),
+            np.array([key for *_, key in candidates], np.float32),
         )
         return answers if forward.report is None else replace(answers, report=_report(forward, raw, answers))
 
