@@ -4,6 +4,7 @@ rolled."""
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from pagedec.core.costs import StepCosts, StepShape
 
@@ -95,7 +96,7 @@ class Pace:
         if place is None:
             self._places[key] = place = Place(num_rows, level - self._scale)
         surprise = level - self._scale - place.level
-        if place.weight(self._num_steps) > CERTAIN and abs(surprise) > MOST_SURPRISE and place.num_doubts < DOUBTS:
+        if place.num_steps > CERTAIN and abs(surprise) > MOST_SURPRISE and place.num_doubts < DOUBTS:
             place.num_doubts += 1
             surprise = math.copysign(MOST_SURPRISE, surprise)
         else:
@@ -145,8 +146,12 @@ class Pace:
         if not known:
             other = self._rolls[0] or self._rolls[1]
             return self._filled(other, one_step) if other else (FIRST_ROLL * one_step,) * ROLL_SIZES
-        nearest = [min(known, key=lambda size, wanted=wanted: abs(size - wanted)) for wanted in range(ROLL_SIZES)]  # type: ignore[misc]
-        return tuple(known[size] for size in nearest)
+        sizes = sorted(known)
+        return tuple(known[min(sizes, key=partial(_distance, wanted))] for wanted in range(ROLL_SIZES))
+
+
+def _distance(wanted: int, size: int) -> int:
+    return abs(size - wanted)
 
 
 def place_of(num_rows: int) -> int:
