@@ -2,13 +2,17 @@
 
     python benchmarks/speculative.py questions.jsonl [--methods ngram lookahead jacobi] [--batch 1 8 32]
         [--categories rag summarization] [--prompts 8] [--max-tokens 128] [--rounds 5] [--sampled] [--draft-model PATH]
+        [--widths] [--changing]
 
 The file has a line for each question, with its "category" and its "turns", of which the first is asked through the
 model's chat template. A method is a name, or a table such as '{"method": "ngram", "num_candidates": 3}'. One run gives
 all prompts of a category to the engine, `batch` at a time, prompts included; "ratio" is the plain run's time over the
-method's of the same round, "plain/plain" what that varies by from one plain run to the next. "tokens a step" is what a
-sequence gains in a step in which it decodes, "places" the share of drafts that were taken up to their first, second
-and further tokens. All answers are compared with the plain ones: another token ends the benchmark.
+method's of the same round, "plain/plain" what that varies by from one plain run to the next. Methods draft as widely as
+pays; with --widths each is measured beside fixed widths too, and "of best" is the best of their medians over its own.
+With --changing, seven of eight answers end after a quarter of the tokens, so that the load changes while the others
+run. "tokens a step" is what a sequence gains in a step in which it decodes, "granted" the share of the rows of weighed
+drafts that were run, "places" the share of drafts that were taken up to their first, second and further tokens.
+All answers are compared with the plain ones: another token ends the benchmark.
 """
 
 from __future__ import annotations
@@ -26,6 +30,16 @@ from pagedec import LLM, RequestOutput, SamplingParams
 
 PLACES = 6
 """Places of a draft that are shown."""
+WIDTHS: dict[str, list[dict[str, Any]]] = {
+    "ngram": [{"num_speculative_tokens": 3}, {"num_speculative_tokens": 5}, {"num_speculative_tokens": 10}],
+    "lookahead": [
+        {"window_size": 5, "ngram_size": 3, "num_guesses": 5},
+        {"window_size": 15, "ngram_size": 5, "num_guesses": 15},
+    ],
+    "jacobi": [{"num_speculative_tokens": 4}, {"num_speculative_tokens": 8}],
+    "draft_model": [{"num_speculative_tokens": size} for size in (2, 4, 7, 14)],
+}
+"""Fixed widths that a method is measured against."""
 
 
 @dataclass
@@ -35,6 +49,8 @@ class Run:
     outputs: list[RequestOutput]
     num_steps: int
     places: list[float]
+    granted: float
+    """Share of the rows that drafts would have had."""
 
     @property
     def num_tokens(self) -> int:
@@ -59,28 +75,39 @@ class Contest:
             speculative_config=draft,
             quantization=arguments.quantization,
         )
-        self.max_tokens = arguments.max_tokens
+        self.max_tokens, self.changing = arguments.max_tokens, arguments.changing
         self.runs: dict[str, Run] = {}
 
     def contestant(
-        self, name: str, prompts: list[list[int]], batch: int, speculative: dict[str, Any] | bool, sampled: bool
+        self,
+        name: str,
+        prompts: list[list[int]],
+        batch: int,
+        speculative: dict[str, Any] | bool,
+        sampled: bool,
     ) -> Callable[[], None]:
         """A run: all prompts, `batch` at a time."""
         own = {"temperature": 0.7, "top_p": 0.95} if sampled else {"temperature": 0.0}
         params = [
-            SamplingParams(max_tokens=self.max_tokens, seed=i, speculative=speculative, **own)
+            SamplingParams(
+                max_tokens=self.max_tokens // (4 if self.changing and i % 8 else 1),
+                seed=i,
+                speculative=speculative,
+                **own,
+            )
             for i in range(len(prompts))
         ]
 
         def run() -> None:
             stats, outputs = self.llm.engine.stats, []
-            steps = stats.num_steps
+            steps, wished, granted = stats.num_steps, stats.num_wished_rows, stats.num_granted_rows
             stats.drafts.clear()
             for i in range(0, len(prompts), batch):
                 outputs += self.llm.generate(prompts[i : i + batch], params[i : i + batch], use_tqdm=False)
+            share = (stats.num_granted_rows - granted) / max(1, stats.num_wished_rows - wished)
             counts = next((own for own in stats.drafts.values() if own.num_drafts), None)
             places = [] if counts is None else [a / d for a, d in zip(counts.accepted, counts.drafted, strict=True)]
-            self.runs[name] = Run(outputs, stats.num_steps - steps, places)
+            self.runs[name] = Run(outputs, stats.num_steps - steps, places, share)
             plain = self.runs["plain"].outputs
             for one, other in zip(outputs, plain, strict=True):
                 assert [a.token_ids for a in one.outputs] == [a.token_ids for a in other.outputs], (
@@ -105,20 +132,26 @@ def read_questions(path: Path, categories: list[str] | None, most: int) -> dict[
     return {category: questions[:most] for category, questions in found.items()}
 
 
-def method_of(text: str) -> tuple[str, dict[str, Any]]:
-    """A method's name as it is shown, and its table."""
+def method_of(text: str, widths: bool) -> list[tuple[str, dict[str, Any]]]:
+    """A method's name as it is shown and its table; with `widths` those of its fixed widths behind it."""
     own = json.loads(text) if text.startswith("{") else {"method": text}
     numbers = " ".join(str(value) for name, value in own.items() if name != "method")
-    return f"{own['method']} {numbers}".strip(), own
+    found = [(f"{own['method']} {numbers}".strip(), own)]
+    for fixed in WIDTHS[own["method"]] if widths else ():
+        shown = " ".join(str(value) for value in fixed.values())
+        found.append((f"{own['method']} fixed {shown}", {**own, **fixed, "adaptive": False}))
+    return found
 
 
 def measure(contest: Contest, prompts: list[list[int]], batch: int, sampled: bool, given: argparse.Namespace) -> None:
     """One table: every method against plain decoding."""
-    methods = [method_of(text) for text in given.methods]
+    groups = [method_of(text, given.widths) for text in given.methods]
     contestants = {"plain": contest.contestant("plain", prompts, batch, False, sampled)}
-    contestants |= {name: contest.contestant(name, prompts, batch, own, sampled) for name, own in methods}
+    for name, own in (pair for group in groups for pair in group):
+        contestants[name] = contest.contestant(name, prompts, batch, own, sampled)
     timings = interleave(contestants, given.rounds, warmup=1)
     plain, rows = timings["plain"], []
+    best = {group[0][0]: min(timings[name].median for name, _ in group[1:]) for group in groups if len(group) > 1}
     for name, timing in timings.items():
         run = contest.runs[name]
         value, spread = ratio(plain, timing)
@@ -132,12 +165,19 @@ def measure(contest: Contest, prompts: list[list[int]], batch: int, sampled: boo
                 f"{run.tokens_a_step:.2f}",
                 f"{speed:.0f}",
                 f"{value:.2f} +- {spread:.2f}",
+                f"{best[name] / timing.median:.2f}" if name in best else "",
+                f"{run.granted:.2f}",
                 shown,
             ]
         )
-    columns = ["method", "tokens", "target steps", "tokens a step", "tokens/s", "ratio", "places"]
+    columns = ["method", "tokens", "target steps", "tokens a step", "tokens/s", "ratio", "of best", "granted", "places"]
     table(columns, [list(row) for row in rows])
-    print(f"plain/plain varies by {self_spread(plain):.2f}\n", flush=True)
+    print(f"plain/plain varies by {self_spread(plain):.2f}")
+    costs = contest.llm.engine.stats.costs
+    if costs is not None:
+        curve = ", ".join(f"{rows:.0f}: {1e3 * s:.1f}" for rows, s in zip(costs.rows, costs.seconds, strict=True))
+        print(f"believed ms by rows: {curve}; asking {1e6 * costs.asking:.0f} us, roll {1e3 * costs.rolls[0]:.1f} ms")
+    print(flush=True)
 
 
 def main() -> None:
@@ -151,6 +191,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sampled", action="store_true", help="seeded sampling at 0.7 besides greedy decoding")
     parser.add_argument("--draft-model", help="for the method draft_model")
+    parser.add_argument("--widths", action="store_true", help="each method's fixed widths beside it")
+    parser.add_argument("--changing", action="store_true", help="seven of eight answers end early")
     parser.add_argument("--quantization", choices=["int8"])
     given = parser.parse_args()
     heading("Speculation")

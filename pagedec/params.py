@@ -349,6 +349,14 @@ class BeamSearchParams(RequestParams):
     hf_semantics: str = option(
         "5", Text("which transformers release to follow where releases differ", choices=("5", "4.38"))
     )
+    speculative: dict[str, Any] | bool | None = option(
+        None,
+        SpeculationTable(
+            'how the next paths are guessed, several levels of the search a step, such as {"method": "ngram"}; false '
+            "or none: not at all",
+            optional=True,
+        ),
+    )
 
     def __post_init__(self) -> None:
         RequestParams.__post_init__(self)
@@ -372,3 +380,8 @@ class BeamSearchParams(RequestParams):
     def num_answers(self) -> int:
         """How many answers a prompt gets."""
         return self.beam_width if self.num_return_sequences is None else self.num_return_sequences
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """The way to draft that `speculative` names; None where it names none."""
+        return speculation_of(self.speculative) if isinstance(self.speculative, dict) else None

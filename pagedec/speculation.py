@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pagedec.errors import FeatureNotAvailable, InvalidArgument, within
-from pagedec.fields import Flag, Integer, Rule, check_fields, check_names, option, rules
+from pagedec.fields import Flag, Integer, Rule, Text, check_fields, check_names, option, rules
 
 DRAFT_MODEL_FIELDS = (
     "model",
@@ -43,9 +43,17 @@ class Speculation:
     """A way to draft, with its numbers. Raises `InvalidArgument` for one that it may not have."""
 
     method: ClassVar[str]
+    defaults: ClassVar[dict[str, tuple[int, int]]] = {}
+    """Numbers that nobody has said: of drafts as wide as pays, and of drafts as wide as they are."""
+    adaptive: bool = option(
+        True, Flag("draft as widely as pays, at most as the numbers say; false: always as they say")
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for name, (most, fixed) in self.defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, most if self.adaptive else fixed)
 
     @property
     def reach(self) -> dict[str, int]:
@@ -58,7 +66,10 @@ class NGramSpeculation(Speculation):
     """Prompt lookup: go on as the text went on before, where it ended alike."""
 
     method = "ngram"
-    num_speculative_tokens: int = option(5, Integer("tokens of a candidate", low=1, high=MOST))
+    defaults = {"num_speculative_tokens": (12, 5)}
+    num_speculative_tokens: int | None = option(
+        None, Integer("tokens of a candidate; none: 5, or up to 12 where they pay", 1, MOST, optional=True)
+    )
     prompt_lookup_max: int | None = option(
         None, Integer("most last tokens that must be alike; none: 4, or prompt_lookup_min", 1, MOST, optional=True)
     )
@@ -103,7 +114,18 @@ class DraftModelSpeculation(Speculation):
     """A smaller model, which the engine's `speculative_config` names, drafts with the target's own noise."""
 
     method = "draft_model"
-    num_speculative_tokens: int = option(5, Integer("tokens that are rolled out in a step", low=1, high=MOST))
+    defaults = {"num_speculative_tokens": (14, 5)}
+    num_speculative_tokens: int | None = option(
+        None, Integer("tokens rolled out in a step; none: 5, or up to 14 where they pay", 1, MOST, optional=True)
+    )
+    verify: str = option(
+        "coupling",
+        Text(
+            "coupling: it shares the target's noise, and answers are those of plain sampling; rejection: more may be "
+            "accepted, and answers are distributed as those of plain sampling",
+            choices=("coupling", "rejection"),
+        ),
+    )
 
 
 METHODS: dict[str, type[Speculation]] = {
@@ -166,6 +188,11 @@ class SpeculationTable(Rule):
         if not self.of_engine:
             for name in (name for name in table if name in of_model):
                 raise InvalidArgument(name, table[name], "must be in the engine's speculative_config, not a request's")
+        if "verify" in table and "verify" not in known:
+            limit = (
+                f"must be left out: guesses of {method} have no probabilities, and are accepted while the model's own "
+            )
+            raise InvalidArgument("verify", table["verify"], limit + "draws say the same, as often as rejection would")
         check_names(f"the method {method}", table, known, table)
         for name, rule in NEUTRAL.items():
             rule.check(name, table.pop(name, None))

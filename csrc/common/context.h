@@ -76,10 +76,10 @@ struct BestRun {  // entries first .. stop - 1 of a thread's list, which are of 
 
 // Of one thread, for kernels that go through logits.
 struct alignas(64) ThreadScratch {
-  std::vector<float> maxima, values;
+  std::vector<float> maxima, values, draft_maxima;
   std::vector<BestEntry> found, merged;
   std::vector<BestRun> runs;
-  std::vector<uint64_t> keys;
+  std::vector<uint64_t> keys, draft_keys;
   std::vector<int32_t> history, path, border;
   Met met;
 };

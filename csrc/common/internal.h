@@ -36,6 +36,7 @@ int check_argmax(const pd_argmax_args &);
 int check_topk_lse(const pd_topk_lse_args &);
 int check_sample(const pd_sample_args &);
 int check_best(const pd_best_args &);
+int check_verify(const pd_verify_args &);
 
 // What a kernel needs of the context's workspace when that many threads, or fewer, carry it out.
 int64_t gemm_workspace_bytes(const pd_context &, const pd_gemm_args &, int num_threads);
@@ -59,5 +60,6 @@ void sample_part(pd_context &, const pd_sample_args &, int thread, int num_threa
 // All threads are through with the first before one begins the second.
 void best_rows_part(pd_context &, const pd_best_args &, int thread, int num_threads);
 void best_part(pd_context &, const pd_best_args &, int thread, int num_threads);
+void verify_part(pd_context &, const pd_verify_args &, int thread, int num_threads);
 
 }  // namespace pagedec

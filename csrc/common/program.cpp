@@ -30,7 +30,8 @@ int check(const pd_op &op) {
     case PD_OP_SOFT_CAP: return check_soft_cap(*(const pd_soft_cap_args *)op.args);
     case PD_OP_PROCESS_LOGITS: return check_process_logits(*(const pd_process_logits_args *)op.args);
     case PD_OP_BEST: return check_best(*(const pd_best_args *)op.args);
-    default: return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_BEST);
+    case PD_OP_VERIFY: return check_verify(*(const pd_verify_args *)op.args);
+    default: return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_VERIFY);
   }
 }
 
@@ -49,6 +50,7 @@ void part(pd_context &c, const pd_op &op, int t, int n) {
     case PD_OP_SOFT_CAP: return soft_cap_part(*(const pd_soft_cap_args *)op.args, t, n);
     case PD_OP_PROCESS_LOGITS: return process_logits_part(c, *(const pd_process_logits_args *)op.args, t, n);
     case PD_OP_BEST: return best_part(c, *(const pd_best_args *)op.args, t, n);
+    case PD_OP_VERIFY: return verify_part(c, *(const pd_verify_args *)op.args, t, n);
   }
 }
 
@@ -185,4 +187,5 @@ int pd_argmax(pd_context *c, const pd_argmax_args *a) { return single(c, PD_OP_A
 int pd_topk_lse(pd_context *c, const pd_topk_lse_args *a) { return single(c, PD_OP_TOPK_LSE, a); }
 int pd_sample(pd_context *c, const pd_sample_args *a) { return single(c, PD_OP_SAMPLE, a); }
 int pd_best(pd_context *c, const pd_best_args *a) { return single(c, PD_OP_BEST, a); }
+int pd_verify(pd_context *c, const pd_verify_args *a) { return single(c, PD_OP_VERIFY, a); }
 }

@@ -25,6 +25,7 @@
  *   pd_argmax_args          num_rows; token_ids
  *   pd_topk_lse_args        num_rows, row_ids; token_ids, values, lse
  *   pd_sample_args          num_draws, draws; token_ids
+ *   pd_verify_args          num_drafts, draws, drafts, drafted; token_ids
  *   pd_best_args            num_rows, lse where has_lse, rows, groups; lse, candidates, counts
  *
  * Layouts (block = block_size token slots, slot = block * block_size + offset; D = head_dim):
@@ -43,7 +44,7 @@
 extern "C" {
 #endif
 
-#define PD_ABI_VERSION 4
+#define PD_ABI_VERSION 5
 #if defined(__GNUC__)
 #define PD_EXPORT __attribute__((visibility("default")))
 #else
@@ -306,6 +307,22 @@ typedef struct {
   int32_t vocab, reserved;
 } pd_sample_args;
 PD_EXPORT int pd_sample(pd_context *, const pd_sample_args *);
+/* Verification by rejection, each draft by itself. p is what draws[i] is taken from, of logits; q what drafts[i] was,
+ * of draft_logits, when drafted[i] was drawn; a token that a vocabulary lacks has probability 0. drafted[i] is kept
+ * where u q(drafted[i]) < p(drafted[i]), else replaced by a draw from norm(max(0, p - q)), with the noise of draws[i];
+ * where nothing is left of that, p is q and it is kept. u is made of the first two words of Philox with stream ^ 2^62
+ * for the stream of draws[i] and token 0: ((word 0 << 32 | word 1) >> 11) + 0.5, times 2^-53. Exact if drafts[i] was
+ * drawn with the noise of another stream than these two. */
+typedef struct {
+  const int32_t *num_drafts;
+  const pd_draw *draws;        /* [num_drafts]: of the target; row counts those of logits */
+  const pd_draw *drafts;       /* [num_drafts]: row counts those of draft_logits; no noise is read */
+  const int32_t *drafted;      /* [num_drafts] tokens, below draft_vocab */
+  const float *logits, *draft_logits; /* [*][vocab] and [*][draft_vocab] */
+  int32_t *token_ids;          /* [num_drafts] */
+  int32_t vocab, draft_vocab;
+} pd_verify_args;
+PD_EXPORT int pd_verify(pd_context *, const pd_verify_args *);
 /* The best continuations of rows that are ranked together (the beams of a search). Of a row, a token's log-probability
  * is (logit - lse) / temperature and its score the row's score plus that, all in fp32. A group's k best come in order
  * of their key, which is the score; then of their logits; then of the earlier row and the lower token id. What scores
@@ -350,10 +367,48 @@ PD_EXPORT int pd_gumbel(pd_context *, uint64_t seed, uint64_t stream, int32_t po
 typedef enum {
   PD_OP_GEMM = 1, PD_OP_EMBED, PD_OP_RMS_NORM, PD_OP_ROPE_KV_WRITE, PD_OP_KV_COPY, PD_OP_ATTENTION,
   PD_OP_ARGMAX, PD_OP_TOPK_LSE, PD_OP_SAMPLE, PD_OP_LAYER_NORM, PD_OP_SOFT_CAP,
-  PD_OP_PROCESS_LOGITS, PD_OP_BEST
+  PD_OP_PROCESS_LOGITS, PD_OP_BEST, PD_OP_VERIFY
 } pd_op_kind;
 typedef struct { int32_t kind, reserved; const void *args; } pd_op;
 PD_EXPORT int pd_run(pd_context *, const pd_op *ops, int64_t num_ops);
+
+/* ---- chains of tokens, each drawn behind the one before it (a draft model's). For the i-th token of a chain, from 1
+ * on, the one before it is a row of a forward, alone of its branch; its logits are processed by the chain's rules, and
+ * the token is drawn, with the chain's draw, at its position plus i. The i-th tokens of all chains are one round. */
+typedef struct {
+  int32_t branch;              /* row of block_table */
+  int32_t count;               /* tokens, the given one too */
+  int32_t prompt_length;
+  int32_t rules;               /* place in rules; -1: none */
+  int32_t kept_row;            /* its first row of kept; -1: it has none */
+  int32_t reserved;
+} pd_chain;
+typedef struct {               /* a kind of attention layer: its plan, made anew each round */
+  pd_plan *plan;
+  const pd_attn_shape *shape;
+} pd_layer_kind;
+typedef struct {
+  /* lists over the same buffers: the forward, its rows up to the residual stream, and the logits of the rows to read */
+  const pd_op *whole, *body, *head;
+  const pd_layer_kind *kinds;
+  /* what the lists read their rows from, [max_rows] each but the counts, and [room] read_rows */
+  int32_t *num_rows, *token_ids, *positions, *slots, *num_read, *read_rows;
+  float *logits;               /* [room][vocab]: what they write */
+  const pd_chain *chains;      /* [num_chains] */
+  const pd_draw *draws;        /* [num_chains]: of the given token, which is at its position */
+  const int32_t *block_table;  /* [*][table_stride] */
+  const int32_t *chain_slots;  /* [sum of count - 1]: of all tokens but the last of each chain */
+  const int32_t *token_plane;
+  const pd_rules *rules;
+  int32_t *tokens;             /* [sum of count], chain after chain: the first of each is given, others are written */
+  float *kept;                 /* [*][vocab]: what tokens were drawn from, of chains that have rows here; or NULL */
+  int64_t num_whole, num_body, num_head;
+  int32_t num_kinds, num_chains, table_stride, block_size;
+  int32_t vocab, num_drawn;    /* tokens from num_drawn on are never drawn */
+  int32_t num_rules, room, max_rows;
+  int32_t refuse_nan;          /* 1: to fail where a logit is NaN */
+} pd_roll_args;
+PD_EXPORT int pd_roll(pd_context *, const pd_roll_args *);
 
 /* ---- probes: what this machine allows (benchmarks/, pagedec doctor) */
 /* best GB/s of reading `bytes` with every thread */

@@ -9,10 +9,11 @@ To be read in this order; each file needs those before it, and few behind it:
    `stopping` and `stop_strings`, `constraint`, `logits_rules`, `logprobs`
 3. who runs: `request` (branches and requests), `limits` (what may be used, what is refused at the door)
 4. what a device sees: `forward` (a step as arrays), `wire` (as one buffer), `masking` (what follows it), `plan` (for
-   whom), `layout` (how the arrays are made), `ranking` (those of a gang's best), `reading` (what comes back)
-5. a step is planned: `planning`, by `rows`, `drafting`, `reuse` and `trunk` (the prefix cache), `demand` (who is let
+   whom), `layout`, `marks` (how the arrays are made), `ranking` (those of a gang's best), `reading` (what comes back)
+5. what pays: `costs` (of a step), `odds` (of drafts), `granting` (whose rows), `standing` (who is asked), `weighing`
+6. a step is planned: `planning`, by `rows`, `drafting`, `reuse` and `trunk` (the prefix cache), `demand` (who is let
    in), `preemption`
-6. a step is carried in: `checks` (what decoders and devices say), `children` (a gang's generation as arrays),
+7. a step is carried in: `checks` (what decoders and devices say), `children` (a gang's generation as arrays),
    `settling`, `common` (what a gang shares), `transition` (the only code that changes tables)
-7. `scheduler`: all of it together
+8. `scheduler`: all of it together
 """

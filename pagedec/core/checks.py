@@ -5,13 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate
 from numbers import Real
 
-import numpy as np
-
 from pagedec.core.draft import EMPTY, Draft
-from pagedec.core.forward import Answers, Forwards, LaneAnswers, LaneForward
 from pagedec.core.history import History
 from pagedec.core.protocol import (
     Ask,
@@ -22,13 +18,14 @@ from pagedec.core.protocol import (
     LogProbs,
     Query,
     Roll,
+    RowBest,
     Sample,
     Sampler,
     TopK,
     Verdict,
 )
 from pagedec.core.request import Branch
-from pagedec.errors import InvalidArgument, InvariantError
+from pagedec.errors import InvalidArgument
 from pagedec.fields import MAX_INT32
 
 FEW = 4
@@ -77,6 +74,8 @@ def check_queries(queries: object, branches: Sequence[Branch], decoder: Decoder,
         if query.draft is not EMPTY:
             try:
                 _check_draft(query.draft, decoder, vocab_size)
+                if isinstance(query.draft, Roll) and query.draft.rejects:
+                    _check_rejection(query.draft, query.asks)
             except InvalidArgument as error:
                 raise InvalidArgument(f"queries[{i}].{error.field}", error.value, error.limit) from None
         for at, ask in enumerate(query.asks):
@@ -106,8 +105,6 @@ def _check_best(queries: Sequence[Query], decoder: Decoder) -> None:
         place, first = f"queries[{i}].asks[{at}]", first or ask
         if not decoder.gang:
             raise InvalidArgument(place, ask, "must not be a Best: the decoder is no gang")
-        if query.draft is not EMPTY:
-            raise InvalidArgument(f"queries[{i}].draft", query.draft, "must be empty where the best are asked for")
         for name in ("k", "sampler", "min_tokens_to_keep"):
             value, wanted = getattr(ask, name), getattr(first, name)
             if value != wanted:
@@ -128,6 +125,15 @@ def _check_draft(draft: Draft | Roll, decoder: Decoder, vocab_size: int) -> None
         raise InvalidArgument("draft", draft, "must be a Draft or a Roll")
 
 
+def _check_rejection(roll: Roll, asks: Sequence[Ask]) -> None:
+    """Its tokens are verified by the draws of one Sample, at all nodes, with other noise."""
+    samples = [ask for ask in asks if isinstance(ask, Sample)]
+    if len(samples) != 1 or samples[0].nodes is not None or len(samples[0].streams) != 1:
+        raise InvalidArgument("draft.rejects", True, "needs one Sample, of every node and of one stream")
+    if samples[0].streams[0] == roll.stream and samples[0].sampler.seed == roll.sampler.seed:
+        raise InvalidArgument("draft.stream", roll.stream, "must not be the Sample's where the draft is to be rejected")
+
+
 def _check_ask(ask: Ask, draft: Draft | Roll, vocab_size: int) -> None:
     """Nodes are those of the draft that was proposed: the scheduler may strip it, and answers what was run."""
     if isinstance(ask, Sample):
@@ -144,20 +150,29 @@ def _check_ask(ask: Ask, draft: Draft | Roll, vocab_size: int) -> None:
         if len(ask.nodes) != len(ask.tokens):
             raise InvalidArgument(".tokens", ask.tokens, f"must be one for each of {len(ask.nodes)} nodes")
         _check_tokens(".tokens", ask.tokens, vocab_size)
-    elif isinstance(ask, Best):
-        _check_whole(".k", ask.k, 1, MAX_INT32)
-        if ask.sampler is not None:
-            _check_sampler(".sampler", ask.sampler)
-        _check_stream(".stream", ask.stream)
-        _check_whole(".group", ask.group, 0, MAX_INT32)
-        _check_whole(".min_tokens_to_keep", ask.min_tokens_to_keep, 1, MAX_INT32)
-        return
+    elif isinstance(ask, (Best, RowBest)):
+        _check_ranked(ask)
     else:
-        raise InvalidArgument("", ask, "must be a Sample, a TopK, a LogProbs or a Best")
+        raise InvalidArgument("", ask, "must be a Sample, a TopK, a LogProbs, a Best or a RowBest")
     if ask.nodes is not None:
         last = draft.num_nodes
         for node in ask.nodes:
             _check_whole(".nodes", node, 0, last)
+
+
+def _check_ranked(ask: Best | RowBest) -> None:
+    _check_whole(".k", ask.k, 1, MAX_INT32)
+    if ask.sampler is not None:
+        _check_sampler(".sampler", ask.sampler)
+    _check_whole(".min_tokens_to_keep", ask.min_tokens_to_keep, 1, MAX_INT32)
+    if isinstance(ask, Best):
+        _check_stream(".stream", ask.stream)
+        _check_whole(".group", ask.group, 0, MAX_INT32)
+        return
+    if ask.sampler is not None and len(ask.streams) != len(ask.nodes):
+        raise InvalidArgument(".streams", ask.streams, f"must be one for each of {len(ask.nodes)} nodes")
+    for stream in ask.streams:
+        _check_stream(".streams", stream)
 
 
 def _check_sampler(field: str, sampler: Sampler) -> None:
@@ -222,10 +237,7 @@ def check_verdict(
         except InvalidArgument as error:
             raise InvalidArgument(f"done[{i}]{error.field}", error.value, error.limit) from None
     if verdict.settled is not None:
-        heads = [
-            (child.parent.tip, history.depth[child.parent.tip] if child.keep is None else child.keep, child.tokens)
-            for child in verdict.live
-        ]
+        heads = [_head(history, evaluated, child) for child in verdict.live]
         check_settled(history, verdict.settled, heads, decoder, known)
     if decoder is not None and (decoder.gang or len(verdict.live) + len(live) > MAX_BRANCHES):
         touched = {child.parent for child in verdict.live} | set(verdict.drop) | set(evaluated)
@@ -261,6 +273,15 @@ def check_settled(
     }
     if len({_way(history, tip, tokens) for tip, tokens in ends}) > 1:
         raise InvalidArgument("settled", settled, "must be tokens that all that lives has in common")
+
+
+def _head(history: History, evaluated: Mapping[Branch, Draft], child: Child) -> tuple[int, int, tuple[int, ...]]:
+    """Up to where a child goes along with its parent's tip, and its tokens behind."""
+    tip, tokens = child.parent.tip, child.tokens
+    if child.path:
+        drafted = evaluated[child.parent].tokens
+        tokens = (*[drafted[node - 1] for node in child.path], *tokens)
+    return tip, history.depth[tip] if child.keep is None else child.keep, tokens
 
 
 def _way(history: History, tip: int, tokens: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
@@ -331,46 +352,3 @@ def _check_score(score: object) -> None:
 def check_rank(field: str, rank: object) -> None:
     """Raise unless `rank` may order a request's answers."""
     _check_whole(field, rank, 0, MAX_INT32)
-
-
-# ------------------------------------------------------------------------------------------------------------- answers
-def check_answers(forwards: Forwards, answers: Answers, vocab_size: int) -> None:
-    """Raise `InvariantError` unless a device's answers are ones: as many as were asked for, of tokens that there
-    are."""
-    for lane, forward in forwards.items():
-        given = answers.get(lane)
-        if given is None:
-            raise InvariantError(f"lane {lane} was not answered")
-        expected = (len(forward.draws),), (len(forward.topk_rows), forward.topk_k), (len(forward.logprob_rows),)
-        if lane == "target" and (given.draws.shape, given.topk_tokens.shape, given.logprobs.shape) != expected:
-            found = given.draws.shape, given.topk_tokens.shape, given.logprobs.shape
-            raise InvariantError(f"lane {lane} was answered in shapes {found}, not {expected}")
-        num_rolled = int(forward.rolls["count"].sum()) if len(forward.rolls) else 0
-        if len(given.rolled) != num_rolled:
-            raise InvariantError(f"lane {lane} has rolled {len(given.rolled)} tokens, not {num_rolled}")
-        _check_best_answers(lane, forward, given)
-        for tokens in (given.draws, given.topk_tokens, given.best_tokens, given.rolled):
-            if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-                wrong = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
-                raise InvariantError(f"lane {lane} has answered token {wrong}; there are {vocab_size}")
-        for logprobs in (given.topk_logprobs, given.logprobs, given.best_logprobs, given.best_scores):
-            if logprobs.size and np.isnan(logprobs).any():
-                raise InvariantError(f"lane {lane} has answered log-probabilities that are no numbers")
-
-
-def _check_best_answers(lane: str, forward: LaneForward, given: LaneAnswers) -> None:
-    """As many candidates of each group as there are, at most its k, of the group's own rows."""
-    groups, counts = forward.best_groups, given.best_counts.tolist()
-    sizes = {len(array) for array in (given.best_parents, given.best_tokens, given.best_scores, given.best_logprobs)}
-    if len(counts) != len(groups) or sizes != {sum(counts)}:
-        raise InvariantError(f"lane {lane} has answered {len(counts)} of {len(groups)} gangs, {counts} in {sizes}")
-    if not counts:
-        return
-    most = groups["k"].tolist()
-    if any(not 0 <= count <= k for count, k in zip(counts, most, strict=True)):
-        raise InvariantError(f"lane {lane} has answered {counts} candidates where {most} were asked for")
-    places, parents, ends = forward.best_rows["place"].tolist(), given.best_parents.tolist(), groups["stop"].tolist()
-    for first, stop, end, count in zip([0, *ends], ends, accumulate(counts), counts, strict=False):
-        strangers = set(parents[end - count : end]).difference(places[first:stop])
-        if strangers:
-            raise InvariantError(f"lane {lane} has answered a candidate of place {min(strangers)}, which was not asked")

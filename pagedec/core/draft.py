@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,8 @@ class Draft:
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
+    grade: int = field(default=0, compare=False)
+    """How good it is, by its decoder's own measure: what is learned of drafts is learned by grade."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents):

@@ -1,50 +1,57 @@
 """Drafts: rows behind the chains of a step, from what all chains have left. A draft takes no row, no block and no place
-that a living chain needs."""
+that a living chain needs. Of requests that draft as widely as pays they are weighed first (`weighing.py`); all others
+are laid out whole or not at all."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logits_rules import NO_RULES
 from pagedec.core.plan import Work
 from pagedec.core.preemption import Room
-from pagedec.core.protocol import Query, Roll
+from pagedec.core.protocol import Roll
 from pagedec.core.request import Branch, Request
-from pagedec.core.rows import Rows
+from pagedec.core.rows import Chain, Rows
 from pagedec.core.table import CopyPlan, reserve
-
-
-class Chain(NamedTuple):
-    """A branch whose next `num_tokens` pending tokens have their rows. `is_whole`: they are all of them, so its query
-    is answered."""
-
-    branch: Branch
-    num_tokens: int
-    query: Query
-    is_whole: bool
+from pagedec.core.weighing import Weighing, is_forced, load_of
 
 
 class Drafting:
-    """Lays out the chains that drafts may follow, with the drafts that fit."""
+    """Lays out the chains that drafts may follow, with the drafts that fit. Without `weighing` nobody knows what pays,
+    and all drafts are laid out as they are."""
 
-    __slots__ = ("_copies", "_limits", "_postponed", "_room", "_rows", "wanted")
+    __slots__ = ("_copies", "_limits", "_postponed", "_room", "_rows", "wanted", "weighing")
 
-    def __init__(self, limits: SchedulerLimits, rows: Rows, copies: Mapping[str, CopyPlan], room: Room) -> None:
-        self._limits, self._rows, self._copies, self._room = limits, rows, copies, room
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        rows: Rows,
+        copies: Mapping[str, CopyPlan],
+        room: Room,
+        weighing: Weighing | None = None,
+    ) -> None:
+        self._limits, self._rows, self._copies, self._room, self.weighing = limits, rows, copies, room, weighing
         self._postponed: list[tuple[Request, Sequence[Chain]]] = []
         self.wanted = 0
-        """Rows of all drafts so far."""
+        """Rows of all drafts so far that are laid out as they are."""
+
+    def weighs(self, request: Request) -> bool:
+        """It drafts as widely as pays."""
+        return self.weighing is not None and request.standing is not None
 
     def postpone(self, request: Request, chains: Sequence[Chain]) -> None:
         """Lay out these chains, which have their rows and their blocks, when all others have theirs, too."""
         self._postponed.append((request, chains))
-        self.wanted += sum(chain.query.draft.num_nodes for chain in chains if chain.is_whole)
+        if not self.weighs(request):
+            self.wanted += sum(chain.query.draft.num_nodes for chain in chains if chain.is_whole)
 
     def grant(self) -> None:
-        """Lay out what was postponed, in the order of the requests, each draft whole or not at all."""
+        """Lay out what was postponed, in the order of the requests, each draft, or what is left of it, whole or not at
+        all."""
+        if self.weighing is not None and self._postponed:
+            self._weigh(self.weighing)
         for request, chains in self._postponed:
             if request.decoder.gang:
                 self._lay_gang(request, chains)
@@ -52,8 +59,20 @@ class Drafting:
             for chain in chains:
                 self._lay(request, chain)
 
+    def _weigh(self, weighing: Weighing) -> None:
+        num_fixed = 0
+        for request, chains in self._postponed:
+            for chain in chains:
+                if request.standing is None or is_forced(request, chain.branch, chain.query.draft):
+                    num_fixed += chain.query.draft.num_nodes if chain.is_whole else 0
+                else:
+                    weighing.consider(request, chain)
+        weighing.decide(load_of(self._rows, self._postponed, num_fixed))
+
     def _lay(self, request: Request, chain: Chain) -> None:
         branch, count, draft, roll, size = chain.branch, chain.num_tokens, chain.query.draft, -1, 0
+        if self.weighing is not None:
+            draft = self.weighing.granted.get(branch, draft)
         if isinstance(draft, Roll):
             draft, roll = self._plan_roll(request, branch, draft, chain.is_whole)
         if chain.is_whole and draft.num_nodes and self._fits(request, branch, draft, self._rows.left):
@@ -64,16 +83,22 @@ class Drafting:
         self._rows.lay(request, branch, count, chain.query if chain.is_whole else None, draft, roll)
 
     def _lay_gang(self, request: Request, chains: Sequence[Chain]) -> None:
-        """All drafts of a gang, or none."""
-        drafts = [EMPTY if isinstance(chain.query.draft, Roll) else chain.query.draft for chain in chains]
-        size = sum(draft.num_nodes for draft in drafts)
-        both = list(zip(chains, drafts, strict=True))
+        """All drafts of a gang, or none; of rolls those that the draft lane can roll now."""
+        both, rolls = list[tuple[Chain, Draft | Roll]](), list[int]()
+        for chain in chains:
+            draft, roll = chain.query.draft, -1
+            if isinstance(draft, Roll):
+                draft, roll = self._plan_roll(request, chain.branch, draft, chain.is_whole)
+            both.append((chain, draft))
+            rolls.append(roll)
+        size = sum(draft.num_nodes for _, draft in both)
         fit = size <= self._rows.left and all(self._fits(request, c.branch, d, size) for c, d in both if d.num_nodes)
         wants = [(chain.branch.table, chain.num_tokens + draft.num_nodes) for chain, draft in both]
         granted = size > 0 and fit and reserve(wants, self._copies["target"])
         self._rows.left -= size if granted else 0
-        for chain, draft in both:
-            self._rows.lay(request, chain.branch, chain.num_tokens, chain.query, draft if granted else EMPTY)
+        for (chain, draft), roll in zip(both, rolls, strict=True):
+            own = draft if granted else EMPTY
+            self._rows.lay(request, chain.branch, chain.num_tokens, chain.query, own, roll)
 
     def _fits(self, request: Request, branch: Branch, draft: Draft | Roll, rows_left: int) -> bool:
         """A draft must fit the step's rows, the table, and the longest sequence the request may reach."""

@@ -25,13 +25,13 @@ DRAW_DTYPE = np.dtype(
 ROLL_DTYPE = np.dtype(
     [
         ("draw", DRAW_DTYPE), ("branch", "<i4"), ("count", "<i4"), ("target_row", "<i4"), ("prompt_length", "<i4"),
-        ("rule_id", "<i8"),
+        ("rule_id", "<i8"), ("is_kept", "<i4"), ("reserved", "<i4"),
     ]
 )  # fmt: skip
 """A chain of `count` tokens to be rolled behind `branch`. `draw` says how each is drawn, the first at its `row` of the
 forward's rows and at its `position`; the others follow one by one. They go to the rows from `target_row` on of the
 target's forward; -1: nowhere. `rule_id` -1: logits stay as they are; else `prompt_length` tokens of the branch were not
-generated."""
+generated. `is_kept` 1: what its tokens are drawn from is kept until the target has verified them."""
 
 BEST_ROW_DTYPE = np.dtype([("stream", "<u8"), ("row", "<i4"), ("place", "<i4"), ("position", "<i4"), ("score", "<f4")])
 """One row of a gang whose continuations are ranked. `row` counts the read-out rows of its forward, `place` the step's
@@ -114,6 +114,10 @@ class LaneForward:
     masked_rows: np.ndarray = _ints()  # int32 [num_masked], into read_rows, ascending: a mask follows for each
     rolls: np.ndarray = field(default_factory=lambda: NO_ROLLS)  # ROLL_DTYPE [num_rolls]
     roll_slots: np.ndarray = _ints()  # int32 [sum(count - 1)]: where the tokens of each roll but its last are cached
+    verified_draws: np.ndarray = _ints()  # int32 [num_verified]: draws that verify a rolled token by rejection ...
+    verified_tokens: np.ndarray = (
+        _ints()
+    )  # int32 [num_verified]: ... and its place in LaneAnswers.rolled, of a kept roll
     processing: ProcessRows | None = None
     report: ReportRows | None = None
 
@@ -182,7 +186,7 @@ class Reported:
 class LaneAnswers:
     """What one lane's forward gives back: small host arrays in the order of `LaneForward`."""
 
-    draws: np.ndarray = _ints()  # int32 [num_draws]
+    draws: np.ndarray = _ints()  # int32 [num_draws]; those that verify a rolled token: it where it is accepted
     topk_tokens: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int32))  # int32 [num_topk, topk_k]
     topk_logprobs: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.float32))  # fp32 [num_topk, topk_k]
     logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))  # fp32 [num_logprobs]
@@ -191,6 +195,7 @@ class LaneAnswers:
     best_tokens: np.ndarray = _ints()  # int32 [num_candidates]
     best_scores: np.ndarray = field(default_factory=lambda: NO_FLOATS)  # fp32 [num_candidates]
     best_logprobs: np.ndarray = field(default_factory=lambda: NO_FLOATS)  # fp32 [num_candidates]
+    best_keys: np.ndarray = field(default_factory=lambda: NO_FLOATS)  # fp32 [num_candidates]: what they are ranked by
     rolled: np.ndarray = _ints()  # int32 [sum(count)]: one chain behind the other
     report: Reported | None = None  # where the forward has one
 

@@ -20,12 +20,11 @@ from pagedec.core.forward import (
     NO_ROLLS,
     ROLL_DTYPE,
     LaneForward,
-    ProcessRows,
-    ReportRows,
     freeze,
 )
+from pagedec.core.marks import RowMarks
 from pagedec.core.plan import AskSlice
-from pagedec.core.protocol import Ask, Best, Query, Roll, Sample, Sampler, TopK
+from pagedec.core.protocol import Ask, Best, Query, Roll, RowBest, Sample, Sampler, TopK
 from pagedec.core.ranking import Ranking
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable, CopyPlan
@@ -58,9 +57,8 @@ class LaneBuilder:
 
     __slots__ = (
         "_banned", "_counts", "_draw_positions", "_draw_records", "_draw_rows", "_logprobs", "_marks",
-        "_parents", "_positions", "_ranking", "_read_only", "_read_rows", "_roll_slots", "_rolls", "_starts",
-        "_tables", "_tokens", "_topk", "_topk_k",
-        "pool",
+        "_parents", "_positions", "_ranking", "_read_only", "_read_rows", "_roll_ends", "_roll_slots", "_rolls",
+        "_starts", "_tables", "_tokens", "_topk", "_topk_k", "_verified", "pool",
     )  # fmt: skip
 
     def __init__(self, pool: BlockPool) -> None:
@@ -83,6 +81,8 @@ class LaneBuilder:
         self._ranking: Ranking | None = None
         self._rolls: list[list[Any]] = []  # in the order of ROLL_DTYPE, the draw's record first
         self._roll_slots: list[int] = []
+        self._roll_ends = [0]
+        self._verified: list[tuple[int, int]] = []  # draw, place of the rolled token
         self._marks: RowMarks | None = None
 
     def __len__(self) -> int:
@@ -206,6 +206,10 @@ class LaneBuilder:
                 slices.append(
                     AskSlice(self._ranking.add(owner, ask, rows[0], (length,), (query.branch.score,)), 1, ask.k, True)
                 )
+            elif isinstance(ask, RowBest):
+                self._ranking = self._ranking or Ranking()
+                own, at = [rows[node] for node in nodes], [length + depths[node] for node in nodes]
+                slices.append(AskSlice(self._ranking.add_alone(ask, own, at), len(nodes), ask.k))
             else:
                 slices.append(AskSlice(len(self._logprobs), len(nodes), 1))
                 run = zip(ask.nodes, ask.tokens, strict=True)
@@ -254,13 +258,19 @@ class LaneBuilder:
         rolls."""
         draw = np.frombuffer(bytearray(draw_record(roll.sampler, roll.stream)), DRAW_DTYPE)
         draw["row"], draw["position"] = root_row, length
-        self._rolls.append([draw[0], len(self._tables) - 1, roll.count, -1, prompt_length, rule_id])
+        self._rolls.append([draw[0], len(self._tables) - 1, roll.count, -1, prompt_length, rule_id, roll.rejects, 0])
+        self._roll_ends.append(self._roll_ends[-1] + roll.count)
         self._roll_slots += [table.slot(length + i) for i in range(roll.count - 1)]
         return len(self._rolls) - 1
 
-    def use_roll(self, roll: int, target_row: int) -> None:
-        """Have the rolled tokens put into the target forward from `target_row` on."""
+    def use_roll(self, roll: int, target_row: int) -> range:
+        """Have the rolled tokens put into the target forward from `target_row` on; their places among all rolled."""
         self._rolls[roll][3] = target_row
+        return range(self._roll_ends[roll], self._roll_ends[roll + 1])
+
+    def verify(self, first_draw: int, rolled: range) -> None:
+        """Have the draws from `first_draw` on verify, by rejection, the tokens at these places among all rolled."""
+        self._verified += enumerate(rolled, first_draw)
 
     # ---- laying out
     def finish(self, copies: CopyPlan) -> LaneForward:
@@ -286,6 +296,7 @@ class LaneBuilder:
         copy_src, copy_dst = copies.arrays()
         fresh, pool.fresh = np.array(pool.fresh, np.int32), []
         topk, logprobs, banned = self._topk, _pairs(self._logprobs), _pairs(self._banned)
+        verified = _pairs(self._verified)
         best_rows, best_groups = (NO_BEST_ROWS, NO_BEST_GROUPS) if self._ranking is None else self._ranking.arrays()
         forward = LaneForward(
             lane=pool.lane,
@@ -312,6 +323,8 @@ class LaneBuilder:
             masked_rows=np.array(self._marks.masked, np.int32) if self._marks and self._marks.masked else NO_INTS,
             rolls=np.array([tuple(roll) for roll in self._rolls], ROLL_DTYPE) if self._rolls else NO_ROLLS,
             roll_slots=np.array(self._roll_slots, np.int32) if self._roll_slots else NO_INTS,
+            verified_draws=verified[0],
+            verified_tokens=verified[1],
             processing=None if self._marks is None else self._marks.processing(),
             report=None if self._marks is None else self._marks.report(),
         )
@@ -348,49 +361,3 @@ def _pairs(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         return NO_INTS, NO_INTS
     array = np.array(pairs, np.int32)
     return np.ascontiguousarray(array[:, 0]), np.ascontiguousarray(array[:, 1])
-
-
-class RowMarks:
-    """Marks of one forward's read-out rows, added in ascending order."""
-
-    __slots__ = ("_given", "_processed", "_reported", "masked")
-
-    def __init__(self) -> None:
-        self._processed: list[tuple[int, ...]] = []  # row, branch, prompt length, whether log-probabilities, rule id
-        self._reported: list[tuple[int, int]] = []  # row, number of top tokens
-        self._given: list[tuple[int, int]] = []  # row, token
-        self.masked: list[int] = []
-
-    def process(self, rows: Iterable[int], branch: int, rule_id: int, prompt_length: int, of_logprobs: bool) -> None:
-        """Have the logits of `rows`, which belong to `branch`, or their log-probabilities, processed by the rules of
-        this number."""
-        self._processed += [(row, branch, prompt_length, of_logprobs, rule_id) for row in rows]
-
-    def report_row(self, row: int, num_top: int) -> int:
-        """Report a row; returns its place among the reported ones."""
-        self._reported.append((row, num_top))
-        return len(self._reported) - 1
-
-    def report_given(self, first_row: int, tokens: Sequence[int], num_top: int) -> tuple[int, int]:
-        """Report `tokens`, one at each row from `first_row` on; returns the first places among the given tokens and the
-        rows."""
-        places = len(self._given), len(self._reported)
-        self._given += enumerate(tokens, first_row)
-        self._reported += [(row, num_top) for row in range(first_row, first_row + len(tokens))]
-        return places
-
-    def processing(self) -> ProcessRows | None:
-        """The processed rows as flat arrays."""
-        if not self._processed:
-            return None
-        marks = np.array(self._processed, np.int64)
-        rows, branches, prompt_lengths, of_logprobs = np.ascontiguousarray(marks[:, :4].T, np.int32)
-        return ProcessRows(rows, branches, prompt_lengths, np.ascontiguousarray(marks[:, 4]), of_logprobs)
-
-    def report(self) -> ReportRows | None:
-        """The reported rows as flat arrays."""
-        if not self._reported:
-            return None
-        rows, num_top = np.ascontiguousarray(np.array(self._reported, np.int32).T)
-        given_rows, given_tokens = np.ascontiguousarray(np.array(self._given, np.int32).reshape(-1, 2).T)
-        return ReportRows(rows, num_top, given_rows, given_tokens)

@@ -6,20 +6,21 @@ then has its report."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pagedec.core.draft import Draft
 from pagedec.core.forward import LaneAnswers, LaneForward
 from pagedec.core.history import History
-from pagedec.core.protocol import Answer, Best, Hypothesis, Sample, TopK, Verdict
+from pagedec.core.protocol import Answer, Best, Hypothesis, RowBest, Sample, TopK, Verdict
 from pagedec.errors import InvariantError
 
 if TYPE_CHECKING:
     from pagedec.core.plan import Work
+    from pagedec.core.protocol import Child
     from pagedec.core.request import Request
 
 
@@ -92,13 +93,32 @@ class Reports:
         self.edges, self.room = kept, max(FEWEST_EDGES, 2 * len(kept))
 
 
+class _Stand(NamedTuple):
+    """A node of a branch's draft (0: the root) as the history has it, and the states there."""
+
+    node: int
+    tip: int
+    stop_state: int
+    constraint_state: Any
+
+    def closes(self, request: Request, token: int) -> bool:
+        """Whether the branch would end with `token`, which its constraint allows."""
+        constraint = request.constraint
+        if request.stopping.cut(self.stop_state, (token,)).reason is not None:
+            return True
+        if constraint is None:
+            return False
+        return token in request.stopping.stops or constraint.is_over(constraint.next(self.constraint_state, token))
+
+
+_Top = tuple[tuple[int, ...], tuple[float, ...]]
 _Found = tuple[int, float, int]  # token id, log-probability, rank
 
 
 class Recorder:
     """Reads one forward's reported rows."""
 
-    __slots__ = ("_answers", "_ends", "_forward", "_report")
+    __slots__ = ("_answers", "_ends", "_forward", "_report", "_tops")
 
     def __init__(self, forward: LaneForward, answers: LaneAnswers) -> None:
         assert forward.report is not None
@@ -106,6 +126,7 @@ class Recorder:
             raise InvariantError("a forward's reported rows were not answered")
         self._forward, self._answers, self._report = forward, answers, answers.report
         self._ends: list[int] = forward.report.num_top.cumsum().tolist()
+        self._tops: dict[int, _Top] = {}  # of the reported rows that were looked at
 
     def record(self, work: Work) -> None:
         """Keep the prompt tokens' reports, and those of all tokens that may follow the root."""
@@ -133,41 +154,74 @@ class Recorder:
                 if work.branch.tip == hypothesis.tip and draft.tokens:
                     self._record_path(reports, history, work, draft, _way(draft, hypothesis.tokens))
 
-    def record_best(self, works: Sequence[Work], verdict: Verdict) -> None:
+    def record_best(self, works: Sequence[Work], verdict: Verdict, drafts: Sequence[Draft] = ()) -> None:
         """Keep the reports of a gang's candidates that live on, are done, or wait: those may be done later. Nothing is
-        kept of the others, nor of what lives no more."""
+        kept of the others, nor of what lives no more. `drafts`: what was run behind each of `works`; of its nodes those
+        count that the history has, for then they lived on, if only to be displaced in the same step."""
         reports, asks, own = works[0].request.reports, works[0].asks, works[0].report
         if reports is None or works[0].query is None or own is None or 0 not in own.rows:
             return  # 0 is not in the rows where the prompt alone is reported
         at = next((i for i, ask in enumerate(works[0].query.asks) if isinstance(ask, Best)), None)
         if at is None or not asks:
             return
-        request, answers, report = works[0].request, self._answers, self._report
+        request, answers, tips = works[0].request, self._answers, [work.branch.tip for work in works]
         waiting = request.decoder.waiting()
         done = (*verdict.done, *(waiting or ()))
         if waiting is not None and len(reports.edges) > reports.room:
-            reports.forget(request.history, [work.branch.tip for work in works], (*done, *request.done))
-        taken = {child.parent.tip << 32 | child.tokens[0] for child in verdict.live if child.tokens}
+            reports.forget(request.history, self._heads(works, verdict, drafts), (*done, *request.done))
+        taken = {edge for hypothesis in done if (edge := edge_of(hypothesis)) is not None}
         if verdict.children is not None:
-            tips = [work.branch.tip for work in works]
             pairs = zip(verdict.children.parents.tolist(), verdict.children.tokens.tolist(), strict=True)
             taken |= {tips[parent] << 32 | token for parent, token in pairs}
-        taken |= {edge for hypothesis in done if (edge := edge_of(hypothesis)) is not None}
+        taken |= {tip << 32 | child.tokens[0] for tip, child in self._born(works, verdict, drafts) if child.tokens}
         ends = np.cumsum(answers.best_counts).tolist()
-        tops: dict[int, tuple[tuple[int, ...], tuple[float, ...]]] = {}
         for group in {work.asks[at].first for work in works}:
             first, stop = ends[group] - int(answers.best_counts[group]), ends[group]
             parents, tokens = answers.best_parents[first:stop].tolist(), answers.best_tokens[first:stop].tolist()
             for i, (parent, token) in enumerate(zip(parents, tokens, strict=True), first):
                 work = works[parent]
-                edge = work.branch.tip << 32 | token
-                if edge not in taken and (waiting is not None or not may_end(work, token)):
+                stand = _Stand(0, tips[parent], work.branch.stop_state, work.branch.constraint_state)
+                self._record_candidate(reports, work, stand, token, i, taken, waiting is None)
+        for work, draft in zip(works, drafts, strict=False):
+            for node, group in _ranked_alone(work):
+                behind = _stand(work, draft, node) if node else None
+                if behind is None:
                     continue
-                assert work.report is not None
-                if parent not in tops:
-                    tops[parent] = self._top(work.report.rows[0])
-                logprob, rank = float(report.best_logprobs[i]), int(report.best_ranks[i])
-                reports.edges.setdefault(edge, TokenLogprobs(token, logprob, rank, *tops[parent]))
+                first, stop = ends[group] - int(answers.best_counts[group]), ends[group]
+                for i, token in enumerate(answers.best_tokens[first:stop].tolist(), first):
+                    self._record_candidate(reports, work, behind, token, i, taken, waiting is None)
+
+    def _born(self, works: Sequence[Work], verdict: Verdict, drafts: Sequence[Draft]) -> Iterator[tuple[int, Child]]:
+        """The children of a verdict, each with the node that its own tokens stand behind."""
+        draft_of = {work.branch: draft for work, draft in zip(works, drafts, strict=False)}
+        for child in verdict.live:
+            way = [draft_of[child.parent].tokens[node - 1] for node in child.path]
+            yield works[0].request.history.append(child.parent.tip, way), child
+
+    def _heads(self, works: Sequence[Work], verdict: Verdict, drafts: Sequence[Draft]) -> list[int]:
+        """The nodes behind which reports may have been made, of what lives."""
+        return [*(work.branch.tip for work in works), *(tip for tip, _ in self._born(works, verdict, drafts))]
+
+    def _record_candidate(
+        self,
+        reports: Reports,
+        work: Work,
+        stand: _Stand,
+        token: int,
+        at: int,
+        taken: Collection[int],
+        may_wait: bool,
+    ) -> None:
+        """Keep the report of one of the best, if it is among those `taken`, lived on, or, where it may wait unknown to
+        us, ends."""
+        edge, request = stand.tip << 32 | token, work.request
+        if edge not in taken and request.history.find(stand.tip, token) is None:
+            if not may_wait or not stand.closes(request, token):
+                return
+        assert work.report is not None
+        logprob, rank = float(self._report.best_logprobs[at]), int(self._report.best_ranks[at])
+        if edge not in reports.edges:
+            reports.edges[edge] = TokenLogprobs(token, logprob, rank, *self._top(work.report.rows[stand.node]))
 
     def _record_path(self, reports: Reports, history: History, work: Work, draft: Draft, path: Sequence[int]) -> None:
         tip = work.branch.tip
@@ -196,9 +250,12 @@ class Recorder:
                 top = top or self._top(work.report.rows[node])
                 reports.edges[edge] = TokenLogprobs(token, logprob, rank, *top)
 
-    def _top(self, row: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        first, stop = self._ends[row - 1] if row else 0, self._ends[row]
-        return tuple(self._report.top_ids[first:stop].tolist()), tuple(self._report.top_logprobs[first:stop].tolist())
+    def _top(self, row: int) -> _Top:
+        if row not in self._tops:
+            part = slice(self._ends[row - 1] if row else 0, self._ends[row])
+            ids, logprobs = self._report.top_ids[part].tolist(), self._report.top_logprobs[part].tolist()
+            self._tops[row] = tuple(ids), tuple(logprobs)
+        return self._tops[row]
 
     def _found(self, work: Work, node: int) -> Iterator[_Found]:
         """What the decoder was answered at a node."""
@@ -217,20 +274,9 @@ class Recorder:
                     i = part.first + at
                     ids, logprobs, ranks = answers.topk_tokens[i], report.topk_logprobs[i], report.topk_ranks[i]
                     yield from zip(ids[: ask.k].tolist(), logprobs.tolist(), ranks.tolist(), strict=False)
-            elif not isinstance(ask, Best):  # see record_best
+            elif not isinstance(ask, (Best, RowBest)):  # see record_best
                 for at in places:
                     yield _entry(self._forward.logprob_tokens, answers.logprobs, report.logprob_ranks, part.first + at)
-
-
-def may_end(work: Work, token: int) -> bool:
-    """Whether a candidate of a gang that does not say what waits may be an answer later."""
-    request, branch = work.request, work.branch
-    if request.stopping.cut(branch.stop_state, (token,)).reason is not None:
-        return True
-    own = request.constraint
-    if own is None:
-        return False
-    return token in request.stopping.stops or own.is_over(own.next(branch.constraint_state, token))
 
 
 def reported(history: History, reports: Reports, tip: int, tokens: Sequence[int]) -> list[TokenLogprobs | None]:
@@ -249,6 +295,28 @@ def answer_reports(request: Request, hypothesis: Hypothesis) -> list[TokenLogpro
     history = request.history
     start = history.ancestor(hypothesis.tip, min(request.prompt_length, history.depth[hypothesis.tip]))
     return reported(history, request.reports, start, request.output(hypothesis))
+
+
+def _ranked_alone(work: Work) -> Iterator[tuple[int, int]]:
+    """The nodes of a work whose candidates are ranked by themselves, with the places of their groups."""
+    assert work.query is not None
+    for ask, part in zip(work.query.asks, work.asks, strict=True):
+        if isinstance(ask, RowBest):
+            yield from zip(ask.nodes, range(part.first, part.first + part.num_nodes), strict=False)
+
+
+def _stand(work: Work, draft: Draft, node: int) -> _Stand | None:
+    """A node of a work's draft; None where the history does not have it."""
+    request, branch = work.request, work.branch
+    tip, stop_state, state = branch.tip, branch.stop_state, branch.constraint_state
+    for step in draft.path(node):
+        token = draft.tokens[step - 1]
+        found = request.history.find(tip, token)
+        if found is None:
+            return None
+        tip, stop_state = found, request.stopping.next(stop_state, token)
+        state = None if request.constraint is None else request.constraint.next(state, token)
+    return _Stand(node, tip, stop_state, state)
 
 
 def _entry(tokens: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray, i: int) -> _Found:

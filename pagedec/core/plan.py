@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pagedec.core.costs import StepShape
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.forward import LaneForward
 from pagedec.core.masking import StepMasks
@@ -11,6 +12,9 @@ from pagedec.core.protocol import Query, Roll
 from pagedec.core.request import Branch, Request
 from pagedec.core.table import BlockTable, CopyPlan
 from pagedec.errors import RequestError
+
+MOST_CAUGHT_UP = 16
+"""Pending tokens that a draft lane evaluates beside a roll without taking notably longer."""
 
 
 @dataclass(slots=True)
@@ -82,9 +86,30 @@ class StepPlan:
     """Makes the masks of its constrained rows, where it has any."""
     num_rows: int = 0
     """Rows of all lanes' forwards."""
+    shape: StepShape | None = None
+    """What of it takes time, where costs were given."""
+    num_wished: int = 0
+    num_granted: int = 0
+    """Rows of drafts that were weighed, and that were granted."""
     num_released: int = 0
     """Idle branches that gave way to the step."""
     failed: dict[Request, RequestError] = field(default_factory=dict)
     """Requests whose decoders did not say what to evaluate."""
     idled: list[Request] = field(default_factory=list)
     """Requests whose decoders have nothing to evaluate any more."""
+
+
+def shape_of(plan: StepPlan) -> StepShape:
+    """What of a plan takes time."""
+    target, draft = plan.forwards.get("target"), plan.forwards.get("draft")
+    num_asked, is_steady = 0, target is not None
+    for work in plan.works:
+        num_asked += work.query is not None
+        is_steady &= work.num_tokens <= (1 if work.table.pool.lane == "target" else MOST_CAUGHT_UP)
+    counts = draft.rolls["count"] if draft is not None else ()
+    depth = int(max(counts, default=0))
+    is_masked = depth > 0 and plan.masks is not None
+    is_steady &= draft is None or depth > 0
+    return StepShape(
+        0 if target is None else len(target.token_ids), num_asked, len(counts), depth, is_masked, is_steady
+    )

@@ -10,19 +10,21 @@ from bisect import bisect_right, insort
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from pagedec.core.checks import check_queries
+from pagedec.core.costs import StepCosts
 from pagedec.core.demand import Demand, Forecast
 from pagedec.core.draft import EMPTY
-from pagedec.core.drafting import Chain, Drafting
+from pagedec.core.drafting import Drafting
 from pagedec.core.layout import LaneBuilder, draw_record
 from pagedec.core.limits import SchedulerLimits
-from pagedec.core.plan import StepPlan, Work
+from pagedec.core.plan import StepPlan, Work, shape_of
 from pagedec.core.preemption import Room
 from pagedec.core.protocol import Best, Query, Sampler
 from pagedec.core.request import Branch, Request, order_of
 from pagedec.core.reuse import Reuse
-from pagedec.core.rows import Rows
+from pagedec.core.rows import Chain, Rows
 from pagedec.core.stopping import COUNT
 from pagedec.core.table import BlockTable, CopyPlan, reserve
+from pagedec.core.weighing import Weighing
 from pagedec.errors import PagedecError, RequestError, told
 
 
@@ -30,12 +32,13 @@ class Planner:
     """Makes the plan of one step.
 
     `requests`: all, in the order in which they run; `started`: those that hold blocks, in the same order; it gains
-    those that this step lets in. `only`: those that may run, if not all may.
+    those that this step lets in. `only`: those that may run, if not all may. `costs`: what a step takes; without them
+    nobody rests, and drafts are as wide as they are.
     """
 
     __slots__ = (
-        "_builders", "_copies", "_drafting", "_demand", "_forecast", "_limits", "_num_chain_rows", "_only", "_plan",
-        "_requests", "_reuse", "_room", "_rows", "_started",
+        "_builders", "_copies", "_costs", "_demand", "_drafting", "_forecast", "_limits", "_num_chain_rows", "_only",
+        "_plan", "_requests", "_reuse", "_room", "_rows", "_started",
     )  # fmt: skip
 
     def __init__(
@@ -47,14 +50,16 @@ class Planner:
         copies: Mapping[str, CopyPlan],
         step: int,
         only: Collection[Request] | None = None,
+        costs: StepCosts | None = None,
     ) -> None:
         self._limits, self._requests, self._started, self._demand = limits, requests, started, demand
-        self._copies, self._only, self._plan = copies, only, StepPlan(step)
+        self._copies, self._only, self._costs, self._plan = copies, only, costs, StepPlan(step)
         self._builders = {lane: LaneBuilder(plan.pool) for lane, plan in copies.items()}
         self._rows = Rows(limits, self._builders, self._plan)
         self._room = Room(requests, step, self._asked, only)
         self._reuse = Reuse(limits.enable_prefix_caching, self._rows.computing, self._asked)
-        self._drafting = Drafting(limits, self._rows, copies, self._room)
+        weighing = None if costs is None else Weighing(costs, len(started))
+        self._drafting = Drafting(limits, self._rows, copies, self._room, weighing)
         self._forecast: Forecast | None = None
         self._num_chain_rows = -1  # not counted yet
 
@@ -63,8 +68,11 @@ class Planner:
         for request in self._turns():
             if self._rows.is_full:
                 break
-            if request.plain is not None:
-                has_room = self._plan_plain(request, request.plain)
+            sampler = request.plain
+            if sampler is None and self._rests(request):
+                sampler = request.decoder.resting_sampler
+            if sampler is not None:
+                has_room = self._plan_plain(request, sampler)
             elif request.decoder.gang:
                 has_room = self._plan_gang(request, self._queries(request))
             else:
@@ -84,6 +92,9 @@ class Planner:
         if plan.masks is not None and "draft" in plan.forwards:
             plan.masks.roll_counts = plan.forwards["draft"].rolls["count"].tolist()
         plan.num_released = self._room.num_released
+        if self._drafting.weighing is not None:
+            weighing = self._drafting.weighing
+            plan.shape, plan.num_wished, plan.num_granted = shape_of(plan), weighing.num_wished, weighing.num_granted
         return plan
 
     # ---- whose turn it is
@@ -124,7 +135,7 @@ class Planner:
         if request.asked_in != self._plan.step and not request.idle:
             request.asked_in = self._plan.step
             try:
-                request.queries = propose(request, self._spare_rows(), self._limits.vocab_size)
+                request.queries = propose(request, self._room_of(request), self._limits.vocab_size)
             except RequestError as error:
                 self._plan.failed[request] = error
                 request.queries = []
@@ -137,7 +148,22 @@ class Planner:
         """The branches that want to advance; None: all."""
         if request.idle:
             return set()
-        return None if request.plain is not None else {query.branch for query in self._queries(request)}
+        if request.plain is not None or self._rests(request):
+            return None
+        return {query.branch for query in self._queries(request)}
+
+    def _rests(self, request: Request) -> bool:
+        """It would draft if that paid."""
+        if self._costs is None or request.standing is None:
+            return False
+        return request.standing.rests(self._plan.step, len(self._started))
+
+    def _room_of(self, request: Request) -> int:
+        """The rows that a request is told it may draft within."""
+        spare = self._spare_rows()
+        if self._costs is None or request.standing is None:
+            return spare
+        return request.standing.room(spare, len(request.branches), self._costs)
 
     def _spare_rows(self) -> int:
         """Rows that no chain of those that hold blocks needs, as far as can be told before all of them are asked, nor
@@ -147,7 +173,7 @@ class Planner:
             for request in self._started:
                 if request.idle or not request.started:
                     continue
-                if request.plain is None and request.asked_in >= 0:
+                if request.plain is None and request.asked_in >= 0 and not self._drafting.weighs(request):
                     self._num_chain_rows += len(request.queries)  # of its last step
                     continue
                 depth = request.history.depth
@@ -228,8 +254,9 @@ class Planner:
 
     def _lay(self, request: Request, chains: Sequence[Chain]) -> None:
         """Chains with drafts are laid out when all chains have their rows."""
+        weighs = self._drafting.weighs(request)
         for chain in chains:
-            if chain.query.draft is not EMPTY:
+            if weighs or chain.query.draft is not EMPTY:
                 self._drafting.postpone(request, chains)
                 return
         for branch, count, query, is_whole in chains:

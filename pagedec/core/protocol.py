@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -110,8 +110,22 @@ class Best:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Of the root: behind a beam nothing is drafted."""
+        """Of the root: `RowBest` asks of those that are drafted behind it."""
         return (0,)
+
+
+@dataclass(frozen=True, slots=True)
+class RowBest:
+    """The best `k` continuations of each of `nodes` by itself, as `Best` ranks those of a branch whose score is 0: of a
+    gang that drafts, and ranks what stands behind its drafts when it knows their scores. `streams[i]` names the noise
+    of `nodes[i]`; it is read where there is a `sampler`. Answer: one `Candidates` for each node that was run, its
+    parents all 0."""
+
+    k: int
+    nodes: tuple[int, ...]
+    sampler: Sampler | None = None
+    streams: tuple[int, ...] = ()
+    min_tokens_to_keep: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +137,10 @@ class Candidates:
     tokens: np.ndarray  # int32 [num]
     scores: np.ndarray  # fp32 [num]: the branch's score plus `logprobs`, added in fp32
     logprobs: np.ndarray  # fp32 [num]: processed (and with a sampler, tempered) log-probabilities, not renormalised
+    keys: np.ndarray | None = None  # fp32 [num]: what they are ranked by: scores, with a sampler and their noise
 
 
-Ask: TypeAlias = Sample | TopK | LogProbs | Best
+Ask: TypeAlias = Sample | TopK | LogProbs | Best | RowBest
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +151,11 @@ class Roll:
     count: int
     sampler: Sampler = GREEDY
     stream: int = 0
+    rejects: bool = False
+    """True: what a query's one Sample, of one stream, answers at the node before a rolled token is that token with
+    probability min(1, p / q), else a draw from norm(max(0, p - q)): p is what the Sample's draw there would be taken
+    from, q what the token was drawn from. The roll's stream must be another one: draws that share noise are dependent.
+    Behind the first node that answers another token answers mean nothing."""
 
     @property
     def num_nodes(self) -> int:
@@ -279,6 +299,20 @@ class DecoderContext:
             cut, _ = cut_within(own, self.stopping, branch.stop_state, branch.constraint_state, (token,), room)
         return cut if cut.reason is not None else None
 
+    def continued(self, branch: Branch, token: int, score: float, state: Any) -> Branch:
+        """What `branch` would be in the next generation, continued by a token that does not end it: to look further
+        ahead from, where a step has evaluated what stands behind. It has no tables."""
+        own, behind = self.constraint, branch.constraint_state
+        return replace(
+            branch,
+            tip=self.history.append_one(branch.tip, token),
+            tables={},
+            state=state,
+            stop_state=self.stopping.next(branch.stop_state, token),
+            score=score,
+            constraint_state=behind if own is None else own.next(behind, token),
+        )
+
     def closing(self, branches: Sequence[Branch], places: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Which of a gang's continuations, `tokens[i]` behind `branches[places[i]]`, end because the constraint lets
         nothing follow, or are stop tokens that it left no choice about, even before `min_tokens`: bool [len(tokens)].
@@ -318,6 +352,12 @@ class Decoder(Protocol):
     plain_sampler: Sampler | None = None
     """Not None: all that it does is to draw one token a step for each stream of each branch's state, with this sampler.
     Then it may be stepped without being asked."""
+    resting_sampler: Sampler | None = None
+    """Not None: how widely it drafts is not its own to say. The likeliest nodes of its drafts are run, as many as pay.
+    Where none do it is not asked: it is stepped like one whose `plain_sampler` this is."""
+    grant_sizes: Sequence[int] = ()
+    """Of one with a `resting_sampler` whose drafts cannot be cut: numbers of rows, of which it is told one as `room`.
+    Empty: all nodes of its drafts are asked about, so that any of them may be left out."""
     width: int
     """The most branches that live at once, from 1 to 16384. A gang fails when it is wider, and is refused where so many
     branches do not fit; of others it is what admission expects."""

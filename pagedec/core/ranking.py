@@ -12,7 +12,7 @@ from pagedec.core.forward import (
     NO_BEST_GROUPS,
     NO_BEST_ROWS,
 )
-from pagedec.core.protocol import Best
+from pagedec.core.protocol import Best, RowBest
 
 _MASK = (1 << 64) - 1
 
@@ -33,7 +33,7 @@ class Ranking:
     )
 
     def __init__(self) -> None:
-        self._asks: list[Best] = []  # of each group
+        self._asks: list[Best | RowBest] = []  # of each group
         self._groups: dict[tuple[int, int], int] = {}  # (request, the ask's group): its number in this forward
         self._num_queries: dict[int, int] = {}  # of each request, so far
         self._places: list[int] = []  # these six: of each row; its query's place among the request's
@@ -59,6 +59,18 @@ class Ranking:
         self._scores += scores
         return group
 
+    def add_alone(self, ask: RowBest, rows: Sequence[int], positions: Sequence[int]) -> int:
+        """Rank read-out rows, each by itself; returns the first one's group."""
+        first, count = len(self._asks), len(rows)
+        self._asks += [ask] * count
+        self._group_of += range(first, first + count)
+        self._rows += rows
+        self._positions += positions
+        self._streams += [stream & _MASK for stream in ask.streams[:count]] or [0] * count
+        self._places += [0] * count
+        self._scores += [0.0] * count
+        return first
+
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """BEST_ROW_DTYPE [num_best] and BEST_GROUP_DTYPE [num_groups]."""
         if not self._asks:
@@ -77,7 +89,7 @@ class Ranking:
         return rows, groups
 
 
-def described(ask: Best) -> tuple[int | float, ...]:
+def described(ask: Best | RowBest) -> tuple[int | float, ...]:
     """How the rows of a group are ranked: an entry of BEST_GROUP_DTYPE, whose first and last row are 0."""
     sampler, keep = ask.sampler, ask.min_tokens_to_keep
     if sampler is None:

@@ -13,6 +13,7 @@ from pagedec.core.history import History
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
 from pagedec.core.logprobs import Reports, TokenLogprobs
 from pagedec.core.protocol import Decoder, Hypothesis, Query, Sampler
+from pagedec.core.standing import Standing
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable
 from pagedec.errors import RequestError
@@ -109,6 +110,8 @@ class Request:
     """Idle branches that gave way, one by one; they come back by their pending chain."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     """Of what its decoder has proposed; what was forced is not among it."""
+    standing: Standing | None = None
+    """Of one that drafts as widely as pays."""
     num_forced_tokens: int = 0
     """Drafted tokens that its constraint left no choice about."""
 

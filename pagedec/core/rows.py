@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.layout import LaneBuilder
@@ -10,9 +11,19 @@ from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logits_rules import NO_RULES
 from pagedec.core.masking import MaskedWork, StepMasks
 from pagedec.core.plan import StepPlan, Work, WorkReport
-from pagedec.core.protocol import Query, Roll
+from pagedec.core.protocol import Query, Roll, Sample
 from pagedec.core.request import Branch, Request
 from pagedec.core.stopping import NO_STOPPING
+
+
+class Chain(NamedTuple):
+    """A branch whose next `num_tokens` pending tokens have their rows. `is_whole`: they are all of them, so its query
+    is answered."""
+
+    branch: Branch
+    num_tokens: int
+    query: Query
+    is_whole: bool
 
 
 class Rows:
@@ -39,6 +50,10 @@ class Rows:
     def is_empty(self) -> bool:
         """Nobody has a row yet."""
         return self.left == self._whole
+
+    @property
+    def num_taken(self) -> int:
+        return self._whole - self.left
 
     def take(self, request: Request, branch: Branch, count: int, seqs: int = 1) -> None:
         """Count the rows of `count` pending tokens of a branch; without a pending token, the row that reads the root.
@@ -86,7 +101,10 @@ class Rows:
             work.roll = roll
             self.mark(work, read)
         if isinstance(draft, Roll):
-            self.builders["draft"].use_roll(roll, root + 1)
+            rolled = self.builders["draft"].use_roll(roll, root + 1)
+            if draft.rejects and query is not None:
+                sampled = next(own for ask, own in zip(query.asks, work.asks, strict=True) if isinstance(ask, Sample))
+                target.verify(sampled.first, rolled)
         self.plan.works.append(work)
 
     def lay_gang(self, request: Request, queries: Sequence[Query]) -> None:

@@ -13,6 +13,7 @@ from pagedec.core.block import BlockPool
 from pagedec.core.checks import check_decoder, check_verdict
 from pagedec.core.conclusion import conclusion
 from pagedec.core.constraint import Constraint
+from pagedec.core.costs import StepCosts
 from pagedec.core.demand import Demand
 from pagedec.core.forward import LaneAnswers
 from pagedec.core.history import History
@@ -25,6 +26,7 @@ from pagedec.core.preemption import holds_blocks, preempt
 from pagedec.core.protocol import Decoder, DecoderContext, Verdict
 from pagedec.core.request import Branch, Ended, Event, Failed, Request, Waiting, order_of
 from pagedec.core.settling import Settler, ranks_of
+from pagedec.core.standing import Method, Standing
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable, CopyPlan
 from pagedec.errors import InvalidArgument, InvariantError, NotFound, RequestError, told
@@ -47,6 +49,7 @@ class Scheduler:
         self._started: list[Request] = []  # those that hold blocks, in the same order
         self._copies = self._new_copies()
         self._demand = Demand()
+        self._methods: dict[type[Decoder], Method] = {}
         self._plan: StepPlan | None = None  # the one that is out
         self._events: list[Event] = []  # what has happened since the last settling
         self._num_arrivals = 0
@@ -93,6 +96,10 @@ class Scheduler:
         state = None if constraint is None else constraint.start(history.tokens(tip))
         root = Branch(tip, tables, decoder.initial_state, stopping.start, len(prompt), constraint_state=state)
         plain = decoder.plain_sampler if limits.array_settle else None
+        standing = None
+        if decoder.resting_sampler is not None and not decoder.gang:
+            method = self._methods.setdefault(type(decoder), Method())
+            standing = Standing(method, decoder.grant_sizes)
         return Request(
             request_id,
             decoder,
@@ -109,6 +116,7 @@ class Scheduler:
             constraint,
             context.forced if constraint is not None and limits.draft_forced else None,
             settled_length=len(prompt),
+            standing=standing,
         )
 
     def add(self, request: Request) -> None:
@@ -217,9 +225,12 @@ class Scheduler:
         """Nothing wants to advance, as far as the last plan could tell, and nothing is left to be told."""
         return not self._events and all(request.idle for request in self.requests)
 
-    def plan(self, only: Collection[Request] | None = None) -> StepPlan:
+    def plan(self, only: Collection[Request] | None = None, costs: StepCosts | None = None) -> StepPlan:
         """What to evaluate next, of the requests `only` if not of all. Without forwards there is nothing to do until
         something is added or edited; but for what `settle` then tells.
+
+        `costs`: what steps take. Requests that draft as widely as pays get rows by them, and rest where nothing pays;
+        without costs they draft as widely as they may.
 
         A request whose decoder fails is forgotten, and so is the first one if not even that can run: `settle` tells of
         them. What else is raised is our own mistake: `forget_kv` must follow.
@@ -227,7 +238,12 @@ class Scheduler:
         self._require_between_steps("plan")
         self.step += 1
         self._started = [request for request in self._started if request.started and not request.closed]
-        plan = Planner(self.limits, self.requests, self._started, self._demand, self._copies, self.step, only).make()
+        if costs is not None:
+            for method in [*self._methods.values()]:  # `admit` may add one meanwhile
+                method.earn()
+        plan = Planner(
+            self.limits, self.requests, self._started, self._demand, self._copies, self.step, only, costs
+        ).make()
         self._copies = self._new_copies()
         self._plan = plan
         self._events += (Waiting(request) for request in plan.idled)

@@ -177,7 +177,7 @@ class Settler:
             check_verdict(history, request.branches, evaluated, verdict, self._vocab_size, request.decoder, known)
             if self._recorder is not None:
                 self._recorder.record_paths(works, answers, verdict)
-                self._recorder.record_best(works, verdict)
+                self._recorder.record_best(works, verdict, [answer.draft for answer in answers])
             generation = self._generation(request, evaluated, verdict, ranks_of(request, verdict))
         except RequestError:
             raise
@@ -205,8 +205,9 @@ class Settler:
     def _answer(self, request: Request, work: Work) -> tuple[Query, Answer]:
         if work.query is not None:
             return work.query, read_answer(work, self._answers["target"], self._rolled, self._candidates)
-        assert request.plain is not None
-        query = Query(work.branch, (Sample(request.plain, tuple(work.branch.state)),))
+        sampler = request.plain or request.decoder.resting_sampler
+        assert sampler is not None
+        query = Query(work.branch, (Sample(sampler, tuple(work.branch.state)),))
         return query, Answer(EMPTY, (self._answers["target"].draws[work.draw : work.draw + 1].reshape(1, 1),))
 
     def _advance_gang(self, request: Request, works: Sequence[Work], verdict: Verdict, children: Children) -> None:
@@ -359,8 +360,11 @@ def note_drafts(request: Request, queries: Sequence[Query], answers: Sequence[An
         if draft.is_chain and draft.tokens == tuple(forced[: len(draft.tokens)]):
             request.num_forced_tokens += len(draft.tokens)
         else:
-            lengths = [len(child.path) for child in verdict.live if child.parent is query.branch]
-            request.acceptance.note(query, draft, lengths)
+            paths = [child.path for child in verdict.live if child.parent is query.branch]
+            request.acceptance.note(query, draft, map(len, paths))
+            if request.standing is not None:
+                for path in paths:
+                    request.standing.note(draft, path)
 
 
 def ranks_of(request: Request, verdict: Verdict) -> list[int]:

@@ -31,7 +31,7 @@ from pagedec.core.forward import (
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.errors import InvariantError
 
-MAGIC, VERSION = 0x50444543, 2
+MAGIC, VERSION = 0x50444543, 3
 FORWARDS, MASKS, ANSWERS, ROLLED = 1, 2, 3, 4
 LANES = ("target", "draft")
 _HEAD = 6  # words before a message's numbers
@@ -55,7 +55,7 @@ _LANE: _Layout = (
         "token_ids", "positions", "slots", "row_indptr", "kv_len", "block_table", "parents", "copy_src", "copy_dst",
         "fresh",
         "read_rows", "topk_rows", "logprob_rows", "logprob_tokens", "banned_rows", "banned_tokens", "masked_rows",
-        "roll_slots",
+        "roll_slots", "verified_draws", "verified_tokens",
     ),
 )  # fmt: skip
 _PROCESS: _Layout = (*_ints("rows", "branches", "prompt_lengths"), ("rule_ids", _WIDE), ("of_logprobs", _INT))
@@ -63,7 +63,7 @@ _REPORT: _Layout = _ints("rows", "num_top", "given_rows", "given_tokens")
 _LANE_ANSWERS: _Layout = (
     *_ints("draws", "topk_tokens"), ("topk_logprobs", _FLOAT), ("logprobs", _FLOAT),
     *_ints("best_counts", "best_parents", "best_tokens"), ("best_scores", _FLOAT), ("best_logprobs", _FLOAT),
-    *_ints("rolled"),
+    ("best_keys", _FLOAT), *_ints("rolled"),
 )  # fmt: skip
 _REPORTED: _Layout = (
     ("top_ids", _INT), ("top_logprobs", _FLOAT), ("given_logprobs", _FLOAT), ("given_ranks", _INT), ("draw_logprobs",

@@ -1,6 +1,8 @@
 """Decoding algorithms: one file each. They know the protocol and the history, never a block or a tensor."""
 
 from pagedec.decoders.beam import Beam
+from pagedec.decoders.beam_guesses import LookaheadBeam, NGramBeam
+from pagedec.decoders.beam_rolls import DraftModelBeam
 from pagedec.decoders.draft_model import DraftModel
 from pagedec.decoders.jacobi import Jacobi
 from pagedec.decoders.lookahead import Lookahead
@@ -8,4 +10,17 @@ from pagedec.decoders.ngram import NGram
 from pagedec.decoders.registry import decoder, decoder_for, make_decoder
 from pagedec.decoders.sampling import Sampling
 
-__all__ = ["Beam", "DraftModel", "Jacobi", "Lookahead", "NGram", "Sampling", "decoder", "decoder_for", "make_decoder"]
+__all__ = [
+    "Beam",
+    "DraftModel",
+    "DraftModelBeam",
+    "Jacobi",
+    "Lookahead",
+    "LookaheadBeam",
+    "NGram",
+    "NGramBeam",
+    "Sampling",
+    "decoder",
+    "decoder_for",
+    "make_decoder",
+]

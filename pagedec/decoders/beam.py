@@ -7,7 +7,7 @@ fewer answers may come; Hugging Face fills up with copies whose scores are -1e9 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -121,11 +121,14 @@ class Beam(Decoder):
     # ---- choosing
     def advance(self, queries: Sequence[Query], answers: Sequence[Answer]) -> Verdict:
         """One step of every group, in their order."""
-        self.length += 1
         branches = [query.branch for query in queries]
-        best: dict[int, Candidates] = {
-            branch.state // self.group_width: answer.values[0] for branch, answer in zip(branches, answers, strict=True)
-        }
+        return self._step(
+            branches, {b.state // self.group_width: a.values[-1] for b, a in zip(branches, answers, strict=True)}
+        )
+
+    def _step(self, branches: Sequence[Branch], best: Mapping[int, Candidates]) -> Verdict:
+        """One level of the search: `branches` in the order of their numbers, and the best of each group."""
+        self.length += 1
         taken: list[int] = []  # tokens that groups have chosen in this step
         chosen: list[tuple[Group, Chosen]] = []
         for group in self.groups:

@@ -1,5 +1,10 @@
-"""A smaller model drafts on a lane of its own, with the target's own noise: where both give a token the same chance,
-they draw the same one."""
+"""A smaller model drafts on a lane of its own.
+
+Coupled, it draws with the target's own noise: where both give a token the same chance, they draw the same one. Verified
+by rejection, it draws with noise of its own, and a token is accepted with probability min(1, p / q), else replaced by
+one from what p has above q (Leviathan et al. 2023, Chen et al. 2023): more are accepted where the models differ, and
+the answer has the target's distribution, but is not the one that plain sampling draws.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,9 @@ from pagedec.decoders.sampling import Sampling
 from pagedec.params import SamplingParams
 from pagedec.speculation import DraftModelSpeculation
 
+ROLLED = 1 << 63
+"""Changes a stream's name: what is rolled to be rejected shares no noise with what the target draws."""
+
 
 @decoder("draft_model", params=SamplingParams, speculation=DraftModelSpeculation)
 class DraftModel(Sampling):
@@ -21,10 +29,14 @@ class DraftModel(Sampling):
     def __init__(self, params: SamplingParams, context: DecoderContext) -> None:
         super().__init__(params, context)
         settings = params.speculation
-        assert isinstance(settings, DraftModelSpeculation)
+        assert isinstance(settings, DraftModelSpeculation) and settings.num_speculative_tokens is not None
         self.count = settings.num_speculative_tokens
+        self.rejects = settings.verify == "rejection" and self.sampler.temperature > 0  # greedy: p and q are certain
 
     def draft(self, branch: Branch, room: int) -> Draft | Roll:
-        """Of several streams the first is followed; they part with the first token."""
-        count = min(self.count, self.left(branch), room)
-        return Roll(count, self.sampler, branch.state[0]) if count > 0 else EMPTY
+        """Of several streams the first is followed; they part with the first token. Rejection waits for that: answers
+        that may take the same drafted token are not independent."""
+        count, stream = min(self.count, self.left(branch), room), branch.state[0]
+        if count <= 0 or (self.rejects and len(branch.state) > 1):
+            return EMPTY
+        return Roll(count, self.sampler, stream ^ ROLLED if self.rejects else stream, self.rejects)

@@ -41,8 +41,8 @@ class Tree:
             node = child
         return len(self._tokens) - before
 
-    def draft(self) -> Draft:
-        return Draft(tuple(self._tokens), tuple(self._parents)) if self._tokens else EMPTY
+    def draft(self, grade: int = 0) -> Draft:
+        return Draft(tuple(self._tokens), tuple(self._parents), grade) if self._tokens else EMPTY
 
 
 def arbitrary(prompt: Sequence[int], count: int, name: int) -> list[int]:

@@ -24,19 +24,20 @@ class Jacobi(Sampling):
         settings = params.speculation
         assert isinstance(settings, JacobiSpeculation)
         self.size = settings.num_speculative_tokens
-        self.rows: dict[int, list[int]] = {}  # by stream
+        self.rows: dict[int, tuple[int, list[int]]] = {}  # by stream: a length of text, and what may follow it
 
     def draft(self, branch: Branch, room: int) -> Draft:
         """The first stream's row; what it lacks is arbitrary."""
-        row = self.rows.get(branch.state[0], [])
+        length, row = self.rows.get(branch.state[0], (0, []))
+        row = row[self.context.history.depth[branch.tip] - length :]  # without what has come meanwhile
         row = row + arbitrary(self.prompt(branch), self.size - len(row), branch.tip)
         return Draft.chain(row[: max(0, min(self.left(branch), room))])
 
     def learn(self, query: Query, answer: Answer) -> None:
         """What was drawn behind the first wrong guess is the row of the next step."""
+        length = self.context.history.depth[query.branch.tip]
         for i, stream in enumerate(query.branch.state):
             if answer.draft.num_nodes:
                 drawn = answer.values[0][:, i].tolist()
-                self.rows[stream] = drawn[len(match(answer.draft, drawn)[0]) + 1 :]
-            else:  # nothing was verified, but a token has come
-                self.rows[stream] = self.rows.get(stream, [])[1:]
+                num_new = len(match(answer.draft, drawn)[0]) + 1
+                self.rows[stream] = length + num_new, drawn[num_new:]

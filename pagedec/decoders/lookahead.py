@@ -62,16 +62,21 @@ class Lookahead(Sampling):
         self.ends = frozenset(() if params.temperature == 0 else context.eos_token_ids)
         self.pool = GuessPool(settings.num_guesses)
         self.windows: dict[int, Rows] = {}  # by stream; row 0 without the root, which is its first column
-        self.has_read_prompt = not self.reads_text
+        self.num_read: dict[int, int] = {}  # by stream: how much of its text was read
+        full = self.num_rows * (settings.window_size + settings.num_guesses)
+        self.guess_share = settings.num_guesses / max(1, settings.window_size + settings.num_guesses)
+        if self.resting_sampler is not None:
+            self.grant_sizes = sorted({max(self.num_rows, full // part) for part in (4, 2, 1)})
 
     def propose(self, branches: Sequence[Branch], room: int) -> Sequence[Query]:
-        """What a constraint forces, or guesses and then as many columns of the window as there is room for."""
-        if not self.has_read_prompt and branches:
-            self.has_read_prompt = True
-            self._insert_text(self.prompt(branches[0]))
+        """What a constraint forces, or guesses and then as many columns of the window as there is room for. Where that
+        is granted, branches share it alike, and guesses leave the window its part."""
         queries = []
-        for branch in branches:
-            queries.append(self._query(branch, room))
+        for i, branch in enumerate(branches):
+            if self.reads_text:
+                self._read_text(branch)
+            own = room if not self.grant_sizes else room // (len(branches) - i)
+            queries.append(self._query(branch, own))
             room -= queries[-1].draft.num_nodes
         return queries
 
@@ -84,6 +89,8 @@ class Lookahead(Sampling):
                 new = [*(draft_of[child.parent].tokens[node - 1] for node in child.path), *child.tokens]
                 known = self.context.history.suffix(child.parent.tip, self.num_rows)
                 self._insert_text([*known, *new])
+                length = self.context.history.depth[child.parent.tip] + len(new)
+                self.num_read |= dict.fromkeys(child.state, length)
         return verdict
 
     def learn(self, query: Query, answer: Answer) -> None:
@@ -109,8 +116,11 @@ class Lookahead(Sampling):
         if forced.num_nodes:  # the window waits: its tokens stand for places that are known now
             return Query(branch, (Sample(self.sampler, branch.state),), forced)
         left, tree = self.left(branch), Tree(max(0, room))
+        if self.grant_sizes and self.num_columns:
+            tree.most = max(self.num_rows, int(room * self.guess_share)) if room >= self.num_rows else 0
         for guess in self.pool.behind(self.context.history.token[branch.tip]):
             tree.grow(guess[: max(0, left)])
+        tree.most = max(0, room)
         verified = Sample(self.sampler, branch.state, tuple(range(len(tree) + 1)))
         num_rows = len(self.windows.get(branch.state[0], [[]]))
         # the last column's last row is num_columns + num_rows - 2 tokens ahead
@@ -139,6 +149,13 @@ class Lookahead(Sampling):
             return row
         others = arbitrary(self.prompt(branch), len(row), branch.tip)
         return [other if token in self.ends else token for token, other in zip(row, others, strict=True)]
+
+    def _read_text(self, branch: Branch) -> None:
+        """What of a branch's text was not read yet: the prompt, and what came while nobody asked."""
+        length, first = self.context.history.depth[branch.tip], self.num_read.get(branch.state[0], 0)
+        if first < length:
+            self._insert_text(self.context.history.slice(branch.tip, max(0, first - self.num_rows), length))
+            self.num_read |= dict.fromkeys(branch.state, length)
 
     def _insert_text(self, tokens: Sequence[int]) -> None:
         """Every n-gram of a text is a guess."""

@@ -18,6 +18,8 @@ from pagedec.speculation import NGramSpeculation
 
 PLACES = 8
 """Places looked at for each candidate: what goes on alike everywhere must not be searched without end."""
+GRADES = 4
+"""Lengths of equal ends that are told apart: the longer, the likelier it goes on alike."""
 
 
 class NGramIndex:
@@ -30,16 +32,17 @@ class NGramIndex:
         self._history, self._low, self._high = history, low, high
         self._part_of: dict[int, _Part] = {0: _Part(None, 0, [])}  # by history node
 
-    def continuations(self, tip: int, count: int) -> Iterator[list[int]]:
-        """What followed the last tokens of `tip` before in its own text, `count` tokens each: of the longest equal ends
-        first, of these the latest first. What reaches the text's end goes on with itself."""
+    def continuations(self, tip: int, count: int) -> Iterator[tuple[int, list[int]]]:
+        """What followed the last tokens of `tip` before in its own text, `count` tokens each, with how many of those
+        were alike: of the longest equal ends first, of these the latest first. What reaches the text's end goes on with
+        itself."""
         part, length = self._read(tip), self._history.depth[tip]
         for size in range(min(self._high, length - 1), self._low - 1, -1):
             for place in part.places(part.gram(length, size), length):
                 followed = part.tokens(place, min(place + count, length))
                 for i in range(count - len(followed)):
                     followed.append(followed[i])
-                yield followed
+                yield size, followed
 
     def _read(self, tip: int) -> _Part:
         """The part in which `tip` is, with all tokens up to there in it."""
@@ -111,17 +114,19 @@ class NGram(Sampling):
         super().__init__(params, context)
         settings = params.speculation
         assert isinstance(settings, NGramSpeculation) and settings.prompt_lookup_max is not None
-        self.settings = settings
+        assert settings.num_speculative_tokens is not None
+        self.num_candidates, self.num_tokens = settings.num_candidates, settings.num_speculative_tokens
         self.index = NGramIndex(context.history, settings.prompt_lookup_min, settings.prompt_lookup_max)
 
     def draft(self, branch: Branch, room: int) -> Draft:
         """Equal beginnings are drafted once; a continuation that another one begins with is none of its own."""
-        tree, left = Tree(room), self.settings.num_candidates
-        count = min(self.settings.num_speculative_tokens, self.left(branch))
+        tree, left, grade = Tree(room), self.num_candidates, 0
+        count = min(self.num_tokens, self.left(branch))
         if count < 1 or room < 1:
             return tree.draft()
-        for tokens in islice(self.index.continuations(branch.tip, count), PLACES * left):
+        for size, tokens in islice(self.index.continuations(branch.tip, count), PLACES * left):
+            grade = grade or min(size, GRADES)
             left -= tree.grow(tokens) > 0
             if not left or len(tree) == room:
                 break
-        return tree.draft()
+        return tree.draft(grade)

@@ -43,6 +43,8 @@ class Sampling(Decoder):
         plain = type(self).propose is Sampling.propose and type(self).advance is Sampling.advance
         plain = plain and type(self).draft is Sampling.draft and type(self).learn is Sampling.learn
         self.plain_sampler = self.sampler if plain else None  # a subclass is asked
+        adaptive = params.speculation is not None and params.speculation.adaptive
+        self.resting_sampler = self.sampler if adaptive and not plain else None
 
     def propose(self, branches: Sequence[Branch], room: int) -> Sequence[Query]:
         """Every branch wants to advance. What its constraint leaves no choice about is drafted first, alone."""

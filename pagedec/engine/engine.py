@@ -11,21 +11,22 @@ from hashlib import blake2b
 from typing import Any, TypeAlias
 
 from pagedec.constraints import Grammars, constraint_of
-from pagedec.core.checks import check_answers
 from pagedec.core.logprobs import TokenLogprobs, answer_reports
 from pagedec.core.plan import StepPlan
 from pagedec.core.protocol import Hypothesis, Verdict
+from pagedec.core.reading import check_answers
 from pagedec.core.request import Ended, Event, Failed, Finished, Progress, Request, Settled, Waiting
 from pagedec.core.scheduler import Scheduler
 from pagedec.decoders.registry import decoder_for, decoder_of
 from pagedec.engine.options import DEFAULT_LOGPROBS, Vocabulary, check_reports, read_options
+from pagedec.engine.pace import Pace
 from pagedec.engine.recovery import Recovery
-from pagedec.engine.speculating import check_speculation, with_speculation
+from pagedec.engine.speculating import DRAFTING, check_speculation, with_speculation
 from pagedec.engine.stats import EngineStats
 from pagedec.errors import DeviceError, InvalidArgument, RequestError, Shown, told
 from pagedec.executor.base import Executor
 from pagedec.outputs import RequestMetrics
-from pagedec.params import RequestParams, SamplingParams
+from pagedec.params import RequestParams
 from pagedec.speculation import Speculation, speculation_of
 
 
@@ -109,6 +110,7 @@ class Engine:
         """Requests admitted without a seed of their own."""
         self._grammars = None if vocabulary is None else Grammars(limits.vocab_size, *vocabulary.words)
         self._recovery = Recovery()
+        self._pace: Pace | None = None
         self._arrived: dict[Request, float] = {}
         self._first: dict[Request, float] = {}
         self._deadlines: dict[Request, float] = {}
@@ -132,7 +134,7 @@ class Engine:
         """
         decoder_for(type(params))  # before anything is read from what may be no parameters at all
         params = with_speculation(params, self.speculative)
-        if isinstance(params, SamplingParams) and params.speculation is not None:
+        if isinstance(params, DRAFTING) and params.speculation is not None:
             self._check_speculation(params.speculation, "speculative")
         chosen = decoder_of(params)
         limit, limited_by = self._limit(prompt, params.max_tokens)
@@ -156,6 +158,8 @@ class Engine:
             constraint=constraint,
         )
         request.limited_by, request.max_time = limited_by, params.max_time
+        if request.standing is not None and self._pace is None:
+            self._pace = Pace()
         if request.plain is None:
             request.acceptance.whole = self.stats.drafts_of(chosen.name)
         if params.seed is None:
@@ -198,7 +202,7 @@ class Engine:
         if began >= self._next_deadline and (events := self._conclude_overdue(began)):
             return self._collect(events, began)
         try:
-            plan = self.scheduler.plan(self._recovery.only)
+            plan = self.scheduler.plan(self._recovery.only, None if self._pace is None else self._pace.costs)
             planned = self.clock()
             if not plan.forwards:
                 return self._collect(self.scheduler.settle(plan, {}), planned)
@@ -229,6 +233,7 @@ class Engine:
         stats.plan_seconds += planned - began
         stats.execute_seconds += executed - planned
         stats.settle_seconds += settled - executed
+        self._learn(plan, planned - began + settled - executed, executed - planned)
         if self.debug:
             self.scheduler.check()
         return self._collect(events, settled)
@@ -245,6 +250,15 @@ class Engine:
     # ---- inside
     def _check_speculation(self, speculation: Speculation, field: str) -> None:
         check_speculation(speculation, field, self.limits.max_model_len, self._has_draft_model)
+
+    def _learn(self, plan: StepPlan, host: float, execute: float) -> None:
+        """What a step took; from the first request on that drafts as widely as pays."""
+        if self._pace is None or plan.shape is None:
+            return
+        self._pace.note(plan.shape, len(plan.works), plan.num_granted, host, execute)
+        self.stats.costs = self._pace.costs
+        self.stats.num_wished_rows += plan.num_wished
+        self.stats.num_granted_rows += plan.num_granted
 
     def _conclude_overdue(self, now: float) -> list[Event]:
         """End the requests whose time is over, those that still wait too, with the answers that they have."""

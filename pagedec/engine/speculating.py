@@ -7,14 +7,17 @@ from typing import Any, TypeVar
 
 from pagedec.decoders.registry import decoder_for
 from pagedec.errors import InvalidArgument
-from pagedec.params import RequestParams, SamplingParams
+from pagedec.params import BeamSearchParams, RequestParams, SamplingParams
 from pagedec.speculation import DraftModelSpeculation, Speculation, speculation_of
 
 P = TypeVar("P", bound=RequestParams)
+DRAFTING = (SamplingParams, BeamSearchParams)
+"""Parameters that may say how to draft."""
 
 
 def with_speculation(params: P, default: dict[str, Any] | None) -> P:
-    """The parameters with the engine's way to draft, where they leave it open and their decoder can draft so."""
+    """The parameters with the engine's way to draft, where they leave it open and their decoder can draft so. Beams
+    draft only where they say so: what drafts cost a search is not weighed."""
     if default is None or not isinstance(params, SamplingParams) or params.speculative is not None:
         return params
     kind = type(speculation_of(default))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pagedec.core.acceptance import Acceptance
+from pagedec.core.costs import StepCosts
 
 
 @dataclass(slots=True)
@@ -46,6 +47,13 @@ class EngineStats:
     """How many more would be used now if branches shared none."""
     drafts: dict[str, Acceptance] = field(default_factory=dict)
     """What became of drafts, by the name of the decoder that proposed them."""
+
+    costs: StepCosts | None = None
+    """What steps are believed to take, by their rows; None: no request has drafted as widely as pays yet."""
+    num_wished_rows: int = 0
+    """Rows of all drafts that were weighed for what they pay."""
+    num_granted_rows: int = 0
+    """Those of them that were run."""
 
     def drafts_of(self, decoder: str) -> Acceptance:
         """The counts of one decoder, which grow."""

@@ -7,7 +7,7 @@ meaning.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -165,6 +165,27 @@ class Program(Protocol):
     def run(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """Tokens that are verified by rejection, in the order of `LaneForward.verified_draws`, and what each was drawn
+    from."""
+
+    logits: torch.Tensor  # fp32 [*, vocab of the draft model], processed
+    draws: np.ndarray  # DRAW_DTYPE [num_verified]: how; `row` counts rows of `logits`
+    tokens: np.ndarray  # int32 [num_verified]
+
+
+class Roller(Protocol):
+    """Chains of drawn tokens without the host: a recorded forward, its read-out and its draws, again and again."""
+
+    def carry_on(
+        self, forward: LaneForward, tokens: np.ndarray, rules: Mapping[int, Any], kept: torch.Tensor, rows: np.ndarray
+    ) -> None:
+        """Draw all tokens of `forward.rolls` but the first of each, and put them behind it: `tokens` int32
+        [sum(count)], one chain behind the other. `rows` int32 [num_rolls]: the first row of `kept` fp32 [*, vocab] that
+        receives what a chain's tokens are drawn from; -1: none does."""
+
+
 class ReadOut(Protocol):
     """One forward's answers, filled piece by piece. Logits stay where they are; what comes back are small host
     arrays."""
@@ -225,10 +246,28 @@ class Backend(Protocol):
         vocabulary."""
 
     def read_out(
-        self, forward: LaneForward, cache: CacheTensors, rules: Mapping[int, Any], masks: Masks | None = None
+        self,
+        forward: LaneForward,
+        cache: CacheTensors,
+        rules: Mapping[int, Any],
+        masks: Masks | None = None,
+        drafted: Drafted | None = None,
     ) -> ReadOut:
         """Begin to answer what a forward asks. `cache` is the one that its rows were evaluated in; `rules` has the
-        backend's form of all rules that it names, `masks` what `masked_rows` are masked with."""
+        backend's form of all rules that it names, `masks` what `masked_rows` are masked with, `drafted` what
+        `verified_draws` verify."""
+
+    def roller(
+        self,
+        programs: Any,
+        buffers: Any,
+        plans: Sequence[Any],
+        cache: CacheTensors,
+        num_drawn: int,
+        debug: bool = False,
+    ) -> Roller | None:
+        """What rolls chains with a model's programs over its buffers; token ids from `num_drawn` on are never drawn.
+        None where each token needs the host. `debug`: NaN among logits is an error."""
 
     # ---- parts of a read-out
     def process_logits(
@@ -239,6 +278,10 @@ class Backend(Protocol):
 
     def sample(self, logits: torch.Tensor, draws: np.ndarray) -> np.ndarray:
         """One token for each draw (DRAW_DTYPE) from logits fp32 [num_rows, vocab]: int32 [num_draws]."""
+
+    def verify(self, logits: torch.Tensor, draws: np.ndarray, drafted: Drafted) -> np.ndarray:
+        """Each drafted token where it is accepted, with probability min(1, p / q), else a draw from norm(max(0, p -
+        q)), as pd_verify says: int32 [num_drafted]. `draws` (DRAW_DTYPE) says what p is taken from, of logits."""
 
     def topk(self, logits: torch.Tensor, row_ids: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(token ids int32 [n, k], logits fp32 [n, k], log-sum-exp fp32 [n]) of the rows, ties to the lower id."""

@@ -10,7 +10,8 @@ from pagedec.kernels.backend import Backend
 from pagedec.kernels.reference_best import CANDIDATE_DTYPE, order
 from pagedec.kernels.report import RawRows
 
-FIELDS = ("best_parents", "place"), ("best_tokens", "token"), ("best_scores", "score"), ("best_logprobs", "logprob")
+NAMES = {"parents": "place", "tokens": "token", "scores": "score", "logprobs": "logprob", "keys": "key"}
+FIELDS = [(f"best_{name}", own) for name, own in NAMES.items()]
 NO_CANDIDATES = np.empty(0, CANDIDATE_DTYPE)
 
 

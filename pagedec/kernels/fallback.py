@@ -14,9 +14,17 @@ import torch
 from torch.nn import functional
 
 from pagedec.core.forward import LaneForward
-from pagedec.kernels import reference, reference_best, reference_processing, reference_readout
+from pagedec.kernels import reference, reference_best, reference_processing, reference_readout, reference_verify
 from pagedec.kernels.arena import trim
-from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope, checked_quantization
+from pagedec.kernels.backend import (
+    NO_NORMS,
+    AttentionShape,
+    CacheTensors,
+    Drafted,
+    HeadNorms,
+    Rope,
+    checked_quantization,
+)
 from pagedec.kernels.host import HostBackend
 from pagedec.kernels.processing import FlatRules, lse_of, named, rows_within
 from pagedec.kernels.records import Epilogue
@@ -270,6 +278,9 @@ class ReferenceBackend(HostBackend):
 
     def sample(self, logits: torch.Tensor, draws: np.ndarray) -> np.ndarray:
         return reference_readout.sample(logits.numpy(), draws)
+
+    def verify(self, logits: torch.Tensor, draws: np.ndarray, drafted: Drafted) -> np.ndarray:
+        return reference_verify.verify(logits.numpy(), draws, drafted.logits.numpy(), drafted.draws, drafted.tokens)
 
     def topk(self, logits: torch.Tensor, row_ids: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return reference_readout.topk_lse(logits.numpy(), k, row_ids)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ import torch
 from pagedec.core.forward import LaneForward, Masks
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.kernels.arena import zeros
-from pagedec.kernels.backend import Backend, CacheTensors
+from pagedec.kernels.backend import Backend, CacheTensors, Drafted, Roller
 from pagedec.kernels.processing import FlatRules, flatten
 from pagedec.kernels.readout import HostReadOut
 from pagedec.kernels.reference_attention import cache_shapes
@@ -45,6 +46,22 @@ class HostBackend(Backend):
         return flatten(rules, vocab_size)
 
     def read_out(
-        self, forward: LaneForward, cache: CacheTensors, rules: Mapping[int, FlatRules], masks: Masks | None = None
+        self,
+        forward: LaneForward,
+        cache: CacheTensors,
+        rules: Mapping[int, FlatRules],
+        masks: Masks | None = None,
+        drafted: Drafted | None = None,
     ) -> HostReadOut:
-        return HostReadOut(self, forward, cache, rules, masks)
+        return HostReadOut(self, forward, cache, rules, masks, drafted)
+
+    def roller(
+        self,
+        programs: Any,
+        buffers: Any,
+        plans: Sequence[Any],
+        cache: CacheTensors,
+        num_drawn: int,
+        debug: bool = False,
+    ) -> Roller | None:
+        return None

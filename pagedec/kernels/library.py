@@ -16,6 +16,7 @@ import torch  # noqa: F401  before any library: its OpenMP runtime then serves b
 from pagedec import environment
 from pagedec.kernels.records import (
     C_NAMES,
+    CHAIN_DTYPE,
     DRAW_DTYPE,
     OP_KINDS,
     PROTOTYPES,
@@ -30,22 +31,27 @@ from pagedec.kernels.records import (
     Epilogue,
     GemmArgs,
     KvCopyArgs,
+    LayerKind,
     LayerNormArgs,
     Op,
     OpKind,
     ProcessLogitsArgs,
     Quantization,
     RmsNormArgs,
+    RollArgs,
+    RollChain,
     RopeKvWriteArgs,
     Rules,
     SampleArgs,
     SoftCapArgs,
     TopkLseArgs,
+    VerifyArgs,
 )
 
 __all__ = [
-    "ABI_VERSION", "DRAW_DTYPE", "EMULATED_ISA", "ISAS", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch",
-    "AttnShape", "BestArgs",
+    "ABI_VERSION", "CHAIN_DTYPE", "DRAW_DTYPE", "EMULATED_ISA", "ISAS", "ArgmaxArgs", "AttentionArgs", "AttentionPlan",
+    "AttnBatch",
+    "AttnShape", "BestArgs", "RollChain", "LayerKind", "RollArgs", "VerifyArgs",
     "Context", "Draw", "Dtype", "EmbedArgs", "Epilogue", "GemmArgs", "KernelError", "KvCopyArgs", "LayerNormArgs",
     "Library",
     "LibraryNotFound", "Op", "OpKind", "ProcessLogitsArgs", "OpList", "Quantization", "RmsNormArgs", "RopeKvWriteArgs",
@@ -54,7 +60,7 @@ __all__ = [
     "loadable_isas",
 ]  # fmt: skip
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 ISAS = environment.ISAS  # from the poorest to the richest
 EMULATED_ISA, EMULATED_ISA_NEEDS = environment.EMULATED_ISA, "avx512bf16"
 Floats = npt.NDArray[np.float32]
@@ -143,6 +149,10 @@ class Context:
     def run(self, program: OpList) -> None:
         """Run a program in one parallel region."""
         self.library.check(self._functions.pd_run(self.handle, program.ops, program.num_ops))
+
+    def roll(self, record: RollArgs) -> None:
+        """Draw the tokens of chains, each behind the one before it."""
+        self.library.check(self._functions.pd_roll(self.handle, byref(record)))
 
     def plan(self, plan: AttentionPlan, shape: AttnShape, batch: AttnBatch) -> None:
         """Plan a step; the batch's arrays are not needed afterwards."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 
 from pagedec.core.forward import LaneForward
 from pagedec.kernels.arena import Arena, trim
-from pagedec.kernels.backend import AttentionShape, CacheTensors, checked_quantization
+from pagedec.kernels.backend import AttentionShape, CacheTensors, Drafted, checked_quantization
 from pagedec.kernels.host import HostBackend
 from pagedec.kernels.library import (
     ArgmaxArgs,
@@ -21,8 +22,10 @@ from pagedec.kernels.library import (
     Quantization,
     SampleArgs,
     TopkLseArgs,
+    VerifyArgs,
 )
 from pagedec.kernels.native_program import DTYPES, NativePlan, NativeProgram, NativeWeight, address, int32
+from pagedec.kernels.native_roll import NativeRoller
 from pagedec.kernels.processing import FlatRules, lse_of, named, rows_within
 from pagedec.kernels.reference_best import CANDIDATE_DTYPE
 
@@ -65,6 +68,20 @@ class NativeBackend(HostBackend):
 
     def program(self) -> NativeProgram:
         return NativeProgram(self)
+
+    def roller(
+        self,
+        programs: Any,
+        buffers: Any,
+        plans: Sequence[NativePlan],
+        cache: CacheTensors,
+        num_drawn: int,
+        debug: bool = False,
+    ) -> NativeRoller | None:
+        lists = [programs.whole, programs.body, programs.head]
+        if not all(isinstance(program, NativeProgram) for program in lists):  # a hosted model's: torch carries it out
+            return None
+        return NativeRoller(self, lists, buffers, plans, cache, num_drawn, debug)
 
     def plan(self, shape: AttentionShape) -> NativePlan:
         return NativePlan(self.context, shape, self.code)
@@ -153,6 +170,24 @@ class NativeBackend(HostBackend):
             self.context.call(
                 SampleArgs(count.ctypes.data, draws.ctypes.data, logits.data_ptr(), out.ctypes.data, vocab, 0)
             )
+        return out
+
+    def verify(self, logits: torch.Tensor, draws: np.ndarray, drafted: Drafted) -> np.ndarray:
+        out, count = np.empty(len(draws), np.int32), np.array([len(draws)], np.int32)
+        own, tokens, draws = np.ascontiguousarray(drafted.draws), int32(drafted.tokens), np.ascontiguousarray(draws)
+        self.context.call(
+            VerifyArgs(
+                count.ctypes.data,
+                draws.ctypes.data,
+                own.ctypes.data,
+                tokens.ctypes.data,
+                address(logits, torch.float32, "logits"),
+                address(drafted.logits, torch.float32, "draft_logits"),
+                out.ctypes.data,
+                logits.shape[1],
+                drafted.logits.shape[1],
+            )
+        )
         return out
 
     def topk(self, logits: torch.Tensor, row_ids: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -311,6 +311,11 @@ class NativeProgram:
             record.next_packed, record.next_bytes = following.data.data_ptr(), len(following.data)
         self._program = OpList(self._records)  # type: ignore[arg-type]
 
-    def run(self) -> None:
+    @property
+    def ops(self) -> OpList:
+        """The list as the library takes it."""
         assert self._program is not None, "the program is not finished"
-        self._context.run(self._program)
+        return self._program
+
+    def run(self) -> None:
+        self._context.run(self.ops)

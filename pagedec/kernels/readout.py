@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pagedec.core.forward import NO_FLOATS, NO_INTS, LaneAnswers, LaneForward, Masks
-from pagedec.kernels.backend import Backend, CacheTensors
+from pagedec.kernels.backend import Backend, CacheTensors, Drafted
 from pagedec.kernels.best import BestRows
 from pagedec.kernels.masked import apply_mask, check_masks
 from pagedec.kernels.report import RawRows, empty_report
@@ -21,11 +21,18 @@ class HostReadOut:
     """One forward's answers, filled piece by piece."""
 
     def __init__(
-        self, backend: Backend, forward: LaneForward, cache: CacheTensors, rules: Mapping[int, Any], masks: Masks | None
+        self,
+        backend: Backend,
+        forward: LaneForward,
+        cache: CacheTensors,
+        rules: Mapping[int, Any],
+        masks: Masks | None,
+        drafted: Drafted | None = None,
     ) -> None:
         n, k = len(forward.topk_rows), forward.topk_k
         self._backend, self._forward, self._cache, self._rules, self._masks = backend, forward, cache, rules, masks
         self._draws = np.empty(len(forward.draws), np.int32) if len(forward.draws) else NO_INTS
+        self._drafted = drafted
         self._topk_tokens, self._topk_logprobs = np.empty((n, k), np.int32), np.empty((n, k), np.float32)
         self._logprobs = np.empty(len(forward.logprob_rows), np.float32) if len(forward.logprob_rows) else NO_FLOATS
         self._best = BestRows(backend, forward)
@@ -117,17 +124,32 @@ class HostReadOut:
     def _draw(self, logits: torch.Tensor, start: int, whole: bool) -> np.ndarray:
         """Which draws were drawn now."""
         forward = self._forward
-        if whole:
+        if whole and self._drafted is None:
             drawn = np.arange(len(forward.draws))
             if len(drawn):
                 self._draws = self._backend.sample(logits, forward.draws)
             return drawn
         drawn = _within(forward.draws["row"], start, start + len(logits), whole)
-        if len(drawn):
-            draws = forward.draws[drawn]
-            draws["row"] -= start
-            self._draws[drawn] = self._backend.sample(logits, draws)
+        plain = drawn if self._drafted is None else self._verify(logits, start, drawn)
+        if len(plain):
+            self._draws[plain] = self._backend.sample(logits, self._from(plain, start))
         return drawn
+
+    def _verify(self, logits: torch.Tensor, start: int, drawn: np.ndarray) -> np.ndarray:
+        """Which draws verify no drafted token; the others are done."""
+        verified, drafted = self._forward.verified_draws, self._drafted
+        assert drafted is not None
+        places = np.flatnonzero(np.isin(verified, drawn))
+        if len(places):
+            own = Drafted(drafted.logits, drafted.draws[places], drafted.tokens[places])
+            self._draws[verified[places]] = self._backend.verify(logits, self._from(verified[places], start), own)
+        return drawn[~np.isin(drawn, verified)]
+
+    def _from(self, drawn: np.ndarray, start: int) -> np.ndarray:
+        """Some draws, of the piece that begins at a read-out row."""
+        draws = self._forward.draws[drawn]
+        draws["row"] -= start
+        return draws
 
 
 def _within(rows: np.ndarray, start: int, stop: int, whole: bool) -> np.ndarray:

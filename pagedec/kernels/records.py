@@ -11,6 +11,7 @@ from enum import IntEnum
 from typing import Any
 
 from pagedec.kernels.records_readout import (
+    CHAIN_DTYPE,
     DRAW_DTYPE,
     ArgmaxArgs,
     BestArgs,
@@ -18,18 +19,22 @@ from pagedec.kernels.records_readout import (
     BestRow,
     Candidate,
     Draw,
+    LayerKind,
     ProcessLogitsArgs,
+    RollArgs,
+    RollChain,
     Rules,
     SampleArgs,
     SoftCapArgs,
     TopkLseArgs,
+    VerifyArgs,
 )
 
 __all__ = [
-    "C_NAMES", "DRAW_DTYPE", "OP_KINDS", "PROTOTYPES", "ArgmaxArgs", "AttentionArgs", "AttnBatch", "AttnShape",
-    "BestArgs", "BestGroup", "BestRow", "Candidate", "Draw", "Dtype", "EmbedArgs", "Epilogue", "GemmArgs",
-    "KvCopyArgs", "LayerNormArgs", "Op", "OpKind", "ProcessLogitsArgs", "RmsNormArgs", "RopeKvWriteArgs", "Rules",
-    "SampleArgs", "SoftCapArgs", "TopkLseArgs",
+    "CHAIN_DTYPE", "C_NAMES", "DRAW_DTYPE", "OP_KINDS", "PROTOTYPES", "ArgmaxArgs", "AttentionArgs", "AttnBatch",
+    "AttnShape", "BestArgs", "BestGroup", "BestRow", "Candidate", "RollChain", "Draw", "Dtype", "EmbedArgs", "Epilogue",
+    "GemmArgs", "KvCopyArgs", "LayerKind", "LayerNormArgs", "Op", "OpKind", "ProcessLogitsArgs", "RmsNormArgs",
+    "RollArgs", "RopeKvWriteArgs", "Rules", "SampleArgs", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
 ]  # fmt: skip
 
 
@@ -73,6 +78,7 @@ class OpKind(IntEnum):
     SOFT_CAP = 11
     PROCESS_LOGITS = 12
     BEST = 13
+    VERIFY = 14
 
 
 class GemmArgs(Structure):
@@ -261,11 +267,15 @@ C_NAMES: dict[type[Structure], str] = {
     TopkLseArgs: "pd_topk_lse_args",
     Draw: "pd_draw",
     SampleArgs: "pd_sample_args",
+    VerifyArgs: "pd_verify_args",
     BestRow: "pd_best_row",
     BestGroup: "pd_best_group",
     Candidate: "pd_candidate",
     BestArgs: "pd_best_args",
     Op: "pd_op",
+    RollChain: "pd_chain",
+    LayerKind: "pd_layer_kind",
+    RollArgs: "pd_roll_args",
 }
 OP_KINDS: dict[type[Structure], OpKind] = {
     GemmArgs: OpKind.GEMM,
@@ -281,6 +291,7 @@ OP_KINDS: dict[type[Structure], OpKind] = {
     SoftCapArgs: OpKind.SOFT_CAP,
     ProcessLogitsArgs: OpKind.PROCESS_LOGITS,
     BestArgs: OpKind.BEST,
+    VerifyArgs: OpKind.VERIFY,
 }
 
 _P_INT32 = POINTER(c_int32)
@@ -310,6 +321,7 @@ PROTOTYPES: dict[str, tuple[list[Any], Any]] = {
     "pd_plan_view": ([c_void_p, POINTER(_P_INT32), POINTER(c_int64)], _STATUS),
     "pd_gumbel": ([c_void_p, c_uint64, c_uint64, c_int32, c_int32, c_int32, c_void_p], _STATUS),
     "pd_run": ([c_void_p, POINTER(Op), c_int64], _STATUS),
+    "pd_roll": ([c_void_p, POINTER(RollArgs)], _STATUS),
     "pd_probe_read": ([c_void_p, c_void_p, c_int64, c_int32], ctypes.c_double),
     "pd_probe_dot": ([c_void_p, c_int32, ctypes.c_double], ctypes.c_double),
     **_KERNELS,

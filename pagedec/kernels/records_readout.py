@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int32, c_uint64, c_void_p
+from ctypes import Structure, c_float, c_int32, c_int64, c_uint64, c_void_p
 
 import numpy as np
 
@@ -65,6 +65,80 @@ class SampleArgs(Structure):
         ("token_ids", c_void_p),
         ("vocab", c_int32),
         ("reserved", c_int32),
+    ]
+
+
+class VerifyArgs(Structure):
+    """A list of drafted tokens, kept or replaced by rejection."""
+
+    _fields_ = [
+        ("num_drafts", c_void_p),
+        ("draws", c_void_p),
+        ("drafts", c_void_p),
+        ("drafted", c_void_p),
+        ("logits", c_void_p),
+        ("draft_logits", c_void_p),
+        ("token_ids", c_void_p),
+        ("vocab", c_int32),
+        ("draft_vocab", c_int32),
+    ]
+
+
+class RollChain(Structure):
+    """One chain of drawn tokens; CHAIN_DTYPE is the same record for numpy."""
+
+    _fields_ = [
+        ("branch", c_int32),
+        ("count", c_int32),
+        ("prompt_length", c_int32),
+        ("rules", c_int32),
+        ("kept_row", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class LayerKind(Structure):
+    """A kind of attention layer, and its plan."""
+
+    _fields_ = [("plan", c_void_p), ("shape", c_void_p)]
+
+
+class RollArgs(Structure):
+    """Chains of drawn tokens, and the programs that give their logits."""
+
+    _fields_ = [
+        ("whole", c_void_p),
+        ("body", c_void_p),
+        ("head", c_void_p),
+        ("kinds", c_void_p),
+        ("num_rows", c_void_p),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("num_read", c_void_p),
+        ("read_rows", c_void_p),
+        ("logits", c_void_p),
+        ("chains", c_void_p),
+        ("draws", c_void_p),
+        ("block_table", c_void_p),
+        ("chain_slots", c_void_p),
+        ("token_plane", c_void_p),
+        ("rules", c_void_p),
+        ("tokens", c_void_p),
+        ("kept", c_void_p),
+        ("num_whole", c_int64),
+        ("num_body", c_int64),
+        ("num_head", c_int64),
+        ("num_kinds", c_int32),
+        ("num_chains", c_int32),
+        ("table_stride", c_int32),
+        ("block_size", c_int32),
+        ("vocab", c_int32),
+        ("num_drawn", c_int32),
+        ("num_rules", c_int32),
+        ("room", c_int32),
+        ("max_rows", c_int32),
+        ("refuse_nan", c_int32),
     ]
 
 
@@ -189,3 +263,5 @@ DRAW_DTYPE = np.dtype(
     ],
     align=True,
 )
+
+CHAIN_DTYPE = np.dtype([(name, np.int32) for name, *_ in RollChain._fields_])

@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from pagedec.core.forward import LaneAnswers, LaneForward, Masks, ProcessRows
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.errors import InvariantError
-from pagedec.kernels.backend import Backend, CacheTensors, ReadOut
+from pagedec.kernels.backend import Backend, CacheTensors, Drafted, ReadOut
 from pagedec.models.buffers import READ_ROWS
 from pagedec.models.model import Model
 
@@ -53,6 +54,8 @@ class LaneRunner:
         self.buffers = model.buffers(max_rows)
         self.plans = [self.backend.plan(shape) for shape in model.attention_shapes(cache.block_size)]
         self.programs = model.programs(self.buffers, cache, self.plans)
+        self._roller = self.backend.roller(self.programs, self.buffers, self.plans, cache, self.num_drawn, debug)
+        self._kept = self.backend.zeros((0, known), torch.float32)
 
     def learn(self, rule_id: int, processing: LogitsRules) -> None:
         """Keep what a request has done to its logits under a number, as far as it is about tokens that this model
@@ -71,9 +74,16 @@ class LaneRunner:
         if len(forward.copy_src):
             self.backend.copy_slots(self.cache, forward.copy_src, forward.copy_dst)
 
-    def execute(self, forward: LaneForward, masks: Callable[[], Masks] | None = None) -> LaneAnswers:
+    def execute(
+        self,
+        forward: LaneForward,
+        masks: Callable[[], Masks] | None = None,
+        drafted: Drafted | None = None,
+        keep: Callable[[torch.Tensor, int], None] | None = None,
+    ) -> LaneAnswers:
         """Evaluate the rows and answer what is asked of them. `masks` is asked when the rows are on their way: between
-        a program's run and what is read of its logits."""
+        a program's run and what is read of its logits. `drafted` is what `verified_draws` verify. `keep` is shown the
+        logits of each piece that is read out, processed, and its first row's place."""
         rows, read_out = forward.read_rows, None
         if len(forward.token_ids):
             self.buffers.load(forward.token_ids, forward.positions, forward.slots)
@@ -89,28 +99,65 @@ class LaneRunner:
                     raise InvariantError("logits are NaN: a row read a slot that no row had written")
                 if self.num_drawn < logits.shape[1]:
                     logits[:, self.num_drawn :] = float("-inf")
-                read_out = read_out or self._read_out(forward, masks)
+                read_out = read_out or self._read_out(forward, masks, drafted)
                 read_out.read(logits, start)
+                if keep is not None:
+                    keep(logits, start)
         return (read_out or self._read_out(forward)).answers()
 
-    def _read_out(self, forward: LaneForward, masks: Callable[[], Masks] | None = None) -> ReadOut:
+    def _read_out(
+        self, forward: LaneForward, masks: Callable[[], Masks] | None = None, drafted: Drafted | None = None
+    ) -> ReadOut:
         given = masks() if masks is not None and len(forward.masked_rows) else None
-        return self.backend.read_out(forward, self.cache, self._rules, given)
+        return self.backend.read_out(forward, self.cache, self._rules, given, drafted)
 
+    # ---- chains
     def roll(self, forward: LaneForward) -> np.ndarray:
         """The forward, and the chains that begin in it: the i-th token of each is evaluated to give the next one.
         Returns the chains, one behind the other: int32 [sum(count)]."""
-        rolls = forward.rolls
-        counts = rolls["count"]
+        counts = forward.rolls["count"]
+        firsts, rows = np.cumsum(counts) - counts, self._kept_rows(forward.rolls)
+        tokens = np.empty(int(counts.sum()), np.int32)
+        tokens[firsts] = self.execute(_beginning(forward), keep=self._keeper(rows)).draws
+        if self._roller is not None:
+            self._roller.carry_on(forward, tokens, self._rules, self._kept, rows)
+            return tokens
         first_slots = np.cumsum(counts - 1) - (counts - 1)
-        chains = np.empty((len(rolls), int(counts.max())), np.int32)
-        chains[:, 0] = self.execute(_beginning(forward)).draws
-        for i in range(1, chains.shape[1]):
+        for i in range(1, int(counts.max())):
             going = np.nonzero(counts > i)[0]
             slots = forward.roll_slots[first_slots[going] + (i - 1)]
-            step = _continued(forward, rolls[going], chains[going, i - 1], slots, i)
-            chains[going, i] = self.execute(step).draws
-        return np.concatenate([chain[:count] for chain, count in zip(chains, counts.tolist(), strict=True)])
+            step = _continued(forward, forward.rolls[going], tokens[firsts[going] + (i - 1)], slots, i)
+            tokens[firsts[going] + i] = self.execute(step, keep=self._keeper(rows[going], i)).draws
+        return tokens
+
+    def drafted(self, rolls: np.ndarray, rolled: np.ndarray, places: np.ndarray) -> Drafted:
+        """Of the forward that was rolled last: the tokens at `places` among `rolled`, which were kept."""
+        ends = np.cumsum(rolls["count"])
+        owners = np.searchsorted(ends, places, side="right")
+        index = places - (ends - rolls["count"])[owners]
+        draws = rolls["draw"][owners]
+        draws["row"], draws["position"] = self._kept_rows(rolls)[owners] + index, draws["position"] + index
+        return Drafted(self._kept, draws, rolled[places])
+
+    def _kept_rows(self, rolls: np.ndarray) -> np.ndarray:
+        """Where the logits begin that each roll's tokens are drawn from, -1: they are not kept. There is room."""
+        counts = np.where(rolls["is_kept"] != 0, rolls["count"], 0)
+        num_kept = int(counts.sum())
+        if num_kept > len(self._kept):
+            self._kept = self.backend.zeros((max(num_kept, 2 * len(self._kept)), self._kept.shape[1]), torch.float32)
+        return np.where(counts > 0, np.cumsum(counts) - counts, -1)
+
+    def _keeper(self, rows: np.ndarray, i: int = 0) -> Callable[[torch.Tensor, int], None] | None:
+        """Keeps the logits that the i-th tokens of chains are drawn from, in the order of `rows`, their first ones."""
+        if not (rows >= 0).any():
+            return None
+
+        def keep(logits: torch.Tensor, start: int) -> None:
+            own = rows[start : start + len(logits)]
+            chosen = np.nonzero(own >= 0)[0]
+            self._kept[own[chosen] + i] = logits[chosen]
+
+        return keep
 
 
 def _beginning(forward: LaneForward) -> LaneForward:

@@ -32,7 +32,7 @@ class Worker:
         for lane, forward in step.forwards.items():
             self.lanes[lane].prepare(forward)
         answers: Answers = {}
-        rolled = NO_INTS
+        rolled, drafted = NO_INTS, None
         draft, target = step.forwards.get("draft"), step.forwards.get("target")
         if draft is not None:
             runner = self.lanes["draft"]
@@ -41,10 +41,13 @@ class Worker:
                 answers["draft"] = LaneAnswers(rolled=rolled)
                 if target is not None:
                     target = with_rolled(target, draft, rolled)
+                    if len(target.verified_draws):
+                        drafted = runner.drafted(draft.rolls, rolled, target.verified_tokens)
             else:
                 answers["draft"] = runner.execute(draft)
         if target is not None:
-            answers["target"] = self.lanes["target"].execute(target, None if masks is None else partial(masks, rolled))
+            given = None if masks is None else partial(masks, rolled)
+            answers["target"] = self.lanes["target"].execute(target, given, drafted)
         return answers
 
 

@@ -12,6 +12,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from pagedec.core.costs import StepCosts
 from pagedec.core.forward import Answers, Forwards, LaneAnswers, LaneForward, Reported, Rules
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
@@ -51,8 +52,8 @@ def pick(logprobs: Sequence[float], greedy: bool, noise: Sequence[float], banned
 
 def rank_together(
     rows: np.ndarray, group: np.void, logprobs: Sequence[Sequence[float]], banned: Mapping[int, Sequence[int]]
-) -> list[tuple[int, int, float, float]]:
-    """(place, token, score, log-probability) of a gang's best, by plain sorting."""
+) -> list[tuple[int, int, float, float, float]]:
+    """(place, token, score, log-probability, key) of a gang's best, by plain sorting."""
     found = []
     for row in rows:
         out = np.array(logprobs[row["row"]], np.float32)
@@ -65,7 +66,8 @@ def rank_together(
         keys = scores + gumbel.astype(np.float32)
         for token in np.flatnonzero(scores > -np.inf).tolist():
             key = (-keys[token], -values[token], int(row["place"]), token)
-            found.append((key, (int(row["place"]), token, float(scores[token]), float(out[token]))))
+            entry = int(row["place"]), token, float(scores[token]), float(out[token]), float(keys[token])
+            found.append((key, entry))
     return [entry for _, entry in sorted(found)[: int(group["k"])]]
 
 
@@ -245,8 +247,9 @@ class FakeRunner:
             np.array([len(found) for found in best], np.int32),
             np.array([parent for parent, *_ in candidates], np.int32),
             np.array([token for _, token, *_ in candidates], np.int32),
-            np.array([score for *_, score, _ in candidates], np.float32),
-            np.array([logprob for *_, logprob in candidates], np.float32),
+            np.array([score for *_, score, _, _ in candidates], np.float32),
+            np.array([logprob for *_, logprob, _ in candidates], np.float32),
+            np.array([key for *_, key in candidates], np.float32),
         )
         return answers if forward.report is None else replace(answers, report=_report(forward, raw, answers))
 
@@ -331,15 +334,18 @@ def _split(pairs: list[tuple[float, int]]) -> tuple[np.ndarray, np.ndarray]:
 class FakeEngine:
     """plan -> execute -> settle. After every step, everything that must hold is checked."""
 
-    def __init__(self, models: Mapping[str, Model], limits: SchedulerLimits) -> None:
-        self.scheduler = Scheduler(limits)
+    def __init__(
+        self, models: Mapping[str, Model], limits: SchedulerLimits, costs: Callable[[], StepCosts | None] | None = None
+    ) -> None:
+        """`costs`: what the scheduler is told of the next step."""
+        self.scheduler, self.costs = Scheduler(limits), costs or (lambda: None)
         self.runner = FakeRunner(models, limits, self.scheduler.rules)
         self._published: dict[tuple[int, bytes], list[tuple[int, int] | None]] = {}
         self.num_steps = 0
         self.failed: dict[str, RequestError] = {}
 
     def step(self) -> list[Event]:
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(costs=self.costs())
         events = self.scheduler.settle(plan, self.runner.execute(plan))
         self.failed |= {event.request.id: event.error for event in events if isinstance(event, Failed)}
         self.num_steps += 1

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedec.core.checks import check_answers, check_queries
+from pagedec.core.checks import check_queries
 from pagedec.core.draft import Draft
 from pagedec.core.forward import Answers, LaneAnswers
 from pagedec.core.history import History
@@ -26,11 +26,13 @@ from pagedec.core.protocol import (
     DecoderContext,
     Hypothesis,
     Query,
+    RowBest,
     Sample,
     Sampler,
     TopK,
     Verdict,
 )
+from pagedec.core.reading import check_answers
 from pagedec.core.request import Branch, Request, Settled
 from pagedec.core.scheduler import Scheduler
 from pagedec.core.stopping import Stopping
@@ -139,10 +141,23 @@ def test_what_cannot_be_ranked_is_named(decoder: Any, asks: list[Any], field: st
     assert caught.value.field == field and limit in caught.value.limit
 
 
-def test_nothing_is_drafted_behind_beams() -> None:
+@pytest.mark.parametrize(
+    ("ask", "field", "limit"),
+    [
+        (RowBest(0, (0,)), "k", "from 1"),
+        (RowBest(2, (0, 2)), "nodes", "from 0 to 1"),
+        (RowBest(2, (0, 1), "greedy"), "sampler", "a Sampler"),  # type: ignore[arg-type]
+        (RowBest(2, (0, 1), GREEDY, (7,)), "streams", "one for each of 2 nodes"),
+        (RowBest(2, (0, 1), GREEDY, (7, 0.5)), "streams", "64 bits"),  # type: ignore[arg-type]
+        (RowBest(2, (0, 1), min_tokens_to_keep=0), "min_tokens_to_keep", "from 1"),
+    ],
+)
+def test_what_cannot_be_ranked_behind_drafts_is_named(ask: RowBest, field: str, limit: str) -> None:
     own = branches(Gang, 1)
-    with pytest.raises(InvalidArgument, match=r"queries\[0\].draft is .* must be empty where the best are asked for"):
-        check_queries([Query(own[0], (Best(1),), Draft.chain([3]))], own, Gang, VOCABULARY)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument) as caught:
+        query = Query(own[0], (ask, Best(1)), Draft.chain([3]))
+        check_queries([query], own, Gang, VOCABULARY)  # type: ignore[arg-type]
+    assert caught.value.field == f"queries[0].asks[0].{field}" and limit in caught.value.limit
 
 
 @pytest.mark.parametrize(
@@ -154,7 +169,7 @@ def test_nothing_is_drafted_behind_beams() -> None:
         ({"best_tokens": np.array([0, VOCABULARY], np.int32)}, f"token {VOCABULARY}; there are {VOCABULARY}"),
         ({"best_scores": np.array([0, np.nan], np.float32)}, "no numbers"),
         (
-            {name: np.zeros(5, np.int32) for name in ("best_parents", "best_tokens", "best_scores", "best_logprobs")}
+            {f"best_{name}": np.zeros(5, np.int32) for name in ("parents", "tokens", "scores", "logprobs", "keys")}
             | {"best_counts": np.array([5], np.int32)},
             "where .* were asked for",
         ),

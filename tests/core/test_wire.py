@@ -71,7 +71,7 @@ class Random:
             if field.name in values or "ndarray" not in str(field.type):
                 continue
             dtype = DTYPES.get(field.name) or np.dtype(
-                np.float32 if "logprobs" in field.name or "scores" in field.name else np.int32
+                np.float32 if field.name.endswith(("logprobs", "scores", "keys")) else np.int32
             )
             if field.name == "draws" and kind is LaneAnswers:
                 dtype = np.dtype(np.int32)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagedec.core.costs import StepCosts
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
 from pagedec.core.logprobs import NO_REPORTING, Reporting
@@ -98,6 +99,7 @@ class World:
         self.max_tokens = rng.randrange(4, 17)
         self.min_tokens = rng.choice([0, 0, 3])
         self.stopping = Stopping((), self.stops, self.min_tokens, self.max_tokens)
+        self.costs: Callable[[], StepCosts | None] | None = None
         self.cases = [*self._sampling(), *self._beams(), self._session()]
 
     def prompt(self) -> list[int]:
@@ -153,7 +155,7 @@ class World:
         self, cases: Sequence[Case], limits: SchedulerLimits, disturb: random.Random | None = None
     ) -> tuple[dict[str, Any], FakeEngine]:
         """Run cases as one batch; `disturb` adds late, preempts and aborts at random."""
-        engine = FakeEngine(self.models, limits)
+        engine = FakeEngine(self.models, limits, self.costs)
         scheduler = engine.scheduler
         requests: dict[str, Request] = {}
         clients: dict[str, Client] = {}

@@ -25,7 +25,7 @@ def searched(text: list[int], low: int, high: int, count: int) -> list[list[int]
                 longer = list(text)
                 while len(longer) < place + count:
                     longer.append(longer[place + len(longer) - len(text)])
-                found.append(longer[place : place + count])
+                found.append((size, longer[place : place + count]))
     return found
 
 
@@ -62,7 +62,7 @@ def test_a_token_costs_the_same_however_long_the_text() -> None:
 
 def decoder_of(text: list[int], max_length: int = 100, **numbers: int) -> tuple[NGram, Branch]:
     history = History(16)
-    params = SamplingParams(temperature=0, speculative={"method": "ngram", **numbers})
+    params = SamplingParams(temperature=0, speculative={"method": "ngram", "num_candidates": 1, **numbers})
     decoder = NGram(params, DecoderContext(history, len(text), max_length, 50))
     return decoder, Branch(history.append(0, text), {}, decoder.initial_state, 0, len(text))
 
@@ -88,6 +88,12 @@ def test_a_longer_end_wins_over_a_later_one() -> None:
     assert decoder_of(text, num_speculative_tokens=1)[0].draft(decoder_of(text)[1], 9).tokens == (7,)
     decoder, branch = decoder_of(text, num_speculative_tokens=1, prompt_lookup_max=1)
     assert decoder.draft(branch, 9).tokens == (8,)
+
+
+def test_a_draft_s_grade_is_how_much_was_alike() -> None:
+    for text, grade in [([1, 2, 9, 7, 2], 1), ([1, 2, 9, 1, 2], 2), ([*range(9), *range(8)], 4)]:
+        decoder, branch = decoder_of(text, prompt_lookup_max=6)
+        assert decoder.draft(branch, 9).grade == grade
 
 
 def test_nothing_like_it_drafts_nothing() -> None:

@@ -30,10 +30,11 @@ from tests.models.checkpoints import VOCAB, make_checkpoint, variant
 from tests.support import add, drain, step
 
 TABLES: dict[str, dict[str, Any]] = {
-    "ngram": {"method": "ngram", "num_candidates": 2},
-    "lookahead": {"method": "lookahead", "window_size": 4, "ngram_size": 3, "num_guesses": 3},
-    "jacobi": {"method": "jacobi", "num_speculative_tokens": 5},
+    "ngram": {"method": "ngram", "num_candidates": 2, "adaptive": False},
+    "lookahead": {"method": "lookahead", "window_size": 4, "ngram_size": 3, "num_guesses": 3, "adaptive": False},
+    "jacobi": {"method": "jacobi", "num_speculative_tokens": 5, "adaptive": False},
 }
+"""Of fixed widths: what is drafted follows from the request."""
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +46,7 @@ def other_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drafted_by(path: Path, **own: Any) -> dict[str, Any]:
-    return {"model": str(path), "num_speculative_tokens": 3, **own}
+    return {"model": str(path), "num_speculative_tokens": 3, "adaptive": False, **own}
 
 
 # ----------------------------------------------------------------------------------------------------- the same answers
@@ -73,6 +74,20 @@ def test_a_draft_model_of_its_own_numbers(
     drafts = llm.engine.stats.drafts["draft_model"]
     assert 0 < drafts.num_accepted <= drafts.num_drafted
     assert llm.engine.scheduler.limits.longest("draft") == own.get("max_model_len", 256)
+    assert_whole(llm, expected)
+
+
+@pytest.mark.parametrize("method", [*TABLES, "draft_model"])
+def test_a_crowd_gets_the_same_however_wide_pays(
+    tiny: Tiny, tiny_path: Path, expected: list[Tokens], method: str
+) -> None:
+    """Whatever the machine's clock says, it says nothing to the tokens."""
+    table = {**TABLES.get(method, drafted_by(tiny_path)), "adaptive": True}
+    llm = tiny(**SMALL, speculative_config=table)
+    assert right_answers(llm) == expected
+    costs = llm.engine.stats.costs
+    assert costs is not None and list(costs.seconds) == sorted(costs.seconds)
+    assert llm.engine.stats.num_granted_rows <= llm.engine.stats.num_wished_rows
     assert_whole(llm, expected)
 
 
@@ -222,7 +237,7 @@ def test_a_request_chooses_over_the_engine(tiny: Tiny, tiny_path: Path) -> None:
 
     assert drafting(None) == "draft_model"
     assert drafting(False) == ""
-    assert drafting({"method": "draft_model", "num_speculative_tokens": 5}) == "draft_model"
+    assert drafting({"method": "draft_model", "num_speculative_tokens": 5, "adaptive": False}) == "draft_model"
     assert len(stats.drafts["draft_model"].drafted) == 5, "the longest drafts so far"
     for method, table in TABLES.items():
         assert drafting(table) == method
@@ -276,6 +291,7 @@ def test_decoders_of_one_s_own_are_left_alone(tiny: Tiny) -> None:
     ({"method": "ngram", "num_speculative_tokens": 2.5}, "num_speculative_tokens is 2.5: must be a whole number"),
     ({"method": "ngram", "num_speculative_tokens": 256},
      "num_speculative_tokens is 256: must be less than 256, the context: it drafts 256 tokens ahead"),
+    ({"method": "ngram", "adaptive": 1}, "adaptive is 1: must be true or false"),
     ({"method": "ngram", "num_candidates": 0}, "num_candidates is 0: must be a whole number from 1"),
     ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min is 0: must be a whole number from 1"),
     ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3},

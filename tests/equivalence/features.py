@@ -126,6 +126,9 @@ DECODERS: dict[str, Any] = {
     "beam search": BeamSearchParams(beam_width=3, max_tokens=8, seed=0),
     "beam groups": BeamSearchParams(beam_width=4, num_beam_groups=2, diversity_penalty=0.5, max_tokens=8, seed=0),
     "beam sampling": BeamSearchParams(beam_width=3, do_sample=True, seed=0, max_tokens=8, hf_semantics="4.38"),
+    "beams, n-gram": BeamSearchParams(beam_width=3, max_tokens=8, seed=0, speculative={"method": "ngram"}),
+    "beams, lookahead": BeamSearchParams(beam_width=3, max_tokens=8, seed=0, speculative={"method": "lookahead"}),
+    "beams, draft model": BeamSearchParams(beam_width=3, max_tokens=8, seed=0, speculative={"method": "draft_model"}),
 }
 REFUSED: dict[tuple[str, str], tuple[type[Exception], str]] = {
     ("beam groups", "seed, temperature, top_p"): (InvalidArgument, "groups are never drawn, in Hugging Face's neither"),
@@ -166,11 +169,13 @@ def _across(tokens: list[int]) -> str:
 
 
 def alone(params: Any) -> FinishedRequest:
-    """By itself, with room for everything: plain sampling where the decoder must not change a token, else the decoder
-    itself."""
+    """By itself, with room for everything, and without drafts: plain sampling where the decoder must not change a
+    token, else the decoder itself."""
     if isinstance(params, SamplingParams):
         names = SamplingParams.__dataclass_fields__
         params = SamplingParams(**{name: getattr(params, name) for name in names} | {"speculative": None})
+    if isinstance(params, BeamSearchParams):
+        params = replace(params, speculative=None)
     key = repr(params)  # some hold a dict and have no hash
     if key not in _known:
         _known[key] = run(make_engine("tiny"), [Case("cell", PROMPT, params)]).finished["cell"]

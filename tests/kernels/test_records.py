@@ -15,7 +15,7 @@ import pytest
 
 from pagedec.core.forward import BEST_GROUP_DTYPE, BEST_ROW_DTYPE
 from pagedec.kernels import records, records_readout
-from pagedec.kernels.library import ABI_VERSION, DRAW_DTYPE
+from pagedec.kernels.library import ABI_VERSION, CHAIN_DTYPE, DRAW_DTYPE
 from pagedec.kernels.reference_best import CANDIDATE_DTYPE
 from tests.kernels.test_library import compiler
 
@@ -198,6 +198,7 @@ def test_every_kernel_of_a_program_is_a_function_of_a_context_and_its_record(hea
     ("dtype", "record"),
     [
         (DRAW_DTYPE, records.Draw),
+        (CHAIN_DTYPE, records.RollChain),
         (BEST_ROW_DTYPE, records.BestRow),
         (BEST_GROUP_DTYPE, records.BestGroup),
         (CANDIDATE_DTYPE, records.Candidate),

@@ -1,0 +1,58 @@
+"""What a step is expected to take. Whoever has a clock says it, so planning stays a function of what it is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+
+class StepShape(NamedTuple):
+    """What of a step decides how long it takes."""
+
+    num_rows: int
+    """Of the target lane."""
+    num_asked: int = 0
+    """Branches that were asked, instead of stepped plainly."""
+    num_rolls: int = 0
+    roll_depth: int = 0
+    """Tokens of the longest roll."""
+    is_masked: bool = False
+    """Host-made masks wait for what is rolled, so that roll and verification are two executes."""
+    is_steady: bool = True
+    """Nobody has more than one pending token: it is not a prompt's step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Seconds of a step by its rows: a curve through points, of ascending rows, that never falls.
+
+    Where nothing is known the curve says what is worth finding out: half the known slope behind the last point, and
+    before the first one half of its seconds in proportion to the rows.
+    """
+
+    rows: tuple[float, ...]
+    seconds: tuple[float, ...]
+    asking: float = 0.0
+    """Seconds that the host takes longer for a branch that is asked than for one that is stepped plainly."""
+    rolls: tuple[float, ...] = (0.0,)
+    """Seconds for each token in depth of a roll, of 1, 2, 4, ... sequences at once."""
+    masked_rolls: tuple[float, ...] = (0.0,)
+    """The same where masks wait for what is rolled."""
+    is_bare: bool = False
+    """The step is to be one without drafts: it is not known well enough any more what that takes."""
+
+    def of(self, num_rows: np.ndarray | int) -> np.ndarray:
+        """Seconds of steps of so many rows."""
+        wanted, rows, seconds = np.asarray(num_rows, np.float64), self.rows, self.seconds
+        slope = (seconds[-1] - seconds[0]) / (rows[-1] - rows[0]) if len(rows) > 1 else 0.04 * seconds[0]
+        behind = np.maximum(wanted - rows[-1], 0) * slope / 2
+        before = np.minimum(wanted / rows[0], 1) / 2 + 0.5
+        return np.interp(wanted, rows, seconds) * before + behind
+
+    def of_rolls(self, count: np.ndarray, depth: np.ndarray, is_masked: bool) -> np.ndarray:
+        """Seconds that rolls of `depth` tokens take, of `count` sequences at once."""
+        known = np.array(self.masked_rolls if is_masked else self.rolls)
+        place = np.ceil(np.log2(np.maximum(count, 1))).astype(np.int64)
+        return np.where(count > 0, known[np.minimum(place, len(known) - 1)] * depth, 0.0)

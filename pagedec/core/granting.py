@@ -1,0 +1,126 @@
+"""Which drafts get rows: those that make the batch's accepted tokens a second the most, by what a step is expected to
+take and how likely each node is. Nobody looks at a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from pagedec.core.costs import StepCosts
+from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.protocol import Roll
+
+SLOWER = 1.1
+"""How much longer a step may take because of drafts where plain requests are in it."""
+MARGIN = 1.01
+"""How much faster drafts must be to be worth it."""
+
+
+class Wish(NamedTuple):
+    """A draft that wants rows: what each of its nodes is expected to add, a parent no less than its children.
+    `is_roll`: a chain that is rolled first. `is_whole`: it cannot be cut; `gains` has what all of it adds, at its
+    first node."""
+
+    gains: Sequence[float]
+    is_roll: bool = False
+    is_whole: bool = False
+
+    def gain(self, num_nodes: int) -> float:
+        """What its likeliest nodes add, so many of them."""
+        return sum(sorted(self.gains, reverse=True)[:num_nodes])
+
+
+class Load(NamedTuple):
+    """What the step has already: its rows, the tokens that it will give, how many rows are left, whether plain requests
+    are in it, and whether masks wait for what is rolled."""
+
+    num_rows: int
+    num_tokens: int
+    rows_left: int
+    is_shared: bool = False
+    is_masked: bool = False
+
+
+class Grants(NamedTuple):
+    """How many nodes each wish gets, the likeliest first (`nodes`), the seconds of the step without and with them, and
+    the tokens that it is expected to give."""
+
+    nodes: list[list[int]]
+    bare_seconds: float
+    seconds: float
+    num_tokens: float
+
+
+def grant(wishes: Sequence[Wish], load: Load, costs: StepCosts) -> Grants:
+    """Order all nodes by what a row of them adds, and take as many as pay the most. All numbers of rows are tried, so a
+    stair in the costs hides nothing behind it."""
+    bare = float(costs.of(load.num_rows))
+    none = Grants([[] for _ in wishes], bare, bare, load.num_tokens)
+    if not wishes or load.rows_left <= 0:
+        return none
+    owner, node, gain, size, depth = _items(wishes, load.rows_left)
+    if not len(owner):
+        return none
+    order = np.argsort(-gain / size, kind="stable")
+    owner, node, gain, size, depth = owner[order], node[order], gain[order], size[order], depth[order]
+    tokens, num_rows = load.num_tokens + np.cumsum(gain), np.cumsum(size)
+    seconds = _seconds(load, costs, num_rows, depth)
+    allowed = num_rows <= load.rows_left
+    if load.is_shared:
+        allowed &= seconds <= SLOWER * bare
+    rates = np.where(allowed, tokens / seconds, 0.0)
+    best = int(np.argmax(rates))
+    if rates[best] < MARGIN * load.num_tokens / bare or not allowed[best]:
+        return none
+    for wish, first in zip(owner[: best + 1].tolist(), node[: best + 1].tolist(), strict=True):
+        none.nodes[wish] += range(1, len(wishes[wish].gains) + 1) if wishes[wish].is_whole else [first]
+    return Grants(none.nodes, bare, float(seconds[best]), float(tokens[best]))
+
+
+def fits(num_nodes: int, is_roll: bool, load: Load, costs: StepCosts) -> float | None:
+    """Seconds of the step with one draft of so many nodes; None where plain requests would wait too long for it."""
+    rows, depth = np.array([num_nodes]), np.array([num_nodes if is_roll else 0])
+    seconds = float(_seconds(load, costs, rows, depth, np.array([int(is_roll)]))[0])
+    return None if load.is_shared and seconds > SLOWER * float(costs.of(load.num_rows)) else seconds
+
+
+def cut(draft: Draft | Roll, nodes: Sequence[int]) -> Draft | Roll:
+    """What is left of a draft with these nodes alone, whose parents are among them."""
+    if len(nodes) == draft.num_nodes:
+        return draft
+    if not nodes:
+        return EMPTY
+    if isinstance(draft, Roll):
+        return replace(draft, count=len(nodes))
+    place = {0: 0}
+    for node in sorted(nodes):
+        place[node] = len(place)
+    kept = [node for node in place if node]
+    tokens = tuple(draft.tokens[node - 1] for node in kept)
+    return Draft(tokens, tuple(place[draft.parents[node - 1]] for node in kept), draft.grade)
+
+
+def _items(wishes: Sequence[Wish], rows_left: int) -> tuple[np.ndarray, ...]:
+    """Owner, node, gain, rows and depth in a roll of whatever can be granted by itself."""
+    items = []
+    for number, wish in enumerate(wishes):
+        if wish.is_whole:
+            if len(wish.gains) <= rows_left:
+                items.append((number, 1, wish.gains[0], len(wish.gains), 0))
+            continue
+        for node, gain in enumerate(wish.gains, start=1):
+            if gain > 0:
+                items.append((number, node, gain, 1, node if wish.is_roll else 0))
+    columns = zip(*items, strict=True) if items else [()] * 5
+    return tuple(np.array(column, np.float64 if i == 2 else np.int64) for i, column in enumerate(columns))
+
+
+def _seconds(
+    load: Load, costs: StepCosts, num_rows: np.ndarray, depth: np.ndarray, num_rolls: np.ndarray | None = None
+) -> np.ndarray:
+    rolls = np.cumsum(depth == 1) if num_rolls is None else num_rolls
+    rolling = costs.of_rolls(rolls, np.maximum.accumulate(depth), load.is_masked)
+    return np.asarray(costs.of(load.num_rows + num_rows) + rolling)

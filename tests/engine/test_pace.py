@@ -1,0 +1,90 @@
+"""What steps take is learned from a clock: here from invented ones."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+
+from pagedec.core.costs import StepShape
+from pagedec.engine.pace import BARE_EVERY, Pace, place_of
+
+
+def stair(rows: int) -> float:
+    return 0.005 + 0.002 * -(-rows // 16)
+
+
+def serve(pace: Pace, cost: Callable[[int], float], rows: list[int], noise: random.Random | None = None) -> None:
+    for num_rows in rows:
+        factor = 1.0 if noise is None else noise.lognormvariate(0, 0.05) * (10 if noise.random() < 0.02 else 1)
+        pace.note(StepShape(num_rows), num_rows, 0, 1e-4, cost(num_rows) * factor)
+
+
+def test_places_never_cross_a_tile() -> None:
+    assert [place_of(rows) for rows in range(1, 17)] == [*range(1, 17)]
+    groups = [list(group) for _, group in itertools.groupby(range(1, 600), key=place_of)]
+    assert len(groups) < 70
+    assert all((group[0] - 1) // 16 == (group[-1] - 1) // 16 for group in groups if group[-1] <= 128)
+    assert all(place_of(rows) in group for group in groups[:-1] for rows in group)
+
+
+def test_a_curve_is_learned_through_noise() -> None:
+    rng = random.Random(1)
+    pace = Pace()
+    serve(pace, stair, [rng.choice([1, 2, 8, 16, 17, 20, 32, 40, 64]) for _ in range(2000)], rng)
+    for rows in (1, 8, 16, 17, 32, 64):
+        assert float(pace.costs.of(rows)) == pytest.approx(stair(rows), rel=0.12)
+    assert list(pace.costs.seconds) == sorted(pace.costs.seconds)
+
+
+def test_what_is_slower_with_fewer_rows_is_noise() -> None:
+    pace = Pace()
+    serve(pace, lambda rows: 0.02 if rows < 8 else 0.01, [4, 8, 12] * 50)
+    costs = pace.costs
+    assert list(costs.seconds) == sorted(costs.seconds) and 0.01 < float(costs.of(8)) < 0.02
+
+
+def test_a_machine_that_changes_is_followed() -> None:
+    """Where it is measured again at once; elsewhere as far as all of it changed."""
+    pace = Pace()
+    serve(pace, stair, [1, 16, 32] * 60)
+    serve(pace, lambda rows: 3 * stair(rows), [1] * 300)
+    assert float(pace.costs.of(1)) == pytest.approx(3 * stair(1), rel=0.1)
+    assert float(pace.costs.of(32)) > 1.5 * stair(32)
+    serve(pace, lambda rows: 3 * stair(rows), [32] * 40)
+    assert float(pace.costs.of(32)) == pytest.approx(3 * stair(32), rel=0.15)
+
+
+def test_prompts_say_nothing_of_decoding() -> None:
+    pace = Pace()
+    serve(pace, stair, [4] * 20)
+    before = pace.costs
+    for _ in range(50):
+        pace.note(StepShape(400, is_steady=False), 4, 0, 1e-4, 2.0)
+    assert pace.costs == before
+
+
+def test_rolls_and_asking_are_told_apart_from_rows() -> None:
+    pace = Pace()
+    for _ in range(60):
+        pace.note(StepShape(8), 8, 0, 8e-5, stair(8))
+        pace.note(StepShape(8, num_asked=8), 8, 0, 8 * 4e-5, stair(8))
+        pace.note(StepShape(24), 8, 0, 8e-5, stair(24))
+        pace.note(StepShape(24, 8, num_rolls=8, roll_depth=2), 8, 16, 8 * 4e-5, stair(24) + 2 * 0.003)
+        masked = StepShape(24, 8, num_rolls=8, roll_depth=2, is_masked=True)
+        pace.note(masked, 8, 16, 8 * 4e-5, stair(24) + 2 * 0.007)
+    costs = pace.costs
+    assert costs.asking == pytest.approx(3e-5, rel=0.2)
+    assert costs.rolls[3] == pytest.approx(0.003, rel=0.1) and costs.masked_rolls[3] == pytest.approx(0.007, rel=0.1)
+    assert costs.rolls[0] == costs.rolls[3], "of other sizes what is known"
+
+
+def test_a_bare_step_every_now_and_then() -> None:
+    pace = Pace()
+    found = []
+    for _ in range(3 * BARE_EVERY):
+        found.append(pace.costs.is_bare)
+        pace.note(StepShape(5 if not found[-1] else 1), 1, 0 if found[-1] else 4, 1e-4, 0.01)
+    assert sum(found) == 2
