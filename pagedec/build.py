@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from functools import partial
 from itertools import zip_longest
@@ -12,6 +13,7 @@ from pagedec.core.limits import SchedulerLimits
 from pagedec.core.scheduler import Scheduler
 from pagedec.engine.engine import Engine, ModelLimits
 from pagedec.engine.options import Vocabulary
+from pagedec.engine.sessions import SessionLimits
 from pagedec.errors import InvalidArgument, ModelFileError, PoolWarning, within
 from pagedec.executor.base import Executor
 from pagedec.executor.inline import InlineExecutor
@@ -87,6 +89,7 @@ def build_engine(
         debug=debug,
         vocabulary=vocabulary,
         speculative=config.scheduler.speculative_config,
+        sessions=SessionLimits(**dataclasses.asdict(config.session)),
     )
 
 

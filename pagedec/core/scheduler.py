@@ -19,6 +19,7 @@ from pagedec.core.history import History
 from pagedec.core.limits import SchedulerLimits, check_prompt, check_width
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
 from pagedec.core.logprobs import NO_REPORTING, Reporting, Reports
+from pagedec.core.parked import Call, Parking
 from pagedec.core.plan import StepPlan
 from pagedec.core.planning import Planner
 from pagedec.core.preemption import holds_blocks, preempt
@@ -39,6 +40,7 @@ class Scheduler:
             lane: BlockPool(lane, num_blocks, limits.block_size, limits.max_blocks_per_table)
             for lane, num_blocks in limits.num_blocks.items()
         }
+        self.parking = Parking(self.pools)
         self.requests: list[Request] = []  # in the order in which they run
         self.rules: dict[int, LogitsRules] = {}
         """What running requests have done to their logits, by the number that rows name it by: the request's
@@ -67,6 +69,7 @@ class Scheduler:
         rules: LogitsRules = NO_RULES,
         reporting: Reporting = NO_REPORTING,
         constraint: Constraint | None = None,
+        home: Call | None = None,
     ) -> Request:
         """A request for `add`, with everything checked. Changes nothing. Raises `InvalidArgument` if it could not run
         alone, and what `make_decoder` raises.
@@ -74,15 +77,19 @@ class Scheduler:
         `limit` is the longest sequence it may reach, by default the prompt and `stopping.max_tokens`. Prefix cache
         blocks are shared only among requests of the same `salt`. `eos_token_ids` is what the decoder is told; by
         default, the stopping's. `rules` are what is done to the logits of each row that is read out for the decoder,
-        `reporting` says what is kept of them, `constraint` what answers may be.
+        `reporting` says what is kept of them, `constraint` what answers may be. With a `home` it goes out from that
+        parked branch, whose tokens are the `prompt`, on its history.
         """
         limits = self.limits
         limit = check_prompt(limits, prompt, stopping, limit)
         if stopping.max_tokens is not None:
             stopping = replace(stopping, max_tokens=min(stopping.max_tokens, limit - len(prompt)))
-        history = History(limits.block_size, salt)
+        if home is None:
+            history = History(limits.block_size, salt)
+            tip = history.append(0, [int(token) for token in prompt])
+        else:
+            history, tip = home.parked.place
         eos = stopping.eos_token_ids if eos_token_ids is None else eos_token_ids
-        tip = history.append(0, [int(token) for token in prompt])
         context = DecoderContext(
             history, len(prompt), limit, limits.vocab_size, eos, stopping, constraint, limits.draft_forced
         )
@@ -93,7 +100,7 @@ class Scheduler:
         state = None if constraint is None else constraint.start(history.tokens(tip))
         root = Branch(tip, tables, decoder.initial_state, stopping.start, len(prompt), constraint_state=state)
         plain = decoder.plain_sampler if limits.array_settle else None
-        return Request(
+        request = Request(
             request_id,
             decoder,
             history,
@@ -109,6 +116,9 @@ class Scheduler:
             constraint,
             context.forced if constraint is not None and limits.draft_forced else None,
         )
+        request.home = home
+        request.scored_from = len(prompt) if decoder.scores_given else None
+        return request
 
     def add(self, request: Request) -> None:
         """Queue a request that `admit` has made. Raises `InvalidArgument` if one of its id still runs."""
@@ -200,6 +210,7 @@ class Scheduler:
             request.started = False
             for branch in request.branches:
                 branch.tables = {lane: BlockTable(self.pools[lane]) for lane in branch.tables}
+        self.parking.reset()
         self._copies = self._new_copies()
 
     def reset_prefix_cache(self) -> bool:
@@ -226,7 +237,10 @@ class Scheduler:
         self._require_between_steps("plan")
         self.step += 1
         self._started = [request for request in self._started if request.started and not request.closed]
-        plan = Planner(self.limits, self.requests, self._started, self._demand, self._copies, self.step, only).make()
+        parking = self.parking if len(self.parking) else None
+        plan = Planner(
+            self.limits, self.requests, self._started, self._demand, self._copies, self.step, only, parking
+        ).make()
         self._copies = self._new_copies()
         self._plan = plan
         self._events += (Waiting(request) for request in plan.idled)
@@ -280,8 +294,9 @@ class Scheduler:
         """Raise `InvariantError` unless every block is accounted for."""
         for lane, pool in self.pools.items():
             tables = [branch.tables[lane] for r in self.requests for branch in r.branches if lane in branch.tables]
-            pool.check(tables)
-            if not self.requests and self._plan is None and pool.num_available != pool.num_blocks:
+            pool.check([*tables, *self.parking.tables(lane)])
+            is_held = self.requests or self._plan is not None or self.parking.holds_blocks(lane)
+            if not is_held and pool.num_available != pool.num_blocks:
                 raise InvariantError(
                     f"lane {lane}: {pool.num_available} of {pool.num_blocks} blocks are left when idle"
                 )
@@ -290,6 +305,10 @@ class Scheduler:
         inside = [request for request in self._started if request.started and not request.closed]
         if any(holds_blocks(request) and request not in inside for request in self.requests):
             raise InvariantError("a request holds blocks and was not let in")
+
+    def new_tables(self) -> dict[str, BlockTable]:
+        """An empty table for each lane."""
+        return {lane: BlockTable(pool) for lane, pool in self.pools.items()}
 
     # ---- inside
     def _settler(self, answers: Mapping[str, LaneAnswers], events: list[Event]) -> Settler:
@@ -321,6 +340,8 @@ class Scheduler:
         for branch in request.branches:
             branch.release()
         request.branches = []
+        if request.home is not None:
+            request.home.end()
         self._close(request)
 
     def _close(self, request: Request) -> None:
@@ -329,8 +350,10 @@ class Scheduler:
         self.requests.remove(request)
         del self._by_id[request.id]
         self.rules.pop(request.arrival, None)
-        if not self.requests:  # nobody is left who needs the copies, nor is anybody inside
+        if not self.requests:  # nobody is inside
             self._started = []
+            if any(map(self.parking.holds_blocks, self.pools)):  # what is parked may need the copies
+                return
             for copies in self._copies.values():
                 copies.cancel()
             self._copies = self._new_copies()

@@ -7,5 +7,17 @@ from pagedec.decoders.lookahead import Lookahead
 from pagedec.decoders.ngram import NGram
 from pagedec.decoders.registry import decoder, decoder_for, make_decoder
 from pagedec.decoders.sampling import Sampling
+from pagedec.decoders.scoring import Scoring
 
-__all__ = ["Beam", "DraftModel", "Jacobi", "Lookahead", "NGram", "Sampling", "decoder", "decoder_for", "make_decoder"]
+__all__ = [
+    "Beam",
+    "DraftModel",
+    "Jacobi",
+    "Lookahead",
+    "NGram",
+    "Sampling",
+    "Scoring",
+    "decoder",
+    "decoder_for",
+    "make_decoder",
+]

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from pagedec.constraints import Grammars, constraint_of
 from pagedec.core.checks import check_answers
 from pagedec.core.logprobs import TokenLogprobs, answer_reports
+from pagedec.core.parked import Call
 from pagedec.core.plan import StepPlan
 from pagedec.core.protocol import Hypothesis, Verdict
 from pagedec.core.request import Ended, Event, Failed, Finished, Progress, Request, Settled, Waiting
@@ -20,6 +21,7 @@ from pagedec.core.scheduler import Scheduler
 from pagedec.decoders.registry import decoder_for, decoder_of
 from pagedec.engine.options import DEFAULT_LOGPROBS, Vocabulary, check_reports, read_options
 from pagedec.engine.recovery import Recovery
+from pagedec.engine.sessions import SessionLimits, Sessions
 from pagedec.engine.speculating import check_speculation, with_speculation
 from pagedec.engine.stats import EngineStats
 from pagedec.errors import DeviceError, InvalidArgument, RequestError, Shown
@@ -98,6 +100,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         vocabulary: Vocabulary | None = None,
         speculative: dict[str, Any] | None = None,
+        sessions: SessionLimits | None = None,
     ) -> None:
         self.scheduler, self.executor, self.limits, self.vocabulary = scheduler, executor, limits, vocabulary
         self.seed, self.debug, self.stats, self.clock = seed, debug, EngineStats(), clock
@@ -109,6 +112,9 @@ class Engine:
         """Requests admitted without a seed of their own."""
         self._grammars = None if vocabulary is None else Grammars(limits.vocab_size, *vocabulary.words)
         self._recovery = Recovery()
+        self.sessions = Sessions(
+            scheduler.parking, scheduler.new_tables, scheduler.limits.block_size, clock, sessions or SessionLimits()
+        )
         self._arrived: dict[Request, float] = {}
         self._first: dict[Request, float] = {}
         self._deadlines: dict[Request, float] = {}
@@ -122,12 +128,14 @@ class Engine:
         params: RequestParams,
         priority: int = 0,
         cache_salt: str = "",
+        home: Call | None = None,
     ) -> Request:
         """Check a request and make all it needs; `add` takes it as it is. May be called by any thread, one at a time.
 
         `params` is of a registered decoder's parameter type, and kept. Where its seed is None, the engine's seed and
         the number of such requests before it name the randomness. Lower `priority` runs earlier; prefix cache blocks
-        are shared only under the same `cache_salt`. Raises `InvalidArgument` for what could not run alone, `NotFound`
+        are shared only under the same `cache_salt`. With a `home` it goes out from that parked branch, whose tokens are
+        the `prompt`. Raises `InvalidArgument` for what could not run alone, `NotFound`
         for parameters that no decoder has registered.
         """
         decoder_for(type(params))  # before anything is read from what may be no parameters at all
@@ -154,6 +162,7 @@ class Engine:
             rules=options.rules,
             reporting=options.reporting,
             constraint=constraint,
+            home=home,
         )
         request.limited_by, request.max_time = limited_by, params.max_time
         if request.plain is None:
@@ -174,6 +183,7 @@ class Engine:
         """Forget a request and free its blocks. Raises `NotFound` if it does not run."""
         request = self.scheduler.get(request_id)
         self.scheduler.abort(request_id)
+        self.sessions.abandoned(request)
         self._forget(request)
 
     def fail(self, request_id: str, error: RequestError) -> None:
@@ -195,6 +205,7 @@ class Engine:
         its KV lost.
         """
         stats, began = self.stats, self.clock()
+        self.sessions.tidy(self)
         if began >= self._next_deadline and (events := self._conclude_overdue(began)):
             return self._collect(events, began)
         try:
@@ -254,19 +265,35 @@ class Engine:
         self._next_deadline = min(self._deadlines.values(), default=math.inf)
         return [event for request in over for event in self.scheduler.conclude(request.id)]
 
+    def draw_seed(self) -> int:
+        """A seed for what brings none, as a request's. One thread at a time."""
+        self.num_unseeded += 1
+        return self._seed_of(self.num_unseeded - 1)
+
     def _seed_of(self, ordinal: int) -> int:
         name = f"{self.seed}/{ordinal}".encode()
         return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
-    def _limit(self, prompt: Sequence[int], max_tokens: int | None) -> tuple[int, str]:
-        """The longest sequence a request may reach, and what says so: the context, the pool, or its own max_tokens."""
+    def check_room(self, field: str, num_tokens: int, room: int) -> None:
+        """Raise `InvalidArgument` for a sequence behind which there is no room for so many more."""
+        longest, what = self._longest()
+        if num_tokens > longest - room:
+            limit = f"must be at most {longest - room} tokens long: {what} holds {longest}"
+            raise InvalidArgument(
+                field, Shown(f"{num_tokens} tokens"), f"{limit}, and one must be new" if room else limit
+            )
+
+    def _longest(self) -> tuple[int, str]:
+        """The longest sequence that there can be, and what bounds it."""
         limits = self.scheduler.limits
         pool = (limits.num_blocks["target"] - 1) * limits.block_size
         longest = min(self.limits.max_model_len, pool)
-        if len(prompt) >= longest:
-            what = "the context" if longest == self.limits.max_model_len else "the KV pool"
-            limit = f"must be at most {longest - 1} tokens long: {what} holds {longest}, and one must be new"
-            raise InvalidArgument("prompt", Shown(f"{len(prompt)} tokens"), limit)
+        return longest, "the context" if longest == self.limits.max_model_len else "the KV pool"
+
+    def _limit(self, prompt: Sequence[int], max_tokens: int | None) -> tuple[int, str]:
+        """The longest sequence a request may reach, and what says so: the context, the pool, or its own max_tokens."""
+        self.check_room("prompt", len(prompt), 1)
+        longest, _ = self._longest()
         if max_tokens is not None and len(prompt) + max_tokens <= longest:
             return len(prompt) + max_tokens, "max_tokens"
         return longest, "max_model_len" if longest == self.limits.max_model_len else "kv_pool"
@@ -277,6 +304,7 @@ class Engine:
         stats.num_blocks_used = pool.num_blocks - pool.num_available
         stats.max_blocks_used = max(stats.max_blocks_used, stats.num_blocks_used)
         stats.num_released_branches += plan.num_released
+        stats.num_parked_branches = len(self.scheduler.parking)
         stats.num_forks, stats.num_copied_blocks = pool.num_forks, pool.num_copied
         held = sum(branch.table.num_blocks for request in self.scheduler.requests for branch in request.branches)
         stats.num_blocks_saved = max(0, held - stats.num_blocks_used)
@@ -316,6 +344,7 @@ class Engine:
                     first[event.request] = now
             elif isinstance(event, Failed):
                 self.stats.num_failed += 1
+                self.sessions.abandoned(event.request)
                 self._forget(event.request)
             collected.append(event)
         return collected
@@ -323,6 +352,7 @@ class Engine:
     def _finished(self, request: Request, now: float) -> FinishedRequest:
         done = sorted(request.done, key=lambda hypothesis: hypothesis.rank)
         answers = [answer_of(request, hypothesis) for hypothesis in done]
+        self.sessions.ended(request, done)
         num_tokens = sum(len(answer.token_ids) for answer in answers)
         metrics = RequestMetrics(
             arrival_time=self._arrived[request],
