@@ -1,4 +1,4 @@
-"""Host time of the core: block tables alone, and plan + settle of plain sampling with made-up answers.
+"""Host time of the core: block tables alone, and plan + settle with made-up answers of plain sampling and beam search.
 
     python benchmarks/core.py [--repeats 30]
 
@@ -11,7 +11,8 @@ import argparse
 import functools
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from pagedec.core.scheduler import Scheduler
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable, CopyPlan, reserve
 from pagedec.decoders import make_decoder
-from pagedec.params import SamplingParams
+from pagedec.params import BeamSearchParams, SamplingParams
 
 BLOCK, VOCABULARY = 16, 49152
 
@@ -76,30 +77,37 @@ def answers(plan: StepPlan, rng: np.random.Generator) -> dict[str, LaneAnswers]:
     }
 
 
-def sampling(history: int, num_requests: int, array_settle: bool, repeats: int) -> None:
-    """Steady decoding of one branch a request."""
-    limits = SchedulerLimits(
-        num_blocks={"target": num_requests * (history // BLOCK + 40)},
+def filled(scheduler: Scheduler, requests: Iterable[Any], history: int) -> np.random.Generator:
+    """Add a request of made-up tokens for each of `requests`, its parameters."""
+    rng = np.random.default_rng(0)
+    stopping = Stopping((2,), (7,), max_tokens=600)
+    for i, params in enumerate(requests):
+        prompt = rng.integers(10, VOCABULARY, history).tolist()
+        scheduler.add(scheduler.admit(str(i), functools.partial(make_decoder, params), prompt, stopping))
+    return rng
+
+
+def limits_of(num_blocks: int, array_settle: bool = True) -> SchedulerLimits:
+    """Of a default engine."""
+    return SchedulerLimits(
+        num_blocks={"target": num_blocks},
         vocab_size=VOCABULARY,
         block_size=BLOCK,
         max_num_batched_tokens=8192,
         max_blocks_per_table=512,
         array_settle=array_settle,
     )
-    scheduler = Scheduler(limits)
-    rng = np.random.default_rng(0)
-    stopping = Stopping((2,), (7,), max_tokens=600)
-    for i in range(num_requests):
-        params = SamplingParams(temperature=0.8, top_p=0.95, seed=i)
-        prompt = rng.integers(10, VOCABULARY, history).tolist()
-        scheduler.add(scheduler.admit(str(i), functools.partial(make_decoder, params), prompt, stopping))
+
+
+def timed(scheduler: Scheduler, answers: Callable[[StepPlan], dict[str, LaneAnswers]], repeats: int) -> list[float]:
+    """Seconds of plan and settle, in steady decoding."""
     seconds: list[float] = []
 
     def step() -> None:
         began = time.perf_counter()
         plan = scheduler.plan()
         planned = time.perf_counter()
-        given = answers(plan, rng)
+        given = answers(plan)
         settling = time.perf_counter()
         scheduler.settle(plan, given)
         seconds.append(time.perf_counter() - settling + planned - began)
@@ -107,7 +115,37 @@ def sampling(history: int, num_requests: int, array_settle: bool, repeats: int) 
     while any(request.first_step < 0 for request in scheduler.requests):
         step()
     repeat(step, seconds, repeats)
+    return seconds
+
+
+def sampling(history: int, num_requests: int, array_settle: bool, repeats: int) -> None:
+    """Steady decoding of one branch a request."""
+    scheduler = Scheduler(limits_of(num_requests * (history // BLOCK + 40), array_settle))
+    rng = filled(scheduler, (SamplingParams(temperature=0.8, top_p=0.95, seed=i) for i in range(num_requests)), history)
+    seconds = timed(scheduler, lambda plan: answers(plan, rng), repeats)
     show(f"plan + settle, {num_requests} samplings at {history} tokens, array_settle={array_settle}", seconds)
+
+
+def beams(history: int, width: int, repeats: int) -> None:
+    """Steady decoding of one beam search whose beams descend from two in three of their parents, at random."""
+    scheduler = Scheduler(limits_of(history // BLOCK + 60 * width))
+    rng = filled(scheduler, [BeamSearchParams(beam_width=width, max_tokens=600)], history)
+    nothing, floats = np.zeros((0, 0), np.int32), np.zeros(0, np.float32)
+
+    def ranked(plan: StepPlan) -> dict[str, LaneAnswers]:
+        forward, num = plan.forwards["target"], 3 * width
+        rows = len(forward.best_rows)
+        if not rows:
+            return {"target": LaneAnswers(nothing.ravel(), nothing, floats.reshape(0, 0), floats)}
+        logprobs = -np.sort(rng.random(num, np.float32))
+        parents, tokens = rng.integers(0, rows, num, np.int32), rng.integers(10, VOCABULARY, num, np.int32)
+        scores = logprobs + np.float32(forward.best_rows["score"].min())
+        best = {"best_parents": parents, "best_tokens": tokens, "best_scores": scores, "best_logprobs": logprobs}
+        counts = np.array([num], np.int32)
+        no_draws = nothing.ravel()
+        return {"target": LaneAnswers(no_draws, nothing, floats.reshape(0, 0), floats, best_counts=counts, **best)}
+
+    show(f"plan + settle, a search of {width} beams at {history} tokens", timed(scheduler, ranked, repeats))
 
 
 def repeat(step: Callable[[], None], seconds: list[float], repeats: int) -> None:
@@ -130,6 +168,8 @@ def main() -> None:
     for history in (100, 1000):
         for array_settle in (True, False):
             sampling(history, 64, array_settle, 4 * repeats)
+        for width in (4, 16, 64):
+            beams(history, width, 4 * repeats)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 // Slot moves in list order. A thread owns whole (layer, head) pairs, so that the order holds without a barrier.
 #include <cstring>
+#include <utility>
 
 #include "cpu/cache_layout.h"
 #include "cpu/check_small.h"
@@ -23,8 +24,31 @@ Run next_run(const pd_kv_copy_args &a, int32_t first) {
   return run;
 }
 
-void copy_strided(char *base, int64_t to, int64_t from, int64_t num, int64_t step, int64_t bytes) {
+PD_INLINE void copy_strided(char *base, int64_t to, int64_t from, int64_t num, int64_t step, int64_t bytes) {
   for (int64_t i = 0; i < num; i++) memcpy(base + to + i * step, base + from + i * step, bytes);
+}
+
+// A copy of a size that the compiler knows is a few moves instead of a call.
+template <int64_t Bytes>
+void copy_rows(char *base, int64_t to, int64_t from, int64_t num, int64_t step) {
+  copy_strided(base, to, from, num, step, Bytes);
+}
+template <int64_t... Slots>
+void copy_rows(std::integer_sequence<int64_t, Slots...>, int64_t slots, char *base, int64_t to, int64_t from,
+               int64_t num, int64_t step) {
+  const bool done = ((slots == Slots + 1 && (copy_rows<4 * (Slots + 1)>(base, to, from, num, step), true)) || ...);
+  if (!done) copy_strided(base, to, from, num, step, slots * 4);
+}
+
+// One slot of V in pairs along the block: the first or the second half of each 4 bytes.
+void copy_half(char *to, const char *from, int64_t dim, bool second) {
+  const uint32_t taken = second ? 0xffff0000 : 0x0000ffff;
+  for (int64_t i = 0; i < dim; i++) {
+    uint32_t a, b;
+    memcpy(&a, from + i * 4, 4), memcpy(&b, to + i * 4, 4);
+    b = (b & ~taken) | (a & taken);
+    memcpy(to + i * 4, &b, 4);
+  }
 }
 
 // bf16: K in pairs along the head, V in pairs along the block.
@@ -48,11 +72,13 @@ void copy_run(const CacheShape &shape, int64_t bytes, char *k, char *v, const Ru
   if (run.length == size)
     memcpy(k + to, k + from, dim * size * bytes);
   else
-    copy_strided(k, to + offset * 4, from + offset * 4, k_rows, size * 4, run.length * 4);
+    copy_rows(std::make_integer_sequence<int64_t, 16>(), run.length, k, to + offset * 4, from + offset * 4, k_rows,
+              size * 4);
   int64_t begin = offset, end = offset + run.length;
   if (shape.paired) {
-    if (begin % 2) copy_slot(shape, k, v, run.src, run.dst, head), begin++;
-    if (end % 2 && end > begin) copy_slot(shape, k, v, run.src + run.length - 1, run.dst + run.length - 1, head), end--;
+    auto pair = [&](int64_t slot) { return slot / 2 * dim * 4; };
+    if (begin % 2) copy_half(v + to + pair(begin), v + from + pair(begin), dim, true), begin++;
+    if (end % 2 && end > begin) end--, copy_half(v + to + pair(end), v + from + pair(end), dim, false);
   }
   if (end > begin) memcpy(v + to + begin * dim * bytes, v + from + begin * dim * bytes, (end - begin) * dim * bytes);
 }
@@ -85,7 +111,7 @@ void kv_copy_part(const pd_kv_copy_args &a, int thread, int num_threads) {
     char *k = (char *)a.k_cache + start, *v = (char *)a.v_cache + start;
     for (int32_t i = 0; i < *a.num_moves;) {
       const Run run = next_run(a, i);
-      if (run.length > 1)
+      if (run.src % a.block_size == run.dst % a.block_size && run.src != run.dst)
         copy_run(shape, bytes, k, v, run, head);
       else if (run.src != run.dst)
         copy_slot(shape, k, v, run.src, run.dst, head);

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 from numbers import Real
 
 import numpy as np
@@ -235,14 +236,24 @@ def check_verdict(
 
 
 def check_settled(
-    history: History, settled: int, heads: Sequence[tuple[int, int, tuple[int, ...]]], decoder: Decoder | None
+    history: History,
+    settled: int,
+    heads: Sequence[tuple[int, int, tuple[int, ...]]],
+    decoder: Decoder | None,
+    known: int = 0,
 ) -> None:
-    """Raise unless all that lives has the settled tokens in common. `heads`: of each child, a tip, the length up to
-    where the child goes along with it, and its tokens behind."""
+    """Raise unless all that lives has the settled tokens in common; the first `known` are known to be. `heads`: of each
+    child, a tip, the length up to where the child goes along with it, and its tokens behind."""
     if decoder is not None and not decoder.gang:
         raise InvalidArgument("settled", settled, "must be None: the decoder is no gang")
     least = min((length + len(tokens) for _, length, tokens in heads), default=MAX_INT32)
     _check_whole("settled", settled, 0, least)
+    if settled <= known:
+        return
+    if settled <= min((length for _, length, _ in heads), default=settled):
+        if not history.agree({history.ancestor(tip, length) for tip, length, _ in heads}, settled):
+            raise InvalidArgument("settled", settled, "must be tokens that all that lives has in common")
+        return
     ends = {
         (history.ancestor(tip, min(settled, length)), tuple(tokens[: max(0, settled - length)]))
         for tip, length, tokens in heads
@@ -333,33 +344,32 @@ def check_answers(forwards: Forwards, answers: Answers, vocab_size: int) -> None
         if lane == "target" and (given.draws.shape, given.topk_tokens.shape, given.logprobs.shape) != expected:
             found = given.draws.shape, given.topk_tokens.shape, given.logprobs.shape
             raise InvariantError(f"lane {lane} was answered in shapes {found}, not {expected}")
-        if len(given.rolled) != forward.rolls["count"].sum():
-            raise InvariantError(
-                f"lane {lane} has rolled {len(given.rolled)} tokens, not {forward.rolls['count'].sum()}"
-            )
+        num_rolled = int(forward.rolls["count"].sum()) if len(forward.rolls) else 0
+        if len(given.rolled) != num_rolled:
+            raise InvariantError(f"lane {lane} has rolled {len(given.rolled)} tokens, not {num_rolled}")
         _check_best_answers(lane, forward, given)
         for tokens in (given.draws, given.topk_tokens, given.best_tokens, given.rolled):
             if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
                 wrong = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
                 raise InvariantError(f"lane {lane} has answered token {wrong}; there are {vocab_size}")
         for logprobs in (given.topk_logprobs, given.logprobs, given.best_logprobs, given.best_scores):
-            if np.isnan(logprobs).any():
+            if logprobs.size and np.isnan(logprobs).any():
                 raise InvariantError(f"lane {lane} has answered log-probabilities that are no numbers")
 
 
 def _check_best_answers(lane: str, forward: LaneForward, given: LaneAnswers) -> None:
     """As many candidates of each group as there are, at most its k, of the group's own rows."""
-    groups, counts = forward.best_groups, given.best_counts
+    groups, counts = forward.best_groups, given.best_counts.tolist()
     sizes = {len(array) for array in (given.best_parents, given.best_tokens, given.best_scores, given.best_logprobs)}
-    if len(counts) != len(groups) or sizes != {int(counts.sum())}:
+    if len(counts) != len(groups) or sizes != {sum(counts)}:
         raise InvariantError(f"lane {lane} has answered {len(counts)} of {len(groups)} gangs, {counts} in {sizes}")
-    if not len(groups):
+    if not counts:
         return
-    if counts.min() < 0 or (counts > groups["k"]).any():
-        raise InvariantError(f"lane {lane} has answered {counts} candidates where {groups['k']} were asked for")
-    group_of = np.repeat(np.arange(len(groups)), counts)
-    rows = np.repeat(np.arange(len(groups)), groups["stop"] - groups["first"])
-    known = set(zip(rows.tolist(), forward.best_rows["place"].tolist(), strict=True))
-    strangers = set(zip(group_of.tolist(), given.best_parents.tolist(), strict=True)) - known
-    if strangers:
-        raise InvariantError(f"lane {lane} has answered a candidate of place {min(strangers)[1]}, which was not asked")
+    most = groups["k"].tolist()
+    if any(not 0 <= count <= k for count, k in zip(counts, most, strict=True)):
+        raise InvariantError(f"lane {lane} has answered {counts} candidates where {most} were asked for")
+    places, parents, ends = forward.best_rows["place"].tolist(), given.best_parents.tolist(), groups["stop"].tolist()
+    for first, stop, end, count in zip([0, *ends], ends, accumulate(counts), counts, strict=False):
+        strangers = set(parents[end - count : end]).difference(places[first:stop])
+        if strangers:
+            raise InvariantError(f"lane {lane} has answered a candidate of place {min(strangers)}, which was not asked")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isnan, nan
 
 import numpy as np
 
@@ -25,10 +26,10 @@ def check_children(verdict: Verdict, queries: Sequence[Query], request: Request,
     for name in ("live", "drop"):
         if len(getattr(verdict, name)):
             raise InvalidArgument(name, len(getattr(verdict, name)), "must be empty where children come as arrays")
-    for name, kind in (("parents", np.integer), ("tokens", np.integer), ("scores", np.floating)):
+    for name, kinds, what in (("parents", "iu", "integer"), ("tokens", "iu", "integer"), ("scores", "f", "floating")):
         array = getattr(children, name)
-        if not isinstance(array, np.ndarray) or array.ndim != 1 or not np.issubdtype(array.dtype, kind):
-            raise InvalidArgument(f"children.{name}", array, f"must be an array of one side, of {kind.__name__}")
+        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in kinds:
+            raise InvalidArgument(f"children.{name}", array, f"must be an array of one side, of {what}")
         if len(array) != len(children):
             raise InvalidArgument(f"children.{name}", len(array), f"must be one for each of {len(children)} parents")
     if children.states is not None and len(children.states) != len(children):
@@ -36,15 +37,16 @@ def check_children(verdict: Verdict, queries: Sequence[Query], request: Request,
         raise InvalidArgument("children.states", len(children.states), limit)
     _check_within("parents", children.parents, len(queries))
     _check_within("tokens", children.tokens, vocab_size)
-    if np.isnan(children.scores).any():
-        raise InvalidArgument("children.scores", np.nan, "must be numbers")
+    if any(map(isnan, children.scores.tolist())):
+        raise InvalidArgument("children.scores", nan, "must be numbers")
     return children
 
 
 def _check_within(name: str, array: np.ndarray, count: int) -> None:
-    if len(array) and not 0 <= array.min() <= array.max() < count:
-        wrong = int(array.min()) if array.min() < 0 else int(array.max())
-        raise InvalidArgument(f"children.{name}", wrong, f"must be from 0 to {count - 1}")
+    values = array.tolist()
+    lowest, highest = min(values, default=0), max(values, default=0)
+    if values and not 0 <= lowest <= highest < count:
+        raise InvalidArgument(f"children.{name}", lowest if lowest < 0 else highest, f"must be from 0 to {count - 1}")
 
 
 def is_plain(request: Request, works: Sequence[Work]) -> bool:
@@ -70,7 +72,8 @@ def check_generation(
     if verdict.settled is not None:
         lengths = history.depth
         heads = {(parent.tip, token) for parent, token in zip(parents, tokens, strict=True)}
-        check_settled(history, verdict.settled, [(tip, lengths[tip], (token,)) for tip, token in heads], decoder)
+        known = request.settled_length or request.prompt_length
+        check_settled(history, verdict.settled, [(tip, lengths[tip], (token,)) for tip, token in heads], decoder, known)
     states = [parent.stop_state for parent in parents]
     longest = max((history.depth[parent.tip] for parent in parents), default=0)
     most = max((state & COUNT for state in states), default=0)

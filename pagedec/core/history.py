@@ -105,6 +105,17 @@ class History:
         """How many leading tokens sequences share."""
         return self.depth[functools.reduce(self._common, tips)]
 
+    def agree(self, tips: Iterable[int], length: int) -> bool:
+        """Whether sequences share their first `length` tokens. Each node between their tips and where they meet is
+        looked at once."""
+        depth, parent, nodes = self.depth, self.parent, set(tips)
+        while len(nodes) > 1:
+            deepest = max([depth[node] for node in nodes])
+            if deepest <= length:
+                return False
+            nodes = {parent[node] if depth[node] == deepest else node for node in nodes}
+        return all(depth[node] >= length for node in nodes)
+
     def _common(self, a: int, b: int) -> int:
         """The last node that two sequences share."""
         while a != b:

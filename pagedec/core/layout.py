@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from pagedec.core.block import BlockPool
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.forward import (
     DRAW_DTYPE,
+    NO_BEST_GROUPS,
+    NO_BEST_ROWS,
     NO_DRAWS,
     NO_INTS,
     NO_ROLLS,
@@ -22,7 +25,7 @@ from pagedec.core.forward import (
     freeze,
 )
 from pagedec.core.plan import AskSlice
-from pagedec.core.protocol import Best, Query, Roll, Sample, Sampler, TopK
+from pagedec.core.protocol import Ask, Best, Query, Roll, Sample, Sampler, TopK
 from pagedec.core.ranking import Ranking
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable, CopyPlan
@@ -116,16 +119,20 @@ class LaneBuilder:
         """Read out one row of each query from `first_row` on, whose asks are one Best each and whose branches end
         `lengths` tokens."""
         ranking = self._ranking = self._ranking or Ranking()
-        first, known, out = len(self._read_rows), dict[tuple[int, int], tuple[AskSlice, ...]](), []
-        for i, query in enumerate(queries):
-            ask = query.asks[0]
+        first = len(self._read_rows)
+        known, out = dict[tuple[int, int], tuple[AskSlice, ...]](), list[tuple[AskSlice, ...]]()
+        row = first
+        for asks, alike in groupby(queries, key=_asks_of):
+            own = list(alike)
+            [ask] = asks
             assert isinstance(ask, Best)
-            group = ranking.add(owner, ask, first + i, lengths[i], query.branch.score)
-            slices = known.get((group, ask.k))
-            if slices is None:
-                slices = known[group, ask.k] = (AskSlice(group, 1, ask.k, True),)
-            out.append(slices)
-            if stopping.min_tokens:
+            scores = [query.branch.score for query in own]
+            group = ranking.add(owner, ask, row, lengths[row - first : row - first + len(own)], scores)
+            slices = known.setdefault((group, ask.k), (AskSlice(group, 1, ask.k, True),))
+            out += [slices] * len(own)
+            row += len(own)
+        if stopping.min_tokens:
+            for i, query in enumerate(queries):
                 self._banned += [(first + i, token) for token in stopping.banned(query.branch.stop_state)]
         self._read_rows += range(first_row, first_row + len(queries))
         return out
@@ -197,7 +204,7 @@ class LaneBuilder:
             elif isinstance(ask, Best):
                 self._ranking = self._ranking or Ranking()
                 slices.append(
-                    AskSlice(self._ranking.add(owner, ask, rows[0], length, query.branch.score), 1, ask.k, True)
+                    AskSlice(self._ranking.add(owner, ask, rows[0], (length,), (query.branch.score,)), 1, ask.k, True)
                 )
             else:
                 slices.append(AskSlice(len(self._logprobs), len(nodes), 1))
@@ -279,7 +286,7 @@ class LaneBuilder:
         copy_src, copy_dst = copies.arrays()
         fresh, pool.fresh = np.array(pool.fresh, np.int32), []
         topk, logprobs, banned = self._topk, _pairs(self._logprobs), _pairs(self._banned)
-        best_rows, best_groups = (self._ranking or Ranking()).arrays()
+        best_rows, best_groups = (NO_BEST_ROWS, NO_BEST_GROUPS) if self._ranking is None else self._ranking.arrays()
         forward = LaneForward(
             lane=pool.lane,
             token_ids=np.array(self._tokens, np.int32),
@@ -330,6 +337,10 @@ class LaneBuilder:
         draws["row"] = self._draw_rows
         draws["position"] = self._draw_positions
         return draws
+
+
+def _asks_of(query: Query) -> tuple[Ask, ...]:
+    return query.asks
 
 
 def _pairs(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from pagedec.core.forward import (
@@ -41,20 +43,20 @@ class Ranking:
         self._positions: list[int] = []
         self._scores: list[float] = []
 
-    def add(self, owner: int, ask: Best, row: int, position: int, score: float) -> int:
-        """Rank a read-out row among those of the same owner and group; returns the group's place. Rows of an owner come
-        in the order of its queries."""
-        place = self._num_places.get(owner, 0)
-        self._num_places[owner] = place + 1
+    def add(self, owner: int, ask: Best, row: int, positions: Sequence[int], scores: Sequence[float]) -> int:
+        """Rank the read-out rows from `row` on, of queries that ask alike, among those of the same owner and group;
+        returns the group's place. Rows of an owner come in the order of its queries."""
+        num, place = len(positions), self._num_places.get(owner, 0)
+        self._num_places[owner] = place + num
         group = self._place_of.setdefault((owner, ask.group), len(self._asks))
         if group == len(self._asks):
             self._asks.append(ask)
-        self._taken.append(place)
-        self._group_of.append(group)
-        self._streams.append(ask.stream & _MASK)
-        self._rows.append(row)
-        self._positions.append(position)
-        self._scores.append(score)
+        self._taken += range(place, place + num)
+        self._group_of += [group] * num
+        self._streams += [ask.stream & _MASK] * num
+        self._rows += range(row, row + num)
+        self._positions += positions
+        self._scores += scores
         return group
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
@@ -64,7 +66,7 @@ class Ranking:
         rows = np.empty(len(self._rows), BEST_ROW_DTYPE)
         rows["stream"], rows["row"], rows["place"] = self._streams, self._rows, self._taken
         rows["position"], rows["score"] = self._positions, self._scores
-        groups = np.zeros(len(self._asks), BEST_GROUP_DTYPE)
+        groups = np.array([described(ask) for ask in self._asks], BEST_GROUP_DTYPE)
         if len(self._asks) > 1:
             group_of = np.array(self._group_of)
             rows = rows[np.argsort(group_of, kind="stable")]
@@ -72,17 +74,13 @@ class Ranking:
             groups["first"][1:] = groups["stop"][:-1]
         else:
             groups["stop"] = len(rows)
-        for group, ask in zip(groups, self._asks, strict=True):
-            describe(group, ask)
         return rows, groups
 
 
-def describe(group: np.void, ask: Best) -> None:
-    """Fill in how the rows of a group are ranked."""
-    group["k"], group["min_tokens_to_keep"] = ask.k, ask.min_tokens_to_keep
-    group["temperature"] = group["top_p"] = 1.0
-    if ask.sampler is not None:
-        sampler = ask.sampler
-        group["is_drawn"], group["seed"] = 1, sampler.seed & _MASK
-        group["top_k"], group["top_p"], group["min_p"] = sampler.top_k, sampler.top_p, sampler.min_p
-        group["temperature"] = sampler.temperature or 1.0
+def described(ask: Best) -> tuple[int | float, ...]:
+    """How the rows of a group are ranked: an entry of BEST_GROUP_DTYPE, whose first and last row are 0."""
+    sampler, keep = ask.sampler, ask.min_tokens_to_keep
+    if sampler is None:
+        return (0, 0, 0, ask.k, 0, 1.0, 1.0, 0.0, keep, 0, 0)
+    seed, temperature = sampler.seed & _MASK, sampler.temperature or 1.0
+    return (seed, 0, 0, ask.k, sampler.top_k, temperature, sampler.top_p, sampler.min_p, keep, 1, 0)

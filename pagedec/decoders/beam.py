@@ -85,6 +85,7 @@ class Beam(Decoder):
         self.nodes: list[Node] = [self.agreement.root]
         self.numbers: list[np.ndarray] = [np.zeros(1, np.int32)]
         """Of each generation: its branches' numbers."""
+        self.numberings: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
         self.behind: list[np.ndarray] = []
         """Of each generation but the root's: the places of its branches' parents in the one before."""
 
@@ -102,6 +103,7 @@ class Beam(Decoder):
             sampler = Sampler(params.temperature or 1.0, params.top_k, params.top_p, params.min_p, params.seed or 0)
         keep = per_beam if params.do_sample and self.width > 1 else 1
         self.ask = Best(self.num + spare, sampler, min_tokens_to_keep=keep)
+        self.asks = [(replace(self.ask, group=group.number),) for group in self.groups]
 
     # ---- asking
     def propose(self, branches: Sequence[Branch], room: int) -> Sequence[Query]:
@@ -111,8 +113,8 @@ class Beam(Decoder):
             k, sampler, keep, streams = ask.k, ask.sampler, ask.min_tokens_to_keep, self.streams.tolist()
             asks = [(Best(k, sampler, stream, 0, keep),) for stream in streams]
             return [Query(branch, own) for branch, own in zip(ordered, asks, strict=True)]
-        by_group = [(replace(ask, group=group.number),) for group in self.groups]
-        return [Query(branch, by_group[branch.state // self.group_width]) for branch in ordered]
+        asks, width = self.asks, self.group_width
+        return [Query(branch, asks[branch.state // width]) for branch in ordered]
 
     # ---- choosing
     def advance(self, queries: Sequence[Query], answers: Sequence[Answer]) -> Verdict:
@@ -195,17 +197,22 @@ class Beam(Decoder):
     # ---- going on
     def _go_on(self, chosen: Sequence[tuple[Group, Chosen]]) -> Verdict:
         """The next generation, and what is settled with it."""
-        parents = np.concatenate([own.parents for _, own in chosen])
-        tokens = np.concatenate([own.tokens for _, own in chosen])
-        self.scores = np.concatenate([own.scores for _, own in chosen])
-        numbers = [np.arange(len(own.parents), dtype=np.int32) + g.number * self.group_width for g, own in chosen]
-        self.numbers.append(np.concatenate(numbers))
+        [(_, one)] = chosen if len(chosen) == 1 else [(None, joined([own for _, own in chosen]))]
+        parents, tokens, self.scores = one.parents, one.tokens, one.scores
+        self.numbers.append(self._numbered(tuple((group.number, len(own.parents)) for group, own in chosen)))
         self.behind.append(parents)
         if self.ask.sampler is not None:
             self.streams = continued(self.streams[parents], tokens)
         settled = self._settle(parents.tolist(), tokens.tolist())
         children = Children(parents, tokens, self.scores, self.numbers[-1].tolist())
         return Verdict(children=children, settled=settled)
+
+    def _numbered(self, sizes: tuple[tuple[int, int], ...]) -> np.ndarray:
+        """The numbers of the branches of groups that have so many each: one array for all generations alike."""
+        if sizes not in self.numberings:
+            parts = [np.arange(size, dtype=np.int32) + number * self.group_width for number, size in sizes]
+            self.numberings[sizes] = np.concatenate(parts)
+        return self.numberings[sizes]
 
     def _settle(self, places: Sequence[int], tokens: Sequence[int]) -> int:
         """How many tokens all agree on that live or wait and may be returned."""
@@ -268,6 +275,11 @@ class Beam(Decoder):
     def rank(self, state: int) -> int:
         """A beam's own number."""
         return state
+
+
+def joined(parts: Sequence[Chosen]) -> Chosen:
+    """Those of several groups, in their order."""
+    return Chosen(*(np.concatenate([getattr(part, name) for part in parts]) for name in Chosen.__slots__))
 
 
 def _number(branch: Branch) -> int:

@@ -11,6 +11,7 @@ from pagedec.core.request import Branch
 from pagedec.core.stopping import Stopping
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+NOTHING = np.empty(0, np.int64)
 MIX1, MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
@@ -39,6 +40,8 @@ def select(
     behind `num` fill up what is missing then, and nothing else. `drawn`: the candidates stand in the order in which
     they were drawn, and those that live on are the ones of the highest score.
     """
+    if not drawn and not ends.any():  # as nearly always
+        return np.arange(min(width, len(scores))), NOTHING
     running = np.flatnonzero(~ends)
     running = running[: max(int(np.searchsorted(running, num)), width)]
     if drawn:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from pagedec.core.forward import LaneForward
+from pagedec.core.forward import NO_FLOATS, NO_INTS, LaneForward
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.reference_best import CANDIDATE_DTYPE, order
 from pagedec.kernels.report import RawRows
 
+FIELDS = ("best_parents", "place"), ("best_tokens", "token"), ("best_scores", "score"), ("best_logprobs", "logprob")
 NO_CANDIDATES = np.empty(0, CANDIDATE_DTYPE)
 
 
@@ -18,10 +19,13 @@ class BestRows:
 
     def __init__(self, backend: Backend, forward: LaneForward) -> None:
         self._backend, self._rows, self._groups = backend, forward.best_rows, forward.best_groups
-        self._group_of = np.repeat(np.arange(len(self._groups)), self._groups["stop"] - self._groups["first"])
         self.found: list[np.ndarray] = [NO_CANDIDATES] * len(self._groups)
-        self.logprobs = [np.empty(0, np.float32)] * len(self._groups)
-        self.ranks = [np.empty(0, np.int32)] * len(self._groups)
+        self.logprobs = [NO_FLOATS] * len(self._groups)
+        self.ranks = [NO_INTS] * len(self._groups)
+
+    def read_all(self, logits: torch.Tensor) -> None:
+        """Rank all rows, whose logits these are, unprocessed; nothing is reported."""
+        self.found = self._backend.best(logits, None, self._rows, self._groups)
 
     def within(self, start: int, stop: int) -> np.ndarray:
         """The entries of the rows that are ranked whose read-out rows are `start` .. `stop - 1`."""
@@ -32,7 +36,9 @@ class BestRows:
         self, logits: torch.Tensor, start: int, picked: np.ndarray, lse: np.ndarray | None, raw: RawRows | None
     ) -> None:
         """Rank the entries `picked`, whose logits stand from read-out row `start` on, with those found before."""
-        rows, owners = self._rows[picked], self._group_of[picked]
+        groups = self._groups
+        rows = self._rows[picked]
+        owners = np.repeat(np.arange(len(groups)), groups["stop"] - groups["first"])[picked]
         rows["row"] -= start
         numbers, firsts, counts = np.unique(owners, return_index=True, return_counts=True)
         groups = self._groups[numbers]
@@ -59,13 +65,12 @@ class BestRows:
         """The fields of `LaneAnswers` that tell of them."""
         if not self.found:
             return {}
-        flat = np.concatenate(self.found)
-        names = {"parents": "place", "tokens": "token", "scores": "score", "logprobs": "logprob"}
-        fields = {f"best_{name}": np.ascontiguousarray(flat[own]) for name, own in names.items()}
+        flat = self.found[0] if len(self.found) == 1 else np.concatenate(self.found)
+        fields = {name: np.ascontiguousarray(flat[own]) for name, own in FIELDS}
         return {"best_counts": np.array([len(found) for found in self.found], np.int32), **fields}
 
     def report(self) -> tuple[np.ndarray, np.ndarray]:
         """Log-probabilities and ranks of the candidates; zeros for those of rows that are not reported."""
         if not self.found:
-            return np.empty(0, np.float32), np.empty(0, np.int32)
+            return NO_FLOATS, NO_INTS
         return np.concatenate(self.logprobs), np.concatenate(self.ranks)

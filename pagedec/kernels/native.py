@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -175,11 +176,14 @@ class NativeBackend(HostBackend):
     def best(
         self, logits: torch.Tensor, lse: np.ndarray | None, rows: np.ndarray, groups: np.ndarray
     ) -> list[np.ndarray]:
-        n, vocab, groups = len(rows), logits.shape[1], groups.copy()
-        groups["k"] = np.minimum(groups["k"], (groups["stop"] - groups["first"]).astype(np.int64) * vocab)
+        n, vocab = len(rows), logits.shape[1]
+        most = groups["k"].tolist()
+        if max(most, default=0) > vocab:  # there may be fewer
+            groups = groups.copy()
+            groups["k"] = np.minimum(groups["k"], (groups["stop"] - groups["first"]).astype(np.int64) * vocab)
+            most = groups["k"].tolist()
         own_lse = np.empty(n, np.float32) if lse is None else np.ascontiguousarray(lse, np.float32)
-        room = np.cumsum(groups["k"], dtype=np.int64)
-        found = np.empty(int(room[-1]) if len(room) else 0, CANDIDATE_DTYPE)
+        found = np.empty(sum(most), CANDIDATE_DTYPE)
         rows, counts, count = np.ascontiguousarray(rows), np.zeros(len(groups), np.int32), np.array([n], np.int32)
         self.context.call(
             BestArgs(
@@ -196,5 +200,5 @@ class NativeBackend(HostBackend):
                 0,
             )
         )
-        firsts = (room - groups["k"]).tolist()
-        return [found[first : first + size] for first, size in zip(firsts, counts.tolist(), strict=True)]
+        ends = accumulate(most)
+        return [found[end - k : end - k + size] for end, k, size in zip(ends, most, counts.tolist(), strict=True)]

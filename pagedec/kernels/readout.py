@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagedec.core.forward import LaneAnswers, LaneForward, Masks
+from pagedec.core.forward import NO_FLOATS, NO_INTS, LaneAnswers, LaneForward, Masks
 from pagedec.kernels.backend import Backend, CacheTensors
 from pagedec.kernels.best import BestRows
 from pagedec.kernels.masked import apply_mask, check_masks
@@ -25,9 +25,9 @@ class HostReadOut:
     ) -> None:
         n, k = len(forward.topk_rows), forward.topk_k
         self._backend, self._forward, self._cache, self._rules, self._masks = backend, forward, cache, rules, masks
-        self._draws = np.empty(len(forward.draws), np.int32)
+        self._draws = np.empty(len(forward.draws), np.int32) if len(forward.draws) else NO_INTS
         self._topk_tokens, self._topk_logprobs = np.empty((n, k), np.int32), np.empty((n, k), np.float32)
-        self._logprobs = np.empty(len(forward.logprob_rows), np.float32)
+        self._logprobs = np.empty(len(forward.logprob_rows), np.float32) if len(forward.logprob_rows) else NO_FLOATS
         self._best = BestRows(backend, forward)
         self._report = empty_report(forward)
         self._is_checked = False  # masks are, once
@@ -44,7 +44,11 @@ class HostReadOut:
         forward, stop = self._forward, start + len(logits)
         whole = start == 0 and stop == len(forward.read_rows)
         raw = None if self._report is None else RawRows(self._backend, forward, logits, start)
-        if len(forward.topk_rows) or len(forward.logprob_rows) or len(forward.best_rows) or self._changes_logits:
+        if len(forward.topk_rows) or len(forward.logprob_rows) or self._changes_logits:
+            self._read_probabilities(logits, start, whole, raw)
+        elif whole and raw is None and len(forward.best_rows):
+            self._best.read_all(logits)
+        elif len(forward.best_rows):
             self._read_probabilities(logits, start, whole, raw)
         drawn = self._draw(logits, start, whole)
         if raw is not None and self._report is not None:
