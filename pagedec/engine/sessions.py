@@ -97,8 +97,9 @@ class Sessions:
         self._parking, self._new_tables, self._block_size = parking, new_tables, block_size
         self._clock, self.limits = clock, limits
         self.owners: dict[Owner, None] = {}
-        self.dropped: deque[OpenBranch] = deque()
-        """Branches whose handles are gone. A collector may put them here anywhere: nothing is locked or woken."""
+        self.dropped: deque[OpenBranch | OpenCall] = deque()
+        """Branches whose handles are gone, and calls that nobody waits for or has looked at. A collector may put them
+        here anywhere: nothing is locked or woken."""
         self._next_expiry = math.inf  # not later than the first
         self.num_branches = self.num_tokens = 0
 
@@ -244,7 +245,14 @@ class Sessions:
     def tidy(self, engine: Engine) -> None:
         """Close what nobody holds, and what nobody has used for too long."""
         while self.dropped:
-            self.close(engine, self.dropped.popleft(), "was dropped")
+            dropped = self.dropped.popleft()
+            if isinstance(dropped, OpenBranch):
+                self.close(engine, dropped, "was dropped")
+                continue
+            if dropped.parked.call is dropped:
+                engine.fail(dropped.request_id, RequestError(dropped.request_id, "nobody waits for it"))
+            for branch in dropped.kept:
+                self.close(engine, branch, "was dropped")
         if self._next_expiry == math.inf or (now := self._clock()) < self._next_expiry:
             return
         for owner in list(self.owners):

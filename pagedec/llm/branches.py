@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -224,7 +225,7 @@ class Going(Generic[B]):
         self.handle, self.keep, self.stream = handle, keep, Stream(job, front.writer)
         self._calls: list[OpenCall] = []
         unclaimed = weakref.finalize(self, _let_go, self._calls, front.engine.sessions.dropped)
-        unclaimed.atexit = False
+        unclaimed.atexit = False  # nobody waits for it any more, or for what it has kept
 
     def begin(self, engine: Engine) -> None:
         """Send it out. Called in the loop."""
@@ -237,7 +238,7 @@ class Going(Generic[B]):
 
     def leave(self) -> None:
         """If it still runs, nobody waits for it any more."""
-        if self._calls and not self.stream.is_over:
+        if not self.stream.is_over:
             self.handle._front.loop.abort(self.stream.job.request_id)
 
     def withdraw(self) -> None:
@@ -340,10 +341,8 @@ def all_at_once(going: Sequence[Going[B] | Scored]) -> Callable[[Engine], None]:
     return begin
 
 
-def _let_go(calls: Sequence[OpenCall], dropped: Any) -> None:
-    """Nobody has claimed the branches that a call has kept."""
-    for call in calls:
-        dropped.extend(call.kept)
+def _let_go(calls: Sequence[OpenCall], dropped: deque[OpenBranch | OpenCall]) -> None:
+    dropped.extend(calls)
 
 
 def _listed(continuations: Any) -> list[Any]:

@@ -96,6 +96,35 @@ class SessionBranch(Handle):
         self.close()
 
     # ---- several
+    def generate_all(
+        self,
+        branches: Sequence[SessionBranch],
+        sampling_params: Any = None,
+        *,
+        keep: str | int = "first",
+        **fields: Any,
+    ) -> list[BranchOutput[SessionBranch]]:
+        """`generate` on several branches, of this session or of others, in one batch; `sampling_params` is one object
+        for all or one for each. Begins all of the calls or none."""
+        each = spread("sampling_params", sampling_params, len(branches))
+        return self._generate_all(
+            [branch._generating(own, keep, fields, False) for branch, own in zip(branches, each, strict=True)]
+        )
+
+    def score_all(
+        self,
+        branches: Sequence[SessionBranch],
+        continuations: Sequence[Sequence[str | Sequence[int]]],
+        *,
+        logprobs: int = 0,
+    ) -> list[list[ContinuationScore]]:
+        """`score` on several branches in one batch: a list of continuations for each."""
+        if len(continuations) != len(branches):
+            limit = f"must hold a list for each of {len(branches)} branches"
+            raise InvalidArgument("continuations", Shown(f"a list of {len(continuations)}"), limit)
+        pairs = zip(branches, continuations, strict=True)
+        return self._score_all([branch._scoring(own, logprobs) for branch, own in pairs])
+
     def _generate_all(self, calls: Sequence[Going[SessionBranch]]) -> list[BranchOutput[SessionBranch]]:
         loop = self._front.loop
         try:
@@ -131,35 +160,6 @@ class Session(SessionBranch):
         """Let all branches go; calls on them fail. May be called again."""
         if not self._front.loop.closed:
             self._front.loop.at_once(self._closing_all())
-
-    def generate_all(
-        self,
-        branches: Sequence[SessionBranch],
-        sampling_params: Any = None,
-        *,
-        keep: str | int = "first",
-        **fields: Any,
-    ) -> list[BranchOutput[SessionBranch]]:
-        """`generate` on several branches, of this session or of others, in one batch; `sampling_params` is one object
-        for all or one for each. Begins all of the calls or none."""
-        each = spread("sampling_params", sampling_params, len(branches))
-        return self._generate_all(
-            [branch._generating(own, keep, fields, False) for branch, own in zip(branches, each, strict=True)]
-        )
-
-    def score_all(
-        self,
-        branches: Sequence[SessionBranch],
-        continuations: Sequence[Sequence[str | Sequence[int]]],
-        *,
-        logprobs: int = 0,
-    ) -> list[list[ContinuationScore]]:
-        """`score` on several branches in one batch: a list of continuations for each."""
-        if len(continuations) != len(branches):
-            limit = f"must hold a list for each of {len(branches)} branches"
-            raise InvalidArgument("continuations", Shown(f"a list of {len(continuations)}"), limit)
-        pairs = zip(branches, continuations, strict=True)
-        return self._score_all([branch._scoring(own, logprobs) for branch, own in pairs])
 
 
 def spread(field: str, value: Any, count: int) -> list[Any]:
