@@ -26,7 +26,7 @@ from typing import Any
 from common import Timing, heading, ratio, self_spread, table
 
 from pagedec import LLM, SamplingParams
-from pagedec.engine.sessions import seed_of
+from pagedec.engine.open_branches import seed_of
 from pagedec.search import ModelJudge, mcts, step_beam_search
 from pagedec.text.conversation import encode_behind
 

@@ -12,8 +12,8 @@ from pagedec.config import EngineConfig, ModelConfig, draft_config, names_draft_
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.scheduler import Scheduler
 from pagedec.engine.engine import Engine, ModelLimits
+from pagedec.engine.open_branches import SessionLimits
 from pagedec.engine.options import Vocabulary
-from pagedec.engine.sessions import SessionLimits
 from pagedec.errors import InvalidArgument, ModelFileError, PoolWarning, within
 from pagedec.executor.base import Executor
 from pagedec.executor.inline import InlineExecutor

@@ -45,7 +45,7 @@ EXTRA: dict[str, set[str]] = {
     "executor": {"core", "config", "environment"},
     "engine": {"core", "constraints", "decoders", "config", "text", "formats", "environment"},
     "build": {"engine", "executor", "runtime", "core", "config", "text", "formats", "environment"},
-    "llm": {"build", "engine", "runtime", "config", "text", "formats", "core", "decoders"},
+    "llm": {"build", "engine", "runtime", "config", "text", "formats", "core", "decoders", "tree"},
     "search": {"llm"},
     "batch": {"llm", "engine", "config", "text", "core", "decoders"},
     "serve": {"llm", "engine", "config", "text", "environment", "v1"},

@@ -84,11 +84,7 @@ class Scheduler:
         limit = check_prompt(limits, prompt, stopping, limit)
         if stopping.max_tokens is not None:
             stopping = replace(stopping, max_tokens=min(stopping.max_tokens, limit - len(prompt)))
-        if home is None:
-            history = History(limits.block_size, salt)
-            tip = history.append(0, [int(token) for token in prompt])
-        else:
-            history, tip = home.parked.place
+        history, tip = self._root(prompt, salt) if home is None else home.parked.place
         eos = stopping.eos_token_ids if eos_token_ids is None else eos_token_ids
         context = DecoderContext(
             history, len(prompt), limit, limits.vocab_size, eos, stopping, constraint, limits.draft_forced
@@ -116,8 +112,7 @@ class Scheduler:
             constraint,
             context.forced if constraint is not None and limits.draft_forced else None,
         )
-        request.home = home
-        request.scored_from = len(prompt) if decoder.scores_given else None
+        request.home, request.scored_from = home, len(prompt) if decoder.scores_given else None
         return request
 
     def add(self, request: Request) -> None:
@@ -217,6 +212,7 @@ class Scheduler:
         """Let nothing be found that was computed so far; requests go on with what they hold. True: nobody holds any
         block."""
         self._require_between_steps("reset_prefix_cache")
+        self._cancel_copies()
         for pool in self.pools.values():
             pool.forget()
         return all(pool.num_available == pool.num_blocks for pool in self.pools.values())
@@ -296,6 +292,7 @@ class Scheduler:
             tables = [branch.tables[lane] for r in self.requests for branch in r.branches if lane in branch.tables]
             pool.check([*tables, *self.parking.tables(lane)])
             is_held = self.requests or self._plan is not None or self.parking.holds_blocks(lane)
+            is_held = is_held or len(self._copies[lane]) > 0
             if not is_held and pool.num_available != pool.num_blocks:
                 raise InvariantError(
                     f"lane {lane}: {pool.num_available} of {pool.num_blocks} blocks are left when idle"
@@ -311,6 +308,10 @@ class Scheduler:
         return {lane: BlockTable(pool) for lane, pool in self.pools.items()}
 
     # ---- inside
+    def _root(self, prompt: Sequence[int], salt: str) -> tuple[History, int]:
+        history = History(self.limits.block_size, salt)
+        return history, history.append(0, [int(token) for token in prompt])
+
     def _settler(self, answers: Mapping[str, LaneAnswers], events: list[Event]) -> Settler:
         return Settler(self.limits, answers, self._copies, self._demand, events)
 
@@ -352,8 +353,12 @@ class Scheduler:
         self.rules.pop(request.arrival, None)
         if not self.requests:  # nobody is inside
             self._started = []
-            if any(map(self.parking.holds_blocks, self.pools)):  # what is parked may need the copies
-                return
-            for copies in self._copies.values():
-                copies.cancel()
-            self._copies = self._new_copies()
+        self._cancel_copies()
+
+    def _cancel_copies(self) -> None:
+        """Where nobody is left who needs them."""
+        if self.requests or any(map(self.parking.holds_blocks, self.pools)):
+            return
+        for copies in self._copies.values():
+            copies.cancel()
+        self._copies = self._new_copies()

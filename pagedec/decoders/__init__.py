@@ -7,7 +7,7 @@ from pagedec.decoders.lookahead import Lookahead
 from pagedec.decoders.ngram import NGram
 from pagedec.decoders.registry import decoder, decoder_for, make_decoder
 from pagedec.decoders.sampling import Sampling
-from pagedec.decoders.scoring import Scoring
+from pagedec.decoders.scoring import GivenText
 
 __all__ = [
     "Beam",
@@ -16,7 +16,7 @@ __all__ = [
     "Lookahead",
     "NGram",
     "Sampling",
-    "Scoring",
+    "GivenText",
     "decoder",
     "decoder_for",
     "make_decoder",

@@ -28,7 +28,7 @@ class ScoreParams(RequestParams):
 
 
 @decoder("score", params=ScoreParams)
-class Scoring(Decoder):
+class GivenText(Decoder):
     """The continuations are a trie behind the root. A branch stands on each node where one ends with its next token, or
     where several part, and asks for all tokens that follow there; the rows on the way to it report its own tokens.
 

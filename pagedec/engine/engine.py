@@ -19,9 +19,10 @@ from pagedec.core.protocol import Hypothesis, Verdict
 from pagedec.core.request import Ended, Event, Failed, Finished, Progress, Request, Settled, Waiting
 from pagedec.core.scheduler import Scheduler
 from pagedec.decoders.registry import decoder_for, decoder_of
+from pagedec.engine.open_branches import SessionLimits
 from pagedec.engine.options import DEFAULT_LOGPROBS, Vocabulary, check_reports, read_options
 from pagedec.engine.recovery import Recovery
-from pagedec.engine.sessions import SessionLimits, Sessions
+from pagedec.engine.sessions import Sessions
 from pagedec.engine.speculating import check_speculation, with_speculation
 from pagedec.engine.stats import EngineStats
 from pagedec.errors import DeviceError, InvalidArgument, RequestError, Shown
@@ -110,7 +111,7 @@ class Engine:
             self._check_speculation(speculation_of(speculative), "speculative_config")
         self.num_unseeded = 0
         """Requests admitted without a seed of their own."""
-        self._grammars = None if vocabulary is None else Grammars(limits.vocab_size, *vocabulary.words)
+        self.grammars = None if vocabulary is None else Grammars(limits.vocab_size, *vocabulary.words)
         self._recovery = Recovery()
         self.sessions = Sessions(
             scheduler.parking, scheduler.new_tables, scheduler.limits.block_size, clock, sessions or SessionLimits()
@@ -147,7 +148,7 @@ class Engine:
         limits = self.limits
         options = read_options(params, limits.vocab_size, limits.eos_token_ids, self.vocabulary)
         check_reports(options.reporting, params, len(prompt), limit, limits.max_logprobs)
-        constraint = constraint_of(params, options.stopping, limits.vocab_size, self._grammars)
+        constraint = constraint_of(params, options.stopping, limits.vocab_size, self.grammars)
         ordinal = self.num_unseeded
         seeded = params if params.seed is not None else dataclasses.replace(params, seed=self._seed_of(ordinal))
         request = self.scheduler.admit(

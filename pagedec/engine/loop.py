@@ -287,6 +287,7 @@ class EngineLoop:
         return problem
 
     def _abort(self, request_id: str) -> None:
+        self.engine.sessions.give_up(request_id)
         if self._sinks.pop(request_id, None) is not None:
             with contextlib.suppress(NotFound):  # it has failed, and the next step would have told of it
                 self.engine.abort(request_id)

@@ -6,85 +6,32 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from pagedec.constraints import constraint_of
 from pagedec.core.history import History
 from pagedec.core.logprobs import answer_reports
-from pagedec.core.parked import Call, Parked, Parking
+from pagedec.core.parked import Parked, Parking
 from pagedec.core.protocol import Hypothesis
 from pagedec.core.request import Request
 from pagedec.core.table import BlockTable
+from pagedec.engine.open_branches import (
+    FEW_TOKENS,
+    KEEPS,
+    ROOT,
+    SCORES,
+    OpenBranch,
+    OpenCall,
+    Owner,
+    SessionLimits,
+    seed_of,
+)
+from pagedec.engine.options import read_options
 from pagedec.errors import BranchBusy, BranchClosed, InvalidArgument, RequestError, SessionLimit, Shown
 from pagedec.params import RequestParams
 
 if TYPE_CHECKING:
     from pagedec.engine.engine import Engine
-
-ROOT = "0"
-"""The name of a session's first branch; the i-th fork of branch `a` is `a.i`."""
-KEEPS = ("first", "all", "none")
-SCORES = "scores"
-"""In the place of `keep`: the call reads only."""
-FEW_TOKENS = 1024
-"""A history of so many is not worth being written anew."""
-
-
-@dataclass(frozen=True, slots=True)
-class SessionLimits:
-    """What sessions may hold: one of them, and all of an engine together; and for how many seconds one lives that
-    nobody uses (None: for ever)."""
-
-    max_session_branches: int = 16384
-    max_session_tokens: int = 1 << 20
-    max_parked_branches: int = 65536
-    max_parked_tokens: int = 1 << 22
-    session_ttl: float | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Owner:
-    """One session: the history that its branches stand in, and what they have in common."""
-
-    history: History
-    seed: int
-    salt: str
-    priority: int
-    ttl: float | None
-    prompt_length: int
-    branches: dict[str, OpenBranch] = field(default_factory=dict)
-    """By name, in the order in which they were made."""
-    last_used: float = 0.0
-    num_calls: int = 0
-    counted: int = 0
-    """Tokens as they were last counted."""
-    size_before: int = FEW_TOKENS
-    """The history's size when it was last looked at whether much of it is dead."""
-
-
-@dataclass(slots=True, eq=False)
-class OpenBranch(Parked):
-    """A parked branch with a name, which a client has in hand."""
-
-    owner: Owner | None = None
-    """None: it was closed."""
-    name: str = ROOT
-    num_forks: int = 0
-    epoch: int = 0
-    """How often something was taken back; with the same noise the same text would come again."""
-    why_closed: str = ""
-
-
-class OpenCall(Call):
-    """A client's call. `kept`: the new branches, where all answers are kept."""
-
-    __slots__ = ("keep", "kept", "request_id")
-
-    def __init__(self, branch: OpenBranch, parking: Parking, request_id: str, keep: str | int) -> None:
-        super().__init__(branch, parking, keep not in ("none", SCORES))
-        self.request_id, self.keep = request_id, keep
-        self.kept: list[OpenBranch] = []
 
 
 class Sessions:
@@ -100,6 +47,7 @@ class Sessions:
         self.dropped: deque[OpenBranch | OpenCall] = deque()
         """Branches whose handles are gone, and calls that nobody waits for or has looked at. A collector may put them
         here anywhere: nothing is locked or woken."""
+        self._unread: dict[str, tuple[OpenCall, Request, Sequence[Hypothesis]]] = {}  # calls that have ended, and wait
         self._next_expiry = math.inf  # not later than the first
         self.num_branches = self.num_tokens = 0
 
@@ -109,6 +57,8 @@ class Sessions:
         """A new session with one branch. Raises `InvalidArgument` for a prompt that could not be gone on with, and
         `SessionLimit`."""
         self.tidy(engine)
+        if not tokens:
+            raise InvalidArgument("prompt", Shown("empty"), "must have at least one token")
         engine.check_room("prompt", len(tokens), 1)
         self.check_tokens(engine, "prompt", tokens)
         self._check_branches(None, 1)
@@ -160,10 +110,16 @@ class Sessions:
         self._used(owner)
 
     def begin(
-        self, engine: Engine, branch: OpenBranch, request_id: str, params: RequestParams, keep: str | int
+        self,
+        engine: Engine,
+        branch: OpenBranch,
+        request_id: str,
+        params: RequestParams,
+        keep: str | int,
+        waits: bool = False,
     ) -> Request:
-        """A request that goes out from `branch`, for the loop to take in this very turn. Raises as `Engine.admit` does;
-        nothing has changed then."""
+        """A request that goes out from `branch`, for the loop to take in this very turn. `waits`: `read` or `give_up`
+        must follow when it has ended. Raises as `Engine.admit` does; nothing has changed then."""
         owner = self._of(engine, branch, "call")
         if params.truncate_prompt_tokens is not None:
             limit = "must be None: a branch is continued as it is"
@@ -173,10 +129,10 @@ class Sessions:
         elif keep != SCORES and keep not in KEEPS and not (type(keep) is int and 0 <= keep < params.num_answers):
             limit = f"must be one of {', '.join(KEEPS)}, or an answer's number below {params.num_answers}"
             raise InvalidArgument("keep", keep, limit)
-        self._check_size(owner, params.num_answers if params.max_tokens is None else params.max_tokens)
+        self._check_size(owner, params.num_answers * (params.max_tokens or 1))
         seed = owner.seed if params.seed is None else params.seed
         named = dataclasses.replace(params, seed=seed_of(seed, branch.name, branch.epoch))
-        call = OpenCall(branch, self._parking, request_id, keep)
+        call = OpenCall(branch, self._parking, request_id, keep, waits)
         request = engine.admit(request_id, branch.tokens(), named, owner.priority, owner.salt, call)
         branch.call = call
         owner.num_calls += 1
@@ -188,7 +144,7 @@ class Sessions:
         owner = branch.owner
         if owner is None:
             return
-        if isinstance(branch.call, OpenCall):
+        if isinstance(branch.call, OpenCall) and not self.give_up(branch.call.request_id):
             name = branch.call.request_id
             engine.fail(name, RequestError(name, f"branch {branch.name}, from which it went out, {why}"))
         branch.owner, branch.why_closed = None, why
@@ -205,8 +161,24 @@ class Sessions:
     def ended(self, request: Request, done: Sequence[Hypothesis]) -> None:
         """A call is over, with these answers in order: its branch, or new ones, go on from those that are kept."""
         call = request.home
-        if not isinstance(call, OpenCall):
+        if isinstance(call, OpenCall):
+            self._unread[call.request_id] = call, request, done
+            if not call.waits:
+                self.read(call.request_id)
+
+    def give_up(self, request_id: str) -> bool:
+        """If a call has ended that waits to be read, nobody will: its branch is as it was."""
+        found = self._unread.pop(request_id, None)
+        if found is not None:
+            found[0].end()
+            self.abandoned(found[1])
+        return found is not None
+
+    def read(self, request_id: str) -> None:
+        """A call that has ended was read to its end: its answers are kept. No such call: its branch was closed."""
+        if request_id not in self._unread:
             return
+        call, request, done = self._unread.pop(request_id)
         branch, keep = call.parked, call.keep
         assert isinstance(branch, OpenBranch)
         owner, chosen = branch.owner, []
@@ -249,7 +221,7 @@ class Sessions:
             if isinstance(dropped, OpenBranch):
                 self.close(engine, dropped, "was dropped")
                 continue
-            if dropped.parked.call is dropped:
+            if dropped.parked.call is dropped and not self.give_up(dropped.request_id):
                 engine.fail(dropped.request_id, RequestError(dropped.request_id, "nobody waits for it"))
             for branch in dropped.kept:
                 self.close(engine, branch, "was dropped")
@@ -350,11 +322,11 @@ class Sessions:
             raise SessionLimit("max_parked_tokens", value, f"all sessions together may hold {limits.max_parked_tokens}")
 
 
-def seed_of(seed: int, name: str, epoch: int) -> int:
-    """What a call draws with. A session's root draws with the session's own seed until something was taken back."""
-    if name == ROOT and not epoch:
-        return seed
-    return int.from_bytes(blake2b(f"{seed}/{name}/{epoch}".encode(), digest_size=8).digest(), "little")
+def warm(engine: Engine, params: RequestParams) -> None:
+    """Compile what answers may be, as `Engine.admit` would. One thread at a time."""
+    limits = engine.limits
+    stopping = read_options(params, limits.vocab_size, limits.eos_token_ids, engine.vocabulary).stopping
+    constraint_of(params, stopping, limits.vocab_size, engine.grammars)
 
 
 def _expiry(owner: Owner) -> float:

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from pagedec.engine.engine import Engine
-from pagedec.engine.sessions import OpenBranch
+from pagedec.engine.open_branches import OpenBranch
 from pagedec.llm.branches import Handle, Mark, Turns
 from pagedec.llm.readers import Reader
 from pagedec.outputs import BranchOutput, ContinuationScore
@@ -101,6 +101,8 @@ class AsyncSessionBranch(Handle):
             while True:
                 await reader.news()
                 for output in going.stream.read():
+                    if streams and output.finished:
+                        await self._do(going.read)
                     yield going.written(output)
                     if output.finished:
                         return

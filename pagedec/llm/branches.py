@@ -16,7 +16,8 @@ import numpy as np
 from pagedec.core.history import History
 from pagedec.decoders.scoring import ScoreParams
 from pagedec.engine.engine import Engine, FinishedRequest
-from pagedec.engine.sessions import SCORES, OpenBranch, OpenCall, closing
+from pagedec.engine.open_branches import SCORES, OpenBranch, OpenCall
+from pagedec.engine.sessions import closing
 from pagedec.errors import InvalidArgument, RequestError, Shown
 from pagedec.fields import Integer
 from pagedec.llm.prompts import Job, read_token_ids
@@ -107,11 +108,8 @@ class Handle:
     def tree(self) -> AnswerTree:
         """All open branches of the session as a tree: what they share, where they part. `str` draws it for a terminal,
         its `svg()` and `html()` make one file. Answers stand in the order in which branches were made."""
-        from pagedec.tree import AnswerTree
-
         front, owner = self._front, self._owner
-        branches = list(owner.branches.values()) or [self._branch]
-        places = [branch.place for branch in branches]
+        places = [branch.place for branch in list(owner.branches.values()) or [self._branch]]
         rows = [history.tokens(tip) for history, tip in places]
         length = min(len(_shared(rows)), owner.prompt_length)
         outputs = []
@@ -121,8 +119,8 @@ class Handle:
             tables = front.writer.logprobs(notes) if any(notes) else None
             outputs.append(CompletionOutput(i, text, row[length:], logprobs=tables))
         size = front.engine.scheduler.limits.block_size
-        spell = None if front.tokenizer is None else front.tokenizer.byte_table.join
-        return AnswerTree(None, rows[0][:length], outputs, size, spell)
+        whole = RequestOutput(self.name, None, rows[0][:length], outputs, block_size=size)
+        return whole.spelled(None if front.tokenizer is None else front.tokenizer.byte_table.join).tree()
 
     # ---- what is to happen to it, for the loop
     def _again(self, branch: OpenBranch) -> Self:
@@ -193,9 +191,11 @@ class Handle:
         if not isinstance(params, RequestParams):
             limit = "must be a SamplingParams, a BeamSearchParams, or of another decoder that is registered"
             raise InvalidArgument("sampling_params", params, limit)
+        if params.structured_outputs is not None or fields.get("structured_outputs") is not None:
+            self._front.warm(params.clone(**fields))
         if not streams:
             fields = {**fields, "output_kind": RequestOutputKind.FINAL_ONLY}
-        return Going(self, params.clone(**fields) if fields else copy.copy(params), keep)
+        return Going(self, params.clone(**fields) if fields else copy.copy(params), keep, streams)
 
     def _scoring(self, continuations: Any, logprobs: int) -> Scored:
         many = _listed(continuations)
@@ -219,10 +219,11 @@ class Handle:
 class Going(Generic[B]):
     """A call on its way, and its stream."""
 
-    def __init__(self, handle: B, params: RequestParams, keep: str | int) -> None:
+    def __init__(self, handle: B, params: RequestParams, keep: str | int, streams: bool) -> None:
+        """`streams`: what it ends with is kept when it was read to its end (`read`)."""
         front = handle._front
         job = Job(f"session-{next(front.call_numbers)}", None, [], params)
-        self.handle, self.keep, self.stream = handle, keep, Stream(job, front.writer)
+        self.handle, self.keep, self.streams, self.stream = handle, keep, streams, Stream(job, front.writer)
         self._calls: list[OpenCall] = []
         unclaimed = weakref.finalize(self, _let_go, self._calls, front.engine.sessions.dropped)
         unclaimed.atexit = False  # nobody waits for it any more, or for what it has kept
@@ -230,16 +231,20 @@ class Going(Generic[B]):
     def begin(self, engine: Engine) -> None:
         """Send it out. Called in the loop."""
         branch, job = self.handle._branch, self.stream.job
-        request = engine.sessions.begin(engine, branch, job.request_id, job.params, self.keep)
+        request = engine.sessions.begin(engine, branch, job.request_id, job.params, self.keep, self.streams)
         assert isinstance(request.home, OpenCall)
         self._calls.append(request.home)
         job.token_ids[:] = branch.tokens()
         self.handle._front.loop.join(request, self.stream)
 
     def leave(self) -> None:
-        """If it still runs, nobody waits for it any more."""
-        if not self.stream.is_over:
+        """If it was not read to its end, nobody will."""
+        if self.streams or not self.stream.is_over:
             self.handle._front.loop.abort(self.stream.job.request_id)
+
+    def read(self, engine: Engine) -> None:
+        """It was read to its end. Called in the loop."""
+        engine.sessions.read(self.stream.job.request_id)
 
     def withdraw(self) -> None:
         """It was begun in this turn, and shall not have been."""

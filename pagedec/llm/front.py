@@ -14,7 +14,8 @@ from pagedec.build import load_engine
 from pagedec.config import EngineConfig
 from pagedec.engine.engine import Engine
 from pagedec.engine.loop import EngineLoop
-from pagedec.engine.sessions import OpenBranch
+from pagedec.engine.open_branches import OpenBranch
+from pagedec.engine.sessions import warm
 from pagedec.errors import AbsentFeature, InvalidArgument, NotFound, Shown
 from pagedec.fields import Number
 from pagedec.inputs import Prompt
@@ -207,6 +208,11 @@ class Front:
         return Prepared(Job(request.id, text, token_ids, params), request)
 
     # ---- sessions
+    def warm(self, params: RequestParams) -> None:
+        """Have a grammar compiled, so that the engine's thread will find it."""
+        with self._admitting:
+            warm(self.engine, params)
+
     def _opening(
         self, prompt: Prompt | None, messages: Sequence[Message] | None, seed: int | None, priority: int, salt: str,
         ttl: float | None,

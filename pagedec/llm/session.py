@@ -50,6 +50,8 @@ class SessionBranch(Handle):
             while True:
                 self._front.loop.drive(lambda: going.stream.has_news)
                 for output in going.stream.read():
+                    if output.finished:
+                        self._front.loop.at_once(going.read)
                     yield going.written(output)
                     if output.finished:
                         return
@@ -106,6 +108,7 @@ class SessionBranch(Handle):
     ) -> list[BranchOutput[SessionBranch]]:
         """`generate` on several branches, of this session or of others, in one batch; `sampling_params` is one object
         for all or one for each. Begins all of the calls or none."""
+        self._check_own(branches)
         each = spread("sampling_params", sampling_params, len(branches))
         return self._generate_all(
             [branch._generating(own, keep, fields, False) for branch, own in zip(branches, each, strict=True)]
@@ -119,11 +122,17 @@ class SessionBranch(Handle):
         logprobs: int = 0,
     ) -> list[list[ContinuationScore]]:
         """`score` on several branches in one batch: a list of continuations for each."""
+        self._check_own(branches)
         if len(continuations) != len(branches):
             limit = f"must hold a list for each of {len(branches)} branches"
             raise InvalidArgument("continuations", Shown(f"a list of {len(continuations)}"), limit)
         pairs = zip(branches, continuations, strict=True)
         return self._score_all([branch._scoring(own, logprobs) for branch, own in pairs])
+
+    def _check_own(self, branches: Sequence[SessionBranch]) -> None:
+        for i, branch in enumerate(branches):
+            if not isinstance(branch, SessionBranch) or branch._front is not self._front:
+                raise InvalidArgument(f"branches[{i}]", branch, "must be a branch of a session of the same LLM")
 
     def _generate_all(self, calls: Sequence[Going[SessionBranch]]) -> list[BranchOutput[SessionBranch]]:
         loop = self._front.loop

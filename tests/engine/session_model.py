@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagedec import LLM, BeamSearchParams, SamplingParams
-from pagedec.engine.sessions import seed_of
+from pagedec.engine.open_branches import seed_of
 from pagedec.llm.session import Session, SessionBranch
 from tests.models.checkpoints import VOCAB
 
@@ -123,15 +123,10 @@ class Program:
             *_, output = twin.handle.stream(params, keep=keep)
         elif self.rng.random() < 0.1:  # given up: as if it had not been
             stream = twin.handle.stream(params, keep=keep)
-            next(stream)
-            over = self.session._front.loop.at_once(lambda engine: twin.handle._branch.call is None)
+            output = next(stream)
             stream.close()
-            if over:  # it had ended already
-                self.twins = [own for own in self.twins if own is not twin]
-                twin.handle.close()
-                if not self.twins:
-                    self.twins = [self._anew()]
-            return
+            if not output.finished:
+                return
         else:
             output = twin.handle.generate(params, keep=keep)
         self._settle(twin, output, wanted, keep)
