@@ -25,7 +25,7 @@ from pagedec.fields import (
     rules,
     strict,
 )
-from pagedec.params import SamplingParams
+from pagedec.params import BeamSearchParams, SamplingParams
 from pagedec.speculation import DRAFT_MODEL_FIELDS, SpeculationTable
 
 DEFAULT_MODEL = "smollm2"
@@ -315,9 +315,9 @@ def read_file(path: str | Path) -> Mapping[str, Any]:
     return read_tables(path)[0]
 
 
-def read_tables(path: str | Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The engine arguments in a TOML file, and the sampling parameters of its table [sampling]; names checked, values
-    not yet."""
+def read_tables(path: str | Path) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
+    """The engine arguments in a TOML file, the sampling parameters of its table [sampling], and those of beam search of
+    its table [beams]; names checked, values not yet."""
     try:
         with open(path, "rb") as file:
             values = tomllib.load(file)
@@ -327,18 +327,24 @@ def read_tables(path: str | Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]
         raise InvalidArgument("config", str(path), f"is not TOML: {error}") from error
     except RecursionError:
         raise InvalidArgument("config", str(path), "is not TOML that can be read: it is nested too deeply") from None
-    sampling = values.pop("sampling", {})
-    if not isinstance(sampling, dict):
-        raise InvalidArgument("sampling", sampling, f"must be a table of sampling parameters in {path}")
-    known, drawn = engine_rules(), rules(SamplingParams)
-    for name in (name for name in values if name in drawn and name not in known):
-        raise InvalidArgument(
-            name, values[name], f"must be in the table [sampling] of {path}, as sampling parameters are"
-        )
-    for name in (name for name in sampling if name in known and name not in drawn):
-        raise InvalidArgument(
-            name, sampling[name], f"must be above the table [sampling] of {path}: the engine takes it"
-        )
+    known, drawn, searched = engine_rules(), rules(SamplingParams), rules(BeamSearchParams)
+    tables = {}
+    for title, kind, fields in (("sampling", "sampling", drawn), ("beams", "beam search", searched)):
+        table = tables[title] = values.pop(title, {})
+        if not isinstance(table, dict):
+            raise InvalidArgument(title, table, f"must be a table of {kind} parameters in {path}")
+        for name in (name for name in table if name not in fields):
+            if name in known:
+                limit = f"must be above the table [{title}] of {path}: the engine takes it"
+                raise InvalidArgument(name, table[name], limit)
+            if name in searched:
+                limit = f"must be in the table [beams] of {path}, as beam search parameters are"
+                raise InvalidArgument(name, table[name], limit)
+        check_names(f"[{title}] in {path}", table, fields, table)
+    for name in (name for name in values if name not in known):
+        title, kind = ("sampling", "sampling") if name in drawn else ("beams", "beam search")
+        if name in drawn or name in searched:
+            limit = f"must be in the table [{title}] of {path}, as {kind} parameters are"
+            raise InvalidArgument(name, values[name], limit)
     check_names(f"{path}", values, known, values)
-    check_names(f"[sampling] in {path}", sampling, drawn, sampling)
-    return values, sampling
+    return values, tables["sampling"], tables["beams"]

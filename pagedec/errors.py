@@ -31,6 +31,16 @@ def shown(value: object) -> str:
         return cut(repr(value))
     except RecursionError:
         return f"a {type(value).__name__} nested too deeply to be shown"
+    except Exception:  # a caller's own class: the error to be told of is another one
+        return f"a {type(value).__name__} that cannot be shown"
+
+
+def told(error: BaseException) -> str:
+    """An exception as a message shows it, whatever its class does."""
+    try:
+        return repr(error)
+    except Exception:
+        return f"a {type(error).__name__} that cannot be shown"
 
 
 def cut(text: str) -> str:

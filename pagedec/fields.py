@@ -374,14 +374,16 @@ def check_fields(record: Any) -> None:
         object.__setattr__(record, name, rule.check(name, getattr(record, name)))
 
 
-def check_names(kind: str, names: Iterable[str], known: Iterable[str], values: Mapping[str, object]) -> None:
-    """Raise InvalidArgument for the first name that is not known, naming those that are, and the nearest of them."""
+def check_names(kind: str, names: Iterable[str], known: Iterable[str], values: Mapping[str, Any], *others: Any) -> None:
+    """Raise InvalidArgument for the first name that is not known, naming those that are, and the nearest of them; or
+    saying what one of the `others`, tables of names, has of it."""
     known = tuple(known)
     for name in names:
         if name not in known:
+            told = next((table[name] for table in others if name in table), None)
             meant = nearest(str(name), known)
-            limit = f"not a field of {kind}; known are {', '.join(known)}"
-            raise InvalidArgument(name, values[name], f"{limit}; did you mean {meant}?" if meant else limit)
+            limit = f"not a field of {kind}; {told or 'known are ' + ', '.join(known)}"
+            raise InvalidArgument(name, values[name], limit if told or not meant else f"{limit}; did you mean {meant}?")
 
 
 def strict(cls: type[T]) -> type[T]:
@@ -391,7 +393,7 @@ def strict(cls: type[T]) -> type[T]:
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        check_names(cls.__name__, kwargs, known, kwargs)
+        check_names(cls.__name__, kwargs, known, kwargs, getattr(cls, "ELSEWHERE", {}))
         init(self, *args, **kwargs)
 
     cls.__init__ = __init__  # type: ignore[method-assign]

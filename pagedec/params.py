@@ -67,6 +67,8 @@ class RequestParams:
     Checked as a whole when made. Raises `InvalidArgument`.
     """
 
+    ELSEWHERE = dict[str, str]()  # no annotation: it is no field
+    """Names that other engines have, and what there is instead."""
     max_tokens: int | None = option(
         None, Integer("most tokens of an answer; none: up to the context's end", low=1, optional=True)
     )
@@ -166,13 +168,13 @@ class RequestParams:
 
     def clone(self: P, **changes: Any) -> P:
         """Make one like this one but for `changes`; they are checked as in a new one."""
-        check_names(type(self).__name__, changes, field_names(type(self)), changes)
+        check_names(type(self).__name__, changes, field_names(type(self)), changes, self.ELSEWHERE)
         return dataclasses.replace(self, **changes)
 
     @classmethod
     def from_dict(cls: type[P], values: Mapping[str, Any]) -> P:
         """Make one from names and values; an unknown name is an error that lists the known ones."""
-        check_names(cls.__name__, values, field_names(cls), values)
+        check_names(cls.__name__, values, field_names(cls), values, cls.ELSEWHERE)
         return cls(**values)
 
 
@@ -216,6 +218,17 @@ class SamplingParams(RequestParams):
     the engine's own, so that the same calls of a new engine return the same tokens again.
     """
 
+    ELSEWHERE = {
+        **dict.fromkeys(("guided_decoding", "response_format"), "structured_outputs says what a text may be"),
+        **dict.fromkeys(
+            ("use_beam_search", "beam_width", "num_beams", "length_penalty", "early_stopping", "num_beam_groups"),
+            "a beam search has parameters of its own, BeamSearchParams",
+        ),
+        "max_new_tokens": "it is named max_tokens",
+        "min_new_tokens": "it is named min_tokens",
+        "num_return_sequences": "it is named n",
+        "best_of": "n answers are all returned; BeamSearchParams searches for the best",
+    }
     n: int = option(1, Integer("answers for each prompt", low=1, high=MAX_SAMPLES))
     temperature: float = option(
         1.0, Number("0 is greedy; below 1 sharpens, above 1 flattens", low=MIN_TEMPERATURE, zero=True)
@@ -285,6 +298,15 @@ class BeamSearchParams(RequestParams):
     and when a field is set; a request copies it. Raises `InvalidArgument`.
     """
 
+    ELSEWHERE = {
+        **dict.fromkeys(("guided_decoding", "response_format"), "structured_outputs says what a text may be"),
+        **dict.fromkeys(("num_beams", "best_of"), "it is named beam_width"),
+        "n": "it is named num_return_sequences",
+        "max_new_tokens": "it is named max_tokens",
+        "min_new_tokens": "it is named min_tokens",
+        "use_beam_search": "these are always a beam search's",
+        "speculative": "beams are not drafted",
+    }
     beam_width: int = option(4, Integer("paths that are followed at once", low=1, high=MAX_BEAMS))
     num_return_sequences: int | None = option(
         None, Integer("answers to return, the best ones; none: beam_width", low=1, optional=True)
@@ -306,7 +328,12 @@ class BeamSearchParams(RequestParams):
     )
     do_sample: bool = option(False, Flag("draw the paths to follow at random, without replacement: beam sampling"))
     temperature: float = option(
-        0.0, Number("of beam sampling, where 0 is taken for 1; without do_sample it changes nothing", low=0)
+        0.0,
+        Number(
+            "of beam sampling, where 0 is taken for 1; without do_sample it changes nothing",
+            low=MIN_TEMPERATURE,
+            zero=True,
+        ),
     )
     top_p: float = option(1.0, Number("of beam sampling: as in sampling, for each path", above=0, high=1))
     top_k: int = option(0, Integer("of beam sampling: as in sampling, for each path; 0 or -1: all", low=-1))

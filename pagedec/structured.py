@@ -41,6 +41,8 @@ class StructuredOutputsParams:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise InvalidArgument(f"{_FIELD}.{name}", value, "must be a text that is not empty, or None")
+        if self.regex is not None and (len(self.regex) - len(self.regex.rstrip("\\"))) % 2:
+            raise InvalidArgument(f"{_FIELD}.regex", self.regex, "must not end in a backslash that escapes nothing")
         for name in ("json_object", "disable_fallback", "disable_any_whitespace", "disable_additional_properties"):
             if not isinstance(getattr(self, name), (bool, type(None))):
                 raise InvalidArgument(f"{_FIELD}.{name}", getattr(self, name), "must be true or false")

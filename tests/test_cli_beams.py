@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pagedec import BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams
+from pagedec import BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 from pagedec.cli import active, main
 from tests.batch.tiny import make_tiny
 from tests.terminal import PAGEDEC, Terminal
@@ -99,6 +99,40 @@ def test_drawing_is_recommended_where_something_is_drawn(stand_in: type[StandIn]
     assert drawn == plain.clone(do_sample=True, temperature=0.6, top_k=5, top_p=0.9, min_p=0.1, seed=3)
     (tmp_path / "engine.toml").write_text("[sampling]\nn = 3\ntemperature = 0.7\nmax_tokens = 8\n")
     assert params_of("--config", str(tmp_path / "engine.toml"), "--beam-width", "2") == plain.clone(max_tokens=8)
+
+
+def test_what_an_answer_may_be_is_kept_under_beams(stand_in: type[StandIn]) -> None:
+    params = params_of("--beam-width", "2", "--choice", "yes", "--choice", "no")
+    assert params.structured_outputs == StructuredOutputsParams(choice=("yes", "no"))
+    assert params_of("--beam-width", "2", "--regex", "a+").structured_outputs == StructuredOutputsParams(regex="a+")
+
+
+def test_a_table_of_the_file_asks_for_beams_and_flags_win_over_it(stand_in: type[StandIn], tmp_path: Path) -> None:
+    file = tmp_path / "engine.toml"
+    file.write_text(
+        "[sampling]\nmax_tokens = 8\nseed = 3\ntemperature = 0.7\n"
+        '[beams]\nbeam_width = 3\nnum_return_sequences = 2\nearly_stopping = "never"\nmax_tokens = 6\n'
+    )
+    own = BeamSearchParams(beam_width=3, num_return_sequences=2, early_stopping="never", max_tokens=6, seed=3)
+    config = ("--config", str(file))
+    assert params_of(*config) == own
+    assert params_of(*config, "--beam-width", "5", "--max-tokens", "9") == own.clone(beam_width=5, max_tokens=9)
+    assert params_of(*config, "--length-penalty", "0", "--early-stopping", "true") == own.clone(
+        length_penalty=0.0, early_stopping=True
+    )
+    assert params_of(*config, "--beam-width", "none") == SamplingParams(max_tokens=8, seed=3, temperature=0.7)
+    file.write_text("[beams]\nlength_penalty = 0.5\n")
+    assert type(params_of(*config)) is SamplingParams, "nothing asks for a search"
+    assert params_of(*config, "--beam-width", "2") == BeamSearchParams(beam_width=2, length_penalty=0.5, max_tokens=128)
+
+
+def test_a_wrong_value_in_the_table_is_named(
+    stand_in: type[StandIn], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "engine.toml").write_text("[beams]\nlength_penalty = 9\n")
+    assert main.main(["generate", "a", "--config", str(tmp_path / "engine.toml")]) == main.USER_ERROR
+    message = "pagedec: error: length_penalty is 9: must be a finite number at least -5 and at most 5\n"
+    assert capsys.readouterr().err == message and not StandIn.calls
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,11 @@ def test_flags_win_over_the_file_and_defaults_over_nothing(tmp_path: Path) -> No
         ("[sampling]\ntemprature = 1", r"temprature is 1: not a field of \[sampling\] in .*config.toml; known are n, "),
         ("[sampling]\nblock_size = 16", r"block_size is 16: must be above the table \[sampling\] of .*config.toml: "),
         ("sampling = 3", "sampling is 3: must be a table of sampling parameters in .*config.toml"),
+        ("[sampling]\nbeam_width = 4", r"beam_width is 4: must be in the table \[beams\] of .*config.toml, as "),
+        ("beam_width = 4", r"beam_width is 4: must be in the table \[beams\] of .*config.toml, as beam search "),
+        ("[beams]\nblock_size = 16", r"block_size is 16: must be above the table \[beams\] of .*config.toml: "),
+        ("[beams]\nbeam_widht = 4", r"beam_widht is 4: not a field of \[beams\] in .*did you mean beam_width\?"),
+        ("beams = 4", "beams is 4: must be a table of beam search parameters in .*config.toml"),
         ("temperature = 0", r"temperature is 0: must be in the table \[sampling\] of .*config.toml, as "),
     ],
 )

@@ -22,7 +22,7 @@ from pagedec.errors import (
     RequestError,
 )
 from pagedec.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from pagedec.params import MAX_SAMPLES, MIN_TEMPERATURE, RequestOutputKind, SamplingParams
+from pagedec.params import MAX_SAMPLES, MIN_TEMPERATURE, BeamSearchParams, RequestOutputKind, SamplingParams
 
 NAN, INF = math.nan, math.inf
 WRONG = [
@@ -240,3 +240,28 @@ def test_help_tells_every_field() -> None:
         in told
     )
     assert all(len(line) <= 120 or not line.startswith("    ") for line in told.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        (BeamSearchParams, "num_beams", "num_beams is 4: not a field of BeamSearchParams; it is named beam_width"),
+        (BeamSearchParams, "n", "n is 4: not a field of BeamSearchParams; it is named num_return_sequences"),
+        (
+            BeamSearchParams,
+            "max_new_tokens",
+            "max_new_tokens is 4: not a field of BeamSearchParams; it is named max_tok",
+        ),
+        (
+            SamplingParams,
+            "beam_width",
+            "beam_width is 4: not a field of SamplingParams; a beam search has parameters of",
+        ),
+        (SamplingParams, "guided_decoding", "guided_decoding is 4: not a field of SamplingParams; structured_outputs"),
+    ],
+)
+def test_names_of_other_engines_are_told_by_what_there_is(kind: Any, name: str, message: str) -> None:
+    given = {"max_tokens": 4, name: 4}
+    for make in (lambda: kind(**given), lambda: kind.from_dict(given), lambda: kind(max_tokens=4).clone(**{name: 4})):
+        with pytest.raises(InvalidArgument, match=f"^{message}"):
+            make()

@@ -11,7 +11,7 @@ from pagedec.cli.structured_flags import add_structured_arguments, given_structu
 from pagedec.cli.texts import unescaped
 from pagedec.config import ENGINE_GROUPS, EngineConfig, engine_rules, read_tables
 from pagedec.errors import InvalidArgument
-from pagedec.fields import Flag, Rule, Texts, rules
+from pagedec.fields import Flag, Rule, Texts, field_names, rules
 from pagedec.params import BeamSearchParams, RequestParams, SamplingParams
 
 ENGINE = "engine."
@@ -23,6 +23,7 @@ ENGINE_TITLES = {
     "model": "engine: the model",
     "cache": "engine: the KV cache",
     "scheduler": "engine: the steps",
+    "session": "engine: sessions",
     "parallel": "engine: the machine",
 }
 RENAMED = {"seed": "engine_seed"}
@@ -34,6 +35,9 @@ BEAM_RULES = {
     for name, rule in rules(BeamSearchParams).items()
     if name not in DRAWING and name not in rules(RequestParams)
 }
+_WIDTH = BEAM_RULES["beam_width"][0]
+_ASKED = f"beam search: {_WIDTH.help}; none: sampling"
+BEAM_FLAGS = BEAM_RULES | {"beam_width": (dataclasses.replace(_WIDTH, help=_ASKED, optional=True), None)}
 BEAM_TOKENS = 128
 BEAM_TITLE = f"beam search (with the flags above; --max-tokens is {BEAM_TOKENS} where nothing says more)"
 SEVERAL = "; give it again for several, or once as a JSON list"
@@ -92,8 +96,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser, hidden: Container[str]
     parser.add_argument_group("configuration file").add_argument(
         "--config",
         metavar="FILE",
-        help="TOML file of engine arguments, named as below with underscores (but seed for --engine-seed), and of "
-        "sampling parameters in its table [sampling]; flags win over it",
+        help="TOML file of engine arguments, named as below with underscores (but seed for --engine-seed), of sampling "
+        "parameters in its table [sampling], and for generate and chat of beam search in its table [beams], where a "
+        "beam_width asks for one; flags win over it",
     )
     for name, group in ENGINE_GROUPS.items():
         add_fields(parser, ENGINE_TITLES[name], rules(group), ENGINE, RENAMED, hidden)
@@ -111,23 +116,32 @@ def add_sampling_arguments(
     add_structured_arguments(parser)
 
 
-def add_beam_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each parameter of beam search that sampling has not."""
-    rule, default = BEAM_RULES["beam_width"]
-    width = dataclasses.replace(rule, help=f"beam search: {rule.help}; none: sampling")
-    fields = dict(BEAM_RULES) | {"beam_width": (dataclasses.replace(width, optional=True), None)}
-    add_fields(parser, BEAM_TITLE, fields, BEAMS)
+def add_beam_arguments(parser: argparse.ArgumentParser, hidden: Container[str] = ()) -> None:
+    """Add a flag for each parameter of beam search that sampling has not. `hidden`: as for engine arguments."""
+    add_fields(parser, BEAM_TITLE, BEAM_FLAGS, BEAMS, hidden=hidden)
 
 
-def beam_params(arguments: argparse.Namespace, recommended: SamplingParams) -> BeamSearchParams | None:
-    """The beam search that the flags ask for, with file and flags of sampling over what is recommended; None: they ask
-    for none. Raises `InvalidArgument` for flags that change nothing together."""
-    beams, flags = _given(arguments, BEAMS, BEAM_RULES), _given(arguments, SAMPLING, rules(SamplingParams))
+def given_beams(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The parameters in the file's table [beams], each checked, by name."""
+    known = rules(BeamSearchParams)
+    return {name: known[name][0].check(name, value) for name, value in _file(arguments)[2].items()}
+
+
+def beam_params(
+    arguments: argparse.Namespace, recommended: SamplingParams, num_return_sequences: int | None = None
+) -> BeamSearchParams | None:
+    """The beam search that the file's table [beams] and the flags ask for, over the sampling parameters of file and
+    flags, over what is recommended; None: they ask for none. `num_return_sequences` is where nothing says it. Raises
+    `InvalidArgument` for flags that change nothing together."""
+    given, flags = _given(arguments, BEAMS, BEAM_FLAGS), _given(arguments, SAMPLING, rules(SamplingParams))
+    table = given_beams(arguments)
+    beams = {"num_return_sequences": num_return_sequences, **table, **given}
     if beams.get("beam_width") is None:
-        for name, value in beams.items():
+        for name, value in given.items():
             if name != "beam_width":
                 raise InvalidArgument(name, value, "must be given with --beam-width")
         return None
+    beams |= {name: value for name, value in flags.items() if name in table}
     if "n" in flags:
         limit = "must not be given with --beam-width: --num-return-sequences says how many answers are returned"
         raise InvalidArgument("n", flags["n"], limit)
@@ -137,7 +151,7 @@ def beam_params(arguments: argparse.Namespace, recommended: SamplingParams) -> B
         raise InvalidArgument(drawing[0], flags[drawing[0]], limit)
     merged = recommended.clone(**given_sampling(arguments))
     unused = () if beams.get("do_sample") else DRAWING
-    values = {name: getattr(merged, name) for name in rules(RequestParams)}
+    values = {name: getattr(merged, name) for name in field_names(RequestParams)}
     values |= {name: getattr(merged, name) for name in DRAWING if name not in unused}
     if values["max_tokens"] is None:
         values["max_tokens"] = BEAM_TOKENS
@@ -168,13 +182,13 @@ def _texts(name: str, rule: Rule, text: str) -> tuple[str, ...]:
     return texts
 
 
-def _file(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The engine arguments and sampling parameters of --config, if it was given."""
+def _file(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
+    """The engine arguments of --config, if it was given, and its tables [sampling] and [beams]."""
     if getattr(arguments, "config", None) is None:
-        return {}, {}
+        return {}, {}, {}
     if not hasattr(arguments, "tables"):  # a pipe can be read only once
         arguments.tables = read_tables(arguments.config)
-    tables: tuple[Mapping[str, Any], Mapping[str, Any]] = arguments.tables
+    tables: tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]] = arguments.tables
     return tables
 
 

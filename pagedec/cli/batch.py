@@ -47,7 +47,9 @@ bodies:
   max_completion_tokens, temperature, top_p, n, seed, stop, logprobs, top_logprobs, logit_bias, presence_penalty,
   frequency_penalty; and all sampling parameters above by their own names, such as top_k, min_p, min_tokens, ignore_eos;
   beam_width for a beam search with n answers, or use_beam_search true with n as its width; num_return_sequences,
-  length_penalty, early_stopping, do_sample, num_beam_groups, diversity_penalty (its choices have a score, best first);
+  length_penalty, early_stopping, do_sample, num_beam_groups, diversity_penalty, hf_semantics (its choices have a score,
+  best first; max_tokens must be given); response_format (text, json_object, or json_schema with a schema), or
+  structured_outputs with one of json, regex, choice, grammar, json_object, for what a text may be;
   priority (lower runs earlier), cache_salt, and chat_template_kwargs (variables of the chat template). What a body does
   not say comes from the flags, then from the model's own recommendation; max_tokens that nobody gives is up to the
   context's end. A field that is not known, or that asks for what a batch cannot do (stream, echo, tools ...), makes an

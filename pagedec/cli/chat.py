@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from pagedec.cli.arguments import (
+    add_beam_arguments,
     add_engine_arguments,
     add_sampling_arguments,
+    beam_params,
     engine_config,
     given_sampling,
     has_engine_seed,
@@ -28,19 +30,20 @@ from pagedec.cli.screen import Screen
 from pagedec.cli.texts import read_text
 from pagedec.cli.turns import QUOTES, read_turns
 from pagedec.errors import InvalidArgument, PagedecError
-from pagedec.params import SamplingParams
+from pagedec.params import BeamSearchParams, RequestParams, SamplingParams
 
 if TYPE_CHECKING:
     from pagedec.llm import LLM
     from pagedec.outputs import CompletionOutput, RequestOutput
     from pagedec.text.conversation import Conversation
 
-USAGE = "pagedec chat [--system TEXT] [-v] [sampling flags] [engine flags]"
+USAGE = "pagedec chat [--system TEXT] [-v] [sampling flags] [beam flags] [engine flags]"
 EPILOG = """\
 commands:
   /reset        forget the conversation, keep the system prompt
   /undo         take back the last turn
-  /regenerate   answer the last turn again: with the next seed where --seed is given, else with another one
+  /regenerate   answer the last turn again: with the next seed where --seed is given, else with another one;
+                a beam search that draws nothing answers the same again
   /help         list the commands
   /exit         leave; so does the end of the input
   A line that begins with two slashes is a turn that begins with one. A turn of several lines stands between two \"\"\".
@@ -48,6 +51,7 @@ commands:
 examples:
   pagedec chat --system "You answer in one sentence." --temperature 0
   pagedec chat --model ./my-model --max-tokens 512 -v
+  pagedec chat --beam-width 4 --max-tokens 64
   printf 'My name is Ada.\\nWhat is my name?\\n' | pagedec chat
 """
 COMMANDS = ("/reset", "/undo", "/regenerate", "/help", "/exit")
@@ -66,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-v", "--verbose", action="store_true", help="after each answer a line of numbers on standard error"
     )
     add_sampling_arguments(parser, FRESH, hidden=("n", "detokenize"))
+    add_beam_arguments(parser, hidden=("num_return_sequences",))
     add_engine_arguments(parser, hidden=("skip_tokenizer_init",))
 
 
@@ -77,7 +82,7 @@ class Chat:
         self,
         llm: LLM,
         conversation: Conversation,
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         write: Callable[[str], None],
         fresh_seeds: bool = False,
     ) -> None:
@@ -163,16 +168,18 @@ def statistics(output: RequestOutput) -> str:
     return line
 
 
-def why_cut(output: RequestOutput, params: SamplingParams, max_model_len: int) -> str | None:
+def why_cut(output: RequestOutput, params: RequestParams, max_model_len: int) -> str | None:
     """One line on an answer that ended before the model ended it; None for any other."""
     [answer] = output.outputs
     num_tokens = len(answer.token_ids)
     if answer.finish_reason != "length":
         return None
     num_all = len(output.prompt_token_ids) + num_tokens
-    if params.max_tokens is not None and num_tokens >= params.max_tokens:
+    if answer.limited_by == "max_tokens":
         reason = f"max_tokens is {params.max_tokens}"
-    elif num_all >= max_model_len:
+    elif answer.limited_by == "max_time":
+        reason = f"max_time is {params.max_time:g} seconds"
+    elif answer.limited_by == "max_model_len":
         reason = f"the context of {max_model_len} tokens is full; /undo and /reset make room"
     else:
         sized = "--kv-cache-memory and --num-blocks size it, /undo and /reset make room"
@@ -248,8 +255,10 @@ def _answer(chat: Chat, screen: Screen, line: str, interactive: bool, verbose: b
 
 def run(arguments: argparse.Namespace) -> int:
     config = engine_config(arguments)
-    given = given_sampling(arguments)
-    if given.get("n", 1) != 1:
+    given, beams = given_sampling(arguments), beam_params(arguments, SamplingParams(), 1)
+    if beams is not None and beams.num_answers != 1:
+        raise InvalidArgument("num_return_sequences", beams.num_answers, "must be 1: a chat goes on with one answer")
+    if beams is None and given.get("n", 1) != 1:
         raise InvalidArgument("n", given["n"], "must be 1: a chat goes on with one answer")
     if not given.get("detokenize", True):
         raise InvalidArgument("detokenize", False, "must be true: a chat is text")
@@ -272,7 +281,8 @@ def run(arguments: argparse.Namespace) -> int:
     if interactive:
         say("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
     system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
-    params = llm.get_default_sampling_params().clone(**given)
+    recommended = llm.get_default_sampling_params()
+    params = beam_params(arguments, recommended, 1) or recommended.clone(**given)
     screen, fresh_seeds = Screen(sys.stdout), not has_engine_seed(arguments)
     conversation = Conversation(llm.tokenizer, system, chat_template=template)
     chat = Chat(llm, conversation, params, screen.write, fresh_seeds)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from pagedec.core.constraint import Allowed, Constraint
+from pagedec.errors import shown, told
 
 AllowedTokensFn = Callable[[list[int]], Iterable[int] | None]
 """Given all tokens of a sequence, the prompt's too: the ids that may follow; None: any."""
@@ -35,6 +36,11 @@ class WholeText:
                 self._allowed = _checked(function(self.tokens[: self.length]), vocab_size)
             except Exception as error:
                 self._error = error
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # SystemExit, CancelledError: they are the function's, not the engine's
+                self._error = RuntimeError(f"allowed_tokens_fn has raised {told(error)}")
+                self._error.__cause__ = error
             self._is_known = True
         if self._error is not None:
             raise self._error
@@ -73,7 +79,7 @@ def _checked(ids: Iterable[int] | None, vocab_size: int) -> Allowed:
     if array.size == 0:
         return np.empty(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise TypeError(f"allowed_tokens_fn must return token ids, has returned {ids!r:.100}")
+        raise TypeError(f"allowed_tokens_fn must return token ids, has returned {shown(ids)}")
     if array.min() < 0 or array.max() >= vocab_size:
         wrong = int(array[(array < 0) | (array >= vocab_size)][0])
         raise ValueError(f"allowed_tokens_fn has returned token {wrong}; ids must be from 0 to {vocab_size - 1}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,7 +49,7 @@ class GrammarState:
                 state = state._parent
             own = state._matcher.deep_copy()
             if not own.consume_tokens(tokens[::-1]):
-                raise ValueError(f"the grammar cannot go on: {own.get_error()}")
+                raise ValueError(_problem(own))
             self._matcher, self._parent = own, None
         return self._matcher
 
@@ -58,10 +59,16 @@ class GrammarState:
             matcher, words = self.matcher(), np.zeros(width, np.uint32)
             matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             if matcher.is_error():
-                raise ValueError(f"the grammar cannot go on: {matcher.get_error()}")
+                raise ValueError(_problem(matcher))
             words.flags.writeable = False
             self._words = words
         return self._words
+
+
+def _problem(matcher: Any) -> str:
+    """What the library says of a matcher that cannot go on, without the inside of its parser."""
+    told = re.split(r"\n?<(?:state|backtrace)>", matcher.get_error(), maxsplit=1)[0].strip()
+    return "the grammar allows no text" if told == "NoExtensionBias" else told
 
 
 class GrammarConstraint(Constraint):
@@ -149,9 +156,14 @@ class Grammars:
             made = matcher(self._tokenizer, _grammar_of(matcher, asked), log_level=0)
         except Exception as error:  # whatever a library's parser does with what users write
             raise InvalidArgument(field, value, f"must be what llguidance can carry out: {error}") from error
-        if made.is_error():
-            raise InvalidArgument(field, value, f"must be what llguidance can carry out: {made.get_error()}")
-        return GrammarState(made)
+        root = GrammarState(made)
+        try:
+            words = root.words(-(-(self._vocab_size + 1) // 32))
+        except ValueError as error:
+            raise InvalidArgument(field, value, f"must be what llguidance can carry out: {error}") from None
+        if not words.any():
+            raise InvalidArgument(field, value, "must allow some text")
+        return root
 
     def _made(self, llguidance: Any) -> Any:
         words = TokenWords(self._vocab_size, self._pieces, self._special_ids, self._encode)
@@ -214,15 +226,17 @@ def _options(asked: StructuredOutputsParams) -> dict[str, Any]:
 def _grammar_of(matcher: Any, asked: StructuredOutputsParams) -> str:
     if asked.kind in ("json", "json_object"):
         options = _options(asked)
-        schema = {"type": "object"} if asked.json_object else asked.json
+        schema = {"type": "object"} if asked.json_object else {} if asked.json is True else asked.json
         if options.pop("additional", True) is False:
             schema = closed(schema)
         return str(matcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
     if asked.kind == "regex":
         return str(matcher.grammar_from_regex(asked.regex))
-    if asked.kind == "choice":
-        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in asked.choice or ())
-        return str(matcher.grammar_from_lark(f"start: {texts}"))
+    if asked.kind == "choice":  # one terminal: an automaton of any number of texts, where rules are a few thousand
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in asked.choice or ()).replace(
+            "\x7f", "\\u007f"
+        )
+        return str(matcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}"))
     from llguidance.gbnf_to_lark import any_to_lark
 
     return str(matcher.grammar_from_lark(any_to_lark(asked.grammar)))

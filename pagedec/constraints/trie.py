@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Sequence
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,10 @@ class TokenTrie:
 
     def __init__(self, sequences: Any, item_ids: Any = None) -> None:
         table = _table_of(sequences)
-        ids = np.arange(len(table), dtype=np.int64) if item_ids is None else np.asarray(item_ids)
-        if ids.shape != (len(table),) or ids.dtype.kind not in "iu":
-            limit = f"must be whole numbers, one for each of {len(table)} sequences"
-            raise InvalidArgument("item_ids", Shown(f"an array of {ids.shape} {ids.dtype}"), limit)
+        ids = _ids_of(item_ids, len(table))
         tokens, first_child, ends = _build(table)
         splits = bool(((ends[1:] >= 0) & (np.diff(first_child)[1:] > 0)).any())
-        self._hold(tokens, first_child, ends, ids.astype(np.int64), int(tokens.max()), splits)
+        self._hold(tokens, first_child, ends, ids, int(tokens.max()), splits)
 
     def _hold(
         self,
@@ -60,10 +58,13 @@ class TokenTrie:
         place = Path(path)
         try:
             if place.suffix == ".npy":
-                return cls(np.load(place, mmap_mode="r"))
+                array = np.load(place, mmap_mode="r")
+                if not isinstance(array, np.ndarray) or array.ndim != 2:
+                    raise ValueError("its array must have two dimensions, [num_sequences, width]")
+                return cls(array)
             with place.open(encoding="utf-8") as lines:
                 return cls([[int(part) for part in line.replace(",", " ").split()] for line in lines if line.strip()])
-        except (OSError, ValueError) as error:
+        except (OSError, EOFError, ValueError) as error:
             if isinstance(error, InvalidArgument):
                 raise
             raise ModelFileError(place, f"is no file of token sequences: {error}") from None
@@ -83,7 +84,7 @@ class TokenTrie:
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> TokenTrie:
         """Map a file that `save` has written: its pages are read as they are needed, once for all processes. Raises
-        `ModelFileError`."""
+        `ModelFileError`. What is wrong further inside fails the requests that meet it."""
         place = Path(path)
         try:
             head = np.fromfile(place, np.uint8, _HEAD).tobytes()
@@ -94,13 +95,18 @@ class TokenTrie:
             if num_nodes < 2 or num_sequences < 1 or place.stat().st_size != size:
                 raise ModelFileError(place, f"has {place.stat().st_size} bytes; a trie like its own has {size}")
             data: np.ndarray = np.memmap(place, np.uint8, mode="r").view(np.ndarray)
-        except OSError as error:
-            raise ModelFileError(place, f"cannot be read: {error.strerror or error}") from None
+        except (OSError, ValueError) as error:
+            if isinstance(error, ModelFileError):
+                raise
+            problem = error.strerror if isinstance(error, OSError) else None
+            raise ModelFileError(place, f"cannot be read: {problem or error}") from None
         cuts = [_HEAD, _HEAD + 8 * num_sequences]
         cuts += [cuts[-1] + 4 * num_nodes, cuts[-1] + 4 * (2 * num_nodes + 1), size]
         ids, tokens, first_child, ends = (data[a:b] for a, b in itertools.pairwise(cuts))
         trie = cls.__new__(cls)
         tokens, first_child, ends = tokens.view(np.int32), first_child.view(np.int32), ends.view(np.int32)
+        if tokens[0] != -1 or first_child[0] != 1 or first_child[-1] != num_nodes or not 0 <= max_token <= MAX_INT32:
+            raise ModelFileError(place, "is damaged: its nodes do not begin and end as a trie's do")
         trie._hold(tokens, first_child, ends, ids.view(np.int64), max_token, bool(splits))
         return trie
 
@@ -113,6 +119,8 @@ class TokenTrie:
     def child(self, node: int, token: int) -> int:
         """The node behind one of a node's tokens; -1: it has no such token."""
         first, stop = int(self.first_child[node]), int(self.first_child[node + 1])
+        if not node < first <= stop <= len(self.tokens):
+            return -1  # in a damaged file
         place = first + int(self.tokens[first:stop].searchsorted(token))
         return place if place < stop and self.tokens[place] == token else -1
 
@@ -124,7 +132,7 @@ class TokenTrie:
             if node < 0:
                 return None
         end = int(self.ends[node])
-        return None if end < 0 else int(self.item_ids[end])
+        return int(self.item_ids[end]) if 0 <= end < len(self.item_ids) else None
 
 
 class TrieConstraint(Constraint):
@@ -178,7 +186,8 @@ def _table_of(sequences: Any) -> np.ndarray:
         if table.dtype.kind not in "iu":
             raise InvalidArgument("sequences", Shown(f"an array of {table.dtype}"), "must be of whole numbers")
         if table.size and (table.max() > MAX_INT32 or table.min() < -1):
-            raise InvalidArgument("sequences", int(table.min()), f"must be ids from 0 to {MAX_INT32}, padded with -1")
+            wrong = int(table.max() if table.max() > MAX_INT32 else table.min())
+            raise InvalidArgument("sequences", wrong, f"must be ids from 0 to {MAX_INT32}, padded with -1")
         gaps = (table[:, :-1] < 0) & (table[:, 1:] >= 0)
         if gaps.any():
             row = int(np.nonzero(gaps.any(axis=1))[0][0])
@@ -196,12 +205,15 @@ def _table_of(sequences: Any) -> np.ndarray:
 
 def _padded(sequences: Iterable[Sequence[int]]) -> np.ndarray:
     """Rows of lists: one pass over their tokens."""
-    rows = list(sequences)
+    try:
+        rows = list(sequences)
+    except TypeError:
+        raise InvalidArgument("sequences", sequences, "must be lists of token ids, or an array of them") from None
     try:
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-        flat = np.fromiter(itertools.chain.from_iterable(rows), np.int64, int(lengths.sum()))
+        flat = np.fromiter(map(index, itertools.chain.from_iterable(rows)), np.int64, int(lengths.sum()))
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidArgument("sequences", Shown(type(rows[0]).__name__), "must be lists of token ids") from error
+        raise _no_ids(rows) from error
     if len(flat) and not 0 <= flat.min() <= flat.max() <= MAX_INT32:
         wrong = int(np.nonzero((flat < 0) | (flat > MAX_INT32))[0][0])
         row = int(np.searchsorted(lengths.cumsum(), wrong, side="right"))
@@ -211,9 +223,36 @@ def _padded(sequences: Iterable[Sequence[int]]) -> np.ndarray:
     return table
 
 
+def _no_ids(rows: Sequence[Any]) -> InvalidArgument:
+    """The error of the first row that is no list of ids."""
+    limit = "must be a list of token ids"
+    for i, row in enumerate(rows):
+        try:
+            np.fromiter(map(index, row), np.int64, len(row))
+        except (TypeError, ValueError, OverflowError):
+            return InvalidArgument(f"sequences[{i}]", row, limit)
+    return InvalidArgument("sequences", Shown(type(rows[0]).__name__), limit)
+
+
+def _ids_of(item_ids: Any, count: int) -> np.ndarray:
+    """int64 [count]: what each sequence names."""
+    if item_ids is None:
+        return np.arange(count, dtype=np.int64)
+    limit = f"must be whole numbers of 64 bits, one for each of {count} sequences"
+    try:
+        ids = np.asarray(item_ids)
+    except ValueError:
+        raise InvalidArgument("item_ids", Shown("lists of several lengths"), limit) from None
+    if ids.shape != (count,) or ids.dtype.kind not in "iu":
+        raise InvalidArgument("item_ids", Shown(f"an array of {ids.shape} {ids.dtype}"), limit)
+    if ids.max() > np.iinfo(np.int64).max:
+        raise InvalidArgument("item_ids", int(ids.max()), limit)
+    return ids.astype(np.int64)
+
+
 def _order(table: np.ndarray) -> np.ndarray:
     """The rows' lexicographic order: as many columns as fit are compared as one number."""
-    bits = int(table.max() + 1).bit_length()
+    bits = (int(table.max()) + 1).bit_length()
     each = max(1, 63 // bits)
     keys = []
     for first in range(0, table.shape[1], each):

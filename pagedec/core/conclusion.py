@@ -5,7 +5,7 @@ from __future__ import annotations
 from pagedec.core.checks import check_verdict
 from pagedec.core.protocol import Hypothesis, Verdict
 from pagedec.core.request import Request
-from pagedec.errors import InvalidArgument, PagedecError, RequestError
+from pagedec.errors import InvalidArgument, PagedecError, RequestError, told
 
 
 def conclusion(request: Request, vocab_size: int) -> list[Hypothesis]:
@@ -24,5 +24,5 @@ def conclusion(request: Request, vocab_size: int) -> list[Hypothesis]:
     except PagedecError as error:
         raise RequestError(request.id, f"its decoder cannot conclude: {error}") from error
     except Exception as error:
-        raise RequestError(request.id, f"its decoder cannot conclude: {error!r}") from error
+        raise RequestError(request.id, f"its decoder cannot conclude: {told(error)}") from error
     return list(answers)

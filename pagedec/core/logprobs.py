@@ -6,7 +6,7 @@ then has its report."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -49,6 +49,15 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: tuple[float, ...] = ()
 
 
+FEWEST_EDGES = 256
+"""So many a gang may always have."""
+
+
+def edge_of(hypothesis: Hypothesis) -> int | None:
+    """The edge of the token that an answer of a gang ends with; None: it ends with its tip."""
+    return hypothesis.tip << 32 | hypothesis.tokens[0] if hypothesis.tokens else None
+
+
 @dataclass(slots=True)
 class Reports:
     """A request's reports so far."""
@@ -58,6 +67,29 @@ class Reports:
     """Of the first prompt tokens; the very first has no report."""
     edges: dict[int, TokenLogprobs] = field(default_factory=dict)
     """Of the tokens that came of a row: history node << 32 | the token behind it."""
+    room: int = FEWEST_EDGES
+    """A gang's `edges` are looked through when there are more."""
+
+    def forget(self, history: History, tips: Iterable[int], waiting: Iterable[Hypothesis]) -> None:
+        """Keep only the edges that lead to `tips` and to `waiting`. It is done when there are twice as many as were
+        kept the last time, so it costs a step no more the longer answers are."""
+        kept: dict[int, TokenLogprobs] = {}
+        seen: set[int] = set()
+        nodes = [*tips]
+        for hypothesis in waiting:
+            nodes.append(hypothesis.tip)
+            edge = edge_of(hypothesis)
+            if edge is not None and edge in self.edges:
+                kept[edge] = self.edges[edge]
+        for node in nodes:
+            while node and node not in seen:
+                seen.add(node)
+                parent = history.parent[node]
+                edge = parent << 32 | history.token[node]
+                if edge in self.edges:
+                    kept[edge] = self.edges[edge]
+                node = parent
+        self.edges, self.room = kept, max(FEWEST_EDGES, 2 * len(kept))
 
 
 _Found = tuple[int, float, int]  # token id, log-probability, rank
@@ -102,21 +134,25 @@ class Recorder:
                     self._record_path(reports, history, work, draft, _way(draft, hypothesis.tokens))
 
     def record_best(self, works: Sequence[Work], verdict: Verdict) -> None:
-        """Keep the reports of a gang's candidates that live on, are done, or end: those may be done later. Nothing is
-        kept of the others."""
+        """Keep the reports of a gang's candidates that live on, are done, or wait: those may be done later. Nothing is
+        kept of the others, nor of what lives no more."""
         reports, asks, own = works[0].request.reports, works[0].asks, works[0].report
         if reports is None or works[0].query is None or own is None or 0 not in own.rows:
             return  # 0 is not in the rows where the prompt alone is reported
         at = next((i for i, ask in enumerate(works[0].query.asks) if isinstance(ask, Best)), None)
         if at is None or not asks:
             return
-        answers, report, stopping = self._answers, self._report, works[0].request.stopping
+        request, answers, report = works[0].request, self._answers, self._report
+        waiting = request.decoder.waiting()
+        done = (*verdict.done, *(waiting or ()))
+        if waiting is not None and len(reports.edges) > reports.room:
+            reports.forget(request.history, [work.branch.tip for work in works], (*done, *request.done))
         taken = {child.parent.tip << 32 | child.tokens[0] for child in verdict.live if child.tokens}
         if verdict.children is not None:
             tips = [work.branch.tip for work in works]
             pairs = zip(verdict.children.parents.tolist(), verdict.children.tokens.tolist(), strict=True)
             taken |= {tips[parent] << 32 | token for parent, token in pairs}
-        taken |= {hypothesis.tip << 32 | hypothesis.tokens[0] for hypothesis in verdict.done if hypothesis.tokens}
+        taken |= {edge for hypothesis in done if (edge := edge_of(hypothesis)) is not None}
         ends = np.cumsum(answers.best_counts).tolist()
         tops: dict[int, tuple[tuple[int, ...], tuple[float, ...]]] = {}
         for group in {work.asks[at].first for work in works}:
@@ -125,7 +161,7 @@ class Recorder:
             for i, (parent, token) in enumerate(zip(parents, tokens, strict=True), first):
                 work = works[parent]
                 edge = work.branch.tip << 32 | token
-                if edge not in taken and stopping.cut(work.branch.stop_state, (token,)).reason is None:
+                if edge not in taken and (waiting is not None or not may_end(work, token)):
                     continue
                 assert work.report is not None
                 if parent not in tops:
@@ -193,6 +229,17 @@ class Recorder:
             elif not isinstance(ask, Best):  # see record_best
                 for at in places:
                     yield _entry(self._forward.logprob_tokens, answers.logprobs, report.logprob_ranks, part.first + at)
+
+
+def may_end(work: Work, token: int) -> bool:
+    """Whether a candidate of a gang that does not say what waits may be an answer later."""
+    request, branch = work.request, work.branch
+    if request.stopping.cut(branch.stop_state, (token,)).reason is not None:
+        return True
+    own = request.constraint
+    if own is None:
+        return False
+    return token in request.stopping.stops or own.is_over(own.next(branch.constraint_state, token))
 
 
 def reported(history: History, reports: Reports, tip: int, tokens: Sequence[int]) -> list[TokenLogprobs | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.forward import EVERYTHING, LISTED, Masks
 from pagedec.core.protocol import Roll
 from pagedec.core.request import Branch, Request
-from pagedec.errors import RequestError
+from pagedec.errors import RequestError, told
 
 
 @dataclass(slots=True)
@@ -42,21 +43,32 @@ class StepMasks:
     failed: dict[Request, RequestError] = field(default_factory=dict)
 
     def __call__(self, rolled: np.ndarray) -> Masks:
-        rows: list[Allowed] = []
         chains: list[list[int]] = []
         if len(rolled):
-            chains = [chain.tolist() for chain in np.split(rolled, np.cumsum(self.roll_counts)[:-1])]
+            chains = [rolls.tolist() for rolls in np.split(rolled, np.cumsum(self.roll_counts)[:-1])]
+        rows: list[list[Allowed]] = []
         for work in self.works:
             made: list[Allowed] = [None] * len(work.nodes)
             if work.request not in self.failed:
                 try:
                     made = self._rows_of(work, chains)
                 except Exception as error:
-                    problem = RequestError(work.request.id, f"its constraint cannot say what is allowed: {error!r}")
-                    problem.__cause__ = error
-                    self.failed[work.request] = problem
-            rows += made
-        return pack_rows(rows, self.vocab_size)
+                    self._fail(work.request, error)
+            rows.append(made)
+        masks = pack_rows([*chain.from_iterable(rows)], self.vocab_size)
+        if not outside(masks.tokens, self.vocab_size):
+            return masks
+        for work, made in zip(self.works, rows, strict=True):
+            listed = [row for row in made if row is not None and row.dtype != np.uint32]
+            if any(outside(row, self.vocab_size) for row in listed):
+                self._fail(work.request, ValueError(f"it names tokens that are not from 0 to {self.vocab_size - 1}"))
+                made[:] = [None] * len(made)
+        return pack_rows([*chain.from_iterable(rows)], self.vocab_size)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        problem = RequestError(request.id, f"its constraint cannot say what is allowed: {told(error)}")
+        problem.__cause__ = error
+        self.failed[request] = problem
 
     def _rows_of(self, work: MaskedWork, chains: Sequence[list[int]]) -> list[Allowed]:
         constraint, branch, draft = work.request.constraint, work.branch, work.draft
@@ -104,6 +116,11 @@ def without(allowed: Allowed, banned: Sequence[int], vocab_size: int) -> Allowed
         if token >> 5 < len(left):
             left[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
     return left if left.any() else allowed
+
+
+def outside(tokens: np.ndarray, vocab_size: int) -> bool:
+    """Whether some of the ids are none of the vocabulary's."""
+    return len(tokens) > 0 and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size
 
 
 def pack_rows(rows: Sequence[Allowed], vocab_size: int) -> Masks:

@@ -24,7 +24,7 @@ from pagedec.core.reuse import Reuse
 from pagedec.core.rows import Rows
 from pagedec.core.stopping import COUNT
 from pagedec.core.table import BlockTable, CopyPlan, reserve
-from pagedec.errors import PagedecError, RequestError
+from pagedec.errors import PagedecError, RequestError, told
 
 
 class Planner:
@@ -312,5 +312,5 @@ def propose(request: Request, room: int, vocab_size: int) -> list[Query]:
     except PagedecError as error:
         raise RequestError(request.id, f"its decoder cannot propose: {error}") from error
     except Exception as error:
-        raise RequestError(request.id, f"its decoder cannot propose: {error!r}") from error
+        raise RequestError(request.id, f"its decoder cannot propose: {told(error)}") from error
     return list(queries)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -345,4 +345,9 @@ class Decoder(Protocol):
     def conclude(self, branches: Sequence[Branch]) -> Sequence[Hypothesis] | None:
         """The answers so far, best first, of a request whose time is over; `branches` are those that live. None: each
         living branch is one as it stands."""
+        return None
+
+    def waiting(self) -> Iterable[Hypothesis] | None:
+        """Of a gang: the answers that have ended and may still be done. Of others' tokens, and of branches that live no
+        more, nothing is reported then. None: whatever ended may be done later."""
         return None

@@ -28,7 +28,7 @@ from pagedec.core.request import Branch, Ended, Event, Failed, Request, Waiting,
 from pagedec.core.settling import Settler, ranks_of
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable, CopyPlan
-from pagedec.errors import InvalidArgument, InvariantError, NotFound, RequestError
+from pagedec.errors import InvalidArgument, InvariantError, NotFound, RequestError, told
 
 
 class Scheduler:
@@ -267,7 +267,7 @@ class Scheduler:
         except Exception as error:  # our own mistake, half way through one request
             if settler.current is None:
                 raise
-            cause = RequestError(settler.current.id, f"its answers cannot be carried in: {error!r}")
+            cause = RequestError(settler.current.id, f"its answers cannot be carried in: {told(error)}")
             cause.__cause__ = error
             self.forget_kv()
             settler.failed[settler.current] = cause

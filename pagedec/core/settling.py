@@ -23,7 +23,7 @@ from pagedec.core.request import Branch, Event, Finished, Progress, Request, Set
 from pagedec.core.stopping import Cut
 from pagedec.core.table import BlockTable, CopyPlan
 from pagedec.core.transition import Heir, descend, transition
-from pagedec.errors import InvalidArgument, PagedecError, RequestError, shown
+from pagedec.errors import InvalidArgument, PagedecError, RequestError, shown, told
 
 
 class Settler:
@@ -184,7 +184,7 @@ class Settler:
         except PagedecError as error:
             raise RequestError(request.id, f"its decoder cannot advance: {error}") from error
         except Exception as error:
-            raise RequestError(request.id, f"its decoder cannot advance: {error!r}") from error
+            raise RequestError(request.id, f"its decoder cannot advance: {told(error)}") from error
         note_drafts(request, queries, answers, verdict)
         self._apply(request, evaluated, verdict, generation)
 
@@ -338,7 +338,7 @@ def feed(request: Request, stop_state: int, state: Any, tokens: Sequence[int], r
     try:
         return cut_within(request.constraint, request.stopping, stop_state, state, tokens, room)
     except Exception as error:
-        raise RequestError(request.id, str(error) if isinstance(error, Forbidden) else f"{error!r}") from error
+        raise RequestError(request.id, str(error) if isinstance(error, Forbidden) else told(error)) from error
 
 
 def replayed(request: Request, tip: int, given_length: int, length: int) -> Any:

@@ -247,6 +247,10 @@ class Beam(Decoder):
                 pool.add(score, Pooled(Hypothesis(branch.tip, reason="length"), self.length, at))
         return self._answers(pools)
 
+    def waiting(self) -> Sequence[Hypothesis]:
+        """What the pools hold."""
+        return [entry.hypothesis for group in self.groups for entry in group.pool.entries]
+
     def _stranded(self, branches: Sequence[Branch]) -> tuple[Hypothesis, ...]:
         """The beams as they stand, where rules leave no token to go on with and nothing has ended."""
         self.length -= 1

@@ -59,8 +59,9 @@ def diversified(candidates: Candidates, totals: np.ndarray, amounts: np.ndarray)
 def repeated(logprob: float, amount: float, penalty: float) -> float:
     """What `amount` takes of a log-probability that a repetition penalty has changed: in Hugging Face's order it is
     taken before the penalty acts."""
-    before = (logprob * penalty if logprob > 0 else logprob / penalty) - amount
-    return logprob - (before / penalty if before > 0 else before * penalty)
+    with np.errstate(over="ignore"):  # an amount near fp32's largest number takes everything: minus infinity
+        before = (logprob * penalty if logprob > 0 else logprob / penalty) - amount
+        return logprob - (before / penalty if before > 0 else before * penalty)
 
 
 def continued(streams: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@ from pagedec.engine.recovery import Recovery
 from pagedec.engine.sessions import Sessions
 from pagedec.engine.speculating import check_speculation, with_speculation
 from pagedec.engine.stats import EngineStats
-from pagedec.errors import DeviceError, InvalidArgument, RequestError, Shown
+from pagedec.errors import DeviceError, InvalidArgument, RequestError, Shown, told
 from pagedec.executor.base import Executor
 from pagedec.outputs import RequestMetrics
 from pagedec.params import RequestParams, SamplingParams
@@ -319,7 +319,7 @@ class Engine:
         hopeless = self._recovery.failed([request for request in suspects if not request.closed], running)
         kind = RequestError if hopeless is not None else DeviceError
         for request in running if hopeless is None else hopeless:
-            problem = kind(request.id, f"cannot be evaluated: {error!r}")
+            problem = kind(request.id, f"cannot be evaluated: {told(error)}")
             problem.__cause__ = error
             self.scheduler.fail(request, problem)
         return self._collect(self.scheduler.take_events(), self.clock())

@@ -16,7 +16,7 @@ from pagedec.core.logprobs import TokenLogprobs
 from pagedec.core.request import Failed, Finished, Progress, Request, Settled
 from pagedec.engine.engine import Engine, EngineEvent, FinishedRequest
 from pagedec.engine.interrupts import held_interrupts
-from pagedec.errors import InvalidArgument, NotFound, PagedecError, RequestError, Shown
+from pagedec.errors import InvalidArgument, NotFound, PagedecError, RequestError, Shown, told
 
 WAIT_SECONDS = 0.05
 """How long a thread sleeps before it looks whether it was interrupted, or forgotten by one that drove."""
@@ -334,7 +334,7 @@ class EngineLoop:
         self._sinks.pop(request_id, None)
         with contextlib.suppress(NotFound):
             self.engine.abort(request_id)
-        problem = RequestError(request_id, f"its results cannot be taken: {error!r}")
+        problem = RequestError(request_id, f"its results cannot be taken: {told(error)}")
         problem.__cause__ = error
         with contextlib.suppress(BaseException):  # it was told of its own mistake
             sink.failed(problem)

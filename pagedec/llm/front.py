@@ -25,6 +25,7 @@ from pagedec.llm.defaults import sampling_defaults
 from pagedec.llm.fetching import fetched
 from pagedec.llm.of_vllm import ABSENT
 from pagedec.llm.prompts import Job, Prepared, as_conversations, as_priorities, read_prompt, read_salt
+from pagedec.llm.room import within_pool
 from pagedec.llm.signature import EngineArgs, signed
 from pagedec.llm.writer import Writer
 from pagedec.params import RequestParams, SamplingParams
@@ -203,7 +204,8 @@ class Front:
     def _admitted(
         self, request_id: str, i: int, text: str | None, token_ids: list[int], params: Any, priority: int, salt: str
     ) -> Prepared:
-        with _blamed(f"prompts[{i}]", f"sampling_params[{i}]", params):
+        room = within_pool(self.engine.scheduler.limits, params, len(token_ids))
+        with _blamed(f"prompts[{i}]", f"sampling_params[{i}]", params), room:
             request = self.engine.admit(request_id, token_ids, params, priority, salt)
         return Prepared(Job(request.id, text, token_ids, params), request)
 

@@ -189,6 +189,7 @@ def test_what_the_library_refuses_is_told_with_its_reason(asked: dict[str, Any],
         ({"choice": []}, "must be a list of texts, none of them empty"),
         ({"choice": ["a", ""]}, "must be a list of texts, none of them empty"),
         ({"choice": "abc"}, "must be a list of texts"),
+        ({"regex": "a\\\\\\"}, "must not end in a backslash that escapes nothing"),
         ({"regex": ""}, "must be a text that is not empty"),
         ({"json": "{"}, "structured_outputs.json is '{': must be JSON"),
         ({"json": [1]}, "must be a JSON schema"),
@@ -244,3 +245,50 @@ def test_texts_that_a_tokenizer_changes_are_told_by_their_bytes() -> None:
 
 def test_the_library_is_the_one_that_was_tried() -> None:
     assert hasattr(llguidance.LLMatcher, "deep_copy") and hasattr(llguidance.LLMatcher, "compute_ff_tokens")
+
+
+def walked(asked: dict[str, Any], want: str) -> bool:
+    """Whether a text may be written, token by token, and be all."""
+    constraint = constraint_of(asked)
+    state = constraint.start([])
+    for token in words().encode(want):
+        if token not in bits(constraint.allowed(state)):
+            return False
+        state = constraint.next(state, token)
+    return STOPS[0] in bits(constraint.allowed(state))
+
+
+def test_any_number_of_choices() -> None:
+    """Also one that begins another, and texts of signs that mean something in a grammar."""
+    asked = {"choice": [f"item {i} of {i * 7919 % 10007}" for i in range(20_000)]}
+    assert walked(asked, "item 19999 of 1299") and not walked(asked, "item 19999 of 1300")
+    odd = ["a", "ab", "abc", 'say "no"', "a\\b", "/.*/", "x\x7fy", "\u2028", "a\nb"]
+    assert all(walked({"choice": odd}, text) for text in odd) and not walked({"choice": odd}, "abcd")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"regex": "[a&&b]"}, r"structured_outputs.regex is '\[a&&b\]': .* carry out: the grammar allows no text"),
+        ({"json": {"$ref": "#"}}, "carry out: the grammar allows no text"),
+        ({"grammar": "start: start"}, "carry out: the grammar allows no text"),
+        ({"json": False}, "structured_outputs.json is False: must be"),
+    ],
+)
+def test_what_allows_no_text_is_refused_before_it_runs(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message) as caught:
+        constraint_of(asked)
+    assert "<state>" not in str(caught.value)
+
+
+def test_the_schema_that_allows_anything() -> None:
+    assert walked({"json": True}, "[1]") and walked({"json": {}}, '"a"')
+
+
+def test_what_a_grammar_cannot_go_on_with_is_told_in_a_line() -> None:
+    constraint = constraint_of({"regex": "a{100000000}"})
+    with pytest.raises(ValueError, match="too many expressions constructed$"):
+        state = constraint.start([])
+        for token in words().encode("aaaa") * 9:
+            constraint.allowed(state)
+            state = constraint.next(state, token)

@@ -83,11 +83,16 @@ def test_ends_and_forced_tokens() -> None:
         ([[1, 2], [3], [1, 2]], r"sequences\[2\] is \[1, 2\]: must not be equal to another: sequences\[0\] is"),
         ([[1, 2], [3, -4]], r"sequences\[1\] is -4: token ids must be from 0 to 2147483647"),
         ([[2**31]], "token ids must be from 0"),
-        ([["a"]], "must be lists of token ids"),
-        ([3], "must be lists of token ids"),
+        ([["a"]], r"sequences\[0\] is \[.a.\]: must be a list of token ids"),
+        ([3], r"sequences\[0\] is 3: must be a list of token ids"),
         (np.array([[1.5]]), "must be of whole numbers"),
         (np.array([[1, -1, 2]]), r"sequences\[0\] is \[1, -1, 2\]: must be padded behind its ids alone"),
         (np.array([[2**40]]), "must be ids from 0 to"),
+        (np.array([[1, 2**63]], np.uint64), "sequences is 9223372036854775808: must be ids from 0 to"),
+        (5, "sequences is 5: must be lists of token ids, or an array of them"),
+        ([[1], [2, 1.5]], r"sequences\[1\] is \[2, 1.5\]: must be a list of token ids"),
+        ([[1], "23"], r"sequences\[1\] is '23': must be a list of token ids"),
+        ([[2**70]], r"sequences\[0\] is \[1180591620717411303424\]: must be a list of token ids"),
     ],
 )
 def test_what_makes_no_trie(sequences: Any, message: str) -> None:
@@ -98,6 +103,9 @@ def test_what_makes_no_trie(sequences: Any, message: str) -> None:
 def test_item_ids_and_files_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="one for each of 2 sequences"):
         TokenTrie([[1], [2]], [5])
+    for wrong in ([[1], [2, 3]], np.array([1, 2**63], np.uint64)):
+        with pytest.raises(InvalidArgument, match="must be whole numbers of 64 bits, one for each of 2 sequences"):
+            TokenTrie([[1], [2]], wrong)
     path = tmp_path / "some.trie"
     path.write_bytes(b"no trie at all")
     with pytest.raises(ModelFileError, match="is no trie"):
@@ -108,9 +116,38 @@ def test_item_ids_and_files_that_do_not_fit(tmp_path: Path) -> None:
         TokenTrie.open(path)
     with pytest.raises(ModelFileError, match="cannot be read"):
         TokenTrie.open(tmp_path / "absent")
+    with pytest.raises(ModelFileError, match="cannot be read: embedded null byte"):
+        TokenTrie.open(str(path) + "\0")
+    (tmp_path / "empty.npy").touch()
+    np.save(tmp_path / "flat.npy", np.array([1, 2]))
+    for name, problem in (("empty.npy", "No data left in file"), ("flat.npy", "its array must have two dimensions")):
+        with pytest.raises(ModelFileError, match=f"is no file of token sequences: {problem}"):
+            TokenTrie.from_file(tmp_path / name)
     (tmp_path / "words.txt").write_text("one two\n")
     with pytest.raises(ModelFileError, match="is no file of token sequences"):
         TokenTrie.from_file(tmp_path / "words.txt")
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_highest_token_of_all() -> None:
+    assert TokenTrie([[2**31 - 1, 3], [5]]).item([2**31 - 1, 3]) == 0
+
+
+@pytest.mark.parametrize("word", [b"\xff\xff\xff\xff", b"\xff\xff\xff\x7f", b"\x07\0\0\0"])
+def test_a_damaged_file_is_refused_or_names_no_item(tmp_path: Path, word: bytes) -> None:
+    path, constraints = tmp_path / "some.trie", 0
+    TokenTrie([[1, 2], [1, 3], [4]]).save(path)
+    whole = path.read_bytes()
+    for place in range(8, len(whole), 4):
+        path.write_bytes(whole[:place] + word + whole[place + 4 :])
+        try:
+            trie = TokenTrie.open(path)
+        except ModelFileError:
+            continue
+        constraints += 1
+        for tokens in ([1, 2], [1, 3], [4], [1], [9]):
+            assert TrieConstraint(trie, (0,)).item(tokens) in (None, *trie.item_ids.tolist())
+    assert constraints > 5
 
 
 @pytest.mark.long

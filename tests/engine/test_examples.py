@@ -60,7 +60,13 @@ def test_the_example_of_recommendation(capsys: pytest.CaptureFixture[str]) -> No
     with contextlib.redirect_stderr(io.StringIO()):
         runpy.run_path(str(EXAMPLES / "recommendation.py"))["main"]()
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 8 and all(re.fullmatch(r"'.*' -> item 100[1-6], [A-Z].*", line) for line in lines)
+    drawn = lines.pop()
+    assert re.fullmatch(r"drawn:( 100[1-6]){4}", drawn) and len(lines) == 8
+    for answers in (lines[1:4], lines[5:8]):
+        found = [re.fullmatch(r"  +(-\d+\.\d{4}) item (100[1-6]), [A-Z].*", line) for line in answers]
+        assert all(found) and len({match[2] for match in found if match}) == 3, "each item once"
+        scores = [float(match[1]) for match in found if match]
+        assert scores == sorted(scores, reverse=True)
 
 
 def test_the_example_of_coroutines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,8 @@ class Feature:
     twice: bool = False
     priority: int = 0
     salt: str = ""
+    counts_steps: bool = False
+    """The engine's clock counts its steps."""
 
 
 STOP_TOKEN, STOP_TEXT, BAD_TEXT = "the fifth token", "text across two tokens", "text of the second token"
@@ -84,6 +86,7 @@ FEATURES = {
     "seed, temperature, top_p": Feature(params=SEEDED, others=True),
     "n = 3": Feature(params={**SEEDED, "n": 3}, others=True),
     "stop_token_ids": Feature(params={"stop_token_ids": STOP_TOKEN}),
+    "max_time": Feature(params={"max_time": 3, "max_tokens": 20}, others=True, counts_steps=True),
     "ignore_eos": Feature(params={"ignore_eos": True}),
     "stop": Feature(params={"stop": STOP_TEXT}, others=True),
     "logit_bias": Feature(params={"logit_bias": {FEW[0]: 4.0, FEW[1]: 4.0}}, others=True),
@@ -176,6 +179,8 @@ def alone(params: Any) -> FinishedRequest:
 
 def in_engine(engine: Engine, feature: Feature, params: Any) -> FinishedRequest:
     """With the feature, and with those around it."""
+    if feature.counts_steps:
+        engine.clock = lambda: float(engine.stats.num_steps)
     for _ in range(1 + feature.twice):
         cases = list(OTHERS) if feature.others else []
         request = add(engine, "cell", PROMPT, params, feature.priority, feature.salt)

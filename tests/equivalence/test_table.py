@@ -3,8 +3,13 @@ alone and with room for everything; or it is an error that is named in `features
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from pagedec import BeamSearchParams
+from pagedec.engine.engine import FinishedRequest
 from tests.equivalence.conftest import make_engine
 from tests.equivalence.features import (
     BEGIN,
@@ -13,6 +18,7 @@ from tests.equivalence.features import (
     FEATURES,
     PAGE,
     REFUSED,
+    Feature,
     alone,
     in_engine,
     page,
@@ -33,9 +39,25 @@ def test_cell(decoder: str, feature: str, monkeypatch: pytest.MonkeyPatch) -> No
             with_features(DECODERS[decoder], wanted.params or {})
         return
     params = with_features(DECODERS[decoder], wanted.params or {})
-    got, want = in_engine(make_engine("tiny", **(wanted.engine or {})), wanted, params), alone(params)
+    got = in_engine(make_engine("tiny", **(wanted.engine or {})), wanted, params)
+    if wanted.counts_steps:
+        check_cut(got, params)
+        return
+    want = alone(params)
     assert got.answers == want.answers
     assert got.prompt_logprobs == want.prompt_logprobs
+
+
+def check_cut(got: FinishedRequest, params: Any) -> None:
+    """What its time cuts short is a beginning of what there is without; of beams, the best so far as they are alone."""
+    assert {answer.limited_by for answer in got.answers} == {"max_time"}
+    if isinstance(params, BeamSearchParams):
+        assert got.answers == in_engine(make_engine("tiny"), Feature(counts_steps=True), params).answers
+        assert all(0 < len(answer.token_ids) < params.max_tokens for answer in got.answers)
+        return
+    for answer, whole in zip(got.answers, alone(replace(params, max_time=None)).answers, strict=True):
+        assert 3 <= len(answer.token_ids) < len(whole.token_ids)
+        assert answer.token_ids == whole.token_ids[: len(answer.token_ids)]
 
 
 RULES = [
