@@ -7,7 +7,8 @@ To be read in this order; each file needs those before it, and few behind it:
    tokens as a trie)
 2. what is said: `draft`, `protocol` (queries, answers, verdicts, decoders), `acceptance` (what became of drafts),
    `stopping` and `stop_strings`, `constraint`, `logits_rules`, `logprobs`
-3. who runs: `request` (branches and requests), `limits` (what may be used, what is refused at the door)
+3. who runs: `request` (branches and requests), `parked` (branches between two requests), `limits` (what may be used,
+   what is refused at the door)
 4. what a device sees: `forward` (a step as arrays), `wire` (as one buffer), `masking` (what follows it), `plan` (for
    whom), `layout` (how the arrays are made), `ranking` (those of a gang's best), `reading` (what comes back)
 5. a step is planned: `planning`, by `rows`, `drafting`, `reuse` and `trunk` (the prefix cache), `demand` (who is let

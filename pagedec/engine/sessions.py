@@ -147,6 +147,7 @@ class Sessions:
         if isinstance(branch.call, OpenCall) and not self.give_up(branch.call.request_id):
             name = branch.call.request_id
             engine.fail(name, RequestError(name, f"branch {branch.name}, from which it went out, {why}"))
+            owner.num_calls -= 1
         branch.owner, branch.why_closed = None, why
         del owner.branches[branch.name]
         self._parking.remove(branch)

@@ -119,7 +119,7 @@ class AsyncSession(AsyncSessionBranch):
     it."""
 
     def _again(self, branch: OpenBranch) -> Any:
-        return AsyncSessionBranch(self._front, branch, self._turns)
+        return AsyncSessionBranch(self._front, branch, self._turns, self._owner)
 
     async def close(self) -> None:
         """Let all branches go; calls on them fail. May be called again."""

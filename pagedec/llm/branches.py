@@ -16,7 +16,7 @@ import numpy as np
 from pagedec.core.history import History
 from pagedec.decoders.scoring import ScoreParams
 from pagedec.engine.engine import Engine, FinishedRequest
-from pagedec.engine.open_branches import SCORES, OpenBranch, OpenCall
+from pagedec.engine.open_branches import SCORES, OpenBranch, OpenCall, Owner
 from pagedec.engine.sessions import closing
 from pagedec.errors import InvalidArgument, RequestError, Shown
 from pagedec.fields import Integer
@@ -50,11 +50,12 @@ class Handle:
     A branch is closed by `close`, as a context manager, or by dropping it, in any thread.
     """
 
-    def __init__(self, front: Front, branch: OpenBranch, turns: Turns = ()) -> None:
-        """Sessions and branches make these."""
+    def __init__(self, front: Front, branch: OpenBranch, turns: Turns = (), owner: Owner | None = None) -> None:
+        """Sessions and branches make these. `owner`: of a branch that may have been closed already."""
         self._front, self._branch, self._turns = front, branch, turns
-        assert branch.owner is not None
-        self._owner = branch.owner
+        known = owner or branch.owner
+        assert known is not None
+        self._owner = known
         let_go = weakref.finalize(self, front.engine.sessions.dropped.append, branch)
         let_go.atexit = False
 
@@ -125,7 +126,7 @@ class Handle:
     # ---- what is to happen to it, for the loop
     def _again(self, branch: OpenBranch) -> Self:
         """A handle of a new branch that goes on from this one."""
-        return type(self)(self._front, branch, self._turns)
+        return type(self)(self._front, branch, self._turns, self._owner)
 
     def _forking(self, count: int | None) -> Callable[[Engine], list[Self]]:
         checked = Integer("new branches", low=1).check("k", 1 if count is None else count)

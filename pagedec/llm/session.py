@@ -163,7 +163,7 @@ class Session(SessionBranch):
     """
 
     def _again(self, branch: Any) -> Any:
-        return SessionBranch(self._front, branch, self._turns)
+        return SessionBranch(self._front, branch, self._turns, self._owner)
 
     def close(self) -> None:
         """Let all branches go; calls on them fail. May be called again."""
