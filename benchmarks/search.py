@@ -1,6 +1,6 @@
 """Searches on sessions beside the same searches with resubmitted prompts, and what a session's operations cost.
 
-    python benchmarks/search.py [--prompts 20] [--no-uncached] [--only costs|search]
+    python benchmarks/search.py [--prompts 20] [--no-uncached] [--only costs|search] [--budget SECONDS]
 
 The searches are those of `pagedec.search`, unchanged: step-level beam search (width 4, 4 continuations, 6 steps) and
 Monte-Carlo tree search (8 simulations of 4), each with the model as its judge. "Resubmitted" gives them branches that
@@ -157,7 +157,7 @@ def tree(branch: Any) -> list[Any]:
     return found
 
 
-def searches(num_prompts: int, uncached: bool) -> None:
+def searches(num_prompts: int, uncached: bool, budget: float) -> None:
     heading("Search on sessions and with resubmitted prompts")
     cached = {"max_model_len": 2048, "num_blocks": 1024}
     for title, search in (("step beams", beams), ("MCTS", tree)):
@@ -167,14 +167,18 @@ def searches(num_prompts: int, uncached: bool) -> None:
         }
         if uncached:
             ways["resubmitted, no cache"] = Way(LLM("smollm2", **cached, enable_prefix_caching=False), False)
+        began, done = time.perf_counter(), 0
         for number in range(num_prompts):
+            if time.perf_counter() - began > budget:
+                break
+            done += 1
             results = [way.run(search, number) for way in ways.values()]
             assert all(result == results[0] for result in results), "the ways have found different texts"
         own, rows = ways["sessions"], []
         for name, way in ways.items():
             times, spread = ratio(Timing(tuple(way.seconds)), Timing(tuple(own.seconds)))
             rows.append([name, way.rows, way.blocks, f"{sum(way.seconds):.2f}", f"{times:.2f} +- {spread:.2f}"])
-        print(f"{title}, {num_prompts} prompts\n")
+        print(f"{title}, {done} prompts\n")
         table(["", "tokens evaluated", "most KV blocks", "seconds", "of sessions' time"], rows)
         for way in ways.values():
             way.llm.close()
@@ -278,10 +282,11 @@ def _scores(llm: LLM, text: Callable[[int], list[int]]) -> list[object]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds after which each search begins no prompt")
     parser.add_argument("--no-uncached", action="store_true", help="leave out the way without a prefix cache")
     parser.add_argument("--only", choices=("costs", "search"))
     arguments = parser.parse_args()
     if arguments.only != "search":
         costs()
     if arguments.only != "costs":
-        searches(arguments.prompts, not arguments.no_uncached)
+        searches(arguments.prompts, not arguments.no_uncached, arguments.budget)

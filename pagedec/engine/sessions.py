@@ -323,7 +323,7 @@ class Sessions:
             raise SessionLimit("max_parked_tokens", value, f"all sessions together may hold {limits.max_parked_tokens}")
 
 
-def warm(engine: Engine, params: RequestParams) -> None:
+def compile_grammar(engine: Engine, params: RequestParams) -> None:
     """Compile what answers may be, as `Engine.admit` would. One thread at a time."""
     limits = engine.limits
     stopping = read_options(params, limits.vocab_size, limits.eos_token_ids, engine.vocabulary).stopping

@@ -193,7 +193,7 @@ class Handle:
             limit = "must be a SamplingParams, a BeamSearchParams, or of another decoder that is registered"
             raise InvalidArgument("sampling_params", params, limit)
         if params.structured_outputs is not None or fields.get("structured_outputs") is not None:
-            self._front.warm(params.clone(**fields))
+            self._front.prepare_grammar(params.clone(**fields))
         if not streams:
             fields = {**fields, "output_kind": RequestOutputKind.FINAL_ONLY}
         return Going(self, params.clone(**fields) if fields else copy.copy(params), keep, streams)

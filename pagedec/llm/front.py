@@ -15,7 +15,7 @@ from pagedec.config import EngineConfig
 from pagedec.engine.engine import Engine
 from pagedec.engine.loop import EngineLoop
 from pagedec.engine.open_branches import OpenBranch
-from pagedec.engine.sessions import warm
+from pagedec.engine.sessions import compile_grammar
 from pagedec.errors import AbsentFeature, InvalidArgument, NotFound, Shown
 from pagedec.fields import Number
 from pagedec.inputs import Prompt
@@ -210,10 +210,10 @@ class Front:
         return Prepared(Job(request.id, text, token_ids, params), request)
 
     # ---- sessions
-    def warm(self, params: RequestParams) -> None:
+    def prepare_grammar(self, params: RequestParams) -> None:
         """Have a grammar compiled, so that the engine's thread will find it."""
         with self._admitting:
-            warm(self.engine, params)
+            compile_grammar(self.engine, params)
 
     def _opening(
         self, prompt: Prompt | None, messages: Sequence[Message] | None, seed: int | None, priority: int, salt: str,
