@@ -6,7 +6,8 @@ The searches are those of `pagedec.search`, unchanged: step-level beam search (w
 Monte-Carlo tree search (8 simulations of 4), each with the model as its judge. "Resubmitted" gives them branches that
 are token lists: each call is a plain request over all of a branch's tokens, and a judge's question asks for its two
 words, one request each. Seeds are those of the sessions, so all ways find the same texts with the same scores, which is
-checked. Rows are tokens evaluated; blocks are the most that a step used. Each prompt is searched in all ways before the
+checked. Blocks are the most that a step used, what is parked too, but not what only the prefix cache remembers; "kept
+behind it" is what that had at a search's end. Each prompt is searched in all ways before the
 next one, with empty prefix caches.
 
 Costs: a fork of an evaluated branch of 4,096 tokens; a step of 16 requests with 5,000 parked branches beside it; and
@@ -124,6 +125,7 @@ class Way:
     seconds: list[float] = field(default_factory=list)
     rows: int = 0
     blocks: int = 0
+    filled: int = 0
 
     def run(self, search: Callable[[Any], list[Any]], number: int) -> list[Any]:
         llm = self.llm
@@ -138,6 +140,8 @@ class Way:
         self.seconds.append(time.perf_counter() - began)
         self.rows += llm.engine.stats.num_rows - before
         self.blocks = max(self.blocks, llm.engine.stats.max_blocks_used)
+        pool = llm.engine.scheduler.pools["target"]
+        self.filled = max(self.filled, pool.num_blocks - len(pool.free))
         return found
 
 
@@ -177,9 +181,11 @@ def searches(num_prompts: int, uncached: bool, budget: float) -> None:
         own, rows = ways["sessions"], []
         for name, way in ways.items():
             times, spread = ratio(Timing(tuple(way.seconds)), Timing(tuple(own.seconds)))
-            rows.append([name, way.rows, way.blocks, f"{sum(way.seconds):.2f}", f"{times:.2f} +- {spread:.2f}"])
+            rows.append(
+                [name, way.rows, way.blocks, way.filled, f"{sum(way.seconds):.2f}", f"{times:.2f} +- {spread:.2f}"]
+            )
         print(f"{title}, {done} prompts\n")
-        table(["", "tokens evaluated", "most KV blocks", "seconds", "of sessions' time"], rows)
+        table(["", "tokens evaluated", "most KV blocks", "kept behind it", "seconds", "of sessions' time"], rows)
         for way in ways.values():
             way.llm.close()
 
