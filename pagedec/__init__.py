@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from pagedec.environment import limit_spinning
 from pagedec.errors import (
+    BranchBusy,
+    BranchClosed,
     CallInterrupted,
     DeviceError,
     DtypeWarning,
@@ -16,13 +18,16 @@ from pagedec.errors import (
     PoolWarning,
     RequestError,
     RequestsFailed,
+    SessionLimit,
     WeightsWarning,
 )
 from pagedec.inputs import TextPrompt, TokensPrompt
 from pagedec.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
+    BranchOutput,
     CompletionOutput,
+    ContinuationScore,
     Logprob,
     RequestMetrics,
     RequestOutput,
@@ -34,17 +39,23 @@ limit_spinning()
 
 if TYPE_CHECKING:
     from pagedec.constraints import TokenTrie
-    from pagedec.llm import LLM, AsyncLLM
+    from pagedec.llm import LLM, AsyncLLM, AsyncSession, AsyncSessionBranch, Session, SessionBranch
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "AsyncSession",
+    "AsyncSessionBranch",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "BranchBusy",
+    "BranchClosed",
+    "BranchOutput",
     "CallInterrupted",
     "CompletionOutput",
+    "ContinuationScore",
     "DeviceError",
     "DtypeWarning",
     "InvalidArgument",
@@ -59,6 +70,9 @@ __all__ = [
     "RequestParams",
     "RequestsFailed",
     "SamplingParams",
+    "Session",
+    "SessionBranch",
+    "SessionLimit",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokenTrie",
@@ -66,7 +80,10 @@ __all__ = [
     "WeightsWarning",
 ]
 
-LAZY = {"LLM": "llm", "AsyncLLM": "llm", "TokenTrie": "constraints"}
+LAZY = {
+    **dict.fromkeys(("LLM", "AsyncLLM", "Session", "SessionBranch", "AsyncSession", "AsyncSessionBranch"), "llm"),
+    "TokenTrie": "constraints",
+}
 """torch takes seconds to import, and --help must not wait for it."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from functools import partial
 from itertools import zip_longest
@@ -11,6 +12,7 @@ from pagedec.config import EngineConfig, ModelConfig, draft_config, names_draft_
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.scheduler import Scheduler
 from pagedec.engine.engine import Engine, ModelLimits
+from pagedec.engine.open_branches import SessionLimits
 from pagedec.engine.options import Vocabulary
 from pagedec.errors import InvalidArgument, ModelFileError, PoolWarning, within
 from pagedec.executor.base import Executor
@@ -87,6 +89,7 @@ def build_engine(
         debug=debug,
         vocabulary=vocabulary,
         speculative=config.scheduler.speculative_config,
+        sessions=SessionLimits(**dataclasses.asdict(config.session)),
     )
 
 

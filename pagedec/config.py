@@ -168,6 +168,26 @@ class SchedulerConfig:
 
 @strict
 @dataclass(frozen=True, slots=True)
+class SessionConfig:
+    """What sessions may hold between calls."""
+
+    max_session_branches: int = option(16384, Integer("most open branches of one session", low=1, high=2**20))
+    max_session_tokens: int = option(
+        2**20, Integer("most tokens of one session, each counted once however many branches share it", low=1)
+    )
+    max_parked_branches: int = option(65536, Integer("most open branches of all sessions", low=1, high=2**24))
+    max_parked_tokens: int = option(2**22, Integer("most tokens of all sessions, some 250 bytes each", low=1))
+    session_ttl: float | None = option(
+        None,
+        Number("seconds after which a session that nobody uses is closed; none: never", above=0, optional=True),
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@strict
+@dataclass(frozen=True, slots=True)
 class ParallelConfig:
     """On what the work runs."""
 
@@ -216,6 +236,7 @@ ENGINE_GROUPS: dict[str, type[Any]] = {
     "model": ModelConfig,
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
+    "session": SessionConfig,
     "parallel": ParallelConfig,
 }
 """The groups whose fields are engine arguments. Field names are unique over all of them."""
@@ -234,6 +255,7 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    session: SessionConfig = field(default_factory=SessionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 

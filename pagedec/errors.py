@@ -96,6 +96,38 @@ def within(prefix: str) -> Iterator[None]:
         raise type(error)(f"{prefix}{error.field}", error.value, error.limit) from error.__cause__
 
 
+class SessionLimit(InvalidArgument):
+    """Sessions hold as much as they may: `field` is the engine argument that says so."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+
+class BranchBusy(PagedecError):
+    """A call on this branch of a session has not ended; others may run at the same time, on others."""
+
+    code = "FAILED_PRECONDITION"
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(name, what)
+        self.name, self.what = name, what
+
+    def __str__(self) -> str:
+        return f"branch {self.name} has a call that still runs: {self.what} must wait until it has ended"
+
+
+class BranchClosed(PagedecError):
+    """There is no such branch any more."""
+
+    code = "NOT_FOUND"
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(name, why)
+        self.name, self.why = name, why
+
+    def __str__(self) -> str:
+        return f"branch {self.name} {self.why}"
+
+
 class FeatureNotAvailable(InvalidArgument):
     """The value is a sensible one, but this version cannot do what it asks for."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from pagedec.errors import RequestError
 
@@ -113,6 +113,7 @@ class Spelled:
 
 
 S = TypeVar("S", bound=Spelled)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,41 @@ class RequestOutput(Spelled):
 
         spell: Spell | None = getattr(self, "_spell", None)
         return AnswerTree(self.prompt, self.prompt_token_ids, self.outputs, self.block_size, spell)
+
+
+@dataclass(frozen=True, slots=True)
+class BranchOutput(RequestOutput, Generic[T]):
+    """What a call on a branch of a session returns. `branches`: with `keep="all"` a new branch for each of the
+    outputs, in their order."""
+
+    branches: list[T] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The first answer's."""
+        return self.outputs[0].text if self.outputs else ""
+
+    @classmethod
+    def of(cls, output: RequestOutput, branches: list[T]) -> BranchOutput[T]:
+        """The same output, with branches."""
+        values = {field.name: getattr(output, field.name) for field in fields(RequestOutput)}
+        return cls(**values, branches=branches).spelled(getattr(output, "_spell", None))
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuationScore:
+    """What a model says of one continuation. `logprob` is the sum over its tokens; `logprobs` has a table for each of
+    them, the token itself among its entries. `text` is None where token ids were given."""
+
+    text: str | None
+    token_ids: list[int]
+    logprob: float
+    logprobs: list[dict[int, Logprob]]
+
+    @property
+    def token_logprobs(self) -> list[float]:
+        """Of each token its own."""
+        return [table[token].logprob for token, table in zip(self.token_ids, self.logprobs, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

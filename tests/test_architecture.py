@@ -45,13 +45,12 @@ EXTRA: dict[str, set[str]] = {
     "executor": {"core", "config", "environment"},
     "engine": {"core", "constraints", "decoders", "config", "text", "formats", "environment"},
     "build": {"engine", "executor", "runtime", "core", "config", "text", "formats", "environment"},
-    "llm": {"build", "engine", "runtime", "config", "text", "formats", "core", "decoders"},
-    "session": {"engine", "config", "text", "core", "decoders", "llm"},
-    "batch": {"llm", "session", "engine", "config", "text", "core", "decoders"},
-    "serve": {"llm", "session", "engine", "config", "text", "environment", "v1"},
+    "llm": {"build", "engine", "runtime", "config", "text", "formats", "core", "decoders", "tree"},
+    "search": {"llm"},
+    "batch": {"llm", "engine", "config", "text", "core", "decoders"},
+    "serve": {"llm", "engine", "config", "text", "environment", "v1"},
     "cli": {
         "llm",
-        "session",
         "batch",
         "text",
         "formats",
@@ -64,7 +63,7 @@ EXTRA: dict[str, set[str]] = {
     },
     "v1": set(),
     "__main__": {"cli"},
-    "__init__": {"llm", "session", "batch", "config", "constraints", "decoders", "environment"},
+    "__init__": {"llm", "batch", "config", "constraints", "decoders", "environment"},
 }
 TO_THE_RIGHT = {part: set(CHAIN[i + 1 :]) for i, part in enumerate(CHAIN)}
 ALLOWED = {

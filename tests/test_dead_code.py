@@ -22,6 +22,11 @@ OUTSIDE = {
     "read_rate": "for benchmarks",
     "dot_rate": "for benchmarks",
     "run_batch": "what people import",
+    "best_of_n": "what people import",
+    "self_consistency": "what people import",
+    "step_beam_search": "what people import",
+    "mcts": "what people import",
+    "rollback": "what people do with a session",
 }
 CALLED_BY_NAME = "visit_"
 """Methods of syntax-tree visitors."""

@@ -23,6 +23,7 @@ ENGINE_TITLES = {
     "model": "engine: the model",
     "cache": "engine: the KV cache",
     "scheduler": "engine: the steps",
+    "session": "engine: sessions",
     "parallel": "engine: the machine",
 }
 RENAMED = {"seed": "engine_seed"}

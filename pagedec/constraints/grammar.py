@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import OrderedDict
@@ -144,7 +145,8 @@ class Grammars:
             root = self._compiled[key] = self._compile(llguidance.LLMatcher, asked)
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(key)
+        with contextlib.suppress(KeyError):  # another thread has just given it up
+            self._compiled.move_to_end(key)
         return GrammarConstraint(root, self._vocab_size, stops)
 
     def _compile(self, matcher: Any, asked: StructuredOutputsParams) -> GrammarState:

@@ -7,11 +7,12 @@ let in while the peak of that fits. So one that was preempted does not come back
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from pagedec.core.block import BlockPool
+from pagedec.core.parked import Parking, num_blocks_of
 from pagedec.core.request import Request
 
 BUCKET = 16
@@ -59,11 +60,15 @@ class Demand:
         if ended:
             self._deaths[bucket] += 1
 
-    def forecast(self, pool: BlockPool, running: Iterable[Request], before: Request) -> Forecast:
+    def forecast(
+        self, pool: BlockPool, running: Sequence[Request], before: Request, parking: Parking | None = None
+    ) -> Forecast:
         """What the pool must be expected to hold of the requests that run `before` one that waits. The others may be
-        preempted for it."""
+        preempted for it, and what is parked gives way."""
         ahead: list[Request] = []
         used = pool.num_blocks - pool.num_available
+        if parking is not None and parking.holds_blocks(pool.lane):
+            used = num_blocks_of(running)
         for request in running:
             if request.idle or request.order > before.order:
                 used -= sum(branch.table.num_blocks for branch in request.branches)

@@ -6,6 +6,7 @@ import functools
 from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import Any
 
 _KEY_BYTES = 16  # 128 bits: the chance that two of 2^40 blocks share a key is 2^-49
 
@@ -18,7 +19,7 @@ class History:
     usual history (a prompt, then one stream) costs one slice however long it is.
     """
 
-    __slots__ = ("_child", "_key", "_run", "block_size", "depth", "parent", "token")
+    __slots__ = ("_child", "_key", "_run", "block_size", "depth", "notes", "parent", "token")
 
     def __init__(self, block_size: int, salt: str = "") -> None:
         self.block_size = block_size
@@ -26,8 +27,14 @@ class History:
         self.parent: list[int] = [0]
         self.depth: list[int] = [0]
         self._run: list[int] = [0]  # the first node of the run that the node belongs to
+        self.notes: dict[int, Any] = {}
+        """What is kept with nodes: it lives as long as they do."""
         self._child: dict[int, int] = {}  # parent node << 32 | token
         self._key: dict[int, bytes] = {0: blake2b(salt.encode(), digest_size=_KEY_BYTES).digest()}
+
+    def __len__(self) -> int:
+        """How many tokens are kept, the dead ones too."""
+        return len(self.token) - 1
 
     def append_one(self, tip: int, token: int) -> int:
         """The node that continues `tip` by `token`."""
@@ -118,6 +125,21 @@ class History:
                 return b
             a = self.parent[self._run[a]]
         return a
+
+    def pruned(self, tips: Iterable[int]) -> tuple[History, dict[int, int]]:
+        """A history of these tips and what is before them alone, and each node's number there."""
+        alive: set[int] = {0}
+        for tip in tips:
+            while tip not in alive:
+                alive.add(tip)
+                tip = self.parent[tip]
+        new = History(self.block_size)
+        number = {0: 0}
+        for node in sorted(alive)[1:]:  # a parent is older than what continues it
+            number[node] = new.append_one(number[self.parent[node]], self.token[node])
+        new.notes = {number[node]: note for node, note in self.notes.items() if node in alive}
+        new._key = {number[node]: key for node, key in self._key.items() if node in alive}
+        return new, number
 
     def block_key(self, tip: int, end: int) -> bytes:
         """The chained key of the block that ends after `end` tokens: it vouches for everything before it as well."""

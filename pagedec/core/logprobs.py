@@ -234,6 +234,15 @@ class Recorder:
         assert work.report is not None and self._forward.report is not None
         first, row, position = work.report.first_given, work.report.first_row, work.report.position
         tokens = self._forward.report.given_tokens[first : first + work.report.num_given].tolist()
+        if work.request.scored_from is not None:
+            history = work.request.history
+            tip = history.ancestor(work.branch.tip, position)
+            for i, token in enumerate(tokens):
+                logprob, rank = self._report.given_logprobs[first + i], self._report.given_ranks[first + i]
+                entry = TokenLogprobs(token, float(logprob), int(rank), *self._top(row + i))
+                reports.edges.setdefault(tip << 32 | token, entry)
+                tip = history.append_one(tip, token)
+            return
         for i, token in enumerate(tokens):
             if position + i > len(reports.prompt):
                 raise InvariantError(f"prompt token {len(reports.prompt)} was evaluated without its report")

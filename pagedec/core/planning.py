@@ -16,6 +16,7 @@ from pagedec.core.draft import EMPTY
 from pagedec.core.drafting import Drafting
 from pagedec.core.layout import LaneBuilder, draw_record
 from pagedec.core.limits import SchedulerLimits
+from pagedec.core.parked import Parking
 from pagedec.core.plan import StepPlan, Work, shape_of
 from pagedec.core.preemption import Room
 from pagedec.core.protocol import Best, Query, Sampler
@@ -38,6 +39,7 @@ class Planner:
 
     __slots__ = (
         "_builders", "_copies", "_costs", "_demand", "_drafting", "_forecast", "_limits", "_num_chain_rows", "_only",
+        "_parking",
         "_plan", "_requests", "_reuse", "_room", "_rows", "_started",
     )  # fmt: skip
 
@@ -51,12 +53,13 @@ class Planner:
         step: int,
         only: Collection[Request] | None = None,
         costs: StepCosts | None = None,
+        parking: Parking | None = None,
     ) -> None:
         self._limits, self._requests, self._started, self._demand = limits, requests, started, demand
         self._copies, self._only, self._costs, self._plan = copies, only, costs, StepPlan(step)
         self._builders = {lane: LaneBuilder(plan.pool) for lane, plan in copies.items()}
         self._rows = Rows(limits, self._builders, self._plan)
-        self._room = Room(requests, step, self._asked, only)
+        self._room, self._parking = Room(requests, step, self._asked, only, parking), parking
         self._reuse = Reuse(limits.enable_prefix_caching, self._rows.computing, self._asked)
         weighing = None if costs is None else Weighing(costs, len(started))
         self._drafting = Drafting(limits, self._rows, copies, self._room, weighing)
@@ -121,11 +124,13 @@ class Planner:
                 return False
             if self._forecast is None:
                 inside = [other for other in self._started if other.started]
-                self._forecast = demand.forecast(self._copies["target"].pool, inside, request)
+                self._forecast = demand.forecast(self._copies["target"].pool, inside, request, self._parking)
             if not self._forecast.admits(request, self._reuse.num_shared(request)):
                 demand.refused = request, demand.num_changes
                 return False
         request.started = True
+        if request.home is not None:
+            request.home.enter(request)
         if request not in self._started:  # it may have given way in this very step
             insort(self._started, request, key=order_of)
         return True

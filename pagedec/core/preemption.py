@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+from pagedec.core.parked import Parking
 from pagedec.core.request import Branch, Request
 
 
 class Room:
-    """The order of giving way within one step: requests that may not run in it; idle branches, of the lowest priority
-    first and then the one that has been idle for longest; the youngest requests; the request's own youngest branches
-    without work in this step. Drafts take only what is left. The oldest request of the highest priority never gives
-    way.
+    """The order of giving way within one step: parked branches; requests that may not run in it; idle branches, of the
+    lowest priority first and then the one that has been idle for longest; the youngest requests; the request's own
+    youngest branches without work in this step. Drafts take only what is left. The oldest request of the highest
+    priority never gives way.
 
     Each of the orders is walked once a step: what has been passed has nothing left to give, or has work in this step.
     """
@@ -22,6 +23,7 @@ class Room:
         "_idle",
         "_own",
         "_own_request",
+        "_parking",
         "_paused",
         "_requests",
         "_step",
@@ -35,7 +37,9 @@ class Room:
         step: int,
         asked: Callable[[Request], set[Branch] | None],
         only: Collection[Request] | None = None,
+        parking: Parking | None = None,
     ) -> None:
+        self._parking = parking
         self._requests, self._step, self._asked = requests, step, asked
         self._paused = iter(() if only is None else [request for request in requests if request not in only])
         self._idle = self._idle_branches()
@@ -48,6 +52,8 @@ class Room:
 
     def make(self, request: Request, protected: set[Branch]) -> bool:
         """Have somebody give way to `request`. False: nobody is left."""
+        if self._parking is not None and self._parking.give_way("target"):
+            return True
         for paused in self._paused:
             if preempt(paused):
                 return True
@@ -73,7 +79,9 @@ class Room:
         return False
 
     def make_on_draft_lane(self, wanted_by: Branch) -> bool:
-        """Have the youngest branch without work in this step lose its draft table."""
+        """Have a parked branch lose its draft table, or the youngest one without work in this step."""
+        if self._parking is not None and self._parking.give_way("draft"):
+            return True
         for branch in self._draft:
             table = branch.tables["draft"]
             if branch is not wanted_by and branch.planned_in != self._step and table.num_blocks:

@@ -349,6 +349,8 @@ class Decoder(Protocol):
     processes_logprobs: bool = False
     """True: the request's rules change log-probabilities instead of logits, without renormalising, as in Hugging Face's
     beam search."""
+    scores_given: bool = False
+    """True: what it appends is reported token by token, as a prompt is."""
     plain_sampler: Sampler | None = None
     """Not None: all that it does is to draw one token a step for each stream of each branch's state, with this sampler.
     Then it may be stepped without being asked."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pagedec.core.acceptance import Acceptance
 from pagedec.core.constraint import Constraint
@@ -17,6 +17,9 @@ from pagedec.core.standing import Standing
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable
 from pagedec.errors import RequestError
+
+if TYPE_CHECKING:
+    from pagedec.core.parked import Call
 
 
 @dataclass(slots=True, eq=False)
@@ -112,8 +115,18 @@ class Request:
     """Of what its decoder has proposed; what was forced is not among it."""
     standing: Standing | None = None
     """Of one that drafts as widely as pays."""
+    home: Call | None = None
+    """The parked branch that it goes out from; None: it began with a prompt."""
+    scored_from: int | None = None
+    """Tokens from here on are reported as a prompt's are, on every branch, and kept by history node; None: none are.
+    Nothing behind it is looked up in the prefix cache."""
     num_forced_tokens: int = 0
     """Drafted tokens that its constraint left no choice about."""
+
+    def hold(self, hypotheses: Sequence[Hypothesis]) -> None:
+        """These answers end, and tables are about to be given up: where they have a home, it keeps what it needs."""
+        if self.home is not None:
+            self.home.hold(self, hypotheses)
 
     @property
     def marks_rows(self) -> bool:

@@ -38,7 +38,7 @@ class Reuse:
             return True
         table = branch.table
         end = table.length + table.pool.block_size
-        at_boundary = table.length % table.pool.block_size == 0 and end <= length
+        at_boundary = table.length % table.pool.block_size == 0 and end <= _findable(request, length)
         return self._caching and at_boundary and history.block_key(branch.tip, end) in self._computing
 
     def num_shared(self, request: Request) -> int:
@@ -81,10 +81,15 @@ class Reuse:
         return trunks
 
 
+def _findable(request: Request, length: int) -> int:
+    """Up to where the prefix cache may be used: rows that are to be reported must run."""
+    return length if request.scored_from is None else min(length, request.scored_from)
+
+
 def _extend_from_cache(branch: Branch, request: Request) -> None:
     table: BlockTable = branch.table
     history, pool = request.history, table.pool
-    size, length = pool.block_size, history.depth[branch.tip]
+    size, length = pool.block_size, _findable(request, history.depth[branch.tip])
     while table.length % size == 0 and table.length + size <= length:
         block = pool.lookup(history.block_key(branch.tip, table.length + size))
         if block is None:

@@ -94,6 +94,8 @@ class Rows:
         work = Work(request, branch, table, start, count, query=query, draft=draft)
         if request.reports is not None and request.awaits_prompt_report(branch):
             self._report_prompt(work, root - max(1, count) + 1, count)
+        elif request.scored_from is not None:
+            self._report_given(work, root - max(1, count) + 1, count, request.scored_from)
         if query is not None:
             read: dict[int, int] = {}
             bans = request.stopping if request.constraint is None else NO_STOPPING  # masks ban by themselves
@@ -131,6 +133,17 @@ class Rows:
         if request.marks_rows:
             for i, work in enumerate(works[-len(queries) :]):
                 self.mark(work, {0: first_read + i}, i - len(queries))
+
+    def _report_given(self, work: Work, first_row: int, count: int, scored_from: int) -> None:
+        """Have the tokens that follow a work's rows on its own branch reported, from `scored_from` on."""
+        request, tip = work.request, work.branch.tip
+        assert request.reports is not None and request.reports.reporting.num_logprobs is not None
+        position = max(work.start + 1, scored_from + 1)  # what follows the root itself is asked for
+        tokens = request.history.slice(tip, position, min(work.start + count + 1, request.history.depth[tip]))
+        if tokens:
+            num_top = request.reports.reporting.num_logprobs
+            first_given, place = self.target.read_given(first_row + position - work.start - 1, tokens, num_top)
+            work.report = WorkReport({}, first_given, len(tokens), place, position)
 
     def mark(self, work: Work, read: dict[int, int], branch: int = -1) -> None:
         """Have a work's read-out rows processed and reported as its request says; `read` maps nodes to them. `branch`

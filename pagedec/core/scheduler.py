@@ -20,6 +20,7 @@ from pagedec.core.history import History
 from pagedec.core.limits import SchedulerLimits, check_prompt, check_width
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
 from pagedec.core.logprobs import NO_REPORTING, Reporting, Reports
+from pagedec.core.parked import Call, Parking
 from pagedec.core.plan import StepPlan
 from pagedec.core.planning import Planner
 from pagedec.core.preemption import holds_blocks, preempt
@@ -41,6 +42,7 @@ class Scheduler:
             lane: BlockPool(lane, num_blocks, limits.block_size, limits.max_blocks_per_table)
             for lane, num_blocks in limits.num_blocks.items()
         }
+        self.parking = Parking(self.pools)
         self.requests: list[Request] = []  # in the order in which they run
         self.rules: dict[int, LogitsRules] = {}
         """What running requests have done to their logits, by the number that rows name it by: the request's
@@ -70,6 +72,7 @@ class Scheduler:
         rules: LogitsRules = NO_RULES,
         reporting: Reporting = NO_REPORTING,
         constraint: Constraint | None = None,
+        home: Call | None = None,
     ) -> Request:
         """A request for `add`, with everything checked. Changes nothing. Raises `InvalidArgument` if it could not run
         alone, and what `make_decoder` raises.
@@ -77,15 +80,15 @@ class Scheduler:
         `limit` is the longest sequence it may reach, by default the prompt and `stopping.max_tokens`. Prefix cache
         blocks are shared only among requests of the same `salt`. `eos_token_ids` is what the decoder is told; by
         default, the stopping's. `rules` are what is done to the logits of each row that is read out for the decoder,
-        `reporting` says what is kept of them, `constraint` what answers may be.
+        `reporting` says what is kept of them, `constraint` what answers may be. With a `home` it goes out from that
+        parked branch, whose tokens are the `prompt`, on its history.
         """
         limits = self.limits
         limit = check_prompt(limits, prompt, stopping, limit)
         if stopping.max_tokens is not None:
             stopping = replace(stopping, max_tokens=min(stopping.max_tokens, limit - len(prompt)))
-        history = History(limits.block_size, salt)
+        history, tip = self._root(prompt, salt) if home is None else home.parked.place
         eos = stopping.eos_token_ids if eos_token_ids is None else eos_token_ids
-        tip = history.append(0, [int(token) for token in prompt])
         context = DecoderContext(
             history, len(prompt), limit, limits.vocab_size, eos, stopping, constraint, limits.draft_forced
         )
@@ -100,7 +103,7 @@ class Scheduler:
         if decoder.resting_sampler is not None and not decoder.gang:
             method = self._methods.setdefault(type(decoder), Method())
             standing = Standing(method, decoder.grant_sizes)
-        return Request(
+        request = Request(
             request_id,
             decoder,
             history,
@@ -118,6 +121,8 @@ class Scheduler:
             settled_length=len(prompt),
             standing=standing,
         )
+        request.home, request.scored_from = home, len(prompt) if decoder.scores_given else None
+        return request
 
     def add(self, request: Request) -> None:
         """Queue a request that `admit` has made. Raises `InvalidArgument` if one of its id still runs."""
@@ -209,12 +214,14 @@ class Scheduler:
             request.started = False
             for branch in request.branches:
                 branch.tables = {lane: BlockTable(self.pools[lane]) for lane in branch.tables}
+        self.parking.reset()
         self._copies = self._new_copies()
 
     def reset_prefix_cache(self) -> bool:
         """Let nothing be found that was computed so far; requests go on with what they hold. True: nobody holds any
         block."""
         self._require_between_steps("reset_prefix_cache")
+        self._cancel_copies()
         for pool in self.pools.values():
             pool.forget()
         return all(pool.num_available == pool.num_blocks for pool in self.pools.values())
@@ -241,8 +248,9 @@ class Scheduler:
         if costs is not None:
             for method in [*self._methods.values()]:  # `admit` may add one meanwhile
                 method.earn()
+        parking = self.parking if len(self.parking) else None
         plan = Planner(
-            self.limits, self.requests, self._started, self._demand, self._copies, self.step, only, costs
+            self.limits, self.requests, self._started, self._demand, self._copies, self.step, only, costs, parking
         ).make()
         self._copies = self._new_copies()
         self._plan = plan
@@ -297,8 +305,10 @@ class Scheduler:
         """Raise `InvariantError` unless every block is accounted for."""
         for lane, pool in self.pools.items():
             tables = [branch.tables[lane] for r in self.requests for branch in r.branches if lane in branch.tables]
-            pool.check(tables)
-            if not self.requests and self._plan is None and pool.num_available != pool.num_blocks:
+            pool.check([*tables, *self.parking.tables(lane)])
+            is_held = self.requests or self._plan is not None or self.parking.holds_blocks(lane)
+            is_held = is_held or len(self._copies[lane]) > 0
+            if not is_held and pool.num_available != pool.num_blocks:
                 raise InvariantError(
                     f"lane {lane}: {pool.num_available} of {pool.num_blocks} blocks are left when idle"
                 )
@@ -308,7 +318,15 @@ class Scheduler:
         if any(holds_blocks(request) and request not in inside for request in self.requests):
             raise InvariantError("a request holds blocks and was not let in")
 
+    def new_tables(self) -> dict[str, BlockTable]:
+        """An empty table for each lane."""
+        return {lane: BlockTable(pool) for lane, pool in self.pools.items()}
+
     # ---- inside
+    def _root(self, prompt: Sequence[int], salt: str) -> tuple[History, int]:
+        history = History(self.limits.block_size, salt)
+        return history, history.append(0, [int(token) for token in prompt])
+
     def _settler(self, answers: Mapping[str, LaneAnswers], events: list[Event]) -> Settler:
         return Settler(self.limits, answers, self._copies, self._demand, events)
 
@@ -338,6 +356,8 @@ class Scheduler:
         for branch in request.branches:
             branch.release()
         request.branches = []
+        if request.home is not None:
+            request.home.end()
         self._close(request)
 
     def _close(self, request: Request) -> None:
@@ -346,8 +366,14 @@ class Scheduler:
         self.requests.remove(request)
         del self._by_id[request.id]
         self.rules.pop(request.arrival, None)
-        if not self.requests:  # nobody is left who needs the copies, nor is anybody inside
+        if not self.requests:  # nobody is inside
             self._started = []
-            for copies in self._copies.values():
-                copies.cancel()
-            self._copies = self._new_copies()
+        self._cancel_copies()
+
+    def _cancel_copies(self) -> None:
+        """Where nobody is left who needs them."""
+        if self.requests or any(map(self.parking.holds_blocks, self.pools)):
+            return
+        for copies in self._copies.values():
+            copies.cancel()
+        self._copies = self._new_copies()

@@ -154,6 +154,7 @@ class Settler:
                 cut = Cut(state, (token,), reason, token if reason == "stop" else None)
             over[branch] = Hypothesis.ended(tip, cut, rank, branch.score)
         if over:
+            request.hold([*over.values()])
             for branch, hypothesis in over.items():
                 branch.release()
                 self._finish(request, hypothesis)
@@ -217,6 +218,7 @@ class Settler:
         states = check_generation(request, verdict, children, parents, self._vocab_size)
         if self._recorder is not None:
             self._recorder.record_best(works, verdict)
+        request.hold(verdict.done)
         request.branches = descend(request.history, request.branches, parents, children, states)
         self._finish_generation(request, verdict, ())
 
@@ -226,6 +228,7 @@ class Settler:
 
     def conclude(self, request: Request, answers: Sequence[Hypothesis]) -> None:
         """End a request with these answers, besides those that it has."""
+        request.hold(answers)
         for branch in request.branches:
             branch.release()
         request.branches = []
@@ -236,6 +239,7 @@ class Settler:
     def _apply(
         self, request: Request, evaluated: Mapping[Branch, Draft], verdict: Verdict, generation: Generation
     ) -> None:
+        request.hold((*verdict.done, *generation.finished))
         request.branches = transition(
             request.history, request.branches, evaluated, generation.heirs, generation.dropped, self._copies
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pagedec.core.history import History
+from pagedec.core.protocol import Hypothesis
 from pagedec.core.request import Branch
 
 
@@ -49,7 +50,7 @@ class Trunks:
         """How much of `branch` others before it evaluate."""
         return self._trunk[branch]
 
-    def donor(self, branch: Branch) -> tuple[Branch | None, int]:
+    def donor(self, branch: Branch | Hypothesis) -> tuple[Branch | None, int]:
         """The branch that is valid furthest along `branch`, and how far."""
         history, owner = self._history, self._owner
         node = branch.tip

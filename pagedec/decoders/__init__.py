@@ -9,11 +9,13 @@ from pagedec.decoders.lookahead import Lookahead
 from pagedec.decoders.ngram import NGram
 from pagedec.decoders.registry import decoder, decoder_for, make_decoder
 from pagedec.decoders.sampling import Sampling
+from pagedec.decoders.scoring import GivenText
 
 __all__ = [
     "Beam",
     "DraftModel",
     "DraftModelBeam",
+    "GivenText",
     "Jacobi",
     "Lookahead",
     "LookaheadBeam",

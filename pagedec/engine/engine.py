@@ -11,16 +11,20 @@ from hashlib import blake2b
 from typing import Any, TypeAlias
 
 from pagedec.constraints import Grammars, constraint_of
-from pagedec.core.logprobs import TokenLogprobs, answer_reports
+from pagedec.core.logprobs import TokenLogprobs
+from pagedec.core.parked import Call
 from pagedec.core.plan import StepPlan
-from pagedec.core.protocol import Hypothesis, Verdict
+from pagedec.core.protocol import Verdict
 from pagedec.core.reading import check_answers
 from pagedec.core.request import Ended, Event, Failed, Finished, Progress, Request, Settled, Waiting
 from pagedec.core.scheduler import Scheduler
 from pagedec.decoders.registry import decoder_for, decoder_of
+from pagedec.engine.completion import Completion, answer_of
+from pagedec.engine.open_branches import SessionLimits
 from pagedec.engine.options import DEFAULT_LOGPROBS, Vocabulary, check_reports, read_options
 from pagedec.engine.pace import Pace
 from pagedec.engine.recovery import Recovery
+from pagedec.engine.sessions import Sessions
 from pagedec.engine.speculating import DRAFTING, check_speculation, with_speculation
 from pagedec.engine.stats import EngineStats
 from pagedec.errors import DeviceError, InvalidArgument, RequestError, Shown, told
@@ -40,29 +44,6 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...] = ()
     max_logprobs: int = DEFAULT_LOGPROBS
     """Of each token, without regard to how many tokens there are; -1: any number."""
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One finished answer. `token_ids` include the stop token, and all tokens of a stop string; `score` is the
-    decoder's own, None where it compares nothing. `ancestry` is a gang's: behind which branch each token was chosen.
-
-    The text of the tokens has `excess_bytes` behind the end of `stop_string`. `logprobs` has an entry for each token,
-    None for one that a client appended; `cumulative_logprob` is their sum. Both are None where they were not asked for.
-    `item_id` is that of the sequence that was chosen from a trie.
-    """
-
-    token_ids: list[int]
-    finish_reason: str
-    stop_token: int | None
-    score: float | None
-    stop_string: str | None = None
-    excess_bytes: int = 0
-    logprobs: list[TokenLogprobs | None] | None = None
-    cumulative_logprob: float | None = None
-    limited_by: str | None = None
-    ancestry: list[int] | None = None
-    item_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +80,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         vocabulary: Vocabulary | None = None,
         speculative: dict[str, Any] | None = None,
+        sessions: SessionLimits | None = None,
     ) -> None:
         self.scheduler, self.executor, self.limits, self.vocabulary = scheduler, executor, limits, vocabulary
         self.seed, self.debug, self.stats, self.clock = seed, debug, EngineStats(), clock
@@ -108,9 +90,12 @@ class Engine:
             self._check_speculation(speculation_of(speculative), "speculative_config")
         self.num_unseeded = 0
         """Requests admitted without a seed of their own."""
-        self._grammars = None if vocabulary is None else Grammars(limits.vocab_size, *vocabulary.words)
+        self.grammars = None if vocabulary is None else Grammars(limits.vocab_size, *vocabulary.words)
         self._recovery = Recovery()
         self._pace: Pace | None = None
+        self.sessions = Sessions(
+            scheduler.parking, scheduler.new_tables, scheduler.limits.block_size, clock, sessions or SessionLimits()
+        )
         self._arrived: dict[Request, float] = {}
         self._first: dict[Request, float] = {}
         self._deadlines: dict[Request, float] = {}
@@ -124,12 +109,14 @@ class Engine:
         params: RequestParams,
         priority: int = 0,
         cache_salt: str = "",
+        home: Call | None = None,
     ) -> Request:
         """Check a request and make all it needs; `add` takes it as it is. May be called by any thread, one at a time.
 
         `params` is of a registered decoder's parameter type, and kept. Where its seed is None, the engine's seed and
         the number of such requests before it name the randomness. Lower `priority` runs earlier; prefix cache blocks
-        are shared only under the same `cache_salt`. Raises `InvalidArgument` for what could not run alone, `NotFound`
+        are shared only under the same `cache_salt`. With a `home` it goes out from that parked branch, whose tokens are
+        the `prompt`. Raises `InvalidArgument` for what could not run alone, `NotFound`
         for parameters that no decoder has registered.
         """
         decoder_for(type(params))  # before anything is read from what may be no parameters at all
@@ -141,7 +128,7 @@ class Engine:
         limits = self.limits
         options = read_options(params, limits.vocab_size, limits.eos_token_ids, self.vocabulary)
         check_reports(options.reporting, params, len(prompt), limit, limits.max_logprobs)
-        constraint = constraint_of(params, options.stopping, limits.vocab_size, self._grammars, limit - len(prompt))
+        constraint = constraint_of(params, options.stopping, limits.vocab_size, self.grammars, limit - len(prompt))
         ordinal = self.num_unseeded
         seeded = params if params.seed is not None else dataclasses.replace(params, seed=self._seed_of(ordinal))
         request = self.scheduler.admit(
@@ -156,6 +143,7 @@ class Engine:
             rules=options.rules,
             reporting=options.reporting,
             constraint=constraint,
+            home=home,
         )
         request.limited_by, request.max_time = limited_by, params.max_time
         if request.standing is not None and self._pace is None:
@@ -178,6 +166,7 @@ class Engine:
         """Forget a request and free its blocks. Raises `NotFound` if it does not run."""
         request = self.scheduler.get(request_id)
         self.scheduler.abort(request_id)
+        self.sessions.abandoned(request)
         self._forget(request)
 
     def fail(self, request_id: str, error: RequestError) -> None:
@@ -199,6 +188,7 @@ class Engine:
         its KV lost.
         """
         stats, began = self.stats, self.clock()
+        self.sessions.tidy(self)
         if began >= self._next_deadline and (events := self._conclude_overdue(began)):
             return self._collect(events, began)
         try:
@@ -268,19 +258,35 @@ class Engine:
         self._next_deadline = min(self._deadlines.values(), default=math.inf)
         return [event for request in over for event in self.scheduler.conclude(request.id)]
 
+    def draw_seed(self) -> int:
+        """A seed for what brings none, as a request's. One thread at a time."""
+        self.num_unseeded += 1
+        return self._seed_of(self.num_unseeded - 1)
+
     def _seed_of(self, ordinal: int) -> int:
         name = f"{self.seed}/{ordinal}".encode()
         return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
-    def _limit(self, prompt: Sequence[int], max_tokens: int | None) -> tuple[int, str]:
-        """The longest sequence a request may reach, and what says so: the context, the pool, or its own max_tokens."""
+    def check_room(self, field: str, num_tokens: int, room: int) -> None:
+        """Raise `InvalidArgument` for a sequence behind which there is no room for so many more."""
+        longest, what = self._longest()
+        if num_tokens > longest - room:
+            limit = f"must be at most {longest - room} tokens long: {what} holds {longest}"
+            raise InvalidArgument(
+                field, Shown(f"{num_tokens} tokens"), f"{limit}, and one must be new" if room else limit
+            )
+
+    def _longest(self) -> tuple[int, str]:
+        """The longest sequence that there can be, and what bounds it."""
         limits = self.scheduler.limits
         pool = (limits.num_blocks["target"] - 1) * limits.block_size
         longest = min(self.limits.max_model_len, pool)
-        if len(prompt) >= longest:
-            what = "the context" if longest == self.limits.max_model_len else "the KV pool"
-            limit = f"must be at most {longest - 1} tokens long: {what} holds {longest}, and one must be new"
-            raise InvalidArgument("prompt", Shown(f"{len(prompt)} tokens"), limit)
+        return longest, "the context" if longest == self.limits.max_model_len else "the KV pool"
+
+    def _limit(self, prompt: Sequence[int], max_tokens: int | None) -> tuple[int, str]:
+        """The longest sequence a request may reach, and what says so: the context, the pool, or its own max_tokens."""
+        self.check_room("prompt", len(prompt), 1)
+        longest, _ = self._longest()
         if max_tokens is not None and len(prompt) + max_tokens <= longest:
             return len(prompt) + max_tokens, "max_tokens"
         return longest, "max_model_len" if longest == self.limits.max_model_len else "kv_pool"
@@ -291,6 +297,7 @@ class Engine:
         stats.num_blocks_used = pool.num_blocks - pool.num_available
         stats.max_blocks_used = max(stats.max_blocks_used, stats.num_blocks_used)
         stats.num_released_branches += plan.num_released
+        stats.num_parked_branches = len(self.scheduler.parking)
         stats.num_forks, stats.num_copied_blocks = pool.num_forks, pool.num_copied
         held = sum(branch.table.num_blocks for request in self.scheduler.requests for branch in request.branches)
         stats.num_blocks_saved = max(0, held - stats.num_blocks_used)
@@ -330,6 +337,7 @@ class Engine:
                     first[event.request] = now
             elif isinstance(event, Failed):
                 self.stats.num_failed += 1
+                self.sessions.abandoned(event.request)
                 self._forget(event.request)
             collected.append(event)
         return collected
@@ -337,6 +345,7 @@ class Engine:
     def _finished(self, request: Request, now: float) -> FinishedRequest:
         done = sorted(request.done, key=lambda hypothesis: hypothesis.rank)
         answers = [answer_of(request, hypothesis) for hypothesis in done]
+        self.sessions.ended(request, done)
         num_tokens = sum(len(answer.token_ids) for answer in answers)
         metrics = RequestMetrics(
             arrival_time=self._arrived[request],
@@ -357,26 +366,3 @@ class Engine:
         reports = request.reports
         asked = reports is not None and reports.reporting.num_prompt_logprobs is not None
         return FinishedRequest(request, answers, metrics, reports.prompt if reports and asked else None)
-
-
-def answer_of(request: Request, hypothesis: Hypothesis) -> Completion:
-    """One finished answer of a request, others may still run."""
-    logprobs, token_ids = answer_reports(request, hypothesis), request.output(hypothesis)
-    return Completion(
-        token_ids,
-        hypothesis.reason,
-        hypothesis.stop_token,
-        hypothesis.score if request.decoder.gang or hypothesis.score else None,
-        hypothesis.stop_string,
-        hypothesis.excess_bytes,
-        logprobs,
-        None if logprobs is None else float(sum(entry.logprob for entry in logprobs if entry is not None)),
-        _limited_by(request, hypothesis) if hypothesis.reason == "length" else None,
-        list(hypothesis.ancestry) or None,
-        None if request.constraint is None else request.constraint.item(token_ids),
-    )
-
-
-def _limited_by(request: Request, hypothesis: Hypothesis) -> str:
-    length = request.history.depth[hypothesis.tip] + len(hypothesis.tokens)
-    return "max_time" if request.concluded and length < request.limit else request.limited_by

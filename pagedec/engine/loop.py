@@ -116,6 +116,24 @@ class EngineLoop:
         self._tidy_closed()
         return future
 
+    def at_once(self, function: Callable[[Engine], T]) -> T:
+        """The same, and wait for what it returns. Raises what it raises, and `InvalidArgument` as `drive` does."""
+        self._refuse_callbacks()
+        future = self.call(function)
+        self._tidy()
+        self.drive(future.done)
+        return future.result()
+
+    def join(self, request: Request, sink: Sink) -> None:
+        """Queue a request in a function that `call` has been given."""
+        self._add(request, sink)
+        if request.arrival < 0:
+            self.engine.sessions.refused(request)
+
+    def withdraw(self, request_id: str) -> None:
+        """The same to forget one."""
+        self._abort(request_id)
+
     def drive(self, until: Callable[[], bool]) -> None:
         """Return when `until()`, which must be cheap. Steps for everybody unless somebody else does already.
 
@@ -123,9 +141,7 @@ class EngineLoop:
         loop is closed before `until()`, and in a callback of the loop, which would wait for itself; and what the engine
         raises.
         """
-        if self._driver == threading.get_ident():
-            limit = "must not be waited for in a callback of its own: the step that calls it would never end"
-            raise InvalidArgument("LLM", Shown("running"), limit)
+        self._refuse_callbacks()
         if self._is_forked:
             self.require_open()
         with held_interrupts() as raise_if_interrupted:
@@ -144,6 +160,11 @@ class EngineLoop:
                     self._release()
                     self._wake(anyone=True)
                     self._tidy()
+
+    def _refuse_callbacks(self) -> None:
+        if self._driver == threading.get_ident():
+            limit = "must not be waited for in a callback of its own: the step that calls it would never end"
+            raise InvalidArgument("LLM", Shown("running"), limit)
 
     # ---- a thread of its own
     def start(self) -> None:
@@ -266,6 +287,7 @@ class EngineLoop:
         return problem
 
     def _abort(self, request_id: str) -> None:
+        self.engine.sessions.give_up(request_id)
         if self._sinks.pop(request_id, None) is not None:
             with contextlib.suppress(NotFound):  # it has failed, and the next step would have told of it
                 self.engine.abort(request_id)

@@ -39,6 +39,8 @@ class EngineStats:
     """Of requests that have ended: tokens that came of no step of their own, since a constraint allowed no other."""
     num_released_branches: int = 0
     """Idle branches that gave way to others."""
+    num_parked_branches: int = 0
+    """Branches of sessions: what they hold counts as used, and is the first to be given back where blocks run out."""
     num_forks: int = 0
     """Block tables that were made as forks of others, so far; a fork copies no block."""
     num_copied_blocks: int = 0

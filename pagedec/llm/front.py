@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
@@ -13,8 +14,12 @@ from pagedec.build import load_engine
 from pagedec.config import EngineConfig
 from pagedec.engine.engine import Engine
 from pagedec.engine.loop import EngineLoop
+from pagedec.engine.open_branches import OpenBranch
+from pagedec.engine.sessions import compile_grammar
 from pagedec.errors import AbsentFeature, InvalidArgument, NotFound, Shown
+from pagedec.fields import Number
 from pagedec.inputs import Prompt
+from pagedec.llm.branches import Turns
 from pagedec.llm.compatibility import translated
 from pagedec.llm.defaults import sampling_defaults
 from pagedec.llm.fetching import fetched
@@ -47,6 +52,8 @@ class Front:
         self.loop = EngineLoop(self.engine)
         self._num_requests = 0
         self._admitting = threading.Lock()
+        self.call_numbers = itertools.count()
+        """Numbers of sessions' calls."""
         self._opened()
 
     def _opened(self) -> None:
@@ -201,6 +208,36 @@ class Front:
         with _blamed(f"prompts[{i}]", f"sampling_params[{i}]", params), room:
             request = self.engine.admit(request_id, token_ids, params, priority, salt)
         return Prepared(Job(request.id, text, token_ids, params), request)
+
+    # ---- sessions
+    def prepare_grammar(self, params: RequestParams) -> None:
+        """Have a grammar compiled, so that the engine's thread will find it."""
+        with self._admitting:
+            compile_grammar(self.engine, params)
+
+    def _opening(
+        self, prompt: Prompt | None, messages: Sequence[Message] | None, seed: int | None, priority: int, salt: str,
+        ttl: float | None,
+    ) -> tuple[Callable[[Engine], OpenBranch], Turns]:  # fmt: skip
+        """What opens a session, for the loop."""
+        self.loop.require_open()
+        if (prompt is None) == (messages is None):
+            raise InvalidArgument("prompt", prompt, "must be given, or messages, and not both")
+        [order] = as_priorities([priority], 1)
+        seconds = Number("seconds", above=0, optional=True).check("ttl", ttl)
+        turns: Turns = ()
+        if messages is not None:
+            conversation = self.conversation(list(messages[:-1]))
+            token_ids = conversation.ask(messages[-1])
+            turns, own = ((len(token_ids), conversation),), ""
+        else:
+            longest = self.engine.limits.max_model_len - 1
+            _, token_ids, own = read_prompt(prompt, "prompt", self.tokenizer, longest)
+        own = own or read_salt("cache_salt", salt)
+        given = SamplingParams(seed=seed).seed
+        with self._admitting:
+            name = self.engine.draw_seed() if given is None else given
+        return lambda engine: engine.sessions.open(engine, token_ids, name, own, order, seconds), turns
 
     # ---- the end
     def close(self) -> None:

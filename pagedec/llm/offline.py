@@ -15,6 +15,7 @@ from pagedec.llm.collecting import Collection
 from pagedec.llm.compatibility import check_no_lora
 from pagedec.llm.front import Front, renamed
 from pagedec.llm.prompts import Prepared, as_list, with_token_ids
+from pagedec.llm.session import Session
 from pagedec.llm.signature import listed
 from pagedec.llm.streams import Stream
 from pagedec.outputs import BeamSearchOutput, RequestOutput
@@ -141,6 +142,27 @@ class LLM(Front):
         """
         check_no_lora(lora_request)
         return self._stream(self.prepare_one(prompt, sampling_params, priority, cache_salt))
+
+    def session(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        seed: int | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        ttl: float | None = None,
+    ) -> Session:
+        """Branches in your own hands, of which the first begins with `prompt`, or with a chat's `messages`, the last of
+        which is the user's: generate, append, fork, roll back, score; see `Session`.
+
+        `seed` names the randomness of all branches; without one it is drawn from the engine's own. `priority`: of its
+        requests, and where blocks run out the highest number gives way first. `ttl`: seconds after which the session is
+        closed if nobody uses it, by default the engine's `session_ttl`. Raises `InvalidArgument`, and `SessionLimit`
+        where sessions hold all that they may.
+        """
+        opening, turns = self._opening(prompt, messages, seed, priority, cache_salt, ttl)
+        return self.loop.at_once(lambda engine: Session(self, opening(engine), turns))
 
     def _stream(self, prepared: list[Prepared]) -> Generator[RequestOutput, None, None]:
         job, request = prepared.pop()

@@ -42,6 +42,11 @@ class EngineArgs(TypedDict, total=False):
     max_num_batched_tokens: int | None
     max_logprobs: int
     speculative_config: dict[str, Any] | None
+    max_session_branches: int
+    max_session_tokens: int
+    max_parked_branches: int
+    max_parked_tokens: int
+    session_ttl: float | None
     executor: str
     step_timeout: float
     tensor_parallel_size: int

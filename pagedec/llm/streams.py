@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from pagedec.core.logprobs import TokenLogprobs
 from pagedec.core.request import Finished
-from pagedec.engine.engine import Completion, FinishedRequest, answer_of
+from pagedec.engine.completion import Completion, answer_of
+from pagedec.engine.engine import FinishedRequest
 from pagedec.errors import RequestError
 from pagedec.llm.prompts import Job
 from pagedec.llm.writer import Writer

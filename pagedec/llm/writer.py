@@ -6,7 +6,8 @@ import functools
 from collections.abc import Sequence
 
 from pagedec.core.logprobs import TokenLogprobs
-from pagedec.engine.engine import Completion, FinishedRequest
+from pagedec.engine.completion import Completion
+from pagedec.engine.engine import FinishedRequest
 from pagedec.llm.prompts import Job
 from pagedec.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, Spell
 from pagedec.params import RequestParams

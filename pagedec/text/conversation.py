@@ -107,22 +107,21 @@ class Conversation:
             self.tokenizer.check_length(prompt, self._max_tokens, "messages")
         for text, token_ids in self._known:
             if prompt.startswith(text):
-                rest = self._encode_behind(token_ids, prompt[len(text) :])
+                rest = encode_behind(self.tokenizer, token_ids, prompt[len(text) :])
                 if rest is not None:
                     return [*token_ids, *rest]
         return self.tokenizer.encode(prompt, add_special_tokens=False)
 
-    def _encode_behind(self, token_ids: list[int], rest: str) -> list[int] | None:
-        """The tokens of `rest`, as they would be behind `token_ids`. None where that depends on more than the last
-        token."""
-        if not token_ids:
-            return None
-        table, last = self.tokenizer.byte_table, token_ids[-1]
-        if (
-            last in table.special_ids
-        ):  # nothing merges across it, but the word behind it may be written in a way of its own
-            both = table.token_bytes(last).decode("utf-8", "replace") + rest
-            found = self.tokenizer.encode(both, add_special_tokens=False)
-            return found[1:] if found[:1] == [last] else None
-        found = self.tokenizer.encode(rest, add_special_tokens=False)
-        return found if table.join(found, skip_special_tokens=False) == rest.encode("utf-8") else None
+
+def encode_behind(tokenizer: Tokenizer, token_ids: Sequence[int], rest: str) -> list[int] | None:
+    """The tokens of `rest`, as they would be behind `token_ids`. None where that depends on more than the last
+    token."""
+    if not token_ids:
+        return None
+    table, last = tokenizer.byte_table, token_ids[-1]
+    if last in table.special_ids:  # nothing merges across it, but the word behind it may be written in a way of its own
+        both = table.token_bytes(last).decode("utf-8", "replace") + rest
+        found = tokenizer.encode(both, add_special_tokens=False)
+        return found[1:] if found[:1] == [last] else None
+    found = tokenizer.encode(rest, add_special_tokens=False)
+    return found if table.join(found, skip_special_tokens=False) == rest.encode("utf-8") else None

@@ -104,3 +104,16 @@ def test_the_example_of_groups(capsys: pytest.CaptureFixture[str]) -> None:
     numbers = {name: int(number) for name, number in found}
     assert list(numbers) == ["one search", "three groups", "drawn"]
     assert numbers["three groups"] > numbers["one search"]
+
+
+def test_the_example_of_a_tree_search(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "tree_search.py"))["main"]()
+    lines = capsys.readouterr().out.splitlines()
+    first, second = (line.split(": ", 1)[1].strip() for line in lines if re.match(r"(first|second):", line))
+    start = "Once upon a time there was a lighthouse keeper who"
+    assert first != second and first.startswith(start) and second.startswith(start)
+    assert any(line.startswith("3 answers to a prompt of ") for line in lines)
+    calm, crashed = (float(line.split()[0]) for line in lines if line.endswith((" calm.", " crashed.")))
+    assert calm > crashed
+    found = [float(line.split()[0]) for line in lines if "'Question: Why is the sky blue?" in line]
+    assert len(found) == 2 and found[0] >= found[1]

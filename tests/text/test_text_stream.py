@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pagedec.core.stop_strings import StopStrings
 from pagedec.core.stopping import Stopping
-from pagedec.engine.engine import Completion
+from pagedec.engine.completion import Completion
 from pagedec.llm.writer import Writer
 from pagedec.params import SamplingParams
 from pagedec.text.byte_table import ByteTable

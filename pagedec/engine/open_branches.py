@@ -1,0 +1,81 @@
+"""What a session is made of: branches with names, calls that go out from them, and what they have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from pagedec.core.history import History
+from pagedec.core.parked import Call, Parked, Parking
+
+ROOT = "0"
+"""The name of a session's first branch; the i-th fork of branch `a` is `a.i`."""
+KEEPS = ("first", "all", "none")
+SCORES = "scores"
+"""In the place of `keep`: the call reads only."""
+FEW_TOKENS = 1024
+"""A history of so many is not worth being written anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """What sessions may hold: one of them, and all of an engine together; and for how many seconds one lives that
+    nobody uses (None: for ever)."""
+
+    max_session_branches: int = 16384
+    max_session_tokens: int = 1 << 20
+    max_parked_branches: int = 65536
+    max_parked_tokens: int = 1 << 22
+    session_ttl: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Owner:
+    """One session: the history that its branches stand in, and what they have in common."""
+
+    history: History
+    seed: int
+    salt: str
+    priority: int
+    ttl: float | None
+    prompt_length: int
+    branches: dict[str, OpenBranch] = field(default_factory=dict)
+    """By name, in the order in which they were made."""
+    last_used: float = 0.0
+    num_calls: int = 0
+    counted: int = 0
+    """Tokens as they were last counted."""
+    size_before: int = FEW_TOKENS
+    """The history's size when it was last looked at whether much of it is dead."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenBranch(Parked):
+    """A parked branch with a name, which a client has in hand."""
+
+    owner: Owner | None = None
+    """None: it was closed."""
+    name: str = ROOT
+    num_forks: int = 0
+    epoch: int = 0
+    """How often something was taken back; with the same noise the same text would come again."""
+    why_closed: str = ""
+
+
+class OpenCall(Call):
+    """A client's call. `kept`: the new branches, where all answers are kept."""
+
+    __slots__ = ("keep", "kept", "request_id", "waits")
+
+    def __init__(self, branch: OpenBranch, parking: Parking, request_id: str, keep: str | int, waits: bool) -> None:
+        """`waits`: when it has ended nothing is kept until somebody has read it to its end."""
+        super().__init__(branch, parking, keep not in ("none", SCORES))
+        self.request_id, self.keep, self.waits = request_id, keep, waits
+        self.kept: list[OpenBranch] = []
+
+
+def seed_of(seed: int, name: str, epoch: int) -> int:
+    """What a call draws with. A session's root draws with the session's own seed until something was taken back."""
+    if name == ROOT and not epoch:
+        return seed
+    return int.from_bytes(blake2b(f"{seed}/{name}/{epoch}".encode(), digest_size=8).digest(), "little")

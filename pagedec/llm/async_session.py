@@ -1,0 +1,152 @@
+"""Sessions of `AsyncLLM`: branches in a client's own hands, for coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+
+from pagedec.engine.engine import Engine
+from pagedec.engine.open_branches import OpenBranch
+from pagedec.llm.branches import Handle, Mark, Turns
+from pagedec.llm.readers import Reader
+from pagedec.outputs import BranchOutput, ContinuationScore
+from pagedec.text.chat_template import Message
+
+if TYPE_CHECKING:
+    from pagedec.llm.async_llm import AsyncLLM
+
+T = TypeVar("T")
+
+
+class AsyncSessionBranch(Handle):
+    """A branch of a session, as `SessionBranch`, for coroutines: what that one does is awaited here.
+
+    One call at a time runs on a branch, any number on different ones. A second call on a branch raises `BranchBusy`,
+    whatever is done with a closed one `BranchClosed`. Cancelling a call leaves its branch as it was.
+    """
+
+    _front: AsyncLLM
+
+    async def generate(
+        self, sampling_params: Any = None, *, keep: str | int = "first", **fields: Any
+    ) -> BranchOutput[AsyncSessionBranch]:
+        """The answers of a request that goes on from here; see `SessionBranch.generate`."""
+        outputs = self._read(sampling_params, keep, fields, False)
+        async with contextlib.aclosing(outputs):
+            return await anext(outputs)
+
+    async def stream(
+        self, sampling_params: Any = None, *, keep: str | int = "first", **fields: Any
+    ) -> AsyncGenerator[BranchOutput[AsyncSessionBranch], None]:
+        """The same as the answers grow. Leaving the iterator before its end leaves the branch as it was."""
+        outputs = self._read(sampling_params, keep, fields, True)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def append(self, what: str | Sequence[int] | Message) -> None:
+        """Go on with a text, with token ids, or with a chat's next message; see `SessionBranch.append`."""
+        await self._do(self._appending(what))
+
+    @overload
+    async def fork(self) -> Self: ...
+    @overload
+    async def fork(self, k: int) -> list[Self]: ...
+    async def fork(self, k: int | None = None) -> Self | list[Self]:
+        """One new branch that is where this one is, or `k` of them in a list."""
+        made = await self._do(self._forking(k))
+        return made[0] if k is None else made
+
+    async def rollback(self, to: int | Mark) -> None:
+        """Take back the last `to` tokens, or what has come since a `mark`; see `SessionBranch.rollback`."""
+        await self._do(self._cutting(to))
+
+    async def score(
+        self, continuations: Sequence[str | Sequence[int]], *, logprobs: int = 0
+    ) -> list[ContinuationScore]:
+        """How probable the model takes each of these continuations to be; see `SessionBranch.score`."""
+        scored = self._scoring(continuations, logprobs)
+        if not scored.is_empty:
+            reader = Reader(self._front._mailbox(), scored.stream)
+            try:
+                await self._do(scored.begin)
+                await reader.news()
+            finally:
+                scored.leave()
+        return scored.results()
+
+    async def close(self) -> None:
+        """Let the branch go; a call on it fails. May be called again."""
+        if not self.closed and not self._front.loop.closed:
+            await self._do(self._closing())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _read(
+        self, sampling_params: Any, keep: str | int, fields: dict[str, Any], streams: bool
+    ) -> AsyncGenerator[BranchOutput[AsyncSessionBranch], None]:
+        going = self._generating(sampling_params, keep, fields, streams)
+        reader = Reader(self._front._mailbox(), going.stream)
+        try:
+            await self._do(going.begin)
+            while True:
+                await reader.news()
+                for output in going.stream.read():
+                    if streams and output.finished:
+                        await self._do(going.read)
+                    yield going.written(output)
+                    if output.finished:
+                        return
+        finally:
+            going.leave()
+
+    async def _do(self, function: Callable[[Engine], T]) -> T:
+        return await asyncio.wrap_future(self._front.loop.call(function))
+
+
+class AsyncSession(AsyncSessionBranch):
+    """A session: its first branch, and what is common to all of them. As a context manager, and by `close`, all of its
+    branches are closed; dropped, it closes its first branch alone, and the others live on. `AsyncLLM.session` makes
+    it."""
+
+    def _again(self, branch: OpenBranch) -> Any:
+        return AsyncSessionBranch(self._front, branch, self._turns, self._owner)
+
+    async def close(self) -> None:
+        """Let all branches go; calls on them fail. May be called again."""
+        if not self._front.loop.closed:
+            await self._do(self._closing_all())
+
+
+class Opening:
+    """A session that is about to be opened: to be awaited, or entered with `async with`."""
+
+    def __init__(self, front: AsyncLLM, opening: Callable[[Engine], OpenBranch], turns: Turns) -> None:
+        self._front, self._opening, self._turns = front, opening, turns
+        self._session: AsyncSession | None = None
+
+    def __await__(self) -> Generator[Any, None, AsyncSession]:
+        return self._open().__await__()
+
+    async def _open(self) -> AsyncSession:
+        future = self._front.loop.call(lambda engine: AsyncSession(self._front, self._opening(engine), self._turns))
+        return await asyncio.wrap_future(future)
+
+    async def __aenter__(self) -> AsyncSession:
+        self._session = await self._open()
+        return self._session
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()

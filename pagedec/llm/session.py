@@ -1,0 +1,180 @@
+"""Sessions of `LLM`: branches in a client's own hands."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from types import TracebackType
+from typing import Any, Self, overload
+
+from pagedec.errors import InvalidArgument, Shown
+from pagedec.llm.branches import Going, Handle, Mark, Scored, all_at_once
+from pagedec.outputs import BranchOutput, ContinuationScore
+from pagedec.text.chat_template import Message
+
+
+class SessionBranch(Handle):
+    """A branch of a session: generate on it, append to it, fork it, take it back, score what might follow.
+
+    One call at a time runs on a branch, any number on different ones. Calls that threads bring at the same time, or
+    that `generate_all` and `score_all` bring together, are one batch. A second call on a branch raises `BranchBusy`,
+    whatever is done with a closed one `BranchClosed`.
+    """
+
+    def generate(
+        self, sampling_params: Any = None, *, keep: str | int = "first", **fields: Any
+    ) -> BranchOutput[SessionBranch]:
+        """The answers of a request that goes on from here, with any parameters; `fields` change some of them, or of the
+        defaults: `branch.generate(max_tokens=20)`.
+
+        `keep="first"`: the branch goes on from the first answer, with all of its tokens, what ended it included; a
+        number: from that answer. "all": the branch stays, and the output's `branches` go on from the answers, one each.
+        "none": nothing is kept. Where the branch stays as it is, it draws anew next time.
+
+        Raises `InvalidArgument` before anything has changed, and `RequestError` where the request fails; the branch is
+        then as before.
+        """
+        [output] = self._generate_all([self._generating(sampling_params, keep, fields, False)])
+        return output
+
+    def stream(
+        self, sampling_params: Any = None, *, keep: str | int = "first", **fields: Any
+    ) -> Generator[BranchOutput[SessionBranch], None, None]:
+        """The same as the answers grow, see `LLM.stream`. Closing the iterator before its end leaves the branch as it
+        was."""
+        going = self._generating(sampling_params, keep, fields, True)
+        self._front.loop.at_once(going.begin)
+        return self._read(going)
+
+    def _read(self, going: Going[SessionBranch]) -> Generator[BranchOutput[SessionBranch], None, None]:
+        try:
+            while True:
+                self._front.loop.drive(lambda: going.stream.has_news)
+                for output in going.stream.read():
+                    if output.finished:
+                        self._front.loop.at_once(going.read)
+                    yield going.written(output)
+                    if output.finished:
+                        return
+        finally:
+            going.leave()
+
+    def append(self, what: str | Sequence[int] | Message) -> None:
+        """Go on with a text, with token ids, or, where the session began with messages, with a chat's next message.
+        Nothing that is appended ends anything. Raises `InvalidArgument` where there is no room for it."""
+        self._front.loop.at_once(self._appending(what))
+
+    @overload
+    def fork(self) -> Self: ...
+    @overload
+    def fork(self, k: int) -> list[Self]: ...
+    def fork(self, k: int | None = None) -> Self | list[Self]:
+        """One new branch that is where this one is, or `k` of them in a list. Nothing is copied or computed. Raises
+        `SessionLimit`."""
+        made = self._front.loop.at_once(self._forking(k))
+        return made[0] if k is None else made
+
+    def rollback(self, to: int | Mark) -> None:
+        """Take back the last `to` tokens, or what has come since a `mark`. At least one token must stay. What is
+        generated from here on is drawn anew."""
+        self._front.loop.at_once(self._cutting(to))
+
+    def score(self, continuations: Sequence[str | Sequence[int]], *, logprobs: int = 0) -> list[ContinuationScore]:
+        """How probable the model takes each of these continuations to be, one result each. Nothing is appended; what
+        they share is evaluated once. `logprobs`: so many of the most probable tokens are reported beside each token."""
+        [scores] = self._score_all([self._scoring(continuations, logprobs)])
+        return scores
+
+    def close(self) -> None:
+        """Let the branch go; a call on it fails. May be called again."""
+        if not self.closed and not self._front.loop.closed:
+            self._front.loop.at_once(self._closing())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- several
+    def generate_all(
+        self,
+        branches: Sequence[SessionBranch],
+        sampling_params: Any = None,
+        *,
+        keep: str | int = "first",
+        **fields: Any,
+    ) -> list[BranchOutput[SessionBranch]]:
+        """`generate` on several branches, of this session or of others, in one batch; `sampling_params` is one object
+        for all or one for each. Begins all of the calls or none."""
+        self._check_own(branches)
+        each = spread("sampling_params", sampling_params, len(branches))
+        return self._generate_all(
+            [branch._generating(own, keep, fields, False) for branch, own in zip(branches, each, strict=True)]
+        )
+
+    def score_all(
+        self,
+        branches: Sequence[SessionBranch],
+        continuations: Sequence[Sequence[str | Sequence[int]]],
+        *,
+        logprobs: int = 0,
+    ) -> list[list[ContinuationScore]]:
+        """`score` on several branches in one batch: a list of continuations for each."""
+        self._check_own(branches)
+        if len(continuations) != len(branches):
+            limit = f"must hold a list for each of {len(branches)} branches"
+            raise InvalidArgument("continuations", Shown(f"a list of {len(continuations)}"), limit)
+        pairs = zip(branches, continuations, strict=True)
+        return self._score_all([branch._scoring(own, logprobs) for branch, own in pairs])
+
+    def _check_own(self, branches: Sequence[SessionBranch]) -> None:
+        for i, branch in enumerate(branches):
+            if not isinstance(branch, SessionBranch) or branch._front is not self._front:
+                raise InvalidArgument(f"branches[{i}]", branch, "must be a branch of a session of the same LLM")
+
+    def _generate_all(self, calls: Sequence[Going[SessionBranch]]) -> list[BranchOutput[SessionBranch]]:
+        loop = self._front.loop
+        try:
+            loop.at_once(all_at_once(calls))
+            loop.drive(lambda: all(call.stream.is_over for call in calls))
+            return [call.written(next(call.stream.read())) for call in calls]
+        finally:
+            for call in calls:
+                call.leave()
+
+    def _score_all(self, calls: Sequence[Scored]) -> list[list[ContinuationScore]]:
+        loop, going = self._front.loop, [call for call in calls if not call.is_empty]
+        try:
+            loop.at_once(all_at_once(going))
+            loop.drive(lambda: all(call.stream.is_over for call in going))
+            return [call.results() for call in calls]
+        finally:
+            for call in going:
+                call.leave()
+
+
+class Session(SessionBranch):
+    """A session: its first branch, and what is common to all of them. `LLM.session` makes it.
+
+    As a context manager, and by `close`, all of its branches are closed; dropped, it closes its first branch alone, and
+    the others live on.
+    """
+
+    def _again(self, branch: Any) -> Any:
+        return SessionBranch(self._front, branch, self._turns, self._owner)
+
+    def close(self) -> None:
+        """Let all branches go; calls on them fail. May be called again."""
+        if not self._front.loop.closed:
+            self._front.loop.at_once(self._closing_all())
+
+
+def spread(field: str, value: Any, count: int) -> list[Any]:
+    """One value for all, or one for each."""
+    each = list(value) if isinstance(value, (list, tuple)) else [value] * count
+    if len(each) != count:
+        limit = f"must be one, or one for each of {count} branches"
+        raise InvalidArgument(field, Shown(f"a list of {len(each)}"), limit)
+    return each

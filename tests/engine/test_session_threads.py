@@ -1,0 +1,154 @@
+"""Threads and an event loop on one engine, with drops, exceptions and cancelled calls: the pool stays whole."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagedec import LLM, AsyncLLM, SamplingParams
+from pagedec.errors import PagedecError
+from tests.engine.crowd import Tiny
+from tests.engine.test_session_programs import assert_nothing_left
+from tests.models.checkpoints import VOCAB
+
+PARAMS = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True)
+
+
+class OwnError(Exception):
+    """What a client's code raises in the middle of things."""
+
+
+def act(llm: LLM, rng: random.Random) -> None:
+    """One session's life in one thread."""
+    prompt = [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 30))]
+    session = llm.session(prompt, seed=rng.randrange(9))
+    branches: list[Any] = [session]
+    for _ in range(8):
+        branch = rng.choice(branches)
+        kind = rng.choice(["generate", "fork", "drop", "raise", "stream", "score", "rollback", "all"])
+        if kind == "generate":
+            branch.generate(PARAMS)
+        elif kind == "fork":
+            branches += branch.fork(2)
+        elif kind == "drop" and len(branches) > 1:
+            branches.remove(branch)
+        elif kind == "raise":
+            with pytest.raises(OwnError):
+                for _ in branch.stream(PARAMS):
+                    raise OwnError
+        elif kind == "stream":
+            stream = branch.stream(PARAMS, n=2, keep="all")
+            if rng.random() < 0.5:
+                next(stream)
+            del stream  # begun, perhaps not read
+        elif kind == "score":
+            branch.score([[5, 6], [5, 7], [8]])
+        elif kind == "rollback":
+            branch.rollback(branch.num_tokens - 1)
+        elif kind == "all":
+            branches += branch.generate(PARAMS, n=2, keep="all").branches
+        del branch
+    if rng.random() < 0.5:
+        session.close()
+    if rng.random() < 0.3:  # a circle: only the collector finds it, in whatever thread it runs
+        circle: list[Any] = [branches, session]
+        circle.append(circle)
+
+
+def test_sixteen_threads(tiny: Tiny) -> None:
+    llm = tiny(num_blocks=40, max_num_seqs=8)
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        rng = random.Random(number)
+        try:
+            for _ in range(3):
+                act(llm, rng)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors and not any(thread.is_alive() for thread in threads)
+    gc.collect()
+    llm.generate([[1, 2, 3]], PARAMS, use_tqdm=False)  # whoever comes next tidies
+    assert_nothing_left(llm)
+
+
+@pytest.fixture
+def asynchronous(tiny_path: Path) -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(str(tiny_path), dtype="float32", skip_tokenizer_init=True, num_blocks=40, max_num_seqs=8)
+    yield llm
+    llm.close()
+
+
+async def act_in_a_task(llm: AsyncLLM, rng: random.Random) -> None:
+    async with llm.session([rng.randrange(3, VOCAB) for _ in range(9)], seed=1) as session:
+        forks = await session.fork(3)
+        tasks = [asyncio.create_task(fork.generate(PARAMS, max_tokens=30)) for fork in forks]
+        await asyncio.sleep(rng.random() / 50)
+        tasks[0].cancel()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(done[0], asyncio.CancelledError) or len(done[0].outputs[0].token_ids) == 30
+        assert len(done[1].outputs[0].token_ids) == len(done[2].outputs[0].token_ids) == 30
+        async for _ in forks[1].stream(PARAMS):
+            break
+        await session.score([[4], [5, 6]])
+        del forks
+
+
+def test_an_event_loop_and_threads(asynchronous: AsyncLLM) -> None:
+    stop = threading.Event()
+
+    def collect() -> None:  # in a thread of its own, again and again
+        while not stop.wait(0.002):
+            gc.collect()
+
+    collector = threading.Thread(target=collect)
+    collector.start()
+
+    async def main() -> None:
+        await asyncio.gather(*(act_in_a_task(asynchronous, random.Random(i)) for i in range(8)))
+
+    try:
+        asyncio.run(main())
+    finally:
+        stop.set()
+        collector.join()
+    gc.collect()
+    loop = asynchronous.loop
+    loop.at_once(lambda engine: engine.sessions.tidy(engine))
+    until(lambda: loop.at_once(lambda engine: not engine.scheduler.requests))
+    sessions = asynchronous.engine.sessions
+    assert (sessions.num_branches, sessions.num_tokens, len(asynchronous.engine.scheduler.parking)) == (0, 0, 0)
+    loop.at_once(lambda engine: engine.scheduler.check())
+
+
+def test_sessions_end_with_their_engine(tiny: Tiny) -> None:
+    llm = tiny()
+    session = llm.session([1, 2, 3])
+    fork = session.fork()
+    llm.close()
+    with pytest.raises(PagedecError, match="LLM is closed"):
+        fork.generate(PARAMS)
+    session.close()
+    del fork
+    gc.collect()
+
+
+def until(found: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if found():
+            return
+        threading.Event().wait(0.005)
+    raise AssertionError("it never came")

@@ -1,0 +1,378 @@
+"""Sessions: branches in a client's own hands."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagedec import LLM, BeamSearchParams, SamplingParams
+from pagedec.errors import BranchBusy, BranchClosed, InvalidArgument, RequestError, SessionLimit
+from tests.engine.crowd import Tiny
+from tests.engine.test_session_programs import assert_nothing_left
+
+DRAWN = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True)
+PROMPT = list(range(3, 40))
+
+
+def plain(llm: LLM, tokens: list[int], params: Any = DRAWN, **changes: Any) -> list[list[int]]:
+    [output] = llm.generate([tokens], params.clone(**changes), use_tqdm=False)
+    return [answer.token_ids for answer in output.outputs]
+
+
+def test_a_session_without_forks_is_one_request(tiny: Tiny) -> None:
+    llm = tiny()
+    [whole] = plain(llm, PROMPT, seed=7, max_tokens=30)
+    with llm.session(PROMPT, seed=7) as session:
+        for _ in range(3):
+            session.generate(DRAWN)
+        assert session.token_ids == PROMPT + whole
+    assert_nothing_left(llm)
+
+
+def test_forks_draw_in_their_own_names(tiny: Tiny) -> None:
+    """The same program twice, the second time in a crowd and in a small pool."""
+
+    def program(llm: LLM) -> list[list[int]]:
+        with llm.session(PROMPT, seed=7) as session:
+            one, two = session.fork(2)
+            session.generate_all([session, one, two], DRAWN)
+            kept = one.generate(DRAWN, n=2, keep="all").branches
+            two.rollback(10)
+            two.generate(DRAWN)
+            session.generate_all([two, *kept], DRAWN)
+            assert [kept[0].name, kept[1].name, session.fork().name] == ["0.0.0", "0.0.1", "0.2"]
+            return [branch.token_ids for branch in (session, one, two, *kept)]
+
+    first = program(tiny())
+    llm = tiny(num_blocks=24, max_num_seqs=4, max_num_batched_tokens=24)
+    streams = [llm.stream({"prompt_token_ids": [5, number]}, DRAWN.clone(max_tokens=80)) for number in range(3)]
+    for stream in streams:
+        next(stream)
+    assert program(llm) == first
+    assert len({tuple(tokens) for tokens in first}) == 5
+    for stream in streams:
+        stream.close()
+    assert_nothing_left(llm)
+
+
+def test_what_is_taken_back_is_drawn_anew(tiny: Tiny) -> None:
+    with tiny().session(PROMPT, seed=3) as session:
+        texts = []
+        for _ in range(3):
+            mark = session.mark()
+            texts.append(session.generate(DRAWN).outputs[0].token_ids)
+            session.rollback(mark)
+        texts += [session.generate(DRAWN, keep="none").outputs[0].token_ids for _ in range(2)]
+        assert len({tuple(text) for text in texts}) == 5 and session.token_ids == PROMPT
+
+
+def test_which_answers_are_kept(tiny: Tiny) -> None:
+    with tiny().session(PROMPT, seed=3) as session:
+        one, two, three = session.fork(3)
+        first = one.generate(DRAWN, n=3)
+        assert one.token_ids == PROMPT + first.outputs[0].token_ids and not first.branches
+        second = two.generate(DRAWN, n=3, keep=2)
+        assert two.token_ids == PROMPT + second.outputs[2].token_ids
+        beams = three.generate(BeamSearchParams(beam_width=3, max_tokens=5), keep="all")
+        assert three.token_ids == PROMPT
+        assert [branch.token_ids for branch in beams.branches] == [PROMPT + own.token_ids for own in beams.outputs]
+        with pytest.raises(InvalidArgument, match="keep is 3: must be one of first, all, none, or an answer's number"):
+            two.generate(DRAWN, n=3, keep=3)
+
+
+def test_a_fork_costs_no_forward_and_no_copy(tiny: Tiny) -> None:
+    llm = tiny()
+    with llm.session(PROMPT, seed=3) as session:
+        session.generate(DRAWN)
+        stats, pool = llm.engine.stats, llm.engine.scheduler.pools["target"]
+        before = stats.num_steps, pool.num_copied, pool.num_available
+        session.fork(50)
+        assert (stats.num_steps, pool.num_copied, pool.num_available) == before
+        rows = stats.num_rows
+        session.generate(DRAWN)
+        assert stats.num_rows == rows + 10  # nothing is computed twice
+
+
+def test_scores_are_a_prompt_s_reports(tiny: Tiny) -> None:
+    for settings in ({}, {"enable_prefix_caching": False, "max_num_batched_tokens": 7, "num_blocks": 14}):
+        llm = tiny(**settings)
+        rows = [[5], [5, 6], [5, 6, 7], [9] * 30, [5, 8, 9], [5, 8, 10], [], [5, 6]]
+        with llm.session(PROMPT, seed=3) as session:
+            for _ in range(2):  # the second time there is more in the prefix cache
+                scores = session.score(rows, logprobs=2)
+                for score, row in zip(scores, rows, strict=True):
+                    params = SamplingParams(max_tokens=1, prompt_logprobs=2)
+                    [output] = llm.generate([PROMPT + row], params, use_tqdm=False)
+                    assert score.logprobs == (output.prompt_logprobs or [])[len(PROMPT) :]
+                    assert score.logprob == pytest.approx(sum(score.token_logprobs))
+                session.generate(DRAWN, max_tokens=4)
+                session.rollback(4)
+            assert session.token_ids == PROMPT
+        assert_nothing_left(llm)
+
+
+def test_scores_share_what_they_have_in_common(tiny: Tiny) -> None:
+    llm = tiny()
+    with llm.session(PROMPT, seed=3) as session:
+        session.score([[4]])
+        before = llm.engine.stats.num_rows
+        session.score([[7] * 20 + [last] for last in range(10, 20)])
+        # one row reads the root, 20 are the common part, and its last one is read once more
+        assert llm.engine.stats.num_rows - before <= 22
+
+
+def test_logprobs_are_kept_with_the_branch(tiny: Tiny) -> None:
+    with tiny().session(PROMPT, seed=3) as session:
+        output = session.generate(DRAWN, logprobs=1)
+        fork = session.fork()
+        fork.append([5])
+        fork.generate(DRAWN)
+        assert fork.logprobs == [None] * len(PROMPT) + (output.outputs[0].logprobs or []) + [None] * 11
+
+
+def test_appended_tokens_end_nothing(tiny: Tiny) -> None:
+    llm = tiny()
+    with llm.session(PROMPT, seed=3) as session:
+        session.append([2, 2, 2])  # the model's end token
+        assert (
+            len(session.generate(DRAWN, ignore_eos=False, stop_token_ids=[2], min_tokens=3).outputs[0].token_ids) >= 3
+        )
+
+
+def test_two_calls_on_one_branch(tiny: Tiny) -> None:
+    with tiny().session(PROMPT, seed=3) as session:
+        fork = session.fork()
+        stream = fork.stream(DRAWN)
+        next(stream)
+        for what, act in {
+            "call": lambda: fork.generate(DRAWN), "fork": fork.fork, "append": lambda: fork.append([1]),
+            "rollback": lambda: fork.rollback(1),
+        }.items():  # fmt: skip
+            message = f"branch 0.0 has a call that still runs: {what} must wait until it has ended"
+            with pytest.raises(BranchBusy, match=re.escape(message)):
+                act()
+        with pytest.raises(BranchBusy):  # all or none
+            session.generate_all([session, fork], DRAWN)
+        assert session.token_ids == PROMPT and session.generate(DRAWN).finished
+        stream.close()
+        assert fork.token_ids == PROMPT
+        fork.generate(DRAWN)
+
+
+def test_closing(tiny: Tiny) -> None:
+    llm = tiny()
+    session = llm.session(PROMPT, seed=3)
+    fork = session.fork()
+    stream = fork.stream(DRAWN)
+    next(stream)
+    fork.close()
+    with pytest.raises(RequestError, match="branch 0.0, from which it went out, was closed"):
+        list(stream)
+    with pytest.raises(BranchClosed, match="branch 0.0 was closed"):
+        fork.generate(DRAWN)
+    other = session.fork()
+    del session
+    gc.collect()
+    assert other.generate(DRAWN).finished  # the others live on
+    unread = other.stream(DRAWN, n=2, keep="all")
+    del unread, other
+    gc.collect()
+    llm.generate([PROMPT], DRAWN, use_tqdm=False)
+    assert_nothing_left(llm)
+
+
+def test_parked_branches_give_way_and_come_back(tiny: Tiny) -> None:
+    llm = tiny(num_blocks=14)
+    sessions = [llm.session([number] * 50, seed=number, priority=number) for number in range(3)]
+    for session in sessions:
+        session.generate(DRAWN)
+    held = [session._branch.tables["target"].num_blocks for session in sessions]
+    assert held[1] and held[2] and sum(held) < 14  # the last one came when the one before had been used later
+    texts = [plain(llm, session.token_ids, seed=number) for number, session in enumerate(sessions)]
+    for session, [text] in zip(sessions, texts, strict=True):
+        assert session.generate(DRAWN).outputs[0].token_ids == text
+        llm.engine.scheduler.check()
+    assert llm.engine.stats.num_failed == 0
+    for session in sessions:
+        session.close()
+    assert_nothing_left(llm)
+
+
+def test_low_priority_gives_way_first(tiny: Tiny) -> None:
+    llm = tiny(num_blocks=12)
+    low = llm.session([4] * 40, priority=5)
+    high = llm.session([5] * 40, priority=1)
+    for session in (high, low):  # low was used last
+        session.generate(DRAWN, max_tokens=1)
+    plain(llm, [6] * 120)
+    assert not low._branch.tables["target"].num_blocks and high._branch.tables["target"].num_blocks
+
+
+def test_dead_history_is_pruned(tiny: Tiny) -> None:
+    llm = tiny(num_blocks=64)
+    with llm.session(PROMPT, seed=3) as session:
+        other = session.fork()
+        stream = other.stream(DRAWN, max_tokens=90)  # it keeps the history that it began on
+        next(stream)
+        for _ in range(30):
+            session.generate(DRAWN, n=4, max_tokens=60, logprobs=0)
+            session.rollback(session.num_tokens - len(PROMPT))
+        *_, output = stream
+        sizes = len(session._branch.place[0]), llm.engine.sessions.num_tokens
+        assert sizes[0] == sizes[1] < 4096 + 1000
+        assert other.token_ids == PROMPT + output.outputs[0].token_ids
+        assert other.generate(DRAWN, max_tokens=5).finished
+    assert_nothing_left(llm)
+
+
+def test_limits_have_names(tiny: Tiny) -> None:
+    llm = tiny(max_session_branches=3, max_session_tokens=100, max_parked_branches=4, max_parked_tokens=140)
+    session = llm.session(PROMPT, seed=3)
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: session.fork(3), "max_session_branches is 1 branches, and 3 more: a session may have 3"),
+        (lambda: session.append([5] * 64), "max_session_tokens is 37 tokens, and 64 more: a session may hold 100"),
+        (lambda: session.generate(DRAWN, n=3, keep="all"), "max_session_branches is 1 branches, and 3 more"),
+        (lambda: llm.session([5] * 104), "max_session_tokens is 0 tokens, and 104 more"),
+    ]
+    for act, message in cases:
+        with pytest.raises(SessionLimit, match=re.escape(message)):
+            act()
+    forks, other = session.fork(2), llm.session([5] * 90)
+    with pytest.raises(SessionLimit, match="max_parked_branches is 4 branches, and 1 more"):
+        llm.session([5])
+    with pytest.raises(SessionLimit, match="max_parked_tokens is 127 tokens, and 14 more: all sessions together"):
+        session.append([5] * 14)
+    assert len(forks) == 2 and other.num_tokens == 90 and session.token_ids == PROMPT
+
+
+def test_what_a_branch_refuses(tiny: Tiny) -> None:
+    llm = tiny()
+    session = llm.session(PROMPT, seed=3)
+    mark = session.mark()
+    session.append([5])
+    later = session.mark()
+    session.rollback(mark)
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: llm.session(), "prompt is None: must be given, or messages, and not both"),
+        (lambda: llm.session([]), "prompt is empty: must have at least one token"),
+        (lambda: llm.session(PROMPT, ttl=0), "ttl is 0: must be"),
+        (lambda: session.fork(0), "k is 0: must be a whole number from 1"),
+        (lambda: session.rollback(37), "rollback is 37: must be from 0 to 36: branch 0 has 37 tokens"),
+        (lambda: session.rollback(-1), "rollback is -1"),
+        (lambda: session.rollback(later), "rollback is a mark at 38 tokens: must be one of what branch 0 holds"),
+        (lambda: session.append([9999]), "append is 9999: token ids must be from 0 to"),
+        (lambda: session.append("text"), "append is 'text': must be token ids: the engine runs with skip_tokenizer"),
+        (lambda: session.append({"role": "user", "content": "Hi"}), "must be text or tokens: the session did not"),
+        (lambda: session.append([5] * 100000), "append is 100037 tokens: must be at most"),
+        (lambda: session.generate_all([llm.session(PROMPT), tiny().session(PROMPT)]), "branches[1] is <Session 0: 37"),
+        (lambda: session.score("yes"), "continuations is 'yes': must be a list of texts, or of lists of token ids"),
+        (lambda: session.score([[1], [-1]]), "continuations[1] is -1: token ids must be"),
+        (lambda: session.generate(7), "sampling_params is 7: must be a SamplingParams"),
+        (lambda: session.generate(DRAWN, truncate_prompt_tokens=4), "truncate_prompt_tokens is 4: must be None"),
+    ]
+    for act, message in cases:
+        with pytest.raises((InvalidArgument, TypeError), match=re.escape(message)):
+            act()
+    assert session.token_ids == PROMPT
+
+
+def test_sessions_that_nobody_uses_end(tiny: Tiny) -> None:
+    llm = tiny()
+    now = [0.0]
+    llm.engine.clock = lambda: now[0]
+    llm.engine.sessions._clock = lambda: now[0]
+    idle, used = llm.session(PROMPT, ttl=10), llm.session(PROMPT, ttl=10)
+    forever = llm.session(PROMPT)
+    now[0] = 6
+    used.append([5])
+    now[0] = 11
+    assert forever.generate(DRAWN).finished and used.generate(DRAWN).finished
+    with pytest.raises(BranchClosed, match="branch 0 was given up: its session was not used for 10 seconds"):
+        idle.append([1])
+    assert (idle.closed, used.closed, forever.closed) == (True, False, False)
+
+
+def test_a_device_that_fails_costs_a_pause(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = tiny()
+    with llm.session(PROMPT, seed=3) as session:
+        [whole] = plain(llm, PROMPT, seed=3, max_tokens=20)
+        session.generate(DRAWN)
+        execute, fails = llm.engine.executor.execute, iter([True, False])
+
+        def failing(*arguments: Any) -> Any:
+            if next(fails, False):
+                raise RuntimeError("the device is away")
+            return execute(*arguments)
+
+        monkeypatch.setattr(llm.engine.executor, "execute", failing)
+        session.generate(DRAWN)
+        assert session.token_ids == PROMPT + whole
+    assert_nothing_left(llm)
+
+
+def test_a_time_that_is_over(tiny: Tiny) -> None:
+    llm = tiny()
+    with llm.session(PROMPT, seed=3) as session:
+        output = session.generate(DRAWN, max_tokens=400, max_time=1e-9)
+        assert output.outputs[0].limited_by == "max_time"
+        assert session.token_ids == PROMPT + output.outputs[0].token_ids
+        session.generate(DRAWN)
+    assert_nothing_left(llm)
+
+
+def test_text_chat_and_tree(text_llm: LLM) -> None:
+    with text_llm.session("Once upon a time", seed=3) as session:
+        session.append(", there")
+        assert session.text == "Once upon a time, there"
+        assert session.token_ids == text_llm.get_tokenizer().encode("Once upon a time, there")
+        greedy = session.generate(temperature=0, max_tokens=4)
+        assert session.text == "Once upon a time, there" + greedy.text
+        one, two = session.fork(2)
+        one.append(" and")
+        two.append(" but")
+        drawn = str(session.tree())
+        assert drawn.startswith("3 answers to a prompt of 4 tokens") and '" and"' in drawn and '" but"' in drawn
+        yes, no = session.score([" was a", " were an"])
+        assert yes.text == " was a" and yes.logprob > no.logprob
+    with text_llm.session(messages=[{"role": "user", "content": "Say hello."}]) as chat:
+        mark = chat.mark()
+        chat.generate(temperature=0, max_tokens=8)
+        chat.append({"role": "user", "content": "Again."})
+        tokenizer = text_llm.get_tokenizer()
+        assert tokenizer.decode(chat.token_ids, skip_special_tokens=False).count("<|im_start|>user") == 2
+        fork = chat.fork()
+        fork.append(" Well")
+        fork.generate(temperature=0, max_tokens=3)
+        fork.append({"role": "user", "content": "Thanks."})
+        assert fork.text.count("user\n") == 3
+        chat.rollback(mark)
+        chat.append("Hi")
+        chat.append({"role": "user", "content": "Bye."})
+        assert "assistant\nHi" in chat.text and "Again" not in chat.text
+
+
+@pytest.mark.parametrize("num_blocks", [40, 7])
+def test_a_draft_model_s_cache_is_parked_too(tiny: Tiny, tiny_path: Path, num_blocks: int) -> None:
+    drafted = {"model": str(tiny_path), "num_speculative_tokens": 3, "num_blocks": num_blocks}
+    llm, other = tiny(speculative_config=drafted), tiny()
+    texts = []
+    for own in (llm, other):
+        with own.session(PROMPT, seed=3) as session:
+            one, two = session.fork(2)
+            session.generate_all([session, one], DRAWN)
+            one.rollback(7)
+            two.append([5, 6, 7])
+            session.generate_all([session, one, two], DRAWN, n=2)
+            kept = two.generate(DRAWN, n=2, keep="all").branches
+            session.generate_all([one, *kept], DRAWN)
+            texts.append([branch.token_ids for branch in (session, one, two, *kept)])
+            if own is llm and num_blocks == 40:
+                assert session._branch.tables["draft"].length > len(PROMPT)
+    assert texts[0] == texts[1]
+    assert llm.engine.stats.drafts["draft_model"].num_accepted > 0
+    assert_nothing_left(llm)
