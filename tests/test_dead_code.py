@@ -22,6 +22,8 @@ OUTSIDE = {
     "read_rate": "for benchmarks",
     "dot_rate": "for benchmarks",
     "run_batch": "what people import",
+    "_lists": "C has their addresses",
+    "_plans": "C has their addresses",
     "best_of_n": "what people import",
     "self_consistency": "what people import",
     "step_beam_search": "what people import",

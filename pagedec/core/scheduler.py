@@ -98,11 +98,6 @@ class Scheduler:
         tables = {lane: BlockTable(self.pools[lane]) for lane in decoder.lanes if lane in self.pools}
         state = None if constraint is None else constraint.start(history.tokens(tip))
         root = Branch(tip, tables, decoder.initial_state, stopping.start, len(prompt), constraint_state=state)
-        plain = decoder.plain_sampler if limits.array_settle else None
-        standing = None
-        if decoder.resting_sampler is not None and not decoder.gang:
-            method = self._methods.setdefault(type(decoder), Method())
-            standing = Standing(method, decoder.grant_sizes)
         request = Request(
             request_id,
             decoder,
@@ -113,13 +108,13 @@ class Scheduler:
             priority,
             -1,
             len(prompt),
-            plain,
+            decoder.plain_sampler if limits.array_settle else None,
             NO_RULES if rules == NO_RULES else rules,
             None if reporting == NO_REPORTING else Reports(reporting),
             constraint,
             context.forced if constraint is not None and limits.draft_forced else None,
             settled_length=len(prompt),
-            standing=standing,
+            standing=self._standing_of(decoder),
         )
         request.home, request.scored_from = home, len(prompt) if decoder.scores_given else None
         return request
@@ -323,6 +318,11 @@ class Scheduler:
         return {lane: BlockTable(pool) for lane, pool in self.pools.items()}
 
     # ---- inside
+    def _standing_of(self, decoder: Decoder) -> Standing | None:
+        if decoder.resting_sampler is None or decoder.gang:
+            return None
+        return Standing(self._methods.setdefault(type(decoder), Method()), decoder.grant_sizes)
+
     def _root(self, prompt: Sequence[int], salt: str) -> tuple[History, int]:
         history = History(self.limits.block_size, salt)
         return history, history.append(0, [int(token) for token in prompt])

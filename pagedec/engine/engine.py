@@ -22,7 +22,7 @@ from pagedec.decoders.registry import decoder_for, decoder_of
 from pagedec.engine.completion import Completion, answer_of
 from pagedec.engine.open_branches import SessionLimits
 from pagedec.engine.options import DEFAULT_LOGPROBS, Vocabulary, check_reports, read_options
-from pagedec.engine.pace import Pace
+from pagedec.engine.pace import StepPace
 from pagedec.engine.recovery import Recovery
 from pagedec.engine.sessions import Sessions
 from pagedec.engine.speculating import DRAFTING, check_speculation, with_speculation
@@ -92,7 +92,7 @@ class Engine:
         """Requests admitted without a seed of their own."""
         self.grammars = None if vocabulary is None else Grammars(limits.vocab_size, *vocabulary.words)
         self._recovery = Recovery()
-        self._pace: Pace | None = None
+        self._pace: StepPace | None = None
         self.sessions = Sessions(
             scheduler.parking, scheduler.new_tables, scheduler.limits.block_size, clock, sessions or SessionLimits()
         )
@@ -147,7 +147,7 @@ class Engine:
         )
         request.limited_by, request.max_time = limited_by, params.max_time
         if request.standing is not None and self._pace is None:
-            self._pace = Pace()
+            self._pace = StepPace()
         if request.plain is None:
             request.acceptance.whole = self.stats.drafts_of(chosen.name)
         if params.seed is None:

@@ -40,7 +40,7 @@ class Place:
         return min(self.num_steps, 2 * CERTAIN) / (1 + (now - self.last) / OLD) ** 2
 
 
-class Pace:
+class StepPace:
     """A curve of seconds by rows that never falls; each step moves its own place, and a little the whole curve, so that
     a machine that got slower is known where it was not measured again. Old steps are forgotten."""
 

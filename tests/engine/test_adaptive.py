@@ -18,7 +18,7 @@ from pagedec.core.request import Request
 from pagedec.core.standing import FIRST_REST, LONGEST_REST, MOST_ALLOWED, SHARE, Standing
 from pagedec.core.stopping import Stopping
 from pagedec.decoders import Sampling, make_decoder
-from pagedec.engine.pace import Pace
+from pagedec.engine.pace import StepPace
 from pagedec.params import SamplingParams
 from tests.algorithms.lookahead import LookaheadParams
 from tests.core import world
@@ -59,7 +59,7 @@ class Machine:
         own = World(3)
         own.models["target"] = world.LanguageModel(3, order)
         changes = {"max_num_batched_tokens": 64, "max_blocks_per_table": 400, "enable_prefix_caching": False} | changes
-        self.clock, self.pace, self.is_known = clock, Pace(), is_known
+        self.clock, self.pace, self.is_known = clock, StepPace(), is_known
         self.engine = FakeEngine(own.models, limits(2000, **changes))
         self.seconds, self.plans = 0.0, list[StepPlan]()
         self.granted: list[int] = []

@@ -9,14 +9,14 @@ from collections.abc import Callable
 import pytest
 
 from pagedec.core.costs import StepShape
-from pagedec.engine.pace import BARE_EVERY, Pace, place_of
+from pagedec.engine.pace import BARE_EVERY, StepPace, place_of
 
 
 def stair(rows: int) -> float:
     return 0.005 + 0.002 * -(-rows // 16)
 
 
-def serve(pace: Pace, cost: Callable[[int], float], rows: list[int], noise: random.Random | None = None) -> None:
+def serve(pace: StepPace, cost: Callable[[int], float], rows: list[int], noise: random.Random | None = None) -> None:
     for num_rows in rows:
         factor = 1.0 if noise is None else noise.lognormvariate(0, 0.05) * (10 if noise.random() < 0.02 else 1)
         pace.note(StepShape(num_rows), num_rows, 0, 1e-4, cost(num_rows) * factor)
@@ -32,7 +32,7 @@ def test_places_never_cross_a_tile() -> None:
 
 def test_a_curve_is_learned_through_noise() -> None:
     rng = random.Random(1)
-    pace = Pace()
+    pace = StepPace()
     serve(pace, stair, [rng.choice([1, 2, 8, 16, 17, 20, 32, 40, 64]) for _ in range(2000)], rng)
     for rows in (1, 8, 16, 17, 32, 64):
         assert float(pace.costs.of(rows)) == pytest.approx(stair(rows), rel=0.12)
@@ -40,7 +40,7 @@ def test_a_curve_is_learned_through_noise() -> None:
 
 
 def test_what_is_slower_with_fewer_rows_is_noise() -> None:
-    pace = Pace()
+    pace = StepPace()
     serve(pace, lambda rows: 0.02 if rows < 8 else 0.01, [4, 8, 12] * 50)
     costs = pace.costs
     assert list(costs.seconds) == sorted(costs.seconds) and 0.01 < float(costs.of(8)) < 0.02
@@ -48,7 +48,7 @@ def test_what_is_slower_with_fewer_rows_is_noise() -> None:
 
 def test_a_machine_that_changes_is_followed() -> None:
     """Where it is measured again at once; elsewhere as far as all of it changed."""
-    pace = Pace()
+    pace = StepPace()
     serve(pace, stair, [1, 16, 32] * 60)
     serve(pace, lambda rows: 3 * stair(rows), [1] * 300)
     assert float(pace.costs.of(1)) == pytest.approx(3 * stair(1), rel=0.1)
@@ -58,7 +58,7 @@ def test_a_machine_that_changes_is_followed() -> None:
 
 
 def test_prompts_say_nothing_of_decoding() -> None:
-    pace = Pace()
+    pace = StepPace()
     serve(pace, stair, [4] * 20)
     before = pace.costs
     for _ in range(50):
@@ -67,7 +67,7 @@ def test_prompts_say_nothing_of_decoding() -> None:
 
 
 def test_rolls_and_asking_are_told_apart_from_rows() -> None:
-    pace = Pace()
+    pace = StepPace()
     for _ in range(60):
         pace.note(StepShape(8), 8, 0, 8e-5, stair(8))
         pace.note(StepShape(8, num_asked=8), 8, 0, 8 * 4e-5, stair(8))
@@ -82,7 +82,7 @@ def test_rolls_and_asking_are_told_apart_from_rows() -> None:
 
 
 def test_a_bare_step_every_now_and_then() -> None:
-    pace = Pace()
+    pace = StepPace()
     found = []
     for _ in range(3 * BARE_EVERY):
         found.append(pace.costs.is_bare)

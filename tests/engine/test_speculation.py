@@ -40,16 +40,14 @@ TABLES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="session")
 def other_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another model of the same tokens: now and then it draws the same one."""
-    path = tmp_path_factory.mktemp("other")
-    make_checkpoint(variant("other", length=8, initializer_range=0.15, num_hidden_layers=1), path)
-    return path
+    own = variant("other", length=8, initializer_range=0.15, num_hidden_layers=1)
+    return make_checkpoint(own, tmp_path_factory.mktemp("other")).path
 
 
 def drafted_by(path: Path, **own: Any) -> dict[str, Any]:
     return {"model": str(path), "num_speculative_tokens": 3, "adaptive": False, **own}
 
 
-# ----------------------------------------------------------------------------------------------------- the same answers
 @pytest.mark.parametrize("method", TABLES)
 @pytest.mark.parametrize("settings", [SMALL, {}, {"block_size": 8, "max_num_batched_tokens": 7}], ids=str)
 def test_a_crowd_gets_the_same(tiny: Tiny, expected: list[Tokens], method: str, settings: dict[str, Any]) -> None:
@@ -199,7 +197,6 @@ def test_more_rows_than_are_read_out_at_once(tiny: Tiny, tiny_path: Path) -> Non
     assert max(most) == 32 * 8
 
 
-# -------------------------------------------------------------------------------------------------------------- endings
 @pytest.mark.parametrize("method", [*TABLES, "draft_model"])
 def test_ends_inside_an_accepted_path(tiny: Tiny, tiny_path: Path, method: str) -> None:
     """max_tokens is never overshot; min_tokens and stop tokens count token by token, whatever a step accepts."""

@@ -85,7 +85,8 @@ def settings(rng: random.Random) -> dict[str, Any]:
         own |= {"top_p": rng.choice([1.0, 0.8]), "min_p": rng.choice([0.0, 0.01])}
     own |= rng.choice([
         {}, {"allowed_token_ids": LETTERS, "logit_bias": {EOS: 2.0}}, {"stop": ["e", " the"]},
-        {"token_trie": TRIE}, {"allowed_tokens_fn": every_third}, {"allowed_token_ids": FEW, "stop_token_ids": FEW[:3]},
+        {"token_trie": TRIE, "max_tokens": max(own["max_tokens"], TRIE.shortest)},
+        {"allowed_tokens_fn": every_third}, {"allowed_token_ids": FEW, "stop_token_ids": FEW[:3]},
         {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
         {"token_trie": UNEVEN},
     ])  # fmt: skip
