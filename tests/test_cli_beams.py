@@ -95,6 +95,8 @@ def test_drawing_is_recommended_where_something_is_drawn(stand_in: type[StandIn]
     stand_in.recommended = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "max_tokens": 50}
     plain = BeamSearchParams(beam_width=2, repetition_penalty=1.1, max_tokens=50)
     assert params_of("--beam-width", "2") == plain == params_of("--beam-width", "2", "--temperature", "0")
+    drafted = params_of("--beam-width", "2", "--speculative", '{"method": "ngram"}')
+    assert drafted == plain.clone(speculative={"method": "ngram"})
     drawn = params_of("--beam-width", "2", "--do-sample", "--top-k", "5", "--min-p", "0.1", "--seed", "3")
     assert drawn == plain.clone(do_sample=True, temperature=0.6, top_k=5, top_p=0.9, min_p=0.1, seed=3)
     (tmp_path / "engine.toml").write_text("[sampling]\nn = 3\ntemperature = 0.7\nmax_tokens = 8\n")

@@ -29,11 +29,11 @@ ENGINE_TITLES = {
 RENAMED = {"seed": "engine_seed"}
 """Engine arguments whose flag would collide with a request's."""
 DRAWING = ("temperature", "top_p", "top_k", "min_p")
-"""Parameters of sampling that beam sampling has too."""
+"""Parameters of sampling that beam sampling has too. `--speculative` is another: a search drafts where it is given."""
 BEAM_RULES = {
     name: rule
     for name, rule in rules(BeamSearchParams).items()
-    if name not in DRAWING and name not in rules(RequestParams)
+    if name not in (*DRAWING, "speculative") and name not in rules(RequestParams)
 }
 _WIDTH = BEAM_RULES["beam_width"][0]
 _ASKED = f"beam search: {_WIDTH.help}; none: sampling"
@@ -153,6 +153,7 @@ def beam_params(
     unused = () if beams.get("do_sample") else DRAWING
     values = {name: getattr(merged, name) for name in field_names(RequestParams)}
     values |= {name: getattr(merged, name) for name in DRAWING if name not in unused}
+    values |= {name: flags[name] for name in ("speculative",) if name in flags}
     if values["max_tokens"] is None:
         values["max_tokens"] = BEAM_TOKENS
     return BeamSearchParams(**values | beams)
