@@ -62,7 +62,9 @@ def test_drafts_change_nothing_where_scores_are_often_equal(
 
 
 def test_drafts_that_fail_rest_and_are_tried_again() -> None:
-    params = BeamSearchParams(beam_width=4, max_tokens=14, seed=0, speculative={"method": "ngram"})
+    params = BeamSearchParams(
+        beam_width=4, max_tokens=14, seed=0, speculative={"method": "ngram", "num_speculative_tokens": 5}
+    )
     _, decoder = search(0, params, False)
     decoder.odds.clear()
     decoder.num_taken, depths = 0, []

@@ -108,7 +108,10 @@ def test_a_limit_of_prompts_at_a_time_changes_nothing(tiny: Tiny, monkeypatch: p
         ({"lora_request": "a"}, "lora_request is 'a'"),
         ({"prompts": 7}, "prompts is 7: must be a prompt or a list of them"),
         ({"prompts": [[5, 999]]}, r"prompts\[0\] is 999: token ids must be from 0"),
-        ({"params": BeamSearchParams(beam_width=300, max_tokens=40)}, "300 x 42 tokens may need 1200"),
+        (
+            {"params": BeamSearchParams(beam_width=300, max_tokens=40)},
+            "beam_width is 300: must be at most 32 behind 2 tokens",
+        ),
     ],
 )
 def test_wrong_arguments(tiny: Tiny, given: dict[str, Any], message: str) -> None:
