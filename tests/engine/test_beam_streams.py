@@ -57,7 +57,7 @@ def check_last(last: RequestOutput, whole: RequestOutput) -> RequestOutput:
 @pytest.mark.parametrize("letters", ["abcd", "é→a", "漢字"])
 def test_all_answers_grow_by_what_they_have_in_common(llm: LLM, letters: str) -> None:
     num_early = 0
-    for seed in range(12):
+    for seed in range(6):
         params = beams(llm, letters, seed)
         before, last = read(llm, f"prompt {seed}", params)
         for output in before:
@@ -70,12 +70,12 @@ def test_all_answers_grow_by_what_they_have_in_common(llm: LLM, letters: str) ->
         for one, other in pairwise(before):
             assert len(one.outputs[0].token_ids) < len(other.outputs[0].token_ids)
         num_early += sum(len(output.outputs[0].text) > 0 for output in before)
-    assert num_early > 20
+    assert num_early > 10
 
 
 def test_pieces_add_up(llm: LLM) -> None:
     num_pieces = 0
-    for seed in range(12):
+    for seed in range(6):
         params = beams(llm, "ab→", seed)
         pieces = [*llm.stream("x", params.clone(output_kind=RequestOutputKind.DELTA))]
         [whole] = llm.generate("x", params, use_tqdm=False)
@@ -86,7 +86,7 @@ def test_pieces_add_up(llm: LLM) -> None:
             assert [token for part in parts for token in part.token_ids] == answer.token_ids
             assert [table for part in parts for table in part.logprobs or ()] == answer.logprobs
             assert (parts[-1].score, parts[-1].ancestry) == (answer.score, answer.ancestry)
-    assert num_pieces > 20
+    assert num_pieces > 10
     only = [*llm.stream("x", params.clone(output_kind=RequestOutputKind.FINAL_ONLY))]
     assert [output.outputs for output in only] == [whole.outputs]
 

@@ -112,7 +112,7 @@ def test_an_event_loop_and_threads(asynchronous: AsyncLLM) -> None:
 
     def collect() -> None:  # in a thread of its own, again and again
         while not stop.wait(0.002):
-            gc.collect()
+            gc.collect(1)  # what is young: a whole collection takes as long as the suite has objects
 
     collector = threading.Thread(target=collect)
     collector.start()
