@@ -7,11 +7,13 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+WESTERN = "Größe, naïve cafés, élève; Привет, как дела? Всё хорошо. "
+EASTERN = "你好世界 こんにちは 1234 2024 12.5%"
 LINES = [
     "The quick brown fox jumps over the lazy dog, and the other dogs watch the fox in the thick wood.",
     "there, these, those, then, than; thing, think, thinking: something and nothing ... ---- ====",
     "  def function(first, second):\n      return first + second  # aaaa aaaaaa aa a\n",
-    "Größe, naïve cafés, élève; Привет, как дела? Всё хорошо. 你好世界 こんにちは 1234 2024 12.5%",
+    WESTERN + EASTERN,
 ] * 3
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
