@@ -133,17 +133,17 @@ def test_the_device_fails_now_and_then(tiny: Tiny, expected: list[Tokens], seed:
     assert_whole(llm, expected)
 
 
-@pytest.mark.parametrize("poisonous", [{"0"}, {"3"}, {"2", "3"}, {"0", "6"}, {"1", "3", "5"}], ids=str)
+@pytest.mark.parametrize("poisonous", ["0", "3", "23", "06", "135"])
 @pytest.mark.parametrize("roomy", [False, True], ids=["small", "roomy"])
 def test_poisonous_requests_are_told_apart(
-    tiny: Tiny, expected: list[Tokens], poisonous: set[str], roomy: bool
+    tiny: Tiny, expected: list[Tokens], poisonous: str, roomy: bool
 ) -> None:
     """No step with one of them ever comes back. The others are answered as if they had not been there."""
     llm = tiny() if roomy else tiny(**SMALL)
-    unwell = Unwell(llm, lambda count, names: bool(names & poisonous))
+    unwell = Unwell(llm, lambda count, names: not names.isdisjoint(poisonous))
     prompts, params = workload()
     outputs = llm.generate(prompts, params, use_tqdm=False, on_error="return")
-    assert {output.request_id for output in outputs if output.error is not None} == poisonous
+    assert {output.request_id for output in outputs if output.error is not None} == set(poisonous)
     for output, want in zip(outputs, expected, strict=True):
         if output.error is None:
             assert [answer.token_ids for answer in output.outputs] == want
