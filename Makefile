@@ -80,10 +80,13 @@ demo: build model
 # Style and types are reported, then the tests run whatever they said: the last line is pytest's own.
 CHECKS = $(BIN)/ruff format --check . || status=1; $(BIN)/ruff check . || status=1; $(BIN)/mypy || status=1
 
+# As many processes as cores, whose kernels must not wait for one another by spinning.
+PARALLEL = GOMP_SPINCOUNT=100 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
 test: build model
 	@status=0; $(CHECKS); \
 	$(BIN)/python -m pytest -q tests/test_architecture.py || status=1; \
-	$(BIN)/python -m pytest -m "not long and not gpu" --ignore=tests/test_architecture.py || status=1; exit $$status
+	$(PARALLEL) -m "not long and not gpu" --ignore=tests/test_architecture.py || status=1; exit $$status
 
 test-long: build model
 	$(BIN)/python -m pytest -m long
