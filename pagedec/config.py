@@ -220,18 +220,6 @@ class ParallelConfig:
         check_fields(self)
 
 
-@strict
-@dataclass(frozen=True, slots=True)
-class ServerConfig:
-    """Where a server listens. Not an engine argument: nothing but a server reads it."""
-
-    host: str = option("127.0.0.1", Text("address to listen on"))
-    port: int = option(50051, Integer("port to listen on; 0: any free one", high=65535))
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
 ENGINE_GROUPS: dict[str, type[Any]] = {
     "model": ModelConfig,
     "cache": CacheConfig,
@@ -257,10 +245,9 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     session: SessionConfig = field(default_factory=SessionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self) -> None:
-        for name, group in {**ENGINE_GROUPS, "server": ServerConfig}.items():
+        for name, group in ENGINE_GROUPS.items():
             if not isinstance(getattr(self, name), group):
                 raise InvalidArgument(name, getattr(self, name), f"must be a {group.__name__}")
 

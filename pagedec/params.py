@@ -128,6 +128,8 @@ class RequestParams:
     )
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """Of `LLM.stream` and `AsyncLLM`; a call for many prompts returns final outputs."""
+    stream_interval: int = 1
+    """Of the same: an output comes when an answer has so many new tokens; its first token and its end come at once."""
     structured_outputs: StructuredOutputsParams | None = None
     """What the text of an answer may be; a table of its fields is taken, too."""
     token_trie: Any = None
@@ -141,6 +143,7 @@ class RequestParams:
         self._check_constraints()
         if not isinstance(self.output_kind, RequestOutputKind):
             raise InvalidArgument("output_kind", self.output_kind, "must be a RequestOutputKind")
+        Integer("tokens", low=1).check("stream_interval", self.stream_interval)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidArgument(
                 "min_tokens", self.min_tokens, f"must be at most max_tokens, which is {self.max_tokens}"
@@ -201,6 +204,7 @@ def described(cls: type[P]) -> type[P]:
     entries.append(
         f"output_kind: what each output of a stream holds, a RequestOutputKind: {kinds} (default: CUMULATIVE)"
     )
+    entries.append("stream_interval: new tokens of an answer that make an output of a stream (default: 1)")
     entries += [f"{name}: {text} (default: None)" for name, text in CONSTRAINT_HELP.items()]
     lines = [textwrap.fill(entry, 118, initial_indent=" " * 4, subsequent_indent=" " * 8) for entry in entries]
     cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Args:", *lines])

@@ -48,7 +48,7 @@ EXTRA: dict[str, set[str]] = {
     "llm": {"build", "engine", "runtime", "config", "text", "formats", "core", "decoders", "tree"},
     "search": {"llm"},
     "batch": {"llm", "engine", "config", "text", "core", "decoders"},
-    "serve": {"llm", "engine", "config", "text", "environment", "v1"},
+    "serve": {"llm", "engine", "config", "constraints", "decoders", "text", "environment", "v1"},
     "cli": {
         "llm",
         "batch",
@@ -82,6 +82,7 @@ NOT_PURE = {"os", "socket", "subprocess", "threading", "time", "random", "torch"
 HOMONYMS = {
     "registry": "what there is by name: decoding algorithms in one, families of models in the other",
     "batch": "a package, and the command line's file for it",
+    "serve": "a package, and the command line's file for it",
 }
 """Names that several modules or several classes share, and why they may."""
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}

@@ -11,9 +11,10 @@ import pytest
 
 from pagedec.cli.arguments import add_engine_arguments, engine_config
 from pagedec.cli.parser import Parser
-from pagedec.config import ENGINE_GROUPS, CacheConfig, EngineConfig, ModelConfig, ServerConfig, engine_rules
+from pagedec.config import ENGINE_GROUPS, CacheConfig, EngineConfig, ModelConfig, engine_rules
 from pagedec.errors import FeatureNotAvailable, InvalidArgument
 from pagedec.fields import rules
+from pagedec.serve.server_config import ServerConfig
 
 WRONG = [
     *[("model", value) for value in ("", None, 3)],

@@ -111,7 +111,7 @@ def test_defaults_are_those_of_vllm_but_for_max_tokens() -> None:
         "skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False,
         "truncate_prompt_tokens": None, "logit_bias": None, "allowed_token_ids": None, "bad_words": (),
         "no_repeat_ngram_size": 0, "max_time": None, "structured_outputs": None, "token_trie": None,
-        "allowed_tokens_fn": None, "speculative": None,
+        "allowed_tokens_fn": None, "speculative": None, "stream_interval": 1,
     }  # fmt: skip
     assert not params.greedy and SamplingParams(temperature=0).greedy
 

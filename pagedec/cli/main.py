@@ -16,6 +16,7 @@ from pagedec.errors import PagedecError
 COMMANDS = {
     "generate": "continue prompts with a model",
     "chat": "talk with a model",
+    "serve": "serve a model over gRPC",
     "batch": "answer a file of requests, and go on with it after an interruption",
     "tokenize": "show how a model's tokenizer reads text",
     "bench": "measure latency or throughput",
@@ -27,6 +28,7 @@ examples:
   pagedec generate "Once upon a time" --max-tokens 64
   pagedec generate -f prompts.txt --temperature 0.8 --top-p 0.95 --seed 7 --json
   pagedec chat --system "You answer in one sentence."
+  pagedec serve --port 50051
   pagedec batch -i requests.jsonl -o answers.jsonl --max-tokens 256
   pagedec tokenize --count -f book.txt
   pagedec bench throughput --num-prompts 64

@@ -72,6 +72,11 @@ def decoder_for(params: type[Any] | str, speculation: type[Speculation] | None =
     return found
 
 
+def registered_names() -> list[str]:
+    """The names of all decoders that requests can ask for by name."""
+    return [name for name, entry in _by_name.items() if entry.speculation is None]
+
+
 def decoder_of(params: Any) -> Registered:
     """The decoder of a request with these parameters. Raises `InvalidArgument` where it cannot draft as they say."""
     speculation = getattr(params, "speculation", None)

@@ -71,7 +71,7 @@ class AsyncLLM(Front):
         """
         check_no_lora(lora_request)
         given = prompt, sampling_params, priority, cache_salt, request_id
-        if _is_long(prompt):
+        if _is_long(prompt) or getattr(sampling_params, "structured_outputs", None) is not None:
             prepared = await asyncio.to_thread(self.prepare_one, *given)
         else:
             prepared = self.prepare_one(*given)

@@ -32,6 +32,9 @@ class Stream:
         self.job, self.writer = job, writer
         self.notify: Callable[[], None] | None = None
         self._is_final_only = job.params.output_kind is RequestOutputKind.FINAL_ONLY
+        self._interval = job.params.stream_interval
+        self._untold: dict[int | None, int] = {}  # tokens of each answer since its reader was last woken for it
+        self._is_due = False
         self.is_over = False
         """Nothing more will come; what has come may still be unread."""
         self._news: deque[_Tokens | tuple[int, Completion] | FinishedRequest | RequestError | None] = deque()
@@ -41,10 +44,10 @@ class Stream:
 
     # ---- the engine's side
     def tokens(self, rank: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> None:
-        self._put((rank, token_ids, logprobs), is_quiet=self._is_final_only)
+        self._put((rank, token_ids, logprobs), is_quiet=not self._is_worth(rank, len(token_ids)))
 
     def settled(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> None:
-        self._put((None, token_ids, logprobs), is_quiet=self._is_final_only)
+        self._put((None, token_ids, logprobs), is_quiet=not self._is_worth(None, len(token_ids)))
 
     def ended(self, event: Finished) -> None:
         self._put((event.hypothesis.rank, answer_of(event.request, event.hypothesis)))
@@ -61,8 +64,18 @@ class Stream:
         self, news: _Tokens | tuple[int, Completion] | FinishedRequest | RequestError, is_quiet: bool = False
     ) -> None:
         self._news.append(news)
-        if self.notify is not None and not is_quiet:
-            self.notify()
+        if not is_quiet:
+            self._is_due = True
+            if self.notify is not None:
+                self.notify()
+
+    def _is_worth(self, rank: int | None, num_tokens: int) -> bool:
+        """Whether an answer has enough new tokens for an output."""
+        if self._is_final_only or self._interval == 1:
+            return not self._is_final_only
+        count = self._untold.get(rank, self._interval - 1) + num_tokens
+        self._untold[rank] = count if count < self._interval else 0
+        return count >= self._interval
 
     # ---- the reader's side
     def aborted(self) -> None:
@@ -73,7 +86,7 @@ class Stream:
 
     @property
     def has_news(self) -> bool:
-        return self.is_over if self._is_final_only else bool(self._news)
+        return self.is_over or (self._is_due and not self._is_final_only)
 
     def read(self) -> Iterator[RequestOutput]:
         """The outputs that the news make, of the kind that the request asks for: usually one, none where only the final
@@ -81,6 +94,7 @@ class Stream:
         job, is_delta = self.job, self.job.params.output_kind is RequestOutputKind.DELTA
         touched: dict[int, _Growing] = {}
         failure: RequestError | None = None
+        self._is_due = False  # before looking: what comes from now on is due again
         while self._news and failure is None:
             news = self._news.popleft()
             if isinstance(news, FinishedRequest):

@@ -1,0 +1,82 @@
+"""Serve a model over gRPC until it is told to stop.
+
+A termination signal or Ctrl-C ends it in order: health checks are told, running requests may end (--drain-timeout), the
+rest is aborted, and the exit status is 0. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+
+from pagedec.cli.arguments import add_engine_arguments, add_options, engine_config, given_options
+from pagedec.cli.console import DONE, FAILED, say
+from pagedec.config import EngineConfig
+from pagedec.serve.server_config import ServerConfig
+
+EPILOG = """\
+examples:
+  pagedec serve --port 50051
+  pagedec serve --host 0.0.0.0 --tls-cert cert.pem --tls-key key.pem --api-keys keys.toml
+  pagedec serve --speculative-config '{"method": "ngram"}' --admin-port 50052 --metrics-port 9090
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the server's options and the engine's arguments."""
+    add_options(parser, "server", ServerConfig)
+    add_engine_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal."""
+    options, config = given_options(arguments, ServerConfig), engine_config(arguments)
+    from pagedec.serve.logs import begin_logging
+
+    begin_logging(options.log_level, options.log_format)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(options, config))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # where there is no such wheel
+        return None
+    return uvloop.new_event_loop
+
+
+async def _serve(options: ServerConfig, config: EngineConfig) -> int:
+    from pagedec.llm.async_llm import AsyncLLM
+    from pagedec.serve.server import Server
+
+    server = Server(options, lambda: AsyncLLM(**config.to_kwargs()))
+    told = asyncio.Event()
+    events = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        events.add_signal_handler(number, _signalled, told)
+    starting = asyncio.ensure_future(server.start())
+    waiting = asyncio.ensure_future(told.wait())
+    await asyncio.wait({starting, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():  # a model that is being loaded cannot be stopped in the middle
+        os._exit(DONE)
+    try:
+        starting.result()
+    except OSError as error:
+        say(f"error: {error}")
+        return FAILED
+    await waiting
+    num_aborted = await server.drain(options.drain_grace, options.drain_timeout)
+    await server.stop()
+    if num_aborted:
+        say(f"{num_aborted} requests were aborted")
+    return DONE
+
+
+def _signalled(told: asyncio.Event) -> None:
+    if told.is_set():
+        os._exit(FAILED)
+    told.set()

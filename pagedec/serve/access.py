@@ -1,0 +1,129 @@
+"""Who asks: clients, and the tokens by which they are known."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import logging
+import os
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pagedec.errors import InvalidArgument, Shown, within
+from pagedec.fields import Flag, Integer, Text, Texts, check_fields, check_names, field_names, option
+from pagedec.serve.statuses import Refusal
+
+SHORTEST_TOKEN = 16
+"""Characters: of a token that may not be guessed."""
+LOOK_SECONDS = 1.0
+"""How often the file is looked at."""
+LOG = logging.getLogger("pagedec.access")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Client:
+    """Somebody who asks, and what he may: None is as the server's own limits say."""
+
+    name: str = option("", Text("the client's name"))
+    tokens: tuple[str, ...] = option((), Texts(f"any of these is his; each of at least {SHORTEST_TOKEN} characters"))
+    cache_salt: str | None = option(
+        None, Text("his prefixes are shared with none of another salt; none: his name", optional=True)
+    )
+    max_requests: int | None = option(None, Integer("requests at the same time", low=1, optional=True))
+    max_branches: int | None = option(None, Integer("open branches of his sessions", low=1, optional=True))
+    max_tokens: int | None = option(None, Integer("tokens that his running requests may come to", low=1, optional=True))
+    is_admin: bool = option(False, Flag("he may use AdminService"))
+
+    def __post_init__(self) -> None:
+        if self.name:
+            check_fields(self)
+
+    def salted(self, salt: str) -> str:
+        """A request's salt, which no other client can have."""
+        own = self.cache_salt if self.cache_salt is not None else (self.name if self.tokens else "")
+        return f"{own}\0{salt}" if own else salt
+
+
+class Keys:
+    """Clients by their tokens, from a TOML file: a table for each client, by his name."""
+
+    def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises `InvalidArgument` for a file that is not as it should be."""
+        self._path, self._clock = Path(path), clock
+        self._looked = clock()
+        self._stamp = self._stat()
+        self._clients = read_clients(self._path)
+
+    def client(self, metadata: Mapping[str, Any]) -> Client:
+        """Whose token comes with a call. All tokens are compared, each in constant time. Raises `Refusal`."""
+        self._look()
+        scheme, _, token = str(metadata.get("authorization", "")).partition(" ")
+        if scheme.lower() != "bearer" or not token:
+            raise Refusal("UNAUTHENTICATED", "TOKEN_MISSING", 'the metadata must have "authorization: Bearer TOKEN"')
+        given, found = _digest(token.strip()), None
+        for digest, client in self._clients:
+            if hmac.compare_digest(digest, given):
+                found = client
+        if found is None:
+            raise Refusal("UNAUTHENTICATED", "TOKEN_UNKNOWN", "the token is nobody's")
+        return found
+
+    def _look(self) -> None:
+        """Read the file anew if it has changed. One that cannot be read changes nothing."""
+        now = self._clock()
+        if now - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        stamp = self._stat()
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._clients = read_clients(self._path)
+            LOG.info("api_keys: %d tokens were read from %s", len(self._clients), self._path)
+        except InvalidArgument as error:
+            LOG.error("api_keys: the tokens of before stay in force: %s", error)
+
+    def _stat(self) -> tuple[int, int, int]:
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return (0, 0, 0)
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def read_clients(path: Path) -> list[tuple[bytes, Client]]:
+    """Every token's digest with its client. Raises `InvalidArgument`, which shows no token."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidArgument("api_keys", str(path), f"cannot be read: {error.strerror}") from error
+    except ValueError:
+        raise InvalidArgument("api_keys", str(path), "is not TOML") from None
+    found: dict[bytes, Client] = {}
+    known = [name for name in field_names(Client) if name != "name"]
+    for name, table in tables.items():
+        with within(f"api_keys.{name}."):
+            if not isinstance(table, dict):
+                raise InvalidArgument(
+                    "table", Shown("not a table"), f"must hold a client's tokens and limits in {path}"
+                )
+            check_names("a client", table, known, dict.fromkeys(table, Shown("given")))
+            texts = table.get("tokens", ())
+            if isinstance(texts, str) or not texts or any(len(str(text)) < SHORTEST_TOKEN for text in texts):
+                limit = f"must be a list of at least one token, each of at least {SHORTEST_TOKEN} characters"
+                raise InvalidArgument("tokens", Shown("given"), limit)
+            client = Client(**{**table, "name": name})
+        for text in client.tokens:
+            if found.setdefault(_digest(text), client) is not client:
+                raise InvalidArgument(f"api_keys.{name}.tokens", Shown("a token"), "must be of one client only")
+    return [(digest, dataclasses.replace(client, tokens=("given",))) for digest, client in found.items()]
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()

@@ -1,0 +1,157 @@
+"""What is around each call of each service: who asks, what an error becomes, what is logged and counted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from pagedec.serve.access import Client, Keys
+from pagedec.serve.statuses import DETAILS, Refusal, code_of, status_of
+
+LOG = logging.getLogger("pagedec.calls")
+QUIET = "/grpc.health.v1.Health/"
+"""Asked every few seconds: not worth a line."""
+
+
+@dataclass(slots=True)
+class Rpc:
+    """One call that runs. `request_ids`: what it has begun, for the log."""
+
+    method: str
+    client: Client
+    context: Any
+    began: float
+    metadata: dict[str, Any] = field(default_factory=dict)
+    request_ids: list[str] = field(default_factory=list)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until its deadline."""
+        left: float | None = self.context.time_remaining()
+        return left
+
+
+RPC: ContextVar[Rpc] = ContextVar("rpc")
+"""The call that this task answers."""
+
+
+class Observer(Protocol):
+    """Counts calls."""
+
+    def called(self, call: Rpc, code: str, seconds: float) -> None:
+        """A call has ended."""
+
+
+class Calls(grpc.aio.ServerInterceptor):
+    """Stands before every service, those of others included."""
+
+    def __init__(
+        self, keys: Keys | None, send_timeout: float, observers: tuple[Observer, ...] = (), is_admin: bool = False
+    ) -> None:
+        self._keys, self._send_timeout, self._observers, self._is_admin = keys, send_timeout, observers, is_admin
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The handler with all of this around it."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        details = handler_call_details
+        kinds = {
+            (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary, self._one),
+            (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream, self._many),
+            (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary, self._one),
+            (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream, self._many),
+        }
+        make, inner, around = kinds[bool(handler.request_streaming), bool(handler.response_streaming)]
+
+        async def answer(request: Any, context: Any) -> Any:
+            return await around(inner, details, request, context)
+
+        return make(answer, handler.request_deserializer, handler.response_serializer)
+
+    # ---- inside
+    async def _one(self, inner: Any, details: grpc.HandlerCallDetails, request: Any, context: Any) -> Any:
+        async with self._around(details, context):
+            answer = inner(request, context)
+            return await answer if inspect.isawaitable(answer) else answer
+
+    async def _many(self, inner: Any, details: grpc.HandlerCallDetails, request: Any, context: Any) -> None:
+        async with self._around(details, context):
+            answers = inner(request, context)
+            if not hasattr(answers, "__aiter__"):
+                await answers
+                return
+            async with contextlib.aclosing(answers):
+                async for answer in answers:
+                    await self._send(context, answer)
+
+    async def _send(self, context: Any, message: Any) -> None:
+        """Returns when the client's window has room; what is said meanwhile is merged by whoever says it."""
+        try:
+            async with asyncio.timeout(self._send_timeout):
+                await context.write(message)
+        except TimeoutError:
+            problem = f"nothing was read for {self._send_timeout:g} seconds, the server's send_timeout"
+            raise Refusal("RESOURCE_EXHAUSTED", "READER_TOO_SLOW", problem) from None
+
+    @contextlib.asynccontextmanager
+    async def _around(self, details: grpc.HandlerCallDetails, context: Any) -> AsyncIterator[None]:
+        metadata = dict(details.invocation_metadata or ())
+        call = Rpc(details.method, Client(name=peer_of(context)), context, time.monotonic(), metadata)
+        code = "OK"
+        try:
+            if self._keys is not None:
+                call.client = self._keys.client(metadata)
+                if self._is_admin and not call.client.is_admin:
+                    raise Refusal("PERMISSION_DENIED", "NOT_ADMIN", "the token is of a client who may not do this")
+            RPC.set(call)
+            yield
+        except asyncio.CancelledError:
+            left = call.seconds_left
+            code = "CANCELLED" if left is None or left > 0 else "DEADLINE_EXCEEDED"
+            raise
+        except (grpc.aio.AbortError, grpc.RpcError):
+            code = "ABORTED"
+            raise
+        except Exception as error:
+            status = status_of(error)
+            code = code_of(status).name
+            if code == "INTERNAL":
+                LOG.exception("%s: %s", call.method, " ".join(call.request_ids))
+            await context.abort(code_of(status), status.message, ((DETAILS, status.SerializeToString()),))
+        finally:
+            self._ended(call, code)
+
+    def _ended(self, call: Rpc, code: str) -> None:
+        seconds = time.monotonic() - call.began
+        for observer in self._observers:
+            observer.called(call, code, seconds)
+        if not call.method.startswith(QUIET):
+            fields = {
+                "method": call.method,
+                "client": call.client.name,
+                "code": code,
+                "seconds": round(seconds, 6),
+                "request_ids": call.request_ids,
+            }
+            LOG.info("%s %s", call.method, code, extra={"fields": fields})
+
+
+def peer_of(context: Any) -> str:
+    """The address that a call comes from, without its port."""
+    peer = str(context.peer())
+    return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer

@@ -1,0 +1,219 @@
+"""A request on its way: from what a message asks for to the engine, and back as outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from pagedec.constraints import TokenTrie
+from pagedec.errors import InvalidArgument, NotFound
+from pagedec.llm.async_llm import LONG_PROMPT, AsyncLLM
+from pagedec.llm.front import renamed
+from pagedec.llm.prompts import read_prompt as prompt_of
+from pagedec.outputs import RequestOutput
+from pagedec.params import RequestParams
+from pagedec.serve.access import Client
+from pagedec.serve.admission import Admission
+from pagedec.serve.calls import RPC
+from pagedec.serve.lifecycle import LOADING, Lifecycle
+from pagedec.serve.orders import Limits, Order, read_chat, read_prompt
+from pagedec.serve.server_config import ServerConfig
+from pagedec.serve.statuses import Refusal
+from pagedec.text.chat_template import render_chat
+from pagedec.v1 import prompt_pb2
+
+TRIE_ENDING = ".trie"
+"""Of files that `TokenTrie.save` has written, which are mapped; others are read as `TokenTrie.from_file` does."""
+SHOWN_ID = 200
+"""Characters that a client's name for a request may have."""
+
+
+class Watcher(Protocol):
+    """Is told what becomes of requests, in the server's event loop."""
+
+    def begun(self, name: str, order: Order, num_prompt_tokens: int) -> None:
+        """A request was let in."""
+
+    def told(self, name: str, output: RequestOutput) -> None:
+        """An output of it is given out."""
+
+    def over(self, name: str, error: BaseException | None) -> None:
+        """Nothing more comes of it. `error`: why, where it did not end by itself."""
+
+
+class _Open(NamedTuple):
+    llm: AsyncLLM
+    limits: Limits
+    admission: Admission
+    name: str
+
+
+class Gateway:
+    """All requests of a server. Belongs to its event loop."""
+
+    def __init__(self, config: ServerConfig, lifecycle: Lifecycle, watchers: tuple[Watcher, ...] = ()) -> None:
+        """Raises `InvalidArgument` for a trie that cannot be loaded."""
+        self.config, self.lifecycle, self.watchers = config, lifecycle, watchers
+        self._tries = load_tries(config.trie)
+        self._open: _Open | None = None
+        self.running: dict[str, Client] = {}
+        """What runs or waits, by the engine's name for it."""
+        self._numbers = itertools.count()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def open(self, llm: AsyncLLM) -> None:
+        """The model is there."""
+        own = llm.get_default_sampling_params()
+        fields = dataclasses.fields(own)
+        defaults = {field.name: value for field in fields if (value := getattr(own, field.name)) != field.default}
+        limits = Limits(self.config, defaults, llm.engine.limits.max_model_len, self._tries)
+        admission = Admission(self.config, llm.engine.scheduler.limits.max_num_seqs)
+        self._open = _Open(llm, limits, admission, self.config.served_model_name or llm.config.model.model)
+
+    async def idle(self) -> None:
+        """Return when nothing runs or waits."""
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Give up the model."""
+        if self._open is not None:
+            await asyncio.to_thread(self._open.llm.close)
+
+    # ---- what there is. Raises `Refusal` while the model is loaded
+    @property
+    def llm(self) -> AsyncLLM:
+        """The model."""
+        return self._opened().llm
+
+    @property
+    def limits(self) -> Limits:
+        """What bounds a request."""
+        return self._opened().limits
+
+    @property
+    def admission(self) -> Admission:
+        """Who is let in."""
+        return self._opened().admission
+
+    @property
+    def model(self) -> str:
+        """The model's name for clients."""
+        return self._opened().name
+
+    # ---- what is asked
+    def check_model(self, name: str) -> None:
+        """Raise `NotFound` for a model that is not served; none named is the only one."""
+        if name and name != self.model:
+            raise NotFound("model", name, f"known are {self.model}")
+
+    async def tokens(self, prompt: prompt_pb2.Prompt) -> tuple[str | None, list[int]]:
+        """A prompt's text and its token ids. Raises `InvalidArgument` naming the message's field."""
+        given = read_prompt(prompt)
+        if isinstance(given, list):
+            return None, given
+        if isinstance(given, prompt_pb2.Chat):
+            return await asyncio.to_thread(self.chat_tokens, given)
+        if len(given) > LONG_PROMPT:
+            return await asyncio.to_thread(self._text_tokens, given)
+        return self._text_tokens(given)
+
+    def chat_tokens(self, chat: prompt_pb2.Chat) -> tuple[str, list[int]]:
+        """The text that a conversation becomes, and its tokens. Takes as long as a template does."""
+        messages, options = read_chat(chat)
+        tokenizer = self.llm.get_tokenizer()
+        with renamed("messages", "prompt.chat.messages"):
+            text = render_chat(tokenizer, messages, **options)
+        tokenizer.check_length(text, self.limits.max_model_len - 1, "prompt.chat")
+        return text, tokenizer.encode(text, add_special_tokens=False)
+
+    # ---- on its way
+    async def outputs(
+        self, prompt: tuple[str | None, list[int]], order: Order, priority: int = 0, salt: str = "", name: str = ""
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of one request of the call that runs; of the kind that the order's parameters say. Closing the
+        generator aborts the request before the next step. Raises `PagedecError` of every kind."""
+        client, left = RPC.get().client, RPC.get().seconds_left
+        text, token_ids = prompt
+        with self._begun(order, name, len(token_ids), client, left) as engine_name:
+            given = {"prompt": text, "prompt_token_ids": token_ids}
+            with order.named(), renamed("prompt.prompt_token_ids", "prompt"):
+                outputs = self.llm.generate(
+                    given, order.params, engine_name, priority=priority, cache_salt=client.salted(salt)
+                )
+                async with contextlib.aclosing(outputs):
+                    async for output in outputs:
+                        for watcher in self.watchers:
+                            watcher.told(engine_name, output)
+                        yield dataclasses.replace(output, request_id=name or engine_name)
+
+    # ---- inside
+    def _opened(self) -> _Open:
+        if self._open is None:
+            raise self.lifecycle.refusal or LOADING
+        return self._open
+
+    @contextlib.contextmanager
+    def _begun(
+        self, order: Order, name: str, num_prompt_tokens: int, client: Client, left: float | None
+    ) -> Iterator[str]:
+        if self.lifecycle.refusal is not None:
+            raise self.lifecycle.refusal
+        engine_name = self._named(client, name)
+        most = num_prompt_tokens + order.params.num_answers * self._longest(order.params, num_prompt_tokens)
+        with self.admission.seat(client, most, left):
+            self.running[engine_name] = client
+            self._idle.clear()
+            for watcher in self.watchers:
+                watcher.begun(engine_name, order, num_prompt_tokens)
+            error: BaseException | None = None
+            try:
+                yield engine_name
+            except BaseException as caught:
+                error = caught
+                raise
+            finally:
+                del self.running[engine_name]
+                if not self.running:
+                    self._idle.set()
+                for watcher in self.watchers:
+                    watcher.over(engine_name, error)
+
+    def _longest(self, params: RequestParams, num_prompt_tokens: int) -> int:
+        room = max(0, self.limits.max_model_len - num_prompt_tokens)
+        return room if params.max_tokens is None else min(params.max_tokens, room)
+
+    def _named(self, client: Client, name: str) -> str:
+        """What the engine calls a request: clients may give theirs the same names."""
+        if len(name) > SHOWN_ID:
+            raise InvalidArgument("client_request_id", len(name), f"must have at most {SHOWN_ID} characters")
+        call = RPC.get()
+        if not name:
+            engine_name = f"request-{next(self._numbers)}"
+        else:
+            engine_name = f"{client.name}/{name}"
+            if engine_name in self.running:
+                raise Refusal(
+                    "ALREADY_EXISTS", "REQUEST_EXISTS", "client_request_id is that of a request that still runs"
+                )
+        call.request_ids.append(engine_name)
+        return engine_name
+
+    def _text_tokens(self, text: str) -> tuple[str, list[int]]:
+        _, token_ids, _ = prompt_of(text, "prompt.text", self.llm.tokenizer, self.limits.max_model_len - 1)
+        return text, token_ids
+
+
+def load_tries(named: tuple[str, ...]) -> Mapping[str, TokenTrie]:
+    """Tries by their names, from texts NAME=FILE. Raises `InvalidArgument`."""
+    found: dict[str, Any] = {}
+    for text in named:
+        name, equals, path = text.partition("=")
+        if not name or not equals or not path or name in found:
+            raise InvalidArgument("trie", text, "must be NAME=FILE, each name once")
+        found[name] = TokenTrie.open(path) if path.endswith(TRIE_ENDING) else TokenTrie.from_file(path)
+    return found

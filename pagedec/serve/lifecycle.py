@@ -1,0 +1,113 @@
+"""How a server stands: loading, serving, draining; and what health checks are told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from enum import Enum
+from typing import Any
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pagedec.serve.statuses import BUSY_SECONDS, Refusal
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+LOOK_SECONDS = 0.5
+"""How often it is looked whether steps still end."""
+
+
+class State(Enum):
+    """How a server stands."""
+
+    LOADING = "loading"
+    SERVING = "serving"
+    PAUSED = "paused"
+    DRAINING = "draining"
+    STALLED = "stalled"
+
+
+READY = (State.SERVING, State.PAUSED)
+"""In which health checks are told that requests are let in."""
+LOADING = Refusal("UNAVAILABLE", "LOADING", "the model is being loaded", BUSY_SECONDS)
+DRAINING = Refusal("UNAVAILABLE", "DRAINING", "the server lets no more requests in", BUSY_SECONDS)
+
+
+class Health(health_pb2_grpc.HealthServicer):
+    """grpc.health.v1. Unlike the one that comes with `grpcio-health-checking`, it goes on telling the other watchers of
+    a service when one of them leaves."""
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, int] = {}
+        self._changed = asyncio.Event()
+
+    def set(self, service: str, status: int) -> None:
+        """A service stands so from now on."""
+        if self._statuses.get(service) != status:
+            self._statuses[service] = status
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
+        """How a service stands now."""
+        status = self._statuses.get(request.service)
+        if status is None:
+            known = ", ".join(filter(None, self._statuses))
+            raise Refusal("NOT_FOUND", "SERVICE_NOT_FOUND", f"there is no such service; known are {known}")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def List(self, request: Any, context: Any) -> Any:
+        """How all of them stand."""
+        found = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self._statuses.items()}
+        return health_pb2.HealthListResponse(statuses=found)
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: Any
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        """How a service stands, now and whenever that changes."""
+        told = None
+        while True:
+            changed, status = self._changed, self._statuses.get(request.service, UNKNOWN)
+            if status != told:
+                told = status
+                yield health_pb2.HealthCheckResponse(status=status)
+            else:
+                await changed.wait()
+
+
+class Lifecycle:
+    """The state of one server, and its health service: "" says that the process lives, the name of a service that it
+    answers now."""
+
+    def __init__(self, services: tuple[str, ...], stall_timeout: float) -> None:
+        self.health = Health()
+        self.state = State.LOADING
+        self.refusal: Refusal | None = LOADING
+        """Why no request is let in; None: it is."""
+        self.began = time.time()
+        self._services, self._stall_timeout = services, stall_timeout
+
+        self.health.set("", SERVING)
+        self.set(State.LOADING)
+
+    def set(self, state: State) -> None:
+        """Stand so from now on."""
+        self.state = state
+        for service in self._services:
+            self.health.set(service, SERVING if state in READY else NOT_SERVING)
+
+    async def watch(self, num_steps: Callable[[], int], is_busy: Callable[[], bool]) -> None:
+        """Tell health checks where no step ends for long though requests run, and when one does again. Returns only by
+        being cancelled."""
+        steps, since = num_steps(), time.monotonic()
+        while True:
+            await asyncio.sleep(min(LOOK_SECONDS, self._stall_timeout / 4))
+            now = num_steps()
+            if now != steps or not is_busy() or self.state is State.PAUSED:
+                steps, since = now, time.monotonic()
+                if self.state is State.STALLED:
+                    self.set(State.SERVING)
+            elif self.state is State.SERVING and time.monotonic() - since > self._stall_timeout:
+                self.set(State.STALLED)

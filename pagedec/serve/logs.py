@@ -1,0 +1,50 @@
+"""What a server logs: a line for each call and each change, as text or as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+
+class _Line(logging.Formatter):
+    """One line: when, how grave, what, and the fields that go with it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, Any] = getattr(record, "fields", {})
+        shown = " ".join(f"{name}={value}" for name, value in fields.items() if value)
+        line = f"{_when(record)} {record.levelname.lower()} {record.getMessage()} {shown}".rstrip()
+        return line if record.exc_info is None else f"{line}\n{self.formatException(record.exc_info)}"
+
+
+class _Json(logging.Formatter):
+    """The same as one JSON object."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        found: dict[str, Any] = {
+            "time": _when(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info is not None:
+            found["exception"] = self.formatException(record.exc_info)
+        return json.dumps(found, default=str)
+
+
+def begin_logging(level: str, form: str) -> None:
+    """Log what is at least as grave as `level` to standard error, in the form "text" or "json"."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json() if form == "json" else _Line())
+    logger = logging.getLogger("pagedec")
+    logger.handlers[:] = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False
+
+
+def _when(record: logging.LogRecord) -> str:
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    return f"{whole}.{int(record.msecs):03d}Z"

@@ -1,0 +1,242 @@
+"""From messages to what `AsyncLLM` takes: prompts and parameters, with errors that name the message's own fields."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import Struct
+
+from pagedec.decoders.registry import decoder_for
+from pagedec.errors import InvalidArgument, NotFound, Shown
+from pagedec.fields import check_names, field_names
+from pagedec.params import BeamSearchParams, RequestOutputKind, RequestParams, SamplingParams
+from pagedec.serve.server_config import ServerConfig
+from pagedec.structured import AllowedSequences, StructuredOutputsParams
+from pagedec.v1 import parameters_pb2, prompt_pb2
+
+SAMPLING = {name: name for name in ("n", "temperature", "top_p", "top_k", "min_p")}
+BEAMS = {
+    name: name
+    for name in (
+        "beam_width", "num_return_sequences", "length_penalty", "do_sample", "temperature", "top_p", "top_k", "min_p",
+        "num_beam_groups", "diversity_penalty", "hf_semantics",
+    )
+}  # fmt: skip
+STOPPING = {"include_stop": "include_stop_str_in_output"} | {
+    name: name for name in ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
+}
+RULES = {
+    name: name
+    for name in (
+        "presence_penalty", "frequency_penalty", "repetition_penalty", "no_repeat_ngram_size", "logit_bias",
+        "allowed_token_ids", "bad_words",
+    )
+}  # fmt: skip
+REPORTS = {"logprobs": "logprobs", "prompt_logprobs": "prompt_logprobs"}
+WHOLE = {"seed": "seed", "truncate_prompt_tokens": "truncate_prompt_tokens"}
+EARLY = {
+    parameters_pb2.EARLY_STOPPING_UNSPECIFIED: False,
+    parameters_pb2.EARLY_STOPPING_HEURISTIC: False,
+    parameters_pb2.EARLY_STOPPING_ALWAYS: True,
+    parameters_pb2.EARLY_STOPPING_NEVER: "never",
+}
+"""What a message's fields are called in parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What of a server's configuration bounds a request, and what it may name."""
+
+    config: ServerConfig
+    defaults: Mapping[str, Any]
+    """Sampling as the model recommends it."""
+    max_model_len: int
+    tries: Mapping[str, AllowedSequences]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """How a request is decoded. `paths`: where in the message each parameter stands."""
+
+    params: RequestParams
+    paths: Mapping[str, str]
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Errors about a parameter name the message's field."""
+        with _named(self.paths):
+            yield
+
+
+def read_order(
+    given: parameters_pb2.Parameters, limits: Limits, kind: RequestOutputKind, stream_interval: int | None = None
+) -> Order:
+    """Parameters from a message. Raises `InvalidArgument` naming the message's field, and `NotFound`."""
+    values: dict[str, Any] = {}
+    paths: dict[str, str] = {}
+    _take(given, WHOLE, "parameters", values, paths)
+    for name, fields in (("stopping", STOPPING), ("logits_rules", RULES), ("reports", REPORTS)):
+        _take(getattr(given, name), fields, f"parameters.{name}", values, paths)
+    if given.stopping.HasField("time_limit"):
+        values["max_time"], paths["max_time"] = _seconds(given.stopping.time_limit), "parameters.stopping.time_limit"
+    if given.reports.special_tokens:
+        values["skip_special_tokens"] = False
+    if given.reports.no_text:
+        values["detokenize"] = False
+    _constrain(given.constraint, limits, values, paths)
+    if (mode := given.speculation.WhichOneof("mode")) is not None:
+        values["speculative"] = as_table(given.speculation.table) if mode == "table" else False
+        paths["speculative"] = f"parameters.speculation.{mode}"
+        if mode == "off" and not given.speculation.off:
+            del values["speculative"]
+    values["output_kind"] = kind
+    if stream_interval is not None:
+        values["stream_interval"] = stream_interval
+    with _named(paths):
+        params = _decoding(given, limits, values, paths)
+        _bound(params, limits)
+    return Order(params, paths)
+
+
+def read_prompt(prompt: prompt_pb2.Prompt) -> str | list[int] | prompt_pb2.Chat:
+    """What is asked: text, token ids, or a conversation that is still to be written. Raises `InvalidArgument`."""
+    form = prompt.WhichOneof("form")
+    if form == "text":
+        return prompt.text
+    if form == "token_ids":
+        return list(prompt.token_ids.ids)
+    if form == "chat":
+        return prompt.chat
+    raise InvalidArgument("prompt", None, "must have text, token_ids or chat")
+
+
+def read_message(message: prompt_pb2.ChatMessage) -> dict[str, Any]:
+    """One message of a conversation."""
+    return {**as_table(message.fields), "role": message.role, "content": message.content}
+
+
+def read_chat(chat: prompt_pb2.Chat) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A conversation's messages, and `render_chat`'s options. Raises `InvalidArgument`."""
+    begins = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not chat.continue_final_message
+    options = {
+        "add_generation_prompt": begins,
+        "continue_final_message": chat.continue_final_message,
+        "tools": [as_table(tool) for tool in chat.tools] or None,
+        "template_kwargs": as_table(chat.template_variables) or None,
+    }
+    return [read_message(message) for message in chat.messages], options
+
+
+def as_table(struct: Struct) -> dict[str, Any]:
+    """A Struct as a table; its numbers are whole where they have no fraction, since JSON tells no difference."""
+    found: dict[str, Any] = _whole(json_format.MessageToDict(struct))
+    return found
+
+
+# ---- inside
+def _whole(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _whole(own) for name, own in value.items()}
+    if isinstance(value, list):
+        return [_whole(own) for own in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _take(
+    message: Message, fields: Mapping[str, str], path: str, values: dict[str, Any], paths: dict[str, str]
+) -> None:
+    """The fields that are set, by the names that parameters have for them."""
+    for descriptor, value in message.ListFields():
+        name = fields.get(descriptor.name)
+        if name is not None:
+            values[name] = _plain(value)
+            paths[name] = f"{path}.{descriptor.name}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else value
+
+
+def _seconds(duration: Any) -> float:
+    return float(duration.seconds + duration.nanos / 1e9)
+
+
+def _constrain(given: parameters_pb2.Constraint, limits: Limits, values: dict[str, Any], paths: dict[str, str]) -> None:
+    kind, most = given.WhichOneof("kind"), limits.config.max_constraint_size
+    if kind is None or (kind == "json_object" and not given.json_object):
+        return
+    path = f"parameters.constraint.{kind}"
+    size = given.ByteSize()
+    if size > most:
+        raise InvalidArgument(
+            path, Shown(f"{size} bytes"), f"must be at most {most} bytes, the server's max_constraint_size"
+        )
+    if kind == "trie":
+        if given.trie not in limits.tries:
+            raise NotFound("trie", given.trie, f"known are {', '.join(limits.tries) or 'none'}")
+        values["token_trie"] = limits.tries[given.trie]
+        return
+    value = list(given.choice.texts) if kind == "choice" else getattr(given, kind)
+    field = "json" if kind == "json_schema" else kind
+    paths["structured_outputs"] = paths[f"structured_outputs.{field}"] = path
+    with _named(paths):
+        values["structured_outputs"] = StructuredOutputsParams.of({field: value})
+
+
+def _decoding(
+    given: parameters_pb2.Parameters, limits: Limits, values: dict[str, Any], paths: dict[str, str]
+) -> RequestParams:
+    kind = given.WhichOneof("decoding")
+    if kind == "custom":
+        return _custom(given.custom, values, paths)
+    if kind == "beam_search":
+        _take(given.beam_search, BEAMS, "parameters.beam_search", values, paths)
+        if given.beam_search.early_stopping not in EARLY:
+            known = ", ".join(parameters_pb2.EarlyStopping.keys())
+            field = "parameters.beam_search.early_stopping"
+            raise InvalidArgument(field, int(given.beam_search.early_stopping), f"must be one of {known}")
+        values["early_stopping"] = EARLY[given.beam_search.early_stopping]
+        return BeamSearchParams.from_dict(values)
+    _take(given.sampling, SAMPLING, "parameters.sampling", values, paths)
+    return SamplingParams.from_dict({**limits.defaults, **values})
+
+
+def _custom(given: parameters_pb2.CustomDecoder, values: dict[str, Any], paths: dict[str, str]) -> RequestParams:
+    made = decoder_for(given.name).params
+    own = as_table(given.parameters)
+    for name in own:
+        paths[name] = f"parameters.custom.parameters.{name}"
+    check_names(f"the decoder {given.name}", own, field_names(made), own)
+    return made.from_dict({**values, **own})
+
+
+def _bound(params: RequestParams, limits: Limits) -> None:
+    """Refuse what takes more than anybody may."""
+    config = limits.config
+    width = max(params.num_answers, getattr(params, "beam_width", 1))
+    if width > config.max_answers:
+        field = "beam_width" if hasattr(params, "beam_width") else "n"
+        raise InvalidArgument(field, width, f"must be at most {config.max_answers}, the server's max_answers")
+    tokens = width * (params.max_tokens or limits.max_model_len)
+    if tokens > config.max_request_tokens:
+        limit = f"must be at most {config.max_request_tokens // width}: {width} answers, or beams, may together have "
+        raise InvalidArgument("max_tokens", params.max_tokens, f"{limit}{config.max_request_tokens} tokens")
+
+
+@contextlib.contextmanager
+def _named(paths: Mapping[str, str]) -> Iterator[None]:
+    try:
+        yield
+    except InvalidArgument as error:
+        name, dot, rest = error.field.partition(".")
+        path = paths.get(error.field) or (f"{paths[name]}{dot}{rest}" if name in paths else None)
+        if path is None:
+            raise
+        raise type(error)(path, error.value, error.limit) from error.__cause__

@@ -1,0 +1,106 @@
+"""Ports: what is between a service and the network."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pagedec.errors import InvalidArgument
+from pagedec.serve.server_config import ServerConfig
+
+LOG = logging.getLogger("pagedec.serve")
+KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS = 30_000, 10_000
+LEAST_PING_MS = 10_000
+"""Clients that keep connections alive do so every 10 to 30 seconds; the library's own 300 would send them away."""
+MAX_METADATA = 16 * 1024
+
+
+def options(config: ServerConfig) -> list[tuple[str, Any]]:
+    """What a gRPC server is told of connections."""
+    found: list[tuple[str, Any]] = [
+        ("grpc.max_receive_message_length", config.max_message_size),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_metadata_size", MAX_METADATA),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", LEAST_PING_MS),
+        ("grpc.max_concurrent_streams", config.max_concurrent_streams),
+        ("grpc.so_reuseport", 0),
+    ]
+    if config.max_connection_age is not None:
+        found += [
+            ("grpc.max_connection_age_ms", round(config.max_connection_age * 1000)),
+            ("grpc.max_connection_age_grace_ms", round(config.drain_timeout * 1000)),
+        ]
+    return found
+
+
+def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
+    """Listen; returns the port. Raises `InvalidArgument` where that is not possible."""
+    address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    try:
+        if credentials is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, credentials))
+    except RuntimeError as error:
+        raise InvalidArgument("port", port, f"cannot be listened on at {host}: {error}") from None
+
+
+def credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
+    """TLS as the configuration says, with files that are read anew when they change; None: without. Raises
+    `InvalidArgument` for files that cannot be read."""
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    paths = [config.tls_cert, config.tls_key, *([config.tls_client_ca] if config.tls_client_ca else [])]
+    known = {"stamp": _stamp(paths)}
+
+    def changed() -> Any:
+        """What is in force for a new connection: None, as before."""
+        stamp = _stamp(paths)
+        if stamp == known["stamp"]:
+            return None
+        known["stamp"] = stamp
+        try:
+            return _certificates(config)
+        except InvalidArgument as error:
+            LOG.error("TLS: the certificate of before stays in force: %s", error)
+            return None
+
+    return grpc.dynamic_ssl_server_credentials(
+        _certificates(config), changed, require_client_authentication=config.tls_client_ca is not None
+    )
+
+
+def _certificates(config: ServerConfig) -> grpc.ServerCertificateConfiguration:
+    assert config.tls_cert is not None and config.tls_key is not None
+    pair = (_read("tls_key", config.tls_key), _read("tls_cert", config.tls_cert))
+    authorities = _read("tls_client_ca", config.tls_client_ca) if config.tls_client_ca else None
+    return grpc.ssl_server_certificate_configuration([pair], root_certificates=authorities)
+
+
+def _read(field: str, path: str) -> bytes:
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidArgument(field, path, f"cannot be read: {error.strerror}") from error
+    if b"-----BEGIN " not in data:
+        raise InvalidArgument(field, path, "must be a file in PEM form")
+    return data
+
+
+def _stamp(paths: list[str]) -> tuple[tuple[int, int], ...]:
+    found = []
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except OSError:
+            found.append((0, 0))
+        else:
+            found.append((status.st_mtime_ns, status.st_ino))
+    return tuple(found)

@@ -1,0 +1,138 @@
+"""What a server may be told. Not engine arguments: nothing but a server reads them."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from pagedec.errors import InvalidArgument
+from pagedec.fields import Flag, Integer, Number, Size, Text, Texts, check_fields, option, strict
+
+LOOPBACK_NAMES = ("localhost",)
+LEVELS = ("debug", "info", "warning", "error")
+
+
+@strict
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Where a server listens, whom it answers, and how much anybody may ask of it. Raises `InvalidArgument`."""
+
+    host: str = option("127.0.0.1", Text("address to listen on; one that others reach needs TLS, or insecure"))
+    port: int = option(50051, Integer("port to listen on; 0: any free one", high=65535))
+    admin_port: int | None = option(
+        None,
+        Integer(
+            "port of AdminService, on this machine's own address; none: no such service", high=65535, optional=True
+        ),
+    )
+    probe_port: int | None = option(
+        None,
+        Integer(
+            "a further port for health checks alone, without TLS and tokens, as Kubernetes' probes need it",
+            high=65535,
+            optional=True,
+        ),
+    )
+    metrics_port: int | None = option(
+        None, Integer("port for Prometheus, over HTTP at /metrics; none: no metrics", high=65535, optional=True)
+    )
+    metrics_host: str = option("127.0.0.1", Text("address of metrics_port"))
+    served_model_name: str | None = option(
+        None, Text("the model's name for clients; none: what model says", optional=True)
+    )
+    tls_cert: str | None = option(
+        None, Text("file of the certificate chain, PEM; read anew when it changes", optional=True)
+    )
+    tls_key: str | None = option(None, Text("file of its private key, PEM", optional=True))
+    tls_client_ca: str | None = option(
+        None, Text("file of the authorities whose clients are let in, PEM: others are not", optional=True)
+    )
+    insecure: bool = option(False, Flag("listen on an address that others reach without TLS"))
+    api_keys: str | None = option(
+        None, Text("TOML file of clients and their tokens; read anew when it changes; none: anybody", optional=True)
+    )
+    max_requests: int = option(1024, Integer("requests that may run and wait; more are refused", low=1))
+    max_client_requests: int | None = option(
+        None, Integer("the same of one client; none: as max_requests", low=1, optional=True)
+    )
+    max_client_branches: int | None = option(
+        None, Integer("open branches of one client's sessions; none: as the engine allows", low=1, optional=True)
+    )
+    max_client_tokens: int | None = option(
+        None,
+        Integer(
+            "tokens that one client's running requests may come to, prompts included; none: any", low=1, optional=True
+        ),
+    )
+    max_answers: int = option(128, Integer("answers, or beams, of one request", low=1))
+    max_request_tokens: int = option(
+        2**20, Integer("tokens that one request's answers, or beams, may come to together", low=1)
+    )
+    max_message_size: int = option(16 * 2**20, Size("largest message that is taken", low=1024, high=2**31 - 1))
+    max_constraint_size: int = option(2**16, Size("longest schema, expression, grammar or list of choices"))
+    max_concurrent_streams: int = option(1024, Integer("calls at the same time on one connection", low=1))
+    max_connection_age: float | None = option(
+        None,
+        Number(
+            "seconds after which a connection is asked to be made anew, so that balancers spread them; none: never",
+            above=0,
+            optional=True,
+        ),
+    )
+    stream_interval: int = option(
+        1, Integer("tokens of an answer that make a message, where a request says nothing", low=1)
+    )
+    send_timeout: float = option(
+        60.0, Number("seconds in which a client must take a message, before its call is ended", above=0, high=1e6)
+    )
+    lease: float = option(600.0, Number("seconds that a session lives unused, where its client says nothing", above=0))
+    max_lease: float = option(3600.0, Number("most seconds that a client may ask for", above=0))
+    drain_grace: float = option(
+        0.0,
+        Number(
+            "seconds in which requests are still let in after a termination signal, while balancers look away", low=0
+        ),
+    )
+    drain_timeout: float = option(
+        30.0,
+        Number("seconds that running requests have to end after a termination signal; then they are aborted", low=0),
+    )
+    stall_timeout: float = option(
+        120.0, Number("seconds without the end of a step, while requests run, after which it is not serving", above=0)
+    )
+    reflection: bool = option(True, Flag("tell clients of the contract, as grpcurl needs it"))
+    channelz: bool = option(False, Flag("tell of connections, as grpcdebug needs it, on the admin port"))
+    trie: tuple[str, ...] = option(
+        (),
+        Texts(
+            "NAME=FILE of a trie that constraints may name: what TokenTrie.save has written as FILE.trie, or sequences"
+        ),
+    )
+    log_level: str = option("info", Text("how much is logged", choices=LEVELS))
+    log_format: str = option("text", Text("how it is logged", choices=("text", "json")))
+    otlp_endpoint: str | None = option(
+        None, Text("where traces go, such as http://127.0.0.1:4317; none: nowhere", optional=True)
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_client_ca", "tls_cert")):
+            if getattr(self, one) is not None and getattr(self, other) is None:
+                raise InvalidArgument(other, None, f"must be given, since {one} is")
+        if not is_loopback(self.host) and self.tls_cert is None and not self.insecure:
+            limit = (
+                "must be this machine's own, such as 127.0.0.1, or have TLS (tls_cert, tls_key), or insecure be true"
+            )
+            raise InvalidArgument("host", self.host, limit)
+        if self.lease > self.max_lease:
+            raise InvalidArgument("lease", self.lease, f"must be at most max_lease, which is {self.max_lease:g}")
+
+
+def is_loopback(host: str) -> bool:
+    """An address is this machine's own. Names other than localhost are taken for others' addresses."""
+    if host in LOOPBACK_NAMES:
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,119 @@
+"""What an error becomes: a status with google.rpc details, by which programs tell them apart."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from pagedec.errors import (
+    BranchBusy,
+    BranchClosed,
+    DeviceError,
+    FeatureNotAvailable,
+    InvalidArgument,
+    ModelFileError,
+    NotFound,
+    PagedecError,
+    RequestError,
+    SessionLimit,
+    Shown,
+)
+
+DOMAIN = "pagedec.dev"
+DETAILS = "grpc-status-details-bin"
+MAX_MESSAGE = 1024
+"""Characters of a status: proxies have little room for trailers."""
+BUSY_SECONDS = 1.0
+"""After which it may be tried again, where nothing better is known."""
+
+
+class Refusal(PagedecError):
+    """A server does not do what it is asked. `code` is a gRPC status by name, `reason` says which of its causes it
+    was."""
+
+    def __init__(self, code: str, reason: str, problem: str, retry: float | None = None, quota: str = "") -> None:
+        """`retry`: seconds after which it may be tried again. `quota`: whose limit was reached."""
+        super().__init__(code, reason, problem, retry, quota)
+        self.status, self.reason, self.problem, self.retry, self.quota = code, reason, problem, retry, quota
+
+    def __str__(self) -> str:
+        return self.problem
+
+
+class _Status(NamedTuple):
+    code: str
+    reason: str
+    message: str
+    field: str = ""
+    retry: float | None = None
+    quota: str = ""
+
+
+def status_of(error: BaseException) -> status_pb2.Status:
+    """The status of an error. What is nobody's fault but ours says nothing of its cause."""
+    found = _read(error)
+    message = found.message if len(found.message) <= MAX_MESSAGE else f"{found.message[:MAX_MESSAGE]} ..."
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=found.reason, domain=DOMAIN)]
+    if found.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=found.field, description=message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if found.retry is not None:
+        details.append(error_details_pb2.RetryInfo(retry_delay=as_duration(found.retry)))
+    if found.quota:
+        quota = error_details_pb2.QuotaFailure.Violation(subject=found.quota, description=message)
+        details.append(error_details_pb2.QuotaFailure(violations=[quota]))
+    packed = []
+    for detail in details:
+        packed.append(AnyMessage())
+        packed[-1].Pack(detail)
+    return status_pb2.Status(code=code_pb2.Code.Value(found.code), message=message, details=packed)
+
+
+def code_of(status: status_pb2.Status) -> grpc.StatusCode:
+    """The same number as gRPC's own kind of it."""
+    return next(code for code in grpc.StatusCode if code.value[0] == status.code)
+
+
+def as_duration(seconds: float) -> Duration:
+    """Seconds as a message."""
+    made = Duration()
+    made.FromNanoseconds(round(seconds * 1e9))
+    return made
+
+
+def _read(error: BaseException) -> _Status:
+    if isinstance(error, Refusal):
+        return _Status(error.status, error.reason, str(error), retry=error.retry, quota=error.quota)
+    if isinstance(error, SessionLimit):
+        return _Status("RESOURCE_EXHAUSTED", "SESSION_LIMIT", _told(error), quota=error.field, retry=BUSY_SECONDS)
+    if isinstance(error, FeatureNotAvailable):
+        return _Status("UNIMPLEMENTED", "FEATURE_NOT_AVAILABLE", _told(error), error.field)
+    if isinstance(error, InvalidArgument):
+        return _Status("INVALID_ARGUMENT", "INVALID_FIELD", _told(error), error.field)
+    if isinstance(error, BranchBusy):
+        return _Status("FAILED_PRECONDITION", "BRANCH_BUSY", str(error))
+    if isinstance(error, BranchClosed):
+        return _Status("NOT_FOUND", "BRANCH_CLOSED", str(error))
+    if isinstance(error, NotFound):
+        return _Status("NOT_FOUND", f"{error.kind.upper().replace(' ', '_')}_NOT_FOUND", str(error))
+    if isinstance(error, DeviceError):
+        return _Status("UNAVAILABLE", "DEVICE_FAILED", str(error), retry=BUSY_SECONDS)
+    if isinstance(error, RequestError) and isinstance(error.__cause__, PagedecError):
+        return _read(error.__cause__)
+    if isinstance(error, RequestError) and error.__cause__ is None:
+        return _Status("FAILED_PRECONDITION", "REQUEST_FAILED", str(error))
+    if isinstance(error, ModelFileError):
+        return _Status("FAILED_PRECONDITION", "MODEL_FILE", "the model's files are not what they should be")
+    return _Status("INTERNAL", "INTERNAL", "an error of the server, which its log tells of")
+
+
+def _told(error: InvalidArgument) -> str:
+    """What is wrong with a field, without a text that somebody has sent: that may be anything."""
+    value = error.value
+    harmless = isinstance(value, (bool, int, float, Shown)) or value is None
+    return f"{error.field} is {value!r}: {error.limit}" if harmless else f"{error.field}: {error.limit}"

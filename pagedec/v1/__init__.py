@@ -1,0 +1,1 @@
+"""The stubs of the contract in `proto/`, made by `proto/generate.py`."""

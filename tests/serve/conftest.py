@@ -1,0 +1,71 @@
+"""Servers over a tiny random model, and one over the default model, for what needs text."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pagedec import AsyncLLM
+from tests.engine.conftest import EOS
+from tests.models.checkpoints import make_checkpoint, variant
+from tests.serve.serving import Loop, Serving
+
+assert EOS == 2
+
+
+@pytest.fixture(scope="session")
+def server_loop() -> Iterator[Loop]:
+    loop = Loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _debug() -> Iterator[None]:
+    """The pool is checked after every step and fresh blocks are poisoned."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PAGEDEC_DEBUG", "1")
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of two layers and 131 tokens whose end token comes up every now and then."""
+    path = tmp_path_factory.mktemp("tiny")
+    make_checkpoint(variant("tiny", length=8, initializer_range=0.15, max_position_embeddings=16384), path)
+    return path
+
+
+@pytest.fixture
+def serve(server_loop: Loop, tiny_path: Path) -> Iterator[Callable[..., Serving]]:
+    """Makes servers over the tiny model: `engine` holds engine arguments, the rest are the server's options."""
+    made: list[Serving] = []
+
+    def make(engine: dict[str, object] | None = None, **options: object) -> Serving:
+        settings: dict[str, object] = {
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "num_blocks": 64,
+            "max_model_len": 256,
+            **(engine or {}),
+        }
+        serving = Serving(server_loop, functools.partial(AsyncLLM, str(tiny_path), **settings), **options)
+        made.append(serving)
+        return serving.ready()
+
+    yield make
+    for serving in made:
+        serving.whole()
+        serving.close()
+
+
+@pytest.fixture(scope="session")
+def text_server(server_loop: Loop) -> Iterator[Serving]:
+    """The default model."""
+    serving = Serving(server_loop, lambda: AsyncLLM("smollm2", num_blocks=96, max_model_len=512)).ready()
+    yield serving
+    serving.whole()
+    serving.close()
