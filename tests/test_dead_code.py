@@ -15,7 +15,6 @@ OUTSIDE = {
     "convert_ids_to_tokens": "of transformers' tokenizers",
     "convert_tokens_to_ids": "of transformers' tokenizers",
     "retract": "for a conversation whose turn was given up",
-    "beam_search": "vLLM's name",
     "check_health": "vLLM's name",
     "shutdown": "vLLM's name",
     "allow_vnni": "for tests and benchmarks",
