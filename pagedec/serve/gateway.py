@@ -118,9 +118,13 @@ class Gateway:
             return None, given
         if isinstance(given, prompt_pb2.Chat):
             return await asyncio.to_thread(self.chat_tokens, given)
-        if len(given) > LONG_PROMPT:
-            return await asyncio.to_thread(self._text_tokens, given)
-        return self._text_tokens(given)
+        return await self.text_tokens(given)
+
+    async def text_tokens(self, text: str) -> tuple[str, list[int]]:
+        """A text and its token ids. Raises `InvalidArgument`."""
+        if len(text) > LONG_PROMPT:
+            return await asyncio.to_thread(self._text_tokens, text)
+        return self._text_tokens(text)
 
     def chat_tokens(self, chat: prompt_pb2.Chat) -> tuple[str, list[int]]:
         """The text that a conversation becomes, and its tokens. Takes as long as a template does."""

@@ -92,6 +92,11 @@ class Lifecycle:
         self.health.set("", SERVING)
         self.set(State.LOADING)
 
+    @property
+    def is_ready(self) -> bool:
+        """Requests are let in."""
+        return self.state in READY
+
     def set(self, state: State) -> None:
         """Stand so from now on."""
         self.state = state

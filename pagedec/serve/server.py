@@ -18,8 +18,11 @@ from pagedec.serve.gateway import Gateway
 from pagedec.serve.generation_service import GenerationService
 from pagedec.serve.lifecycle import DRAINING, Lifecycle, State
 from pagedec.serve.model_service import ModelService
+from pagedec.serve.open_inference_service import OpenInferenceService
 from pagedec.serve.server_config import ServerConfig
 from pagedec.v1 import generation_service_pb2, generation_service_pb2_grpc, model_service_pb2, model_service_pb2_grpc
+from pagedec.v1 import open_inference_service_pb2 as open_inference
+from pagedec.v1.open_inference_service_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 
 LOG = logging.getLogger("pagedec.serve")
 LAST_SECONDS = 2.0
@@ -27,7 +30,11 @@ LAST_SECONDS = 2.0
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 SERVICES = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name
-    for module, name in ((generation_service_pb2, "GenerationService"), (model_service_pb2, "ModelService"))
+    for module, name in (
+        (generation_service_pb2, "GenerationService"),
+        (model_service_pb2, "ModelService"),
+        (open_inference, "GRPCInferenceService"),
+    )
 )
 
 
@@ -110,6 +117,7 @@ class Server:
         server = self._server(self._keys)
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(self.gateway), server)
         model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self.gateway), server)
+        add_GRPCInferenceServiceServicer_to_server(OpenInferenceService(self.gateway), server)
         health_pb2_grpc.add_HealthServicer_to_server(self.lifecycle.health, server)
         if config.reflection:
             reflection.enable_server_reflection((*SERVICES, HEALTH, reflection.SERVICE_NAME), server)

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-from pagedec import AsyncLLM, SamplingParams
+from pagedec import AsyncLLM, RequestOutput
+from pagedec.params import RequestOutputKind, RequestParams
 from pagedec.serve.server import Server
 from pagedec.serve.server_config import ServerConfig
 from pagedec.serve.statuses import DETAILS
@@ -139,4 +140,11 @@ def reason(error: grpc.RpcError) -> str:
     return str(info.reason)
 
 
-GREEDY = SamplingParams(temperature=0, max_tokens=16)
+def offline(serving: Serving, what: str | list[int], params: RequestParams) -> RequestOutput:
+    """What the server's own engine answers when it is asked without a server."""
+
+    async def answered() -> RequestOutput:
+        final = params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
+        return [output async for output in serving.llm.generate(what, final)][-1]
+
+    return serving.loop.run(answered())
