@@ -27,7 +27,7 @@ from pagedec.engine.recovery import Recovery
 from pagedec.engine.sessions import Sessions
 from pagedec.engine.speculating import DRAFTING, check_speculation, with_speculation
 from pagedec.engine.stats import EngineStats
-from pagedec.errors import DeviceError, InvalidArgument, RequestError, Shown, told
+from pagedec.errors import DeviceError, InvalidArgument, RequestError, Shown, counted, told
 from pagedec.executor.base import Executor
 from pagedec.outputs import RequestMetrics
 from pagedec.params import RequestParams
@@ -267,14 +267,14 @@ class Engine:
         name = f"{self.seed}/{ordinal}".encode()
         return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
-    def check_room(self, field: str, num_tokens: int, room: int) -> None:
-        """Raise `InvalidArgument` for a sequence behind which there is no room for so many more."""
+    def check_room(self, field: str, num_tokens: int, room: int, before: int = 0, advice: str = "") -> None:
+        """Raise `InvalidArgument` for tokens, behind `before` others, behind which there is no room for so many more.
+        `advice` stands at the error's end."""
         longest, what = self._longest()
-        if num_tokens > longest - room:
-            limit = f"must be at most {longest - room} tokens long: {what} holds {longest}"
-            raise InvalidArgument(
-                field, Shown(f"{num_tokens} tokens"), f"{limit}, and one must be new" if room else limit
-            )
+        if before + num_tokens > longest - room:
+            limit = f"must be at most {longest - room - before} tokens long: {what} holds {longest}"
+            limit += f", and {before} stand before it" if before else ", and one must be new" if room else ""
+            raise InvalidArgument(field, Shown(counted(num_tokens, "token")), limit + advice)
 
     def _longest(self) -> tuple[int, str]:
         """The longest sequence that there can be, and what bounds it."""
