@@ -276,6 +276,10 @@ class Engine:
             limit += f", and {before} stand before it" if before else ", and one must be new" if room else ""
             raise InvalidArgument(field, Shown(counted(num_tokens, "token")), limit + advice)
 
+    def room(self, num_tokens: int) -> int:
+        """How many more tokens there can be behind so many."""
+        return self._longest()[0] - num_tokens
+
     def _longest(self) -> tuple[int, str]:
         """The longest sequence that there can be, and what bounds it."""
         limits = self.scheduler.limits

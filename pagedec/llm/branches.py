@@ -86,6 +86,11 @@ class Handle:
         return self._branch.length
 
     @property
+    def room(self) -> int:
+        """How many more tokens it can get: what is left of the context, or of a pool that is smaller."""
+        return self._front.engine.room(self._branch.length)
+
+    @property
     def token_ids(self) -> list[int]:
         """All of its tokens, the prompt's too."""
         return self._branch.tokens()
