@@ -31,7 +31,6 @@ from pagedec.errors import DeviceError, InvalidArgument, RequestError, Shown, co
 from pagedec.executor.base import Executor
 from pagedec.outputs import RequestMetrics
 from pagedec.params import RequestParams
-from pagedec.speculation import Speculation, speculation_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +84,8 @@ class Engine:
         self.scheduler, self.executor, self.limits, self.vocabulary = scheduler, executor, limits, vocabulary
         self.seed, self.debug, self.stats, self.clock = seed, debug, EngineStats(), clock
         self.speculative = speculative
-        self._has_draft_model = "draft" in scheduler.pools
         if speculative is not None:
-            self._check_speculation(speculation_of(speculative), "speculative_config")
+            self._check_speculation(speculative, "speculative_config")
         self.num_unseeded = 0
         """Requests admitted without a seed of their own."""
         self.grammars = None if vocabulary is None else Grammars(limits.vocab_size, *vocabulary.words)
@@ -121,8 +119,8 @@ class Engine:
         """
         decoder_for(type(params))  # before anything is read from what may be no parameters at all
         params = with_speculation(params, self.speculative)
-        if isinstance(params, DRAFTING) and params.speculation is not None:
-            self._check_speculation(params.speculation, "speculative")
+        if isinstance(params, DRAFTING) and isinstance(params.speculative, dict):
+            self._check_speculation(params.speculative, "speculative")
         chosen = decoder_of(params)
         limit, limited_by = self._limit(prompt, params.max_tokens)
         limits = self.limits
@@ -238,8 +236,10 @@ class Engine:
         self.executor.stop()
 
     # ---- inside
-    def _check_speculation(self, speculation: Speculation, field: str) -> None:
-        check_speculation(speculation, field, self.limits.max_model_len, self._has_draft_model)
+    def _check_speculation(self, table: dict[str, Any], field: str) -> None:
+        limits = self.scheduler.limits
+        draft_context = limits.max_positions.get("draft") if "draft" in limits.num_blocks else None
+        check_speculation(table, field, self.limits.max_model_len, draft_context)
 
     def _learn(self, plan: StepPlan, host: float, execute: float) -> None:
         """What a step took; from the first request on that drafts as widely as pays."""

@@ -30,6 +30,7 @@ from pagedec.llm.signature import EngineArgs, signed
 from pagedec.llm.writer import Writer
 from pagedec.params import RequestParams, SamplingParams
 from pagedec.runtime.pool import KvPool
+from pagedec.speculation import speculation_name
 from pagedec.text.chat_template import Message, check_messages, render_chat
 from pagedec.text.conversation import Conversation
 from pagedec.text.tokenizer import Tokenizer
@@ -65,7 +66,9 @@ class Front:
         if self.loop.closed:
             return f"<{name}: closed>"
         numbers, context = self.engine.executor.geometry, self.engine.limits.max_model_len
-        return f"<{name}: {numbers}, context {context}, KV pool {self.kv_cache}>"
+        drafts = speculation_name(self.config.scheduler.speculative_config)
+        about = f"{numbers}, context {context}, KV pool {self.kv_cache}"
+        return f"<{name}: {about}{f', speculation {drafts}' if drafts else ''}>"
 
     def __reduce__(self) -> NoReturn:
         kind = type(self).__name__
