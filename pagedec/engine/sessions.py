@@ -130,7 +130,8 @@ class Sessions:
         elif keep != SCORES and keep not in KEEPS and not (type(keep) is int and 0 <= keep < params.num_answers):
             limit = f"must be one of {', '.join(KEEPS)}, or an answer's number below {params.num_answers}"
             raise InvalidArgument("keep", keep, limit)
-        self._check_size(owner, params.num_answers * (params.max_tokens or 1))
+        room = engine.room(branch.length)
+        self._check_size(owner, params.num_answers * min(params.max_tokens or room, room))
         seed = owner.seed if params.seed is None else params.seed
         named = dataclasses.replace(params, seed=seed_of(seed, branch.name, branch.epoch))
         call = OpenCall(branch, self._parking, request_id, keep, waits)

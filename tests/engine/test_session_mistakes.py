@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pagedec import AsyncLLM
-from pagedec.errors import BranchBusy, InvalidArgument
+from pagedec.errors import BranchBusy, InvalidArgument, SessionLimit
 from tests.engine.crowd import Tiny
 
 PROMPT = list(range(3, 40))
@@ -76,6 +76,18 @@ def test_a_context_that_is_full(tiny: Tiny) -> None:
     assert_told([(lambda: session.generate(max_tokens=1), full)])
     session.rollback(1)
     assert session.generate(max_tokens=4, ignore_eos=True).outputs[0].limited_by == "max_model_len"
+
+
+def test_an_answer_of_any_length_counts_as_long_as_it_can_get(tiny: Tiny) -> None:
+    """Where nothing is said, and where more is said than there is room for."""
+    llm = tiny(max_model_len=64, max_session_tokens=60)
+    session = llm.session(PROMPT, seed=3)
+    for fields in ({}, {"max_tokens": 1000}):
+        with pytest.raises(SessionLimit, match="max_session_tokens is 37 tokens, and 27 more: a session may hold 60"):
+            session.generate(**fields)
+    assert session.generate(max_tokens=23, ignore_eos=True).finished and session.num_tokens == 60
+    enough = tiny(max_model_len=64, max_session_tokens=64).session(PROMPT, seed=3)
+    assert enough.generate(max_tokens=1000, ignore_eos=True).finished and enough.num_tokens == 64
 
 
 def test_a_branch_is_not_copied(tiny: Tiny) -> None:
