@@ -25,7 +25,7 @@ from pagedec.engine.options import DEFAULT_LOGPROBS, Vocabulary, check_reports, 
 from pagedec.engine.pace import StepPace
 from pagedec.engine.recovery import Recovery
 from pagedec.engine.sessions import Sessions
-from pagedec.engine.speculating import DRAFTING, check_speculation, with_speculation
+from pagedec.engine.speculating import DRAFTING, TABLE, check_speculation, with_speculation
 from pagedec.engine.stats import EngineStats
 from pagedec.errors import DeviceError, InvalidArgument, RequestError, Shown, counted, told
 from pagedec.executor.base import Executor
@@ -120,7 +120,8 @@ class Engine:
         decoder_for(type(params))  # before anything is read from what may be no parameters at all
         params = with_speculation(params, self.speculative)
         if isinstance(params, DRAFTING) and isinstance(params.speculative, dict):
-            self._check_speculation(params.speculative, "speculative")
+            table = TABLE.check("speculative", params.speculative)  # somebody may have written to it
+            self._check_speculation(table, "speculative")
         chosen = decoder_of(params)
         limit, limited_by = self._limit(prompt, params.max_tokens)
         limits = self.limits

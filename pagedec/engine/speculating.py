@@ -8,11 +8,13 @@ from typing import Any, TypeVar
 from pagedec.decoders.registry import decoder_for
 from pagedec.errors import InvalidArgument
 from pagedec.params import BeamSearchParams, RequestParams, SamplingParams
-from pagedec.speculation import DraftModelSpeculation, speculation_of
+from pagedec.speculation import DraftModelSpeculation, SpeculationTable, speculation_of
 
 P = TypeVar("P", bound=RequestParams)
 DRAFTING = (SamplingParams, BeamSearchParams)
 """Parameters that may say how to draft."""
+TABLE = SpeculationTable("how a request drafts")
+"""What a request may say."""
 
 
 def with_speculation(params: P, default: dict[str, Any] | None) -> P:

@@ -45,6 +45,18 @@ def test_false_as_it_is_written_in_python() -> None:
     )
 
 
+def test_a_table_that_is_written_to(tiny: Tiny) -> None:
+    """As if it had been given so."""
+    params, llm = SamplingParams(max_tokens=4, speculative={"method": "ngram"}), tiny()
+    assert isinstance(params.speculative, dict)
+    params.speculative["candidates"] = 2
+    message = told(lambda: llm.generate([REPEATED], params, use_tqdm=False))
+    assert message.startswith("speculative.candidates is 2: not a field of the method ngram")
+    params.speculative.update(method="n-gram")
+    message = told(lambda: llm.generate([REPEATED], params, use_tqdm=False))
+    assert message.startswith("speculative.method is 'n-gram': must be one of ngram, ")
+
+
 def test_more_than_a_draft_model_s_context(tiny: Tiny, tiny_path: Path) -> None:
     own = {"model": str(tiny_path), "max_model_len": 16}
     limit = "must be less than 16, the draft model's context: it drafts 16 tokens ahead"
