@@ -139,6 +139,11 @@ def speculation_of(table: Mapping[str, Any]) -> Speculation:
     return kind(**{name: table[name] for name in rules(kind) if name in table})
 
 
+def speculation_name(table: Mapping[str, Any] | None) -> str:
+    """What a checked table of the engine's is called: the method, and the model that drafts. Empty without one."""
+    return " ".join(str(table[name]) for name in ("method", "model") if name in table) if table else ""
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculationTable(Rule):
     """A table that names a method and its numbers. As text: a JSON object. `of_engine`: it may name a draft model, and
@@ -149,8 +154,15 @@ class SpeculationTable(Rule):
 
     @property
     def limit(self) -> str:
-        off = "" if self.of_engine else "False, or "
-        return f'{off}a table of names and values, on the command line a JSON object such as {{"method": "ngram"}}'
+        off, none = ("", "") if self.of_engine else ("False, or ", "false, or ")
+        example = '{"method": "ngram"}'
+        return f"{off}a table of names and values, on the command line {none}a JSON object such as {example}"
+
+    @property
+    def _names(self) -> list[str]:
+        """Of all methods."""
+        own = [name for kind in METHODS.values() for name in rules(kind)]
+        return list(dict.fromkeys(("method", "model", *own, *DRAFT_MODEL_FIELDS, *NEUTRAL)))
 
     def accept(self, value: object) -> Any:
         if value is False and not self.of_engine:
@@ -160,7 +172,7 @@ class SpeculationTable(Rule):
         return dict(value)
 
     def read(self, text: str) -> object:
-        return json.loads(text)
+        return False if text == "False" else json.loads(text)
 
     def check(self, name: str, value: object) -> Any:
         accepted = Rule.check(self, name, value)
@@ -178,6 +190,8 @@ class SpeculationTable(Rule):
         if table.get("method") is None and model is not None:
             table["method"] = DraftModelSpeculation.method
         method = table.get("method")
+        if method is None:
+            check_names("speculation", table, self._names, table)
         if method in ELSEWHERE:
             limit = f"not available in this version; available: {', '.join(METHODS)}"
             raise FeatureNotAvailable("method", method, limit)

@@ -22,7 +22,7 @@ class Acceptance:
     num_drafted: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    whole: Acceptance | None = None
+    whole: Acceptance | None = field(default=None, repr=False)
     """What these are a part of, and are counted in as well."""
 
     @property

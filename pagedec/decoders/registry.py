@@ -82,7 +82,10 @@ def decoder_of(params: Any) -> Registered:
     speculation = getattr(params, "speculation", None)
     found = decoder_for(type(params), type(speculation) if speculation is not None else None)
     if speculation is not None and found.speculation is not type(speculation):
-        limit = f"must be None or False: the decoder {found.name} does not draft so"
+        ways = sorted(kind.method for own, kind in _by_params if kind is not None and own is found.params)
+        table = f", or a table of {', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ""
+        others = f"None, False{table}" if table else "None or False"
+        limit = f"must be {others}: the decoder {found.name} does not draft so"
         raise InvalidArgument("speculative", params.speculative, limit)
     return found
 

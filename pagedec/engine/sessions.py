@@ -87,7 +87,7 @@ class Sessions:
     def append(self, engine: Engine, branch: OpenBranch, tokens: Sequence[int]) -> None:
         """Continue a branch by a client's tokens, which end nothing."""
         owner = self._of(engine, branch, "append")
-        engine.check_room("append", branch.length + len(tokens), 0)
+        engine.check_room("append", len(tokens), 0, branch.length)
         self.check_tokens(engine, "append", tokens)
         self._check_size(owner, len(tokens))
         history, tip = branch.place
@@ -120,7 +120,8 @@ class Sessions:
     ) -> Request:
         """A request that goes out from `branch`, for the loop to take in this very turn. `waits`: `read` or `give_up`
         must follow when it has ended. Raises as `Engine.admit` does; nothing has changed then."""
-        owner = self._of(engine, branch, "call")
+        owner = self._of(engine, branch, "another call")
+        engine.check_room(f"branch {branch.name}", branch.length, 1, advice="; roll it back first")
         if params.truncate_prompt_tokens is not None:
             limit = "must be None: a branch is continued as it is"
             raise InvalidArgument("truncate_prompt_tokens", params.truncate_prompt_tokens, limit)
@@ -129,7 +130,8 @@ class Sessions:
         elif keep != SCORES and keep not in KEEPS and not (type(keep) is int and 0 <= keep < params.num_answers):
             limit = f"must be one of {', '.join(KEEPS)}, or an answer's number below {params.num_answers}"
             raise InvalidArgument("keep", keep, limit)
-        self._check_size(owner, params.num_answers * (params.max_tokens or 1))
+        room = engine.room(branch.length)
+        self._check_size(owner, params.num_answers * min(params.max_tokens or room, room))
         seed = owner.seed if params.seed is None else params.seed
         named = dataclasses.replace(params, seed=seed_of(seed, branch.name, branch.epoch))
         call = OpenCall(branch, self._parking, request_id, keep, waits)

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, overload
 
 from pagedec.engine.engine import Engine
 from pagedec.engine.open_branches import OpenBranch
-from pagedec.llm.branches import Handle, Mark, Turns
+from pagedec.llm.branches import Going, Handle, Mark, Scored, Turns
 from pagedec.llm.readers import Reader
+from pagedec.llm.several import all_at_once, generating, scoring
 from pagedec.outputs import BranchOutput, ContinuationScore
 from pagedec.text.chat_template import Message
 
@@ -69,14 +70,34 @@ class AsyncSessionBranch(Handle):
     ) -> list[ContinuationScore]:
         """How probable the model takes each of these continuations to be; see `SessionBranch.score`."""
         scored = self._scoring(continuations, logprobs)
-        if not scored.is_empty:
-            reader = Reader(self._front._mailbox(), scored.stream)
-            try:
-                await self._do(scored.begin)
-                await reader.news()
-            finally:
-                scored.leave()
+        await self._run([] if scored.is_empty else [scored])
         return scored.results()
+
+    async def generate_all(
+        self,
+        branches: Sequence[AsyncSessionBranch],
+        sampling_params: Any = None,
+        *,
+        keep: str | int = "first",
+        **fields: Any,
+    ) -> list[BranchOutput[AsyncSessionBranch]]:
+        """`generate` on several branches, of this session or of others, in one batch; see `SessionBranch.generate_all`.
+        Begins all of the calls or none."""
+        calls = generating(self, branches, sampling_params, keep, fields)
+        await self._run(calls)
+        return [call.written(next(call.stream.read())) for call in calls]
+
+    async def score_all(
+        self,
+        branches: Sequence[AsyncSessionBranch],
+        continuations: Sequence[Sequence[str | Sequence[int]]],
+        *,
+        logprobs: int = 0,
+    ) -> list[list[ContinuationScore]]:
+        """`score` on several branches in one batch: a list of continuations for each."""
+        calls = scoring(self, branches, continuations, logprobs)
+        await self._run([call for call in calls if not call.is_empty])
+        return [call.results() for call in calls]
 
     async def close(self) -> None:
         """Let the branch go; a call on it fails. May be called again."""
@@ -109,6 +130,17 @@ class AsyncSessionBranch(Handle):
         finally:
             going.leave()
 
+    async def _run(self, calls: Sequence[Going[AsyncSessionBranch]] | Sequence[Scored]) -> None:
+        """Begin calls together, and wait until all are over."""
+        readers = [Reader(self._front._mailbox(), call.stream) for call in calls]
+        try:
+            await self._do(all_at_once(calls))
+            for reader in readers:
+                await reader.news()
+        finally:
+            for call in calls:
+                call.leave()
+
     async def _do(self, function: Callable[[Engine], T]) -> T:
         return await asyncio.wrap_future(self._front.loop.call(function))
 
@@ -133,6 +165,9 @@ class Opening:
     def __init__(self, front: AsyncLLM, opening: Callable[[Engine], OpenBranch], turns: Turns) -> None:
         self._front, self._opening, self._turns = front, opening, turns
         self._session: AsyncSession | None = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a session must be awaited, or entered with `async with`, before it has {name!r}")
 
     def __await__(self) -> Generator[Any, None, AsyncSession]:
         return self._open().__await__()

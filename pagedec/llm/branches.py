@@ -9,20 +9,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
 import numpy as np
 
-from pagedec.core.history import History
 from pagedec.decoders.scoring import ScoreParams
 from pagedec.engine.engine import Engine, FinishedRequest
 from pagedec.engine.open_branches import SCORES, OpenBranch, OpenCall, Owner
 from pagedec.engine.sessions import closing
-from pagedec.errors import InvalidArgument, RequestError, Shown
+from pagedec.errors import InvalidArgument, RequestError, Shown, counted
 from pagedec.fields import Integer
+from pagedec.llm.branch_tree import branch_tree, path, shared
 from pagedec.llm.prompts import Job, read_token_ids
 from pagedec.llm.streams import Stream
-from pagedec.outputs import BranchOutput, CompletionOutput, ContinuationScore, Logprob, RequestOutput
+from pagedec.outputs import BranchOutput, ContinuationScore, Logprob, RequestOutput
 from pagedec.params import RequestOutputKind, RequestParams
 from pagedec.text.chat_template import Message
 from pagedec.text.conversation import Conversation, encode_behind
@@ -60,8 +60,13 @@ class Handle:
         let_go.atexit = False
 
     def __repr__(self) -> str:
-        state = f"{self.num_tokens} tokens" if self._branch.owner is not None else self._branch.why_closed
+        state = counted(self.num_tokens, "token")
+        if self.closed:
+            state = "its LLM was closed" if self._branch.owner is not None else self._branch.why_closed
         return f"<{type(self).__name__} {self.name}: {state}>"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("a branch of a session cannot be copied or pickled: fork it")
 
     # ---- what it is; while a call runs, what it was before
     @property
@@ -72,13 +77,18 @@ class Handle:
 
     @property
     def closed(self) -> bool:
-        """It was closed, or its session was given up."""
-        return self._branch.owner is None
+        """It was closed, or its session was given up, or its engine."""
+        return self._branch.owner is None or self._front.loop.closed
 
     @property
     def num_tokens(self) -> int:
         """How many tokens it has, the prompt's too."""
         return self._branch.length
+
+    @property
+    def room(self) -> int:
+        """How many more tokens it can get: what is left of the context, or of a pool that is smaller."""
+        return self._front.engine.room(self._branch.length)
 
     @property
     def token_ids(self) -> list[int]:
@@ -96,7 +106,7 @@ class Handle:
         """A table for each token: the model's log-probabilities, as calls have reported them (`logprobs=0` reports the
         token's own). None for what was given, or not reported."""
         history, tip = self._branch.place
-        found = [history.notes.get(node) for node in _path(history, tip, 0)]
+        found = [history.notes.get(node) for node in path(history, tip, 0)]
         tables = self._front.writer.logprobs(found)
         assert tables is not None
         return tables
@@ -108,20 +118,11 @@ class Handle:
 
     def tree(self) -> AnswerTree:
         """All open branches of the session as a tree: what they share, where they part. `str` draws it for a terminal,
-        its `svg()` and `html()` make one file. Answers stand in the order in which branches were made."""
-        front, owner = self._front, self._owner
-        places = [branch.place for branch in list(owner.branches.values()) or [self._branch]]
-        rows = [history.tokens(tip) for history, tip in places]
-        length = min(len(_shared(rows)), owner.prompt_length)
-        outputs = []
-        for i, ((history, tip), row) in enumerate(zip(places, rows, strict=True)):
-            text = "" if front.tokenizer is None else front.tokenizer.decode(row[length:])
-            notes = [history.notes.get(node) for node in _path(history, tip, length)]
-            tables = front.writer.logprobs(notes) if any(notes) else None
-            outputs.append(CompletionOutput(i, text, row[length:], logprobs=tables))
-        size = front.engine.scheduler.limits.block_size
-        whole = RequestOutput(self.name, None, rows[0][:length], outputs, block_size=size)
-        return whole.spelled(None if front.tokenizer is None else front.tokenizer.byte_table.join).tree()
+        its `svg()` and `html()` make one file. Each is shown with its name, in the order in which they were made."""
+        gone = {id(dropped) for dropped in self._front.engine.sessions.dropped.copy()}
+        owner = self._owner
+        branches = [branch for branch in list(owner.branches.values()) if id(branch) not in gone] or [self._branch]
+        return branch_tree(self._front, branches, owner.prompt_length)
 
     # ---- what is to happen to it, for the loop
     def _again(self, branch: OpenBranch) -> Self:
@@ -151,12 +152,16 @@ class Handle:
         length, before = self._turns[-1]
         conversation, now = before.fork(), self._branch.tokens()
         conversation.answer(now[length:])
-        wanted = conversation.ask(message)
+        check_turn("append", message)
+        try:
+            wanted = conversation.ask(message)
+        except InvalidArgument as error:  # about the message, wherever it stands
+            raise type(error)("append" + error.field.partition("]")[2], error.value, error.limit) from error.__cause__
         turns = (*self._turns, (len(wanted), conversation))
-        same = len(_shared([now, wanted]))
+        same = len(shared([now, wanted]))
 
         def chat(engine: Engine) -> None:
-            engine.check_room("append", len(wanted), 0)
+            engine.check_room("append", len(wanted) - same, 0, same)
             if same < len(now):
                 engine.sessions.cut(engine, self._branch, same)
             engine.sessions.append(engine, self._branch, wanted[same:])
@@ -172,7 +177,10 @@ class Handle:
                 limit = f"must be one of what branch {self.name} holds: it was taken back behind it, and went on"
                 raise InvalidArgument("rollback", Shown(f"a mark at {keep} tokens"), limit)
         else:
-            keep = length - Integer("tokens to take back", low=0).check("rollback", to)
+            try:
+                keep = length - Integer("tokens to take back").check("rollback", to)
+            except InvalidArgument as error:
+                raise InvalidArgument("rollback", to, f"{error.limit}, or a mark") from None
 
         def cut(engine: Engine) -> None:
             engine.sessions.cut(engine, self._branch, keep)
@@ -198,16 +206,22 @@ class Handle:
             fields = {**fields, "output_kind": RequestOutputKind.FINAL_ONLY}
         return Going(self, params.clone(**fields) if fields else copy.copy(params), keep, streams)
 
-    def _scoring(self, continuations: Any, logprobs: int) -> Scored:
-        many = _listed(continuations)
-        rows = [self._tokens(f"continuations[{i}]", one) for i, one in enumerate(many)]
+    def _scoring(self, continuations: Any, logprobs: int, field: str = "continuations") -> Scored:
+        logprobs = Integer("most probable tokens that are reported", low=-1).check("logprobs", logprobs)
+        many = _listed(field, continuations)
+        rows = [self._tokens(f"{field}[{i}]", one) for i, one in enumerate(many)]
         texts = [one if isinstance(one, str) else None for one in many]
-        return Scored(self, texts, rows, logprobs)
+        return Scored(self, texts, rows, logprobs, field)
 
     def _tokens(self, field: str, what: Any) -> list[int]:
         """A text as it goes on behind the branch, or token ids."""
         if not isinstance(what, str):
-            return read_token_ids(field, what)
+            try:
+                return read_token_ids(field, what)
+            except InvalidArgument as error:
+                text = "text, a chat's next message" if field == "append" else "text"
+                limit = error.limit.replace("must be", f"must be {text}, or", 1)
+                raise InvalidArgument(field, error.value, limit) from None
         tokenizer, front = self._front.tokenizer, self._front
         if tokenizer is None:
             raise InvalidArgument(field, what, "must be token ids: the engine runs with skip_tokenizer_init")
@@ -264,9 +278,9 @@ class Scored:
     """Continuations that are scored. `stream` brings nothing but the end."""
 
     def __init__(
-        self, handle: Handle, texts: Sequence[str | None], rows: Sequence[Sequence[int]], logprobs: int
+        self, handle: Handle, texts: Sequence[str | None], rows: Sequence[Sequence[int]], logprobs: int, field: str
     ) -> None:
-        self._texts, self._rows, self._handle = texts, [tuple(row) for row in rows], handle
+        self._field, self._texts, self._rows, self._handle = field, texts, [tuple(row) for row in rows], handle
         longest = max(map(len, self._rows), default=0)
         self.is_empty = longest == 0
         params = ScoreParams(
@@ -281,10 +295,9 @@ class Scored:
         """Send it out. Called in the loop."""
         branch, job = self._handle._branch, self.stream.job
         assert isinstance(job.params, ScoreParams)
-        longest = job.params.max_tokens or 0
-        engine.check_room("continuations", branch.length + longest, 0)
         for i, row in enumerate(self._rows):
-            engine.sessions.check_tokens(engine, f"continuations[{i}]", row)
+            engine.check_room(f"{self._field}[{i}]", len(row), 0, branch.length)
+            engine.sessions.check_tokens(engine, f"{self._field}[{i}]", row)
         self._root = branch.place[1]
         request = engine.sessions.begin(engine, branch, job.request_id, job.params, SCORES)
         self._handle._front.loop.join(request, self.stream)
@@ -330,49 +343,21 @@ class Ending(Stream):
         return last
 
 
-def all_at_once(going: Sequence[Going[B] | Scored]) -> Callable[[Engine], None]:
-    """Send out calls together, all or none."""
-
-    def begin(engine: Engine) -> None:
-        begun: list[Going[B] | Scored] = []
-        try:
-            for one in going:
-                one.begin(engine)
-                begun.append(one)
-        except BaseException:
-            for one in begun:
-                one.withdraw()
-            raise
-
-    return begin
-
-
 def _let_go(calls: Sequence[OpenCall], dropped: deque[OpenBranch | OpenCall]) -> None:
     dropped.extend(calls)
 
 
-def _listed(continuations: Any) -> list[Any]:
+def check_turn(field: str, message: Mapping[str, Any]) -> None:
+    """Raise `InvalidArgument` for a chat's message behind which no answer can stand."""
+    if message.get("role") == "assistant":
+        limit = "must be another's: the answer is generated; `append` a text to begin it"
+        raise InvalidArgument(f"{field}.role", "assistant", limit)
+
+
+def _listed(field: str, continuations: Any) -> list[Any]:
     if isinstance(continuations, (str, bytes, Mapping)) or not isinstance(continuations, Iterable):
-        raise InvalidArgument("continuations", continuations, "must be a list of texts, or of lists of token ids")
+        raise InvalidArgument(field, continuations, "must be a list of texts, or of lists of token ids")
     return list(continuations)
-
-
-def _path(history: History, tip: int, start: int) -> list[int]:
-    """The nodes of tokens from `start` on."""
-    nodes = []
-    for _ in range(history.depth[tip] - start):
-        nodes.append(tip)
-        tip = history.parent[tip]
-    return nodes[::-1]
-
-
-def _shared(rows: Sequence[list[int]]) -> list[int]:
-    """The longest common beginning: of the first and the last in order."""
-    low, high = min(rows), max(rows)
-    for i, token in enumerate(low):
-        if i == len(high) or high[i] != token:
-            return low[:i]
-    return low
 
 
 def _digest(tokens: Sequence[int]) -> bytes:

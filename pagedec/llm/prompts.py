@@ -132,6 +132,13 @@ def as_priorities(priority: object, num_prompts: int) -> list[int]:
     return [int(number) for number in priority]
 
 
+def as_priority(priority: object) -> int:
+    """One number."""
+    if not are_ids([priority]):
+        raise InvalidArgument("priority", priority, "must be a whole number; lower ones run earlier")
+    return int(priority)  # type: ignore[call-overload]
+
+
 def as_conversations(messages: object) -> tuple[list[Sequence[Message]], bool]:
     """The conversations, and whether they were several: a list of messages is one, a list of such lists is several."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagedec.llm.session import SessionBranch
+from pagedec.search.scorers import check_search
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ def self_consistency(
 ) -> Vote:
     """Draw `n` texts behind `branch` and count what `answer_of` finds in each; None is no vote. Of answers with as many
     votes the first to be given wins. Nothing is kept; asked again, others are drawn."""
+    check_search(branch, "answer_of", answer_of)
     output = branch.generate(sampling_params, keep="none", n=n, **fields)
     texts = [answer.text for answer in output.outputs]
     counts = Counter(found for found in map(answer_of, texts) if found is not None)

@@ -150,7 +150,7 @@ def test_two_calls_on_one_branch(tiny: Tiny) -> None:
         stream = fork.stream(DRAWN)
         next(stream)
         for what, act in {
-            "call": lambda: fork.generate(DRAWN), "fork": fork.fork, "append": lambda: fork.append([1]),
+            "another call": lambda: fork.generate(DRAWN), "fork": fork.fork, "append": lambda: fork.append([1]),
             "rollback": lambda: fork.rollback(1),
         }.items():  # fmt: skip
             message = f"branch 0.0 has a call that still runs: {what} must wait until it has ended"
@@ -268,7 +268,7 @@ def test_what_a_branch_refuses(tiny: Tiny) -> None:
         (lambda: session.append([9999]), "append is 9999: token ids must be from 0 to"),
         (lambda: session.append("text"), "append is 'text': must be token ids: the engine runs with skip_tokenizer"),
         (lambda: session.append({"role": "user", "content": "Hi"}), "must be text or tokens: the session did not"),
-        (lambda: session.append([5] * 100000), "append is 100037 tokens: must be at most"),
+        (lambda: session.append([5] * 100000), "append is 100000 tokens: must be at most 219"),
         (lambda: session.generate_all([llm.session(PROMPT), tiny().session(PROMPT)]), "branches[1] is <Session 0: 37"),
         (lambda: session.score("yes"), "continuations is 'yes': must be a list of texts, or of lists of token ids"),
         (lambda: session.score([[1], [-1]]), "continuations[1] is -1: token ids must be"),
@@ -336,7 +336,18 @@ def test_text_chat_and_tree(text_llm: LLM) -> None:
         one.append(" and")
         two.append(" but")
         drawn = str(session.tree())
-        assert drawn.startswith("3 answers to a prompt of 4 tokens") and '" and"' in drawn and '" but"' in drawn
+        assert (
+            drawn.startswith("3 branches behind 4 tokens; 1 fork; ") and '" and"' in drawn and "unfinished" not in drawn
+        )
+        assert repr(session.tree()) == f"<AnswerTree: {drawn.splitlines()[0]}>"
+        [line] = [line for line in drawn.splitlines() if '" but"' in line]
+        assert line.endswith("  branch 0.1, 7 tokens")
+        for page in (session.tree().svg(), session.tree().html()):
+            assert "branch 0.1, 7 tokens" in page
+        assert "<td>0.1</td>" in session.tree().html()
+        del one
+        gc.collect()
+        assert session.tree().names == ("0", "0.1")
         yes, no = session.score([" was a", " were an"])
         assert yes.text == " was a" and yes.logprob > no.logprob
     with text_llm.session(messages=[{"role": "user", "content": "Say hello."}]) as chat:
