@@ -30,7 +30,7 @@ import numpy as np
 from common import heading, interleave, ratio, self_spread, table
 
 from pagedec import LLM, SamplingParams
-from pagedec.serve.load import Load, Outcome, parse_goals, start_times, summary
+from pagedec.serve.load import Outcome, Sender, parse_goals, start_times, summary
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import parameters_pb2 as pp
 from pagedec.v1 import prompt_pb2 as pr
@@ -91,8 +91,8 @@ class Client:
         self._runner = asyncio.Runner()
         self._load = self._runner.run(self._connected(address))
 
-    async def _connected(self, address: str) -> Load:
-        return Load(grpc.aio.insecure_channel(address))
+    async def _connected(self, address: str) -> Sender:
+        return Sender(grpc.aio.insecure_channel(address))
 
     def send(
         self, requests: list[pb.GenerateStreamRequest], starts: list[float] | None = None, timeout: float | None = None

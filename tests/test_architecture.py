@@ -60,6 +60,7 @@ EXTRA: dict[str, set[str]] = {
         "environment",
         "serve",
         "tree",
+        "v1",
     },
     "v1": set(),
     "__main__": {"cli"},

@@ -145,7 +145,7 @@ async def _sent(options: LoadOptions, requests: Sequence[Any]) -> list[Any]:
     import grpc
     import grpc.aio
 
-    from pagedec.serve.load import Load, start_times
+    from pagedec.serve.load import Sender, start_times
 
     starts = start_times(len(requests), options.request_rate, options.burstiness, options.workload_seed)
     metadata = (("authorization", f"Bearer {options.token}"),) if options.token else ()
@@ -155,7 +155,7 @@ async def _sent(options: LoadOptions, requests: Sequence[Any]) -> list[Any]:
         trusted = grpc.ssl_channel_credentials(Path(options.tls_ca).read_bytes())
         channel = grpc.aio.secure_channel(options.address, trusted)
     async with channel:
-        return await Load(channel, metadata).run(requests, starts, options.max_concurrency, options.timeout)
+        return await Sender(channel, metadata).run(requests, starts, options.max_concurrency, options.timeout)
 
 
 def _draw(path: str, outcomes: Sequence[Any]) -> None:

@@ -92,7 +92,7 @@ def start_times(count: int, rate: float, burstiness: float, seed: int) -> list[f
     return [0.0, *np.cumsum(gaps)[:-1].tolist()]
 
 
-class Load:
+class Sender:
     """Sends requests over one channel to `GenerateStream`."""
 
     def __init__(self, channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]] = ()) -> None:
