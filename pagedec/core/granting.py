@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -105,17 +106,15 @@ def cut(draft: Draft | Roll, nodes: Sequence[int]) -> Draft | Roll:
 
 def _items(wishes: Sequence[Wish], rows_left: int) -> tuple[np.ndarray, ...]:
     """Owner, node, gain, rows and depth in a roll of whatever can be granted by itself."""
-    items = []
-    for number, wish in enumerate(wishes):
-        if wish.is_whole:
-            if len(wish.gains) <= rows_left:
-                items.append((number, 1, wish.gains[0], len(wish.gains), 0))
-            continue
-        for node, gain in enumerate(wish.gains, start=1):
-            if gain > 0:
-                items.append((number, node, gain, 1, node if wish.is_roll else 0))
-    columns = zip(*items, strict=True) if items else [()] * 5
-    return tuple(np.array(column, np.float64 if i == 2 else np.int64) for i, column in enumerate(columns))
+    sizes = np.array([len(wish.gains) for wish in wishes])
+    num_nodes = int(sizes.sum())
+    owner = np.repeat(np.arange(len(wishes)), sizes)
+    node = np.arange(1, num_nodes + 1) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    gain = np.fromiter(chain.from_iterable(wish.gains for wish in wishes), np.float64, num_nodes)
+    size = np.where(np.array([wish.is_whole for wish in wishes])[owner], sizes[owner], 1)
+    depth = np.where(np.array([wish.is_roll for wish in wishes])[owner], node, 0)
+    found = np.flatnonzero((gain > 0) & (size <= rows_left))
+    return owner[found], node[found], gain[found], size[found], depth[found]
 
 
 def _seconds(

@@ -135,9 +135,7 @@ def test_the_device_fails_now_and_then(tiny: Tiny, expected: list[Tokens], seed:
 
 @pytest.mark.parametrize("poisonous", ["0", "3", "23", "06", "135"])
 @pytest.mark.parametrize("roomy", [False, True], ids=["small", "roomy"])
-def test_poisonous_requests_are_told_apart(
-    tiny: Tiny, expected: list[Tokens], poisonous: str, roomy: bool
-) -> None:
+def test_poisonous_requests_are_told_apart(tiny: Tiny, expected: list[Tokens], poisonous: str, roomy: bool) -> None:
     """No step with one of them ever comes back. The others are answered as if they had not been there."""
     llm = tiny() if roomy else tiny(**SMALL)
     unwell = Unwell(llm, lambda count, names: not names.isdisjoint(poisonous))
