@@ -84,12 +84,16 @@ class Sessions:
         self._used(owner)
         return made
 
-    def append(self, engine: Engine, branch: OpenBranch, tokens: Sequence[int]) -> None:
-        """Continue a branch by a client's tokens, which end nothing."""
+    def append(self, engine: Engine, branch: OpenBranch, tokens: Sequence[int], behind: int | None = None) -> None:
+        """Continue a branch, or its first `behind` tokens, to which it is taken back, by a client's tokens, which end
+        nothing. Raises `InvalidArgument` and `SessionLimit` where there is no room; nothing has changed then."""
         owner = self._of(engine, branch, "append")
-        engine.check_room("append", branch.length + len(tokens), 0)
+        length = branch.length if behind is None else behind
+        engine.check_room("append", length + len(tokens), 0)
         self.check_tokens(engine, "append", tokens)
         self._check_size(owner, len(tokens))
+        if length < branch.length:
+            self.cut(engine, branch, length)
         history, tip = branch.place
         branch.place = history, history.append(tip, tokens)
         self._used(owner)

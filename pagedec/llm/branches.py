@@ -156,10 +156,7 @@ class Handle:
         same = len(_shared([now, wanted]))
 
         def chat(engine: Engine) -> None:
-            engine.check_room("append", len(wanted), 0)
-            if same < len(now):
-                engine.sessions.cut(engine, self._branch, same)
-            engine.sessions.append(engine, self._branch, wanted[same:])
+            engine.sessions.append(engine, self._branch, wanted[same:], same)
             self._turns = turns
 
         return chat

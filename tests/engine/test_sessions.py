@@ -250,6 +250,25 @@ def test_limits_have_names(tiny: Tiny) -> None:
     assert len(forks) == 2 and other.num_tokens == 90 and session.token_ids == PROMPT
 
 
+def test_a_chat_turn_without_room_takes_nothing_back(tiny: Tiny) -> None:
+    """A template that writes what was said in another way has the branch cut; not before there is room for the turn."""
+
+    class Rewriting:
+        def fork(self) -> Rewriting:
+            return self
+
+        def answer(self, token_ids: Any) -> None: ...
+
+        def ask(self, message: Any) -> list[int]:
+            return [*PROMPT[:10], *[5] * 80]
+
+    session = tiny(max_session_tokens=100).session(PROMPT, seed=3)
+    session._turns = ((len(PROMPT), Rewriting()),)  # type: ignore[assignment]
+    with pytest.raises(SessionLimit, match="max_session_tokens"):
+        session.append({"role": "user", "content": "and now?"})
+    assert session.token_ids == PROMPT and session._branch.epoch == 0
+
+
 def test_what_a_branch_refuses(tiny: Tiny) -> None:
     llm = tiny()
     session = llm.session(PROMPT, seed=3)
