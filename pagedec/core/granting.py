@@ -33,6 +33,10 @@ class Wish(NamedTuple):
         """What its likeliest nodes add, so many of them."""
         return sum(sorted(self.gains, reverse=True)[:num_nodes])
 
+    def likeliest(self, num_nodes: int) -> list[int]:
+        """So many nodes, a parent before its children."""
+        return sorted(range(1, len(self.gains) + 1), key=lambda node: -self.gains[node - 1])[:num_nodes]
+
 
 class Load(NamedTuple):
     """What the step has already: its rows, the tokens that it will give, how many rows are left, whether plain requests

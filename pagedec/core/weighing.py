@@ -88,7 +88,7 @@ class Weighing:
                     continue
                 loss = seconds / grants.bare_seconds - 1 - wish.gain(size) / load.num_tokens
                 if loss < MOST_LOST or size == 1 or wish.is_whole:
-                    nodes[i] = [*range(1, size + 1)]
+                    nodes[i] = wish.likeliest(size)
                     standing.tried(max(0.0, loss))
                     return
 
