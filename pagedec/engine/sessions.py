@@ -106,8 +106,10 @@ class Sessions:
             text = f"must be from 0 to {most}: branch {branch.name} has {branch.length} tokens, and one must stay"
             raise InvalidArgument("rollback", branch.length - length, text)
         history, tip = branch.place
+        owner.num_loose += branch.length - length
         branch.place = history, history.ancestor(tip, length)
         branch.epoch += 1
+        branch.num_given = min(branch.num_given, length)
         for table in branch.tables.values():
             table.truncate(min(table.length, length))
         self._parking.touch(branch)
@@ -153,6 +155,7 @@ class Sessions:
             engine.fail(name, RequestError(name, f"branch {branch.name}, from which it went out, {why}"))
             owner.num_calls -= 1
         branch.owner, branch.why_closed = None, why
+        owner.num_loose += max(0, branch.length - branch.num_given)
         del owner.branches[branch.name]
         self._parking.remove(branch)
         self.num_branches -= 1
@@ -251,6 +254,7 @@ class Sessions:
         self, owner: Owner, parent: OpenBranch, place: tuple[History, int], tables: dict[str, BlockTable]
     ) -> OpenBranch:
         branch = self._named(owner, f"{parent.name}.{parent.num_forks}", place, tables)
+        branch.num_given = parent.length
         parent.num_forks += 1
         return branch
 
@@ -279,7 +283,8 @@ class Sessions:
         owner.last_used = self._clock()
         if owner.ttl is not None:
             self._next_expiry = min(self._next_expiry, owner.last_used + owner.ttl)
-        if len(owner.history) >= 2 * owner.size_before:
+        size = len(owner.history)
+        if size >= 2 * owner.size_before or 2 * owner.num_loose > size > FEW_TOKENS:
             self._prune(owner)
         self.num_tokens += len(owner.history) - owner.counted
         owner.counted = len(owner.history)
@@ -292,7 +297,7 @@ class Sessions:
             owner.history = new
             for branch in owner.branches.values():
                 branch.place = new, number[branch.place[1]]
-        owner.size_before = max(FEW_TOKENS, len(owner.history))
+        owner.size_before, owner.num_loose = max(FEW_TOKENS, len(owner.history)), 0
 
     # ---- what is refused
     def check_tokens(self, engine: Engine, field: str, tokens: Sequence[int]) -> None:

@@ -213,6 +213,25 @@ def test_low_priority_gives_way_first(tiny: Tiny) -> None:
     assert not low._branch.tables["target"].num_blocks and high._branch.tables["target"].num_blocks
 
 
+@pytest.mark.parametrize("how", ["close", "rollback"])
+def test_who_closes_or_takes_back_makes_room_for_others(tiny: Tiny, how: str) -> None:
+    """Memory follows what lives, though nothing has grown since."""
+    llm = tiny(max_parked_tokens=4200)
+    with llm.session(PROMPT, seed=3) as session:
+        forks = session.fork(40)
+        for i, fork in enumerate(forks):
+            fork.append([50 + i] * 100)
+        with pytest.raises(SessionLimit, match="max_parked_tokens"):
+            llm.session([7] * 200)
+        for fork in forks[:39]:
+            fork.close() if how == "close" else fork.rollback(100)
+        assert llm.engine.sessions.num_tokens == len(session._branch.place[0]) < 2 * 1024
+        llm.session([7] * 200).close()
+        assert forks[39].token_ids == PROMPT + [89] * 100
+        forks[39].generate(DRAWN)
+    assert_nothing_left(llm)
+
+
 def test_dead_history_is_pruned(tiny: Tiny) -> None:
     llm = tiny(num_blocks=64)
     with llm.session(PROMPT, seed=3) as session:
