@@ -57,15 +57,10 @@ class Odds:
         """The chance of each node but the root to be accepted with all before it: what it adds to a step's tokens."""
         grade = draft.grade if isinstance(draft, Draft) else 0
         parents = draft.parents if isinstance(draft, Draft) else chain_parents(draft.count)
-        gains, known = [1.0], dict[tuple[int, int], float]()
-        for parent, place in zip(parents, places(parents), strict=True):
-            if gains[parent] < LEAST:
-                gains.append(0.0)
-                continue
-            chance = known.get(place)
-            if chance is None:
-                chance = known[place] = min(SURE, self._chance((grade, *place)))
-            gains.append(gains[parent] * chance)
+        gains, chance = [1.0], self._chance
+        for parent, (depth, rank) in zip(parents, places(parents), strict=True):
+            gain = gains[parent]
+            gains.append(0.0 if gain < LEAST else gain * min(SURE, chance((grade, depth, rank))))
         return gains[1:]
 
     # ---- inside
