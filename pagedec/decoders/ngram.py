@@ -77,9 +77,8 @@ class _Part:
         return self._first + len(self._text)
 
     def extend(self, tokens: Sequence[int], low: int, high: int) -> None:
-        text, behind, place = self._text, self._behind, self.end
-        for token in tokens:
-            last = tuple(text[-high:])
+        behind, last = self._behind, tuple(self._text[-high:])
+        for place, token in enumerate(tokens, self.end):
             for start in range(len(last) - low + 1):
                 gram = last[start:]
                 known = behind.get(gram)
@@ -89,8 +88,8 @@ class _Part:
                     known.append(place)
                 else:
                     behind[gram] = [known, place]
-            text.append(token)
-            place += 1
+            last = (*last, token)[-high:]
+        self._text += tokens
 
     def tokens(self, begin: int, stop: int) -> list[int]:
         """Tokens `begin` to `stop` of the sequence that the part stands in."""
