@@ -133,6 +133,18 @@ METHODS: dict[str, type[Speculation]] = {
 }
 
 
+def add_method(kind: type[Speculation]) -> None:
+    """Have tables name `kind` by its `method`. A reloaded module replaces its own; raises `InvalidArgument` for a name
+    that is another's, or none."""
+    name = getattr(kind, "method", None)
+    if not isinstance(name, str):
+        raise InvalidArgument("speculation.method", name, "must be a name: tables of speculative_config say it")
+    taken = METHODS.get(name, kind)
+    if name in ELSEWHERE or (taken.__module__, taken.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise InvalidArgument("speculation.method", name, "must be new; it belongs to another way to draft")
+    METHODS[name] = kind
+
+
 def speculation_of(table: Mapping[str, Any]) -> Speculation:
     """The way to draft that a checked table names."""
     kind = METHODS[table["method"]]

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from pagedec.core.block import BlockPool
-from pagedec.core.parked import Parking, num_blocks_of
+from pagedec.core.parked import Parking
 from pagedec.core.request import Request
+from pagedec.core.table import BlockNode
 
 BUCKET = 16
 """Tokens of an answer in one bucket of the survival curve."""
@@ -164,3 +165,15 @@ def _missing(request: Request, size: int) -> int:
         return missing[0]
     shared = request.prompt_length // size
     return sum(max(0, count - shared) for count in missing) + (shared if any(missing) else 0)
+
+
+def num_blocks_of(requests: Iterable[Request]) -> int:
+    """How many blocks of the target lane these requests hold, each counted once."""
+    seen: set[BlockNode] = set()
+    for request in requests:
+        for branch in request.branches:
+            node = branch.table.leaf
+            while node is not None and node not in seen:
+                seen.add(node)
+                node = node.parent
+    return len({node.block for node in seen})

@@ -99,10 +99,10 @@ class StepPlan:
     """Requests whose decoders have nothing to evaluate any more."""
 
 
-def shape_of(plan: StepPlan) -> StepShape:
-    """What of a plan takes time."""
+def shape_of(plan: StepPlan, num_in_vain: int = 0) -> StepShape:
+    """What of a plan takes time. `num_in_vain`: branches that were asked, and are stepped plainly none the less."""
     target, draft = plan.forwards.get("target"), plan.forwards.get("draft")
-    num_asked, is_steady = 0, target is not None
+    num_asked, is_steady = num_in_vain, target is not None
     for work in plan.works:
         num_asked += work.query is not None
         is_steady &= work.num_tokens <= (1 if work.table.pool.lane == "target" else MOST_CAUGHT_UP)

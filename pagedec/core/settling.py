@@ -23,6 +23,7 @@ from pagedec.core.request import Branch, Event, Finished, Progress, Request, Set
 from pagedec.core.stopping import Cut
 from pagedec.core.table import BlockTable, CopyPlan
 from pagedec.core.transition import Heir, descend, transition
+from pagedec.core.weighing import is_forced
 from pagedec.errors import InvalidArgument, PagedecError, RequestError, shown, told
 
 
@@ -360,12 +361,11 @@ def note_drafts(request: Request, queries: Sequence[Query], answers: Sequence[An
         draft = answer.draft
         if not draft.tokens:
             continue
-        forced = request.forced(query.branch) if request.forced is not None else ()
-        if draft.is_chain and draft.tokens == tuple(forced[: len(draft.tokens)]):
+        if is_forced(request, query.branch, draft):
             request.num_forced_tokens += len(draft.tokens)
         else:
             paths = [child.path for child in verdict.live if child.parent is query.branch]
-            request.acceptance.note(query, draft, map(len, paths))
+            request.acceptance.note(query, draft, [len(path) for path in paths])
             if request.standing is not None:
                 for path in paths:
                     request.standing.note(draft, path)

@@ -127,10 +127,10 @@ class Standing:
         self._tries -= 1
         self.method.allowed -= num_steps_lost
 
-    def asked(self, gained: float, costs: StepCosts, load: tuple[int, int], num_running: int) -> None:
-        """It was asked in a step of `load` rows and tokens without drafts, and gains so many seconds by its drafts."""
+    def asked(self, gained: float, asking: float, load: tuple[int, int], num_running: int) -> None:
+        """It was asked, which took `asking` seconds, in a step of `load` rows and tokens without drafts, and gains so
+        many seconds by its drafts."""
         self._load = load
-        asking = max(costs.asking, LEAST_ASKING * float(costs.of(load[0])))
         self._worth += (gained / asking - 1 - self._worth) / WORTH_MEMORY
         if gained > asking:
             self._rest = self.method.rest = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from pagedec.core.draft import Draft
@@ -37,8 +37,9 @@ class NGramIndex:
         were alike: of the longest equal ends first, of these the latest first. What reaches the text's end goes on with
         itself."""
         part, length = self._read(tip), self._history.depth[tip]
-        for size in range(min(self._high, length - 1), self._low - 1, -1):
-            for place in part.places(part.gram(length, size), length):
+        last = tuple(part.tokens(length - min(self._high, length - 1), length))
+        for size in range(len(last), self._low - 1, -1):
+            for place in part.places(last[len(last) - size :], length):
                 followed = part.tokens(place, min(place + count, length))
                 for i in range(count - len(followed)):
                     followed.append(followed[i])
@@ -50,14 +51,12 @@ class NGramIndex:
         while node not in self._part_of:
             missing.append(node)
             node = history.parent[node]
-        part = self._part_of[node]
-        for new in reversed(missing):
-            length = history.depth[node]
+        part, length = self._part_of[node], history.depth[node]
+        if missing:
             if length != part.end:  # another sequence has gone on from there
                 part = _Part(part, length, part.tokens(max(0, length - self._high), length))
-            part.append(history.token[new], self._low, self._high)
-            self._part_of[new] = part
-            node = new
+            part.extend(history.suffix(tip, len(missing)), self._low, self._high)
+            self._part_of.update(dict.fromkeys(missing, part))
         return part
 
 
@@ -70,25 +69,32 @@ class _Part:
         """`context`: the last tokens before it."""
         self.before, self.start = before, start
         self._text, self._first = context, start - len(context)
-        self._behind: dict[tuple[int, ...], list[int]] = {}  # n-gram: places of the tokens behind it, ascending
+        # n-gram: the place of the token behind it; of several, which are few, a list of them, ascending
+        self._behind: dict[tuple[int, ...], int | list[int]] = {}
 
     @property
     def end(self) -> int:
         return self._first + len(self._text)
 
-    def append(self, token: int, low: int, high: int) -> None:
-        place, last = self.end, len(self._text)
-        for size in range(low, min(high, place) + 1):
-            self._behind.setdefault(tuple(self._text[last - size :]), []).append(place)
-        self._text.append(token)
-
-    def gram(self, length: int, size: int) -> tuple[int, ...]:
-        """The last `size` of the first `length` tokens."""
-        stop = length - self._first
-        return tuple(self._text[stop - size : stop])
+    def extend(self, tokens: Sequence[int], low: int, high: int) -> None:
+        behind, last = self._behind, tuple(self._text[-high:])
+        for place, token in enumerate(tokens, self.end):
+            for start in range(len(last) - low + 1):
+                gram = last[start:]
+                known = behind.get(gram)
+                if known is None:
+                    behind[gram] = place
+                elif isinstance(known, list):
+                    known.append(place)
+                else:
+                    behind[gram] = [known, place]
+            last = (*last, token)[-high:]
+        self._text += tokens
 
     def tokens(self, begin: int, stop: int) -> list[int]:
         """Tokens `begin` to `stop` of the sequence that the part stands in."""
+        if begin >= self._first:
+            return self._text[begin - self._first : stop - self._first]
         part, pieces = self, []
         while begin < part._first and part.before is not None:
             pieces.append(part._text[part.start - part._first : max(0, stop - part._first)])
@@ -100,9 +106,12 @@ class _Part:
         """Where tokens behind `gram` stand among the first `length`, the last first."""
         part: _Part | None = self
         while part is not None:
-            known = part._behind.get(gram, [])
-            for i in range(bisect_left(known, length) - 1, -1, -1):
-                yield known[i]
+            known = part._behind.get(gram)
+            if isinstance(known, list):
+                for i in range(bisect_left(known, length) - 1, -1, -1):
+                    yield known[i]
+            elif known is not None and known < length:
+                yield known
             length, part = part.start, part.before
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from pagedec.core.protocol import Decoder, DecoderContext
 from pagedec.errors import InvalidArgument, NotFound
 from pagedec.params import RequestParams
-from pagedec.speculation import Speculation
+from pagedec.speculation import Speculation, add_method
 
 
 class DecoderClass(Protocol):
@@ -39,7 +39,7 @@ def decoder(
     name: str, *, params: type[RequestParams], speculation: type[Speculation] | None = None
 ) -> Callable[[_Class], _Class]:
     """Register a class as the decoder `name`; requests whose parameters are of type `params`, a subclass of
-    `RequestParams`, use it. With `speculation`: those of them that draft in this way.
+    `RequestParams`, use it. With `speculation`: those of them that draft in this way, which tables may then name.
 
     Registering the same class again (a reloaded module) replaces it; another class under a taken name is refused.
     """
@@ -52,6 +52,8 @@ def decoder(
         for field, key, taken in (("name", name, _by_name.get(name)), ("params", params, _by_params.get(asked))):
             if taken is not None and _path(taken.make) != _path(cls):
                 raise InvalidArgument(field, key, f"must be new; it belongs to the decoder {taken.name!r}")
+        if speculation is not None:
+            add_method(speculation)
         _by_name[name] = _by_params[asked] = entry
         return cls
 

@@ -46,7 +46,9 @@ class Owner:
     counted: int = 0
     """Tokens as they were last counted."""
     size_before: int = FEW_TOKENS
-    """The history's size when it was last looked at whether much of it is dead."""
+    """The history's size when it was last looked at whether much of it is dead, ..."""
+    num_loose: int = 0
+    """... and about how many tokens branches have let go of since."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +59,8 @@ class OpenBranch(Parked):
     """None: it was closed."""
     name: str = ROOT
     num_forks: int = 0
+    num_given: int = 0
+    """How many tokens it has of the branch that it was made from."""
     epoch: int = 0
     """How often something was taken back; with the same noise the same text would come again."""
     why_closed: str = ""

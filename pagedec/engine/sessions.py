@@ -84,12 +84,16 @@ class Sessions:
         self._used(owner)
         return made
 
-    def append(self, engine: Engine, branch: OpenBranch, tokens: Sequence[int]) -> None:
-        """Continue a branch by a client's tokens, which end nothing."""
+    def append(self, engine: Engine, branch: OpenBranch, tokens: Sequence[int], behind: int | None = None) -> None:
+        """Continue a branch, or its first `behind` tokens, to which it is taken back, by a client's tokens, which end
+        nothing. Raises `InvalidArgument` and `SessionLimit` where there is no room; nothing has changed then."""
         owner = self._of(engine, branch, "append")
-        engine.check_room("append", len(tokens), 0, branch.length)
+        length = branch.length if behind is None else behind
+        engine.check_room("append", len(tokens), 0, length)
         self.check_tokens(engine, "append", tokens)
         self._check_size(owner, len(tokens))
+        if length < branch.length:
+            self.cut(engine, branch, length)
         history, tip = branch.place
         branch.place = history, history.append(tip, tokens)
         self._used(owner)
@@ -102,8 +106,10 @@ class Sessions:
             text = f"must be from 0 to {most}: branch {branch.name} has {branch.length} tokens, and one must stay"
             raise InvalidArgument("rollback", branch.length - length, text)
         history, tip = branch.place
+        owner.num_loose += branch.length - length
         branch.place = history, history.ancestor(tip, length)
         branch.epoch += 1
+        branch.num_given = min(branch.num_given, length)
         for table in branch.tables.values():
             table.truncate(min(table.length, length))
         self._parking.touch(branch)
@@ -151,6 +157,7 @@ class Sessions:
             engine.fail(name, RequestError(name, f"branch {branch.name}, from which it went out, {why}"))
             owner.num_calls -= 1
         branch.owner, branch.why_closed = None, why
+        owner.num_loose += max(0, branch.length - branch.num_given)
         del owner.branches[branch.name]
         self._parking.remove(branch)
         self.num_branches -= 1
@@ -249,6 +256,7 @@ class Sessions:
         self, owner: Owner, parent: OpenBranch, place: tuple[History, int], tables: dict[str, BlockTable]
     ) -> OpenBranch:
         branch = self._named(owner, f"{parent.name}.{parent.num_forks}", place, tables)
+        branch.num_given = parent.length
         parent.num_forks += 1
         return branch
 
@@ -277,7 +285,8 @@ class Sessions:
         owner.last_used = self._clock()
         if owner.ttl is not None:
             self._next_expiry = min(self._next_expiry, owner.last_used + owner.ttl)
-        if len(owner.history) >= 2 * owner.size_before:
+        size = len(owner.history)
+        if size >= 2 * owner.size_before or 2 * owner.num_loose > size > FEW_TOKENS:
             self._prune(owner)
         self.num_tokens += len(owner.history) - owner.counted
         owner.counted = len(owner.history)
@@ -290,7 +299,7 @@ class Sessions:
             owner.history = new
             for branch in owner.branches.values():
                 branch.place = new, number[branch.place[1]]
-        owner.size_before = max(FEW_TOKENS, len(owner.history))
+        owner.size_before, owner.num_loose = max(FEW_TOKENS, len(owner.history)), 0
 
     # ---- what is refused
     def check_tokens(self, engine: Engine, field: str, tokens: Sequence[int]) -> None:

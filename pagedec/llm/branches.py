@@ -161,10 +161,7 @@ class Handle:
         same = len(shared([now, wanted]))
 
         def chat(engine: Engine) -> None:
-            engine.check_room("append", len(wanted) - same, 0, same)
-            if same < len(now):
-                engine.sessions.cut(engine, self._branch, same)
-            engine.sessions.append(engine, self._branch, wanted[same:])
+            engine.sessions.append(engine, self._branch, wanted[same:], same)
             self._turns = turns
 
         return chat

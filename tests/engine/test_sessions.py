@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pagedec import LLM, BeamSearchParams, SamplingParams
-from pagedec.errors import BranchBusy, BranchClosed, InvalidArgument, RequestError, SessionLimit
+from pagedec.errors import BranchBusy, BranchClosed, InvalidArgument, RequestError
 from tests.engine.crowd import Tiny
 from tests.engine.test_session_programs import assert_nothing_left
 
@@ -211,43 +211,6 @@ def test_low_priority_gives_way_first(tiny: Tiny) -> None:
         session.generate(DRAWN, max_tokens=1)
     plain(llm, [6] * 120)
     assert not low._branch.tables["target"].num_blocks and high._branch.tables["target"].num_blocks
-
-
-def test_dead_history_is_pruned(tiny: Tiny) -> None:
-    llm = tiny(num_blocks=64)
-    with llm.session(PROMPT, seed=3) as session:
-        other = session.fork()
-        stream = other.stream(DRAWN, max_tokens=90)  # it keeps the history that it began on
-        next(stream)
-        for _ in range(30):
-            session.generate(DRAWN, n=4, max_tokens=60, logprobs=0)
-            session.rollback(session.num_tokens - len(PROMPT))
-        *_, output = stream
-        sizes = len(session._branch.place[0]), llm.engine.sessions.num_tokens
-        assert sizes[0] == sizes[1] < 4096 + 1000
-        assert other.token_ids == PROMPT + output.outputs[0].token_ids
-        assert other.generate(DRAWN, max_tokens=5).finished
-    assert_nothing_left(llm)
-
-
-def test_limits_have_names(tiny: Tiny) -> None:
-    llm = tiny(max_session_branches=3, max_session_tokens=100, max_parked_branches=4, max_parked_tokens=140)
-    session = llm.session(PROMPT, seed=3)
-    cases: list[tuple[Callable[[], Any], str]] = [
-        (lambda: session.fork(3), "max_session_branches is 1 branches, and 3 more: a session may have 3"),
-        (lambda: session.append([5] * 64), "max_session_tokens is 37 tokens, and 64 more: a session may hold 100"),
-        (lambda: session.generate(DRAWN, n=3, keep="all"), "max_session_branches is 1 branches, and 3 more"),
-        (lambda: llm.session([5] * 104), "max_session_tokens is 0 tokens, and 104 more"),
-    ]
-    for act, message in cases:
-        with pytest.raises(SessionLimit, match=re.escape(message)):
-            act()
-    forks, other = session.fork(2), llm.session([5] * 90)
-    with pytest.raises(SessionLimit, match="max_parked_branches is 4 branches, and 1 more"):
-        llm.session([5])
-    with pytest.raises(SessionLimit, match="max_parked_tokens is 127 tokens, and 14 more: all sessions together"):
-        session.append([5] * 14)
-    assert len(forks) == 2 and other.num_tokens == 90 and session.token_ids == PROMPT
 
 
 def test_what_a_branch_refuses(tiny: Tiny) -> None:
