@@ -164,10 +164,10 @@ class Handle:
         return chat
 
     def _cutting(self, to: int | Mark) -> Callable[[Engine], None]:
-        count = None if isinstance(to, Mark) else Integer("tokens to take back", low=0).check("rollback", to)
+        what = to if isinstance(to, Mark) else Integer("tokens to take back", low=0).check("rollback", to)
 
         def cut(engine: Engine) -> None:  # counted here: another thread may have changed the branch meanwhile
-            keep = self._marked(to) if isinstance(to, Mark) else self._branch.length - count
+            keep = self._marked(what) if isinstance(what, Mark) else self._branch.length - what
             engine.sessions.cut(engine, self._branch, keep)
             self._turns = tuple(turn for turn in self._turns if turn[0] <= keep)
 

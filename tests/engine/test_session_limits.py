@@ -32,3 +32,15 @@ def test_a_rollback_counts_from_where_the_branch_is(tiny: Tiny) -> None:
 def test_scores_is_no_way_to_keep(tiny: Tiny) -> None:
     with pytest.raises(InvalidArgument, match="keep is 'scores': must be one of first, all, none"):
         tiny().session([5]).generate(max_tokens=1, keep="scores")
+
+
+def test_what_is_refused_takes_nothing_back(tiny: Tiny) -> None:
+    """A chat's message that is written in another way, and finds no room behind the place where they part."""
+    llm = tiny(max_session_tokens=60)
+    session = llm.session([5] * 30)
+    sessions = llm.engine.sessions
+    with pytest.raises(SessionLimit, match="max_session_tokens is 30 tokens, and 40 more"):
+        llm.loop.at_once(lambda engine: sessions.append(engine, session._branch, [9] * 40, 10))
+    assert session.token_ids == [5] * 30
+    llm.loop.at_once(lambda engine: sessions.append(engine, session._branch, [9] * 20, 10))
+    assert session.token_ids == [5] * 10 + [9] * 20
