@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from pagedec.core.draft import Draft
 from pagedec.core.history import History
@@ -18,6 +18,11 @@ from pagedec.speculation import NGramSpeculation
 
 PLACES = 8
 """Places looked at for each candidate: what goes on alike everywhere must not be searched without end."""
+INDEXED = 8
+"""Tokens of the longest n-grams that are kept: what a token costs must not grow with `prompt_lookup_max`. Longer equal
+ends are found by comparing what stands before the latest places of these."""
+COMPARED = 32
+"""Places at which longer ends are compared."""
 GRADES = 4
 """Lengths of equal ends that are told apart: the longer, the likelier it goes on alike."""
 
@@ -26,36 +31,56 @@ class NGramIndex:
     """Where n-grams of `low` to `high` tokens were followed by more, in all sequences of a history. Each token is read
     once; where sequences part, each goes on in a part of its own, and what is before is shared."""
 
-    __slots__ = ("_high", "_history", "_low", "_part_of")
+    __slots__ = ("_high", "_history", "_kept", "_low", "_part_of")
 
     def __init__(self, history: History, low: int, high: int) -> None:
         self._history, self._low, self._high = history, low, high
+        self._kept = min(low, INDEXED), min(high, INDEXED)
         self._part_of: dict[int, _Part] = {0: _Part(None, 0, [])}  # by history node
 
     def continuations(self, tip: int, count: int) -> Iterator[tuple[int, list[int]]]:
         """What followed the last tokens of `tip` before in its own text, `count` tokens each, with how many of those
         were alike: of the longest equal ends first, of these the latest first. What reaches the text's end goes on with
-        itself."""
+        itself. Of ends longer than `INDEXED` each of the latest places is told once, with its longest."""
         part, length = self._read(tip), self._history.depth[tip]
-        last = tuple(part.tokens(length - min(self._high, length - 1), length))
+        for size, place in chain(self._longer(part, length), self._indexed(part, length)):
+            followed = part.tokens(place, min(place + count, length))
+            for i in range(count - len(followed)):
+                followed.append(followed[i])
+            yield size, followed
+
+    def _indexed(self, part: _Part, length: int) -> Iterator[tuple[int, int]]:
+        """Equal ends that are kept as n-grams: how long, and where they were followed."""
+        last = part.gram(length, min(self._kept[1], length - 1))
         for size in range(len(last), self._low - 1, -1):
             for place in part.places(last[len(last) - size :], length):
-                followed = part.tokens(place, min(place + count, length))
-                for i in range(count - len(followed)):
-                    followed.append(followed[i])
-                yield size, followed
+                yield size, place
+
+    def _longer(self, part: _Part, length: int) -> Iterator[tuple[int, int]]:
+        """Longer ones."""
+        kept, high = self._kept[1], min(self._high, length - 1)
+        if high <= kept:
+            return
+        end, found = part.tokens(max(0, length - high), length)[::-1], []
+        for place in islice(part.places(part.gram(length, kept), length), COMPARED):
+            before = part.tokens(max(0, place - high), place)[::-1]
+            pairs = enumerate(zip(before, end, strict=False))
+            size = next((i for i, (one, other) in pairs if one != other), min(len(before), len(end)))
+            if size >= max(self._low, kept + 1):
+                found.append((size, place))
+        yield from sorted(found, reverse=True)
 
     def _read(self, tip: int) -> _Part:
         """The part in which `tip` is, with all tokens up to there in it."""
-        history, missing, node = self._history, [], tip
+        history, (low, high), missing, node = self._history, self._kept, [], tip
         while node not in self._part_of:
             missing.append(node)
             node = history.parent[node]
         part, length = self._part_of[node], history.depth[node]
         if missing:
             if length != part.end:  # another sequence has gone on from there
-                part = _Part(part, length, part.tokens(max(0, length - self._high), length))
-            part.extend(history.suffix(tip, len(missing)), self._low, self._high)
+                part = _Part(part, length, part.tokens(max(0, length - high), length))
+            part.extend(history.suffix(tip, len(missing)), low, high)
             self._part_of.update(dict.fromkeys(missing, part))
         return part
 
@@ -90,6 +115,11 @@ class _Part:
                     behind[gram] = [known, place]
             last = (*last, token)[-high:]
         self._text += tokens
+
+    def gram(self, length: int, size: int) -> tuple[int, ...]:
+        """The last `size` of the first `length` tokens."""
+        stop = length - self._first
+        return tuple(self._text[stop - size : stop])
 
     def tokens(self, begin: int, stop: int) -> list[int]:
         """Tokens `begin` to `stop` of the sequence that the part stands in."""

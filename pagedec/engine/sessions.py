@@ -15,11 +15,11 @@ from pagedec.core.parked import Parked, Parking
 from pagedec.core.protocol import Hypothesis
 from pagedec.core.request import Request
 from pagedec.core.table import BlockTable
+from pagedec.decoders.scoring import ScoreParams
 from pagedec.engine.open_branches import (
     FEW_TOKENS,
     KEEPS,
     ROOT,
-    SCORES,
     OpenBranch,
     OpenCall,
     Owner,
@@ -133,11 +133,14 @@ class Sessions:
             raise InvalidArgument("truncate_prompt_tokens", params.truncate_prompt_tokens, limit)
         if keep == "all":
             self._check_branches(owner, params.num_answers)
-        elif keep != SCORES and keep not in KEEPS and not (type(keep) is int and 0 <= keep < params.num_answers):
+        elif (
+            not isinstance(params, ScoreParams)
+            and keep not in KEEPS
+            and not (type(keep) is int and 0 <= keep < params.num_answers)
+        ):
             limit = f"must be one of {', '.join(KEEPS)}, or an answer's number below {params.num_answers}"
             raise InvalidArgument("keep", keep, limit)
-        room = engine.room(branch.length)
-        self._check_size(owner, params.num_answers * min(params.max_tokens or room, room))
+        self._check_size(owner, self._most_tokens(engine, branch, params))
         seed = owner.seed if params.seed is None else params.seed
         named = dataclasses.replace(params, seed=seed_of(seed, branch.name, branch.epoch))
         call = OpenCall(branch, self._parking, request_id, keep, waits)
@@ -318,6 +321,13 @@ class Sessions:
             have = f"{self.num_branches} branches, and {count} more"
             limit = f"all sessions together may have {limits.max_parked_branches}"
             raise SessionLimit("max_parked_branches", Shown(have), limit)
+
+    def _most_tokens(self, engine: Engine, branch: OpenBranch, params: RequestParams) -> int:
+        """How many tokens a call's answers, or its continuations, may add."""
+        if isinstance(params, ScoreParams):
+            return sum(map(len, params.continuations))
+        room = max(1, engine.limits.max_model_len - branch.length)
+        return params.num_answers * (room if params.max_tokens is None else min(params.max_tokens, room))
 
     def _check_size(self, owner: Owner | None, count: int) -> None:
         limits = self.limits

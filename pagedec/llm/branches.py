@@ -161,29 +161,36 @@ class Handle:
         same = len(shared([now, wanted]))
 
         def chat(engine: Engine) -> None:
+            if self._branch.tokens() != now:
+                raise InvalidArgument("append", dict(message), f"must wait: another thread changed branch {self.name}")
             engine.sessions.append(engine, self._branch, wanted[same:], same)
             self._turns = turns
 
         return chat
 
     def _cutting(self, to: int | Mark) -> Callable[[Engine], None]:
-        length = self._branch.length
         if isinstance(to, Mark):
-            keep = to.num_tokens
-            if keep > length or _digest(self._branch.tokens()[:keep]) != to.digest:
-                limit = f"must be one of what branch {self.name} holds: it was taken back behind it, and went on"
-                raise InvalidArgument("rollback", Shown(f"a mark at {keep} tokens"), limit)
+            what: int | Mark = to
         else:
             try:
-                keep = length - Integer("tokens to take back").check("rollback", to)
+                what = Integer("tokens to take back").check("rollback", to)
             except InvalidArgument as error:
                 raise InvalidArgument("rollback", to, f"{error.limit}, or a mark") from None
 
-        def cut(engine: Engine) -> None:
+        def cut(engine: Engine) -> None:  # counted here: another thread may have changed the branch meanwhile
+            keep = self._marked(what) if isinstance(what, Mark) else self._branch.length - what
             engine.sessions.cut(engine, self._branch, keep)
             self._turns = tuple(turn for turn in self._turns if turn[0] <= keep)
 
         return cut
+
+    def _marked(self, mark: Mark) -> int:
+        """How many tokens the branch keeps that is taken back to a mark. Raises `InvalidArgument` for one of others."""
+        keep = mark.num_tokens
+        if keep > self._branch.length or _digest(self._branch.tokens()[:keep]) != mark.digest:
+            limit = f"must be one of what branch {self.name} holds: it was taken back behind it, and went on"
+            raise InvalidArgument("rollback", Shown(f"a mark at {keep} tokens"), limit)
+        return keep
 
     def _closing_all(self) -> Callable[[Engine], Any]:
         owner = self._owner
