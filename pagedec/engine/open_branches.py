@@ -43,6 +43,8 @@ class Owner:
     """By name, in the order in which they were made."""
     last_used: float = 0.0
     num_calls: int = 0
+    num_promised: int = 0
+    """Tokens that the answers of its calls may add; what they have added already is counted twice."""
     counted: int = 0
     """Tokens as they were last counted."""
     size_before: int = FEW_TOKENS
@@ -69,13 +71,15 @@ class OpenBranch(Parked):
 class OpenCall(Call):
     """A client's call. `kept`: the new branches, where all answers are kept."""
 
-    __slots__ = ("keep", "kept", "request_id", "waits")
+    __slots__ = ("keep", "kept", "num_promised", "request_id", "waits")
 
     def __init__(self, branch: OpenBranch, parking: Parking, request_id: str, keep: str | int, waits: bool) -> None:
         """`waits`: when it has ended nothing is kept until somebody has read it to its end."""
         super().__init__(branch, parking, keep not in ("none", SCORES))
         self.request_id, self.keep, self.waits = request_id, keep, waits
         self.kept: list[OpenBranch] = []
+        self.num_promised = 0
+        """Tokens that its answers may add."""
 
 
 def seed_of(seed: int, name: str, epoch: int) -> int:

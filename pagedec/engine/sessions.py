@@ -49,7 +49,7 @@ class Sessions:
         here anywhere: nothing is locked or woken."""
         self._unread: dict[str, tuple[OpenCall, Request, Sequence[Hypothesis]]] = {}  # calls that have ended, and wait
         self._next_expiry = math.inf  # not later than the first
-        self.num_branches = self.num_tokens = 0
+        self.num_branches = self.num_tokens = self._num_promised = 0
 
     # ---- what a client does
     def open(self, engine: Engine, tokens: Sequence[int], seed: int, salt: str, priority: int, ttl: float | None,
@@ -140,13 +140,14 @@ class Sessions:
         ):
             limit = f"must be one of {', '.join(KEEPS)}, or an answer's number below {params.num_answers}"
             raise InvalidArgument("keep", keep, limit)
-        self._check_size(owner, self._most_tokens(engine, branch, params))
+        num_promised = self._most_tokens(engine, branch, params)
+        self._check_size(owner, num_promised)
         seed = owner.seed if params.seed is None else params.seed
         named = dataclasses.replace(params, seed=seed_of(seed, branch.name, branch.epoch))
         call = OpenCall(branch, self._parking, request_id, keep, waits)
         request = engine.admit(request_id, branch.tokens(), named, owner.priority, owner.salt, call)
         branch.call = call
-        owner.num_calls += 1
+        self._count(owner, call, num_promised)
         self._used(owner)
         return request
 
@@ -155,10 +156,11 @@ class Sessions:
         owner = branch.owner
         if owner is None:
             return
-        if isinstance(branch.call, OpenCall) and not self.give_up(branch.call.request_id):
-            name = branch.call.request_id
+        call = branch.call
+        if isinstance(call, OpenCall) and not self.give_up(call.request_id):
+            name = call.request_id
             engine.fail(name, RequestError(name, f"branch {branch.name}, from which it went out, {why}"))
-            owner.num_calls -= 1
+            self._uncount(owner, call)
         branch.owner, branch.why_closed = None, why
         owner.num_loose += max(0, branch.length - branch.num_given)
         del owner.branches[branch.name]
@@ -200,7 +202,7 @@ class Sessions:
         held = call.end(chosen)
         if owner is None:
             return
-        owner.num_calls -= 1
+        self._uncount(owner, call)
         for hypothesis, answer in zip(chosen, held, strict=True):
             self._bring(owner, request, hypothesis, answer)
             if keep == "all":
@@ -224,7 +226,8 @@ class Sessions:
         """A call was aborted, or has failed: its branch is as it was."""
         branch = None if request.home is None else request.home.parked
         if isinstance(branch, OpenBranch) and branch.owner is not None:
-            branch.owner.num_calls -= 1
+            assert isinstance(request.home, OpenCall)
+            self._uncount(branch.owner, request.home)
             self._used(branch.owner)
 
     def tidy(self, engine: Engine) -> None:
@@ -247,6 +250,19 @@ class Sessions:
         self._next_expiry = min(map(_expiry, self.owners), default=math.inf)
 
     # ---- inside
+    def _count(self, owner: Owner, call: OpenCall, num_promised: int) -> None:
+        """A call goes out, whose answers may add so many tokens."""
+        call.num_promised = num_promised
+        owner.num_calls += 1
+        owner.num_promised += num_promised
+        self._num_promised += num_promised
+
+    def _uncount(self, owner: Owner, call: OpenCall) -> None:
+        """It is over."""
+        owner.num_calls -= 1
+        owner.num_promised -= call.num_promised
+        self._num_promised -= call.num_promised
+
     def _of(self, engine: Engine, branch: OpenBranch, what: str) -> Owner:
         self.tidy(engine)
         if branch.owner is None:
@@ -331,16 +347,17 @@ class Sessions:
 
     def _check_size(self, owner: Owner | None, count: int) -> None:
         limits = self.limits
-        have = 0 if owner is None else len(owner.history)
+        have = 0 if owner is None else len(owner.history) + owner.num_promised
         if have + count > limits.max_session_tokens and owner is not None:
             owner.size_before = 0
             self._used(owner)  # perhaps much of it is dead
-            have = len(owner.history)
+            have = len(owner.history) + owner.num_promised
         if have + count > limits.max_session_tokens:
             value = Shown(f"{have} tokens, and {count} more")
             raise SessionLimit("max_session_tokens", value, f"a session may hold {limits.max_session_tokens}")
-        if self.num_tokens + count > limits.max_parked_tokens:
-            value = Shown(f"{self.num_tokens} tokens, and {count} more")
+        have = self.num_tokens + self._num_promised
+        if have + count > limits.max_parked_tokens:
+            value = Shown(f"{have} tokens, and {count} more")
             raise SessionLimit("max_parked_tokens", value, f"all sessions together may hold {limits.max_parked_tokens}")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pagedec import SamplingParams
 from pagedec.errors import SessionLimit
 from tests.engine.crowd import Tiny
 from tests.engine.test_session_programs import assert_nothing_left
@@ -30,6 +31,24 @@ def test_who_closes_or_takes_back_makes_room_for_others(tiny: Tiny, how: str) ->
         llm.session([7] * 200).close()
         assert forks[39].token_ids == PROMPT + [89] * 100
         forks[39].generate(DRAWN)
+    assert_nothing_left(llm)
+
+
+def test_calls_of_one_batch_are_counted_together(tiny: Tiny) -> None:
+    """Each alone would have room, and all together have not: some are refused, and none of them when others ended."""
+    llm = tiny(max_session_tokens=100)
+    long = SamplingParams(max_tokens=80, ignore_eos=True, temperature=1.0)
+    with llm.session([5, 6, 7, 8]) as session:
+        branches = [session, *session.fork(3)]
+        with pytest.raises(SessionLimit, match="max_session_tokens is 84 tokens, and 80 more"):
+            session.generate_all(branches, long)
+        assert [branch.num_tokens for branch in branches] == [4] * 4
+        session.generate(long)
+        assert llm.engine.sessions.num_tokens <= 100
+        with pytest.raises(SessionLimit):
+            branches[1].generate(long)
+        session.rollback(80)
+        branches[1].generate(long)
     assert_nothing_left(llm)
 
 
