@@ -50,6 +50,8 @@ class Sessions:
         self._unread: dict[str, tuple[OpenCall, Request, Sequence[Hypothesis]]] = {}  # calls that have ended, and wait
         self._next_expiry = math.inf  # not later than the first
         self.num_branches = self.num_tokens = 0
+        self.num_forks = self.num_taken_back = 0
+        """Branches that clients have had forked, and tokens that they have taken back, so far."""
 
     # ---- what a client does
     def open(self, engine: Engine, tokens: Sequence[int], seed: int, salt: str, priority: int, ttl: float | None,
@@ -76,6 +78,7 @@ class Sessions:
         """`count` branches that are where `branch` is. Takes no block and copies nothing."""
         owner = self._of(engine, branch, "fork")
         self._check_branches(owner, count)
+        self.num_forks += count
         self._parking.touch(branch)
         made = [
             self._forked(owner, branch, branch.place, {lane: table.fork() for lane, table in branch.tables.items()})
@@ -102,6 +105,7 @@ class Sessions:
             text = f"must be from 0 to {most}: branch {branch.name} has {branch.length} tokens, and one must stay"
             raise InvalidArgument("rollback", branch.length - length, text)
         history, tip = branch.place
+        self.num_taken_back += branch.length - length
         branch.place = history, history.ancestor(tip, length)
         branch.epoch += 1
         for table in branch.tables.values():

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from pagedec.constraints import TokenTrie
@@ -83,6 +83,13 @@ class Gateway:
         """Give up the model."""
         if self._open is not None:
             await asyncio.to_thread(self._open.llm.close)
+
+    def named(self, names: Iterable[str] | None) -> list[str]:
+        """The engine's names of requests that run, of clients' names or its own; None: all of them."""
+        if names is None:
+            return list(self.running)
+        wanted = set(names)
+        return [own for own, client in self.running.items() if {own, own.removeprefix(f"{client.name}/")} & wanted]
 
     # ---- what there is. Raises `Refusal` while the model is loaded
     @property
