@@ -30,6 +30,9 @@ OUTSIDE = {
     "rollback": "what people do with a session",
     "intercept_service": "gRPC calls it",
     "format": "logging calls it",
+    "formatException": "logging calls it",
+    "collect": "prometheus_client calls it",
+    "describe": "prometheus_client calls it",
 }
 CALLED_BY_NAME = "visit_"
 """Methods of syntax-tree visitors."""

@@ -33,7 +33,9 @@ ADDRESS = "127.0.0.1:50051"
 class HealthOptions:
     """How a server is asked. Raises `InvalidArgument`."""
 
-    service: str = option("", Text("full name of the service that is asked about; none: whether the process lives"))
+    service: str | None = option(
+        None, Text("full name of the service that is asked about; none: whether the process lives", optional=True)
+    )
     timeout: float = option(5.0, Number("seconds that an answer may take", above=0, high=3600))
     tls: bool = option(False, Flag("use TLS, with the authorities of this machine where no --ca is given"))
     ca: str | None = option(None, Text("file of the authorities to trust, PEM; implies TLS", optional=True))
@@ -70,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     with _channel(arguments.address, options) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(service=options.service), timeout=options.timeout, metadata=metadata
+                health_pb2.HealthCheckRequest(service=options.service or ""), timeout=options.timeout, metadata=metadata
             )
         except grpc.RpcError as error:
             say(f"{arguments.address}: {error.code().name}: {error.details()}")

@@ -19,7 +19,7 @@ from pagedec.params import RequestParams
 from pagedec.serve.access import Client
 from pagedec.serve.admission import Admission
 from pagedec.serve.calls import RPC
-from pagedec.serve.lifecycle import LOADING, Lifecycle
+from pagedec.serve.lifecycle import FAILED, LOADING, Lifecycle
 from pagedec.serve.orders import Limits, Order, read_chat, read_prompt
 from pagedec.serve.server_config import ServerConfig
 from pagedec.serve.statuses import Refusal
@@ -170,6 +170,8 @@ class Gateway:
     ) -> Iterator[str]:
         if self.lifecycle.refusal is not None:
             raise self.lifecycle.refusal
+        if self.llm.loop.closed:  # before anybody has looked
+            raise FAILED
         engine_name = self._named(client, name)
         most = num_prompt_tokens + order.params.num_answers * self._longest(order.params, num_prompt_tokens)
         with self.admission.seat(client, most, left):

@@ -17,6 +17,8 @@ LOG = logging.getLogger("pagedec.serve")
 KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS = 30_000, 10_000
 LEAST_PING_MS = 10_000
 """Clients that keep connections alive do so every 10 to 30 seconds; the library's own 300 would send them away."""
+HANDSHAKE_MS = 20_000
+"""Who has connected and says nothing is sent away after this."""
 MAX_METADATA = 16 * 1024
 
 
@@ -32,6 +34,7 @@ def options(config: ServerConfig) -> list[tuple[str, Any]]:
         ("grpc.http2.min_recv_ping_interval_without_data_ms", LEAST_PING_MS),
         ("grpc.max_concurrent_streams", config.max_concurrent_streams),
         ("grpc.so_reuseport", 0),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.enable_channelz", int(config.channelz)),
     ]
     if config.max_connection_age is not None:

@@ -36,8 +36,8 @@ def test_what_checks_are_told(serve: Serve) -> None:
             with pytest.raises(grpc.RpcError) as caught:
                 stub.Check(asked("no.such.Service"))
             assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-            assert set(stub.List(health_pb2.HealthListRequest()).statuses) >= {"", SERVICE}
-            stub.Check(asked(""))
+            if hasattr(health_pb2, "HealthListRequest"):  # newer packages know it
+                assert set(stub.List(health_pb2.HealthListRequest()).statuses) >= {"", SERVICE}
 
 
 def test_all_watchers_are_told_when_one_leaves(serve: Serve) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import urllib.request
 from collections.abc import Callable
 
@@ -9,9 +10,11 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pagedec import AsyncLLM
+from pagedec.errors import InvalidArgument
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import parameters_pb2 as pp
-from tests.serve.serving import Serving, greedy, parameters, prompt
+from tests.serve.serving import Loop, Serving, greedy, parameters, prompt
 
 Serve = Callable[..., Serving]
 LONG = [5 + i * 7 % 120 for i in range(45)]
@@ -59,6 +62,23 @@ def test_all_are_zero_from_the_start(serve: Serve) -> None:
     for method in ("ngram", "lookahead", "jacobi", "draft_model", "beam_ngram"):
         assert of(values, "spec_decode_num_accepted_tokens_per_pos_total", method=method, position="0") == 0
     assert of(values, "calls_total", method=STREAM, code="OK") == 0
+
+
+def test_they_are_there_while_the_model_is_loaded(server_loop: Loop) -> None:
+    hold = threading.Event()
+
+    def load() -> AsyncLLM:
+        hold.wait(30)
+        raise InvalidArgument("model", "nowhere", "must be somewhere")
+
+    serving = Serving(server_loop, load, metrics_port=0)
+    values = scraped(serving)
+    assert of(values, "server_state", state="loading") == 1 and of(values, "server_state", state="serving") == 0
+    assert of(values, "num_requests_running") == of(values, "forks_total", kind="beam") == 0
+    hold.set()
+    with pytest.raises(InvalidArgument):
+        serving.starting.result(30)
+    serving.channel.close()
 
 
 def test_known_traffic(serve: Serve) -> None:
@@ -172,8 +192,6 @@ def test_a_leaked_block_is_seen(serve: Serve) -> None:
 def test_they_are_there_while_the_engine_is_in_a_long_step(serve: Serve) -> None:
     serving = serve(metrics_port=0)
     before = scraped(serving)
-    import threading
-
     hold = threading.Event()
     stuck = serving.llm.loop.call(lambda engine: hold.wait(30))
     assert of(scraped(serving), "kv_blocks", state="free") == of(before, "kv_blocks", state="free")

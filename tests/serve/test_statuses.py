@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 import pytest
@@ -179,11 +180,13 @@ def test_internal_says_nothing_of_its_cause(serve: Serve, monkeypatch: pytest.Mo
     assert serving.generation.Generate(simple()).answers
 
 
-def test_unavailable_when_the_engine_has_failed(serve: Serve) -> None:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_unavailable_when_the_engine_has_failed(server_loop: Loop, tiny_path: Path) -> None:
     """Its thread has ended: liveness says so, and nobody waits for what will not come."""
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    serving = serve(engine=LARGE, admin_port=0)
+    engine = {"dtype": "float32", "skip_tokenizer_init": True, **LARGE}
+    serving = Serving(server_loop, lambda: AsyncLLM(str(tiny_path), **engine), admin_port=0).ready()
     call = serving.generation.GenerateStream(endless())
     next(call)
 
@@ -201,7 +204,8 @@ def test_unavailable_when_the_engine_has_failed(serve: Serve) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{serving.server.admin_port}") as channel:
         stats = admin_service_pb2_grpc.AdminServiceStub(channel).GetStats(ab.GetStatsRequest())
         assert stats.state == ab.SERVER_STATE_FAILED
-    assert serving.server._watching is not None and serving.server._watching.done()
+    serving.loop.run(serving.server.wait())
+    serving.close()
 
 
 # ---- every error of the package
