@@ -81,7 +81,7 @@ def test_whatever_runs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(FakeEngine, "step", watched)
     world = World(seed)
-    world.compare(world.cases, limits(num_blocks=18), random.Random(seed))
+    world.compare(world.cases, limits(num_blocks=24), random.Random(seed))
     [follower] = followers.values()
     assert follower.kinds[Stored] and follower.kinds[Removed] and bool(follower.kinds[Cleared]) == bool(seed % 2)
     texts = {tuple(text) for text in follower.texts.values()}
