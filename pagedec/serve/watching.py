@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
 
 from pagedec.engine.census import Census, take_census
 from pagedec.errors import InvalidArgument
@@ -34,7 +33,9 @@ class CensusTaker:
                 if self._asked is None:
                     self._asked = self.llm.loop.call(take_census)
                 self.last = self._asked.result(PATIENCE)
-                self._asked = None
-            except (NotYet, InvalidArgument):  # it is in a step, and answers behind it; or it is closed
-                pass
+            except (TimeoutError, InvalidArgument):  # it is in a step, and answers behind it; or it is closed
+                return self.last
+            finally:
+                if self._asked is not None and self._asked.done():
+                    self._asked = None
             return self.last

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -103,3 +104,32 @@ def test_without_an_endpoint_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace.export", None)
     with pytest.raises(InvalidArgument, match=r"otlp_endpoint is 'http://x:4317': needs OpenTelemetry: pip install"):
         tracer("http://x:4317")
+
+
+def test_spans_reach_a_collector(serve: Serve) -> None:
+    """Over the network, as collectors take them; what is left is sent at the end."""
+    service = pytest.importorskip(
+        "opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc", reason="the exporter is not installed"
+    )
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+
+    names: list[str] = []
+
+    class Collector(service.TraceServiceServicer):  # type: ignore[name-defined,misc]
+        def Export(self, request: Any, context: Any) -> Any:
+            names.extend(s.name for r in request.resource_spans for own in r.scope_spans for s in own.spans)
+            return trace_service_pb2.ExportTraceServiceResponse()
+
+    collector = grpc.server(ThreadPoolExecutor(1))
+    service.add_TraceServiceServicer_to_server(Collector(), collector)
+    port = collector.add_insecure_port("127.0.0.1:0")
+    collector.start()
+    serving = serve(otlp_endpoint=f"http://127.0.0.1:{port}")
+    for _ in range(3):
+        serving.generation.Generate(pb.GenerateRequest(prompt=prompt(PROMPT), parameters=greedy(2)))
+    serving.whole()
+    made = serving.server._tracer
+    assert made is not None
+    made.close()
+    assert names == ["llm_request"] * 3
+    collector.stop(None)
