@@ -48,7 +48,7 @@ EXTRA: dict[str, set[str]] = {
     "llm": {"build", "engine", "runtime", "config", "text", "formats", "core", "decoders", "tree"},
     "search": {"llm"},
     "batch": {"llm", "engine", "config", "text", "core", "decoders"},
-    "serve": {"llm", "engine", "config", "constraints", "decoders", "text", "environment", "v1"},
+    "serve": {"llm", "engine", "core", "config", "constraints", "decoders", "text", "environment", "v1"},
     "cli": {
         "llm",
         "batch",

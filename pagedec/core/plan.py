@@ -93,6 +93,8 @@ class StepPlan:
     """Rows of drafts that were weighed, and that were granted."""
     num_released: int = 0
     """Idle branches that gave way to the step."""
+    begun: list[Request] = field(default_factory=list)
+    """Requests that have their first rows."""
     failed: dict[Request, RequestError] = field(default_factory=dict)
     """Requests whose decoders did not say what to evaluate."""
     idled: list[Request] = field(default_factory=list)

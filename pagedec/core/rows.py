@@ -75,6 +75,7 @@ class Rows:
     def admit(self, request: Request, num_cached: int) -> None:
         """Note a request's first row, and what the prefix cache had of its prompt."""
         request.first_step = self.plan.step
+        self.plan.begun.append(request)
         request.num_cached_tokens = min(num_cached, request.prompt_length)
 
     def lay(

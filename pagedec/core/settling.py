@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from pagedec.core.cache_events import publish
 from pagedec.core.checks import check_rank, check_verdict
 from pagedec.core.children import as_objects, check_children, check_generation, is_plain
 from pagedec.core.common import forget_sides, note_common
@@ -72,6 +73,7 @@ class Settler:
             self._note_cached(work)
             if work.report is not None and self._recorder is not None:
                 self._recorder.record(work)
+        pool = self._copies["target"].pool
         for request, group in groupby(works, key=_request_of):
             self.current = request
             answered = [work for work in group if work.answers_something]
@@ -81,7 +83,9 @@ class Settler:
                 if all(work.draw >= 0 for work in answered):
                     self._advance_plain(request, answered)
                 else:
+                    before = pool.num_forks
                     self._advance(request, answered)
+                    request.num_forks += pool.num_forks - before
             except RequestError as error:
                 self.failed[request] = error
 
@@ -102,12 +106,7 @@ class Settler:
     def _publish(self, request: Request, branch: Branch, settled: int) -> None:
         """Offer full blocks of accepted tokens to the prefix cache."""
         table: BlockTable = branch.tables["target"]
-        last = min(table.length, settled) // self._size
-        if last > table.published:
-            blocks = table.blocks()
-            for number in range(table.published, last):
-                table.pool.publish(blocks[number], request.history.block_key(branch.tip, (number + 1) * self._size))
-            table.published = last
+        publish(table, request.history, branch.tip, min(table.length, settled) // self._size)
 
     def _publish_generation(self, request: Request) -> None:
         """Offer what the new branches have: of a gang only what all of them share, which cannot be displaced any
@@ -291,6 +290,7 @@ class Settler:
                 drafted = evaluated[parent].tokens
                 tokens = (*[drafted[node - 1] for node in child.path], *tokens)
             if child.keep is not None:
+                request.num_taken_back += max(0, length - child.keep)
                 length, given_length = child.keep, min(given_length, child.keep)
                 state = stopping.replay(history.slice(parent.tip, given_length, length))
                 behind = replayed(request, parent.tip, given_length, length)

@@ -79,6 +79,11 @@ def registered_names() -> list[str]:
     return [name for name, entry in _by_name.items() if entry.speculation is None]
 
 
+def drafting_names() -> list[str]:
+    """The names of all decoders that draft."""
+    return [name for name, entry in _by_name.items() if entry.speculation is not None]
+
+
 def decoder_of(params: Any) -> Registered:
     """The decoder of a request with these parameters. Raises `InvalidArgument` where it cannot draft as they say."""
     speculation = getattr(params, "speculation", None)

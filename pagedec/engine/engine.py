@@ -95,6 +95,7 @@ class Engine:
             scheduler.parking, scheduler.new_tables, scheduler.limits.block_size, clock, sessions or SessionLimits()
         )
         self._arrived: dict[Request, float] = {}
+        self._begun: dict[Request, float] = {}
         self._first: dict[Request, float] = {}
         self._deadlines: dict[Request, float] = {}
         self._next_deadline = math.inf  # not later than the first of them
@@ -196,6 +197,7 @@ class Engine:
             if not plan.forwards:
                 return self._collect(self.scheduler.settle(plan, {}), planned)
             self._note_blocks(plan)
+            self._begun.update((request, planned) for request in plan.begun)
         except Exception as error:  # our own mistake, and nobody knows yet by whom
             return self._failed_step(error, list(self._recovery.only or self._running()))
         except BaseException:
@@ -226,6 +228,11 @@ class Engine:
         if self.debug:
             self.scheduler.check()
         return self._collect(events, settled)
+
+    @property
+    def unfinished(self) -> list[Request]:
+        """Requests that were added and of whose end nothing was told yet."""
+        return [*self._arrived]
 
     @property
     def idle(self) -> bool:
@@ -326,7 +333,9 @@ class Engine:
         return [request for request in self.scheduler.requests if not request.idle]
 
     def _forget(self, request: Request) -> None:
-        self._arrived.pop(request, None)
+        if self._arrived.pop(request, None) is not None:
+            self.stats.ended.add(request)
+        self._begun.pop(request, None)
         self._first.pop(request, None)
         self._deadlines.pop(request, None)
 
@@ -363,6 +372,7 @@ class Engine:
             num_released_branches=request.num_released_branches,
             num_draft_tokens=request.acceptance.num_drafted,
             num_accepted_tokens=request.acceptance.num_accepted,
+            first_scheduled_time=self._begun.get(request),
         )
         self._forget(request)
         self.stats.num_finished += 1

@@ -50,6 +50,8 @@ class Sessions:
         self._unread: dict[str, tuple[OpenCall, Request, Sequence[Hypothesis]]] = {}  # calls that have ended, and wait
         self._next_expiry = math.inf  # not later than the first
         self.num_branches = self.num_tokens = self._num_promised = 0
+        self.num_forks = self.num_taken_back = 0
+        """Branches that clients have had forked, and tokens that they have taken back, so far."""
 
     # ---- what a client does
     def open(self, engine: Engine, tokens: Sequence[int], seed: int, salt: str, priority: int, ttl: float | None,
@@ -76,6 +78,7 @@ class Sessions:
         """`count` branches that are where `branch` is. Takes no block and copies nothing."""
         owner = self._of(engine, branch, "fork")
         self._check_branches(owner, count)
+        self.num_forks += count
         self._parking.touch(branch)
         made = [
             self._forked(owner, branch, branch.place, {lane: table.fork() for lane, table in branch.tables.items()})
@@ -107,6 +110,7 @@ class Sessions:
             raise InvalidArgument("rollback", branch.length - length, text)
         history, tip = branch.place
         owner.num_loose += branch.length - length
+        self.num_taken_back += branch.length - length
         branch.place = history, history.ancestor(tip, length)
         branch.epoch += 1
         branch.num_given = min(branch.num_given, length)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from pagedec.constraints import TokenTrie
@@ -19,7 +19,7 @@ from pagedec.params import RequestParams
 from pagedec.serve.access import Client
 from pagedec.serve.admission import Admission
 from pagedec.serve.calls import RPC
-from pagedec.serve.lifecycle import LOADING, Lifecycle
+from pagedec.serve.lifecycle import FAILED, LOADING, Lifecycle
 from pagedec.serve.orders import Limits, Order, read_chat, read_prompt
 from pagedec.serve.server_config import ServerConfig
 from pagedec.serve.statuses import Refusal
@@ -83,6 +83,13 @@ class Gateway:
         """Give up the model."""
         if self._open is not None:
             await asyncio.to_thread(self._open.llm.close)
+
+    def named(self, names: Iterable[str] | None) -> list[str]:
+        """The engine's names of requests that run, of clients' names or its own; None: all of them."""
+        if names is None:
+            return list(self.running)
+        wanted = set(names)
+        return [own for own, client in self.running.items() if {own, own.removeprefix(f"{client.name}/")} & wanted]
 
     # ---- what there is. Raises `Refusal` while the model is loaded
     @property
@@ -167,6 +174,8 @@ class Gateway:
     ) -> Iterator[str]:
         if self.lifecycle.refusal is not None:
             raise self.lifecycle.refusal
+        if self.llm.loop.closed:  # before anybody has looked
+            raise FAILED
         engine_name = self._named(client, name)
         most = num_prompt_tokens + order.params.num_answers * self._longest(order.params, num_prompt_tokens)
         with self.admission.seat(client, most, left):
