@@ -39,7 +39,7 @@ class CacheFeed:
 
         def listen(engine: Engine) -> None:
             engine.scheduler.pools["target"].events = []
-            llm.loop.after_step.append(deliver)
+            llm.loop.after_step.insert(0, deliver)  # first: who has an answer finds what it has stored
 
         llm.loop.call(listen)
 

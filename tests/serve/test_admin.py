@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 
@@ -173,6 +174,8 @@ def test_evicted_blocks_are_told_of(serve: Serve) -> None:
         )
         for i in range(6):
             serving.generation.Generate(pb.GenerateRequest(prompt=prompt([i + 4] * 90), parameters=greedy(1)))
+        serving.llm.loop.call(lambda engine: None).result(10)  # the last step's hooks have run
+        serving.loop.run(asyncio.sleep(0))
         known = set(serving.llm.engine.scheduler.pools["target"].block_of)
         last, followed = serving.server._feed._num_events, set[bytes]()
         for event in read(call, lambda e: e.sequence_number == last):
