@@ -46,9 +46,11 @@ EXTRA: dict[str, set[str]] = {
     "engine": {"core", "constraints", "decoders", "config", "text", "formats", "environment"},
     "build": {"engine", "executor", "runtime", "core", "config", "text", "formats", "environment"},
     "llm": {"build", "engine", "runtime", "config", "text", "formats", "core", "decoders", "tree"},
-    "search": {"llm"},
+    "search": set(),
     "batch": {"llm", "engine", "config", "text", "core", "decoders"},
-    "serve": {"llm", "engine", "config", "constraints", "decoders", "text", "environment", "v1"},
+    "messages": {"v1"},
+    "serve": {"llm", "engine", "config", "constraints", "decoders", "text", "environment", "messages", "tree", "v1"},
+    "client": {"messages", "tree", "v1"},
     "cli": {
         "llm",
         "batch",

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from pagedec.core.block import BlockPool
-from pagedec.core.parked import Parking, num_blocks_of
+from pagedec.core.parked import Parking
 from pagedec.core.request import Request
+from pagedec.core.table import num_blocks_of
 
 BUCKET = 16
 """Tokens of an answer in one bucket of the survival curve."""
@@ -68,7 +69,7 @@ class Demand:
         ahead: list[Request] = []
         used = pool.num_blocks - pool.num_available
         if parking is not None and parking.holds_blocks(pool.lane):
-            used = num_blocks_of(running)
+            used = num_blocks_of(branch.table for request in running for branch in request.branches)
         for request in running:
             if request.idle or request.order > before.order:
                 used -= sum(branch.table.num_blocks for branch in request.branches)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagedec.core.block import BlockPool
 from pagedec.core.history import History
-from pagedec.core.table import BlockNode, BlockTable
+from pagedec.core.table import BlockTable
 from pagedec.core.trunk import Trunks
 
 if TYPE_CHECKING:
@@ -186,15 +186,3 @@ class Call:
 
 def _length(branch: Branch) -> int:
     return branch.table.length
-
-
-def num_blocks_of(requests: Iterable[Request]) -> int:
-    """How many blocks of the target lane these requests hold, each counted once."""
-    seen: set[BlockNode] = set()
-    for request in requests:
-        for branch in request.branches:
-            node = branch.table.leaf
-            while node is not None and node not in seen:
-                seen.add(node)
-                node = node.parent
-    return len({node.block for node in seen})

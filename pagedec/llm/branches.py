@@ -5,24 +5,29 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from pagedec.core.history import History
-from pagedec.decoders.scoring import ScoreParams
-from pagedec.engine.engine import Engine, FinishedRequest
-from pagedec.engine.open_branches import SCORES, OpenBranch, OpenCall, Owner
+from pagedec.engine.engine import Engine
+from pagedec.engine.open_branches import OpenBranch, Owner
 from pagedec.engine.sessions import closing
-from pagedec.errors import InvalidArgument, RequestError, Shown
+from pagedec.errors import BranchBusy, InvalidArgument, Shown
 from pagedec.fields import Integer
-from pagedec.llm.prompts import Job, read_token_ids
-from pagedec.llm.streams import Stream
-from pagedec.outputs import BranchOutput, CompletionOutput, ContinuationScore, Logprob, RequestOutput
+from pagedec.inputs import as_continuations, read_token_ids
+from pagedec.llm.going import Going, Scored
+from pagedec.outputs import (
+    BranchState,
+    CompletionOutput,
+    Logprob,
+    Mark,
+    RequestOutput,
+    SessionBlocks,
+    SessionState,
+)
 from pagedec.params import RequestOutputKind, RequestParams
 from pagedec.text.chat_template import Message
 from pagedec.text.conversation import Conversation, encode_behind
@@ -33,15 +38,6 @@ if TYPE_CHECKING:
 
 Turns = tuple[tuple[int, Conversation], ...]
 """Of a chat: after each message of the user's, how many tokens there were, and the conversation up to there."""
-B = TypeVar("B", bound="Handle")
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A place that a branch, or a fork of it, can be taken back to. `num_tokens` is how many tokens it had there."""
-
-    num_tokens: int
-    digest: bytes
 
 
 class Handle:
@@ -95,7 +91,24 @@ class Handle:
     def logprobs(self) -> list[dict[int, Logprob] | None]:
         """A table for each token: the model's log-probabilities, as calls have reported them (`logprobs=0` reports the
         token's own). None for what was given, or not reported."""
+        return self._tables(*self._branch.place)
+
+    def state(self) -> BranchState:
+        """Its text, its tokens and their reports, all of one moment."""
         history, tip = self._branch.place
+        tokens, tokenizer = history.tokens(tip), self._front.tokenizer
+        text = "" if tokenizer is None else tokenizer.decode(tokens)
+        return BranchState(text, tokens, self._tables(history, tip), Mark(len(tokens), _digest(tokens)))
+
+    def session_state(self) -> SessionState:
+        """How large its session is, and how long it lives if nobody uses it."""
+        owner = self._owner
+        spare = None if owner.ttl is None else owner.ttl
+        if spare is not None and not owner.num_calls:
+            spare = max(0.0, owner.last_used + spare - self._front.engine.clock())
+        return SessionState(len(owner.branches), owner.counted, spare)
+
+    def _tables(self, history: History, tip: int) -> list[dict[int, Logprob] | None]:
         found = [history.notes.get(node) for node in _path(history, tip, 0)]
         tables = self._front.writer.logprobs(found)
         assert tables is not None
@@ -106,11 +119,13 @@ class Handle:
         tokens = self._branch.tokens()
         return Mark(len(tokens), _digest(tokens))
 
-    def tree(self) -> AnswerTree:
-        """All open branches of the session as a tree: what they share, where they part. `str` draws it for a terminal,
-        its `svg()` and `html()` make one file. Answers stand in the order in which branches were made."""
+    def tree(self, branches: Sequence[Handle] | None = None) -> AnswerTree:
+        """All open branches of the session as a tree, or those that are given: what they share, where they part. `str`
+        draws it for a terminal, its `svg()` and `html()` make one file. Answers stand in the order in which branches
+        were made, or were given."""
         front, owner = self._front, self._owner
-        places = [branch.place for branch in list(owner.branches.values()) or [self._branch]]
+        own = list(owner.branches.values()) if branches is None else [handle._branch for handle in branches]
+        places = [branch.place for branch in own or [self._branch]]
         rows = [history.tokens(tip) for history, tip in places]
         length = min(len(_shared(rows)), owner.prompt_length)
         outputs = []
@@ -156,6 +171,8 @@ class Handle:
         same = len(_shared([now, wanted]))
 
         def chat(engine: Engine) -> None:
+            if self._branch.tokens() != now:  # somebody else was faster: what is wanted follows from what is no more
+                raise BranchBusy(self.name, "append")
             engine.check_room("append", len(wanted), 0)
             if same < len(now):
                 engine.sessions.cut(engine, self._branch, same)
@@ -165,20 +182,26 @@ class Handle:
         return chat
 
     def _cutting(self, to: int | Mark) -> Callable[[Engine], None]:
-        length = self._branch.length
-        if isinstance(to, Mark):
-            keep = to.num_tokens
-            if keep > length or _digest(self._branch.tokens()[:keep]) != to.digest:
-                limit = f"must be one of what branch {self.name} holds: it was taken back behind it, and went on"
-                raise InvalidArgument("rollback", Shown(f"a mark at {keep} tokens"), limit)
-        else:
-            keep = length - Integer("tokens to take back", low=0).check("rollback", to)
+        count = 0 if isinstance(to, Mark) else Integer("tokens to take back", low=0).check("rollback", to)
 
         def cut(engine: Engine) -> None:
+            keep = self._marked(to) if isinstance(to, Mark) else self._branch.length - count
             engine.sessions.cut(engine, self._branch, keep)
             self._turns = tuple(turn for turn in self._turns if turn[0] <= keep)
 
         return cut
+
+    def _marked(self, mark: Mark) -> int:
+        keep = mark.num_tokens
+        if keep > self._branch.length or _digest(self._branch.tokens()[:keep]) != mark.digest:
+            limit = f"must be one of what branch {self.name} holds: it was taken back behind it, and went on"
+            raise InvalidArgument("rollback", Shown(f"a mark at {keep} tokens"), limit)
+        return keep
+
+    def _counting(self, branches: Sequence[Handle]) -> Callable[[Engine], SessionBlocks]:
+        """What `branches` hold. They count as used."""
+        own = [handle._branch for handle in branches]
+        return lambda engine: engine.sessions.blocks(own)
 
     def _closing_all(self) -> Callable[[Engine], Any]:
         owner = self._owner
@@ -187,7 +210,9 @@ class Handle:
     def _closing(self) -> Callable[[Engine], Any]:
         return closing([self._branch])
 
-    def _generating(self, sampling_params: Any, keep: str | int, fields: Mapping[str, Any], streams: bool) -> Going:
+    def _generating(
+        self, sampling_params: Any, keep: str | int, fields: Mapping[str, Any], streams: bool, name: str | None = None
+    ) -> Going[Self]:
         params = self._front.get_default_sampling_params() if sampling_params is None else sampling_params
         if not isinstance(params, RequestParams):
             limit = "must be a SamplingParams, a BeamSearchParams, or of another decoder that is registered"
@@ -196,13 +221,13 @@ class Handle:
             self._front.prepare_grammar(params.clone(**fields))
         if not streams:
             fields = {**fields, "output_kind": RequestOutputKind.FINAL_ONLY}
-        return Going(self, params.clone(**fields) if fields else copy.copy(params), keep, streams)
+        return Going(self, params.clone(**fields) if fields else copy.copy(params), keep, streams, name)
 
-    def _scoring(self, continuations: Any, logprobs: int) -> Scored:
-        many = _listed(continuations)
+    def _scoring(self, continuations: Any, logprobs: int, name: str | None = None) -> Scored:
+        many = as_continuations(continuations)
         rows = [self._tokens(f"continuations[{i}]", one) for i, one in enumerate(many)]
         texts = [one if isinstance(one, str) else None for one in many]
-        return Scored(self, texts, rows, logprobs)
+        return Scored(self, texts, rows, logprobs, name)
 
     def _tokens(self, field: str, what: Any) -> list[int]:
         """A text as it goes on behind the branch, or token ids."""
@@ -215,146 +240,6 @@ class Handle:
         history, tip = self._branch.place
         found = encode_behind(tokenizer, [history.token[tip]], what)
         return tokenizer.encode(what, add_special_tokens=False) if found is None else found
-
-
-class Going(Generic[B]):
-    """A call on its way, and its stream."""
-
-    def __init__(self, handle: B, params: RequestParams, keep: str | int, streams: bool) -> None:
-        """`streams`: what it ends with is kept when it was read to its end (`read`)."""
-        front = handle._front
-        job = Job(f"session-{next(front.call_numbers)}", None, [], params)
-        self.handle, self.keep, self.streams, self.stream = handle, keep, streams, Stream(job, front.writer)
-        self._calls: list[OpenCall] = []
-        unclaimed = weakref.finalize(self, _let_go, self._calls, front.engine.sessions.dropped)
-        unclaimed.atexit = False  # nobody waits for it any more, or for what it has kept
-
-    def begin(self, engine: Engine) -> None:
-        """Send it out. Called in the loop."""
-        branch, job = self.handle._branch, self.stream.job
-        request = engine.sessions.begin(engine, branch, job.request_id, job.params, self.keep, self.streams)
-        assert isinstance(request.home, OpenCall)
-        self._calls.append(request.home)
-        job.token_ids[:] = branch.tokens()
-        self.handle._front.loop.join(request, self.stream)
-
-    def leave(self) -> None:
-        """If it was not read to its end, nobody will."""
-        if self.streams or not self.stream.is_over:
-            self.handle._front.loop.abort(self.stream.job.request_id)
-
-    def read(self, engine: Engine) -> None:
-        """It was read to its end. Called in the loop."""
-        engine.sessions.read(self.stream.job.request_id)
-
-    def withdraw(self) -> None:
-        """It was begun in this turn, and shall not have been."""
-        self.stream.is_over = True
-        self.handle._front.loop.withdraw(self.stream.job.request_id)
-
-    def written(self, output: RequestOutput) -> BranchOutput[B]:
-        """An output with the branches that were kept, if it is the last one."""
-        kept: list[OpenBranch] = []
-        if output.finished and self._calls:
-            kept, self._calls[0].kept = self._calls[0].kept, []
-        return BranchOutput.of(output, [self.handle._again(branch) for branch in kept])
-
-
-class Scored:
-    """Continuations that are scored. `stream` brings nothing but the end."""
-
-    def __init__(
-        self, handle: Handle, texts: Sequence[str | None], rows: Sequence[Sequence[int]], logprobs: int
-    ) -> None:
-        self._texts, self._rows, self._handle = texts, [tuple(row) for row in rows], handle
-        longest = max(map(len, self._rows), default=0)
-        self.is_empty = longest == 0
-        params = ScoreParams(
-            continuations=tuple(self._rows), max_tokens=max(1, longest), logprobs=logprobs, ignore_eos=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )  # fmt: skip
-        job = Job(f"session-{next(handle._front.call_numbers)}", None, [], params)
-        self.stream = Ending(job, handle._front.writer)
-        self._root = 0
-
-    def begin(self, engine: Engine) -> None:
-        """Send it out. Called in the loop."""
-        branch, job = self._handle._branch, self.stream.job
-        assert isinstance(job.params, ScoreParams)
-        longest = job.params.max_tokens or 0
-        engine.check_room("continuations", branch.length + longest, 0)
-        for i, row in enumerate(self._rows):
-            engine.sessions.check_tokens(engine, f"continuations[{i}]", row)
-        self._root = branch.place[1]
-        request = engine.sessions.begin(engine, branch, job.request_id, job.params, SCORES)
-        self._handle._front.loop.join(request, self.stream)
-
-    def leave(self) -> None:
-        """If it still runs, nobody waits for it any more."""
-        if not self.stream.is_over:
-            self._handle._front.loop.abort(self.stream.job.request_id)
-
-    def withdraw(self) -> None:
-        """It was begun in this turn, and shall not have been."""
-        self.stream.is_over = True
-        self._handle._front.loop.withdraw(self.stream.job.request_id)
-
-    def results(self) -> list[ContinuationScore]:
-        """The scores, when it is over. Raises `RequestError` if it has failed."""
-        if self.is_empty:
-            return [ContinuationScore(text, [], 0.0, []) for text in self._texts]
-        request = self.stream.result().request
-        history, reports = request.history, request.reports
-        assert reports is not None
-        scores = []
-        for text, row in zip(self._texts, self._rows, strict=True):
-            tip, found = self._root, []
-            for token in row:
-                found.append(reports.edges[tip << 32 | token])
-                tip = history.find(tip, token) or 0  # nothing stands behind the last one
-            tables = self._handle._front.writer.logprobs(found) or []
-            total = float(sum(entry.logprob for entry in found))
-            scores.append(ContinuationScore(text, list(row), total, [table for table in tables if table is not None]))
-        return scores
-
-
-class Ending(Stream):
-    """The sink of a request of which nothing but its end is wanted."""
-
-    def result(self) -> FinishedRequest:
-        """What it has ended with. Raises the error that it has failed with."""
-        last = self._news[-1]
-        if isinstance(last, RequestError):
-            raise last
-        assert isinstance(last, FinishedRequest)
-        return last
-
-
-def all_at_once(going: Sequence[Going[B] | Scored]) -> Callable[[Engine], None]:
-    """Send out calls together, all or none."""
-
-    def begin(engine: Engine) -> None:
-        begun: list[Going[B] | Scored] = []
-        try:
-            for one in going:
-                one.begin(engine)
-                begun.append(one)
-        except BaseException:
-            for one in begun:
-                one.withdraw()
-            raise
-
-    return begin
-
-
-def _let_go(calls: Sequence[OpenCall], dropped: deque[OpenBranch | OpenCall]) -> None:
-    dropped.extend(calls)
-
-
-def _listed(continuations: Any) -> list[Any]:
-    if isinstance(continuations, (str, bytes, Mapping)) or not isinstance(continuations, Iterable):
-        raise InvalidArgument("continuations", continuations, "must be a list of texts, or of lists of token ids")
-    return list(continuations)
 
 
 def _path(history: History, tip: int, start: int) -> list[int]:

@@ -7,8 +7,10 @@ from types import TracebackType
 from typing import Any, Self, overload
 
 from pagedec.errors import InvalidArgument, Shown
-from pagedec.llm.branches import Going, Handle, Mark, Scored, all_at_once
-from pagedec.outputs import BranchOutput, ContinuationScore
+from pagedec.inputs import spread
+from pagedec.llm.branches import Handle
+from pagedec.llm.going import Going, Scored, all_at_once
+from pagedec.outputs import BranchOutput, ContinuationScore, Mark, SessionBlocks
 from pagedec.text.chat_template import Message
 
 
@@ -83,6 +85,10 @@ class SessionBranch(Handle):
         they share is evaluated once. `logprobs`: so many of the most probable tokens are reported beside each token."""
         [scores] = self._score_all([self._scoring(continuations, logprobs)])
         return scores
+
+    def blocks(self, branches: Sequence[SessionBranch] | None = None) -> SessionBlocks:
+        """KV blocks that these branches hold now, by default this one alone."""
+        return self._front.loop.at_once(self._counting([self] if branches is None else branches))
 
     def close(self) -> None:
         """Let the branch go; a call on it fails. May be called again."""
@@ -169,12 +175,3 @@ class Session(SessionBranch):
         """Let all branches go; calls on them fail. May be called again."""
         if not self._front.loop.closed:
             self._front.loop.at_once(self._closing_all())
-
-
-def spread(field: str, value: Any, count: int) -> list[Any]:
-    """One value for all, or one for each."""
-    each = list(value) if isinstance(value, (list, tuple)) else [value] * count
-    if len(each) != count:
-        limit = f"must be one, or one for each of {count} branches"
-        raise InvalidArgument(field, Shown(f"a list of {len(each)}"), limit)
-    return each

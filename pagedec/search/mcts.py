@@ -6,15 +6,14 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagedec.llm.session import SessionBranch
-from pagedec.search.scorers import Scorer, scored
+from pagedec.search.scorers import Scorer, Searchable, scored
 
 
 @dataclass(slots=True, eq=False)
 class Node:
     """A place in the tree. `value` is the mean of the scores that were seen below it, `visits` how many they were."""
 
-    branch: SessionBranch
+    branch: Any
     parent: Node | None = None
     ended: bool = False
     score: float = 0.0
@@ -44,7 +43,7 @@ class Node:
 
 
 def mcts(
-    branch: SessionBranch,
+    branch: Searchable,
     scorer: Scorer,
     *,
     simulations: int = 16,

@@ -4,11 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from pagedec.llm.session import SessionBranch
+from pagedec.outputs import BranchOutput, ContinuationScore
 
-Scorer: TypeAlias = Callable[[SessionBranch], float]
+
+class Searchable(Protocol):
+    """What a search needs of a branch: that of a session of `LLM`, or of a server's (`pagedec.client`)."""
+
+    @property
+    def text(self) -> str: ...
+
+    def generate(self, sampling_params: Any = None, *, keep: str | int = "first", **fields: Any) -> BranchOutput[Any]:
+        """Answers behind the branch."""
+
+    def generate_all(
+        self, branches: Sequence[Any], sampling_params: Any = None, *, keep: str | int = "first", **fields: Any
+    ) -> list[BranchOutput[Any]]:
+        """The same of several branches, together."""
+
+    def append(self, what: Any) -> None:
+        """Go on with a text."""
+
+    def fork(self) -> Any:
+        """A new branch that is where this one is."""
+
+    def score_all(
+        self, branches: Sequence[Any], continuations: Sequence[Any], *, logprobs: int = 0
+    ) -> list[list[ContinuationScore]]:
+        """How probable continuations of several branches are."""
+
+    def close(self) -> None:
+        """Let the branch go."""
+
+
+Scorer: TypeAlias = Callable[[Any], float]
 """Higher is better. It may read the branch (`text`, `token_ids`, `logprobs`), fork it and score continuations."""
 
 
@@ -16,7 +46,7 @@ Scorer: TypeAlias = Callable[[SessionBranch], float]
 class Found:
     """A branch that a search returns, its score, and whether its answer is complete."""
 
-    branch: SessionBranch
+    branch: Any
     score: float
     ended: bool = False
 
@@ -30,10 +60,10 @@ class ModelJudge:
     good: str = "Yes"
     bad: str = "No"
 
-    def __call__(self, branch: SessionBranch) -> float:
+    def __call__(self, branch: Searchable) -> float:
         return self.all([branch])[0]
 
-    def all(self, branches: Sequence[SessionBranch]) -> list[float]:
+    def all(self, branches: Sequence[Searchable]) -> list[float]:
         """The scores of several branches, which are asked in one batch."""
         forks = [branch.fork() for branch in branches]
         try:
@@ -46,7 +76,7 @@ class ModelJudge:
         return [good.logprob - bad.logprob for good, bad in scores]
 
 
-def scored(scorer: Scorer, branches: Sequence[SessionBranch]) -> list[float]:
+def scored(scorer: Scorer, branches: Sequence[Searchable]) -> list[float]:
     """Each branch's score; of a `ModelJudge` in one batch."""
     if isinstance(scorer, ModelJudge):
         return scorer.all(branches)

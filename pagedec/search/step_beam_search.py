@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagedec.llm.session import SessionBranch
-from pagedec.search.scorers import Found, Scorer, best, scored
+from pagedec.search.scorers import Found, Scorer, Searchable, best, scored
 
 
 def step_beam_search(
-    branch: SessionBranch,
+    branch: Searchable,
     judge: Scorer,
     *,
     width: int = 4,

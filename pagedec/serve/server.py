@@ -16,10 +16,19 @@ from pagedec.serve.access import Keys
 from pagedec.serve.calls import Calls
 from pagedec.serve.gateway import Gateway
 from pagedec.serve.generation_service import GenerationService
+from pagedec.serve.leases import Leases
 from pagedec.serve.lifecycle import DRAINING, Lifecycle, State
 from pagedec.serve.model_service import ModelService
 from pagedec.serve.server_config import ServerConfig
-from pagedec.v1 import generation_service_pb2, generation_service_pb2_grpc, model_service_pb2, model_service_pb2_grpc
+from pagedec.serve.session_service import SessionService
+from pagedec.v1 import (
+    generation_service_pb2,
+    generation_service_pb2_grpc,
+    model_service_pb2,
+    model_service_pb2_grpc,
+    session_service_pb2,
+    session_service_pb2_grpc,
+)
 
 LOG = logging.getLogger("pagedec.serve")
 LAST_SECONDS = 2.0
@@ -27,7 +36,11 @@ LAST_SECONDS = 2.0
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 SERVICES = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name
-    for module, name in ((generation_service_pb2, "GenerationService"), (model_service_pb2, "ModelService"))
+    for module, name in (
+        (generation_service_pb2, "GenerationService"),
+        (session_service_pb2, "SessionService"),
+        (model_service_pb2, "ModelService"),
+    )
 )
 
 
@@ -44,10 +57,11 @@ class Server:
         self._credentials = ports.credentials(config)
         self.lifecycle = Lifecycle(SERVICES, config.stall_timeout)
         self.gateway = Gateway(config, self.lifecycle)
+        self.leases = Leases(config)
         self.port = self.probe_port = 0
         """The ports as they are."""
         self._servers: list[grpc.aio.Server] = []
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()
 
     async def start(self) -> None:
@@ -62,7 +76,7 @@ class Server:
             self.gateway.open(llm)
             stats, running = llm.engine.stats, self.gateway.running
             watching = self.lifecycle.watch(lambda: stats.num_steps, lambda: bool(running))
-            self._watching = asyncio.create_task(watching)
+            self._watching = [asyncio.create_task(watching), asyncio.create_task(self.leases.watch(llm))]
             self.lifecycle.refusal = None
             self.lifecycle.set(State.SERVING)
             LOG.info("serving %s", self.gateway.model)
@@ -85,8 +99,8 @@ class Server:
 
     async def stop(self, grace: float = LAST_SECONDS) -> None:
         """Close the ports and give up the model. May be called again."""
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in self._watching:
+            task.cancel()
         await asyncio.gather(*(server.stop(grace) for server in self._servers))
         self._servers.clear()
         await self.gateway.close()
@@ -109,6 +123,8 @@ class Server:
         config = self.config
         server = self._server(self._keys)
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(self.gateway), server)
+        sessions = SessionService(self.gateway, self.leases)
+        session_service_pb2_grpc.add_SessionServiceServicer_to_server(sessions, server)
         model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self.gateway), server)
         health_pb2_grpc.add_HealthServicer_to_server(self.lifecycle.health, server)
         if config.reflection:

@@ -12,11 +12,17 @@ import grpc
 from google.rpc import error_details_pb2, status_pb2
 
 from pagedec import AsyncLLM, SamplingParams
+from pagedec.messages import DETAILS
 from pagedec.serve.server import Server
 from pagedec.serve.server_config import ServerConfig
-from pagedec.serve.statuses import DETAILS
 from pagedec.v1 import generation_service_pb2 as pb
-from pagedec.v1 import generation_service_pb2_grpc, model_service_pb2_grpc, parameters_pb2, prompt_pb2
+from pagedec.v1 import (
+    generation_service_pb2_grpc,
+    model_service_pb2_grpc,
+    parameters_pb2,
+    prompt_pb2,
+    session_service_pb2_grpc,
+)
 
 T = TypeVar("T")
 WAIT = 60.0
@@ -54,6 +60,7 @@ class Serving:
         loop.run(_opened(self.server, self.starting))
         self.channel = grpc.insecure_channel(f"127.0.0.1:{self.server.port}")
         self.generation = generation_service_pb2_grpc.GenerationServiceStub(self.channel)
+        self.sessions = session_service_pb2_grpc.SessionServiceStub(self.channel)
         self.models = model_service_pb2_grpc.ModelServiceStub(self.channel)
 
     def ready(self) -> Serving:
