@@ -85,6 +85,7 @@ HOMONYMS = {
     "registry": "what there is by name: decoding algorithms in one, families of models in the other",
     "batch": "a package, and the command line's file for it",
     "serve": "a package, and the command line's file for it",
+    "Client": "who uses a server: as the server knows him in one, and what he asks with in the other",
 }
 """Names that several modules or several classes share, and why they may."""
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}

@@ -182,7 +182,7 @@ def _decoding(
         values["early_stopping"] = EARLY[given.beam_search.early_stopping]
         return BeamSearchParams.from_dict(values)
     _take(given.sampling, SAMPLING, "parameters.sampling", values, paths)
-    return SamplingParams.from_dict({**limits.defaults, **values})
+    return SamplingParams.from_dict({**({} if given.no_recommendations else limits.defaults), **values})
 
 
 def _custom(given: parameters_pb2.CustomDecoder, values: dict[str, Any], paths: dict[str, str]) -> RequestParams:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from pagedec.decoders.scoring import ScoreParams
-from pagedec.errors import InvalidArgument, NotFound, Shown
+from pagedec.errors import InvalidArgument, Shown
 from pagedec.llm import AsyncSessionBranch
 from pagedec.llm.async_llm import LONG_PROMPT
 from pagedec.llm.front import renamed
@@ -18,7 +18,7 @@ from pagedec.params import RequestOutputKind
 from pagedec.serve.answers import Events, as_branch, as_logprobs, as_nodes, as_score
 from pagedec.serve.calls import RPC
 from pagedec.serve.gateway import Gateway
-from pagedec.serve.leases import SHOWN_ID, Lease, Leases
+from pagedec.serve.leases import Lease, Leases
 from pagedec.serve.orders import Order, read_chat, read_message, read_order, read_prompt
 from pagedec.serve.statuses import as_duration
 from pagedec.v1 import prompt_pb2, session_service_pb2_grpc
@@ -199,11 +199,9 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             await lease.session.close()
             self._leases.drop(lease)
             return pb.CloseSessionResponse()
-        for name in request.branches:
-            if name not in lease.branches:
-                raise NotFound("branch", name[:SHOWN_ID], "it was closed, or never was")
-        await lease.session.close_all([lease.branches[name] for name in dict.fromkeys(request.branches)])
-        self._leases.drop(lease, request.branches)
+        names = [name for name in dict.fromkeys(request.branches) if name in lease.branches]
+        await lease.session.close_all([lease.branches[name] for name in names])
+        self._leases.drop(lease, names)
         return pb.CloseSessionResponse(num_branches=len(lease.branches))
 
     # ---- inside

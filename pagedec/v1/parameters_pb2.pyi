@@ -51,7 +51,7 @@ Global___EarlyStopping: _TypeAlias = EarlyStopping  # noqa: Y015
 
 @_typing.final
 class Parameters(_message.Message):
-    """How a request is decoded. What is unset is as the model recommends (GetModel tells), else as said here."""
+    """How a request is decoded. What is unset is as the model recommends for sampling (GetModel tells), else as said here."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -65,12 +65,15 @@ class Parameters(_message.Message):
     REPORTS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NO_RECOMMENDATIONS_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     """Names the randomness: the same request with the same seed is answered with the same tokens in any company.
     Unset: the server draws one.
     """
     truncate_prompt_tokens: _builtins.int
     """Keeps only so many of the prompt's last tokens. Unset: all, and a longer prompt is refused."""
+    no_recommendations: _builtins.bool
+    """What is unset is as said here, whatever the model recommends."""
     @_builtins.property
     def sampling(self) -> Global___Sampling:
         """Each answer is drawn token by token; temperature 0 is greedy."""
@@ -116,10 +119,11 @@ class Parameters(_message.Message):
         reports: Global___Reports | None = ...,
         seed: _builtins.int | None = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
+        no_recommendations: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "beam_search", b"beam_search", "constraint", b"constraint", "custom", b"custom", "decoding", b"decoding", "logits_rules", b"logits_rules", "reports", b"reports", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stopping", b"stopping", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "beam_search", b"beam_search", "constraint", b"constraint", "custom", b"custom", "decoding", b"decoding", "logits_rules", b"logits_rules", "reports", b"reports", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stopping", b"stopping", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "beam_search", b"beam_search", "constraint", b"constraint", "custom", b"custom", "decoding", b"decoding", "logits_rules", b"logits_rules", "no_recommendations", b"no_recommendations", "reports", b"reports", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stopping", b"stopping", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015

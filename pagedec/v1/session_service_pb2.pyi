@@ -935,7 +935,7 @@ class CloseSessionRequest(_message.Message):
     """The session."""
     @_builtins.property
     def branches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Closes these branches alone. Empty: all of the session."""
+        """Closes these branches alone; what is closed already stays so. Empty: all of the session."""
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -11,7 +12,8 @@ from typing import Any, TypeVar
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-from pagedec import AsyncLLM, SamplingParams
+from pagedec import AsyncLLM, RequestOutput, SamplingParams
+from pagedec.client import Client
 from pagedec.messages import DETAILS
 from pagedec.serve.server import Server
 from pagedec.serve.server_config import ServerConfig
@@ -96,6 +98,15 @@ async def _opened(server: Server, starting: Future[None]) -> None:
 
 async def _idle(server: Server) -> None:
     await asyncio.wait_for(server.gateway.idle(), WAIT)
+
+
+def client_of(serving: Serving, **given: Any) -> Client:
+    return Client(f"127.0.0.1:{serving.server.port}", **given)
+
+
+def plain(output: RequestOutput) -> RequestOutput:
+    """Without what differs from run to run."""
+    return dataclasses.replace(output, request_id="", metrics=None)
 
 
 # ---- messages

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,6 @@ class Held:
 
     def close(self, *branches: str) -> int:
         return int(self.call("CloseSession", pb.CloseSessionRequest, branches=branches).num_branches)
-
-
-@pytest.fixture
-def llm(tiny_path: Path) -> Iterator[LLM]:
-    with LLM(str(tiny_path), dtype="float32", skip_tokenizer_init=True, num_blocks=64, max_model_len=256) as made:
-        yield made
 
 
 def refused(call: Callable[[], Any]) -> tuple[str, str]:
