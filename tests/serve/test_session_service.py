@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -229,3 +230,59 @@ def test_sessions_are_listed_in_pages(serve: Serve) -> None:
     assert refused(lambda: serving.sessions.ListSessions(wrong)) == ("INVALID_ARGUMENT", "INVALID_FIELD")
     for one in held:
         one.close()
+
+
+def test_neighbours_are_not_starved(serve: Serve, tmp_path: Path) -> None:
+    """Who fills the pool with sessions, and the queue with calls, takes nothing from others."""
+    (tmp_path / "keys.toml").write_text(
+        '[ada]\ntokens = ["ada-0123456789abcdef"]\nmax_requests = 3\nmax_branches = 200\n'
+        '[bob]\ntokens = ["bob-0123456789abcdef"]\n',
+        encoding="utf-8",
+    )
+    serving = serve(api_keys=str(tmp_path / "keys.toml"), max_requests=4)
+    greedy_one = [Held(serving, seed=i, metadata=ADA) for i in range(20)]  # their blocks are more than there are
+    own = parameters(60, temperature=1.0)
+    own.stopping.ignore_eos = True
+    for held in greedy_one:
+        held.generate(own)
+    endless = parameters(150, temperature=1.0)
+    endless.stopping.ignore_eos = True
+    calls = [
+        held.call("GenerateOnBranch", pb.GenerateOnBranchRequest, parameters=endless, stream_interval=100)
+        for held in greedy_one[:3]
+    ]
+    for call in calls:
+        next(call)
+    full = refused(lambda: greedy_one[3].generate(own))
+    assert full == ("RESOURCE_EXHAUSTED", "CLIENT_REQUESTS")
+    other = Held(serving, metadata=BOB)
+    [*_, last] = other.generate(own)
+    assert len(other.tokens()) == len(PROMPT) + 60 == last.branch.num_tokens
+    for call in calls:
+        assert list(call)[-1].branch.num_tokens == len(PROMPT) + 210
+    assert [len(held.tokens()) for held in greedy_one] == [len(PROMPT) + 210] * 3 + [len(PROMPT) + 60] * 17
+    for held in [*greedy_one, other]:
+        held.close()
+
+
+def test_one_branch_has_one_call(serve: Serve) -> None:
+    """Of many calls at once on a branch each is carried out or refused, none in part."""
+    serving = serve()
+    held = Held(serving)
+    waiting: list[Callable[[], Any]] = []
+    for i in range(12):
+        append = pb.AppendRequest(session_id=held.id, branch="0", token_ids=ids(20 + i, 40 + i))
+        waiting.append(held.stub.Append.future(append).result)
+        own = pb.GenerateOnBranchRequest(session_id=held.id, branch="0", parameters=greedy(3), final_only=True)
+        waiting.append(functools.partial(next, held.stub.GenerateOnBranch(own)))
+    done = []
+    for wait in waiting:
+        try:
+            done.append(wait())
+        except grpc.RpcError as error:
+            assert (error.code(), reason(error)) == (grpc.StatusCode.FAILED_PRECONDITION, "BRANCH_BUSY")
+    tokens = held.tokens()
+    appended = sum(isinstance(one, pb.AppendResponse) for one in done)
+    generated = sum(len(one.finished[0].token_ids) for one in done if isinstance(one, pb.GenerateOnBranchResponse))
+    assert len(tokens) == len(PROMPT) + 2 * appended + generated and done
+    held.close()
