@@ -286,3 +286,23 @@ def test_one_branch_has_one_call(serve: Serve) -> None:
     generated = sum(len(one.finished[0].token_ids) for one in done if isinstance(one, pb.GenerateOnBranchResponse))
     assert len(tokens) == len(PROMPT) + 2 * appended + generated and done
     held.close()
+
+
+def test_shared_blocks_are_those_that_others_hold(llm: LLM) -> None:
+    """By forks, and by the prefix cache; counted from the tables themselves."""
+    with llm.session(PROMPT, seed=1) as one:
+        one.generate(max_tokens=20, ignore_eos=True)
+        forks = one.fork(3)
+        for count, fork in enumerate(forks):
+            fork.rollback(3 * count)
+            fork.generate(max_tokens=4 + 9 * count, ignore_eos=True)
+        with llm.session(PROMPT, seed=2) as other:
+            other.generate(max_tokens=3, ignore_eos=True)
+            branches = [one, *forks, other]
+            held = [branch._branch.tables["target"].blocks() for branch in branches]
+            told = one.blocks(branches)
+            for own, blocks in zip(held, told.branches, strict=True):
+                others = {block for row in held if row is not own for block in row}
+                assert (blocks.num_blocks, blocks.num_shared_blocks) == (len(own), len(others.intersection(own)))
+            assert told.num_blocks == len({block for row in held for block in row})
+            assert told.num_blocks_saved > 0 < told.branches[-1].num_shared_blocks < told.branches[-1].num_blocks
