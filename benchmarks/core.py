@@ -1,4 +1,4 @@
-"""Host time of the core: block tables alone, and plan + settle with made-up answers of plain sampling and beam search.
+"""Host time of the core: block tables, and plan + settle with made-up answers of sampling, n-grams and beam search.
 
     python benchmarks/core.py [--repeats 30]
 
@@ -13,20 +13,26 @@ import gc
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from pagedec.core.block import BlockPool
+from pagedec.core.costs import StepCosts
 from pagedec.core.forward import LaneAnswers
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan
 from pagedec.core.scheduler import Scheduler
+from pagedec.core.standing import Standing
 from pagedec.core.stopping import Stopping
 from pagedec.core.table import BlockTable, CopyPlan, reserve
 from pagedec.decoders import make_decoder
 from pagedec.params import BeamSearchParams, SamplingParams
 
 BLOCK, VOCABULARY = 16, 49152
+PERIOD = 23
+"""Of text that repeats itself."""
+NOTHING = np.zeros((0, 0), np.int32)
 
 
 def show(name: str, seconds: list[float]) -> None:
@@ -99,13 +105,18 @@ def limits_of(num_blocks: int, array_settle: bool = True) -> SchedulerLimits:
     )
 
 
-def timed(scheduler: Scheduler, answers: Callable[[StepPlan], dict[str, LaneAnswers]], repeats: int) -> list[float]:
+def timed(
+    scheduler: Scheduler,
+    answers: Callable[[StepPlan], dict[str, LaneAnswers]],
+    repeats: int,
+    costs: StepCosts | None = None,
+) -> list[float]:
     """Seconds of plan and settle, in steady decoding."""
     seconds: list[float] = []
 
     def step() -> None:
         began = time.perf_counter()
-        plan = scheduler.plan()
+        plan = scheduler.plan(costs=costs)
         planned = time.perf_counter()
         given = answers(plan)
         settling = time.perf_counter()
@@ -124,6 +135,25 @@ def sampling(history: int, num_requests: int, array_settle: bool, repeats: int) 
     rng = filled(scheduler, (SamplingParams(temperature=0.8, top_p=0.95, seed=i) for i in range(num_requests)), history)
     seconds = timed(scheduler, lambda plan: answers(plan, rng), repeats)
     show(f"plan + settle, {num_requests} samplings at {history} tokens, array_settle={array_settle}", seconds)
+
+
+def drafts(num_requests: int, pays: bool, repeats: int) -> None:
+    """Adaptive n-grams of which none rests, over text that repeats itself. Where drafts pay all of them are granted and
+    accepted, else nothing is granted: what asking costs is the difference to as many samplings."""
+    scheduler, text = Scheduler(limits_of(num_requests * 300)), np.arange(8192, dtype=np.int32) % PERIOD + 10
+    params, nothing, floats = SamplingParams(speculative={"method": "ngram"}), NOTHING, np.zeros(0, np.float32)
+    for i in range(num_requests):
+        make = functools.partial(make_decoder, params)
+        scheduler.add(scheduler.admit(str(i), make, text[:100].tolist(), Stopping(max_tokens=4000)))
+
+    def going_on(plan: StepPlan) -> dict[str, LaneAnswers]:
+        drawn = text[plan.forwards["target"].draws["position"]]
+        return {"target": LaneAnswers(drawn, nothing, floats.reshape(0, 0), floats)}
+
+    costs = StepCosts((1.0, 1000.0), (1.0, 1.001 if pays else 1000.0))
+    with mock.patch.object(Standing, "rests", lambda own, step, num_running: False):
+        seconds = timed(scheduler, going_on, repeats, costs)
+    show(f"plan + settle, {num_requests} n-grams, asked, {'all accepted' if pays else 'nothing granted'}", seconds)
 
 
 def beams(history: int, width: int, repeats: int) -> None:
@@ -168,6 +198,11 @@ def main() -> None:
     for history in (100, 1000):
         for array_settle in (True, False):
             sampling(history, 64, array_settle, 4 * repeats)
+    for num_requests in (1, 32):
+        sampling(100, num_requests, True, 4 * repeats)
+        for pays in (False, True):
+            drafts(num_requests, pays, 4 * repeats)
+    for history in (100, 1000):
         for width in (4, 16, 64):
             beams(history, width, 4 * repeats)
 

@@ -113,7 +113,8 @@ class Contest:
 
     def measure(self, widths: list[int], verify: str, rounds: int) -> None:
         ways: dict[str, Speculative] = {"plain": False}
-        ways |= {str(g): {"method": "draft_model", "num_speculative_tokens": g, "verify": verify} for g in widths}
+        fixed = {"method": "draft_model", "verify": verify, "adaptive": False}
+        ways |= {str(g): {**fixed, "num_speculative_tokens": g} for g in widths}
         timings = interleave({name: self.contestant(name, way) for name, way in ways.items()}, rounds, warmup=1)
         plain, rows = timings["plain"], list[list[object]]()
         step = self.clock.median("target", 1)
@@ -160,7 +161,7 @@ def measure_host(llm: LLM, batch: int, gamma: int) -> None:
         return own(forward)
 
     runner.roll = noting  # type: ignore[method-assign]
-    way = {"method": "draft_model", "num_speculative_tokens": gamma}
+    way = {"method": "draft_model", "num_speculative_tokens": gamma, "adaptive": False}
     kind = {"temperature": 0.8, "max_tokens": 64, "ignore_eos": True}
     params = [SamplingParams(seed=i, speculative=way, **kind) for i in range(batch)]
     llm.generate([[5 + i, 9, 40, 5, 9] for i in range(batch)], params, use_tqdm=False)

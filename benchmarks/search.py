@@ -74,6 +74,14 @@ class Resubmitted:
     outputs: list[Any] = field(default_factory=list)
     branches: list[Resubmitted] = field(default_factory=list)
 
+    @property
+    def token_ids(self) -> list[int]:
+        return self.tokens
+
+    @property
+    def room(self) -> int:
+        return self.llm.engine.room(len(self.tokens))
+
     def fork(self) -> Resubmitted:
         made = Resubmitted(self.llm, list(self.tokens), self.seed, f"{self.name}.{self.num_forks}")
         self.num_forks += 1

@@ -18,6 +18,7 @@ All answers are compared with the plain ones: another token ends the benchmark.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,6 +76,8 @@ class Contest:
             speculative_config=draft,
             quantization=arguments.quantization,
         )
+        gc.collect()
+        gc.freeze()  # or one run in many has a pause of 110 ms, in which all that torch has imported is gone through
         self.max_tokens, self.changing = arguments.max_tokens, arguments.changing
         self.runs: dict[str, Run] = {}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from pagedec import LLM
-from pagedec.search import ModelJudge, step_beam_search
+from pagedec.search import ModelJudge, mcts, step_beam_search
 
 
 def main(model: str = "smollm2") -> None:
@@ -30,13 +30,17 @@ def main(model: str = "smollm2") -> None:
         for score in story.score([" The sea was calm.", " The stock market crashed."]):
             print(f"{score.logprob:8.2f} {score.text}")
 
-    with llm.session("Question: Why is the sky blue?\nAnswer:", seed=7) as session:
-        judge = ModelJudge("\nIs this answer right?", " Yes", " No")
-        found = step_beam_search(
-            session, judge, width=2, samples=3, steps=3, delimiter=".", max_tokens=24, temperature=0.8
-        )
-        for beam in found:
-            print(f"{beam.score:6.2f} {beam.branch.text!r}")
+    with llm.session(messages=[{"role": "user", "content": "Why is the sky blue?"}], seed=7) as chat:
+        asked = len(chat.text)
+        judge = ModelJudge("\nIs this a good answer? ", "Yes", "No")
+        fields = {"delimiter": ".", "max_tokens": 40, "temperature": 0.8}
+        for beam in step_beam_search(chat, judge, width=2, samples=3, steps=3, **fields):
+            print(f"{beam.score:6.2f} {beam.branch.text[asked:]!r}")
+        tree = mcts(chat, judge, simulations=6, samples=3, **fields)
+        found = tree.line()[-1].branch  # where most of the search went
+        print(f"{tree.visits} visits: {found.text[asked:]!r}")
+        found.append({"role": "user", "content": "Thank you!"})  # and the chat goes on from there
+        print(found.generate(max_tokens=20, temperature=0).text)
     llm.close()
 
 

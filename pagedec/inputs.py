@@ -145,6 +145,13 @@ def as_priorities(priority: object, num_prompts: int) -> list[int]:
     return [int(number) for number in priority]
 
 
+def as_priority(priority: object) -> int:
+    """One number."""
+    if not are_ids([priority]):
+        raise InvalidArgument("priority", priority, "must be a whole number; lower ones run earlier")
+    return int(priority)  # type: ignore[call-overload]
+
+
 def as_conversations(messages: object) -> tuple[list[Any], bool]:
     """The conversations, and whether they were several: a list of messages is one, a list of such lists is several."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
@@ -189,8 +196,8 @@ def spread(field: str, value: Any, count: int) -> list[Any]:
     return each
 
 
-def as_continuations(continuations: Any) -> list[Any]:
+def as_continuations(continuations: Any, field: str = "continuations") -> list[Any]:
     """What `score` is given, as a list."""
     if isinstance(continuations, (str, bytes, Mapping)) or not isinstance(continuations, Iterable):
-        raise InvalidArgument("continuations", continuations, "must be a list of texts, or of lists of token ids")
+        raise InvalidArgument(field, continuations, "must be a list of texts, or of lists of token ids")
     return list(continuations)

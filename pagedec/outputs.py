@@ -29,6 +29,12 @@ class RequestMetrics:
     """Idle branches that gave way to other requests, and came back when they were needed."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    first_scheduled_time: float | None = None
+    """When its first row began to run."""
+
+    @property
+    def time_in_queue(self) -> float | None:
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
 
     @property
     def time_to_first_token(self) -> float | None:

@@ -233,6 +233,7 @@ class SamplingParams(RequestParams):
         "max_new_tokens": "it is named max_tokens",
         "min_new_tokens": "it is named min_tokens",
         "num_return_sequences": "it is named n",
+        "speculative_config": "a request's own is named speculative",
         "best_of": "n answers are all returned; BeamSearchParams searches for the best",
     }
     n: int = option(1, Integer("answers for each prompt", low=1, high=MAX_SAMPLES))
@@ -311,7 +312,7 @@ class BeamSearchParams(RequestParams):
         "max_new_tokens": "it is named max_tokens",
         "min_new_tokens": "it is named min_tokens",
         "use_beam_search": "these are always a beam search's",
-        "speculative": "beams are not drafted",
+        "speculative_config": "a request's own is named speculative",
     }
     beam_width: int = option(4, Integer("paths that are followed at once", low=1, high=MAX_BEAMS))
     num_return_sequences: int | None = option(

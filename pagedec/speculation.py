@@ -133,10 +133,27 @@ METHODS: dict[str, type[Speculation]] = {
 }
 
 
+def add_method(kind: type[Speculation]) -> None:
+    """Have tables name `kind` by its `method`. A reloaded module replaces its own; raises `InvalidArgument` for a name
+    that is another's, or none."""
+    name = getattr(kind, "method", None)
+    if not isinstance(name, str):
+        raise InvalidArgument("speculation.method", name, "must be a name: tables of speculative_config say it")
+    taken = METHODS.get(name, kind)
+    if name in ELSEWHERE or (taken.__module__, taken.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise InvalidArgument("speculation.method", name, "must be new; it belongs to another way to draft")
+    METHODS[name] = kind
+
+
 def speculation_of(table: Mapping[str, Any]) -> Speculation:
     """The way to draft that a checked table names."""
     kind = METHODS[table["method"]]
     return kind(**{name: table[name] for name in rules(kind) if name in table})
+
+
+def speculation_name(table: Mapping[str, Any] | None) -> str:
+    """What a checked table of the engine's is called: the method, and the model that drafts. Empty without one."""
+    return " ".join(str(table[name]) for name in ("method", "model") if name in table) if table else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +166,15 @@ class SpeculationTable(Rule):
 
     @property
     def limit(self) -> str:
-        off = "" if self.of_engine else "False, or "
-        return f'{off}a table of names and values, on the command line a JSON object such as {{"method": "ngram"}}'
+        off, none = ("", "") if self.of_engine else ("False, or ", "false, or ")
+        example = '{"method": "ngram"}'
+        return f"{off}a table of names and values, on the command line {none}a JSON object such as {example}"
+
+    @property
+    def _names(self) -> list[str]:
+        """Of all methods."""
+        own = [name for kind in METHODS.values() for name in rules(kind)]
+        return list(dict.fromkeys(("method", "model", *own, *DRAFT_MODEL_FIELDS, *NEUTRAL)))
 
     def accept(self, value: object) -> Any:
         if value is False and not self.of_engine:
@@ -160,7 +184,7 @@ class SpeculationTable(Rule):
         return dict(value)
 
     def read(self, text: str) -> object:
-        return json.loads(text)
+        return False if text == "False" else json.loads(text)
 
     def check(self, name: str, value: object) -> Any:
         accepted = Rule.check(self, name, value)
@@ -178,6 +202,8 @@ class SpeculationTable(Rule):
         if table.get("method") is None and model is not None:
             table["method"] = DraftModelSpeculation.method
         method = table.get("method")
+        if method is None:
+            check_names("speculation", table, self._names, table)
         if method in ELSEWHERE:
             limit = f"not available in this version; available: {', '.join(METHODS)}"
             raise FeatureNotAvailable("method", method, limit)

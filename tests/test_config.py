@@ -261,3 +261,4 @@ def test_every_argument_has_a_flag_with_its_default() -> None:
 def test_the_example_file_is_valid() -> None:
     config = EngineConfig.from_file(Path(__file__).resolve().parent.parent / "examples" / "engine.toml")
     assert config.cache.kv_cache_memory == 512 << 20
+    assert config.scheduler.speculative_config == {"method": "ngram", "num_candidates": 2}

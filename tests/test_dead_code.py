@@ -16,7 +16,6 @@ OUTSIDE = {
     "convert_tokens_to_ids": "of transformers' tokenizers",
     "retract": "for a conversation whose turn was given up",
     "check_health": "vLLM's name",
-    "shutdown": "vLLM's name",
     "allow_vnni": "for tests and benchmarks",
     "read_rate": "for benchmarks",
     "dot_rate": "for benchmarks",
@@ -29,6 +28,7 @@ OUTSIDE = {
     "mcts": "what people import",
     "intercept_service": "gRPC calls it",
     "format": "logging calls it",
+    "describe": "prometheus_client calls it",
 }
 CALLED_BY_NAME = "visit_"
 """Methods of syntax-tree visitors."""

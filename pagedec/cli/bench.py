@@ -1,6 +1,7 @@
-"""Measure the engine in this process on random prompts, of which no two begin alike.
+"""Measure the engine in this process on random prompts, of which no two begin alike; or a server.
 
-latency: one batch of equal requests, repeated. throughput: many requests at once, the engine batches them.
+latency: one batch of equal requests, repeated. throughput: many requests at once, the engine batches them. serve:
+requests to a server that runs elsewhere.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pagedec.cli import bench_serve
 from pagedec.cli.arguments import (
     add_engine_arguments,
     add_options,
@@ -25,6 +27,7 @@ from pagedec.cli.arguments import (
     given_options,
     sampling_params,
 )
+from pagedec.cli.bench_serve import NUM_PLAIN_IDS
 from pagedec.cli.parser import Parser
 from pagedec.fields import Integer, check_fields, option
 from pagedec.outputs import RequestOutput
@@ -33,9 +36,6 @@ from pagedec.params import SamplingParams
 if TYPE_CHECKING:
     from pagedec.engine.stats import EngineStats
     from pagedec.llm import LLM
-
-NUM_PLAIN_IDS = 256
-"""Prompt tokens are drawn from this many ids: every vocabulary has them."""
 
 
 UNLESS = (
@@ -81,6 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_options(kind, "workload", options)
         add_sampling_arguments(kind)
         add_engine_arguments(kind)
+    summary = "requests to a server, at a rate or so many at once: times to first token, between tokens, goodput"
+    usage = "pagedec bench serve [--json] [load flags] [sampling flags]"
+    kind = kinds.add_parser("serve", help=summary, description=summary, usage=usage)
+    bench_serve.add_arguments(kind)
 
 
 def random_prompts(count: int, length: int, seed: int) -> list[dict[str, Any]]:
@@ -182,6 +186,8 @@ KINDS = {"latency": (LatencyOptions, latency), "throughput": (ThroughputOptions,
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.kind == "serve":
+        return bench_serve.run(arguments)
     config = engine_config(arguments)
     options, measure = KINDS[arguments.kind]
     workload_params(arguments, given_options(arguments, options))  # mistakes are said before the model is loaded

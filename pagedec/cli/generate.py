@@ -202,10 +202,14 @@ def summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
     generated = sum(len(answer.token_ids) for answer in answers)
     prompts = sum(len(output.prompt_token_ids) for output in outputs)
     rate = generated / seconds if seconds > 0 else 0.0
+    metrics = [output.metrics for output in outputs if output.metrics is not None]
+    drafted = sum(own.num_draft_tokens for own in metrics)
+    accepted = sum(own.num_accepted_tokens for own in metrics)
+    drafts = f"; {accepted} of {counted(drafted, 'drafted token')} accepted" if drafted else ""
     return (
         f"{counted(len(outputs), 'prompt')} of {counted(prompts, 'token')}, "
         f"{counted(len(answers), 'answer')} of {counted(generated, 'token')} "
-        f"in {seconds:.2f} s: {rate:.1f} tokens/s"
+        f"in {seconds:.2f} s: {rate:.1f} tokens/s{drafts}"
     )
 
 

@@ -17,6 +17,7 @@ COMMANDS = {
     "generate": "continue prompts with a model",
     "chat": "talk with a model",
     "serve": "serve a model over gRPC",
+    "health": "ask a server how it stands",
     "batch": "answer a file of requests, and go on with it after an interruption",
     "tokenize": "show how a model's tokenizer reads text",
     "bench": "measure latency or throughput",
@@ -29,6 +30,7 @@ examples:
   pagedec generate -f prompts.txt --temperature 0.8 --top-p 0.95 --seed 7 --json
   pagedec chat --system "You answer in one sentence."
   pagedec serve --port 50051
+  pagedec health --service pagedec.v1.GenerationService
   pagedec batch -i requests.jsonl -o answers.jsonl --max-tokens 256
   pagedec tokenize --count -f book.txt
   pagedec bench throughput --num-prompts 64

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pagedec.cli.arguments import add_engine_arguments, add_options, engine_config, given_options
 from pagedec.cli.console import DONE, FAILED, say
 from pagedec.config import EngineConfig
+from pagedec.errors import counted
 from pagedec.serve.server_config import ServerConfig
 
 EPILOG = """\
@@ -68,11 +70,17 @@ async def _serve(options: ServerConfig, config: EngineConfig) -> int:
     except OSError as error:
         say(f"error: {error}")
         return FAILED
-    await waiting
-    num_aborted = await server.drain(options.drain_grace, options.drain_timeout)
-    await server.stop()
+    gc.collect()
+    gc.freeze()  # what was imported stays: going through it would hold everybody up for 110 ms now and then
+    broken = asyncio.ensure_future(server.wait())
+    await asyncio.wait({waiting, broken}, return_when=asyncio.FIRST_COMPLETED)
+    if not waiting.done():  # whoever has started it starts it anew
+        say("error: the engine has failed; its log says why")
+        await server.stop()
+        return FAILED
+    num_aborted = await server.end()
     if num_aborted:
-        say(f"{num_aborted} requests were aborted")
+        say(f"{counted(num_aborted, 'request')} {'was' if num_aborted == 1 else 'were'} aborted")
     return DONE
 
 

@@ -2,51 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
 
 from pagedec.core.draft import Draft
 from pagedec.core.protocol import Query
 
 
-@dataclass(slots=True)
 class Acceptance:
-    """Counts of one request, or of all requests of a method.
+    """Counts of one request, or of all requests of a method (`whole`, in which the request's are counted, too).
 
-    Of a tree, `num_drafted` counts all nodes whose acceptance was asked for. `drafted[i]` counts the continuations that
-    had a draft of more than `i` tokens, `accepted[i]` those of them that took more than `i`; so their ratio is how
-    often the place `i` is reached. What several continuations have in common counts for each.
+    Of a tree, `num_drafted` counts all nodes whose acceptance was asked for. What several continuations have in common
+    counts for each.
     """
 
-    num_drafts: int = 0
-    num_drafted: int = 0
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    whole: Acceptance | None = None
-    """What these are a part of, and are counted in as well."""
+    __slots__ = ("_depths", "_lengths", "num_drafted", "num_drafts", "whole")
+
+    def __init__(self, whole: Acceptance | None = None) -> None:
+        self.whole, self.num_drafts, self.num_drafted = whole, 0, 0
+        self._depths, self._lengths = Counter[int](), Counter[int]()  # of drafts, and of what was taken of them
+
+    @property
+    def drafted(self) -> list[int]:
+        """Entry `i`: the continuations that had a draft of more than `i` tokens."""
+        return self._over(self._depths)
+
+    @property
+    def accepted(self) -> list[int]:
+        """Entry `i`: those that took more than `i`; over `drafted[i]` it is how often the place `i` is reached."""
+        return self._over(self._lengths)
 
     @property
     def num_accepted(self) -> int:
-        return sum(self.accepted)
+        return sum(length * count for length, count in self._lengths.items())
 
-    def note(self, query: Query, draft: Draft, lengths: Iterable[int]) -> None:
+    def note(self, query: Query, draft: Draft, lengths: Sequence[int]) -> None:
         """Count a draft that was run, and how many tokens of it each continuation took."""
-        nodes = query.asks[0].nodes if query.asks else None
-        depths = draft.depths()
+        nodes, depths = query.asks[0].nodes if query.asks else None, draft.depths()
         reach = depths[1:] if nodes is None else [depths[node] for node in nodes if 0 < node < len(depths)]
         if reach:
-            self._count(len(reach), max(reach), tuple(lengths))
+            self._count(len(reach), max(reach), lengths)
 
-    def _count(self, num_nodes: int, depth: int, lengths: tuple[int, ...]) -> None:
+    # ---- inside
+    def _count(self, num_nodes: int, depth: int, lengths: Sequence[int]) -> None:
         self.num_drafts += len(lengths)
         self.num_drafted += num_nodes * len(lengths)
-        missing = max(depth, *lengths, 0) - len(self.drafted)
-        self.drafted += [0] * missing
-        self.accepted += [0] * missing
-        for i in range(depth):
-            self.drafted[i] += len(lengths)
         for length in lengths:
-            for i in range(length):
-                self.accepted[i] += 1
+            self._depths[depth] += 1
+            self._lengths[length] += 1
         if self.whole is not None:
             self.whole._count(num_nodes, depth, lengths)
+
+    def _over(self, sizes: Counter[int]) -> list[int]:
+        """How many are longer than 0, 1, ..."""
+        longest = max([*self._depths, *self._lengths], default=0)
+        return [sum(count for size, count in sizes.items() if size > i) for i in range(longest)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from pagedec.core.cache_events import CacheEvent, Cleared, Removed
 from pagedec.errors import InvariantError
 
 if TYPE_CHECKING:
@@ -15,6 +16,16 @@ if TYPE_CHECKING:
     from pagedec.core.table import BlockNode, BlockTable
 
 _FIRST_ROWS = 64
+
+
+class Tally(NamedTuple):
+    """How a pool's blocks are held, as its tables say: how many by tables, how many of them by several, how many more
+    there would be if tables shared none, and how many nobody holds that cannot be taken either (0, or a bug)."""
+
+    num_held: int
+    num_shared: int
+    num_saved: int
+    num_leaked: int
 
 
 class BlockPool:
@@ -28,7 +39,7 @@ class BlockPool:
     """
 
     __slots__ = (
-        "block_of", "block_size", "evictable", "free", "free_rows", "fresh", "key_of", "lane", "num_blocks",
+        "block_of", "block_size", "events", "evictable", "free", "free_rows", "fresh", "key_of", "lane", "num_blocks",
         "num_copied", "num_evictions", "num_forks",
         "pins", "refs", "row_view", "rows", "width",
     )  # fmt: skip
@@ -42,6 +53,8 @@ class BlockPool:
         self.key_of: list[bytes | None] = [None] * num_blocks
         self.block_of: dict[bytes, int] = {}
         self.fresh: list[int] = []
+        self.events: list[CacheEvent] | None = None
+        """What the prefix cache has stored and forgotten, for whoever takes it from here; None: nobody listens."""
         self.num_evictions = self.num_forks = self.num_copied = 0
         """How often a cached block was given up, a table was forked, and a block was copied."""
         self.rows = np.zeros((_FIRST_ROWS, self.width), np.int32)
@@ -98,10 +111,13 @@ class BlockPool:
         """One reference and not findable. A findable block is never overwritten."""
         return self.refs[block] == 1 and self.key_of[block] is None
 
-    def publish(self, block: int, key: bytes) -> None:
-        """Make a full block of accepted tokens findable. First publisher wins; a later equal block stays private."""
-        if key not in self.block_of and self.key_of[block] is None:
-            self.block_of[key], self.key_of[block] = block, key
+    def publish(self, block: int, key: bytes) -> bool:
+        """Make a full block of accepted tokens findable. First publisher wins; a later equal block stays private:
+        False."""
+        if key in self.block_of or self.key_of[block] is not None:
+            return False
+        self.block_of[key], self.key_of[block] = block, key
+        return True
 
     def lookup(self, key: bytes) -> int | None:
         """The block published under `key`."""
@@ -113,25 +129,30 @@ class BlockPool:
         if key is not None:
             del self.block_of[key]
             self.key_of[block] = None
+            if self.events is not None:
+                self.events.append(Removed((key,)))
 
     def forget(self) -> None:
         """Drop the prefix cache. What nobody holds is free; what is held stays, and is found no more."""
         for block in self.evictable:
             self.free.append(block)
-        self.evictable.clear()
-        self.block_of.clear()
-        self.key_of = [None] * self.num_blocks
+        self._clear()
 
     def reset(self) -> None:
         """Forget who holds what, and the prefix cache: nothing of it is on the device any more. Tables of before are
         void."""
         self.refs, self.pins = [0] * self.num_blocks, [0] * self.num_blocks
         self.free = list(range(self.num_blocks - 1, -1, -1))
+        self._clear()
+        self.fresh = []
+        self.free_rows = list(range(len(self.rows) - 1, -1, -1))
+
+    def _clear(self) -> None:
         self.evictable.clear()
         self.block_of.clear()
         self.key_of = [None] * self.num_blocks
-        self.fresh = []
-        self.free_rows = list(range(len(self.rows) - 1, -1, -1))
+        if self.events is not None:
+            self.events.append(Cleared())
 
     # ---- rows
     def take_row(self) -> int:
@@ -144,6 +165,25 @@ class BlockPool:
         return self.free_rows.pop()
 
     # ---- check
+    def tally(self, tables: Iterable[BlockTable]) -> Tally:
+        """How blocks are held, counted from all tables that there are. Between steps; changes nothing."""
+        nodes: set[BlockNode] = set()
+        shared: set[int] = set()
+        num_stood_on = 0
+        for table in tables:
+            num_stood_on += table.num_blocks
+            node, is_shared = table.leaf, False
+            while node is not None and node not in nodes:
+                nodes.add(node)
+                is_shared = is_shared or node.count > 1
+                if is_shared or self.refs[node.block] > 1:
+                    shared.add(node.block)
+                node = node.parent
+        held = {node.block for node in nodes}
+        num_pinned = sum(1 for block, pins in enumerate(self.pins) if pins and block not in held)
+        num_leaked = self.num_blocks - self.num_available - len(held) - num_pinned
+        return Tally(len(held), len(shared), num_stood_on - len(held), num_leaked)
+
     def check(self, tables: Iterable[BlockTable]) -> None:
         """Raise unless references equal reachability, every block is exactly one of held, cached, free, and rows
         agree."""

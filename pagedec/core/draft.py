@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +31,20 @@ class Draft:
     def chain(tokens: Iterable[int]) -> Draft:
         """Each token continues the one before it."""
         tokens = tuple(tokens)
-        return Draft(tokens, tuple(range(len(tokens)))) if tokens else EMPTY
+        return Draft(tokens, chain_parents(len(tokens))) if tokens else EMPTY
 
     @property
     def num_nodes(self) -> int:
         """How many nodes besides the root."""
         return len(self.tokens)
 
-    def depths(self) -> list[int]:
+    def depths(self) -> Sequence[int]:
         """The depth of every node, the root's 0 first."""
-        depths = [0]
-        for parent in self.parents:
-            depths.append(depths[parent] + 1)
-        return depths
+        return depths_of(self.parents)
 
     @property
     def is_chain(self) -> bool:
-        return self.parents == tuple(range(len(self.tokens)))
+        return self.parents == chain_parents(len(self.tokens))
 
     def path(self, node: int) -> tuple[int, ...]:
         """Ancestors of `node` in depth order, itself included, the root not."""
@@ -59,6 +57,21 @@ class Draft:
     def add(self, token: int, parent: int) -> Draft:
         """The tree with one node more; its number is `len(tokens)` of the result."""
         return Draft((*self.tokens, token), (*self.parents, parent))
+
+
+@lru_cache(maxsize=256)
+def depths_of(parents: tuple[int, ...]) -> tuple[int, ...]:
+    """The depth of every node of a tree, the root's 0 first. Most drafts of a step have one of a few shapes."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return tuple(depths)
+
+
+@lru_cache(maxsize=256)
+def chain_parents(size: int) -> tuple[int, ...]:
+    """Of a chain: each node continues the one before it."""
+    return tuple(range(size))
 
 
 EMPTY = Draft()

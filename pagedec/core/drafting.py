@@ -11,7 +11,7 @@ from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logits_rules import NO_RULES
 from pagedec.core.plan import Work
 from pagedec.core.preemption import Room
-from pagedec.core.protocol import Roll
+from pagedec.core.protocol import Roll, Sample
 from pagedec.core.request import Branch, Request
 from pagedec.core.rows import Chain, Rows
 from pagedec.core.table import CopyPlan, reserve
@@ -22,7 +22,7 @@ class Drafting:
     """Lays out the chains that drafts may follow, with the drafts that fit. Without `weighing` nobody knows what pays,
     and all drafts are laid out as they are."""
 
-    __slots__ = ("_copies", "_limits", "_postponed", "_room", "_rows", "wanted", "weighing")
+    __slots__ = ("_copies", "_limits", "_postponed", "_room", "_rows", "num_in_vain", "wanted", "weighing")
 
     def __init__(
         self,
@@ -36,6 +36,8 @@ class Drafting:
         self._postponed: list[tuple[Request, Sequence[Chain]]] = []
         self.wanted = 0
         """Rows of all drafts so far that are laid out as they are."""
+        self.num_in_vain = 0
+        """Branches that were asked, and were granted nothing."""
 
     def weighs(self, request: Request) -> bool:
         """It drafts as widely as pays."""
@@ -73,6 +75,8 @@ class Drafting:
         branch, count, draft, roll, size = chain.branch, chain.num_tokens, chain.query.draft, -1, 0
         if self.weighing is not None:
             draft = self.weighing.granted.get(branch, draft)
+            if draft is EMPTY and self._lay_plain(request, chain):
+                return
         if isinstance(draft, Roll):
             draft, roll = self._plan_roll(request, branch, draft, chain.is_whole)
         if chain.is_whole and draft.num_nodes and self._fits(request, branch, draft, self._rows.left):
@@ -81,6 +85,21 @@ class Drafting:
             draft, size = EMPTY, 0
         self._rows.left -= size
         self._rows.lay(request, branch, count, chain.query if chain.is_whole else None, draft, roll)
+
+    def _lay_plain(self, request: Request, chain: Chain) -> bool:
+        """As if it rested: what has no draft, and asks for nothing but the next token, needs no answer and no verdict.
+        False: it has, or does."""
+        branch, asks, sampler = chain.branch, chain.query.asks, request.decoder.resting_sampler
+        if not chain.is_whole or chain.num_tokens != 1 or sampler is None or len(asks) != 1:
+            return False
+        [ask] = asks
+        if not isinstance(ask, Sample) or ask.sampler is not sampler or ask.streams != branch.state:
+            return False
+        if len(ask.streams) != 1 or request.standing is None:
+            return False
+        self.num_in_vain += not request.standing.is_resting
+        self._rows.lay_plain(request, branch, sampler)
+        return True
 
     def _lay_gang(self, request: Request, chains: Sequence[Chain]) -> None:
         """All drafts of a gang, or none; of rolls those that the draft lane can roll now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,10 @@ class Wish(NamedTuple):
         """What its likeliest nodes add, so many of them."""
         return sum(sorted(self.gains, reverse=True)[:num_nodes])
 
+    def likeliest(self, num_nodes: int) -> list[int]:
+        """So many nodes, a parent before its children."""
+        return sorted(range(1, len(self.gains) + 1), key=lambda node: -self.gains[node - 1])[:num_nodes]
+
 
 class Load(NamedTuple):
     """What the step has already: its rows, the tokens that it will give, how many rows are left, whether plain requests
@@ -57,27 +62,24 @@ class Grants(NamedTuple):
 def grant(wishes: Sequence[Wish], load: Load, costs: StepCosts) -> Grants:
     """Order all nodes by what a row of them adds, and take as many as pay the most. All numbers of rows are tried, so a
     stair in the costs hides nothing behind it."""
-    bare = float(costs.of(load.num_rows))
-    none = Grants([[] for _ in wishes], bare, bare, load.num_tokens)
-    if not wishes or load.rows_left <= 0:
-        return none
     owner, node, gain, size, depth = _items(wishes, load.rows_left)
-    if not len(owner):
-        return none
     order = np.argsort(-gain / size, kind="stable")
-    owner, node, gain, size, depth = owner[order], node[order], gain[order], size[order], depth[order]
-    tokens, num_rows = load.num_tokens + np.cumsum(gain), np.cumsum(size)
+    owner, node = owner[order], node[order]
+    num_rows, depth = np.append(0, np.cumsum(size[order])), np.append(0, depth[order])  # entry i: with i items
+    tokens = load.num_tokens + np.append(0.0, np.cumsum(gain[order]))
     seconds = _seconds(load, costs, num_rows, depth)
-    allowed = num_rows <= load.rows_left
+    bare = float(seconds[0])
+    allowed = num_rows <= max(0, load.rows_left)
     if load.is_shared:
         allowed &= seconds <= SLOWER * bare
     rates = np.where(allowed, tokens / seconds, 0.0)
     best = int(np.argmax(rates))
-    if rates[best] < MARGIN * load.num_tokens / bare or not allowed[best]:
-        return none
-    for wish, first in zip(owner[: best + 1].tolist(), node[: best + 1].tolist(), strict=True):
-        none.nodes[wish] += range(1, len(wishes[wish].gains) + 1) if wishes[wish].is_whole else [first]
-    return Grants(none.nodes, bare, float(seconds[best]), float(tokens[best]))
+    if rates[best] < MARGIN * load.num_tokens / bare:
+        best = 0
+    nodes = list[list[int]]([[] for _ in wishes])
+    for wish, first in zip(owner[:best].tolist(), node[:best].tolist(), strict=True):
+        nodes[wish] += range(1, len(wishes[wish].gains) + 1) if wishes[wish].is_whole else [first]
+    return Grants(nodes, bare, float(seconds[best]), float(tokens[best]))
 
 
 def fits(num_nodes: int, is_roll: bool, load: Load, costs: StepCosts) -> float | None:
@@ -105,22 +107,22 @@ def cut(draft: Draft | Roll, nodes: Sequence[int]) -> Draft | Roll:
 
 def _items(wishes: Sequence[Wish], rows_left: int) -> tuple[np.ndarray, ...]:
     """Owner, node, gain, rows and depth in a roll of whatever can be granted by itself."""
-    items = []
-    for number, wish in enumerate(wishes):
-        if wish.is_whole:
-            if len(wish.gains) <= rows_left:
-                items.append((number, 1, wish.gains[0], len(wish.gains), 0))
-            continue
-        for node, gain in enumerate(wish.gains, start=1):
-            if gain > 0:
-                items.append((number, node, gain, 1, node if wish.is_roll else 0))
-    columns = zip(*items, strict=True) if items else [()] * 5
-    return tuple(np.array(column, np.float64 if i == 2 else np.int64) for i, column in enumerate(columns))
+    sizes = np.array([len(wish.gains) for wish in wishes], np.int64)
+    num_nodes = int(sizes.sum())
+    owner = np.arange(len(wishes)).repeat(sizes)
+    node = np.arange(1, num_nodes + 1) - (np.cumsum(sizes) - sizes).repeat(sizes)
+    gain = np.fromiter(chain.from_iterable([wish.gains for wish in wishes]), np.float64, num_nodes)
+    size = np.array([len(wish.gains) if wish.is_whole else 1 for wish in wishes], np.int64).repeat(sizes)
+    depth = np.array([wish.is_roll for wish in wishes], np.int64).repeat(sizes) * node
+    found = np.flatnonzero((gain > 0) & (size <= rows_left))
+    return owner[found], node[found], gain[found], size[found], depth[found]
 
 
 def _seconds(
     load: Load, costs: StepCosts, num_rows: np.ndarray, depth: np.ndarray, num_rolls: np.ndarray | None = None
 ) -> np.ndarray:
+    seconds = costs.of(load.num_rows + num_rows)
+    if not depth.any():
+        return seconds
     rolls = np.cumsum(depth == 1) if num_rolls is None else num_rolls
-    rolling = costs.of_rolls(rolls, np.maximum.accumulate(depth), load.is_masked)
-    return np.asarray(costs.of(load.num_rows + num_rows) + rolling)
+    return np.asarray(seconds + costs.of_rolls(rolls, np.maximum.accumulate(depth), load.is_masked))

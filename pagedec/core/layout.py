@@ -179,24 +179,17 @@ class LaneBuilder:
         `read` receives each node's place among the rows read out. `owner` is the request's number: its rows may be
         ranked together.
         """
-        depths = draft.depths()
-        state = query.branch.stop_state
-        rows = {} if read is None else read
+        depths, rows = draft.depths(), {} if read is None else read
         slices = []
         for ask in query.asks:
             nodes = range(len(depths)) if ask.nodes is None else [node for node in ask.nodes if node < len(depths)]
-            for node in nodes:
-                if node not in rows:
-                    rows[node] = len(self._read_rows)
-                    self._read_rows.append(root_row + node)
-                    self._banned += [(rows[node], token) for token in stopping.banned(state, depths[node])]
+            self._read_nodes(nodes, rows, root_row, depths, stopping, query.branch.stop_state)
             if isinstance(ask, Sample):
                 slices.append(AskSlice(len(self._draw_rows), len(nodes), len(ask.streams)))
                 records = [draw_record(ask.sampler, stream) for stream in ask.streams]
-                for node in nodes:
-                    self._draw_records += records
-                    self._draw_rows += [rows[node]] * len(records)
-                    self._draw_positions += [length + depths[node]] * len(records)
+                self._draw_records += records * len(nodes)
+                self._draw_rows += [rows[node] for node in nodes for _ in records]
+                self._draw_positions += [length + depths[node] for node in nodes for _ in records]
             elif isinstance(ask, TopK):
                 slices.append(AskSlice(len(self._topk), len(nodes), ask.k))
                 self._topk += [rows[node] for node in nodes]
@@ -215,6 +208,20 @@ class LaneBuilder:
                 run = zip(ask.nodes, ask.tokens, strict=True)
                 self._logprobs += [(rows[node], token) for node, token in run if node in rows]
         return tuple(slices)
+
+    def _read_nodes(
+        self, nodes: Sequence[int], rows: dict[int, int], root_row: int, depths: Sequence[int], stopping: Stopping,
+        state: int,
+    ) -> None:  # fmt: skip
+        """Read out those of `nodes` that are not among `rows` yet, and note their places there."""
+        if rows or not isinstance(nodes, range):
+            nodes = [node for node in dict.fromkeys(nodes) if node not in rows]
+        first = len(self._read_rows)
+        self._read_rows += [root_row + node for node in nodes]
+        rows.update(zip(nodes, range(first, first + len(nodes)), strict=True))
+        if stopping.min_tokens:
+            for node in nodes:
+                self._banned += [(rows[node], token) for token in stopping.banned(state, depths[node])]
 
     # ---- rows that are processed or reported
     @property

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import TypeAlias
 
-from pagedec.core.draft import Draft
+from pagedec.core.draft import Draft, chain_parents, depths_of
 from pagedec.core.protocol import Roll
 
 HOPE = (0.5, 0.15, 0.05)
@@ -17,6 +19,10 @@ DEPTHS = 16
 """Places in a draft that are told apart."""
 LEAST = 0.01
 """A chance less than that is none."""
+NEVER = (0.0, 0.0)
+"""Trials of what nobody has tried."""
+Key: TypeAlias = tuple[int, int, int]
+"""Grade, depth, and how many siblings come before it."""
 
 
 class Odds:
@@ -27,64 +33,67 @@ class Odds:
     that nobody has reached with what holds one token before.
     """
 
-    __slots__ = ("_memory", "_trials", "whole")
+    __slots__ = ("_chances", "_memory", "_trials", "whole")
 
     def __init__(self, memory: float, whole: Odds | None = None) -> None:
         """`memory`: about how many trials count."""
         self._memory, self.whole = 1 - 1 / memory, whole
-        self._trials: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._trials: dict[Key, tuple[float, float]] = {}  # how many, and how many were accepted
+        self._chances: dict[Key, float] = {}  # of a method's: all requests of a step ask alike
 
     def note(self, draft: Draft, path: Sequence[int]) -> None:
         """A draft of which the nodes of `path` were accepted."""
-        accepted = {0, *path}
-        for node, (depth, rank) in enumerate(places(draft), start=1):
-            if draft.parents[node - 1] in accepted:
-                self._count((draft.grade, depth, rank), node in accepted)
+        accepted, grade = {0, *path}, draft.grade
+        tried = [
+            ((grade, depth, rank), node in accepted)
+            for node, (parent, (depth, rank)) in enumerate(zip(draft.parents, places(draft.parents), strict=True), 1)
+            if parent in accepted
+        ]
+        self._count(tried)
         if self.whole is not None:
-            self.whole.note(draft, path)
+            self.whole._count(tried)
 
     def gains(self, draft: Draft | Roll) -> list[float]:
         """The chance of each node but the root to be accepted with all before it: what it adds to a step's tokens."""
         grade = draft.grade if isinstance(draft, Draft) else 0
-        parents: Sequence[int] = draft.parents if isinstance(draft, Draft) else range(draft.count)
-        shape = places(draft) if isinstance(draft, Draft) else [(min(i, DEPTHS), 0) for i in range(1, draft.count + 1)]
-        known: dict[tuple[int, int], tuple[float, float]] = {}
-        gains = [1.0]
-        for parent, place in zip(parents, shape, strict=True):
-            if gains[parent] < LEAST:
-                gains.append(0.0)
-                continue
-            if place not in known:
-                known[place] = self._chances(grade, *place, known)
-            gains.append(gains[parent] * known[place][1])
+        parents = draft.parents if isinstance(draft, Draft) else chain_parents(draft.count)
+        gains, chance = [1.0], self._chance
+        for parent, (depth, rank) in zip(parents, places(parents), strict=True):
+            gain = gains[parent]
+            gains.append(0.0 if gain < LEAST else gain * min(SURE, chance((grade, depth, rank))))
         return gains[1:]
 
     # ---- inside
-    def _count(self, key: tuple[int, int, int], is_accepted: bool) -> None:
-        tried, accepted = self._trials.get(key, (0.0, 0.0))
-        self._trials[key] = tried * self._memory + 1, accepted * self._memory + is_accepted
+    def _count(self, tried: Sequence[tuple[Key, bool]]) -> None:
+        self._chances.clear()
+        trials, memory = self._trials, self._memory
+        for key, is_accepted in tried:
+            count, accepted = trials.get(key, NEVER)
+            trials[key] = count * memory + 1, accepted * memory + is_accepted
 
-    def _chances(
-        self, grade: int, depth: int, rank: int, known: dict[tuple[int, int], tuple[float, float]]
-    ) -> tuple[float, float]:
-        """The method's, and the request's."""
-        hope = HOPE[rank]
-        if depth > 1:
-            before = known.get((depth - 1, 0))
-            hope = (0.5 if before is None else before[0]) * HOPE[rank] / HOPE[0]
-        whole = hope if self.whole is None else self.whole._blend((grade, depth, rank), hope)
-        return whole, min(SURE, self._blend((grade, depth, rank), whole))
+    def _chance(self, key: Key) -> float:
+        """What was learned here, or as far as little was, what is known of others."""
+        whole, known = self.whole, self._chances
+        if whole is not None:
+            hope = whole._chances.get(key) or whole._chance(key)
+        else:
+            grade, depth, rank = key
+            hope = HOPE[rank]
+            if depth > 1:
+                before = (grade, depth - 1, 0)
+                hope = (known.get(before) or self._chance(before)) * HOPE[rank] / HOPE[0]
+        tried, accepted = self._trials.get(key, NEVER)
+        chance = (accepted + WEIGHT * hope) / (tried + WEIGHT)
+        if whole is None:
+            known[key] = chance
+        return chance
 
-    def _blend(self, key: tuple[int, int, int], hope: float) -> float:
-        tried, accepted = self._trials.get(key, (0.0, 0.0))
-        return (accepted + WEIGHT * hope) / (tried + WEIGHT)
 
-
-def places(draft: Draft) -> list[tuple[int, int]]:
-    """(depth, siblings before it) of every node but the root, as far as they are told apart."""
-    depths, children, found = [0], [0] * (draft.num_nodes + 1), []
-    for parent in draft.parents:
-        depths.append(depths[parent] + 1)
-        found.append((min(depths[-1], DEPTHS), min(children[parent], len(HOPE) - 1)))
+@lru_cache(maxsize=256)
+def places(parents: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """(depth, siblings before it) of every node of a tree but the root, as far as they are told apart."""
+    children, found = [0] * (len(parents) + 1), []
+    for parent, depth in zip(parents, depths_of(parents)[1:], strict=True):
+        found.append((min(depth, DEPTHS), min(children[parent], len(HOPE) - 1)))
         children[parent] += 1
-    return found
+    return tuple(found)

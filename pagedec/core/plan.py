@@ -93,16 +93,18 @@ class StepPlan:
     """Rows of drafts that were weighed, and that were granted."""
     num_released: int = 0
     """Idle branches that gave way to the step."""
+    begun: list[Request] = field(default_factory=list)
+    """Requests that have their first rows."""
     failed: dict[Request, RequestError] = field(default_factory=dict)
     """Requests whose decoders did not say what to evaluate."""
     idled: list[Request] = field(default_factory=list)
     """Requests whose decoders have nothing to evaluate any more."""
 
 
-def shape_of(plan: StepPlan) -> StepShape:
-    """What of a plan takes time."""
+def shape_of(plan: StepPlan, num_in_vain: int = 0) -> StepShape:
+    """What of a plan takes time. `num_in_vain`: branches that were asked, and are stepped plainly none the less."""
     target, draft = plan.forwards.get("target"), plan.forwards.get("draft")
-    num_asked, is_steady = 0, target is not None
+    num_asked, is_steady = num_in_vain, target is not None
     for work in plan.works:
         num_asked += work.query is not None
         is_steady &= work.num_tokens <= (1 if work.table.pool.lane == "target" else MOST_CAUGHT_UP)

@@ -14,16 +14,15 @@ from pagedec.core.costs import StepCosts
 from pagedec.core.demand import Demand, Forecast
 from pagedec.core.draft import EMPTY
 from pagedec.core.drafting import Drafting
-from pagedec.core.layout import LaneBuilder, draw_record
+from pagedec.core.layout import LaneBuilder
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.parked import Parking
-from pagedec.core.plan import StepPlan, Work, shape_of
+from pagedec.core.plan import StepPlan, shape_of
 from pagedec.core.preemption import Room
 from pagedec.core.protocol import Best, Query, Sampler
 from pagedec.core.request import Branch, Request, order_of
 from pagedec.core.reuse import Reuse
 from pagedec.core.rows import Chain, Rows
-from pagedec.core.stopping import COUNT
 from pagedec.core.table import BlockTable, CopyPlan, reserve
 from pagedec.core.weighing import Weighing
 from pagedec.errors import PagedecError, RequestError, told
@@ -97,7 +96,8 @@ class Planner:
         plan.num_released = self._room.num_released
         if self._drafting.weighing is not None:
             weighing = self._drafting.weighing
-            plan.shape, plan.num_wished, plan.num_granted = shape_of(plan), weighing.num_wished, weighing.num_granted
+            plan.shape = shape_of(plan, self._drafting.num_in_vain)
+            plan.num_wished, plan.num_granted = weighing.num_wished, weighing.num_granted
         return plan
 
     # ---- whose turn it is
@@ -191,10 +191,8 @@ class Planner:
     def _plan_plain(self, request: Request, sampler: Sampler) -> bool:
         """Plain sampling: a branch with one pending token and one stream is a row and a draw; anything else is a
         query."""
-        depth, token, rows, target = request.history.depth, request.history.token, self._rows, self._rows.target
-        stopping, step, works, marked = request.stopping, self._plan.step, self._plan.works, request.marks_rows
-        forced, unbanned = request.forced, request.constraint is not None  # a mask bans by itself
-        pool = target.pool
+        depth, forced, rows, step = request.history.depth, request.forced, self._rows, self._plan.step
+        pool = rows.target.pool
         size, refs, keys = pool.block_size, pool.refs, pool.key_of
         queries: dict[Branch, Query] = {}
         for branch in request.branches:
@@ -218,14 +216,7 @@ class Planner:
             ):
                 if not self._reserve(request, [(table, 1)], {branch}):
                     return False
-            record = request.records.get(state[0])
-            if record is None:
-                record = request.records[state[0]] = draw_record(sampler, state[0])
-            banned = () if unbanned or branch.stop_state & COUNT >= stopping.min_tokens else stopping.ends
-            draw = target.add_plain(table, start, token[branch.tip], record, banned)
-            works.append(Work(request, branch, table, start, 1, draw))
-            if marked:
-                rows.mark(works[-1], {0: target.num_read - 1})
+            rows.lay_plain(request, branch, sampler)
             branch.planned_in = step
             if (start + 1) % size == 0 and self._limits.enable_prefix_caching:
                 rows.computing.add(request.history.block_key(branch.tip, start + 1))

@@ -109,6 +109,10 @@ class Request:
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache when the request was first admitted."""
     num_preemptions: int = 0
+    num_forks: int = 0
+    """Block tables that its decoder has had forked."""
+    num_taken_back: int = 0
+    """Tokens that its decoder has taken back."""
     num_released_branches: int = 0
     """Idle branches that gave way, one by one; they come back by their pending chain."""
     acceptance: Acceptance = field(default_factory=Acceptance)

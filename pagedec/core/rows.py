@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pagedec.core.draft import EMPTY, Draft
-from pagedec.core.layout import LaneBuilder
+from pagedec.core.layout import LaneBuilder, draw_record
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logits_rules import NO_RULES
 from pagedec.core.masking import MaskedWork, StepMasks
 from pagedec.core.plan import StepPlan, Work, WorkReport
-from pagedec.core.protocol import Query, Roll, Sample
+from pagedec.core.protocol import Query, Roll, Sample, Sampler
 from pagedec.core.request import Branch, Request
-from pagedec.core.stopping import NO_STOPPING
+from pagedec.core.stopping import COUNT, NO_STOPPING
 
 
 class Chain(NamedTuple):
@@ -75,6 +75,7 @@ class Rows:
     def admit(self, request: Request, num_cached: int) -> None:
         """Note a request's first row, and what the prefix cache had of its prompt."""
         request.first_step = self.plan.step
+        self.plan.begun.append(request)
         request.num_cached_tokens = min(num_cached, request.prompt_length)
 
     def lay(
@@ -108,6 +109,20 @@ class Rows:
                 sampled = next(own for ask, own in zip(query.asks, work.asks, strict=True) if isinstance(ask, Sample))
                 target.verify(sampled.first, rolled)
         self.plan.works.append(work)
+
+    def lay_plain(self, request: Request, branch: Branch, sampler: Sampler) -> None:
+        """Lay out the one pending token of a branch of one stream, and a draw behind it: no query, and no answer."""
+        table, stream, stopping, target = branch.tables["target"], branch.state[0], request.stopping, self.target
+        record = request.records.get(stream)
+        if record is None:
+            record = request.records[stream] = draw_record(sampler, stream)
+        unbanned = request.constraint is not None or branch.stop_state & COUNT >= stopping.min_tokens
+        start, banned = table.length, () if unbanned else stopping.ends  # masks ban by themselves
+        draw = target.add_plain(table, start, request.history.token[branch.tip], record, banned)
+        work = Work(request, branch, table, start, 1, draw)
+        self.plan.works.append(work)
+        if request.marks_rows:
+            self.mark(work, {0: target.num_read - 1})
 
     def lay_gang(self, request: Request, queries: Sequence[Query]) -> None:
         """Take and lay out one pending token of each branch of a gang that asks for its best alone, and for which there

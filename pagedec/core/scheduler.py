@@ -299,8 +299,7 @@ class Scheduler:
     def check(self) -> None:
         """Raise `InvariantError` unless every block is accounted for."""
         for lane, pool in self.pools.items():
-            tables = [branch.tables[lane] for r in self.requests for branch in r.branches if lane in branch.tables]
-            pool.check([*tables, *self.parking.tables(lane)])
+            pool.check(self.tables(lane))
             is_held = self.requests or self._plan is not None or self.parking.holds_blocks(lane)
             is_held = is_held or len(self._copies[lane]) > 0
             if not is_held and pool.num_available != pool.num_blocks:
@@ -312,6 +311,11 @@ class Scheduler:
         inside = [request for request in self._started if request.started and not request.closed]
         if any(holds_blocks(request) and request not in inside for request in self.requests):
             raise InvariantError("a request holds blocks and was not let in")
+
+    def tables(self, lane: str) -> list[BlockTable]:
+        """All tables of a lane that there are."""
+        own = [branch.tables[lane] for r in self.requests for branch in r.branches if lane in branch.tables]
+        return [*own, *self.parking.tables(lane)]
 
     def new_tables(self) -> dict[str, BlockTable]:
         """An empty table for each lane."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from pagedec.core.cache_events import publish
 from pagedec.core.checks import check_rank, check_verdict
 from pagedec.core.children import as_objects, check_children, check_generation, is_plain
 from pagedec.core.common import forget_sides, note_common
@@ -23,6 +24,7 @@ from pagedec.core.request import Branch, Event, Finished, Progress, Request, Set
 from pagedec.core.stopping import Cut
 from pagedec.core.table import BlockTable, CopyPlan
 from pagedec.core.transition import Heir, descend, transition
+from pagedec.core.weighing import is_forced
 from pagedec.errors import InvalidArgument, PagedecError, RequestError, shown, told
 
 
@@ -71,6 +73,7 @@ class Settler:
             self._note_cached(work)
             if work.report is not None and self._recorder is not None:
                 self._recorder.record(work)
+        pool = self._copies["target"].pool
         for request, group in groupby(works, key=_request_of):
             self.current = request
             answered = [work for work in group if work.answers_something]
@@ -80,7 +83,9 @@ class Settler:
                 if all(work.draw >= 0 for work in answered):
                     self._advance_plain(request, answered)
                 else:
+                    before = pool.num_forks
                     self._advance(request, answered)
+                    request.num_forks += pool.num_forks - before
             except RequestError as error:
                 self.failed[request] = error
 
@@ -101,12 +106,7 @@ class Settler:
     def _publish(self, request: Request, branch: Branch, settled: int) -> None:
         """Offer full blocks of accepted tokens to the prefix cache."""
         table: BlockTable = branch.tables["target"]
-        last = min(table.length, settled) // self._size
-        if last > table.published:
-            blocks = table.blocks()
-            for number in range(table.published, last):
-                table.pool.publish(blocks[number], request.history.block_key(branch.tip, (number + 1) * self._size))
-            table.published = last
+        publish(table, request.history, branch.tip, min(table.length, settled) // self._size)
 
     def _publish_generation(self, request: Request) -> None:
         """Offer what the new branches have: of a gang only what all of them share, which cannot be displaced any
@@ -290,6 +290,7 @@ class Settler:
                 drafted = evaluated[parent].tokens
                 tokens = (*[drafted[node - 1] for node in child.path], *tokens)
             if child.keep is not None:
+                request.num_taken_back += max(0, length - child.keep)
                 length, given_length = child.keep, min(given_length, child.keep)
                 state = stopping.replay(history.slice(parent.tip, given_length, length))
                 behind = replayed(request, parent.tip, given_length, length)
@@ -360,12 +361,11 @@ def note_drafts(request: Request, queries: Sequence[Query], answers: Sequence[An
         draft = answer.draft
         if not draft.tokens:
             continue
-        forced = request.forced(query.branch) if request.forced is not None else ()
-        if draft.is_chain and draft.tokens == tuple(forced[: len(draft.tokens)]):
+        if is_forced(request, query.branch, draft):
             request.num_forced_tokens += len(draft.tokens)
         else:
             paths = [child.path for child in verdict.live if child.parent is query.branch]
-            request.acceptance.note(query, draft, map(len, paths))
+            request.acceptance.note(query, draft, [len(path) for path in paths])
             if request.standing is not None:
                 for path in paths:
                     request.standing.note(draft, path)

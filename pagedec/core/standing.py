@@ -20,6 +20,11 @@ SHARE, MOST_ALLOWED = 0.01, 2.0
 """What trying may cost: a share of all steps, and how many steps can be saved up for it."""
 WORTH_MEMORY = 8
 """Asked steps that count in a request's worth."""
+PROMISE = 0.2
+"""Its worth after a rest, in costs of asking: two steps of no gain at all use it up, since what a step of drafts is
+expected to gain is known before it runs."""
+PAYS = 1.0
+"""From which worth on its next rest is short again. A lucky match now and then is not enough."""
 LEAST_ASKING = 1e-3
 """Of a step's seconds: what asking is taken to cost at least."""
 FILLING = 4
@@ -77,7 +82,7 @@ class Standing:
         self._rests, self._rested_in = False, -1
         self._since = 0  # how many ran when it began to rest; 0: not known
         self._tries = 0 if self._rest else LONG_TRIES if sizes else TRIES
-        self._worth = 1.0  # in costs of asking
+        self._worth = PROMISE if self._rest else 1.0  # in costs of asking
         self._place = self._run = 0
         self._load = (1, 1)
 
@@ -127,12 +132,12 @@ class Standing:
         self._tries -= 1
         self.method.allowed -= num_steps_lost
 
-    def asked(self, gained: float, costs: StepCosts, load: tuple[int, int], num_running: int) -> None:
-        """It was asked in a step of `load` rows and tokens without drafts, and gains so many seconds by its drafts."""
+    def asked(self, gained: float, asking: float, load: tuple[int, int], num_running: int) -> None:
+        """It was asked, which took `asking` seconds, in a step of `load` rows and tokens without drafts, and gains so
+        many seconds by its drafts."""
         self._load = load
-        asking = max(costs.asking, LEAST_ASKING * float(costs.of(load[0])))
         self._worth += (gained / asking - 1 - self._worth) / WORTH_MEMORY
-        if gained > asking:
+        if self._worth > PAYS:
             self._rest = self.method.rest = 0
         if self._worth < 0 and not (self.sizes and self.may_try):
             self._rest = min(max(2 * self._rest, FIRST_REST), LONGEST_REST)
@@ -151,7 +156,7 @@ class Standing:
 
     # ---- inside
     def _wake(self) -> None:
-        self._tries, self._worth, self._since = LONG_TRIES if self.sizes else TRIES, 1.0, 0
+        self._tries, self._worth, self._since = LONG_TRIES if self.sizes else TRIES, PROMISE, 0
 
     def _best_place(self, costs: StepCosts) -> int:
         num_rows, num_tokens = self._load

@@ -10,7 +10,7 @@ from pagedec.core.granting import Grants, Load, Wish, cut, fits, grant
 from pagedec.core.protocol import Roll
 from pagedec.core.request import Branch, Request
 from pagedec.core.rows import Chain, Rows
-from pagedec.core.standing import MOST_LOST, TRIED_ROWS
+from pagedec.core.standing import LEAST_ASKING, MOST_LOST, TRIED_ROWS
 
 
 class Weighing:
@@ -55,9 +55,10 @@ class Weighing:
             nodes = grants.nodes
             self._gain(grants)
             self._try(nodes, load, grants)
+            asking = max(costs.asking, LEAST_ASKING * grants.bare_seconds)
             for request, seconds in self._asked.items():
                 assert request.standing is not None
-                request.standing.asked(seconds, costs, load[:2], self._num_running)
+                request.standing.asked(seconds, asking, load[:2], self._num_running)
         for chain, chosen in zip(self._chains, nodes, strict=True):
             self.granted[chain.branch] = cut(chain.query.draft, chosen)
             self.num_granted += len(chosen)
@@ -87,7 +88,7 @@ class Weighing:
                     continue
                 loss = seconds / grants.bare_seconds - 1 - wish.gain(size) / load.num_tokens
                 if loss < MOST_LOST or size == 1 or wish.is_whole:
-                    nodes[i] = [*range(1, size + 1)]
+                    nodes[i] = wish.likeliest(size)
                     standing.tried(max(0.0, loss))
                     return
 

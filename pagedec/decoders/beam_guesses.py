@@ -28,19 +28,21 @@ MOST_ROWS = 8192
 """What rows said is kept of so many; the older half leaves where there are more."""
 LIKELY = 16
 """Tokens that are kept of a row."""
+LONGEST = 8
+"""Last tokens that are told apart, at most: what a token costs must not grow with `prompt_lookup_max`."""
 FEW = 4
 """Followers of equal text that are looked at."""
 
 
 class Followers:
     """What follows the last tokens of a text, by as many of them as are known, at most `high`: what the model's row
-    said, and which tokens stood there in a text."""
+    said, and which tokens stood there in a text. No more than `LONGEST` are told apart."""
 
     __slots__ = ("_high", "_low", "_rows", "_texts")
 
     def __init__(self, low: int, high: int) -> None:
         """`low`: of text, fewer equal tokens are not looked at."""
-        self._low, self._high = low, high
+        self._low, self._high = min(low, LONGEST), min(high, LONGEST)
         self._rows: dict[Gram, Odds] = {}
         self._texts: dict[Gram, list[int]] = {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,17 +29,23 @@ class Tree:
         self._parents.append(parent)
         return len(self._tokens)
 
-    def grow(self, tokens: Iterable[int], node: int = 0) -> int:
+    def grow(self, tokens: Sequence[int], node: int = 0) -> int:
         """Continue `node` by `tokens` as far as there is room; nodes that are there are used. How many were new."""
-        before = len(self._tokens)
-        for token in tokens:
+        for i, token in enumerate(tokens):
             child = self._child.get((node, token))
-            if child is None:
-                if len(self._tokens) >= self.most:
-                    break
-                child = self._child[node, token] = self.add(token, node)
+            if child is None:  # nor is there anything behind it
+                return self._append(tokens[i : i + max(0, self.most - len(self._tokens))], node)
             node = child
-        return len(self._tokens) - before
+        return 0
+
+    def _append(self, tokens: Sequence[int], node: int) -> int:
+        first = len(self._tokens) + 1
+        nodes = range(first, first + len(tokens))
+        parents = [node, *nodes[:-1]][: len(tokens)]
+        self._tokens += tokens
+        self._parents += parents
+        self._child.update(zip(zip(parents, tokens, strict=True), nodes, strict=True))
+        return len(tokens)
 
     def draft(self, grade: int = 0) -> Draft:
         return Draft(tuple(self._tokens), tuple(self._parents), grade) if self._tokens else EMPTY

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from pagedec.core.protocol import Decoder, DecoderContext
 from pagedec.errors import InvalidArgument, NotFound
 from pagedec.params import RequestParams
-from pagedec.speculation import Speculation
+from pagedec.speculation import Speculation, add_method
 
 
 class DecoderClass(Protocol):
@@ -39,7 +39,7 @@ def decoder(
     name: str, *, params: type[RequestParams], speculation: type[Speculation] | None = None
 ) -> Callable[[_Class], _Class]:
     """Register a class as the decoder `name`; requests whose parameters are of type `params`, a subclass of
-    `RequestParams`, use it. With `speculation`: those of them that draft in this way.
+    `RequestParams`, use it. With `speculation`: those of them that draft in this way, which tables may then name.
 
     Registering the same class again (a reloaded module) replaces it; another class under a taken name is refused.
     """
@@ -52,6 +52,8 @@ def decoder(
         for field, key, taken in (("name", name, _by_name.get(name)), ("params", params, _by_params.get(asked))):
             if taken is not None and _path(taken.make) != _path(cls):
                 raise InvalidArgument(field, key, f"must be new; it belongs to the decoder {taken.name!r}")
+        if speculation is not None:
+            add_method(speculation)
         _by_name[name] = _by_params[asked] = entry
         return cls
 
@@ -77,12 +79,20 @@ def registered_names() -> list[str]:
     return [name for name, entry in _by_name.items() if entry.speculation is None]
 
 
+def drafting_names() -> list[str]:
+    """The names of all decoders that draft."""
+    return [name for name, entry in _by_name.items() if entry.speculation is not None]
+
+
 def decoder_of(params: Any) -> Registered:
     """The decoder of a request with these parameters. Raises `InvalidArgument` where it cannot draft as they say."""
     speculation = getattr(params, "speculation", None)
     found = decoder_for(type(params), type(speculation) if speculation is not None else None)
     if speculation is not None and found.speculation is not type(speculation):
-        limit = f"must be None or False: the decoder {found.name} does not draft so"
+        ways = sorted(kind.method for own, kind in _by_params if kind is not None and own is found.params)
+        table = f", or a table of {', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ""
+        others = f"None, False{table}" if table else "None or False"
+        limit = f"must be {others}: the decoder {found.name} does not draft so"
         raise InvalidArgument("speculative", params.speculative, limit)
     return found
 

@@ -85,7 +85,8 @@ class Sampling(Decoder):
         return EMPTY
 
     def learn(self, query: Query, answer: Answer) -> None:
-        """Look at what the target drew at every node of an own draft, or at the root of one that was not run."""
+        """Look at what the target drew at every node of an own draft, or at the root of one that was not run. One that
+        drafts as widely as pays is not told of a step in which it was granted nothing."""
 
     # ---- what subclasses draft from
     def forced(self, branch: Branch, room: int) -> Draft:

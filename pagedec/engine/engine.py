@@ -25,13 +25,12 @@ from pagedec.engine.options import DEFAULT_LOGPROBS, Vocabulary, check_reports, 
 from pagedec.engine.pace import StepPace
 from pagedec.engine.recovery import Recovery
 from pagedec.engine.sessions import Sessions
-from pagedec.engine.speculating import DRAFTING, check_speculation, with_speculation
+from pagedec.engine.speculating import DRAFTING, TABLE, check_speculation, with_speculation
 from pagedec.engine.stats import EngineStats
-from pagedec.errors import DeviceError, InvalidArgument, RequestError, Shown, told
+from pagedec.errors import DeviceError, InvalidArgument, RequestError, Shown, counted, told
 from pagedec.executor.base import Executor
 from pagedec.outputs import RequestMetrics
 from pagedec.params import RequestParams
-from pagedec.speculation import Speculation, speculation_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +84,8 @@ class Engine:
         self.scheduler, self.executor, self.limits, self.vocabulary = scheduler, executor, limits, vocabulary
         self.seed, self.debug, self.stats, self.clock = seed, debug, EngineStats(), clock
         self.speculative = speculative
-        self._has_draft_model = "draft" in scheduler.pools
         if speculative is not None:
-            self._check_speculation(speculation_of(speculative), "speculative_config")
+            self._check_speculation(speculative, "speculative_config")
         self.num_unseeded = 0
         """Requests admitted without a seed of their own."""
         self.grammars = None if vocabulary is None else Grammars(limits.vocab_size, *vocabulary.words)
@@ -97,6 +95,7 @@ class Engine:
             scheduler.parking, scheduler.new_tables, scheduler.limits.block_size, clock, sessions or SessionLimits()
         )
         self._arrived: dict[Request, float] = {}
+        self._begun: dict[Request, float] = {}
         self._first: dict[Request, float] = {}
         self._deadlines: dict[Request, float] = {}
         self._next_deadline = math.inf  # not later than the first of them
@@ -121,8 +120,9 @@ class Engine:
         """
         decoder_for(type(params))  # before anything is read from what may be no parameters at all
         params = with_speculation(params, self.speculative)
-        if isinstance(params, DRAFTING) and params.speculation is not None:
-            self._check_speculation(params.speculation, "speculative")
+        if isinstance(params, DRAFTING) and isinstance(params.speculative, dict):
+            table = TABLE.check("speculative", params.speculative)  # somebody may have written to it
+            self._check_speculation(table, "speculative")
         chosen = decoder_of(params)
         limit, limited_by = self._limit(prompt, params.max_tokens)
         limits = self.limits
@@ -197,6 +197,7 @@ class Engine:
             if not plan.forwards:
                 return self._collect(self.scheduler.settle(plan, {}), planned)
             self._note_blocks(plan)
+            self._begun.update((request, planned) for request in plan.begun)
         except Exception as error:  # our own mistake, and nobody knows yet by whom
             return self._failed_step(error, list(self._recovery.only or self._running()))
         except BaseException:
@@ -229,6 +230,11 @@ class Engine:
         return self._collect(events, settled)
 
     @property
+    def unfinished(self) -> list[Request]:
+        """Requests that were added and of whose end nothing was told yet."""
+        return [*self._arrived]
+
+    @property
     def idle(self) -> bool:
         """Nothing runs that wants to advance."""
         return self.scheduler.idle
@@ -238,8 +244,10 @@ class Engine:
         self.executor.stop()
 
     # ---- inside
-    def _check_speculation(self, speculation: Speculation, field: str) -> None:
-        check_speculation(speculation, field, self.limits.max_model_len, self._has_draft_model)
+    def _check_speculation(self, table: dict[str, Any], field: str) -> None:
+        limits = self.scheduler.limits
+        draft_context = limits.max_positions.get("draft") if "draft" in limits.num_blocks else None
+        check_speculation(table, field, self.limits.max_model_len, draft_context)
 
     def _learn(self, plan: StepPlan, host: float, execute: float) -> None:
         """What a step took; from the first request on that drafts as widely as pays."""
@@ -267,14 +275,18 @@ class Engine:
         name = f"{self.seed}/{ordinal}".encode()
         return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
-    def check_room(self, field: str, num_tokens: int, room: int) -> None:
-        """Raise `InvalidArgument` for a sequence behind which there is no room for so many more."""
+    def check_room(self, field: str, num_tokens: int, room: int, before: int = 0, advice: str = "") -> None:
+        """Raise `InvalidArgument` for tokens, behind `before` others, behind which there is no room for so many more.
+        `advice` stands at the error's end."""
         longest, what = self._longest()
-        if num_tokens > longest - room:
-            limit = f"must be at most {longest - room} tokens long: {what} holds {longest}"
-            raise InvalidArgument(
-                field, Shown(f"{num_tokens} tokens"), f"{limit}, and one must be new" if room else limit
-            )
+        if before + num_tokens > longest - room:
+            limit = f"must be at most {longest - room - before} tokens long: {what} holds {longest}"
+            limit += f", and {before} stand before it" if before else ", and one must be new" if room else ""
+            raise InvalidArgument(field, Shown(counted(num_tokens, "token")), limit + advice)
+
+    def room(self, num_tokens: int) -> int:
+        """How many more tokens there can be behind so many."""
+        return self._longest()[0] - num_tokens
 
     def _longest(self) -> tuple[int, str]:
         """The longest sequence that there can be, and what bounds it."""
@@ -321,7 +333,9 @@ class Engine:
         return [request for request in self.scheduler.requests if not request.idle]
 
     def _forget(self, request: Request) -> None:
-        self._arrived.pop(request, None)
+        if self._arrived.pop(request, None) is not None:
+            self.stats.ended.add(request)
+        self._begun.pop(request, None)
         self._first.pop(request, None)
         self._deadlines.pop(request, None)
 
@@ -358,6 +372,7 @@ class Engine:
             num_released_branches=request.num_released_branches,
             num_draft_tokens=request.acceptance.num_drafted,
             num_accepted_tokens=request.acceptance.num_accepted,
+            first_scheduled_time=self._begun.get(request),
         )
         self._forget(request)
         self.stats.num_finished += 1

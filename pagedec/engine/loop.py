@@ -63,7 +63,7 @@ class EngineLoop:
         self._waiting: dict[threading.Event, Callable[[], bool]] = {}
         self._sinks: dict[str, Sink] = {}
         self._thread: threading.Thread | None = None
-        self._closed = self._is_forked = False
+        self._closed = self._is_forked = self._is_paused = False
         self.broken: BaseException | None = None
         """What has ended the loop's own thread, if anything has."""
         _loops.add(self)
@@ -115,6 +115,15 @@ class EngineLoop:
         self._post(run)
         self._tidy_closed()
         return future
+
+    def pause(self, is_paused: bool = True) -> Future[None]:
+        """Step no more once the future is done, until `pause(False)`: requests come in and go, and those that stay go
+        on from where they are."""
+
+        def note(engine: Engine) -> None:
+            self._is_paused = is_paused
+
+        return self.call(note)
 
     def at_once(self, function: Callable[[Engine], T]) -> T:
         """The same, and wait for what it returns. Raises what it raises, and `InvalidArgument` as `drive` does."""
@@ -231,8 +240,9 @@ class EngineLoop:
         self._empty_inbox()
         if self._untold:
             self._tell()
-        elif self.engine.idle:
-            if not self._closed:  # wait for somebody to bring something
+        elif self.engine.idle or self._is_paused:
+            if not self._closed:  # tell what the inbox has done, then wait for somebody to bring something
+                self._finish_turn()
                 self._filled.wait(WAIT_SECONDS if self._thread is None else None)
         else:
             self._untold.extend(self.engine.step())

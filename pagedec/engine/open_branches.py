@@ -43,10 +43,14 @@ class Owner:
     """By name, in the order in which they were made."""
     last_used: float = 0.0
     num_calls: int = 0
+    num_promised: int = 0
+    """Tokens that the answers of its calls may add; what they have added already is counted twice."""
     counted: int = 0
     """Tokens as they were last counted."""
     size_before: int = FEW_TOKENS
-    """The history's size when it was last looked at whether much of it is dead."""
+    """The history's size when it was last looked at whether much of it is dead, ..."""
+    num_loose: int = 0
+    """... and about how many tokens branches have let go of since."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +61,8 @@ class OpenBranch(Parked):
     """None: it was closed."""
     name: str = ROOT
     num_forks: int = 0
+    num_given: int = 0
+    """How many tokens it has of the branch that it was made from."""
     epoch: int = 0
     """How often something was taken back; with the same noise the same text would come again."""
     why_closed: str = ""
@@ -65,13 +71,15 @@ class OpenBranch(Parked):
 class OpenCall(Call):
     """A client's call. `kept`: the new branches, where all answers are kept."""
 
-    __slots__ = ("keep", "kept", "request_id", "waits")
+    __slots__ = ("keep", "kept", "num_promised", "request_id", "waits")
 
     def __init__(self, branch: OpenBranch, parking: Parking, request_id: str, keep: str | int, waits: bool) -> None:
         """`waits`: when it has ended nothing is kept until somebody has read it to its end."""
         super().__init__(branch, parking, keep not in ("none", SCORES))
         self.request_id, self.keep, self.waits = request_id, keep, waits
         self.kept: list[OpenBranch] = []
+        self.num_promised = 0
+        """Tokens that its answers may add."""
 
 
 def seed_of(seed: int, name: str, epoch: int) -> int:

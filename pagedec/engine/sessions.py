@@ -15,11 +15,11 @@ from pagedec.core.parked import Parked, Parking
 from pagedec.core.protocol import Hypothesis
 from pagedec.core.request import Request
 from pagedec.core.table import BlockTable, num_blocks_of
+from pagedec.decoders.scoring import ScoreParams
 from pagedec.engine.open_branches import (
     FEW_TOKENS,
     KEEPS,
     ROOT,
-    SCORES,
     OpenBranch,
     OpenCall,
     Owner,
@@ -52,7 +52,9 @@ class Sessions:
         here anywhere: nothing is locked or woken."""
         self._unread: dict[str, tuple[OpenCall, Request, Sequence[Hypothesis]]] = {}  # calls that have ended, and wait
         self._next_expiry = math.inf  # not later than the first
-        self.num_branches = self.num_tokens = 0
+        self.num_branches = self.num_tokens = self._num_promised = 0
+        self.num_forks = self.num_taken_back = 0
+        """Branches that clients have had forked, and tokens that they have taken back, so far."""
 
     # ---- what a client does
     def open(self, engine: Engine, tokens: Sequence[int], seed: int, salt: str, priority: int, ttl: float | None,
@@ -79,6 +81,7 @@ class Sessions:
         """`count` branches that are where `branch` is. Takes no block and copies nothing."""
         owner = self._of(engine, branch, "fork")
         self._check_branches(owner, count)
+        self.num_forks += count
         self._parking.touch(branch)
         made = [
             self._forked(owner, branch, branch.place, {lane: table.fork() for lane, table in branch.tables.items()})
@@ -87,12 +90,16 @@ class Sessions:
         self._used(owner)
         return made
 
-    def append(self, engine: Engine, branch: OpenBranch, tokens: Sequence[int]) -> None:
-        """Continue a branch by a client's tokens, which end nothing."""
+    def append(self, engine: Engine, branch: OpenBranch, tokens: Sequence[int], behind: int | None = None) -> None:
+        """Continue a branch, or its first `behind` tokens, to which it is taken back, by a client's tokens, which end
+        nothing. Raises `InvalidArgument` and `SessionLimit` where there is no room; nothing has changed then."""
         owner = self._of(engine, branch, "append")
-        engine.check_room("append", branch.length + len(tokens), 0)
+        length = branch.length if behind is None else behind
+        engine.check_room("append", len(tokens), 0, length)
         self.check_tokens(engine, "append", tokens)
         self._check_size(owner, len(tokens))
+        if length < branch.length:
+            self.cut(engine, branch, length)
         history, tip = branch.place
         branch.place = history, history.append(tip, tokens)
         self._used(owner)
@@ -105,8 +112,11 @@ class Sessions:
             text = f"must be from 0 to {most}: branch {branch.name} has {branch.length} tokens, and one must stay"
             raise InvalidArgument("rollback", branch.length - length, text)
         history, tip = branch.place
+        owner.num_loose += branch.length - length
+        self.num_taken_back += branch.length - length
         branch.place = history, history.ancestor(tip, length)
         branch.epoch += 1
+        branch.num_given = min(branch.num_given, length)
         for table in branch.tables.values():
             table.truncate(min(table.length, length))
         self._parking.touch(branch)
@@ -123,22 +133,28 @@ class Sessions:
     ) -> Request:
         """A request that goes out from `branch`, for the loop to take in this very turn. `waits`: `read` or `give_up`
         must follow when it has ended. Raises as `Engine.admit` does; nothing has changed then."""
-        owner = self._of(engine, branch, "call")
+        owner = self._of(engine, branch, "another call")
+        engine.check_room(f"branch {branch.name}", branch.length, 1, advice="; roll it back first")
         if params.truncate_prompt_tokens is not None:
             limit = "must be None: a branch is continued as it is"
             raise InvalidArgument("truncate_prompt_tokens", params.truncate_prompt_tokens, limit)
         if keep == "all":
             self._check_branches(owner, params.num_answers)
-        elif keep != SCORES and keep not in KEEPS and not (type(keep) is int and 0 <= keep < params.num_answers):
+        elif (
+            not isinstance(params, ScoreParams)
+            and keep not in KEEPS
+            and not (type(keep) is int and 0 <= keep < params.num_answers)
+        ):
             limit = f"must be one of {', '.join(KEEPS)}, or an answer's number below {params.num_answers}"
             raise InvalidArgument("keep", keep, limit)
-        self._check_size(owner, params.num_answers * (params.max_tokens or 1))
+        num_promised = self._most_tokens(engine, branch, params)
+        self._check_size(owner, num_promised)
         seed = owner.seed if params.seed is None else params.seed
         named = dataclasses.replace(params, seed=seed_of(seed, branch.name, branch.epoch))
         call = OpenCall(branch, self._parking, request_id, keep, waits)
         request = engine.admit(request_id, branch.tokens(), named, owner.priority, owner.salt, call)
         branch.call = call
-        owner.num_calls += 1
+        self._count(owner, call, num_promised)
         self._used(owner)
         return request
 
@@ -147,11 +163,13 @@ class Sessions:
         owner = branch.owner
         if owner is None:
             return
-        if isinstance(branch.call, OpenCall) and not self.give_up(branch.call.request_id):
-            name = branch.call.request_id
+        call = branch.call
+        if isinstance(call, OpenCall) and not self.give_up(call.request_id):
+            name = call.request_id
             engine.fail(name, RequestError(name, f"branch {branch.name}, from which it went out, {why}"))
-            owner.num_calls -= 1
+            self._uncount(owner, call)
         branch.owner, branch.why_closed = None, why
+        owner.num_loose += max(0, branch.length - branch.num_given)
         del owner.branches[branch.name]
         self._parking.remove(branch)
         self.num_branches -= 1
@@ -206,7 +224,7 @@ class Sessions:
         held = call.end(chosen)
         if owner is None:
             return
-        owner.num_calls -= 1
+        self._uncount(owner, call)
         for hypothesis, answer in zip(chosen, held, strict=True):
             self._bring(owner, request, hypothesis, answer)
             if keep == "all":
@@ -230,7 +248,8 @@ class Sessions:
         """A call was aborted, or has failed: its branch is as it was."""
         branch = None if request.home is None else request.home.parked
         if isinstance(branch, OpenBranch) and branch.owner is not None:
-            branch.owner.num_calls -= 1
+            assert isinstance(request.home, OpenCall)
+            self._uncount(branch.owner, request.home)
             self._used(branch.owner)
 
     def tidy(self, engine: Engine) -> None:
@@ -253,6 +272,19 @@ class Sessions:
         self._next_expiry = min(map(_expiry, self.owners), default=math.inf)
 
     # ---- inside
+    def _count(self, owner: Owner, call: OpenCall, num_promised: int) -> None:
+        """A call goes out, whose answers may add so many tokens."""
+        call.num_promised = num_promised
+        owner.num_calls += 1
+        owner.num_promised += num_promised
+        self._num_promised += num_promised
+
+    def _uncount(self, owner: Owner, call: OpenCall) -> None:
+        """It is over."""
+        owner.num_calls -= 1
+        owner.num_promised -= call.num_promised
+        self._num_promised -= call.num_promised
+
     def _of(self, engine: Engine, branch: OpenBranch, what: str) -> Owner:
         self.tidy(engine)
         if branch.owner is None:
@@ -265,6 +297,7 @@ class Sessions:
         self, owner: Owner, parent: OpenBranch, place: tuple[History, int], tables: dict[str, BlockTable]
     ) -> OpenBranch:
         branch = self._named(owner, f"{parent.name}.{parent.num_forks}", place, tables)
+        branch.num_given = parent.length
         parent.num_forks += 1
         return branch
 
@@ -293,7 +326,8 @@ class Sessions:
         owner.last_used = self._clock()
         if owner.ttl is not None:
             self._next_expiry = min(self._next_expiry, owner.last_used + owner.ttl)
-        if len(owner.history) >= 2 * owner.size_before:
+        size = len(owner.history)
+        if size >= 2 * owner.size_before or 2 * owner.num_loose > size > FEW_TOKENS:
             self._prune(owner)
         self.num_tokens += len(owner.history) - owner.counted
         owner.counted = len(owner.history)
@@ -306,7 +340,7 @@ class Sessions:
             owner.history = new
             for branch in owner.branches.values():
                 branch.place = new, number[branch.place[1]]
-        owner.size_before = max(FEW_TOKENS, len(owner.history))
+        owner.size_before, owner.num_loose = max(FEW_TOKENS, len(owner.history)), 0
 
     # ---- what is refused
     def check_tokens(self, engine: Engine, field: str, tokens: Sequence[int]) -> None:
@@ -326,18 +360,26 @@ class Sessions:
             limit = f"all sessions together may have {limits.max_parked_branches}"
             raise SessionLimit("max_parked_branches", Shown(have), limit)
 
+    def _most_tokens(self, engine: Engine, branch: OpenBranch, params: RequestParams) -> int:
+        """How many tokens a call's answers, or its continuations, may add."""
+        if isinstance(params, ScoreParams):
+            return sum(map(len, params.continuations))
+        room = max(1, engine.limits.max_model_len - branch.length)
+        return params.num_answers * (room if params.max_tokens is None else min(params.max_tokens, room))
+
     def _check_size(self, owner: Owner | None, count: int) -> None:
         limits = self.limits
-        have = 0 if owner is None else len(owner.history)
+        have = 0 if owner is None else len(owner.history) + owner.num_promised
         if have + count > limits.max_session_tokens and owner is not None:
             owner.size_before = 0
             self._used(owner)  # perhaps much of it is dead
-            have = len(owner.history)
+            have = len(owner.history) + owner.num_promised
         if have + count > limits.max_session_tokens:
             value = Shown(f"{have} tokens, and {count} more")
             raise SessionLimit("max_session_tokens", value, f"a session may hold {limits.max_session_tokens}")
-        if self.num_tokens + count > limits.max_parked_tokens:
-            value = Shown(f"{self.num_tokens} tokens, and {count} more")
+        have = self.num_tokens + self._num_promised
+        if have + count > limits.max_parked_tokens:
+            value = Shown(f"{have} tokens, and {count} more")
             raise SessionLimit("max_parked_tokens", value, f"all sessions together may hold {limits.max_parked_tokens}")
 
 

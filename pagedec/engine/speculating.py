@@ -8,11 +8,13 @@ from typing import Any, TypeVar
 from pagedec.decoders.registry import decoder_for
 from pagedec.errors import InvalidArgument
 from pagedec.params import BeamSearchParams, RequestParams, SamplingParams
-from pagedec.speculation import DraftModelSpeculation, Speculation, speculation_of
+from pagedec.speculation import DraftModelSpeculation, SpeculationTable, speculation_of
 
 P = TypeVar("P", bound=RequestParams)
 DRAFTING = (SamplingParams, BeamSearchParams)
 """Parameters that may say how to draft."""
+TABLE = SpeculationTable("how a request drafts")
+"""What a request may say."""
 
 
 def with_speculation(params: P, default: dict[str, Any] | None) -> P:
@@ -27,12 +29,19 @@ def with_speculation(params: P, default: dict[str, Any] | None) -> P:
     return dataclasses.replace(params, speculative=own)
 
 
-def check_speculation(speculation: Speculation, field: str, max_model_len: int, has_draft_model: bool) -> None:
-    """Raise `InvalidArgument` for drafts that no context holds, or whose model there is not. `field`: what named it."""
-    for name, reach in speculation.reach.items():
-        if reach >= max_model_len:
-            limit = f"must be less than {max_model_len}, the context: it drafts {reach} tokens ahead"
-            raise InvalidArgument(f"{field}.{name}", getattr(speculation, name), limit)
-    if isinstance(speculation, DraftModelSpeculation) and not has_draft_model:
-        limit = "needs a draft model: the engine's speculative_config must name one"
-        raise InvalidArgument(f"{field}.method", speculation.method, limit)
+def check_speculation(table: dict[str, Any], field: str, max_model_len: int, draft_context: int | None) -> None:
+    """Raise `InvalidArgument` for drafts that no context holds, or whose model there is not. `field`: what `table` is;
+    `draft_context`: the draft model's, None where there is none. That may be shorter than what nobody has said."""
+    speculation = speculation_of(table)
+    contexts = [(max_model_len, "the context", speculation.reach)]
+    if isinstance(speculation, DraftModelSpeculation):
+        if draft_context is None:
+            limit = "needs a draft model: the engine's speculative_config must name one"
+            raise InvalidArgument(f"{field}.method", speculation.method, limit)
+        said = {name: reach for name, reach in speculation.reach.items() if table.get(name) is not None}
+        contexts.append((draft_context, "the draft model's context", said))
+    for longest, what, reaches in contexts:
+        for name, reach in reaches.items():
+            if reach >= longest:
+                limit = f"must be less than {longest}, {what}: it drafts {reach} tokens ahead"
+                raise InvalidArgument(f"{field}.{name}", getattr(speculation, name), limit)

@@ -6,6 +6,36 @@ from dataclasses import dataclass, field
 
 from pagedec.core.acceptance import Acceptance
 from pagedec.core.costs import StepCosts
+from pagedec.core.request import Request
+from pagedec.decoders.sampling import Sampling
+
+PARALLEL, BEAM, SESSION, OTHER = "parallel", "beam", "session", "other"
+"""Who has block tables forked: several answers of one sampling, a gang, a client; and all the rest, recomputing
+included."""
+
+
+@dataclass(slots=True)
+class Spent:
+    """What requests have cost, summed over some of them. A prompt counts from its first row on."""
+
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_taken_back: int = 0
+    """Tokens that decoders have taken back."""
+    forks: dict[str, int] = field(default_factory=lambda: {PARALLEL: 0, BEAM: 0})
+
+    def add(self, request: Request) -> None:
+        """Count one more request."""
+        self.num_preemptions += request.num_preemptions
+        self.num_taken_back += request.num_taken_back
+        if request.first_step >= 0:
+            self.num_prompt_tokens += request.prompt_length
+            self.num_cached_tokens += request.num_cached_tokens
+        if request.decoder.gang:
+            self.forks[BEAM] += request.num_forks
+        elif isinstance(request.decoder, Sampling):
+            self.forks[PARALLEL] += request.num_forks
 
 
 @dataclass(slots=True)
@@ -47,6 +77,8 @@ class EngineStats:
     """Blocks that were copied so far: the last, partial one of who writes what it shares."""
     num_blocks_saved: int = 0
     """How many more would be used now if branches shared none."""
+    ended: Spent = field(default_factory=Spent)
+    """What requests have cost that are over, however they ended."""
     drafts: dict[str, Acceptance] = field(default_factory=dict)
     """What became of drafts, by the name of the decoder that proposed them."""
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, overload
 
 from pagedec.engine.engine import Engine
 from pagedec.engine.open_branches import OpenBranch
@@ -14,6 +14,7 @@ from pagedec.engine.sessions import closing
 from pagedec.llm.branches import Handle, Turns
 from pagedec.llm.going import Going, Scored
 from pagedec.llm.readers import Reader
+from pagedec.llm.several import all_at_once, generating, scoring
 from pagedec.outputs import BranchOutput, ContinuationScore, Mark, SessionBlocks
 from pagedec.text.chat_template import Message
 
@@ -74,19 +75,39 @@ class AsyncSessionBranch(Handle):
         self, continuations: Sequence[str | Sequence[int]], *, logprobs: int = 0, request_id: str | None = None
     ) -> list[ContinuationScore]:
         """How probable the model takes each of these continuations to be; see `SessionBranch.score`."""
-        scored = await asyncio.to_thread(self._scoring, continuations, logprobs, request_id)
-        if not scored.is_empty:
-            with self._front.reading(scored.stream) as reader:
-                try:
-                    await self._begun(scored, reader)
-                    await reader.news()
-                finally:
-                    scored.leave()
+        scored = await asyncio.to_thread(self._scoring, continuations, logprobs, request_id=request_id)
+        await self._run([] if scored.is_empty else [scored])
         return scored.results()
 
     async def blocks(self, branches: Sequence[AsyncSessionBranch] | None = None) -> SessionBlocks:
         """KV blocks that these branches hold now, by default this one alone."""
         return await self._do(self._counting([self] if branches is None else branches))
+
+    async def generate_all(
+        self,
+        branches: Sequence[AsyncSessionBranch],
+        sampling_params: Any = None,
+        *,
+        keep: str | int = "first",
+        **fields: Any,
+    ) -> list[BranchOutput[AsyncSessionBranch]]:
+        """`generate` on several branches, of this session or of others, in one batch; see `SessionBranch.generate_all`.
+        Begins all of the calls or none."""
+        calls = generating(self, branches, sampling_params, keep, fields)
+        await self._run(calls)
+        return [call.written(next(call.stream.read())) for call in calls]
+
+    async def score_all(
+        self,
+        branches: Sequence[AsyncSessionBranch],
+        continuations: Sequence[Sequence[str | Sequence[int]]],
+        *,
+        logprobs: int = 0,
+    ) -> list[list[ContinuationScore]]:
+        """`score` on several branches in one batch: a list of continuations for each."""
+        calls = scoring(self, branches, continuations, logprobs)
+        await self._run([call for call in calls if not call.is_empty])
+        return [call.results() for call in calls]
 
     async def close(self) -> None:
         """Let the branch go; a call on it fails. May be called again."""
@@ -111,7 +132,8 @@ class AsyncSessionBranch(Handle):
             going = self._generating(*given)
         with self._front.reading(going.stream) as reader:
             try:
-                await self._begun(going, reader)
+                await self._do(going.begin)
+                self._abort_if_over(reader)
                 while True:
                     await reader.news()
                     for output in going.stream.read():
@@ -123,10 +145,23 @@ class AsyncSessionBranch(Handle):
             finally:
                 going.leave()
 
-    async def _begun(self, call: Going[AsyncSessionBranch] | Scored, reader: Reader) -> None:
-        await self._do(call.begin)
+    def _abort_if_over(self, reader: Reader) -> None:
         if reader.stream.is_over:  # aborted before the loop had it, perhaps
             self._front.loop.abort(reader.stream.job.request_id)
+
+    async def _run(self, calls: Sequence[Going[AsyncSessionBranch]] | Sequence[Scored]) -> None:
+        """Begin calls together, and wait until all are over."""
+        with contextlib.ExitStack() as stack:
+            readers = [stack.enter_context(self._front.reading(call.stream)) for call in calls]
+            try:
+                await self._do(all_at_once(calls))
+                for reader in readers:
+                    self._abort_if_over(reader)
+                for reader in readers:
+                    await reader.news()
+            finally:
+                for call in calls:
+                    call.leave()
 
     async def _do(self, function: Callable[[Engine], T]) -> T:
         return await asyncio.wrap_future(self._front.loop.call(function))
@@ -157,6 +192,9 @@ class Opening:
         """`num_tokens`: of its prompt."""
         self._front, self._opening, self._turns, self.num_tokens = front, opening, turns, num_tokens
         self._session: AsyncSession | None = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a session must be awaited, or entered with `async with`, before it has {name!r}")
 
     def __await__(self) -> Generator[Any, None, AsyncSession]:
         return self._open().__await__()

@@ -7,7 +7,7 @@ import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 
@@ -15,19 +15,12 @@ from pagedec.core.history import History
 from pagedec.engine.engine import Engine
 from pagedec.engine.open_branches import OpenBranch, Owner
 from pagedec.engine.sessions import closing
-from pagedec.errors import BranchBusy, InvalidArgument, Shown
+from pagedec.errors import BranchBusy, InvalidArgument, Shown, counted
 from pagedec.fields import Integer
 from pagedec.inputs import as_continuations, read_token_ids
+from pagedec.llm.branch_tree import branch_tree, path, shared
 from pagedec.llm.going import Going, Scored
-from pagedec.outputs import (
-    BranchState,
-    CompletionOutput,
-    Logprob,
-    Mark,
-    RequestOutput,
-    SessionBlocks,
-    SessionState,
-)
+from pagedec.outputs import BranchState, Logprob, Mark, SessionBlocks, SessionState
 from pagedec.params import RequestOutputKind, RequestParams
 from pagedec.text.chat_template import Message
 from pagedec.text.conversation import Conversation, encode_behind
@@ -56,8 +49,13 @@ class Handle:
         let_go.atexit = False
 
     def __repr__(self) -> str:
-        state = f"{self.num_tokens} tokens" if self._branch.owner is not None else self._branch.why_closed
+        state = counted(self.num_tokens, "token")
+        if self.closed:
+            state = "its LLM was closed" if self._branch.owner is not None else self._branch.why_closed
         return f"<{type(self).__name__} {self.name}: {state}>"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("a branch of a session cannot be copied or pickled: fork it")
 
     # ---- what it is; while a call runs, what it was before
     @property
@@ -68,13 +66,18 @@ class Handle:
 
     @property
     def closed(self) -> bool:
-        """It was closed, or its session was given up."""
-        return self._branch.owner is None
+        """It was closed, or its session was given up, or its engine."""
+        return self._branch.owner is None or self._front.loop.closed
 
     @property
     def num_tokens(self) -> int:
         """How many tokens it has, the prompt's too."""
         return self._branch.length
+
+    @property
+    def room(self) -> int:
+        """How many more tokens it can get: what is left of the context, or of a pool that is smaller."""
+        return self._front.engine.room(self._branch.length)
 
     @property
     def token_ids(self) -> list[int]:
@@ -109,7 +112,7 @@ class Handle:
         return SessionState(len(owner.branches), owner.counted, spare)
 
     def _tables(self, history: History, tip: int) -> list[dict[int, Logprob] | None]:
-        found = [history.notes.get(node) for node in _path(history, tip, 0)]
+        found = [history.notes.get(node) for node in path(history, tip, 0)]
         tables = self._front.writer.logprobs(found)
         assert tables is not None
         return tables
@@ -121,22 +124,15 @@ class Handle:
 
     def tree(self, branches: Sequence[Handle] | None = None) -> AnswerTree:
         """All open branches of the session as a tree, or those that are given: what they share, where they part. `str`
-        draws it for a terminal, its `svg()` and `html()` make one file. Answers stand in the order in which branches
-        were made, or were given."""
-        front, owner = self._front, self._owner
-        own = list(owner.branches.values()) if branches is None else [handle._branch for handle in branches]
-        places = [branch.place for branch in own or [self._branch]]
-        rows = [history.tokens(tip) for history, tip in places]
-        length = min(len(_shared(rows)), owner.prompt_length)
-        outputs = []
-        for i, ((history, tip), row) in enumerate(zip(places, rows, strict=True)):
-            text = "" if front.tokenizer is None else front.tokenizer.decode(row[length:])
-            notes = [history.notes.get(node) for node in _path(history, tip, length)]
-            tables = front.writer.logprobs(notes) if any(notes) else None
-            outputs.append(CompletionOutput(i, text, row[length:], logprobs=tables))
-        size = front.engine.scheduler.limits.block_size
-        whole = RequestOutput(self.name, None, rows[0][:length], outputs, block_size=size)
-        return whole.spelled(None if front.tokenizer is None else front.tokenizer.byte_table.join).tree()
+        draws it for a terminal, its `svg()` and `html()` make one file. Each is shown with its name, in the order in
+        which they were made, or were given."""
+        gone = {id(dropped) for dropped in self._front.engine.sessions.dropped.copy()}
+        owner = self._owner
+        if branches is None:
+            own = [branch for branch in list(owner.branches.values()) if id(branch) not in gone]
+        else:
+            own = [handle._branch for handle in branches]
+        return branch_tree(self._front, own or [self._branch], owner.prompt_length)
 
     # ---- what is to happen to it, for the loop
     def _again(self, branch: OpenBranch) -> Self:
@@ -166,32 +162,40 @@ class Handle:
         length, before = self._turns[-1]
         conversation, now = before.fork(), self._branch.tokens()
         conversation.answer(now[length:])
-        wanted = conversation.ask(message)
+        check_turn("append", message)
+        try:
+            wanted = conversation.ask(message)
+        except InvalidArgument as error:  # about the message, wherever it stands
+            raise type(error)("append" + error.field.partition("]")[2], error.value, error.limit) from error.__cause__
         turns = (*self._turns, (len(wanted), conversation))
-        same = len(_shared([now, wanted]))
+        same = len(shared([now, wanted]))
 
         def chat(engine: Engine) -> None:
             if self._branch.tokens() != now:  # somebody else was faster: what is wanted follows from what is no more
                 raise BranchBusy(self.name, "append")
-            engine.check_room("append", len(wanted), 0)
-            if same < len(now):
-                engine.sessions.cut(engine, self._branch, same)
-            engine.sessions.append(engine, self._branch, wanted[same:])
+            engine.sessions.append(engine, self._branch, wanted[same:], same)
             self._turns = turns
 
         return chat
 
     def _cutting(self, to: int | Mark) -> Callable[[Engine], None]:
-        count = 0 if isinstance(to, Mark) else Integer("tokens to take back", low=0).check("rollback", to)
+        if isinstance(to, Mark):
+            what: int | Mark = to
+        else:
+            try:
+                what = Integer("tokens to take back").check("rollback", to)
+            except InvalidArgument as error:
+                raise InvalidArgument("rollback", to, f"{error.limit}, or a mark") from None
 
-        def cut(engine: Engine) -> None:
-            keep = self._marked(to) if isinstance(to, Mark) else self._branch.length - count
+        def cut(engine: Engine) -> None:  # counted here: another thread may have changed the branch meanwhile
+            keep = self._marked(what) if isinstance(what, Mark) else self._branch.length - what
             engine.sessions.cut(engine, self._branch, keep)
             self._turns = tuple(turn for turn in self._turns if turn[0] <= keep)
 
         return cut
 
     def _marked(self, mark: Mark) -> int:
+        """How many tokens the branch keeps that is taken back to a mark. Raises `InvalidArgument` for one of others."""
         keep = mark.num_tokens
         if keep > self._branch.length or _digest(self._branch.tokens()[:keep]) != mark.digest:
             limit = f"must be one of what branch {self.name} holds: it was taken back behind it, and went on"
@@ -223,16 +227,24 @@ class Handle:
             fields = {**fields, "output_kind": RequestOutputKind.FINAL_ONLY}
         return Going(self, params.clone(**fields) if fields else copy.copy(params), keep, streams, name)
 
-    def _scoring(self, continuations: Any, logprobs: int, name: str | None = None) -> Scored:
-        many = as_continuations(continuations)
-        rows = [self._tokens(f"continuations[{i}]", one) for i, one in enumerate(many)]
+    def _scoring(
+        self, continuations: Any, logprobs: int, field: str = "continuations", request_id: str | None = None
+    ) -> Scored:
+        logprobs = Integer("most probable tokens that are reported", low=-1).check("logprobs", logprobs)
+        many = as_continuations(continuations, field)
+        rows = [self._tokens(f"{field}[{i}]", one) for i, one in enumerate(many)]
         texts = [one if isinstance(one, str) else None for one in many]
-        return Scored(self, texts, rows, logprobs, name)
+        return Scored(self, texts, rows, logprobs, field, request_id)
 
     def _tokens(self, field: str, what: Any) -> list[int]:
         """A text as it goes on behind the branch, or token ids."""
         if not isinstance(what, str):
-            return read_token_ids(field, what)
+            try:
+                return read_token_ids(field, what)
+            except InvalidArgument as error:
+                text = "text, a chat's next message" if field == "append" else "text"
+                limit = error.limit.replace("must be", f"must be {text}, or", 1)
+                raise InvalidArgument(field, error.value, limit) from None
         tokenizer, front = self._front.tokenizer, self._front
         if tokenizer is None:
             raise InvalidArgument(field, what, "must be token ids: the engine runs with skip_tokenizer_init")
@@ -242,22 +254,11 @@ class Handle:
         return tokenizer.encode(what, add_special_tokens=False) if found is None else found
 
 
-def _path(history: History, tip: int, start: int) -> list[int]:
-    """The nodes of tokens from `start` on."""
-    nodes = []
-    for _ in range(history.depth[tip] - start):
-        nodes.append(tip)
-        tip = history.parent[tip]
-    return nodes[::-1]
-
-
-def _shared(rows: Sequence[list[int]]) -> list[int]:
-    """The longest common beginning: of the first and the last in order."""
-    low, high = min(rows), max(rows)
-    for i, token in enumerate(low):
-        if i == len(high) or high[i] != token:
-            return low[:i]
-    return low
+def check_turn(field: str, message: Mapping[str, Any]) -> None:
+    """Raise `InvalidArgument` for a chat's message behind which no answer can stand."""
+    if message.get("role") == "assistant":
+        limit = "must be another's: the answer is generated; `append` a text to begin it"
+        raise InvalidArgument(f"{field}.role", "assistant", limit)
 
 
 def _digest(tokens: Sequence[int]) -> bytes:

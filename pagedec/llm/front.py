@@ -18,8 +18,8 @@ from pagedec.engine.open_branches import OpenBranch
 from pagedec.engine.sessions import compile_grammar
 from pagedec.errors import AbsentFeature, InvalidArgument, NotFound, Shown
 from pagedec.fields import Number
-from pagedec.inputs import Prompt, as_conversations, as_priorities, read_salt
-from pagedec.llm.branches import Turns
+from pagedec.inputs import Prompt, as_conversations, as_priorities, as_priority, read_salt
+from pagedec.llm.branches import Turns, check_turn
 from pagedec.llm.compatibility import translated
 from pagedec.llm.defaults import sampling_defaults
 from pagedec.llm.fetching import fetched
@@ -30,7 +30,8 @@ from pagedec.llm.signature import EngineArgs, signed
 from pagedec.llm.writer import Writer
 from pagedec.params import RequestParams, SamplingParams
 from pagedec.runtime.pool import KvPool
-from pagedec.text.chat_template import Message, render_chat
+from pagedec.speculation import speculation_name
+from pagedec.text.chat_template import Message, check_messages, render_chat
 from pagedec.text.conversation import Conversation
 from pagedec.text.tokenizer import Tokenizer
 
@@ -65,7 +66,9 @@ class Front:
         if self.loop.closed:
             return f"<{name}: closed>"
         numbers, context = self.engine.executor.geometry, self.engine.limits.max_model_len
-        return f"<{name}: {numbers}, context {context}, KV pool {self.kv_cache}>"
+        drafts = speculation_name(self.config.scheduler.speculative_config)
+        about = f"{numbers}, context {context}, KV pool {self.kv_cache}"
+        return f"<{name}: {about}{f', speculation {drafts}' if drafts else ''}>"
 
     def __reduce__(self) -> NoReturn:
         kind = type(self).__name__
@@ -153,7 +156,7 @@ class Front:
         self, prompt: Prompt, sampling_params: Any, priority: int, cache_salt: str, request_id: str | None = None
     ) -> list[Prepared]:
         """The same for a call's only prompt: errors are about its `prompt` and its `sampling_params`."""
-        orders, salt = as_priorities([priority], 1), read_salt("cache_salt", cache_salt)
+        orders, salt = [as_priority(priority)], read_salt("cache_salt", cache_salt)
         with renamed("prompts[0]", "prompt"), renamed("sampling_params[0]", "sampling_params"):
             return self.prepare([prompt], sampling_params, orders, salt, request_id)
 
@@ -223,12 +226,14 @@ class Front:
         self.loop.require_open()
         if (prompt is None) == (messages is None):
             raise InvalidArgument("prompt", prompt, "must be given, or messages, and not both")
-        [order] = as_priorities([priority], 1)
+        order = as_priority(priority)
         seconds = Number("seconds", above=0, optional=True).check("ttl", ttl)
         turns: Turns = ()
         if messages is not None:
-            conversation = self.conversation(list(messages[:-1]), **template)
-            token_ids = conversation.ask(messages[-1])
+            *earlier, last = check_messages(messages)
+            check_turn(f"messages[{len(earlier)}]", last)
+            conversation = self.conversation(earlier, **template)
+            token_ids = conversation.ask(last)
             turns, own = ((len(token_ids), conversation),), ""
         else:
             longest = self.engine.limits.max_model_len - 1

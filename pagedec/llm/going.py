@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pagedec.decoders.scoring import ScoreParams
@@ -76,9 +76,10 @@ class Scored:
         texts: Sequence[str | None],
         rows: Sequence[Sequence[int]],
         logprobs: int,
+        field: str,
         name: str | None = None,
     ) -> None:
-        self._texts, self._rows, self._handle = texts, [tuple(row) for row in rows], handle
+        self._field, self._texts, self._rows, self._handle = field, texts, [tuple(row) for row in rows], handle
         longest = max(map(len, self._rows), default=0)
         self.is_empty = longest == 0
         params = ScoreParams(
@@ -93,10 +94,9 @@ class Scored:
         """Send it out. Called in the loop."""
         branch, job = self._handle._branch, self.stream.job
         assert isinstance(job.params, ScoreParams)
-        longest = job.params.max_tokens or 0
-        engine.check_room("continuations", branch.length + longest, 0)
         for i, row in enumerate(self._rows):
-            engine.sessions.check_tokens(engine, f"continuations[{i}]", row)
+            engine.check_room(f"{self._field}[{i}]", len(row), 0, branch.length)
+            engine.sessions.check_tokens(engine, f"{self._field}[{i}]", row)
         self._root = branch.place[1]
         request = engine.sessions.begin(engine, branch, job.request_id, job.params, SCORES)
         self._handle._front.loop.join(request, self.stream)
@@ -142,23 +142,6 @@ class Ending(Stream):
             raise last
         assert isinstance(last, FinishedRequest)
         return last
-
-
-def all_at_once(going: Sequence[Going[B] | Scored]) -> Callable[[Engine], None]:
-    """Send out calls together, all or none."""
-
-    def begin(engine: Engine) -> None:
-        begun: list[Going[B] | Scored] = []
-        try:
-            for one in going:
-                one.begin(engine)
-                begun.append(one)
-        except BaseException:
-            for one in begun:
-                one.withdraw()
-            raise
-
-    return begin
 
 
 def _named(handle: Handle, name: str | None) -> str:

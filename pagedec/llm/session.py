@@ -6,10 +6,9 @@ from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any, Self, overload
 
-from pagedec.errors import InvalidArgument, Shown
-from pagedec.inputs import spread
 from pagedec.llm.branches import Handle
-from pagedec.llm.going import Going, Scored, all_at_once
+from pagedec.llm.going import Going, Scored
+from pagedec.llm.several import all_at_once, generating, scoring
 from pagedec.outputs import BranchOutput, ContinuationScore, Mark, SessionBlocks
 from pagedec.text.chat_template import Message
 
@@ -82,7 +81,8 @@ class SessionBranch(Handle):
 
     def score(self, continuations: Sequence[str | Sequence[int]], *, logprobs: int = 0) -> list[ContinuationScore]:
         """How probable the model takes each of these continuations to be, one result each. Nothing is appended; what
-        they share is evaluated once. `logprobs`: so many of the most probable tokens are reported beside each token."""
+        they share is evaluated once. `logprobs`: so many of the most probable tokens are reported beside each token,
+        -1: all."""
         [scores] = self._score_all([self._scoring(continuations, logprobs)])
         return scores
 
@@ -114,11 +114,7 @@ class SessionBranch(Handle):
     ) -> list[BranchOutput[SessionBranch]]:
         """`generate` on several branches, of this session or of others, in one batch; `sampling_params` is one object
         for all or one for each. Begins all of the calls or none."""
-        self._check_own(branches)
-        each = spread("sampling_params", sampling_params, len(branches))
-        return self._generate_all(
-            [branch._generating(own, keep, fields, False) for branch, own in zip(branches, each, strict=True)]
-        )
+        return self._generate_all(generating(self, branches, sampling_params, keep, fields))
 
     def score_all(
         self,
@@ -128,17 +124,7 @@ class SessionBranch(Handle):
         logprobs: int = 0,
     ) -> list[list[ContinuationScore]]:
         """`score` on several branches in one batch: a list of continuations for each."""
-        self._check_own(branches)
-        if len(continuations) != len(branches):
-            limit = f"must hold a list for each of {len(branches)} branches"
-            raise InvalidArgument("continuations", Shown(f"a list of {len(continuations)}"), limit)
-        pairs = zip(branches, continuations, strict=True)
-        return self._score_all([branch._scoring(own, logprobs) for branch, own in pairs])
-
-    def _check_own(self, branches: Sequence[SessionBranch]) -> None:
-        for i, branch in enumerate(branches):
-            if not isinstance(branch, SessionBranch) or branch._front is not self._front:
-                raise InvalidArgument(f"branches[{i}]", branch, "must be a branch of a session of the same LLM")
+        return self._score_all(scoring(self, branches, continuations, logprobs))
 
     def _generate_all(self, calls: Sequence[Going[SessionBranch]]) -> list[BranchOutput[SessionBranch]]:
         loop = self._front.loop

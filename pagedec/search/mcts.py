@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagedec.search.scorers import Scorer, Searchable, scored
+from pagedec.fields import Number
+from pagedec.search.scorers import Scorer, Searchable, check_search, has_ended, scored, step_fields
 
 
 @dataclass(slots=True, eq=False)
@@ -58,9 +60,11 @@ def mcts(
     Each simulation walks from the root to a leaf, at each node to the child of the highest value / spread + exploration
     x sqrt(log(visits) / its visits); draws `samples` steps there in one batch, each up to `delimiter` and with it;
     scores them; and adds their scores to all nodes above. `spread` is that of all scores seen so far, so `exploration`
-    needs no unit. A leaf at which an answer has ended counts once more. `root.close()` lets the tree go.
+    needs no unit. A leaf behind which nothing can follow counts once more. `root.close()` lets the tree go.
     """
-    given = {"stop": [delimiter], "include_stop_str_in_output": True, "n": samples, **fields}
+    check_search(branch, "scorer", scorer, simulations=simulations, samples=samples)
+    exploration = Number("how much is tried", low=0).check("exploration", exploration)
+    given = step_fields(delimiter, samples, fields)
     root = Node(branch.fork())
     low, high = math.inf, -math.inf
     for _ in range(simulations):
@@ -71,11 +75,10 @@ def mcts(
             _add(node, [node.score])
             continue
         output = node.branch.generate(sampling_params, keep="all", **given)
-        scores = scored(scorer, output.branches)
+        scores = scored(scorer, output.branches, sys.float_info.max)
         low, high = min(low, *scores), max(high, *scores)
         for answer, made, score in zip(output.outputs, output.branches, scores, strict=True):
-            ended = answer.finish_reason == "stop" and answer.stop_reason != delimiter
-            node.children.append(Node(made, node, ended, score, 1, score))
+            node.children.append(Node(made, node, has_ended(made, answer, delimiter), score, 1, score))
         _add(node, scores)
     return root
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import iscoroutinefunction
 from typing import Any, Protocol, TypeAlias
 
-from pagedec.outputs import BranchOutput, ContinuationScore
+from pagedec.errors import InvalidArgument
+from pagedec.fields import Integer
+from pagedec.outputs import BranchOutput, CompletionOutput, ContinuationScore
 
 
 class Searchable(Protocol):
@@ -14,6 +18,9 @@ class Searchable(Protocol):
 
     @property
     def text(self) -> str: ...
+
+    @property
+    def room(self) -> int: ...
 
     def generate(self, sampling_params: Any = None, *, keep: str | int = "first", **fields: Any) -> BranchOutput[Any]:
         """Answers behind the branch."""
@@ -44,7 +51,8 @@ Scorer: TypeAlias = Callable[[Any], float]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A branch that a search returns, its score, and whether its answer is complete."""
+    """A branch that a search returns, its score, and whether nothing can follow: its answer is complete, or the
+    context is full."""
 
     branch: Any
     score: float
@@ -76,16 +84,60 @@ class ModelJudge:
         return [good.logprob - bad.logprob for good, bad in scores]
 
 
-def scored(scorer: Scorer, branches: Sequence[Searchable]) -> list[float]:
-    """Each branch's score; of a `ModelJudge` in one batch."""
-    if isinstance(scorer, ModelJudge):
-        return scorer.all(branches)
-    return [float(scorer(branch)) for branch in branches]
+def check_search(branch: object, name: str, function: object, **numbers: object) -> None:
+    """Raise `InvalidArgument` for what no search can begin with. `name` is that of `function`; `numbers` must be whole
+    and at least 1."""
+    if not hasattr(branch, "fork") or iscoroutinefunction(branch.fork):
+        raise InvalidArgument("branch", branch, "must be a branch of a session of `LLM`")
+    if not callable(function):
+        of = "a text that returns what it says" if name == "answer_of" else "a branch that returns a number"
+        raise InvalidArgument(name, function, f"must be a function of {of}")
+    for field, number in numbers.items():
+        Integer(field, low=1).check(field, number)
+
+
+def step_fields(delimiter: str, samples: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What parameters say of a step: `samples` texts up to `delimiter`, and what the caller changes."""
+    if not isinstance(delimiter, str) or not delimiter:
+        raise InvalidArgument("delimiter", delimiter, "must be a text that is not empty")
+    return {"stop": [delimiter], "include_stop_str_in_output": True, "n": samples, **fields}
+
+
+def has_ended(branch: Searchable, answer: CompletionOutput, delimiter: str | None = None) -> bool:
+    """Whether nothing can follow an answer that `branch` goes on from: it ended, and not at `delimiter`, or there is no
+    room."""
+    return (answer.finish_reason == "stop" and answer.stop_reason != delimiter) or not branch.room
+
+
+def scored(scorer: Scorer, branches: Sequence[Searchable], most: float = math.inf) -> list[float]:
+    """Each branch's score; of a `ModelJudge` in one batch. Raises `InvalidArgument` for a score that is no number, or
+    beyond `most`, whatever its sign."""
+    values = scorer.all(branches) if isinstance(scorer, ModelJudge) else map(scorer, branches)
+    return [_number(branch, value, most) for branch, value in zip(branches, values, strict=True)]
+
+
+def _number(branch: Searchable, value: Any, most: float) -> float:
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not abs(number) <= most:
+        kind = "a number" if most == math.inf else "a finite number"
+        raise InvalidArgument(f"scorer({branch!r})", value, f"must be {kind}; higher is better")
+    return number
 
 
 def best(candidates: Sequence[Found], count: int) -> list[Found]:
-    """The `count` best, the earlier first where scores are equal. The others' branches are closed."""
-    order = sorted(candidates, key=lambda candidate: -candidate.score)
-    for candidate in order[count:]:
-        candidate.branch.close()
-    return order[:count]
+    """The `count` best, the earlier first where scores are equal, and answers that have ended each once. The others'
+    branches are closed."""
+    kept: list[Found] = []
+    seen: set[tuple[int, ...]] = set()
+    for candidate in sorted(candidates, key=lambda candidate: -candidate.score):
+        tokens = tuple(candidate.branch.token_ids) if candidate.ended else None
+        if len(kept) == count or tokens in seen:
+            candidate.branch.close()
+            continue
+        kept.append(candidate)
+        if tokens is not None:
+            seen.add(tokens)
+    return kept

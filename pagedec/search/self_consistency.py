@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from pagedec.search.scorers import Searchable
+from pagedec.search.scorers import Searchable, check_search
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ def self_consistency(
 ) -> Vote:
     """Draw `n` texts behind `branch` and count what `answer_of` finds in each; None is no vote. Of answers with as many
     votes the first to be given wins. Nothing is kept; asked again, others are drawn."""
+    check_search(branch, "answer_of", answer_of)
     output = branch.generate(sampling_params, keep="none", n=n, **fields)
     texts = [answer.text for answer in output.outputs]
     counts = Counter(found for found in map(answer_of, texts) if found is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagedec.search.scorers import Found, Scorer, Searchable, best, scored
+from pagedec.search.scorers import Found, Scorer, Searchable, best, check_search, has_ended, scored, step_fields
 
 
 def step_beam_search(
@@ -22,10 +22,11 @@ def step_beam_search(
     """The `width` branches that `judge` likes best after `steps` steps, the best first.
 
     A step draws `samples` continuations of each branch that has not ended, all in one batch, each up to `delimiter` and
-    with it; the judge looks at all of them, and the `width` best go on. A branch ends where the model ends its answer;
-    it keeps its score and competes. `branch` stays as it is.
+    with it; the judge looks at all of them, and the `width` best go on. A branch ends where the model ends its answer,
+    or the context is full; it keeps its score and competes, equal ones as one. `branch` stays as it is.
     """
-    given = {"stop": [delimiter], "include_stop_str_in_output": True, "n": samples, **fields}
+    check_search(branch, "judge", judge, width=width, samples=samples, steps=steps)
+    given = step_fields(delimiter, samples, fields)
     beams = [Found(branch.fork(), 0.0)]
     for _ in range(steps):
         live = [beam.branch for beam in beams if not beam.ended]
@@ -36,7 +37,7 @@ def step_beam_search(
             parent.close()
         made = [new for output in outputs for new in output.branches]
         answers = [answer for output in outputs for answer in output.outputs]
-        ended = [answer.finish_reason == "stop" and answer.stop_reason != delimiter for answer in answers]
+        ended = [has_ended(new, answer, delimiter) for new, answer in zip(made, answers, strict=True)]
         candidates = [Found(*found) for found in zip(made, scored(judge, made), ended, strict=True)]
         beams = best([*(beam for beam in beams if beam.ended), *candidates], width)
     return beams

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import logging
 import time
@@ -78,21 +79,22 @@ class Calls(grpc.aio.ServerInterceptor):
             (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream, self._many),
         }
         make, inner, around = kinds[bool(handler.request_streaming), bool(handler.response_streaming)]
+        read = _reader(handler.request_deserializer, bool(handler.request_streaming))
 
-        async def answer(request: Any, context: Any) -> Any:
-            return await around(inner, details, request, context)
+        async def answer(data: Any, context: Any) -> Any:
+            return await around(inner, details, functools.partial(read, data), context)
 
-        return make(answer, handler.request_deserializer, handler.response_serializer)
+        return make(answer, None, handler.response_serializer)
 
     # ---- inside
-    async def _one(self, inner: Any, details: grpc.HandlerCallDetails, request: Any, context: Any) -> Any:
+    async def _one(self, inner: Any, details: grpc.HandlerCallDetails, read: Callable[[], Any], context: Any) -> Any:
         async with self._around(details, context):
-            answer = inner(request, context)
+            answer = inner(read(), context)
             return await answer if inspect.isawaitable(answer) else answer
 
-    async def _many(self, inner: Any, details: grpc.HandlerCallDetails, request: Any, context: Any) -> None:
+    async def _many(self, inner: Any, details: grpc.HandlerCallDetails, read: Callable[[], Any], context: Any) -> None:
         async with self._around(details, context):
-            answers = inner(request, context)
+            answers = inner(read(), context)
             if not hasattr(answers, "__aiter__"):
                 await answers
                 return
@@ -150,6 +152,22 @@ class Calls(grpc.aio.ServerInterceptor):
                 "request_ids": call.request_ids,
             }
             LOG.info("%s %s", call.method, code, extra={"fields": fields})
+
+
+def _reader(parse: Callable[[bytes], Any], streams: bool) -> Callable[[Any], Any]:
+    """Reads a message, or a stream of them. Left to gRPC, bytes that are no message would be an error of the server."""
+
+    def one(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except Exception:  # of whatever parses
+            raise Refusal("INVALID_ARGUMENT", "MESSAGE_MALFORMED", "the bytes are no message of this type") from None
+
+    async def many(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for data in messages:
+            yield one(data)
+
+    return many if streams else one
 
 
 def peer_of(context: Any) -> str:

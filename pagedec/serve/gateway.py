@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pagedec.constraints import TokenTrie
@@ -19,7 +19,7 @@ from pagedec.params import RequestParams
 from pagedec.serve.access import Client
 from pagedec.serve.admission import Admission
 from pagedec.serve.calls import RPC
-from pagedec.serve.lifecycle import LOADING, Lifecycle
+from pagedec.serve.lifecycle import FAILED, LOADING, Lifecycle
 from pagedec.serve.orders import Limits, Order, read_chat, read_prompt
 from pagedec.serve.server_config import ServerConfig
 from pagedec.serve.statuses import Refusal
@@ -85,6 +85,13 @@ class Gateway:
         if self._open is not None:
             await asyncio.to_thread(self._open.llm.close)
 
+    def named(self, names: Iterable[str] | None) -> list[str]:
+        """The engine's names of requests that run, of clients' names or its own; None: all of them."""
+        if names is None:
+            return list(self.running)
+        wanted = set(names)
+        return [own for own, client in self.running.items() if {own, own.removeprefix(f"{client.name}/")} & wanted]
+
     # ---- what there is. Raises `Refusal` while the model is loaded
     @property
     def llm(self) -> AsyncLLM:
@@ -119,9 +126,13 @@ class Gateway:
             return None, given
         if isinstance(given, prompt_pb2.Chat):
             return await asyncio.to_thread(self.chat_tokens, given)
-        if len(given) > LONG_PROMPT:
-            return await asyncio.to_thread(self._text_tokens, given)
-        return self._text_tokens(given)
+        return await self.text_tokens(given)
+
+    async def text_tokens(self, text: str) -> tuple[str, list[int]]:
+        """A text and its token ids. Raises `InvalidArgument`."""
+        if len(text) > LONG_PROMPT:
+            return await asyncio.to_thread(self._text_tokens, text)
+        return self._text_tokens(text)
 
     def chat_tokens(self, chat: prompt_pb2.Chat) -> tuple[str, list[int]]:
         """The text that a conversation becomes, and its tokens. Takes as long as a template does."""
@@ -192,6 +203,8 @@ class Gateway:
         """Raise `Refusal` where nothing more is let in."""
         if self.lifecycle.refusal is not None:
             raise self.lifecycle.refusal
+        if self.llm.loop.closed:  # before anybody has looked
+            raise FAILED
 
     # ---- inside
     def _opened(self) -> _Open:

@@ -27,11 +27,13 @@ class State(Enum):
     PAUSED = "paused"
     DRAINING = "draining"
     STALLED = "stalled"
+    FAILED = "failed"
 
 
 READY = (State.SERVING, State.PAUSED)
 """In which health checks are told that requests are let in."""
 LOADING = Refusal("UNAVAILABLE", "LOADING", "the model is being loaded", BUSY_SECONDS)
+FAILED = Refusal("UNAVAILABLE", "ENGINE_FAILED", "the engine has failed", BUSY_SECONDS)
 DRAINING = Refusal("UNAVAILABLE", "DRAINING", "the server lets no more requests in", BUSY_SECONDS)
 
 
@@ -86,11 +88,18 @@ class Lifecycle:
         self.state = State.LOADING
         self.refusal: Refusal | None = LOADING
         """Why no request is let in; None: it is."""
+        self.is_ending = False
+        """It was told to end: nothing opens it again."""
         self.began = time.time()
         self._services, self._stall_timeout = services, stall_timeout
 
         self.health.set("", SERVING)
         self.set(State.LOADING)
+
+    @property
+    def is_ready(self) -> bool:
+        """Requests are let in."""
+        return self.state in READY
 
     def set(self, state: State) -> None:
         """Stand so from now on."""
@@ -98,12 +107,32 @@ class Lifecycle:
         for service in self._services:
             self.health.set(service, SERVING if state in READY else NOT_SERVING)
 
-    async def watch(self, num_steps: Callable[[], int], is_busy: Callable[[], bool]) -> None:
-        """Tell health checks where no step ends for long though requests run, and when one does again. Returns only by
-        being cancelled."""
+    def open(self) -> None:
+        """Let requests in from now on."""
+        self.refusal = None
+        self.set(State.SERVING)
+
+    def require(self, *states: State) -> None:
+        """Raise `Refusal` in any other state, and where the server was told to end."""
+        if self.state is State.LOADING and State.LOADING not in states:
+            raise LOADING
+        if self.state not in states or self.is_ending:
+            problem = f"the server is {'ending' if self.is_ending else self.state.value}"
+            raise Refusal("FAILED_PRECONDITION", "WRONG_STATE", problem)
+
+    async def watch(
+        self, num_steps: Callable[[], int], is_busy: Callable[[], bool], is_broken: Callable[[], bool]
+    ) -> None:
+        """Tell health checks where no step ends for long though requests run, and when one does again. Returns when
+        nothing can run any more: the process is then better made anew, and its liveness says so."""
         steps, since = num_steps(), time.monotonic()
         while True:
             await asyncio.sleep(min(LOOK_SECONDS, self._stall_timeout / 4))
+            if is_broken():
+                self.refusal = FAILED
+                self.set(State.FAILED)
+                self.health.set("", NOT_SERVING)
+                return
             now = num_steps()
             if now != steps or not is_busy() or self.state is State.PAUSED:
                 steps, since = now, time.monotonic()

@@ -6,10 +6,22 @@ import json
 import logging
 import sys
 import time
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 
-class _Line(logging.Formatter):
+class _Frames(logging.Formatter):
+    """Exceptions by their kinds and places alone: their words may be a client's."""
+
+    def formatException(self, exc_info: Any) -> str:
+        lines = []
+        for error in _chain(exc_info[1]):
+            lines += ["".join(traceback.format_tb(error.__traceback__)).rstrip(), type(error).__name__]
+        return "\n".join(line for line in lines if line)
+
+
+class _Line(_Frames):
     """One line: when, how grave, what, and the fields that go with it."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -19,7 +31,7 @@ class _Line(logging.Formatter):
         return line if record.exc_info is None else f"{line}\n{self.formatException(record.exc_info)}"
 
 
-class _Json(logging.Formatter):
+class _Json(_Frames):
     """The same as one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -43,6 +55,13 @@ def begin_logging(level: str, form: str) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception behind those that it came of."""
+    if error is not None:
+        yield from _chain(error.__cause__ or (None if error.__suppress_context__ else error.__context__))
+        yield error
 
 
 def _when(record: logging.LogRecord) -> str:

@@ -72,7 +72,7 @@ def read_order(
         values["stream_interval"] = stream_interval
     with _named(paths):
         params = _decoding(given, limits, values, paths)
-        _bound(params, limits)
+        check_bounds(params, limits)
     return Order(params, paths)
 
 
@@ -194,8 +194,8 @@ def _custom(given: parameters_pb2.CustomDecoder, values: dict[str, Any], paths: 
     return made.from_dict({**values, **own})
 
 
-def _bound(params: RequestParams, limits: Limits) -> None:
-    """Refuse what takes more than anybody may."""
+def check_bounds(params: RequestParams, limits: Limits) -> None:
+    """Raise `InvalidArgument` for what takes more than anybody may."""
     config = limits.config
     width = max(params.num_answers, getattr(params, "beam_width", 1))
     if width > config.max_answers:

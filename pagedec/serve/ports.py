@@ -17,6 +17,8 @@ LOG = logging.getLogger("pagedec.serve")
 KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS = 30_000, 10_000
 LEAST_PING_MS = 10_000
 """Clients that keep connections alive do so every 10 to 30 seconds; the library's own 300 would send them away."""
+HANDSHAKE_MS = 20_000
+"""Who has connected and says nothing is sent away after this."""
 MAX_METADATA = 16 * 1024
 
 
@@ -32,6 +34,8 @@ def options(config: ServerConfig) -> list[tuple[str, Any]]:
         ("grpc.http2.min_recv_ping_interval_without_data_ms", LEAST_PING_MS),
         ("grpc.max_concurrent_streams", config.max_concurrent_streams),
         ("grpc.so_reuseport", 0),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.enable_channelz", int(config.channelz)),
     ]
     if config.max_connection_age is not None:
         found += [
@@ -41,7 +45,13 @@ def options(config: ServerConfig) -> list[tuple[str, Any]]:
     return found
 
 
-def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
+def bind(
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    credentials: grpc.ServerCredentials | None = None,
+    field: str = "port",
+) -> int:
     """Listen; returns the port. Raises `InvalidArgument` where that is not possible."""
     address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
     try:
@@ -49,7 +59,17 @@ def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Server
             return int(server.add_insecure_port(address))
         return int(server.add_secure_port(address, credentials))
     except RuntimeError as error:
-        raise InvalidArgument("port", port, f"cannot be listened on at {host}: {error}") from None
+        raise InvalidArgument(field, port, f"cannot be listened on at {host}: {error}") from None
+
+
+def add_channelz(server: grpc.aio.Server) -> str:
+    """Tell of connections; returns the service's name. Raises `InvalidArgument` where it is not installed."""
+    try:
+        from grpc_channelz.v1 import channelz, channelz_pb2
+    except ImportError as error:
+        raise InvalidArgument("channelz", True, "needs grpcio-channelz: pip install pagedec[channelz]") from error
+    channelz.add_channelz_servicer(server)
+    return str(channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name)
 
 
 def credentials(config: ServerConfig) -> grpc.ServerCredentials | None:

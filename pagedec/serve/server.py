@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -13,19 +14,29 @@ from grpc_reflection.v1alpha import reflection
 from pagedec.llm.async_llm import AsyncLLM
 from pagedec.serve import ports
 from pagedec.serve.access import Keys
+from pagedec.serve.admin_service import AdminService
+from pagedec.serve.cache_feed import CacheFeed
 from pagedec.serve.calls import Calls
 from pagedec.serve.gateway import Gateway
 from pagedec.serve.generation_service import GenerationService
 from pagedec.serve.leases import Leases
 from pagedec.serve.lifecycle import DRAINING, Lifecycle, State
+from pagedec.serve.metrics import Metrics
 from pagedec.serve.model_service import ModelService
+from pagedec.serve.open_inference_service import OpenInferenceService
 from pagedec.serve.server_config import ServerConfig
 from pagedec.serve.session_service import SessionService
+from pagedec.serve.tracing import Tracer, tracer
+from pagedec.serve.watching import CensusTaker
 from pagedec.v1 import (
+    admin_service_pb2,
+    admin_service_pb2_grpc,
     generation_service_pb2,
     generation_service_pb2_grpc,
     model_service_pb2,
     model_service_pb2_grpc,
+    open_inference_service_pb2,
+    open_inference_service_pb2_grpc,
     session_service_pb2,
     session_service_pb2_grpc,
 )
@@ -33,14 +44,18 @@ from pagedec.v1 import (
 LOG = logging.getLogger("pagedec.serve")
 LAST_SECONDS = 2.0
 """For calls that were aborted to be told so."""
-HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-SERVICES = tuple(
-    module.DESCRIPTOR.services_by_name[name].full_name
-    for module, name in (
-        (generation_service_pb2, "GenerationService"),
-        (session_service_pb2, "SessionService"),
-        (model_service_pb2, "ModelService"),
-    )
+LOOPBACK = "127.0.0.1"
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+ADMIN = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
+FRONT = (
+    generation_service_pb2.DESCRIPTOR.services_by_name["GenerationService"],
+    session_service_pb2.DESCRIPTOR.services_by_name["SessionService"],
+    model_service_pb2.DESCRIPTOR.services_by_name["ModelService"],
+    open_inference_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
+)
+SERVICES = tuple(service.full_name for service in FRONT)
+METHODS = tuple(
+    f"{service.full_name}/{method.name}" for service in (*FRONT, ADMIN, HEALTH) for method in service.methods
 )
 
 
@@ -56,9 +71,13 @@ class Server:
         self._keys = None if config.api_keys is None else Keys(config.api_keys)
         self._credentials = ports.credentials(config)
         self.lifecycle = Lifecycle(SERVICES, config.stall_timeout)
-        self.gateway = Gateway(config, self.lifecycle)
+        self._census, self._feed = CensusTaker(), CacheFeed()
+        self._metrics = None if config.metrics_port is None else Metrics(self.lifecycle, self._census, METHODS)
+        self._tracer: Tracer | None = tracer(config.otlp_endpoint)
+        watchers = tuple(watcher for watcher in (self._metrics, self._tracer) if watcher is not None)
+        self.gateway = Gateway(config, self.lifecycle, watchers)
         self.leases = Leases(config)
-        self.port = self.probe_port = 0
+        self.port = self.probe_port = self.admin_port = self.metrics_port = 0
         """The ports as they are."""
         self._servers: list[grpc.aio.Server] = []
         self._watching: list[asyncio.Task[None]] = []
@@ -67,35 +86,61 @@ class Server:
     async def start(self) -> None:
         """Open the ports, load the model, and serve. Raises what the configuration or the model is wrong about; all is
         closed then."""
+        config = self.config
         try:
+            if self._metrics is not None and config.metrics_port is not None:
+                self.metrics_port = self._metrics.listen(config.metrics_host, config.metrics_port)
+            if config.admin_port is not None:
+                self.admin_port = await self._open_admin(config.admin_port)
+            if config.probe_port is not None:
+                self.probe_port = await self._open_probe(config.probe_port)
             self.port = await self._open_front()
-            if self.config.probe_port is not None:
-                self.probe_port = await self._open_probe(self.config.probe_port)
-            LOG.info("listening on %s:%d", self.config.host, self.port)
-            llm = await asyncio.to_thread(self._load)
-            self.gateway.open(llm)
-            stats, running = llm.engine.stats, self.gateway.running
-            watching = self.lifecycle.watch(lambda: stats.num_steps, lambda: bool(running))
-            self._watching = [asyncio.create_task(watching), asyncio.create_task(self.leases.watch(llm))]
-            self.lifecycle.refusal = None
-            self.lifecycle.set(State.SERVING)
+            for what, host, port in self.addresses:
+                LOG.info("listening on %s:%d for %s", host, port, what)
+            self._open(await asyncio.to_thread(self._load))
             LOG.info("serving %s", self.gateway.model)
         except BaseException:
             await self.stop(0.0)
             raise
 
+    @property
+    def addresses(self) -> list[tuple[str, str, int]]:
+        """What there is, and where."""
+        config = self.config
+        found = [
+            ("clients", config.host, self.port),
+            ("probes", config.host, self.probe_port),
+            ("administration", LOOPBACK, self.admin_port),
+            ("metrics", config.metrics_host, self.metrics_port),
+        ]
+        return [entry for entry in found if entry[2]]
+
     async def drain(self, grace: float, timeout: float) -> int:
         """Tell health checks, let requests in for `grace` seconds more, then none, and return when those that run have
-        ended, or were aborted after `timeout` seconds: how many that were."""
-        self.lifecycle.set(State.DRAINING)
+        ended, or were aborted after `timeout` seconds: how many that were. Ends a pause. Whoever opens the server again
+        meanwhile ends this, too."""
+        lifecycle = self.lifecycle
+        lifecycle.set(State.DRAINING)
         await asyncio.sleep(grace)
-        self.lifecycle.refusal = DRAINING
-        if await self._idle_within(timeout):
+        if lifecycle.state is not State.DRAINING:
+            return 0
+        lifecycle.refusal = DRAINING
+        self.gateway.llm.loop.pause(False)
+        if await self._idle_within(timeout) or lifecycle.state is not State.DRAINING:
             return 0
         left = list(self.gateway.running)
         await self.gateway.llm.abort(left)
         await self._idle_within(LAST_SECONDS)
         return len(left)
+
+    async def end(self) -> int:
+        """What a termination signal asks for: drain for good, then stop. How many requests were aborted."""
+        self.lifecycle.is_ending = True
+        num_aborted = 0
+        if self.lifecycle.state is not State.FAILED:
+            num_aborted = await self.drain(self.config.drain_grace, self.config.drain_timeout)
+        await self.stop()
+        return num_aborted
 
     async def stop(self, grace: float = LAST_SECONDS) -> None:
         """Close the ports and give up the model. May be called again."""
@@ -104,46 +149,95 @@ class Server:
         await asyncio.gather(*(server.stop(grace) for server in self._servers))
         self._servers.clear()
         await self.gateway.close()
+        if self._metrics is not None:
+            await self._metrics.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
         self._ended.set()
 
     async def wait(self) -> None:
-        """Return when it was stopped."""
-        await self._ended.wait()
+        """Return when it was stopped, or nothing can run any more."""
+        ended = asyncio.ensure_future(self._ended.wait())
+        broken = self._watching[:1]
+        await asyncio.wait({ended, *broken}, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
 
     # ---- inside
+    def _open(self, llm: AsyncLLM) -> None:
+        """The model is there."""
+        self.gateway.open(llm)
+        self._census.llm = llm
+        if self._metrics is not None:
+            self._metrics.open(llm, self.gateway.model)
+        if self._tracer is not None:
+            self._tracer.model = self.gateway.model
+        if self.admin_port:
+            self._feed.open(llm)
+        stats = llm.engine.stats
+        watching = self.lifecycle.watch(
+            lambda: stats.num_steps + stats.num_failed_steps,
+            lambda: not llm.engine.idle,
+            lambda: llm.loop.broken is not None,
+        )
+        self._watching = [asyncio.create_task(watching), asyncio.create_task(self.leases.watch(llm))]
+        if not self.lifecycle.is_ending:
+            self.lifecycle.open()
+
     async def _idle_within(self, seconds: float) -> bool:
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.gateway.idle()
-        except TimeoutError:
-            return False
-        return True
+                return True
+        return False
 
+    # ---- ports
     async def _open_front(self) -> int:
-        config = self.config
-        server = self._server(self._keys)
+        server = self._server(Calls(self._keys, self.config.send_timeout, self._observers))
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(self.gateway), server)
         sessions = SessionService(self.gateway, self.leases)
         session_service_pb2_grpc.add_SessionServiceServicer_to_server(sessions, server)
         model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self.gateway), server)
-        health_pb2_grpc.add_HealthServicer_to_server(self.lifecycle.health, server)
-        if config.reflection:
-            reflection.enable_server_reflection((*SERVICES, HEALTH, reflection.SERVICE_NAME), server)
-        port = ports.bind(server, config.host, config.port, self._credentials)
+        open_inference_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
+            OpenInferenceService(self.gateway), server
+        )
+        self._describe(server, *SERVICES)
+        port = ports.bind(server, self.config.host, self.config.port, self._credentials)
         await server.start()
         return port
 
-    async def _open_probe(self, port: int) -> int:
-        """Health alone, for whoever has neither TLS nor a token."""
-        server = self._server(None)
-        health_pb2_grpc.add_HealthServicer_to_server(self.lifecycle.health, server)
-        bound = ports.bind(server, self.config.host, port)
+    async def _open_admin(self, port: int) -> int:
+        """On this machine's own address, for clients who may use it."""
+        server = self._server(Calls(self._keys, self.config.send_timeout, self._observers, is_admin=True))
+        service = AdminService(
+            self.gateway, self.lifecycle, self._census, self._feed, lambda seconds: self.drain(0.0, seconds)
+        )
+        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(service, server)
+        names = [ADMIN.full_name]
+        if self.config.channelz:
+            names.append(ports.add_channelz(server))
+        self._describe(server, *names)
+        bound = ports.bind(server, LOOPBACK, port, field="admin_port")
         await server.start()
         return bound
 
-    def _server(self, keys: Keys | None) -> grpc.aio.Server:
-        server = grpc.aio.server(
-            interceptors=(Calls(keys, self.config.send_timeout),), options=ports.options(self.config)
-        )
+    async def _open_probe(self, port: int) -> int:
+        """Health alone, for whoever has neither TLS nor a token."""
+        server = self._server(Calls(None, self.config.send_timeout, self._observers))
+        health_pb2_grpc.add_HealthServicer_to_server(self.lifecycle.health, server)
+        bound = ports.bind(server, self.config.host, port, field="probe_port")
+        await server.start()
+        return bound
+
+    def _describe(self, server: grpc.aio.Server, *services: str) -> None:
+        health_pb2_grpc.add_HealthServicer_to_server(self.lifecycle.health, server)
+        if self.config.reflection:
+            reflection.enable_server_reflection((*services, HEALTH.full_name, reflection.SERVICE_NAME), server)
+
+    @property
+    def _observers(self) -> tuple[Metrics, ...]:
+        return () if self._metrics is None else (self._metrics,)
+
+    def _server(self, calls: Calls) -> grpc.aio.Server:
+        server = grpc.aio.server(interceptors=(calls,), options=ports.options(self.config))
         self._servers.append(server)
         return server

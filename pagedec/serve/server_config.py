@@ -127,6 +127,8 @@ class ServerConfig:
                 "must be this machine's own, such as 127.0.0.1, or have TLS (tls_cert, tls_key), or insecure be true"
             )
             raise InvalidArgument("host", self.host, limit)
+        if self.channelz and self.admin_port is None:
+            raise InvalidArgument("admin_port", None, "must be given, since channelz is")
         if self.lease > self.max_lease:
             raise InvalidArgument("lease", self.lease, f"must be at most max_lease, which is {self.max_lease:g}")
 

@@ -59,7 +59,10 @@ class AnswerTree:
         outputs: Sequence[CompletionOutput],
         block_size: int | None = None,
         spell: Spell | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
+        """`names`: of answers that are branches of a session, which go on. `spell`: the bytes of tokens."""
+        self.names = None if names is None else tuple(names)
         self.outputs, self.block_size, self._spell = list(outputs), block_size, spell
         if prompt is None:
             prompt = "" if spell is None else spell(prompt_token_ids).decode("utf-8", "replace")
@@ -116,6 +119,11 @@ class AnswerTree:
         return sum(len(node.children) + len(node.ended) > 1 and len(node.children) > 0 for node in self.nodes())
 
     # ---- how it looks
+    def __repr__(self) -> str:
+        from pagedec.tree.outline import summary
+
+        return f"<AnswerTree: {summary(self)}>"
+
     def __str__(self) -> str:
         return self.draw()
 

@@ -37,7 +37,10 @@ def outline(tree: AnswerTree, columns: int) -> str:
 def summary(tree: AnswerTree) -> str:
     """How many answers there are, and what they share."""
     num, tokens = len(tree.outputs), len(tree.root.token_ids)
-    parts = [f"{counted(num, 'answer')} to a prompt of {counted(tokens, 'token')}"]
+    if tree.names is None:
+        parts = [f"{counted(num, 'answer')} to a prompt of {counted(tokens, 'token')}"]
+    else:
+        parts = [f"{num} branch{'' if num == 1 else 'es'} behind {counted(tokens, 'token')}"]
     parts.append(counted(tree.num_forks, "fork"))
     if tree.block_size is not None:
         blocks, apart = tree.num_blocks, tree.num_blocks_unshared
@@ -46,8 +49,11 @@ def summary(tree: AnswerTree) -> str:
 
 
 def ending(tree: AnswerTree, answer: int) -> str:
-    """Of one answer: its place, its score where it has one, its length, and why it ended."""
+    """Of one answer: its place, its score where it has one, its length, and why it ended. Of a branch: its name, and
+    its length behind the root."""
     output = tree.outputs[answer]
+    if tree.names is not None:
+        return f"branch {tree.names[answer]}, {counted(len(output.token_ids), 'token')}"
     score = [] if output.score is None else [f"score {output.score:.4f}"]
     parts = [*score, counted(len(output.token_ids), "token"), output.finish_reason or "unfinished"]
     return f"#{output.index + 1} {', '.join(parts)}"

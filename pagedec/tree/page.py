@@ -44,7 +44,7 @@ def page(tree: AnswerTree) -> str:
 {picture(tree)}</div>
 <h2>Prompt</h2>
 <pre>{_full(tree.label(tree.root))}</pre>
-<h2>Answers</h2>
+<h2>{"Answers" if tree.names is None else "Branches"}</h2>
 <table>
 <thead><tr>{heads}</tr></thead>
 <tbody>
@@ -58,12 +58,13 @@ def page(tree: AnswerTree) -> str:
 
 def _row(output: CompletionOutput, tree: AnswerTree) -> str:
     text = output.text if output.text or tree.has_text else ",".join(map(str, output.token_ids))
-    reason = output.finish_reason or "unfinished"
+    reason = output.finish_reason or ("unfinished" if tree.names is None else "")
     if output.stop_reason is not None:
         reason += f": {output.stop_reason}"
     numbers = (_number(output.score), _number(output.cumulative_logprob), str(len(output.token_ids)))
     cells = "".join(f'<td class="number">{number}</td>' for number in numbers)
-    return f"<tr><td>{output.index + 1}</td>{cells}<td>{_full(reason)}</td><td><pre>{_full(text)}</pre></td></tr>"
+    place = output.index + 1 if tree.names is None else tree.names[output.index]
+    return f"<tr><td>{place}</td>{cells}<td>{_full(reason)}</td><td><pre>{_full(text)}</pre></td></tr>"
 
 
 def _number(value: float | None) -> str:

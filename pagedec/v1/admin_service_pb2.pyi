@@ -39,6 +39,8 @@ class _ServerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServerSta
     """New requests are refused."""
     SERVER_STATE_STALLED: _ServerState.ValueType  # 5
     """No step has ended for too long."""
+    SERVER_STATE_FAILED: _ServerState.ValueType  # 6
+    """The engine has failed, and nothing can run any more."""
 
 class ServerState(_ServerState, metaclass=_ServerStateEnumTypeWrapper):
     """How a server stands."""
@@ -55,6 +57,8 @@ SERVER_STATE_DRAINING: ServerState.ValueType  # 4
 """New requests are refused."""
 SERVER_STATE_STALLED: ServerState.ValueType  # 5
 """No step has ended for too long."""
+SERVER_STATE_FAILED: ServerState.ValueType  # 6
+"""The engine has failed, and nothing can run any more."""
 Global___ServerState: _TypeAlias = ServerState  # noqa: Y015
 
 @_typing.final
@@ -69,7 +73,7 @@ class AbortRequest(_message.Message):
     """All of them."""
     @_builtins.property
     def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Their names; those that are over, or never were, are none."""
+        """Their names: what their clients call them, or the server. Those that are over, or never were, are none."""
 
     def __init__(
         self,
@@ -279,7 +283,7 @@ Global___GetStatsRequest: _TypeAlias = GetStatsRequest  # noqa: Y015
 
 @_typing.final
 class GetStatsResponse(_message.Message):
-    """What the engine holds, and what it has done since it was started."""
+    """What the engine holds, and what it has done since it was started. Where a step takes long, as it was before it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -293,6 +297,10 @@ class GetStatsResponse(_message.Message):
     NUM_BLOCKS_USED_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_CACHED_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_SAVED_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_SHARED_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_LEAKED_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_COPIED_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_FORKS_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
@@ -318,6 +326,14 @@ class GetStatsResponse(_message.Message):
     """Held by nobody, but findable."""
     num_blocks_saved: _builtins.int
     """How many more would be used if branches shared none."""
+    num_blocks_shared: _builtins.int
+    """Held by several branches."""
+    num_blocks_leaked: _builtins.int
+    """Held by nobody, and still not free: 0, or a bug."""
+    num_prompt_tokens: _builtins.int
+    """Tokens of prompts."""
+    num_cached_tokens: _builtins.int
+    """Those of them that the prefix cache held."""
     num_copied_blocks: _builtins.int
     """Blocks that were copied for writing."""
     num_forks: _builtins.int
@@ -349,6 +365,10 @@ class GetStatsResponse(_message.Message):
         num_blocks_used: _builtins.int = ...,
         num_blocks_cached: _builtins.int = ...,
         num_blocks_saved: _builtins.int = ...,
+        num_blocks_shared: _builtins.int = ...,
+        num_blocks_leaked: _builtins.int = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
         num_copied_blocks: _builtins.int = ...,
         num_forks: _builtins.int = ...,
         num_steps: _builtins.int = ...,
@@ -359,7 +379,7 @@ class GetStatsResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_blocks_cached", b"num_blocks_cached", "num_blocks_saved", b"num_blocks_saved", "num_blocks_used", b"num_blocks_used", "num_copied_blocks", b"num_copied_blocks", "num_failed", b"num_failed", "num_finished", b"num_finished", "num_forks", b"num_forks", "num_output_tokens", b"num_output_tokens", "num_parked_branches", b"num_parked_branches", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_sessions", b"num_sessions", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "start_time", b"start_time", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_blocks_cached", b"num_blocks_cached", "num_blocks_leaked", b"num_blocks_leaked", "num_blocks_saved", b"num_blocks_saved", "num_blocks_shared", b"num_blocks_shared", "num_blocks_used", b"num_blocks_used", "num_cached_tokens", b"num_cached_tokens", "num_copied_blocks", b"num_copied_blocks", "num_failed", b"num_failed", "num_finished", b"num_finished", "num_forks", b"num_forks", "num_output_tokens", b"num_output_tokens", "num_parked_branches", b"num_parked_branches", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_sessions", b"num_sessions", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "start_time", b"start_time", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -373,7 +393,7 @@ class WatchCacheRequest(_message.Message):
 
     AFTER_SEQUENCE_NUMBER_FIELD_NUMBER: _builtins.int
     after_sequence_number: _builtins.int
-    """Replays kept events after this number first, as far as they are kept. Unset: none."""
+    """Replays kept events after this number first, as far as they are kept; 0: all that are kept. Unset: none."""
     def __init__(
         self,
         *,

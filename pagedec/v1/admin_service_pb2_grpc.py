@@ -84,14 +84,15 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
-        """Forgets all cached prefixes that no request holds.
+        """Forgets all cached prefixes: nothing that was computed so far is found any more. What runs goes on with what it has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Refuses new requests and answers when the running ones have ended, as a termination signal does. The process stays.
+        """Refuses new requests and answers when the running ones have ended, as a termination signal does. Ends a pause. The
+        process stays, and Resume lets requests in again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -119,7 +120,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchCache(self, request, context):
-        """What the prefix cache stores and forgets, from now on.
+        """What the prefix cache stores and forgets. Events of before the call are kept for a while, and replayed if asked for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

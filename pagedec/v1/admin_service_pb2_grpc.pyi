@@ -36,9 +36,11 @@ class AdminServiceStub:
     Abort: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.AbortRequest, _admin_service_pb2.AbortResponse]
     """Ends requests; their callers get what there is, with FINISH_REASON_ABORTED."""
     FlushCache: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.FlushCacheRequest, _admin_service_pb2.FlushCacheResponse]
-    """Forgets all cached prefixes that no request holds."""
+    """Forgets all cached prefixes: nothing that was computed so far is found any more. What runs goes on with what it has."""
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.DrainRequest, _admin_service_pb2.DrainResponse]
-    """Refuses new requests and answers when the running ones have ended, as a termination signal does. The process stays."""
+    """Refuses new requests and answers when the running ones have ended, as a termination signal does. Ends a pause. The
+    process stays, and Resume lets requests in again.
+    """
     Pause: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.PauseRequest, _admin_service_pb2.PauseResponse]
     """Stops stepping: requests wait. New ones are still let in."""
     Resume: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ResumeRequest, _admin_service_pb2.ResumeResponse]
@@ -46,7 +48,7 @@ class AdminServiceStub:
     GetStats: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetStatsRequest, _admin_service_pb2.GetStatsResponse]
     """What the engine holds and has done."""
     WatchCache: _grpc.UnaryStreamMultiCallable[_admin_service_pb2.WatchCacheRequest, _admin_service_pb2.WatchCacheResponse]
-    """What the prefix cache stores and forgets, from now on."""
+    """What the prefix cache stores and forgets. Events of before the call are kept for a while, and replayed if asked for."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -56,9 +58,11 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Abort: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.AbortRequest, _admin_service_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends requests; their callers get what there is, with FINISH_REASON_ABORTED."""
     FlushCache: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.FlushCacheRequest, _admin_service_pb2.FlushCacheResponse]  # type: ignore[assignment]
-    """Forgets all cached prefixes that no request holds."""
+    """Forgets all cached prefixes: nothing that was computed so far is found any more. What runs goes on with what it has."""
     Drain: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.DrainRequest, _admin_service_pb2.DrainResponse]  # type: ignore[assignment]
-    """Refuses new requests and answers when the running ones have ended, as a termination signal does. The process stays."""
+    """Refuses new requests and answers when the running ones have ended, as a termination signal does. Ends a pause. The
+    process stays, and Resume lets requests in again.
+    """
     Pause: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.PauseRequest, _admin_service_pb2.PauseResponse]  # type: ignore[assignment]
     """Stops stepping: requests wait. New ones are still let in."""
     Resume: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ResumeRequest, _admin_service_pb2.ResumeResponse]  # type: ignore[assignment]
@@ -66,7 +70,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     GetStats: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetStatsRequest, _admin_service_pb2.GetStatsResponse]  # type: ignore[assignment]
     """What the engine holds and has done."""
     WatchCache: _aio.UnaryStreamMultiCallable[_admin_service_pb2.WatchCacheRequest, _admin_service_pb2.WatchCacheResponse]  # type: ignore[assignment]
-    """What the prefix cache stores and forgets, from now on."""
+    """What the prefix cache stores and forgets. Events of before the call are kept for a while, and replayed if asked for."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """For whoever runs the server. It has a port of its own."""
@@ -85,7 +89,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.FlushCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.FlushCacheResponse, _abc.Awaitable[_admin_service_pb2.FlushCacheResponse]]:
-        """Forgets all cached prefixes that no request holds."""
+        """Forgets all cached prefixes: nothing that was computed so far is found any more. What runs goes on with what it has."""
 
     @_abc_1.abstractmethod
     def Drain(
@@ -93,7 +97,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.DrainResponse, _abc.Awaitable[_admin_service_pb2.DrainResponse]]:
-        """Refuses new requests and answers when the running ones have ended, as a termination signal does. The process stays."""
+        """Refuses new requests and answers when the running ones have ended, as a termination signal does. Ends a pause. The
+        process stays, and Resume lets requests in again.
+        """
 
     @_abc_1.abstractmethod
     def Pause(
@@ -125,6 +131,6 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.WatchCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_service_pb2.WatchCacheResponse], _abc.AsyncIterator[_admin_service_pb2.WatchCacheResponse]]:
-        """What the prefix cache stores and forgets, from now on."""
+        """What the prefix cache stores and forgets. Events of before the call are kept for a while, and replayed if asked for."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

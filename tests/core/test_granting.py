@@ -85,6 +85,12 @@ def test_what_cannot_be_cut_comes_whole_or_not_at_all() -> None:
     assert counts(window, chain(0.5, 2), costs=flat) == [30, 2]
 
 
+def test_the_likeliest_nodes_hold_their_parents() -> None:
+    tree = Wish([0.9, 0.3, 0.6, 0.6, 0.0, 0.0])
+    assert tree.likeliest(3) == [1, 3, 4] and tree.likeliest(5) == [1, 3, 4, 2, 5]
+    assert sum(tree.gains[node - 1] for node in tree.likeliest(3)) == pytest.approx(tree.gain(3))
+
+
 def test_nothing_to_grant() -> None:
     assert grant([], Load(3, 3, 9), FLAT).nodes == []
     assert counts(Wish([]), costs=FLAT) == [0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -58,6 +59,32 @@ def test_a_token_costs_the_same_however_long_the_text() -> None:
                 next(index.continuations(tips[stream], 5), None)
         seconds.append(time.perf_counter() - began)
     assert min(seconds[2:]) < 3 * min(seconds[:2]), seconds
+
+
+def test_a_token_costs_the_same_however_long_the_ends() -> None:
+    """A client may ask for ends of 1,024 tokens; an index of all of them would be gigabytes."""
+    history, text = History(16), [(i * i) % 97 + i % 7 for i in range(1500)]
+    index = NGramIndex(history, 1, 1024)
+    tracemalloc.start()
+    next(index.continuations(history.append(0, text), 5), None)
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 8 << 20, used
+
+
+@pytest.mark.parametrize(("low", "high"), [(1, 40), (3, 12), (10, 30), (20, 20)])
+def test_ends_longer_than_what_is_indexed(low: int, high: int) -> None:
+    """The longest first, the latest of these first; each place once."""
+    end = list(range(30))
+    text = [*end, 90, 50, *end[5:], 91, *end[18:], 92, *end[5:], 93, *end[25:], 94, *end]
+    history, seen = History(16), set()
+    found = list(NGramIndex(history, low, high).continuations(history.append(0, text), 1))
+    longest: list[tuple[int, list[int]]] = []
+    for size, tokens in searched(text, low, high, 1):
+        if tokens[0] not in seen:
+            seen.add(tokens[0])
+            longest.append((size, tokens))
+    assert [entry for i, entry in enumerate(found) if entry[1] not in [e[1] for e in found[:i]]] == longest
 
 
 def decoder_of(text: list[int], max_length: int = 100, **numbers: int) -> tuple[NGram, Branch]:

@@ -8,18 +8,23 @@ from typing import Any
 
 import pytest
 
+from pagedec import speculation
+from pagedec.core.draft import Draft
 from pagedec.core.history import History
 from pagedec.core.protocol import DecoderContext
+from pagedec.core.request import Branch
 from pagedec.decoders import NGram, Sampling, decoder, decoder_for, make_decoder, registry
 from pagedec.errors import InvalidArgument, NotFound
+from pagedec.fields import Integer, option
 from pagedec.params import SamplingParams
-from pagedec.speculation import JacobiSpeculation, NGramSpeculation
+from pagedec.speculation import JacobiSpeculation, NGramSpeculation, Speculation
 
 
 @pytest.fixture(autouse=True)
 def _same_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(registry, "_by_name", dict(registry._by_name))
     monkeypatch.setattr(registry, "_by_params", dict(registry._by_params))
+    monkeypatch.setattr(speculation, "METHODS", dict(speculation.METHODS))
     yield
 
 
@@ -87,3 +92,49 @@ def test_a_decoder_of_one_s_own_does_not_draft_behind_one_s_back() -> None:
         make_decoder(OwnParams(speculative=NGRAM), CONTEXT)
     decoder("own-jacobi", params=OwnParams, speculation=JacobiSpeculation)(Own)
     assert decoder_for(OwnParams, JacobiSpeculation).name == "own-jacobi"
+
+
+# ---------------------------------------------------------------------------------------------------- ways of one's own
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EchoSpeculation(Speculation):
+    """The last token again."""
+
+    method = "echo"
+    count: int = option(3, Integer("tokens", low=1, high=9))
+
+
+class Echo(Sampling):
+    """Drafts that the last token is repeated."""
+
+    def __init__(self, params: SamplingParams, context: DecoderContext) -> None:
+        super().__init__(params, context)
+        assert isinstance(params.speculation, EchoSpeculation)
+        self.count = params.speculation.count
+
+    def draft(self, branch: Branch, room: int) -> Draft:
+        count = min(self.count, self.left(branch), room)
+        return Draft.chain([self.context.history.token[branch.tip]] * max(0, count))
+
+
+def test_a_way_to_draft_of_one_s_own_is_one_file() -> None:
+    """Tables name it, with numbers of its own, and it drafts as widely as pays."""
+    with pytest.raises(InvalidArgument, match="must be one of ngram"):
+        SamplingParams(speculative={"method": "echo"})
+    decoder("echo", params=SamplingParams, speculation=EchoSpeculation)(Echo)
+    history = History(16)
+    made = make_decoder(SamplingParams(speculative={"method": "echo", "count": 2}), DecoderContext(history, 2, 10, 100))
+    assert type(made) is Echo and made.resting_sampler is made.sampler
+    assert made.draft(Branch(history.append(0, [5, 7]), {}, (0,), 0, 2), 9) == Draft.chain([7, 7])
+    fixed = make_decoder(SamplingParams(speculative={"method": "echo", "adaptive": False}), CONTEXT)
+    assert fixed.resting_sampler is None
+    with pytest.raises(InvalidArgument, match=r"speculative\.count is 10: must be"):
+        SamplingParams(speculative={"method": "echo", "count": 10})
+
+
+@pytest.mark.parametrize("name", ["ngram", "eagle", None])
+def test_a_way_to_draft_needs_a_name_of_its_own(name: str | None) -> None:
+    kind = type("Taken", (Speculation,), {"method": name, "__module__": __name__})
+    with pytest.raises(InvalidArgument, match=r"speculation\.method .*must be"):
+        decoder("taken", params=SamplingParams, speculation=kind)(Echo)
+    with pytest.raises(NotFound):
+        decoder_for("taken")

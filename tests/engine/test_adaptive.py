@@ -206,6 +206,21 @@ def test_a_request_that_rests_is_not_asked() -> None:
     assert request.acceptance.num_drafts < 30
 
 
+def test_who_was_asked_in_vain_is_stepped_plainly_and_counted() -> None:
+    """What it costs to ask must stay known, though there is neither a query nor a verdict."""
+    machine = Machine(linear, is_known=True)
+    request = machine.add("0", NGRAM)
+    in_vain = 0
+    for _ in range(100):
+        machine.run(1)
+        plan, asked = machine.plans[-1], request.asked_in == machine.engine.scheduler.step
+        assert plan.shape is not None and plan.shape.num_asked == asked
+        if asked and not plan.num_granted and plan.num_rows == 1:
+            assert [work.draw for work in plan.works] == [0] and plan.works[0].query is None
+            in_vain += 1
+    assert in_vain > 2
+
+
 def test_the_same_costs_give_the_same_plans() -> None:
     def plans(seed: int) -> list[tuple[int, int]]:
         rng = random.Random(seed)

@@ -112,8 +112,20 @@ def test_the_example_of_a_tree_search(capsys: pytest.CaptureFixture[str]) -> Non
     first, second = (line.split(": ", 1)[1].strip() for line in lines if re.match(r"(first|second):", line))
     start = "Once upon a time there was a lighthouse keeper who"
     assert first != second and first.startswith(start) and second.startswith(start)
-    assert any(line.startswith("3 answers to a prompt of ") for line in lines)
+    assert any(line.startswith("3 branches behind 10 tokens") for line in lines)
     calm, crashed = (float(line.split()[0]) for line in lines if line.endswith((" calm.", " crashed.")))
     assert calm > crashed
-    found = [float(line.split()[0]) for line in lines if "'Question: Why is the sky blue?" in line]
-    assert len(found) == 2 and found[0] >= found[1]
+    found = [line.split(maxsplit=1) for line in lines if re.match(r" *-?\d+\.\d\d '", line)]
+    assert len(found) == 2 and float(found[0][0]) >= float(found[1][0]) and found[0][1] != found[1][1]
+    assert "18 visits: " in "\n".join(lines)
+
+
+def test_the_example_of_speculation(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "speculation.py"))["main"]()
+    lines = capsys.readouterr().out.splitlines()
+    steps = {
+        line[:24].strip(): int(line.split(" in ")[1].split()[0]) for line in lines if " drafted tokens accepted" in line
+    }
+    assert steps["plain"] == 40 and steps["n-grams, always 8 wide"] < 20 and len(steps) == 5
+    assert any(line.startswith("1 text: ") for line in lines) and "beams: the same with drafts" in lines
+    assert any(line.startswith("ngram: accepted by place ") for line in lines)

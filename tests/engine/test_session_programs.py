@@ -47,23 +47,31 @@ def run(llm: LLM, plain: LLM, seeds: range, num_operations: int, crowd: Callable
         program.end()
 
 
+class Crowd:
+    """Requests beside the programs, each left after a while."""
+
+    def __init__(self, llm: LLM, seed: int) -> None:
+        self.llm, self.rng, self.streams = llm, random.Random(seed), list[Any]()
+
+    def __call__(self) -> None:
+        prompt = [self.rng.randrange(3, VOCAB) for _ in range(self.rng.randrange(1, 30))]
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        self.streams.append(self.llm.stream({"prompt_token_ids": prompt}, params))
+        next(self.streams[-1])
+        if len(self.streams) > 2:
+            self.streams.pop(0).close()
+
+    def end(self) -> None:
+        for stream in self.streams:
+            stream.close()
+
+
 @pytest.mark.parametrize("pool", range(len(POOLS)))
 def test_random_programs(tiny: Tiny, pool: int) -> None:
-    llm, plain, rng = tiny(**POOLS[pool]), tiny(num_blocks=400), random.Random(pool)
-    open_streams: list[Any] = []
-
-    def crowd() -> None:
-        prompt = [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 30))]
-        stream = llm.stream({"prompt_token_ids": prompt}, SamplingParams(max_tokens=40, ignore_eos=True))
-        next(stream)
-        open_streams.append(stream)
-        if len(open_streams) > 2:
-            open_streams.pop(0).close()
-
-    before = own_threads()
+    llm, plain, before = tiny(**POOLS[pool]), tiny(num_blocks=400), own_threads()
+    crowd = Crowd(llm, pool)
     run(llm, plain, range(3), 56, crowd)
-    for stream in open_streams:
-        stream.close()
+    crowd.end()
     assert_nothing_left(llm)
     assert own_threads() == before
 
@@ -72,5 +80,7 @@ def test_random_programs(tiny: Tiny, pool: int) -> None:
 @pytest.mark.parametrize("pool", range(len(POOLS)))
 def test_long_programs(tiny: Tiny, pool: int) -> None:
     llm, plain = tiny(**POOLS[pool]), tiny(num_blocks=400)
-    run(llm, plain, range(100, 140), 420, lambda: None)
+    crowd = Crowd(llm, pool)
+    run(llm, plain, range(100, 140), 420, crowd)
+    crowd.end()
     assert_nothing_left(llm)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pagedec import LLM, AsyncLLM, SamplingParams
-from pagedec.errors import PagedecError
+from pagedec.errors import BranchBusy, InvalidArgument, PagedecError
 from tests.engine.crowd import Tiny
 from tests.engine.test_session_programs import assert_nothing_left
 from tests.models.checkpoints import VOCAB
@@ -132,6 +132,28 @@ def test_an_event_loop_and_threads(asynchronous: AsyncLLM) -> None:
     sessions = asynchronous.engine.sessions
     assert (sessions.num_branches, sessions.num_tokens, len(asynchronous.engine.scheduler.parking)) == (0, 0, 0)
     loop.at_once(lambda engine: engine.scheduler.check())
+
+
+def test_several_branches_of_coroutines(asynchronous: AsyncLLM) -> None:
+    """All calls are begun or none, and are one batch."""
+
+    async def main() -> None:
+        async with asynchronous.session([5, 6, 7], seed=7) as session:
+            one, two = await session.fork(2)
+            outputs = await session.generate_all([one, two], PARAMS)
+            assert [output.outputs[0].token_ids for output in outputs] == [b.token_ids[3:] for b in (one, two)]
+            both = await session.score_all([one, two], [[[5, 6]], [[7], []]])
+            assert both == [await one.score([[5, 6]]), await two.score([[7], []])]
+            stream = two.stream(PARAMS)
+            await anext(stream)
+            with pytest.raises(BranchBusy):
+                await session.generate_all([one, two], PARAMS)
+            await stream.aclose()
+            with pytest.raises(InvalidArgument, match="branches is .*: must be a list of branches"):
+                await session.generate_all(one, PARAMS)  # type: ignore[arg-type]
+            assert (await one.generate(PARAMS)).finished
+
+    asyncio.run(main())
 
 
 def test_sessions_end_with_their_engine(tiny: Tiny) -> None:

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-from pagedec import AsyncLLM, RequestOutput, SamplingParams
+from pagedec import AsyncLLM, RequestOutput
 from pagedec.client import Client
 from pagedec.messages import DETAILS
+from pagedec.params import RequestOutputKind, RequestParams
 from pagedec.serve.server import Server
 from pagedec.serve.server_config import ServerConfig
 from pagedec.v1 import generation_service_pb2 as pb
@@ -157,4 +158,11 @@ def reason(error: grpc.RpcError) -> str:
     return str(info.reason)
 
 
-GREEDY = SamplingParams(temperature=0, max_tokens=16)
+def offline(serving: Serving, what: str | list[int], params: RequestParams) -> RequestOutput:
+    """What the server's own engine answers when it is asked without a server."""
+
+    async def answered() -> RequestOutput:
+        final = params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
+        return [output async for output in serving.llm.generate(what, final)][-1]
+
+    return serving.loop.run(answered())

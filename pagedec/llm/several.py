@@ -1,0 +1,68 @@
+"""Calls on several branches of sessions, begun together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pagedec.engine.engine import Engine
+from pagedec.errors import InvalidArgument, Shown
+from pagedec.llm.branches import Handle
+from pagedec.llm.going import B, Going, Scored
+
+
+def generating(
+    handle: B, branches: Sequence[B], sampling_params: Any, keep: str | int, fields: Mapping[str, Any]
+) -> list[Going[B]]:
+    """`generate` on each of `branches`, which must be of `handle`'s LLM; `sampling_params` is one object for all or one
+    for each."""
+    many = _branches(handle, branches)
+    is_list = isinstance(sampling_params, (list, tuple))
+    each = list(sampling_params) if is_list else [sampling_params] * len(many)
+    if len(each) != len(many):
+        limit = f"must be one, or one for each of {_counted(many)}"
+        raise InvalidArgument("sampling_params", Shown(f"a list of {len(each)}"), limit)
+    return [branch._generating(own, keep, fields, False) for branch, own in zip(many, each, strict=True)]
+
+
+def scoring(handle: B, branches: Sequence[B], continuations: Any, logprobs: int) -> list[Scored]:
+    """`score` on each of `branches`: a list of continuations for each."""
+    many = _branches(handle, branches)
+    is_list = isinstance(continuations, Sequence) and not isinstance(continuations, (str, bytes))
+    if not is_list or len(continuations) != len(many):
+        value = Shown(f"a list of {len(continuations)}") if is_list else continuations
+        raise InvalidArgument("continuations", value, f"must hold a list for each of {_counted(many)}")
+    named = zip(many, continuations, (f"continuations[{i}]" for i in range(len(many))), strict=True)
+    return [branch._scoring(own, logprobs, field) for branch, own, field in named]
+
+
+def all_at_once(going: Sequence[Going[B] | Scored]) -> Callable[[Engine], None]:
+    """Send out calls together, all or none."""
+
+    def begin(engine: Engine) -> None:
+        begun: list[Going[B] | Scored] = []
+        try:
+            for one in going:
+                one.begin(engine)
+                begun.append(one)
+        except BaseException:
+            for one in begun:
+                one.withdraw()
+            raise
+
+    return begin
+
+
+def _branches(handle: B, branches: Any) -> list[B]:
+    if not isinstance(branches, (list, tuple)):
+        raise InvalidArgument("branches", branches, "must be a list of branches")
+    for i, branch in enumerate(branches):
+        if not isinstance(branch, Handle) or branch._front is not handle._front:
+            raise InvalidArgument(f"branches[{i}]", branch, "must be a branch of a session of the same LLM")
+        if any(branch._branch is other._branch for other in branches[:i]):
+            raise InvalidArgument(f"branches[{i}]", branch, "must be in the list once: one call at a time runs on it")
+    return list(branches)
+
+
+def _counted(branches: Sequence[Handle]) -> str:
+    return f"{len(branches)} branch{'' if len(branches) == 1 else 'es'}"

@@ -1,0 +1,189 @@
+"""The Open Inference protocol as Triton's clients speak it to its language models: text in, text out.
+
+Parameters are JSON in `sampling_parameters`, by the names of `SamplingParams`, or of `BeamSearchParams` where it has a
+`beam_width`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any
+
+from pagedec.errors import InvalidArgument, Shown
+from pagedec.outputs import RequestOutput
+from pagedec.params import BeamSearchParams, RequestOutputKind, RequestParams, SamplingParams
+from pagedec.serve.gateway import Gateway
+from pagedec.serve.orders import Order, check_bounds
+from pagedec.serve.statuses import Refusal, status_of
+from pagedec.serve.tensors import INPUTS, OUTPUTS, read_inputs, write_output
+from pagedec.v1 import open_inference_service_pb2 as pb
+from pagedec.v1 import open_inference_service_pb2_grpc
+
+VERSION = "1"
+PLATFORM = "pagedec"
+FINAL, WANTS_FINAL = "triton_final_response", "triton_enable_empty_final_response"
+PARAMETERS = "inputs.sampling_parameters"
+MAX_RUNNING = 256
+"""Requests of one stream that run at the same time; further ones are read when others have ended."""
+
+
+class OpenInferenceService(open_inference_service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Translates between tensors and the gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: Any) -> pb.ServerLiveResponse:
+        """The process lives."""
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: Any) -> pb.ServerReadyResponse:
+        """Requests are let in."""
+        return pb.ServerReadyResponse(ready=self._gateway.lifecycle.is_ready)
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: Any) -> pb.ModelReadyResponse:
+        """The same, of a model that is served."""
+        is_ready = self._gateway.lifecycle.is_ready
+        return pb.ModelReadyResponse(ready=is_ready and request.name == self._gateway.model)
+
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Any) -> pb.ServerMetadataResponse:
+        """What it is."""
+        return pb.ServerMetadataResponse(name=PLATFORM, version=importlib.metadata.version(PLATFORM))
+
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Any) -> pb.ModelMetadataResponse:
+        """The tensors of a model."""
+        self._check(request.name, request.version)
+        made = pb.ModelMetadataResponse(name=self._gateway.model, versions=[VERSION], platform=PLATFORM)
+        for name, kind in INPUTS.items():
+            made.inputs.add(name=name, datatype=kind, shape=[1])
+        for name, kind in OUTPUTS.items():
+            made.outputs.add(name=name, datatype=kind, shape=[-1])
+        return made
+
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
+        """All answers of one prompt, once."""
+        given = self._inputs(request)
+        if given.get("stream"):
+            raise InvalidArgument("inputs.stream", True, "must be false: answers that grow come by ModelStreamInfer")
+        responses = self._answered(request, given)
+        async with contextlib.aclosing(responses):
+            return [response async for response in responses][-1]
+
+    async def ModelStreamInfer(
+        self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Any
+    ) -> AsyncIterator[pb.ModelStreamInferResponse]:
+        """Many requests over one stream; what goes wrong with one is its `error_message`."""
+        ready: asyncio.Queue[pb.ModelStreamInferResponse | None] = asyncio.Queue(MAX_RUNNING)
+        reading = asyncio.create_task(self._read_all(request_iterator, ready))
+        try:
+            while (response := await ready.get()) is not None:
+                yield response
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    # ---- inside
+    async def _read_all(
+        self,
+        requests: AsyncIterator[pb.ModelInferRequest],
+        ready: asyncio.Queue[pb.ModelStreamInferResponse | None],
+    ) -> None:
+        seats = asyncio.Semaphore(MAX_RUNNING)
+        async with asyncio.TaskGroup() as running:
+            async for request in requests:
+                await seats.acquire()
+                task = running.create_task(self._stream(request, ready))
+                task.add_done_callback(lambda _: seats.release())
+        await ready.put(None)
+
+    async def _stream(
+        self, request: pb.ModelInferRequest, ready: asyncio.Queue[pb.ModelStreamInferResponse | None]
+    ) -> None:
+        try:
+            given = self._inputs(request)
+            async with contextlib.aclosing(self._answered(request, given)) as responses:
+                async for response in responses:
+                    await ready.put(pb.ModelStreamInferResponse(infer_response=response))
+            if request.parameters[WANTS_FINAL].bool_param:
+                await ready.put(pb.ModelStreamInferResponse(infer_response=self._response(request, True)))
+        except Exception as error:
+            failed = self._response(request, True)
+            message = status_of(error).message
+            await ready.put(pb.ModelStreamInferResponse(error_message=message, infer_response=failed))
+
+    async def _answered(
+        self, request: pb.ModelInferRequest, given: Mapping[str, Any]
+    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
+        gateway, streams = self._gateway, bool(given.get("stream"))
+        repeats = not given.get("exclude_input_in_output", streams)
+        if repeats and streams:
+            limit = "must be true where stream is: the prompt cannot stand before each piece"
+            raise InvalidArgument("inputs.exclude_input_in_output", False, limit)
+        order = Order(self._params(given, streams), {})
+        prompt = await gateway.text_tokens(given["text_input"])
+        is_first = True
+        async with contextlib.aclosing(gateway.outputs(prompt, order, name=request.id)) as outputs:
+            async for output in outputs:
+                response = self._response(request, output.finished and not request.parameters[WANTS_FINAL].bool_param)
+                _write(response, output, given, order.params.num_answers, given["text_input"] if repeats else "")
+                if streams and not is_first and not output.finished and not any(a.text for a in output.outputs):
+                    continue
+                is_first = False
+                yield response
+
+    def _inputs(self, request: pb.ModelInferRequest) -> dict[str, Any]:
+        self._check(request.model_name, request.model_version)
+        return read_inputs(request)
+
+    def _params(self, given: Mapping[str, Any], streams: bool) -> RequestParams:
+        text, most = given.get("sampling_parameters") or "{}", self._gateway.config.max_constraint_size
+        if len(text) > most:
+            limit = f"must be at most {most} bytes, the server's max_constraint_size"
+            raise InvalidArgument(PARAMETERS, Shown(f"{len(text)} characters"), limit)
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict):
+            raise InvalidArgument(PARAMETERS, Shown("given"), "must be a JSON object")
+        kind = RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY
+        limits = self._gateway.limits
+        if "beam_width" in values:
+            params: RequestParams = BeamSearchParams.from_dict({**values, "output_kind": kind})
+        else:
+            params = SamplingParams.from_dict({**limits.defaults, **values, "output_kind": kind})
+        check_bounds(params, limits)
+        return params
+
+    def _check(self, name: str, version: str) -> None:
+        self._gateway.check_model(name)
+        if version not in ("", VERSION):
+            raise Refusal("NOT_FOUND", "VERSION_NOT_FOUND", f"the model has version {VERSION} alone")
+
+    def _response(self, request: pb.ModelInferRequest, is_final: bool) -> pb.ModelInferResponse:
+        made = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
+        made.parameters[FINAL].bool_param = is_final
+        return made
+
+
+def _write(
+    response: pb.ModelInferResponse, output: RequestOutput, given: Mapping[str, Any], num_answers: int, before: str
+) -> None:
+    """An output's tensors: an element for each answer, "" of one that has nothing new."""
+    answers = {answer.index: answer for answer in output.outputs}
+    each = [answers.get(i) for i in range(num_answers)]
+    write_output(response, "text_output", [before + (answer.text if answer else "") for answer in each])
+    if given.get("return_finish_reason"):
+        reasons = [answer.finish_reason if answer else None for answer in each]
+        write_output(response, "finish_reason", [reason or "None" for reason in reasons])
+    if given.get("return_cumulative_logprob"):
+        totals = [answer.cumulative_logprob if answer else None for answer in each]
+        write_output(response, "cumulative_logprob", [total or 0.0 for total in totals])
+    if given.get("return_num_input_tokens"):
+        write_output(response, "num_input_tokens", [len(output.prompt_token_ids)])
+    if given.get("return_num_output_tokens"):
+        write_output(response, "num_output_tokens", [len(answer.token_ids) if answer else 0 for answer in each])

@@ -1,0 +1,140 @@
+"""What users of sessions do wrong, and what they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagedec import AsyncLLM
+from pagedec.errors import BranchBusy, InvalidArgument, SessionLimit
+from tests.engine.crowd import Tiny
+
+PROMPT = list(range(3, 40))
+Cases = list[tuple[Callable[[], Any], str]]
+
+
+def assert_told(cases: Cases) -> None:
+    for act, message in cases:
+        with pytest.raises(InvalidArgument) as caught:
+            act()
+        assert str(caught.value).startswith(message)
+
+
+def test_a_prompt_s_mistakes(tiny: Tiny) -> None:
+    llm: Any = tiny()
+    session = llm.session(PROMPT, seed=3)
+    assert_told([
+        (lambda: llm.session(PROMPT, priority="low"), "priority is 'low': must be a whole number"),
+        (lambda: llm.stream({"prompt_token_ids": PROMPT}, priority=[1]), "priority is [1]: must be a whole number"),
+        (lambda: session.score([[5]], logprobs=None), "logprobs is None: must be a whole number from -1"),
+        (lambda: session.append(5), "append is 5: must be text, a chat's next message, or token ids: whole"),
+        (lambda: session.score([[5], 5]), "continuations[1] is 5: must be text, or token ids: whole numbers"),
+        (lambda: session.rollback("0"), "rollback is '0': must be a whole number from 0 to 2147483647, or a mark"),
+    ])  # fmt: skip
+    assert session.token_ids == PROMPT
+
+
+def test_several_branches(tiny: Tiny) -> None:
+    session: Any = tiny().session(PROMPT, seed=3)
+    other = session.fork()
+    assert_told([
+        (lambda: session.generate_all(session), "branches is <Session 0: 37 tokens>: must be a list of branches"),
+        (lambda: session.score_all(session, [[[5]]]), "branches is <Session 0: 37 tokens>: must be a list of branches"),
+        (lambda: session.generate_all([session, other, session], max_tokens=2),
+         "branches[2] is <Session 0: 37 tokens>: must be in the list once"),
+        (lambda: session.score_all([session], 5), "continuations is 5: must hold a list for each of 1"),
+        (lambda: session.score_all([session], []), "continuations is a list of 0: must hold a list for each of 1 b"),
+        (lambda: session.score_all([session, other], [[[5]], "yes"]), "continuations[1] is 'yes': must be a list of"),
+        (lambda: session.score_all([session, other], [[[5]], [[5], 7]]), "continuations[1][1] is 7: must be text, or"),
+    ])  # fmt: skip
+    stream = session.stream(max_tokens=3)
+    next(stream)
+    for act in (lambda: session.generate(max_tokens=2), lambda: session.score([[5]])):
+        with pytest.raises(BranchBusy, match="branch 0 has a call that still runs: another call must wait until"):
+            act()
+
+
+def test_a_context_that_is_full(tiny: Tiny) -> None:
+    """What is too long is said of what was brought, and how much room there is."""
+    session = tiny(max_model_len=64).session(PROMPT, seed=3)
+    assert_told([
+        (lambda: session.append([5] * 28),
+         "append is 28 tokens: must be at most 27 tokens long: the context holds 64, and 37 stand before it"),
+        (lambda: session.score([[5], [5] * 28]), "continuations[1] is 28 tokens: must be at most 27 tokens long"),
+    ])  # fmt: skip
+    session.append([5] * 27)
+    full = (
+        "branch 0 is 64 tokens: must be at most 63 tokens long: the context holds 64, and one must be new; roll it back"
+    )
+    assert_told([(lambda: session.generate(max_tokens=1), full)])
+    session.rollback(1)
+    assert session.generate(max_tokens=4, ignore_eos=True).outputs[0].limited_by == "max_model_len"
+
+
+def test_an_answer_of_any_length_counts_as_long_as_it_can_get(tiny: Tiny) -> None:
+    """Where nothing is said, and where more is said than there is room for."""
+    llm = tiny(max_model_len=64, max_session_tokens=60)
+    session = llm.session(PROMPT, seed=3)
+    for fields in ({}, {"max_tokens": 1000}):
+        with pytest.raises(SessionLimit, match="max_session_tokens is 37 tokens, and 27 more: a session may hold 60"):
+            session.generate(**fields)
+    assert session.generate(max_tokens=23, ignore_eos=True).finished and session.num_tokens == 60
+    enough = tiny(max_model_len=64, max_session_tokens=64).session(PROMPT, seed=3)
+    assert enough.generate(max_tokens=1000, ignore_eos=True).finished and enough.num_tokens == 64
+
+
+def test_a_branch_is_not_copied(tiny: Tiny) -> None:
+    llm = tiny()
+    session = llm.session([5], seed=3)
+    assert repr(session) == "<Session 0: 1 token>"
+    for act in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="a branch of a session cannot be copied or pickled: fork it"):
+            act(session)
+    llm.close()
+    assert session.closed and repr(session) == "<Session 0: its LLM was closed>"
+
+
+def test_chats(text_llm: Any) -> None:
+    def user(content: Any) -> dict[str, Any]:
+        return {"role": "user", "content": content}
+
+    answer = {"role": "assistant", "content": "Hello"}
+    with text_llm.session(messages=[user("Hi")], seed=3) as chat:
+        chat.generate(max_tokens=2)
+        before = chat.token_ids
+        assert_told([
+            (lambda: text_llm.session(messages=[]), "messages is []: must have at least one message"),
+            (lambda: text_llm.session(messages=user("Hi")), "messages is {'role'"),
+            (lambda: text_llm.session(messages=[user("Hi"), user(5)]), "messages[1].content is 5: must be text"),
+            (lambda: text_llm.session(messages=[user("Hi"), answer]),
+             "messages[1].role is 'assistant': must be another's: the answer is generated; "),
+            (lambda: chat.append(answer), "append.role is 'assistant': must be another's: the answer is generated"),
+            (lambda: chat.append(user(5)), "append.content is 5: must be text"),
+            (lambda: chat.append({"role": "user"}), "append.content is None: must be text"),
+            (lambda: chat.append([user("Hi")]),
+             "append is [{'role': 'user', 'content': 'Hi'}]: must be text, a chat's next message, or token ids"),
+        ])  # fmt: skip
+        assert chat.token_ids == before
+        chat.append(user("And?"))
+        assert chat.text.endswith("And?\nassistant\n")
+
+
+def test_a_session_that_nobody_awaited(tiny_path: Path) -> None:
+    async def main() -> None:
+        llm = AsyncLLM(str(tiny_path), dtype="float32", skip_tokenizer_init=True, num_blocks=64)
+        opening = llm.session(PROMPT)
+        with pytest.raises(AttributeError, match=re.escape("must be awaited, or entered with `async with`, before")):
+            opening.generate(max_tokens=2)
+        session: Any = await opening
+        with pytest.raises(InvalidArgument, match=re.escape("logprobs is None: must be a whole number")):
+            await session.score([[5]], logprobs=None)
+        llm.close()
+
+    asyncio.run(main())

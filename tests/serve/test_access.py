@@ -1,0 +1,208 @@
+"""Tokens: over every service, several of several clients, read anew, with limits of each client's own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from pagedec.errors import InvalidArgument
+from pagedec.serve.access import Client, Keys, read_clients
+from pagedec.v1 import admin_service_pb2 as ab
+from pagedec.v1 import admin_service_pb2_grpc
+from pagedec.v1 import generation_service_pb2 as pb
+from pagedec.v1 import model_service_pb2 as mb
+from tests.serve.serving import Serving, details, greedy, parameters, prompt, reason
+
+Serve = Callable[..., Serving]
+ALICE, OLD_ALICE, BOB, ROOT = (name * 8 for name in ("al", "ol", "bo", "ro"))
+PROMPT = [5, 9, 33, 21] * 10
+KEYS = f"""
+[alice]
+tokens = ["{ALICE}", "{OLD_ALICE}"]
+max_requests = 1
+[bob]
+tokens = ["{BOB}"]
+max_tokens = 100
+[root]
+tokens = ["{ROOT}"]
+is_admin = true
+"""
+
+
+def of(token: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.toml"
+    path.write_text(KEYS)
+    return path
+
+
+def refused(what: Callable[[], object]) -> tuple[str, str]:
+    with pytest.raises(grpc.RpcError) as caught:
+        what()
+    return caught.value.code().name, reason(caught.value)
+
+
+def ask(serving: Serving, token: str, max_tokens: int = 4) -> pb.GenerateResponse:
+    request = pb.GenerateRequest(prompt=prompt(PROMPT), parameters=greedy(max_tokens))
+    return serving.generation.Generate(request, metadata=of(token))
+
+
+def test_every_service_asks_for_a_token(serve: Serve, keys: Path) -> None:
+    serving = serve(api_keys=str(keys), admin_port=0, probe_port=0)
+    wanted = reflection_pb2.ServerReflectionRequest(list_services="")
+    with grpc.insecure_channel(f"127.0.0.1:{serving.server.admin_port}") as channel:
+        admin = admin_service_pb2_grpc.AdminServiceStub(channel)
+
+        def reflected(over: grpc.Channel, token: str) -> list[str]:
+            stub = reflection_pb2_grpc.ServerReflectionStub(over)
+            [answer] = stub.ServerReflectionInfo(iter([wanted]), metadata=of(token) if token else ())
+            return [service.name for service in answer.list_services_response.service]
+
+        health, front = health_pb2_grpc.HealthStub, serving.channel
+        calls: list[Callable[[str], object]] = [
+            lambda token: serving.generation.Generate(pb.GenerateRequest(), metadata=of(token) if token else ()),
+            lambda token: list(serving.generation.GenerateStream(pb.GenerateStreamRequest(), metadata=of(token))),
+            lambda token: list(serving.generation.GenerateBatch(iter([]), metadata=of(token) if token else ())),
+            lambda token: serving.models.ListModels(mb.ListModelsRequest(), metadata=of(token) if token else ()),
+            lambda token: health(front).Check(health_pb2.HealthCheckRequest(), metadata=of(token) if token else ()),
+            lambda token: reflected(front, token),
+            lambda token: admin.GetStats(ab.GetStatsRequest(), metadata=of(token) if token else ()),
+            lambda token: list(admin.WatchCache(ab.WatchCacheRequest(), metadata=of(token))),
+            lambda token: reflected(channel, token),
+        ]
+        for call in calls:
+            assert refused(lambda call=call: call("x" * 16)) == ("UNAUTHENTICATED", "TOKEN_UNKNOWN")
+        for call in (calls[0], calls[2], calls[3], calls[4], calls[5], calls[6], calls[8]):
+            assert refused(lambda call=call: call("")) == ("UNAUTHENTICATED", "TOKEN_MISSING")
+        for call in calls[6:]:
+            assert refused(lambda call=call: call(ALICE)) == ("PERMISSION_DENIED", "NOT_ADMIN")
+        assert admin.GetStats(ab.GetStatsRequest(), metadata=of(ROOT)).num_blocks == 64
+        assert "pagedec.v1.AdminService" in reflected(channel, ROOT)
+        names = reflected(front, ALICE)
+        assert "pagedec.v1.GenerationService" in names and "pagedec.v1.AdminService" not in names
+        assert ask(serving, ALICE).answers and ask(serving, OLD_ALICE).answers and ask(serving, ROOT).answers
+    with grpc.insecure_channel(f"127.0.0.1:{serving.server.probe_port}") as channel:
+        assert health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()).status == 1
+        with pytest.raises(grpc.RpcError) as caught:  # nothing else is there
+            admin_service_pb2_grpc.AdminServiceStub(channel).GetStats(ab.GetStatsRequest())
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize(
+    "header", ["", "Bearer", "Bearer ", f"Basic {ALICE}", ALICE, f"Bearer {ALICE}x", "Bearer \xff"]
+)
+def test_what_is_no_token(keys: Path, header: str) -> None:
+    from pagedec.serve.statuses import Refusal
+
+    with pytest.raises(Refusal):
+        Keys(str(keys)).client({"authorization": header})
+    assert Keys(str(keys)).client({"authorization": f"bearer {ALICE}"}).name == "alice"
+
+
+def test_limits_of_one_client_are_no_other_s(serve: Serve, keys: Path) -> None:
+    serving = serve(engine={"num_blocks": 1024, "max_model_len": 16384}, api_keys=str(keys))
+    own = parameters(16000, temperature=0.0)
+    own.stopping.ignore_eos = True
+    request = pb.GenerateStreamRequest(prompt=prompt(PROMPT), parameters=own)
+    call = serving.generation.GenerateStream(request, metadata=of(ALICE))
+    next(call)
+    with pytest.raises(grpc.RpcError) as caught:
+        ask(serving, OLD_ALICE)
+    found = details(caught.value)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and reason(caught.value) == "CLIENT_REQUESTS"
+    assert [violation.subject for violation in found["QuotaFailure"].violations] == ["max_client_requests"]
+    assert found["RetryInfo"].retry_delay.ToMilliseconds() >= 100
+    assert refused(lambda: ask(serving, BOB, 100)) == ("RESOURCE_EXHAUSTED", "CLIENT_TOKENS")
+    assert ask(serving, BOB, 40).answers and ask(serving, ROOT).answers
+    call.cancel()
+    serving.whole()
+    assert ask(serving, ALICE).answers
+
+
+def test_clients_share_no_prefixes(serve: Serve, keys: Path) -> None:
+    serving = serve(api_keys=str(keys))
+    assert [ask(serving, token).usage.cached_tokens > 0 for token in (ALICE, BOB, OLD_ALICE, ROOT, BOB)] == [
+        False, False, True, False, True,
+    ]  # fmt: skip
+
+
+def test_requests_of_two_clients_may_have_the_same_name(serve: Serve, keys: Path) -> None:
+    serving = serve(engine={"num_blocks": 1024, "max_model_len": 16384}, api_keys=str(keys))
+    own = parameters(16000, temperature=0.0)
+    own.stopping.ignore_eos = True
+    request = pb.GenerateStreamRequest(prompt=prompt(PROMPT), parameters=own, client_request_id="same")
+    calls = [serving.generation.GenerateStream(request, metadata=of(token)) for token in (ALICE, ROOT)]
+    assert [next(call).request_id for call in calls] == ["same", "same"]
+    for call in calls:
+        call.cancel()
+
+
+# ---- the file
+def test_the_file_is_read_anew(keys: Path, caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    known = Keys(str(keys), lambda: now[0])
+    assert known.client(dict(of(BOB))).name == "bob"
+    keys.write_text(KEYS.replace(BOB, "bobsnewtoken1234"))
+    now[0] += 2
+    assert known.client(dict(of("bobsnewtoken1234"))).max_tokens == 100
+    with pytest.raises(ValueError, match="the token is nobody's"):
+        known.client(dict(of(BOB)))
+    keys.write_text("[bob")
+    now[0] += 2
+    assert known.client(dict(of("bobsnewtoken1234"))).name == "bob", "a file that cannot be read changes nothing"
+    keys.unlink()
+    now[0] += 2
+    assert known.client(dict(of("bobsnewtoken1234"))).name == "bob"
+
+
+def test_a_revoked_token_is_refused_by_a_running_server(serve: Serve, keys: Path) -> None:
+    serving = serve(api_keys=str(keys))
+    assert ask(serving, BOB).answers
+    keys.write_text(KEYS.replace(BOB, "bobsnewtoken1234"))
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            ask(serving, BOB)
+        except grpc.RpcError as error:
+            assert reason(error) == "TOKEN_UNKNOWN"
+            break
+    assert ask(serving, "bobsnewtoken1234").answers
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[a", "is not TOML"),
+        ("a = 3", "api_keys.a.table is not a table: must hold a client's tokens and limits in "),
+        ("[a]", "must be a list of at least one token, each of at least 16 characters"),
+        ('[a]\ntokens = ["short"]', "must be a list of at least one token, each of at least 16 characters"),
+        (f'[a]\ntokens = "{ALICE}"', "must be a list of at least one token, each of at least 16 characters"),
+        (f'[a]\ntokens = ["{ALICE}"]\nmax_request = 3', "did you mean max_requests?"),
+        (f'[a]\ntokens = ["{ALICE}"]\nmax_requests = 0', "api_keys.a.max_requests is 0"),
+        (f'[a]\ntokens = ["{ALICE}"]\n[b]\ntokens = ["{ALICE}"]', "must be of one client only"),
+    ],
+)
+def test_files_that_are_not_as_they_should_be(tmp_path: Path, text: str, message: str) -> None:
+    """No message shows a token."""
+    (tmp_path / "keys.toml").write_text(text)
+    with pytest.raises(InvalidArgument) as caught:
+        read_clients(tmp_path / "keys.toml")
+    assert message in str(caught.value) and ALICE not in str(caught.value) and "short" not in str(caught.value)
+
+
+def test_a_client_s_salt_is_nobody_else_s() -> None:
+    alice, bob = (Client(name=name, tokens=("given",)) for name in ("alice", "bob"))
+    salts = {client.salted(salt) for client in (alice, bob) for salt in ("", "x", "alice", "bob\0x")}
+    assert len(salts) == 8
+    shared = [Client(name=name, tokens=("given",), cache_salt="team").salted("x") for name in ("alice", "bob")]
+    assert shared[0] == shared[1]

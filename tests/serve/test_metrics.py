@@ -1,0 +1,199 @@
+"""Metrics: all there from the start, and right behind known traffic."""
+
+from __future__ import annotations
+
+import threading
+import urllib.request
+from collections.abc import Callable
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pagedec import AsyncLLM
+from pagedec.errors import InvalidArgument
+from pagedec.v1 import generation_service_pb2 as pb
+from pagedec.v1 import parameters_pb2 as pp
+from tests.serve.serving import Loop, Serving, greedy, parameters, prompt
+
+Serve = Callable[..., Serving]
+LONG = [5 + i * 7 % 120 for i in range(45)]
+STREAM, ONCE = "pagedec.v1.GenerationService/GenerateStream", "pagedec.v1.GenerationService/Generate"
+Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def scraped(serving: Serving) -> Values:
+    """Every sample of a server's metrics, as Prometheus reads them."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{serving.server.metrics_port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    families = text_string_to_metric_families(text)
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def of(values: Values, name: str, **labels: str) -> float:
+    return values[f"pagedec_{name}", tuple(sorted(labels.items()))]
+
+
+def test_all_are_zero_from_the_start(serve: Serve) -> None:
+    values = scraped(serve(metrics_port=0))
+    one = {"server_state": ("serving",), "cache_config_info": ("1",)}
+    free = of(values, "kv_blocks", state="free")
+    assert free == 64
+    names = {name.removeprefix("pagedec_") for name, _ in values}
+    for (name, labels), value in values.items():
+        if name.endswith("_created") or name in ("pagedec_cache_config_info",) or labels == (("state", "free"),):
+            continue
+        expected = 1.0 if labels == (("state", one["server_state"][0]),) else 0.0
+        assert value == expected, (name, labels, value)
+    histograms = (
+        "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
+        "request_queue_time_seconds", "request_time_per_output_token_seconds", "request_prompt_tokens",
+        "request_generation_tokens", "request_params_n", "call_seconds",
+    )  # fmt: skip
+    assert names >= {f"{name}_bucket" for name in histograms}
+    assert names >= {
+        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_blocks", "kv_blocks_shared",
+        "kv_blocks_saved", "leaked_blocks", "sessions", "parked_branches", "prefix_cache_queries_total",
+        "prefix_cache_hits_total", "num_preemptions_total", "forks_total", "copied_blocks_total",
+        "rollback_tokens_total", "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total",
+        "spec_decode_num_accepted_tokens_total", "spec_decode_num_accepted_tokens_per_pos_total",
+        "requests_finished_total", "calls_total", "prompt_tokens_total", "generation_tokens_total",
+    }  # fmt: skip
+    for method in ("ngram", "lookahead", "jacobi", "draft_model", "beam_ngram"):
+        assert of(values, "spec_decode_num_accepted_tokens_per_pos_total", method=method, position="0") == 0
+    assert of(values, "calls_total", method=STREAM, code="OK") == 0
+
+
+def test_they_are_there_while_the_model_is_loaded(server_loop: Loop) -> None:
+    hold = threading.Event()
+
+    def load() -> AsyncLLM:
+        hold.wait(30)
+        raise InvalidArgument("model", "nowhere", "must be somewhere")
+
+    serving = Serving(server_loop, load, metrics_port=0)
+    values = scraped(serving)
+    assert of(values, "server_state", state="loading") == 1 and of(values, "server_state", state="serving") == 0
+    assert of(values, "num_requests_running") == of(values, "forks_total", kind="beam") == 0
+    hold.set()
+    with pytest.raises(InvalidArgument):
+        serving.starting.result(30)
+    serving.channel.close()
+
+
+def test_known_traffic(serve: Serve) -> None:
+    """Two equal prompts, one after the other: the second finds what the first has left."""
+    serving = serve(metrics_port=0)
+    own = greedy(12)
+    own.stopping.ignore_eos = True
+    serving.generation.Generate(pb.GenerateRequest(prompt=prompt(LONG), parameters=own))
+    list(serving.generation.GenerateStream(pb.GenerateStreamRequest(prompt=prompt(LONG), parameters=own)))
+    size = serving.llm.kv_cache.block_size
+    values = scraped(serving)
+    assert of(values, "prompt_tokens_total") == of(values, "prefix_cache_queries_total") == 90
+    assert of(values, "prefix_cache_hits_total") == 44 // size * size
+    assert of(values, "generation_tokens_total") == 24
+    assert of(values, "requests_finished_total", finished_reason="length") == 2
+    assert of(values, "time_to_first_token_seconds_count") == of(values, "request_queue_time_seconds_count") == 2
+    assert of(values, "e2e_request_latency_seconds_count") == 2
+    assert 1 <= of(values, "inter_token_latency_seconds_count") <= 11
+    assert of(values, "request_generation_tokens_sum") == 24 and of(values, "request_prompt_tokens_sum") == 90
+    assert of(values, "request_time_per_output_token_seconds_count") == 2
+    assert of(values, "calls_total", method=STREAM, code="OK") == of(values, "calls_total", method=ONCE, code="OK") == 1
+    assert of(values, "num_requests_running") == of(values, "kv_cache_usage_perc") == 0
+    assert of(values, "kv_blocks", state="cached") + of(values, "kv_blocks", state="free") == 64
+    assert of(values, "engine_steps_total") == serving.llm.engine.stats.num_steps > 0
+
+
+def test_forks_copies_and_sharing(serve: Serve) -> None:
+    serving = serve(metrics_port=0)
+    several = parameters(12, n=4, temperature=1.0)
+    several.stopping.ignore_eos, several.seed = True, 5
+    beams = pp.Parameters(beam_search=pp.BeamSearch(beam_width=4), stopping=pp.Stopping(max_tokens=12))
+    for own in (several, beams):
+        serving.generation.Generate(pb.GenerateRequest(prompt=prompt(LONG), parameters=own))
+    values, pool = scraped(serving), serving.llm.engine.scheduler.pools["target"]
+    assert of(values, "forks_total", kind="parallel") == 3
+    assert of(values, "forks_total", kind="beam") >= 3
+    kinds = ("parallel", "beam", "session", "other")
+    assert sum(of(values, "forks_total", kind=kind) for kind in kinds) == pool.num_forks
+    assert of(values, "copied_blocks_total") == pool.num_copied > 0
+    assert of(values, "leaked_blocks") == 0
+    assert of(values, "request_params_n_sum") == 4 + 4
+    assert of(values, "generation_tokens_total") == serving.llm.engine.stats.num_output_tokens
+
+
+def test_what_runs_is_seen_while_it_runs(serve: Serve) -> None:
+    serving = serve(engine={"num_blocks": 256, "max_model_len": 4096, "max_num_seqs": 4}, metrics_port=0)
+    own = parameters(4000, n=4, temperature=1.0)
+    own.stopping.ignore_eos, own.seed = True, 5
+    call = serving.generation.GenerateStream(pb.GenerateStreamRequest(prompt=prompt(LONG), parameters=own))
+    for _ in range(3):
+        next(call)
+    values = scraped(serving)
+    assert of(values, "num_requests_running") == 1 and of(values, "kv_cache_usage_perc") > 0
+    assert of(values, "kv_blocks_shared") >= 2 and of(values, "kv_blocks_saved") >= 6
+    assert of(values, "prompt_tokens_total") == 45, "a prompt counts when it begins to run"
+    assert of(values, "leaked_blocks") == 0
+    call.cancel()
+    serving.whole()
+    values = scraped(serving)
+    assert of(values, "requests_finished_total", finished_reason="cancelled") == 1
+    assert of(values, "calls_total", method=STREAM, code="CANCELLED") == 1
+    assert of(values, "num_requests_running") == of(values, "kv_blocks_shared") == 0
+
+
+def test_drafts_by_method_and_place(serve: Serve) -> None:
+    serving = serve(metrics_port=0)
+    own = greedy(60)
+    own.stopping.ignore_eos = True
+    own.speculation.table.update({"method": "ngram", "num_speculative_tokens": 3, "adaptive": False})
+    serving.generation.Generate(pb.GenerateRequest(prompt=prompt(LONG * 3), parameters=own))
+    values, counts = scraped(serving), serving.llm.engine.stats.drafts["ngram"]
+    assert of(values, "spec_decode_num_draft_tokens_total", method="ngram") == counts.num_drafted > 0
+    assert of(values, "spec_decode_num_accepted_tokens_total", method="ngram") == counts.num_accepted
+    for i, (drafted, accepted) in enumerate(zip(counts.drafted, counts.accepted, strict=True)):
+        place = {"method": "ngram", "position": str(i)}
+        assert of(values, "spec_decode_num_drafts_per_pos_total", **place) == drafted
+        assert of(values, "spec_decode_num_accepted_tokens_per_pos_total", **place) == accepted
+    assert of(values, "rollback_tokens_total", by="draft") == counts.num_drafted - counts.num_accepted
+
+
+def test_preemptions_and_refusals_are_counted(serve: Serve) -> None:
+    serving = serve(metrics_port=0)
+    own = greedy(200)
+    own.stopping.ignore_eos = True
+    call = serving.generation.GenerateStream(pb.GenerateStreamRequest(prompt=prompt(LONG), parameters=own))
+    next(call)
+    serving.llm.loop.call(lambda engine: engine.scheduler.preempt(engine.scheduler.requests[0].id)).result(10)
+    assert of(scraped(serving), "num_preemptions_total") == 1, "told while it runs"
+    assert list(call)[-1].usage.preemptions == 1
+    with pytest.raises(grpc.RpcError):
+        serving.generation.Generate(pb.GenerateRequest(prompt=prompt([5] * 256), parameters=own))
+    values = scraped(serving)
+    assert of(values, "num_preemptions_total") == 1
+    assert of(values, "requests_finished_total", finished_reason="refused") == 1
+    assert of(values, "calls_total", method=ONCE, code="INVALID_ARGUMENT") == 1
+
+
+def test_a_leaked_block_is_seen(serve: Serve) -> None:
+    """One that nobody holds and that is not free either."""
+    serving = serve(metrics_port=0)
+    pool = serving.llm.engine.scheduler.pools["target"]
+    lost = serving.llm.loop.call(lambda engine: pool.free.pop()).result(10)
+    assert of(scraped(serving), "leaked_blocks") == 1
+    serving.llm.loop.call(lambda engine: pool.free.append(lost)).result(10)
+    held = serving.llm.loop.call(lambda engine: pool.take()).result(10)
+    assert of(scraped(serving), "leaked_blocks") == 1
+    serving.llm.loop.call(lambda engine: pool.drop(held)).result(10)
+    assert of(scraped(serving), "leaked_blocks") == 0
+
+
+def test_they_are_there_while_the_engine_is_in_a_long_step(serve: Serve) -> None:
+    serving = serve(metrics_port=0)
+    before = scraped(serving)
+    hold = threading.Event()
+    stuck = serving.llm.loop.call(lambda engine: hold.wait(30))
+    assert of(scraped(serving), "kv_blocks", state="free") == of(before, "kv_blocks", state="free")
+    hold.set()
+    assert stuck.result(10)

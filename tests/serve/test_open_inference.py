@@ -1,0 +1,119 @@
+"""Triton's own client runs greedy, sampled and beam requests, unmodified."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from pagedec import BeamSearchParams, SamplingParams
+from pagedec.params import RequestParams
+from pagedec.v1 import open_inference_service_pb2 as pb
+from pagedec.v1 import open_inference_service_pb2_grpc
+from tests.serve.serving import Serving, offline, reason
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "Once upon a time"
+CASES: dict[str, RequestParams] = {
+    "greedy": SamplingParams(temperature=0, max_tokens=20),
+    "sampled": SamplingParams(temperature=0.8, top_p=0.9, seed=5, n=2, max_tokens=20),
+    "beams": BeamSearchParams(beam_width=4, num_return_sequences=2, max_tokens=12),
+}
+
+
+@pytest.fixture(scope="module")
+def told(text_server: Serving) -> Any:
+    """What the client's program has printed."""
+    command = [sys.executable, "-m", "tests.serve.triton_program", f"127.0.0.1:{text_server.server.port}", "smollm2"]
+    command.append(PROMPT)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_its_questions_about_the_server(told: Any) -> None:
+    assert (told["live"], told["ready"], told["model"], told["other"]) == (True, True, True, False)
+    assert told["metadata"]["name"] == "smollm2" and told["server"]["name"] == "pagedec"
+    assert [tensor["name"] for tensor in told["metadata"]["inputs"]][:2] == ["text_input", "stream"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_its_answers_are_those_of_offline(told: Any, text_server: Serving, name: str) -> None:
+    want = offline(text_server, PROMPT, CASES[name])
+    assert told[name]["texts"] == [answer.text for answer in want.outputs]
+    assert told[name]["tokens"] == [len(answer.token_ids) for answer in want.outputs]
+    pieces = told[f"{name} streamed"]["pieces"]
+    assert len(pieces) > 3 and told[f"{name} streamed"]["error"] is None
+    assert ["".join(own) for own in zip(*pieces, strict=True)] == [answer.text for answer in want.outputs]
+
+
+def test_the_prompt_stands_before_an_answer_unless_it_is_left_out(told: Any) -> None:
+    assert told["with the prompt"] == [PROMPT + told["greedy"]["texts"][0]]
+
+
+def test_an_error_of_a_stream_is_its_request_s(told: Any) -> None:
+    assert "temperature is -1" in told["wrong"]["error"]
+
+
+def infer(text_server: Serving, raw: list[bytes], **fields: Any) -> pb.ModelInferResponse:
+    stub = open_inference_service_pb2_grpc.GRPCInferenceServiceStub(text_server.channel)
+    request = pb.ModelInferRequest(**{"model_name": "smollm2", "raw_input_contents": raw, **fields})
+    response: pb.ModelInferResponse = stub.ModelInfer(request)
+    return response
+
+
+def tensor(name: str, kind: str = "BYTES", shape: tuple[int, ...] = (1,)) -> pb.ModelInferRequest.InferInputTensor:
+    return pb.ModelInferRequest.InferInputTensor(name=name, datatype=kind, shape=shape)
+
+
+TEXT = struct.pack("<I", 2) + b"Hi"
+
+
+@pytest.mark.parametrize(
+    ("raw", "inputs", "said"),
+    [
+        ([], [], "inputs.text_input is None: must be given"),
+        ([TEXT], [tensor("text")], "inputs: must be of text_input"),
+        ([], [tensor("text_input")], "inputs.text_input is None: must have contents"),
+        ([b"Hi"], [tensor("text_input")], "inputs.text_input is 2 bytes: must be one element"),
+        ([struct.pack("<I", 2**32 - 1) + b"Hi"], [tensor("text_input")], "inputs.text_input is 6 bytes"),
+        ([struct.pack("<I", 1) + b"\xff"], [tensor("text_input")], "must be text in UTF-8"),
+        ([TEXT], [tensor("text_input", "INT32")], "inputs.text_input.datatype: must be BYTES"),
+        ([TEXT], [tensor("text_input", shape=(2,))], "inputs.text_input.shape: must be of one element"),
+        ([TEXT], [tensor("text_input", shape=(-1, -1, 2**40))], "must be of one element"),
+        ([TEXT, b"12"], [tensor("text_input"), tensor("stream", "BOOL")], "inputs.stream is 2 bytes"),
+        ([TEXT, b"\1"], [tensor("text_input"), tensor("stream", "BOOL")], "inputs.stream is True: must be false"),
+        (
+            [TEXT, struct.pack("<I", 3) + b"[1]"],
+            [tensor("text_input"), tensor("sampling_parameters")],
+            "inputs.sampling_parameters is given: must be a JSON object",
+        ),
+        (
+            [TEXT, struct.pack("<I", 10) + b'{"tok": 1}'],
+            [tensor("text_input"), tensor("sampling_parameters")],
+            "tok is 1: not a field of SamplingParams",
+        ),
+        (
+            [TEXT, struct.pack("<I", 100_000) + b"[" * 100_000],
+            [tensor("text_input"), tensor("sampling_parameters")],
+            "inputs.sampling_parameters is 100000 characters: must be at most 65536 bytes",
+        ),
+    ],
+)
+def test_wrong_tensors(text_server: Serving, raw: list[bytes], inputs: list[Any], said: str) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        infer(text_server, raw, inputs=inputs)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and said in str(caught.value.details())
+
+
+def test_another_model_or_version(text_server: Serving) -> None:
+    for fields, why in (({"model_name": "other"}, "MODEL_NOT_FOUND"), ({"model_version": "2"}, "VERSION_NOT_FOUND")):
+        with pytest.raises(grpc.RpcError) as caught:
+            infer(text_server, [TEXT], inputs=[tensor("text_input")], **fields)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND and reason(caught.value) == why

@@ -1,0 +1,148 @@
+"""`pagedec serve` as a process: signals, drains, exit statuses, and what it logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pagedec.v1 import generation_service_pb2 as pb
+from pagedec.v1 import generation_service_pb2_grpc
+from tests.serve.serving import greedy, parameters, prompt, reason
+
+SOURCES = Path(__file__).resolve().parents[2]
+ASKED = health_pb2.HealthCheckRequest(service="pagedec.v1.GenerationService")
+
+
+class Process:
+    """A server in a process of its own."""
+
+    def __init__(self, path: Path, *flags: str) -> None:
+        command = [
+            sys.executable, "-m", "pagedec", "serve", "--model", str(path), "--skip-tokenizer-init", "--port", "0",
+            "--num-blocks", "1024", "--max-model-len", "16384", "--dtype", "float32", *flags,
+        ]  # fmt: skip
+        self.popen = subprocess.Popen(command, cwd=SOURCES, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.lines: list[str] = []
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
+        self.port = int(self.said(r"listening on 127\.0\.0\.1:(\d+) for clients")[1])
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{self.port}")
+        self.generation = generation_service_pb2_grpc.GenerationServiceStub(self.channel)
+        self.health = health_pb2_grpc.HealthStub(self.channel)
+
+    def _read(self) -> None:
+        assert self.popen.stderr is not None
+        for line in self.popen.stderr:
+            self.lines.append(line)
+
+    def said(self, pattern: str) -> re.Match[str]:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            for line in list(self.lines):
+                if (found := re.search(pattern, line)) is not None:
+                    return found
+            assert self.popen.poll() is None or self._reading.is_alive(), "".join(self.lines)
+            time.sleep(0.01)
+        raise AssertionError("".join(self.lines))
+
+    def ready(self) -> Process:
+        self.said("serving ")
+        return self
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        os.kill(self.popen.pid, number)
+
+    def wait(self) -> int:
+        status = self.popen.wait(30)
+        self._reading.join()
+        return status
+
+
+@pytest.fixture
+def started(tiny_path: Path) -> Iterator[Callable[..., Process]]:
+    made: list[Process] = []
+
+    def start(*flags: str) -> Process:
+        made.append(Process(tiny_path, *flags))
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.channel.close()
+        process.popen.kill()
+        process.popen.wait()
+
+
+def long(num_tokens: int) -> pb.GenerateStreamRequest:
+    own = parameters(num_tokens, temperature=0.0)
+    own.stopping.ignore_eos = True
+    return pb.GenerateStreamRequest(prompt=prompt([5, 9, 33]), parameters=own, client_request_id="long")
+
+
+def test_a_drain(started: Callable[..., Process]) -> None:
+    """Not serving; a grace in which requests are let in; then none; what runs ends, or is aborted; status 0."""
+    process = started("--drain-grace", "1.0", "--drain-timeout", "1.5", "--log-format", "json").ready()
+    short = process.generation.GenerateStream(long(300))
+    endless = long(16000)
+    endless.client_request_id = "endless"
+    call = process.generation.GenerateStream(endless)
+    next(short), next(call)
+    watch = process.health.Watch(ASKED, timeout=30)
+    assert next(watch).status == 1
+    process.signal()
+    assert next(watch).status == 2
+    once = pb.GenerateRequest(prompt=prompt([5, 9]), parameters=greedy(2))
+    assert process.generation.Generate(once).answers, "within the grace"
+    deadline = time.monotonic() + 10
+    with pytest.raises(grpc.RpcError) as caught:
+        while time.monotonic() < deadline:
+            process.generation.Generate(once)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE and reason(caught.value) == "DRAINING"
+    assert [answer.finish.reason for message in short for answer in message.finished] == [2], "what runs may end"
+    assert [answer.finish.reason for message in call for answer in message.finished] == [3], "the rest is aborted"
+    watch.cancel()
+    assert process.wait() == 0
+    assert "pagedec: 1 request was aborted\n" in process.lines
+    calls = [json.loads(line) for line in process.lines if line.startswith("{")]
+    told = [entry for entry in calls if entry.get("request_ids")]
+    assert any(name.endswith("/endless") for entry in told for name in entry["request_ids"])
+
+
+def test_nothing_to_drain_ends_at_once(started: Callable[..., Process]) -> None:
+    process = started().ready()
+    process.signal(signal.SIGINT)
+    assert process.wait() == 0
+    assert not any("aborted" in line or "Traceback" in line for line in process.lines)
+
+
+def test_a_second_signal_ends_it_at_once(started: Callable[..., Process]) -> None:
+    process = started("--drain-timeout", "600").ready()
+    call = process.generation.GenerateStream(long(16000))
+    next(call)
+    watch = process.health.Watch(ASKED, timeout=30)
+    next(watch)
+    process.signal()
+    assert next(watch).status == 2
+    began = time.monotonic()
+    process.signal()
+    assert process.wait() == 1 and time.monotonic() - began < 3
+
+
+def test_a_port_that_is_taken_is_one_line(started: Callable[..., Process], tiny_path: Path) -> None:
+    process = started().ready()
+    command = [sys.executable, "-m", "pagedec", "serve", "--model", str(tiny_path), "--port", str(process.port)]
+    done = subprocess.run(command, cwd=SOURCES, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"pagedec: error: port is {process.port}: cannot be listened on")
