@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar, overload
 from pagedec.client.connection import Inquiry, Route
 from pagedec.client.failures import last_of
 from pagedec.client.handle import RemoteHandle
+from pagedec.client.questions import models
 from pagedec.errors import BranchClosed, InvalidArgument, Shown
 from pagedec.inputs import spread
 from pagedec.outputs import BranchOutput, BranchState, ContinuationScore, Logprob, Mark
@@ -24,6 +25,13 @@ class RemoteBranch(RemoteHandle):
     `text`, `token_ids`, `logprobs` and `mark` ask the server each time; `state` brings all of them at once. A branch is
     closed by `close`, as a context manager, or by dropping it: the session's next call tells the server then.
     """
+
+    @property
+    def room(self) -> int:
+        """How many more tokens it can get: what is left of the context, or of a pool that is smaller. Asks the
+        server."""
+        [model] = self._line.ask(models())
+        return max(0, min(model.max_model_len, model.num_blocks * model.block_size) - self.num_tokens)
 
     def generate(
         self, sampling_params: Any = None, *, keep: str | int = "first", timeout: float | None = None, **fields: Any
