@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Protocol, TypeAlias, TypedDict
 
+from pagedec.errors import FeatureNotAvailable, InvalidArgument, Shown
+from pagedec.fields import check_encodable
+
 __all__ = ["Array", "Prompt", "PromptType", "TextPrompt", "TokensPrompt"]
+
+
+KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+MISSING_KEYS = {
+    **dict.fromkeys(("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"), "images, audio and video"),
+    "prompt_embeds": "prompts as embeddings",
+    **dict.fromkeys(("encoder_prompt", "decoder_prompt"), "models with an encoder"),
+}
+"""Keys of vLLM's prompts that ask for what there is not, unless they are empty."""
+NO_TOKEN_IDS = ("float", "bfloat", "complex", "bool")
+"""How the types of numbers begin that are no token ids."""
 
 
 class Array(Protocol):
@@ -38,3 +53,151 @@ class TokensPrompt(TypedDict, total=False):
 Prompt: TypeAlias = str | Sequence[int] | Array | TextPrompt | TokensPrompt | Mapping[str, Any]
 PromptType: TypeAlias = Prompt
 """vLLM's name of it."""
+
+
+def are_ids(tokens: Iterable[object]) -> bool:
+    """Whether all are whole numbers; of Python's own a million are told in some 20 ms."""
+    return all(kind is int or (issubclass(kind, Integral) and kind is not bool) for kind in set(map(type, tokens)))
+
+
+def is_array(value: object) -> bool:
+    """Whether it is a numpy array, a torch tensor or the like, of numbers: one of texts or of objects is but a list of
+    them."""
+    if not (hasattr(value, "tolist") and hasattr(value, "ndim") and hasattr(value, "dtype")):
+        return False
+    kind = _number_type(value).lower()
+    return "int" in kind or kind.startswith(NO_TOKEN_IDS)
+
+
+def _number_type(array: Any) -> str:
+    return str(getattr(array.dtype, "name", array.dtype)).removeprefix("torch.")
+
+
+def unpacked(field: str, array: Any, dimensions: tuple[int, ...] = (1,)) -> list[Any]:
+    """An array's numbers, which must be whole. Raises `InvalidArgument` naming its type and shape."""
+    kind = _number_type(array)
+    value = Shown(f"{'an' if kind.startswith('i') else 'a'} {kind} array of shape {tuple(array.shape)}")
+    if kind.startswith(NO_TOKEN_IDS):
+        raise InvalidArgument(field, value, "must be of whole numbers: token ids")
+    if array.ndim not in dimensions:
+        several = ", or two: several prompts of one length" if 2 in dimensions else ""
+        raise InvalidArgument(field, value, f"must have one dimension{several}")
+    return list(array.tolist())
+
+
+def as_list(prompts: object, field: str = "prompts") -> list[Any]:
+    """One prompt is a list of one: text, a mapping, or a non-empty list of token ids. An array of two dimensions is
+    several."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if is_array(prompts):
+        rows = unpacked(field, prompts, (1, 2))
+        return [rows] if getattr(prompts, "ndim", 1) == 1 else rows
+    if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
+        raise InvalidArgument(field, prompts, "must be a prompt or a list of them: text, token ids, or mappings")
+    many: list[Any] = list(prompts)
+    return [many] if many and are_ids(many) else many
+
+
+def with_token_ids(prompts: object, prompt_token_ids: object) -> list[Any]:
+    """The prompts of a call that may bring their token ids apart, as vLLM's older calls do; their texts are then only
+    what outputs repeat."""
+    field = "prompt_token_ids"
+    if prompt_token_ids is None:
+        return as_list(prompts)
+    if isinstance(prompt_token_ids, (str, Mapping)) or not isinstance(prompt_token_ids, Iterable):
+        raise InvalidArgument(field, prompt_token_ids, "must be token ids, or a list of such lists")
+    rows = as_list(prompt_token_ids, field)
+    each = [read_token_ids(f"{field}[{i}]", row) for i, row in enumerate(rows)]
+    if prompts is None:
+        return each
+    texts = as_list(prompts)
+    if len(each) != len(texts):
+        raise InvalidArgument(
+            field, Shown(f"a list of {len(each)}"), f"must hold the token ids of each of {len(texts)} prompts"
+        )
+    for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise InvalidArgument(f"prompts[{i}]", text, f"must be text where {field} has its token ids")
+    return [{"prompt": text, field: row} for text, row in zip(texts, each, strict=True)]
+
+
+def read_token_ids(field: str, token_ids: Any) -> list[int]:
+    """Token ids as a list of Python's own numbers."""
+    if is_array(token_ids):
+        return unpacked(field, token_ids)
+    is_list = isinstance(token_ids, Sequence) and not isinstance(token_ids, (str, bytes, bytearray))
+    if not is_list or not are_ids(token_ids):
+        raise InvalidArgument(field, token_ids, "must be token ids: whole numbers in a list or an array")
+    return list(map(int, token_ids))
+
+
+def as_priorities(priority: object, num_prompts: int) -> list[int]:
+    """One number for each prompt."""
+    if priority is None:
+        return [0] * num_prompts
+    if not isinstance(priority, Sequence) or isinstance(priority, (str, bytes)) or not are_ids(priority):
+        raise InvalidArgument("priority", priority, "must be a list of whole numbers, one for each prompt")
+    if len(priority) != num_prompts:
+        raise InvalidArgument(
+            "priority", Shown(f"a list of {len(priority)}"), f"must hold one number for each of {num_prompts} prompts"
+        )
+    return [int(number) for number in priority]
+
+
+def as_priority(priority: object) -> int:
+    """One number."""
+    if not are_ids([priority]):
+        raise InvalidArgument("priority", priority, "must be a whole number; lower ones run earlier")
+    return int(priority)  # type: ignore[call-overload]
+
+
+def as_conversations(messages: object) -> tuple[list[Any], bool]:
+    """The conversations, and whether they were several: a list of messages is one, a list of such lists is several."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
+        limit = 'must be a list of messages such as {"role": "user", "content": "Hi"}, or a list of such lists'
+        raise InvalidArgument("messages", messages, limit)
+    many = list(messages)
+    several = bool(many) and all(isinstance(item, (list, tuple)) for item in many)
+    return (many, True) if several else ([many], False)
+
+
+def read_salt(field: str, salt: object) -> str:
+    """A cache salt, whose bytes can be hashed."""
+    if not isinstance(salt, str):
+        raise InvalidArgument(field, salt, "must be text")
+    check_encodable(field, salt)
+    return salt
+
+
+def read_mapping(prompt: Mapping[str, Any], field: str) -> tuple[str | None, Any, str]:
+    """Text, token ids and cache salt of a prompt that is a mapping, at least one of the first two not None."""
+    for key, feature in MISSING_KEYS.items():
+        if (value := prompt.get(key)) is not None and not (isinstance(value, Mapping) and not value):
+            raise FeatureNotAvailable(f"{field}.{key}", value, f"{feature} are not available in this version")
+    given = [key for key in ("prompt", "prompt_token_ids") if prompt.get(key) is not None]
+    if not given or any(key not in KEYS and key not in MISSING_KEYS for key in prompt):
+        limit = "must have prompt or prompt_token_ids, may have cache_salt, and nothing else"
+        if "role" in prompt:
+            limit += "; messages of a chat go to `chat`"
+        raise InvalidArgument(field, list(prompt), limit)
+    text, salt = prompt.get("prompt"), prompt.get("cache_salt") or ""
+    if text is not None and not isinstance(text, str):
+        raise InvalidArgument(f"{field}.prompt", text, "must be text")
+    return text, prompt.get("prompt_token_ids"), read_salt(f"{field}.cache_salt", salt)
+
+
+def spread(field: str, value: Any, count: int) -> list[Any]:
+    """One value for all of `count` branches, or one for each."""
+    each = list(value) if isinstance(value, (list, tuple)) else [value] * count
+    if len(each) != count:
+        limit = f"must be one, or one for each of {count} branches"
+        raise InvalidArgument(field, Shown(f"a list of {len(each)}"), limit)
+    return each
+
+
+def as_continuations(continuations: Any, field: str = "continuations") -> list[Any]:
+    """What `score` is given, as a list."""
+    if isinstance(continuations, (str, bytes, Mapping)) or not isinstance(continuations, Iterable):
+        raise InvalidArgument(field, continuations, "must be a list of texts, or of lists of token ids")
+    return list(continuations)

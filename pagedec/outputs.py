@@ -178,6 +178,57 @@ class BranchOutput(RequestOutput, Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """A place that a branch, or a fork of it, can be taken back to. `num_tokens` is how many tokens it had there."""
+
+    num_tokens: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BranchState:
+    """A branch at one moment: the text of all its tokens, special ones left out, its tokens, their reports as calls
+    have brought them (None for a token of which nothing was reported), and this place."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob] | None]
+    mark: Mark
+
+
+@dataclass(frozen=True, slots=True)
+class BranchBlocks:
+    """KV blocks that a branch holds now, and how many of them others hold, too: branches, or requests that run."""
+
+    num_tokens: int
+    num_blocks: int
+    num_shared_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionBlocks:
+    """KV blocks that branches hold now: each of them, and together, where each block counts once."""
+
+    branches: list[BranchBlocks]
+    num_blocks: int
+
+    @property
+    def num_blocks_saved(self) -> int:
+        """How many more they would hold if they shared none."""
+        return sum(branch.num_blocks for branch in self.branches) - self.num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class SessionState:
+    """What a session holds: branches, and tokens, each once however many branches share it. `seconds_left`: until it is
+    closed if nobody uses it; None: never."""
+
+    num_branches: int
+    num_tokens: int
+    seconds_left: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class ContinuationScore:
     """What a model says of one continuation. `logprob` is the sum over its tokens; `logprobs` has a table for each of
     them, the token itself among its entries. `text` is None where token ids were given."""
@@ -217,3 +268,27 @@ class BeamSearchOutput:
     """The answers to one prompt of `LLM.beam_search`, the best first."""
 
     sequences: list[BeamSearchSequence]
+
+    @classmethod
+    def of(cls, output: RequestOutput, prompt: str | None, keeps_stop: bool) -> BeamSearchOutput:
+        """The answers of a beam search as whole sequences. `prompt`: its text, None where no text is wanted.
+        `keeps_stop`: end tokens are among the tokens."""
+        return cls([_sequence(output, answer, prompt, keeps_stop) for answer in output.outputs])
+
+
+def _sequence(
+    output: RequestOutput, answer: CompletionOutput, prompt: str | None, keeps_stop: bool
+) -> BeamSearchSequence:
+    token_ids, stop_reason = answer.token_ids, answer.stop_reason
+    if answer.finish_reason == "stop" and not isinstance(stop_reason, str):
+        stop_reason = token_ids[-1]
+        token_ids = token_ids if keeps_stop else token_ids[:-1]
+    return BeamSearchSequence(
+        tokens=[*output.prompt_token_ids, *token_ids],
+        logprobs=answer.logprobs or [],
+        cum_logprob=answer.cumulative_logprob or 0.0,
+        text=None if prompt is None else prompt + answer.text,
+        finish_reason=answer.finish_reason,
+        stop_reason=stop_reason,
+        score=answer.score,
+    )

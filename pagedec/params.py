@@ -390,3 +390,11 @@ class BeamSearchParams(RequestParams):
     def speculation(self) -> Speculation | None:
         """The way to draft that `speculative` names; None where it names none."""
         return speculation_of(self.speculative) if isinstance(self.speculative, dict) else None
+
+
+def as_beams(params: Any) -> BeamSearchParams:
+    """The parameters of a call of `beam_search`, with a report of each token, as its sequences have one. Raises
+    `InvalidArgument`."""
+    if not isinstance(params, BeamSearchParams):
+        raise InvalidArgument("params", params, "must be a BeamSearchParams; other ones go to `generate`")
+    return params.clone(logprobs=0) if params.logprobs is None else params

@@ -46,9 +46,23 @@ EXTRA: dict[str, set[str]] = {
     "engine": {"core", "constraints", "decoders", "config", "text", "formats", "environment"},
     "build": {"engine", "executor", "runtime", "core", "config", "text", "formats", "environment"},
     "llm": {"build", "engine", "runtime", "config", "text", "formats", "core", "decoders", "tree"},
-    "search": {"llm"},
+    "search": set(),
     "batch": {"llm", "engine", "config", "text", "core", "decoders"},
-    "serve": {"llm", "engine", "core", "config", "constraints", "decoders", "text", "environment", "v1"},
+    "messages": {"v1"},
+    "serve": {
+        "llm",
+        "engine",
+        "core",
+        "config",
+        "constraints",
+        "decoders",
+        "text",
+        "environment",
+        "messages",
+        "tree",
+        "v1",
+    },
+    "client": {"messages", "tree", "v1"},
     "cli": {
         "llm",
         "batch",
@@ -84,6 +98,7 @@ HOMONYMS = {
     "registry": "what there is by name: decoding algorithms in one, families of models in the other",
     "batch": "a package, and the command line's file for it",
     "serve": "a package, and the command line's file for it",
+    "Client": "who uses a server: as the server knows him in one, and what he asks with in the other",
 }
 """Names that several modules or several classes share, and why they may."""
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}

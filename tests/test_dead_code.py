@@ -26,7 +26,6 @@ OUTSIDE = {
     "self_consistency": "what people import",
     "step_beam_search": "what people import",
     "mcts": "what people import",
-    "rollback": "what people do with a session",
     "intercept_service": "gRPC calls it",
     "format": "logging calls it",
     "describe": "prometheus_client calls it",

@@ -14,7 +14,7 @@ import numpy as np
 from pagedec.core.block import BlockPool
 from pagedec.core.parked import Parking
 from pagedec.core.request import Request
-from pagedec.core.table import BlockNode
+from pagedec.core.table import num_blocks_of
 
 BUCKET = 16
 """Tokens of an answer in one bucket of the survival curve."""
@@ -69,7 +69,7 @@ class Demand:
         ahead: list[Request] = []
         used = pool.num_blocks - pool.num_available
         if parking is not None and parking.holds_blocks(pool.lane):
-            used = num_blocks_of(running)
+            used = num_blocks_of(branch.table for request in running for branch in request.branches)
         for request in running:
             if request.idle or request.order > before.order:
                 used -= sum(branch.table.num_blocks for branch in request.branches)
@@ -165,15 +165,3 @@ def _missing(request: Request, size: int) -> int:
         return missing[0]
     shared = request.prompt_length // size
     return sum(max(0, count - shared) for count in missing) + (shared if any(missing) else 0)
-
-
-def num_blocks_of(requests: Iterable[Request]) -> int:
-    """How many blocks of the target lane these requests hold, each counted once."""
-    seen: set[BlockNode] = set()
-    for request in requests:
-        for branch in request.branches:
-            node = branch.table.leaf
-            while node is not None and node not in seen:
-                seen.add(node)
-                node = node.parent
-    return len({node.block for node in seen})

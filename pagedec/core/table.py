@@ -10,7 +10,7 @@ it belongs to one table alone if it and everything behind it counts 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -51,6 +51,15 @@ class BlockTable:
         """All blocks in order."""
         first = self.row * self.pool.width
         return self.pool.row_view[first : first + self.num_blocks].tolist() if self.num_blocks else []
+
+    @property
+    def num_shared(self) -> int:
+        """How many of its blocks others hold, too: what another table stands on, or has found in the prefix cache."""
+        node, left, num_shared = self.leaf, self.num_blocks, 0
+        while node is not None and node.count == 1:
+            num_shared += self.pool.refs[node.block] > 1
+            node, left = node.parent, left - 1
+        return num_shared + left
 
     def fork(self) -> BlockTable:
         """An equal table. Takes no block, so it never fails."""
@@ -160,6 +169,17 @@ class BlockTable:
             raise InvariantError(f"a table's row {self.blocks()} differs from its nodes {blocks[::-1]}")
         if self.num_blocks != -(-(self.length + len(self.tail)) // self.pool.block_size):
             raise InvariantError(f"a table of {self.length} + {len(self.tail)} tokens holds {self.num_blocks} blocks")
+
+
+def num_blocks_of(tables: Iterable[BlockTable]) -> int:
+    """How many blocks these tables hold together, each counted once."""
+    seen: set[BlockNode] = set()
+    for table in tables:
+        node = table.leaf
+        while node is not None and node not in seen:
+            seen.add(node)
+            node = node.parent
+    return len({node.block for node in seen})
 
 
 def _leave(pool: BlockPool, node: BlockNode | None) -> None:

@@ -14,7 +14,7 @@ from pagedec.core.logprobs import answer_reports
 from pagedec.core.parked import Parked, Parking
 from pagedec.core.protocol import Hypothesis
 from pagedec.core.request import Request
-from pagedec.core.table import BlockTable
+from pagedec.core.table import BlockTable, num_blocks_of
 from pagedec.decoders.scoring import ScoreParams
 from pagedec.engine.open_branches import (
     FEW_TOKENS,
@@ -28,10 +28,13 @@ from pagedec.engine.open_branches import (
 )
 from pagedec.engine.options import read_options
 from pagedec.errors import BranchBusy, BranchClosed, InvalidArgument, RequestError, SessionLimit, Shown
+from pagedec.outputs import BranchBlocks, SessionBlocks
 from pagedec.params import RequestParams
 
 if TYPE_CHECKING:
     from pagedec.engine.engine import Engine
+
+TARGET = "target"
 
 
 class Sessions:
@@ -175,6 +178,21 @@ class Sessions:
         else:
             del self.owners[owner]
             self.num_tokens -= owner.counted
+
+    def blocks(self, branches: Sequence[OpenBranch]) -> SessionBlocks:
+        """KV blocks of the target model that branches hold, and how many of them others hold, too. The branches'
+        sessions count as used. Raises `BranchClosed`."""
+        for branch in branches:
+            if branch.owner is None:
+                raise BranchClosed(branch.name, branch.why_closed)
+        tables = [branch.tables[TARGET] for branch in branches]
+        for owner in {branch.owner for branch in branches if branch.owner is not None}:
+            self._used(owner)
+        each = [
+            BranchBlocks(branch.length, table.num_blocks, table.num_shared)
+            for branch, table in zip(branches, tables, strict=True)
+        ]
+        return SessionBlocks(each, num_blocks_of(tables))
 
     # ---- what the engine does
     def ended(self, request: Request, done: Sequence[Hypothesis]) -> None:

@@ -6,22 +6,21 @@ import asyncio
 import contextlib
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence, Sized
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence, Sized
 from types import TracebackType
 from typing import Any
 
 from pagedec.errors import InvalidArgument
-from pagedec.inputs import Prompt
+from pagedec.inputs import Prompt, as_priorities
 from pagedec.llm.async_session import Opening
-from pagedec.llm.beams import as_beams
 from pagedec.llm.compatibility import check_no_lora
 from pagedec.llm.front import Front
-from pagedec.llm.prompts import Prepared, as_priorities
+from pagedec.llm.prompts import Prepared
 from pagedec.llm.readers import Mailbox, Reader
 from pagedec.llm.signature import listed
 from pagedec.llm.streams import Stream
 from pagedec.outputs import RequestOutput
-from pagedec.params import BeamSearchParams, RequestOutputKind
+from pagedec.params import BeamSearchParams, RequestOutputKind, as_beams
 from pagedec.text.chat_template import Message, Tool
 
 LONG_PROMPT = 20_000
@@ -132,10 +131,14 @@ class AsyncLLM(Front):
         priority: int = 0,
         cache_salt: str = "",
         ttl: float | None = None,
+        chat_template: str | None = None,
+        tools: Sequence[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Opening:
         """Branches in your own hands: `session = await llm.session(prompt)`, or `async with llm.session(prompt) as
         session`. See `AsyncSession`; what the arguments mean: see `LLM.session`."""
-        return Opening(self, *self._opening(prompt, messages, seed, priority, cache_salt, ttl))
+        template = {"chat_template": chat_template, "tools": tools, "template_kwargs": chat_template_kwargs}
+        return Opening(self, *self._opening(prompt, messages, seed, priority, cache_salt, ttl, template))
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests. Their iterators give out what there is, with the reason "abort"; one that is over, or never
@@ -154,24 +157,34 @@ class AsyncLLM(Front):
 
     async def _stream(self, prepared: list[Prepared]) -> AsyncGenerator[RequestOutput, None]:
         job, request = prepared.pop()
-        reader = Reader(self._mailbox(), Stream(job, self.writer))
-        if self._readers.setdefault(job.request_id, reader) is not reader:
-            raise InvalidArgument("request_id", job.request_id, "must not be the id of a request that still runs")
+        with self.reading(Stream(job, self.writer)) as reader:
+            try:
+                self.loop.submit(request, reader.stream)
+                del request  # the loop's now
+                if reader.stream.is_over:  # aborted by another thread, which found nothing in the inbox
+                    self.loop.abort(job.request_id)
+                while True:
+                    await reader.news()
+                    for output in reader.stream.read():
+                        yield output
+                        if output.finished:
+                            return
+            finally:
+                if not reader.stream.is_over:
+                    self.loop.abort(job.request_id)
+
+    @contextlib.contextmanager
+    def reading(self, stream: Stream) -> Iterator[Reader]:
+        """A coroutine's reader of a request's stream, which `abort` finds by the request's name until this is left.
+        Whoever takes the name next comes behind what has ended the request."""
+        name = stream.job.request_id
+        reader = Reader(self._mailbox(), stream)
+        if self._readers.setdefault(name, reader) is not reader:
+            raise InvalidArgument("request_id", name, "must not be the id of a request that still runs")
         try:
-            self.loop.submit(request, reader.stream)
-            del request  # the loop's now
-            if reader.stream.is_over:  # aborted by another thread, which found nothing in the inbox
-                self.loop.abort(job.request_id)
-            while True:
-                await reader.news()
-                for output in reader.stream.read():
-                    yield output
-                    if output.finished:
-                        return
+            yield reader
         finally:
-            if not reader.stream.is_over:
-                self.loop.abort(job.request_id)
-            del self._readers[job.request_id]  # last: whoever takes the name comes behind the abort
+            self._readers.pop(name, None)
 
     # ---- news from the engine's thread
     def _mailbox(self) -> Mailbox:

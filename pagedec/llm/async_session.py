@@ -10,16 +10,20 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, overload
 
 from pagedec.engine.engine import Engine
 from pagedec.engine.open_branches import OpenBranch
-from pagedec.llm.branches import Going, Handle, Mark, Scored, Turns
+from pagedec.engine.sessions import closing
+from pagedec.llm.branches import Handle, Turns
+from pagedec.llm.going import Going, Scored
 from pagedec.llm.readers import Reader
 from pagedec.llm.several import all_at_once, generating, scoring
-from pagedec.outputs import BranchOutput, ContinuationScore
+from pagedec.outputs import BranchOutput, ContinuationScore, Mark, SessionBlocks
 from pagedec.text.chat_template import Message
 
 if TYPE_CHECKING:
     from pagedec.llm.async_llm import AsyncLLM
 
 T = TypeVar("T")
+LONG = 20_000
+"""Characters, or token ids, from which on they are read in a thread, for which an event loop should not be held up."""
 
 
 class AsyncSessionBranch(Handle):
@@ -32,25 +36,27 @@ class AsyncSessionBranch(Handle):
     _front: AsyncLLM
 
     async def generate(
-        self, sampling_params: Any = None, *, keep: str | int = "first", **fields: Any
+        self, sampling_params: Any = None, *, keep: str | int = "first", request_id: str | None = None, **fields: Any
     ) -> BranchOutput[AsyncSessionBranch]:
-        """The answers of a request that goes on from here; see `SessionBranch.generate`."""
-        outputs = self._read(sampling_params, keep, fields, False)
+        """The answers of a request that goes on from here; see `SessionBranch.generate`. `request_id`: as that of
+        `AsyncLLM.generate`. One that is aborted leaves the branch as it was."""
+        outputs = self._read(sampling_params, keep, fields, False, request_id)
         async with contextlib.aclosing(outputs):
             return await anext(outputs)
 
     async def stream(
-        self, sampling_params: Any = None, *, keep: str | int = "first", **fields: Any
+        self, sampling_params: Any = None, *, keep: str | int = "first", request_id: str | None = None, **fields: Any
     ) -> AsyncGenerator[BranchOutput[AsyncSessionBranch], None]:
         """The same as the answers grow. Leaving the iterator before its end leaves the branch as it was."""
-        outputs = self._read(sampling_params, keep, fields, True)
+        outputs = self._read(sampling_params, keep, fields, True, request_id)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
 
     async def append(self, what: str | Sequence[int] | Message) -> None:
         """Go on with a text, with token ids, or with a chat's next message; see `SessionBranch.append`."""
-        await self._do(self._appending(what))
+        is_slow = not isinstance(what, (str, Sequence)) or len(what) > LONG
+        await self._do(await asyncio.to_thread(self._appending, what) if is_slow else self._appending(what))
 
     @overload
     async def fork(self) -> Self: ...
@@ -66,12 +72,16 @@ class AsyncSessionBranch(Handle):
         await self._do(self._cutting(to))
 
     async def score(
-        self, continuations: Sequence[str | Sequence[int]], *, logprobs: int = 0
+        self, continuations: Sequence[str | Sequence[int]], *, logprobs: int = 0, request_id: str | None = None
     ) -> list[ContinuationScore]:
         """How probable the model takes each of these continuations to be; see `SessionBranch.score`."""
-        scored = self._scoring(continuations, logprobs)
+        scored = await asyncio.to_thread(self._scoring, continuations, logprobs, request_id=request_id)
         await self._run([] if scored.is_empty else [scored])
         return scored.results()
+
+    async def blocks(self, branches: Sequence[AsyncSessionBranch] | None = None) -> SessionBlocks:
+        """KV blocks that these branches hold now, by default this one alone."""
+        return await self._do(self._counting([self] if branches is None else branches))
 
     async def generate_all(
         self,
@@ -113,33 +123,45 @@ class AsyncSessionBranch(Handle):
         await self.close()
 
     async def _read(
-        self, sampling_params: Any, keep: str | int, fields: dict[str, Any], streams: bool
+        self, sampling_params: Any, keep: str | int, fields: dict[str, Any], streams: bool, name: str | None
     ) -> AsyncGenerator[BranchOutput[AsyncSessionBranch], None]:
-        going = self._generating(sampling_params, keep, fields, streams)
-        reader = Reader(self._front._mailbox(), going.stream)
-        try:
-            await self._do(going.begin)
-            while True:
-                await reader.news()
-                for output in going.stream.read():
-                    if streams and output.finished:
-                        await self._do(going.read)
-                    yield going.written(output)
-                    if output.finished:
-                        return
-        finally:
-            going.leave()
+        given = sampling_params, keep, fields, streams, name
+        if "structured_outputs" in fields or getattr(sampling_params, "structured_outputs", None) is not None:
+            going = await asyncio.to_thread(self._generating, *given)
+        else:
+            going = self._generating(*given)
+        with self._front.reading(going.stream) as reader:
+            try:
+                await self._do(going.begin)
+                self._abort_if_over(reader)
+                while True:
+                    await reader.news()
+                    for output in going.stream.read():
+                        if streams and output.finished:
+                            await self._do(going.read)
+                        yield going.written(output)
+                        if output.finished:
+                            return
+            finally:
+                going.leave()
+
+    def _abort_if_over(self, reader: Reader) -> None:
+        if reader.stream.is_over:  # aborted before the loop had it, perhaps
+            self._front.loop.abort(reader.stream.job.request_id)
 
     async def _run(self, calls: Sequence[Going[AsyncSessionBranch]] | Sequence[Scored]) -> None:
         """Begin calls together, and wait until all are over."""
-        readers = [Reader(self._front._mailbox(), call.stream) for call in calls]
-        try:
-            await self._do(all_at_once(calls))
-            for reader in readers:
-                await reader.news()
-        finally:
-            for call in calls:
-                call.leave()
+        with contextlib.ExitStack() as stack:
+            readers = [stack.enter_context(self._front.reading(call.stream)) for call in calls]
+            try:
+                await self._do(all_at_once(calls))
+                for reader in readers:
+                    self._abort_if_over(reader)
+                for reader in readers:
+                    await reader.news()
+            finally:
+                for call in calls:
+                    call.leave()
 
     async def _do(self, function: Callable[[Engine], T]) -> T:
         return await asyncio.wrap_future(self._front.loop.call(function))
@@ -153,6 +175,10 @@ class AsyncSession(AsyncSessionBranch):
     def _again(self, branch: OpenBranch) -> Any:
         return AsyncSessionBranch(self._front, branch, self._turns, self._owner)
 
+    async def close_all(self, branches: Sequence[AsyncSessionBranch]) -> None:
+        """Let several branches go at once; calls on them fail."""
+        await self._do(closing([branch._branch for branch in branches]))
+
     async def close(self) -> None:
         """Let all branches go; calls on them fail. May be called again."""
         if not self._front.loop.closed:
@@ -162,8 +188,9 @@ class AsyncSession(AsyncSessionBranch):
 class Opening:
     """A session that is about to be opened: to be awaited, or entered with `async with`."""
 
-    def __init__(self, front: AsyncLLM, opening: Callable[[Engine], OpenBranch], turns: Turns) -> None:
-        self._front, self._opening, self._turns = front, opening, turns
+    def __init__(self, front: AsyncLLM, opening: Callable[[Engine], OpenBranch], turns: Turns, num_tokens: int) -> None:
+        """`num_tokens`: of its prompt."""
+        self._front, self._opening, self._turns, self.num_tokens = front, opening, turns, num_tokens
         self._session: AsyncSession | None = None
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -5,24 +5,22 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 
-from pagedec.decoders.scoring import ScoreParams
-from pagedec.engine.engine import Engine, FinishedRequest
-from pagedec.engine.open_branches import SCORES, OpenBranch, OpenCall, Owner
+from pagedec.core.history import History
+from pagedec.engine.engine import Engine
+from pagedec.engine.open_branches import OpenBranch, Owner
 from pagedec.engine.sessions import closing
-from pagedec.errors import InvalidArgument, RequestError, Shown, counted
+from pagedec.errors import BranchBusy, InvalidArgument, Shown, counted
 from pagedec.fields import Integer
+from pagedec.inputs import as_continuations, read_token_ids
 from pagedec.llm.branch_tree import branch_tree, path, shared
-from pagedec.llm.prompts import Job, read_token_ids
-from pagedec.llm.streams import Stream
-from pagedec.outputs import BranchOutput, ContinuationScore, Logprob, RequestOutput
+from pagedec.llm.going import Going, Scored
+from pagedec.outputs import BranchState, Logprob, Mark, SessionBlocks, SessionState
 from pagedec.params import RequestOutputKind, RequestParams
 from pagedec.text.chat_template import Message
 from pagedec.text.conversation import Conversation, encode_behind
@@ -33,15 +31,6 @@ if TYPE_CHECKING:
 
 Turns = tuple[tuple[int, Conversation], ...]
 """Of a chat: after each message of the user's, how many tokens there were, and the conversation up to there."""
-B = TypeVar("B", bound="Handle")
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A place that a branch, or a fork of it, can be taken back to. `num_tokens` is how many tokens it had there."""
-
-    num_tokens: int
-    digest: bytes
 
 
 class Handle:
@@ -105,7 +94,24 @@ class Handle:
     def logprobs(self) -> list[dict[int, Logprob] | None]:
         """A table for each token: the model's log-probabilities, as calls have reported them (`logprobs=0` reports the
         token's own). None for what was given, or not reported."""
+        return self._tables(*self._branch.place)
+
+    def state(self) -> BranchState:
+        """Its text, its tokens and their reports, all of one moment."""
         history, tip = self._branch.place
+        tokens, tokenizer = history.tokens(tip), self._front.tokenizer
+        text = "" if tokenizer is None else tokenizer.decode(tokens)
+        return BranchState(text, tokens, self._tables(history, tip), Mark(len(tokens), _digest(tokens)))
+
+    def session_state(self) -> SessionState:
+        """How large its session is, and how long it lives if nobody uses it."""
+        owner = self._owner
+        spare = None if owner.ttl is None else owner.ttl
+        if spare is not None and not owner.num_calls:
+            spare = max(0.0, owner.last_used + spare - self._front.engine.clock())
+        return SessionState(len(owner.branches), owner.counted, spare)
+
+    def _tables(self, history: History, tip: int) -> list[dict[int, Logprob] | None]:
         found = [history.notes.get(node) for node in path(history, tip, 0)]
         tables = self._front.writer.logprobs(found)
         assert tables is not None
@@ -116,13 +122,17 @@ class Handle:
         tokens = self._branch.tokens()
         return Mark(len(tokens), _digest(tokens))
 
-    def tree(self) -> AnswerTree:
-        """All open branches of the session as a tree: what they share, where they part. `str` draws it for a terminal,
-        its `svg()` and `html()` make one file. Each is shown with its name, in the order in which they were made."""
+    def tree(self, branches: Sequence[Handle] | None = None) -> AnswerTree:
+        """All open branches of the session as a tree, or those that are given: what they share, where they part. `str`
+        draws it for a terminal, its `svg()` and `html()` make one file. Each is shown with its name, in the order in
+        which they were made, or were given."""
         gone = {id(dropped) for dropped in self._front.engine.sessions.dropped.copy()}
         owner = self._owner
-        branches = [branch for branch in list(owner.branches.values()) if id(branch) not in gone] or [self._branch]
-        return branch_tree(self._front, branches, owner.prompt_length)
+        if branches is None:
+            own = [branch for branch in list(owner.branches.values()) if id(branch) not in gone]
+        else:
+            own = [handle._branch for handle in branches]
+        return branch_tree(self._front, own or [self._branch], owner.prompt_length)
 
     # ---- what is to happen to it, for the loop
     def _again(self, branch: OpenBranch) -> Self:
@@ -161,8 +171,8 @@ class Handle:
         same = len(shared([now, wanted]))
 
         def chat(engine: Engine) -> None:
-            if self._branch.tokens() != now:
-                raise InvalidArgument("append", dict(message), f"must wait: another thread changed branch {self.name}")
+            if self._branch.tokens() != now:  # somebody else was faster: what is wanted follows from what is no more
+                raise BranchBusy(self.name, "append")
             engine.sessions.append(engine, self._branch, wanted[same:], same)
             self._turns = turns
 
@@ -192,6 +202,11 @@ class Handle:
             raise InvalidArgument("rollback", Shown(f"a mark at {keep} tokens"), limit)
         return keep
 
+    def _counting(self, branches: Sequence[Handle]) -> Callable[[Engine], SessionBlocks]:
+        """What `branches` hold. They count as used."""
+        own = [handle._branch for handle in branches]
+        return lambda engine: engine.sessions.blocks(own)
+
     def _closing_all(self) -> Callable[[Engine], Any]:
         owner = self._owner
         return lambda engine: closing(list(owner.branches.values()))(engine)
@@ -199,7 +214,9 @@ class Handle:
     def _closing(self) -> Callable[[Engine], Any]:
         return closing([self._branch])
 
-    def _generating(self, sampling_params: Any, keep: str | int, fields: Mapping[str, Any], streams: bool) -> Going:
+    def _generating(
+        self, sampling_params: Any, keep: str | int, fields: Mapping[str, Any], streams: bool, name: str | None = None
+    ) -> Going[Self]:
         params = self._front.get_default_sampling_params() if sampling_params is None else sampling_params
         if not isinstance(params, RequestParams):
             limit = "must be a SamplingParams, a BeamSearchParams, or of another decoder that is registered"
@@ -208,14 +225,16 @@ class Handle:
             self._front.prepare_grammar(params.clone(**fields))
         if not streams:
             fields = {**fields, "output_kind": RequestOutputKind.FINAL_ONLY}
-        return Going(self, params.clone(**fields) if fields else copy.copy(params), keep, streams)
+        return Going(self, params.clone(**fields) if fields else copy.copy(params), keep, streams, name)
 
-    def _scoring(self, continuations: Any, logprobs: int, field: str = "continuations") -> Scored:
+    def _scoring(
+        self, continuations: Any, logprobs: int, field: str = "continuations", request_id: str | None = None
+    ) -> Scored:
         logprobs = Integer("most probable tokens that are reported", low=-1).check("logprobs", logprobs)
-        many = _listed(field, continuations)
+        many = as_continuations(continuations, field)
         rows = [self._tokens(f"{field}[{i}]", one) for i, one in enumerate(many)]
         texts = [one if isinstance(one, str) else None for one in many]
-        return Scored(self, texts, rows, logprobs, field)
+        return Scored(self, texts, rows, logprobs, field, request_id)
 
     def _tokens(self, field: str, what: Any) -> list[int]:
         """A text as it goes on behind the branch, or token ids."""
@@ -235,133 +254,11 @@ class Handle:
         return tokenizer.encode(what, add_special_tokens=False) if found is None else found
 
 
-class Going(Generic[B]):
-    """A call on its way, and its stream."""
-
-    def __init__(self, handle: B, params: RequestParams, keep: str | int, streams: bool) -> None:
-        """`streams`: what it ends with is kept when it was read to its end (`read`)."""
-        front = handle._front
-        job = Job(f"session-{next(front.call_numbers)}", None, [], params)
-        self.handle, self.keep, self.streams, self.stream = handle, keep, streams, Stream(job, front.writer)
-        self._calls: list[OpenCall] = []
-        unclaimed = weakref.finalize(self, _let_go, self._calls, front.engine.sessions.dropped)
-        unclaimed.atexit = False  # nobody waits for it any more, or for what it has kept
-
-    def begin(self, engine: Engine) -> None:
-        """Send it out. Called in the loop."""
-        branch, job = self.handle._branch, self.stream.job
-        request = engine.sessions.begin(engine, branch, job.request_id, job.params, self.keep, self.streams)
-        assert isinstance(request.home, OpenCall)
-        self._calls.append(request.home)
-        job.token_ids[:] = branch.tokens()
-        self.handle._front.loop.join(request, self.stream)
-
-    def leave(self) -> None:
-        """If it was not read to its end, nobody will."""
-        if self.streams or not self.stream.is_over:
-            self.handle._front.loop.abort(self.stream.job.request_id)
-
-    def read(self, engine: Engine) -> None:
-        """It was read to its end. Called in the loop."""
-        engine.sessions.read(self.stream.job.request_id)
-
-    def withdraw(self) -> None:
-        """It was begun in this turn, and shall not have been."""
-        self.stream.is_over = True
-        self.handle._front.loop.withdraw(self.stream.job.request_id)
-
-    def written(self, output: RequestOutput) -> BranchOutput[B]:
-        """An output with the branches that were kept, if it is the last one."""
-        kept: list[OpenBranch] = []
-        if output.finished and self._calls:
-            kept, self._calls[0].kept = self._calls[0].kept, []
-        return BranchOutput.of(output, [self.handle._again(branch) for branch in kept])
-
-
-class Scored:
-    """Continuations that are scored. `stream` brings nothing but the end."""
-
-    def __init__(
-        self, handle: Handle, texts: Sequence[str | None], rows: Sequence[Sequence[int]], logprobs: int, field: str
-    ) -> None:
-        self._field, self._texts, self._rows, self._handle = field, texts, [tuple(row) for row in rows], handle
-        longest = max(map(len, self._rows), default=0)
-        self.is_empty = longest == 0
-        params = ScoreParams(
-            continuations=tuple(self._rows), max_tokens=max(1, longest), logprobs=logprobs, ignore_eos=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )  # fmt: skip
-        job = Job(f"session-{next(handle._front.call_numbers)}", None, [], params)
-        self.stream = Ending(job, handle._front.writer)
-        self._root = 0
-
-    def begin(self, engine: Engine) -> None:
-        """Send it out. Called in the loop."""
-        branch, job = self._handle._branch, self.stream.job
-        assert isinstance(job.params, ScoreParams)
-        for i, row in enumerate(self._rows):
-            engine.check_room(f"{self._field}[{i}]", len(row), 0, branch.length)
-            engine.sessions.check_tokens(engine, f"{self._field}[{i}]", row)
-        self._root = branch.place[1]
-        request = engine.sessions.begin(engine, branch, job.request_id, job.params, SCORES)
-        self._handle._front.loop.join(request, self.stream)
-
-    def leave(self) -> None:
-        """If it still runs, nobody waits for it any more."""
-        if not self.stream.is_over:
-            self._handle._front.loop.abort(self.stream.job.request_id)
-
-    def withdraw(self) -> None:
-        """It was begun in this turn, and shall not have been."""
-        self.stream.is_over = True
-        self._handle._front.loop.withdraw(self.stream.job.request_id)
-
-    def results(self) -> list[ContinuationScore]:
-        """The scores, when it is over. Raises `RequestError` if it has failed."""
-        if self.is_empty:
-            return [ContinuationScore(text, [], 0.0, []) for text in self._texts]
-        request = self.stream.result().request
-        history, reports = request.history, request.reports
-        assert reports is not None
-        scores = []
-        for text, row in zip(self._texts, self._rows, strict=True):
-            tip, found = self._root, []
-            for token in row:
-                found.append(reports.edges[tip << 32 | token])
-                tip = history.find(tip, token) or 0  # nothing stands behind the last one
-            tables = self._handle._front.writer.logprobs(found) or []
-            total = float(sum(entry.logprob for entry in found))
-            scores.append(ContinuationScore(text, list(row), total, [table for table in tables if table is not None]))
-        return scores
-
-
-class Ending(Stream):
-    """The sink of a request of which nothing but its end is wanted."""
-
-    def result(self) -> FinishedRequest:
-        """What it has ended with. Raises the error that it has failed with."""
-        last = self._news[-1]
-        if isinstance(last, RequestError):
-            raise last
-        assert isinstance(last, FinishedRequest)
-        return last
-
-
-def _let_go(calls: Sequence[OpenCall], dropped: deque[OpenBranch | OpenCall]) -> None:
-    dropped.extend(calls)
-
-
 def check_turn(field: str, message: Mapping[str, Any]) -> None:
     """Raise `InvalidArgument` for a chat's message behind which no answer can stand."""
     if message.get("role") == "assistant":
         limit = "must be another's: the answer is generated; `append` a text to begin it"
         raise InvalidArgument(f"{field}.role", "assistant", limit)
-
-
-def _listed(field: str, continuations: Any) -> list[Any]:
-    if isinstance(continuations, (str, bytes, Mapping)) or not isinstance(continuations, Iterable):
-        raise InvalidArgument(field, continuations, "must be a list of texts, or of lists of token ids")
-    return list(continuations)
 
 
 def _digest(tokens: Sequence[int]) -> bytes:

@@ -18,13 +18,13 @@ from pagedec.engine.open_branches import OpenBranch
 from pagedec.engine.sessions import compile_grammar
 from pagedec.errors import AbsentFeature, InvalidArgument, NotFound, Shown
 from pagedec.fields import Number
-from pagedec.inputs import Prompt
+from pagedec.inputs import Prompt, as_conversations, as_priorities, as_priority, read_salt
 from pagedec.llm.branches import Turns, check_turn
 from pagedec.llm.compatibility import translated
 from pagedec.llm.defaults import sampling_defaults
 from pagedec.llm.fetching import fetched
 from pagedec.llm.of_vllm import ABSENT
-from pagedec.llm.prompts import Job, Prepared, as_conversations, as_priorities, as_priority, read_prompt, read_salt
+from pagedec.llm.prompts import Job, Prepared, read_prompt
 from pagedec.llm.room import within_pool
 from pagedec.llm.signature import EngineArgs, signed
 from pagedec.llm.writer import Writer
@@ -220,9 +220,9 @@ class Front:
 
     def _opening(
         self, prompt: Prompt | None, messages: Sequence[Message] | None, seed: int | None, priority: int, salt: str,
-        ttl: float | None,
-    ) -> tuple[Callable[[Engine], OpenBranch], Turns]:  # fmt: skip
-        """What opens a session, for the loop."""
+        ttl: float | None, template: Mapping[str, Any],
+    ) -> tuple[Callable[[Engine], OpenBranch], Turns, int]:  # fmt: skip
+        """What opens a session, for the loop, and how many tokens it begins with."""
         self.loop.require_open()
         if (prompt is None) == (messages is None):
             raise InvalidArgument("prompt", prompt, "must be given, or messages, and not both")
@@ -232,7 +232,7 @@ class Front:
         if messages is not None:
             *earlier, last = check_messages(messages)
             check_turn(f"messages[{len(earlier)}]", last)
-            conversation = self.conversation(earlier)
+            conversation = self.conversation(earlier, **template)
             token_ids = conversation.ask(last)
             turns, own = ((len(token_ids), conversation),), ""
         else:
@@ -242,7 +242,7 @@ class Front:
         given = SamplingParams(seed=seed).seed
         with self._admitting:
             name = self.engine.draw_seed() if given is None else given
-        return lambda engine: engine.sessions.open(engine, token_ids, name, own, order, seconds), turns
+        return lambda engine: engine.sessions.open(engine, token_ids, name, own, order, seconds), turns, len(token_ids)
 
     # ---- the end
     def close(self) -> None:

@@ -9,17 +9,17 @@ from typing import Any
 
 from pagedec.errors import CallInterrupted, InvalidArgument, RequestsFailed
 from pagedec.fields import Integer
-from pagedec.inputs import Array, Prompt
-from pagedec.llm.beams import as_beams, beam_output
+from pagedec.inputs import Array, Prompt, as_list, with_token_ids
+from pagedec.llm.beams import beam_output
 from pagedec.llm.collecting import Collection
 from pagedec.llm.compatibility import check_no_lora
 from pagedec.llm.front import Front, renamed
-from pagedec.llm.prompts import Prepared, as_list, with_token_ids
+from pagedec.llm.prompts import Prepared
 from pagedec.llm.session import Session
 from pagedec.llm.signature import listed
 from pagedec.llm.streams import Stream
 from pagedec.outputs import BeamSearchOutput, RequestOutput
-from pagedec.params import BeamSearchParams
+from pagedec.params import BeamSearchParams, as_beams
 from pagedec.text.chat_template import Message, Tool
 
 ON_ERROR = ("raise", "return")
@@ -152,16 +152,21 @@ class LLM(Front):
         priority: int = 0,
         cache_salt: str = "",
         ttl: float | None = None,
+        chat_template: str | None = None,
+        tools: Sequence[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Session:
         """Branches in your own hands, of which the first begins with `prompt`, or with a chat's `messages`, the last of
         which is the user's: generate, append, fork, roll back, score; see `Session`.
 
         `seed` names the randomness of all branches; without one it is drawn from the engine's own. `priority`: of its
         requests, and where blocks run out the highest number gives way first. `ttl`: seconds after which the session is
-        closed if nobody uses it, by default the engine's `session_ttl`. Raises `InvalidArgument`, and `SessionLimit`
-        where sessions hold all that they may.
+        closed if nobody uses it, by default the engine's `session_ttl`. `chat_template`, `tools` and
+        `chat_template_kwargs` are of `messages`: see `render_chat`. Raises `InvalidArgument`, and `SessionLimit` where
+        sessions hold all that they may.
         """
-        opening, turns = self._opening(prompt, messages, seed, priority, cache_salt, ttl)
+        template = {"chat_template": chat_template, "tools": tools, "template_kwargs": chat_template_kwargs}
+        opening, turns, _ = self._opening(prompt, messages, seed, priority, cache_salt, ttl, template)
         return self.loop.at_once(lambda engine: Session(self, opening(engine), turns))
 
     def _stream(self, prepared: list[Prepared]) -> Generator[RequestOutput, None, None]:

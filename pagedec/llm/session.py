@@ -6,9 +6,10 @@ from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any, Self, overload
 
-from pagedec.llm.branches import Going, Handle, Mark, Scored
+from pagedec.llm.branches import Handle
+from pagedec.llm.going import Going, Scored
 from pagedec.llm.several import all_at_once, generating, scoring
-from pagedec.outputs import BranchOutput, ContinuationScore
+from pagedec.outputs import BranchOutput, ContinuationScore, Mark, SessionBlocks
 from pagedec.text.chat_template import Message
 
 
@@ -84,6 +85,10 @@ class SessionBranch(Handle):
         -1: all."""
         [scores] = self._score_all([self._scoring(continuations, logprobs)])
         return scores
+
+    def blocks(self, branches: Sequence[SessionBranch] | None = None) -> SessionBlocks:
+        """KV blocks that these branches hold now, by default this one alone."""
+        return self._front.loop.at_once(self._counting([self] if branches is None else branches))
 
     def close(self) -> None:
         """Let the branch go; a call on it fails. May be called again."""

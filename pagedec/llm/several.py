@@ -7,7 +7,8 @@ from typing import Any
 
 from pagedec.engine.engine import Engine
 from pagedec.errors import InvalidArgument, Shown
-from pagedec.llm.branches import B, Going, Handle, Scored
+from pagedec.llm.branches import Handle
+from pagedec.llm.going import B, Going, Scored
 
 
 def generating(

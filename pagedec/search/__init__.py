@@ -1,6 +1,7 @@
 """Searches over what a model may write, on sessions: each forks branches, scores them, and goes on with the best.
 
-Every search takes a branch of a session of `LLM`, leaves it as it is, and returns new ones. Read `scorers` first, then
+Every search takes a branch of a session, of `LLM` or of a server's (`pagedec.client`), leaves it as it is, and returns
+new ones. Read `scorers` first, then
 `best_of_n`, `self_consistency`, `step_beam_search` and `mcts`: each is a page, to be used or to begin one's own from.
 """
 

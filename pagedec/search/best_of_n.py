@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagedec.llm.session import SessionBranch
-from pagedec.search.scorers import Found, Scorer, best, check_search, has_ended, scored
+from pagedec.search.scorers import Found, Scorer, Searchable, best, check_search, has_ended, scored
 
 
-def best_of_n(branch: SessionBranch, scorer: Scorer, n: int = 4, sampling_params: Any = None, **fields: Any) -> Found:
+def best_of_n(branch: Searchable, scorer: Scorer, n: int = 4, sampling_params: Any = None, **fields: Any) -> Found:
     """Draw `n` answers behind `branch` and return the one that `scorer` likes best, the first of equal ones, as a new
-    branch. `sampling_params` and `fields` are those of `SessionBranch.generate`. `branch` stays as it is."""
+    branch. `sampling_params` and `fields` are those of its `generate`. `branch` stays as it is."""
     check_search(branch, "scorer", scorer)
     output = branch.generate(sampling_params, keep="all", n=n, **fields)
     values = scored(scorer, output.branches)

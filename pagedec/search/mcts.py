@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagedec.fields import Number
-from pagedec.llm.session import SessionBranch
-from pagedec.search.scorers import Scorer, check_search, has_ended, scored, step_fields
+from pagedec.search.scorers import Scorer, Searchable, check_search, has_ended, scored, step_fields
 
 
 @dataclass(slots=True, eq=False)
 class Node:
     """A place in the tree. `value` is the mean of the scores that were seen below it, `visits` how many they were."""
 
-    branch: SessionBranch
+    branch: Any
     parent: Node | None = None
     ended: bool = False
     score: float = 0.0
@@ -46,7 +45,7 @@ class Node:
 
 
 def mcts(
-    branch: SessionBranch,
+    branch: Searchable,
     scorer: Scorer,
     *,
     simulations: int = 16,

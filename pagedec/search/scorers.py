@@ -5,15 +5,47 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from inspect import iscoroutinefunction
+from typing import Any, Protocol, TypeAlias
 
 from pagedec.errors import InvalidArgument
 from pagedec.fields import Integer
-from pagedec.llm.async_session import AsyncSessionBranch
-from pagedec.llm.session import SessionBranch
-from pagedec.outputs import CompletionOutput
+from pagedec.outputs import BranchOutput, CompletionOutput, ContinuationScore
 
-Scorer: TypeAlias = Callable[[SessionBranch], float]
+
+class Searchable(Protocol):
+    """What a search needs of a branch: that of a session of `LLM`, or of a server's (`pagedec.client`)."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def room(self) -> int: ...
+
+    def generate(self, sampling_params: Any = None, *, keep: str | int = "first", **fields: Any) -> BranchOutput[Any]:
+        """Answers behind the branch."""
+
+    def generate_all(
+        self, branches: Sequence[Any], sampling_params: Any = None, *, keep: str | int = "first", **fields: Any
+    ) -> list[BranchOutput[Any]]:
+        """The same of several branches, together."""
+
+    def append(self, what: Any) -> None:
+        """Go on with a text."""
+
+    def fork(self) -> Any:
+        """A new branch that is where this one is."""
+
+    def score_all(
+        self, branches: Sequence[Any], continuations: Sequence[Any], *, logprobs: int = 0
+    ) -> list[list[ContinuationScore]]:
+        """How probable continuations of several branches are."""
+
+    def close(self) -> None:
+        """Let the branch go."""
+
+
+Scorer: TypeAlias = Callable[[Any], float]
 """Higher is better. It may read the branch (`text`, `token_ids`, `logprobs`), fork it and score continuations."""
 
 
@@ -22,7 +54,7 @@ class Found:
     """A branch that a search returns, its score, and whether nothing can follow: its answer is complete, or the
     context is full."""
 
-    branch: SessionBranch
+    branch: Any
     score: float
     ended: bool = False
 
@@ -36,10 +68,10 @@ class ModelJudge:
     good: str = "Yes"
     bad: str = "No"
 
-    def __call__(self, branch: SessionBranch) -> float:
+    def __call__(self, branch: Searchable) -> float:
         return self.all([branch])[0]
 
-    def all(self, branches: Sequence[SessionBranch]) -> list[float]:
+    def all(self, branches: Sequence[Searchable]) -> list[float]:
         """The scores of several branches, which are asked in one batch."""
         forks = [branch.fork() for branch in branches]
         try:
@@ -55,7 +87,7 @@ class ModelJudge:
 def check_search(branch: object, name: str, function: object, **numbers: object) -> None:
     """Raise `InvalidArgument` for what no search can begin with. `name` is that of `function`; `numbers` must be whole
     and at least 1."""
-    if isinstance(branch, AsyncSessionBranch) or not hasattr(branch, "fork"):
+    if not hasattr(branch, "fork") or iscoroutinefunction(branch.fork):
         raise InvalidArgument("branch", branch, "must be a branch of a session of `LLM`")
     if not callable(function):
         of = "a text that returns what it says" if name == "answer_of" else "a branch that returns a number"
@@ -71,20 +103,20 @@ def step_fields(delimiter: str, samples: int, fields: Mapping[str, Any]) -> dict
     return {"stop": [delimiter], "include_stop_str_in_output": True, "n": samples, **fields}
 
 
-def has_ended(branch: SessionBranch, answer: CompletionOutput, delimiter: str | None = None) -> bool:
+def has_ended(branch: Searchable, answer: CompletionOutput, delimiter: str | None = None) -> bool:
     """Whether nothing can follow an answer that `branch` goes on from: it ended, and not at `delimiter`, or there is no
     room."""
     return (answer.finish_reason == "stop" and answer.stop_reason != delimiter) or not branch.room
 
 
-def scored(scorer: Scorer, branches: Sequence[SessionBranch], most: float = math.inf) -> list[float]:
+def scored(scorer: Scorer, branches: Sequence[Searchable], most: float = math.inf) -> list[float]:
     """Each branch's score; of a `ModelJudge` in one batch. Raises `InvalidArgument` for a score that is no number, or
     beyond `most`, whatever its sign."""
     values = scorer.all(branches) if isinstance(scorer, ModelJudge) else map(scorer, branches)
     return [_number(branch, value, most) for branch, value in zip(branches, values, strict=True)]
 
 
-def _number(branch: SessionBranch, value: Any, most: float) -> float:
+def _number(branch: Searchable, value: Any, most: float) -> float:
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError):

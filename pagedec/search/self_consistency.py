@@ -7,8 +7,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from pagedec.llm.session import SessionBranch
-from pagedec.search.scorers import check_search
+from pagedec.search.scorers import Searchable, check_search
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +20,7 @@ class Vote:
 
 
 def self_consistency(
-    branch: SessionBranch,
+    branch: Searchable,
     answer_of: Callable[[str], Hashable],
     n: int = 8,
     sampling_params: Any = None,

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagedec.llm.session import SessionBranch
-from pagedec.search.scorers import Found, Scorer, best, check_search, has_ended, scored, step_fields
+from pagedec.search.scorers import Found, Scorer, Searchable, best, check_search, has_ended, scored, step_fields
 
 
 def step_beam_search(
-    branch: SessionBranch,
+    branch: Searchable,
     judge: Scorer,
     *,
     width: int = 4,

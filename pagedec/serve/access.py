@@ -37,6 +37,7 @@ class Client:
     max_requests: int | None = option(None, Integer("requests at the same time", low=1, optional=True))
     max_branches: int | None = option(None, Integer("open branches of his sessions", low=1, optional=True))
     max_tokens: int | None = option(None, Integer("tokens that his running requests may come to", low=1, optional=True))
+    max_session_tokens: int | None = option(None, Integer("tokens that his sessions may hold", low=1, optional=True))
     is_admin: bool = option(False, Flag("he may use AdminService"))
 
     def __post_init__(self) -> None:

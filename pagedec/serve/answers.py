@@ -2,53 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
-from pagedec.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from pagedec.params import RequestParams, SamplingParams
+from pagedec.messages import REASONS, TIME_LIMIT
+from pagedec.outputs import (
+    BranchBlocks,
+    CompletionOutput,
+    ContinuationScore,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
+from pagedec.params import RequestOutputKind, RequestParams, SamplingParams
 from pagedec.serve.statuses import as_duration
-from pagedec.v1 import answer_pb2, generation_service_pb2
+from pagedec.tree import AnswerTree
+from pagedec.v1 import answer_pb2, generation_service_pb2, session_service_pb2
 
-REASONS = {
-    None: answer_pb2.FINISH_REASON_UNSPECIFIED,
-    "stop": answer_pb2.FINISH_REASON_STOP,
-    "length": answer_pb2.FINISH_REASON_LENGTH,
-    "abort": answer_pb2.FINISH_REASON_ABORTED,
-}
-TIME_LIMIT = "max_time"
 Tables = Sequence[Mapping[int, Logprob] | None] | None
 
 
-class Events:
-    """One request's outputs, each what has come since the one before (`DELTA`), as a stream's messages."""
+M = TypeVar("M")
 
-    def __init__(self, params: RequestParams) -> None:
+
+class Events(Generic[M]):
+    """One request's outputs as a stream's messages: each output what has come since the one before (`DELTA`), or a
+    single one with all of it (`FINAL_ONLY`)."""
+
+    def __init__(self, params: RequestParams, kind: Callable[[], M]) -> None:
+        """`kind`: of messages, which have the fields of a `GenerateStreamResponse`."""
+        self._kind = kind
+        self._is_whole = params.output_kind is RequestOutputKind.FINAL_ONLY
         self._may_be_common = not isinstance(params, SamplingParams) and params.num_answers > 1
         self._num_answers = params.num_answers
         self._is_first = True
         self._told: set[int] = set()  # answers whose end was told of
 
-    def message(self, output: RequestOutput) -> generation_service_pb2.GenerateStreamResponse:
-        """The next message."""
-        made = generation_service_pb2.GenerateStreamResponse()
+    def message(self, output: RequestOutput, text: str = "") -> M:
+        """The next message. `text`: what a conversation became."""
+        message = self._kind()
+        made: Any = message
         if self._is_first:
             self._is_first = False
             made.request_id = output.request_id
-            made.prompt.CopyFrom(prompt_info(output))
+            made.prompt.CopyFrom(prompt_info(output, text))
         if not output.finished and self._are_common(output.outputs):
             _write_delta(made.deltas.add(all_answers=True), output.outputs[0])
-            return made
+            return message
         for answer in output.outputs:
-            if answer.token_ids or answer.text:
+            if not self._is_whole and (answer.token_ids or answer.text):
                 _write_delta(made.deltas.add(index=answer.index), answer)
             if answer.finish_reason is not None and answer.index not in self._told:
                 self._told.add(answer.index)
-                made.finished.append(as_answer(answer, is_told=True))
+                made.finished.append(as_answer(answer, is_told=not self._is_whole))
         if output.finished:
             made.prompt_logprobs.extend(as_logprobs(output.prompt_logprobs))
-            if output.metrics is not None:
-                made.usage.CopyFrom(as_usage(output.metrics))
-        return made
+            made.usage.CopyFrom(as_usage(output.metrics))
+        return message
 
     def _are_common(self, answers: Sequence[CompletionOutput]) -> bool:
         """All answers that can still come go on with the same."""
@@ -58,20 +68,25 @@ class Events:
         return all(answer.token_ids == first.token_ids and answer.text == first.text for answer in answers)
 
 
-def as_response(output: RequestOutput) -> generation_service_pb2.GenerateResponse:
-    """A finished output as one message."""
+def as_response(output: RequestOutput, text: str = "") -> generation_service_pb2.GenerateResponse:
+    """A finished output as one message. `text`: what a conversation became."""
     return generation_service_pb2.GenerateResponse(
         request_id=output.request_id,
         answers=[as_answer(answer) for answer in output.outputs],
-        prompt=prompt_info(output),
+        prompt=prompt_info(output, text),
         prompt_logprobs=as_logprobs(output.prompt_logprobs),
-        usage=None if output.metrics is None else as_usage(output.metrics),
+        usage=as_usage(output.metrics),
     )
 
 
-def prompt_info(output: RequestOutput) -> answer_pb2.PromptInfo:
+def prompt_info(output: RequestOutput, text: str = "") -> answer_pb2.PromptInfo:
     """What was read."""
-    return answer_pb2.PromptInfo(num_tokens=len(output.prompt_token_ids), token_ids=output.prompt_token_ids)
+    return answer_pb2.PromptInfo(
+        num_tokens=len(output.prompt_token_ids),
+        token_ids=output.prompt_token_ids,
+        text=text,
+        block_size=output.block_size or 0,
+    )
 
 
 def as_answer(answer: CompletionOutput, is_told: bool = False) -> answer_pb2.Answer:
@@ -91,8 +106,10 @@ def as_answer(answer: CompletionOutput, is_told: bool = False) -> answer_pb2.Ans
     return made
 
 
-def as_usage(metrics: RequestMetrics) -> answer_pb2.Usage:
-    """What a request cost."""
+def as_usage(metrics: RequestMetrics | None) -> answer_pb2.Usage:
+    """What a request cost; nothing is known of one that was aborted."""
+    if metrics is None:
+        return answer_pb2.Usage()
     made = answer_pb2.Usage(
         prompt_tokens=metrics.num_prompt_tokens,
         cached_tokens=metrics.num_cached_tokens,
@@ -100,6 +117,7 @@ def as_usage(metrics: RequestMetrics) -> answer_pb2.Usage:
         draft_tokens=metrics.num_draft_tokens,
         accepted_tokens=metrics.num_accepted_tokens,
         preemptions=metrics.num_preemptions,
+        released_branches=metrics.num_released_branches,
     )
     if metrics.time_to_first_token is not None:
         made.time_to_first_token.CopyFrom(as_duration(metrics.time_to_first_token))
@@ -117,9 +135,7 @@ def _report(table: Mapping[int, Logprob] | None) -> answer_pb2.Logprobs:
     made = answer_pb2.Logprobs()
     entries = sorted((table or {}).items(), key=lambda entry: entry[1].rank or 1 << 31)
     for token_id, entry in entries:
-        made.candidates.add(
-            token_id=token_id, logprob=entry.logprob, rank=entry.rank or 0, text=entry.decoded_token or ""
-        )
+        made.candidates.add(token_id=token_id, logprob=entry.logprob, rank=entry.rank or 0, text=entry.decoded_token)
     return made
 
 
@@ -139,3 +155,39 @@ def _finish(answer: CompletionOutput) -> answer_pb2.Finish:
     elif answer.stop_reason is not None:
         made.stop_text = answer.stop_reason
     return made
+
+
+def as_branch(name: str, blocks: BranchBlocks) -> session_service_pb2.Branch:
+    """Where a branch stands."""
+    return session_service_pb2.Branch(
+        name=name,
+        num_tokens=blocks.num_tokens,
+        num_blocks=blocks.num_blocks,
+        num_shared_blocks=blocks.num_shared_blocks,
+    )
+
+
+def as_score(score: ContinuationScore) -> session_service_pb2.ContinuationScore:
+    """What the model says of one continuation."""
+    return session_service_pb2.ContinuationScore(
+        logprob=score.logprob, token_ids=score.token_ids, logprobs=as_logprobs(score.logprobs)
+    )
+
+
+def as_nodes(tree: AnswerTree) -> list[session_service_pb2.TreeNode]:
+    """A tree's nodes, each before those below it."""
+    nodes = list(tree.nodes())
+    places = {id(node): place for place, node in enumerate(nodes)}
+    parents = {id(child): places[id(node)] for node in nodes for child in node.children}
+    return [
+        session_service_pb2.TreeNode(
+            parent=parents.get(id(node), 0),
+            token_ids=node.token_ids,
+            text=node.text,
+            ended=node.ended,
+            cumulative_logprob=node.cumulative_logprob,
+            first_block=node.blocks.start,
+            num_blocks=len(node.blocks),
+        )
+        for node in nodes
+    ]

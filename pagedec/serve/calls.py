@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
+from pagedec.messages import DETAILS
 from pagedec.serve.access import Client, Keys
-from pagedec.serve.statuses import DETAILS, Refusal, code_of, status_of
+from pagedec.serve.statuses import Refusal, code_of, status_of
 
 LOG = logging.getLogger("pagedec.calls")
 QUIET = "/grpc.health.v1.Health/"

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pagedec.constraints import TokenTrie
 from pagedec.errors import InvalidArgument, NotFound
@@ -26,6 +26,7 @@ from pagedec.serve.statuses import Refusal
 from pagedec.text.chat_template import render_chat
 from pagedec.v1 import prompt_pb2
 
+Out = TypeVar("Out", bound=RequestOutput)
 TRIE_ENDING = ".trie"
 """Of files that `TokenTrie.save` has written, which are mapped; others are read as `TokenTrie.from_file` does."""
 SHOWN_ID = 200
@@ -148,38 +149,40 @@ class Gateway:
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one request of the call that runs; of the kind that the order's parameters say. Closing the
         generator aborts the request before the next step. Raises `PagedecError` of every kind."""
-        client, left = RPC.get().client, RPC.get().seconds_left
         text, token_ids = prompt
-        with self._begun(order, name, len(token_ids), client, left) as engine_name:
-            given = {"prompt": text, "prompt_token_ids": token_ids}
-            with order.named(), renamed("prompt.prompt_token_ids", "prompt"):
-                outputs = self.llm.generate(
-                    given, order.params, engine_name, priority=priority, cache_salt=client.salted(salt)
-                )
-                async with contextlib.aclosing(outputs):
-                    async for output in outputs:
-                        for watcher in self.watchers:
-                            watcher.told(engine_name, output)
-                        yield dataclasses.replace(output, request_id=name or engine_name)
+        given = {"prompt": text, "prompt_token_ids": token_ids}
+        whose = RPC.get().client.salted(salt)
 
-    # ---- inside
-    def _opened(self) -> _Open:
-        if self._open is None:
-            raise self.lifecycle.refusal or LOADING
-        return self._open
+        def begin(engine_name: str) -> AsyncGenerator[RequestOutput, None]:
+            return self.llm.generate(given, order.params, engine_name, priority=priority, cache_salt=whose)
+
+        with renamed("prompt.prompt_token_ids", "prompt"):
+            async with contextlib.aclosing(self.followed(begin, order, len(token_ids), name)) as outputs:
+                async for output in outputs:
+                    yield output
+
+    async def followed(
+        self, begin: Callable[[str], AsyncGenerator[Out, None]], order: Order, num_prompt_tokens: int, name: str = ""
+    ) -> AsyncGenerator[Out, None]:
+        """The outputs of a request that `begin` begins under the name that it is given: let in, watched, and with the
+        client's own name."""
+        with self.begun(order, num_prompt_tokens, name) as engine_name, order.named():
+            async with contextlib.aclosing(begin(engine_name)) as outputs:
+                async for output in outputs:
+                    for watcher in self.watchers:
+                        watcher.told(engine_name, output)
+                    yield dataclasses.replace(output, request_id=name or engine_name)
 
     @contextlib.contextmanager
-    def _begun(
-        self, order: Order, name: str, num_prompt_tokens: int, client: Client, left: float | None
-    ) -> Iterator[str]:
-        if self.lifecycle.refusal is not None:
-            raise self.lifecycle.refusal
-        if self.llm.loop.closed:  # before anybody has looked
-            raise FAILED
-        engine_name = self._named(client, name)
+    def begun(self, order: Order, num_prompt_tokens: int, name: str = "") -> Iterator[str]:
+        """Let in one request of the call that runs, until this is left. Gives the engine's name for it; `name` is the
+        client's. Raises `Refusal`."""
+        self.require_serving()
+        call = RPC.get()
+        engine_name = self._named(call.client, name)
         most = num_prompt_tokens + order.params.num_answers * self._longest(order.params, num_prompt_tokens)
-        with self.admission.seat(client, most, left):
-            self.running[engine_name] = client
+        with self.admission.seat(call.client, most, call.seconds_left):
+            self.running[engine_name] = call.client
             self._idle.clear()
             for watcher in self.watchers:
                 watcher.begun(engine_name, order, num_prompt_tokens)
@@ -195,6 +198,19 @@ class Gateway:
                     self._idle.set()
                 for watcher in self.watchers:
                     watcher.over(engine_name, error)
+
+    def require_serving(self) -> None:
+        """Raise `Refusal` where nothing more is let in."""
+        if self.lifecycle.refusal is not None:
+            raise self.lifecycle.refusal
+        if self.llm.loop.closed:  # before anybody has looked
+            raise FAILED
+
+    # ---- inside
+    def _opened(self) -> _Open:
+        if self._open is None:
+            raise self.lifecycle.refusal or LOADING
+        return self._open
 
     def _longest(self, params: RequestParams, num_prompt_tokens: int) -> int:
         room = max(0, self.limits.max_model_len - num_prompt_tokens)

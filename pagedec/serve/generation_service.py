@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from pagedec.errors import InvalidArgument
+from pagedec.outputs import RequestOutput
 from pagedec.params import RequestOutputKind
 from pagedec.serve.answers import Events, as_response
 from pagedec.serve.gateway import Gateway
@@ -41,10 +42,10 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
             request.stream_interval if request.HasField("stream_interval") else self._gateway.config.stream_interval
         )
         order = self._read(request, RequestOutputKind.DELTA, interval)
-        events = Events(order.params)
+        events = Events(order.params, pb.GenerateStreamResponse)
         async with contextlib.aclosing(self._outputs(request, order)) as outputs:
             async for output in outputs:
-                yield events.message(output)
+                yield events.message(output, _written(request, output))
 
     async def GenerateBatch(
         self, request_iterator: AsyncIterator[pb.GenerateBatchRequest], context: Any
@@ -89,7 +90,8 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
     async def _generated(self, request: pb.GenerateRequest) -> pb.GenerateResponse:
         order = self._read(request, RequestOutputKind.FINAL_ONLY, None)
         async with contextlib.aclosing(self._outputs(request, order)) as outputs:
-            return as_response([output async for output in outputs][-1])
+            output = [output async for output in outputs][-1]
+            return as_response(output, _written(request, output))
 
     def _read(self, request: Any, kind: RequestOutputKind, interval: int | None) -> Order:
         self._gateway.check_model(request.model)
@@ -101,6 +103,11 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
+
+
+def _written(request: Any, output: RequestOutput) -> str:
+    """The text that a conversation became."""
+    return output.prompt or "" if request.prompt.WhichOneof("form") == "chat" else ""
 
 
 async def _echo(request_id: str, context: Any) -> None:

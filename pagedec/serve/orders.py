@@ -14,38 +14,11 @@ from google.protobuf.struct_pb2 import Struct
 from pagedec.decoders.registry import decoder_for
 from pagedec.errors import InvalidArgument, NotFound, Shown
 from pagedec.fields import check_names, field_names
+from pagedec.messages import BEAMS, CONSTRAINTS, EARLY, JSON_OPTIONS, REPORTS, RULES, SAMPLING, STOPPING, WHOLE
 from pagedec.params import BeamSearchParams, RequestOutputKind, RequestParams, SamplingParams
 from pagedec.serve.server_config import ServerConfig
 from pagedec.structured import AllowedSequences, StructuredOutputsParams
 from pagedec.v1 import parameters_pb2, prompt_pb2
-
-SAMPLING = {name: name for name in ("n", "temperature", "top_p", "top_k", "min_p")}
-BEAMS = {
-    name: name
-    for name in (
-        "beam_width", "num_return_sequences", "length_penalty", "do_sample", "temperature", "top_p", "top_k", "min_p",
-        "num_beam_groups", "diversity_penalty", "hf_semantics",
-    )
-}  # fmt: skip
-STOPPING = {"include_stop": "include_stop_str_in_output"} | {
-    name: name for name in ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
-}
-RULES = {
-    name: name
-    for name in (
-        "presence_penalty", "frequency_penalty", "repetition_penalty", "no_repeat_ngram_size", "logit_bias",
-        "allowed_token_ids", "bad_words",
-    )
-}  # fmt: skip
-REPORTS = {"logprobs": "logprobs", "prompt_logprobs": "prompt_logprobs"}
-WHOLE = {"seed": "seed", "truncate_prompt_tokens": "truncate_prompt_tokens"}
-EARLY = {
-    parameters_pb2.EARLY_STOPPING_UNSPECIFIED: False,
-    parameters_pb2.EARLY_STOPPING_HEURISTIC: False,
-    parameters_pb2.EARLY_STOPPING_ALWAYS: True,
-    parameters_pb2.EARLY_STOPPING_NEVER: "never",
-}
-"""What a message's fields are called in parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +90,8 @@ def read_prompt(prompt: prompt_pb2.Prompt) -> str | list[int] | prompt_pb2.Chat:
 
 def read_message(message: prompt_pb2.ChatMessage) -> dict[str, Any]:
     """One message of a conversation."""
-    return {**as_table(message.fields), "role": message.role, "content": message.content}
+    content = {"content": message.content} if message.HasField("content") else {}
+    return {**as_table(message.fields), "role": message.role, **content}
 
 
 def read_chat(chat: prompt_pb2.Chat) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -184,10 +158,13 @@ def _constrain(given: parameters_pb2.Constraint, limits: Limits, values: dict[st
         values["token_trie"] = limits.tries[given.trie]
         return
     value = list(given.choice.texts) if kind == "choice" else getattr(given, kind)
-    field = "json" if kind == "json_schema" else kind
-    paths["structured_outputs"] = paths[f"structured_outputs.{field}"] = path
+    table: dict[str, Any] = {CONSTRAINTS[kind]: value}
+    paths["structured_outputs"] = paths[f"structured_outputs.{CONSTRAINTS[kind]}"] = path
+    for name, field in JSON_OPTIONS.items():
+        if option := getattr(given, name):
+            table[field], paths[f"structured_outputs.{field}"] = option, f"parameters.constraint.{name}"
     with _named(paths):
-        values["structured_outputs"] = StructuredOutputsParams.of({field: value})
+        values["structured_outputs"] = StructuredOutputsParams.of(table)
 
 
 def _decoding(
@@ -205,7 +182,7 @@ def _decoding(
         values["early_stopping"] = EARLY[given.beam_search.early_stopping]
         return BeamSearchParams.from_dict(values)
     _take(given.sampling, SAMPLING, "parameters.sampling", values, paths)
-    return SamplingParams.from_dict({**limits.defaults, **values})
+    return SamplingParams.from_dict({**({} if given.no_recommendations else limits.defaults), **values})
 
 
 def _custom(given: parameters_pb2.CustomDecoder, values: dict[str, Any], paths: dict[str, str]) -> RequestParams:

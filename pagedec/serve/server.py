@@ -19,11 +19,13 @@ from pagedec.serve.cache_feed import CacheFeed
 from pagedec.serve.calls import Calls
 from pagedec.serve.gateway import Gateway
 from pagedec.serve.generation_service import GenerationService
+from pagedec.serve.leases import Leases
 from pagedec.serve.lifecycle import DRAINING, Lifecycle, State
 from pagedec.serve.metrics import Metrics
 from pagedec.serve.model_service import ModelService
 from pagedec.serve.open_inference_service import OpenInferenceService
 from pagedec.serve.server_config import ServerConfig
+from pagedec.serve.session_service import SessionService
 from pagedec.serve.tracing import Tracer, tracer
 from pagedec.serve.watching import CensusTaker
 from pagedec.v1 import (
@@ -35,6 +37,8 @@ from pagedec.v1 import (
     model_service_pb2_grpc,
     open_inference_service_pb2,
     open_inference_service_pb2_grpc,
+    session_service_pb2,
+    session_service_pb2_grpc,
 )
 
 LOG = logging.getLogger("pagedec.serve")
@@ -45,6 +49,7 @@ HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 ADMIN = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 FRONT = (
     generation_service_pb2.DESCRIPTOR.services_by_name["GenerationService"],
+    session_service_pb2.DESCRIPTOR.services_by_name["SessionService"],
     model_service_pb2.DESCRIPTOR.services_by_name["ModelService"],
     open_inference_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
 )
@@ -71,10 +76,11 @@ class Server:
         self._tracer: Tracer | None = tracer(config.otlp_endpoint)
         watchers = tuple(watcher for watcher in (self._metrics, self._tracer) if watcher is not None)
         self.gateway = Gateway(config, self.lifecycle, watchers)
+        self.leases = Leases(config)
         self.port = self.probe_port = self.admin_port = self.metrics_port = 0
         """The ports as they are."""
         self._servers: list[grpc.aio.Server] = []
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()
 
     async def start(self) -> None:
@@ -138,8 +144,8 @@ class Server:
 
     async def stop(self, grace: float = LAST_SECONDS) -> None:
         """Close the ports and give up the model. May be called again."""
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in self._watching:
+            task.cancel()
         await asyncio.gather(*(server.stop(grace) for server in self._servers))
         self._servers.clear()
         await self.gateway.close()
@@ -152,7 +158,7 @@ class Server:
     async def wait(self) -> None:
         """Return when it was stopped, or nothing can run any more."""
         ended = asyncio.ensure_future(self._ended.wait())
-        broken = [] if self._watching is None else [self._watching]
+        broken = self._watching[:1]
         await asyncio.wait({ended, *broken}, return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()
 
@@ -173,7 +179,7 @@ class Server:
             lambda: not llm.engine.idle,
             lambda: llm.loop.broken is not None,
         )
-        self._watching = asyncio.create_task(watching)
+        self._watching = [asyncio.create_task(watching), asyncio.create_task(self.leases.watch(llm))]
         if not self.lifecycle.is_ending:
             self.lifecycle.open()
 
@@ -188,6 +194,8 @@ class Server:
     async def _open_front(self) -> int:
         server = self._server(Calls(self._keys, self.config.send_timeout, self._observers))
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(self.gateway), server)
+        sessions = SessionService(self.gateway, self.leases)
+        session_service_pb2_grpc.add_SessionServiceServicer_to_server(sessions, server)
         model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self.gateway), server)
         open_inference_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
             OpenInferenceService(self.gateway), server

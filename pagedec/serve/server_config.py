@@ -64,6 +64,9 @@ class ServerConfig:
             "tokens that one client's running requests may come to, prompts included; none: any", low=1, optional=True
         ),
     )
+    max_client_session_tokens: int | None = option(
+        None, Integer("tokens that one client's sessions may hold; none: as the engine allows", low=1, optional=True)
+    )
     max_answers: int = option(128, Integer("answers, or beams, of one request", low=1))
     max_request_tokens: int = option(
         2**20, Integer("tokens that one request's answers, or beams, may come to together", low=1)

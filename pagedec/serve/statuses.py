@@ -22,10 +22,10 @@ from pagedec.errors import (
     RequestError,
     SessionLimit,
     Shown,
+    shown,
 )
+from pagedec.messages import DOMAIN
 
-DOMAIN = "pagedec.dev"
-DETAILS = "grpc-status-details-bin"
 MAX_MESSAGE = 1024
 """Characters of a status: proxies have little room for trailers."""
 BUSY_SECONDS = 1.0
@@ -52,13 +52,15 @@ class _Status(NamedTuple):
     field: str = ""
     retry: float | None = None
     quota: str = ""
+    told: dict[str, str] | None = None
+    """What programs make the same exception of; never what somebody has sent."""
 
 
 def status_of(error: BaseException) -> status_pb2.Status:
     """The status of an error. What is nobody's fault but ours says nothing of its cause."""
     found = _read(error)
     message = found.message if len(found.message) <= MAX_MESSAGE else f"{found.message[:MAX_MESSAGE]} ..."
-    details: list[Message] = [error_details_pb2.ErrorInfo(reason=found.reason, domain=DOMAIN)]
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=found.reason, domain=DOMAIN, metadata=found.told)]
     if found.field:
         violation = error_details_pb2.BadRequest.FieldViolation(field=found.field, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
@@ -90,23 +92,29 @@ def _read(error: BaseException) -> _Status:
     if isinstance(error, Refusal):
         return _Status(error.status, error.reason, str(error), retry=error.retry, quota=error.quota)
     if isinstance(error, SessionLimit):
-        return _Status("RESOURCE_EXHAUSTED", "SESSION_LIMIT", _told(error), quota=error.field, retry=BUSY_SECONDS)
+        limit = {"field": error.field, **_value(error)}
+        return _Status(
+            "RESOURCE_EXHAUSTED", "SESSION_LIMIT", _told(error), quota=error.field, retry=BUSY_SECONDS, told=limit
+        )
     if isinstance(error, FeatureNotAvailable):
-        return _Status("UNIMPLEMENTED", "FEATURE_NOT_AVAILABLE", _told(error), error.field)
+        return _Status("UNIMPLEMENTED", "FEATURE_NOT_AVAILABLE", _told(error), error.field, told=_value(error))
     if isinstance(error, InvalidArgument):
-        return _Status("INVALID_ARGUMENT", "INVALID_FIELD", _told(error), error.field)
+        return _Status("INVALID_ARGUMENT", "INVALID_FIELD", _told(error), error.field, told=_value(error))
     if isinstance(error, BranchBusy):
-        return _Status("FAILED_PRECONDITION", "BRANCH_BUSY", str(error))
+        busy = {"branch": error.name, "what": error.what}
+        return _Status("FAILED_PRECONDITION", "BRANCH_BUSY", str(error), told=busy)
     if isinstance(error, BranchClosed):
-        return _Status("NOT_FOUND", "BRANCH_CLOSED", str(error))
+        return _Status("NOT_FOUND", "BRANCH_CLOSED", str(error), told={"branch": error.name, "why": error.why})
     if isinstance(error, NotFound):
-        return _Status("NOT_FOUND", f"{error.kind.upper().replace(' ', '_')}_NOT_FOUND", str(error))
+        what = {"kind": error.kind, "known": error.known[:MAX_MESSAGE]}
+        return _Status("NOT_FOUND", f"{error.kind.upper().replace(' ', '_')}_NOT_FOUND", str(error), told=what)
     if isinstance(error, DeviceError):
         return _Status("UNAVAILABLE", "DEVICE_FAILED", str(error), retry=BUSY_SECONDS)
     if isinstance(error, RequestError) and isinstance(error.__cause__, PagedecError):
         return _read(error.__cause__)
     if isinstance(error, RequestError) and error.__cause__ is None:
-        return _Status("FAILED_PRECONDITION", "REQUEST_FAILED", str(error))
+        request = {"request_id": error.request_id, "problem": error.problem[:MAX_MESSAGE]}
+        return _Status("FAILED_PRECONDITION", "REQUEST_FAILED", str(error), told=request)
     if isinstance(error, ModelFileError):
         return _Status("FAILED_PRECONDITION", "MODEL_FILE", "the model's files are not what they should be")
     return _Status("INTERNAL", "INTERNAL", "an error of the server, which its log tells of")
@@ -114,6 +122,11 @@ def _read(error: BaseException) -> _Status:
 
 def _told(error: InvalidArgument) -> str:
     """What is wrong with a field, without a text that somebody has sent: that may be anything."""
+    value = _value(error)
+    return f"{error.field} is {value['value']}: {error.limit}" if value else f"{error.field}: {error.limit}"
+
+
+def _value(error: InvalidArgument) -> dict[str, str]:
     value = error.value
     harmless = isinstance(value, (bool, int, float, Shown)) or value is None
-    return f"{error.field} is {value!r}: {error.limit}" if harmless else f"{error.field}: {error.limit}"
+    return {"value": shown(value)} if harmless else {}

@@ -74,6 +74,15 @@ class AnswerTree:
         if block_size is not None:
             self._lay(block_size)
 
+    @classmethod
+    def of(
+        cls, root: TreeNode, outputs: Sequence[CompletionOutput], block_size: int | None, has_text: bool
+    ) -> AnswerTree:
+        """A tree whose nodes were made before, by somebody who has the vocabulary."""
+        made = cls(root.text, root.token_ids, (), None, (lambda tokens: b"") if has_text else None)
+        made.root, made.outputs, made.block_size = root, list(outputs), block_size
+        return made
+
     # ---- what it says
     def nodes(self) -> Iterator[TreeNode]:
         """All nodes, each before its children, in the order in which they are drawn."""

@@ -25,27 +25,27 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pagedec/v1/answer.proto\x12\npagedec.v1\x1a\x1egoogle/protobuf/duration.proto\"|\n\x06\x46inish\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.pagedec.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x02 \x01(\rH\x00\x12\x13\n\tstop_text\x18\x03 \x01(\tH\x00\x12\x12\n\nlimited_by\x18\x04 \x01(\tB\x06\n\x04stop\"M\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\"8\n\x08Logprobs\x12,\n\ncandidates\x18\x01 \x03(\x0b\x32\x18.pagedec.v1.TokenLogprob\"\x8e\x02\n\x06\x41nswer\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\"\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x12.pagedec.v1.Finish\x12\x1f\n\x12\x63umulative_logprob\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12&\n\x08logprobs\x18\x06 \x03(\x0b\x32\x14.pagedec.v1.Logprobs\x12\x12\n\x05score\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08\x61ncestry\x18\x08 \x03(\r\x12\x14\n\x07item_id\x18\t \x01(\x04H\x02\x88\x01\x01\x42\x15\n\x13_cumulative_logprobB\x08\n\x06_scoreB\n\n\x08_item_id\"3\n\nPromptInfo\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"t\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12&\n\x08logprobs\x18\x04 \x03(\x0b\x32\x14.pagedec.v1.Logprobs\x12\x13\n\x0b\x61ll_answers\x18\x05 \x01(\x08\"\xf8\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\r\x12\x13\n\x0bpreemptions\x18\x06 \x01(\r\x12\x36\n\x13time_to_first_token\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07latency\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration*\x98\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x12\x1c\n\x18\x46INISH_REASON_TIME_LIMIT\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pagedec/v1/answer.proto\x12\npagedec.v1\x1a\x1egoogle/protobuf/duration.proto\"|\n\x06\x46inish\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.pagedec.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x02 \x01(\rH\x00\x12\x13\n\tstop_text\x18\x03 \x01(\tH\x00\x12\x12\n\nlimited_by\x18\x04 \x01(\tB\x06\n\x04stop\"[\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x11\n\x04text\x18\x04 \x01(\tH\x00\x88\x01\x01\x42\x07\n\x05_text\"8\n\x08Logprobs\x12,\n\ncandidates\x18\x01 \x03(\x0b\x32\x18.pagedec.v1.TokenLogprob\"\x8e\x02\n\x06\x41nswer\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\"\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x12.pagedec.v1.Finish\x12\x1f\n\x12\x63umulative_logprob\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12&\n\x08logprobs\x18\x06 \x03(\x0b\x32\x14.pagedec.v1.Logprobs\x12\x12\n\x05score\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08\x61ncestry\x18\x08 \x03(\r\x12\x14\n\x07item_id\x18\t \x01(\x04H\x02\x88\x01\x01\x42\x15\n\x13_cumulative_logprobB\x08\n\x06_scoreB\n\n\x08_item_id\"U\n\nPromptInfo\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\"t\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12&\n\x08logprobs\x18\x04 \x03(\x0b\x32\x14.pagedec.v1.Logprobs\x12\x13\n\x0b\x61ll_answers\x18\x05 \x01(\x08\"\x93\x02\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\r\x12\x13\n\x0bpreemptions\x18\x06 \x01(\r\x12\x36\n\x13time_to_first_token\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07latency\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11released_branches\x18\t \x01(\r*\x98\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x12\x1c\n\x18\x46INISH_REASON_TIME_LIMIT\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagedec.v1.answer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1030
-  _globals['_FINISHREASON']._serialized_end=1182
+  _globals['_FINISHREASON']._serialized_start=1105
+  _globals['_FINISHREASON']._serialized_end=1257
   _globals['_FINISH']._serialized_start=71
   _globals['_FINISH']._serialized_end=195
   _globals['_TOKENLOGPROB']._serialized_start=197
-  _globals['_TOKENLOGPROB']._serialized_end=274
-  _globals['_LOGPROBS']._serialized_start=276
-  _globals['_LOGPROBS']._serialized_end=332
-  _globals['_ANSWER']._serialized_start=335
-  _globals['_ANSWER']._serialized_end=605
-  _globals['_PROMPTINFO']._serialized_start=607
-  _globals['_PROMPTINFO']._serialized_end=658
-  _globals['_DELTA']._serialized_start=660
-  _globals['_DELTA']._serialized_end=776
-  _globals['_USAGE']._serialized_start=779
-  _globals['_USAGE']._serialized_end=1027
+  _globals['_TOKENLOGPROB']._serialized_end=288
+  _globals['_LOGPROBS']._serialized_start=290
+  _globals['_LOGPROBS']._serialized_end=346
+  _globals['_ANSWER']._serialized_start=349
+  _globals['_ANSWER']._serialized_end=619
+  _globals['_PROMPTINFO']._serialized_start=621
+  _globals['_PROMPTINFO']._serialized_end=706
+  _globals['_DELTA']._serialized_start=708
+  _globals['_DELTA']._serialized_end=824
+  _globals['_USAGE']._serialized_start=827
+  _globals['_USAGE']._serialized_end=1102
 # @@protoc_insertion_point(module_scope)

@@ -105,20 +105,22 @@ class TokenLogprob(_message.Message):
     rank: _builtins.int
     """1 is the most probable. 0: not known."""
     text: _builtins.str
-    """The token's own text; bytes that are only a part of a character show as U+FFFD."""
+    """The token's own text; bytes that are only a part of a character show as U+FFFD. Unset: the model has no tokenizer."""
     def __init__(
         self,
         *,
         token_id: _builtins.int = ...,
         logprob: _builtins.float = ...,
         rank: _builtins.int = ...,
-        text: _builtins.str = ...,
+        text: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "rank", b"rank", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "logprob", b"logprob", "rank", b"rank", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__text: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
+    _WhichOneofArgType__text: _TypeAlias = _typing.Literal["_text", b"_text"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__text) -> _WhichOneofReturnType__text | None: ...
 
 Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
@@ -227,8 +229,14 @@ class PromptInfo(_message.Message):
 
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     """How many tokens the prompt has."""
+    text: _builtins.str
+    """The text that a conversation became; of other prompts empty."""
+    block_size: _builtins.int
+    """Tokens of a KV block."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt's tokens as the model has them."""
@@ -238,10 +246,12 @@ class PromptInfo(_message.Message):
         *,
         num_tokens: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        text: _builtins.str = ...,
+        block_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "num_tokens", b"num_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -303,6 +313,7 @@ class Usage(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     LATENCY_FIELD_NUMBER: _builtins.int
+    RELEASED_BRANCHES_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     cached_tokens: _builtins.int
@@ -315,6 +326,8 @@ class Usage(_message.Message):
     """Those of them that were accepted."""
     preemptions: _builtins.int
     """How often it gave way to others and came back."""
+    released_branches: _builtins.int
+    """Idle branches of it that gave their blocks to others, and got them back."""
     @_builtins.property
     def time_to_first_token(self) -> _duration_pb2.Duration:
         """From its arrival to its first token; unset: there was none."""
@@ -334,10 +347,11 @@ class Usage(_message.Message):
         preemptions: _builtins.int = ...,
         time_to_first_token: _duration_pb2.Duration | None = ...,
         latency: _duration_pb2.Duration | None = ...,
+        released_branches: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["latency", b"latency", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "draft_tokens", b"draft_tokens", "latency", b"latency", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "draft_tokens", b"draft_tokens", "latency", b"latency", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "released_branches", b"released_branches", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

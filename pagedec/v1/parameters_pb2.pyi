@@ -51,7 +51,7 @@ Global___EarlyStopping: _TypeAlias = EarlyStopping  # noqa: Y015
 
 @_typing.final
 class Parameters(_message.Message):
-    """How a request is decoded. What is unset is as the model recommends (GetModel tells), else as said here."""
+    """How a request is decoded. What is unset is as the model recommends for sampling (GetModel tells), else as said here."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -65,12 +65,15 @@ class Parameters(_message.Message):
     REPORTS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NO_RECOMMENDATIONS_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     """Names the randomness: the same request with the same seed is answered with the same tokens in any company.
     Unset: the server draws one.
     """
     truncate_prompt_tokens: _builtins.int
     """Keeps only so many of the prompt's last tokens. Unset: all, and a longer prompt is refused."""
+    no_recommendations: _builtins.bool
+    """What is unset is as said here, whatever the model recommends."""
     @_builtins.property
     def sampling(self) -> Global___Sampling:
         """Each answer is drawn token by token; temperature 0 is greedy."""
@@ -116,10 +119,11 @@ class Parameters(_message.Message):
         reports: Global___Reports | None = ...,
         seed: _builtins.int | None = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
+        no_recommendations: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "beam_search", b"beam_search", "constraint", b"constraint", "custom", b"custom", "decoding", b"decoding", "logits_rules", b"logits_rules", "reports", b"reports", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stopping", b"stopping", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "beam_search", b"beam_search", "constraint", b"constraint", "custom", b"custom", "decoding", b"decoding", "logits_rules", b"logits_rules", "reports", b"reports", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stopping", b"stopping", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "beam_search", b"beam_search", "constraint", b"constraint", "custom", b"custom", "decoding", b"decoding", "logits_rules", b"logits_rules", "no_recommendations", b"no_recommendations", "reports", b"reports", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stopping", b"stopping", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -234,7 +238,7 @@ class BeamSearch(_message.Message):
     diversity_penalty: _builtins.float
     """Taken from the score of a token as often as groups before have chosen it in the same step. Unset: 0."""
     hf_semantics: _builtins.str
-    """Whose rules hold where Hugging Face's versions 4 and 5 differ: "4" or "5". Unset: "5"."""
+    """Which release of Hugging Face's transformers to follow where releases differ: "5" or "4.38". Unset: "5"."""
     def __init__(
         self,
         *,
@@ -484,6 +488,9 @@ class Constraint(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     TRIE_FIELD_NUMBER: _builtins.int
+    NO_WHITESPACE_FIELD_NUMBER: _builtins.int
+    NO_ADDITIONAL_PROPERTIES_FIELD_NUMBER: _builtins.int
+    WHITESPACE_PATTERN_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """JSON that fits a schema, which is given as JSON text."""
     json_object: _builtins.bool
@@ -494,6 +501,12 @@ class Constraint(_message.Message):
     """A grammar in Lark's or GBNF's notation."""
     trie: _builtins.str
     """One sequence of a trie that the server has loaded, by its name."""
+    no_whitespace: _builtins.bool
+    """JSON is written without whitespace."""
+    no_additional_properties: _builtins.bool
+    """JSON objects have no properties that their schema does not name."""
+    whitespace_pattern: _builtins.str
+    """A regular expression of the whitespace in JSON. Empty: any."""
     @_builtins.property
     def choice(self) -> Global___Choice:
         """One of several texts."""
@@ -507,10 +520,13 @@ class Constraint(_message.Message):
         grammar: _builtins.str = ...,
         choice: Global___Choice | None = ...,
         trie: _builtins.str = ...,
+        no_whitespace: _builtins.bool = ...,
+        no_additional_properties: _builtins.bool = ...,
+        whitespace_pattern: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "trie", b"trie"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "trie", b"trie"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "no_additional_properties", b"no_additional_properties", "no_whitespace", b"no_whitespace", "regex", b"regex", "trie", b"trie", "whitespace_pattern", b"whitespace_pattern"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "grammar", "choice", "trie"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
@@ -585,7 +601,9 @@ class Reports(_message.Message):
     SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     NO_TEXT_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.int
-    """So many of the most probable tokens of each place, and the chosen one. Unset: no reports. 0: the chosen one alone."""
+    """So many of the most probable tokens of each place, and the chosen one. Unset: no reports. 0: the chosen one alone.
+    -1: all tokens that there are, where the server allows as many.
+    """
     prompt_logprobs: _builtins.int
     """The same of the prompt's tokens. Unset: none."""
     special_tokens: _builtins.bool

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pagedec/v1/prompt.proto\x12\npagedec.v1\x1a\x1cgoogle/protobuf/struct.proto\"m\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.pagedec.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.pagedec.v1.ChatH\x00\x42\x06\n\x04\x66orm\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xec\x01\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pagedec.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x12&\n\x05tools\x18\x04 \x03(\x0b\x32\x17.google.protobuf.Struct\x12\x33\n\x12template_variables\x18\x05 \x01(\x0b\x32\x17.google.protobuf.StructB\x18\n\x16_add_generation_prompt\"U\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\'\n\x06\x66ields\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Structb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pagedec/v1/prompt.proto\x12\npagedec.v1\x1a\x1cgoogle/protobuf/struct.proto\"m\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.pagedec.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.pagedec.v1.ChatH\x00\x42\x06\n\x04\x66orm\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xec\x01\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pagedec.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x12&\n\x05tools\x18\x04 \x03(\x0b\x32\x17.google.protobuf.Struct\x12\x33\n\x12template_variables\x18\x05 \x01(\x0b\x32\x17.google.protobuf.StructB\x18\n\x16_add_generation_prompt\"f\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x14\n\x07\x63ontent\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\'\n\x06\x66ields\x18\x03 \x01(\x0b\x32\x17.google.protobuf.StructB\n\n\x08_contentb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,5 +39,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHAT']._serialized_start=206
   _globals['_CHAT']._serialized_end=442
   _globals['_CHATMESSAGE']._serialized_start=444
-  _globals['_CHATMESSAGE']._serialized_end=529
+  _globals['_CHATMESSAGE']._serialized_end=546
 # @@protoc_insertion_point(module_scope)

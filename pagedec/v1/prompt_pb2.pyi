@@ -137,7 +137,7 @@ class ChatMessage(_message.Message):
     role: _builtins.str
     """Who says it, such as "user", "assistant" or "system"."""
     content: _builtins.str
-    """What is said."""
+    """What is said. Unset: fields has it, as a list of parts, or there is none, as beside calls of tools."""
     @_builtins.property
     def fields(self) -> _struct_pb2.Struct:
         """Further fields that the model's template reads, such as {"name": "..."} or {"tool_calls": [...]}."""
@@ -146,13 +146,15 @@ class ChatMessage(_message.Message):
         self,
         *,
         role: _builtins.str = ...,
-        content: _builtins.str = ...,
+        content: _builtins.str | None = ...,
         fields: _struct_pb2.Struct | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "content", b"content", "fields", b"fields"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "fields", b"fields", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "content", b"content", "fields", b"fields", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__content: _TypeAlias = _typing.Literal["content"]  # noqa: Y015
+    _WhichOneofArgType__content: _TypeAlias = _typing.Literal["_content", b"_content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__content) -> _WhichOneofReturnType__content | None: ...
 
 Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015

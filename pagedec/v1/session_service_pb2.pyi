@@ -148,7 +148,7 @@ class OpenSessionResponse(_message.Message):
 
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
-        """The lease as it holds."""
+        """The lease as it holds: each use of the session renews it."""
 
     def __init__(
         self,
@@ -209,6 +209,7 @@ class GenerateOnBranchRequest(_message.Message):
     KEEP_FIELD_NUMBER: _builtins.int
     STREAM_INTERVAL_FIELD_NUMBER: _builtins.int
     FINAL_ONLY_FIELD_NUMBER: _builtins.int
+    CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session."""
     branch: _builtins.str
@@ -217,6 +218,8 @@ class GenerateOnBranchRequest(_message.Message):
     """As GenerateStreamRequest's."""
     final_only: _builtins.bool
     """Brings the answers whole, in one message at the end."""
+    client_request_id: _builtins.str
+    """As GenerateRequest's."""
     @_builtins.property
     def parameters(self) -> _parameters_pb2.Parameters:
         """How it is decoded."""
@@ -234,10 +237,11 @@ class GenerateOnBranchRequest(_message.Message):
         keep: Global___Keep | None = ...,
         stream_interval: _builtins.int | None = ...,
         final_only: _builtins.bool = ...,
+        client_request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stream_interval", b"_stream_interval", "keep", b"keep", "parameters", b"parameters", "stream_interval", b"stream_interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stream_interval", b"_stream_interval", "branch", b"branch", "final_only", b"final_only", "keep", b"keep", "parameters", b"parameters", "session_id", b"session_id", "stream_interval", b"stream_interval"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stream_interval", b"_stream_interval", "branch", b"branch", "client_request_id", b"client_request_id", "final_only", b"final_only", "keep", b"keep", "parameters", b"parameters", "session_id", b"session_id", "stream_interval", b"stream_interval"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stream_interval: _TypeAlias = _typing.Literal["stream_interval"]  # noqa: Y015
     _WhichOneofArgType__stream_interval: _TypeAlias = _typing.Literal["_stream_interval", b"_stream_interval"]  # noqa: Y015
@@ -535,12 +539,15 @@ class ScoreRequest(_message.Message):
     BRANCH_FIELD_NUMBER: _builtins.int
     CONTINUATIONS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session."""
     branch: _builtins.str
     """The branch."""
     logprobs: _builtins.int
-    """So many of the most probable tokens are reported beside each token."""
+    """So many of the most probable tokens are reported beside each token; -1: all."""
+    client_request_id: _builtins.str
+    """As GenerateRequest's."""
     @_builtins.property
     def continuations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Continuation]:
         """What might follow; what continuations share is evaluated once."""
@@ -552,10 +559,11 @@ class ScoreRequest(_message.Message):
         branch: _builtins.str = ...,
         continuations: _abc.Iterable[Global___Continuation] | None = ...,
         logprobs: _builtins.int = ...,
+        client_request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch", b"branch", "continuations", b"continuations", "logprobs", b"logprobs", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch", b"branch", "client_request_id", b"client_request_id", "continuations", b"continuations", "logprobs", b"logprobs", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -627,19 +635,23 @@ class GetBranchRequest(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     BRANCH_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session."""
     branch: _builtins.str
     """The branch."""
+    logprobs: _builtins.bool
+    """Tells the reports of its tokens, too."""
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         branch: _builtins.str = ...,
+        logprobs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch", b"branch", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch", b"branch", "logprobs", b"logprobs", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -668,7 +680,7 @@ class GetBranchResponse(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_answer_pb2.Logprobs]:
-        """One for each token; empty ones of what was given, or not reported."""
+        """Where they were asked for, one for each token; empty ones of what was given, or not reported."""
 
     @_builtins.property
     def mark(self) -> Global___Mark:
@@ -700,7 +712,7 @@ class ListSessionsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """Most sessions to tell of. Unset or 0: 100."""
+    """Most sessions to tell of; no more than 1000. Unset or 0: 100."""
     page_token: _builtins.str
     """Where to go on: next_page_token of the answer before."""
     def __init__(
@@ -794,20 +806,76 @@ class GetTreeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session."""
+    columns: _builtins.int
+    """Draws the tree, too, for a terminal of so many columns. 0: no drawing."""
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
+        columns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetTreeRequest: _TypeAlias = GetTreeRequest  # noqa: Y015
+
+@_typing.final
+class TreeNode(_message.Message):
+    """A run of tokens that the same branches have."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARENT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    CUMULATIVE_LOGPROB_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    parent: _builtins.int
+    """The node that it goes on from, by its place among the nodes; of the first node, the root, 0."""
+    text: _builtins.str
+    """Their text. A character that ends in a later run belongs to that one."""
+    cumulative_logprob: _builtins.float
+    """The sum over all tokens from the root's end to here. Unset: nothing was reported."""
+    first_block: _builtins.int
+    """Of the KV blocks that a sequence fills from its beginning, the first one that stands in this run, counted from 0."""
+    num_blocks: _builtins.int
+    """How many of them stand here, each held once for all branches that go through here."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its tokens."""
+
+    @_builtins.property
+    def ended(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The branches that end here, by their places among the branches."""
+
+    def __init__(
+        self,
+        *,
+        parent: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        text: _builtins.str = ...,
+        ended: _abc.Iterable[_builtins.int] | None = ...,
+        cumulative_logprob: _builtins.float | None = ...,
+        first_block: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "ended", b"ended", "first_block", b"first_block", "num_blocks", b"num_blocks", "parent", b"parent", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cumulative_logprob: _TypeAlias = _typing.Literal["cumulative_logprob"]  # noqa: Y015
+    _WhichOneofArgType__cumulative_logprob: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cumulative_logprob) -> _WhichOneofReturnType__cumulative_logprob | None: ...
+
+Global___TreeNode: _TypeAlias = TreeNode  # noqa: Y015
 
 @_typing.final
 class GetTreeResponse(_message.Message):
@@ -819,15 +887,23 @@ class GetTreeResponse(_message.Message):
     DRAWING_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_SAVED_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     drawing: _builtins.str
-    """A drawing for a terminal."""
+    """A drawing for a terminal, where it was asked for."""
     num_blocks: _builtins.int
-    """KV blocks that the branches hold together, each counted once."""
+    """KV blocks that the branches hold together now, each counted once."""
     num_blocks_saved: _builtins.int
-    """How many more they would hold if they shared none."""
+    """How many more they would hold now if they shared none."""
+    block_size: _builtins.int
+    """Tokens of a KV block."""
     @_builtins.property
     def branches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Branch]:
         """Its branches, in the order in which they were made."""
+
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___TreeNode]:
+        """What the branches have in common and where they part, each node before those that go on from it."""
 
     def __init__(
         self,
@@ -836,10 +912,12 @@ class GetTreeResponse(_message.Message):
         drawing: _builtins.str = ...,
         num_blocks: _builtins.int = ...,
         num_blocks_saved: _builtins.int = ...,
+        nodes: _abc.Iterable[Global___TreeNode] | None = ...,
+        block_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "drawing", b"drawing", "num_blocks", b"num_blocks", "num_blocks_saved", b"num_blocks_saved"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "branches", b"branches", "drawing", b"drawing", "nodes", b"nodes", "num_blocks", b"num_blocks", "num_blocks_saved", b"num_blocks_saved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -857,7 +935,7 @@ class CloseSessionRequest(_message.Message):
     """The session."""
     @_builtins.property
     def branches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Closes these branches alone. Empty: all of the session."""
+        """Closes these branches alone; what is closed already stays so. Empty: all of the session."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pagedec import AsyncLLM
+from pagedec import LLM, AsyncLLM
 from tests.engine.conftest import EOS
 from tests.models.checkpoints import make_checkpoint, variant
 from tests.serve.serving import Loop, Serving
@@ -69,3 +69,10 @@ def text_server(server_loop: Loop) -> Iterator[Serving]:
     yield serving
     serving.whole()
     serving.close()
+
+
+@pytest.fixture
+def llm(tiny_path: Path) -> Iterator[LLM]:
+    """The tiny model without a server."""
+    with LLM(str(tiny_path), dtype="float32", skip_tokenizer_init=True, num_blocks=64, max_model_len=256) as made:
+        yield made

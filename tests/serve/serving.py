@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -12,12 +13,19 @@ import grpc
 from google.rpc import error_details_pb2, status_pb2
 
 from pagedec import AsyncLLM, RequestOutput
+from pagedec.client import Client
+from pagedec.messages import DETAILS
 from pagedec.params import RequestOutputKind, RequestParams
 from pagedec.serve.server import Server
 from pagedec.serve.server_config import ServerConfig
-from pagedec.serve.statuses import DETAILS
 from pagedec.v1 import generation_service_pb2 as pb
-from pagedec.v1 import generation_service_pb2_grpc, model_service_pb2_grpc, parameters_pb2, prompt_pb2
+from pagedec.v1 import (
+    generation_service_pb2_grpc,
+    model_service_pb2_grpc,
+    parameters_pb2,
+    prompt_pb2,
+    session_service_pb2_grpc,
+)
 
 T = TypeVar("T")
 WAIT = 60.0
@@ -55,6 +63,7 @@ class Serving:
         loop.run(_opened(self.server, self.starting))
         self.channel = grpc.insecure_channel(f"127.0.0.1:{self.server.port}")
         self.generation = generation_service_pb2_grpc.GenerationServiceStub(self.channel)
+        self.sessions = session_service_pb2_grpc.SessionServiceStub(self.channel)
         self.models = model_service_pb2_grpc.ModelServiceStub(self.channel)
 
     def ready(self) -> Serving:
@@ -90,6 +99,15 @@ async def _opened(server: Server, starting: Future[None]) -> None:
 
 async def _idle(server: Server) -> None:
     await asyncio.wait_for(server.gateway.idle(), WAIT)
+
+
+def client_of(serving: Serving, **given: Any) -> Client:
+    return Client(f"127.0.0.1:{serving.server.port}", **given)
+
+
+def plain(output: RequestOutput) -> RequestOutput:
+    """Without what differs from run to run."""
+    return dataclasses.replace(output, request_id="", metrics=None)
 
 
 # ---- messages

@@ -1,0 +1,125 @@
+"""Sessions of `AsyncClient`: branches on a server, for coroutines."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, overload
+
+from pagedec.client.connection import Inquiry
+from pagedec.client.failures import last_of
+from pagedec.client.handle import RemoteHandle
+from pagedec.errors import BranchClosed
+from pagedec.outputs import BranchOutput, BranchState, ContinuationScore, Mark
+from pagedec.tree import AnswerTree
+
+T = TypeVar("T")
+
+
+class AsyncRemoteBranch(RemoteHandle):
+    """A branch of a server's session, as `RemoteBranch`, for coroutines: what that one does is awaited here, and what
+    it has as properties, text, tokens and reports, `state` brings."""
+
+    async def generate(
+        self, sampling_params: Any = None, *, keep: str | int = "first", timeout: float | None = None, **fields: Any
+    ) -> BranchOutput[AsyncRemoteBranch]:
+        """The answers of a request that goes on from here; see `SessionBranch.generate`."""
+        async with contextlib.aclosing(self._read(sampling_params, keep, fields, False, timeout)) as outputs:
+            return last_of([output async for output in outputs])
+
+    async def stream(
+        self, sampling_params: Any = None, *, keep: str | int = "first", timeout: float | None = None, **fields: Any
+    ) -> AsyncGenerator[BranchOutput[AsyncRemoteBranch], None]:
+        """The same as the answers grow. Leaving the iterator before its end leaves the branch as it was."""
+        async with contextlib.aclosing(self._read(sampling_params, keep, fields, True, timeout)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def append(self, what: str | Sequence[int] | Mapping[str, Any]) -> None:
+        """Go on with a text, with token ids, or with a chat's next message."""
+        await self._do(self._appending(what))
+
+    @overload
+    async def fork(self) -> Self: ...
+    @overload
+    async def fork(self, k: int) -> list[Self]: ...
+    async def fork(self, k: int | None = None) -> Self | list[Self]:
+        """One new branch that is where this one is, or `k` of them in a list."""
+        made = await self._do(self._forking(k))
+        return made[0] if k is None else made
+
+    async def rollback(self, to: int | Mark) -> None:
+        """Take back the last `to` tokens, or what has come since a `mark`."""
+        await self._do(self._cutting(to))
+
+    async def score(
+        self, continuations: Sequence[str | Sequence[int]], *, logprobs: int = 0
+    ) -> list[ContinuationScore]:
+        """How probable the model takes each of these continuations to be."""
+        return await self._do(self._scoring(continuations, logprobs))
+
+    async def state(self, logprobs: bool = True) -> BranchState:
+        """Its text, its tokens and their reports, all of one moment; without reports where `logprobs` is false."""
+        return await self._do(self._looking(logprobs))
+
+    async def mark(self) -> Mark:
+        """Name this place, for `rollback`. A mark holds nothing."""
+        return (await self.state(False)).mark
+
+    async def tree(self) -> AnswerTree:
+        """All open branches of the session as a tree; see `SessionBranch.tree`."""
+        return await self._do(self._drawing())
+
+    async def close(self) -> None:
+        """Let the branch go; a call on it fails. May be called again."""
+        if not self.closed:
+            self._shut()
+            with contextlib.suppress(BranchClosed):
+                await self._do(self._closing([self.name]))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # ---- inside
+    async def _read(
+        self, params: Any, keep: Any, fields: dict[str, Any], streams: bool, timeout: float | None
+    ) -> AsyncGenerator[BranchOutput[AsyncRemoteBranch], None]:
+        ask = self._generating(params, keep, fields, streams)
+        await self._tidy()
+        async with contextlib.aclosing(self._held.line.read(ask, timeout)) as outputs:
+            async for output in outputs:
+                if output is not None:
+                    yield output
+
+    async def _do(self, ask: Inquiry[T]) -> T:
+        await self._tidy()
+        answer: T = await self._held.line.ask(ask)
+        return answer
+
+    async def _tidy(self) -> None:
+        names = self._forgotten()
+        if names and not self._held.is_closed:
+            with contextlib.suppress(BranchClosed):
+                await self._held.line.ask(self._closing(names))
+
+
+class AsyncRemoteSession(AsyncRemoteBranch):
+    """A session: its first branch, and what is common to all of them. As a context manager, and by `close`, all of its
+    branches are closed. `AsyncClient.session` makes it."""
+
+    def _again(self, branch: Any) -> Any:
+        return AsyncRemoteBranch(self._held, branch)
+
+    async def close(self) -> None:
+        """Let all branches go; calls on them fail. May be called again."""
+        if not self._held.is_closed:
+            self._held.is_closed = True
+            self._shut()
+            with contextlib.suppress(BranchClosed):
+                await self._held.line.ask(self._closing())

@@ -1,0 +1,276 @@
+"""`Client`: what `LLM` does, done by a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from pagedec.client import questions
+from pagedec.client.connection import TARGET, Inquiry, Route, Way
+from pagedec.client.failures import ServerError, code_name, exception_of
+from pagedec.client.handle import Held, opening
+from pagedec.client.questions import Question
+from pagedec.client.remote_session import RemoteSession
+from pagedec.errors import CallInterrupted, InvalidArgument, RequestError, RequestsFailed, Shown
+from pagedec.fields import Integer
+from pagedec.inputs import Array, Prompt, as_conversations, as_list, as_priorities, with_token_ids
+from pagedec.outputs import BeamSearchOutput, RequestOutput
+from pagedec.params import BeamSearchParams, as_beams
+from pagedec.v1 import generation_service_pb2 as pb
+from pagedec.v1 import model_service_pb2
+
+ON_ERROR = ("raise", "return")
+
+
+class Client:
+    """A server's model, by the names, arguments and outputs of `LLM`. Any thread may use it. Needs no torch.
+
+    Args:
+        target: the server's address, as gRPC has it: "127.0.0.1:50051", "dns:///pagedec.example:443".
+        token: who asks, where the server wants to know ("authorization: Bearer TOKEN").
+        tls: the server has TLS, with a certificate of an authority that everybody knows.
+        tls_ca: the authority's certificates instead, a PEM file. Means `tls`.
+        tls_cert: this client's own certificate chain, where the server wants one; `tls_key` is its key.
+        timeout: seconds that a call may take, where it says nothing itself; None: any time.
+        retries: how often a call that had no effect is tried again where the server is being loaded or drained.
+        model: the model by one of the server's names; "": the only one.
+        options: further ones of the gRPC channel, as pairs.
+
+    Errors are the exceptions that the same mistakes are with `LLM`; what only a server can say is a `ServerError`.
+    """
+
+    def __init__(
+        self,
+        target: str = TARGET,
+        *,
+        token: str | None = None,
+        tls: bool = False,
+        tls_ca: str | Path | None = None,
+        tls_cert: str | Path | None = None,
+        tls_key: str | Path | None = None,
+        timeout: float | None = None,
+        retries: int = 3,
+        model: str = "",
+        options: Sequence[tuple[str, Any]] = (),
+    ) -> None:
+        self._way = Way(target, token, tls, tls_ca, tls_cert, tls_key, timeout, retries, tuple(options))
+        self._line, self._model = Route(self._way), model
+
+    def __repr__(self) -> str:
+        return f"<Client of {self._way.target}>"
+
+    # ---- text from prompts
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        sampling_params: Any = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: Sequence[int] | None = None,
+        prompt_token_ids: Sequence[int] | Array | Sequence[Sequence[int] | Array] | None = None,
+        on_error: str = "raise",
+        timeout: float | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to one prompt or many, in the prompts' order; see `LLM.generate`. Several go over one stream, and are
+        one batch of the server's."""
+        many = with_token_ids(prompts, prompt_token_ids)
+        each = _spread(sampling_params, len(many))
+        asked = [Question.of(f"prompts[{i}]", *pair) for i, pair in enumerate(zip(many, each, strict=True))]
+        return self._run(asked, priority, use_tqdm, on_error, timeout)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: Any = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
+        on_error: str = "raise",
+        timeout: float | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to one conversation or to a list of them; see `LLM.chat`. The template is the server's."""
+        options = {
+            "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
+            "chat_template": chat_template, "tools": tools, "template_kwargs": chat_template_kwargs,
+        }  # fmt: skip
+        conversations, several = as_conversations(messages)
+        each = _spread(sampling_params, len(conversations))
+        asked = [
+            Question.of_chat(one, own, options, f"messages[{i}]" if several else "messages")
+            for i, (one, own) in enumerate(zip(conversations, each, strict=True))
+        ]
+        return self._run(asked, priority, use_tqdm, on_error, timeout)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool | Callable[..., Any] = False,
+        concurrency_limit: int | None = None,
+        timeout: float | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The most probable answers to one prompt or many, in vLLM's form; see `LLM.beam_search`."""
+        limit = Integer("most prompts at a time", low=1, optional=True).check("concurrency_limit", concurrency_limit)
+        beams = as_beams(params)
+        asked = [Question.of(f"prompts[{i}]", prompt, beams) for i, prompt in enumerate(as_list(prompts))]
+        outputs: list[RequestOutput] = []
+        for first in range(0, len(asked), limit or max(1, len(asked))):
+            outputs += self._run(asked[first : first + (limit or len(asked))], None, use_tqdm, "raise", timeout)
+        return [self._as_beams(output, beams) for output in outputs]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: Any = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str = "",
+        timeout: float | None = None,
+    ) -> Generator[RequestOutput, None, None]:
+        """The answers to one prompt as they grow; see `LLM.stream`. Closing the iterator ends the request."""
+        [order] = as_priorities([priority], 1)
+        ask = Question.of("prompt", prompt, sampling_params, cache_salt).growing(self._model, order, request_id)
+        return self._stream(ask, self._line.begin(ask, timeout))
+
+    def _stream(self, ask: Inquiry[RequestOutput | None], call: Any) -> Generator[RequestOutput, None, None]:
+        for output in self._line.read(ask, call):
+            if output is not None:
+                yield output
+
+    # ---- branches
+    def session(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        seed: int | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        ttl: float | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> RemoteSession:
+        """Branches in your own hands, on the server; see `LLM.session`. `ttl`: seconds after which the server closes
+        the session if it is not used; by default, and at most, what the server allows."""
+        template = {"tools": tools, "template_kwargs": chat_template_kwargs}
+        ask = opening(prompt, messages, seed, priority, cache_salt, ttl, self._model, template)
+        opened = self._line.ask(ask)
+        return RemoteSession(Held(self._line, opened.session_id), opened.branch)
+
+    # ---- what goes with a model
+    def models(self) -> list[model_service_pb2.Model]:
+        """What is served: limits, defaults, and what requests may name, as messages of the contract."""
+        return self._line.ask(questions.models())
+
+    def tokenize(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        add_special_tokens: bool = True,
+    ) -> list[int]:
+        """The tokens of a text, or of a conversation."""
+        return self._line.ask(questions.tokenize(prompt, messages, add_special_tokens, self._model))
+
+    def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of tokens."""
+        return self._line.ask(questions.detokenize(token_ids, skip_special_tokens, self._model))
+
+    # ---- the end
+    def close(self) -> None:
+        """Give up the connection; what runs is cancelled."""
+        self._line.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- inside
+    def _run(
+        self, asked: list[Question], priority: Any, use_tqdm: Any, on_error: str, timeout: float | None
+    ) -> list[RequestOutput]:
+        if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
+            raise InvalidArgument("use_tqdm", use_tqdm, "must be true, false, or what makes a bar as tqdm does")
+        if on_error not in ON_ERROR:
+            raise InvalidArgument("on_error", on_error, f"must be one of {', '.join(ON_ERROR)}")
+        orders = as_priorities(priority, len(asked))
+        if len(asked) == 1:
+            return [self._one(asked[0], orders[0], on_error, timeout)]
+        make = tqdm if isinstance(use_tqdm, bool) else use_tqdm
+        hidden = {"disable": True} if use_tqdm is False else {}
+        bar = make(total=len(asked), desc="prompts", dynamic_ncols=True, **hidden)
+        outputs: dict[int, RequestOutput] = {}
+        try:
+            for i, output in self._batch(asked, orders, timeout):
+                outputs[i] = output
+                bar.update()
+        except KeyboardInterrupt as interrupt:
+            raise CallInterrupted([outputs.get(i) for i in range(len(asked))]) from interrupt
+        finally:
+            bar.close()
+        return _checked([outputs[i] for i in range(len(asked))], on_error)
+
+    def _one(self, question: Question, order: int, on_error: str, timeout: float | None) -> RequestOutput:
+        try:
+            return self._line.ask(question.at_once(self._model, order), timeout)
+        except RequestError as error:
+            if isinstance(error, ServerError) and on_error == "raise":
+                raise
+            [output] = _checked([question.failed(error.request_id, error)], on_error)
+            return output
+
+    def _batch(
+        self, asked: list[Question], orders: list[int], timeout: float | None
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
+        """Each output with its prompt's place, as they come. Raises what one of them may not ask."""
+        pairs = enumerate(zip(asked, orders, strict=True))
+        items = (
+            pb.GenerateBatchRequest(item_id=str(i), request=question.request(self._model, order))
+            for i, (question, order) in pairs
+        )
+        ask: Inquiry[pb.GenerateBatchResponse] = Inquiry("GenerateBatch", items, lambda told: told)
+        for told in self._line.read(ask, self._line.begin(ask, timeout)):
+            place = int(told.item_id)
+            question = asked[place]
+            if told.WhichOneof("result") == "response":
+                yield place, question.read(told.response)
+                continue
+            error = exception_of(code_name(told.error.code), told.error, question.all_names, request_id=told.item_id)
+            if not isinstance(error, RequestError):
+                raise error
+            yield place, question.failed(told.item_id, error)
+
+    def _as_beams(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
+        prompt = output.prompt
+        if prompt is None and params.detokenize and any(answer.text for answer in output.outputs):
+            prompt = self.detokenize(output.prompt_token_ids)
+        return BeamSearchOutput.of(output, prompt if params.detokenize else None, params.include_stop_str_in_output)
+
+
+def _spread(params: Any, count: int) -> list[Any]:
+    each = list(params) if isinstance(params, (list, tuple)) else [params] * count
+    if len(each) != count:
+        limit = f"must be one, or one for each of {count} prompts"
+        raise InvalidArgument("sampling_params", Shown(f"a list of {len(each)}"), limit)
+    return each
+
+
+def _checked(outputs: list[RequestOutput], on_error: str) -> list[RequestOutput]:
+    errors = [output.error for output in outputs if output.error is not None]
+    if errors and on_error == "raise":
+        raise RequestsFailed(errors, outputs) from errors[0]
+    return outputs

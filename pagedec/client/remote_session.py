@@ -1,0 +1,205 @@
+"""Sessions of `Client`: branches on a server, in this program's hands."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, overload
+
+from pagedec.client.connection import Inquiry, Route
+from pagedec.client.failures import last_of
+from pagedec.client.handle import RemoteHandle
+from pagedec.client.questions import models
+from pagedec.errors import BranchClosed, InvalidArgument, Shown
+from pagedec.inputs import spread
+from pagedec.outputs import BranchOutput, BranchState, ContinuationScore, Logprob, Mark
+from pagedec.tree import AnswerTree
+
+T = TypeVar("T")
+
+
+class RemoteBranch(RemoteHandle):
+    """A branch of a server's session: what `SessionBranch` does, by the same names.
+
+    `text`, `token_ids`, `logprobs` and `mark` ask the server each time; `state` brings all of them at once. A branch is
+    closed by `close`, as a context manager, or by dropping it: the session's next call tells the server then.
+    """
+
+    @property
+    def room(self) -> int:
+        """How many more tokens it can get: what is left of the context, or of a pool that is smaller. Asks the
+        server."""
+        [model] = self._line.ask(models())
+        return max(0, min(model.max_model_len, model.num_blocks * model.block_size) - self.num_tokens)
+
+    def generate(
+        self, sampling_params: Any = None, *, keep: str | int = "first", timeout: float | None = None, **fields: Any
+    ) -> BranchOutput[RemoteBranch]:
+        """The answers of a request that goes on from here; see `SessionBranch.generate`. Never tried again: who does
+        not hear of the end may ask with `state` what has become of the branch."""
+        [output] = self._generate_all([(self, sampling_params)], keep, fields, timeout)
+        return output
+
+    def stream(
+        self, sampling_params: Any = None, *, keep: str | int = "first", timeout: float | None = None, **fields: Any
+    ) -> Generator[BranchOutput[RemoteBranch], None, None]:
+        """The same as the answers grow, see `LLM.stream`. Closing the iterator before its end leaves the branch as it
+        was."""
+        ask = self._generating(sampling_params, keep, fields, True)
+        self._tidy()
+        return self._read(ask, self._line.begin(ask, timeout))
+
+    def _read(self, ask: Inquiry[Any], call: Any) -> Generator[BranchOutput[RemoteBranch], None, None]:
+        with contextlib.closing(self._line.read(ask, call)) as outputs:
+            for output in outputs:
+                if output is not None:
+                    yield output
+
+    def append(self, what: str | Sequence[int] | Mapping[str, Any]) -> None:
+        """Go on with a text, with token ids, or, where the session began with messages, with a chat's next message."""
+        self._do(self._appending(what))
+
+    @overload
+    def fork(self) -> Self: ...
+    @overload
+    def fork(self, k: int) -> list[Self]: ...
+    def fork(self, k: int | None = None) -> Self | list[Self]:
+        """One new branch that is where this one is, or `k` of them in a list."""
+        made = self._do(self._forking(k))
+        return made[0] if k is None else made
+
+    def rollback(self, to: int | Mark) -> None:
+        """Take back the last `to` tokens, or what has come since a `mark`. At least one token must stay."""
+        self._do(self._cutting(to))
+
+    def score(self, continuations: Sequence[str | Sequence[int]], *, logprobs: int = 0) -> list[ContinuationScore]:
+        """How probable the model takes each of these continuations to be, one result each. Nothing is appended."""
+        return self._do(self._scoring(continuations, logprobs))
+
+    def state(self, logprobs: bool = True) -> BranchState:
+        """Its text, its tokens and their reports, all of one moment; without reports where `logprobs` is false."""
+        return self._do(self._looking(logprobs))
+
+    @property
+    def text(self) -> str:
+        """The text of all its tokens, special ones left out; "" without a tokenizer."""
+        return self.state(False).text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All of its tokens, the prompt's too."""
+        return self.state(False).token_ids
+
+    @property
+    def logprobs(self) -> list[dict[int, Logprob] | None]:
+        """A table for each token, None for what was given or not reported."""
+        return self.state().logprobs
+
+    def mark(self) -> Mark:
+        """Name this place, for `rollback`. A mark holds nothing."""
+        return self.state(False).mark
+
+    def tree(self) -> AnswerTree:
+        """All open branches of the session as a tree; see `SessionBranch.tree`."""
+        return self._do(self._drawing())
+
+    def close(self) -> None:
+        """Let the branch go; a call on it fails. May be called again."""
+        if not self.closed:
+            self._shut()
+            with contextlib.suppress(BranchClosed):
+                self._do(self._closing([self.name]))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- several
+    def generate_all(
+        self,
+        branches: Sequence[RemoteBranch],
+        sampling_params: Any = None,
+        *,
+        keep: str | int = "first",
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> list[BranchOutput[RemoteBranch]]:
+        """`generate` on several branches, of this session or of others, at the same time; `sampling_params` is one
+        object for all or one for each. Where one fails the others are ended: those that had not come to their end are
+        as they were."""
+        self._check_own(branches)
+        each = spread("sampling_params", sampling_params, len(branches))
+        return self._generate_all(list(zip(branches, each, strict=True)), keep, fields, timeout)
+
+    def score_all(
+        self,
+        branches: Sequence[RemoteBranch],
+        continuations: Sequence[Sequence[str | Sequence[int]]],
+        *,
+        logprobs: int = 0,
+    ) -> list[list[ContinuationScore]]:
+        """`score` on several branches at the same time: a list of continuations for each."""
+        self._check_own(branches)
+        if len(continuations) != len(branches):
+            limit = f"must hold a list for each of {len(branches)} branches"
+            raise InvalidArgument("continuations", Shown(f"a list of {len(continuations)}"), limit)
+        asks = [branch._scoring(own, logprobs) for branch, own in zip(branches, continuations, strict=True)]
+        self._tidy()
+        return self._line.ask_all(asks)
+
+    # ---- inside
+    @property
+    def _line(self) -> Route:
+        line: Route = self._held.line
+        return line
+
+    def _generate_all(
+        self, pairs: Sequence[tuple[RemoteBranch, Any]], keep: Any, fields: dict[str, Any], timeout: float | None
+    ) -> list[BranchOutput[RemoteBranch]]:
+        asks = [branch._generating(own, keep, fields, False) for branch, own in pairs]
+        self._tidy()
+        calls: list[Any] = []
+        try:
+            calls += (self._line.begin(ask, timeout) for ask in asks)
+            return [last_of(self._line.read(ask, call)) for ask, call in zip(asks, calls, strict=True)]
+        finally:
+            for call in calls:
+                call.cancel()
+
+    def _check_own(self, branches: Sequence[RemoteBranch]) -> None:
+        for i, branch in enumerate(branches):
+            if not isinstance(branch, RemoteBranch) or branch._held.line is not self._held.line:
+                raise InvalidArgument(f"branches[{i}]", branch, "must be a branch of a session of the same Client")
+
+    def _do(self, ask: Inquiry[T]) -> T:
+        self._tidy()
+        return self._line.ask(ask)
+
+    def _tidy(self) -> None:
+        names = self._forgotten()
+        if names and not self._held.is_closed:
+            with contextlib.suppress(BranchClosed):
+                self._line.ask(self._closing(names))
+
+
+class RemoteSession(RemoteBranch):
+    """A session: its first branch, and what is common to all of them. `Client.session` makes it.
+
+    As a context manager, and by `close`, all of its branches are closed; dropped, its first branch alone.
+    """
+
+    def _again(self, branch: Any) -> Any:
+        return RemoteBranch(self._held, branch)
+
+    def close(self) -> None:
+        """Let all branches go; calls on them fail. May be called again."""
+        if not self._held.is_closed:
+            self._held.is_closed = True
+            self._shut()
+            with contextlib.suppress(BranchClosed):
+                self._line.ask(self._closing())

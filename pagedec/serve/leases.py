@@ -1,0 +1,157 @@
+"""Sessions that clients hold: whose they are, how much of them a client may have, and when they end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from pagedec.errors import InvalidArgument, NotFound, SessionLimit, Shown
+from pagedec.llm import AsyncLLM, AsyncSession, AsyncSessionBranch
+from pagedec.serve.access import Client
+from pagedec.serve.server_config import ServerConfig
+
+LOOK_SECONDS = 0.25
+"""How often it is looked whether leases have ended."""
+ID_BYTES = 24
+"""Of a session's name, which nobody may guess."""
+SHOWN_ID = 64
+"""Characters of a session's name, or a branch's, that a message repeats."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One session in a client's hands, with its open branches by their names."""
+
+    session_id: str
+    number: int
+    client: str
+    session: AsyncSession
+    ttl: float
+    opened: float
+    branches: dict[str, AsyncSessionBranch] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Each counted once however many branches share it."""
+        return self.session.session_state().num_tokens
+
+
+class Leases:
+    """All sessions of a server. Belongs to its event loop.
+
+    How long a session lives says the engine; `watch` has it look at its clock though nothing runs.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._leases: dict[str, Lease] = {}
+        self._of: dict[str, dict[str, Lease]] = {}  # by their clients' names
+        self._numbers = itertools.count(1)
+        self._branches: Counter[str] = Counter()  # of clients, those that are just being made too
+        self._tokens: Counter[str] = Counter()  # of clients, those that are just being made
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    # ---- who has what
+    def ttl(self, wanted: float | None) -> float:
+        """The lease that a client gets. Raises `InvalidArgument`."""
+        if wanted is not None and wanted <= 0:
+            raise InvalidArgument("ttl", wanted, "must be longer than 0 seconds")
+        return min(self._config.lease if wanted is None else wanted, self._config.max_lease)
+
+    def find(self, session_id: str, client: Client) -> Lease:
+        """A client's own session. Raises `NotFound`, for another's too."""
+        lease = self._of.get(client.name, {}).get(session_id)
+        if lease is None:
+            raise NotFound("session", session_id[:SHOWN_ID], "it was closed, or was not used for as long as its lease")
+        return lease
+
+    def branch(self, session_id: str, name: str, client: Client) -> tuple[Lease, AsyncSessionBranch]:
+        """A branch of a client's own session. Raises `NotFound`."""
+        lease = self.find(session_id, client)
+        branch = lease.branches.get(name)
+        if branch is None:
+            raise NotFound("branch", name[:SHOWN_ID], "it was closed, or never was")
+        return lease, branch
+
+    def listed(self, client: Client, behind: int, count: int) -> list[Lease]:
+        """A client's sessions in the order in which they were opened, those after number `behind`."""
+        own = (lease for lease in self._of.get(client.name, {}).values() if lease.number > behind)
+        return list(itertools.islice(own, count))
+
+    # ---- what comes and goes
+    @contextlib.contextmanager
+    def room(self, client: Client, branches: int = 0, tokens: int = 0) -> Iterator[None]:
+        """Until this is left, a client has so many branches and tokens more than his sessions hold. Raises
+        `SessionLimit` where he may not."""
+        config, name = self._config, client.name
+        most = client.max_branches or config.max_client_branches
+        if most is not None and branches and self._branches[name] + branches > most:
+            have = Shown(f"{self._branches[name]} branches, and {branches} more")
+            raise SessionLimit("max_client_branches", have, f"a client's sessions may have {most}")
+        limit = client.max_session_tokens or config.max_client_session_tokens
+        if limit is not None and tokens:
+            held = self._tokens[name] + sum(lease.num_tokens for lease in self._of.get(name, {}).values())
+            if held + tokens > limit:
+                have = Shown(f"{held} tokens, and {tokens} more")
+                raise SessionLimit("max_client_session_tokens", have, f"a client's sessions may hold {limit}")
+        self._branches[name] += branches
+        self._tokens[name] += tokens
+        try:
+            yield
+        finally:
+            self._branches[name] -= branches
+            self._tokens[name] -= tokens
+            self._forget(name)
+
+    def open(self, session: AsyncSession, client: Client, ttl: float) -> Lease:
+        """A new session is this client's."""
+        number = next(self._numbers)
+        lease = Lease(secrets.token_urlsafe(ID_BYTES), number, client.name, session, ttl, time.time())
+        self._leases[lease.session_id] = lease
+        self._of.setdefault(client.name, {})[lease.session_id] = lease
+        self.add(lease, [session])
+        return lease
+
+    def add(self, lease: Lease, branches: Iterable[AsyncSessionBranch]) -> None:
+        """A session has new branches."""
+        for branch in branches:
+            lease.branches[branch.name] = branch
+            self._branches[lease.client] += 1
+
+    def drop(self, lease: Lease, names: Iterable[str] | None = None) -> None:
+        """Branches were closed; None: all of the session."""
+        for name in list(lease.branches) if names is None else names:
+            if lease.branches.pop(name, None) is not None:
+                self._branches[lease.client] -= 1
+        if not lease.branches and self._leases.pop(lease.session_id, None) is not None:
+            own = self._of[lease.client]
+            del own[lease.session_id]
+            if not own:
+                del self._of[lease.client]
+        self._forget(lease.client)
+
+    async def watch(self, llm: AsyncLLM) -> None:
+        """Close sessions whose leases have ended. Returns when the model was given up."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if llm.loop.closed:
+                return
+            if self._leases or llm.engine.sessions.dropped:
+                await asyncio.wrap_future(llm.loop.call(lambda engine: engine.sessions.tidy(engine)))
+            for lease in list(self._leases.values()):
+                if not lease.session.session_state().num_branches:
+                    self.drop(lease)
+
+    def _forget(self, name: str) -> None:
+        """Keep no number of a client who has nothing."""
+        for counter in (self._branches, self._tokens):
+            if not counter[name]:
+                del counter[name]

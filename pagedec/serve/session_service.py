@@ -1,0 +1,259 @@
+"""SessionService: branches in clients' hands."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from pagedec.decoders.scoring import ScoreParams
+from pagedec.errors import InvalidArgument, Shown
+from pagedec.llm import AsyncSessionBranch
+from pagedec.llm.async_llm import LONG_PROMPT
+from pagedec.llm.front import renamed
+from pagedec.outputs import Mark
+from pagedec.params import RequestOutputKind
+from pagedec.serve.answers import Events, as_branch, as_logprobs, as_nodes, as_score
+from pagedec.serve.calls import RPC
+from pagedec.serve.gateway import Gateway
+from pagedec.serve.leases import Lease, Leases
+from pagedec.serve.orders import Order, read_chat, read_message, read_order, read_prompt
+from pagedec.serve.statuses import as_duration
+from pagedec.v1 import prompt_pb2, session_service_pb2_grpc
+from pagedec.v1 import session_service_pb2 as pb
+
+PAGE, MOST_PAGE = 100, 1000
+"""Sessions of an answer to ListSessions, where nothing is said and at most."""
+MOST_COLUMNS = 1000
+"""Of a drawing."""
+MOST_DRAWN = 1 << 20
+"""Tokens of a tree that is told of: it is written on a whole, in a thread."""
+
+
+class SessionService(session_service_pb2_grpc.SessionServiceServicer):
+    """Translates between messages and the sessions that `leases` has."""
+
+    def __init__(self, gateway: Gateway, leases: Leases) -> None:
+        self._gateway, self._leases = gateway, leases
+
+    async def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.OpenSessionResponse:
+        """A new session with one branch."""
+        gateway, client = self._gateway, RPC.get().client
+        gateway.check_model(request.model)
+        gateway.require_serving()
+        wanted = request.ttl.seconds + request.ttl.nanos / 1e9 if request.HasField("ttl") else None
+        ttl = self._leases.ttl(wanted)
+        given = _beginning(request.prompt)
+        options: dict[str, Any] = {
+            "seed": request.seed if request.HasField("seed") else None,
+            "priority": request.priority,
+            "cache_salt": client.salted(request.cache_salt),
+            "ttl": ttl,
+        }
+        with (
+            renamed("messages", "prompt.chat.messages"),
+            renamed("tools", "prompt.chat.tools"),
+            renamed("chat_template_kwargs", "prompt.chat.template_variables"),
+        ):
+            opening = await asyncio.to_thread(gateway.llm.session, **given, **options)
+            with self._leases.room(client, 1, opening.num_tokens):
+                session = await opening
+                lease = self._leases.open(session, client, ttl)
+        [branch] = await _stand(session, [session])
+        return pb.OpenSessionResponse(session_id=lease.session_id, branch=branch, ttl=as_duration(ttl))
+
+    async def GenerateOnBranch(
+        self, request: pb.GenerateOnBranchRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateOnBranchResponse]:
+        """The answers of a request that goes on from a branch, as they grow."""
+        lease, branch = self._branch(request)
+        keep = read_keep(request.keep)
+        order = self._order(request)
+        params = order.params
+        longest = max(0, self._gateway.limits.max_model_len - branch.num_tokens)
+        room = self._leases.room(
+            RPC.get().client,
+            params.num_answers if keep == "all" else 0,
+            0 if keep == "none" else params.num_answers * min(params.max_tokens or longest, longest),
+        )
+        events = Events(params, pb.GenerateOnBranchResponse)
+        with room:
+            outputs = self._gateway.followed(
+                lambda name: branch.stream(params, keep=keep, request_id=name),
+                order, branch.num_tokens, request.client_request_id,
+            )  # fmt: skip
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    message = events.message(output)
+                    if output.finished:
+                        self._leases.add(lease, output.branches)
+                        stands = await _stand(branch, [branch, *output.branches])
+                        message.branch.CopyFrom(stands[0])
+                        message.branches.extend(stands[1:])
+                    yield message
+
+    async def Append(self, request: pb.AppendRequest, context: Any) -> pb.AppendResponse:
+        """Goes on with a client's own text, tokens or message."""
+        _, branch = self._branch(request)
+        form = request.WhichOneof("what")
+        what: Any = {
+            None: None,
+            "text": request.text,
+            "token_ids": list(request.token_ids.ids),
+            "message": read_message(request.message) if form == "message" else None,
+        }[form]
+        if what is None or form is None:
+            raise InvalidArgument("what", None, "must be text, token_ids or message")
+        field = {"token_ids": "token_ids.ids"}.get(form, form)
+        tokens = len(what) if form != "message" else len(request.message.content)
+        with self._leases.room(RPC.get().client, 0, tokens), renamed("append", field), renamed("messages[0]", field):
+            await branch.append(what)
+        [stands] = await _stand(branch, [branch])
+        return pb.AppendResponse(branch=stands)
+
+    async def Fork(self, request: pb.ForkRequest, context: Any) -> pb.ForkResponse:
+        """New branches that are where one is."""
+        lease, branch = self._branch(request)
+        count = request.count if request.HasField("count") else 1
+        with self._leases.room(RPC.get().client, count), renamed("k", "count"):
+            made = await branch.fork(count)
+            self._leases.add(lease, made)
+        return pb.ForkResponse(branches=await _stand(branch, made))
+
+    async def Rollback(self, request: pb.RollbackRequest, context: Any) -> pb.RollbackResponse:
+        """Takes back what a branch ends with."""
+        _, branch = self._branch(request)
+        form = request.WhichOneof("to")
+        if form is None:
+            raise InvalidArgument("to", None, "must be num_tokens or mark")
+        is_mark = form == "mark"
+        with renamed("rollback", form):
+            await branch.rollback(Mark(request.mark.num_tokens, request.mark.digest) if is_mark else request.num_tokens)
+        [stands] = await _stand(branch, [branch])
+        return pb.RollbackResponse(branch=stands)
+
+    async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
+        """How probable the model takes continuations to be."""
+        _, branch = self._branch(request)
+        most, rows = self._gateway.config.max_request_tokens, read_continuations(request.continuations)
+        size = sum(map(len, rows))
+        if max(size, len(rows)) > most:
+            limit = f"must come to at most {most} tokens or characters, the server's max_request_tokens"
+            raise InvalidArgument("continuations", Shown(f"{len(rows)} of {size} together"), limit)
+        params = ScoreParams(continuations=(), max_tokens=max(1, size), logprobs=request.logprobs)
+        order = Order(params, {"continuations": "continuations", "logprobs": "logprobs"})
+        with self._gateway.begun(order, branch.num_tokens, request.client_request_id) as name, order.named():
+            scores = await branch.score(rows, logprobs=request.logprobs, request_id=name)
+        return pb.ScoreResponse(scores=map(as_score, scores))
+
+    async def GetBranch(self, request: pb.GetBranchRequest, context: Any) -> pb.GetBranchResponse:
+        """A branch with its text, tokens and reports."""
+        _, branch = self._branch(request)
+        [stands] = await _stand(branch, [branch])
+        state = await asyncio.to_thread(branch.state) if branch.num_tokens > LONG_PROMPT else branch.state()
+        stands.num_tokens = len(state.token_ids)
+        return pb.GetBranchResponse(
+            branch=stands,
+            text=state.text,
+            token_ids=state.token_ids,
+            logprobs=as_logprobs(state.logprobs) if request.logprobs else (),
+            mark=pb.Mark(num_tokens=state.mark.num_tokens, digest=state.mark.digest),
+        )
+
+    async def ListSessions(self, request: pb.ListSessionsRequest, context: Any) -> pb.ListSessionsResponse:
+        """The client's own sessions."""
+        count = min(request.page_size or PAGE, MOST_PAGE)
+        if request.page_token and not (request.page_token.isascii() and request.page_token.isdecimal()):
+            raise InvalidArgument("page_token", Shown("no such token"), "must be next_page_token of the answer before")
+        found = self._leases.listed(RPC.get().client, int(request.page_token or 0), count + 1)
+        more = str(found[count - 1].number) if len(found) > count else ""
+        return pb.ListSessionsResponse(sessions=map(_session, found[:count]), next_page_token=more)
+
+    async def GetTree(self, request: pb.GetTreeRequest, context: Any) -> pb.GetTreeResponse:
+        """All branches of a session with what they share, as a tree."""
+        lease = self._leases.find(request.session_id, RPC.get().client)
+        if request.columns > MOST_COLUMNS:
+            raise InvalidArgument("columns", request.columns, f"must be at most {MOST_COLUMNS}")
+        total = sum(branch.num_tokens for branch in lease.branches.values())
+        if total > MOST_DRAWN:
+            limit = f"must have branches of together at most {MOST_DRAWN} tokens: a tree is made of all of them"
+            raise InvalidArgument("session_id", Shown(f"a session of {total}"), limit)
+        branches = list(lease.branches.values())
+        held = await lease.session.blocks(branches)
+        tree = await asyncio.to_thread(lease.session.tree, branches)
+        return pb.GetTreeResponse(
+            branches=map(as_branch, (branch.name for branch in branches), held.branches),
+            drawing=await asyncio.to_thread(tree.draw, request.columns) if request.columns else "",
+            num_blocks=held.num_blocks,
+            num_blocks_saved=held.num_blocks_saved,
+            nodes=as_nodes(tree),
+            block_size=tree.block_size or 0,
+        )
+
+    async def CloseSession(self, request: pb.CloseSessionRequest, context: Any) -> pb.CloseSessionResponse:
+        """Closes branches of a session, or all of it."""
+        lease = self._leases.find(request.session_id, RPC.get().client)
+        if not request.branches:
+            await lease.session.close()
+            self._leases.drop(lease)
+            return pb.CloseSessionResponse()
+        names = [name for name in dict.fromkeys(request.branches) if name in lease.branches]
+        await lease.session.close_all([lease.branches[name] for name in names])
+        self._leases.drop(lease, names)
+        return pb.CloseSessionResponse(num_branches=len(lease.branches))
+
+    # ---- inside
+    def _branch(self, request: Any) -> tuple[Lease, AsyncSessionBranch]:
+        return self._leases.branch(request.session_id, request.branch, RPC.get().client)
+
+    def _order(self, request: pb.GenerateOnBranchRequest) -> Order:
+        interval: int | None = self._gateway.config.stream_interval
+        if request.HasField("stream_interval"):
+            interval = request.stream_interval
+        if request.final_only:
+            return read_order(request.parameters, self._gateway.limits, RequestOutputKind.FINAL_ONLY)
+        return read_order(request.parameters, self._gateway.limits, RequestOutputKind.DELTA, interval)
+
+
+def read_keep(keep: pb.Keep) -> str | int:
+    """Which answers a branch goes on from."""
+    what = keep.WhichOneof("what")
+    if what == "answer":
+        return keep.answer
+    return what if what is not None and getattr(keep, what) else "first"
+
+
+def read_continuations(given: Sequence[pb.Continuation]) -> list[str | list[int]]:
+    """Texts and token ids. Raises `InvalidArgument`."""
+    for i, one in enumerate(given):
+        if one.WhichOneof("form") is None:
+            raise InvalidArgument(f"continuations[{i}]", None, "must have text or token_ids")
+    return [one.text if one.WhichOneof("form") == "text" else list(one.token_ids.ids) for one in given]
+
+
+def _beginning(prompt: prompt_pb2.Prompt) -> dict[str, Any]:
+    """What `AsyncLLM.session` is given for a prompt. Raises `InvalidArgument`."""
+    given = read_prompt(prompt)
+    if not isinstance(given, prompt_pb2.Chat):
+        return {"prompt": given}
+    messages, options = read_chat(given)
+    if options.pop("continue_final_message") or not options.pop("add_generation_prompt"):
+        limit = "must be left out: a session's messages end with the user's, and its branches go on with answers"
+        raise InvalidArgument("prompt.chat.continue_final_message", True, limit)
+    return {"messages": messages, "tools": options["tools"], "chat_template_kwargs": options["template_kwargs"]}
+
+
+def _session(lease: Lease) -> pb.Session:
+    state = lease.session.session_state()
+    made = pb.Session(session_id=lease.session_id, num_branches=len(lease.branches), num_tokens=state.num_tokens)
+    made.open_time.FromNanoseconds(round(lease.opened * 1e9))
+    made.expire_time.FromNanoseconds(round((time.time() + (state.seconds_left or 0.0)) * 1e9))
+    return made
+
+
+async def _stand(branch: AsyncSessionBranch, branches: Sequence[AsyncSessionBranch]) -> list[pb.Branch]:
+    """Where branches stand now. They count as used."""
+    held = await branch.blocks(branches)
+    return [as_branch(one.name, blocks) for one, blocks in zip(branches, held.branches, strict=True)]
