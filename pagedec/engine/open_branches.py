@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
 
 from pagedec.core.history import History
 from pagedec.core.parked import Call, Parked, Parking
+
+if TYPE_CHECKING:
+    from pagedec.engine.engine import Engine
 
 ROOT = "0"
 """The name of a session's first branch; the i-th fork of branch `a` is `a.i`."""
@@ -87,3 +92,13 @@ def seed_of(seed: int, name: str, epoch: int) -> int:
     if name == ROOT and not epoch:
         return seed
     return int.from_bytes(blake2b(f"{seed}/{name}/{epoch}".encode(), digest_size=8).digest(), "little")
+
+
+def closing(branches: Iterable[OpenBranch]) -> Callable[[Engine], Any]:
+    """What closes branches, for the loop."""
+
+    def close(engine: Engine) -> None:
+        for branch in branches:
+            engine.sessions.close(engine, branch)
+
+    return close

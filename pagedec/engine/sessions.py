@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from pagedec.constraints import constraint_of
 from pagedec.core.history import History
@@ -392,13 +392,3 @@ def compile_grammar(engine: Engine, params: RequestParams) -> None:
 
 def _expiry(owner: Owner) -> float:
     return math.inf if owner.ttl is None else owner.last_used + owner.ttl
-
-
-def closing(branches: Iterable[OpenBranch]) -> Callable[[Engine], Any]:
-    """What closes branches, for the loop."""
-
-    def close(engine: Engine) -> None:
-        for branch in branches:
-            engine.sessions.close(engine, branch)
-
-    return close

@@ -9,8 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, overload
 
 from pagedec.engine.engine import Engine
-from pagedec.engine.open_branches import OpenBranch
-from pagedec.engine.sessions import closing
+from pagedec.engine.open_branches import OpenBranch, closing
 from pagedec.llm.branches import Handle, Turns
 from pagedec.llm.going import Going, Scored
 from pagedec.llm.readers import Reader

@@ -13,8 +13,7 @@ import numpy as np
 
 from pagedec.core.history import History
 from pagedec.engine.engine import Engine
-from pagedec.engine.open_branches import OpenBranch, Owner
-from pagedec.engine.sessions import closing
+from pagedec.engine.open_branches import OpenBranch, Owner, closing
 from pagedec.errors import BranchBusy, InvalidArgument, Shown, counted
 from pagedec.fields import Integer
 from pagedec.inputs import as_continuations, read_token_ids
