@@ -182,7 +182,8 @@ def as_tree(told: session_service_pb2.GetTreeResponse) -> AnswerTree:
         below = [answer for child in node_of.children for answer in child.answers]
         node_of.answers = tuple(sorted([*node_of.ended, *below]))
     has_text = any(node.text for node in told.nodes)
-    return AnswerTree.of(nodes[0], [outputs[i] for i in sorted(outputs)], told.block_size or None, has_text)
+    answers, names = [outputs[i] for i in sorted(outputs)], [branch.name for branch in told.branches]
+    return AnswerTree.of(nodes[0], answers, told.block_size or None, has_text, names)
 
 
 def _table(report: answer_pb2.Logprobs) -> dict[int, Logprob]:

@@ -157,7 +157,7 @@ class AsyncLLM(Front):
 
     async def _stream(self, prepared: list[Prepared]) -> AsyncGenerator[RequestOutput, None]:
         job, request = prepared.pop()
-        with self.reading(Stream(job, self.writer)) as reader:
+        with self._reading(Stream(job, self.writer)) as reader:
             try:
                 self.loop.submit(request, reader.stream)
                 del request  # the loop's now
@@ -174,7 +174,7 @@ class AsyncLLM(Front):
                     self.loop.abort(job.request_id)
 
     @contextlib.contextmanager
-    def reading(self, stream: Stream) -> Iterator[Reader]:
+    def _reading(self, stream: Stream) -> Iterator[Reader]:
         """A coroutine's reader of a request's stream, which `abort` finds by the request's name until this is left.
         Whoever takes the name next comes behind what has ended the request."""
         name = stream.job.request_id

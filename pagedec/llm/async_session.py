@@ -129,7 +129,7 @@ class AsyncSessionBranch(Handle):
             going = await asyncio.to_thread(self._generating, *given)
         else:
             going = self._generating(*given)
-        with self._front.reading(going.stream) as reader:
+        with self._front._reading(going.stream) as reader:
             try:
                 await self._do(going.begin)
                 self._abort_if_over(reader)
@@ -151,7 +151,7 @@ class AsyncSessionBranch(Handle):
     async def _run(self, calls: Sequence[Going[AsyncSessionBranch]] | Sequence[Scored]) -> None:
         """Begin calls together, and wait until all are over."""
         with contextlib.ExitStack() as stack:
-            readers = [stack.enter_context(self._front.reading(call.stream)) for call in calls]
+            readers = [stack.enter_context(self._front._reading(call.stream)) for call in calls]
             try:
                 await self._do(all_at_once(calls))
                 for reader in readers:

@@ -76,10 +76,15 @@ class AnswerTree:
 
     @classmethod
     def of(
-        cls, root: TreeNode, outputs: Sequence[CompletionOutput], block_size: int | None, has_text: bool
+        cls,
+        root: TreeNode,
+        outputs: Sequence[CompletionOutput],
+        block_size: int | None,
+        has_text: bool,
+        names: Sequence[str],
     ) -> AnswerTree:
-        """A tree whose nodes were made before, by somebody who has the vocabulary."""
-        made = cls(root.text, root.token_ids, (), None, (lambda tokens: b"") if has_text else None)
+        """A tree of branches whose nodes were made before, by somebody who has the vocabulary."""
+        made = cls(root.text, root.token_ids, (), None, (lambda tokens: b"") if has_text else None, names)
         made.root, made.outputs, made.block_size = root, list(outputs), block_size
         return made
 

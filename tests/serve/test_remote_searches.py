@@ -60,4 +60,4 @@ def test_the_example(text_server: Serving) -> None:
     parts = stream.split("\r")[1:]
     assert len(parts) > 3 and all(len(part) <= len(parts[-1]) for part in parts)
     assert all("'Two and two" in line for line in rest[:3])
-    assert "lighthouse keeper" in rest[3] and rest[4].startswith("2 answers to a prompt of")
+    assert "lighthouse keeper" in rest[3] and rest[4].startswith("2 branches behind")

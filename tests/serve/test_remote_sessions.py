@@ -177,7 +177,7 @@ def test_coroutines(serve: Serve, llm: LLM) -> None:
                     await far.rollback(mark)
                     assert (await far.state()).token_ids == PROMPT
                     assert [o async for o in far.stream(max_tokens=5)][-1].finished
-                    assert str(await far.tree()).startswith("4 answers")
+                    assert str(await far.tree()).startswith("4 branches")
                     task = asyncio.ensure_future(far.generate(max_tokens=200, ignore_eos=True))
                     await asyncio.sleep(0.05)
                     task.cancel()
