@@ -28,8 +28,8 @@ from torch import Tensor
 
 from pagedec import LLM, SamplingParams
 from pagedec.core.acceptance import Acceptance
+from pagedec.core.forward import DRAW_DTYPE
 from pagedec.kernels.backend import Drafted
-from pagedec.kernels.library import DRAW_DTYPE
 from pagedec.runtime.runner import LaneRunner
 
 Speculative = bool | dict[str, Any]

@@ -1,6 +1,7 @@
 """A server's model from Python: answers, a stream, and a session that branches. Needs no torch.
 
 pagedec serve &
+until pagedec health --service pagedec.v1.GenerationService; do sleep 1; done
 python examples/grpc_client.py [address]
 """
 

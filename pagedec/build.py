@@ -20,7 +20,7 @@ from pagedec.executor.inline import InlineExecutor
 from pagedec.executor.process import ProcessExecutor
 from pagedec.formats.resolve import ModelFiles, resolve_model, resolve_tokenizer
 from pagedec.runtime.geometry import Geometry
-from pagedec.runtime.loading import LoadedModel, build_worker, load_worker
+from pagedec.runtime.loading import LoadedModel, build_worker, check_shares, load_whole
 from pagedec.text.tokenizer import Tokenizer
 
 
@@ -37,9 +37,16 @@ def load_tokenizer(config: ModelConfig, files: ModelFiles) -> Tokenizer | None:
 
 def start_executor(config: EngineConfig) -> Executor:
     """Whoever carries out steps, with everything loaded. Raises what loading raises."""
-    if config.parallel.executor == "process":
+    parallel = config.parallel
+    if parallel.tensor_parallel_size > 1:
+        check_shares(config)  # before so many processes are started to say the same
+    if parallel.executor == "process" or (parallel.executor == "auto" and parallel.tensor_parallel_size > 1):
         return ProcessExecutor(config)
-    return InlineExecutor(load_worker(config))
+    if parallel.executor == "ray":
+        from pagedec.executor.ray import RayExecutor  # an extra
+
+        return RayExecutor(config)
+    return InlineExecutor(load_whole(config))
 
 
 def assemble(

@@ -31,7 +31,7 @@ from pagedec.speculation import DRAFT_MODEL_FIELDS, SpeculationTable
 DEFAULT_MODEL = "smollm2"
 QUANTIZATIONS = ("int8",)
 MODEL_IMPLS = ("auto", "native", "transformers")
-EXECUTORS = ("inline", "process", "ray")
+EXECUTORS = ("auto", "inline", "process", "ray")
 GENERATION_CONFIG_OFF = ("none", "vllm")
 """Values of `generation_config` that mean our own defaults."""
 POOL_SIZES = ("num_blocks", "kv_cache_memory", "memory_utilization")
@@ -192,8 +192,12 @@ class ParallelConfig:
     """On what the work runs."""
 
     executor: str = option(
-        "inline",
-        Text("where steps run; process: in one of their own", choices=EXECUTORS, available=("inline", "process")),
+        "auto",
+        Text(
+            "where steps run; inline: in the engine's process; process: in one for each device; auto: inline on one "
+            "device, process on several; ray: in actors of a cluster",
+            choices=EXECUTORS,
+        ),
     )
     step_timeout: float = option(
         600.0,
@@ -203,7 +207,7 @@ class ParallelConfig:
             high=1e6,
         ),
     )
-    tensor_parallel_size: int = option(1, Integer("devices that share one model", low=1, high=1024, available=(1,)))
+    tensor_parallel_size: int = option(1, Integer("devices, or processes of one, that share a model", low=1, high=1024))
     attention_backend: str = option(
         "auto",
         Text(
@@ -213,11 +217,20 @@ class ParallelConfig:
         ),
     )
     num_threads: int | None = option(
-        None, Integer("threads of the CPU kernels; none: as many as torch uses", low=1, high=4096, optional=True)
+        None,
+        Integer(
+            "threads of the CPU kernels, of each process; none: as many as torch uses, shared by a machine's processes",
+            low=1,
+            high=4096,
+            optional=True,
+        ),
     )
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.executor == "inline" and self.tensor_parallel_size > 1:
+            limit = f"must be process or ray where tensor_parallel_size is {self.tensor_parallel_size}, or auto"
+            raise InvalidArgument("executor", self.executor, limit)
 
 
 ENGINE_GROUPS: dict[str, type[Any]] = {

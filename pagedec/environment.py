@@ -13,6 +13,9 @@ EMULATED_ISA = "amx_emulated"
 """The amx library with the matrix unit's instructions emulated one by one: slow, for tests and debugging on a processor
 without the unit (it needs what avx512bf16 needs). `make build` makes it, no wheel holds it, and it is used only where
 it is named."""
+EMULATED_DEVICE = "cuda_emulated"
+"""CUDA's kernels on a device that is emulated, thread by thread: as the one above, on any x86-64 processor, and so slow
+that it serves for the smallest models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +44,14 @@ VARIABLES = {
     for variable in (
         Variable(
             "PAGEDEC_ISA",
-            f"kernel library to use; none: the reference kernels; {EMULATED_ISA}: for tests",
-            _one_of(*ISAS, EMULATED_ISA, "none"),
+            f"kernel library to use; none: the reference kernels; {EMULATED_ISA}, {EMULATED_DEVICE}: for tests",
+            _one_of(*ISAS, EMULATED_ISA, EMULATED_DEVICE, "none"),
         ),
         Variable("PAGEDEC_LIB_DIR", "directory of the kernel libraries", _directory),
         Variable("PAGEDEC_CACHE", "directory of converted models, made where it is missing", _path),
+        Variable(
+            "PAGEDEC_LINK", "sockets: ranks of one machine send one another their parts", _one_of("memory", "sockets")
+        ),
         Variable("PAGEDEC_DEBUG", "1: check the pool after every step and poison fresh blocks", _one_of("0", "1")),
     )
 }
@@ -95,3 +101,18 @@ def worker_environment() -> dict[str, str]:
     while the worker's threads wait for the next one awake, it finds no processor free."""
     spins = os.environ.get("GOMP_SPINCOUNT")
     return {**os.environ, "GOMP_SPINCOUNT": WORKER_SPINS} if spins == SPINS else dict(os.environ)
+
+
+def told_to_actors() -> dict[str, str]:
+    """Those of our variables that an actor of a cluster is started with."""
+    return {name: value for name, value in worker_environment().items() if name.startswith((PREFIX, "GOMP_", "OMP_"))}
+
+
+def quiet_ray() -> None:
+    """Let Ray report nothing of this machine to its makers, unless the user has said so."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+def ray_address() -> str | None:
+    """Where the user says that Ray's cluster is; None: nowhere."""
+    return os.environ.get("RAY_ADDRESS") or None

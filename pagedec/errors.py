@@ -48,11 +48,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def cut(text: str) -> str:
-    """The text, without its middle when it is long."""
-    if len(text) <= MAX_SHOWN:
+def cut(text: str, most: int = MAX_SHOWN) -> str:
+    """The text, without its middle when it has more than so many characters."""
+    if len(text) <= most:
         return text
-    half = (MAX_SHOWN - 5) // 2
+    half = (most - 5) // 2
     return f"{text[:half]} ... {text[-half:]}"
 
 
@@ -153,10 +153,7 @@ class ModelFileError(PagedecError):
         self.problem = problem
 
     def __str__(self) -> str:
-        problem, half = self.problem, MAX_PROBLEM // 2
-        if len(problem) > MAX_PROBLEM:  # what a hostile file repeats
-            problem = f"{problem[:half]} ... {problem[-half:]}"
-        return f"{self.path}: {problem}"
+        return f"{self.path}: {cut(self.problem, MAX_PROBLEM)}"  # a hostile file may repeat anything
 
 
 class NotFound(PagedecError):
@@ -251,6 +248,19 @@ class WorkerLost(RuntimeError):
 
     def __str__(self) -> str:
         return f"the worker process {self.pid} {self.problem}"
+
+    __repr__ = __str__
+
+
+class WorkersGone(RuntimeError):
+    """Workers cannot be brought back. All requests fail with that; another attempt is made for those that come."""
+
+    def __init__(self, attempts: int, cause: str) -> None:
+        super().__init__(attempts, cause)
+        self.attempts, self.cause = attempts, cause
+
+    def __str__(self) -> str:
+        return f"the workers could not be brought back in {counted(self.attempts, 'attempt')}; the last: {self.cause}"
 
     __repr__ = __str__
 

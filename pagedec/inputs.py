@@ -187,15 +187,6 @@ def read_mapping(prompt: Mapping[str, Any], field: str) -> tuple[str | None, Any
     return text, prompt.get("prompt_token_ids"), read_salt(f"{field}.cache_salt", salt)
 
 
-def spread(field: str, value: Any, count: int) -> list[Any]:
-    """One value for all of `count` branches, or one for each."""
-    each = list(value) if isinstance(value, (list, tuple)) else [value] * count
-    if len(each) != count:
-        limit = f"must be one, or one for each of {count} branches"
-        raise InvalidArgument(field, Shown(f"a list of {len(each)}"), limit)
-    return each
-
-
 def as_continuations(continuations: Any, field: str = "continuations") -> list[Any]:
     """What `score` is given, as a list."""
     if isinstance(continuations, (str, bytes, Mapping)) or not isinstance(continuations, Iterable):

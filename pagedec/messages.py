@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from google.protobuf.duration_pb2 import Duration
+
 from pagedec.v1 import answer_pb2, parameters_pb2
 
 DOMAIN = "pagedec.dev"
@@ -54,3 +56,15 @@ REASONS = {
 }
 TIME_LIMIT = "max_time"
 """What has limited an answer that ends with FINISH_REASON_TIME_LIMIT."""
+
+
+def as_duration(seconds: float) -> Duration:
+    """Seconds as a message."""
+    made = Duration()
+    made.FromNanoseconds(round(seconds * 1e9))
+    return made
+
+
+def seconds_of(duration: Duration) -> float:
+    """A message's seconds; any that it can say."""
+    return float(duration.seconds + duration.nanos / 1e9)

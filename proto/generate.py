@@ -13,6 +13,7 @@ from pathlib import Path
 from grpc_tools import protoc
 
 HERE = Path(__file__).parent
+PLUGINS = ("mypy", "mypy_grpc")
 FOREIGN = "open_inference_service"
 """Not our contract: another's protocol, which we may not change."""
 
@@ -39,7 +40,9 @@ def _names() -> list[str]:
 def _run(arguments: list[str]) -> None:
     google = importlib.resources.files("grpc_tools") / "_proto"
     common = Path(importlib.import_module("google.rpc.status_pb2").__file__ or "").parents[2]
-    if protoc.main(["protoc", f"-I{HERE}", f"-I{google}", f"-I{common}", *arguments]):
+    beside = Path(sys.executable).parent  # of an environment that nobody has activated, too
+    plugins = [f"--plugin=protoc-gen-{name}={beside / f'protoc-gen-{name}'}" for name in PLUGINS]
+    if protoc.main(["protoc", *plugins, f"-I{HERE}", f"-I{google}", f"-I{common}", *arguments]):
         raise RuntimeError("protoc has failed; what it said is above")
 
 

@@ -49,8 +49,8 @@ def run(*arguments: str) -> int:
         (["generate", "a", "--stop-token-ids", "1,x"], "stop_token_ids is 1,x: must be a sequence of token ids"),
         (["generate", "a", "--block-size", "7"], "block_size is 7: must be one of 8, 16, 32, 64"),
         (
-            ["generate", "a", "--executor", "ray"],
-            "executor is ray: not available in this version; available: inline, process",
+            ["generate", "a", "--attention-backend", "flash-attn"],
+            "attention_backend is flash-attn: not available in this version; available: auto, native, reference",
         ),
         (["generate", "a", "--engine-seed", "-1"], "engine_seed is -1: must be a whole number from 0 to"),
         (
@@ -98,7 +98,7 @@ def test_mistakes_are_one_line_and_exit_status_2(
         (["generate", "--qqq"], "--qqq is not a flag of pagedec generate; see pagedec generate --help"),
         (["generate", "--executo", "ray"], "--executo is not a flag of pagedec generate; did you mean --executor?"),
         (["generate", "--tensor-paralle", "2"],
-         "--tensor-paralle is not a flag of pagedec generate; see pagedec generate --help"),
+         "--tensor-paralle is not a flag of pagedec generate; did you mean --tensor-parallel-size?"),
         (["--verbos", "chat"], "--verbos is not a flag of pagedec; did you mean --version?"),
         (["generate", "--stop", "--END--"],
          "--END-- is not a flag of pagedec generate; as the value of --stop it is written --stop=--END--"),
@@ -135,7 +135,7 @@ def test_help_lists_what_this_version_has(command: list[str], capsys: pytest.Cap
     with pytest.raises(SystemExit):
         run(*command, "--help")
     shown = " ".join(capsys.readouterr().out.split())
-    for name in ("tensor-parallel-size", "ray", "flash-attn", "xformers"):
+    for name in ("flash-attn", "xformers"):
         assert name not in shown
     assert "--attention-backend {auto,native,reference}" in shown
     refused = {"chat": ("--n ", "--detokenize", "--skip-tokenizer-init"), "batch": ("--prompt-logprobs",)}
@@ -173,7 +173,7 @@ def test_help_says_how_a_text_is_written(command: str, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(
     ("flag", "value", "available"),
-    [("--executor", "ray", "inline, process"), ("--tensor-parallel-size", "2", "1"),
+    [("--attention-backend", "flash-attn", "auto, native, reference"),
      ("--attention-backend", "xformers", "auto, native, reference")],
 )  # fmt: skip
 def test_what_help_does_not_list_is_refused_by_name(
@@ -184,7 +184,7 @@ def test_what_help_does_not_list_is_refused_by_name(
     assert err.startswith(f"pagedec: error: {name} is ")
     assert err.endswith(f": not available in this version; available: {available}\n")
     assert run("generate", "a", "--executor", "mp") == 2
-    assert capsys.readouterr().err == "pagedec: error: executor is mp: must be one of inline, process\n"
+    assert capsys.readouterr().err == "pagedec: error: executor is mp: must be one of auto, inline, process, ray\n"
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"prompt": "a", "prompt_token_ids": [1]}', '{"text": "a"}'])

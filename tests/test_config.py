@@ -38,8 +38,6 @@ WRONG = [
 ]
 NOT_YET = [
     ("speculative_config", {"method": "eagle"}),
-    ("tensor_parallel_size", 2),
-    ("executor", "ray"),
     ("attention_backend", "flash-attn"),
     ("attention_backend", "xformers"),
 ]

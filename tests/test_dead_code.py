@@ -20,6 +20,7 @@ OUTSIDE = {
     "read_rate": "for benchmarks",
     "dot_rate": "for benchmarks",
     "run_batch": "what people import",
+    "GenerateStage": "what people import",
     "_lists": "C has their addresses",
     "_plans": "C has their addresses",
     "best_of_n": "what people import",
@@ -29,6 +30,16 @@ OUTSIDE = {
     "intercept_service": "gRPC calls it",
     "format": "logging calls it",
     "describe": "prometheus_client calls it",
+    "app": "Ray Serve calls it, by its import path",
+    "ListSessions": "gRPC calls it",
+    "record_replica_metadata": "Ray Serve calls it",
+    "record_routing_stats": "Ray Serve calls it",
+    "record_autoscaling_stats": "Ray Serve calls it",
+    "PrefixRouter": "Ray Serve makes one, by its import path",
+    "initialize_state": "Ray Serve calls it",
+    "choose_replicas": "Ray Serve calls it",
+    "on_request_routed": "Ray Serve calls it",
+    "on_request_completed": "Ray Serve calls it",
 }
 CALLED_BY_NAME = "visit_"
 """Methods of syntax-tree visitors."""

@@ -24,6 +24,8 @@ bool has_vnni();  // whether the processor multiplies bytes
 
 // check_*: everything that can be wrong with a record, before a parallel region is entered. 0 or fail(...).
 int check_gemm(const pd_gemm_args &);
+int check_size(const char *name, int64_t n, int64_t k);  // of a weight: no number of bytes overflows
+int check_pack(const char *name, const pd_context *, const void *w, const void *packed);
 int check_embed(const pd_embed_args &);
 int check_rms_norm(const pd_rms_norm_args &);
 int check_layer_norm(const pd_layer_norm_args &);
@@ -37,6 +39,12 @@ int check_topk_lse(const pd_topk_lse_args &);
 int check_sample(const pd_sample_args &);
 int check_best(const pd_best_args &);
 int check_verify(const pd_verify_args &);
+int check_add_parts(const pd_add_parts_args &);
+int check_join_parts(const pd_join_parts_args &);
+int check_meet(const pd_meet_args &);
+int check_probe_read(const pd_context *, const void *data, int64_t bytes, int32_t repeats);
+int check_probe_dot(const pd_context *, int32_t dtype, double seconds);
+int check_gumbel(const pd_context *, int32_t first_token, int32_t num_tokens, const float *out);
 
 // What a kernel needs of the context's workspace when that many threads, or fewer, carry it out.
 int64_t gemm_workspace_bytes(const pd_context &, const pd_gemm_args &, int num_threads);
@@ -61,5 +69,9 @@ void sample_part(pd_context &, const pd_sample_args &, int thread, int num_threa
 void best_rows_part(pd_context &, const pd_best_args &, int thread, int num_threads);
 void best_part(pd_context &, const pd_best_args &, int thread, int num_threads);
 void verify_part(pd_context &, const pd_verify_args &, int thread, int num_threads);
+void add_parts_part(const pd_add_parts_args &, int thread, int num_threads);
+void join_parts_part(const pd_join_parts_args &, int thread, int num_threads);
+// By one thread. -1, or the rank that has not come.
+int meet(const pd_meet_args &);
 
 }  // namespace pagedec

@@ -31,7 +31,10 @@ int check(const pd_op &op) {
     case PD_OP_PROCESS_LOGITS: return check_process_logits(*(const pd_process_logits_args *)op.args);
     case PD_OP_BEST: return check_best(*(const pd_best_args *)op.args);
     case PD_OP_VERIFY: return check_verify(*(const pd_verify_args *)op.args);
-    default: return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_VERIFY);
+    case PD_OP_ADD_PARTS: return check_add_parts(*(const pd_add_parts_args *)op.args);
+    case PD_OP_JOIN_PARTS: return check_join_parts(*(const pd_join_parts_args *)op.args);
+    case PD_OP_MEET: return check_meet(*(const pd_meet_args *)op.args);
+    default: return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_MEET);
   }
 }
 
@@ -51,6 +54,9 @@ void part(pd_context &c, const pd_op &op, int t, int n) {
     case PD_OP_PROCESS_LOGITS: return process_logits_part(c, *(const pd_process_logits_args *)op.args, t, n);
     case PD_OP_BEST: return best_part(c, *(const pd_best_args *)op.args, t, n);
     case PD_OP_VERIFY: return verify_part(c, *(const pd_verify_args *)op.args, t, n);
+    case PD_OP_ADD_PARTS: return add_parts_part(*(const pd_add_parts_args *)op.args, t, n);
+    case PD_OP_JOIN_PARTS: return join_parts_part(*(const pd_join_parts_args *)op.args, t, n);
+    case PD_OP_MEET: return;  // pd_run's own
   }
 }
 
@@ -147,6 +153,7 @@ int pd_run(pd_context *context, const pd_op *ops, int64_t num_ops) {
   if (prepare(c, ops, num_ops, n)) return -1;
   Barrier barrier;
   std::atomic<int64_t> starved{-1};  // the last kernel for which a thread found no memory
+  std::atomic<int> missing{-1};      // the rank that did not come to a meeting
 #pragma omp parallel num_threads(n)
   {
     const ExactFloats exact;
@@ -157,6 +164,11 @@ int pd_run(pd_context *context, const pd_op *ops, int64_t num_ops) {
     barrier.expect(got);
     for (int64_t i = 0; i < num_ops; i++) {
       bool waits = true;  // whoever found no memory, too
+      if (ops[i].kind == PD_OP_MEET) {
+        if (t == 0 && missing < 0) missing = meet(*(const pd_meet_args *)ops[i].args);
+        barrier.wait();
+        continue;
+      }
       try {  // nothing may leave the region: the other threads wait at the barrier
         waits = first_part(c, ops[i], t, got);
       } catch (const std::bad_alloc &) {
@@ -171,6 +183,7 @@ int pd_run(pd_context *context, const pd_op *ops, int64_t num_ops) {
       if (i + 1 < num_ops) barrier.wait();
     }
   }
+  if (missing >= 0) return fail("pd_run: rank %d has not come in time", (int)missing);
   const int64_t op = starved;
   return op < 0 ? 0 : fail("pd_run: no memory for ops[%lld], of kind %d", (long long)op, ops[op].kind);
 }
@@ -188,4 +201,7 @@ int pd_topk_lse(pd_context *c, const pd_topk_lse_args *a) { return single(c, PD_
 int pd_sample(pd_context *c, const pd_sample_args *a) { return single(c, PD_OP_SAMPLE, a); }
 int pd_best(pd_context *c, const pd_best_args *a) { return single(c, PD_OP_BEST, a); }
 int pd_verify(pd_context *c, const pd_verify_args *a) { return single(c, PD_OP_VERIFY, a); }
+int pd_add_parts(pd_context *c, const pd_add_parts_args *a) { return single(c, PD_OP_ADD_PARTS, a); }
+int pd_join_parts(pd_context *c, const pd_join_parts_args *a) { return single(c, PD_OP_JOIN_PARTS, a); }
+int pd_meet(pd_context *c, const pd_meet_args *a) { return single(c, PD_OP_MEET, a); }
 }

@@ -5,8 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "common/context.h"
-#include "cpu/check_small.h"
+#include "common/check.h"
 
 namespace pagedec {
 namespace {

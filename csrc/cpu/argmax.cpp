@@ -1,19 +1,9 @@
 // The largest logit of each row; the lowest token id of equals. A NaN counts as -inf.
 #include <limits>
 
-#include "cpu/check_small.h"
 #include "cpu/row_max.h"
 
 namespace pagedec {
-
-int check_argmax(const pd_argmax_args &a) {
-  const char *name = "pd_argmax";
-  if (check_count(name, "num_rows", a.num_rows) || check_array(name, "logits", a.logits, a.num_rows) ||
-      check_array(name, "token_ids", a.token_ids, a.num_rows) ||
-      check_range(name, "vocab", a.vocab, 1, INT32_MAX - kGroup))
-    return -1;
-  return 0;
-}
 
 void argmax_part(const pd_argmax_args &a, int thread, int num_threads) {
   const Range rows = share(*a.num_rows, thread, num_threads);

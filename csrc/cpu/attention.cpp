@@ -1,23 +1,9 @@
-// The attention kernel's entry: checks, and the choice of a dtype.
+// The attention kernel's entry: the choice of a dtype.
 #include "cpu/attention.h"
 
 #include "common/context.h"
 
 namespace pagedec {
-
-int check_attention(const pd_attention_args &a) {
-  if (!a.plan) return fail("pd_attention: plan is NULL");
-  if (a.plan->words.empty()) return fail("pd_attention: plan holds nothing; pd_attn_plan must succeed first");
-  if (!a.num_rows) return fail("pd_attention: num_rows is NULL");
-  const int planned = a.plan->header().num_rows;
-  if (*a.num_rows != planned) return fail("pd_attention: num_rows is %d; the plan is for %d", *a.num_rows, planned);
-  if (!planned) return 0;
-  if (!a.q) return fail("pd_attention: q is NULL");
-  if (!a.k_cache) return fail("pd_attention: k_cache is NULL");
-  if (!a.v_cache) return fail("pd_attention: v_cache is NULL");
-  if (!a.out) return fail("pd_attention: out is NULL");
-  return 0;
-}
 
 int64_t attention_workspace_bytes(const pd_attention_args &a, int num_threads) {
   const plan::Header &h = a.plan->header();

@@ -5,7 +5,6 @@
 #include <cmath>
 
 #include "common/context.h"
-#include "cpu/check_small.h"
 #include "cpu/kept.h"
 
 namespace pagedec {
@@ -119,47 +118,7 @@ void draw_row(const Row &row, const Kept &kept, const NoiseKey &noise, const Sca
   }
 }
 
-int check_group(const pd_best_args &a, int32_t g, int32_t begin) {
-  const char *name = "pd_best";
-  const pd_best_group &group = a.groups[g];
-  if (group.first != begin)
-    return fail("%s: groups[%d].first is %d; it must be %d, where the group before it stops", name, g, group.first,
-                begin);
-  if (group.stop < group.first || group.stop > *a.num_rows)
-    return fail("%s: groups[%d].stop is %d; it must be %d to %d", name, g, group.stop, group.first, *a.num_rows);
-  if (group.k < 1) return fail("%s: groups[%d].k is %d; it must be 1 or more", name, g, group.k);
-  if (group.top_k < 0) return fail("%s: groups[%d].top_k is %d; it must be 0 or more", name, g, group.top_k);
-  if (group.min_tokens_to_keep < 1)
-    return fail("%s: groups[%d].min_tokens_to_keep is %d; it must be 1 or more", name, g, group.min_tokens_to_keep);
-  if (!(group.temperature > 0.0f) || !std::isfinite(group.temperature))
-    return fail("%s: groups[%d].temperature is %g; it must be above 0", name, g, (double)group.temperature);
-  if (!(group.top_p > 0.0f && group.top_p <= 1.0f))
-    return fail("%s: groups[%d].top_p is %g; it must be above 0 and at most 1", name, g, (double)group.top_p);
-  if (!(group.min_p >= 0.0f && group.min_p <= 1.0f))
-    return fail("%s: groups[%d].min_p is %g; it must be 0 to 1", name, g, (double)group.min_p);
-  return 0;
-}
-
 }  // namespace
-
-int check_best(const pd_best_args &a) {
-  const char *name = "pd_best";
-  if (check_count(name, "num_rows", a.num_rows) || check_array(name, "logits", a.logits, a.num_rows) ||
-      check_array(name, "lse", a.lse, a.num_rows) || check_array(name, "rows", a.rows, a.num_rows) ||
-      check_range(name, "vocab", a.vocab, 1, INT32_MAX - kGroup) ||
-      check_range(name, "num_groups", a.num_groups, 0, INT32_MAX))
-    return -1;
-  if (a.num_groups && (check_pointer(name, "groups", a.groups) || check_pointer(name, "counts", a.counts) ||
-                       check_pointer(name, "candidates", a.candidates)))
-    return -1;
-  int32_t begin = 0;
-  for (int32_t g = 0; g < a.num_groups; begin = a.groups[g++].stop)
-    if (check_group(a, g, begin)) return -1;
-  if (begin != *a.num_rows) return fail("%s: the groups end with row %d of %d", name, begin, *a.num_rows);
-  for (int32_t i = 0; i < *a.num_rows; i++)
-    if (a.rows[i].row < 0) return fail("%s: rows[%d].row is %d; it must be 0 or more", name, i, a.rows[i].row);
-  return 0;
-}
 
 void best_rows_part(pd_context &c, const pd_best_args &a, int thread, int num_threads) {
   ThreadScratch &own = c.scratch[thread];

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <limits>
 
-#include "cpu/check_small.h"
+#include "common/check.h"
 #include "cpu/vec_small.h"
 
 namespace pagedec {
@@ -20,11 +20,14 @@ void embed_rows(const pd_embed_args &a, int thread, int num_threads) {
     // An id outside the table may come from an earlier kernel of the list, too late for an error: NaN cannot be
     // overlooked.
     const int32_t position = a.position_table ? a.positions[r] : 0;
+    const int32_t num_ids = a.num_ids ? a.num_ids : a.vocab, place = token - a.first_id;
     const bool known =
-        token >= 0 && token < a.vocab && position >= 0 && (position < a.num_positions || !a.position_table);
-    const E *row = (const E *)a.table + (known ? token : 0) * (int64_t)a.dim;
+        token >= 0 && token < num_ids && position >= 0 && (position < a.num_positions || !a.position_table);
+    const bool own = known && place >= 0 && place < a.vocab;
+    const E *row = (const E *)a.table + (own ? place : 0) * (int64_t)a.dim;
+    const F16 other = known ? set16(0.0f) : nan;  // another rank's
     for (int64_t i = 0; i < a.dim; i += 16)
-      store_some(out + i, known ? load_some(row + i, a.dim - i) * scale : nan, a.dim - i);
+      store_some(out + i, own ? load_some(row + i, a.dim - i) * scale : other, a.dim - i);
     if (!a.position_table || !known) continue;
     const E *offset = (const E *)a.position_table + position * (int64_t)a.dim;
     for (int64_t i = 0; i < a.dim; i += 16)
@@ -33,25 +36,6 @@ void embed_rows(const pd_embed_args &a, int thread, int num_threads) {
 }
 
 }  // namespace
-
-int check_embed(const pd_embed_args &a) {
-  const char *name = "pd_embed";
-  if (check_count(name, "num_rows", a.num_rows) || check_array(name, "token_ids", a.token_ids, a.num_rows) ||
-      check_pointer(name, "table", a.table) || check_array(name, "out", a.out, a.num_rows) ||
-      check_dtype(name, a.dtype) || check_range(name, "dim", a.dim, 1, INT32_MAX) ||
-      check_range(name, "vocab", a.vocab, 1, INT32_MAX))
-    return -1;
-  if ((a.slots == nullptr) != (a.token_plane == nullptr))
-    return fail("pd_embed: %s is NULL; slots and token_plane must be given together",
-                a.slots ? "token_plane" : "slots");
-  if (a.position_table && (check_array("pd_embed", "positions", a.positions, a.num_rows) ||
-                           check_range("pd_embed", "num_positions", a.num_positions, 1, INT32_MAX)))
-    return -1;
-  if (a.positions && !a.position_table)
-    return fail("pd_embed: position_table is NULL; positions and position_table must be given together");
-  if (!std::isfinite(a.scale)) return fail("pd_embed: scale is %g; it must be finite", (double)a.scale);
-  return 0;
-}
 
 void embed_part(const pd_embed_args &a, int thread, int num_threads) {
   a.dtype == PD_BF16 ? embed_rows<bf16>(a, thread, num_threads) : embed_rows<float>(a, thread, num_threads);

@@ -277,32 +277,6 @@ void run(Job &j) {
 
 }  // namespace
 
-int check_gemm(const pd_gemm_args &a) {
-  if (!a.num_rows) return fail("pd_gemm: num_rows is NULL");
-  const int rows = *a.num_rows;
-  if (rows < 0) return fail("pd_gemm: num_rows is %d; it must be 0 or more", rows);
-  if (a.n < 1) return fail("pd_gemm: n is %d; it must be 1 or more", a.n);
-  if (a.k < 1) return fail("pd_gemm: k is %d; it must be 1 or more", a.k);
-  if (a.dtype != PD_F32 && a.dtype != PD_BF16)
-    return fail("pd_gemm: dtype is %d; it must be 0 (fp32) or 1 (bf16)", a.dtype);
-  if (a.y_dtype != PD_F32 && a.y_dtype != PD_BF16)
-    return fail("pd_gemm: y_dtype is %d; it must be 0 (fp32) or 1 (bf16)", a.y_dtype);
-  if (a.epilogue < PD_STORE || a.epilogue > PD_GELU)
-    return fail("pd_gemm: epilogue is %d; it must be %d to %d", a.epilogue, PD_STORE, PD_GELU);
-  if (a.epilogue == PD_ADD && a.y_dtype != PD_F32)
-    return fail("pd_gemm: y_dtype is %d; with PD_ADD it must be 0 (fp32)", a.y_dtype);
-  if ((a.epilogue == PD_SILU_MUL || a.epilogue == PD_GELU_MUL) && a.n % 2)
-    return fail("pd_gemm: n is %d; with gate and up rows it must be even", a.n);
-  if (a.quantization != PD_PLAIN && a.quantization != PD_INT8)
-    return fail("pd_gemm: quantization is %d; it must be 0 (none) or 1 (int8)", a.quantization);
-  if (!a.packed) return fail("pd_gemm: packed is NULL");
-  if ((uintptr_t)a.packed % 64) return fail("pd_gemm: packed is at %p; it must be 64-byte aligned", a.packed);
-  if (a.next_bytes < 0) return fail("pd_gemm: next_bytes is %lld; it must be 0 or more", (long long)a.next_bytes);
-  if (rows && !a.x) return fail("pd_gemm: x is NULL with %d rows", rows);
-  if (rows && !a.y) return fail("pd_gemm: y is NULL with %d rows", rows);
-  return 0;
-}
-
 int64_t gemm_workspace_bytes(const pd_context &c, const pd_gemm_args &a, int num_threads) {
   if (a.quantization != PD_INT8) return num_threads * copy_bytes(a);
   const Int8Row shape(a.k, c.vnni);

@@ -40,15 +40,6 @@ struct Free {
   void operator()(void *p) const { free(p); }
 };
 
-// Sizes that a linear layer can have, of which no number of bytes overflows.
-int check_size(const char *name, int64_t n, int64_t k) {
-  constexpr int64_t MOST = INT32_MAX, MOST_WEIGHTS = (int64_t)1 << 48;
-  if (n < 1 || n > MOST) return fail("%s: n is %lld; it must be 1 to %lld", name, (long long)n, (long long)MOST);
-  if (k < 1 || k > MOST) return fail("%s: k is %lld; it must be 1 to %lld", name, (long long)k, (long long)MOST);
-  if (n * k <= MOST_WEIGHTS) return 0;
-  return fail("%s: n * k is %lld; it must be at most %lld", name, (long long)(n * k), (long long)MOST_WEIGHTS);
-}
-
 }  // namespace
 }  // namespace pagedec
 
@@ -63,10 +54,7 @@ int64_t pd_packed_bytes(int64_t n, int64_t k, int32_t dtype) {
 }
 
 int pd_pack(pd_context *context, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed) {
-  if (!context) return fail("pd_pack: context is NULL");
-  if (!w) return fail("pd_pack: w is NULL");
-  if (!packed) return fail("pd_pack: packed is NULL");
-  if ((uintptr_t)packed % 64) return fail("pd_pack: packed is at %p; it must be 64-byte aligned", packed);
+  if (check_pack("pd_pack", context, w, packed)) return -1;
   if (pd_packed_bytes(n, k, dtype) < 0) return -1;
   const int64_t row_bytes = k * (dtype == PD_BF16 ? 2 : 4), steps = (row_bytes + 3) / 4, whole = row_bytes / 4;
   const int threads = num_threads(*context);
@@ -93,10 +81,7 @@ int64_t pd_packed_int8_bytes(int64_t n, int64_t k) {
 }
 
 int pd_pack_int8(pd_context *context, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed) {
-  if (!context) return fail("pd_pack_int8: context is NULL");
-  if (!w) return fail("pd_pack_int8: w is NULL");
-  if (!packed) return fail("pd_pack_int8: packed is NULL");
-  if ((uintptr_t)packed % 64) return fail("pd_pack_int8: packed is at %p; it must be 64-byte aligned", packed);
+  if (check_pack("pd_pack_int8", context, w, packed)) return -1;
   if (dtype != PD_F32 && dtype != PD_BF16)
     return fail("pd_pack_int8: dtype is %d; it must be 0 (fp32) or 1 (bf16)", dtype);
   if (pd_packed_int8_bytes(n, k) < 0) return -1;

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "cpu/cache_layout.h"
-#include "cpu/check_small.h"
+#include "common/check.h"
 
 namespace pagedec {
 namespace {
@@ -84,22 +84,6 @@ void copy_run(const CacheShape &shape, int64_t bytes, char *k, char *v, const Ru
 }
 
 }  // namespace
-
-int check_kv_copy(const pd_kv_copy_args &a) {
-  const char *name = "pd_kv_copy";
-  if (check_count(name, "num_moves", a.num_moves) || check_array(name, "src", a.src, a.num_moves) ||
-      check_array(name, "dst", a.dst, a.num_moves) || check_pointer(name, "k_cache", a.k_cache) ||
-      check_pointer(name, "v_cache", a.v_cache) ||
-      check_cache_shape(name, a.kv_heads, a.head_dim, a.block_size, a.dtype) ||
-      check_range(name, "num_layers", a.num_layers, 1, 65536) ||
-      check_range(name, "layer_stride", a.layer_stride, 0, INT64_MAX))
-    return -1;
-  for (int32_t i = 0; i < *a.num_moves; i++) {
-    if (a.src[i] < 0) return fail("%s: src[%d] is %d; a slot must be 0 or more", name, i, a.src[i]);
-    if (a.dst[i] < 0) return fail("%s: dst[%d] is %d; a slot must be 0 or more", name, i, a.dst[i]);
-  }
-  return 0;
-}
 
 void kv_copy_part(const pd_kv_copy_args &a, int thread, int num_threads) {
   const CacheShape shape{a.kv_heads, a.head_dim, a.block_size, a.dtype == PD_BF16};

@@ -2,7 +2,7 @@
 // lanes.
 #include <cmath>
 
-#include "cpu/check_small.h"
+#include "common/check.h"
 #include "cpu/vec_small.h"
 
 namespace pagedec {
@@ -58,30 +58,7 @@ void layer_norm_rows(const pd_layer_norm_args &a, int thread, int num_threads) {
     layer_norm_row(a, a.x + (a.row_ids ? a.row_ids[r] : r) * (int64_t)a.dim, (E *)a.out + r * a.dim);
 }
 
-template <class Args>
-int check_norm(const char *name, const Args &a) {
-  if (check_count(name, "num_rows", a.num_rows) || check_array(name, "x", a.x, a.num_rows) ||
-      check_pointer(name, "weight", a.weight) || check_array(name, "out", a.out, a.num_rows) ||
-      check_dtype(name, a.dtype) || check_range(name, "dim", a.dim, 1, INT32_MAX))
-    return -1;
-  if (!(a.eps >= 0.0f) || !std::isfinite(a.eps))
-    return fail("%s: eps is %g; it must be 0 or more", name, (double)a.eps);
-  return 0;
-}
-
 }  // namespace
-
-int check_rms_norm(const pd_rms_norm_args &a) {
-  const char *name = "pd_rms_norm";
-  if (check_norm(name, a)) return -1;
-  if (check_range(name, "add", a.add, 0, 1)) return -1;
-  if (a.add && a.dtype != PD_F32) return fail("%s: dtype is %d; with add it must be %d (fp32)", name, a.dtype, PD_F32);
-  return 0;
-}
-
-int check_layer_norm(const pd_layer_norm_args &a) {
-  return check_norm("pd_layer_norm", a);
-}
 
 void rms_norm_part(const pd_rms_norm_args &a, int thread, int num_threads) {
   if (a.add) return norm_rows<float, true>(a, thread, num_threads);

@@ -1,18 +1,13 @@
 // The noise of a run of tokens, for those who want to see it.
 #include "cpu/philox.h"
 
-#include "cpu/check_small.h"
+#include "common/internal.h"
 
 using namespace pagedec;
 
 extern "C" int pd_gumbel(pd_context *context, uint64_t seed, uint64_t stream, int32_t position, int32_t first_token,
                          int32_t num_tokens, float *out) {
-  const char *name = "pd_gumbel";
-  if (check_pointer(name, "context", context)) return -1;
-  if (check_range(name, "first_token", first_token, 0, INT32_MAX) ||
-      check_range(name, "num_tokens", num_tokens, 0, (int64_t)INT32_MAX - first_token))
-    return -1;
-  if (num_tokens && check_pointer(name, "out", out)) return -1;
+  if (check_gumbel(context, first_token, num_tokens, out)) return -1;
   const NoiseKey key{seed, stream, position};
   const int64_t end = (int64_t)first_token + num_tokens;
   for (int64_t group = first_token / 64; group * 64 < end; group++) {

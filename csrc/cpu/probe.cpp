@@ -96,10 +96,7 @@ using namespace pagedec;
 
 extern "C" {
 double pd_probe_read(pd_context *context, const void *data, int64_t bytes, int32_t repeats) {
-  if (!context) return fail("pd_probe_read: context is NULL");
-  if (!data) return fail("pd_probe_read: data is NULL");
-  if (bytes < 1) return fail("pd_probe_read: bytes is %lld; it must be 1 or more", (long long)bytes);
-  if (repeats < 1) return fail("pd_probe_read: repeats is %d; it must be 1 or more", repeats);
+  if (check_probe_read(context, data, bytes, repeats)) return -1;
   const int n = num_threads(*context);
   double best = 0;
   volatile float sink = 0;
@@ -126,11 +123,7 @@ double pd_probe_read(pd_context *context, const void *data, int64_t bytes, int32
 }
 
 double pd_probe_dot(pd_context *context, int32_t dtype, double seconds) {
-  if (!context) return fail("pd_probe_dot: context is NULL");
-  if (dtype != PD_F32 && dtype != PD_BF16)
-    return fail("pd_probe_dot: dtype is %d; it must be 0 (fp32) or 1 (bf16)", dtype);
-  if (!(seconds > 0 && seconds <= 60))
-    return fail("pd_probe_dot: seconds is %g; it must be above 0 and at most 60", seconds);
+  if (check_probe_dot(context, dtype, seconds)) return -1;
   const int n = num_threads(*context);
   double flop = 0, longest = 0;
   volatile float keep = 0;

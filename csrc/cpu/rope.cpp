@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "cpu/cache_layout.h"
-#include "cpu/check_small.h"
+#include "common/check.h"
 #include "cpu/vec_small.h"
 
 namespace pagedec {
@@ -96,25 +96,6 @@ void write_rows(const pd_rope_kv_write_args &a, int thread, int num_threads) {
 }
 
 }  // namespace
-
-int check_rope_kv_write(const pd_rope_kv_write_args &a) {
-  const char *name = "pd_rope_kv_write";
-  if (check_count(name, "num_rows", a.num_rows) || check_array(name, "qkv", a.qkv, a.num_rows) ||
-      check_array(name, "q_out", a.q_out, a.num_rows) || check_array(name, "slots", a.slots, a.num_rows) ||
-      check_pointer(name, "k_cache", a.k_cache) || check_pointer(name, "v_cache", a.v_cache) ||
-      check_cache_shape(name, a.kv_heads, a.head_dim, a.block_size, a.dtype) ||
-      check_range(name, "q_heads", a.q_heads, 1, 65536) || check_range(name, "interleaved", a.interleaved, 0, 1))
-    return -1;
-  if (a.cos_sin) {
-    if (check_array(name, "positions", a.positions, a.num_rows) ||
-        check_range(name, "rotary_dim", a.rotary_dim, 2, a.head_dim))
-      return -1;
-    if (a.rotary_dim % 2) return fail("%s: rotary_dim is %d; it must be even", name, a.rotary_dim);
-  }
-  if (!(a.norm_eps >= 0.0f) || !std::isfinite(a.norm_eps))
-    return fail("%s: norm_eps is %g; it must be 0 or more", name, (double)a.norm_eps);
-  return 0;
-}
 
 void rope_kv_write_part(const pd_rope_kv_write_args &a, int thread, int num_threads) {
   a.dtype == PD_BF16 ? write_rows<bf16>(a, thread, num_threads) : write_rows<float>(a, thread, num_threads);

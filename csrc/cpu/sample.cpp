@@ -1,9 +1,7 @@
 // Gumbel-max draws.
 #include <algorithm>
-#include <cmath>
 
 #include "common/context.h"
-#include "cpu/check_small.h"
 #include "cpu/kept.h"
 
 namespace pagedec {
@@ -67,26 +65,6 @@ bool same_set(const pd_draw &a, const pd_draw &b) {
 }
 
 }  // namespace
-
-int check_sample(const pd_sample_args &a) {
-  const char *name = "pd_sample";
-  if (check_count(name, "num_draws", a.num_draws) || check_array(name, "draws", a.draws, a.num_draws) ||
-      check_array(name, "logits", a.logits, a.num_draws) || check_array(name, "token_ids", a.token_ids, a.num_draws) ||
-      check_range(name, "vocab", a.vocab, 1, INT32_MAX - kGroup))
-    return -1;
-  for (int32_t i = 0; i < *a.num_draws; i++) {
-    const pd_draw &d = a.draws[i];
-    if (d.row < 0) return fail("%s: draws[%d].row is %d; it must be 0 or more", name, i, d.row);
-    if (d.top_k < 0) return fail("%s: draws[%d].top_k is %d; it must be 0 or more", name, i, d.top_k);
-    if (!(d.temperature >= 0.0f) || !std::isfinite(d.temperature))
-      return fail("%s: draws[%d].temperature is %g; it must be 0 or more", name, i, (double)d.temperature);
-    if (!(d.top_p > 0.0f && d.top_p <= 1.0f))
-      return fail("%s: draws[%d].top_p is %g; it must be above 0 and at most 1", name, i, (double)d.top_p);
-    if (!(d.min_p >= 0.0f && d.min_p <= 1.0f))
-      return fail("%s: draws[%d].min_p is %g; it must be 0 to 1", name, i, (double)d.min_p);
-  }
-  return 0;
-}
 
 void sample_part(pd_context &c, const pd_sample_args &a, int thread, int num_threads) {
   ThreadScratch &own = c.scratch[thread];

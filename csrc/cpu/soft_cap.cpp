@@ -1,7 +1,7 @@
 // cap * tanh(x / cap): logits of models that bound them.
 #include <cmath>
 
-#include "cpu/check_small.h"
+#include "common/check.h"
 #include "cpu/vec_small.h"
 
 namespace pagedec {
@@ -25,16 +25,6 @@ PD_INLINE F16 tanh16(F16 x) {
 constexpr int64_t kColumns = 1024;
 
 }  // namespace
-
-int check_soft_cap(const pd_soft_cap_args &a) {
-  const char *name = "pd_soft_cap";
-  if (check_count(name, "num_rows", a.num_rows) || check_array(name, "x", a.x, a.num_rows) ||
-      check_range(name, "n", a.n, 1, INT32_MAX))
-    return -1;
-  if (!(a.cap > 0.0f) || !std::isfinite(a.cap))
-    return fail("%s: cap is %g; it must be above 0 and finite", name, (double)a.cap);
-  return 0;
-}
 
 void soft_cap_part(const pd_soft_cap_args &a, int thread, int num_threads) {
   const int64_t pieces = (a.n + kColumns - 1) / kColumns;

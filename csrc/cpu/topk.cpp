@@ -2,25 +2,10 @@
 // the groups that reach the k-th largest group maximum.
 #include "cpu/topk.h"
 
-#include <cmath>
-
 #include "common/context.h"
-#include "cpu/check_small.h"
 #include "cpu/softmax_mass.h"
 
 namespace pagedec {
-
-int check_topk_lse(const pd_topk_lse_args &a) {
-  const char *name = "pd_topk_lse";
-  if (check_count(name, "num_rows", a.num_rows) || check_array(name, "logits", a.logits, a.num_rows) ||
-      check_array(name, "lse", a.lse, a.num_rows) || check_range(name, "vocab", a.vocab, 1, INT32_MAX - kGroup) ||
-      check_range(name, "k", a.k, 0, a.vocab))
-    return -1;
-  if (a.k && (check_array(name, "token_ids", a.token_ids, a.num_rows) ||
-              check_array(name, "values", a.values, a.num_rows)))
-    return -1;
-  return 0;
-}
 
 void topk_lse_part(pd_context &c, const pd_topk_lse_args &a, int thread, int num_threads) {
   ThreadScratch &own = c.scratch[thread];

@@ -4,7 +4,6 @@
 #include <cmath>
 
 #include "common/context.h"
-#include "cpu/check_small.h"
 #include "cpu/kept.h"
 
 namespace pagedec {
@@ -147,39 +146,7 @@ class Residual {
   int32_t token_ = -1;
 };
 
-int check_draws(const pd_verify_args &a, const char *field, const pd_draw *draws) {
-  for (int32_t i = 0; i < *a.num_drafts; i++) {
-    const pd_draw &d = draws[i];
-    const char *name = "pd_verify";
-    if (d.row < 0) return fail("%s: %s[%d].row is %d; it must be 0 or more", name, field, i, d.row);
-    if (d.top_k < 0) return fail("%s: %s[%d].top_k is %d; it must be 0 or more", name, field, i, d.top_k);
-    if (!(d.temperature >= 0.0f) || !std::isfinite(d.temperature))
-      return fail("%s: %s[%d].temperature is %g; it must be 0 or more", name, field, i, (double)d.temperature);
-    if (!(d.top_p > 0.0f && d.top_p <= 1.0f))
-      return fail("%s: %s[%d].top_p is %g; it must be above 0 and at most 1", name, field, i, (double)d.top_p);
-    if (!(d.min_p >= 0.0f && d.min_p <= 1.0f))
-      return fail("%s: %s[%d].min_p is %g; it must be 0 to 1", name, field, i, (double)d.min_p);
-  }
-  return 0;
-}
-
 }  // namespace
-
-int check_verify(const pd_verify_args &a) {
-  const char *name = "pd_verify";
-  if (check_count(name, "num_drafts", a.num_drafts) || check_array(name, "draws", a.draws, a.num_drafts) ||
-      check_array(name, "drafts", a.drafts, a.num_drafts) || check_array(name, "drafted", a.drafted, a.num_drafts) ||
-      check_array(name, "logits", a.logits, a.num_drafts) ||
-      check_array(name, "draft_logits", a.draft_logits, a.num_drafts) ||
-      check_array(name, "token_ids", a.token_ids, a.num_drafts) ||
-      check_range(name, "vocab", a.vocab, 1, INT32_MAX - kGroup) ||
-      check_range(name, "draft_vocab", a.draft_vocab, 1, INT32_MAX - kGroup))
-    return -1;
-  for (int32_t i = 0; i < *a.num_drafts; i++)
-    if (a.drafted[i] < 0 || a.drafted[i] >= a.draft_vocab)
-      return fail("%s: drafted[%d] is %d; it must be 0 to %d", name, i, a.drafted[i], a.draft_vocab - 1);
-  return check_draws(a, "draws", a.draws) || check_draws(a, "drafts", a.drafts) ? -1 : 0;
-}
 
 void verify_part(pd_context &c, const pd_verify_args &a, int thread, int num_threads) {
   ThreadScratch &own = c.scratch[thread];

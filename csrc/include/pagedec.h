@@ -32,6 +32,7 @@
  *   K, bf16   [num_blocks][kv_heads][D/2][block_size][2]     K, fp32   [num_blocks][kv_heads][D][block_size]
  *   V, bf16   [num_blocks][kv_heads][block_size/2][D][2]     V, fp32   [num_blocks][kv_heads][block_size][D]
  *   weight, bf16   [N/32][K/2][32][2]               weight, fp32   [N/32][K][32]        (N padded to 32 with zeros)
+ *   on a CUDA device K and V   [num_blocks][kv_heads][block_size][D]
  *   weight, int8   [N/32] panels: 32 scales fp32, then q + 128 [K/4][32][4]
  * Every row's result is a function of that row's own inputs: not of num_rows, its neighbours, or the number of threads.
  */
@@ -44,7 +45,7 @@
 extern "C" {
 #endif
 
-#define PD_ABI_VERSION 5
+#define PD_ABI_VERSION 6
 #if defined(__GNUC__)
 #define PD_EXPORT __attribute__((visibility("default")))
 #else
@@ -115,7 +116,8 @@ PD_EXPORT int pd_gemm(pd_context *, const pd_gemm_args *);
 
 /* ---- rows in and out of the residual stream, which is fp32 whatever the dtype */
 /* out[r] = table[token_ids[r]] * scale (+ position_table[positions[r]]), NaN where an id or a position is outside its
- * table; and the cache's token plane: token_plane[slots[r]] = token_ids[r] where slots[r] >= 0 */
+ * table; and the cache's token plane: token_plane[slots[r]] = token_ids[r] where slots[r] >= 0. A rank of several has
+ * some rows of the table, those of the ids first_id .. first_id + vocab - 1 of num_ids: of other ids, out[r] is 0. */
 typedef struct {
   const int32_t *num_rows;
   const int32_t *token_ids;
@@ -127,7 +129,9 @@ typedef struct {
   float scale;
   const int32_t *positions;    /* [rows]; given together with position_table or both NULL */
   const void *position_table;  /* [num_positions][dim] in dtype */
-  int32_t num_positions, reserved;
+  int32_t num_positions;
+  int32_t first_id, num_ids;   /* num_ids 0: the table has all of them */
+  int32_t reserved;
 } pd_embed_args;
 PD_EXPORT int pd_embed(pd_context *, const pd_embed_args *);
 
@@ -363,11 +367,44 @@ PD_EXPORT int pd_best(pd_context *, const pd_best_args *);
 PD_EXPORT int pd_gumbel(pd_context *, uint64_t seed, uint64_t stream, int32_t position, int32_t first_token,
                         int32_t num_tokens, float *out);
 
+/* ---- ranks: processes or machines that share a model, each with some columns or rows of its matrices. What every rank
+ * has computed of a sum lies in parts, one behind the other; parts are summed in the order of ranks, so a row's bits
+ * depend neither on how many rows there are nor on who comes first. */
+typedef struct { /* out[r] = (add ? out[r] : 0) + ((part 0 + part 1) + part 2 ...)[r], fp32 */
+  const int32_t *num_rows;
+  const float *parts;          /* num_parts times [*][dim], part_stride elements apart */
+  float *out;                  /* [rows][dim] */
+  int64_t part_stride;
+  int32_t dim, num_parts, add, reserved;
+} pd_add_parts_args;
+PD_EXPORT int pd_add_parts(pd_context *, const pd_add_parts_args *);
+
+typedef struct { /* out[r] = part 0's row, then part 1's ...: fp32 */
+  const int32_t *num_rows;
+  const float *parts;          /* part p: [*][widths[p]], part_stride elements behind part p - 1 */
+  const int32_t *widths;       /* [num_parts], dim in all */
+  float *out;                  /* [rows][dim] */
+  int64_t part_stride;
+  int32_t dim, num_parts;
+} pd_join_parts_args;
+PD_EXPORT int pd_join_parts(pd_context *, const pd_join_parts_args *);
+
+/* Wait until every rank has come as often as this one: of ranks on one machine, whose parts lie in memory that all have
+ * mapped. What a rank wrote before it came, all others see behind it. Fails for a rank that does not come in time; no
+ * meeting of the same list waits after that. */
+typedef struct {
+  int32_t *arrivals;           /* [world][PD_MEET_STRIDE], in the memory of all: how often each has come; 0 at first */
+  double seconds;              /* above 0 */
+  int32_t rank, world;
+} pd_meet_args;
+#define PD_MEET_STRIDE 32      /* elements: two lines of a cache, which some processors fetch together */
+PD_EXPORT int pd_meet(pd_context *, const pd_meet_args *);
+
 /* ---- a constant list of kernels, carried out in order in one parallel region */
 typedef enum {
   PD_OP_GEMM = 1, PD_OP_EMBED, PD_OP_RMS_NORM, PD_OP_ROPE_KV_WRITE, PD_OP_KV_COPY, PD_OP_ATTENTION,
   PD_OP_ARGMAX, PD_OP_TOPK_LSE, PD_OP_SAMPLE, PD_OP_LAYER_NORM, PD_OP_SOFT_CAP,
-  PD_OP_PROCESS_LOGITS, PD_OP_BEST, PD_OP_VERIFY
+  PD_OP_PROCESS_LOGITS, PD_OP_BEST, PD_OP_VERIFY, PD_OP_ADD_PARTS, PD_OP_JOIN_PARTS, PD_OP_MEET
 } pd_op_kind;
 typedef struct { int32_t kind, reserved; const void *args; } pd_op;
 PD_EXPORT int pd_run(pd_context *, const pd_op *ops, int64_t num_ops);

@@ -1,8 +1,9 @@
-// The plan's C interface and its flat form.
+// A plan's flat form.
 #include <cstring>
 #include <new>
 
-#include "common/context.h"
+#include "common/internal.h"
+#include "plan/plan.h"
 
 namespace pagedec {
 namespace {
@@ -37,39 +38,28 @@ void flatten(const PlanDraft &p, plan::Header &h, std::vector<int32_t> &words) {
 }
 
 }  // namespace
-}  // namespace pagedec
 
-using namespace pagedec;
-
-extern "C" {
-pd_plan *pd_plan_new(void) {
-  pd_plan *p = new (std::nothrow) pd_plan;
-  if (!p) fail("pd_plan_new: out of memory");
-  return p;
-}
-void pd_plan_free(pd_plan *p) { delete p; }
-
-int pd_attn_plan(pd_context *context, pd_plan *p, const pd_attn_shape *s, const pd_attn_batch *b) {
-  if (!context) return fail("pd_attn_plan: context is NULL");
-  if (!p) return fail("pd_attn_plan: plan is NULL");
+int make_plan(PlanDraft &draft, std::vector<int32_t> &words, const pd_attn_shape *s, const pd_attn_batch *b,
+              int workers) {
+  words.clear();
   if (!s) return fail("pd_attn_plan: shape is NULL");
   if (!b) return fail("pd_attn_plan: batch is NULL");
-  p->words.clear();
-  const Turn turn(*context);
-  if (!turn) return fail("pd_attn_plan: another thread works in this context");
   if (check_shape(*s) || check_batch(*s, *b)) return -1;
   try {
     plan::Header h = describe(*s, *b);
-    if (build_plan(context->draft, h, *s, *b, num_threads(*context))) return -1;
-    flatten(context->draft, h, p->words);
+    if (build_plan(draft, h, *s, *b, workers)) return -1;
+    flatten(draft, h, words);
     return 0;
   } catch (const std::bad_alloc &) {
-    p->words.clear();
+    words.clear();
     return fail("pd_attn_plan: out of memory for a plan of %d rows", b->num_rows);
   }
 }
 
-int pd_plan_view(const pd_plan *p, const int32_t **words, int64_t *num_words) {
+}  // namespace pagedec
+
+extern "C" int pd_plan_view(const pd_plan *p, const int32_t **words, int64_t *num_words) {
+  using pagedec::fail;
   if (!p) return fail("pd_plan_view: plan is NULL");
   if (!words) return fail("pd_plan_view: words is NULL");
   if (!num_words) return fail("pd_plan_view: num_words is NULL");
@@ -77,5 +67,4 @@ int pd_plan_view(const pd_plan *p, const int32_t **words, int64_t *num_words) {
   *words = p->words.data();
   *num_words = (int64_t)p->words.size();
   return 0;
-}
 }

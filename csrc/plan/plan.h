@@ -6,23 +6,22 @@
 //            order
 //   pieces   runs of rows that are computed together
 //   units    of each piece, ascending by tile: one tile of 64 positions and the rows that read it
-//   items    (piece, chunk): the units of one chunk of 512 positions. The work item of a CUDA thread block for one
-//            virtual head
-//   spans    (piece, virtual head, run of items): the work of a CPU thread, ordered by worker; worker_indptr gives each
-//            its share
+//   items    (piece, chunk): the units of one chunk of 512 positions
+//   spans    (piece, virtual head, run of items): the work of a CPU's thread or of a device's thread block, ordered by
+//            worker; worker_indptr gives each its share
 //   splits   rows whose chunks went to several spans, as indices into rows
 //   paths    slots (block * block_size + offset) of the positions that a tree node does not find in its table's order
 //
 // A virtual head is a part of the query heads that one kv head serves: v = kv_head * head_parts + part, and the part
 // holds the group's heads [group * part / head_parts, group * (part + 1) / head_parts). A piece's packed rows are rows
-// x heads of the part, row-major; CUDA cuts them into tiles of 16. Rows [row0, row1) of a unit read the same slots, so
-// a tile is fetched once for them.
+// x heads of the part, row-major; tensor cores take them in tiles of 16. Rows [row0, row1) of a unit read the same
+// slots, so a tile is fetched once for them.
 //
 // A row at packed index i sees positions [begin, end). It folds the chunks begin/512 ... (end-1)/512 left to right; a
 // chunk starts afresh, and inside it tiles follow each other in ascending order. With one block per item a row of
 // several chunks puts (o, m, l) of chunk c into workspace[partial + c - begin/512], and whoever comes last folds them
-// in that order. A CPU worker folds inside its span and uses its own, smaller workspace (`split`) for the rows in
-// splits alone. Nothing of this changes a bit.
+// in that order. A worker folds inside its span and uses another, smaller workspace (`split`) for the rows in splits
+// alone. Nothing of this changes a bit.
 //
 // The words are all that there is to a plan: who carries it out brings the workspaces, and any number of workers may,
 // whatever number it was made for.
@@ -109,5 +108,7 @@ int check_batch(const pd_attn_shape &, const pd_attn_batch &);
 // Of checked arguments, which the header tells of already; fails on a visible block id that there cannot be.
 int build_plan(PlanDraft &, plan::Header &, const pd_attn_shape &, const pd_attn_batch &, int workers);
 void cut_spans(PlanDraft &, plan::Header &, int workers);
+// All of it: the words, or none and an error.
+int make_plan(PlanDraft &, std::vector<int32_t> &words, const pd_attn_shape *, const pd_attn_batch *, int workers);
 
 }  // namespace pagedec

@@ -9,36 +9,23 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
-from pagedec.batch.bodies import Ask, parse_body
-from pagedec.batch.feeder import Feeder
+from pagedec.batch.answering import WINDOW, Answered, LineAnswering, Terms
 from pagedec.batch.journal import Journal
 from pagedec.batch.lines import Line, LineError, LineRequest, parse_line, read_lines
 from pagedec.batch.progress import Pace
-from pagedec.batch.replies import (
-    answer_record,
-    completion_body,
-    is_error,
-    line_error_record,
-    record_id,
-    request_error_record,
-)
+from pagedec.batch.replies import is_error, line_error_record, record_id
 from pagedec.config import ModelConfig
 from pagedec.engine.interrupts import held_interrupts
-from pagedec.errors import FeatureNotAvailable, InvalidArgument, NotFound, PagedecError
+from pagedec.errors import FeatureNotAvailable, InvalidArgument
 from pagedec.fields import check_names, rules
 from pagedec.llm import LLM
-from pagedec.outputs import RequestOutput
 from pagedec.params import BeamSearchParams, SamplingParams
-from pagedec.text.chat_template import render_chat
-
-WINDOW = 4
-"""Answers in the engine's hands, as a multiple of the branches of a step: enough that no step waits for a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +41,6 @@ class BatchSummary:
     num_prompt_tokens: int
     num_output_tokens: int
     seconds: float
-
-
-class _Work(NamedTuple):
-    line: Line
-    custom_id: str
-    ask: Ask
 
 
 class BatchJob:
@@ -167,9 +148,18 @@ class BatchJob:
         On an interrupt or an error what runs is aborted and what was written stays. Raises KeyboardInterrupt,
         OutputError, and what the engine raises if a step fails.
         """
+        run = self.begin(use_tqdm, report)
+        return _answer_all(run, LineAnswering(llm, self.terms), window or WINDOW * llm.config.scheduler.max_num_seqs)
+
+    @property
+    def terms(self) -> Terms:
+        """What lines are answered by."""
+        return Terms(self.model, self.seed, self.settings, self.defaults, self.beams, self.any_model)
+
+    def begin(self, use_tqdm: bool, report: Callable[[str], None] | None) -> Pass:
+        """Start to answer the lines that have no record. Raises OutputError."""
         self._journal.begin()
-        progress = Pace(self.num_lines, self.num_done, use_tqdm, report)
-        return _Run(self, self._journal, llm).go(progress, window or WINDOW * llm.config.scheduler.max_num_seqs)
+        return Pass(self, Pace(self.num_lines, self.num_done, use_tqdm, report))
 
     def close(self) -> None:
         """Put the output on the disk and let it go."""
@@ -184,120 +174,84 @@ class BatchJob:
         self.close()
 
 
-class _Run:
-    """One pass over the input."""
+class Pass:
+    """One pass over the input: which lines are to be answered, and what of them is written."""
 
-    def __init__(self, job: BatchJob, journal: Journal, llm: LLM) -> None:
-        self.job, self.journal, self.llm = job, journal, llm
-        self.feeder: Feeder[_Work] = Feeder(llm)
-        own = llm.get_default_sampling_params()
-        self.defaults = {name: getattr(own, name) for name in rules(SamplingParams)} | job.defaults
-        self.seen: dict[str, int] = {}
+    def __init__(self, job: BatchJob, progress: Pace) -> None:
+        self.job, self.progress = job, progress
+        self._seen: dict[str, int] = {}
         """The line of each custom_id so far."""
-        self.num_answered = self.num_prompt_tokens = self.num_output_tokens = 0
+        self._before, self._began = job.num_done, time.perf_counter()
+        self._num_answered = self._num_prompt_tokens = self._num_output_tokens = 0
 
-    def go(self, progress: Pace, window: int) -> BatchSummary:
-        job, feeder, before, began = self.job, self.feeder, self.job.num_done, time.perf_counter()
-        lines = read_lines(job.input)
-        with held_interrupts() as raise_if_interrupted:
-            try:
-                more = True
-                while more or feeder.num_pending:
-                    while more and feeder.num_pending < window:
-                        line = next(lines, None)
-                        more = line is not None
-                        if line is not None:
-                            self._start(line)
-                        raise_if_interrupted()
-                    for work, result in feeder.step() if feeder.num_pending else ():
-                        self._finish(work, result)
-                    progress.update(job.num_done, job.num_errors, self.num_output_tokens)
-                    raise_if_interrupted()
-            finally:
-                progress.close()
-                feeder.abort()
-        seconds = time.perf_counter() - began
-        tokens = self.num_prompt_tokens, self.num_output_tokens
-        return BatchSummary(job.num_lines, before, self.num_answered, job.num_errors, *tokens, seconds)
+    def requests(self) -> Iterator[tuple[Line, LineRequest] | None]:
+        """The lines that have no record; None where a line is none of these. What is no request gets its record."""
+        for line in read_lines(self.job.input):
+            yield self._request(line)
 
-    def _start(self, line: Line) -> None:
-        """Give a line to the engine, or record what is wrong with it."""
-        name = record_id(line, self.job.settings)
+    def _request(self, line: Line) -> tuple[Line, LineRequest] | None:
         is_done = line.number in self.job._done
         try:
             request = parse_line(line)
             self._claim(request.custom_id, line)
         except LineError as error:
             if error.custom_id is not None:
-                self.seen.setdefault(error.custom_id, line.number)
+                self._seen.setdefault(error.custom_id, line.number)
             if not is_done:
-                self._write(line_error_record(name, line, error))
-            return
-        if is_done:
-            return
-        try:
-            self._ask(line, request)
-        except PagedecError as error:
-            self._write(request_error_record(name, line, request.custom_id, error))
+                name = record_id(line, self.job.settings)
+                self.write(Answered(line.number, line_error_record(name, line, error)))
+            return None
+        return None if is_done else (line, request)
 
     def _claim(self, custom_id: str, line: Line) -> None:
-        first = self.seen.setdefault(custom_id, line.number)
+        first = self._seen.setdefault(custom_id, line.number)
         if first != line.number:
             problem = InvalidArgument("custom_id", custom_id, f"must be unique, line {first} has it too")
             raise LineError("duplicate_custom_id", str(problem), custom_id, "custom_id")
 
-    def _ask(self, line: Line, request: LineRequest) -> None:
-        ask = parse_body(request.chat, request.body, self.defaults, self.job.beams)
-        names = (self.job.model, Path(self.job.model).name)
-        if ask.model is not None and ask.model not in names and not self.job.any_model:
-            raise NotFound(
-                "model", ask.model, f"this job runs {self.job.model}; with any_model it answers to every name"
-            )
-        prompts = ask.prompts if ask.messages is None else [self._chat_prompt(ask)]
-        params = [ask.params] * len(prompts)
-        if ask.params.seed is None:
-            params = [dataclasses.replace(ask.params, seed=self._seed(line, i)) for i in range(len(prompts))]
-        self.feeder.add(_Work(line, request.custom_id, ask), prompts, params, ask.priority, ask.cache_salt)
-
-    def _chat_prompt(self, ask: Ask) -> list[int]:
-        tokenizer = self.llm.tokenizer
-        if tokenizer is None:
-            limit = "needs a tokenizer with a chat template, and the engine runs with skip_tokenizer_init"
-            raise InvalidArgument("messages", ask.messages, limit)
-        continued = ask.chat_options.get("continue_final_message", False)
-        opened = ask.chat_options.get("add_generation_prompt", not continued)
-        text = render_chat(
-            tokenizer,
-            ask.messages or (),
-            add_generation_prompt=opened,
-            continue_final_message=continued,
-            template_kwargs=ask.chat_options.get("chat_template_kwargs"),
-        )
-        if ask.params.truncate_prompt_tokens is None:
-            tokenizer.check_length(text, self.llm.engine.limits.max_model_len - 1, "messages")
-        return tokenizer.encode(text, add_special_tokens=False)
-
-    def _seed(self, line: Line, index: int) -> int:
-        """The seed of a prompt whose body has none: the same in every run of the job."""
-        name = f"{self.job.seed}:{line.number}:{line.digest}:{index}"
-        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
-
-    def _finish(self, work: _Work, result: list[RequestOutput] | PagedecError) -> None:
-        name = record_id(work.line, self.job.settings)
-        if isinstance(result, PagedecError):
-            self._write(request_error_record(name, work.line, work.custom_id, result))
-            return
-        token_bytes = None if self.llm.tokenizer is None else self.llm.tokenizer.token_bytes
-        body = completion_body(name, work.ask, work.ask.model or self.job.model, int(time.time()), result, token_bytes)
-        self._write(answer_record(name, work.custom_id, body))
-        self.num_prompt_tokens += body["usage"]["prompt_tokens"]
-        self.num_output_tokens += body["usage"]["completion_tokens"]
-
-    def _write(self, record: Mapping[str, Any]) -> None:
-        self.journal.append(record)
-        self.num_answered += 1
+    def write(self, answered: Answered) -> None:
+        """Put a record into the output. Raises OutputError."""
+        self.job._journal.append(answered.record)
+        self._num_answered += 1
         self.job.num_done += 1
-        self.job.num_errors += is_error(record)
+        self.job.num_errors += is_error(answered.record)
+        self._num_prompt_tokens += answered.num_prompt_tokens
+        self._num_output_tokens += answered.num_output_tokens
+
+    def show(self) -> None:
+        """Tell how far it is."""
+        self.progress.update(self.job.num_done, self.job.num_errors, self._num_output_tokens)
+
+    def summary(self) -> BatchSummary:
+        """What it has done so far."""
+        job, tokens = self.job, (self._num_prompt_tokens, self._num_output_tokens)
+        seconds = time.perf_counter() - self._began
+        return BatchSummary(job.num_lines, self._before, self._num_answered, job.num_errors, *tokens, seconds)
+
+
+def _answer_all(run: Pass, answering: LineAnswering, window: int) -> BatchSummary:
+    lines = run.requests()
+    with held_interrupts() as raise_if_interrupted:
+        try:
+            more = True
+            while more or answering.num_pending:
+                while more and answering.num_pending < window:
+                    try:
+                        asked = next(lines)
+                    except StopIteration:
+                        more = False
+                        break
+                    if asked is not None and (refused := answering.add(*asked)) is not None:
+                        run.write(refused)
+                    raise_if_interrupted()
+                for answered in answering.step() if answering.num_pending else ():
+                    run.write(answered)
+                run.show()
+                raise_if_interrupted()
+        finally:
+            run.progress.close()
+            answering.abort()
+    return run.summary()
 
 
 def _check_files(input: Path, output: Path) -> None:

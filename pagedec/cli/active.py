@@ -114,7 +114,7 @@ def backend_facts() -> dict[str, str]:
         "cuda": cuda,
         "flash-attn": _on_cuda(optional_package("flash_attn", "flash-attn", "cuda")),
         "xformers": _on_cuda(optional_package("xformers", "xformers", "cuda")),
-        "ray": f"{optional_package('ray', 'ray', 'ray')}; executor ray is not available in this version",
+        "ray": optional_package("ray", "ray", "ray"),
     }
 
 
@@ -128,5 +128,7 @@ def active_line(llm: LLM) -> str:
     kernels = "reference (torch)" if geometry.isa == "reference" else f"{geometry.isa} (compiled)"
     numbers = geometry.dtype + (f", {geometry.quantization} weights" if geometry.quantization else "")
     threads = f"{geometry.num_threads} threads"
-    place = "" if llm.config.parallel.executor == "inline" else f", executor {llm.config.parallel.executor}"
+    executor, world = llm.config.parallel.executor, llm.config.parallel.tensor_parallel_size
+    shared = f", {world} ranks" if world > 1 else ""
+    place = shared if executor in ("auto", "inline") else f", executor {executor}{shared}"
     return f"{llm.config.model.model}: kernels {kernels}, {numbers}, {threads}{place}; KV pool: {llm.kv_cache}"

@@ -226,5 +226,8 @@ def add_options(parser: argparse.ArgumentParser, title: str, options: type[Any])
 
 
 def given_options(arguments: argparse.Namespace, options: type[T]) -> T:
-    """The command's own dataclass as the flags say."""
-    return options(**_given(arguments, OPTIONS, rules(options)))
+    """One of the command's own dataclasses as the flags say."""
+    known = rules(options)
+    names = {f"{OPTIONS}{name}" for name in known}
+    own = argparse.Namespace(**{key: value for key, value in vars(arguments).items() if key in names})
+    return options(**_given(own, OPTIONS, known))

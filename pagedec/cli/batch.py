@@ -10,6 +10,7 @@ it stops nothing.
 
 A job that was interrupted or killed goes on where it was: give the same command again. Each record's id holds the
 number and a digest of its line and of the settings: a line, a model or a parameter that was changed since is noticed.
+With or without --ray the job is the same one.
 The same command on a complete job does nothing; with --retry-failed it asks the lines again that have error records.
 """
 
@@ -35,6 +36,7 @@ from pagedec.cli.arguments import (
     given_sampling,
 )
 from pagedec.cli.console import DONE, FAILED, INTERRUPTED, TERMINATED, say
+from pagedec.errors import InvalidArgument
 from pagedec.fields import Flag, Integer, check_fields, option
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ examples:
   pagedec batch -i requests.jsonl -o answers.jsonl --model ./my-model --temperature 0 --max-tokens 256
   pagedec batch -i requests.jsonl -o answers.jsonl --retry-failed
   pagedec batch -i requests.jsonl -o answers.jsonl --restart
+  pagedec batch -i requests.jsonl -o answers.jsonl --ray --replicas 8
 """
 
 
@@ -95,11 +98,23 @@ class BatchOptions:
         ),
     )
     window: int | None = option(
-        None, Integer("most answers in the engine's hands; none: 4 x max_num_seqs", low=1, optional=True)
+        None, Integer("most answers in an engine's hands; none: 4 x max_num_seqs", low=1, optional=True)
+    )
+    ray: bool = option(False, Flag("spread the lines over engines on the Ray cluster of RAY_ADDRESS, else on one here"))
+    replicas: int | None = option(
+        None,
+        Integer(
+            "engines on the cluster, with --ray; none: as many as its CPUs have room for",
+            low=1,
+            high=4096,
+            optional=True,
+        ),
     )
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.replicas is not None and not self.ray:
+            raise InvalidArgument("replicas", self.replicas, "must be given with ray")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -195,11 +210,17 @@ def _run(job: BatchJob, config: EngineConfig, progress: bool | None, options: Ba
     from pagedec.cli.active import active_line
     from pagedec.llm import LLM
 
+    bar = sys.stderr.isatty() if progress is None else progress
+    report = say if progress is None and not bar else None
     try:
+        if options.ray:
+            from pagedec.batch.cluster import run_on_ray
+
+            given = {"replicas": options.replicas, "window": options.window}
+            say(_summary(run_on_ray(job, config, **given, use_tqdm=bar, report=report)))
+            return DONE
         with LLM(**config.to_kwargs()) as llm:
             say(active_line(llm))
-            bar = sys.stderr.isatty() if progress is None else progress
-            report = say if progress is None and not bar else None
             summary = job.run(llm, use_tqdm=bar, window=options.window, report=report)
     except KeyboardInterrupt:
         say(f"interrupted: {_left(job, options)}")

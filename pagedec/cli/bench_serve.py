@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedec.cli.arguments import add_options, add_sampling_arguments, given_options, given_sampling
-from pagedec.cli.console import DONE, FAILED
+from pagedec.cli.console import DONE, FAILED, say
+from pagedec.cli.reach import ADDRESS, Reach
 from pagedec.errors import InvalidArgument
 from pagedec.fields import Integer, Number, Text, Texts, check_fields, option
 
@@ -29,9 +32,7 @@ SENT = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "ignore_
 class LoadOptions:
     """What is sent, to whom, how fast."""
 
-    address: str = option("127.0.0.1:50051", Text("the server's address"))
-    token: str | None = option(None, Text("the client's token", optional=True))
-    tls_ca: str | None = option(None, Text("file of the authorities to trust, PEM: use TLS", optional=True))
+    address: str = option(ADDRESS, Text("the server's address"))
     num_prompts: int = option(64, Integer("requests", low=1))
     request_rate: float = option(0.0, Number("requests a second on the mean; 0: all at once", low=0))
     burstiness: float = option(
@@ -60,12 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a load."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     add_options(parser, "load", LoadOptions)
+    add_options(parser, "connection", Reach)
     add_sampling_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Send the load and say what became of it; the exit status is 1 where nothing was answered."""
-    options = given_options(arguments, LoadOptions)
+    options, reach = given_options(arguments, LoadOptions), given_options(arguments, Reach)
     sampling = given_sampling(arguments)
     for name in sampling:
         if name not in SENT:
@@ -73,8 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
     from pagedec.serve.load import parse_goals, record, summary
 
     goals = parse_goals(options.goodput)
+    for field in ("result", "plot"):
+        _check_place(field, getattr(options, field))
     requests = made(options, sampling)
-    outcomes = asyncio.run(_sent(options, requests))
+    outcomes = asyncio.run(_sent(options, reach, requests))
     result = summary(outcomes, goals)
     if options.result is not None:
         Path(options.result).write_text(json.dumps({**result, "requests": record(outcomes)}), encoding="utf-8")
@@ -86,7 +90,20 @@ def run(arguments: argparse.Namespace) -> int:
         for name, value in result.items():
             number = f"{value:12.2f}" if isinstance(value, float) else f"{value!s:>9}   "
             print(f"{name.replace('_', ' '):32} {number}".rstrip())
+    for code, problem in {outcome.code: outcome.problem for outcome in outcomes if outcome.problem}.items():
+        say(f"{code}: {problem}")
     return DONE if result["completed"] else FAILED
+
+
+def _check_place(field: str, path: str | None) -> None:
+    """Raise `InvalidArgument`, before anything is sent, for a file that cannot be written behind it."""
+    if path is None:
+        return
+    folder = Path(path).absolute().parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)) or Path(path).is_dir():
+        raise InvalidArgument(field, path, f"cannot be written: {folder} must be a directory that may be written to")
+    if field == "plot" and importlib.util.find_spec("matplotlib") is None:
+        raise InvalidArgument("plot", path, "needs matplotlib: pip install 'pagedec[plot]'")
 
 
 def made(options: LoadOptions, sampling: dict[str, Any]) -> list[pb.GenerateStreamRequest]:
@@ -141,30 +158,25 @@ def read_prompts(path: str) -> list[str]:
     return texts
 
 
-async def _sent(options: LoadOptions, requests: Sequence[Any]) -> list[Any]:
-    import grpc
+async def _sent(options: LoadOptions, reach: Reach, requests: Sequence[Any]) -> list[Any]:
     import grpc.aio
 
     from pagedec.serve.load import Sender, start_times
 
     starts = start_times(len(requests), options.request_rate, options.burstiness, options.workload_seed)
-    metadata = (("authorization", f"Bearer {options.token}"),) if options.token else ()
-    if options.tls_ca is None:
+    metadata, credentials = reach.metadata(), reach.credentials()
+    if credentials is None:
         channel = grpc.aio.insecure_channel(options.address)
     else:
-        trusted = grpc.ssl_channel_credentials(Path(options.tls_ca).read_bytes())
-        channel = grpc.aio.secure_channel(options.address, trusted)
+        channel = grpc.aio.secure_channel(options.address, credentials, reach.options())
     async with channel:
         return await Sender(channel, metadata).run(requests, starts, options.max_concurrency, options.timeout)
 
 
 def _draw(path: str, outcomes: Sequence[Any]) -> None:
-    """Times to the first token and between messages as cumulative shares. Raises `InvalidArgument` without
-    matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise InvalidArgument("plot", path, "needs matplotlib: pip install 'pagedec[plot]'") from None
+    """Times to the first token and between messages as cumulative shares."""
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

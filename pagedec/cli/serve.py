@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from pagedec.cli.arguments import add_engine_arguments, add_options, engine_config, given_options
 from pagedec.cli.console import DONE, FAILED, say
@@ -19,6 +20,7 @@ from pagedec.config import EngineConfig
 from pagedec.errors import counted
 from pagedec.serve.server_config import ServerConfig
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EPILOG = """\
 examples:
   pagedec serve --port 50051
@@ -36,11 +38,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal."""
     options, config = given_options(arguments, ServerConfig), engine_config(arguments)
-    from pagedec.serve.logs import begin_logging
+    with _ended_by_signals():
+        from pagedec.serve.logs import begin_logging
 
-    begin_logging(options.log_level, options.log_format)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(options, config))
+        begin_logging(options.log_level, options.log_format)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_serve(options, config))
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Signals end the process at once, until the event loop sees to them: importing takes seconds, and a container's
+    first process is sent them once, and ignores what it has not asked for."""
+    before = {number: signal.signal(number, lambda *_: os._exit(DONE)) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -53,12 +68,14 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 async def _serve(options: ServerConfig, config: EngineConfig) -> int:
     from pagedec.llm.async_llm import AsyncLLM
+    from pagedec.serve.logs import quiet_tasks
     from pagedec.serve.server import Server
 
+    quiet_tasks(asyncio.get_running_loop())
     server = Server(options, lambda: AsyncLLM(**config.to_kwargs()))
     told = asyncio.Event()
     events = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         events.add_signal_handler(number, _signalled, told)
     starting = asyncio.ensure_future(server.start())
     waiting = asyncio.ensure_future(told.wait())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from google.protobuf.struct_pb2 import Struct
 
 from pagedec.errors import InvalidArgument, Shown
 from pagedec.fields import Integer, Table, Text, check_encodable, field_names, option
-from pagedec.inputs import are_ids, is_array, read_mapping, read_token_ids
+from pagedec.inputs import are_ids, as_priority, is_array, read_mapping, read_token_ids
 from pagedec.messages import (
     BEAMS,
     CONSTRAINTS,
@@ -28,6 +28,7 @@ from pagedec.structured import AllowedSequences, StructuredOutputsParams
 from pagedec.v1 import parameters_pb2, prompt_pb2, session_service_pb2
 
 MOST_ID = 2**32 - 1
+MOST_ORDER = 2**31
 EARLY_NUMBERS = {value: number for number, value in EARLY.items() if number}
 PARTS = {"stopping": STOPPING, "logits_rules": RULES, "reports": REPORTS, "sampling": SAMPLING, "beam_search": BEAMS}
 FIELDS = {
@@ -55,8 +56,8 @@ class ServedTrie(AllowedSequences):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomParams(RequestParams):
-    """Parameters of a decoder that the server has registered: its name, its own parameters, and how many answers it
-    gives."""
+    """Parameters of a decoder that the server has registered: its name, its own `parameters`, and how many `answers`
+    it gives, which is all that this side has to know of them."""
 
     decoder: str = option("", Text("the decoder's name"))
     parameters: dict[str, Any] | None = option(None, Table("the decoder's own parameters", optional=True))
@@ -71,10 +72,7 @@ class CustomParams(RequestParams):
 def as_parameters(params: RequestParams, only: Collection[str] | None = None) -> parameters_pb2.Parameters:
     """Parameters as a message; `only` of these fields, where the others are to be as the model recommends. Raises
     `InvalidArgument` for what cannot travel."""
-    known = (SamplingParams, BeamSearchParams, CustomParams)
-    if not isinstance(params, known):
-        limit = f"must be one of {', '.join(kind.__name__ for kind in known)}"
-        raise InvalidArgument("sampling_params", params, limit)
+    check_params(params)
     names = field_names(type(params)) if only is None else only
     given = {name: value for name in names if (value := getattr(params, name)) is not None}
     made = parameters_pb2.Parameters(no_recommendations=only is None)
@@ -93,10 +91,20 @@ def as_parameters(params: RequestParams, only: Collection[str] | None = None) ->
     elif isinstance(params, BeamSearchParams):
         _put(made.beam_search, BEAMS, given)
         made.beam_search.early_stopping = EARLY_NUMBERS[params.early_stopping]
-    else:
+    elif isinstance(params, CustomParams):
         made.custom.name = params.decoder
         made.custom.parameters.CopyFrom(as_struct("parameters", params.parameters or {}))
     return made
+
+
+def check_params(params: Any, field: str = "sampling_params") -> RequestParams:
+    """Parameters that can travel. Raises `InvalidArgument`."""
+    if isinstance(params, (SamplingParams, BeamSearchParams, CustomParams)):
+        return params
+    limit = "must be a SamplingParams, a BeamSearchParams, or CustomParams of a decoder that the server has registered"
+    if isinstance(params, Mapping):
+        limit += "; SamplingParams(**...) makes one of a mapping"
+    raise InvalidArgument(field, params, limit)
 
 
 def with_fields(params: Any, fields: Mapping[str, Any]) -> tuple[RequestParams, parameters_pb2.Parameters]:
@@ -105,9 +113,7 @@ def with_fields(params: Any, fields: Mapping[str, Any]) -> tuple[RequestParams, 
     if params is None:
         chosen: RequestParams = SamplingParams.from_dict(fields)
         return chosen, as_parameters(chosen, fields)
-    if not isinstance(params, RequestParams):
-        raise InvalidArgument("sampling_params", params, "must be a SamplingParams, or a BeamSearchParams")
-    chosen = params.clone(**fields)
+    chosen = check_params(params).clone(**fields)
     return chosen, as_parameters(chosen)
 
 
@@ -126,6 +132,14 @@ def as_prompt(field: str, prompt: Any) -> tuple[prompt_pb2.Prompt, str | None, s
     return prompt_pb2.Prompt(token_ids=as_ids(field, token_ids)), text, salt
 
 
+def as_order(priority: Any) -> int:
+    """A priority, of as many bits as a message has for it. Raises `InvalidArgument`."""
+    order = as_priority(priority)
+    if not -MOST_ORDER <= order < MOST_ORDER:
+        raise InvalidArgument("priority", priority, f"must be from {-MOST_ORDER} to {MOST_ORDER - 1}")
+    return order
+
+
 def as_ids(field: str, token_ids: Any) -> prompt_pb2.TokenIds:
     """Token ids as a message. Raises `InvalidArgument`."""
     read = read_token_ids(field, token_ids)
@@ -137,7 +151,7 @@ def as_ids(field: str, token_ids: Any) -> prompt_pb2.TokenIds:
 
 def as_chat(messages: Any, field: str = "messages", **options: Any) -> prompt_pb2.Chat:
     """A conversation as a message. Raises `InvalidArgument`."""
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise InvalidArgument(field, messages, 'must be a list of messages such as {"role": "user", "content": "Hi"}')
     if options.get("chat_template") is not None:
         limit = "must be None: the server writes conversations by the template that it was started with"
@@ -147,8 +161,12 @@ def as_chat(messages: Any, field: str = "messages", **options: Any) -> prompt_pb
         if not isinstance(tool, Mapping):
             raise InvalidArgument(f"tools[{i}]", tool, "must be a JSON schema: functions do not travel")
         made.tools.append(as_struct(f"tools[{i}]", tool))
-    if options.get("template_kwargs"):
-        made.template_variables.CopyFrom(as_struct("chat_template_kwargs", options["template_kwargs"]))
+    variables = options.get("template_kwargs")
+    if variables is not None and not isinstance(variables, Mapping):
+        limit = "must be a table of a template's variables by their names, or None"
+        raise InvalidArgument("chat_template_kwargs", variables, limit)
+    if variables:
+        made.template_variables.CopyFrom(as_struct("chat_template_kwargs", variables))
     if not options.get("add_generation_prompt", True):
         made.add_generation_prompt = False
     if options.get("continue_final_message"):
@@ -158,8 +176,10 @@ def as_chat(messages: Any, field: str = "messages", **options: Any) -> prompt_pb
 
 def as_message(field: str, message: Any) -> prompt_pb2.ChatMessage:
     """One message of a conversation. Raises `InvalidArgument`."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+    if not isinstance(message, Mapping):
         raise InvalidArgument(field, message, 'must be a message such as {"role": "user", "content": "Hi"}')
+    if not isinstance(message.get("role"), str):
+        raise InvalidArgument(f"{field}.role", message.get("role"), "must be a text such as user, assistant, system")
     content = message.get("content")
     made = prompt_pb2.ChatMessage(role=message["role"])
     if isinstance(content, str):
@@ -172,14 +192,15 @@ def as_message(field: str, message: Any) -> prompt_pb2.ChatMessage:
     return made
 
 
-def as_keep(keep: Any) -> session_service_pb2.Keep:
-    """Which answers a branch goes on from. Raises `InvalidArgument`."""
+def as_keep(keep: Any, num_answers: int) -> session_service_pb2.Keep:
+    """Which of so many answers a branch goes on from. Raises `InvalidArgument`."""
     if keep == "first":
         return session_service_pb2.Keep()
     if keep in ("all", "none") and isinstance(keep, str):
         return session_service_pb2.Keep(all=True) if keep == "all" else session_service_pb2.Keep(none=True)
-    if type(keep) is not int or not 0 <= keep <= MOST_ID:
-        raise InvalidArgument("keep", keep, "must be one of first, all, none, or an answer's number")
+    if type(keep) is not int or not 0 <= keep < num_answers:
+        limit = f"must be one of first, all, none, or an answer's number below {num_answers}"
+        raise InvalidArgument("keep", keep, limit)
     return session_service_pb2.Keep(answer=keep)
 
 

@@ -2,77 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-import grpc.aio
-
 from pagedec.client import questions
+from pagedec.client.asking import as_order
 from pagedec.client.async_remote_session import AsyncRemoteSession
-from pagedec.client.connection import SERVICES, TARGET, Inquiry, Way, find, pause_before, remaining
+from pagedec.client.async_route import AsyncRoute, learned
+from pagedec.client.connection import RESUME_SECONDS, TARGET, Inquiry, Way
 from pagedec.client.handle import Held, opening
 from pagedec.client.questions import Question
-from pagedec.inputs import Prompt, as_priorities
+from pagedec.client.token_pieces import TokenPieces
+from pagedec.inputs import Prompt
 from pagedec.outputs import RequestOutput
-from pagedec.params import BeamSearchParams, RequestOutputKind, as_beams
+from pagedec.params import BeamSearchParams, RequestOutputKind, SamplingParams, as_beams
 from pagedec.v1 import model_service_pb2, session_service_pb2
 
 T = TypeVar("T")
-
-
-class AsyncRoute:
-    """A channel to a server, for the coroutines of one event loop."""
-
-    def __init__(self, way: Way) -> None:
-        self.way = way
-        self._credentials = way.credentials()
-        self._channel: grpc.aio.Channel | None = None  # made in the event loop that uses it
-        self._stubs: list[Any] = []
-
-    async def ask(self, ask: Inquiry[T], timeout: float | None = None) -> T:
-        """The answer of a unary call; see `Route.ask`."""
-        deadline = self.way.deadline(timeout)
-        for left in range(self.way.retries if ask.is_safe else 0, -1, -1):
-            call = self._find(ask.rpc)(ask.message, timeout=remaining(deadline), metadata=self.way.metadata)
-            try:
-                return ask.read(await call)
-            except grpc.aio.AioRpcError as error:
-                pause = pause_before(error, left, deadline)
-                if pause is None:
-                    raise ask.failure(error) from None
-                await asyncio.sleep(pause)
-        raise AssertionError
-
-    async def read(self, ask: Inquiry[T], timeout: float | None = None) -> AsyncGenerator[T, None]:
-        """The answers of a call, one by one. Leaving them ends the call."""
-        deadline = self.way.deadline(timeout)
-        call = self._find(ask.rpc)(ask.message, timeout=remaining(deadline), metadata=self.way.metadata)
-        try:
-            async for answer in call:
-                yield ask.read(answer)
-        except grpc.aio.AioRpcError as error:
-            raise ask.failure(error) from None
-        finally:
-            call.cancel()
-
-    async def close(self) -> None:
-        """Give up the channel; what runs is cancelled."""
-        if self._channel is not None:
-            await self._channel.close()
-
-    def _find(self, rpc: str) -> Any:
-        if self._channel is None:
-            way = self.way
-            if self._credentials is None:
-                self._channel = grpc.aio.insecure_channel(way.target, way.all_options)
-            else:
-                self._channel = grpc.aio.secure_channel(way.target, self._credentials, way.all_options)
-            self._stubs = [service(self._channel) for service in SERVICES]
-        return find(self._stubs, rpc)
 
 
 class AsyncClient:
@@ -92,9 +41,10 @@ class AsyncClient:
         retries: int = 3,
         model: str = "",
         options: Sequence[tuple[str, Any]] = (),
+        resume: float = RESUME_SECONDS,
     ) -> None:
-        self._way = Way(target, token, tls, tls_ca, tls_cert, tls_key, timeout, retries, tuple(options))
-        self._line, self._model = AsyncRoute(self._way), model
+        self._way = Way(target, token, tls, tls_ca, tls_cert, tls_key, timeout, retries, tuple(options), resume)
+        self._line, self._model, self._pieces = AsyncRoute(self._way), model, TokenPieces(model)
 
     def __repr__(self) -> str:
         return f"<AsyncClient of {self._way.target}>"
@@ -152,12 +102,11 @@ class AsyncClient:
     async def _outputs(
         self, question: Question, request_id: str | None, priority: int, timeout: float | None
     ) -> AsyncGenerator[RequestOutput, None]:
-        [order] = as_priorities([priority], 1)
-        ask = question.growing(self._model, order, request_id or "")
+        ask = question.growing(self._model, as_order(priority), request_id or "")
         async with contextlib.aclosing(self._line.read(ask, timeout)) as outputs:
             async for output in outputs:
                 if output is not None:
-                    yield output
+                    yield await learned(self._line, self._pieces, output, question.params)
 
     # ---- branches
     def session(
@@ -176,12 +125,25 @@ class AsyncClient:
         client.session(prompt) as session`; see `Client.session`."""
         template = {"tools": tools, "template_kwargs": chat_template_kwargs}
         ask = opening(prompt, messages, seed, priority, cache_salt, ttl, self._model, template)
-        return Arriving(self._line, ask)
+        return Arriving(self._line, ask, self._pieces)
+
+    async def sessions(self) -> list[session_service_pb2.Session]:
+        """This client's sessions that are open, whoever has opened them, as messages of the contract."""
+        told = await self._line.ask(questions.sessions())
+        found = list(told.sessions)
+        while told.next_page_token:
+            told = await self._line.ask(questions.sessions(told.next_page_token))
+            found += told.sessions
+        return found
 
     # ---- what goes with a model
     async def models(self) -> list[model_service_pb2.Model]:
         """What is served, as messages of the contract."""
         return await self._line.ask(questions.models())
+
+    async def get_default_sampling_params(self) -> SamplingParams:
+        """What the model recommends, and what a call without parameters has."""
+        return await self._line.ask(questions.default_params(self._model))
 
     async def tokenize(
         self,
@@ -214,8 +176,10 @@ class AsyncClient:
 class Arriving:
     """A session that is about to be opened: to be awaited, or entered with `async with`."""
 
-    def __init__(self, line: AsyncRoute, ask: Inquiry[session_service_pb2.OpenSessionResponse]) -> None:
-        self._line, self._ask = line, ask
+    def __init__(
+        self, line: AsyncRoute, ask: Inquiry[session_service_pb2.OpenSessionResponse], pieces: TokenPieces
+    ) -> None:
+        self._line, self._ask, self._pieces = line, ask, pieces
         self._session: AsyncRemoteSession | None = None
 
     def __await__(self) -> Generator[Any, None, AsyncRemoteSession]:
@@ -223,7 +187,7 @@ class Arriving:
 
     async def _open(self) -> AsyncRemoteSession:
         opened = await self._line.ask(self._ask)
-        return AsyncRemoteSession(Held(self._line, opened.session_id), opened.branch)
+        return AsyncRemoteSession(Held(self._line, opened.session_id, self._pieces), opened.branch)
 
     async def __aenter__(self) -> AsyncRemoteSession:
         self._session = await self._open()

@@ -7,11 +7,12 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
+from pagedec.client.async_route import learned, together
 from pagedec.client.connection import Inquiry
 from pagedec.client.failures import last_of
 from pagedec.client.handle import RemoteHandle
 from pagedec.errors import BranchClosed
-from pagedec.outputs import BranchOutput, BranchState, ContinuationScore, Mark
+from pagedec.outputs import BranchOutput, BranchState, ContinuationScore, Mark, SessionBlocks, SessionState
 from pagedec.tree import AnswerTree
 
 T = TypeVar("T")
@@ -25,16 +26,20 @@ class AsyncRemoteBranch(RemoteHandle):
         self, sampling_params: Any = None, *, keep: str | int = "first", timeout: float | None = None, **fields: Any
     ) -> BranchOutput[AsyncRemoteBranch]:
         """The answers of a request that goes on from here; see `SessionBranch.generate`."""
-        async with contextlib.aclosing(self._read(sampling_params, keep, fields, False, timeout)) as outputs:
-            return last_of([output async for output in outputs])
+        ask = self._generating(sampling_params, keep, fields, False)
+        await self._tidy()
+        return await self._whole(ask, timeout)
 
     async def stream(
         self, sampling_params: Any = None, *, keep: str | int = "first", timeout: float | None = None, **fields: Any
     ) -> AsyncGenerator[BranchOutput[AsyncRemoteBranch], None]:
         """The same as the answers grow. Leaving the iterator before its end leaves the branch as it was."""
-        async with contextlib.aclosing(self._read(sampling_params, keep, fields, True, timeout)) as outputs:
+        ask = self._generating(sampling_params, keep, fields, True)
+        await self._tidy()
+        async with contextlib.aclosing(self._held.line.read(ask, timeout)) as outputs:
             async for output in outputs:
-                yield output
+                if output is not None:
+                    yield await self._learned(ask, output)
 
     async def append(self, what: str | Sequence[int] | Mapping[str, Any]) -> None:
         """Go on with a text, with token ids, or with a chat's next message."""
@@ -67,9 +72,44 @@ class AsyncRemoteBranch(RemoteHandle):
         """Name this place, for `rollback`. A mark holds nothing."""
         return (await self.state(False)).mark
 
-    async def tree(self) -> AnswerTree:
-        """All open branches of the session as a tree; see `SessionBranch.tree`."""
-        return await self._do(self._drawing())
+    async def tree(self, branches: Sequence[AsyncRemoteBranch] | None = None) -> AnswerTree:
+        """All open branches of the session as a tree, or those that are given; see `SessionBranch.tree`."""
+        return await self._do(self._drawing(branches))
+
+    async def blocks(self, branches: Sequence[AsyncRemoteBranch] | None = None) -> SessionBlocks:
+        """KV blocks that these branches of the session hold now, by default this one alone."""
+        return await self._do(self._counting(branches))
+
+    async def session_state(self) -> SessionState:
+        """How large its session is, and how long it lives if nobody uses it from now on."""
+        return await self._do(self._holding())
+
+    async def generate_all(
+        self,
+        branches: Sequence[AsyncRemoteBranch],
+        sampling_params: Any = None,
+        *,
+        keep: str | int = "first",
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> list[BranchOutput[AsyncRemoteBranch]]:
+        """`generate` on several branches at the same time; see `RemoteBranch.generate_all`."""
+        asks = self._generating_all(branches, sampling_params, keep, fields)
+        await self._tidy()
+        return await together([self._whole(ask, timeout) for ask in asks])
+
+    async def score_all(
+        self,
+        branches: Sequence[AsyncRemoteBranch],
+        continuations: Sequence[Sequence[str | Sequence[int]]],
+        *,
+        logprobs: int = 0,
+    ) -> list[list[ContinuationScore]]:
+        """`score` on several branches at the same time: a list of continuations for each."""
+        asks = self._scoring_all(branches, continuations, logprobs)
+        await self._tidy()
+        scores: list[list[ContinuationScore]] = await self._held.line.ask_all(asks)
+        return scores
 
     async def close(self) -> None:
         """Let the branch go; a call on it fails. May be called again."""
@@ -87,15 +127,14 @@ class AsyncRemoteBranch(RemoteHandle):
         await self.close()
 
     # ---- inside
-    async def _read(
-        self, params: Any, keep: Any, fields: dict[str, Any], streams: bool, timeout: float | None
-    ) -> AsyncGenerator[BranchOutput[AsyncRemoteBranch], None]:
-        ask = self._generating(params, keep, fields, streams)
-        await self._tidy()
+    async def _whole(self, ask: Inquiry[Any], timeout: float | None) -> BranchOutput[AsyncRemoteBranch]:
         async with contextlib.aclosing(self._held.line.read(ask, timeout)) as outputs:
-            async for output in outputs:
-                if output is not None:
-                    yield output
+            return await self._learned(ask, last_of([output async for output in outputs]))
+
+    async def _learned(
+        self, ask: Inquiry[Any], output: BranchOutput[AsyncRemoteBranch]
+    ) -> BranchOutput[AsyncRemoteBranch]:
+        return await learned(self._held.line, self._held.pieces, output, ask.given[""])
 
     async def _do(self, ask: Inquiry[T]) -> T:
         await self._tidy()
@@ -118,7 +157,7 @@ class AsyncRemoteSession(AsyncRemoteBranch):
 
     async def close(self) -> None:
         """Let all branches go; calls on them fail. May be called again."""
-        if not self._held.is_closed:
+        if not self._held.is_closed and not self._held.line.is_closed:
             self._held.is_closed = True
             self._shut()
             with contextlib.suppress(BranchClosed):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -10,18 +13,20 @@ from typing import Any
 from tqdm import tqdm
 
 from pagedec.client import questions
-from pagedec.client.connection import TARGET, Inquiry, Route, Way
-from pagedec.client.failures import ServerError, code_name, exception_of
+from pagedec.client.asking import as_order
+from pagedec.client.connection import RESUME_SECONDS, TARGET, Inquiry, Route, Way, remaining
+from pagedec.client.failures import ServerError
 from pagedec.client.handle import Held, opening
 from pagedec.client.questions import Question
 from pagedec.client.remote_session import RemoteSession
+from pagedec.client.token_pieces import TokenPieces
 from pagedec.errors import CallInterrupted, InvalidArgument, RequestError, RequestsFailed, Shown
 from pagedec.fields import Integer
 from pagedec.inputs import Array, Prompt, as_conversations, as_list, as_priorities, with_token_ids
 from pagedec.outputs import BeamSearchOutput, RequestOutput
-from pagedec.params import BeamSearchParams, as_beams
+from pagedec.params import BeamSearchParams, SamplingParams, as_beams
 from pagedec.v1 import generation_service_pb2 as pb
-from pagedec.v1 import model_service_pb2
+from pagedec.v1 import model_service_pb2, session_service_pb2
 
 ON_ERROR = ("raise", "return")
 
@@ -39,6 +44,8 @@ class Client:
         retries: how often a call that had no effect is tried again where the server is being loaded or drained.
         model: the model by one of the server's names; "": the only one.
         options: further ones of the gRPC channel, as pairs.
+        resume: seconds for which a stream whose server is gone tries to go on, there or at another one, behind what had
+            come, before it fails; 0: it fails at once.
 
     Errors are the exceptions that the same mistakes are with `LLM`; what only a server can say is a `ServerError`.
     """
@@ -56,9 +63,10 @@ class Client:
         retries: int = 3,
         model: str = "",
         options: Sequence[tuple[str, Any]] = (),
+        resume: float = RESUME_SECONDS,
     ) -> None:
-        self._way = Way(target, token, tls, tls_ca, tls_cert, tls_key, timeout, retries, tuple(options))
-        self._line, self._model = Route(self._way), model
+        self._way = Way(target, token, tls, tls_ca, tls_cert, tls_key, timeout, retries, tuple(options), resume)
+        self._line, self._model, self._pieces = Route(self._way), model, TokenPieces(model)
 
     def __repr__(self) -> str:
         return f"<Client of {self._way.target}>"
@@ -138,14 +146,16 @@ class Client:
         timeout: float | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """The answers to one prompt as they grow; see `LLM.stream`. Closing the iterator ends the request."""
-        [order] = as_priorities([priority], 1)
-        ask = Question.of("prompt", prompt, sampling_params, cache_salt).growing(self._model, order, request_id)
-        return self._stream(ask, self._line.begin(ask, timeout))
+        order, question = as_order(priority), Question.of("prompt", prompt, sampling_params, cache_salt)
+        return self._stream(question, self._line.begin(question.growing(self._model, order, request_id), timeout))
 
-    def _stream(self, ask: Inquiry[RequestOutput | None], call: Any) -> Generator[RequestOutput, None, None]:
-        for output in self._line.read(ask, call):
-            if output is not None:
-                yield output
+    def _stream(
+        self, question: Question, outputs: Generator[RequestOutput | None, None, None]
+    ) -> Generator[RequestOutput, None, None]:
+        with contextlib.closing(outputs):
+            for output in outputs:
+                if output is not None:
+                    yield self._spelled(output, question)
 
     # ---- branches
     def session(
@@ -165,12 +175,25 @@ class Client:
         template = {"tools": tools, "template_kwargs": chat_template_kwargs}
         ask = opening(prompt, messages, seed, priority, cache_salt, ttl, self._model, template)
         opened = self._line.ask(ask)
-        return RemoteSession(Held(self._line, opened.session_id), opened.branch)
+        return RemoteSession(Held(self._line, opened.session_id, self._pieces), opened.branch)
+
+    def sessions(self) -> list[session_service_pb2.Session]:
+        """This client's sessions that are open, whoever has opened them, as messages of the contract."""
+        told = self._line.ask(questions.sessions())
+        found = list(told.sessions)
+        while told.next_page_token:
+            told = self._line.ask(questions.sessions(told.next_page_token))
+            found += told.sessions
+        return found
 
     # ---- what goes with a model
     def models(self) -> list[model_service_pb2.Model]:
         """What is served: limits, defaults, and what requests may name, as messages of the contract."""
         return self._line.ask(questions.models())
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model recommends, and what a call without parameters has."""
+        return self._line.ask(questions.default_params(self._model))
 
     def tokenize(
         self,
@@ -207,7 +230,7 @@ class Client:
             raise InvalidArgument("use_tqdm", use_tqdm, "must be true, false, or what makes a bar as tqdm does")
         if on_error not in ON_ERROR:
             raise InvalidArgument("on_error", on_error, f"must be one of {', '.join(ON_ERROR)}")
-        orders = as_priorities(priority, len(asked))
+        orders = [as_order(order) for order in as_priorities(priority, len(asked))]
         if len(asked) == 1:
             return [self._one(asked[0], orders[0], on_error, timeout)]
         make = tqdm if isinstance(use_tqdm, bool) else use_tqdm
@@ -215,7 +238,7 @@ class Client:
         bar = make(total=len(asked), desc="prompts", dynamic_ncols=True, **hidden)
         outputs: dict[int, RequestOutput] = {}
         try:
-            for i, output in self._batch(asked, orders, timeout):
+            for i, output in self._batches(asked, orders, timeout):
                 outputs[i] = output
                 bar.update()
         except KeyboardInterrupt as interrupt:
@@ -226,33 +249,56 @@ class Client:
 
     def _one(self, question: Question, order: int, on_error: str, timeout: float | None) -> RequestOutput:
         try:
-            return self._line.ask(question.at_once(self._model, order), timeout)
+            return self._spelled(self._line.ask(question.at_once(self._model, order), timeout), question)
         except RequestError as error:
             if isinstance(error, ServerError) and on_error == "raise":
                 raise
             [output] = _checked([question.failed(error.request_id, error)], on_error)
             return output
 
-    def _batch(
+    def _batches(
         self, asked: list[Question], orders: list[int], timeout: float | None
     ) -> Generator[tuple[int, RequestOutput], None, None]:
-        """Each output with its prompt's place, as they come. Raises what one of them may not ask."""
-        pairs = enumerate(zip(asked, orders, strict=True))
-        items = (
-            pb.GenerateBatchRequest(item_id=str(i), request=question.request(self._model, order))
-            for i, (question, order) in pairs
-        )
+        """Each output with its prompt's place, as they come. What the server could not take, or a connection has lost,
+        is asked again. Raises what one of them may not ask."""
+        deadline, places = self._way.deadline(timeout), list(range(len(asked)))
+        for pauses in itertools.count():
+            again: dict[int, RequestOutput] = {}
+            pause = 0.0
+            for place, output in self._batch(asked, orders, places, remaining(deadline)):
+                own = None if output.error is None else self._way.pause(output.error, pauses, deadline, is_safe=True)
+                if own is None:
+                    yield place, self._spelled(output, asked[place])
+                else:
+                    again[place], pause = output, max(pause, own)
+            if not again:
+                return
+            time.sleep(pause)
+            places = list(again)
+
+    def _batch(
+        self, asked: list[Question], orders: list[int], places: list[int], timeout: float | None
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
+        """The outputs of some of them. Where the stream ends too early, those that have not come have its error."""
+        items = [
+            pb.GenerateBatchRequest(item_id=str(i), request=asked[i].request(self._model, orders[i])) for i in places
+        ]
         ask: Inquiry[pb.GenerateBatchResponse] = Inquiry("GenerateBatch", items, lambda told: told)
-        for told in self._line.read(ask, self._line.begin(ask, timeout)):
-            place = int(told.item_id)
-            question = asked[place]
-            if told.WhichOneof("result") == "response":
-                yield place, question.read(told.response)
-                continue
-            error = exception_of(code_name(told.error.code), told.error, question.all_names, request_id=told.item_id)
-            if not isinstance(error, RequestError):
-                raise error
-            yield place, question.failed(told.item_id, error)
+        left = dict.fromkeys(places)
+        failure: RequestError = ServerError("UNKNOWN", "", "the server has ended the call without an answer")
+        try:
+            with contextlib.closing(self._line.begin(ask, timeout)) as answers:
+                for told in answers:
+                    place = int(told.item_id)
+                    del left[place]
+                    yield place, asked[place].told(told)
+        except RequestError as error:
+            failure = error
+        for place in left:
+            yield place, asked[place].failed("", failure)
+
+    def _spelled(self, output: RequestOutput, question: Question) -> RequestOutput:
+        return self._pieces.spelled(output, question.params, self._line.ask)
 
     def _as_beams(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
         prompt = output.prompt
@@ -272,5 +318,11 @@ def _spread(params: Any, count: int) -> list[Any]:
 def _checked(outputs: list[RequestOutput], on_error: str) -> list[RequestOutput]:
     errors = [output.error for output in outputs if output.error is not None]
     if errors and on_error == "raise":
+        if (
+            all(error is errors[0] for error in errors)
+            and len(errors) == len(outputs)
+            and isinstance(errors[0], ServerError)
+        ):
+            raise errors[0]  # the call as a whole
         raise RequestsFailed(errors, outputs) from errors[0]
     return outputs

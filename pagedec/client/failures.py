@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -21,6 +22,7 @@ from pagedec.errors import (
     Shown,
 )
 from pagedec.messages import DETAILS, DOMAIN
+from pagedec.outputs import RequestOutput
 
 T = TypeVar("T")
 KINDS: dict[str, type[InvalidArgument]] = {
@@ -29,12 +31,27 @@ KINDS: dict[str, type[InvalidArgument]] = {
     "SESSION_LIMIT": SessionLimit,
 }
 GONE = ("SESSION_NOT_FOUND", "BRANCH_NOT_FOUND")
+REFUSED = ("LOADING", "DRAINING")
+"""Why a server lets nothing in: what it is asked then has not begun."""
+CROWDED = ("QUEUE_FULL", "CLIENT_REQUESTS", "CLIENT_TOKENS", "REQUEST_EXISTS")
+"""Why another server, or the same one before it has noticed, does not yet let in who was interrupted."""
+FIRST_PAUSE, LONG_PAUSE = 0.2, 1.0
+"""Seconds before a call is tried again, where the server says nothing: the first time, and at most."""
+UNTOLD = Shown("what was given")
+"""In place of a value: what somebody has sent is not sent back."""
+UNNAMED = Shown("of that name")
+NAMES = {"decoder": "decoder", "trie": "token_trie.name"}
+"""Fields that name what a server may not have."""
+STEPS = re.compile(r"\.(\w+)|\[(\d+)\]")
 WHY_GONE = "was closed, or its session was not used for as long as its lease"
 
 
 class ServerError(RequestError):
     """A server, or the way to it, has failed a call. `status` is the gRPC status by name, `reason` which of its causes
-    it was ("" where nobody says), `retry` after how many seconds it may be tried again (None: not known)."""
+    it was ("" where nobody says), `retry` after how many seconds it may be tried again (None: not known), `output` what
+    had come of a stream that was interrupted."""
+
+    output: RequestOutput | None = None
 
     def __init__(
         self, status: str, reason: str, problem: str, retry: float | None = None, request_id: str = ""
@@ -77,7 +94,8 @@ def exception_of(
         if value is not None:
             prefix = f"{known} is {value}: "
         limit = message.removeprefix(prefix)
-        return KINDS[reason](renamed_field(known, names or {}), Shown(value or "what was given"), limit)
+        shown = UNTOLD if value is None else Shown(value)
+        return KINDS[reason](renamed_field(known, names or {}), shown, limit)
     if reason == "BRANCH_BUSY":
         return BranchBusy(told["branch"], told["what"])
     if reason == "BRANCH_CLOSED":
@@ -85,7 +103,7 @@ def exception_of(
     if reason in GONE and branch:
         return BranchClosed(branch, WHY_GONE)
     if reason.endswith("_NOT_FOUND") and "kind" in told:
-        return NotFound(told["kind"], Shown("of that name"), told.get("known", ""))
+        return NotFound(told["kind"], UNNAMED, told.get("known", ""))
     if reason == "REQUEST_FAILED":
         return RequestError(request_id or told.get("request_id", ""), told.get("problem", message))
     if reason == "DEVICE_FAILED":
@@ -98,14 +116,37 @@ def code_name(number: int) -> str:
     return next((code.name for code in grpc.StatusCode if code.value[0] == number), "UNKNOWN")
 
 
-def retry_after(error: Any) -> float | None:
-    """Seconds after which a call that had no effect may be tried again; None: it may not."""
-    if error.code() is not grpc.StatusCode.UNAVAILABLE:
-        return None
-    failure = failure_of(error)
+def pause_after(failure: Exception, pauses: int, is_safe: bool) -> float | None:
+    """Seconds after which a call that has failed may be tried again, after so many pauses before; None: it may not.
+    What the server has refused was not begun. All else may have been carried out, and is tried again where it
+    `is_safe`."""
     if isinstance(failure, DeviceError):
-        return 1.0
-    return failure.retry if isinstance(failure, ServerError) else None
+        return LONG_PAUSE if is_safe else None
+    if not isinstance(failure, ServerError) or failure.status != "UNAVAILABLE":
+        return None
+    if failure.reason in REFUSED:
+        return failure.retry or LONG_PAUSE
+    if not is_safe:
+        return None
+    return min(FIRST_PAUSE * 2**pauses, LONG_PAUSE) if failure.retry is None else failure.retry
+
+
+def pause_between(failure: Exception, pauses: int) -> float | None:
+    """Seconds after which a stream that was interrupted may go on, after so many pauses before; None: never."""
+    if isinstance(failure, ServerError) and failure.reason in CROWDED:
+        return failure.retry or LONG_PAUSE
+    return pause_after(failure, pauses, is_safe=True)
+
+
+def recalled(failure: PagedecError, given: Mapping[str, Any]) -> PagedecError:
+    """An error about a field with the value that was given, which the server does not repeat. `given`: values by the
+    names of fields; as "" the parameters."""
+    if isinstance(failure, InvalidArgument) and failure.value is UNTOLD:
+        return type(failure)(failure.field, _given(given, failure.field), failure.limit)
+    if isinstance(failure, NotFound) and failure.name is UNNAMED and failure.kind in NAMES:
+        name = _given(given, NAMES[failure.kind])
+        return NotFound(failure.kind, name if isinstance(name, str) else UNNAMED, failure.known)
+    return failure
 
 
 def last_of(outputs: Iterable[T]) -> T:
@@ -120,9 +161,36 @@ def renamed_field(field: str, names: Mapping[str, str]) -> str:
     """A message's field, or a part of it, by the longest of `names` that it begins with."""
     for known in sorted(names, key=len, reverse=True):
         rest = field.removeprefix(known)
-        if field.startswith(known) and (not rest or rest[0] in ".["):
+        if _begins(field, known):
             return f"{names[known]}{rest}" if names[known] else rest.lstrip(".")
     return field
+
+
+def _begins(field: str, known: str) -> bool:
+    """A field is `known`, or a part of it."""
+    rest = field.removeprefix(known)
+    return field.startswith(known) and (not rest or rest[0] in ".[")
+
+
+def _given(given: Mapping[str, Any], field: str) -> Any:
+    """The value of a field, `UNTOLD` where it is not known."""
+    root = max((name for name in given if _begins(field, name)), key=len, default="")
+    value, rest = given.get(root, UNTOLD), field.removeprefix(root)
+    for name, place in STEPS.findall(rest if root else f".{rest}"):
+        value = _part(value, name or int(place))
+    return value
+
+
+def _part(value: Any, step: str | int) -> Any:
+    """A field of a value, or an element. None is what is not there."""
+    if value is UNTOLD:
+        return UNTOLD
+    if isinstance(value, Mapping):
+        return value.get(step)
+    if isinstance(step, int):
+        is_there = isinstance(value, Sequence) and step < len(value)
+        return value[step] if is_there else UNTOLD
+    return getattr(value, step, UNTOLD)
 
 
 def _details(status: status_pb2.Status) -> tuple[Any, str, str, float | None]:

@@ -3,20 +3,30 @@ for it."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
-from pagedec.client.asking import as_chat, as_ids, as_keep, as_message, as_prompt, with_fields
+from pagedec.client.asking import as_chat, as_ids, as_keep, as_message, as_order, as_prompt, with_fields
 from pagedec.client.connection import Inquiry
-from pagedec.client.telling import Growing, as_score, as_state, as_tree
-from pagedec.errors import InvalidArgument
+from pagedec.client.telling import Growing, as_blocks, as_score, as_session, as_state, as_tree
+from pagedec.client.token_pieces import TokenPieces
+from pagedec.errors import BranchClosed, InvalidArgument, Shown, counted
 from pagedec.fields import Integer, Number, check_encodable
-from pagedec.inputs import as_continuations, as_priorities, read_salt
-from pagedec.outputs import BranchOutput, BranchState, ContinuationScore, Mark, RequestOutput
-from pagedec.params import RequestOutputKind, SamplingParams
+from pagedec.inputs import as_continuations, read_salt
+from pagedec.outputs import (
+    BranchOutput,
+    BranchState,
+    ContinuationScore,
+    Mark,
+    RequestOutput,
+    SessionBlocks,
+    SessionState,
+)
+from pagedec.params import RequestOutputKind, RequestParams, SamplingParams
 from pagedec.tree import AnswerTree
 from pagedec.v1 import session_service_pb2 as pb
 
@@ -26,6 +36,7 @@ OPENING = {
     "prompt.text": "prompt", "prompt.token_ids.ids": "prompt",
 }  # fmt: skip
 APPENDING = dict.fromkeys(("text", "token_ids.ids", "token_ids", "message"), "append")
+CLOSED = "was closed"
 CUTTING = dict.fromkeys(("num_tokens", "mark"), "rollback")
 
 
@@ -36,6 +47,7 @@ class Held:
 
     line: Any
     session_id: str
+    pieces: TokenPieces
     dropped: deque[str] = field(default_factory=deque)
     is_closed: bool = False
 
@@ -50,7 +62,11 @@ class RemoteHandle:
         self._let_go.atexit = False
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name}: {'closed' if self.closed else f'{self.num_tokens} tokens'}>"
+        state = CLOSED if self.closed else counted(self.num_tokens, "token")
+        return f"<{type(self).__name__} {self.name}: {state}>"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("a branch of a session cannot be copied or pickled: fork it")
 
     @property
     def session_id(self) -> str:
@@ -64,13 +80,18 @@ class RemoteHandle:
 
     @property
     def closed(self) -> bool:
-        """It was closed here."""
-        return self._is_closed or self._held.is_closed
+        """It was closed here, or its client was."""
+        return self._is_closed or self._held.is_closed or self._held.line.is_closed
 
     @property
     def num_tokens(self) -> int:
         """How many tokens it has, the prompt's too."""
         return self._branch.num_tokens
+
+    @property
+    def room(self) -> int:
+        """How many more tokens it can get: what is left of the context, or of a pool that is smaller."""
+        return self._branch.room
 
     @property
     def num_blocks(self) -> int:
@@ -86,6 +107,8 @@ class RemoteHandle:
     def _ask(
         self, rpc: str, message: Any, read: Any, names: Mapping[str, str] | None = None, **more: Any
     ) -> Inquiry[Any]:
+        if self.closed:
+            raise BranchClosed(self.name, CLOSED)
         return Inquiry(rpc, message, read, names or {}, branch=self.name, **more)
 
     def _again(self, branch: pb.Branch) -> Any:
@@ -99,21 +122,25 @@ class RemoteHandle:
         chosen, message = with_fields(params, fields)
         is_final = not streams or chosen.output_kind is RequestOutputKind.FINAL_ONLY
         request = pb.GenerateOnBranchRequest(
-            session_id=self.session_id, branch=self.name, parameters=message, keep=as_keep(keep),
+            session_id=self.session_id, branch=self.name, parameters=message, keep=as_keep(keep, chosen.num_answers),
             stream_interval=chosen.stream_interval, final_only=is_final,
         )  # fmt: skip
         growing = Growing(chosen, None)
 
         def read(told: pb.GenerateOnBranchResponse) -> BranchOutput[Any] | None:
             output = growing.whole(told, told.finished) if is_final else growing.push(told)
-            return None if output is None else self._written(output, told)
+            return None if output is None else self._written(self._spelled(output, chosen), told)
 
-        return self._ask("GenerateOnBranch", request, read, {"keep.answer": "keep"})
+        return self._ask("GenerateOnBranch", request, read, {"keep.answer": "keep"}, given={"": chosen})
 
     def _written(self, output: RequestOutput, told: pb.GenerateOnBranchResponse) -> BranchOutput[Any]:
         if output.finished:
             self._stand(told.branch)
         return BranchOutput.of(output, [self._again(branch) for branch in told.branches])
+
+    def _spelled(self, output: RequestOutput, params: RequestParams) -> RequestOutput:
+        """The output, whose tree is to show texts."""
+        return output
 
     def _appending(self, what: Any) -> Inquiry[None]:
         request = pb.AppendRequest(session_id=self.session_id, branch=self.name)
@@ -123,8 +150,9 @@ class RemoteHandle:
             check_encodable("append", what)
             request.text = what
         else:
-            request.token_ids.CopyFrom(as_ids("append", what))
-        return self._ask("Append", request, lambda told: self._stand(told.branch), APPENDING)
+            with _or("text, a chat's next message"):
+                request.token_ids.CopyFrom(as_ids("append", what))
+        return self._ask("Append", request, lambda told: self._stand(told.branch), APPENDING, given={"append": what})
 
     def _forking(self, count: int | None) -> Inquiry[list[Any]]:
         checked = Integer("new branches", low=1).check("k", 1 if count is None else count)
@@ -136,25 +164,31 @@ class RemoteHandle:
         if isinstance(to, Mark):
             request.mark.CopyFrom(pb.Mark(num_tokens=to.num_tokens, digest=to.digest))
         else:
-            request.num_tokens = Integer("tokens to take back", low=0).check("rollback", to)
+            try:
+                request.num_tokens = Integer("tokens to take back").check("rollback", to)
+            except InvalidArgument as error:
+                raise InvalidArgument("rollback", to, f"{error.limit}, or a mark") from None
         return self._ask("Rollback", request, lambda told: self._stand(told.branch), CUTTING)
 
-    def _scoring(self, continuations: Any, logprobs: int) -> Inquiry[list[ContinuationScore]]:
-        many = as_continuations(continuations)
+    def _scoring(
+        self, continuations: Any, logprobs: int, field: str = "continuations"
+    ) -> Inquiry[list[ContinuationScore]]:
+        many = as_continuations(continuations, field)
         checked = Integer("tokens", low=-1).check("logprobs", logprobs)
         request = pb.ScoreRequest(session_id=self.session_id, branch=self.name, logprobs=checked)
         for i, one in enumerate(many):
             if isinstance(one, str):
-                check_encodable(f"continuations[{i}]", one)
+                check_encodable(f"{field}[{i}]", one)
                 request.continuations.add(text=one)
             else:
-                request.continuations.add(token_ids=as_ids(f"continuations[{i}]", one))
+                with _or("text"):
+                    request.continuations.add(token_ids=as_ids(f"{field}[{i}]", one))
         texts = [one if isinstance(one, str) else None for one in many]
 
         def read(told: pb.ScoreResponse) -> list[ContinuationScore]:
             return [as_score(score, text) for score, text in zip(told.scores, texts, strict=True)]
 
-        return self._ask("Score", request, read, is_safe=True)
+        return self._ask("Score", request, read, {"continuations": field}, is_safe=True, given={field: many})
 
     def _looking(self, logprobs: bool) -> Inquiry[BranchState]:
         request = pb.GetBranchRequest(session_id=self.session_id, branch=self.name, logprobs=logprobs)
@@ -165,12 +199,70 @@ class RemoteHandle:
 
         return self._ask("GetBranch", request, read, is_safe=True)
 
-    def _drawing(self) -> Inquiry[AnswerTree]:
-        return self._ask("GetTree", pb.GetTreeRequest(session_id=self.session_id), as_tree, is_safe=True)
+    def _drawing(self, branches: Sequence[RemoteHandle] | None) -> Inquiry[AnswerTree]:
+        request = pb.GetTreeRequest(session_id=self.session_id)
+        if branches is not None:
+            request.branches.extend(branch.name for branch in self._own(branches or [self]))
+        return self._ask("GetTree", request, as_tree, is_safe=True)
+
+    def _counting(self, branches: Sequence[RemoteHandle] | None) -> Inquiry[SessionBlocks]:
+        """What `branches` hold, this one where none are given."""
+        own = self._own([self] if branches is None else branches)
+        request = pb.GetSessionRequest(session_id=self.session_id, branches=[branch.name for branch in own])
+
+        def read(told: pb.GetSessionResponse) -> SessionBlocks:
+            if not own:
+                return SessionBlocks([], 0)
+            for branch, stands in zip(own, told.branches, strict=True):
+                branch._stand(stands)
+            return as_blocks(told)
+
+        return self._ask("GetSession", request, read, is_safe=True)
+
+    def _holding(self) -> Inquiry[SessionState]:
+        request = pb.GetSessionRequest(session_id=self.session_id, branches=[self.name])
+        return self._ask("GetSession", request, lambda told: as_session(told.session), is_safe=True)
+
+    def _generating_all(self, branches: Any, params: Any, keep: Any, fields: Mapping[str, Any]) -> list[Inquiry[Any]]:
+        many = self._several(branches)
+        is_list = isinstance(params, (list, tuple))
+        each = list(params) if is_list else [params] * len(many)
+        if len(each) != len(many):
+            limit = f"must be one, or one for each of {_counted(many)}"
+            raise InvalidArgument("sampling_params", Shown(f"a list of {len(each)}"), limit)
+        return [branch._generating(own, keep, fields, False) for branch, own in zip(many, each, strict=True)]
+
+    def _scoring_all(self, branches: Any, continuations: Any, logprobs: int) -> list[Inquiry[Any]]:
+        many = self._several(branches)
+        is_list = isinstance(continuations, Sequence) and not isinstance(continuations, (str, bytes))
+        if not is_list or len(continuations) != len(many):
+            value = Shown(f"a list of {len(continuations)}") if is_list else continuations
+            raise InvalidArgument("continuations", value, f"must hold a list for each of {_counted(many)}")
+        named = zip(many, continuations, (f"continuations[{i}]" for i in range(len(many))), strict=True)
+        return [branch._scoring(own, logprobs, field) for branch, own, field in named]
+
+    def _several(self, branches: Any) -> list[RemoteHandle]:
+        """Branches of this server's sessions, each once. Raises `InvalidArgument`."""
+        if not isinstance(branches, (list, tuple)):
+            raise InvalidArgument("branches", branches, "must be a list of branches")
+        for i, branch in enumerate(branches):
+            if not isinstance(branch, RemoteHandle) or branch._held.line is not self._held.line:
+                raise InvalidArgument(f"branches[{i}]", branch, "must be a branch of a session of the same client")
+            if any(branch._held is other._held and branch.name == other.name for other in branches[:i]):
+                limit = "must be in the list once: one call at a time runs on it"
+                raise InvalidArgument(f"branches[{i}]", branch, limit)
+        return list(branches)
+
+    def _own(self, branches: Sequence[RemoteHandle]) -> list[RemoteHandle]:
+        """Branches of this session. Raises `InvalidArgument`."""
+        for i, branch in enumerate(branches):
+            if not isinstance(branch, RemoteHandle) or branch._held is not self._held:
+                raise InvalidArgument(f"branches[{i}]", branch, "must be a branch of the same session")
+        return list(branches)
 
     def _closing(self, names: Sequence[str] = ()) -> Inquiry[None]:
         request = pb.CloseSessionRequest(session_id=self.session_id, branches=names)
-        return self._ask("CloseSession", request, lambda told: None)
+        return Inquiry("CloseSession", request, lambda told: None, branch=self.name)
 
     def _shut(self) -> None:
         self._is_closed = True
@@ -190,8 +282,7 @@ def opening(
     """What opens a session. Raises `InvalidArgument`."""
     if (prompt is None) == (messages is None):
         raise InvalidArgument("prompt", prompt, "must be given, or messages, and not both")
-    [order] = as_priorities([priority], 1)
-    request = pb.OpenSessionRequest(priority=order, model=model)
+    request = pb.OpenSessionRequest(priority=as_order(priority), model=model)
     own = ""
     if messages is not None:
         request.prompt.chat.CopyFrom(as_chat(messages, **template))
@@ -205,4 +296,22 @@ def opening(
     seconds = Number("seconds", above=0, optional=True).check("ttl", ttl)
     if seconds is not None:
         request.ttl.FromNanoseconds(round(seconds * 1e9))
-    return Inquiry("OpenSession", request, lambda told: told, OPENING)
+    table = {
+        "prompt": prompt, "messages": messages, "tools": template["tools"],
+        "chat_template_kwargs": template["template_kwargs"],
+    }  # fmt: skip
+    return Inquiry("OpenSession", request, lambda told: told, OPENING, given=table)
+
+
+@contextlib.contextmanager
+def _or(what: str) -> Iterator[None]:
+    """What is no token ids might have been something else, too."""
+    try:
+        yield
+    except InvalidArgument as error:
+        limit = error.limit.replace("must be token ids", f"must be {what}, or token ids", 1)
+        raise InvalidArgument(error.field, error.value, limit) from None
+
+
+def _counted(branches: Sequence[RemoteHandle]) -> str:
+    return f"{len(branches)} branch{'' if len(branches) == 1 else 'es'}"

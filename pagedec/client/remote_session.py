@@ -10,10 +10,18 @@ from typing import Any, Self, TypeVar, overload
 from pagedec.client.connection import Inquiry, Route
 from pagedec.client.failures import last_of
 from pagedec.client.handle import RemoteHandle
-from pagedec.client.questions import models
-from pagedec.errors import BranchClosed, InvalidArgument, Shown
-from pagedec.inputs import spread
-from pagedec.outputs import BranchOutput, BranchState, ContinuationScore, Logprob, Mark
+from pagedec.errors import BranchClosed
+from pagedec.outputs import (
+    BranchOutput,
+    BranchState,
+    ContinuationScore,
+    Logprob,
+    Mark,
+    RequestOutput,
+    SessionBlocks,
+    SessionState,
+)
+from pagedec.params import RequestParams
 from pagedec.tree import AnswerTree
 
 T = TypeVar("T")
@@ -26,19 +34,12 @@ class RemoteBranch(RemoteHandle):
     closed by `close`, as a context manager, or by dropping it: the session's next call tells the server then.
     """
 
-    @property
-    def room(self) -> int:
-        """How many more tokens it can get: what is left of the context, or of a pool that is smaller. Asks the
-        server."""
-        [model] = self._line.ask(models())
-        return max(0, min(model.max_model_len, model.num_blocks * model.block_size) - self.num_tokens)
-
     def generate(
         self, sampling_params: Any = None, *, keep: str | int = "first", timeout: float | None = None, **fields: Any
     ) -> BranchOutput[RemoteBranch]:
         """The answers of a request that goes on from here; see `SessionBranch.generate`. Never tried again: who does
         not hear of the end may ask with `state` what has become of the branch."""
-        [output] = self._generate_all([(self, sampling_params)], keep, fields, timeout)
+        [output] = self._run([self._generating(sampling_params, keep, fields, False)], timeout)
         return output
 
     def stream(
@@ -48,10 +49,12 @@ class RemoteBranch(RemoteHandle):
         was."""
         ask = self._generating(sampling_params, keep, fields, True)
         self._tidy()
-        return self._read(ask, self._line.begin(ask, timeout))
+        return self._read(self._line.begin(ask, timeout))
 
-    def _read(self, ask: Inquiry[Any], call: Any) -> Generator[BranchOutput[RemoteBranch], None, None]:
-        with contextlib.closing(self._line.read(ask, call)) as outputs:
+    def _read(
+        self, outputs: Generator[BranchOutput[RemoteBranch] | None, None, None]
+    ) -> Generator[BranchOutput[RemoteBranch], None, None]:
+        with contextlib.closing(outputs):
             for output in outputs:
                 if output is not None:
                     yield output
@@ -100,9 +103,17 @@ class RemoteBranch(RemoteHandle):
         """Name this place, for `rollback`. A mark holds nothing."""
         return self.state(False).mark
 
-    def tree(self) -> AnswerTree:
-        """All open branches of the session as a tree; see `SessionBranch.tree`."""
-        return self._do(self._drawing())
+    def tree(self, branches: Sequence[RemoteBranch] | None = None) -> AnswerTree:
+        """All open branches of the session as a tree, or those that are given; see `SessionBranch.tree`."""
+        return self._do(self._drawing(branches))
+
+    def blocks(self, branches: Sequence[RemoteBranch] | None = None) -> SessionBlocks:
+        """KV blocks that these branches of the session hold now, by default this one alone."""
+        return self._do(self._counting(branches))
+
+    def session_state(self) -> SessionState:
+        """How large its session is, and how long it lives if nobody uses it from now on."""
+        return self._do(self._holding())
 
     def close(self) -> None:
         """Let the branch go; a call on it fails. May be called again."""
@@ -132,9 +143,7 @@ class RemoteBranch(RemoteHandle):
         """`generate` on several branches, of this session or of others, at the same time; `sampling_params` is one
         object for all or one for each. Where one fails the others are ended: those that had not come to their end are
         as they were."""
-        self._check_own(branches)
-        each = spread("sampling_params", sampling_params, len(branches))
-        return self._generate_all(list(zip(branches, each, strict=True)), keep, fields, timeout)
+        return self._run(self._generating_all(branches, sampling_params, keep, fields), timeout)
 
     def score_all(
         self,
@@ -144,11 +153,7 @@ class RemoteBranch(RemoteHandle):
         logprobs: int = 0,
     ) -> list[list[ContinuationScore]]:
         """`score` on several branches at the same time: a list of continuations for each."""
-        self._check_own(branches)
-        if len(continuations) != len(branches):
-            limit = f"must hold a list for each of {len(branches)} branches"
-            raise InvalidArgument("continuations", Shown(f"a list of {len(continuations)}"), limit)
-        asks = [branch._scoring(own, logprobs) for branch, own in zip(branches, continuations, strict=True)]
+        asks = self._scoring_all(branches, continuations, logprobs)
         self._tidy()
         return self._line.ask_all(asks)
 
@@ -158,23 +163,18 @@ class RemoteBranch(RemoteHandle):
         line: Route = self._held.line
         return line
 
-    def _generate_all(
-        self, pairs: Sequence[tuple[RemoteBranch, Any]], keep: Any, fields: dict[str, Any], timeout: float | None
-    ) -> list[BranchOutput[RemoteBranch]]:
-        asks = [branch._generating(own, keep, fields, False) for branch, own in pairs]
+    def _run(self, asks: Sequence[Inquiry[Any]], timeout: float | None) -> list[BranchOutput[RemoteBranch]]:
         self._tidy()
-        calls: list[Any] = []
+        calls: list[Generator[Any, None, None]] = []
         try:
             calls += (self._line.begin(ask, timeout) for ask in asks)
-            return [last_of(self._line.read(ask, call)) for ask, call in zip(asks, calls, strict=True)]
+            return [last_of(call) for call in calls]
         finally:
             for call in calls:
-                call.cancel()
+                call.close()
 
-    def _check_own(self, branches: Sequence[RemoteBranch]) -> None:
-        for i, branch in enumerate(branches):
-            if not isinstance(branch, RemoteBranch) or branch._held.line is not self._held.line:
-                raise InvalidArgument(f"branches[{i}]", branch, "must be a branch of a session of the same Client")
+    def _spelled(self, output: RequestOutput, params: RequestParams) -> RequestOutput:
+        return self._held.pieces.spelled(output, params, self._line.ask)
 
     def _do(self, ask: Inquiry[T]) -> T:
         self._tidy()
@@ -198,7 +198,7 @@ class RemoteSession(RemoteBranch):
 
     def close(self) -> None:
         """Let all branches go; calls on them fail. May be called again."""
-        if not self._held.is_closed:
+        if not self._held.is_closed and not self._held.line.is_closed:
             self._held.is_closed = True
             self._shut()
             with contextlib.suppress(BranchClosed):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pagedec.messages import REASONS, TIME_LIMIT
 from pagedec.outputs import (
+    BranchBlocks,
     BranchState,
     CompletionOutput,
     ContinuationScore,
@@ -15,11 +18,14 @@ from pagedec.outputs import (
     Mark,
     RequestMetrics,
     RequestOutput,
+    SessionBlocks,
+    SessionState,
 )
 from pagedec.params import BeamSearchParams, RequestOutputKind, RequestParams
 from pagedec.tree import AnswerTree, TreeNode
 from pagedec.v1 import answer_pb2, session_service_pb2
 
+LOG = logging.getLogger("pagedec.client")
 FINISH = {number: reason for reason, number in REASONS.items()}
 
 
@@ -33,6 +39,9 @@ class Growing:
     request_id: str = ""
     prompt: answer_pb2.PromptInfo = field(default_factory=answer_pb2.PromptInfo)
     answers: dict[int, CompletionOutput] = field(default_factory=dict)
+    resume: Any = None
+    """What the stream began with, for going on; None: nothing has come, or its server knows of no such thing."""
+    began: float = field(default_factory=time.monotonic)
 
     def whole(self, response: Any, answers: Sequence[answer_pb2.Answer]) -> RequestOutput:
         """The output of a request that was answered at once."""
@@ -41,6 +50,7 @@ class Growing:
 
     def push(self, message: Any) -> RequestOutput | None:
         """The output that a stream's next message makes, of the kind that was asked for; None: it makes none."""
+        goes_on = self.resume is not None
         if message.HasField("prompt"):
             self._begin(message)
         parts: dict[int, CompletionOutput] = {}
@@ -48,9 +58,11 @@ class Growing:
             for index in range(self.params.num_answers) if delta.all_answers else (delta.index,):
                 parts[index] = self._grow(index, delta)
         for answer in message.finished:
+            if goes_on and self._has_ended(answer.index):
+                continue  # it was told before
             parts[answer.index] = self._end(answer, parts.get(answer.index))
         is_last, kind = message.HasField("usage"), self.params.output_kind
-        if kind is RequestOutputKind.FINAL_ONLY and not is_last:
+        if not is_last and (kind is RequestOutputKind.FINAL_ONLY or (goes_on and not parts)):
             return None
         if kind is not RequestOutputKind.DELTA:
             shown = self.answers
@@ -60,10 +72,47 @@ class Growing:
             shown = parts
         return self._output([shown[index] for index in sorted(shown)], message if is_last else None)
 
+    # ---- streams that are interrupted
+    @property
+    def num_tokens(self) -> int:
+        """How many were told, over all answers."""
+        return sum(len(answer.token_ids) for answer in self.answers.values())
+
+    def so_far(self) -> RequestOutput:
+        """All that was told."""
+        return self._output([self.answers[index] for index in sorted(self.answers)], None)
+
+    def request_again(self, request: Any) -> Any:
+        """The same request, to go on behind what was told; None: it cannot."""
+        if self.resume is None:
+            return None
+        made = type(request)()
+        made.CopyFrom(request)
+        made.resume.CopyFrom(self.resume)
+        for index in range(self.params.num_answers):
+            answer = self.answers.get(index) or CompletionOutput(index, "", [])
+            pairs = zip(answer.token_ids, answer.logprobs or (), strict=False)
+            logprobs = [table[token].logprob if table else 0.0 for token, table in pairs]
+            made.resume.answers.add(
+                token_ids=answer.token_ids, num_characters=len(answer.text), logprobs=logprobs if self._reports else ()
+            )
+        limit = made.parameters.stopping.time_limit
+        if made.parameters.stopping.HasField("time_limit"):
+            limit.FromNanoseconds(max(1, limit.ToNanoseconds() - round((time.monotonic() - self.began) * 1e9)))
+        return made
+
     # ---- inside
     def _begin(self, message: Any) -> None:
         self.request_id = message.request_id
         self.prompt.CopyFrom(message.prompt)
+        if "resume" in message.DESCRIPTOR.fields_by_name and message.HasField("resume"):
+            if self.resume is not None and self.resume.fingerprint != message.resume.fingerprint:
+                LOG.warning("request %s goes on where numbers have other bits than where it began", self.request_id)
+            self.resume = message.resume
+
+    def _has_ended(self, index: int) -> bool:
+        answer = self.answers.get(index)
+        return answer is not None and answer.finish_reason is not None
 
     def _grow(self, index: int, delta: answer_pb2.Delta) -> CompletionOutput:
         last = self.answers.get(index) or CompletionOutput(index, "", [])
@@ -156,6 +205,17 @@ def as_state(state: session_service_pb2.GetBranchResponse) -> BranchState:
     """A branch at one moment."""
     mark = Mark(state.mark.num_tokens, state.mark.digest)
     return BranchState(state.text, list(state.token_ids), as_tables(state.logprobs), mark)
+
+
+def as_blocks(told: session_service_pb2.GetSessionResponse) -> SessionBlocks:
+    """What branches hold."""
+    each = [BranchBlocks(branch.num_tokens, branch.num_blocks, branch.num_shared_blocks) for branch in told.branches]
+    return SessionBlocks(each, told.num_blocks)
+
+
+def as_session(session: session_service_pb2.Session) -> SessionState:
+    """A session that was used just now."""
+    return SessionState(session.num_branches, session.num_tokens, session.ttl.ToNanoseconds() / 1e9)
 
 
 def as_tree(told: session_service_pb2.GetTreeResponse) -> AnswerTree:

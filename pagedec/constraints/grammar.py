@@ -5,18 +5,31 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from pagedec.core.constraint import Allowed, Constraint
-from pagedec.errors import FeatureNotAvailable, InvalidArgument
+from pagedec.errors import FeatureNotAvailable, InvalidArgument, Shown
 from pagedec.structured import StructuredOutputsParams
 
-MAX_COMPILED = 256
+MAX_COMPILED = 128
 """Grammars that are kept, those used last."""
+LIMITS = {"step_max_items": 5000, "max_lexer_states": 65_536, "verbose_errors": False}
+"""What a mask may take: a tenth of the library's own, since ambiguous grammars take seconds for what that allows, and
+all requests wait for it; schemas of hundreds of properties take less than half. States of 200 bytes, for as long as the
+grammar is kept."""
+MAX_NAMED = 20_000
+"""Rules or references of a grammar: the library follows chains of them by recursion, with 3 KB of its stack for
+each."""
+STACK_BYTES = 128 * 2**20
+"""Of the thread that compiles: taken as it is used."""
+MASK_SECONDS, LEAST_SECONDS = 0.01, 1.0
+"""Of this thread's time a request's masks may take so much each, and together in any case: usual ones take 0.05 ms."""
 EXTRA = "structured"
 _IN_STRING = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [
@@ -67,16 +80,18 @@ class GrammarState:
 
 def _problem(matcher: Any) -> str:
     """What the library says of a matcher that cannot go on, without the inside of its parser."""
-    told = re.split(r"\n?<(?:state|backtrace)>", matcher.get_error(), maxsplit=1)[0].strip()
+    told = re.split(r"\n?<(?:state|backtrace|non-verbose/)>", matcher.get_error(), maxsplit=1)[0].strip()
     return "the grammar allows no text" if told == "NoExtensionBias" else told
 
 
 class GrammarConstraint(Constraint):
-    """A compiled grammar in a vocabulary of `vocab_size` tokens. `stops` are the tokens that end an answer; in the
-    matcher's vocabulary it is one token more, the last, that stands for all of them."""
+    """A compiled grammar in a vocabulary of `vocab_size` tokens, for one request: what its masks take is counted.
+    `stops` are the tokens that end an answer; in the matcher's vocabulary it is one token more, the last, that stands
+    for all of them. `kind`: of grammar, for errors."""
 
-    def __init__(self, root: GrammarState, vocab_size: int, stops: Sequence[int]) -> None:
-        self._root, self._vocab_size = root, vocab_size
+    def __init__(self, root: GrammarState, vocab_size: int, stops: Sequence[int], kind: str = "grammar") -> None:
+        self._root, self._vocab_size, self._kind = root, vocab_size, kind
+        self._seconds, self._num_masks = 0.0, 0
         self._width, self._own_width = -(-vocab_size // 32), -(-(vocab_size + 1) // 32)
         self._end = vocab_size >> 5, np.uint32(1 << (vocab_size & 31))
         self._stops = [(token >> 5, np.uint32(1 << (token & 31))) for token in stops]
@@ -88,7 +103,8 @@ class GrammarConstraint(Constraint):
         return GrammarState(None, state, token)
 
     def allowed(self, state: GrammarState) -> Allowed:
-        words = state.words(self._own_width)
+        with self._measured():
+            words = state.words(self._own_width)
         place, bit = self._end
         if not words[place] & bit:
             return words[: self._width]
@@ -103,8 +119,10 @@ class GrammarConstraint(Constraint):
         return not self._stops and not self.allowed(state).any()  # type: ignore[union-attr]
 
     def forced(self, state: GrammarState, most: int) -> Sequence[int]:
+        with self._measured():
+            found = state.matcher().compute_ff_tokens()[:most]
         out: list[int] = []
-        for token in state.matcher().compute_ff_tokens()[:most]:
+        for token in found:
             if token >= self._vocab_size:
                 break
             out.append(token)
@@ -112,6 +130,20 @@ class GrammarConstraint(Constraint):
 
     def item(self, tokens: Sequence[int]) -> int | None:
         return None
+
+    @contextlib.contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Raises `InvalidArgument` where the library gives up, and when this has taken too long."""
+        field, began = f"structured_outputs.{self._kind}", time.thread_time()
+        try:
+            yield
+        except ValueError as error:
+            raise InvalidArgument(field, Shown("given"), f"must be what llguidance can carry out: {error}") from None
+        self._seconds += time.thread_time() - began
+        self._num_masks += 1
+        if self._seconds > max(LEAST_SECONDS, MASK_SECONDS * self._num_masks):
+            have = Shown(f"{self._seconds / self._num_masks * 1000:.0f} ms for each of {self._num_masks} masks")
+            raise InvalidArgument(field, have, f"must take at most {MASK_SECONDS * 1000:g} ms: it is too ambiguous")
 
 
 class Grammars:
@@ -127,11 +159,12 @@ class Grammars:
     ) -> None:
         self._vocab_size, self._pieces, self._special_ids, self._encode = vocab_size, pieces, special_ids, encode
         self._compiled: OrderedDict[str, GrammarState] = OrderedDict()
+        self._compiling = threading.Lock()
         self._tokenizer: Any = None
 
     def constraint(self, asked: StructuredOutputsParams, stops: Sequence[int]) -> GrammarConstraint:
-        """What `asked` allows. Raises `InvalidArgument` for what the library refuses, with its reason, and
-        `FeatureNotAvailable` without the library."""
+        """What `asked` allows. May be called from any thread; one compiles at a time. Raises `InvalidArgument` for what
+        the library refuses, with its reason, and `FeatureNotAvailable` without the library."""
         try:
             import llguidance
         except ImportError:
@@ -140,20 +173,28 @@ class Grammars:
         key = json.dumps([asked.kind, getattr(asked, asked.kind), *_options(asked).items()], sort_keys=False)
         root = self._compiled.get(key)
         if root is None:
-            if self._tokenizer is None:
-                self._tokenizer = self._made(llguidance)
-            root = self._compiled[key] = self._compile(llguidance.LLMatcher, asked)
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
+            with self._compiling:
+                root = self._compiled.get(key)
+                if root is None:
+                    if self._tokenizer is None:
+                        self._tokenizer = self._made(llguidance)
+                    root = self._compiled[key] = _on_deep_stack(lambda: self._compile(llguidance, asked))
+                    if len(self._compiled) > MAX_COMPILED:
+                        self._compiled.popitem(last=False)
         with contextlib.suppress(KeyError):  # another thread has just given it up
             self._compiled.move_to_end(key)
-        return GrammarConstraint(root, self._vocab_size, stops)
+        return GrammarConstraint(root, self._vocab_size, stops, asked.kind)
 
-    def _compile(self, matcher: Any, asked: StructuredOutputsParams) -> GrammarState:
-        field = f"structured_outputs.{asked.kind}"
+    def _compile(self, llguidance: Any, asked: StructuredOutputsParams) -> GrammarState:
+        field, matcher = f"structured_outputs.{asked.kind}", llguidance.LLMatcher
         value = getattr(asked, asked.kind)
         try:
-            made = matcher(self._tokenizer, _grammar_of(matcher, asked), log_level=0)
+            grammar = _grammar_of(matcher, asked)
+            _check_named(field, grammar, asked.kind)
+            limits = llguidance.LLParserLimits(**LIMITS)
+            made = matcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        except InvalidArgument:
+            raise
         except Exception as error:  # whatever a library's parser does with what users write
             raise InvalidArgument(field, value, f"must be what llguidance can carry out: {error}") from error
         root = GrammarState(made)
@@ -209,6 +250,36 @@ class TokenWords:
             else:
                 start += 1  # no token stands for this byte: nothing can be forced through it
         return out
+
+
+def _on_deep_stack(compile: Callable[[], GrammarState]) -> GrammarState:
+    """What it returns or raises, in a thread with room for deep recursion."""
+    done: list[GrammarState | BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(compile())
+        except BaseException as error:
+            done.append(error)
+
+    thread = threading.Thread(target=run, name="pagedec-grammar", daemon=True)
+    before = threading.stack_size(STACK_BYTES)  # of whatever thread is begun meanwhile, too: it is only address space
+    try:
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    if isinstance(done[0], BaseException):
+        raise done[0]
+    return done[0]
+
+
+def _check_named(field: str, grammar: str, kind: str) -> None:
+    """Raise `InvalidArgument` for chains of names that the library could not follow to their end."""
+    sign, what = {"json": ('ref"', "references"), "grammar": (":", "rules")}.get(kind, ("", ""))
+    count = grammar.lower().count(sign) if sign else 0
+    if count > MAX_NAMED:
+        raise InvalidArgument(field, Shown(f"{count} {what}"), f"must have at most {MAX_NAMED} {what}")
 
 
 def _options(asked: StructuredOutputsParams) -> dict[str, Any]:

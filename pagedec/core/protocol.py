@@ -346,6 +346,9 @@ class Decoder(Protocol):
     revises: bool = False
     """True: `advance` may take tokens back (`keep`). Like a gang's, its answers are then told when they end: nobody who
     reads a stream can give tokens back. False: what `advance` appends stands, and is told at once."""
+    resumes: bool = False
+    """True: a branch's state is the streams that it stands for, and what follows tokens that were drawn before is what
+    would have followed. False: an interrupted request has to begin anew."""
     processes_logprobs: bool = False
     """True: the request's rules change log-probabilities instead of logits, without renormalising, as in Hugging Face's
     beam search."""

@@ -20,6 +20,7 @@ from pagedec.errors import RequestError
 
 if TYPE_CHECKING:
     from pagedec.core.parked import Call
+    from pagedec.core.resuming import Resume
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +125,10 @@ class Request:
     scored_from: int | None = None
     """Tokens from here on are reported as a prompt's are, on every branch, and kept by history node; None: none are.
     Nothing behind it is looked up in the prefix cache."""
+    seed: int = 0
+    """What names its randomness."""
+    resume: Resume | None = None
+    """What was told of its answers before it was interrupted, elsewhere; None: nothing, or it stands in the history."""
     num_forced_tokens: int = 0
     """Drafted tokens that its constraint left no choice about."""
 

@@ -21,10 +21,11 @@ from pagedec.core.plan import StepPlan, Work
 from pagedec.core.protocol import Answer, Child, Children, Hypothesis, Query, Sample, Verdict
 from pagedec.core.reading import candidates_of, read_answer
 from pagedec.core.request import Branch, Event, Finished, Progress, Request, Settled
+from pagedec.core.resuming import resumed
 from pagedec.core.stopping import Cut
 from pagedec.core.table import BlockTable, CopyPlan
 from pagedec.core.transition import Heir, descend, transition
-from pagedec.core.weighing import is_forced
+from pagedec.core.weighing import note_drafts
 from pagedec.errors import InvalidArgument, PagedecError, RequestError, shown, told
 
 
@@ -80,7 +81,9 @@ class Settler:
             if not answered:
                 continue
             try:
-                if all(work.draw >= 0 for work in answered):
+                if request.resume is not None:
+                    self._go_on(request, answered)
+                elif all(work.draw >= 0 for work in answered):
                     self._advance_plain(request, answered)
                 else:
                     before = pool.num_forks
@@ -222,6 +225,14 @@ class Settler:
         request.branches = descend(request.history, request.branches, parents, children, states)
         self._finish_generation(request, verdict, ())
 
+    def _go_on(self, request: Request, works: Sequence[Work]) -> None:
+        """What was told of the request before it was interrupted stands behind its prompt."""
+        [query], [answer] = self._answer_all(request, works)
+        verdict, evaluated = resumed(request, query, answer), {query.branch: answer.draft}
+        self._apply(
+            request, evaluated, verdict, self._generation(request, evaluated, verdict, ranks_of(request, verdict))
+        )
+
     def edit(self, request: Request, verdict: Verdict, ranks: Sequence[int]) -> None:
         """A generation in which nothing was evaluated: what it appends is the client's, and ends nothing."""
         self._apply(request, {}, verdict, self._generation(request, {}, verdict, ranks, given=True))
@@ -353,22 +364,6 @@ def replayed(request: Request, tip: int, given_length: int, length: int) -> Any:
     for token in history.slice(tip, given_length, length):
         state = constraint.next(state, token)
     return state
-
-
-def note_drafts(request: Request, queries: Sequence[Query], answers: Sequence[Answer], verdict: Verdict) -> None:
-    """Count what became of each draft that was run: as forced, or as a guess that was taken so far."""
-    for query, answer in zip(queries, answers, strict=True):
-        draft = answer.draft
-        if not draft.tokens:
-            continue
-        if is_forced(request, query.branch, draft):
-            request.num_forced_tokens += len(draft.tokens)
-        else:
-            paths = [child.path for child in verdict.live if child.parent is query.branch]
-            request.acceptance.note(query, draft, [len(path) for path in paths])
-            if request.standing is not None:
-                for path in paths:
-                    request.standing.note(draft, path)
 
 
 def ranks_of(request: Request, verdict: Verdict) -> list[int]:

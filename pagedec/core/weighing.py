@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pagedec.core.costs import StepCosts
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.granting import Grants, Load, Wish, cut, fits, grant
-from pagedec.core.protocol import Roll
+from pagedec.core.protocol import Answer, Query, Roll, Verdict
 from pagedec.core.request import Branch, Request
 from pagedec.core.rows import Chain, Rows
 from pagedec.core.standing import LEAST_ASKING, MOST_LOST, TRIED_ROWS
@@ -122,3 +122,19 @@ def load_of(rows: Rows, waiting: Sequence[tuple[Request, Sequence[Chain]]], num_
         any(request.standing is None for request in answered),
         any(isinstance(chain.query.draft, Roll) and request.constraint is not None for request, chain in whole),
     )
+
+
+def note_drafts(request: Request, queries: Sequence[Query], answers: Sequence[Answer], verdict: Verdict) -> None:
+    """Count what became of each draft that was run: as forced, or as a guess that was taken so far."""
+    for query, answer in zip(queries, answers, strict=True):
+        draft = answer.draft
+        if not draft.tokens:
+            continue
+        if is_forced(request, query.branch, draft):
+            request.num_forced_tokens += len(draft.tokens)
+        else:
+            paths = [child.path for child in verdict.live if child.parent is query.branch]
+            request.acceptance.note(query, draft, [len(path) for path in paths])
+            if request.standing is not None:
+                for path in paths:
+                    request.standing.note(draft, path)

@@ -34,6 +34,8 @@ class Sampling(Decoder):
     so drafting can change the number of steps but never a token.
     """
 
+    resumes = True
+
     def __init__(self, params: SamplingParams, context: DecoderContext) -> None:
         self.context = context
         self.sampler = sampler_of(params)

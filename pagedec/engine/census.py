@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -31,6 +32,8 @@ class Census:
     """An engine between two steps. Blocks are the target lane's, but for the leaked ones; counts are from the engine's
     beginning on, those of requests that run included."""
 
+    taken_at: float = 0.0
+    """When it was counted: Unix time, in seconds."""
     num_running: int = 0
     num_waiting: int = 0
     """Requests that hold nothing: not let in yet, or gave way."""
@@ -54,6 +57,9 @@ class Census:
     num_steps: int = 0
     num_rows: int = 0
     num_failed_steps: int = 0
+    num_restarts: int = 0
+    """Times that workers were lost and brought back."""
+    restart_seconds: float = 0.0
     num_finished: int = 0
     num_failed: int = 0
     num_output_tokens: int = 0
@@ -75,6 +81,7 @@ def take_census(engine: Engine) -> Census:
     spent = _spent(stats.ended, engine.unfinished)
     forks = {**spent.forks, SESSION: sessions.num_forks}
     return Census(
+        taken_at=time.time(),
         num_running=num_running,
         num_waiting=len(scheduler.requests) - num_running,
         num_sessions=len(sessions.owners),
@@ -91,6 +98,8 @@ def take_census(engine: Engine) -> Census:
         num_steps=stats.num_steps,
         num_rows=stats.num_rows,
         num_failed_steps=stats.num_failed_steps,
+        num_restarts=engine.executor.num_restarts,
+        restart_seconds=engine.executor.restart_seconds,
         num_finished=stats.num_finished,
         num_failed=stats.num_failed,
         num_output_tokens=stats.num_output_tokens,

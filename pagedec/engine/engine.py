@@ -17,6 +17,7 @@ from pagedec.core.plan import StepPlan
 from pagedec.core.protocol import Verdict
 from pagedec.core.reading import check_answers
 from pagedec.core.request import Ended, Event, Failed, Finished, Progress, Request, Settled, Waiting
+from pagedec.core.resuming import Resume, begin_resumed, check_resume
 from pagedec.core.scheduler import Scheduler
 from pagedec.decoders.registry import decoder_for, decoder_of
 from pagedec.engine.completion import Completion, answer_of
@@ -27,7 +28,7 @@ from pagedec.engine.recovery import Recovery
 from pagedec.engine.sessions import Sessions
 from pagedec.engine.speculating import DRAFTING, TABLE, check_speculation, with_speculation
 from pagedec.engine.stats import EngineStats
-from pagedec.errors import DeviceError, InvalidArgument, RequestError, Shown, counted, told
+from pagedec.errors import DeviceError, InvalidArgument, RequestError, Shown, WorkersGone, counted, told
 from pagedec.executor.base import Executor
 from pagedec.outputs import RequestMetrics
 from pagedec.params import RequestParams
@@ -109,14 +110,15 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         home: Call | None = None,
+        resume: Resume | None = None,
     ) -> Request:
         """Check a request and make all it needs; `add` takes it as it is. May be called by any thread, one at a time.
 
         `params` is of a registered decoder's parameter type, and kept. Where its seed is None, the engine's seed and
         the number of such requests before it name the randomness. Lower `priority` runs earlier; prefix cache blocks
         are shared only under the same `cache_salt`. With a `home` it goes out from that parked branch, whose tokens are
-        the `prompt`. Raises `InvalidArgument` for what could not run alone, `NotFound`
-        for parameters that no decoder has registered.
+        the `prompt`. With `resume` its answers go on where that says, if its decoder `resumes`, else begin anew. Raises
+        `InvalidArgument` for what could not run alone, `NotFound` for parameters that no decoder has registered.
         """
         decoder_for(type(params))  # before anything is read from what may be no parameters at all
         params = with_speculation(params, self.speculative)
@@ -145,7 +147,12 @@ class Engine:
             constraint=constraint,
             home=home,
         )
-        request.limited_by, request.max_time = limited_by, params.max_time
+        request.limited_by, request.max_time, request.seed = limited_by, params.max_time, seeded.seed or 0
+        if resume is not None:
+            reports = options.reporting.num_logprobs is not None
+            check_resume(resume, params.num_answers, limit - len(prompt), limits.vocab_size, reports)
+            if request.decoder.resumes:
+                begin_resumed(request, resume)
         if request.standing is not None and self._pace is None:
             self._pace = StepPace()
         if request.plain is None:
@@ -239,6 +246,12 @@ class Engine:
         """Nothing runs that wants to advance."""
         return self.scheduler.idle
 
+    def mend(self) -> None:
+        """Bring back workers that have ended while nobody asked them for anything. Raises what keeps them from it."""
+        if self.executor.problem is not None:
+            self.scheduler.forget_kv()
+            self.executor.mend()
+
     def stop(self) -> None:
         """Give up the device."""
         self.executor.stop()
@@ -320,7 +333,9 @@ class Engine:
         self.stats.num_failed_steps += 1
         self.scheduler.forget_kv()
         running = self._running()
-        hopeless = self._recovery.failed([request for request in suspects if not request.closed], running)
+        hopeless = None
+        if not isinstance(error, WorkersGone):
+            hopeless = self._recovery.failed([request for request in suspects if not request.closed], running)
         kind = RequestError if hopeless is not None else DeviceError
         for request in running if hopeless is None else hopeless:
             problem = kind(request.id, f"cannot be evaluated: {told(error)}")

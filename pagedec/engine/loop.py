@@ -192,6 +192,7 @@ class EngineLoop:
         if self._is_forked:  # the device, and what runs, are of the process that it was forked from
             return
         self._post(self._fail_all)
+        self.engine.executor.give_up()  # a step may wait for what is lost
         if self._driver == threading.get_ident():
             self._post(self.engine.stop)
             return

@@ -384,7 +384,7 @@ class Sessions:
 
 
 def compile_grammar(engine: Engine, params: RequestParams) -> None:
-    """Compile what answers may be, as `Engine.admit` would. One thread at a time."""
+    """Compile what answers may be, as `Engine.admit` would."""
     limits = engine.limits
     stopping = read_options(params, limits.vocab_size, limits.eos_token_ids, engine.vocabulary).stopping
     constraint_of(params, stopping, limits.vocab_size, engine.grammars, limits.max_model_len)

@@ -15,6 +15,10 @@ class Executor(Protocol):
     """Carries out steps in the order they are given. Workers own weights, KV and kernels, and no decoding state."""
 
     geometry: Geometry
+    num_restarts: int
+    """Times that what was lost was brought back."""
+    restart_seconds: float
+    """What that took, in all."""
 
     def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Future[Answers]:
         """Carry out one step's forwards, by lane. The future fails with what went wrong; KV is then as good as lost.
@@ -23,6 +27,16 @@ class Executor(Protocol):
         the forwards are on their way, so that what it does costs nothing as long as the device is busy, with the tokens
         that the draft lane has rolled for the target.
         """
+
+    @property
+    def problem(self) -> str | None:
+        """Why no step can be carried out for now, as far as is known; None: nothing is wrong. Any thread may ask."""
+
+    def mend(self) -> None:
+        """Bring back what is lost, between two steps; its KV is lost, too. Raises what keeps that from coming back."""
+
+    def give_up(self) -> None:
+        """Nothing that is lost need come back any more: whoever waits for that is told. Any thread may call."""
 
     def stop(self) -> None:
         """Give up the device. No step may follow."""

@@ -6,22 +6,46 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
 import time
+from enum import IntEnum
 
 import numpy as np
 
-LOAD, READY, FAILED, STEP, MASKS, ANSWERS, ROLLED = range(1, 8)
-"""engine: LOAD (a configuration), STEP, MASKS; worker: READY (its geometry), ANSWERS, FAILED (an error),
-ROLLED (what the draft lane has rolled, where masks wait for it)."""
 _HEAD = struct.Struct("<II")
 MAX_BYTES = (1 << 32) - 1
 
 
+class Kind(IntEnum):
+    """What a message is. The engine sends LOAD, STEP, MASKS and TOLD, a worker the others and TOLD."""
+
+    LOAD = 1  # a configuration
+    READY = 2  # a worker's geometry: it has loaded
+    FAILED = 3  # an error; the next step may come
+    STEP = 4
+    MASKS = 5  # of a step that is on its way
+    ANSWERS = 6
+    ROLLED = 7  # what the draft lane has rolled, where masks wait for it
+    TOLD = 8  # something for all ranks; what all ranks have told
+    PULSE = 9  # the worker is at work still
+    DONE = 10  # a rank that answers nothing is through with a step
+    BROKEN = 11  # an error that leaves other ranks in the middle of a step
+
+
 class Channel:
-    """One end. Raises `EOFError` where the other is gone. Not thread-safe."""
+    """One end. Raises `EOFError` where the other is gone. Any thread may send; one receives."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._end = end
+        self._end, self._sending = end, threading.Lock()
+
+    def fileno(self) -> int:
+        """What can be waited for."""
+        return self._end.fileno()
+
+    @property
+    def address(self) -> str:
+        """This end's machine, as the other end's reaches it."""
+        return str(self._end.getsockname()[0]) if self._end.family == socket.AF_INET else "127.0.0.1"
 
     def wait_at_most(self, seconds: float) -> None:
         """Have `receive` raise `TimeoutError` where nothing comes for so long, and `send` where nothing is taken."""
@@ -30,19 +54,20 @@ class Channel:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             self._end.setsockopt(socket.SOL_SOCKET, option, limit)
 
-    def send(self, kind: int, payload: bytes | np.ndarray) -> None:
+    def send(self, kind: Kind, payload: bytes | np.ndarray) -> None:
         """Send one message: bytes, or an array's."""
         view = memoryview(payload if isinstance(payload, bytes) else payload.view(np.uint8).data)
         if view.nbytes > MAX_BYTES:
             raise ValueError(f"a message has {view.nbytes} bytes; it must have at most {MAX_BYTES}")
         head = _HEAD.pack(kind, view.nbytes)
         try:
-            sent = self._end.sendmsg([head, view])
-            if sent < len(head):  # nearly never: the first bytes alone
-                self._end.sendall(head[sent:])
-                sent = len(head)
-            if sent < len(head) + view.nbytes:
-                self._end.sendall(view[sent - len(head) :])
+            with self._sending:
+                sent = self._end.sendmsg([head, view])
+                if sent < len(head):  # nearly never: the first bytes alone
+                    self._end.sendall(head[sent:])
+                    sent = len(head)
+                if sent < len(head) + view.nbytes:
+                    self._end.sendall(view[sent - len(head) :])
         except BlockingIOError:
             raise TimeoutError("the other end takes nothing") from None
         except OSError as error:  # a broken pipe, or a connection reset
@@ -61,14 +86,14 @@ class Channel:
             except OSError as error:
                 raise EOFError(f"the other end is gone: {error}") from error
 
-    def receive(self) -> tuple[int, memoryview]:
+    def receive(self) -> tuple[Kind, memoryview]:
         """The next message: its kind and its bytes, aligned for numbers of 64 bits."""
         head = bytearray(_HEAD.size)
         self._fill(memoryview(head))
         kind, size = _HEAD.unpack(head)
         payload = np.empty(-(-size // 8), np.int64).view(np.uint8).data[:size]
         self._fill(payload)
-        return kind, payload
+        return Kind(kind), payload
 
     def _fill(self, view: memoryview) -> None:
         done = 0

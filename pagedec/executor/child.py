@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import pickle
 import signal
 import socket
+import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -17,9 +21,14 @@ from pagedec.config import EngineConfig
 from pagedec.core.forward import Masks
 from pagedec.core.wire import Step, awaits_rolled, pack_answers, pack_rolled, unpack_masks, unpack_step
 from pagedec.errors import InvariantError
-from pagedec.executor.channel import ANSWERS, FAILED, LOAD, MASKS, READY, ROLLED, STEP, Channel
+from pagedec.executor.channel import Channel, Kind
+from pagedec.runtime.follower import Follower
+from pagedec.runtime.loading import Ranks
 from pagedec.runtime.worker import Worker
 
+LoadWorker: TypeAlias = Callable[[EngineConfig, Ranks], Worker | Follower]
+
+PULSE_SECONDS = 0.5
 WATCH_SECONDS = 0.001
 """How long a worker looks for the next step before it sleeps: an engine settles and plans 64 rows in less."""
 
@@ -33,7 +42,7 @@ def main(descriptor: int, load: str) -> None:
     except EOFError:
         pass  # the engine is gone, or has no more steps
     except Exception as error:
-        channel.send(FAILED, _pickled(error))
+        channel.send(Kind.BROKEN, _pickled(error))
         raise
 
 
@@ -41,36 +50,79 @@ def serve(channel: Channel, load: str) -> None:
     """Load as the first message says, then answer one step after the other, or load again. Raises `EOFError` when
     nobody asks any more."""
     module, _, function = load.partition(":")
-    load_worker = getattr(importlib.import_module(module), function)
-    worker: Worker | None = None
+    load_worker: LoadWorker = getattr(importlib.import_module(module), function)
+    worker: Worker | Follower | None = None
+    pulse = _Pulse(channel)
     while True:
         kind, payload = channel.receive()
-        if kind == LOAD:
+        if kind == Kind.LOAD:
             worker = None  # its memory first
-            worker = _load(channel, load_worker, EngineConfig.from_kwargs(**json.loads(bytes(payload))))
-        elif kind == STEP and worker is not None:
-            _carry_out(channel, worker, unpack_step(np.frombuffer(payload, np.int32)))
+            with pulse:
+                worker = _load(channel, load_worker, json.loads(bytes(payload)))
+        elif kind == Kind.STEP and worker is not None:
+            step = unpack_step(np.frombuffer(payload, np.int32))
+            with pulse:
+                if isinstance(worker, Worker):
+                    _carry_out(channel, worker, step)
+                else:
+                    worker.execute(step)
+                    channel.send(Kind.DONE, np.array([step.number], np.int32))
             channel.watch(WATCH_SECONDS)
         else:
-            raise InvariantError(f"a configuration or a step was due; the engine has sent message {kind}")
+            raise InvariantError(f"a configuration or a step was due; the engine has sent {kind.name}")
 
 
-def _load(channel: Channel, load_worker: Callable[[EngineConfig], Worker], config: EngineConfig) -> Worker | None:
+class _Pulse:
+    """While it is entered, tells the engine now and then that somebody is at work: a process that is stopped says
+    nothing, one that computes for long does."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._is_on = channel, False
+        threading.Thread(target=self._tell, name="pagedec-pulse", daemon=True).start()
+
+    def __enter__(self) -> None:
+        self._is_on = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_on = False
+
+    def _tell(self) -> None:
+        with contextlib.suppress(EOFError):  # the engine is gone, and so is this process soon
+            while True:
+                time.sleep(PULSE_SECONDS)
+                if self._is_on:
+                    self._channel.send(Kind.PULSE, b"")
+
+
+def _load(channel: Channel, load_worker: LoadWorker, order: dict[str, Any]) -> Worker | Follower | None:
+    def exchange(told: dict[str, Any]) -> list[dict[str, Any]]:
+        channel.send(Kind.TOLD, json.dumps(told).encode())
+        kind, payload = channel.receive()
+        if kind != Kind.TOLD:
+            raise InvariantError(f"what all ranks have told was due; the engine has sent {kind.name}")
+        everything: list[dict[str, Any]] = json.loads(bytes(payload))
+        return everything
+
+    config = EngineConfig.from_kwargs(**order["config"])
+    ranks = Ranks(order["rank"], order["world"], exchange, channel.address)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            worker = load_worker(config)
+            worker = load_worker(config, ranks)
+        except EOFError:
+            raise
         except Exception as error:  # the engine's caller is told
-            channel.send(FAILED, _pickled(error))
+            channel.send(Kind.FAILED, _pickled(error))
             return None
     told = [(warning.category.__name__, str(warning.message)) for warning in caught]
-    channel.send(READY, json.dumps({"geometry": worker.geometry.to_json(), "warnings": told}).encode())
+    channel.send(Kind.READY, json.dumps({"geometry": worker.geometry.to_json(), "warnings": told}).encode())
     return worker
 
 
 def _carry_out(channel: Channel, worker: Worker, step: Step) -> None:
     target = step.forwards.get("target")
     due = _Due(channel, step.number, awaits_rolled(step)) if target is not None and len(target.masked_rows) else None
+    worker.is_whole = worker.geometry.world == 1  # of this step nobody has been through anything
     try:
         answers = worker.execute(step, due)
     except EOFError:
@@ -79,9 +131,9 @@ def _carry_out(channel: Channel, worker: Worker, step: Step) -> None:
         if due is not None and due.will_come:
             due.take()  # they come although nobody needs them: the step has failed before
         error.add_note(f"in the worker process:\n{traceback.format_exc()}")
-        channel.send(FAILED, _pickled(error))
+        channel.send(Kind.FAILED if worker.is_whole else Kind.BROKEN, _pickled(error))
         return
-    channel.send(ANSWERS, pack_answers(step.number, answers))
+    channel.send(Kind.ANSWERS, pack_answers(step.number, answers))
 
 
 class _Due:
@@ -91,9 +143,9 @@ class _Due:
         self._channel, self._number, self._tells = channel, number, tells
         self.will_come = not tells
         """The engine sends them; False: not before it was told what the draft lane has rolled."""
-        self._message: tuple[int, memoryview] | None = None
+        self._message: tuple[Kind, memoryview] | None = None
 
-    def take(self) -> tuple[int, memoryview]:
+    def take(self) -> tuple[Kind, memoryview]:
         """The message with them. It comes once, even if it cannot be read: to wait for another one would be for
         ever."""
         if self._message is None:
@@ -102,11 +154,11 @@ class _Due:
 
     def __call__(self, rolled: np.ndarray) -> Masks:
         if self._tells and not self.will_come:
-            self._channel.send(ROLLED, pack_rolled(self._number, rolled))
+            self._channel.send(Kind.ROLLED, pack_rolled(self._number, rolled))
             self.will_come = True
         kind, payload = self.take()
-        if kind != MASKS:
-            raise InvariantError(f"masks were due; the engine has sent message {kind}")
+        if kind != Kind.MASKS:
+            raise InvariantError(f"masks were due; the engine has sent {kind.name}")
         number, masks = unpack_masks(np.frombuffer(payload, np.int32))
         if number != self._number:
             raise InvariantError(f"masks of step {self._number} were due; those of step {number} came")

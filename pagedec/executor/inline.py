@@ -13,6 +13,8 @@ from pagedec.runtime.worker import Worker
 class InlineExecutor:
     """Carries out each step at once; the future it returns is done."""
 
+    num_restarts, restart_seconds = 0, 0.0
+
     def __init__(self, worker: Worker) -> None:
         self.worker: Worker | None = worker
         self.geometry = worker.geometry
@@ -29,6 +31,16 @@ class InlineExecutor:
         except Exception as error:  # the engine decides what a failed step means
             future.set_exception(error)
         return future
+
+    @property
+    def problem(self) -> str | None:
+        return None
+
+    def mend(self) -> None:
+        """Nothing is lost that is here."""
+
+    def give_up(self) -> None:
+        """Nobody waits."""
 
     def stop(self) -> None:
         self.worker = None

@@ -16,6 +16,7 @@ import torch
 
 from pagedec.core.forward import LaneAnswers, LaneForward, Masks
 from pagedec.core.logits_rules import LogitsRules
+from pagedec.kernels.link import Link
 from pagedec.kernels.records import Epilogue
 
 
@@ -54,6 +55,7 @@ class CacheTensors:
           v [num_layers, num_blocks, kv_heads, block_size/2, head_dim, 2];
     fp32: k [num_layers, num_blocks, kv_heads, head_dim, block_size],
           v [num_layers, num_blocks, kv_heads, block_size, head_dim];
+    on a CUDA device both as that v, in any dtype;
     tokens int32 [num_blocks * block_size].
     """
 
@@ -104,9 +106,11 @@ class Program(Protocol):
         scale: float = 1.0,
         positions: torch.Tensor | None = None,
         position_table: torch.Tensor | None = None,
+        ids: tuple[int, int] | None = None,
     ) -> None:
         """out fp32 [rows, dim] = table[token_ids] * scale, plus position_table[positions] where they are given (both in
-        the backend's dtype); and the ids into the token plane at `slots`, where one is not negative."""
+        the backend's dtype); and the ids into the token plane at `slots`, where one is not negative. With `ids` (first,
+        number of all) the table has some rows of a larger one, from `first` on; of ids elsewhere in that, out is 0."""
 
     def rms_norm(
         self,
@@ -159,6 +163,14 @@ class Program(Protocol):
         self, rows: torch.Tensor, plan: Any, q: torch.Tensor, cache: CacheTensors, layer: int, out: torch.Tensor
     ) -> None: ...
 
+    def sum_parts(self, rows: torch.Tensor, parts: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+        """out fp32 [rows, dim] = the sum of what every rank has in its part, in the order of ranks; with `add`, out +=
+        that. parts fp32 [world, max_rows, dim] is of the backend's link, and filled by the kernel before this one."""
+
+    def join_parts(self, rows: torch.Tensor, parts: torch.Tensor, widths: Sequence[int], out: torch.Tensor) -> None:
+        """At rank 0, out fp32 [rows, sum(widths)] = what every rank r has in its part, rows of widths[r] values one
+        behind the other, side by side in the order of ranks. parts fp32 [world, max_rows * max(widths)]."""
+
     def finish(self) -> None:
         """No more kernels follow; `run` may be called."""
 
@@ -206,6 +218,8 @@ class Backend(Protocol):
     dtype: torch.dtype
     quantization: str | None
     """What models' linear layers are packed with: None or "int8"."""
+    link: Link | None
+    """The way to the ranks that share the model; None: there are none."""
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: str | None = None) -> Any:
         """Take a [n, k] weight into the backend's form. Gated weights are interleaved by the caller.

@@ -7,7 +7,7 @@ Slow, and exact in the same sense: a row's bits do not depend on its neighbours.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from pagedec.kernels.backend import (
     checked_quantization,
 )
 from pagedec.kernels.host import HostBackend
+from pagedec.kernels.link import Link
 from pagedec.kernels.processing import FlatRules, lse_of, named, rows_within
 from pagedec.kernels.records import Epilogue
 from pagedec.kernels.reference_attention import paged_attention
@@ -55,7 +56,8 @@ class ReferencePlan:
 class ReferenceProgram:
     """Kernels as closures over their buffers, called in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: ReferenceBackend) -> None:
+        self._backend = backend
         self._kernels: list[Callable[[], None]] = []
 
     def embed(
@@ -69,6 +71,7 @@ class ReferenceProgram:
         scale: float = 1.0,
         positions: torch.Tensor | None = None,
         position_table: torch.Tensor | None = None,
+        ids: tuple[int, int] | None = None,
     ) -> None:
         def run() -> None:
             n = int(rows)
@@ -80,6 +83,7 @@ class ReferenceProgram:
                 token_plane=token_plane,
                 positions=None if positions is None else positions[:n],
                 position_table=position_table,
+                ids=ids,
             )
 
         self._kernels.append(run)
@@ -198,6 +202,28 @@ class ReferenceProgram:
 
         self._kernels.append(run)
 
+    def sum_parts(self, rows: torch.Tensor, parts: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+        def run() -> None:
+            n = int(rows)
+            self._link().gather(parts, n * parts.shape[2])
+            total = reference.add_parts(parts[:, :n])
+            out[:n] = out[:n] + total if add else total
+
+        self._kernels.append(run)
+
+    def join_parts(self, rows: torch.Tensor, parts: torch.Tensor, widths: Sequence[int], out: torch.Tensor) -> None:
+        def run() -> None:
+            n, link = int(rows), self._link()
+            link.gather_first(parts, n * max(widths))
+            if link.rank == 0:
+                out[:n] = reference.join_parts(parts, widths, n)
+
+        self._kernels.append(run)
+
+    def _link(self) -> Link:
+        assert self._backend.link is not None, "the backend has no ranks beside it"
+        return self._backend.link
+
     def finish(self) -> None:
         """Nothing is left to prepare."""
 
@@ -212,6 +238,7 @@ class ReferenceBackend(HostBackend):
 
     def __init__(self, dtype: torch.dtype, quantization: str | None = None) -> None:
         self.name, self.dtype, self.quantization = "reference", dtype, checked_quantization(quantization)
+        self.link: Link | None = None
         self.varying: set[tuple[int, int]] = set()
         self._probed: set[tuple[int, int]] = set()
 
@@ -234,7 +261,7 @@ class ReferenceBackend(HostBackend):
         trim()
 
     def program(self) -> ReferenceProgram:
-        return ReferenceProgram()
+        return ReferenceProgram(self)
 
     def plan(self, shape: AttentionShape) -> ReferencePlan:
         return ReferencePlan(shape)

@@ -17,9 +17,9 @@ from pagedec import environment
 from pagedec.kernels.records import (
     C_NAMES,
     CHAIN_DTYPE,
-    DRAW_DTYPE,
     OP_KINDS,
     PROTOTYPES,
+    AddPartsArgs,
     ArgmaxArgs,
     AttentionArgs,
     AttnBatch,
@@ -30,9 +30,11 @@ from pagedec.kernels.records import (
     EmbedArgs,
     Epilogue,
     GemmArgs,
+    JoinPartsArgs,
     KvCopyArgs,
     LayerKind,
     LayerNormArgs,
+    MeetArgs,
     Op,
     OpKind,
     ProcessLogitsArgs,
@@ -49,20 +51,18 @@ from pagedec.kernels.records import (
 )
 
 __all__ = [
-    "ABI_VERSION", "CHAIN_DTYPE", "DRAW_DTYPE", "EMULATED_ISA", "ISAS", "ArgmaxArgs", "AttentionArgs", "AttentionPlan",
-    "AttnBatch",
-    "AttnShape", "BestArgs", "RollChain", "LayerKind", "RollArgs", "VerifyArgs",
-    "Context", "Draw", "Dtype", "EmbedArgs", "Epilogue", "GemmArgs", "KernelError", "KvCopyArgs", "LayerNormArgs",
-    "Library",
-    "LibraryNotFound", "Op", "OpKind", "ProcessLogitsArgs", "OpList", "Quantization", "RmsNormArgs", "RopeKvWriteArgs",
-    "Rules",
-    "SampleArgs", "SoftCapArgs", "TopkLseArgs", "available_isas", "built_isas", "library_directories", "load",
-    "loadable_isas",
+    "ABI_VERSION", "AddPartsArgs", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape",
+    "BestArgs", "CHAIN_DTYPE", "Context", "Draw", "Dtype", "EMULATED_DEVICE", "EMULATED_ISA", "EmbedArgs",
+    "Epilogue", "GemmArgs", "ISAS", "JoinPartsArgs", "KernelError", "KvCopyArgs", "LayerKind", "LayerNormArgs",
+    "Library", "LibraryNotFound", "MeetArgs", "Op", "OpKind", "OpList", "ProcessLogitsArgs", "Quantization",
+    "RmsNormArgs", "RollArgs", "RollChain", "RopeKvWriteArgs", "Rules", "SampleArgs", "SoftCapArgs", "TopkLseArgs",
+    "VerifyArgs", "available_isas", "built_isas", "library_directories", "load", "loadable_isas",
 ]  # fmt: skip
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 ISAS = environment.ISAS  # from the poorest to the richest
 EMULATED_ISA, EMULATED_ISA_NEEDS = environment.EMULATED_ISA, "avx512bf16"
+EMULATED_DEVICE = environment.EMULATED_DEVICE
 Floats = npt.NDArray[np.float32]
 
 
@@ -275,7 +275,7 @@ def library_directories() -> list[Path]:
 def _paths(directory: Path | None) -> dict[str, Path]:
     paths: dict[str, Path] = {}
     for place in [directory] if directory is not None else library_directories():
-        for isa in (*ISAS, EMULATED_ISA):
+        for isa in (*ISAS, EMULATED_ISA, EMULATED_DEVICE):
             path = place / f"libpagedec_{isa}.so"
             if isa not in paths and path.is_file():
                 paths[isa] = path.resolve()
@@ -303,8 +303,8 @@ def available_isas(directory: Path | None = None) -> tuple[str, ...]:
 
 
 def loadable_isas(directory: Path | None = None) -> tuple[str, ...]:
-    """Return what `load` takes by name: the available instruction sets, then the emulated one where it is built and
-    runs."""
+    """Return the instruction sets that `load` takes by name: the available ones, then the emulated one where it is
+    built and runs."""
     paths = _paths(directory)
     if "scalar" not in paths:
         return ()
@@ -320,13 +320,14 @@ def load(isa: str | None = None, directory: Path | None = None) -> Library:
     wanted = environment.read("PAGEDEC_ISA") if isa is None else isa
     if wanted == "none":
         raise LibraryNotFound("PAGEDEC_ISA is none: the compiled kernels are switched off")
-    if wanted is not None and wanted not in (*ISAS, EMULATED_ISA):
-        raise ValueError(f"isa is {wanted!r}; it must be one of {', '.join((*ISAS, EMULATED_ISA))}")
+    allowed = (*ISAS, EMULATED_ISA, EMULATED_DEVICE)
+    if wanted is not None and wanted not in allowed:
+        raise ValueError(f"isa is {wanted!r}; it must be one of {', '.join(allowed)}")
     available = available_isas(directory)
     if not available:
         places = [directory] if directory is not None else library_directories()
         raise LibraryNotFound(f"no libpagedec_scalar.so in {', '.join(str(place) for place in places)}")
-    chosen, known = available[-1] if wanted is None else wanted, loadable_isas(directory)
-    if chosen not in known:
+    paths, chosen, known = _paths(directory), available[-1] if wanted is None else wanted, loadable_isas(directory)
+    if chosen not in known and not (chosen == EMULATED_DEVICE and chosen in paths):
         raise LibraryNotFound(f"isa is {chosen!r}; built and run by this processor are {', '.join(known)}")
-    return _open(_paths(directory)[chosen])
+    return _open(paths[chosen])

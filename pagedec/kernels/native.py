@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -14,6 +15,7 @@ from pagedec.kernels.arena import Arena, trim
 from pagedec.kernels.backend import AttentionShape, CacheTensors, Drafted, checked_quantization
 from pagedec.kernels.host import HostBackend
 from pagedec.kernels.library import (
+    EMULATED_DEVICE,
     ArgmaxArgs,
     BestArgs,
     KvCopyArgs,
@@ -24,6 +26,7 @@ from pagedec.kernels.library import (
     TopkLseArgs,
     VerifyArgs,
 )
+from pagedec.kernels.link import Link
 from pagedec.kernels.native_program import DTYPES, NativePlan, NativeProgram, NativeWeight, address, int32
 from pagedec.kernels.native_roll import NativeRoller
 from pagedec.kernels.processing import FlatRules, lse_of, named, rows_within
@@ -45,6 +48,7 @@ class NativeBackend(HostBackend):
         self.library, self.dtype, self.code = library, dtype, DTYPES[dtype]
         self.name, self.context = library.isa, library.context(num_threads)
         self.arena = Arena()
+        self.link: Link | None = None
 
     def pack(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: str | None = None
@@ -61,6 +65,15 @@ class NativeBackend(HostBackend):
         data = self.arena.allocate(self.library.packed_bytes(n, k, self.code))
         self.context.pack(weight.data_ptr(), n, k, self.code, data.data_ptr())
         return NativeWeight(data, bias, n, k)
+
+    def cache(
+        self, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+    ) -> CacheTensors:
+        cache = super().cache(num_layers, num_blocks, num_kv_heads, head_dim, block_size)
+        if self.name != EMULATED_DEVICE:
+            return cache
+        shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)  # as many values, in a device's order
+        return replace(cache, k=cache.k.view(shape), v=cache.v.view(shape))
 
     def settle(self) -> None:
         self.arena.settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import torch
 
 from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope
 from pagedec.kernels.library import (
+    AddPartsArgs,
     AttentionArgs,
     AttentionPlan,
     AttnBatch,
@@ -20,13 +22,16 @@ from pagedec.kernels.library import (
     EmbedArgs,
     Epilogue,
     GemmArgs,
+    JoinPartsArgs,
     LayerNormArgs,
+    MeetArgs,
     OpList,
     Quantization,
     RmsNormArgs,
     RopeKvWriteArgs,
     SoftCapArgs,
 )
+from pagedec.kernels.link import Link
 
 if TYPE_CHECKING:
     from pagedec.kernels.native import NativeBackend
@@ -101,7 +106,9 @@ class NativeProgram:
         self._records: list[object] = []
         self._keep: list[object] = []
         self._linears: list[tuple[GemmArgs, NativeWeight]] = []
-        self._program: OpList | None = None
+        self._cuts: list[tuple[list[object], Callable[[], None]]] = []
+        self._parts: list[tuple[OpList, Callable[[], None]]] = []
+        self._last: OpList | None = None
 
     def _add(self, record: object, *keep: object) -> None:
         self._records.append(record)
@@ -118,6 +125,7 @@ class NativeProgram:
         scale: float = 1.0,
         positions: torch.Tensor | None = None,
         position_table: torch.Tensor | None = None,
+        ids: tuple[int, int] | None = None,
     ) -> None:
         backend, int32 = self._backend, torch.int32
         self._add(
@@ -135,6 +143,7 @@ class NativeProgram:
                 address(positions, int32, "positions"),
                 address(position_table, backend.dtype, "position_table"),
                 0 if position_table is None else position_table.shape[0],
+                *((0, 0) if ids is None else ids),
                 0,
             ),
             rows,
@@ -305,17 +314,69 @@ class NativeProgram:
             out,
         )
 
+    def sum_parts(self, rows: torch.Tensor, parts: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+        link, (world, _, dim) = self._meet(parts), parts.shape
+        if link.arrivals is None:
+            self._send(lambda: link.gather(parts, int(rows) * dim))
+        record = AddPartsArgs(
+            address(rows, torch.int32, "rows"),
+            address(parts, torch.float32, "parts"),
+            address(out, torch.float32, "out"),
+            parts.stride(0),
+            dim,
+            world,
+            int(add),
+            0,
+        )
+        self._add(record, rows, parts, out)
+
+    def join_parts(self, rows: torch.Tensor, parts: torch.Tensor, widths: Sequence[int], out: torch.Tensor) -> None:
+        link, each = self._meet(parts), np.array(widths, np.int32)
+        if link.arrivals is None:
+            self._send(lambda: link.gather_first(parts, int(rows) * max(widths)))
+        if link.rank == 0:
+            record = JoinPartsArgs(
+                address(rows, torch.int32, "rows"),
+                address(parts, torch.float32, "parts"),
+                each.ctypes.data,
+                address(out, torch.float32, "out"),
+                parts.stride(0),
+                sum(widths),
+                len(widths),
+            )
+            self._add(record, rows, parts, each, out)
+        self._meet(parts)  # nobody writes the next rows before these are read
+
+    def _meet(self, parts: torch.Tensor) -> Link:
+        """Where parts lie in memory that all ranks have mapped, let all have written theirs."""
+        link = self._backend.link
+        assert link is not None, "the backend has no ranks beside it"
+        if link.arrivals is not None:
+            place = address(link.arrivals, torch.int32, "arrivals")
+            self._add(MeetArgs(place, link.seconds, link.rank, link.world), link.arrivals, parts)
+        return link
+
+    def _send(self, between: Callable[[], None]) -> None:
+        """Go out of the library in the middle of the list: what follows is carried out when `between` has returned."""
+        self._cuts.append((self._records, between))
+        self._records = []
+
     def finish(self) -> None:
-        """Tell each linear layer which weight follows, so that its first panels are on their way, and fix the list."""
+        """Tell each linear layer which weight follows, so that its first panels are on their way, and fix the lists."""
         for (record, _), (_, following) in itertools.pairwise(self._linears):
             record.next_packed, record.next_bytes = following.data.data_ptr(), len(following.data)
-        self._program = OpList(self._records)  # type: ignore[arg-type]
+        self._parts = [(OpList(records), between) for records, between in self._cuts]  # type: ignore[arg-type]
+        self._last = OpList(self._records)  # type: ignore[arg-type]
 
     @property
     def ops(self) -> OpList:
-        """The list as the library takes it."""
-        assert self._program is not None, "the program is not finished"
-        return self._program
+        """The list as the library takes it, of a model that is in one piece."""
+        assert self._last is not None and not self._parts, "the program is not finished, or is several lists"
+        return self._last
 
     def run(self) -> None:
-        self._context.run(self.ops)
+        assert self._last is not None, "the program is not finished"
+        for ops, between in self._parts:
+            self._context.run(ops)
+            between()
+        self._context.run(self._last)

@@ -6,13 +6,12 @@ A record holds raw addresses: whoever fills one keeps the arrays behind it alive
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from enum import IntEnum
 from typing import Any
 
 from pagedec.kernels.records_readout import (
     CHAIN_DTYPE,
-    DRAW_DTYPE,
     ArgmaxArgs,
     BestArgs,
     BestGroup,
@@ -31,10 +30,11 @@ from pagedec.kernels.records_readout import (
 )
 
 __all__ = [
-    "CHAIN_DTYPE", "C_NAMES", "DRAW_DTYPE", "OP_KINDS", "PROTOTYPES", "ArgmaxArgs", "AttentionArgs", "AttnBatch",
-    "AttnShape", "BestArgs", "BestGroup", "BestRow", "Candidate", "RollChain", "Draw", "Dtype", "EmbedArgs", "Epilogue",
-    "GemmArgs", "KvCopyArgs", "LayerKind", "LayerNormArgs", "Op", "OpKind", "ProcessLogitsArgs", "RmsNormArgs",
-    "RollArgs", "RopeKvWriteArgs", "Rules", "SampleArgs", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
+    "AddPartsArgs", "ArgmaxArgs", "AttentionArgs", "AttnBatch", "AttnShape", "BestArgs", "BestGroup", "BestRow",
+    "CHAIN_DTYPE", "C_NAMES", "Candidate", "Draw", "Dtype", "EmbedArgs", "Epilogue", "GemmArgs",
+    "JoinPartsArgs", "KvCopyArgs", "LayerKind", "LayerNormArgs", "MeetArgs", "OP_KINDS", "Op", "OpKind", "PROTOTYPES",
+    "ProcessLogitsArgs", "RmsNormArgs", "RollArgs", "RollChain", "RopeKvWriteArgs", "Rules", "SampleArgs",
+    "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
 ]  # fmt: skip
 
 
@@ -79,6 +79,9 @@ class OpKind(IntEnum):
     PROCESS_LOGITS = 12
     BEST = 13
     VERIFY = 14
+    ADD_PARTS = 15
+    JOIN_PARTS = 16
+    MEET = 17
 
 
 class GemmArgs(Structure):
@@ -118,6 +121,8 @@ class EmbedArgs(Structure):
         ("positions", c_void_p),
         ("position_table", c_void_p),
         ("num_positions", c_int32),
+        ("first_id", c_int32),
+        ("num_ids", c_int32),
         ("reserved", c_int32),
     ]
 
@@ -243,6 +248,41 @@ class AttentionArgs(Structure):
     ]
 
 
+class AddPartsArgs(Structure):
+    """The ranks' parts of a sum, added in their order."""
+
+    _fields_ = [
+        ("num_rows", c_void_p),
+        ("parts", c_void_p),
+        ("out", c_void_p),
+        ("part_stride", c_int64),
+        ("dim", c_int32),
+        ("num_parts", c_int32),
+        ("add", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class JoinPartsArgs(Structure):
+    """The ranks' columns of rows, side by side."""
+
+    _fields_ = [
+        ("num_rows", c_void_p),
+        ("parts", c_void_p),
+        ("widths", c_void_p),
+        ("out", c_void_p),
+        ("part_stride", c_int64),
+        ("dim", c_int32),
+        ("num_parts", c_int32),
+    ]
+
+
+class MeetArgs(Structure):
+    """Ranks on one machine wait for one another."""
+
+    _fields_ = [("arrivals", c_void_p), ("seconds", c_double), ("rank", c_int32), ("world", c_int32)]
+
+
 class Op(Structure):
     """One kernel of a program."""
 
@@ -272,6 +312,9 @@ C_NAMES: dict[type[Structure], str] = {
     BestGroup: "pd_best_group",
     Candidate: "pd_candidate",
     BestArgs: "pd_best_args",
+    AddPartsArgs: "pd_add_parts_args",
+    JoinPartsArgs: "pd_join_parts_args",
+    MeetArgs: "pd_meet_args",
     Op: "pd_op",
     RollChain: "pd_chain",
     LayerKind: "pd_layer_kind",
@@ -292,6 +335,9 @@ OP_KINDS: dict[type[Structure], OpKind] = {
     ProcessLogitsArgs: OpKind.PROCESS_LOGITS,
     BestArgs: OpKind.BEST,
     VerifyArgs: OpKind.VERIFY,
+    AddPartsArgs: OpKind.ADD_PARTS,
+    JoinPartsArgs: OpKind.JOIN_PARTS,
+    MeetArgs: OpKind.MEET,
 }
 
 _P_INT32 = POINTER(c_int32)

@@ -41,7 +41,7 @@ class TopkLseArgs(Structure):
 
 
 class Draw(Structure):
-    """One Gumbel-max draw from one row; DRAW_DTYPE is the same record for numpy."""
+    """One Gumbel-max draw from one row; DRAW_DTYPE of `pagedec.core.forward` is the same record for numpy."""
 
     _fields_ = [
         ("seed", c_uint64),
@@ -249,19 +249,5 @@ class BestArgs(Structure):
         ("reserved", c_int32),
     ]
 
-
-DRAW_DTYPE = np.dtype(
-    [
-        ("seed", np.uint64),
-        ("stream", np.uint64),
-        ("row", np.int32),
-        ("position", np.int32),
-        ("top_k", np.int32),
-        ("temperature", np.float32),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-    ],
-    align=True,
-)
 
 CHAIN_DTYPE = np.dtype([(name, np.int32) for name, *_ in RollChain._fields_])

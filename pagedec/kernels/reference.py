@@ -9,6 +9,7 @@ Read-out (argmax, top-k, sampling) is in reference_readout.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,15 +27,20 @@ def embed(
     token_plane: Tensor | None = None,
     positions: Tensor | None = None,
     position_table: Tensor | None = None,
+    ids: tuple[int, int] | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return table[token_ids] * scale (+ position_table[positions]), NaN where an id or a position is outside its
-    table; note the ids in the token plane."""
+    table; note the ids in the token plane. `ids`: the table is of the rows from that on of so many; others are 0."""
     if slots is not None and token_plane is not None:
         written = slots >= 0
         token_plane[slots[written].long()] = token_ids[written].to(token_plane.dtype)
-    known = (token_ids >= 0) & (token_ids < table.shape[0])
-    rows = table[torch.where(known, token_ids, 0).long()].to(compute_dtype) * scale
+    first_id, num_ids = (0, table.shape[0]) if ids is None else ids
+    known = (token_ids >= 0) & (token_ids < num_ids)
+    places = token_ids - first_id
+    own = known & (places >= 0) & (places < table.shape[0])
+    rows = table[torch.where(own, places, 0).long()].to(compute_dtype) * scale
+    rows = torch.where(own[:, None], rows, 0.0)
     if positions is not None and position_table is not None:
         inside = (positions >= 0) & (positions < position_table.shape[0])
         rows = rows + position_table[torch.where(inside, positions, 0).long()].to(compute_dtype)
@@ -148,3 +154,17 @@ def kv_copy(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor, token_pl
             v_cache[:, b1, :, o1] = v_cache[:, b0, :, o0].clone()
         if token_plane is not None:
             token_plane[target] = token_plane[source]
+
+
+def add_parts(parts: Tensor) -> Tensor:
+    """Return the sum of parts [num_parts, rows, dim] in their order."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def join_parts(parts: Tensor, widths: Sequence[int], rows: int) -> Tensor:
+    """Return rows [rows, sum(widths)] side by side from parts [num_parts, *], each rows of its width one behind the
+    other."""
+    return torch.cat([part[: rows * width].view(rows, width) for part, width in zip(parts, widths, strict=True)], 1)

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from types import TracebackType
 from typing import Any
 
+from pagedec.core.resuming import Resume
 from pagedec.errors import InvalidArgument
 from pagedec.inputs import Prompt, as_priorities
 from pagedec.llm.async_session import Opening
@@ -70,11 +71,37 @@ class AsyncLLM(Front):
         """
         check_no_lora(lora_request)
         given = prompt, sampling_params, priority, cache_salt, request_id
-        if _is_long(prompt) or getattr(sampling_params, "structured_outputs", None) is not None:
+        async with contextlib.aclosing(self.resumable(*given)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def resumable(
+        self,
+        prompt: Prompt,
+        sampling_params: Any = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str | None = None,
+        *,
+        resume: Resume | None = None,
+        begun: Callable[[int], None] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As `generate`, for whoever may be interrupted and has the same request go on later, or elsewhere.
+
+        `begun` is told the seed that names its randomness. `resume` is what was told of the answers until then, by
+        requests with this seed: it is not given out again, but where outputs have all of an answer. Raises
+        `InvalidArgument`, for a `resume` that is not what the request comes to as well: at once, or where answers have
+        to come anew from their beginning (of beams), as soon as it is seen.
+        """
+        given = prompt, sampling_params, priority, cache_salt, request_id, resume
+        is_slow = _is_long(prompt) or getattr(sampling_params, "structured_outputs", None) is not None
+        if is_slow or self._admitting.locked():  # by a thread which prepares what is slow
             prepared = await asyncio.to_thread(self.prepare_one, *given)
         else:
             prepared = self.prepare_one(*given)
-        async with contextlib.aclosing(self._stream(prepared)) as outputs:
+        if begun is not None:
+            begun(prepared[0].request.seed)
+        async with contextlib.aclosing(self._stream(prepared, resume)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -155,9 +182,11 @@ class AsyncLLM(Front):
         if self.loop.broken is not None:
             raise self.loop.broken
 
-    async def _stream(self, prepared: list[Prepared]) -> AsyncGenerator[RequestOutput, None]:
+    async def _stream(
+        self, prepared: list[Prepared], resume: Resume | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
         job, request = prepared.pop()
-        with self._reading(Stream(job, self.writer)) as reader:
+        with self._reading(Stream(job, self.writer, resume)) as reader:
             try:
                 self.loop.submit(request, reader.stream)
                 del request  # the loop's now

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pagedec.llm.async_llm import AsyncLLM
 
 T = TypeVar("T")
+MANY = 1000
+"""Continuations from which on their scores are brought together in a thread."""
 LONG = 20_000
 """Characters, or token ids, from which on they are read in a thread, for which an event loop should not be held up."""
 
@@ -76,7 +78,7 @@ class AsyncSessionBranch(Handle):
         """How probable the model takes each of these continuations to be; see `SessionBranch.score`."""
         scored = await asyncio.to_thread(self._scoring, continuations, logprobs, request_id=request_id)
         await self._run([] if scored.is_empty else [scored])
-        return scored.results()
+        return await asyncio.to_thread(scored.results) if len(continuations) > MANY else scored.results()
 
     async def blocks(self, branches: Sequence[AsyncSessionBranch] | None = None) -> SessionBlocks:
         """KV blocks that these branches hold now, by default this one alone."""

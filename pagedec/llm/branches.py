@@ -69,6 +69,11 @@ class Handle:
         return self._branch.owner is None or self._front.loop.closed
 
     @property
+    def is_chat(self) -> bool:
+        """It goes on with a conversation."""
+        return bool(self._turns)
+
+    @property
     def num_tokens(self) -> int:
         """How many tokens it has, the prompt's too."""
         return self._branch.length

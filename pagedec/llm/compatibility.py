@@ -27,7 +27,12 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
         elif name not in ALIASES and (value is not None or name not in UNSET):
             kept[name] = value
     for name, ours in ALIASES.items():
-        if (value := known[ours][0].check(name, arguments.get(name))) is not None:
+        value = arguments.get(name)
+        if value is None and ours in UNSET:
+            continue
+        if isinstance(value, str):
+            value = SPELLINGS.get(ours, {}).get(value, value)
+        if (value := known[ours][0].check(name, value)) is not None:
             if arguments.get(ours) is not None:
                 raise InvalidArgument(name, arguments[name], f"is vLLM's name of {ours}; give one of them")
             kept[ours] = value

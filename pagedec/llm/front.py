@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from pagedec.build import load_engine
 from pagedec.config import EngineConfig
+from pagedec.core.resuming import Resume
 from pagedec.engine.engine import Engine
 from pagedec.engine.loop import EngineLoop
 from pagedec.engine.open_branches import OpenBranch
@@ -122,6 +123,7 @@ class Front:
         request_id: str | None = None,
         *,
         special_tokens: bool = True,
+        resume: Resume | None = None,
     ) -> list[Prepared]:
         """Check prompts and parameters, and make the requests that the loop takes. Raises `InvalidArgument`; nothing
         has changed then.
@@ -129,6 +131,7 @@ class Front:
         `sampling_params` is one object for all prompts or one for each; `priorities` one number for each; `cache_salt`
         of prompts that bring none; `request_id` is a name for the only one. A text far longer than the context is
         refused before it is tokenised; with `special_tokens`, texts are given those that the model wants around them.
+        `resume`: what was told of the only one's answers, behind which they go on.
         """
         self.loop.require_open()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
@@ -146,19 +149,25 @@ class Front:
             self._read(f"prompts[{i}]", prompt, own, special_tokens)
             for i, (prompt, own) in enumerate(zip(prompts, each, strict=True))
         ]  # before anybody has to wait: a long text takes long
+        for own in each:
+            if isinstance(own, RequestParams) and own.structured_outputs is not None:
+                self.prepare_grammar(own)  # while others may be admitted
         with self._numbered(len(prompts)) as first:
             return [
-                self._admitted(name or self._named(first + i), i, text, token_ids, own, order, salt or cache_salt)
+                self._admitted(
+                    name or self._named(first + i), i, text, token_ids, own, order, salt or cache_salt, resume
+                )
                 for i, ((text, token_ids, salt), own, order) in enumerate(zip(read, each, orders, strict=True))
             ]
 
     def prepare_one(
-        self, prompt: Prompt, sampling_params: Any, priority: int, cache_salt: str, request_id: str | None = None
-    ) -> list[Prepared]:
+        self, prompt: Prompt, sampling_params: Any, priority: int, cache_salt: str, request_id: str | None = None,
+        resume: Resume | None = None,
+    ) -> list[Prepared]:  # fmt: skip
         """The same for a call's only prompt: errors are about its `prompt` and its `sampling_params`."""
         orders, salt = [as_priority(priority)], read_salt("cache_salt", cache_salt)
         with renamed("prompts[0]", "prompt"), renamed("sampling_params[0]", "sampling_params"):
-            return self.prepare([prompt], sampling_params, orders, salt, request_id)
+            return self.prepare([prompt], sampling_params, orders, salt, request_id, resume=resume)
 
     def _named(self, number: int) -> str:
         """The id of a request that was given none."""
@@ -205,18 +214,19 @@ class Front:
         return text, token_ids if keep is None else token_ids[-keep:], salt
 
     def _admitted(
-        self, request_id: str, i: int, text: str | None, token_ids: list[int], params: Any, priority: int, salt: str
-    ) -> Prepared:
+        self, request_id: str, i: int, text: str | None, token_ids: list[int], params: Any, priority: int, salt: str,
+        resume: Resume | None,
+    ) -> Prepared:  # fmt: skip
         room = within_pool(self.engine.scheduler.limits, params, len(token_ids))
         with _blamed(f"prompts[{i}]", f"sampling_params[{i}]", params), room:
-            request = self.engine.admit(request_id, token_ids, params, priority, salt)
+            request = self.engine.admit(request_id, token_ids, params, priority, salt, resume=resume)
+            self.writer.check_told(resume, params)
         return Prepared(Job(request.id, text, token_ids, params), request)
 
     # ---- sessions
     def prepare_grammar(self, params: RequestParams) -> None:
-        """Have a grammar compiled, so that the engine's thread will find it."""
-        with self._admitting:
-            compile_grammar(self.engine, params)
+        """Have a grammar compiled, so that whoever admits the request will find it: it may take seconds."""
+        compile_grammar(self.engine, params)
 
     def _opening(
         self, prompt: Prompt | None, messages: Sequence[Message] | None, seed: int | None, priority: int, salt: str,

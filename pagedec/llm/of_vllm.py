@@ -9,7 +9,11 @@ from typing import Any
 from pagedec.errors import FeatureNotAvailable, Shown
 from pagedec.fields import Flag, Integer, Number, Rule, Text, Texts
 
-ALIASES = {"num_gpu_blocks_override": "num_blocks", "kv_cache_memory_bytes": "kv_cache_memory"}
+ALIASES = {
+    "num_gpu_blocks_override": "num_blocks",
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "distributed_executor_backend": "executor",
+}
 """vLLM's names of arguments that have another one here."""
 UNSET = (
     "seed",
@@ -19,9 +23,14 @@ UNSET = (
     "enable_prefix_caching",
     "generation_config",
     "attention_backend",
+    "executor",
 )
 """Arguments for which None, that vLLM takes, means the default."""
-SPELLINGS = {"dtype": {"float": "float32"}, "model_impl": {"vllm": "native"}}
+SPELLINGS = {
+    "dtype": {"float": "float32"},
+    "model_impl": {"vllm": "native"},
+    "executor": {"mp": "process", "uni": "inline"},
+}
 """vLLM's names of values that have another one here."""
 FLOAT16 = ("half", "float16")
 """Numbers that are not computed in: bfloat16 has their size."""
@@ -56,7 +65,7 @@ class Only:
 
 _NO_MEDIA = "no prompt has images or sound: one that brings some is refused"
 _NO_GRAPHS = "there are no graphs to capture"
-_ONE_OF_EACH = "there is one process, on one machine, and it holds all of a model"
+_ONE_OF_EACH = "one engine has one model, and it tells its workers what they need of one another"
 _IN_MEMORY = "all weights are in the CPU's memory already"
 NEUTRAL: dict[str, Rule] = {
     "trust_remote_code": Flag("a permission that is never used: no code that comes with a model is run"),
@@ -256,7 +265,6 @@ ONLY: dict[str, Only] = {
         ),
         Only((False,), _PROCESSES),
     ),
-    "distributed_executor_backend": Only((None, "uni"), _PROCESSES),
     "worker_cls": Only(("auto",), _PROCESSES),
     "worker_extension_cls": Only(("",), _PROCESSES),
     "device": Only(("cpu", "auto"), "any device but the CPU is"),

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from pagedec.core.logprobs import TokenLogprobs
 from pagedec.core.request import Finished
+from pagedec.core.resuming import Resume, ToldAnswer
 from pagedec.engine.completion import Completion, answer_of
 from pagedec.engine.engine import FinishedRequest
-from pagedec.errors import RequestError
+from pagedec.errors import InvalidArgument, RequestError, Shown
 from pagedec.llm.prompts import Job
 from pagedec.llm.writer import Writer
 from pagedec.outputs import CompletionOutput, Logprob, RequestOutput
@@ -28,8 +29,10 @@ class Stream:
     are made there. Text never ends within a character, nor with what may be the beginning of a stop string.
     """
 
-    def __init__(self, job: Job, writer: Writer) -> None:
+    def __init__(self, job: Job, writer: Writer, resume: Resume | None = None) -> None:
+        """`resume`: what was told of the answers before, and is not given out again."""
         self.job, self.writer = job, writer
+        self._told = {} if resume is None else dict(enumerate(resume.answers))
         self.notify: Callable[[], None] | None = None
         self._is_final_only = job.params.output_kind is RequestOutputKind.FINAL_ONLY
         self._interval = job.params.stream_interval
@@ -150,7 +153,7 @@ class Stream:
         growing = self._grown.get(rank)
         if growing is None:
             text = self.writer.stream(self.job.params) if self._common is None else None
-            growing = self._grown[rank] = _Growing(rank, text)
+            growing = self._grown[rank] = _Growing(rank, text, self._told.get(rank))
         if self._common is not None:
             growing.follow(self._common.so_far)
         return growing
@@ -159,11 +162,12 @@ class Stream:
 class _Growing:
     """One answer: what it is so far, and how much of it was given out."""
 
-    __slots__ = ("_num_characters", "_num_tokens", "_text", "so_far")
+    __slots__ = ("_num_characters", "_num_tokens", "_text", "_told", "so_far")
 
-    def __init__(self, rank: int, text: TextStream | None) -> None:
+    def __init__(self, rank: int, text: TextStream | None, told: ToldAnswer | None = None) -> None:
         self._text = text
-        self._num_characters = self._num_tokens = 0
+        self._told = [] if told is None else [*told.token_ids]
+        self._num_characters, self._num_tokens = (0, 0) if told is None else (told.num_characters, len(self._told))
         self.so_far = CompletionOutput(rank, "", [])
 
     def push(self, token_ids: Sequence[int], logprobs: list[dict[int, Logprob] | None] | None) -> None:
@@ -189,8 +193,19 @@ class _Growing:
         self.so_far = answer
 
     def rest(self, whole: CompletionOutput) -> CompletionOutput:
-        """What of the answer was not given out before."""
+        """What of the answer was not given out before. Raises `InvalidArgument` where it is another one than was told
+        of."""
         first, first_token = self._num_characters, self._num_tokens
-        self._num_characters, self._num_tokens = len(whole.text), len(whole.token_ids)
+        self._num_characters, self._num_tokens = max(first, len(whole.text)), max(first_token, len(whole.token_ids))
+        if self._told:
+            self._check_told(whole.token_ids)
         logprobs = None if whole.logprobs is None else whole.logprobs[first_token:]
         return replace(whole, text=whole.text[first:], token_ids=whole.token_ids[first_token:], logprobs=logprobs)
+
+    def _check_told(self, token_ids: Sequence[int]) -> None:
+        count = min(len(self._told), len(token_ids))
+        if self._told[:count] != token_ids[:count]:
+            limit = "must be what the request comes to, which it is not: it cannot go on"
+            raise InvalidArgument(f"resume.answers[{self.so_far.index}].token_ids", Shown(f"{count} tokens"), limit)
+        if count == len(self._told):
+            self._told = []

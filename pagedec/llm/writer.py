@@ -6,8 +6,10 @@ import functools
 from collections.abc import Sequence
 
 from pagedec.core.logprobs import TokenLogprobs
+from pagedec.core.resuming import Resume
 from pagedec.engine.completion import Completion
 from pagedec.engine.engine import FinishedRequest
+from pagedec.errors import InvalidArgument
 from pagedec.llm.prompts import Job
 from pagedec.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, Spell
 from pagedec.params import RequestParams
@@ -92,6 +94,17 @@ class Writer:
             include_stop_string=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
         )
+
+    def check_told(self, resume: Resume | None, params: RequestParams) -> None:
+        """Raise `InvalidArgument` for more text than the tokens that were told can have."""
+        for i, answer in enumerate(() if resume is None else resume.answers):
+            most = 0
+            if self.tokenizer is not None and params.detokenize:
+                data = self.tokenizer.byte_table.join(answer.token_ids, params.skip_special_tokens)
+                most = len(data.decode("utf-8", "replace"))
+            if answer.num_characters > most:
+                limit = f"must be at most {most}: its tokens have no more text"
+                raise InvalidArgument(f"resume.answers[{i}].num_characters", answer.num_characters, limit)
 
     def logprobs(self, reports: Sequence[TokenLogprobs | None] | None) -> list[dict[int, Logprob] | None] | None:
         """One table for each token: its own entry and those of the most probable tokens. None where nothing is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagedec.errors import InvalidArgument
@@ -32,6 +33,36 @@ class LayerNames:
     def has_out_norms(self) -> bool:
         """Whether a block's output is normed before it is added to the residual stream."""
         return bool(self.attention_out_norm or self.mlp_out_norm)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one of several ranks has of a model: its query heads, KV heads, values of the MLP's width, token ids."""
+
+    rank: int
+    world: int
+    heads: range
+    kv_heads: range
+    inner: range
+    vocab: range
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """What a rank takes of a weight: pieces along an axis. None: all of it at rank 0 and zeros elsewhere, as of a bias
+    that is added to a sum of parts."""
+
+    axis: int | None
+    pieces: tuple[range, ...] = ()
+
+
+def stacked(pieces: Sequence[range], sizes: Sequence[int], times: int = 1) -> tuple[range, ...]:
+    """Pieces of parts that lie one behind the other, each of which has a size; all `times` as wide."""
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return tuple(
+        range((first + piece.start) * times, (first + piece.stop) * times)
+        for first, piece in zip(firsts, pieces, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +190,32 @@ class Architecture:
         if self.qk_norm:
             shapes |= {f"self_attn.{norm}.weight": (self.head_dim,) for norm in ("q_norm", "k_norm")}
         return shapes
+
+    def layer_cuts(self, part: Part) -> dict[str, Portion]:
+        """Return what a rank takes of a layer's weights, by their names below the layer's own; the whole of others."""
+        names, cuts = self.names, dict[str, Portion]()
+        qkv, heads = (part.heads, part.kv_heads, part.kv_heads), (self.num_attention_heads, *2 * (self.num_kv_heads,))
+        gate_up, widths = (part.inner, part.inner), 2 * (self.intermediate_size,)
+        for parts, pieces, sizes, times in (
+            (names.qkv, qkv, heads, self.head_dim),
+            (names.gate_up, gate_up, widths, 1),
+        ):
+            if len(parts) == 1:
+                own = [Portion(0, stacked(pieces, sizes, times))]
+            else:
+                own = [Portion(0, stacked([piece], [size], times)) for piece, size in zip(pieces, sizes, strict=True)]
+            for name, cut in zip(parts, own, strict=True):
+                cuts |= {f"{name}.weight": cut, f"{name}.bias": cut}
+        cuts[f"{names.o}.weight"] = Portion(1, stacked([part.heads], [self.num_attention_heads], self.head_dim))
+        cuts[f"{names.down}.weight"] = Portion(1, (part.inner,))
+        return cuts | {f"{name}.bias": Portion(None) for name in (names.o, names.down)}
+
+    def cuts(self, part: Part) -> dict[str, Portion]:
+        """Return what a rank takes of each weight; the whole of others."""
+        cuts = {name: Portion(0, (part.vocab,)) for name in (self.embedding_name(), OUTPUT)}
+        for i in range(self.num_layers):
+            cuts |= {f"model.layers.{i}.{name}": cut for name, cut in self.layer_cuts(part).items()}
+        return cuts
 
     def embedding_name(self) -> str:
         """Return the name of the embedding, which is the output matrix too where they are tied."""

@@ -6,9 +6,40 @@ import numpy as np
 import torch
 
 from pagedec.kernels.backend import Backend
+from pagedec.kernels.link import Link
 from pagedec.models.architecture import Architecture
+from pagedec.models.sharding import shares
 
 READ_ROWS = 128  # rows of logits held at once: 128 x 49152 fp32 are 25 MB; a step that reads out more does it in turns
+
+
+class RankBuffers:
+    """What the ranks that share a model give one another: parts of sums over `hidden`, and columns of logits.
+
+    parts fp32 [world, max_rows, hidden] are of a forward's first sum, and two that the others take in turns: nobody
+    writes one of them again before all ranks have met at another, and so have read the first. logits fp32 [world,
+    READ_ROWS * max(widths)]; `widths` are the token ids that each rank has, of which this one's begin at `first_id`.
+    """
+
+    def __init__(self, link: Link, max_rows: int, hidden: int, num_ids: int) -> None:
+        f32 = torch.float32
+        own = shares(num_ids, link.world)
+        self.rank, self.num_ids, self.first_id = link.rank, num_ids, own[link.rank].start
+        self.widths = [len(ids) for ids in own]
+        self._first, *self._turns = (link.parts((max_rows, hidden), f32) for _ in range(3))
+        self.logits = link.parts((READ_ROWS * max(self.widths),), f32)
+        width = self.widths[self.rank]
+        self.own_logits = self.logits[self.rank][: READ_ROWS * width].view(READ_ROWS, width)
+
+    @property
+    def first_parts(self) -> torch.Tensor:
+        """The parts of a forward's first sum."""
+        return self._first
+
+    def next_parts(self) -> torch.Tensor:
+        """The parts of the sum that is recorded next."""
+        self._turns.reverse()
+        return self._turns[0]
 
 
 class StepBuffers:
@@ -38,7 +69,9 @@ class StepBuffers:
         self.attended = zeros((max_rows, width), own)
         self.mlp = zeros((max_rows, mlp_width), own)
         self.read = zeros((READ_ROWS, arch.hidden_size), own)
-        self.logits = zeros((READ_ROWS, arch.vocab_size), f32)
+        link = backend.link
+        self.ranks = None if link is None else RankBuffers(link, max_rows, arch.hidden_size, arch.vocab_size)
+        self.logits = zeros((READ_ROWS if link is None or link.rank == 0 else 0, arch.vocab_size), f32)
 
     def load(self, token_ids: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> None:
         """Put a step's rows in place."""

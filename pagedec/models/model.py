@@ -5,9 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan, Program
+from pagedec.kernels.records import Epilogue
 from pagedec.models.architecture import Architecture
 from pagedec.models.buffers import StepBuffers
 
@@ -49,6 +52,46 @@ class RecordedModel(ABC):
 
     arch: Architecture
     backend: Backend
+
+    def record_embedding(
+        self,
+        p: Program,
+        b: StepBuffers,
+        cache: CacheTensors,
+        table: torch.Tensor,
+        scale: float = 1.0,
+        positions: torch.Tensor | None = None,
+    ) -> None:
+        """Record the residual stream's beginning: rows of `table`, of which a rank has some, and of `positions`."""
+        ranks = b.ranks
+        if ranks is None:
+            at = None if positions is None else b.positions
+            p.embed(b.num_rows, b.token_ids, table, b.x, b.slots, cache.tokens, scale, at, positions)
+            return
+        own = positions if ranks.rank == 0 else None  # added once
+        ids, parts = (ranks.first_id, ranks.num_ids), ranks.first_parts
+        at = None if own is None else b.positions
+        p.embed(b.num_rows, b.token_ids, table, parts[ranks.rank], b.slots, cache.tokens, scale, at, own, ids)
+        p.sum_parts(b.num_rows, parts, b.x, add=False)
+
+    def record_sum(
+        self, p: Program, b: StepBuffers, y: torch.Tensor, weight: Any, out: torch.Tensor, add: bool
+    ) -> None:
+        """Record out fp32 [rows, hidden] = y W^T, or += that, where y is what a rank has of a block's inside."""
+        if b.ranks is None:
+            p.linear(b.num_rows, y, weight, out, Epilogue.ADD if add else Epilogue.STORE)
+            return
+        parts = b.ranks.next_parts()
+        p.linear(b.num_rows, y, weight, parts[b.ranks.rank])
+        p.sum_parts(b.num_rows, parts, out, add)
+
+    def record_logits(self, p: Program, b: StepBuffers, weight: Any) -> None:
+        """Record logits of what `read` holds; of several ranks the first has all."""
+        if b.ranks is None:
+            p.linear(b.num_read, b.read, weight, b.logits)
+            return
+        p.linear(b.num_read, b.read, weight, b.ranks.own_logits)
+        p.join_parts(b.num_read, b.ranks.logits, b.ranks.widths, b.logits)
 
     @abstractmethod
     def record(self, p: Program, b: StepBuffers, cache: CacheTensors, plans: Sequence[Plan]) -> None:

@@ -25,6 +25,7 @@ from pagedec.models.hf.hosted_architecture import HostedArchitecture, hosted_arc
 from pagedec.models.hf.hosted_model import load_hosted
 from pagedec.models.model import Model
 from pagedec.models.presets import PRESETS
+from pagedec.models.sharding import ShardedSource, part_of, sharded
 
 _log = logging.getLogger(__name__)
 
@@ -138,12 +139,25 @@ def _check_heads(arch: Architecture, backend: Backend) -> None:
         raise InvalidArgument("head_dim", arch.head_dim, "must be a multiple of 16 up to 256 with compiled kernels")
 
 
+def check_ranks(arch: Architecture, world: int) -> None:
+    """Raise InvalidArgument where so many ranks cannot share the model. Reads no weights."""
+    if world > 1 and isinstance(arch, HostedArchitecture):
+        limit = "must be 1 for a model that runs its modeling code: nobody knows where that can be cut"
+        raise InvalidArgument("tensor_parallel_size", world, limit)
+    if world > 1:
+        part_of(arch, 0, world)
+
+
 def build_model(arch: Architecture, source: WeightSource, backend: Backend, max_position: int) -> Model:
-    """Take the weights into the backend's form; positions below `max_position` can be evaluated.
+    """Take the weights into the backend's form, or a rank's part of them where the backend has a link; positions below
+    `max_position` can be evaluated.
 
     Raises InvalidArgument for heads that compiled kernels do not attend with.
     """
     _check_heads(arch, backend)
+    if backend.link is not None:
+        part = part_of(arch, backend.link.rank, backend.link.world)
+        source, arch = ShardedSource(source, arch.cuts(part), part.rank), sharded(arch, part)
     return FAMILIES[arch.name].model(arch, source, backend, max_position)
 
 
@@ -151,6 +165,7 @@ def load_model_weights(
     arch: Architecture, files: ModelFiles, backend: Backend, max_position: int, seed: int = 0
 ) -> Model:
     """Open the weights and build the model, native or hosted."""
+    check_ranks(arch, 1 if backend.link is None else backend.link.world)
     if isinstance(arch, HostedArchitecture):
         return load_hosted(arch, files, backend, max_position, seed)
     _check_heads(arch, backend)  # before a GGUF file is converted

@@ -125,7 +125,7 @@ class Transformer(RecordedModel):
     def record(self, p: Program, b: StepBuffers, cache: CacheTensors, plans: Sequence[Plan]) -> None:
         rows, arch = b.num_rows, self.arch
         eps, activation = arch.rms_norm_eps, GATED.get(arch.hidden_act, Epilogue.GELU_MUL)
-        p.embed(rows, b.token_ids, self.embedding, b.x, b.slots, cache.tokens, self.embedding_scale)
+        self.record_embedding(p, b, cache, self.embedding, self.embedding_scale)
         for i, layer in enumerate(self.layers):
             rope = self.local_rope if arch.is_sliding(i) else self.rope
             p.rms_norm(rows, b.x, layer.input_norm, b.normed, eps)
@@ -141,13 +141,13 @@ class Transformer(RecordedModel):
     def _add(self, p: Program, b: StepBuffers, y: torch.Tensor, weight: Any, norm: torch.Tensor | None) -> None:
         """The residual stream += a block's last projection, normed where the family norms it."""
         if norm is None:
-            p.linear(b.num_rows, y, weight, b.x, Epilogue.ADD)
+            self.record_sum(p, b, y, weight, b.x, add=True)
         else:
-            p.linear(b.num_rows, y, weight, b.block)
+            self.record_sum(p, b, y, weight, b.block, add=False)
             p.rms_norm(b.num_rows, b.block, norm, b.x, self.arch.rms_norm_eps, add=True)
 
     def record_head(self, p: Program, b: StepBuffers) -> None:
         p.rms_norm(b.num_read, b.x, self.norm, b.read, self.arch.rms_norm_eps, b.read_rows)
-        p.linear(b.num_read, b.read, self.lm_head, b.logits)
-        if self.arch.final_soft_cap:
+        self.record_logits(p, b, self.lm_head)
+        if self.arch.final_soft_cap and len(b.logits):
             p.soft_cap(b.num_read, b.logits, self.arch.final_soft_cap)

@@ -31,6 +31,12 @@ class Geometry:
     dtype: str
     quantization: str | None
     num_threads: int
+    world: int = 1
+    """Ranks that share the target."""
+    model: str = ""
+    """A digest of the target: its configuration, weights and vocabulary."""
+    numerics: str = ""
+    """A digest of all that a token's bits depend on beside the model: see `fingerprint.py`."""
 
     def to_json(self) -> str:
         """All of it, for another process."""
@@ -46,4 +52,5 @@ class Geometry:
 
     def __str__(self) -> str:
         weights = f"{self.quantization} and " if self.quantization else ""
-        return f"{weights}{self.dtype} on {self.isa}"
+        ranks = f" of {self.world} ranks" if self.world > 1 else ""
+        return f"{weights}{self.dtype} on {self.isa}{ranks}"

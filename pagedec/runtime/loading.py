@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from dataclasses import dataclass
@@ -9,7 +10,14 @@ from dataclasses import dataclass
 import torch
 
 from pagedec import environment
-from pagedec.config import POOL_SIZES, EngineConfig, ModelConfig, ParallelConfig, draft_config, names_draft_model
+from pagedec.config import (
+    POOL_SIZES,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    draft_config,
+    names_draft_model,
+)
 from pagedec.errors import InvalidArgument, Shown, WeightsWarning, within
 from pagedec.formats.generation import read_end_ids
 from pagedec.formats.resolve import ModelFiles, resolve_model
@@ -19,13 +27,30 @@ from pagedec.kernels.library import LibraryNotFound, load
 from pagedec.kernels.native import NativeBackend
 from pagedec.models.architecture import Architecture
 from pagedec.models.model import Model
-from pagedec.models.registry import load_architecture, load_model_weights
+from pagedec.models.registry import check_ranks, load_architecture, load_model_weights
+from pagedec.models.sharding import cut_shape, part_of, sharded
 from pagedec.runtime.cache import allocate_cache, block_bytes
+from pagedec.runtime.fingerprint import model_digest, numerics_digest
+from pagedec.runtime.follower import Follower
 from pagedec.runtime.geometry import Geometry, LaneGeometry
+from pagedec.runtime.links import Exchange, connect, machine
 from pagedec.runtime.memory import available_memory, is_out_of_memory, shown_size
 from pagedec.runtime.pool import KvPool, choose_pool
 from pagedec.runtime.runner import LaneRunner
 from pagedec.runtime.worker import Worker
+
+NO_SIZES = dict.fromkeys(POOL_SIZES)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Which of how many ranks loads a part of a model, how it tells the others something, and the address at which they
+    reach its machine."""
+
+    rank: int
+    world: int
+    exchange: Exchange
+    address: str = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +108,20 @@ def load_model(config: ModelConfig, backend: Backend, longest: int | None = None
 
 
 def weight_bytes(arch: Architecture, backend: Backend) -> int:
-    """About how much memory the weights take in a backend's form; 0 where only their modeling code knows."""
-    num_weights = sum(math.prod(shape) for shape in arch.weight_shapes().values())
+    """About how much memory the weights take in a backend's form, of a rank those that it has; 0 where only their
+    modeling code knows."""
+    link = backend.link
+    cuts = {} if link is None else arch.cuts(part_of(arch, link.rank, link.world))
+    num_weights = sum(math.prod(cut_shape(shape, cuts.get(name))) for name, shape in arch.weight_shapes().items())
     return num_weights * (backend.dtype.itemsize if backend.quantization is None else 1)
 
 
 def lane_pool(loaded: LoadedModel, config: EngineConfig, taken: int = 0) -> KvPool:
     """The size of a lane's cache; `taken`: bytes of the available memory that another lane will use."""
-    size = block_bytes(loaded.arch, config.cache.block_size, loaded.model.backend.dtype)
+    arch, link = loaded.arch, loaded.model.backend.link
+    if link is not None:  # all ranks have as many blocks; the first has the most KV heads
+        arch = sharded(arch, part_of(arch, 0, link.world))
+    size = block_bytes(arch, config.cache.block_size, loaded.model.backend.dtype)
     return choose_pool(config.cache, size, loaded.max_model_len, config.scheduler.max_num_seqs, taken=taken)
 
 
@@ -110,7 +141,7 @@ def build_lane(
 ) -> LaneRunner:
     """A model with a cache of its own; it draws the token ids below `vocab_size`, if it knows more."""
     try:
-        tensors = allocate_cache(loaded.arch, pool.num_blocks, pool.block_size, loaded.model.backend)
+        tensors = allocate_cache(loaded.model.arch, pool.num_blocks, pool.block_size, loaded.model.backend)
     except (OSError, MemoryError) as error:
         name = next((name for name in POOL_SIZES if getattr(config.cache, name) is not None), "kv_cache_memory")
         value = Shown("chosen") if getattr(config.cache, name) is None else getattr(config.cache, name)
@@ -124,17 +155,34 @@ def build_worker(config: EngineConfig, loaded: LoadedModel, draft: LoadedModel |
     debug = environment.read("PAGEDEC_DEBUG") == "1"
     pool = lane_pool(loaded, config)
     lanes = {"target": build_lane(loaded, config, pool, debug)}
-    known = {"target": LaneGeometry(pool.num_blocks, loaded.arch.vocab_size, loaded.max_model_len)}
+    known = {"target": _lane_geometry(loaded, pool)}
     if draft is not None:
         own = draft_config(config)
         with within("speculative_config."):
             drafts = draft_pool(draft, own, pool)
             lanes["draft"] = build_lane(draft, own, drafts, debug, loaded.arch.vocab_size)
-        known["draft"] = LaneGeometry(drafts.num_blocks, draft.arch.vocab_size, draft.max_model_len)
+        known["draft"] = _lane_geometry(draft, drafts)
+    return Worker(lanes, _geometry(loaded, config.model, known, pool), loaded.model.backend.link)
+
+
+def build_follower(config: EngineConfig, loaded: LoadedModel) -> Follower:
+    """A rank's part of a loaded model, with its KV."""
+    link, pool = loaded.model.backend.link, lane_pool(loaded, config)
+    assert link is not None
+    lane = build_lane(loaded, config, pool, environment.read("PAGEDEC_DEBUG") == "1")
+    return Follower(lane, _geometry(loaded, config.model, {"target": _lane_geometry(loaded, pool)}, pool), link)
+
+
+def _lane_geometry(loaded: LoadedModel, pool: KvPool) -> LaneGeometry:
+    return LaneGeometry(pool.num_blocks, loaded.arch.vocab_size, loaded.max_model_len)
+
+
+def _geometry(loaded: LoadedModel, config: ModelConfig, lanes: dict[str, LaneGeometry], pool: KvPool) -> Geometry:
     backend = loaded.model.backend
     dtype, weights = str(backend.dtype).removeprefix("torch."), backend.quantization
-    geometry = Geometry(known, pool, end_ids(loaded), backend.name, dtype, weights, torch.get_num_threads())
-    return Worker(lanes, geometry)
+    world = 1 if backend.link is None else backend.link.world
+    names = model_digest(loaded.files, config), numerics_digest(backend, config, world)
+    return Geometry(lanes, pool, end_ids(loaded), backend.name, dtype, weights, torch.get_num_threads(), world, *names)
 
 
 def end_ids(loaded: LoadedModel) -> tuple[int, ...]:
@@ -144,14 +192,65 @@ def end_ids(loaded: LoadedModel) -> tuple[int, ...]:
     return tuple(own or loaded.arch.eos_token_ids)
 
 
-def load_worker(config: EngineConfig, rank: int = 0, world: int = 1) -> Worker:
-    """The worker `rank` of `world` that share a model. Raises `PagedecError` for what cannot be loaded, and warns of
-    what may end badly."""
-    if (rank, world) != (0, 1):
-        raise InvalidArgument("tensor_parallel_size", world, "must be 1 in this version")
+def check_shares(config: EngineConfig) -> None:
+    """Raise `InvalidArgument` where the model cannot be shared by as many ranks as the configuration says. Reads no
+    weights."""
+    model = config.model
+    arch = load_architecture(resolve_model(model.model, model.load_format), model.model_impl)
+    check_ranks(arch, config.parallel.tensor_parallel_size)
+
+
+def load_whole(config: EngineConfig) -> Worker:
+    """A worker that has all of the model. Raises `PagedecError` for what cannot be loaded, and warns of what may end
+    badly."""
     backend = choose_backend(config.parallel, config.model.dtype, config.model.quantization)
     loaded = load_model(config.model, backend)
     return build_worker(config, loaded, load_draft(config, loaded))
+
+
+def load_worker(config: EngineConfig, ranks: Ranks) -> Worker | Follower:
+    """The part of a model that a rank has; all of it where there is but one. Raises as `load_whole` does."""
+    if ranks.world == 1:
+        return load_whole(config)
+    config, backend = join(config, ranks)
+    loaded = load_model(config.model, backend)
+    config = agree(config, ranks, loaded)
+    return (
+        build_worker(config, loaded, load_draft(config, loaded)) if ranks.rank == 0 else build_follower(config, loaded)
+    )
+
+
+def join(config: EngineConfig, ranks: Ranks) -> tuple[EngineConfig, Backend]:
+    """A rank's share of what the configuration allows, and its kernels with a link to the other ranks."""
+    config = _share_of(config, ranks)
+    backend = choose_backend(config.parallel, config.model.dtype, config.model.quantization)
+    told = ranks.exchange({"isa": backend.name})
+    different = next((rank for rank, own in enumerate(told) if own != told[0]), None)
+    if different is not None:
+        limit = f"must be the same at all ranks: rank 0 has {told[0]['isa']}, rank {different} {told[different]['isa']}"
+        raise InvalidArgument("PAGEDEC_ISA", backend.name, limit)
+    native, seconds = backend if isinstance(backend, NativeBackend) else None, config.parallel.step_timeout
+    backend.link = connect(ranks.rank, ranks.world, ranks.exchange, native, seconds, ranks.address)
+    return config, backend
+
+
+def agree(config: EngineConfig, ranks: Ranks, loaded: LoadedModel) -> EngineConfig:
+    """The configuration with as many blocks as all ranks have memory for."""
+    told = ranks.exchange({"num_blocks": lane_pool(loaded, config).num_blocks})
+    least = min(own["num_blocks"] for own in told)
+    cache = dataclasses.replace(config.cache, **{**NO_SIZES, "num_blocks": least})
+    return dataclasses.replace(config, cache=cache)
+
+
+def _share_of(config: EngineConfig, ranks: Ranks) -> EngineConfig:
+    """The configuration of a rank that shares its machine: of threads and of memory, as much as of others."""
+    sharers = sum(told["machine"] == machine() for told in ranks.exchange({"machine": machine()}))
+    parallel, cache = config.parallel, config.cache
+    if parallel.num_threads is None:
+        parallel = dataclasses.replace(parallel, num_threads=max(1, torch.get_num_threads() // sharers))
+    if cache.memory_utilization is not None:
+        cache = dataclasses.replace(cache, memory_utilization=cache.memory_utilization / sharers)
+    return dataclasses.replace(config, parallel=parallel, cache=cache)
 
 
 def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | None:

@@ -3,7 +3,7 @@ other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -54,8 +54,12 @@ class LaneRunner:
         self.buffers = model.buffers(max_rows)
         self.plans = [self.backend.plan(shape) for shape in model.attention_shapes(cache.block_size)]
         self.programs = model.programs(self.buffers, cache, self.plans)
-        self._roller = self.backend.roller(self.programs, self.buffers, self.plans, cache, self.num_drawn, debug)
+        self._roller = None  # the draft lane has one; it is in one piece
+        if self.backend.link is None:
+            self._roller = self.backend.roller(self.programs, self.buffers, self.plans, cache, self.num_drawn, debug)
         self._kept = self.backend.zeros((0, known), torch.float32)
+        self.is_through = True
+        """All programs of the last forward have been run, whatever became of what was read."""
 
     def learn(self, rule_id: int, processing: LogitsRules) -> None:
         """Keep what a request has done to its logits under a number, as far as it is about tokens that this model
@@ -84,17 +88,9 @@ class LaneRunner:
         """Evaluate the rows and answer what is asked of them. `masks` is asked when the rows are on their way: between
         a program's run and what is read of its logits. `drafted` is what `verified_draws` verify. `keep` is shown the
         logits of each piece that is read out, processed, and its first row's place."""
-        rows, read_out = forward.read_rows, None
-        if len(forward.token_ids):
-            self.buffers.load(forward.token_ids, forward.positions, forward.slots)
-            for plan in self.plans:
-                plan.update(forward.row_indptr, forward.kv_len, forward.block_table, forward.parents)
-            is_one = 0 < len(rows) <= READ_ROWS  # nearly always: one program, from token ids to logits
-            if not is_one:
-                self.programs.body.run()
-            for start in range(0, len(rows), READ_ROWS):
-                logits = self.buffers.load_read(rows[start : start + READ_ROWS])
-                (self.programs.whole if is_one else self.programs.head).run()
+        read_out, pieces = None, self.evaluate(forward)
+        try:
+            for logits, start in pieces:
                 if self.debug and bool(logits.isnan().any()):
                     raise InvariantError("logits are NaN: a row read a slot that no row had written")
                 if self.num_drawn < logits.shape[1]:
@@ -103,7 +99,30 @@ class LaneRunner:
                 read_out.read(logits, start)
                 if keep is not None:
                     keep(logits, start)
+        except Exception:
+            for _ in pieces:  # the ranks that share the model are on their way through all of it
+                pass
+            raise
         return (read_out or self._read_out(forward)).answers()
+
+    def evaluate(self, forward: LaneForward) -> Iterator[tuple[torch.Tensor, int]]:
+        """Evaluate the rows. Gives the logits of each piece that is to be read out, and its first row's place."""
+        rows = forward.read_rows
+        self.is_through = not len(forward.token_ids)
+        if self.is_through:
+            return
+        self.buffers.load(forward.token_ids, forward.positions, forward.slots)
+        for plan in self.plans:
+            plan.update(forward.row_indptr, forward.kv_len, forward.block_table, forward.parents)
+        is_one = 0 < len(rows) <= READ_ROWS  # nearly always: one program, from token ids to logits
+        if not is_one:
+            self.programs.body.run()
+        for start in range(0, len(rows), READ_ROWS):
+            logits = self.buffers.load_read(rows[start : start + READ_ROWS])
+            (self.programs.whole if is_one else self.programs.head).run()
+            self.is_through = start + READ_ROWS >= len(rows)
+            yield logits, start
+        self.is_through = True
 
     def _read_out(
         self, forward: LaneForward, masks: Callable[[], Masks] | None = None, drafted: Drafted | None = None

@@ -3,27 +3,36 @@ or elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from pagedec.core.forward import NO_INTS, Answers, LaneAnswers, LaneForward, MakeMasks
+from pagedec.core.forward import NO_INTS, Answers, LaneAnswers, LaneForward, MakeMasks, Masks
 from pagedec.core.wire import Step
+from pagedec.kernels.backend import Drafted
+from pagedec.kernels.link import Link
 from pagedec.runtime.geometry import Geometry
 from pagedec.runtime.runner import LaneRunner
 
 
 class Worker:
-    """All lanes of a device. It owns weights, KV and kernels, and no decoding state but the rules that it was told."""
+    """All lanes of a device. It owns weights, KV and kernels, and no decoding state but the rules that it was told.
 
-    def __init__(self, lanes: Mapping[str, LaneRunner], geometry: Geometry) -> None:
-        self.lanes, self.geometry = dict(lanes), geometry
+    `link`: the way to other ranks, which have parts of the target and follow this one.
+    """
+
+    def __init__(self, lanes: Mapping[str, LaneRunner], geometry: Geometry, link: Link | None = None) -> None:
+        self.lanes, self.geometry, self._link = dict(lanes), geometry, link
+        self.is_whole = True
+        """The other ranks are through with what this one has been through; False after an error that has left them in
+        the middle of a step."""
 
     def execute(self, step: Step, masks: MakeMasks | None = None) -> Answers:
         """Carry out one step. `masks` gives those of the target's `masked_rows`, and is asked when the rows are on
         their way, with what was rolled."""
+        self.is_whole = self._link is None
         for runner in self.lanes.values():
             for rule_id in step.old_rules:
                 runner.forget(rule_id)
@@ -37,7 +46,7 @@ class Worker:
         if draft is not None:
             runner = self.lanes["draft"]
             if len(draft.rolls):
-                rolled = runner.roll(draft)
+                rolled = self._roll(runner, draft, target is not None)
                 answers["draft"] = LaneAnswers(rolled=rolled)
                 if target is not None:
                     target = with_rolled(target, draft, rolled)
@@ -47,8 +56,30 @@ class Worker:
                 answers["draft"] = runner.execute(draft)
         if target is not None:
             given = None if masks is None else partial(masks, rolled)
-            answers["target"] = self.lanes["target"].execute(target, given, drafted)
+            answers["target"] = self._evaluate(target, given, drafted)
+        self.is_whole = True
         return answers
+
+    def _roll(self, runner: LaneRunner, draft: LaneForward, is_awaited: bool) -> np.ndarray:
+        """What the draft lane rolls. `is_awaited`: by the other ranks, for the target's rows."""
+        if self._link is None or not is_awaited:
+            return runner.roll(draft)
+        try:
+            rolled = runner.roll(draft)
+        except Exception:
+            self._link.broadcast(np.full(int(draft.rolls["count"].sum()), -1, np.int32))
+            self.is_whole = True  # they go no further in this step
+            raise
+        self._link.broadcast(rolled)
+        return rolled
+
+    def _evaluate(self, target: LaneForward, masks: Callable[[], Masks] | None, drafted: Drafted | None) -> LaneAnswers:
+        runner = self.lanes["target"]
+        runner.is_through = False  # with this step: an error may come before the first of its programs
+        try:
+            return runner.execute(target, masks, drafted)
+        finally:
+            self.is_whole = self.is_whole or runner.is_through
 
 
 def with_rolled(target: LaneForward, draft: LaneForward, rolled: np.ndarray) -> LaneForward:

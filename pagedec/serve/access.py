@@ -119,7 +119,11 @@ def read_clients(path: Path) -> list[tuple[bytes, Client]]:
             if isinstance(texts, str) or not texts or any(len(str(text)) < SHORTEST_TOKEN for text in texts):
                 limit = f"must be a list of at least one token, each of at least {SHORTEST_TOKEN} characters"
                 raise InvalidArgument("tokens", Shown("given"), limit)
-            client = Client(**{**table, "name": name})
+            try:
+                client = Client(**{**table, "name": name})
+            except InvalidArgument as error:  # a token among others that are none, perhaps
+                value = error.value if isinstance(error.value, (int, float)) else Shown("given")
+                raise InvalidArgument(error.field, value, error.limit) from None
         for text in client.tokens:
             if found.setdefault(_digest(text), client) is not client:
                 raise InvalidArgument(f"api_keys.{name}.tokens", Shown("a token"), "must be of one client only")

@@ -11,6 +11,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from pagedec.engine.engine import Engine
 from pagedec.engine.stats import Spent
+from pagedec.messages import seconds_of
 from pagedec.serve.cache_feed import CacheFeed
 from pagedec.serve.gateway import Gateway
 from pagedec.serve.lifecycle import Lifecycle, State
@@ -25,6 +26,7 @@ STATES = {
     State.DRAINING: pb.SERVER_STATE_DRAINING,
     State.STALLED: pb.SERVER_STATE_STALLED,
     State.FAILED: pb.SERVER_STATE_FAILED,
+    State.LOST: pb.SERVER_STATE_LOST,
 }
 
 
@@ -54,10 +56,11 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         """Refuses new requests, and answers when none runs."""
-        self._lifecycle.require(State.SERVING, State.PAUSED, State.STALLED, State.DRAINING)
-        given = request.HasField("timeout")
-        seconds = request.timeout.ToMilliseconds() / 1000 if given else self._gateway.config.drain_timeout
-        return pb.DrainResponse(num_aborted=await self._drain(max(0.0, seconds)))
+        self._lifecycle.require(State.SERVING, State.PAUSED, State.STALLED, State.LOST, State.DRAINING)
+        seconds = self._gateway.config.drain_timeout
+        if request.HasField("timeout"):
+            seconds = max(0.0, seconds_of(request.timeout))
+        return pb.DrainResponse(num_aborted=await self._drain(seconds))
 
     async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseResponse:
         """Stops stepping."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from pagedec.messages import REASONS, TIME_LIMIT
+from pagedec.messages import REASONS, TIME_LIMIT, as_duration
 from pagedec.outputs import (
     BranchBlocks,
     CompletionOutput,
@@ -15,13 +15,10 @@ from pagedec.outputs import (
     RequestOutput,
 )
 from pagedec.params import RequestOutputKind, RequestParams, SamplingParams
-from pagedec.serve.statuses import as_duration
 from pagedec.tree import AnswerTree
 from pagedec.v1 import answer_pb2, generation_service_pb2, session_service_pb2
 
 Tables = Sequence[Mapping[int, Logprob] | None] | None
-
-
 M = TypeVar("M")
 
 
@@ -47,7 +44,8 @@ class Events(Generic[M]):
             made.request_id = output.request_id
             made.prompt.CopyFrom(prompt_info(output, text))
         if not output.finished and self._are_common(output.outputs):
-            _write_delta(made.deltas.add(all_answers=True), output.outputs[0])
+            if output.outputs[0].token_ids or output.outputs[0].text:
+                _write_delta(made.deltas.add(all_answers=True), output.outputs[0])
             return message
         for answer in output.outputs:
             if not self._is_whole and (answer.token_ids or answer.text):
@@ -157,13 +155,14 @@ def _finish(answer: CompletionOutput) -> answer_pb2.Finish:
     return made
 
 
-def as_branch(name: str, blocks: BranchBlocks) -> session_service_pb2.Branch:
+def as_branch(name: str, blocks: BranchBlocks, room: int) -> session_service_pb2.Branch:
     """Where a branch stands."""
     return session_service_pb2.Branch(
         name=name,
         num_tokens=blocks.num_tokens,
         num_blocks=blocks.num_blocks,
         num_shared_blocks=blocks.num_shared_blocks,
+        room=room,
     )
 
 

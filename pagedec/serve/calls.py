@@ -21,13 +21,19 @@ from pagedec.serve.access import Client, Keys
 from pagedec.serve.statuses import Refusal, code_of, status_of
 
 LOG = logging.getLogger("pagedec.calls")
+MOST_LOGGED = 100
+"""Names of requests in a call's line."""
+SHOWN_ID = 200
+"""Characters that a client's name for a request may have."""
+REQUEST_ID = "x-request-id"
+"""Of the initial metadata: what a client calls his request."""
 QUIET = "/grpc.health.v1.Health/"
 """Asked every few seconds: not worth a line."""
 
 
 @dataclass(slots=True)
 class Rpc:
-    """One call that runs. `request_ids`: what it has begun, for the log."""
+    """One call that runs. `request_ids`: the first of those that it has begun, for the log."""
 
     method: str
     client: Client
@@ -35,6 +41,11 @@ class Rpc:
     began: float
     metadata: dict[str, Any] = field(default_factory=dict)
     request_ids: list[str] = field(default_factory=list)
+
+    def note(self, request_id: str) -> None:
+        """It has begun a request."""
+        if len(self.request_ids) < MOST_LOGGED:  # a stream may live for days
+            self.request_ids.append(request_id)
 
     @property
     def seconds_left(self) -> float | None:
@@ -86,14 +97,42 @@ class Calls(grpc.aio.ServerInterceptor):
 
         return make(answer, None, handler.response_serializer)
 
+    @contextlib.asynccontextmanager
+    async def around(self, method: str, given: Any, context: Any) -> AsyncIterator[None]:
+        """What is around one call: `method` by its full name, `given` its metadata. Errors abort `context`."""
+        metadata = dict(given or ())
+        call = Rpc(method, Client(name=peer_of(context)), context, time.monotonic(), metadata)
+        code = "OK"
+        try:
+            if self._keys is not None:
+                call.client = self._keys.client(metadata)
+                if self._is_admin and not call.client.is_admin:
+                    raise Refusal("PERMISSION_DENIED", "NOT_ADMIN", "the token is of a client who may not do this")
+            RPC.set(call)
+            yield
+        except asyncio.CancelledError:
+            left = call.seconds_left
+            code = "CANCELLED" if left is None or left > 0 else "DEADLINE_EXCEEDED"
+            raise
+        except grpc.aio.AbortError:  # of a service that is not ours
+            raise
+        except Exception as error:
+            status = status_of(error)
+            code = code_of(status).name
+            if code == "INTERNAL":
+                LOG.exception("%s", call.method, extra={"fields": {"request_ids": call.request_ids}})
+            await context.abort(code_of(status), status.message, ((DETAILS, status.SerializeToString()),))
+        finally:
+            self._ended(call, _said(context) if code == "OK" else code)
+
     # ---- inside
     async def _one(self, inner: Any, details: grpc.HandlerCallDetails, read: Callable[[], Any], context: Any) -> Any:
-        async with self._around(details, context):
+        async with self.around(details.method, details.invocation_metadata, context):
             answer = inner(read(), context)
             return await answer if inspect.isawaitable(answer) else answer
 
     async def _many(self, inner: Any, details: grpc.HandlerCallDetails, read: Callable[[], Any], context: Any) -> None:
-        async with self._around(details, context):
+        async with self.around(details.method, details.invocation_metadata, context):
             answers = inner(read(), context)
             if not hasattr(answers, "__aiter__"):
                 await answers
@@ -111,34 +150,6 @@ class Calls(grpc.aio.ServerInterceptor):
             problem = f"nothing was read for {self._send_timeout:g} seconds, the server's send_timeout"
             raise Refusal("RESOURCE_EXHAUSTED", "READER_TOO_SLOW", problem) from None
 
-    @contextlib.asynccontextmanager
-    async def _around(self, details: grpc.HandlerCallDetails, context: Any) -> AsyncIterator[None]:
-        metadata = dict(details.invocation_metadata or ())
-        call = Rpc(details.method, Client(name=peer_of(context)), context, time.monotonic(), metadata)
-        code = "OK"
-        try:
-            if self._keys is not None:
-                call.client = self._keys.client(metadata)
-                if self._is_admin and not call.client.is_admin:
-                    raise Refusal("PERMISSION_DENIED", "NOT_ADMIN", "the token is of a client who may not do this")
-            RPC.set(call)
-            yield
-        except asyncio.CancelledError:
-            left = call.seconds_left
-            code = "CANCELLED" if left is None or left > 0 else "DEADLINE_EXCEEDED"
-            raise
-        except (grpc.aio.AbortError, grpc.RpcError):
-            code = "ABORTED"
-            raise
-        except Exception as error:
-            status = status_of(error)
-            code = code_of(status).name
-            if code == "INTERNAL":
-                LOG.exception("%s: %s", call.method, " ".join(call.request_ids))
-            await context.abort(code_of(status), status.message, ((DETAILS, status.SerializeToString()),))
-        finally:
-            self._ended(call, code)
-
     def _ended(self, call: Rpc, code: str) -> None:
         seconds = time.monotonic() - call.began
         for observer in self._observers:
@@ -152,6 +163,12 @@ class Calls(grpc.aio.ServerInterceptor):
                 "request_ids": call.request_ids,
             }
             LOG.info("%s %s", call.method, code, extra={"fields": fields})
+
+
+def _said(context: Any) -> str:
+    """What a service has set as its status; those that are not ours do."""
+    number = context.code()
+    return next((code.name for code in grpc.StatusCode if number in (code, code.value[0])), "OK")
 
 
 def _reader(parse: Callable[[bytes], Any], streams: bool) -> Callable[[Any], Any]:
@@ -168,6 +185,12 @@ def _reader(parse: Callable[[bytes], Any], streams: bool) -> Callable[[Any], Any
             yield one(data)
 
     return many if streams else one
+
+
+async def echo(request_id: str) -> None:
+    """Tell the client of the call that runs, before anything else, what he calls his request."""
+    if 0 < len(request_id) <= SHOWN_ID and request_id.isascii() and request_id.isprintable():
+        await RPC.get().context.send_initial_metadata(((REQUEST_ID, request_id),))
 
 
 def peer_of(context: Any) -> str:

@@ -32,6 +32,8 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("engine_steps", "Steps", lambda c: c.num_steps),
     ("engine_step_rows", "Rows of all steps", lambda c: c.num_rows),
     ("engine_failed_steps", "Steps that the device did not carry out", lambda c: c.num_failed_steps),
+    ("worker_restarts", "Times that workers were lost and brought back", lambda c: c.num_restarts),
+    ("worker_restart_seconds", "What that took, in all", lambda c: c.restart_seconds),
     ("engine_failed_requests", "Requests that could not be carried out", lambda c: c.num_failed),
 )
 DRAFTS: tuple[tuple[str, str, Callable[[DraftCount], float]], ...] = (

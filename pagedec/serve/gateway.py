@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pagedec.constraints import TokenTrie
+from pagedec.core.resuming import Resume
 from pagedec.errors import InvalidArgument, NotFound
 from pagedec.llm.async_llm import LONG_PROMPT, AsyncLLM
 from pagedec.llm.front import renamed
@@ -18,9 +19,9 @@ from pagedec.outputs import RequestOutput
 from pagedec.params import RequestParams
 from pagedec.serve.access import Client
 from pagedec.serve.admission import Admission
-from pagedec.serve.calls import RPC
+from pagedec.serve.calls import RPC, SHOWN_ID
 from pagedec.serve.lifecycle import FAILED, LOADING, Lifecycle
-from pagedec.serve.orders import Limits, Order, read_chat, read_prompt
+from pagedec.serve.orders import Limits, Order, check_chat, read_chat, read_prompt, width_of
 from pagedec.serve.server_config import ServerConfig
 from pagedec.serve.statuses import Refusal
 from pagedec.text.chat_template import render_chat
@@ -29,8 +30,6 @@ from pagedec.v1 import prompt_pb2
 Out = TypeVar("Out", bound=RequestOutput)
 TRIE_ENDING = ".trie"
 """Of files that `TokenTrie.save` has written, which are mapped; others are read as `TokenTrie.from_file` does."""
-SHOWN_ID = 200
-"""Characters that a client's name for a request may have."""
 
 
 class Watcher(Protocol):
@@ -72,7 +71,8 @@ class Gateway:
         own = llm.get_default_sampling_params()
         fields = dataclasses.fields(own)
         defaults = {field.name: value for field in fields if (value := getattr(own, field.name)) != field.default}
-        limits = Limits(self.config, defaults, llm.engine.limits.max_model_len, self._tries)
+        engine = llm.engine.limits
+        limits = Limits(self.config, defaults, engine.max_model_len, engine.vocab_size, self._tries)
         admission = Admission(self.config, llm.engine.scheduler.limits.max_num_seqs)
         self._open = _Open(llm, limits, admission, self.config.served_model_name or llm.config.model.model)
 
@@ -119,9 +119,14 @@ class Gateway:
         if name and name != self.model:
             raise NotFound("model", name, f"known are {self.model}")
 
+    def interval(self, request: Any) -> int:
+        """Tokens that make a message of a stream that is asked for."""
+        given: int = request.stream_interval
+        return given if request.HasField("stream_interval") else self.config.stream_interval
+
     async def tokens(self, prompt: prompt_pb2.Prompt) -> tuple[str | None, list[int]]:
         """A prompt's text and its token ids. Raises `InvalidArgument` naming the message's field."""
-        given = read_prompt(prompt)
+        given = read_prompt(prompt, self.limits)
         if isinstance(given, list):
             return None, given
         if isinstance(given, prompt_pb2.Chat):
@@ -136,6 +141,7 @@ class Gateway:
 
     def chat_tokens(self, chat: prompt_pb2.Chat) -> tuple[str, list[int]]:
         """The text that a conversation becomes, and its tokens. Takes as long as a template does."""
+        check_chat(chat, self.limits)
         messages, options = read_chat(chat)
         tokenizer = self.llm.get_tokenizer()
         with renamed("messages", "prompt.chat.messages"):
@@ -145,16 +151,26 @@ class Gateway:
 
     # ---- on its way
     async def outputs(
-        self, prompt: tuple[str | None, list[int]], order: Order, priority: int = 0, salt: str = "", name: str = ""
+        self,
+        prompt: tuple[str | None, list[int]],
+        order: Order,
+        priority: int = 0,
+        salt: str = "",
+        name: str = "",
+        *,
+        resume: Resume | None = None,
+        begun: Callable[[int], None] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one request of the call that runs; of the kind that the order's parameters say. Closing the
-        generator aborts the request before the next step. Raises `PagedecError` of every kind."""
+        generator aborts the request before the next step. Raises `PagedecError` of every kind. `resume`, `begun`: see
+        `AsyncLLM.resumable`."""
         text, token_ids = prompt
         given = {"prompt": text, "prompt_token_ids": token_ids}
         whose = RPC.get().client.salted(salt)
 
         def begin(engine_name: str) -> AsyncGenerator[RequestOutput, None]:
-            return self.llm.generate(given, order.params, engine_name, priority=priority, cache_salt=whose)
+            told = given, order.params, priority, whose, engine_name
+            return self.llm.resumable(*told, resume=resume, begun=begun)
 
         with renamed("prompt.prompt_token_ids", "prompt"):
             async with contextlib.aclosing(self.followed(begin, order, len(token_ids), name)) as outputs:
@@ -180,7 +196,7 @@ class Gateway:
         self.require_serving()
         call = RPC.get()
         engine_name = self._named(call.client, name)
-        most = num_prompt_tokens + order.params.num_answers * self._longest(order.params, num_prompt_tokens)
+        most = num_prompt_tokens + width_of(order.params) * self._longest(order.params, num_prompt_tokens)
         with self.admission.seat(call.client, most, call.seconds_left):
             self.running[engine_name] = call.client
             self._idle.clear()
@@ -229,7 +245,7 @@ class Gateway:
                 raise Refusal(
                     "ALREADY_EXISTS", "REQUEST_EXISTS", "client_request_id is that of a request that still runs"
                 )
-        call.request_ids.append(engine_name)
+        call.note(engine_name)
         return engine_name
 
     def _text_tokens(self, text: str) -> tuple[str, list[int]]:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from pagedec.errors import InvalidArgument
+from pagedec.llm.async_llm import LONG_PROMPT
 from pagedec.outputs import RequestOutput
 from pagedec.params import RequestOutputKind
 from pagedec.serve.answers import Events, as_response
+from pagedec.serve.calls import echo
 from pagedec.serve.gateway import Gateway
+from pagedec.serve.interrupted import fingerprint_of, read_resume
+from pagedec.serve.lifecycle import DRAINING
 from pagedec.serve.orders import Order, read_order
+from pagedec.serve.side_by_side import side_by_side
 from pagedec.serve.statuses import status_of
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import generation_service_pb2_grpc
-
-REQUEST_ID = "x-request-id"
-MAX_BATCH = 256
-"""Items of one GenerateBatch that run at the same time; further ones are read when others have ended."""
 
 
 class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
@@ -30,76 +31,78 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         """All answers of one prompt, once."""
-        await _echo(request.client_request_id, context)
+        await echo(request.client_request_id)
         return await self._generated(request)
 
     async def GenerateStream(
         self, request: pb.GenerateStreamRequest, context: Any
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """The answers of one prompt as they grow."""
-        await _echo(request.client_request_id, context)
-        interval = (
-            request.stream_interval if request.HasField("stream_interval") else self._gateway.config.stream_interval
-        )
-        order = self._read(request, RequestOutputKind.DELTA, interval)
-        events = Events(order.params, pb.GenerateStreamResponse)
-        async with contextlib.aclosing(self._outputs(request, order)) as outputs:
+        await echo(request.client_request_id)
+        order, resume = await self._read(request, RequestOutputKind.DELTA, self._gateway.interval(request)), None
+        own = fingerprint_of(self._gateway.llm)
+        if request.HasField("resume"):
+            order, resume = read_resume(request.resume, order, own, self._gateway.limits)
+        events, seeds = Events(order.params, pb.GenerateStreamResponse), list[int]()
+        outputs = self._outputs(request, order, resume=resume, begun=seeds.append)
+        async with contextlib.aclosing(outputs):
             async for output in outputs:
-                yield events.message(output, _written(request, output))
+                if self._gateway.lifecycle.refusal is DRAINING and _is_aborted(output):
+                    raise DRAINING  # the server goes, not the request: its client has another one go on with it
+                message = events.message(output, _written(request, output))
+                if seeds:
+                    message.resume.CopyFrom(pb.Resume(seed=seeds.pop(), fingerprint=own))
+                elif resume is not None and not message.ListFields():
+                    continue  # it was told before
+                yield message
 
     async def GenerateBatch(
         self, request_iterator: AsyncIterator[pb.GenerateBatchRequest], context: Any
     ) -> AsyncIterator[pb.GenerateBatchResponse]:
         """Many requests over one stream."""
-        running: dict[asyncio.Task[pb.GenerateBatchResponse], str] = {}
-        reading: asyncio.Task[Any] | None = asyncio.ensure_future(anext(request_iterator, None))
-        try:
-            while reading is not None or running:
-                waited = {*running, *([reading] if reading is not None and len(running) < MAX_BATCH else [])}
-                done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    if task is not reading:
-                        del running[task]
-                        yield task.result()
-                if reading is not None and reading in done:
-                    reading = self._take(reading.result(), running, request_iterator)
-        finally:
-            await _cancel([*running, *([reading] if reading is not None else [])])
+        running: set[str] = set()
+        async with contextlib.aclosing(side_by_side(request_iterator, lambda item: self._item(item, running))) as all_:
+            async for answer in all_:
+                yield answer
 
     # ---- inside
-    def _take(
-        self,
-        item: pb.GenerateBatchRequest | None,
-        running: dict[asyncio.Task[pb.GenerateBatchResponse], str],
-        items: AsyncIterator[pb.GenerateBatchRequest],
-    ) -> asyncio.Task[Any] | None:
-        """Begin an item, and read on. None: there are no more."""
-        if item is None:
-            return None
-        running[asyncio.ensure_future(self._item(item, item.item_id in running.values()))] = item.item_id
-        return asyncio.ensure_future(anext(items, None))
-
-    async def _item(self, item: pb.GenerateBatchRequest, is_taken: bool) -> pb.GenerateBatchResponse:
+    async def _item(
+        self, item: pb.GenerateBatchRequest, running: set[str]
+    ) -> AsyncGenerator[pb.GenerateBatchResponse, None]:
+        """The one answer to an item. `running`: the names of those that are not answered yet."""
+        name = item.item_id
+        if name in running:
+            error = InvalidArgument("item_id", None, "must be of no item of this stream that still runs")
+            yield pb.GenerateBatchResponse(item_id=name, error=status_of(error))
+            return
+        running.add(name)
         try:
-            if is_taken:
-                raise InvalidArgument("item_id", None, "must be of no item of this stream that still runs")
-            return pb.GenerateBatchResponse(item_id=item.item_id, response=await self._generated(item.request))
+            made = pb.GenerateBatchResponse(item_id=name, response=await self._generated(item.request))
         except Exception as error:
-            return pb.GenerateBatchResponse(item_id=item.item_id, error=status_of(error))
+            made = pb.GenerateBatchResponse(item_id=name, error=status_of(error))
+        finally:
+            running.discard(name)
+        yield made
 
     async def _generated(self, request: pb.GenerateRequest) -> pb.GenerateResponse:
-        order = self._read(request, RequestOutputKind.FINAL_ONLY, None)
+        order = await self._read(request, RequestOutputKind.FINAL_ONLY, None)
         async with contextlib.aclosing(self._outputs(request, order)) as outputs:
             output = [output async for output in outputs][-1]
-            return as_response(output, _written(request, output))
+            if order.params.logprobs is None and order.params.prompt_logprobs is None:
+                return as_response(output, _written(request, output))
+            return await asyncio.to_thread(as_response, output, _written(request, output))  # perhaps a million
 
-    def _read(self, request: Any, kind: RequestOutputKind, interval: int | None) -> Order:
+    async def _read(self, request: Any, kind: RequestOutputKind, interval: int | None) -> Order:
         self._gateway.check_model(request.model)
-        return read_order(request.parameters, self._gateway.limits, kind, interval)
+        given = request.parameters, self._gateway.limits, kind, interval, _is_chat(request)
+        if request.parameters.ByteSize() > LONG_PROMPT:
+            return await asyncio.to_thread(read_order, *given)
+        return read_order(*given)
 
-    async def _outputs(self, request: Any, order: Order) -> Any:
+    async def _outputs(self, request: Any, order: Order, **told: Any) -> Any:
         prompt = await self._gateway.tokens(request.prompt)
-        outputs = self._gateway.outputs(prompt, order, request.priority, request.cache_salt, request.client_request_id)
+        given = prompt, order, request.priority, request.cache_salt, request.client_request_id
+        outputs = self._gateway.outputs(*given, **told)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
@@ -107,15 +110,12 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
 
 def _written(request: Any, output: RequestOutput) -> str:
     """The text that a conversation became."""
-    return output.prompt or "" if request.prompt.WhichOneof("form") == "chat" else ""
+    return output.prompt or "" if _is_chat(request) else ""
 
 
-async def _echo(request_id: str, context: Any) -> None:
-    if request_id and request_id.isascii() and request_id.isprintable():
-        await context.send_initial_metadata(((REQUEST_ID, request_id),))
+def _is_aborted(output: RequestOutput) -> bool:
+    return output.finished and any(answer.finish_reason == "abort" for answer in output.outputs)
 
 
-async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+def _is_chat(request: Any) -> bool:
+    return bool(request.prompt.WhichOneof("form") == "chat")

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from pagedec.engine.sessions import Sessions
 from pagedec.errors import InvalidArgument, NotFound, SessionLimit, Shown
 from pagedec.llm import AsyncLLM, AsyncSession, AsyncSessionBranch
 from pagedec.serve.access import Client
@@ -20,8 +21,25 @@ LOOK_SECONDS = 0.25
 """How often it is looked whether leases have ended."""
 ID_BYTES = 24
 """Of a session's name, which nobody may guess."""
+SHARE = 2
+"""A client who has no quota may have the 1/SHARE-th part of what the engine allows all of them."""
 SHOWN_ID = 64
 """Characters of a session's name, or a branch's, that a message repeats."""
+
+
+TAG_END = "."
+"""Between a server's tag and the rest of a session's name; in neither of them."""
+
+
+def tagged(tag: str, name: str) -> str:
+    """A session's name that says where it is, if there is a tag."""
+    return f"{tag}{TAG_END}{name}" if tag else name
+
+
+def tag_of(session_id: str) -> str:
+    """The tag that a session's name begins with; "" where it has none."""
+    tag, end, _ = session_id.partition(TAG_END)
+    return tag if end else ""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +59,13 @@ class Lease:
         """Each counted once however many branches share it."""
         return self.session.session_state().num_tokens
 
+    def find(self, name: str) -> AsyncSessionBranch:
+        """An open branch. Raises `NotFound`."""
+        branch = self.branches.get(name)
+        if branch is None:
+            raise NotFound("branch", name[:SHOWN_ID], "it was closed, or never was")
+        return branch
+
 
 class Leases:
     """All sessions of a server. Belongs to its event loop.
@@ -48,8 +73,10 @@ class Leases:
     How long a session lives says the engine; `watch` has it look at its clock though nothing runs.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
-        self._config = config
+    def __init__(self, config: ServerConfig, tag: str = "") -> None:
+        """`tag`: what the names of all sessions begin with, for those who look for the server that has one."""
+        self._config, self._tag = config, tag
+        self._sessions: Sessions | None = None
         self._leases: dict[str, Lease] = {}
         self._of: dict[str, dict[str, Lease]] = {}  # by their clients' names
         self._numbers = itertools.count(1)
@@ -58,6 +85,10 @@ class Leases:
 
     def __len__(self) -> int:
         return len(self._leases)
+
+    def begin(self, sessions: Sessions) -> None:
+        """The model is there, and these are its engine's."""
+        self._sessions = sessions
 
     # ---- who has what
     def ttl(self, wanted: float | None) -> float:
@@ -76,10 +107,7 @@ class Leases:
     def branch(self, session_id: str, name: str, client: Client) -> tuple[Lease, AsyncSessionBranch]:
         """A branch of a client's own session. Raises `NotFound`."""
         lease = self.find(session_id, client)
-        branch = lease.branches.get(name)
-        if branch is None:
-            raise NotFound("branch", name[:SHOWN_ID], "it was closed, or never was")
-        return lease, branch
+        return lease, lease.find(name)
 
     def listed(self, client: Client, behind: int, count: int) -> list[Lease]:
         """A client's sessions in the order in which they were opened, those after number `behind`."""
@@ -91,13 +119,17 @@ class Leases:
     def room(self, client: Client, branches: int = 0, tokens: int = 0) -> Iterator[None]:
         """Until this is left, a client has so many branches and tokens more than his sessions hold. Raises
         `SessionLimit` where he may not."""
-        config, name = self._config, client.name
-        most = client.max_branches or config.max_client_branches
-        if most is not None and branches and self._branches[name] + branches > most:
+        config, name, sessions = self._config, client.name, self._sessions
+        assert sessions is not None, "a model is loaded before it is asked"
+        allowed = sessions.limits
+        most = client.max_branches or config.max_client_branches or max(1, allowed.max_parked_branches // SHARE)
+        if branches and self._branches[name] + branches > most:
             have = Shown(f"{self._branches[name]} branches, and {branches} more")
             raise SessionLimit("max_client_branches", have, f"a client's sessions may have {most}")
         limit = client.max_session_tokens or config.max_client_session_tokens
-        if limit is not None and tokens:
+        limit = limit or max(1, allowed.max_parked_tokens // SHARE)
+        coming = self._tokens[name] + tokens
+        if tokens and sessions.num_tokens + coming > limit:  # else it is not much, whosever it is
             held = self._tokens[name] + sum(lease.num_tokens for lease in self._of.get(name, {}).values())
             if held + tokens > limit:
                 have = Shown(f"{held} tokens, and {tokens} more")
@@ -114,7 +146,9 @@ class Leases:
     def open(self, session: AsyncSession, client: Client, ttl: float) -> Lease:
         """A new session is this client's."""
         number = next(self._numbers)
-        lease = Lease(secrets.token_urlsafe(ID_BYTES), number, client.name, session, ttl, time.time())
+        lease = Lease(
+            tagged(self._tag, secrets.token_urlsafe(ID_BYTES)), number, client.name, session, ttl, time.time()
+        )
         self._leases[lease.session_id] = lease
         self._of.setdefault(client.name, {})[lease.session_id] = lease
         self.add(lease, [session])
@@ -149,6 +183,8 @@ class Leases:
             for lease in list(self._leases.values()):
                 if not lease.session.session_state().num_branches:
                     self.drop(lease)
+                elif gone := [name for name, branch in lease.branches.items() if branch.closed]:
+                    self.drop(lease, gone)  # by a call that was cancelled behind it
 
     def _forget(self, name: str) -> None:
         """Keep no number of a client who has nothing."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from enum import Enum
 from typing import Any
 
@@ -12,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagedec.serve.statuses import BUSY_SECONDS, Refusal
 
+_log = logging.getLogger(__name__)
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -27,6 +29,7 @@ class State(Enum):
     PAUSED = "paused"
     DRAINING = "draining"
     STALLED = "stalled"
+    LOST = "lost"
     FAILED = "failed"
 
 
@@ -121,11 +124,19 @@ class Lifecycle:
             raise Refusal("FAILED_PRECONDITION", "WRONG_STATE", problem)
 
     async def watch(
-        self, num_steps: Callable[[], int], is_busy: Callable[[], bool], is_broken: Callable[[], bool]
+        self,
+        num_steps: Callable[[], int],
+        is_busy: Callable[[], bool],
+        is_broken: Callable[[], bool],
+        problem: Callable[[], str | None],
+        mend: Callable[[], Awaitable[None]],
     ) -> None:
-        """Tell health checks where no step ends for long though requests run, and when one does again. Returns when
-        nothing can run any more: the process is then better made anew, and its liveness says so."""
+        """Tell health checks where no step ends for long though requests run, or workers are lost, which are brought
+        back then, and when that has passed. Returns when nothing can run any more: the process is then better made
+        anew, and its liveness says so."""
         steps, since = num_steps(), time.monotonic()
+        before = State.SERVING  # workers were lost
+        mending: asyncio.Future[None] | None = None
         while True:
             await asyncio.sleep(min(LOOK_SECONDS, self._stall_timeout / 4))
             if is_broken():
@@ -133,6 +144,17 @@ class Lifecycle:
                 self.set(State.FAILED)
                 self.health.set("", NOT_SERVING)
                 return
+            if (lost := problem()) is not None:
+                if self.state in (State.SERVING, State.STALLED, State.PAUSED):
+                    _log.warning("not ready: %s", lost)
+                    before = State.PAUSED if self.state is State.PAUSED else State.SERVING
+                    self.set(State.LOST)
+                if mending is None or mending.done():
+                    mending = asyncio.ensure_future(mend())
+                continue
+            if self.state is State.LOST:
+                self.set(before)
+                since = time.monotonic()
             now = num_steps()
             if now != steps or not is_busy() or self.state is State.PAUSED:
                 steps, since = now, time.monotonic()

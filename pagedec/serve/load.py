@@ -34,6 +34,8 @@ class Outcome:
     num_prompt_tokens: int = 0
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     code: str = "OK"
+    problem: str = ""
+    """What the status said."""
 
     @property
     def num_tokens(self) -> int:
@@ -134,7 +136,7 @@ class Sender:
                 if count:
                     outcome.arrivals.append((now, count))
         except grpc.aio.AioRpcError as error:
-            outcome.code = error.code().name
+            outcome.code, outcome.problem = error.code().name, error.details() or ""
         outcome.ended = time.perf_counter()
         return outcome
 

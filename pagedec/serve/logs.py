@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
@@ -55,6 +56,15 @@ def begin_logging(level: str, form: str) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+
+
+def quiet_tasks(events: asyncio.AbstractEventLoop) -> None:
+    """Have an event loop tell of errors that nobody takes as we do: without their words, which may be a client's."""
+
+    def tell(events: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        logging.getLogger("pagedec.serve").error("%s", context["message"], exc_info=context.get("exception"))
+
+    events.set_exception_handler(tell)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -7,13 +7,13 @@ import functools
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from pagedec.errors import InvalidArgument, PagedecError
+from pagedec.errors import BranchBusy, BranchClosed, InvalidArgument, NotFound
 from pagedec.llm.async_llm import AsyncLLM
+from pagedec.messages import TIME_LIMIT
 from pagedec.outputs import RequestMetrics, RequestOutput
 from pagedec.params import RequestOutputKind
 from pagedec.serve.calls import Rpc
@@ -32,9 +32,10 @@ BETWEEN = (
 WHOLE = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 ANSWERS = (1, 2, 4, 8, 16, 32, 64, 128)
-STOP, LENGTH, TIME_LIMIT, ABORT = "stop", "length", "time_limit", "abort"
+INFO = ("model_name", "block_size", "num_blocks")
+STOP, LENGTH, LATE, ABORT = "stop", "length", "time_limit", "abort"
 CANCELLED, REFUSED, ERROR = "cancelled", "refused", "error"
-REASONS = (STOP, LENGTH, TIME_LIMIT, ABORT, CANCELLED, REFUSED, ERROR)
+ENDS = (STOP, LENGTH, LATE, ABORT, CANCELLED, REFUSED, ERROR)
 """Why requests end: what their first answer says; the caller left; what they ask for cannot be; or it went wrong."""
 
 
@@ -47,7 +48,8 @@ class _Course:
     num_answers: int
     last: float | None = None
     num_tokens: int = 0
-    reason: str = CANCELLED
+    end: str | None = None
+    """What its last output has said."""
 
 
 class Metrics:
@@ -77,11 +79,11 @@ class Metrics:
             PREFIX + "requests_finished", "Requests that are over", ["finished_reason"], registry=registry
         )
         self._calls = Counter(PREFIX + "calls", "Calls that are over", ["method", "code"], registry=registry)
-        self._model = Gauge(PREFIX + "cache_config_info", "What is served", _INFO, registry=registry)
+        self._model = Gauge(PREFIX + "cache_config_info", "What is served", INFO, registry=registry)
         states = Gauge(PREFIX + "server_state", "1 of the state that the server is in", ["state"], registry=registry)
         for state in State:
             states.labels(state.value).set_function(functools.partial(_is_in, lifecycle, state))
-        for reason in REASONS:
+        for reason in ENDS:
             self._ended.labels(reason)
         for method in methods:
             self._calls.labels(method, "OK")
@@ -138,7 +140,7 @@ class Metrics:
             if course.num_answers == 1:  # of several, beams tell the same tokens as often as there are answers
                 self._count(course, sum(len(answer.token_ids) for answer in output.outputs))
             return
-        course.reason = _reason(output)
+        course.end = _end_said(output)
         if output.metrics is None:  # it was aborted
             return
         self._count(course, output.metrics.num_output_tokens - course.num_tokens)
@@ -147,12 +149,9 @@ class Metrics:
     def over(self, name: str, error: BaseException | None) -> None:
         """Nothing more comes of it."""
         course = self._courses.pop(name)
-        if isinstance(error, InvalidArgument):
-            course.reason = REFUSED
-        elif isinstance(error, PagedecError) or (isinstance(error, Exception) and course.reason == CANCELLED):
-            course.reason = ERROR
-        self._ended.labels(course.reason).inc()
-        if course.reason in (STOP, LENGTH, TIME_LIMIT):
+        end = course.end or _end_of(error)
+        self._ended.labels(end).inc()
+        if end in (STOP, LENGTH, LATE):
             self._whole.observe(time.monotonic() - course.began)
             self._answered.observe(course.num_tokens)
 
@@ -170,15 +169,21 @@ class Metrics:
             self._queued.observe(metrics.time_in_queue)
 
 
-def _reason(output: RequestOutput) -> str:
-    first: Any = output.outputs[0] if output.outputs else None
+def _end_said(output: RequestOutput) -> str:
+    first = output.outputs[0] if output.outputs else None
     if first is None:
         return ERROR
-    return TIME_LIMIT if first.limited_by == "max_time" else str(first.finish_reason)
+    return LATE if first.limited_by == TIME_LIMIT else str(first.finish_reason)
+
+
+def _end_of(error: BaseException | None) -> str:
+    """Of a request without a last output: a score has none."""
+    if error is None:
+        return STOP
+    if isinstance(error, (InvalidArgument, NotFound, BranchBusy, BranchClosed)):
+        return REFUSED
+    return ERROR if isinstance(error, Exception) else CANCELLED
 
 
 def _is_in(lifecycle: Lifecycle, state: State) -> float:
     return float(lifecycle.state is state)
-
-
-_INFO = ["model_name", "block_size", "num_blocks"]

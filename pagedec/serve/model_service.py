@@ -9,7 +9,9 @@ from google.protobuf.struct_pb2 import Struct
 
 from pagedec.decoders.registry import registered_names
 from pagedec.errors import InvalidArgument
+from pagedec.llm.async_llm import LONG_PROMPT
 from pagedec.serve.gateway import Gateway
+from pagedec.serve.orders import read_ids
 from pagedec.speculation import METHODS
 from pagedec.v1 import model_service_pb2 as pb
 from pagedec.v1 import model_service_pb2_grpc
@@ -42,16 +44,22 @@ class ModelService(model_service_pb2_grpc.ModelServiceServicer):
         else:
             _, token_ids = await gateway.tokens(request.prompt)
         self._check(token_ids, "prompt.token_ids.ids")
-        texts = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in token_ids]
-        return pb.TokenizeResponse(token_ids=token_ids, texts=texts)
+
+        def made() -> pb.TokenizeResponse:
+            texts = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in token_ids]
+            return pb.TokenizeResponse(token_ids=token_ids, texts=texts)
+
+        return await asyncio.to_thread(made) if len(token_ids) > LONG_PROMPT else made()
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
         """The text of tokens."""
         self._gateway.check_model(request.model)
         tokenizer = self._gateway.llm.get_tokenizer()
-        self._check(request.token_ids, "token_ids")
-        data = tokenizer.byte_table.join(request.token_ids, not request.special_tokens)
-        return pb.DetokenizeResponse(text=data.decode("utf-8", "replace"))
+        token_ids = read_ids(request.token_ids, "token_ids", self._gateway.limits)
+        self._check(token_ids, "token_ids")
+        join, skips = tokenizer.byte_table.join, not request.special_tokens
+        pieces = await asyncio.to_thread(lambda: [join([token], skips) for token in token_ids])
+        return pb.DetokenizeResponse(text=b"".join(pieces).decode("utf-8", "replace"), pieces=pieces)
 
     async def ApplyChatTemplate(
         self, request: pb.ApplyChatTemplateRequest, context: Any
@@ -64,8 +72,8 @@ class ModelService(model_service_pb2_grpc.ModelServiceServicer):
     # ---- inside
     def _check(self, token_ids: Any, field: str) -> None:
         size = self._gateway.llm.engine.limits.vocab_size
-        wrong = next((token for token in token_ids if token >= size), None)
-        if wrong is not None:
+        if token_ids and max(token_ids) >= size:
+            wrong = next(token for token in token_ids if token >= size)
             raise InvalidArgument(field, wrong, f"token ids must be from 0 to {size - 1}")
 
     def _model(self) -> pb.Model:

@@ -6,7 +6,6 @@ Parameters are JSON in `sampling_parameters`, by the names of `SamplingParams`, 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.metadata
 import json
@@ -17,7 +16,9 @@ from pagedec.errors import InvalidArgument, Shown
 from pagedec.outputs import RequestOutput
 from pagedec.params import BeamSearchParams, RequestOutputKind, RequestParams, SamplingParams
 from pagedec.serve.gateway import Gateway
+from pagedec.serve.lifecycle import State
 from pagedec.serve.orders import Order, check_bounds
+from pagedec.serve.side_by_side import side_by_side
 from pagedec.serve.statuses import Refusal, status_of
 from pagedec.serve.tensors import INPUTS, OUTPUTS, read_inputs, write_output
 from pagedec.v1 import open_inference_service_pb2 as pb
@@ -27,8 +28,6 @@ VERSION = "1"
 PLATFORM = "pagedec"
 FINAL, WANTS_FINAL = "triton_final_response", "triton_enable_empty_final_response"
 PARAMETERS = "inputs.sampling_parameters"
-MAX_RUNNING = 256
-"""Requests of one stream that run at the same time; further ones are read when others have ended."""
 
 
 class OpenInferenceService(open_inference_service_pb2_grpc.GRPCInferenceServiceServicer):
@@ -38,8 +37,8 @@ class OpenInferenceService(open_inference_service_pb2_grpc.GRPCInferenceServiceS
         self._gateway = gateway
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Any) -> pb.ServerLiveResponse:
-        """The process lives."""
-        return pb.ServerLiveResponse(live=True)
+        """The process lives, and its engine."""
+        return pb.ServerLiveResponse(live=self._gateway.lifecycle.state is not State.FAILED)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Any) -> pb.ServerReadyResponse:
         """Requests are let in."""
@@ -77,43 +76,22 @@ class OpenInferenceService(open_inference_service_pb2_grpc.GRPCInferenceServiceS
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Any
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
         """Many requests over one stream; what goes wrong with one is its `error_message`."""
-        ready: asyncio.Queue[pb.ModelStreamInferResponse | None] = asyncio.Queue(MAX_RUNNING)
-        reading = asyncio.create_task(self._read_all(request_iterator, ready))
-        try:
-            while (response := await ready.get()) is not None:
+        async with contextlib.aclosing(side_by_side(request_iterator, self._stream)) as responses:
+            async for response in responses:
                 yield response
-        finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
 
     # ---- inside
-    async def _read_all(
-        self,
-        requests: AsyncIterator[pb.ModelInferRequest],
-        ready: asyncio.Queue[pb.ModelStreamInferResponse | None],
-    ) -> None:
-        seats = asyncio.Semaphore(MAX_RUNNING)
-        async with asyncio.TaskGroup() as running:
-            async for request in requests:
-                await seats.acquire()
-                task = running.create_task(self._stream(request, ready))
-                task.add_done_callback(lambda _: seats.release())
-        await ready.put(None)
-
-    async def _stream(
-        self, request: pb.ModelInferRequest, ready: asyncio.Queue[pb.ModelStreamInferResponse | None]
-    ) -> None:
+    async def _stream(self, request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         try:
             given = self._inputs(request)
             async with contextlib.aclosing(self._answered(request, given)) as responses:
                 async for response in responses:
-                    await ready.put(pb.ModelStreamInferResponse(infer_response=response))
+                    yield pb.ModelStreamInferResponse(infer_response=response)
             if request.parameters[WANTS_FINAL].bool_param:
-                await ready.put(pb.ModelStreamInferResponse(infer_response=self._response(request, True)))
+                yield pb.ModelStreamInferResponse(infer_response=self._response(request, True))
         except Exception as error:
             failed = self._response(request, True)
-            message = status_of(error).message
-            await ready.put(pb.ModelStreamInferResponse(error_message=message, infer_response=failed))
+            yield pb.ModelStreamInferResponse(error_message=status_of(error).message, infer_response=failed)
 
     async def _answered(
         self, request: pb.ModelInferRequest, given: Mapping[str, Any]

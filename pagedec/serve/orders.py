@@ -14,11 +14,38 @@ from google.protobuf.struct_pb2 import Struct
 from pagedec.decoders.registry import decoder_for
 from pagedec.errors import InvalidArgument, NotFound, Shown
 from pagedec.fields import check_names, field_names
-from pagedec.messages import BEAMS, CONSTRAINTS, EARLY, JSON_OPTIONS, REPORTS, RULES, SAMPLING, STOPPING, WHOLE
+from pagedec.messages import (
+    BEAMS,
+    CONSTRAINTS,
+    EARLY,
+    JSON_OPTIONS,
+    REPORTS,
+    RULES,
+    SAMPLING,
+    STOPPING,
+    WHOLE,
+    seconds_of,
+)
 from pagedec.params import BeamSearchParams, RequestOutputKind, RequestParams, SamplingParams
 from pagedec.serve.server_config import ServerConfig
 from pagedec.structured import AllowedSequences, StructuredOutputsParams
 from pagedec.v1 import parameters_pb2, prompt_pb2
+
+TOLD = ("output_kind", "stream_interval")
+"""Parameters that say how outputs come, which the RPC says."""
+EVERYWHERE = {
+    **{name: f"parameters.{field}" for field, name in WHOLE.items()},
+    **{name: f"parameters.stopping.{field}" for field, name in STOPPING.items()},
+    **{name: f"parameters.logits_rules.{field}" for field, name in RULES.items()},
+    **{name: f"parameters.reports.{field}" for field, name in REPORTS.items()},
+    "max_time": "parameters.stopping.time_limit",
+}
+PATHS = {
+    "sampling": EVERYWHERE | {name: f"parameters.sampling.{field}" for field, name in SAMPLING.items()},
+    "beam_search": EVERYWHERE | {name: f"parameters.beam_search.{field}" for field, name in BEAMS.items()},
+    "custom": EVERYWHERE,
+}
+"""Where in a message each parameter stands, by what decodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +56,18 @@ class Limits:
     defaults: Mapping[str, Any]
     """Sampling as the model recommends it."""
     max_model_len: int
+    vocab_size: int
     tries: Mapping[str, AllowedSequences]
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """How a request is decoded. `paths`: where in the message each parameter stands."""
+    """How a request is decoded. `paths`: where in the message each parameter stands; `is_chat`: it goes on with a
+    conversation."""
 
     params: RequestParams
     paths: Mapping[str, str]
+    is_chat: bool = False
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
@@ -47,51 +77,78 @@ class Order:
 
 
 def read_order(
-    given: parameters_pb2.Parameters, limits: Limits, kind: RequestOutputKind, stream_interval: int | None = None
+    given: parameters_pb2.Parameters,
+    limits: Limits,
+    output_kind: RequestOutputKind,
+    stream_interval: int | None = None,
+    is_chat: bool = False,
 ) -> Order:
     """Parameters from a message. Raises `InvalidArgument` naming the message's field, and `NotFound`."""
+    kind = given.WhichOneof("decoding") or "sampling"
     values: dict[str, Any] = {}
-    paths: dict[str, str] = {}
-    _take(given, WHOLE, "parameters", values, paths)
+    paths = dict(PATHS[kind])
+    _take(given, WHOLE, values)
     for name, fields in (("stopping", STOPPING), ("logits_rules", RULES), ("reports", REPORTS)):
-        _take(getattr(given, name), fields, f"parameters.{name}", values, paths)
+        _check_counts(getattr(given, name), f"parameters.{name}", limits.vocab_size)
+        _take(getattr(given, name), fields, values)
     if given.stopping.HasField("time_limit"):
-        values["max_time"], paths["max_time"] = _seconds(given.stopping.time_limit), "parameters.stopping.time_limit"
+        values["max_time"] = seconds_of(given.stopping.time_limit)
     if given.reports.special_tokens:
         values["skip_special_tokens"] = False
     if given.reports.no_text:
         values["detokenize"] = False
     _constrain(given.constraint, limits, values, paths)
     if (mode := given.speculation.WhichOneof("mode")) is not None:
-        values["speculative"] = as_table(given.speculation.table) if mode == "table" else False
-        paths["speculative"] = f"parameters.speculation.{mode}"
+        path = paths["speculative"] = f"parameters.speculation.{mode}"
+        _check_size(given.speculation, path, limits.config)
+        values["speculative"] = as_table(given.speculation.table, path) if mode == "table" else False
         if mode == "off" and not given.speculation.off:
             del values["speculative"]
-    values["output_kind"] = kind
+    values["output_kind"] = output_kind
     if stream_interval is not None:
         values["stream_interval"] = stream_interval
     with _named(paths):
-        params = _decoding(given, limits, values, paths)
+        params = _decoding(given, kind, limits, values, paths)
         check_bounds(params, limits)
-    return Order(params, paths)
+    return Order(params, paths, is_chat)
 
 
-def read_prompt(prompt: prompt_pb2.Prompt) -> str | list[int] | prompt_pb2.Chat:
-    """What is asked: text, token ids, or a conversation that is still to be written. Raises `InvalidArgument`."""
+def read_prompt(prompt: prompt_pb2.Prompt, limits: Limits) -> str | list[int] | prompt_pb2.Chat:
+    """What is asked: text, token ids, or a conversation that is still to be written. Raises `InvalidArgument`, for what
+    is so large that it need not be read, too."""
     form = prompt.WhichOneof("form")
     if form == "text":
         return prompt.text
     if form == "token_ids":
-        return list(prompt.token_ids.ids)
+        return read_ids(prompt.token_ids.ids, "prompt", limits)
     if form == "chat":
+        check_chat(prompt.chat, limits)
         return prompt.chat
     raise InvalidArgument("prompt", None, "must have text, token_ids or chat")
 
 
-def read_message(message: prompt_pb2.ChatMessage) -> dict[str, Any]:
-    """One message of a conversation."""
+def check_chat(chat: prompt_pb2.Chat, limits: Limits) -> None:
+    """Raise `InvalidArgument` for a conversation that can fit no context."""
+    most = limits.max_model_len
+    for name, count in (("messages", len(chat.messages)), ("tools", len(chat.tools))):
+        if count > most:
+            limit = f"must be at most {most}: each has a token at least, and the context holds no more"
+            raise InvalidArgument(f"prompt.chat.{name}", Shown(f"{count} of them"), limit)
+
+
+def read_ids(ids: Sequence[int], field: str, limits: Limits) -> list[int]:
+    """Token ids of a message. Raises `InvalidArgument` for more than any request may have; whoever takes them says what
+    else is wrong with them."""
+    most = max(limits.max_model_len, limits.config.max_request_tokens)
+    if len(ids) > most:
+        raise InvalidArgument(field, Shown(f"{len(ids)} tokens"), f"must be at most {most} tokens long")
+    return list(ids)
+
+
+def read_message(message: prompt_pb2.ChatMessage, field: str = "message") -> dict[str, Any]:
+    """One message of a conversation. Raises `InvalidArgument`."""
     content = {"content": message.content} if message.HasField("content") else {}
-    return {**as_table(message.fields), "role": message.role, **content}
+    return {**as_table(message.fields, f"{field}.fields"), "role": message.role, **content}
 
 
 def read_chat(chat: prompt_pb2.Chat) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -100,16 +157,25 @@ def read_chat(chat: prompt_pb2.Chat) -> tuple[list[dict[str, Any]], dict[str, An
     options = {
         "add_generation_prompt": begins,
         "continue_final_message": chat.continue_final_message,
-        "tools": [as_table(tool) for tool in chat.tools] or None,
-        "template_kwargs": as_table(chat.template_variables) or None,
+        "tools": [as_table(tool, f"prompt.chat.tools[{i}]") for i, tool in enumerate(chat.tools)] or None,
+        "template_kwargs": as_table(chat.template_variables, "prompt.chat.template_variables") or None,
     }
-    return [read_message(message) for message in chat.messages], options
+    return [read_message(own, f"prompt.chat.messages[{i}]") for i, own in enumerate(chat.messages)], options
 
 
-def as_table(struct: Struct) -> dict[str, Any]:
-    """A Struct as a table; its numbers are whole where they have no fraction, since JSON tells no difference."""
-    found: dict[str, Any] = _whole(json_format.MessageToDict(struct))
+def as_table(struct: Struct, field: str) -> dict[str, Any]:
+    """A Struct as a table; its numbers are whole where they have no fraction, since JSON tells no difference. Raises
+    `InvalidArgument` for numbers that JSON does not have."""
+    try:
+        found: dict[str, Any] = _whole(json_format.MessageToDict(struct))
+    except ValueError:  # the one thing that a Struct may hold and JSON may not
+        raise InvalidArgument(field, Shown("NaN or infinite somewhere"), "must be what JSON can say") from None
     return found
+
+
+def width_of(params: RequestParams) -> int:
+    """How many answers, or beams, run at the same time."""
+    return max(params.num_answers, getattr(params, "beam_width", 1))
 
 
 # ---- inside
@@ -121,15 +187,26 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _take(
-    message: Message, fields: Mapping[str, str], path: str, values: dict[str, Any], paths: dict[str, str]
-) -> None:
+def _take(message: Message, fields: Mapping[str, str], values: dict[str, Any]) -> None:
     """The fields that are set, by the names that parameters have for them."""
     for descriptor, value in message.ListFields():
         name = fields.get(descriptor.name)
         if name is not None:
             values[name] = _plain(value)
-            paths[name] = f"{path}.{descriptor.name}"
+
+
+def _check_counts(message: Message, path: str, most: int) -> None:
+    for descriptor, value in message.ListFields():
+        if descriptor.is_repeated and len(value) > most:
+            limit = f"must be at most {most}, the size of the vocabulary"
+            raise InvalidArgument(f"{path}.{descriptor.name}", Shown(f"{len(value)} entries"), limit)
+
+
+def _check_size(message: Message, path: str, config: ServerConfig) -> None:
+    size, most = message.ByteSize(), config.max_constraint_size
+    if size > most:
+        limit = f"must be at most {most} bytes, the server's max_constraint_size"
+        raise InvalidArgument(path, Shown(f"{size} bytes"), limit)
 
 
 def _plain(value: Any) -> Any:
@@ -138,20 +215,12 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else value
 
 
-def _seconds(duration: Any) -> float:
-    return float(duration.seconds + duration.nanos / 1e9)
-
-
 def _constrain(given: parameters_pb2.Constraint, limits: Limits, values: dict[str, Any], paths: dict[str, str]) -> None:
-    kind, most = given.WhichOneof("kind"), limits.config.max_constraint_size
+    kind = given.WhichOneof("kind")
     if kind is None or (kind == "json_object" and not given.json_object):
         return
     path = f"parameters.constraint.{kind}"
-    size = given.ByteSize()
-    if size > most:
-        raise InvalidArgument(
-            path, Shown(f"{size} bytes"), f"must be at most {most} bytes, the server's max_constraint_size"
-        )
+    _check_size(given, path, limits.config)
     if kind == "trie":
         if given.trie not in limits.tries:
             raise NotFound("trie", given.trie, f"known are {', '.join(limits.tries) or 'none'}")
@@ -168,36 +237,37 @@ def _constrain(given: parameters_pb2.Constraint, limits: Limits, values: dict[st
 
 
 def _decoding(
-    given: parameters_pb2.Parameters, limits: Limits, values: dict[str, Any], paths: dict[str, str]
+    given: parameters_pb2.Parameters, kind: str, limits: Limits, values: dict[str, Any], paths: dict[str, str]
 ) -> RequestParams:
-    kind = given.WhichOneof("decoding")
     if kind == "custom":
+        _check_size(given.custom, "parameters.custom", limits.config)
         return _custom(given.custom, values, paths)
     if kind == "beam_search":
-        _take(given.beam_search, BEAMS, "parameters.beam_search", values, paths)
+        _take(given.beam_search, BEAMS, values)
         if given.beam_search.early_stopping not in EARLY:
             known = ", ".join(parameters_pb2.EarlyStopping.keys())
             field = "parameters.beam_search.early_stopping"
             raise InvalidArgument(field, int(given.beam_search.early_stopping), f"must be one of {known}")
         values["early_stopping"] = EARLY[given.beam_search.early_stopping]
         return BeamSearchParams.from_dict(values)
-    _take(given.sampling, SAMPLING, "parameters.sampling", values, paths)
+    _take(given.sampling, SAMPLING, values)
     return SamplingParams.from_dict({**({} if given.no_recommendations else limits.defaults), **values})
 
 
 def _custom(given: parameters_pb2.CustomDecoder, values: dict[str, Any], paths: dict[str, str]) -> RequestParams:
     made = decoder_for(given.name).params
-    own = as_table(given.parameters)
-    for name in own:
+    own = as_table(given.parameters, "parameters.custom.parameters")
+    known = [name for name in field_names(made) if name not in TOLD]
+    for name in (*own, *(name for name in known if name not in paths)):
         paths[name] = f"parameters.custom.parameters.{name}"
-    check_names(f"the decoder {given.name}", own, field_names(made), own)
+    check_names(f"the decoder {given.name}", own, known, own)
     return made.from_dict({**values, **own})
 
 
 def check_bounds(params: RequestParams, limits: Limits) -> None:
     """Raise `InvalidArgument` for what takes more than anybody may."""
     config = limits.config
-    width = max(params.num_answers, getattr(params, "beam_width", 1))
+    width = width_of(params)
     if width > config.max_answers:
         field = "beam_width" if hasattr(params, "beam_width") else "n"
         raise InvalidArgument(field, width, f"must be at most {config.max_answers}, the server's max_answers")

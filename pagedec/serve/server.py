@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from pagedec.engine.census import Census
 from pagedec.llm.async_llm import AsyncLLM
 from pagedec.serve import ports
 from pagedec.serve.access import Keys
@@ -24,6 +26,7 @@ from pagedec.serve.lifecycle import DRAINING, Lifecycle, State
 from pagedec.serve.metrics import Metrics
 from pagedec.serve.model_service import ModelService
 from pagedec.serve.open_inference_service import OpenInferenceService
+from pagedec.serve.own_decoders import load_decoders
 from pagedec.serve.server_config import ServerConfig
 from pagedec.serve.session_service import SessionService
 from pagedec.serve.tracing import Tracer, tracer
@@ -53,6 +56,12 @@ FRONT = (
     model_service_pb2.DESCRIPTOR.services_by_name["ModelService"],
     open_inference_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
 )
+ADDING: tuple[Callable[[Any, grpc.aio.Server], None], ...] = (
+    generation_service_pb2_grpc.add_GenerationServiceServicer_to_server,
+    session_service_pb2_grpc.add_SessionServiceServicer_to_server,
+    model_service_pb2_grpc.add_ModelServiceServicer_to_server,
+    open_inference_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server,
+)
 SERVICES = tuple(service.full_name for service in FRONT)
 METHODS = tuple(
     f"{service.full_name}/{method.name}" for service in (*FRONT, ADMIN, HEALTH) for method in service.methods
@@ -62,11 +71,14 @@ METHODS = tuple(
 class Server:
     """One model behind its ports. Made and used in one event loop.
 
-    `load` makes the `AsyncLLM`, in a thread. The ports are open meanwhile, and calls are told to come again.
+    `load` makes the `AsyncLLM`, in a thread. The ports are open meanwhile, and calls are told to come again. Where
+    others have the ports, `open` and `services` are all that is needed.
     """
 
-    def __init__(self, config: ServerConfig, load: Callable[[], AsyncLLM]) -> None:
-        """Raises `InvalidArgument` for files that are not as they should be."""
+    def __init__(self, config: ServerConfig, load: Callable[[], AsyncLLM], tag: str = "") -> None:
+        """`tag`: what the names of its sessions begin with, for those who look for this server among several. Raises
+        `InvalidArgument` for files that are not as they should be."""
+        load_decoders(config.decoder)
         self.config, self._load = config, load
         self._keys = None if config.api_keys is None else Keys(config.api_keys)
         self._credentials = ports.credentials(config)
@@ -76,7 +88,7 @@ class Server:
         self._tracer: Tracer | None = tracer(config.otlp_endpoint)
         watchers = tuple(watcher for watcher in (self._metrics, self._tracer) if watcher is not None)
         self.gateway = Gateway(config, self.lifecycle, watchers)
-        self.leases = Leases(config)
+        self.leases = Leases(config, tag)
         self.port = self.probe_port = self.admin_port = self.metrics_port = 0
         """The ports as they are."""
         self._servers: list[grpc.aio.Server] = []
@@ -97,11 +109,33 @@ class Server:
             self.port = await self._open_front()
             for what, host, port in self.addresses:
                 LOG.info("listening on %s:%d for %s", host, port, what)
-            self._open(await asyncio.to_thread(self._load))
-            LOG.info("serving %s", self.gateway.model)
+            await self.open()
         except BaseException:
             await self.stop(0.0)
             raise
+
+    async def open(self) -> None:
+        """Load the model and let requests in. Raises what the model is wrong about."""
+        self._begin(await asyncio.to_thread(self._load))
+        LOG.info("serving %s", self.gateway.model)
+
+    def services(self) -> dict[str, Any]:
+        """What answers clients, by the services' full names."""
+        made = (
+            GenerationService(self.gateway),
+            SessionService(self.gateway, self.leases),
+            ModelService(self.gateway),
+            OpenInferenceService(self.gateway),
+        )
+        return dict(zip(SERVICES, made, strict=True))
+
+    def census(self) -> Census:
+        """What the engine holds, now or a little while ago. Any thread may ask, and waits for up to a second."""
+        return self._census.take()
+
+    def calls(self) -> Calls:
+        """What is around each of their calls."""
+        return Calls(self._keys, self.config.send_timeout, self._observers)
 
     @property
     def addresses(self) -> list[tuple[str, str, int]]:
@@ -163,9 +197,10 @@ class Server:
         ended.cancel()
 
     # ---- inside
-    def _open(self, llm: AsyncLLM) -> None:
+    def _begin(self, llm: AsyncLLM) -> None:
         """The model is there."""
         self.gateway.open(llm)
+        self.leases.begin(llm.engine.sessions)
         self._census.llm = llm
         if self._metrics is not None:
             self._metrics.open(llm, self.gateway.model)
@@ -178,8 +213,12 @@ class Server:
             lambda: stats.num_steps + stats.num_failed_steps,
             lambda: not llm.engine.idle,
             lambda: llm.loop.broken is not None,
+            lambda: llm.engine.executor.problem,
+            lambda: _mend(llm),
         )
         self._watching = [asyncio.create_task(watching), asyncio.create_task(self.leases.watch(llm))]
+        for task in self._watching:
+            task.add_done_callback(_tell)
         if not self.lifecycle.is_ending:
             self.lifecycle.open()
 
@@ -192,14 +231,9 @@ class Server:
 
     # ---- ports
     async def _open_front(self) -> int:
-        server = self._server(Calls(self._keys, self.config.send_timeout, self._observers))
-        generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(self.gateway), server)
-        sessions = SessionService(self.gateway, self.leases)
-        session_service_pb2_grpc.add_SessionServiceServicer_to_server(sessions, server)
-        model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self.gateway), server)
-        open_inference_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
-            OpenInferenceService(self.gateway), server
-        )
+        server = self._server(self.calls())
+        for service, add in zip(self.services().values(), ADDING, strict=True):
+            add(service, server)
         self._describe(server, *SERVICES)
         port = ports.bind(server, self.config.host, self.config.port, self._credentials)
         await server.start()
@@ -241,3 +275,15 @@ class Server:
         server = grpc.aio.server(interceptors=(calls,), options=ports.options(self.config))
         self._servers.append(server)
         return server
+
+
+def _tell(task: asyncio.Task[None]) -> None:
+    """Of a task that nobody waits for: what has ended it."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        LOG.error("a watch has ended: %s", error, exc_info=error)
+
+
+async def _mend(llm: AsyncLLM) -> None:
+    """Have the engine bring back its workers, between two steps. It says itself what keeps it from that."""
+    with contextlib.suppress(Exception):
+        await asyncio.wrap_future(llm.loop.call(lambda engine: engine.mend()))

@@ -56,7 +56,7 @@ class ServerConfig:
         None, Integer("the same of one client; none: as max_requests", low=1, optional=True)
     )
     max_client_branches: int | None = option(
-        None, Integer("open branches of one client's sessions; none: as the engine allows", low=1, optional=True)
+        None, Integer("open branches of one client's sessions; none: half of max_parked_branches", low=1, optional=True)
     )
     max_client_tokens: int | None = option(
         None,
@@ -65,7 +65,8 @@ class ServerConfig:
         ),
     )
     max_client_session_tokens: int | None = option(
-        None, Integer("tokens that one client's sessions may hold; none: as the engine allows", low=1, optional=True)
+        None,
+        Integer("tokens that one client's sessions may hold; none: half of max_parked_tokens", low=1, optional=True),
     )
     max_answers: int = option(128, Integer("answers, or beams, of one request", low=1))
     max_request_tokens: int = option(
@@ -110,6 +111,9 @@ class ServerConfig:
         Texts(
             "NAME=FILE of a trie that constraints may name: what TokenTrie.save has written as FILE.trie, or sequences"
         ),
+    )
+    decoder: tuple[str, ...] = option(
+        (), Texts("file NAME.py, or module, that registers decoders of your own, which requests may name then")
     )
     log_level: str = option("info", Text("how much is logged", choices=LEVELS))
     log_format: str = option("text", Text("how it is logged", choices=("text", "json")))

@@ -13,14 +13,14 @@ from pagedec.errors import InvalidArgument, Shown
 from pagedec.llm import AsyncSessionBranch
 from pagedec.llm.async_llm import LONG_PROMPT
 from pagedec.llm.front import renamed
-from pagedec.outputs import Mark
+from pagedec.messages import as_duration, seconds_of
+from pagedec.outputs import Mark, SessionBlocks
 from pagedec.params import RequestOutputKind
 from pagedec.serve.answers import Events, as_branch, as_logprobs, as_nodes, as_score
-from pagedec.serve.calls import RPC
+from pagedec.serve.calls import RPC, echo
 from pagedec.serve.gateway import Gateway
 from pagedec.serve.leases import Lease, Leases
-from pagedec.serve.orders import Order, read_chat, read_message, read_order, read_prompt
-from pagedec.serve.statuses import as_duration
+from pagedec.serve.orders import Limits, Order, read_chat, read_ids, read_message, read_order, read_prompt
 from pagedec.v1 import prompt_pb2, session_service_pb2_grpc
 from pagedec.v1 import session_service_pb2 as pb
 
@@ -28,6 +28,8 @@ PAGE, MOST_PAGE = 100, 1000
 """Sessions of an answer to ListSessions, where nothing is said and at most."""
 MOST_COLUMNS = 1000
 """Of a drawing."""
+MOST_SCORED = 1 << 16
+"""Continuations of a call."""
 MOST_DRAWN = 1 << 20
 """Tokens of a tree that is told of: it is written on a whole, in a thread."""
 
@@ -43,9 +45,8 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         gateway, client = self._gateway, RPC.get().client
         gateway.check_model(request.model)
         gateway.require_serving()
-        wanted = request.ttl.seconds + request.ttl.nanos / 1e9 if request.HasField("ttl") else None
-        ttl = self._leases.ttl(wanted)
-        given = _beginning(request.prompt)
+        ttl = self._leases.ttl(seconds_of(request.ttl) if request.HasField("ttl") else None)
+        given = _beginning(request.prompt, gateway.limits)
         options: dict[str, Any] = {
             "seed": request.seed if request.HasField("seed") else None,
             "priority": request.priority,
@@ -68,9 +69,10 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         self, request: pb.GenerateOnBranchRequest, context: Any
     ) -> AsyncIterator[pb.GenerateOnBranchResponse]:
         """The answers of a request that goes on from a branch, as they grow."""
+        await echo(request.client_request_id)
         lease, branch = self._branch(request)
         keep = read_keep(request.keep)
-        order = self._order(request)
+        order = self._order(request, branch.is_chat)
         params = order.params
         longest = max(0, self._gateway.limits.max_model_len - branch.num_tokens)
         room = self._leases.room(
@@ -101,7 +103,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         what: Any = {
             None: None,
             "text": request.text,
-            "token_ids": list(request.token_ids.ids),
+            "token_ids": read_ids(request.token_ids.ids, "token_ids.ids", self._gateway.limits),
             "message": read_message(request.message) if form == "message" else None,
         }[form]
         if what is None or form is None:
@@ -136,17 +138,21 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
 
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
         """How probable the model takes continuations to be."""
+        await echo(request.client_request_id)
         _, branch = self._branch(request)
-        most, rows = self._gateway.config.max_request_tokens, read_continuations(request.continuations)
+        most, count = self._gateway.config.max_request_tokens, len(request.continuations)
+        if count > MOST_SCORED:
+            raise InvalidArgument("continuations", Shown(f"{count} of them"), f"must be at most {MOST_SCORED}")
+        rows = read_continuations(request.continuations)
         size = sum(map(len, rows))
-        if max(size, len(rows)) > most:
+        if size > most:
             limit = f"must come to at most {most} tokens or characters, the server's max_request_tokens"
             raise InvalidArgument("continuations", Shown(f"{len(rows)} of {size} together"), limit)
         params = ScoreParams(continuations=(), max_tokens=max(1, size), logprobs=request.logprobs)
         order = Order(params, {"continuations": "continuations", "logprobs": "logprobs"})
         with self._gateway.begun(order, branch.num_tokens, request.client_request_id) as name, order.named():
             scores = await branch.score(rows, logprobs=request.logprobs, request_id=name)
-        return pb.ScoreResponse(scores=map(as_score, scores))
+        return await asyncio.to_thread(lambda: pb.ScoreResponse(scores=map(as_score, scores)))
 
     async def GetBranch(self, request: pb.GetBranchRequest, context: Any) -> pb.GetBranchResponse:
         """A branch with its text, tokens and reports."""
@@ -160,6 +166,18 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             token_ids=state.token_ids,
             logprobs=as_logprobs(state.logprobs) if request.logprobs else (),
             mark=pb.Mark(num_tokens=state.mark.num_tokens, digest=state.mark.digest),
+        )
+
+    async def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.GetSessionResponse:
+        """What a session holds, and how long it lives."""
+        lease = self._leases.find(request.session_id, RPC.get().client)
+        branches = _chosen(lease, request.branches)
+        held = await lease.session.blocks(branches)
+        return pb.GetSessionResponse(
+            session=_session(lease),
+            branches=_told(branches, held),
+            num_blocks=held.num_blocks,
+            num_blocks_saved=held.num_blocks_saved,
         )
 
     async def ListSessions(self, request: pb.ListSessionsRequest, context: Any) -> pb.ListSessionsResponse:
@@ -176,19 +194,19 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         lease = self._leases.find(request.session_id, RPC.get().client)
         if request.columns > MOST_COLUMNS:
             raise InvalidArgument("columns", request.columns, f"must be at most {MOST_COLUMNS}")
-        total = sum(branch.num_tokens for branch in lease.branches.values())
+        branches = _chosen(lease, request.branches)
+        total = sum(branch.num_tokens for branch in branches)
         if total > MOST_DRAWN:
             limit = f"must have branches of together at most {MOST_DRAWN} tokens: a tree is made of all of them"
             raise InvalidArgument("session_id", Shown(f"a session of {total}"), limit)
-        branches = list(lease.branches.values())
         held = await lease.session.blocks(branches)
         tree = await asyncio.to_thread(lease.session.tree, branches)
         return pb.GetTreeResponse(
-            branches=map(as_branch, (branch.name for branch in branches), held.branches),
+            branches=_told(branches, held),
             drawing=await asyncio.to_thread(tree.draw, request.columns) if request.columns else "",
             num_blocks=held.num_blocks,
             num_blocks_saved=held.num_blocks_saved,
-            nodes=as_nodes(tree),
+            nodes=await asyncio.to_thread(as_nodes, tree),
             block_size=tree.block_size or 0,
         )
 
@@ -208,13 +226,11 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
     def _branch(self, request: Any) -> tuple[Lease, AsyncSessionBranch]:
         return self._leases.branch(request.session_id, request.branch, RPC.get().client)
 
-    def _order(self, request: pb.GenerateOnBranchRequest) -> Order:
-        interval: int | None = self._gateway.config.stream_interval
-        if request.HasField("stream_interval"):
-            interval = request.stream_interval
+    def _order(self, request: pb.GenerateOnBranchRequest, is_chat: bool) -> Order:
+        given, limits = request.parameters, self._gateway.limits
         if request.final_only:
-            return read_order(request.parameters, self._gateway.limits, RequestOutputKind.FINAL_ONLY)
-        return read_order(request.parameters, self._gateway.limits, RequestOutputKind.DELTA, interval)
+            return read_order(given, limits, RequestOutputKind.FINAL_ONLY, is_chat=is_chat)
+        return read_order(given, limits, RequestOutputKind.DELTA, self._gateway.interval(request), is_chat)
 
 
 def read_keep(keep: pb.Keep) -> str | int:
@@ -233,9 +249,9 @@ def read_continuations(given: Sequence[pb.Continuation]) -> list[str | list[int]
     return [one.text if one.WhichOneof("form") == "text" else list(one.token_ids.ids) for one in given]
 
 
-def _beginning(prompt: prompt_pb2.Prompt) -> dict[str, Any]:
+def _beginning(prompt: prompt_pb2.Prompt, limits: Limits) -> dict[str, Any]:
     """What `AsyncLLM.session` is given for a prompt. Raises `InvalidArgument`."""
-    given = read_prompt(prompt)
+    given = read_prompt(prompt, limits)
     if not isinstance(given, prompt_pb2.Chat):
         return {"prompt": given}
     messages, options = read_chat(given)
@@ -245,9 +261,15 @@ def _beginning(prompt: prompt_pb2.Prompt) -> dict[str, Any]:
     return {"messages": messages, "tools": options["tools"], "chat_template_kwargs": options["template_kwargs"]}
 
 
+def _chosen(lease: Lease, names: Sequence[str]) -> list[AsyncSessionBranch]:
+    """Branches of a session, all where none is named. Raises `NotFound`."""
+    return [lease.find(name) for name in names] if names else list(lease.branches.values())
+
+
 def _session(lease: Lease) -> pb.Session:
     state = lease.session.session_state()
     made = pb.Session(session_id=lease.session_id, num_branches=len(lease.branches), num_tokens=state.num_tokens)
+    made.ttl.CopyFrom(as_duration(lease.ttl))
     made.open_time.FromNanoseconds(round(lease.opened * 1e9))
     made.expire_time.FromNanoseconds(round((time.time() + (state.seconds_left or 0.0)) * 1e9))
     return made
@@ -255,5 +277,9 @@ def _session(lease: Lease) -> pb.Session:
 
 async def _stand(branch: AsyncSessionBranch, branches: Sequence[AsyncSessionBranch]) -> list[pb.Branch]:
     """Where branches stand now. They count as used."""
-    held = await branch.blocks(branches)
-    return [as_branch(one.name, blocks) for one, blocks in zip(branches, held.branches, strict=True)]
+    return _told(branches, await branch.blocks(branches))
+
+
+def _told(branches: Sequence[AsyncSessionBranch], held: SessionBlocks) -> list[pb.Branch]:
+    pairs = zip(branches, held.branches, strict=True)
+    return [as_branch(one.name, blocks, max(0, one.room)) for one, blocks in pairs]

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
@@ -24,10 +23,10 @@ from pagedec.errors import (
     Shown,
     shown,
 )
-from pagedec.messages import DOMAIN
+from pagedec.messages import DOMAIN, as_duration
 
 MAX_MESSAGE = 1024
-"""Characters of a status: proxies have little room for trailers."""
+"""Bytes of each text in a status: proxies have little room for trailers."""
 BUSY_SECONDS = 1.0
 """After which it may be tried again, where nothing better is known."""
 
@@ -59,10 +58,11 @@ class _Status(NamedTuple):
 def status_of(error: BaseException) -> status_pb2.Status:
     """The status of an error. What is nobody's fault but ours says nothing of its cause."""
     found = _read(error)
-    message = found.message if len(found.message) <= MAX_MESSAGE else f"{found.message[:MAX_MESSAGE]} ..."
-    details: list[Message] = [error_details_pb2.ErrorInfo(reason=found.reason, domain=DOMAIN, metadata=found.told)]
+    message = _bounded(found.message)
+    told = {name: _bounded(value) for name, value in (found.told or {}).items()}
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=found.reason, domain=DOMAIN, metadata=told)]
     if found.field:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=found.field, description=message)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=_bounded(found.field), description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if found.retry is not None:
         details.append(error_details_pb2.RetryInfo(retry_delay=as_duration(found.retry)))
@@ -81,11 +81,12 @@ def code_of(status: status_pb2.Status) -> grpc.StatusCode:
     return next(code for code in grpc.StatusCode if code.value[0] == status.code)
 
 
-def as_duration(seconds: float) -> Duration:
-    """Seconds as a message."""
-    made = Duration()
-    made.FromNanoseconds(round(seconds * 1e9))
-    return made
+def _bounded(text: str) -> str:
+    """A text that a message may hold: not too long, and without halves of characters, which JSON can bring."""
+    data = text.encode("utf-8", "backslashreplace")
+    if len(data) <= MAX_MESSAGE:
+        return data.decode()
+    return f"{data[:MAX_MESSAGE].decode('utf-8', 'ignore')} ..."
 
 
 def _read(error: BaseException) -> _Status:
@@ -107,7 +108,9 @@ def _read(error: BaseException) -> _Status:
         return _Status("NOT_FOUND", "BRANCH_CLOSED", str(error), told={"branch": error.name, "why": error.why})
     if isinstance(error, NotFound):
         what = {"kind": error.kind, "known": error.known[:MAX_MESSAGE]}
-        return _Status("NOT_FOUND", f"{error.kind.upper().replace(' ', '_')}_NOT_FOUND", str(error), told=what)
+        reason = f"{error.kind.upper().replace(' ', '_')}_NOT_FOUND"
+        message = f"there is no such {error.kind}" + (f"; {error.known}" if error.known else "")
+        return _Status("NOT_FOUND", reason, message, told=what)
     if isinstance(error, DeviceError):
         return _Status("UNAVAILABLE", "DEVICE_FAILED", str(error), retry=BUSY_SECONDS)
     if isinstance(error, RequestError) and isinstance(error.__cause__, PagedecError):

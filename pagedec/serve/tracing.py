@@ -9,7 +9,7 @@ from typing import Any
 
 from pagedec.errors import InvalidArgument, PagedecError
 from pagedec.outputs import RequestOutput
-from pagedec.params import RequestParams
+from pagedec.params import RequestOutputKind, RequestParams
 from pagedec.serve.calls import RPC
 from pagedec.serve.orders import Order
 
@@ -27,7 +27,8 @@ ASKED = {
     "presence_penalty": "gen_ai.request.presence_penalty",
     "frequency_penalty": "gen_ai.request.frequency_penalty",
 }
-"""Parameters by the attributes that tell of them. Prompts and answers are told by none."""
+"""Parameters by the attributes that tell of them. Prompts and answers are told by none. All names are of the convention
+but for `gen_ai.request.id` and `gen_ai.latency.*`, which are vLLM's."""
 
 
 def tracer(endpoint: str | None) -> Tracer | None:
@@ -64,18 +65,21 @@ class Tracer:
 
     def begun(self, name: str, order: Order, num_prompt_tokens: int) -> None:
         """A request was let in."""
-        metadata = RPC.get().metadata
+        metadata, streams = RPC.get().metadata, order.params.output_kind is not RequestOutputKind.FINAL_ONLY
         context = self._propagator.extract({key: str(metadata[key]) for key in CARRIED if key in metadata})
-        self._began[name] = time.monotonic()
+        if streams:
+            self._began[name] = time.monotonic()
         self._spans[name] = self._tracer.start_span(
             SPAN,
             context=context,
             kind=_server_kind(),
             attributes={
-                "gen_ai.operation.name": "text_completion",
+                "gen_ai.operation.name": "chat" if order.is_chat else "text_completion",
                 "gen_ai.provider.name": "pagedec",
                 "gen_ai.request.model": self.model,
                 "gen_ai.request.id": name,
+                "gen_ai.request.stream": streams,
+                "gen_ai.response.id": name,
                 "gen_ai.usage.input_tokens": num_prompt_tokens,
                 **_asked(order.params),
             },
@@ -85,7 +89,7 @@ class Tracer:
         """An output of it is given out."""
         span = self._spans[name]
         if name in self._began and any(answer.token_ids for answer in output.outputs):
-            span.set_attribute("gen_ai.latency.time_to_first_token", time.monotonic() - self._began.pop(name))
+            span.set_attribute("gen_ai.response.time_to_first_chunk", time.monotonic() - self._began.pop(name))
         if not output.finished:
             return
         span.set_attribute("gen_ai.response.model", self.model)

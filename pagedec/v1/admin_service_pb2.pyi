@@ -41,6 +41,8 @@ class _ServerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServerSta
     """No step has ended for too long."""
     SERVER_STATE_FAILED: _ServerState.ValueType  # 6
     """The engine has failed, and nothing can run any more."""
+    SERVER_STATE_LOST: _ServerState.ValueType  # 7
+    """Worker processes are lost, and are brought back."""
 
 class ServerState(_ServerState, metaclass=_ServerStateEnumTypeWrapper):
     """How a server stands."""
@@ -59,6 +61,8 @@ SERVER_STATE_STALLED: ServerState.ValueType  # 5
 """No step has ended for too long."""
 SERVER_STATE_FAILED: ServerState.ValueType  # 6
 """The engine has failed, and nothing can run any more."""
+SERVER_STATE_LOST: ServerState.ValueType  # 7
+"""Worker processes are lost, and are brought back."""
 Global___ServerState: _TypeAlias = ServerState  # noqa: Y015
 
 @_typing.final

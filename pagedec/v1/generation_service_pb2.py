@@ -28,7 +28,7 @@ from pagedec.v1 import parameters_pb2 as pagedec_dot_v1_dot_parameters__pb2
 from pagedec.v1 import prompt_pb2 as pagedec_dot_v1_dot_prompt__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#pagedec/v1/generation_service.proto\x12\npagedec.v1\x1a\x17google/rpc/status.proto\x1a\x17pagedec/v1/answer.proto\x1a\x1bpagedec/v1/parameters.proto\x1a\x17pagedec/v1/prompt.proto\"\xb1\x01\n\x0fGenerateRequest\x12\"\n\x06prompt\x18\x01 \x01(\x0b\x32\x12.pagedec.v1.Prompt\x12*\n\nparameters\x18\x02 \x01(\x0b\x32\x16.pagedec.v1.Parameters\x12\x10\n\x08priority\x18\x03 \x01(\x05\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\"\xc4\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\x07\x61nswers\x18\x02 \x03(\x0b\x32\x12.pagedec.v1.Answer\x12&\n\x06prompt\x18\x03 \x01(\x0b\x32\x16.pagedec.v1.PromptInfo\x12-\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x14.pagedec.v1.Logprobs\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.pagedec.v1.Usage\"\xe9\x01\n\x15GenerateStreamRequest\x12\"\n\x06prompt\x18\x01 \x01(\x0b\x32\x12.pagedec.v1.Prompt\x12*\n\nparameters\x18\x02 \x01(\x0b\x32\x16.pagedec.v1.Parameters\x12\x10\n\x08priority\x18\x03 \x01(\x05\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\x1c\n\x0fstream_interval\x18\x07 \x01(\rH\x00\x88\x01\x01\x42\x12\n\x10_stream_interval\"\xee\x01\n\x16GenerateStreamResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x06prompt\x18\x02 \x01(\x0b\x32\x16.pagedec.v1.PromptInfo\x12!\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x11.pagedec.v1.Delta\x12$\n\x08\x66inished\x18\x04 \x03(\x0b\x32\x12.pagedec.v1.Answer\x12-\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x14.pagedec.v1.Logprobs\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.pagedec.v1.Usage\"U\n\x14GenerateBatchRequest\x12\x0f\n\x07item_id\x18\x01 \x01(\t\x12,\n\x07request\x18\x02 \x01(\x0b\x32\x1b.pagedec.v1.GenerateRequest\"\x89\x01\n\x15GenerateBatchResponse\x12\x0f\n\x07item_id\x18\x01 \x01(\t\x12\x30\n\x08response\x18\x02 \x01(\x0b\x32\x1c.pagedec.v1.GenerateResponseH\x00\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x08\n\x06result2\x8f\x02\n\x11GenerationService\x12\x45\n\x08Generate\x12\x1b.pagedec.v1.GenerateRequest\x1a\x1c.pagedec.v1.GenerateResponse\x12Y\n\x0eGenerateStream\x12!.pagedec.v1.GenerateStreamRequest\x1a\".pagedec.v1.GenerateStreamResponse0\x01\x12X\n\rGenerateBatch\x12 .pagedec.v1.GenerateBatchRequest\x1a!.pagedec.v1.GenerateBatchResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#pagedec/v1/generation_service.proto\x12\npagedec.v1\x1a\x17google/rpc/status.proto\x1a\x17pagedec/v1/answer.proto\x1a\x1bpagedec/v1/parameters.proto\x1a\x17pagedec/v1/prompt.proto\"\xb1\x01\n\x0fGenerateRequest\x12\"\n\x06prompt\x18\x01 \x01(\x0b\x32\x12.pagedec.v1.Prompt\x12*\n\nparameters\x18\x02 \x01(\x0b\x32\x16.pagedec.v1.Parameters\x12\x10\n\x08priority\x18\x03 \x01(\x05\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\"\xc4\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\x07\x61nswers\x18\x02 \x03(\x0b\x32\x12.pagedec.v1.Answer\x12&\n\x06prompt\x18\x03 \x01(\x0b\x32\x16.pagedec.v1.PromptInfo\x12-\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x14.pagedec.v1.Logprobs\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.pagedec.v1.Usage\"\x8d\x02\n\x15GenerateStreamRequest\x12\"\n\x06prompt\x18\x01 \x01(\x0b\x32\x12.pagedec.v1.Prompt\x12*\n\nparameters\x18\x02 \x01(\x0b\x32\x16.pagedec.v1.Parameters\x12\x10\n\x08priority\x18\x03 \x01(\x05\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\x1c\n\x0fstream_interval\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\"\n\x06resume\x18\x08 \x01(\x0b\x32\x12.pagedec.v1.ResumeB\x12\n\x10_stream_interval\"m\n\x06Resume\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12,\n\x0b\x66ingerprint\x18\x02 \x01(\x0b\x32\x17.pagedec.v1.Fingerprint\x12\'\n\x07\x61nswers\x18\x03 \x03(\x0b\x32\x16.pagedec.v1.ToldAnswer\".\n\x0b\x46ingerprint\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08numerics\x18\x02 \x01(\t\"I\n\nToldAnswer\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x16\n\x0enum_characters\x18\x02 \x01(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\"\x92\x02\n\x16GenerateStreamResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x06prompt\x18\x02 \x01(\x0b\x32\x16.pagedec.v1.PromptInfo\x12!\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x11.pagedec.v1.Delta\x12$\n\x08\x66inished\x18\x04 \x03(\x0b\x32\x12.pagedec.v1.Answer\x12-\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x14.pagedec.v1.Logprobs\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.pagedec.v1.Usage\x12\"\n\x06resume\x18\x07 \x01(\x0b\x32\x12.pagedec.v1.Resume\"U\n\x14GenerateBatchRequest\x12\x0f\n\x07item_id\x18\x01 \x01(\t\x12,\n\x07request\x18\x02 \x01(\x0b\x32\x1b.pagedec.v1.GenerateRequest\"\x89\x01\n\x15GenerateBatchResponse\x12\x0f\n\x07item_id\x18\x01 \x01(\t\x12\x30\n\x08response\x18\x02 \x01(\x0b\x32\x1c.pagedec.v1.GenerateResponseH\x00\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x08\n\x06result2\x8f\x02\n\x11GenerationService\x12\x45\n\x08Generate\x12\x1b.pagedec.v1.GenerateRequest\x1a\x1c.pagedec.v1.GenerateResponse\x12Y\n\x0eGenerateStream\x12!.pagedec.v1.GenerateStreamRequest\x1a\".pagedec.v1.GenerateStreamResponse0\x01\x12X\n\rGenerateBatch\x12 .pagedec.v1.GenerateBatchRequest\x1a!.pagedec.v1.GenerateBatchResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,13 +40,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATERESPONSE']._serialized_start=336
   _globals['_GENERATERESPONSE']._serialized_end=532
   _globals['_GENERATESTREAMREQUEST']._serialized_start=535
-  _globals['_GENERATESTREAMREQUEST']._serialized_end=768
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=771
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1009
-  _globals['_GENERATEBATCHREQUEST']._serialized_start=1011
-  _globals['_GENERATEBATCHREQUEST']._serialized_end=1096
-  _globals['_GENERATEBATCHRESPONSE']._serialized_start=1099
-  _globals['_GENERATEBATCHRESPONSE']._serialized_end=1236
-  _globals['_GENERATIONSERVICE']._serialized_start=1239
-  _globals['_GENERATIONSERVICE']._serialized_end=1510
+  _globals['_GENERATESTREAMREQUEST']._serialized_end=804
+  _globals['_RESUME']._serialized_start=806
+  _globals['_RESUME']._serialized_end=915
+  _globals['_FINGERPRINT']._serialized_start=917
+  _globals['_FINGERPRINT']._serialized_end=963
+  _globals['_TOLDANSWER']._serialized_start=965
+  _globals['_TOLDANSWER']._serialized_end=1038
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1041
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1315
+  _globals['_GENERATEBATCHREQUEST']._serialized_start=1317
+  _globals['_GENERATEBATCHREQUEST']._serialized_end=1402
+  _globals['_GENERATEBATCHRESPONSE']._serialized_start=1405
+  _globals['_GENERATEBATCHRESPONSE']._serialized_end=1542
+  _globals['_GENERATIONSERVICE']._serialized_start=1545
+  _globals['_GENERATIONSERVICE']._serialized_end=1816
 # @@protoc_insertion_point(module_scope)

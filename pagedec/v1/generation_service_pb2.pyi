@@ -129,6 +129,7 @@ class GenerateStreamRequest(_message.Message):
     CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     STREAM_INTERVAL_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     priority: _builtins.int
     """As GenerateRequest's."""
     cache_salt: _builtins.str
@@ -147,6 +148,12 @@ class GenerateStreamRequest(_message.Message):
     def parameters(self) -> _parameters_pb2.Parameters:
         """How it is decoded."""
 
+    @_builtins.property
+    def resume(self) -> Global___Resume:
+        """The same request was interrupted, here or at another server of the model: what it had told, behind which its answers
+        go on. Tokens of answers that are drawn stand; beams are searched anew and not told of twice.
+        """
+
     def __init__(
         self,
         *,
@@ -157,16 +164,113 @@ class GenerateStreamRequest(_message.Message):
         client_request_id: _builtins.str = ...,
         model: _builtins.str = ...,
         stream_interval: _builtins.int | None = ...,
+        resume: Global___Resume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stream_interval", b"_stream_interval", "parameters", b"parameters", "prompt", b"prompt", "stream_interval", b"stream_interval"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stream_interval", b"_stream_interval", "parameters", b"parameters", "prompt", b"prompt", "resume", b"resume", "stream_interval", b"stream_interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stream_interval", b"_stream_interval", "cache_salt", b"cache_salt", "client_request_id", b"client_request_id", "model", b"model", "parameters", b"parameters", "priority", b"priority", "prompt", b"prompt", "stream_interval", b"stream_interval"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stream_interval", b"_stream_interval", "cache_salt", b"cache_salt", "client_request_id", b"client_request_id", "model", b"model", "parameters", b"parameters", "priority", b"priority", "prompt", b"prompt", "resume", b"resume", "stream_interval", b"stream_interval"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stream_interval: _TypeAlias = _typing.Literal["stream_interval"]  # noqa: Y015
     _WhichOneofArgType__stream_interval: _TypeAlias = _typing.Literal["_stream_interval", b"_stream_interval"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stream_interval) -> _WhichOneofReturnType__stream_interval | None: ...
 
 Global___GenerateStreamRequest: _TypeAlias = GenerateStreamRequest  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    """What a stream begins with, and what goes back to a server, with what was told since, where the stream was interrupted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEED_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    seed: _builtins.int
+    """The request's seed, also where it was drawn by the server."""
+    @_builtins.property
+    def fingerprint(self) -> Global___Fingerprint:
+        """Who began it. Another model is refused. Where the same one is computed in another way, beams are refused; what is
+        drawn goes on, and the answer's first message has the other one's fingerprint.
+        """
+
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToldAnswer]:
+        """What was told of each answer, in the order of their indices, those that had ended too. In answers empty."""
+
+    def __init__(
+        self,
+        *,
+        seed: _builtins.int = ...,
+        fingerprint: Global___Fingerprint | None = ...,
+        answers: _abc.Iterable[Global___ToldAnswer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "fingerprint", b"fingerprint", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
+
+@_typing.final
+class Fingerprint(_message.Message):
+    """By what it can be told whether two servers give the same tokens. Opaque; the empty one is of no server."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """A digest of the model: its configuration, weights and vocabulary."""
+    numerics: _builtins.str
+    """A digest of how it is computed: build, instruction set, types, quantization and degree of parallelism."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        numerics: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "numerics", b"numerics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fingerprint: _TypeAlias = Fingerprint  # noqa: Y015
+
+@_typing.final
+class ToldAnswer(_message.Message):
+    """What was told of one answer: all of its deltas, put one behind the other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_CHARACTERS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    num_characters: _builtins.int
+    """How long its text is, in Unicode code points."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its tokens."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The log-probability of each token, where reports are asked for."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        num_characters: _builtins.int = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "num_characters", b"num_characters", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToldAnswer: _TypeAlias = ToldAnswer  # noqa: Y015
 
 @_typing.final
 class GenerateStreamResponse(_message.Message):
@@ -180,6 +284,7 @@ class GenerateStreamResponse(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name; in the first message only."""
     @_builtins.property
@@ -202,6 +307,10 @@ class GenerateStreamResponse(_message.Message):
     def usage(self) -> _answer_pb2.Usage:
         """What it cost; in the last message only."""
 
+    @_builtins.property
+    def resume(self) -> Global___Resume:
+        """What to go on with if the stream is interrupted, but for the answers; in the first message only."""
+
     def __init__(
         self,
         *,
@@ -211,10 +320,11 @@ class GenerateStreamResponse(_message.Message):
         finished: _abc.Iterable[_answer_pb2.Answer] | None = ...,
         prompt_logprobs: _abc.Iterable[_answer_pb2.Logprobs] | None = ...,
         usage: _answer_pb2.Usage | None = ...,
+        resume: Global___Resume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "resume", b"resume", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "finished", b"finished", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "finished", b"finished", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "resume", b"resume", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

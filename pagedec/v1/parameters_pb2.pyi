@@ -344,7 +344,7 @@ class Stopping(_message.Message):
     INCLUDE_STOP_FIELD_NUMBER: _builtins.int
     TIME_LIMIT_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Most tokens of an answer. Unset: up to the context's end."""
+    """Most tokens of an answer. Unset: up to the context's end; a beam search must have it."""
     min_tokens: _builtins.int
     """No answer ends before so many tokens. Unset: 0."""
     ignore_eos: _builtins.bool

@@ -33,6 +33,7 @@ class Branch(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_SHARED_BLOCKS_FIELD_NUMBER: _builtins.int
+    ROOM_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name in its session."""
     num_tokens: _builtins.int
@@ -41,6 +42,8 @@ class Branch(_message.Message):
     """KV blocks that it holds now."""
     num_shared_blocks: _builtins.int
     """Those of them that other branches, or requests, hold too."""
+    room: _builtins.int
+    """How many more tokens it can get: what is left of the context, or of a pool that is smaller."""
     def __init__(
         self,
         *,
@@ -48,10 +51,11 @@ class Branch(_message.Message):
         num_tokens: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
         num_shared_blocks: _builtins.int = ...,
+        room: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_blocks", b"num_blocks", "num_shared_blocks", b"num_shared_blocks", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_blocks", b"num_blocks", "num_shared_blocks", b"num_shared_blocks", "num_tokens", b"num_tokens", "room", b"room"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -704,6 +708,72 @@ class GetBranchResponse(_message.Message):
 Global___GetBranchResponse: _TypeAlias = GetBranchResponse  # noqa: Y015
 
 @_typing.final
+class GetSessionRequest(_message.Message):
+    """Which session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    BRANCHES_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """The session."""
+    @_builtins.property
+    def branches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tells of these branches alone. Empty: of all."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        branches: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSessionRequest: _TypeAlias = GetSessionRequest  # noqa: Y015
+
+@_typing.final
+class GetSessionResponse(_message.Message):
+    """A session, and what its branches hold."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    BRANCHES_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_SAVED_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """KV blocks that these branches hold together now, each counted once."""
+    num_blocks_saved: _builtins.int
+    """How many more they would hold now if they shared none."""
+    @_builtins.property
+    def session(self) -> Global___Session:
+        """The session."""
+
+    @_builtins.property
+    def branches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Branch]:
+        """The branches, in the order in which they were asked for, or made."""
+
+    def __init__(
+        self,
+        *,
+        session: Global___Session | None = ...,
+        branches: _abc.Iterable[Global___Branch] | None = ...,
+        num_blocks: _builtins.int = ...,
+        num_blocks_saved: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "num_blocks", b"num_blocks", "num_blocks_saved", b"num_blocks_saved", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSessionResponse: _TypeAlias = GetSessionResponse  # noqa: Y015
+
+@_typing.final
 class ListSessionsRequest(_message.Message):
     """Which sessions."""
 
@@ -740,6 +810,7 @@ class Session(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     OPEN_TIME_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    TTL_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Its name."""
     num_branches: _builtins.int
@@ -754,6 +825,10 @@ class Session(_message.Message):
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """When it is closed unless it is used."""
 
+    @_builtins.property
+    def ttl(self) -> _duration_pb2.Duration:
+        """The lease: how long it stays when it is not used."""
+
     def __init__(
         self,
         *,
@@ -762,10 +837,11 @@ class Session(_message.Message):
         num_tokens: _builtins.int = ...,
         open_time: _timestamp_pb2.Timestamp | None = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
+        ttl: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "open_time", b"open_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "open_time", b"open_time", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "num_branches", b"num_branches", "num_tokens", b"num_tokens", "open_time", b"open_time", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "num_branches", b"num_branches", "num_tokens", b"num_tokens", "open_time", b"open_time", "session_id", b"session_id", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -807,19 +883,25 @@ class GetTreeRequest(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
+    BRANCHES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session."""
     columns: _builtins.int
     """Draws the tree, too, for a terminal of so many columns. 0: no drawing."""
+    @_builtins.property
+    def branches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tells of these branches alone. Empty: of all."""
+
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         columns: _builtins.int = ...,
+        branches: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "columns", b"columns", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -899,7 +981,7 @@ class GetTreeResponse(_message.Message):
     """Tokens of a KV block."""
     @_builtins.property
     def branches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Branch]:
-        """Its branches, in the order in which they were made."""
+        """Its branches, in the order in which they were made, or asked for."""
 
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___TreeNode]:

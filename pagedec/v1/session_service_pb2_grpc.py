@@ -74,6 +74,11 @@ class SessionServiceStub:
                 request_serializer=pagedec_dot_v1_dot_session__service__pb2.GetBranchRequest.SerializeToString,
                 response_deserializer=pagedec_dot_v1_dot_session__service__pb2.GetBranchResponse.FromString,
                 _registered_method=True)
+        self.GetSession = channel.unary_unary(
+                '/pagedec.v1.SessionService/GetSession',
+                request_serializer=pagedec_dot_v1_dot_session__service__pb2.GetSessionRequest.SerializeToString,
+                response_deserializer=pagedec_dot_v1_dot_session__service__pb2.GetSessionResponse.FromString,
+                _registered_method=True)
         self.ListSessions = channel.unary_unary(
                 '/pagedec.v1.SessionService/ListSessions',
                 request_serializer=pagedec_dot_v1_dot_session__service__pb2.ListSessionsRequest.SerializeToString,
@@ -149,6 +154,13 @@ class SessionServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetSession(self, request, context):
+        """What a session holds, and how long it lives. Looking uses it, as all calls do.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListSessions(self, request, context):
         """The client's own sessions.
         """
@@ -207,6 +219,11 @@ def add_SessionServiceServicer_to_server(servicer, server):
                     servicer.GetBranch,
                     request_deserializer=pagedec_dot_v1_dot_session__service__pb2.GetBranchRequest.FromString,
                     response_serializer=pagedec_dot_v1_dot_session__service__pb2.GetBranchResponse.SerializeToString,
+            ),
+            'GetSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSession,
+                    request_deserializer=pagedec_dot_v1_dot_session__service__pb2.GetSessionRequest.FromString,
+                    response_serializer=pagedec_dot_v1_dot_session__service__pb2.GetSessionResponse.SerializeToString,
             ),
             'ListSessions': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSessions,
@@ -418,6 +435,33 @@ class SessionService:
             '/pagedec.v1.SessionService/GetBranch',
             pagedec_dot_v1_dot_session__service__pb2.GetBranchRequest.SerializeToString,
             pagedec_dot_v1_dot_session__service__pb2.GetBranchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagedec.v1.SessionService/GetSession',
+            pagedec_dot_v1_dot_session__service__pb2.GetSessionRequest.SerializeToString,
+            pagedec_dot_v1_dot_session__service__pb2.GetSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,6 +54,8 @@ class SessionServiceStub:
     """How probable the model takes continuations to be. Nothing is appended."""
     GetBranch: _grpc.UnaryUnaryMultiCallable[_session_service_pb2.GetBranchRequest, _session_service_pb2.GetBranchResponse]
     """A branch with its text, tokens and reports."""
+    GetSession: _grpc.UnaryUnaryMultiCallable[_session_service_pb2.GetSessionRequest, _session_service_pb2.GetSessionResponse]
+    """What a session holds, and how long it lives. Looking uses it, as all calls do."""
     ListSessions: _grpc.UnaryUnaryMultiCallable[_session_service_pb2.ListSessionsRequest, _session_service_pb2.ListSessionsResponse]
     """The client's own sessions."""
     GetTree: _grpc.UnaryUnaryMultiCallable[_session_service_pb2.GetTreeRequest, _session_service_pb2.GetTreeResponse]
@@ -87,6 +89,8 @@ class SessionServiceAsyncStub(SessionServiceStub):
     """How probable the model takes continuations to be. Nothing is appended."""
     GetBranch: _aio.UnaryUnaryMultiCallable[_session_service_pb2.GetBranchRequest, _session_service_pb2.GetBranchResponse]  # type: ignore[assignment]
     """A branch with its text, tokens and reports."""
+    GetSession: _aio.UnaryUnaryMultiCallable[_session_service_pb2.GetSessionRequest, _session_service_pb2.GetSessionResponse]  # type: ignore[assignment]
+    """What a session holds, and how long it lives. Looking uses it, as all calls do."""
     ListSessions: _aio.UnaryUnaryMultiCallable[_session_service_pb2.ListSessionsRequest, _session_service_pb2.ListSessionsResponse]  # type: ignore[assignment]
     """The client's own sessions."""
     GetTree: _aio.UnaryUnaryMultiCallable[_session_service_pb2.GetTreeRequest, _session_service_pb2.GetTreeResponse]  # type: ignore[assignment]
@@ -159,6 +163,14 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_session_service_pb2.GetBranchResponse, _abc.Awaitable[_session_service_pb2.GetBranchResponse]]:
         """A branch with its text, tokens and reports."""
+
+    @_abc_1.abstractmethod
+    def GetSession(
+        self,
+        request: _session_service_pb2.GetSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_session_service_pb2.GetSessionResponse, _abc.Awaitable[_session_service_pb2.GetSessionResponse]]:
+        """What a session holds, and how long it lives. Looking uses it, as all calls do."""
 
     @_abc_1.abstractmethod
     def ListSessions(

@@ -334,3 +334,67 @@ def test_what_a_grammar_cannot_go_on_with_is_told_in_a_line() -> None:
         for token in words().encode("aaaa") * 9:
             constraint.allowed(state)
             state = constraint.next(state, token)
+
+
+def chained(count: int) -> str:
+    return "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(count)) + f'\nr{count}: "a"'
+
+
+def referred(count: int) -> dict[str, Any]:
+    names = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(count)}
+    return {"$ref": "#/$defs/a0", "$defs": {**names, f"a{count}": {"const": 1}}}
+
+
+def test_long_chains_of_names_do_not_end_the_process() -> None:
+    """The library follows them by recursion: on a usual thread's stack these were segmentation faults."""
+    for asked in ({"grammar": chained(6000)}, {"json": referred(6000)}):
+        constraint = constraint_of(asked)
+        assert constraint.allowed(constraint.start(())).any()
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"grammar": chained(20_001)}, "structured_outputs.grammar is 20003 rules: must have at most 20000 rules"),
+        ({"json": referred(20_000)}, "structured_outputs.json is 20001 references: must have at most 20000 references"),
+    ],
+)
+def test_chains_that_are_longer_still_are_refused(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        constraint_of(asked)
+    assert str(caught.value) == message
+
+
+def test_a_grammar_whose_masks_take_seconds_is_refused() -> None:
+    ambiguous = "start: x\nx: " + " | ".join(f"x t{i}" for i in range(40)) + " | A\n"
+    ambiguous += "\n".join(f"t{i}: x" for i in range(40)) + "\nA: /./"
+    began = time.thread_time()
+    with pytest.raises(InvalidArgument, match="must be what llguidance can carry out: .*[Tt]oo many items"):
+        constraint = constraint_of({"grammar": ambiguous})
+        state = constraint.start(())
+        for _ in range(20):
+            [first, *_] = bits(constraint.allowed(state))
+            state = constraint.next(state, int(first))
+    assert time.thread_time() - began < 1
+
+
+def test_masks_that_are_slow_on_the_whole_end_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of others, who ask for the same."""
+    seconds = 0.0
+
+    def thread_time() -> float:
+        nonlocal seconds
+        seconds += 0.06
+        return seconds
+
+    asked = {"regex": "[a-z]+"}
+    constraint, other = constraint_of(asked), constraint_of(asked)
+    state = constraint.start(())
+    monkeypatch.setattr("pagedec.constraints.grammar.time.thread_time", thread_time)
+    for _ in range(16):
+        constraint.allowed(state)
+    limit = "structured_outputs.regex is 60 ms for each of 17 masks: must take at most 10 ms: it is too ambiguous"
+    with pytest.raises(InvalidArgument) as caught:
+        constraint.allowed(state)
+    assert str(caught.value) == limit
+    other.allowed(state)

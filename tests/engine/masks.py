@@ -12,6 +12,7 @@ from pagedec.config import EngineConfig
 from pagedec.core.forward import DRAW_DTYPE, NO_INTS, LaneForward, Masks
 from pagedec.errors import WeightsWarning
 from pagedec.runtime.geometry import Geometry, LaneGeometry
+from pagedec.runtime.loading import Ranks
 from pagedec.runtime.pool import KvPool
 from pagedec.runtime.worker import Worker
 
@@ -50,7 +51,7 @@ def masked_forward(num_rows: int, vocab: int) -> tuple[Callable[..., LaneForward
     return forward, masks, allowed
 
 
-def load_with_a_warning(config: EngineConfig) -> Any:
+def load_with_a_warning(config: EngineConfig, ranks: Ranks) -> Any:
     warnings.warn("made up", WeightsWarning, stacklevel=1)
     pool = KvPool(2, 16, 0, "")
     return Worker({}, Geometry({"target": LaneGeometry(2, 3, 4)}, pool, (), "none", "float32", None, 1))

@@ -1,5 +1,4 @@
-"""Coroutines and threads: what several bring is one batch, each gets its own answers and errors, and leaving leaves
-nothing behind."""
+"""Coroutines and threads: what several bring is one batch, each gets its own answers; leaving leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -397,3 +396,5 @@ def test_the_engines_thread_does_not_die_silently(make: Make) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading, "excepthook", lambda _: None)
         run(main())
+        assert llm.loop._thread is not None
+        llm.loop._thread.join(20)  # it tells of its error with its last breath, which is behind all that was waited for

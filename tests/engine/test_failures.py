@@ -48,6 +48,9 @@ class Breaking:
         assert done is not None
         return done
 
+    def give_up(self) -> None:
+        self.inner.give_up()
+
     def stop(self) -> None:
         self.inner.stop()
 
@@ -118,6 +121,9 @@ class Unwell:
             self.num_failures += 1
             raise DeviceLost("unwell")
         return self.inner.execute(forwards, rules, masks)
+
+    def give_up(self) -> None:
+        self.inner.give_up()
 
     def stop(self) -> None:
         self.inner.stop()

@@ -51,7 +51,7 @@ def test_masks_that_are_none_are_not_awaited_again(tiny: Tiny, monkeypatch: pyte
     """Both ends would wait for one another for ever."""
     llm = tiny(executor="process", **SMALL)
     forward, masks, _ = masked_forward(3, llm.engine.limits.vocab_size)
-    monkeypatch.setattr("pagedec.executor.process.pack_masks", lambda number, masks: np.zeros(4, np.int32))
+    monkeypatch.setattr("pagedec.executor.group.pack_masks", lambda number, masks: np.zeros(4, np.int32))
     step = llm.engine.executor.execute
     said: list[Any] = []
     waiting = threading.Thread(target=lambda: said.append(step({"target": forward(masked=True)}, {}, lambda _: masks)))

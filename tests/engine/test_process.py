@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
-import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,15 @@ import pytest
 from pagedec import LLM, PoolWarning, SamplingParams, WeightsWarning
 from pagedec.environment import limit_spinning, worker_environment
 from pagedec.errors import InvalidArgument, ModelFileError, RequestError, WorkerLost
-from pagedec.executor.channel import Channel
-from pagedec.executor.process import ProcessExecutor, WorkerProcess
-from tests.engine.crowd import SMALL, Tiny, Tokens, assert_whole, right_answers, workload
+from pagedec.executor.channel import Channel, Kind
+from pagedec.executor.group import WorkerGroup
+from pagedec.executor.process import ProcessExecutor, WorkerProcess, start_group
+from tests.engine.crowd import SMALL, Tiny, Tokens, assert_whole, right_answers
+from tests.engine.deaths import executor_of, hang, is_running, kill_at_any_time, poison
 from tests.engine.masks import masked_forward
 from tests.support import wait_for
 
+NUMBERS: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True}
 FEATURES = SamplingParams(
     temperature=0.7,
     seed=3,
@@ -49,31 +51,37 @@ def apart(tiny: Tiny) -> Callable[..., LLM]:
     return lambda **arguments: tiny(executor="process", **arguments)
 
 
-def worker_of(llm: LLM) -> ProcessExecutor:
-    executor = llm.engine.executor
-    assert isinstance(executor, ProcessExecutor)
-    return executor
+@pytest.fixture(scope="module")
+def roomy(tiny_path: Path) -> Iterator[LLM]:
+    with LLM(str(tiny_path), executor="process", **{**NUMBERS, "num_blocks": 64}) as llm:
+        yield llm
+        llm.engine.scheduler.check()
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
-    except OSError:
-        return False
+@pytest.fixture(scope="module")
+def crowded(tiny_path: Path) -> Iterator[LLM]:
+    """With too little room for all at once. Whoever kills its worker leaves it whole."""
+    with LLM(str(tiny_path), executor="process", step_timeout=2.0, **NUMBERS, **SMALL) as llm:
+        yield llm
+        llm.engine.scheduler.check()
 
 
 # -------------------------------------------------------------------------------------------------------- the same bits
-@pytest.mark.parametrize("settings", [SMALL, {}, {"block_size": 8, "max_num_batched_tokens": 7}], ids=str)
-def test_a_crowd_gets_the_same(apart: Callable[..., LLM], expected: list[Tokens], settings: dict[str, Any]) -> None:
-    llm = apart(**settings)
+@pytest.mark.parametrize("shape", ["roomy", "crowded"])
+def test_a_crowd_gets_the_same(request: pytest.FixtureRequest, expected: list[Tokens], shape: str) -> None:
+    llm = request.getfixturevalue(shape)
     assert right_answers(llm) == expected
     assert_whole(llm, expected)
 
 
-def test_reports_and_rules_cross_over(tiny: Tiny, apart: Callable[..., LLM]) -> None:
+def test_small_blocks_and_steps(apart: Callable[..., LLM], expected: list[Tokens]) -> None:
+    assert_whole(apart(block_size=8, max_num_batched_tokens=7), expected)
+
+
+def test_reports_and_rules_cross_over(tiny: Tiny, roomy: LLM) -> None:
     prompts = [[7, 9, 11, 13, 7, 9], [3] * 70, list(range(3, 120))]
     answers = []
-    for llm in (tiny(), apart()):
+    for llm in (tiny(), roomy):
         for _ in range(2):  # rules are told anew for each request, and forgotten with it
             outputs = llm.generate(prompts, FEATURES, use_tqdm=False)
             answers.append([(o.prompt_logprobs, [(a.token_ids, a.logprobs) for a in o.outputs]) for o in outputs])
@@ -81,63 +89,39 @@ def test_reports_and_rules_cross_over(tiny: Tiny, apart: Callable[..., LLM]) -> 
     assert all(answer == answers[0] for answer in answers)
 
 
-def test_geometry_is_that_of_the_process(tiny: Tiny, apart: Callable[..., LLM]) -> None:
-    here, there = tiny(), apart()
+def test_geometry_is_that_of_the_process(tiny: Tiny, roomy: LLM) -> None:
+    here, there = tiny(), roomy
     assert here.engine.executor.geometry == there.engine.executor.geometry
     assert here.kv_cache == there.kv_cache and here.engine.limits == there.engine.limits
-    assert worker_of(there).pid != os.getpid()
+    assert executor_of(there).pid != os.getpid()
 
 
 # --------------------------------------------------------------------------------------------------------------- deaths
-@pytest.mark.parametrize("seed", range(4))
-def test_killed_at_any_time(apart: Callable[..., LLM], expected: list[Tokens], seed: int) -> None:
-    """kill -9 again and again, in and between steps: a pause each, the same tokens."""
-    llm, rng, pids = apart(**SMALL), random.Random(seed), []
-
-    def kill() -> None:
-        for _ in range(2):
-            time.sleep(rng.random() * 0.15)
-            pids.append(worker_of(llm).pid)
-            os.kill(pids[-1], signal.SIGKILL)
-            wait_for(lambda: worker_of(llm).pid != pids[-1] or done.is_set())
-
-    done = threading.Event()
-    killer = threading.Thread(target=kill)
-    killer.start()
-    try:
-        assert right_answers(llm) == expected
-    finally:
-        done.set()
-        killer.join()
-    assert_whole(llm, expected)
-    assert worker_of(llm).pid not in pids and not any(map(is_running, pids))
+@pytest.mark.parametrize(
+    "seed", [0, 1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
+)
+def test_killed_at_any_time(crowded: LLM, expected: list[Tokens], seed: int) -> None:
+    kill_at_any_time(crowded, expected, seed, longest=0.15)
 
 
-def test_killed_while_nobody_asks(apart: Callable[..., LLM], expected: list[Tokens]) -> None:
-    llm = apart(**SMALL)
-    assert right_answers(llm) == expected
-    os.kill(worker_of(llm).pid, signal.SIGKILL)
-    assert right_answers(llm) == expected
-    assert llm.engine.stats.num_failed_steps == 1
-    assert_whole(llm, expected)
+def test_killed_while_nobody_asks(crowded: LLM, expected: list[Tokens]) -> None:
+    assert right_answers(crowded) == expected
+    num_failed = crowded.engine.stats.num_failed_steps
+    os.kill(executor_of(crowded).pid, signal.SIGKILL)
+    assert right_answers(crowded) == expected
+    assert crowded.engine.stats.num_failed_steps == num_failed + 1
+    assert_whole(crowded, expected)
 
 
-def test_a_worker_that_hangs(apart: Callable[..., LLM], expected: list[Tokens]) -> None:
-    """Another one takes its place when its time is over."""
-    llm = apart(**SMALL, step_timeout=1.5)
-    assert right_answers(llm) == expected
-    hung = worker_of(llm).pid
-    os.kill(hung, signal.SIGSTOP)
-    assert right_answers(llm) == expected
-    assert llm.engine.stats.num_failed_steps == 1 and worker_of(llm).pid != hung and not is_running(hung)
-    assert_whole(llm, expected)
+def test_a_worker_that_hangs(crowded: LLM, expected: list[Tokens]) -> None:
+    hang(crowded, expected)
 
 
 def test_a_worker_that_hangs_while_a_large_step_comes(apart: Callable[..., LLM]) -> None:
     """More than the sockets hold: its time is over for what it does not read, too."""
     llm = apart(**SMALL, step_timeout=0.3)
     forward, _, _ = masked_forward(3, llm.engine.limits.vocab_size)
-    executor = worker_of(llm)
+    executor = executor_of(llm)
     masks = np.zeros((3, 1 << 20), np.int32)
     os.kill(executor.pid, signal.SIGSTOP)
     giving_up = threading.Timer(20, os.kill, (executor.pid, signal.SIGKILL))
@@ -153,7 +137,7 @@ def test_an_engine_that_is_dropped_leaves_no_process(tiny_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         llm = LLM(str(tiny_path), skip_tokenizer_init=True, num_blocks=32, executor="process")
-        pid = worker_of(llm).pid
+        pid = executor_of(llm).pid
         with pytest.MonkeyPatch.context() as patch:
             unraisable = list[Any]()
             patch.setattr(sys, "unraisablehook", unraisable.append)
@@ -169,15 +153,15 @@ def test_a_channel_says_how_it_ends() -> None:
     with pytest.raises(TimeoutError, match="says nothing"):
         ours.receive()
     with pytest.raises(TimeoutError, match="takes nothing"):  # more than the sockets hold, and nobody reads
-        ours.send(7, np.zeros(1 << 22, np.int32))
+        ours.send(Kind.ROLLED, np.zeros(1 << 22, np.int32))
     for end in ends:
         end.close()
     ends = socket.socketpair()
     ours, theirs = map(Channel, ends)
     ours.watch(0.01)  # nothing comes
-    theirs.send(7, b"abc")
+    theirs.send(Kind.ROLLED, b"abc")
     ours.watch(60.0)
-    assert ours.receive() == (7, b"abc")
+    assert ours.receive() == (Kind.ROLLED, b"abc")
     theirs.close()
     ours.watch(60.0)  # the end of it is news, too
     with pytest.raises(EOFError, match="is gone"):
@@ -206,52 +190,42 @@ def test_how_a_worker_waits_is_the_users_to_say(
 
 
 def test_a_request_that_kills_every_worker_dies_alone(
-    apart: Callable[..., LLM], expected: list[Tokens], monkeypatch: pytest.MonkeyPatch
+    crowded: LLM, expected: list[Tokens], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its neighbours have their answers; it has an error that says what happened to the worker."""
-    llm, execute = apart(**SMALL), WorkerProcess.execute
-
-    def poisoned(process: WorkerProcess, *arguments: Any) -> Any:
-        plan = llm.engine.scheduler._plan
-        assert plan is not None
-        if any(work.request.id == "2" for work in plan.works):
-            os.kill(process.pid, signal.SIGKILL)
-        return execute(process, *arguments)
-
-    monkeypatch.setattr(WorkerProcess, "execute", poisoned)
-    outputs = llm.generate(*workload(), use_tqdm=False, on_error="return")
-    for i, output in enumerate(outputs):
-        if output.error is None:
-            assert [answer.token_ids for answer in output.outputs] == expected[i]
-    [failed] = [output for output in outputs if output.error is not None]
-    assert failed.request_id == "2" and isinstance(failed.error, RequestError)
-    assert isinstance(failed.error.__cause__, WorkerLost) and "was ended by signal 9" in str(failed.error)
-    monkeypatch.undo()
-    assert_whole(llm, expected)
+    poison(crowded, expected, monkeypatch)
 
 
-def test_a_worker_that_cannot_come_back(
-    apart: Callable[..., LLM], expected: list[Tokens], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Requests fail with the cause, and when it has passed the engine works again."""
-    llm = apart(**SMALL)
-    executor = worker_of(llm)
-    monkeypatch.setattr(executor, "_load", "pagedec.runtime.loading:no_such_function")
+def test_a_worker_that_cannot_come_back(crowded: LLM, expected: list[Tokens], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests fail with the cause, and when it has passed the engine works again. Some cannot be started; one is, and
+    cannot load."""
+    executor = executor_of(crowded)
+    attempts = itertools.count(1)
+
+    def launch() -> WorkerGroup:
+        if next(attempts) == 3:
+            return start_group(1, "pagedec.runtime.loading:no_such_function")
+        raise BlockingIOError("no process is left")
+
+    monkeypatch.setattr(executor, "_launch", launch)
+    monkeypatch.setattr("pagedec.executor.remote.FIRST_PAUSE", 0.05)
     os.kill(executor.pid, signal.SIGKILL)
-    with pytest.raises(RequestError, match="no attribute 'no_such_function'"):
-        llm.generate([[3, 4, 5]], SamplingParams(max_tokens=3), use_tqdm=False)
+    for num_attempts, cause in ((3, "no attribute 'no_such_function'"), (4, "no process is left")):
+        with pytest.raises(RequestError, match=f"in {num_attempts} attempts; .*{cause}"):
+            crowded.generate([[3, 4, 5]], SamplingParams(max_tokens=3), use_tqdm=False)
+        assert executor.problem is not None and cause in executor.problem
     monkeypatch.undo()
-    assert_whole(llm, expected)
+    assert_whole(crowded, expected)
+    assert executor.problem is None
 
 
 def test_closing_ends_the_process_and_so_does_losing_the_engine(tiny_path: Path) -> None:
     llm = LLM(str(tiny_path), skip_tokenizer_init=True, num_blocks=16, executor="process")
-    pid = worker_of(llm).pid
+    pid = executor_of(llm).pid
     assert is_running(pid)
     llm.close()
     assert not is_running(pid)
     with pytest.raises(RuntimeError, match="stopped"):
-        worker_of(llm).execute({}, {}).result()
+        executor_of(llm).execute({}, {}).result()
     script = (
         "import os; from pagedec import LLM\n"
         f"llm = LLM({str(tiny_path)!r}, skip_tokenizer_init=True, num_blocks=16, executor='process')\n"
@@ -261,18 +235,16 @@ def test_closing_ends_the_process_and_so_does_losing_the_engine(tiny_path: Path)
     wait_for(lambda: not is_running(int(done.stdout)))
 
 
-def test_ctrl_c_is_the_engines_alone(apart: Callable[..., LLM], expected: list[Tokens]) -> None:
+def test_ctrl_c_is_the_engines_alone(crowded: LLM, expected: list[Tokens]) -> None:
     """A terminal sends it to the whole group. The worker takes no notice."""
-    llm = apart(**SMALL)
-    pid = worker_of(llm).pid
+    pid = executor_of(crowded).pid
     os.kill(pid, signal.SIGINT)
-    assert right_answers(llm) == expected and worker_of(llm).pid == pid
+    assert right_answers(crowded) == expected and executor_of(crowded).pid == pid
 
 
-def test_a_fork_has_no_worker(apart: Callable[..., LLM], expected: list[Tokens]) -> None:
+def test_a_fork_has_no_worker(crowded: LLM, expected: list[Tokens]) -> None:
     """It is told so, and does not keep the engine's worker alive, nor disturb it."""
-    llm = apart(**SMALL)
-    executor = worker_of(llm)
+    executor = executor_of(crowded)
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -285,13 +257,13 @@ def test_a_fork_has_no_worker(apart: Callable[..., LLM], expected: list[Tokens])
     os.close(reading)
     os.waitpid(child, 0)
     assert f"the worker is process {os.getpid()}'s: a fork of that has none" in told
-    assert_whole(llm, expected)
+    assert_whole(crowded, expected)
 
 
-def test_errors_say_where_in_the_worker_they_come_from(apart: Callable[..., LLM]) -> None:
+def test_errors_say_where_in_the_worker_they_come_from(crowded: LLM) -> None:
     forward, _, _ = masked_forward(3, 131)
     with pytest.raises(ValueError, match="masks of .* are due") as caught:
-        worker_of(apart()).execute({"target": forward(masked=True)}, {}).result()
+        executor_of(crowded).execute({"target": forward(masked=True)}, {}).result()
     assert "in the worker process:" in caught.value.__notes__[0] and "readout.py" in caught.value.__notes__[0]
 
 
@@ -315,13 +287,13 @@ def test_warnings_of_loading_are_given_here() -> None:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[WorkerProcess]:
     """The processes that a test begins."""
-    begun, begin = list[WorkerProcess](), WorkerProcess.load
+    begun, begin = list[WorkerProcess](), WorkerGroup.load
 
-    def load(process: WorkerProcess, config: Any) -> Any:
-        begun.append(process)
-        return begin(process, config)
+    def load(group: WorkerGroup, config: Any) -> Any:
+        begun.extend(worker for worker in group.workers if isinstance(worker, WorkerProcess))
+        return begin(group, config)
 
-    monkeypatch.setattr(WorkerProcess, "load", load)
+    monkeypatch.setattr(WorkerGroup, "load", load)
     return begun
 
 

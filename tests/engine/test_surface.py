@@ -171,8 +171,8 @@ def test_every_argument_is_shown(kind: type[LLM] | type[AsyncLLM]) -> None:
     assert "num_blocks: blocks of KV in the pool (default: None)" in described
     assert "block_size: tokens in a block of KV; one of 8, 16, 32, 64 (default: 16)" in described
     assert (
-        "executor: where steps run; process: in one of their own; one of 'inline', 'process' (default: 'inline')"
-        in described
+        "device, process on several; ray: in actors of a cluster; one of 'auto', 'inline', 'process', 'ray' (default: "
+        "'auto')" in described
     )
     assert max(map(len, kind.__doc__.splitlines())) <= 140
 

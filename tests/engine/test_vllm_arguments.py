@@ -123,12 +123,18 @@ def test_a_secret_is_not_shown() -> None:
 
 @pytest.mark.parametrize(("name", "ours"), ALIASES.items())
 def test_other_names(name: str, ours: str) -> None:
-    assert translated({name: 1 << 20}) == {ours: 1 << 20} == translated({name: 1 << 20, ours: None})
-    assert translated({name: None}) == {} and translated({name: None, ours: 1 << 21}) == {ours: 1 << 21}
-    with pytest.raises(InvalidArgument, match=f"^{name} is 1048576: is vLLM's name of {ours}; give one of them$"):
-        translated({name: 1 << 20, ours: 1 << 20})
+    value, other = ("ray", "inline") if ours == "executor" else (1 << 20, 1 << 21)
+    assert translated({name: value}) == {ours: value} == translated({name: value, ours: None})
+    assert translated({name: None}) == {} and translated({name: None, ours: other}) == {ours: other}
+    with pytest.raises(InvalidArgument, match=f"^{name} is {value!r}: is vLLM's name of {ours}; give one of them$"):
+        translated({name: value, ours: value})
     with pytest.raises(InvalidArgument, match=f"^{name} is 'x': must be "):
         translated({name: "x"})
+
+
+def test_executors_by_vllm_s_names() -> None:
+    for theirs, ours in (("mp", "process"), ("uni", "inline"), ("ray", "ray")):
+        assert translated({"distributed_executor_backend": theirs}) == {"executor": ours}
 
 
 def test_none_is_the_default() -> None:

@@ -50,8 +50,17 @@ KINDS = {
     "gpt2": {"dtype": "float32", "load_format": "dummy"},
     "int8": {"dtype": "bfloat16", "quantization": "int8", "load_format": "dummy"},
     "process": {"dtype": "bfloat16", "load_format": "dummy", "executor": "process"},
+    "ranks": {"dtype": "float32", "load_format": "dummy", "executor": "process", "tensor_parallel_size": 2},
 }
-TINY_KINDS = {"reference": TINY, "tiny": TINY, "gemma3": GEMMA3, "gpt2": GPT2, "int8": TINY, "process": TINY}
+TINY_KINDS = {
+    "reference": TINY,
+    "tiny": TINY,
+    "gemma3": GEMMA3,
+    "gpt2": GPT2,
+    "int8": TINY,
+    "process": TINY,
+    "ranks": TINY,
+}
 
 
 @lru_cache(maxsize=len(KINDS))
@@ -79,9 +88,10 @@ def vocabulary() -> Vocabulary:
     return vocabulary_of(Tokenizer.from_path(path))
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("gemma3", "gpt2", "int8", "process")]
-"""Other families (windows and norms behind blocks; learned positions), int8 weights, and steps in a process of their
-own. tests/models has shorter runs of all families, tests/engine of int8 and of processes."""
+OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("gemma3", "gpt2", "int8", "process", "ranks")]
+"""Other families (windows and norms behind blocks; learned positions), int8 weights, steps in a process of their
+own, and in two that share the model. tests/models has shorter runs of all families, tests/engine of int8 and of
+processes, tests/parallel of ranks."""
 
 
 @pytest.fixture(scope="session", params=["bfloat16", "float32", "reference", *OTHERS])

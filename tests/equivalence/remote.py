@@ -6,7 +6,17 @@ import dataclasses
 
 from pagedec.config import EngineConfig
 from pagedec.models.registry import build_model, open_model_weights
-from pagedec.runtime.loading import LoadedModel, build_worker, choose_backend, load_model
+from pagedec.runtime.follower import Follower
+from pagedec.runtime.loading import (
+    LoadedModel,
+    Ranks,
+    agree,
+    build_follower,
+    build_worker,
+    choose_backend,
+    join,
+    load_model,
+)
 from pagedec.runtime.worker import Worker
 
 LOAD = f"{__name__}:load_worker"
@@ -17,12 +27,25 @@ def weights_of(config: EngineConfig) -> tuple[LoadedModel, LoadedModel]:
     """A model, and its first layers as a draft model."""
     backend = choose_backend(config.parallel, config.model.dtype, config.model.quantization)
     loaded = load_model(config.model, backend)
+    return loaded, draft_of(config, loaded)
+
+
+def draft_of(config: EngineConfig, loaded: LoadedModel) -> LoadedModel:
+    """The first layers of a model, whole, whatever part of it a rank has."""
+    backend = choose_backend(config.parallel, config.model.dtype, config.model.quantization)
     arch = dataclasses.replace(loaded.arch, num_layers=DRAFT_LAYERS[loaded.arch.num_layers])
     source = open_model_weights(loaded.arch, loaded.files, backend.dtype)
     model = build_model(arch, source, backend, loaded.max_model_len)
-    return loaded, dataclasses.replace(loaded, model=model, arch=arch)
+    return dataclasses.replace(loaded, model=model, arch=arch)
 
 
-def load_worker(config: EngineConfig) -> Worker:
-    """Both as the lanes of a worker."""
-    return build_worker(config, *weights_of(config))
+def load_worker(config: EngineConfig, ranks: Ranks) -> Worker | Follower:
+    """Both as the lanes of a worker; of several ranks, the first has the draft model."""
+    if ranks.world == 1:
+        return build_worker(config, *weights_of(config))
+    config, backend = join(config, ranks)
+    loaded = load_model(config.model, backend)
+    config = agree(config, ranks, loaded)
+    if ranks.rank > 0:
+        return build_follower(config, loaded)
+    return build_worker(config, loaded, draft_of(config, loaded))

@@ -27,6 +27,7 @@ Make = Callable[..., Engine]
 PROMPTS = prompts(4, 12, 24, seed=31)
 FEW = tuple(sorted(set(PROMPTS[0])))[:12]
 MAX_TOKENS = 6
+NEAR = 2e-4  # of a log-probability
 RULES = (
     SamplingParams(temperature=0, max_tokens=MAX_TOKENS, repetition_penalty=1.4, presence_penalty=0.5, logprobs=4),
     SamplingParams(temperature=0, max_tokens=MAX_TOKENS, allowed_token_ids=FEW, no_repeat_ngram_size=3, logprobs=0),
@@ -55,13 +56,32 @@ def loop(scratch: Scratch, prompt: Sequence[int], params: SamplingParams) -> tup
     return tokens[len(prompt) :], reports
 
 
-def test_ruled_sampling_is_a_loop_over_whole_texts(engine: Make, scratch: Scratch) -> None:
-    """All of it bitwise, from a batch under preemption, with and without drafts."""
+def alone(engine: Make, prompt: Sequence[int], params: SamplingParams) -> tuple[list[int], list[TokenLogprobs]]:
+    """What one request is told by itself, with room for everything."""
+    [answer] = run(engine(), [Case("alone", prompt, params)]).finished["alone"].answers
+    assert answer.logprobs is not None
+    return answer.token_ids, list(answer.logprobs)
+
+
+def assert_near(found: Sequence[TokenLogprobs], whole: Sequence[TokenLogprobs]) -> None:
+    """The reports of ranks, whose sums are made in another order than the whole model's."""
+    for ours, theirs in zip(found, whole, strict=True):
+        assert ours.token_id == theirs.token_id
+        assert (ours.logprob, *ours.top_logprobs) == pytest.approx((theirs.logprob, *theirs.top_logprobs), abs=NEAR)
+
+
+def test_ruled_sampling_is_a_loop_over_whole_texts(engine: Make, scratch: Scratch, kind: str) -> None:
+    """All of it bitwise, from a batch under preemption, with and without drafts. Ranks: the loop's tokens, and the bits
+    of one request alone."""
     methods = ("plain", "random tree", *SPECULATIONS)
     cases, want = [], {}
     for i, (prompt, params) in enumerate(zip(PROMPTS, RULES, strict=True)):
         params = replace(params, ignore_eos=True)
-        expected = loop(scratch, prompt, params)
+        expected = whole = loop(scratch, prompt, params)
+        if kind == "ranks":
+            expected = alone(engine, prompt, params)
+            assert expected[0] == whole[0]
+            assert_near(expected[1], whole[1])
         for method in methods if i in (1, 2) else methods[: 1 + i]:
             name, own = f"{method} {i}", replace(params, speculative=SPECULATIONS.get(method))
             if method == "random tree":

@@ -12,6 +12,7 @@ import torch
 from pagedec.kernels.backend import AttentionShape
 from pagedec.kernels.library import AttentionArgs, AttentionPlan, AttnBatch, AttnShape, Context, Dtype
 from pagedec.kernels.reference_attention import cache_shapes, paged_attention, write_slots
+from tests.kernels.calls import laid_out
 
 
 @dataclass(slots=True)
@@ -143,11 +144,10 @@ def run_plan(context: Context, plan: AttentionPlan, cache: Cache, q: torch.Tenso
     """Run one layer; the output starts as NaN."""
     num_rows = np.array([q.shape[0]], np.int32)
     out = torch.full_like(q, float("nan"))
-    context.call(
-        AttentionArgs(
-            num_rows.ctypes.data, plan.handle, q.data_ptr(), cache.k.data_ptr(), cache.v.data_ptr(), out.data_ptr()
+    with laid_out(context, cache.k, cache.v) as (k, v):
+        context.call(
+            AttentionArgs(num_rows.ctypes.data, plan.handle, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr())
         )
-    )
     return out
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pagedec.core.forward import DRAW_DTYPE
 from pagedec.kernels.library import (
-    DRAW_DTYPE,
+    EMULATED_DEVICE,
     ArgmaxArgs,
     Context,
     Dtype,
@@ -53,6 +55,11 @@ def count(n: int) -> Tensor:
 def threads(context: Context, num_threads: int) -> Context:
     """The same kernels, in a new context with so many threads."""
     return context.library.context(num_threads)
+
+
+def either(context: Context, n: int, on_emulated_device: int) -> int:
+    """n; on the emulated device, where rows take milliseconds, another number."""
+    return on_emulated_device if context.library.isa == EMULATED_DEVICE else n
 
 
 def embed(
@@ -172,6 +179,22 @@ def caches(
     return normal(*k, seed=seed, dtype=dtype), normal(*v, seed=seed + 1, dtype=dtype)
 
 
+@contextmanager
+def laid_out(context: Context, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """K and V as the context's device keeps them; what becomes of them is put back. A CUDA device has both as
+    [..., block_size, head_dim]."""
+    if not context.isa.startswith("cuda"):
+        yield k, v
+        return
+    is_paired = k.dtype == torch.bfloat16
+    shape = (*k.shape[:-3], k.shape[-2], 2 * k.shape[-3]) if is_paired else (*k.shape[:-2], k.shape[-1], k.shape[-2])
+    own_k = (k.transpose(-2, -3).reshape(shape) if is_paired else k.mT).clone(memory_format=torch.contiguous_format)
+    own_v = (v.mT.reshape(shape) if is_paired else v).clone(memory_format=torch.contiguous_format)
+    yield own_k, own_v
+    k.copy_(own_k.unflatten(-1, (-1, 2)).transpose(-2, -3) if is_paired else own_k.mT)
+    v.copy_(own_v.unflatten(-2, (-1, 2)).mT if is_paired else own_v)
+
+
 def rope_kv_write(
     context: Context,
     qkv: Tensor,
@@ -186,28 +209,29 @@ def rope_kv_write(
     k_norm: Tensor | None = None,
 ) -> Tensor:
     out, rows = torch.full((len(qkv), shape.q_heads * shape.head_dim), torch.nan, dtype=qkv.dtype), count(len(qkv))
-    context.call(
-        RopeKvWriteArgs(
-            num_rows=pointer(rows),
-            qkv=pointer(qkv),
-            q_out=pointer(out),
-            k_cache=pointer(k_cache),
-            v_cache=pointer(v_cache),
-            positions=pointer(positions),
-            slots=pointer(slots),
-            cos_sin=pointer(cos_sin),
-            q_norm=pointer(q_norm),
-            k_norm=pointer(k_norm),
-            q_heads=shape.q_heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            rotary_dim=0 if cos_sin is None else cos_sin.shape[1],
-            block_size=k_cache.shape[3],
-            dtype=CODES[qkv.dtype],
-            interleaved=int(shape.interleaved),
-            norm_eps=shape.norm_eps,
+    with laid_out(context, k_cache, v_cache) as (k, v):
+        context.call(
+            RopeKvWriteArgs(
+                num_rows=pointer(rows),
+                qkv=pointer(qkv),
+                q_out=pointer(out),
+                k_cache=pointer(k),
+                v_cache=pointer(v),
+                positions=pointer(positions),
+                slots=pointer(slots),
+                cos_sin=pointer(cos_sin),
+                q_norm=pointer(q_norm),
+                k_norm=pointer(k_norm),
+                q_heads=shape.q_heads,
+                kv_heads=shape.kv_heads,
+                head_dim=shape.head_dim,
+                rotary_dim=0 if cos_sin is None else cos_sin.shape[1],
+                block_size=k_cache.shape[3],
+                dtype=CODES[qkv.dtype],
+                interleaved=int(shape.interleaved),
+                norm_eps=shape.norm_eps,
+            )
         )
-    )
     return out
 
 
@@ -217,22 +241,23 @@ def kv_copy(
     layers, _, kv_heads = k_cache.shape[:3]
     head_dim = k_cache.shape[3] * (2 if k_cache.dim() == 6 else 1)
     moves = count(len(src))
-    context.call(
-        KvCopyArgs(
-            num_moves=pointer(moves),
-            src=pointer(src),
-            dst=pointer(dst),
-            k_cache=pointer(k_cache),
-            v_cache=pointer(v_cache),
-            token_plane=pointer(token_plane),
-            layer_stride=k_cache.stride(0),
-            num_layers=layers,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            block_size=k_cache.shape[4],
-            dtype=CODES[k_cache.dtype],
+    with laid_out(context, k_cache, v_cache) as (k, v):
+        context.call(
+            KvCopyArgs(
+                num_moves=pointer(moves),
+                src=pointer(src),
+                dst=pointer(dst),
+                k_cache=pointer(k),
+                v_cache=pointer(v),
+                token_plane=pointer(token_plane),
+                layer_stride=k.stride(0),
+                num_layers=layers,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                block_size=k_cache.shape[4],
+                dtype=CODES[k_cache.dtype],
+            )
         )
-    )
 
 
 def argmax(context: Context, logits: np.ndarray) -> np.ndarray:

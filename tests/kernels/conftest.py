@@ -1,17 +1,26 @@
-"""Every instruction set of this processor, each as its own case, and the emulated matrix unit."""
+"""Every instruction set of this processor, each as its own case, the emulated matrix unit, and for kernels that CUDA
+has the emulated device."""
 
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 import pytest
 
-from pagedec.kernels.library import Context, Library, library_directories, load, loadable_isas
+from pagedec.kernels.library import EMULATED_DEVICE, Context, Library, library_directories, load, loadable_isas
+from tests.kernels import cuda_library
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "library" in metafunc.fixturenames:
-        isas = loadable_isas() or ("none",)
+        isas: tuple[Any, ...] = loadable_isas() or ("none",)
+        module, name = metafunc.module.__name__.rpartition(".")[2], metafunc.function.__name__
+        is_there = module in cuda_library.MODULES and name not in cuda_library.TOO_LONG
+        is_there = is_there or name in cuda_library.TESTS
+        if is_there and cuda_library.path() is not None:
+            marks = (pytest.mark.long,) if name in cuda_library.LONG else ()
+            isas = (*isas, pytest.param(EMULATED_DEVICE, marks=marks))
         metafunc.parametrize("library", isas, indirect=True, scope="session")
 
 

@@ -7,13 +7,20 @@ import pytest
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import Context
+from pagedec.kernels.library import EMULATED_DEVICE, Context, load
+from tests.kernels import cuda_library
 from tests.kernels.attention_cases import Branch, Cache, random_tree, reference, run
 
 HEAD_DIMS = [16, 64, 80, 96, 112, 128, 160, 192, 256]
 # bf16: queries, keys and outputs are rounded to 2^-9; two roundings of an output near 4, and p's own.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}
 DTYPES = [torch.bfloat16, torch.float32]
+
+
+@pytest.fixture(scope="session")
+def contexts(contexts: list[Context]) -> list[Context]:
+    """And the emulated CUDA device."""
+    return contexts if cuda_library.path() is None else [*contexts, load(EMULATED_DEVICE).context()]
 
 
 def check(

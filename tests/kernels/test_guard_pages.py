@@ -45,7 +45,7 @@ class GuardedContext:
     end."""
 
     def __init__(self, context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.context, self.num_guarded = context, 0
+        self.context, self.isa, self.num_guarded = context, context.isa, 0
         self._tensors: dict[int, Tensor] = {}
         monkeypatch.setattr(calls, "pointer", self._pointer)
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from pagedec.core.forward import BEST_GROUP_DTYPE, BEST_ROW_DTYPE
+from pagedec.core.forward import BEST_GROUP_DTYPE, BEST_ROW_DTYPE, DRAW_DTYPE
 from pagedec.kernels import records, records_readout
-from pagedec.kernels.library import ABI_VERSION, CHAIN_DTYPE, DRAW_DTYPE
+from pagedec.kernels.library import ABI_VERSION, CHAIN_DTYPE
 from pagedec.kernels.reference_best import CANDIDATE_DTYPE
 from tests.kernels.test_library import compiler
 

@@ -1,4 +1,4 @@
-"""Forty clients of one process, each doing what clients do: `python -m tests.serve.chaos_client ADDRESS SEED SECONDS`.
+"""Clients of one process, each doing what clients do: `python -m tests.serve.chaos_client ADDRESS SEED SECONDS COUNT`.
 
 Prints how often each was done, as JSON; what is answered must be what the server answers in peace.
 """
@@ -16,11 +16,11 @@ import grpc
 import grpc.aio
 
 from pagedec.v1 import generation_service_pb2 as pb
-from pagedec.v1 import generation_service_pb2_grpc
+from pagedec.v1 import generation_service_pb2_grpc, session_service_pb2_grpc
 from pagedec.v1 import parameters_pb2 as pp
 from pagedec.v1 import prompt_pb2 as pr
+from pagedec.v1 import session_service_pb2 as sp
 
-NUM_CLIENTS = 40
 PROMPTS = [
     [5 + (i * 7 + j * 11) % 120 for j in range(length)] for i, length in enumerate((3, 15, 16, 17, 40, 63, 65, 90))
 ]
@@ -58,13 +58,14 @@ class Clients:
         self.rng, self.counts, self.address = random.Random(seed), Counter[str](), address
         self.expected: dict[int, list[list[int]]] = {}
 
-    async def run(self, seconds: float) -> None:
+    async def run(self, seconds: float, count: int) -> None:
         async with grpc.aio.insecure_channel(self.address) as channel:
             self.stub = generation_service_pb2_grpc.GenerationServiceStub(channel)
+            self.sessions = session_service_pb2_grpc.SessionServiceStub(channel)
             for i in range(16):
                 self.expected[i] = await self.patient(i)
             end = time.monotonic() + seconds
-            await asyncio.gather(*(self.client(end) for _ in range(NUM_CLIENTS)))
+            await asyncio.gather(*(self.client(end) for _ in range(count)))
 
     async def patient(self, i: int) -> list[list[int]]:
         while True:
@@ -76,7 +77,10 @@ class Clients:
                 await asyncio.sleep(0.1)
 
     async def client(self, end: float) -> None:
-        actions = (self.ask, self.stream, self.cancel, self.hurry, self.crawl, self.flood, self.mistake)
+        actions = (
+            self.ask, self.stream, self.cancel, self.hurry, self.crawl, self.flood, self.mistake,
+            self.hold, self.forget, self.interrupt, self.snatch,
+        )  # fmt: skip
         while time.monotonic() < end:
             action = self.rng.choice(actions)
             try:
@@ -127,6 +131,76 @@ class Clients:
         wrong.parameters.logits_rules.allowed_token_ids.append(10**6)
         await self.refused(wrong)  # type: ignore[arg-type]
 
+    # ---- sessions. Leases are of a second or two
+    async def opened(self, i: int) -> str:
+        ids = pr.TokenIds(ids=PROMPTS[i % len(PROMPTS)])
+        asked = sp.OpenSessionRequest(prompt=pr.Prompt(token_ids=ids), seed=i)
+        asked.ttl.FromMilliseconds(self.rng.choice((1000, 2000)))
+        return (await self.sessions.OpenSession(asked, timeout=120)).session_id
+
+    async def went_on(self, session: str, branch: str, max_tokens: int) -> list[int]:
+        own = pp.Parameters(sampling=pp.Sampling(temperature=0.0))
+        own.stopping.max_tokens, own.stopping.ignore_eos = max_tokens, True
+        asked = sp.GenerateOnBranchRequest(session_id=session, branch=branch, parameters=own)
+        tokens: list[int] = []
+        async for message in self.sessions.GenerateOnBranch(asked, timeout=120):
+            tokens += [token for delta in message.deltas for token in delta.token_ids]
+        return tokens
+
+    async def hold(self, i: int) -> None:
+        """What is generated twice behind the same tokens is the same, also behind a fork and a rollback."""
+        session = await self.opened(i)
+        try:
+            first = await self.went_on(session, "0", 12)
+            extra = pr.TokenIds(ids=PROMPTS[(i + 1) % len(PROMPTS)])
+            await self.sessions.Append(sp.AppendRequest(session_id=session, branch="0", token_ids=extra), timeout=120)
+            back = sp.RollbackRequest(session_id=session, branch="0", num_tokens=len(extra.ids) + 6)
+            await self.sessions.Rollback(back, timeout=120)
+            made = await self.sessions.Fork(sp.ForkRequest(session_id=session, branch="0", count=3), timeout=120)
+            names = ["0", *(branch.name for branch in made.branches)]
+            answers = await asyncio.gather(*(self.went_on(session, name, 6) for name in names))
+            assert answers == [first[6:]] * 4, f"a session goes on from request {i} otherwise"
+        except grpc.aio.AioRpcError as error:  # a lease may end where the machine is slow
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise
+            return
+        finally:
+            await self.closed(session)
+
+    async def closed(self, session: str) -> None:
+        try:
+            await self.sessions.CloseSession(sp.CloseSessionRequest(session_id=session), timeout=120)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise
+
+    async def forget(self, i: int) -> None:
+        """Branches that nobody closes."""
+        session = await self.opened(i)
+        await self.sessions.Fork(sp.ForkRequest(session_id=session, branch="0", count=20), timeout=120)
+
+    async def interrupt(self, i: int) -> None:
+        """A call that is cancelled leaves its branch as it was."""
+        session = await self.opened(i)
+        task = asyncio.ensure_future(self.went_on(session, "0", 100))
+        await asyncio.sleep(self.rng.random() * 0.2)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        if self.rng.random() < 0.5:
+            await self.closed(session)
+
+    async def snatch(self, i: int) -> None:
+        """A session that is closed while calls run on it."""
+        session = await self.opened(i)
+        task = asyncio.ensure_future(self.went_on(session, "0", 100))
+        await asyncio.sleep(self.rng.random() * 0.2)
+        await self.closed(session)
+        try:
+            await task
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.NOT_FOUND, *OVERLOADED):
+                raise
+
     async def refused(self, wrong: pb.GenerateRequest) -> None:
         try:
             await self.stub.Generate(wrong, timeout=120)
@@ -137,9 +211,9 @@ class Clients:
         raise AssertionError("it was answered")
 
 
-def main(address: str, seed: str, seconds: str) -> None:
+def main(address: str, seed: str, seconds: str, count: str) -> None:
     clients = Clients(address, int(seed))
-    asyncio.run(clients.run(float(seconds)))
+    asyncio.run(clients.run(float(seconds), int(count)))
     print(json.dumps(clients.counts))
 
 

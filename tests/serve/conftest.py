@@ -58,8 +58,9 @@ def serve(server_loop: Loop, tiny_path: Path) -> Iterator[Callable[..., Serving]
 
     yield make
     for serving in made:
-        serving.whole()
-        serving.close()
+        if not serving.is_closed:
+            serving.whole()
+            serving.close()
 
 
 @pytest.fixture(scope="session")

@@ -57,7 +57,7 @@ class Serving:
     def __init__(
         self, loop: Loop, load: Callable[[], AsyncLLM], metadata: Sequence[tuple[str, str]] = (), **options: Any
     ) -> None:
-        self.loop = loop
+        self.loop, self.is_closed = loop, False
         self.server = loop.run(_made(ServerConfig(**{"port": 0, **options}), load))
         self.starting = loop.begin(self.server.start())
         loop.run(_opened(self.server, self.starting))
@@ -82,6 +82,7 @@ class Serving:
         assert not self.server.gateway.running and not self.server.gateway.admission.num_inside
 
     def close(self) -> None:
+        self.is_closed = True
         self.channel.close()
         self.loop.run(self.server.stop(0.0))
 

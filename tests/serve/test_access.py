@@ -206,3 +206,18 @@ def test_a_client_s_salt_is_nobody_else_s() -> None:
     assert len(salts) == 8
     shared = [Client(name=name, tokens=("given",), cache_salt="team").salted("x") for name in ("alice", "bob")]
     assert shared[0] == shared[1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "tokens = ['SECRET-0123456789', 12345678901234567]", "tokens = ['SECRET-0123456789', ['SECRET-0123456789']]",
+        "tokens = {SECRET-0123456789 = 1}", "tokens = ['SECRET-0123456789']\nmax_requests = 'SECRET-0123456789'",
+        "token = 'SECRET-0123456789'", "tokens = 'SECRET-0123456789",
+    ],
+)  # fmt: skip
+def test_no_error_about_the_file_shows_a_token(tmp_path: Path, line: str) -> None:
+    (tmp_path / "keys").write_text(f"[ann]\n{line}\n", encoding="utf-8")
+    with pytest.raises(InvalidArgument) as caught:
+        read_clients(tmp_path / "keys")
+    assert "SECRET" not in str(caught.value)

@@ -99,7 +99,21 @@ def test_a_drain_lets_end_what_runs_and_may_be_taken_back(administered: Administ
     impatient = ab.DrainRequest()
     impatient.timeout.FromMilliseconds(50)
     assert admin.Drain(impatient).num_aborted == 1
-    assert [answer.finish.reason for answer in list(call)[-1].finished] == [3]
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE and reason(caught.value) == "DRAINING"
+
+
+def test_a_server_whose_workers_are_lost_can_be_drained(
+    administered: Administered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving, admin = administered
+    monkeypatch.setattr(type(serving.llm.engine.executor), "problem", "rank 1 is gone")
+    deadline = time.monotonic() + 10
+    while admin.GetStats(ab.GetStatsRequest()).state != ab.SERVER_STATE_LOST:
+        assert time.monotonic() < deadline
+    assert admin.Drain(ab.DrainRequest()).num_aborted == 0
+    assert admin.GetStats(ab.GetStatsRequest()).state == ab.SERVER_STATE_DRAINING
 
 
 def test_stats_tell_what_the_engine_has_done(administered: Administered) -> None:

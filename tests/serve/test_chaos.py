@@ -22,7 +22,9 @@ from pagedec.v1 import admin_service_pb2 as pb
 from pagedec.v1 import admin_service_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
-NUM_PROCESSES = 5
+ACTIONS = (
+    "ask", "stream", "cancel", "hurry", "crawl", "flood", "mistake", "hold", "forget", "interrupt", "snatch",
+)  # fmt: skip
 FLAGS = (
     "--port", "0", "--admin-port", "0", "--skip-tokenizer-init", "--dtype", "float32", "--num-blocks", "96",
     "--max-model-len", "256", "--max-requests", "120", "--send-timeout", "20", "--log-level", "info",
@@ -47,8 +49,8 @@ def served(model: Path, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], st
         process.wait()
 
 
-def clients(address: str, seed: int, seconds: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.serve.chaos_client", address, str(seed), str(seconds)]
+def clients(address: str, seed: int, seconds: float, count: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.serve.chaos_client", address, str(seed), str(seconds), str(count)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -73,21 +75,21 @@ def settled(address: str) -> pb.GetStatsResponse:
         stub = admin_service_pb2_grpc.AdminServiceStub(channel)
         for _ in range(600):
             stats: pb.GetStatsResponse = stub.GetStats(pb.GetStatsRequest(), timeout=10)
-            if not (stats.num_running or stats.num_waiting):
+            if not (stats.num_running or stats.num_waiting or stats.num_sessions):
                 return stats
             time.sleep(0.05)
-    raise AssertionError("requests run that nobody waits for")
+    raise AssertionError(f"requests run, or sessions live, that nobody waits for: {stats}")
 
 
-def chaos(model: Path, log: Path, rounds: int, seconds: float) -> Counter[str]:
-    """Rounds of clients, in each of which some processes are killed in the middle."""
+def chaos(model: Path, log: Path, rounds: int, seconds: float, processes: int, count: int) -> Counter[str]:
+    """Rounds of clients, `count` in each process; in each round some processes are killed in the middle."""
     rng, counts = random.Random(1), Counter[str]()
     with served(model, log) as (server, address, admin):
         sizes, files = [], []
         for turn in range(rounds):
-            running = [clients(address, 100 * turn + i, seconds) for i in range(NUM_PROCESSES)]
+            running = [clients(address, 100 * turn + i, seconds, count) for i in range(processes)]
             time.sleep(seconds * (0.5 + 0.4 * rng.random()))
-            victims = rng.sample(running, 2)
+            victims = rng.sample(running, processes // 2)
             for victim in victims:
                 victim.kill()
             for process in running:
@@ -96,10 +98,11 @@ def chaos(model: Path, log: Path, rounds: int, seconds: float) -> Counter[str]:
                 else:
                     counts += ended(process)
             stats = settled(admin)
-            assert stats.num_blocks_used == 0, "blocks are held that nobody has"
+            assert stats.num_blocks_used == stats.num_blocks_leaked == 0, "blocks are held that nobody has"
+            assert stats.num_parked_branches == 0, "branches are held that no session has"
             sizes.append(memory(server.pid))
             files.append(num_files(server.pid))
-        counts += ended(clients(address, 7, 1.0))
+        counts += ended(clients(address, 7, 1.0, count))
         if rounds > 3:
             assert sizes[-1] < 1.1 * sizes[1], f"memory grows: {sizes}"
             assert files[-1] <= files[1] + 8, f"files are left open: {files}"
@@ -110,11 +113,11 @@ def chaos(model: Path, log: Path, rounds: int, seconds: float) -> Counter[str]:
 
 
 def test_clients_that_vanish(tiny_path: Path, tmp_path: Path) -> None:
-    counts = chaos(tiny_path, tmp_path / "log", 1, 4.0)
-    assert counts["ask"] > 5 and counts["stream"] > 5
+    counts = chaos(tiny_path, tmp_path / "log", 1, 3.0, 2, 24)
+    assert all(counts[name] for name in ("ask", "stream", "hold", "forget", "interrupt", "snatch"))
 
 
 @pytest.mark.long
 def test_some_minutes_of_chaos(tiny_path: Path, tmp_path: Path) -> None:
-    counts = chaos(tiny_path, tmp_path / "log", 6, 30.0)
-    assert all(counts[name] > 20 for name in ("ask", "stream", "cancel", "hurry", "crawl", "flood", "mistake"))
+    counts = chaos(tiny_path, tmp_path / "log", 6, 30.0, 5, 40)
+    assert all(counts[name] > 20 for name in ACTIONS)

@@ -62,7 +62,7 @@ DRAWN = {"do_sample": True, "temperature": 1.5, "top_p": 0.5, "top_k": 9, "min_p
 HERE = {"output_kind", "stream_interval", "spaces_between_special_tokens", "allowed_tokens_fn"}
 """Fields that do not travel: what a stream's outputs hold is seen to here; the last ones mean nothing, or cannot."""
 TRIE = TokenTrie([[1, 2], [3]])
-LIMITS = Limits(ServerConfig(), {"temperature": 0.5, "max_tokens": 3, "top_k": 5}, 4096, {"items": TRIE})
+LIMITS = Limits(ServerConfig(), {"temperature": 0.5, "max_tokens": 3, "top_k": 5}, 4096, 131, {"items": TRIE})
 
 
 def there_and_back(params: RequestParams) -> RequestParams:
@@ -108,7 +108,9 @@ def test_what_cannot_travel_is_said() -> None:
         as_parameters(SamplingParams(token_trie=TRIE))
     with pytest.raises(InvalidArgument, match="^allowed_tokens_fn is a function: must be None"):
         as_parameters(SamplingParams(allowed_tokens_fn=lambda tokens: None))
-    with pytest.raises(InvalidArgument, match="^sampling_params is .*: must be one of SamplingParams"):
+    with pytest.raises(
+        InvalidArgument, match="^sampling_params is .*: must be a SamplingParams, a BeamSearchParams, or CustomParams"
+    ):
         as_parameters(RequestParams())
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pagedec.cli.console import USER_ERROR
 from pagedec.cli.main import COMMANDS, parser
 from pagedec.serve.server_config import ServerConfig
 from tests.serve.serving import Serving
@@ -103,8 +104,11 @@ def test_compose() -> None:
     assert target == [f"pagedec:{flags['metrics_port']}"]
     for service in services.values():
         for volume in service.get("volumes", ()):
-            source = DEPLOY / volume.split(":")[0]
-            assert source.exists() or source.name == "secrets", volume
+            source = volume.split(":")[0]
+            if source.startswith("."):
+                assert (DEPLOY / source).exists() or source == "./secrets", volume
+            else:
+                assert source in read("compose.yaml")["volumes"]
     networks = set(read("compose.yaml")["networks"])
     assert all(set(service["networks"]) <= networks for service in services.values())
     assert read("grafana/datasources.yaml")["datasources"][0]["url"] == "http://prometheus:9090"
@@ -116,8 +120,10 @@ def test_dockerfile() -> None:
     lines = [line.split(None, 1) for line in text.splitlines() if line and not line.startswith(("#", " "))]
     found = dict(lines)
     assert found["STOPSIGNAL"] == "SIGTERM" and found["USER"] not in ("0", "root")
-    assert json.loads(found["ENTRYPOINT"]) == ["pagedec", "serve"]
-    flags = given(json.loads(found["CMD"]))
+    begun, own = json.loads(found["ENTRYPOINT"]), json.loads(found["CMD"])
+    assert begun[:2] == ["pagedec", "serve"]
+    assert "probe_port" in given(begun[2:]), "whatever is given in place of CMD"
+    flags = given([*begun[2:], *own])
     program, command, address = json.loads(found["HEALTHCHECK"].partition("CMD ")[2])
     assert (program, command) == ("pagedec", "health") and command in COMMANDS
     assert address == f"127.0.0.1:{flags['probe_port']}"
@@ -136,8 +142,19 @@ def test_systemd_unit() -> None:
     assert float(service["TimeoutStopSec"]) > float(flags["drain_grace"]) + float(flags["drain_timeout"])
     assert service["KillSignal"] == "SIGTERM" and service["DynamicUser"] == "yes"
     assert service["ProtectSystem"] == "strict" and "LimitMEMLOCK" in service
+    assert f"PAGEDEC_CACHE=%C/{service['CacheDirectory']}" in service["Environment"]
+    assert service["Restart"] == "on-failure" and service["RestartPreventExitStatus"] == str(USER_ERROR)
+
+
+def test_what_images_are_not_built_from() -> None:
+    """Nothing that this machine has made, and no secrets."""
+    ignored = (DEPLOY.parent / ".dockerignore").read_text("utf-8").split("\n")
+    assert {".git", ".venv", "build", "pagedec/lib", "deploy/secrets"} <= set(ignored)
+    text = (DEPLOY / "Dockerfile").read_text("utf-8")
+    cache = read("compose.yaml")["services"]["pagedec"]["volumes"][1].partition(":")[2]
+    assert f"PAGEDEC_CACHE={cache}" in text and f"install -d -o 10001 {cache}" in text
 
 
 @pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.y*ml")), ids=lambda path: path.name)
 def test_files_are_read(path: Path) -> None:
-    assert yaml.safe_load(path.read_text("utf-8"))
+    assert all(yaml.safe_load_all(path.read_text("utf-8")))

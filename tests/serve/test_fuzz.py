@@ -11,6 +11,7 @@ import pytest
 from google.protobuf import message_factory, symbol_database
 from google.protobuf.message import Message
 
+from pagedec.serve.interrupted import fingerprint_of
 from pagedec.serve.server import SERVICES
 from pagedec.v1 import generation_service_pb2 as pb
 from tests.serve.fuzzing import fill, mutated
@@ -35,8 +36,8 @@ METHODS = [
 ]
 
 
-def random_message(kind: Any, rng: random.Random) -> bytes:
-    """Of a method's type, with something in it that can work, more often than not."""
+def random_message(kind: Any, rng: random.Random, server: pb.Fingerprint) -> bytes:
+    """Of a method's type, with something in it that can work, more often than not. `server`: its fingerprint."""
     made: Message = message_factory.GetMessageClass(kind)()
     fill(made, rng, rng.choice((0.1, 0.3, 0.6)))
     for name in ("prompt", "parameters"):
@@ -45,6 +46,9 @@ def random_message(kind: Any, rng: random.Random) -> bytes:
             getattr(made, name).MergeFrom(own)
     if "model" in made.DESCRIPTOR.fields_by_name and rng.random() < 0.9:
         made.ClearField("model")
+    if isinstance(made, pb.GenerateStreamRequest) and made.HasField("resume") and rng.random() < 0.8:
+        made.resume.fingerprint.CopyFrom(server)
+        del made.resume.answers[rng.randrange(3) :]
     data = made.SerializeToString()
     return mutated(data, rng) if rng.random() < 0.2 else data
 
@@ -62,10 +66,11 @@ def call(serving: Serving, method: tuple[str, Any, bool, bool], messages: list[b
 def fuzz(serving: Serving, count: int, seed: int) -> dict[str, int]:
     """`count` calls; how they ended."""
     rng, ends = random.Random(seed), dict[str, int]()
+    server = fingerprint_of(serving.llm)
     want = serving.generation.Generate(pb.GenerateRequest(prompt=prompt([5, 9, 33]), parameters=greedy(12))).answers
     for i in range(count):
         method = rng.choice(METHODS)
-        messages = [random_message(method[1], rng) for _ in range(rng.randrange(1, 4))]
+        messages = [random_message(method[1], rng, server) for _ in range(rng.randrange(1, 4))]
         try:
             call(serving, method, messages)
             end = "OK"
@@ -85,6 +90,13 @@ def fuzz(serving: Serving, count: int, seed: int) -> dict[str, int]:
 def test_random_messages(serve: Serve) -> None:
     ends = fuzz(serve(max_answers=16, max_request_tokens=128), 300, 1)
     assert ends["OK"] > 30 and ends["INVALID_ARGUMENT"] > 30, ends
+
+
+@pytest.mark.long
+def test_random_messages_where_there_is_text(text_server: Serving) -> None:
+    """With a tokenizer, a chat template and grammars."""
+    ends = fuzz(text_server, 2000, 7)
+    assert ends["OK"] > 60 and ends["INVALID_ARGUMENT"] > 60, ends
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 
 from pagedec.errors import InvalidArgument
 from pagedec.serve.load import Outcome, parse_goals, start_times, summary
+from tests.serve.certificates import Authority
 from tests.serve.serving import Serving
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +85,26 @@ def test_random_prompts_and_a_server_that_refuses(serve: Serve) -> None:
     """The tiny model's vocabulary is smaller than random prompts need."""
     done = bench("--address", f"127.0.0.1:{serve().server.port}", "--num-prompts", "8", "--input-len", "200")
     assert done.returncode == 1 and "INVALID_ARGUMENT" in done.stdout, done.stderr
+    assert re.fullmatch(r"pagedec: INVALID_ARGUMENT: prompt.*: token ids must be from 0 to 130\n", done.stderr)
+
+
+def test_a_server_with_tls_and_tokens(serve: Serve, tmp_path: Path) -> None:
+    ours, clients = Authority("ours"), Authority("clients")
+    cert, key = ours.write("server", tmp_path)
+    own, own_key = clients.write("ada", tmp_path)
+    files = {"ca": ours.pem, "clients": clients.pem, "keys": b'[ada]\ntokens = ["sixteencharacters"]\n'}
+    paths = {name: tmp_path / name for name in files}
+    for name, data in files.items():
+        paths[name].write_bytes(data)
+    (tmp_path / "token").write_text("sixteencharacters\n")
+    serving = serve(
+        tls_cert=cert, tls_key=key, tls_client_ca=str(paths["clients"]), api_keys=str(paths["keys"])
+    )  # fmt: skip
+    flags = ["--address", f"127.0.0.1:{serving.server.port}", "--num-prompts", "2", "--input-len", "9"]
+    known = ["--tls-ca", str(paths["ca"]), "--tls-cert", own, "--tls-key", own_key]
+    done = bench(*flags, *known, "--token-file", str(tmp_path / "token"))
+    assert "UNAVAILABLE" not in done.stdout and "UNAUTHENTICATED" not in done.stdout, done.stdout + done.stderr
+    assert "UNAUTHENTICATED" in bench(*flags, *known).stdout
 
 
 @pytest.mark.parametrize(
@@ -92,6 +114,8 @@ def test_random_prompts_and_a_server_that_refuses(serve: Serve) -> None:
         (["--goodput", "ttft"], "goodput is ttft: must be one of ttft, tpot, e2el"),
         (["--dataset-path", "/nowhere"], "dataset_path is /nowhere: cannot be read"),
         (["--n", "3"], "n is 3: must not be given"),
+        (["--tls-ca", "/nowhere"], "tls_ca is /nowhere: cannot be read: No such file or directory"),
+        (["--result", "/nowhere/r.json"], "result is /nowhere/r.json: cannot be written"),
     ],
 )
 def test_mistakes(flags: list[str], said: str) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -13,6 +16,10 @@ import pytest
 from pagedec.serve.logs import begin_logging
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import model_service_pb2 as mb
+from pagedec.v1 import open_inference_service_pb2 as ob
+from pagedec.v1 import open_inference_service_pb2_grpc as oip
+from pagedec.v1 import prompt_pb2 as pr
+from pagedec.v1 import session_service_pb2 as sp
 from tests.serve.serving import Serving, greedy, parameters, prompt
 
 Serve = Callable[..., Serving]
@@ -76,6 +83,89 @@ def test_no_line_holds_a_prompt(
     assert "KeyError" in trace and "RuntimeError" in trace and "in broken" in trace
 
 
+def test_no_error_of_any_service_repeats_what_was_sent(text_server: Serving, log: Callable[[str], io.StringIO]) -> None:
+    """Sessions, Triton's service and models, each in all ways in which a text may be wrong."""
+    written, serving = log("text"), text_server
+    infer = oip.GRPCInferenceServiceStub(serving.channel)
+    own = serving.sessions.OpenSession(sp.OpenSessionRequest(prompt=prompt(MARKER)))
+    branch = {"session_id": own.session_id, "branch": "0"}
+    chat = pr.ChatMessage(role=MARKER, content=MARKER)
+    wrong: list[tuple[Callable[[Any], Any], Any]] = [
+        (serving.sessions.OpenSession, sp.OpenSessionRequest(prompt=prompt(MARKER * 9000))),
+        (serving.sessions.OpenSession, sp.OpenSessionRequest(prompt=pr.Prompt(chat=pr.Chat(messages=[chat] * 600)))),
+        (serving.sessions.OpenSession, sp.OpenSessionRequest(model=MARKER)),
+        (serving.sessions.Append, sp.AppendRequest(**branch, text=MARKER * 9000)),
+        (serving.sessions.Append, sp.AppendRequest(**branch, message=chat)),
+        (serving.sessions.Append, sp.AppendRequest(session_id=MARKER, branch=MARKER, text=MARKER)),
+        (serving.sessions.Append, sp.AppendRequest(session_id=own.session_id, branch=MARKER, text=MARKER)),
+        (
+            serving.sessions.Score,
+            sp.ScoreRequest(**branch, continuations=[sp.Continuation(text=MARKER), sp.Continuation(text=MARKER * 999)]),
+        ),
+        (
+            serving.sessions.Rollback,
+            sp.RollbackRequest(**branch, mark=sp.Mark(num_tokens=2, digest=MARKER.encode())),
+        ),
+        (serving.sessions.ListSessions, sp.ListSessionsRequest(page_token=MARKER)),
+        (serving.models.GetModel, mb.GetModelRequest(name=MARKER)),
+        (serving.models.Tokenize, mb.TokenizeRequest(prompt=prompt(MARKER * 9000))),
+        (
+            serving.models.ApplyChatTemplate,
+            mb.ApplyChatTemplateRequest(chat=pr.Chat(messages=[pr.ChatMessage(role="", content=MARKER)])),
+        ),
+        (infer.ModelInfer, _inference(serving, MARKER * 9000, "{}")),
+        (infer.ModelInfer, _inference(serving, MARKER, MARKER)),
+        (infer.ModelInfer, _inference(serving, MARKER, json.dumps({"temperature": MARKER}))),
+        (infer.ModelInfer, _inference(serving, MARKER, json.dumps({"stop": [MARKER, 5]}))),
+        (infer.ModelInfer, ob.ModelInferRequest(model_name=MARKER)),
+    ]
+    for call, asked in wrong:
+        with pytest.raises(grpc.RpcError) as caught:
+            call(asked)
+        assert caught.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND), asked
+        assert MARKER not in f"{caught.value.details()} {caught.value.trailing_metadata()}"
+    asked = sp.GenerateOnBranchRequest(**branch, parameters=greedy(2))
+    asked.parameters.custom.name = MARKER
+    with pytest.raises(grpc.RpcError) as caught:
+        list(serving.sessions.GenerateOnBranch(asked))
+    assert MARKER not in f"{caught.value.details()} {caught.value.trailing_metadata()}"
+    for response in infer.ModelStreamInfer(iter([_inference(serving, MARKER * 9000, "{}")])):
+        assert response.error_message and MARKER not in str(response)
+    serving.sessions.CloseSession(sp.CloseSessionRequest(session_id=own.session_id))
+    assert written.getvalue() and MARKER not in written.getvalue()
+
+
+def test_tasks_that_nobody_waits_for_tell_no_text(capfd: pytest.CaptureFixture[str]) -> None:
+    """What asyncio would say of them has the error's words in it."""
+    script = f"""
+import asyncio, gc
+from pagedec.errors import InvalidArgument
+from pagedec.serve.logs import begin_logging, quiet_tasks
+
+async def main():
+    async def fails():
+        raise InvalidArgument("prompt", "{MARKER}", "{MARKER}")
+    quiet_tasks(asyncio.get_running_loop())
+    task = asyncio.create_task(fails())
+    await asyncio.sleep(0.01)
+    del task
+    gc.collect()
+
+begin_logging("info", "text")
+asyncio.run(main())
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    told = capfd.readouterr().err
+    assert "Task exception was never retrieved" in told and "InvalidArgument" in told and MARKER not in told
+
+
+def _inference(serving: Serving, text: str, table: str) -> ob.ModelInferRequest:
+    made = ob.ModelInferRequest(model_name=serving.server.gateway.model)
+    for name, own in (("text_input", text), ("sampling_parameters", table)):
+        made.inputs.add(name=name, datatype="BYTES", shape=[1]).contents.bytes_contents.append(own.encode())
+    return made
+
+
 def test_lines_of_text(serve: Serve, log: Callable[[str], io.StringIO]) -> None:
     written, serving = log("text"), serve()
     serving.generation.Generate(
@@ -85,3 +175,29 @@ def test_lines_of_text(serve: Serve, log: Callable[[str], io.StringIO]) -> None:
     when, level, method, code, *fields = line.split()
     assert when.endswith("Z") and (level, code) == ("info", "OK") and method.endswith("/Generate")
     assert "code=OK" in fields and any(field.startswith("request_ids=") for field in fields)
+
+
+def test_a_name_makes_no_lines_of_its_own(
+    serve: Serve, log: Callable[[str], io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in the line of a call, nor in that of our own mistake."""
+    written, serving = log("text"), serve()
+
+    def broken(*given: object) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(serving.server.gateway.admission, "seat", broken)
+    named = pb.GenerateRequest(prompt=prompt([5, 9]), parameters=greedy(2), client_request_id="one\nerror: all is lost")
+    with pytest.raises(grpc.RpcError):
+        serving.generation.Generate(named)
+    assert "all is lost" in written.getvalue()
+    assert not any(line.startswith("error: all") for line in written.getvalue().splitlines())
+
+
+def test_a_long_stream_has_a_short_line(serve: Serve, log: Callable[[str], io.StringIO]) -> None:
+    written, serving = log("json"), serve()
+    one = pb.GenerateRequest(prompt=prompt([5, 9]), parameters=greedy(1))
+    items = [pb.GenerateBatchRequest(item_id=str(i), request=one) for i in range(150)]
+    assert len(list(serving.generation.GenerateBatch(iter(items)))) == 150
+    [line] = [json.loads(line) for line in written.getvalue().splitlines() if "GenerateBatch" in line]
+    assert len(line["request_ids"]) == 100

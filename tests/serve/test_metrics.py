@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import threading
+import time
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import tests.algorithms.reconsider  # noqa: F401
 from pagedec import AsyncLLM
 from pagedec.errors import InvalidArgument
 from pagedec.v1 import generation_service_pb2 as pb
@@ -64,6 +68,16 @@ def test_all_are_zero_from_the_start(serve: Serve) -> None:
     assert of(values, "calls_total", method=STREAM, code="OK") == 0
 
 
+def test_the_page_names_all_of_them(serve: Serve) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")
+    rows = [line for line in page.split("`pagedec_...`")[1].split("\n\n")[0].splitlines() if line.startswith("| `")]
+    told = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    samples = {name.removeprefix("pagedec_") for name, _ in scraped(serve(metrics_port=0))}
+    live = {re.sub("_(bucket|sum|count|created)$", "", name) for name in samples}
+    live = {name for name in live if f"{name}_total" not in live}
+    assert told == live
+
+
 def test_they_are_there_while_the_model_is_loaded(server_loop: Loop) -> None:
     hold = threading.Event()
 
@@ -103,6 +117,48 @@ def test_known_traffic(serve: Serve) -> None:
     assert of(values, "num_requests_running") == of(values, "kv_cache_usage_perc") == 0
     assert of(values, "kv_blocks", state="cached") + of(values, "kv_blocks", state="free") == 64
     assert of(values, "engine_steps_total") == serving.llm.engine.stats.num_steps > 0
+
+
+def test_times_are_those_of_the_requests(serve: Serve) -> None:
+    serving = serve(metrics_port=0, engine={"max_num_seqs": 1, "max_model_len": 1024, "num_blocks": 128})
+    own = greedy(900)
+    own.stopping.ignore_eos = True
+    own.stopping.time_limit.FromMilliseconds(300)
+    stream = pb.GenerateStreamRequest(prompt=prompt(LONG), parameters=own)
+    serving.llm.loop.pause().result(10)
+    calls = [serving.generation.GenerateStream(stream) for _ in range(2)]
+    deadline = time.monotonic() + 10
+    while of(scraped(serving), "num_requests_waiting") < 2:
+        assert time.monotonic() < deadline
+    serving.llm.loop.pause(False).result(10)
+    lasts = [list(call)[-1] for call in calls]
+    values = scraped(serving)
+    assert of(values, "requests_finished_total", finished_reason="time_limit") == sum(
+        answer.finish.reason == 4 for last in lasts for answer in last.finished
+    ) >= 1  # fmt: skip
+    whole, first = of(values, "e2e_request_latency_seconds_sum"), of(values, "time_to_first_token_seconds_sum")
+    assert whole >= sum(last.usage.latency.ToSeconds() for last in lasts) and 0 < first < whole
+    assert 0 < of(values, "inter_token_latency_seconds_sum") <= whole - first
+    assert 0 < of(values, "request_queue_time_seconds_sum") < whole
+    assert of(values, "engine_step_rows_total") == serving.llm.engine.stats.num_rows > 2 * len(LONG)
+
+
+def test_what_is_taken_back_and_given_up(serve: Serve) -> None:
+    """Tokens by a decoder, cached blocks for others, and a step that the device did not carry out."""
+    serving = serve(metrics_port=0, engine={"num_blocks": 12, "max_model_len": 128})
+    own = pp.Parameters(custom=pp.CustomDecoder(name="reconsider"), stopping=pp.Stopping(max_tokens=40), seed=1)
+    own.custom.parameters.update({"threshold": -0.1, "piece": 3})
+    for i in range(4):
+        request = pb.GenerateRequest(prompt=prompt([i + 4] * 80), parameters=own)
+        serving.generation.Generate(request)
+    values, engine = scraped(serving), serving.llm.engine
+    assert of(values, "rollback_tokens_total", by="decoder") == engine.stats.ended.num_taken_back > 0
+    assert of(values, "evicted_blocks_total") == engine.scheduler.pools["target"].num_evictions > 0
+    engine.stats.num_failed_steps = 3
+    assert of(scraped(serving), "engine_failed_steps_total") == 3
+    engine.executor.num_restarts, engine.executor.restart_seconds = 2, 3.5
+    values = scraped(serving)
+    assert (of(values, "worker_restarts_total"), of(values, "worker_restart_seconds_total")) == (2, 3.5)
 
 
 def test_forks_copies_and_sharing(serve: Serve) -> None:

@@ -6,12 +6,14 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -26,11 +28,11 @@ ASKED = health_pb2.HealthCheckRequest(service="pagedec.v1.GenerationService")
 
 
 class Process:
-    """A server in a process of its own."""
+    """A server in a process of its own. `program`: what runs instead of `pagedec`."""
 
-    def __init__(self, path: Path, *flags: str) -> None:
+    def __init__(self, path: Path, *flags: str, program: Sequence[str] = ("-m", "pagedec")) -> None:
         command = [
-            sys.executable, "-m", "pagedec", "serve", "--model", str(path), "--skip-tokenizer-init", "--port", "0",
+            sys.executable, *program, "serve", "--model", str(path), "--skip-tokenizer-init", "--port", "0",
             "--num-blocks", "1024", "--max-model-len", "16384", "--dtype", "float32", *flags,
         ]  # fmt: skip
         self.popen = subprocess.Popen(command, cwd=SOURCES, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -74,8 +76,8 @@ class Process:
 def started(tiny_path: Path) -> Iterator[Callable[..., Process]]:
     made: list[Process] = []
 
-    def start(*flags: str) -> Process:
-        made.append(Process(tiny_path, *flags))
+    def start(*flags: str, **given: Any) -> Process:
+        made.append(Process(tiny_path, *flags, **given))
         return made[-1]
 
     yield start
@@ -111,7 +113,11 @@ def test_a_drain(started: Callable[..., Process]) -> None:
             process.generation.Generate(once)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE and reason(caught.value) == "DRAINING"
     assert [answer.finish.reason for message in short for answer in message.finished] == [2], "what runs may end"
-    assert [answer.finish.reason for message in call for answer in message.finished] == [3], "the rest is aborted"
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE and reason(caught.value) == "DRAINING", (
+        "others go on with it"
+    )
     watch.cancel()
     assert process.wait() == 0
     assert "pagedec: 1 request was aborted\n" in process.lines
@@ -140,9 +146,71 @@ def test_a_second_signal_ends_it_at_once(started: Callable[..., Process]) -> Non
     assert process.wait() == 1 and time.monotonic() - began < 3
 
 
-def test_a_port_that_is_taken_is_one_line(started: Callable[..., Process], tiny_path: Path) -> None:
-    process = started().ready()
-    command = [sys.executable, "-m", "pagedec", "serve", "--model", str(tiny_path), "--port", str(process.port)]
+SLOW = """
+import sys, time
+from pagedec.cli.main import main
+from pagedec.llm import async_llm
+class Slow(async_llm.AsyncLLM):
+    def __init__(self, *given, **named):
+        time.sleep(60)
+async_llm.AsyncLLM = Slow
+sys.exit(main(sys.argv[1:]))
+"""
+"""A model that takes long to load."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_model_is_loaded_ends_it_at_once(started: Callable[..., Process], number: int) -> None:
+    process = started(program=("-c", SLOW))
+    with pytest.raises(grpc.RpcError) as caught:
+        process.generation.Generate(pb.GenerateRequest(prompt=prompt([5]), parameters=greedy(2)))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE and reason(caught.value) == "LOADING"
+    assert process.health.Check(health_pb2.HealthCheckRequest()).status == 1 and process.health.Check(ASKED).status == 2
+    began = time.monotonic()
+    process.signal(number)
+    assert process.wait() == 0 and time.monotonic() - began < 3
+    assert not any("Traceback" in line for line in process.lines)
+
+
+def test_a_signal_before_it_listens_is_heard(started: Callable[..., Process], tiny_path: Path) -> None:
+    """As soon as the command runs, while libraries are still being imported: a container's first process gets no other
+    one."""
+    told = SLOW.replace("import sys, time", "import os, signal, sys, time\nfrom pagedec.cli import serve").replace(
+        "sys.exit", "begin = serve._serve\n"
+        "def early(*given):\n    os.kill(os.getpid(), signal.SIGTERM)\n    return begin(*given)\n"
+        "serve._serve = early\nsys.exit", 1
+    )  # fmt: skip
+    command = [sys.executable, "-c", told, "serve", "--model", str(tiny_path), "--port", "0"]
     done = subprocess.run(command, cwd=SOURCES, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+BROKEN = """
+import sys
+from pagedec.cli.main import main
+from pagedec.core.scheduler import Scheduler
+def fail(*given, **named):
+    raise SystemExit("gone for good")
+Scheduler.plan = fail
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_an_engine_that_has_failed_for_good_ends_it_with_1(started: Callable[..., Process]) -> None:
+    process = started("--probe-port", "0", program=("-c", BROKEN)).ready()
+    with pytest.raises(grpc.RpcError) as caught:
+        process.generation.Generate(pb.GenerateRequest(prompt=prompt([5]), parameters=greedy(2)), timeout=30)
+    assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
+    assert process.wait() == 1
+    assert "pagedec: error: the engine has failed; its log says why\n" in process.lines
+
+
+def test_a_port_that_is_taken_is_one_line(tiny_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "pagedec", "serve", "--model", str(tiny_path), "--port", str(port)]
+        done = subprocess.run(command, cwd=SOURCES, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(f"pagedec: error: port is {process.port}: cannot be listened on")
+    assert done.stderr.splitlines()[-1].startswith(f"pagedec: error: port is {port}: cannot be listened on")

@@ -170,6 +170,40 @@ def test_quotas_are_each_client_s_own(serve: Serve, tmp_path: Path) -> None:
     assert len(serving.server.leases) == 0 and not serving.server.leases._branches
 
 
+def test_without_quotas_a_client_may_have_half_of_what_there_is(serve: Serve, tmp_path: Path) -> None:
+    keys = "[eve]\ntokens = ['0123456789abcdef-eve']\n[ann]\ntokens = ['0123456789abcdef-ann']\n"
+    (tmp_path / "keys.toml").write_text(keys, encoding="utf-8")
+    engine = {"max_parked_branches": 9, "max_parked_tokens": 4 * len(PROMPT)}
+    serving = serve(engine, api_keys=str(tmp_path / "keys.toml"))
+    eve = (("authorization", "Bearer 0123456789abcdef-eve"),)
+    ann = (("authorization", "Bearer 0123456789abcdef-ann"),)
+    first, second = Held(serving, metadata=eve), Held(serving, metadata=eve)
+    full = ("RESOURCE_EXHAUSTED", "SESSION_LIMIT")
+    assert refused(lambda: Held(serving, metadata=eve)) == full, "of tokens"
+    first.call("Fork", pb.ForkRequest, count=2)
+    with pytest.raises(grpc.RpcError) as caught:
+        second.call("Fork", pb.ForkRequest, count=1)
+    assert caught.value.details() == "max_client_branches is 4 branches, and 1 more: a client's sessions may have 4"
+    other = Held(serving, metadata=ann)
+    other.call("Fork", pb.ForkRequest, count=3)
+    for held in (first, second, other):
+        held.close()
+
+
+def test_what_a_cancelled_close_has_closed_is_found(serve: Serve) -> None:
+    """The client's quota counts it no more, and the tree is drawn without it."""
+    serving = serve()
+    held = Held(serving)
+    [made] = held.call("Fork", pb.ForkRequest, count=1).branches
+    [lease] = serving.server.leases._leases.values()
+    serving.loop.run(lease.session.close_all([lease.branches[made.name]]))  # and the call is gone before it says so
+    end = time.monotonic() + 10
+    while made.name in lease.branches and time.monotonic() < end:
+        time.sleep(0.05)
+    assert list(lease.branches) == ["0"]
+    held.close()
+
+
 def test_a_lease_ends_though_nothing_runs(serve: Serve) -> None:
     serving = serve()
     held, kept = Held(serving, ttl={"nanos": 500_000_000}), Held(serving)

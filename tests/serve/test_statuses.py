@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -24,9 +25,10 @@ from pagedec.errors import (
 )
 from pagedec.serve.statuses import Refusal, code_of, status_of
 from pagedec.v1 import admin_service_pb2 as ab
-from pagedec.v1 import admin_service_pb2_grpc
+from pagedec.v1 import admin_service_pb2_grpc, open_inference_service_pb2_grpc
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import model_service_pb2 as mb
+from pagedec.v1 import open_inference_service_pb2 as ob
 from tests.serve.serving import Loop, Serving, details, greedy, parameters, prompt, reason
 
 Serve = Callable[..., Serving]
@@ -204,6 +206,9 @@ def test_unavailable_when_the_engine_has_failed(server_loop: Loop, tiny_path: Pa
     with grpc.insecure_channel(f"127.0.0.1:{serving.server.admin_port}") as channel:
         stats = admin_service_pb2_grpc.AdminServiceStub(channel).GetStats(ab.GetStatsRequest())
         assert stats.state == ab.SERVER_STATE_FAILED
+    triton = open_inference_service_pb2_grpc.GRPCInferenceServiceStub(serving.channel)
+    assert not triton.ServerLive(ob.ServerLiveRequest()).live
+    assert not triton.ServerReady(ob.ServerReadyRequest()).ready
     serving.loop.run(serving.server.wait())
     serving.close()
 
@@ -237,6 +242,23 @@ def test_every_error_has_a_status(error: BaseException, code: str, reason: str) 
     assert len(set(kinds)) == len(kinds), "at most one detail of each kind"
     assert len(status.SerializeToString()) < 4096
     assert SECRET not in str(status) and "/srv/secret" not in str(status)
+
+
+def test_the_page_names_every_reason() -> None:
+    """In the table of its status."""
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "serving.md").read_text("utf-8")
+    told: dict[str, set[str]] = {}
+    for row in re.findall(r"^\| `[A-Z_]+`.*$", page, re.MULTILINE):
+        statuses, reasons = (set(re.findall(r"`([A-Z_]+)`", cell)) for cell in row.split("|")[1:3])
+        for status in statuses:
+            told.setdefault(status, set()).update(reasons)
+    sources = "".join(path.read_text("utf-8") for path in (root / "pagedec" / "serve").glob("*.py"))
+    made = re.findall(r"(?:Refusal|_Status)\(\s*\"([A-Z_]+)\",\s*\"([A-Z_]+)\"", sources)
+    assert len(made) > 20
+    assert [(status, reason) for status, reason in made if reason not in told.get(status, ())] == []
+    known = {reason for _, reason in made}
+    assert {r for own in told.values() for r in own if r not in known and not r.endswith("_NOT_FOUND")} == set()
 
 
 def test_values_that_a_client_sent_are_not_repeated() -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pagedec import SamplingParams
+from pagedec.client import AsyncClient, Client, ServerError
 from pagedec.errors import InvalidArgument
+from pagedec.serve import ports
 from pagedec.serve.server_config import ServerConfig
 from tests.serve.certificates import Authority
-from tests.serve.serving import Serving
+from tests.serve.serving import Serving, client_of
 
 Serve = Callable[..., Serving]
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -87,6 +92,20 @@ def test_a_new_certificate_is_shown_without_a_restart(
     assert shown_name(serving.server.port) == now, "what is no certificate leaves the one of before in force"
 
 
+def test_new_authorities_of_clients_are_taken_without_a_restart(serve: Serve, ours: Authority, tmp_path: Path) -> None:
+    cert, key = ours.write("server", tmp_path)
+    old, new = Authority("old"), Authority("new")
+    (tmp_path / "clients.pem").write_bytes(old.pem)
+    port = serve(tls_cert=cert, tls_key=key, tls_client_ca=str(tmp_path / "clients.pem")).server.port
+    before, after = (own.issue("somebody") for own in (old, new))
+    assert checked(port, grpc.ssl_channel_credentials(ours.pem, before[1], before[0])) == SERVING
+    (tmp_path / "clients.pem").write_bytes(new.pem)
+    assert checked(port, grpc.ssl_channel_credentials(ours.pem, after[1], after[0])) == SERVING
+    with pytest.raises(grpc.RpcError) as caught:
+        checked(port, grpc.ssl_channel_credentials(ours.pem, before[1], before[0]))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [
@@ -108,3 +127,70 @@ def test_insecure_must_be_said(ours: Authority) -> None:
     assert ServerConfig(host="0.0.0.0", tls_cert="a", tls_key="b").tls_cert == "a"
     for own in ("127.0.0.1", "::1", "[::1]", "localhost", "127.9.9.9"):
         assert ServerConfig(host=own).host == own
+
+
+def test_the_client(serve: Serve, ours: Authority, tmp_path: Path) -> None:
+    """Its own arguments, for threads and for coroutines: authorities, a certificate of its own, a token."""
+    cert, key = ours.write("server", tmp_path)
+    clients = Authority("clients")
+    own, own_key = clients.write("ada", tmp_path)
+    (tmp_path / "ca.pem").write_bytes(ours.pem)
+    (tmp_path / "clients.pem").write_bytes(clients.pem)
+    (tmp_path / "keys.toml").write_text('[ada]\ntokens = ["sixteencharacters"]\n')
+    serving = serve(
+        tls_cert=cert, tls_key=key, tls_client_ca=str(tmp_path / "clients.pem"), api_keys=str(tmp_path / "keys.toml")
+    )
+    ca, few = tmp_path / "ca.pem", SamplingParams(max_tokens=2)
+    known: dict[str, Any] = {"tls_ca": ca, "tls_cert": own, "tls_key": own_key, "retries": 0}
+    with client_of(serving, **known, token="sixteencharacters") as client:
+        assert client.generate([5], few)[0].outputs and len(list(client.stream([5], few))) == 2
+        with client.session([5]) as session:
+            session.generate(max_tokens=2)
+    with client_of(serving, **known) as client, pytest.raises(ServerError, match="^UNAUTHENTICATED, TOKEN_MISSING: "):
+        client.generate([5], few)
+    for lacking in ({}, {"tls": True}, {"tls_ca": ca}, {"tls": True, "tls_cert": own, "tls_key": own_key}):
+        with client_of(serving, **lacking, retries=0) as client, pytest.raises(ServerError, match="^UNAVAILABLE: "):
+            client.generate([5], few, timeout=5)
+
+    async def run() -> None:
+        async with AsyncClient(f"127.0.0.1:{serving.server.port}", **known, token="sixteencharacters") as client:
+            assert [output.finished async for output in client.generate([5], few)][-1]
+            async with client.session([5]) as session:
+                await session.generate(max_tokens=2)
+
+    serving.loop.run(run())
+
+
+def test_what_the_client_s_files_must_be(tmp_path: Path) -> None:
+    for given, said in (
+        ({"tls_ca": tmp_path / "none.pem"}, r"^tls_ca is '.*none.pem': cannot be read: No such file or directory$"),
+        ({"tls_cert": tmp_path / "own.pem"}, "^tls_key is None: must be given with tls_cert, and only then$"),
+        ({"tls_key": tmp_path / "own.key"}, "^tls_key is '.*own.key': must be given with tls_cert, and only then$"),
+        ({"token": "x\n"}, "^token is what was given: must be text of one line"),
+    ):
+        for kind in (Client, AsyncClient):
+            with pytest.raises(InvalidArgument, match=said):
+                kind(**given)
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_who_says_nothing_is_sent_away(
+    serve: Serve, ours: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secure: bool
+) -> None:
+    """A handshake that never ends, with TLS and before HTTP/2's first words, holds nobody up and ends."""
+    monkeypatch.setattr(ports, "HANDSHAKE_MS", 400)
+    cert, key = ours.write("server", tmp_path)
+    serving = serve(**({"tls_cert": cert, "tls_key": key} if secure else {}))
+    port = serving.server.port
+    silent = [socket.create_connection(("127.0.0.1", port), 20) for _ in range(20)]
+    half = b"\x16\x03\x01\x02\x00\x01" if secure else b"PRI * HTTP/2.0\r\n"
+    for one in silent[::2]:
+        one.sendall(half)
+    assert checked(port, grpc.ssl_channel_credentials(ours.pem) if secure else None) == SERVING
+    began = time.monotonic()
+    for one in silent:
+        with contextlib.suppress(ConnectionResetError):
+            while one.recv(1000):
+                pass
+        one.close()
+    assert time.monotonic() - began < 10

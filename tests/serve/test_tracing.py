@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,14 +12,17 @@ import grpc
 import pytest
 
 from pagedec.errors import InvalidArgument
+from pagedec.serve import tracing
 from pagedec.serve.tracing import Tracer, tracer
 from pagedec.v1 import generation_service_pb2 as pb
+from pagedec.v1 import prompt_pb2, session_service_pb2
 from tests.serve.serving import Serving, greedy, parameters, prompt
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="opentelemetry-sdk is not installed")
 Serve = Callable[..., Serving]
 PROMPT = [5, 9, 33, 21] * 10
 TRACE = "0af7651916cd43dd8448eb211c80319c"
+LATENCIES = ("time_in_queue", "time_to_first_token", "e2e")
 PARENT = (("traceparent", f"00-{TRACE}-b7ad6b7169203331-01"),)
 
 
@@ -49,7 +54,7 @@ def test_a_request_is_a_span_of_its_caller_s_trace(traced: tuple[Serving, Any]) 
     assert f"{span.parent.span_id:016x}" == "b7ad6b7169203331" and span.status.is_ok is not False
     found = dict(span.attributes)
     latencies = {name: found.pop(name) for name in [*found] if name.startswith("gen_ai.latency.")}
-    assert found.pop("gen_ai.request.id").endswith("/one")
+    assert found.pop("gen_ai.request.id").endswith("/one") and found.pop("gen_ai.response.id").endswith("/one")
     assert found.pop("gen_ai.response.finish_reasons") == ("length", "length")
     cached = found.pop("gen_ai.usage.cache_read.input_tokens")
     assert cached > 0 == first.attributes["gen_ai.usage.cache_read.input_tokens"]
@@ -64,14 +69,47 @@ def test_a_request_is_a_span_of_its_caller_s_trace(traced: tuple[Serving, Any]) 
         "gen_ai.request.top_k": 0,
         "gen_ai.request.max_tokens": 8,
         "gen_ai.request.seed": str(2**64 - 1),
+        "gen_ai.request.stream": False,
         "gen_ai.request.presence_penalty": 0.0,
         "gen_ai.request.frequency_penalty": 0.0,
         "gen_ai.usage.input_tokens": 40,
         "gen_ai.usage.output_tokens": 16,
     }
-    names = ("time_in_queue", "time_to_first_token", "e2e")
-    assert sorted(latencies) == sorted(f"gen_ai.latency.{name}" for name in names)
+    assert sorted(latencies) == sorted(f"gen_ai.latency.{name}" for name in LATENCIES)
     assert 0 <= latencies["gen_ai.latency.time_in_queue"] <= latencies["gen_ai.latency.e2e"]
+
+
+def test_every_name_is_of_the_convention() -> None:
+    convention = pytest.importorskip("opentelemetry.semconv._incubating.attributes.gen_ai_attributes")
+    known = {value for value in vars(convention).values() if isinstance(value, str)}
+    named = set(re.findall(r"\bgen_ai\.[a-z0-9_.]+[a-z0-9]", inspect.getsource(tracing)))
+    own = {"gen_ai.request.id", *(f"gen_ai.latency.{name}" for name in LATENCIES)}
+    assert len(named) > 20 and named - known - {"gen_ai.latency"} == own
+
+
+def test_a_stream_s_first_chunk_and_a_conversation(text_server: Serving) -> None:
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    spans, gateway = InMemorySpanExporter(), text_server.server.gateway
+    made = Tracer(SimpleSpanProcessor(spans))
+    gateway.watchers = (made,)
+    try:
+        chat = prompt_pb2.Prompt(chat=prompt_pb2.Chat(messages=[prompt_pb2.ChatMessage(role="user", content="Hi")]))
+        list(text_server.generation.GenerateStream(pb.GenerateStreamRequest(prompt=chat, parameters=greedy(3))))
+        opened = text_server.sessions.OpenSession(session_service_pb2.OpenSessionRequest(prompt=chat))
+        going = session_service_pb2.GenerateOnBranchRequest(
+            session_id=opened.session_id, branch="0", parameters=greedy(3)
+        )
+        list(text_server.sessions.GenerateOnBranch(going))
+        text_server.sessions.CloseSession(session_service_pb2.CloseSessionRequest(session_id=opened.session_id))
+    finally:
+        gateway.watchers = ()
+        made.close()
+    for span in spans.get_finished_spans():
+        assert span.attributes["gen_ai.operation.name"] == "chat" and span.attributes["gen_ai.request.stream"] is True
+        assert 0 < span.attributes["gen_ai.response.time_to_first_chunk"] < span.attributes["gen_ai.latency.e2e"] + 1
+        assert span.attributes["gen_ai.usage.output_tokens"] == 3
 
 
 def test_a_request_without_a_trace_begins_one(traced: tuple[Serving, Any]) -> None:

@@ -15,7 +15,7 @@ from pagedec.formats.source import WeightSource
 from pagedec.formats.values import one_of, positive_int, required
 from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan, Program, Rope
 from pagedec.kernels.records import Epilogue
-from pagedec.models.architecture import Architecture
+from pagedec.models.architecture import Architecture, Part, Portion, stacked
 from pagedec.models.buffers import StepBuffers
 from pagedec.models.config_fields import merged, token_ids
 from pagedec.models.family import Family
@@ -46,6 +46,26 @@ class GPT2Architecture(Architecture):
         for name, (k, n) in sizes.items():
             shapes |= {f"{name}.weight": (k, n), f"{name}.bias": (n,)}
         return shapes
+
+    def layer_cuts(self, part: Part) -> dict[str, Portion]:
+        heads = self.num_attention_heads
+        qkv = Portion(1, stacked(3 * [part.heads], 3 * [heads], self.head_dim))
+        return {
+            "attn.c_attn.weight": qkv,
+            "attn.c_attn.bias": Portion(0, qkv.pieces),
+            "attn.c_proj.weight": Portion(0, stacked([part.heads], [heads], self.head_dim)),
+            "attn.c_proj.bias": Portion(None),
+            "mlp.c_fc.weight": Portion(1, (part.inner,)),
+            "mlp.c_fc.bias": Portion(0, (part.inner,)),
+            "mlp.c_proj.weight": Portion(0, (part.inner,)),
+            "mlp.c_proj.bias": Portion(None),
+        }
+
+    def cuts(self, part: Part) -> dict[str, Portion]:
+        cuts = {name: Portion(0, (part.vocab,)) for name in (self.embedding_name(), "lm_head.weight")}
+        for i in range(self.num_layers):
+            cuts |= {f"h.{i}.{name}": cut for name, cut in self.layer_cuts(part).items()}
+        return cuts
 
     def embedding_name(self) -> str:
         return "wte.weight"
@@ -172,29 +192,20 @@ class GPT2(RecordedModel):
 
     def record(self, p: Program, b: StepBuffers, cache: CacheTensors, plans: Sequence[Plan]) -> None:
         rows, eps, [plan] = b.num_rows, self.arch.rms_norm_eps, plans
-        p.embed(
-            rows,
-            b.token_ids,
-            self.embedding,
-            b.x,
-            b.slots,
-            cache.tokens,
-            positions=b.positions,
-            position_table=self.positions,
-        )
+        self.record_embedding(p, b, cache, self.embedding, positions=self.positions)
         for i, layer in enumerate(self.layers):
             p.layer_norm(rows, b.x, *layer.ln_1, b.normed, eps)
             p.linear(rows, b.normed, layer.qkv, b.qkv)
             p.rope_kv_write(rows, b.qkv, b.q, cache, i, b.positions, b.slots, Rope(None))
             p.attention(rows, plan, b.q, cache, i, b.attended)
-            p.linear(rows, b.attended, layer.o, b.x, Epilogue.ADD)
+            self.record_sum(p, b, b.attended, layer.o, b.x, add=True)
             p.layer_norm(rows, b.x, *layer.ln_2, b.normed, eps)
             p.linear(rows, b.normed, layer.fc, b.mlp, Epilogue.GELU)
-            p.linear(rows, b.mlp, layer.proj, b.x, Epilogue.ADD)
+            self.record_sum(p, b, b.mlp, layer.proj, b.x, add=True)
 
     def record_head(self, p: Program, b: StepBuffers) -> None:
         p.layer_norm(b.num_read, b.x, *self.norm, b.read, self.arch.rms_norm_eps, b.read_rows)
-        p.linear(b.num_read, b.read, self.lm_head, b.logits)
+        self.record_logits(p, b, self.lm_head)
 
 
 FAMILY = Family("gpt2", ("GPT2LMHeadModel",), ("gpt2",), read, GPT2, ("gpt2",), read_gguf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,9 @@ from pagedec.models.hf.probe import LayerAttention, probe_attention
 
 NAME = "transformers"
 LAYER_TYPES = ("full_attention", "sliding_attention")
+MAKING = threading.Lock()
+"""Held where transformers makes a model: it sets torch's default dtype meanwhile, which all threads share, and two that
+make one at a time would leave each other's behind."""
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 """Where configurations say how long a context may be."""
 
@@ -117,7 +121,7 @@ def build_empty(model_class: Any, hf: Any) -> Any:
     """The model without weights, to be looked at. bfloat16: some expert layers know no other dtype on the meta
     device."""
     try:
-        with torch.device("meta"):
+        with MAKING, torch.device("meta"):
             model = model_class._from_config(hf, attn_implementation=PROBE, dtype=torch.bfloat16)
     except KeyError as error:  # a table of attention classes of its own
         if PROBE not in str(error):

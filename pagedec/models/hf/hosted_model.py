@@ -23,7 +23,7 @@ from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan,
 from pagedec.models.architecture import Architecture
 from pagedec.models.buffers import StepBuffers
 from pagedec.models.hf.attention import RUN, AttentionCall, Refused, answering, register
-from pagedec.models.hf.hosted_architecture import HostedArchitecture, check_length, first_line
+from pagedec.models.hf.hosted_architecture import MAKING, HostedArchitecture, check_length, first_line
 from pagedec.models.hf.probe import check_rows
 from pagedec.models.model import Programs
 
@@ -220,7 +220,7 @@ def _model_class(arch: HostedArchitecture) -> Any:
 
 
 def _random(arch: HostedArchitecture, backend: Backend, seed: int) -> Any:
-    with torch.random.fork_rng(devices=[]):
+    with MAKING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed % (1 << 63))
         return _model_class(arch)._from_config(arch.config, attn_implementation=RUN, dtype=backend.dtype)
 
@@ -229,17 +229,18 @@ def _from_files(arch: HostedArchitecture, files: ModelFiles, backend: Backend) -
     assert files.weights is not None
     stored = open_directory(files.weights)  # what is damaged is found by our reader, which names it
     try:
-        model, info = _model_class(arch).from_pretrained(
-            files.weights,
-            config=arch.config,
-            dtype=backend.dtype,
-            attn_implementation=RUN,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
+        with MAKING:
+            model, info = _model_class(arch).from_pretrained(
+                files.weights,
+                config=arch.config,
+                dtype=backend.dtype,
+                attn_implementation=RUN,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
     except Exception as error:  # the loader raises errors of three libraries
         raise ModelFileError(files.weights, f"transformers cannot load the weights: {first_line(error)}") from error
     check_loaded(model, stored, info)

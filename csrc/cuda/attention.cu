@@ -1,0 +1,73 @@
+// Attention's entry: what a launch needs besides the plan.
+#include "cuda/attention.h"
+
+#include <cstring>
+
+namespace pagedec {
+namespace attention {
+namespace {
+
+// What several spans have of a row, put together: a warp a row and head.
+template <class E>
+PD_KERNEL(kThreads) merge_kernel(Work w) {
+  const Sections p{*(const plan::Header *)w.words, w.words};
+  const plan::Header &h = p.header;
+  const int lane = thread_index() % kWarp;
+  const int64_t merges = (int64_t)h.splits.count * h.q_heads, step = (int64_t)num_grid_blocks() * kWarps;
+  for (int64_t i = (int64_t)block_index() * kWarps + thread_index() / kWarp; i < merges; i += step) {
+    const plan::Row &row = p.of<plan::Row>(h.rows)[p.of<int32_t>(h.splits)[i / h.q_heads]];
+    const int first = row.begin / CHUNK, last = (row.end - 1) / CHUNK, head = (int)(i % h.q_heads), dim = h.head_dim;
+    const auto record = [&](int chunk) {
+      return w.partials + ((int64_t)(row.split + chunk - first) * h.q_heads + head) * (dim + 2);
+    };
+    for (int d = lane; d < dim; d += kWarp) {
+      const float *from = record(row.merge_chunk);
+      float x = from[d], m = from[dim], l = from[dim + 1];
+      for (int chunk = row.merge_chunk + 1; chunk <= last; chunk++) {
+        from = record(chunk);
+        if (from[dim] == -INFINITY) continue;
+        const Fold fold(m, from[dim]);
+        x = fold.of(x, from[d]), l = fold.of(l, from[dim + 1]), m = fold.top;
+      }
+      ((E *)w.out)[((int64_t)row.row_id * h.q_heads + head) * dim + d] = from_float<E>(x * weight_of(l));
+    }
+  }
+}
+
+int64_t totals_bytes(const pd_context &c, int head_dim) {
+  const int64_t columns = head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
+  const int64_t pieces = columns / (8 * kWarps) + 1;  // and one of m and l
+  return (int64_t)num_blocks(c, Grid(kThreads, kBlocksAtATime)) * kRowTiles * pieces * 4 * kThreads *
+         (int64_t)sizeof(float);
+}
+
+}  // namespace
+}  // namespace attention
+
+int enqueue_attention(pd_context &c, const pd_attention_args &a) {
+  using namespace attention;
+  constexpr float LOG2E = 1.44269504f;
+  const plan::Header &h = a.plan->header();
+  if (!h.num_rows) return 0;
+  const int64_t partial_bytes = (int64_t)h.num_split_partials * h.q_heads * (h.head_dim + 2) * (int64_t)sizeof(float);
+  if (c.partials.reserve(partial_bytes) || c.totals.reserve(totals_bytes(c, h.head_dim))) return -1;
+  float scale, soft_cap;
+  memcpy(&scale, &h.scale_bits, 4), memcpy(&soft_cap, &h.soft_cap_bits, 4);
+  Work w{(const int32_t *)((pd_device_plan *)a.plan)->resident.get(),
+         a.q,
+         a.k_cache,
+         a.v_cache,
+         a.out,
+         (float *)c.partials.get(),
+         (float *)c.totals.get(),
+         scale * LOG2E,
+         0.0f,
+         0.0f};
+  if (soft_cap > 0) w.scale = 1.0f, w.soft_cap = soft_cap * LOG2E, w.inner_scale = scale / soft_cap;
+  const bool is_bf16 = h.dtype == PD_BF16;
+  if ((is_bf16 ? enqueue_bf16 : enqueue_fp32)(c, w, h.head_dim)) return -1;
+  if (!h.splits.count) return 0;
+  return launch(c, "pd_attention", is_bf16 ? merge_kernel<bf16> : merge_kernel<float>, kThreads, w);
+}
+
+}  // namespace pagedec

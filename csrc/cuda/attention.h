@@ -1,0 +1,367 @@
+// Attention over a plan's words (plan/plan.h) on a device: a block of threads is a worker, which walks its spans.
+//
+// Work     A unit (64 positions) at a time: the four warps have the logits of 16 positions each for all packed rows,
+//          agree on each row's maximum, put the probabilities into shared memory, and have each a quarter of the head's
+//          columns of the result. What brings K and V and multiplies them is T: attention_bf16.cu, attention_fp32.cu.
+// Rows     lie in tiles of 16 as the tensor cores take them. A thread has of a row tile rows g and g + 8 (g = lane /
+//          4): their maxima and sums, and of their results columns 8 (4 j + warp) + 2 (lane % 4) and the next, j = 0,
+//          1, ...
+// Order    Inside a chunk of 512 positions units follow each other; a row's sum is that of lanes by a tree, then of
+//          warps from the first on. Chunks are folded from left to right: those of a span here, in memory where the
+//          thread that has an element put it; those of several spans by merge_kernel. Nothing depends on other rows.
+#pragma once
+#include "cuda/context.h"
+#include "plan/plan.h"
+
+namespace pagedec::attention {
+
+constexpr int kWarps = 4, kThreads = kWarps * kWarp;
+constexpr int kTileRows = 16, kRowTiles = ROWS_MAX / kTileRows;
+constexpr int kWarpTokens = TILE / kWarps;
+static_assert(ROWS_MAX % kTileRows == 0 && kWarpTokens == 16);
+
+struct Work {
+  const int32_t *words;
+  const void *q, *k_cache, *v_cache;
+  void *out;
+  float *partials;                     // [num_split_partials][q_heads][head_dim + 2]: o, m, l
+  float *totals;                       // what threads have folded, by block
+  float scale, soft_cap, inner_scale;  // as in cpu/attention.h: in units of log 2
+};
+
+// A plan's words, section by section.
+struct Sections {
+  const plan::Header &header;
+  const int32_t *words;
+  template <class R>
+  PD_DEVICE const R *of(const plan::Section &s) const {
+    return (const R *)(words + s.offset);
+  }
+};
+
+// Where the tokens of a unit lie, and which of them any row sees.
+struct Place {
+  const plan::Unit &unit;
+  const int32_t *paths;
+  int32_t block_size, first, last;  // lanes first .. last - 1 are seen
+  PD_DEVICE bool is_seen(int lane) const { return lane >= first && lane < last; }
+  PD_DEVICE int64_t slot(int lane) const {
+    if (unit.path >= 0 && lane >= unit.path_lane) return paths[unit.path + lane - unit.path_lane];
+    return (int64_t)unit.blocks[lane / block_size] * block_size + lane % block_size;
+  }
+};
+
+// Which packed rows of a unit see which of its lanes: all see those that all do; those in between only some.
+struct Sight {
+  int row0, row1;          // packed rows
+  int first, last;         // lanes that some row sees
+  int all_first, all_last; // lanes that all do
+  PD_DEVICE bool has_row(int row) const { return row >= row0 && row < row1; }
+  PD_DEVICE bool has_tile(int tile) const { return tile * kTileRows < row1 && (tile + 1) * kTileRows > row0; }
+  PD_DEVICE bool is_ragged() const { return first < all_first || last > all_last; }
+};
+
+// Whether any thread of the block says so, to all of them.
+PD_DEVICE bool any_of_block(bool mine) {
+  SHARED_ARRAY(uint32_t, votes, kWarps);
+  const uint32_t vote = ballot(mine);
+  sync_block();
+  if (thread_index() % kWarp == 0) votes[thread_index() / kWarp] = vote;
+  sync_block();
+  uint32_t all = 0;
+  for (int w = 0; w < kWarps; w++) all |= votes[w];
+  return all != 0;
+}
+
+template <class T>
+class Walk {
+ public:
+  static constexpr int kPieces = T::kColumns / (8 * kWarps);  // tiles of 8 columns that a warp has at most
+  using E = typename T::E;
+
+  PD_DEVICE Walk(const Work &w, const SharedMemory &memory)
+      : w_(w), p_{*(const plan::Header *)w.words, w.words}, h_(p_.header), dim_(h_.head_dim),
+        warp_(thread_index() / kWarp), lane_(thread_index() % kWarp), tiles_(memory),
+        begins_(memory.part<int32_t>(T::kBytes, ROWS_MAX)),
+        ends_(memory.part<int32_t>(T::kBytes + 4 * ROWS_MAX, ROWS_MAX)),
+        tops_(memory.part<float>(T::kBytes + 8 * ROWS_MAX, kWarps * ROWS_MAX)) {}
+  static constexpr int64_t kBytes = T::kBytes + (8 + 4 * kWarps) * ROWS_MAX;
+
+  PD_DEVICE void run() {
+    const int32_t *indptr = p_.template of<int32_t>(h_.worker_indptr);
+    for (int w = block_index(); w < h_.num_workers; w += num_grid_blocks())
+      for (int i = indptr[w]; i < indptr[w + 1]; i++) run_span(p_.template of<plan::Span>(h_.spans)[i]);
+  }
+
+ private:
+  PD_DEVICE void run_span(const plan::Span &span);
+  PD_DEVICE void load_rows();
+  PD_DEVICE void begin_chunk();
+  PD_DEVICE Sight sight_of(const plan::Unit &u) const;
+  PD_DEVICE void bring(const plan::Unit &u, int stage) const;
+  PD_DEVICE void run_unit(const plan::Unit &u, int stage);
+  PD_DEVICE void find_tops(const plan::Unit &u, const Sight &sight, float (&s)[kRowTiles][2][4]) const;
+  PD_DEVICE void weigh(const Sight &sight, float (&s)[kRowTiles][2][4]);
+  PD_DEVICE void sum_up();
+  PD_DEVICE void end_chunk(int chunk, bool is_first_item, bool is_last_item);
+  PD_DEVICE void end_row(int tile, int half, int chunk, bool is_first_item, bool is_last_item);
+  PD_DEVICE float *partial(int record, int head) const {
+    return w_.partials + ((int64_t)record * h_.q_heads + head) * (dim_ + 2);
+  }
+  // Where this thread keeps what it has folded, neighbours side by side: its pieces, then m and l of both its rows.
+  PD_DEVICE float &total(int tile, int piece, int i) const {
+    const int64_t place = (((int64_t)block_index() * kRowTiles + tile) * (kPieces + 1) + piece) * 4 + i;
+    return w_.totals[place * kThreads + thread_index()];
+  }
+  PD_DEVICE float &total_m(int tile, int half) const { return total(tile, kPieces, half); }
+  PD_DEVICE float &total_l(int tile, int half) const { return total(tile, kPieces, 2 + half); }
+  PD_DEVICE int row_of(int tile, int half) const { return tile * kTileRows + half * 8 + lane_ / 4; }
+  PD_DEVICE int column_of(int piece) const { return 8 * (kWarps * piece + warp_) + 2 * (lane_ % 4); }
+
+  const Work &w_;
+  const Sections p_;
+  const plan::Header &h_;
+  const int dim_, warp_, lane_;
+  const T tiles_;
+  const SharedArray<int32_t> begins_, ends_;  // positions that packed rows see
+  const SharedArray<float> tops_;             // what warps have found of each row
+  const plan::Span *span_ = nullptr;
+  const plan::Piece *piece_ = nullptr;
+  int kv_head_ = 0, head_ = 0, heads_ = 1, num_packed_ = 0;
+  float o_[kRowTiles][kPieces][4], m_[kRowTiles][2], l_[kRowTiles][2];  // of the chunk
+};
+
+template <class T>
+PD_DEVICE void Walk<T>::load_rows() {
+  const int part = span_->head % h_.head_parts, from = h_.group * part / h_.head_parts;
+  kv_head_ = span_->head / h_.head_parts;
+  head_ = kv_head_ * h_.group + from;
+  heads_ = h_.group * (part + 1) / h_.head_parts - from;
+  num_packed_ = piece_->num_rows * heads_;
+  sync_block();  // of the span before
+  const plan::Row *rows = p_.template of<plan::Row>(h_.rows) + piece_->row0;
+  for (int r = warp_; r < ROWS_MAX; r += kWarps) {
+    const bool is_there = r < num_packed_;
+    const plan::Row &row = rows[is_there ? r / heads_ : 0];
+    if (lane_ == 0) begins_[r] = is_there ? row.begin : 0;
+    if (lane_ == 0) ends_[r] = is_there ? row.end : 0;
+    const E *q = (const E *)w_.q + ((int64_t)row.row_id * h_.q_heads + head_ + r % heads_) * dim_;
+    for (int d = lane_; d < dim_; d += kWarp) tiles_.put_query(r, d, is_there ? q[d] : from_float<E>(0.0f));
+  }
+  sync_block();
+}
+
+template <class T>
+PD_DEVICE void Walk<T>::begin_chunk() {
+  PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++) {
+    PD_UNROLL for (int half = 0; half < 2; half++) m_[tile][half] = -INFINITY, l_[tile][half] = 0.0f;
+    PD_UNROLL for (int j = 0; j < kPieces; j++)
+      PD_UNROLL for (int i = 0; i < 4; i++) o_[tile][j][i] = 0.0f;
+  }
+}
+
+template <class T>
+PD_DEVICE Sight Walk<T>::sight_of(const plan::Unit &u) const {
+  const int start = u.tile * TILE, row0 = u.row0 * heads_, row1 = u.row1 * heads_;
+  int first = TILE, last = 0, all_first = 0, all_last = TILE;
+  for (int r = row0 + lane_; r < row1; r += kWarp) {
+    const int begin = within(begins_[r] - start, 0, TILE), end = within(ends_[r] - start, 0, TILE);
+    if (begin < end) first = lower(first, begin), last = upper(last, end);
+    all_first = upper(all_first, begin), all_last = lower(all_last, end);
+  }
+  for (int mask = kWarp / 2; mask; mask /= 2) {
+    first = lower(first, shuffle_xor(first, mask)), last = upper(last, shuffle_xor(last, mask));
+    all_first = upper(all_first, shuffle_xor(all_first, mask)), all_last = lower(all_last, shuffle_xor(all_last, mask));
+  }
+  return {row0, row1, first, last, all_first, all_last};
+}
+
+template <class T>
+PD_DEVICE void Walk<T>::bring(const plan::Unit &u, int stage) const {
+  const Sight sight = sight_of(u);
+  const Place place{u, p_.template of<int32_t>(h_.paths), h_.block_size, sight.first, sight.last};
+  const int64_t head = (int64_t)kv_head_ * h_.block_size, block = (int64_t)h_.kv_heads * h_.block_size;
+  tiles_.begin(stage, place, dim_, [&](int64_t slot) {  // where a slot's head begins
+    return (slot / h_.block_size * block + head + slot % h_.block_size) * dim_;
+  }, (const E *)w_.k_cache, (const E *)w_.v_cache);
+}
+
+// Logits in units of log 2, -inf where they are not seen; each warp's largest of a row into `tops_`.
+template <class T>
+PD_DEVICE void Walk<T>::find_tops(const plan::Unit &u, const Sight &sight, float (&s)[kRowTiles][2][4]) const {
+  const int start = u.tile * TILE + warp_ * kWarpTokens + 2 * (lane_ % 4);
+  PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++) {
+    if (!sight.has_tile(tile)) continue;
+    PD_UNROLL for (int half = 0; half < 2; half++) {
+      const int row = row_of(tile, half);
+      const int begin = begins_[row], end = sight.has_row(row) ? (int)ends_[row] : 0;
+      float top = -INFINITY;
+      PD_UNROLL for (int i = 0; i < 4; i++) {
+        const int at = start + 8 * (i / 2) + i % 2;
+        float &x = s[tile][i / 2][2 * half + i % 2];
+        x = w_.soft_cap > 0.0f ? w_.soft_cap * hyperbolic_tangent(x * w_.inner_scale) : x * w_.scale;
+        if (at < begin || at >= end) x = -INFINITY;
+        top = fmaxf(top, x);
+      }
+      top = fmaxf(top, shuffle_xor(top, 1));
+      top = fmaxf(top, shuffle_xor(top, 2));
+      if (lane_ % 4 == 0) tops_[warp_ * ROWS_MAX + row] = top;
+    }
+  }
+}
+
+// Logits to probabilities, which go to shared memory; results and sums so far come down to the new maximum.
+template <class T>
+PD_DEVICE void Walk<T>::weigh(const Sight &sight, float (&s)[kRowTiles][2][4]) {
+  PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++) {
+    if (!sight.has_tile(tile)) continue;
+    PD_UNROLL for (int half = 0; half < 2; half++) {
+      const int row = row_of(tile, half);
+      const float before = m_[tile][half];
+      float top = before;
+      for (int w = 0; w < kWarps; w++) top = fmaxf(top, tops_[w * ROWS_MAX + row]);
+      const float by = top == before ? 1.0f : exp2f(before - top), shift = top == -INFINITY ? 0.0f : top;
+      m_[tile][half] = top;
+      float sum = l_[tile][half] * by;
+      PD_UNROLL for (int j = 0; j < kPieces; j++)
+        PD_UNROLL for (int i = 0; i < 2; i++) o_[tile][j][2 * half + i] = o_[tile][j][2 * half + i] * by;
+      PD_UNROLL for (int n = 0; n < 2; n++) {
+        const float p0 = exp2f(s[tile][n][2 * half] - shift), p1 = exp2f(s[tile][n][2 * half + 1] - shift);
+        sum = sum + (p0 + p1);
+        tiles_.put_probabilities(row, warp_ * kWarpTokens + 8 * n + 2 * (lane_ % 4), p0, p1);
+      }
+      l_[tile][half] = sum;
+    }
+  }
+}
+
+template <class T>
+PD_DEVICE void Walk<T>::run_unit(const plan::Unit &u, int stage) {
+  const Sight sight = sight_of(u);
+  float s[kRowTiles][2][4];
+  PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++)
+    PD_UNROLL for (int i = 0; i < 8; i++) s[tile][i / 4][i % 4] = 0.0f;
+  tiles_.add_logits(stage, sight, dim_, warp_, s);
+  find_tops(u, sight, s);
+  // What a row does not see may be anything, and 0 times infinity is NaN.
+  const bool is_poisoned = sight.is_ragged() && any_of_block(tiles_.has_poison(stage, sight, dim_));
+  sync_block();
+  weigh(sight, s);
+  sync_block();
+  const int start = u.tile * TILE;
+  tiles_.add_values(stage, sight, dim_, warp_, is_poisoned, o_, [&](int row) {
+    struct Lanes { int first, last; };
+    return Lanes{within(begins_[row] - start, 0, TILE), within(ends_[row] - start, 0, TILE)};
+  });
+}
+
+// Each row's sum, to all threads that have something of the row.
+template <class T>
+PD_DEVICE void Walk<T>::sum_up() {
+  PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++)
+    PD_UNROLL for (int half = 0; half < 2; half++) {
+      float sum = l_[tile][half];
+      sum = sum + shuffle_xor(sum, 1);
+      sum = sum + shuffle_xor(sum, 2);
+      if (lane_ % 4 == 0) tops_[warp_ * ROWS_MAX + row_of(tile, half)] = sum;
+    }
+  sync_block();
+  PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++)
+    PD_UNROLL for (int half = 0; half < 2; half++) {
+      float sum = tops_[row_of(tile, half)];
+      for (int w = 1; w < kWarps; w++) sum = sum + tops_[w * ROWS_MAX + row_of(tile, half)];
+      l_[tile][half] = sum;
+    }
+}
+
+// (o, m, l) += (bo, bm, bl): how chunks are put together, always from left to right.
+struct Fold {
+  float top, x, y;
+  PD_DEVICE Fold(float m, float bm) : top(m > bm ? m : bm), x(exp2f(m - top)), y(exp2f(bm - top)) {}
+  PD_DEVICE float of(float a, float b) const { return a * x + b * y; }
+};
+PD_DEVICE float weight_of(float l) { return l > 0.0f || l != l ? quotient(1.0f, l) : 0.0f; }
+
+template <class T>
+PD_DEVICE void Walk<T>::end_row(int tile, int half, int chunk, bool is_first_item, bool is_last_item) {
+  const int packed = row_of(tile, half);
+  if (packed >= num_packed_) return;
+  const plan::Row &row = p_.template of<plan::Row>(h_.rows)[piece_->row0 + packed / heads_];
+  const int first = row.begin / CHUNK, last = (row.end - 1) / CHUNK, head = head_ + packed % heads_;
+  if (chunk < first || chunk > last) return;
+  const bool is_first_span = span_->item0 == piece_->item0, is_fresh = !is_first_span || chunk == first;
+  float m = m_[tile][half], l = l_[tile][half];
+  if (!is_fresh && m == -INFINITY) {  // nothing of this chunk: what was before is all
+    m = total_m(tile, half), l = total_l(tile, half);
+    PD_UNROLL for (int j = 0; j < kPieces; j++)
+      PD_UNROLL for (int i = 0; i < 2; i++) o_[tile][j][2 * half + i] = total(tile, j, 2 * half + i);
+  } else if (!is_fresh) {
+    const Fold fold(total_m(tile, half), m);
+    m = fold.top, l = fold.of(total_l(tile, half), l);
+    PD_UNROLL for (int j = 0; j < kPieces; j++)
+      PD_UNROLL for (int i = 0; i < 2; i++) {
+        float &x = o_[tile][j][2 * half + i];
+        x = fold.of(total(tile, j, 2 * half + i), x);
+      }
+  }
+  total_m(tile, half) = m, total_l(tile, half) = l;
+  const bool is_over = is_first_span && chunk == last;
+  float *record = is_over || row.split < 0 || (is_first_span && !is_last_item)
+                      ? nullptr
+                      : partial(row.split + chunk - first, head);
+  E *out = (E *)w_.out + ((int64_t)row.row_id * h_.q_heads + head) * dim_;
+  const float by = weight_of(l);
+  PD_UNROLL for (int j = 0; j < kPieces; j++) {
+    const int column = column_of(j);
+    if (column >= dim_) continue;
+    PD_UNROLL for (int i = 0; i < 2; i++) {
+      const float x = o_[tile][j][2 * half + i];
+      if (is_over) out[column + i] = from_float<E>(x * by);
+      else if (record) record[column + i] = x;
+      else total(tile, j, 2 * half + i) = x;
+    }
+  }
+  if (record && warp_ == 0 && lane_ % 4 == 0) record[dim_] = m, record[dim_ + 1] = l;
+}
+
+template <class T>
+PD_DEVICE void Walk<T>::end_chunk(int chunk, bool is_first_item, bool is_last_item) {
+  sum_up();
+  PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++)
+    PD_UNROLL for (int half = 0; half < 2; half++) end_row(tile, half, chunk, is_first_item, is_last_item);
+}
+
+template <class T>
+PD_DEVICE void Walk<T>::run_span(const plan::Span &span) {
+  span_ = &span, piece_ = p_.template of<plan::Piece>(h_.pieces) + span.piece;
+  load_rows();
+  const plan::Item *items = p_.template of<plan::Item>(h_.items) + span.item0;
+  const plan::Unit *units = p_.template of<plan::Unit>(h_.units) + items[0].unit0;
+  const plan::Item &end = items[span.num_items - 1];
+  const int num_units = end.unit0 + end.num_units - items[0].unit0;
+  for (int i = 0; i < T::kStages - 1; i++) {
+    if (i < num_units) bring(units[i], i);
+    T::end_bringing();
+  }
+  for (int i = 0, item = 0; i < num_units; i++) {
+    if (i == items[item].unit0 - items[0].unit0) begin_chunk();
+    const int next = i + T::kStages - 1;
+    if (T::kStages > 1) T::await();
+    sync_block();  // what has been brought is seen, and nobody looks any more where the next will be
+    if (next < num_units) bring(units[next], next % T::kStages);
+    T::end_bringing();
+    if (T::kStages == 1) {
+      T::await();
+      sync_block();
+    }
+    run_unit(units[i], i % T::kStages);
+    if (i + 1 < items[item].unit0 + items[item].num_units - items[0].unit0) continue;
+    end_chunk(items[item].chunk, item == 0, item + 1 == span.num_items);
+    item++;
+  }
+}
+
+int enqueue_bf16(pd_context &, const Work &, int head_dim);
+int enqueue_fp32(pd_context &, const Work &, int head_dim);
+
+}  // namespace pagedec::attention

@@ -1,0 +1,113 @@
+#include "cuda/context.h"
+
+#include <new>
+
+namespace pagedec {
+namespace {
+
+constexpr int MAX_THREADS = 4096;
+
+#if defined(__CUDACC__)
+// The device and a stream of its own; NULL with an error.
+bool begin(pd_context &c, int32_t device) {
+  int count = 0;
+  cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess) return fail("pd_context_new: %s", cudaGetErrorString(error)), false;
+  if (device < 0 || device >= count)
+    return fail("pd_context_new: device is %d; it must be 0 to %d", device, count - 1), false;
+  c.device = device;
+  cudaStream_t stream = nullptr;
+  if ((error = cudaSetDevice(device)) == cudaSuccess)
+    error = cudaDeviceGetAttribute(&c.num_multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  int shared_bytes = 0;
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  c.max_shared_bytes = shared_bytes;
+  if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  if (error != cudaSuccess) return fail("pd_context_new: %s", cudaGetErrorString(error)), false;
+  c.stream = stream;
+  return true;
+}
+void end(pd_context &c) { cudaStreamDestroy((cudaStream_t)c.stream); }
+#else
+constexpr int EMULATED_MULTIPROCESSORS = 3;  // blocks of a grid: fewer than rows of a test, and no power of two
+bool begin(pd_context &c, int32_t device) {
+  if (device != 0) return fail("pd_context_new: device is %d; it must be 0", device), false;
+  c.num_multiprocessors = EMULATED_MULTIPROCESSORS, c.max_shared_bytes = emulate::MAX_SHARED_BYTES;
+  return true;
+}
+void end(pd_context &) {}
+#endif
+
+}  // namespace
+
+#if defined(__CUDACC__)
+DeviceMemory::~DeviceMemory() { cudaFree(data_); }
+int DeviceMemory::reserve(int64_t bytes) {
+  if (bytes <= size_) return 0;
+  cudaFree(data_);  // waits for what uses it
+  data_ = nullptr, size_ = 0;
+  const cudaError_t error = cudaMalloc(&data_, bytes);
+  if (error != cudaSuccess)
+    return fail("%lld bytes of a device's memory: %s", (long long)bytes, cudaGetErrorString(error));
+  size_ = bytes;
+  return 0;
+}
+int upload(pd_context &c, void *to, const void *from, int64_t bytes) {
+  return launched("upload", cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, (cudaStream_t)c.stream));
+}
+int await(pd_context &c) { return launched("await", cudaStreamSynchronize((cudaStream_t)c.stream)); }
+#else
+int await(pd_context &) { return 0; }
+DeviceMemory::~DeviceMemory() { ::operator delete(data_); }
+int DeviceMemory::reserve(int64_t bytes) {
+  if (bytes <= size_) return 0;
+  ::operator delete(data_);
+  size_ = 0;
+  data_ = ::operator new(bytes, std::nothrow);
+  if (!data_) return fail("%lld bytes of a device's memory: there is no room", (long long)bytes);
+  size_ = bytes;
+  memset(data_, 0xff, bytes);  // NaN
+  return 0;
+}
+int upload(pd_context &, void *to, const void *from, int64_t bytes) {
+  memcpy(to, from, bytes);
+  return 0;
+}
+#endif
+}  // namespace pagedec
+
+using namespace pagedec;
+
+extern "C" {
+// num_threads: multiprocessors that are used at most; 0: all.
+pd_context *pd_context_new(int32_t device, int32_t num_threads) {
+  if (num_threads < 0 || num_threads > MAX_THREADS)
+    return fail("pd_context_new: num_threads is %d; it must be 0 to %d", num_threads, MAX_THREADS), nullptr;
+  pd_context *context = new (std::nothrow) pd_context;
+  if (!context) return fail("pd_context_new: out of memory"), nullptr;
+  if (!begin(*context, device)) {
+    delete context;
+    return nullptr;
+  }
+#if !defined(__CUDACC__)
+  if (num_threads > 0) context->num_multiprocessors = num_threads;
+#else
+  if (num_threads > 0 && num_threads < context->num_multiprocessors) context->num_multiprocessors = num_threads;
+#endif
+  return context;
+}
+void pd_context_free(pd_context *context) {
+  if (!context) return;
+  end(*context);
+  delete context;
+}
+int32_t pd_num_threads(const pd_context *context) {
+  return context ? context->num_multiprocessors : fail("pd_num_threads: context is NULL");
+}
+#if !defined(__CUDACC__)
+// For tests: in which order threads run.
+PD_EXPORT void pd_emulate_seed(uint64_t seed) { emulate::set_seed(seed); }
+#endif
+void *pd_stream(const pd_context *context) { return context ? context->stream : nullptr; }
+}

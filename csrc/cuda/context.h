@@ -1,0 +1,122 @@
+// A device as kernels are launched on it: which one, its stream, and how many of its multiprocessors are used.
+#pragma once
+#include <atomic>
+
+#include "common/check.h"
+#include "cuda/device.h"
+#include "plan/plan.h"
+
+namespace pagedec {
+
+// Memory of a device, which grows to what was needed most; nothing that was there is kept.
+class DeviceMemory {
+ public:
+  DeviceMemory() = default;
+  DeviceMemory(const DeviceMemory &) = delete;
+  ~DeviceMemory();
+  int reserve(int64_t bytes);  // 0, or fail(...)
+  void *get() const { return data_; }
+
+ private:
+  void *data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+}  // namespace pagedec
+
+struct pd_context {
+  int32_t device = 0, num_multiprocessors = 1;
+  int64_t max_shared_bytes = 0;  // of a block
+  void *stream = nullptr;
+  std::atomic<bool> busy{false};
+  pagedec::PlanDraft draft;
+  pagedec::DeviceMemory partials, totals;  // of attention
+};
+
+// A plan, and its words where kernels read them.
+struct pd_device_plan : pd_plan {
+  pagedec::DeviceMemory resident;
+};
+
+namespace pagedec {
+
+// The right to put kernels into a context, for as long as this object lives: one thread has it at a time.
+class Turn {
+ public:
+  explicit Turn(pd_context &context)
+      : context_(context), taken_(!context.busy.exchange(true, std::memory_order_acquire)) {}
+  ~Turn() {
+    if (taken_) context_.busy.store(false, std::memory_order_release);
+  }
+  Turn(const Turn &) = delete;
+  explicit operator bool() const { return taken_; }
+
+ private:
+  pd_context &context_;
+  const bool taken_;
+};
+
+int await(pd_context &);  // until all is through that is in its stream
+int upload(pd_context &, void *to, const void *from, int64_t bytes);  // host to device, in the context's stream
+
+// Put one kernel of a checked record into the context's stream. 0, or fail(...).
+int check_cuda_gemm(const pd_gemm_args &);  // check_gemm, and what a device lacks
+int enqueue_gemm(pd_context &, const pd_gemm_args &);
+int enqueue_embed(pd_context &, const pd_embed_args &);
+int enqueue_rms_norm(pd_context &, const pd_rms_norm_args &);
+int enqueue_layer_norm(pd_context &, const pd_layer_norm_args &);
+int enqueue_rope_kv_write(pd_context &, const pd_rope_kv_write_args &);
+int enqueue_kv_copy(pd_context &, const pd_kv_copy_args &);
+int enqueue_attention(pd_context &, const pd_attention_args &);
+int enqueue_soft_cap(pd_context &, const pd_soft_cap_args &);
+int enqueue_argmax(pd_context &, const pd_argmax_args &);
+int enqueue_process_logits(pd_context &, const pd_process_logits_args &);
+int enqueue_topk_lse(pd_context &, const pd_topk_lse_args &);
+int enqueue_sample(pd_context &, const pd_sample_args &);
+int enqueue_best(pd_context &, const pd_best_args &);
+int enqueue_verify(pd_context &, const pd_verify_args &);
+int enqueue_add_parts(pd_context &, const pd_add_parts_args &);
+int enqueue_join_parts(pd_context &, const pd_join_parts_args &);
+
+// Blocks of a grid that goes through all rows, however many the device finds: enough to fill it, whatever the step.
+constexpr int kBlocksAMultiprocessor = 8;
+// Of attention, whose blocks hold much of the shared memory: a plan has as many workers.
+constexpr int kBlocksAtATime = 2;
+
+// The threads of a block, the blocks that a multiprocessor is to have at a time, and the bytes of shared memory that
+// each has besides what the kernel declares.
+struct Grid {
+  Grid(int threads, int blocks = kBlocksAMultiprocessor, int64_t shared_bytes = 0)
+      : threads(threads), blocks(blocks), shared_bytes(shared_bytes) {}
+  int threads, blocks;
+  int64_t shared_bytes;
+};
+
+#if defined(__CUDACC__)
+inline int launched(const char *name, cudaError_t error) {
+  return error == cudaSuccess ? 0 : fail("%s: %s", name, cudaGetErrorString(error));
+}
+// One kernel, put into the context's stream.
+template <class... P, class... A>
+int launch(pd_context &c, const char *name, void (*kernel)(P...), Grid grid, A... arguments) {
+  constexpr int64_t kDeclared = 48 << 10;  // what a kernel may have without being allowed more
+  if (grid.shared_bytes > kDeclared &&
+      launched(name, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          (int)grid.shared_bytes)))
+    return -1;
+  kernel<<<c.num_multiprocessors * grid.blocks, grid.threads, grid.shared_bytes, (cudaStream_t)c.stream>>>(
+      arguments...);
+  return launched(name, cudaGetLastError());
+}
+inline int num_blocks(const pd_context &c, const Grid &grid) { return c.num_multiprocessors * grid.blocks; }
+#else
+inline int num_blocks(const pd_context &c, const Grid &) { return c.num_multiprocessors; }
+template <class... P, class... A>
+int launch(pd_context &c, const char *name, void (*kernel)(P...), Grid grid, A... arguments) {
+  const std::string problem =
+      emulate::run(num_blocks(c, grid), grid.threads, grid.shared_bytes, [&] { kernel(arguments...); });
+  return problem.empty() ? 0 : fail("%s: %s", name, problem.c_str());
+}
+#endif
+
+}  // namespace pagedec

@@ -1,0 +1,189 @@
+// What kernels are written with, below the level of C++: with nvcc the device's own instructions, with g++ the
+// emulator's (emulate/machine.h). Kernels use nothing else, so that one source runs on both.
+//
+// Threads of a block share memory by SHARED_ARRAY(type, name, size), and parts of what a launch gives them besides,
+// which LAUNCHED_SHARED(memory) is: memory.part<type>(offset in bytes, size). `name[i]` is a value, and name.at(i) the
+// address that instructions take. Warp functions are for all 32 lanes together.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "pagedec.h"
+
+#if defined(__CUDACC__)
+#include <cuda_runtime.h>
+#define PD_DEVICE __device__ __forceinline__
+#define PD_ROLLED _Pragma("unroll 1")  // before a loop that would take too many registers unrolled
+#define PD_KERNEL(threads) __global__ void __launch_bounds__(threads)
+#define SHARED_ARRAY(type, name, size)  \
+  __shared__ type name##_memory[size]; \
+  const pagedec::SharedArray<type> name { name##_memory }
+#define LAUNCHED_SHARED(name)                                  \
+  extern __shared__ __align__(16) char name##_memory[]; \
+  const pagedec::SharedMemory name { name##_memory }
+#define PD_UNROLL _Pragma("unroll")
+#else
+#include <atomic>
+
+#include "cuda/emulate/machine.h"
+#define PD_DEVICE inline
+#define PD_ROLLED
+#define PD_KERNEL(threads) void
+#define SHARED_ARRAY(type, name, size) \
+  static const char name##_tag = 0;    \
+  const pagedec::emulate::SharedArray<type> name(&name##_tag, size)
+#define LAUNCHED_SHARED(name) const pagedec::emulate::SharedMemory name
+#define PD_UNROLL
+#endif
+
+namespace pagedec {
+
+constexpr int kWarp = 32;
+
+#if defined(__CUDACC__)
+template <class T>
+struct SharedArray {
+  T *p;
+  PD_DEVICE T &operator[](int64_t i) const { return p[i]; }
+  PD_DEVICE T *at(int64_t i) const { return p + i; }
+};
+struct SharedMemory {
+  char *p;
+  template <class T>
+  PD_DEVICE SharedArray<T> part(int64_t offset, int64_t) const {
+    return {(T *)(p + offset)};
+  }
+};
+PD_DEVICE int thread_index() { return threadIdx.x; }
+PD_DEVICE int block_index() { return blockIdx.x; }
+PD_DEVICE int num_block_threads() { return blockDim.x; }
+PD_DEVICE int num_grid_blocks() { return gridDim.x; }
+PD_DEVICE void sync_block() { __syncthreads(); }
+PD_DEVICE void sync_warp() { __syncwarp(); }
+template <class T>
+PD_DEVICE T shuffle_xor(T x, int mask) {
+  return __shfl_xor_sync(0xffffffffu, x, mask);
+}
+template <class T>
+PD_DEVICE T shuffle(T x, int lane) {
+  return __shfl_sync(0xffffffffu, x, lane);
+}
+PD_DEVICE uint32_t ballot(bool x) { return __ballot_sync(0xffffffffu, x); }
+PD_DEVICE uint32_t float_bits(float x) { return __float_as_uint(x); }
+PD_DEVICE float bits_float(uint32_t x) { return __uint_as_float(x); }
+PD_DEVICE float square_root(float x) { return __fsqrt_rn(x); }
+PD_DEVICE float quotient(float x, float y) { return __fdiv_rn(x, y); }
+PD_DEVICE uint64_t double_bits(double x) { return (uint64_t)__double_as_longlong(x); }
+// Of shared memory; in which order threads come must not show in what is made of it. The value before.
+PD_DEVICE uint32_t atomic_add(const SharedArray<uint32_t> &a, int64_t i, uint32_t x) { return atomicAdd(a.at(i), x); }
+PD_DEVICE uint32_t atomic_or(const SharedArray<uint32_t> &a, int64_t i, uint32_t x) { return atomicOr(a.at(i), x); }
+#else
+using emulate::SharedArray, emulate::SharedMemory;
+inline int thread_index() { return emulate::place().thread; }
+inline int block_index() { return emulate::place().block; }
+inline int num_block_threads() { return emulate::place().num_threads; }
+inline int num_grid_blocks() { return emulate::place().num_blocks; }
+inline void sync_block() { emulate::sync_block(); }
+inline void sync_warp() { emulate::sync_warp(); }
+template <class T>
+inline T shuffle(T x, int lane) {
+  const T y = emulate::gather(x)[lane];
+  emulate::release();
+  return y;
+}
+template <class T>
+inline T shuffle_xor(T x, int mask) {
+  return shuffle(x, (thread_index() % kWarp) ^ mask);
+}
+inline uint32_t ballot(bool x) {
+  const bool *all = emulate::gather(x);
+  uint32_t bits = 0;
+  for (int i = 0; i < kWarp; i++) bits |= (uint32_t)all[i] << i;
+  emulate::release();
+  return bits;
+}
+inline uint32_t float_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+inline float bits_float(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+inline float square_root(float x) { return std::sqrt(x); }
+inline float quotient(float x, float y) { return x / y; }
+inline uint64_t double_bits(double x) {
+  uint64_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+inline uint32_t atomic_add(const SharedArray<uint32_t> &a, int64_t i, uint32_t x) {
+  return emulate::change_atomically(a, i, [&](uint32_t before) { return before + x; });
+}
+inline uint32_t atomic_or(const SharedArray<uint32_t> &a, int64_t i, uint32_t x) {
+  return emulate::change_atomically(a, i, [&](uint32_t before) { return before | x; });
+}
+#endif
+
+template <class T>
+PD_DEVICE T lower(T a, T b) {
+  return a < b ? a : b;
+}
+template <class T>
+PD_DEVICE T upper(T a, T b) {
+  return a > b ? a : b;
+}
+PD_DEVICE int within(int x, int low, int high) { return upper(low, lower(x, high)); }
+
+// bfloat16 as it lies in memory; rounded to nearest, ties to even, and a NaN stays one.
+struct bf16 {
+  uint16_t bits;
+};
+PD_DEVICE float to_float(float x) { return x; }
+PD_DEVICE float to_float(bf16 x) { return bits_float((uint32_t)x.bits << 16); }
+template <class E>
+PD_DEVICE E from_float(float x);
+template <>
+PD_DEVICE float from_float<float>(float x) {
+  return x;
+}
+template <>
+PD_DEVICE bf16 from_float<bf16>(float x) {
+  const uint32_t bits = float_bits(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return {(uint16_t)(bits >> 16 | 0x40)};
+  return {(uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
+// tanh below 2 ulp: small arguments by a polynomial (Cephes tanhf), the others as 1 - 2 / (e^2x + 1).
+PD_DEVICE float hyperbolic_tangent(float x) {
+  const float magnitude = x < 0.0f ? -x : x, z = x * x;
+  if (!(magnitude >= 0.625f)) {  // a NaN, too, which stays one
+    float y = -5.70498872745e-3f;
+    y = y * z + 2.06390887954e-2f;
+    y = y * z - 5.37397155531e-2f;
+    y = y * z + 1.33314422036e-1f;
+    y = y * z - 3.33332819422e-1f;
+    return y * z * x + x;
+  }
+  const float large = 1.0f - quotient(2.0f, expf(magnitude + magnitude) + 1.0f);
+  return x < 0.0f ? -large : large;
+}
+
+// The sum over a block of 32 x `warps` threads, to all of them, in one order whatever else there is: lanes by a tree,
+// then warps from the first on. All threads call it alike.
+template <int kWarps>
+PD_DEVICE float block_sum(float x) {
+  SHARED_ARRAY(float, of_warps, kWarps);
+  for (int mask = kWarp / 2; mask; mask /= 2) x = x + shuffle_xor(x, mask);
+  sync_block();  // of the call before
+  if (thread_index() % kWarp == 0) of_warps[thread_index() / kWarp] = x;
+  sync_block();
+  float sum = of_warps[0];
+  for (int w = 1; w < kWarps; w++) sum = sum + of_warps[w];
+  return sum;
+}
+
+}  // namespace pagedec

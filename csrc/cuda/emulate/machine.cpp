@@ -1,0 +1,372 @@
+#include "cuda/emulate/machine.h"
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <vector>
+
+#if !defined(__x86_64__)
+#error "the emulator switches between fibers with the registers of x86-64"
+#endif
+
+extern "C" void pd_emulate_switch(void **from, void *to);
+asm(R"(
+.text
+.type pd_emulate_switch, @function
+.globl pd_emulate_switch
+.hidden pd_emulate_switch
+pd_emulate_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size pd_emulate_switch, .-pd_emulate_switch
+)");
+
+namespace pagedec::emulate {
+namespace {
+
+constexpr size_t STACK_BYTES = 64 << 10;
+constexpr int64_t GRANULE = 2;  // bytes: the smallest value that kernels keep in shared memory
+
+enum class Waits { nothing, block, warp, over };
+
+struct Copy {
+  char *to;
+  const char *from;  // NULL: zeros
+  int group;
+};
+
+struct Fiber {
+  void *stack_pointer = nullptr;
+  Waits waits = Waits::nothing;
+  int copy_group = 0;  // that the next copy is of
+  std::vector<Copy> copies{};
+};
+
+struct Warp {
+  alignas(64) char data[WARP * 64];
+  int num_arrived = 0, num_live = 0;
+  uint32_t round = 0;  // meetings so far
+};
+
+struct Access {  // the last of its kind to a granule: by whom, and how many meetings he had had
+  int32_t thread = -1;
+  uint32_t block_round = 0, warp_round = 0;
+};
+struct Changes {  // atomic ones, which do one another no harm
+  Access last;
+  bool many_warps = false;  // have made some since the block met
+  bool many_lanes = false;  // of the last one's warp have, since they met
+};
+struct Shadow {
+  Changes changes;
+  Access write, read;
+  bool many_warps = false;  // have read it since the block met
+  bool many_lanes = false;  // of the warp of `read` have, since they met
+  bool is_coming = false;   // a copy has begun and is not over
+};
+
+struct Region {
+  const void *tag;
+  int64_t begin, bytes;
+};
+
+struct Machine {
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  std::unique_ptr<char[]> stacks;
+  size_t num_stacks = 0;
+  std::vector<char> memory;
+  std::vector<Shadow> shadows;
+  std::vector<Region> regions;
+  const std::function<void()> *body = nullptr;
+  void *home = nullptr;
+  int num_live = 0, num_arrived = 0;
+  uint32_t block_round = 0;
+  int64_t launch_bytes = 0;  // of shared memory, that a launch gives
+  Place place{};
+  std::string problem;
+  uint64_t seed = 1;
+  std::mt19937_64 draw;
+
+  Fiber &fiber() { return fibers[place.thread]; }
+  Warp &warp() { return warps[place.thread / WARP]; }
+};
+
+Machine m;        // not of each thread: to find it would cost more than most of what is done with it
+std::mutex turn;  // of those who launch
+
+void to_home() { pd_emulate_switch(&m.fiber().stack_pointer, m.home); }
+
+void wait(Waits what) {
+  m.fiber().waits = what;
+  to_home();
+}
+
+void end_block_meeting() {
+  m.num_arrived = 0;
+  m.block_round++;
+  for (Fiber &fiber : m.fibers)
+    if (fiber.waits == Waits::block) fiber.waits = Waits::nothing;
+}
+
+void end_warp_meeting(int warp) {
+  m.warps[warp].num_arrived = 0;
+  m.warps[warp].round++;
+  for (int i = warp * WARP; i < std::min((int)m.fibers.size(), (warp + 1) * WARP); i++)
+    if (m.fibers[i].waits == Waits::warp) m.fibers[i].waits = Waits::nothing;
+}
+
+void begin_fiber() {
+  (*m.body)();
+  if (!m.fiber().copies.empty()) fault("it ends with %d copies under way", (int)m.fiber().copies.size());
+  m.fiber().waits = Waits::over;
+  m.warp().num_live--;
+  if (--m.num_live && m.num_arrived == m.num_live) end_block_meeting();  // a barrier is for those that are left
+  for (;;) to_home();
+}
+
+void *prepared(char *stack) {  // what the switch finds: six registers and where to begin
+  void **top = (void **)(stack + STACK_BYTES - 64);
+  *--top = nullptr;  // a function begins 8 bytes off 16
+  *--top = (void *)begin_fiber;
+  for (int i = 0; i < 6; i++) *--top = nullptr;
+  return top;
+}
+
+void begin_block(int block, int num_threads) {
+  m.place.block = block;
+  m.num_live = num_threads, m.num_arrived = 0, m.block_round = 0;
+  m.fibers.assign(num_threads, {});
+  m.warps.resize((num_threads + WARP - 1) / WARP);
+  for (size_t w = 0; w < m.warps.size(); w++) {
+    m.warps[w].num_arrived = 0, m.warps[w].round = 0;
+    m.warps[w].num_live = std::min(WARP, num_threads - (int)w * WARP);
+  }
+  if (m.num_stacks < (size_t)num_threads) {
+    m.stacks.reset(new char[num_threads * STACK_BYTES]);
+    m.num_stacks = num_threads;
+  }
+  for (int i = 0; i < num_threads; i++) m.fibers[i].stack_pointer = prepared(m.stacks.get() + i * STACK_BYTES);
+  std::fill(m.memory.begin(), m.memory.end(), (char)0xff);
+  std::fill(m.shadows.begin(), m.shadows.end(), Shadow{});
+}
+
+std::string waiting() {
+  int at_block = 0, at_warp = 0;
+  for (const Fiber &fiber : m.fibers) at_block += fiber.waits == Waits::block, at_warp += fiber.waits == Waits::warp;
+  return "threads wait for ever: " + std::to_string(at_block) + " for their block, " + std::to_string(at_warp) +
+         " for their warp";
+}
+
+void run_block(int block, int num_threads) {
+  begin_block(block, num_threads);
+  std::vector<int> ready;
+  while (m.num_live && m.problem.empty()) {
+    ready.clear();
+    for (int i = 0; i < num_threads; i++)
+      if (m.fibers[i].waits == Waits::nothing) ready.push_back(i);
+    if (ready.empty()) {
+      m.problem = waiting();
+      return;
+    }
+    if (m.seed) std::shuffle(ready.begin(), ready.end(), m.draw);
+    for (int i : ready) {
+      if (!m.problem.empty()) return;
+      m.place.thread = i;
+      pd_emulate_switch(&m.home, m.fibers[i].stack_pointer);
+    }
+  }
+}
+
+bool is_ordered(const Access &before, int thread) {  // what that access did is known to this thread, or is its own
+  if (before.thread < 0 || before.thread == thread || before.block_round < m.block_round) return true;
+  return before.thread / WARP == thread / WARP && before.warp_round < m.warps[thread / WARP].round;
+}
+
+bool are_ordered(const Changes &all) {  // each of them before what this thread does next
+  const Access &last = all.last;
+  if (last.thread < 0 || last.block_round < m.block_round) return true;
+  const bool unmet = last.thread / WARP == m.place.thread / WARP && last.warp_round == m.warp().round;
+  return !all.many_warps && !(unmet && all.many_lanes) && is_ordered(last, m.place.thread);
+}
+
+void note(Changes &all) {  // one more, by this thread
+  const int thread = m.place.thread;
+  const Access &last = all.last;
+  const bool was = last.thread >= 0 && last.block_round == m.block_round;
+  const bool same_warp = was && last.thread / WARP == thread / WARP;
+  const bool unmet = same_warp && last.warp_round == m.warp().round;  // they have not met since
+  all.many_warps = was && (all.many_warps || !same_warp);
+  all.many_lanes = unmet && (all.many_lanes || last.thread != thread);
+  all.last = {thread, m.block_round, m.warp().round};
+}
+
+}  // namespace
+
+const Place &place() { return m.place; }
+void set_seed(uint64_t seed) { m.seed = seed; }
+
+std::string run(int num_blocks, int num_threads, int64_t shared_bytes, const std::function<void()> &body) {
+  if (num_threads < 1 || num_threads > MAX_THREADS) return "a block of " + std::to_string(num_threads) + " threads";
+  if (num_blocks < 1) return "a grid of " + std::to_string(num_blocks) + " blocks";
+  const std::lock_guard<std::mutex> mine(turn);
+  m.body = &body;
+  m.problem.clear();
+  m.memory.clear(), m.shadows.clear(), m.regions.clear();
+  m.launch_bytes = shared_bytes;
+  if (shared_bytes > MAX_SHARED_BYTES) return std::to_string(shared_bytes) + " bytes of shared memory";
+  m.place = {0, 0, num_threads, num_blocks};
+  m.draw.seed(m.seed);
+  std::vector<int> order(num_blocks);
+  for (int i = 0; i < num_blocks; i++) order[i] = i;
+  if (m.seed) std::shuffle(order.begin(), order.end(), m.draw);
+  for (int block : order) {
+    run_block(block, num_threads);
+    if (!m.problem.empty()) return "block " + std::to_string(block) + ": " + m.problem;
+  }
+  return "";
+}
+
+void fault(const char *format, ...) {
+  char text[256];
+  va_list list;
+  va_start(list, format);
+  vsnprintf(text, sizeof text, format, list);
+  va_end(list);
+  m.problem = "thread " + std::to_string(m.place.thread) + ": " + text;
+  for (;;) to_home();
+}
+
+void sync_block() {
+  if (++m.num_arrived == m.num_live)
+    end_block_meeting();
+  else
+    wait(Waits::block);
+}
+
+void sync_warp() {
+  Warp &w = m.warp();
+  if (w.num_live < WARP) fault("a warp's meeting of %d lanes", w.num_live);
+  if (++w.num_arrived == WARP)
+    end_warp_meeting(m.place.thread / WARP);
+  else
+    wait(Waits::warp);
+}
+
+const void *exchange(const void *mine, size_t size) {
+  Warp &w = m.warp();
+  memcpy(w.data + m.place.thread % WARP * size, mine, size);
+  sync_warp();
+  return w.data;
+}
+
+// To the others a change is a write: so it is made one, if only for as long as it takes to look.
+void touch_atomically(const char *where, int64_t bytes) {
+  const int64_t first = where - m.memory.data(), last = first + bytes - 1;
+  for (int64_t g = first / GRANULE; g <= last / GRANULE; g++) {
+    Changes changes;
+    std::swap(changes, m.shadows[g].changes);
+    const Access write = m.shadows[g].write;
+    touch(m.memory.data() + g * GRANULE, GRANULE, true);
+    m.shadows[g].write = write;
+    note(changes);
+    m.shadows[g].changes = changes;
+  }
+}
+
+char *shared(const void *tag, int64_t bytes) {
+  for (const Region &region : m.regions)
+    if (region.tag == tag) return m.memory.data() + region.begin;
+  if (m.memory.capacity() < (size_t)MAX_SHARED_BYTES) m.memory.reserve(MAX_SHARED_BYTES);  // addresses must last
+  const int64_t begin = (int64_t)m.memory.size(), padded = (bytes + 15) / 16 * 16;
+  if (begin + padded > MAX_SHARED_BYTES) fault("%lld bytes of shared memory", (long long)(begin + padded));
+  m.memory.resize(begin + padded, (char)0xff);
+  m.shadows.resize((begin + padded) / GRANULE);
+  m.regions.push_back({tag, begin, bytes});
+  return m.memory.data() + begin;
+}
+
+static const char launch_tag = 0;
+SharedMemory::SharedMemory() : p_(shared(&launch_tag, m.launch_bytes)), bytes_(m.launch_bytes) {}
+
+void touch(const char *where, int64_t bytes, bool is_write) {
+  const int64_t first = where - m.memory.data();
+  if (first < 0 || first + bytes > (int64_t)m.memory.size())
+    fault("%lld bytes outside shared memory", (long long)bytes);
+  const int thread = m.place.thread;
+  const Access mine{thread, m.block_round, m.warp().round};
+  for (int64_t g = first / GRANULE; g < (first + bytes + GRANULE - 1) / GRANULE; g++) {
+    Shadow &shadow = m.shadows[g];
+    const Access &read = shadow.read;
+    const bool was_read = read.thread >= 0 && read.block_round == m.block_round;
+    const bool same_warp = was_read && read.thread / WARP == thread / WARP;
+    const bool unmet = same_warp && read.warp_round == mine.warp_round;  // they have not met since
+    const bool is_read_elsewhere = was_read && (shadow.many_warps || (unmet && shadow.many_lanes));
+    if (shadow.is_coming) fault("byte %lld of shared memory is used while it is copied to", (long long)(g * GRANULE));
+    if (!is_ordered(shadow.write, thread))
+      fault("byte %lld of shared memory is used while thread %d writes it", (long long)(g * GRANULE),
+            shadow.write.thread);
+    if (is_write && (is_read_elsewhere || !is_ordered(read, thread)))
+      fault("byte %lld of shared memory is written while thread %d reads it", (long long)(g * GRANULE), read.thread);
+    if (!are_ordered(shadow.changes))
+      fault("byte %lld of shared memory is used while thread %d changes it", (long long)(g * GRANULE),
+            shadow.changes.last.thread);
+    if (is_write) {
+      shadow.write = mine;
+      continue;
+    }
+    shadow.many_warps = was_read && (shadow.many_warps || !same_warp);
+    shadow.many_lanes = unmet && (shadow.many_lanes || read.thread != thread);
+    shadow.read = mine;
+  }
+}
+
+constexpr int64_t COPY_BYTES = 16;
+
+static void set_coming(const char *where, bool is_coming) {
+  const int64_t first = (where - m.memory.data()) / GRANULE;
+  for (int64_t g = first; g < first + COPY_BYTES / GRANULE; g++) m.shadows[g].is_coming = is_coming;
+}
+
+void begin_copy(char *to, const char *from, bool is_read) {
+  if ((uintptr_t)to % COPY_BYTES || (is_read && (uintptr_t)from % COPY_BYTES)) fault("a copy that is not aligned");
+  touch(to, COPY_BYTES, true);
+  set_coming(to, true);
+  m.fiber().copies.push_back({to, is_read ? from : nullptr, m.fiber().copy_group});
+}
+
+void end_copy_group() { m.fiber().copy_group++; }
+
+void await_copies(int num_left) {
+  Fiber &fiber = m.fiber();
+  std::vector<Copy> under_way;
+  for (const Copy &copy : fiber.copies) {
+    if (copy.group >= fiber.copy_group - num_left) {
+      under_way.push_back(copy);
+      continue;
+    }
+    set_coming(copy.to, false);
+    touch(copy.to, COPY_BYTES, true);
+    if (copy.from) memcpy(copy.to, copy.from, COPY_BYTES);
+    else memset(copy.to, 0, COPY_BYTES);
+  }
+  fiber.copies.swap(under_way);
+}
+
+}  // namespace pagedec::emulate

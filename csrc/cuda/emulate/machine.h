@@ -1,0 +1,113 @@
+// A CUDA device on one CPU thread, for kernels' own sources: each thread of a block is a fiber, and who runs next is
+// drawn at random, so that orders nobody thought of are tried. Blocks run one after another, in an order that is drawn,
+// too. What a kernel does wrong ends its launch with a message: threads that wait for ever, an index outside shared
+// memory, and a shared value that two threads use, one of them writing, with no barrier in between.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <type_traits>
+
+namespace pagedec::emulate {
+
+constexpr int WARP = 32;
+constexpr int MAX_THREADS = 1024;
+constexpr int64_t MAX_SHARED_BYTES = 227 << 10;  // of a block on sm_90
+
+struct Place {  // of the thread that runs
+  int thread, block, num_threads, num_blocks;
+};
+const Place &place();
+
+// Carry out a kernel of `num_blocks` blocks, each with so many bytes of shared memory besides what it declares. Empty,
+// or what went wrong.
+std::string run(int num_blocks, int num_threads, int64_t shared_bytes, const std::function<void()> &body);
+
+// Who runs next, from now on, of this process. 0: threads run in their order, each until it waits.
+void set_seed(uint64_t seed);
+
+// The launch is over, with this message.
+[[noreturn]] void fault(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+void sync_block();
+void sync_warp();
+
+// Lanes of a warp give something of at most 64 bytes each; all of it is there until `release`.
+const void *exchange(const void *mine, size_t size);
+template <class T>
+const T *gather(const T &mine) {
+  static_assert(sizeof(T) <= 64 && std::is_trivially_copyable_v<T>);
+  return (const T *)exchange(&mine, sizeof(T));
+}
+inline void release() { sync_warp(); }
+
+// Shared memory of the block that runs: of one declaration, whose address is `tag`; it begins as NaN.
+char *shared(const void *tag, int64_t bytes);
+// A thread is about to read or write so many bytes of it.
+void touch(const char *where, int64_t bytes, bool is_write);
+void touch_atomically(const char *where, int64_t bytes);  // others may, too
+
+// 16 bytes to shared memory, zeros where `from` is not to be read. They come when the thread waits for the group that
+// it ends the copies since the last one with, but for the `num_left` youngest; until then nobody may look there.
+void begin_copy(char *to, const char *from, bool is_read);
+void end_copy_group();
+void await_copies(int num_left);
+
+template <class T>
+class SharedValue {  // one of an array: what a thread does with it is watched
+ public:
+  explicit SharedValue(T *p) : p_(p) {}
+  operator T() const { return touch((const char *)p_, sizeof(T), false), *p_; }
+  T operator=(T value) const { return touch((const char *)p_, sizeof(T), true), *p_ = value; }
+  T operator=(const SharedValue &other) const { return *this = (T)other; }
+  T operator+=(T value) const { return *this = (T) * this + value; }
+
+ private:
+  T *p_;
+};
+
+template <class T>
+class SharedArray {
+ public:
+  SharedArray(const void *tag, int64_t size) : p_((T *)shared(tag, size * sizeof(T))), size_(size) {}
+  SharedArray(char *p, int64_t size) : p_((T *)p), size_(size) {}
+  SharedValue<T> operator[](int64_t i) const { return SharedValue<T>(at(i)); }
+  T *at(int64_t i) const {
+    if (i < 0 || i >= size_) fault("index %lld of a shared array of %lld", (long long)i, (long long)size_);
+    return p_ + i;
+  }
+
+ private:
+  T *p_;
+  int64_t size_;
+};
+
+// What a launch has given each block besides, from the front on.
+class SharedMemory {
+ public:
+  SharedMemory();
+  template <class T>
+  SharedArray<T> part(int64_t offset, int64_t size) const {
+    if (offset < 0 || offset + size * (int64_t)sizeof(T) > bytes_)
+      fault("bytes %lld to %lld of %lld that were launched with", (long long)offset,
+            (long long)(offset + size * (int64_t)sizeof(T)), (long long)bytes_);
+    return SharedArray<T>(p_ + offset, size);
+  }
+
+ private:
+  char *p_;
+  int64_t bytes_;
+};
+
+// `change` of one value, which no other thread sees half done. What it was before.
+template <class T, class Change>
+T change_atomically(const SharedArray<T> &array, int64_t i, Change change) {
+  T *p = array.at(i);
+  touch_atomically((const char *)p, sizeof(T));
+  const T before = *p;
+  *p = change(before);
+  return before;
+}
+
+}  // namespace pagedec::emulate

@@ -1,0 +1,212 @@
+// Linear layers: a block of eight warps has a panel of 32 outputs for up to 32 rows.
+//
+// Bits     Every output is a sum over chunks of 256 of k, from the first on; a chunk's is the tensor cores' over k in
+//          steps of 16 (fp32: one chain of products). Who computes a chunk, how many rows there are and where in their
+//          tile rows stand changes nothing.
+// Threads  Warps have every eighth chunk, each straight from memory to registers: at few rows a layer is its weights,
+//          and all warps' loads are under way at a time. Chunks' sums meet in shared memory.
+// Layout   W [N padded to 32][K padded to 32], with zeros. A lane reads 16 bytes of a row, k = 8t ... 8t + 7 of 32
+//          (t = lane % 4), and of x likewise: what tensor cores take as k = 2t, 2t + 1, 2t + 8, 2t + 9 of two steps is
+//          any k, if only it is the same of both.
+#include "cuda/context.h"
+#include "cuda/matrix.h"
+
+namespace pagedec {
+namespace {
+
+constexpr int kWarps = 8, kThreads = kWarps * kWarp;
+constexpr int kPanel = 32, kPanelTiles = kPanel / 8, kChunk = 256, kStep = 32, kTileRows = 16;
+constexpr int kSumStride = kPanel + 8;                 // of a chunk's sums: eight rows begin in different banks
+constexpr int kSumFloats = 16 * kTileRows * kSumStride;  // 40 KB: 16 chunks of 16 rows or 8 of 32
+
+template <int kTiles>
+using Sums = float[kTiles][kPanelTiles][4];
+
+// Where a warp finds what it multiplies.
+template <class E>
+struct Operands {
+  const E *x, *w;  // from the first row, and the panel's first output
+  int64_t k, padded_k;
+  int num_rows;
+};
+
+PD_DEVICE int64_t pad(int64_t k) { return (k + kStep - 1) / kStep * kStep; }
+
+struct Eight {  // values of bf16, as the tensor cores take them: pairs
+  uint32_t pairs[4];
+};
+PD_DEVICE Eight load_eight(const bf16 *p) {
+  Eight x;
+  memcpy(&x, __builtin_assume_aligned(p, 16), sizeof x);
+  return x;
+}
+// Of a row that may end, or begin anywhere: what is not there is 0.
+PD_DEVICE Eight load_some(const bf16 *p, int64_t num_left, bool is_aligned) {
+  if (is_aligned && num_left >= 8) return load_eight(p);
+  Eight x{};
+  PD_UNROLL for (int i = 0; i < 8; i++)
+    if (i < num_left) x.pairs[i / 2] |= (uint32_t)p[i].bits << 16 * (i % 2);
+  return x;
+}
+
+template <int kTiles>
+PD_DEVICE void multiply_chunk(const Operands<bf16> &a, int64_t begin, int64_t end, Sums<kTiles> &sums) {
+  const int g = thread_index() % kWarp / 4, t = thread_index() % 4;
+  const bool is_aligned = a.k % 8 == 0 && (uintptr_t)a.x % 16 == 0;
+  PD_UNROLL for (int step = 0; step < kChunk / kStep; step++) {
+    const int64_t at = begin + step * kStep + 8 * t;
+    if (begin + step * kStep >= end) break;
+    Eight w[kPanelTiles];
+    PD_UNROLL for (int j = 0; j < kPanelTiles; j++) w[j] = load_eight(a.w + (8 * j + g) * a.padded_k + at);
+    PD_UNROLL for (int tile = 0; tile < kTiles; tile++) {
+      Eight x[2];
+      PD_UNROLL for (int half = 0; half < 2; half++) {
+        const int row = tile * kTileRows + 8 * half + g;
+        x[half] = load_some(a.x + row * a.k + at, row < a.num_rows ? a.k - at : 0, is_aligned);
+      }
+      PD_UNROLL for (int part = 0; part < 4; part += 2) {
+        const uint32_t of_x[4] = {x[0].pairs[part], x[1].pairs[part], x[0].pairs[part + 1], x[1].pairs[part + 1]};
+        PD_UNROLL for (int j = 0; j < kPanelTiles; j++)
+          multiply_add(sums[tile][j], of_x, w[j].pairs[part], w[j].pairs[part + 1]);
+      }
+    }
+  }
+}
+
+template <int kTiles>
+PD_DEVICE void multiply_chunk(const Operands<float> &a, int64_t begin, int64_t end, Sums<kTiles> &sums) {
+  const int g = thread_index() % kWarp / 4, t = thread_index() % 4;
+  for (int64_t at = begin; at < end && at < a.k; at++)
+    PD_UNROLL for (int tile = 0; tile < kTiles; tile++)
+      PD_UNROLL for (int i = 0; i < 4; i++) {
+        const int row = tile * kTileRows + i / 2 * 8 + g;
+        if (row >= a.num_rows) continue;
+        const float x = a.x[row * a.k + at];
+        PD_UNROLL for (int j = 0; j < kPanelTiles; j++)
+          sums[tile][j][i] = fmaf(x, a.w[(8 * j + 2 * t + i % 2) * a.padded_k + at], sums[tile][j][i]);
+      }
+}
+
+PD_DEVICE float silu(float x) { return quotient(x, 1.0f + expf(-x)); }
+PD_DEVICE float gelu(float x) {  // x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), which is the tanh approximation
+  return quotient(x, 1.0f + expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
+}
+
+// One output of a row, to y: a lane a column of the panel.
+PD_DEVICE void finish(const pd_gemm_args &a, int64_t row, int64_t panel, float x, bool is_there) {
+  const int lane = thread_index() % kWarp;
+  const bool is_gated = a.epilogue == PD_SILU_MUL || a.epilogue == PD_GELU_MUL;
+  const int64_t column = is_gated ? panel * (kPanel / 2) + lane : panel * kPanel + lane;
+  const int64_t width = is_gated ? a.n / 2 : a.n;
+  if (a.bias && (is_gated || column < width)) x = x + a.bias[panel * kPanel + lane];
+  const float up = shuffle_xor(x, kPanel / 2);
+  if (is_gated) x = (a.epilogue == PD_SILU_MUL ? silu(x) : gelu(x)) * up;
+  if (a.epilogue == PD_GELU) x = gelu(x);
+  if (!is_there || column >= width || (is_gated && lane >= kPanel / 2)) return;
+  const int64_t at = row * width + column;
+  if (a.epilogue == PD_ADD) x = ((float *)a.y)[at] + x;
+  if (a.y_dtype == PD_BF16) ((bf16 *)a.y)[at] = from_float<bf16>(x);
+  else ((float *)a.y)[at] = x;
+}
+
+// A panel for up to 16 kTiles rows from `row` on.
+template <class E, int kTiles>
+PD_DEVICE void run_panel(const pd_gemm_args &a, int64_t row, int num_rows, int64_t panel,
+                         const SharedArray<float> &partial) {
+  constexpr int kRows = kTiles * kTileRows, kSlots = kSumFloats / (kRows * kSumStride);
+  constexpr int kOwn = kRows * kPanel / kThreads;  // outputs of a thread: column `lane` of rows warp, warp + 8, ...
+  const int lane = thread_index() % kWarp, warp = thread_index() / kWarp, g = lane / 4, t = lane % 4;
+  const int64_t padded_k = pad(a.k);
+  const Operands<E> operands{(const E *)a.x + row * a.k, (const E *)a.packed + panel * kPanel * padded_k, a.k, padded_k,
+                             num_rows};
+  const int num_chunks = (int)((padded_k + kChunk - 1) / kChunk);
+  float own[kOwn];
+  PD_UNROLL for (int i = 0; i < kOwn; i++) own[i] = 0.0f;
+  for (int first = 0; first < num_chunks; first += kSlots) {
+    const int stop = first + kSlots < num_chunks ? first + kSlots : num_chunks;
+    for (int chunk = first + warp; chunk < stop; chunk += kWarps) {
+      Sums<kTiles> sums;
+      PD_UNROLL for (int i = 0; i < kTiles * kPanelTiles * 4; i++) sums[i / 16][i / 4 % 4][i % 4] = 0.0f;
+      const int64_t begin = (int64_t)chunk * kChunk, end = begin + kChunk;
+      multiply_chunk<kTiles>(operands, begin, end < padded_k ? end : padded_k, sums);
+      PD_UNROLL for (int tile = 0; tile < kTiles; tile++)
+        PD_UNROLL for (int i = 0; i < kPanelTiles * 4; i++) {
+          const int at = (chunk - first) * kRows + tile * kTileRows + i / 2 % 2 * 8 + g;
+          partial[at * kSumStride + 8 * (i / 4) + 2 * t + i % 2] = sums[tile][i / 4][i % 4];
+        }
+    }
+    sync_block();
+    PD_UNROLL for (int i = 0; i < kOwn; i++)
+      for (int slot = 0; slot < stop - first; slot++)
+        own[i] = own[i] + partial[(slot * kRows + warp + i * kWarps) * kSumStride + lane];
+    sync_block();
+  }
+  PD_UNROLL for (int i = 0; i < kOwn; i++) {
+    const int r = warp + i * kWarps;
+    finish(a, row + r, panel, own[i], r < num_rows);
+  }
+}
+
+template <class E>
+PD_KERNEL(kThreads) gemm_kernel(pd_gemm_args a) {
+  SHARED_ARRAY(float, partial, kSumFloats);
+  constexpr int kMost = 2 * kTileRows;
+  const int64_t groups = ((int64_t)*a.num_rows + kMost - 1) / kMost, panels = ((int64_t)a.n + kPanel - 1) / kPanel;
+  for (int64_t i = block_index(); i < groups * panels; i += num_grid_blocks()) {
+    const int64_t row = i % groups * kMost, left = *a.num_rows - row;
+    const int num_rows = left < kMost ? (int)left : kMost;
+    if (num_rows <= kTileRows) run_panel<E, 1>(a, row, num_rows, i / groups, partial);
+    else run_panel<E, 2>(a, row, num_rows, i / groups, partial);
+  }
+}
+
+// W row by row, to rows and columns that there are more of.
+template <class E>
+PD_KERNEL(kThreads) pack_kernel(const E *w, int64_t n, int64_t k, E *packed) {
+  const int64_t padded_k = pad(k), rows = (n + kPanel - 1) / kPanel * kPanel;
+  for (int64_t i = (int64_t)block_index() * kThreads + thread_index(); i < rows * padded_k;
+       i += (int64_t)num_grid_blocks() * kThreads) {
+    const int64_t row = i / padded_k, column = i % padded_k;
+    packed[i] = row < n && column < k ? w[row * k + column] : from_float<E>(0.0f);
+  }
+}
+
+}  // namespace
+
+int check_cuda_gemm(const pd_gemm_args &a) {
+  if (check_gemm(a)) return -1;
+  if (a.quantization == PD_PLAIN) return 0;
+  return fail("pd_gemm: quantization is %d; on a CUDA device it must be 0 (none)", a.quantization);
+}
+int enqueue_gemm(pd_context &c, const pd_gemm_args &a) {
+  constexpr int kBlocks = 2;  // what the registers have room for
+  return launch(c, "pd_gemm", a.dtype == PD_BF16 ? gemm_kernel<bf16> : gemm_kernel<float>, Grid(kThreads, kBlocks), a);
+}
+
+}  // namespace pagedec
+
+using namespace pagedec;
+
+extern "C" {
+int64_t pd_packed_bytes(int64_t n, int64_t k, int32_t dtype) {
+  if (check_size("pd_packed_bytes", n, k) || check_dtype("pd_packed_bytes", dtype)) return -1;
+  return (n + kPanel - 1) / kPanel * kPanel * ((k + kStep - 1) / kStep * kStep) * (dtype == PD_BF16 ? 2 : 4);
+}
+// int8 weights are for CPUs.
+int64_t pd_packed_int8_bytes(int64_t n, int64_t k) {
+  if (check_size("pd_packed_int8_bytes", n, k)) return -1;
+  return fail("pd_packed_int8_bytes: a CUDA device has no linear layers with int8 weights");
+}
+int pd_pack_int8(pd_context *context, const void *w, int64_t n, int64_t k, int32_t, void *packed) {
+  return check_pack("pd_pack_int8", context, w, packed) || pd_packed_int8_bytes(n, k) < 0 ? -1 : 0;
+}
+int pd_allow_vnni(pd_context *context, int32_t) { return context ? 0 : fail("pd_allow_vnni: context is NULL"); }
+int pd_pack(pd_context *context, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed) {
+  if (check_pack("pd_pack", context, w, packed) || pd_packed_bytes(n, k, dtype) < 0) return -1;
+  const Turn turn(*context);
+  if (!turn) return fail("pd_pack: another thread works in this context");
+  if (dtype == PD_BF16)
+    return launch(*context, "pd_pack", pack_kernel<bf16>, kThreads, (const bf16 *)w, n, k, (bf16 *)packed);
+  return launch(*context, "pd_pack", pack_kernel<float>, kThreads, (const float *)w, n, k, (float *)packed);
+}
+}

@@ -1,0 +1,71 @@
+// The tensor cores, what brings their operands, and copies that run beside the computation; as device.h, with two
+// bodies.
+//
+// Fragments are the warp's, of the shapes of PTX's mma.m16n8k16: with g = lane / 4 and t = lane % 4, a lane has of A
+// rows g, g + 8, g, g + 8 at k = 2t, 2t, 2t + 8, 2t + 8 (two values each), of B column g at k = 2t and 2t + 8, and of D
+// (row, column) = (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+#pragma once
+#include "cuda/device.h"
+
+#if !defined(__CUDACC__)
+#include "cuda/emulate/matrix.h"
+#endif
+
+namespace pagedec {
+
+#if defined(__CUDACC__)
+PD_DEVICE uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+// d += a b; an output row depends on its own row of a, all of b, and itself.
+PD_DEVICE void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Four matrices of 8 x 8 values of 16 bits: lane l gives where row l % 8 of matrix l / 8 begins, and gets of each
+// values 2 (l % 4) and the next of row l / 4; transposed: of column l / 4 rows 2 (l % 4) and the next.
+PD_DEVICE void load_matrices(uint32_t (&r)[4], const bf16 *row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row)));
+}
+PD_DEVICE void load_transposed(uint32_t (&r)[4], const bf16 *row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row)));
+}
+// 16 bytes into shared memory, or zeros; they are there when the thread has waited for the group they are in, and for
+// the others when they have met it since.
+PD_DEVICE void begin_copy(void *to, const void *from, bool is_read) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(is_read ? 16 : 0)
+               : "memory");
+}
+PD_DEVICE void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kLeft>
+PD_DEVICE void await_copies() {  // of all groups but the youngest kLeft
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+PD_DEVICE uint32_t bf16_pair(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+#else
+using emulate::multiply_add;
+inline void load_matrices(uint32_t (&r)[4], const bf16 *row) { emulate::load_matrices(r, (const char *)row, false); }
+inline void load_transposed(uint32_t (&r)[4], const bf16 *row) { emulate::load_matrices(r, (const char *)row, true); }
+inline void begin_copy(void *to, const void *from, bool is_read) {
+  emulate::begin_copy((char *)to, (const char *)from, is_read);
+}
+inline void end_copy_group() { emulate::end_copy_group(); }
+template <int kLeft>
+void await_copies() {
+  emulate::await_copies(kLeft);
+}
+inline uint32_t bf16_pair(float low, float high) {
+  return from_float<bf16>(low).bits | (uint32_t)from_float<bf16>(high).bits << 16;
+}
+#endif
+
+}  // namespace pagedec

@@ -1,0 +1,53 @@
+// RMS norm and layer norm of rows of the residual stream: a block a row, whose sums have one order for each width.
+#include "cuda/context.h"
+
+namespace pagedec {
+namespace {
+
+constexpr int kWarps = 8, kThreads = kWarps * kWarp;
+
+template <class E>
+PD_KERNEL(kThreads) rms_norm_kernel(pd_rms_norm_args a) {
+  for (int64_t r = block_index(); r < *a.num_rows; r += num_grid_blocks()) {
+    const float *x = a.x + (a.row_ids ? a.row_ids[r] : r) * (int64_t)a.dim;
+    float sum = 0.0f;
+    for (int i = thread_index(); i < a.dim; i += kThreads) sum = sum + x[i] * x[i];
+    const float scale = quotient(1.0f, square_root(quotient(block_sum<kWarps>(sum), (float)a.dim) + a.eps));
+    E *out = (E *)a.out + r * a.dim;
+    for (int i = thread_index(); i < a.dim; i += kThreads) {
+      const float y = x[i] * scale * a.weight[i];
+      out[i] = from_float<E>(a.add ? to_float(out[i]) + y : y);
+    }
+  }
+}
+
+// The mean is subtracted before squares are summed: no cancellation where it is large.
+template <class E>
+PD_KERNEL(kThreads) layer_norm_kernel(pd_layer_norm_args a) {
+  for (int64_t r = block_index(); r < *a.num_rows; r += num_grid_blocks()) {
+    const float *x = a.x + (a.row_ids ? a.row_ids[r] : r) * (int64_t)a.dim;
+    float sum = 0.0f, squares = 0.0f;
+    for (int i = thread_index(); i < a.dim; i += kThreads) sum = sum + x[i];
+    const float mean = quotient(block_sum<kWarps>(sum), (float)a.dim);
+    for (int i = thread_index(); i < a.dim; i += kThreads) squares = squares + (x[i] - mean) * (x[i] - mean);
+    const float scale = quotient(1.0f, square_root(quotient(block_sum<kWarps>(squares), (float)a.dim) + a.eps));
+    E *out = (E *)a.out + r * a.dim;
+    for (int i = thread_index(); i < a.dim; i += kThreads) {
+      const float y = (x[i] - mean) * scale * a.weight[i];
+      out[i] = from_float<E>(a.bias ? y + a.bias[i] : y);
+    }
+  }
+}
+
+}  // namespace
+
+int enqueue_rms_norm(pd_context &c, const pd_rms_norm_args &a) {
+  const auto kernel = a.dtype == PD_BF16 ? rms_norm_kernel<bf16> : rms_norm_kernel<float>;
+  return launch(c, "pd_rms_norm", kernel, kThreads, a);
+}
+int enqueue_layer_norm(pd_context &c, const pd_layer_norm_args &a) {
+  const auto kernel = a.dtype == PD_BF16 ? layer_norm_kernel<bf16> : layer_norm_kernel<float>;
+  return launch(c, "pd_layer_norm", kernel, kThreads, a);
+}
+
+}  // namespace pagedec

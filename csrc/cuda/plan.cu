@@ -1,0 +1,31 @@
+// Plans as a device has them: made by the host, with one worker for each block of attention's grid.
+#include <new>
+
+#include "cuda/context.h"
+
+using namespace pagedec;
+
+extern "C" {
+pd_plan *pd_plan_new(void) {
+  pd_device_plan *p = new (std::nothrow) pd_device_plan;
+  if (!p) fail("pd_plan_new: out of memory");
+  return p;
+}
+void pd_plan_free(pd_plan *p) { delete (pd_device_plan *)p; }
+
+int pd_attn_plan(pd_context *context, pd_plan *p, const pd_attn_shape *s, const pd_attn_batch *b) {
+  if (!context) return fail("pd_attn_plan: context is NULL");
+  if (!p) return fail("pd_attn_plan: plan is NULL");
+  const Turn turn(*context);
+  if (!turn) {
+    p->words.clear();
+    return fail("pd_attn_plan: another thread works in this context");
+  }
+  DeviceMemory &resident = ((pd_device_plan *)p)->resident;
+  if (make_plan(context->draft, p->words, s, b, context->num_multiprocessors * kBlocksAtATime)) return -1;
+  const int64_t bytes = (int64_t)p->words.size() * (int64_t)sizeof(int32_t);
+  if (!resident.reserve(bytes) && !upload(*context, resident.get(), p->words.data(), bytes)) return 0;
+  p->words.clear();
+  return -1;
+}
+}

@@ -1,0 +1,70 @@
+// Rows into the residual stream, and what ranks have computed of it: nothing here adds within a row.
+#include "cuda/context.h"
+
+namespace pagedec {
+namespace {
+
+constexpr int kThreads = 256;
+
+// The place of this thread among all, and how many there are: kernels go through elements in such steps.
+PD_DEVICE int64_t first_element() { return (int64_t)block_index() * kThreads + thread_index(); }
+PD_DEVICE int64_t num_threads_in_all() { return (int64_t)num_grid_blocks() * kThreads; }
+
+template <class E>
+PD_KERNEL(kThreads) embed_kernel(pd_embed_args a) {
+  const float nan = bits_float(0x7fc00000u);
+  const int32_t num_ids = a.num_ids ? a.num_ids : a.vocab;
+  for (int64_t i = first_element(); i < *a.num_rows * (int64_t)a.dim; i += num_threads_in_all()) {
+    const int64_t r = i / a.dim, d = i % a.dim;
+    const int32_t token = a.token_ids[r], place = token - a.first_id;
+    const int32_t position = a.position_table ? a.positions[r] : 0;
+    if (d == 0 && a.slots && a.slots[r] >= 0) a.token_plane[a.slots[r]] = token;
+    // An id outside the table may come from an earlier kernel, too late for an error: NaN cannot be overlooked.
+    const bool known =
+        token >= 0 && token < num_ids && position >= 0 && (position < a.num_positions || !a.position_table);
+    float x = known ? 0.0f : nan;  // 0: another rank's
+    if (known && place >= 0 && place < a.vocab)
+      x = to_float(((const E *)a.table)[place * (int64_t)a.dim + d]) * a.scale;
+    if (known && a.position_table) x = x + to_float(((const E *)a.position_table)[position * (int64_t)a.dim + d]);
+    a.out[i] = x;
+  }
+}
+
+PD_KERNEL(kThreads) add_parts_kernel(pd_add_parts_args a) {
+  for (int64_t i = first_element(); i < *a.num_rows * (int64_t)a.dim; i += num_threads_in_all()) {
+    float sum = a.parts[i];
+    for (int64_t p = 1; p < a.num_parts; p++) sum = sum + a.parts[p * a.part_stride + i];
+    a.out[i] = a.add ? a.out[i] + sum : sum;
+  }
+}
+
+PD_KERNEL(kThreads) join_parts_kernel(pd_join_parts_args a) {
+  for (int64_t i = first_element(); i < *a.num_rows * (int64_t)a.dim; i += num_threads_in_all()) {
+    const int64_t r = i / a.dim;
+    int64_t d = i % a.dim, p = 0;
+    while (d >= a.widths[p]) d -= a.widths[p++];
+    a.out[i] = a.parts[p * a.part_stride + r * a.widths[p] + d];
+  }
+}
+
+PD_KERNEL(kThreads) soft_cap_kernel(pd_soft_cap_args a) {
+  for (int64_t i = first_element(); i < *a.num_rows * (int64_t)a.n; i += num_threads_in_all())
+    a.x[i] = a.cap * hyperbolic_tangent(quotient(a.x[i], a.cap));
+}
+
+}  // namespace
+
+int enqueue_embed(pd_context &c, const pd_embed_args &a) {
+  return launch(c, "pd_embed", a.dtype == PD_BF16 ? embed_kernel<bf16> : embed_kernel<float>, kThreads, a);
+}
+int enqueue_add_parts(pd_context &c, const pd_add_parts_args &a) {
+  return launch(c, "pd_add_parts", add_parts_kernel, kThreads, a);
+}
+int enqueue_join_parts(pd_context &c, const pd_join_parts_args &a) {
+  return launch(c, "pd_join_parts", join_parts_kernel, kThreads, a);
+}
+int enqueue_soft_cap(pd_context &c, const pd_soft_cap_args &a) {
+  return launch(c, "pd_soft_cap", soft_cap_kernel, kThreads, a);
+}
+
+}  // namespace pagedec

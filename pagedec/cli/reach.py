@@ -1,0 +1,63 @@
+"""How commands that ask a server reach it: TLS, and a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pagedec.errors import InvalidArgument
+from pagedec.fields import Flag, Text, check_fields, option, strict
+
+if TYPE_CHECKING:
+    import grpc
+
+ADDRESS = "127.0.0.1:50051"
+
+
+@strict
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How a server is reached, by the names of `pagedec.client`. Raises `InvalidArgument`."""
+
+    tls: bool = option(False, Flag("use TLS, with the authorities of this machine where no --tls-ca is given"))
+    tls_ca: str | None = option(None, Text("file of the authorities to trust, PEM; implies TLS", optional=True))
+    tls_cert: str | None = option(
+        None, Text("file of the client's own certificate chain, PEM; implies TLS", optional=True)
+    )
+    tls_key: str | None = option(None, Text("file of its private key, PEM", optional=True))
+    server_name: str | None = option(None, Text("the name in the server's certificate, if not its host", optional=True))
+    token_file: str | None = option(None, Text("file that holds the client's token", optional=True))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
+            if getattr(self, one) is not None and getattr(self, other) is None:
+                raise InvalidArgument(other, None, f"must be given, since {one} is")
+
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """TLS, or None. Raises `InvalidArgument` for a file that cannot be read."""
+        import grpc
+
+        if not (self.tls or self.tls_ca or self.tls_cert):
+            return None
+        files = ("tls_ca", self.tls_ca), ("tls_key", self.tls_key), ("tls_cert", self.tls_cert)
+        return grpc.ssl_channel_credentials(*(None if path is None else _read(field, path) for field, path in files))
+
+    def options(self) -> list[tuple[str, str]]:
+        """What the channel is told."""
+        return [] if self.server_name is None else [("grpc.ssl_target_name_override", self.server_name)]
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What goes with each call. Raises `InvalidArgument` for a file that cannot be read."""
+        if self.token_file is None:
+            return ()
+        token = _read("token_file", self.token_file).decode("utf-8", "replace").strip()
+        return (("authorization", f"Bearer {token}"),)
+
+
+def _read(field: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidArgument(field, path, f"cannot be read: {error.strerror}") from error

@@ -1,0 +1,234 @@
+"""Workers that carry out an engine's steps together: each has a part of the model, the first one answers.
+
+An engine tells all of them the same step. What they need of one another in it they exchange among themselves; what one
+of them has lost, all have.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import selectors
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from pagedec import errors
+from pagedec.config import EngineConfig
+from pagedec.core.forward import NO_INTS, NO_MASKS, Answers, MakeMasks
+from pagedec.core.wire import Step, awaits_rolled, pack_masks, pack_step, unpack_answers, unpack_rolled
+from pagedec.errors import InvariantError, WorkerLost
+from pagedec.executor.channel import Channel, Kind
+from pagedec.runtime.geometry import Geometry
+
+SILENT_SECONDS = 10.0
+"""A worker that is at work says so twice a second; one that has said nothing for so long is stopped or cut off."""
+LOAD_SILENT_SECONDS = 120.0
+"""The same while it loads: it says nothing until it has imported what it needs, perhaps from a cold disk."""
+
+
+class WorkerHandle(Protocol):
+    """One worker: the channel to it, and its life."""
+
+    channel: Channel
+    pid: int
+
+    def has_ended(self) -> bool:
+        """Whether it is known to have. Any thread may ask."""
+
+    def end(self) -> str:
+        """How it has ended, as far as can be told, where its channel is closed."""
+
+    def kill(self) -> None:
+        """End it at once. May be called again."""
+
+    def stop(self) -> None:
+        """Let it end: it does where the channel is closed. May be called again."""
+
+    def abandon(self) -> None:
+        """In a fork: have nothing to do with it any more, not even where it is dropped. It is the parent's."""
+
+
+class StepRefused(Exception):
+    """The workers have answered with an error instead, and wait for the next step."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class WorkerGroup:
+    """Workers that make up one. Whoever is told of `WorkerLost`, or interrupted, must `kill` it."""
+
+    def __init__(self, workers: Sequence[WorkerHandle]) -> None:
+        self.workers = tuple(workers)
+        self._selector = selectors.DefaultSelector()
+        for rank, worker in enumerate(self.workers):
+            self._selector.register(worker.channel, selectors.EVENT_READ, rank)
+        self._step_timeout = SILENT_SECONDS
+        self._silent = SILENT_SECONDS
+        self._at_work: set[int] = set()
+        """The ranks that are not through with the step."""
+        self._step = 0
+
+    def load(self, config: EngineConfig) -> Geometry:
+        """Have workers made, in place of those that are there. Raises what loading raises; they have ended then."""
+        try:
+            self._bear_silence(LOAD_SILENT_SECONDS)
+            order = {"config": config.to_kwargs(), "world": len(self.workers)}
+            for rank in range(len(self.workers)):
+                self._send(rank, Kind.LOAD, json.dumps({**order, "rank": rank}).encode())
+            ready = self._loaded()
+            for category, message in ready[0]["warnings"]:  # one may be an error here
+                warnings.warn(message, getattr(errors, category, UserWarning), stacklevel=7)
+        except StepRefused as refusal:
+            self.kill()
+            raise refusal.error from None
+        except BaseException:
+            self.kill()
+            raise
+        self._step_timeout = config.parallel.step_timeout
+        self._bear_silence(min(SILENT_SECONDS, self._step_timeout))
+        return Geometry.from_json(ready[0]["geometry"])
+
+    def _bear_silence(self, seconds: float) -> None:
+        self._silent = seconds
+        for worker in self.workers:
+            worker.channel.wait_at_most(seconds)
+
+    def _loaded(self) -> Mapping[int, Any]:
+        """What each worker says when it has loaded; until then, what one tells goes to all when all have told."""
+        ready: dict[int, Any] = {}
+        told: dict[int, Any] = {}
+        heard = dict.fromkeys(range(len(self.workers)), time.monotonic())
+        while len(ready) < len(self.workers):
+            for rank in self._readable(self._silent):
+                kind, payload = self._next(rank)
+                heard[rank] = time.monotonic()
+                if kind in (Kind.FAILED, Kind.BROKEN):
+                    raise StepRefused(pickle.loads(payload))
+                if kind == Kind.READY:
+                    ready[rank] = json.loads(bytes(payload))
+                elif kind == Kind.TOLD:
+                    told[rank] = json.loads(bytes(payload))
+                elif kind != Kind.PULSE:
+                    raise InvariantError(f"a loaded model was due; worker {rank} has sent {kind.name}")
+            if len(told) == len(self.workers):
+                message = json.dumps([told[rank] for rank in range(len(told))]).encode()
+                told = {}
+                for rank in range(len(self.workers)):
+                    self._send(rank, Kind.TOLD, message)
+            for rank in heard.keys() - ready.keys():
+                if time.monotonic() - heard[rank] >= self._silent:
+                    raise self._given_up(rank, self._silent)
+        return ready
+
+    def execute(self, step: Step, masks: MakeMasks | None) -> Answers:
+        """Have one step carried out. Raises `StepRefused`, and `WorkerLost` where a worker has ended."""
+        message, self._step = pack_step(step), step.number
+        self._at_work = set(range(len(self.workers)))
+        for rank in reversed(range(len(self.workers))):  # the first has the most to do, and is looked at first
+            self._send(rank, Kind.STEP, message)
+        target, problem = step.forwards.get("target"), None
+        if target is not None and len(target.masked_rows):
+            rolled = self._rolled() if awaits_rolled(step) else NO_INTS
+            message = pack_masks(step.number, NO_MASKS)  # which the worker refuses
+            if masks is not None:
+                try:
+                    message = pack_masks(step.number, masks(rolled))
+                except Exception as error:  # of whoever makes them: the worker need not die of it
+                    problem = error
+            self._send(0, Kind.MASKS, message)
+        try:
+            number, answers = unpack_answers(np.frombuffer(self._receive(Kind.ANSWERS), np.int32))
+        except StepRefused as refusal:
+            raise StepRefused(problem or refusal.error) from problem
+        if number != step.number:
+            raise InvariantError(f"step {step.number} was due; the worker has answered step {number}")
+        return answers
+
+    def _rolled(self) -> np.ndarray:
+        return unpack_rolled(np.frombuffer(self._receive(Kind.ROLLED), np.int32))[1]
+
+    def abandon(self) -> None:
+        """In a fork: leave them to the parent, who notices that they are gone only where no fork holds a channel."""
+        self._close()
+        for worker in self.workers:
+            worker.abandon()
+
+    def _close(self) -> None:
+        self._selector.close()
+        for worker in self.workers:
+            worker.channel.close()
+
+    def kill(self) -> None:
+        """End all of them at once."""
+        self._selector.close()
+        for worker in self.workers:
+            worker.kill()
+
+    def stop(self) -> None:
+        """Let them end: they do where the channel is closed. May be called again."""
+        self._close()
+        for worker in self.workers:
+            worker.stop()
+
+    # ---- messages
+    def _send(self, rank: int, kind: Kind, payload: np.ndarray | bytes) -> None:
+        try:
+            self.workers[rank].channel.send(kind, payload)
+        except EOFError as error:
+            raise self._lost(rank) from error
+        except TimeoutError as error:
+            raise self._given_up(rank, self._silent) from error
+
+    def _receive(self, kind: Kind) -> memoryview:
+        """The first worker's next message, which must be of that kind. Others say that they are through, or fail."""
+        until = time.monotonic() + self._step_timeout
+        heard = [time.monotonic()] * len(self.workers)
+        while True:
+            ranks = (0,) if len(self.workers) == 1 else self._readable(self._silent)
+            for rank in ranks:
+                found, payload = self._next(rank)
+                heard[rank] = time.monotonic()
+                if found == Kind.PULSE:
+                    continue
+                if found == Kind.DONE:  # it may be of the step before
+                    if int(np.frombuffer(payload, np.int32)[0]) == self._step:
+                        self._at_work.discard(rank)
+                    continue
+                if found == Kind.FAILED:
+                    raise StepRefused(pickle.loads(payload))
+                if found == Kind.BROKEN:
+                    error = pickle.loads(payload)
+                    problem = f"has failed as rank {rank}: {type(error).__name__}: {error}"
+                    raise WorkerLost(self.workers[rank].pid, problem) from error
+                if found != kind or rank != 0:
+                    raise InvariantError(f"{kind.name} was due; worker {rank} has sent {found.name}")
+                return payload
+            now = time.monotonic()
+            if now > until:
+                raise self._given_up(0, self._step_timeout)
+            quiet = min(self._at_work, key=heard.__getitem__)
+            if now - heard[quiet] >= self._silent:
+                raise self._given_up(quiet, self._silent)
+
+    def _readable(self, seconds: float | None) -> list[int]:
+        return sorted(key.data for key, _ in self._selector.select(seconds))
+
+    def _next(self, rank: int) -> tuple[Kind, memoryview]:
+        try:
+            return self.workers[rank].channel.receive()
+        except EOFError as error:
+            raise self._lost(rank) from error
+        except TimeoutError as error:
+            raise self._given_up(rank, self._silent) from error
+
+    def _given_up(self, rank: int, seconds: float) -> WorkerLost:
+        return WorkerLost(self.workers[rank].pid, f"has not answered for {seconds:g} s, and was killed")
+
+    def _lost(self, rank: int) -> WorkerLost:
+        return WorkerLost(self.workers[rank].pid, self.workers[rank].end())

@@ -1,0 +1,113 @@
+"""Which part of a model each of several ranks has (Shoeybi et al. 2019, Megatron-LM).
+
+Heads, the MLP's width and the vocabulary are cut; so matrices in front of them are cut by their outputs, of which every
+value is what it was, and those behind them by their inputs: a rank's product with those is a part of a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from pagedec.errors import InvalidArgument
+from pagedec.formats.source import WeightSource
+from pagedec.models.architecture import Architecture, Part, Portion
+
+UNITS = (64, 16, 1)
+"""The MLP's width is cut between groups of so many: of 64 a layer with int8 weights has a scale; of 16 gate and up are
+laid out side by side."""
+
+
+def shares(count: int, world: int, unit: int = 1) -> list[range]:
+    """Portion 0 .. count - 1 into `world` pieces of whole units, as equal as can be, larger ones first."""
+    units = -(-count // unit)
+    sizes = [units // world + (rank < units % world) for rank in range(world)]
+    ends = [min(count, sum(sizes[: rank + 1]) * unit) for rank in range(world)]
+    return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def heads_of(num_heads: int, num_kv_heads: int, world: int) -> list[tuple[range, range]]:
+    """Query heads and KV heads of each rank. Whole groups, where there are as many KV heads as ranks; else several
+    ranks have the same KV head, and share its queries."""
+    group = num_heads // num_kv_heads
+    if world <= num_kv_heads:
+        own = shares(num_kv_heads, world)
+        return [(range(kv.start * group, kv.stop * group), kv) for kv in own]
+    pairs: list[tuple[range, range]] = []
+    for head, ranks in enumerate(shares(world, num_kv_heads)):
+        for queries in shares(group, len(ranks)):
+            first = head * group
+            pairs.append((range(first + queries.start, first + queries.stop), range(head, head + 1)))
+    return pairs
+
+
+def part_of(arch: Architecture, rank: int, world: int) -> Part:
+    """What rank `rank` of `world` has. Raises InvalidArgument where a rank would have nothing."""
+    most = min(arch.num_attention_heads, arch.intermediate_size, arch.vocab_size)
+    if world > most:
+        limit = f"must be at most {most}: each rank has a query head, a value of the MLP's width and a token id"
+        raise InvalidArgument("tensor_parallel_size", world, limit)
+    heads, kv_heads = heads_of(arch.num_attention_heads, arch.num_kv_heads, world)[rank]
+    unit = next(unit for unit in UNITS if -(-arch.intermediate_size // unit) >= world)
+    inner = shares(arch.intermediate_size, world, unit)[rank]
+    return Part(rank, world, heads, kv_heads, inner, shares(arch.vocab_size, world)[rank])
+
+
+def sharded(arch: Architecture, part: Part) -> Architecture:
+    """The architecture with a rank's heads and width. Tokens and logits stay those of all ranks."""
+    return replace(
+        arch,
+        num_attention_heads=len(part.heads),
+        num_kv_heads=len(part.kv_heads),
+        intermediate_size=len(part.inner),
+        query_scale=arch.head_dim**-0.5 if arch.query_scale is None else arch.query_scale,
+    )
+
+
+def cut_shape(whole: tuple[int, ...], cut: Portion | None) -> tuple[int, ...]:
+    """The shape of a rank's cut of a tensor; None: it has all of it."""
+    if cut is None or cut.axis is None:
+        return whole
+    return (*whole[: cut.axis], sum(len(piece) for piece in cut.pieces), *whole[cut.axis + 1 :])
+
+
+class ShardedSource:
+    """A rank's cuts of a source's tensors; only what it has is read."""
+
+    def __init__(self, source: WeightSource, cuts: Mapping[str, Portion], rank: int) -> None:
+        self._source, self._cuts, self._rank = source, cuts, rank
+
+    @property
+    def path(self) -> Path:
+        """Return the path of the source behind."""
+        return self._source.path
+
+    def names(self) -> list[str]:
+        """Return all names, in the order of the file."""
+        return self._source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the rank's cut, without reading it."""
+        return cut_shape(self._source.shape(name), self._cuts.get(name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that `load` gives."""
+        return self._source.dtype(name)
+
+    def load(self, name: str) -> torch.Tensor:
+        """Return the rank's cut; treat it as read-only."""
+        cut = self._cuts.get(name)
+        if cut is None:
+            return self._source.load(name)
+        if cut.axis is None:
+            return self._source.load(name) if self._rank == 0 else torch.zeros(self._source.shape(name))
+        whole = self._source.load(name)
+        pieces = [whole.narrow(cut.axis, piece.start, len(piece)) for piece in cut.pieces]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.axis)
+
+    def release(self) -> None:
+        """Give up the memory of what was read."""
+        self._source.release()

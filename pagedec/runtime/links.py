@@ -1,0 +1,162 @@
+"""How the ranks of a model reach one another: through memory where they share a machine, else through sockets."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from pagedec import environment
+from pagedec.errors import InvariantError
+from pagedec.kernels.link import Link
+from pagedec.kernels.native import NativeBackend
+from pagedec.kernels.records import MeetArgs
+
+Exchange: TypeAlias = Callable[[dict[str, Any]], list[dict[str, Any]]]
+"""What every rank calls with something of its own that JSON can say, to be given all ranks', in their order."""
+MEET_STRIDE = 32  # PD_MEET_STRIDE of pagedec.h
+BROADCAST = 1 << 14  # values that are broadcast at once: more tokens than a step drafts
+PROCESSES = Path("/proc")
+
+
+class SharedLink:
+    """Ranks on one machine: their parts lie in memory that all of them have mapped, and kernels meet there, so nothing
+    is sent. Raises OSError where a rank cannot map what another has made."""
+
+    def __init__(self, rank: int, world: int, exchange: Exchange, backend: NativeBackend, seconds: float) -> None:
+        self.rank, self.world, self.seconds = rank, world, seconds
+        self._exchange, self._context = exchange, backend.context
+        self.arrivals: torch.Tensor | None = self.parts((MEET_STRIDE,), torch.int32)
+        self._values = self.parts((BROADCAST,), torch.int32)[0].numpy()
+
+    def parts(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        whole = (self.world, *shape)
+        size = max(1, int(np.prod(whole)) * dtype.itemsize)
+        file, made, problem = -1, dict[str, Any](), ""
+        try:
+            if self.rank == 0:
+                file, made = _make(size)
+        except OSError as error:
+            problem = f"rank 0 cannot make memory to share: {error.strerror}"
+        made = self._exchange(made)[0]
+        try:
+            if self.rank != 0 and made:
+                file = _open(made)
+            if made:
+                memory = mmap.mmap(file, size)
+        except OSError as error:
+            problem = f"rank {self.rank} cannot map {made['place']}: {error.strerror}"
+        problems = [told["problem"] for told in self._exchange({"problem": problem}) if told["problem"]]
+        if file >= 0:
+            os.close(file)  # the mapping stays
+        if problems:
+            raise OSError(problems[0])
+        return torch.frombuffer(memory, dtype=dtype, count=int(np.prod(whole))).view(whole)
+
+    def gather(self, parts: torch.Tensor, num_values: int) -> None:
+        raise InvariantError("kernels meet where parts lie in the memory of all; nothing is sent")
+
+    def gather_first(self, parts: torch.Tensor, num_values: int) -> None:
+        self.gather(parts, num_values)
+
+    def broadcast(self, values: np.ndarray) -> None:
+        for first in range(0, len(values), BROADCAST):
+            piece = values[first : first + BROADCAST]
+            if self.rank == 0:
+                self._values[: len(piece)] = piece
+            self._meet()
+            piece[:] = self._values[: len(piece)]
+            self._meet()  # nobody writes the next piece before all have read this one
+
+    def _meet(self) -> None:
+        assert self.arrivals is not None
+        self._context.call(MeetArgs(self.arrivals.data_ptr(), self.seconds, self.rank, self.world))
+
+
+def _make(size: int) -> tuple[int, dict[str, Any]]:
+    """A file that is memory, and where others find it. Raises OSError."""
+    file = os.memfd_create("pagedec-parts", os.MFD_CLOEXEC)
+    os.ftruncate(file, size)
+    return file, {"place": str(PROCESSES / str(os.getpid()) / "fd" / str(file)), "identity": _identity(file)}
+
+
+def _open(made: dict[str, Any]) -> int:
+    """The file that another rank has made. Raises OSError where it is not there."""
+    file = os.open(made["place"], os.O_RDWR | os.O_CLOEXEC)
+    if _identity(file) != made["identity"]:
+        os.close(file)
+        raise OSError(errno.ENOENT, "another process is there: a container numbers them for itself")
+    return file
+
+
+def _identity(file: int) -> list[int]:
+    """What no other file of the machine has."""
+    found = os.fstat(file)
+    return [found.st_dev, found.st_ino]
+
+
+class SocketLink:
+    """Ranks anywhere: parts are sent with gloo. `address`: this machine's, as the others reach it."""
+
+    arrivals: torch.Tensor | None = None
+
+    def __init__(self, rank: int, world: int, exchange: Exchange, seconds: float, address: str = "127.0.0.1") -> None:
+        from torch.distributed import ProcessGroupGloo, TCPStore  # half a second, for those who need it
+
+        gloo: Any = ProcessGroupGloo  # its methods have no types
+
+        self.rank, self.world, self.seconds = rank, world, seconds
+        limit = timedelta(seconds=seconds)
+        self._store = TCPStore(address, 0, world, True, limit, wait_for_workers=False) if rank == 0 else None
+        port = 0 if self._store is None else self._store.port
+        told = exchange({"address": address, "port": port})[0]
+        if self._store is None:
+            self._store = TCPStore(told["address"], told["port"], world, False, limit)
+        options = gloo._Options()
+        for name, value in (("devices", [gloo.create_device(hostname=address)]), ("timeout", limit), ("threads", 1)):
+            setattr(options, f"_{name}", value)
+        self._group = gloo(self._store, rank, world, options)
+
+    def parts(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros((self.world, *shape), dtype=dtype)
+
+    def gather(self, parts: torch.Tensor, num_values: int) -> None:
+        own = [part.view(-1)[:num_values] for part in parts]
+        self._group.allgather([own], [own[self.rank].clone()]).wait()
+
+    def gather_first(self, parts: torch.Tensor, num_values: int) -> None:
+        own = [part.view(-1)[:num_values] for part in parts]
+        self._group.gather(own if self.rank == 0 else [], own[self.rank].clone(), 0).wait()
+
+    def broadcast(self, values: np.ndarray) -> None:
+        self._group.broadcast(torch.from_numpy(values), 0).wait()
+
+
+def machine() -> str:
+    """What ranks that may share memory have in common."""
+    try:
+        return (PROCESSES / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # no Linux
+        return ""
+
+
+def connect(
+    rank: int, world: int, exchange: Exchange, backend: NativeBackend | None, seconds: float, address: str = "127.0.0.1"
+) -> Link:
+    """This rank's link: through memory where all ranks run compiled kernels (`backend`) on one machine and can map what
+    the others have made, else through sockets. PAGEDEC_LINK=sockets never asks for memory."""
+    can_share = backend is not None and environment.read("PAGEDEC_LINK") != "sockets"
+    told = exchange({"machine": machine() if can_share else ""})
+    if backend is not None and told[0]["machine"] and all(own == told[0] for own in told):
+        try:
+            return SharedLink(rank, world, exchange, backend, seconds)
+        except OSError:
+            pass  # other containers of one machine: all ranks were told
+    return SocketLink(rank, world, exchange, seconds, address)

@@ -1,0 +1,38 @@
+"""Decoders of one's own, for `CustomDecoder` to name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from pagedec.errors import InvalidArgument
+
+ENDING = ".py"
+
+
+def load_decoders(places: Sequence[str]) -> None:
+    """Import files and modules that register decoders. Raises `InvalidArgument` for what cannot be imported."""
+    for place in places:
+        try:
+            _of_file(place) if place.endswith(ENDING) else importlib.import_module(place)
+        except Exception as error:  # somebody's own code may raise anything
+            raise InvalidArgument("decoder", place, f"cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _of_file(place: str) -> ModuleType:
+    path = Path(place)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError("there is no such file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]
+        raise
+    return module

@@ -1,0 +1,164 @@
+"""How Ray Serve's proxies choose a replica: the one that has a request's session, or most of its prompt's blocks."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.request_router import RequestRouter
+
+from pagedec.errors import NotFound
+from pagedec.serve.ray_asked import Asked, read_asked
+from pagedec.serve.routing import ReplicaLoad, Router, SessionLost
+from pagedec.serve.routing_config import RoutingConfig
+
+LATEST = 2.0
+"""Seconds that a report is on its way, at most: clocks of machines may differ by more."""
+
+
+class PrefixRouter(RequestRouter):
+    """`Router` as Ray Serve asks for one. A session's replica is waited for, and where it is gone any other says that
+    the session is; a prefix's replica is only the first that is tried.
+
+    What a proxy says of a replica that has died is made UNAVAILABLE, as clients know it of a server that is gone:
+    Serve itself says INTERNAL.
+    """
+
+    def initialize_state(self, **given: Any) -> None:
+        """`given`: fields of `RoutingConfig`."""
+        self._router = Router(RoutingConfig(**given))
+        self._heard: dict[str, float] = {}  # when replicas said what was heard last, by their clocks
+        self._sent: dict[str, tuple[str | None, Asked]] = {}  # requests that are being placed, and where they count
+
+    # ---- replicas
+    def update_replicas(self, replicas: list[Any]) -> None:
+        """Replicas have come, gone, or reported."""
+        super().update_replicas(replicas)
+        router, names = self._router, {name_of(one.replica_id): one for one in replicas}
+        for gone in set(router.replicas) - names.keys():
+            router.remove(gone)
+            self._heard.pop(gone, None)
+        for name, one in names.items():
+            if name not in router.replicas:
+                router.add(name, one.replica_metadata.get("num_tokens"))
+            told = one.routing_stats
+            if told and self._heard.get(name) != told["at"]:  # Serve says again what one replica has said for all
+                self._heard[name] = told["at"]
+                router.report(name, load_of(told), time.monotonic() - age_of(told, time.time()))
+
+    def on_replica_actor_died(self, replica_id: Any) -> None:
+        """A replica is gone before Serve's controller has said so."""
+        super().on_replica_actor_died(replica_id)
+        with suppress(NotFound):
+            self._router.remove(name_of(replica_id))
+        self._heard.pop(name_of(replica_id), None)
+
+    # ---- requests
+    async def choose_replicas(
+        self, candidate_replicas: list[Any], pending_request: Any | None = None
+    ) -> list[list[Any]]:
+        """The replicas to try, group after group."""
+        if pending_request is None:
+            return [candidate_replicas]
+        named = {name_of(one.replica_id): one for one in candidate_replicas}
+        request_id = pending_request.metadata.internal_request_id
+        asked = self._asked(request_id, pending_request)
+        now = time.monotonic()
+        if asked.home is not None:
+            with suppress(SessionLost):
+                chosen = self._router.choose((), session=asked.home, now=now).replica
+                self._note(request_id, pending_request, chosen, asked)
+                return [[named[chosen]]] if chosen in named else [candidate_replicas]
+        ready = [name for name, one in named.items() if one.routing_stats.get("is_ready", True)]
+        with_room = {name_of(one.replica_id) for one in self.select_available_replicas(candidate_replicas)}
+        among = [name for name in ready if name in with_room] or ready or list(named)
+        among = [name for name in among if name in self._router.replicas]
+        if not among:
+            return [candidate_replicas]
+        chosen = self._router.choose(asked.keys, among=among, now=now).replica
+        self._note(request_id, pending_request, chosen, asked)
+        return [[named[chosen]], [one for name, one in named.items() if name != chosen]]
+
+    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+        """A replica has taken a request: what comes of it comes through `result`."""
+        for name in ("get_async", "__anext__"):
+            setattr(result, name, _unavailable(getattr(result, name), replica_id.deployment_id))
+
+    def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
+        """A request has ended, or was not taken."""
+        self._router.done(name_of(replica_id), time.monotonic())
+
+    # ---- inside
+    def _asked(self, request_id: str, pending_request: Any) -> Asked:
+        """What a request asks. One that is placed anew counts no longer where it was taken to be."""
+        if request_id in self._sent:
+            before, asked = self._sent[request_id]
+            if before is not None:
+                self._router.done(before, time.monotonic())
+                self._sent[request_id] = None, asked
+            return asked
+        metadata = pending_request.metadata
+        context = metadata.grpc_context
+        sent = dict(context.invocation_metadata()) if context is not None else {}
+        return read_asked(metadata.call_method, pending_request.args, sent, self._router.config)
+
+    def _note(self, request_id: str, pending_request: Any, chosen: str, asked: Asked) -> None:
+        if request_id not in self._sent:
+            pending_request.future.add_done_callback(functools.partial(self._placed, request_id))
+        self._sent[request_id] = chosen, asked
+
+    def _placed(self, request_id: str, future: Any) -> None:
+        """A request was placed, perhaps elsewhere, or given up."""
+        noted = self._sent.pop(request_id, None)
+        if noted is None:
+            return
+        chosen, asked = noted
+        is_placed = not future.cancelled() and future.exception() is None
+        actual = name_of(future.result().replica_id) if is_placed else None
+        if actual == chosen:
+            return
+        now = time.monotonic()
+        if chosen is not None:
+            self._router.done(chosen, now)
+        if actual in self._router.replicas:
+            self._router.choose(asked.keys, among=(actual,), now=now)
+
+
+class ReplicaGone(DeploymentUnavailableError):
+    """A replica has died with a request: it may be asked again elsewhere."""
+
+    @property
+    def message(self) -> str:
+        """What clients are told."""
+        return "the replica that answered is gone"
+
+
+def name_of(replica_id: Any) -> str:
+    """What a replica is called in sessions' names, and by the router."""
+    return str(replica_id.unique_id)
+
+
+def load_of(told: Mapping[str, Any]) -> ReplicaLoad:
+    """What a replica has reported, as the router takes it."""
+    return ReplicaLoad(told["num_running"], told["num_waiting"], told["kv_usage"], told["num_seats"])
+
+
+def age_of(told: Mapping[str, Any], now: float) -> float:
+    """Seconds since it was so. `now`: the time by the clock of this machine, whose replica may have another one."""
+    return min(max(now - float(told["at"]), 0.0), LATEST)
+
+
+def _unavailable(read: Callable[[], Awaitable[Any]], deployment_id: Any) -> Callable[[], Awaitable[Any]]:
+    @functools.wraps(read)
+    async def reading(*given: Any) -> Any:
+        try:
+            return await read(*given)
+        except RayActorError:
+            raise ReplicaGone(deployment_id) from None
+
+    return reading

@@ -1,0 +1,46 @@
+"""What is CUDA's own of attention: a row's bits, whatever its company and however many blocks of threads there are."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+
+from pagedec.kernels.backend import AttentionShape
+from pagedec.kernels.library import EMULATED_DEVICE, load
+from tests.kernels import cuda_library
+from tests.kernels.attention_cases import Branch, Cache, random_tree, run, same_bits
+
+
+def attention_crowd(dtype: torch.dtype) -> tuple[Cache, list[Branch], torch.Tensor]:
+    """A shared prompt over a chunk's end, a fork, a prefill, a tree."""
+    cache = Cache(AttentionShape(4, 2, 32, 16, 0.2), 256, dtype, seed=11)
+    prompt = cache.branch(560, 3)
+    tree = random_tree(np.random.default_rng(3), 1, 8)
+    branches = [prompt, cache.fork(prompt, 32, 530), cache.branch(70, 70), cache.branch(130, 9, tree), cache.branch(1)]
+    return cache, branches, cache.query(sum(branch.num_rows for branch in branches))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_attention_of_a_row_is_its_own(dtype: torch.dtype) -> None:
+    """Alone, in a crowd, in parts, with any number of blocks of threads, in any order of threads."""
+    if cuda_library.path() is None:
+        pytest.skip("it is not built")
+    library = load(EMULATED_DEVICE)
+    cache, branches, q = attention_crowd(dtype)
+    want = run(library.context(), cache, branches, q, threads=1, share=False)
+    for seed, threads in ((0, 2), (5, 3), (6, 7)):
+        library.functions.pd_emulate_seed(ctypes.c_uint64(seed))
+        assert same_bits(run(library.context(), cache, branches, q, threads=threads), want)
+    library.functions.pd_emulate_seed(ctypes.c_uint64(1))
+    row = 0
+    for branch in branches:
+        rows = slice(row, row + branch.num_rows)
+        assert same_bits(run(library.context(), cache, [branch], q[rows].clone()), want[rows])
+        row += branch.num_rows
+    parts = [Branch(branches[2].table, end, num) for end, num in ((33, 33), (66, 33), (70, 4))]
+    for part in parts:
+        rows = slice(4 + part.kv_len - part.num_rows, 4 + part.kv_len)
+        assert same_bits(run(library.context(), cache, [part], q[rows].clone()), want[rows])

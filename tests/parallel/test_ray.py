@@ -1,0 +1,167 @@
+"""Workers as Ray actors: the same tokens as in processes, and what a death costs is a pause."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagedec import LLM, BeamSearchParams
+from pagedec.errors import InvalidArgument
+from tests.engine.crowd import SMALL, Tokens, assert_whole, right_answers
+from tests.support import wait_for
+
+ray = pytest.importorskip("ray", reason="ray is not installed")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[Any]:
+    """Two nodes of two processors each, on this machine."""
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    store = {"object_store_memory": 80 * 2**20}
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **store, "include_dashboard": False})
+    before = signal.getsignal(signal.SIGTERM)
+    ray.init(made.address, log_to_driver=False, configure_logging=False)
+    signal.signal(signal.SIGTERM, before)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def engine(path: Path, **arguments: Any) -> LLM:
+    return LLM(str(path), **{"dtype": "float32", "skip_tokenizer_init": True, "num_blocks": 64, **arguments})
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path) -> list[Tokens]:
+    with engine(path) as llm:
+        return right_answers(llm)
+
+
+def free() -> float:
+    return float(ray.available_resources().get("CPU", 0))
+
+
+MORE_DEATHS = [(1, signal.SIGSTOP), (1, signal.SIGKILL)]
+
+
+@pytest.mark.parametrize(
+    ("link", "deaths"),
+    [
+        pytest.param("memory", [(0, signal.SIGKILL)], id="memory"),
+        pytest.param("sockets", [], id="sockets"),
+        pytest.param("memory", MORE_DEATHS, id="memory, more deaths", marks=pytest.mark.long),
+        pytest.param("sockets", MORE_DEATHS, id="sockets, deaths", marks=pytest.mark.long),
+    ],
+)
+def test_two_actors_say_what_one_process_says(
+    path: Path, expected: list[Tokens], link: str, deaths: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one is killed while others run, or stopped: new actors take the places of all, and the cluster's room
+    is given back."""
+    monkeypatch.setenv("PAGEDEC_LINK", link)
+    beams = BeamSearchParams(beam_width=3, max_tokens=5)
+    with engine(path) as one:
+        [alone] = one.generate([[5, 6, 7]], beams, use_tqdm=False)
+    with engine(path, **SMALL, tensor_parallel_size=2, executor="ray", step_timeout=3.0) as llm:
+        assert_whole(llm, expected)
+        assert len(set(pids(llm))) == 2 and os.getpid() not in pids(llm)
+        [output] = llm.generate([[5, 6, 7]], beams, use_tqdm=False)
+        assert [a.token_ids for a in output.outputs] == [a.token_ids for a in alone.outputs]
+        for rank, number in deaths:
+            before = pids(llm)
+            timer = threading.Timer(0.05, os.kill, (before[rank], number))
+            timer.start()
+            assert right_answers(llm) == expected
+            timer.join()
+            assert_whole(llm, expected)
+            assert not set(pids(llm)) & set(before)
+    _wait_for_room()
+
+
+def pids(llm: LLM) -> tuple[int, ...]:
+    return llm.engine.executor.pids  # type: ignore[attr-defined, no-any-return]
+
+
+def _wait_for_room() -> None:
+    wait_for(lambda: free() == 2.0)
+
+
+def test_a_node_is_removed(path: Path, expected: list[Tokens], cluster: Any) -> None:
+    """One with a worker on it. The group goes to what is left, or comes."""
+    node = cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+    other = cluster.add_node(num_cpus=2, object_store_memory=80 * 2**20)
+    cluster.wait_for_nodes()
+    with engine(path, **SMALL, tensor_parallel_size=2, executor="ray", num_threads=1, step_timeout=30.0) as llm:
+        assert right_answers(llm) == expected
+        cluster.remove_node(other, allow_graceful=False)
+        assert right_answers(llm) == expected
+        assert_whole(llm, expected)
+    cluster.remove_node(node)
+    _wait_for_room()
+
+
+def test_a_fork_leaves_actors_to_its_parent(path: Path, expected: list[Tokens]) -> None:
+    """Dropped and stopped there, they work on here."""
+    with engine(path, **SMALL, tensor_parallel_size=2, num_threads=1, executor="ray") as llm:
+        gc.collect()  # what other tests have left of Ray is not for the child to drop
+        child = os.fork()
+        if child == 0:
+            llm.engine.executor.stop()
+            del llm
+            gc.collect()
+            os._exit(0)
+        wait_for(lambda: os.waitpid(child, os.WNOHANG)[0] == child, 60)
+        time.sleep(1.0)
+        assert llm.engine.executor.problem is None
+        assert right_answers(llm) == expected
+        assert llm.engine.executor.num_restarts == 0
+
+
+def test_a_cluster_without_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagedec.executor import ray as places
+
+    monkeypatch.setattr(places, "PLACE_SECONDS", 1.0)
+    with pytest.raises(
+        InvalidArgument,
+        match="tensor_parallel_size is 3: needs 3 times 1 CPU of the cluster, which has 2 CPU, 2 of them free",
+    ):
+        engine(path, tensor_parallel_size=3, executor="ray")
+    _wait_for_room()
+
+
+def test_without_ray(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InvalidArgument, match=r"executor is 'ray': needs the package ray: install pagedec\[ray\]"):
+        engine(path, executor="ray")
+
+
+def test_sigterm_stays_the_server_s(cluster: Any) -> None:
+    """A server loads its model in a thread; there Ray had SIGTERM abort the process."""
+    code = """
+import os, signal, threading
+from pagedec.executor.ray import connect
+got = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: got.set())
+thread = threading.Thread(target=connect)
+thread.start()
+thread.join()
+os.kill(os.getpid(), signal.SIGTERM)
+print("taken" if got.wait(10) else "not taken")
+"""
+    environment = {**os.environ, "RAY_ADDRESS": cluster.address}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert (ended.returncode, ended.stdout.split()[-1:]) == (0, ["taken"]), ended.stderr

@@ -1,0 +1,176 @@
+"""What hostile clients send: refused with a proper status before it costs anybody else anything."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from pagedec.errors import InvalidArgument, NotFound
+from pagedec.serve.statuses import MAX_MESSAGE, status_of
+from pagedec.v1 import generation_service_pb2 as pb
+from pagedec.v1 import model_service_pb2, open_inference_service_pb2, parameters_pb2, prompt_pb2, session_service_pb2
+from pagedec.v1 import open_inference_service_pb2_grpc as oip
+from tests.serve.serving import Serving, details, greedy, prompt, reason
+
+Serve = Callable[..., Serving]
+CHAT = prompt_pb2.Chat(messages=[prompt_pb2.ChatMessage(role="user", content="hello")])
+
+
+def refused(call: Callable[..., Any], request: Any) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as caught:
+        call(request, timeout=30)
+    return caught.value
+
+
+def of(change: Callable[[pb.GenerateRequest], object]) -> pb.GenerateRequest:
+    made = pb.GenerateRequest(prompt=prompt([5, 9]), parameters=greedy(2))
+    change(made)
+    return made
+
+
+def chat(change: Callable[[prompt_pb2.Chat], object]) -> pb.GenerateRequest:
+    made = prompt_pb2.Chat()
+    made.CopyFrom(CHAT)
+    change(made)
+    return pb.GenerateRequest(prompt=prompt_pb2.Prompt(chat=made), parameters=greedy(2))
+
+
+def custom(request: pb.GenerateRequest, name: str, value: float = 1.0) -> None:
+    request.parameters.custom.name = "sampling"
+    request.parameters.custom.parameters.fields[name].number_value = value
+
+
+def table(request: pb.GenerateRequest, count: int) -> None:
+    values = request.parameters.speculation.table.fields["method"].list_value.values
+    for _ in range(count):
+        values.add(number_value=1.0)
+
+
+NUMBERS = "NaN or infinite somewhere: must be what JSON can say"
+MANY = "must be at most 131, the size of the vocabulary"
+LARGE = "must be at most 65536 bytes, the server's max_constraint_size"
+LONG = "tokens: must be at most 1048576 tokens long"
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (of(lambda m: custom(m, "temperature", math.inf)), f"parameters.custom.parameters is {NUMBERS}"),
+        (of(lambda m: custom(m, "x" * 70_000)), f"parameters.custom is 70033 bytes: {LARGE}"),
+        (of(lambda m: table(m, 20_000)), f"parameters.speculation.table is 220024 bytes: {LARGE}"),
+        (
+            of(lambda m: m.parameters.logits_rules.allowed_token_ids.extend([5] * 132)),
+            f"parameters.logits_rules.allowed_token_ids is 132 entries: {MANY}",
+        ),
+        (
+            of(lambda m: m.parameters.logits_rules.logit_bias.update(dict.fromkeys(range(132), 0.5))),
+            f"parameters.logits_rules.logit_bias is 132 entries: {MANY}",
+        ),
+        (
+            of(lambda m: m.parameters.stopping.stop_token_ids.extend([5] * 132)),
+            f"parameters.stopping.stop_token_ids is 132 entries: {MANY}",
+        ),
+        (pb.GenerateRequest(prompt=prompt([5] * 1_048_577)), f"prompt is 1048577 {LONG}"),
+        (
+            chat(lambda c: c.messages[0].fields.update({"x": math.nan})),
+            f"prompt.chat.messages[0].fields is {NUMBERS}",
+        ),
+        (chat(lambda c: c.tools.add().update({"x": math.nan})), f"prompt.chat.tools[0] is {NUMBERS}"),
+        (chat(lambda c: c.template_variables.update({"x": math.inf})), f"prompt.chat.template_variables is {NUMBERS}"),
+        (
+            chat(lambda c: c.messages.extend(CHAT.messages[:] * 256)),
+            "prompt.chat.messages is 257 of them: must be at most 256: each has a token at least, and the context "
+            "holds no more",
+        ),
+    ],
+)
+def test_what_is_too_large_or_no_number_is_not_read(
+    abused: Serving, request_: pb.GenerateRequest, message: str
+) -> None:
+    error = refused(abused.generation.Generate, request_)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and error.details() == message
+    details(error)
+
+
+def test_lists_of_other_services_are_bounded_too(abused: Serving) -> None:
+    ids = [5] * 1_048_577
+    opened = abused.sessions.OpenSession(session_service_pb2.OpenSessionRequest(prompt=prompt([5])))
+    own = {"session_id": opened.session_id, "branch": "0"}
+    token_ids = prompt_pb2.TokenIds(ids=ids)
+    asked = session_service_pb2.AppendRequest(**own, token_ids=token_ids)
+    assert refused(abused.sessions.Append, asked).details() == f"token_ids.ids is 1048577 {LONG}"
+    open_ = session_service_pb2.OpenSessionRequest(prompt=prompt(ids))
+    assert refused(abused.sessions.OpenSession, open_).details() == f"prompt is 1048577 {LONG}"
+    score = session_service_pb2.ScoreRequest(**own, continuations=[session_service_pb2.Continuation()] * 65_537)
+    limit = "continuations is 65537 of them: must be at most 65536"
+    assert refused(abused.sessions.Score, score).details() == limit
+    abused.sessions.CloseSession(session_service_pb2.CloseSessionRequest(session_id=opened.session_id))
+
+
+def test_token_ids_of_the_model_service_are_bounded(text_server: Serving) -> None:
+    ids = [5] * 1_048_577
+    tokenize = model_service_pb2.TokenizeRequest(prompt=prompt(ids))
+    assert refused(text_server.models.Tokenize, tokenize).details() == f"prompt is 1048577 {LONG}"
+    detokenize = model_service_pb2.DetokenizeRequest(token_ids=ids)
+    assert refused(text_server.models.Detokenize, detokenize).details() == f"token_ids is 1048577 {LONG}"
+
+
+@pytest.mark.parametrize("table", ['{"\\ud800": 1}', '{"structured_outputs": {"\\ud800": 1}}'])
+def test_halves_of_characters_are_told_of(text_server: Serving, table: str) -> None:
+    """JSON can hold them, and a status cannot."""
+    asked = open_inference_service_pb2.ModelInferRequest(model_name=text_server.server.gateway.model)
+    for name, text in (("text_input", "hello"), ("sampling_parameters", table)):
+        asked.inputs.add(name=name, datatype="BYTES", shape=[1]).contents.bytes_contents.append(text.encode())
+    error = refused(oip.GRPCInferenceServiceStub(text_server.channel).ModelInfer, asked)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and reason(error) == "INVALID_FIELD"
+    assert "\\ud800" in str(error.details())
+
+
+def test_a_status_has_room_in_trailers() -> None:
+    for error in (InvalidArgument("字" * 9999, 1, "字" * 9999), NotFound("model", "字" * 9999, "字" * 9999)):
+        made = status_of(error)
+        assert len(made.message.encode()) <= MAX_MESSAGE + 4
+        assert made.ByteSize() < 5 * MAX_MESSAGE
+
+
+def test_beams_count_as_tokens_of_their_client(serve: Serve) -> None:
+    """Also those that are not answered with."""
+    serving = serve(max_client_tokens=100)
+    asked = pb.GenerateRequest(prompt=prompt([5, 9]), parameters=parameters_pb2.Parameters())
+    asked.parameters.stopping.max_tokens = 20
+    asked.parameters.beam_search.beam_width = 8
+    asked.parameters.beam_search.num_return_sequences = 1
+    assert reason(refused(serving.generation.Generate, asked)) == "CLIENT_TOKENS"
+
+
+def test_a_grammar_that_is_being_compiled_holds_up_nobody(
+    text_server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars: Any = text_server.llm.engine.grammars
+    begun, go_on, compile_ = threading.Event(), threading.Event(), grammars._compile
+
+    def slow(*given: Any) -> Any:
+        begun.set()
+        assert go_on.wait(30)
+        return compile_(*given)
+
+    monkeypatch.setattr(grammars, "_compile", slow)
+    asked = of(lambda m: m.parameters.constraint.__setattr__("regex", "[0-9]{2}slow"))
+    future = text_server.generation.Generate.future(asked)
+    assert begun.wait(30)
+    began = time.monotonic()
+    text_server.generation.Generate(pb.GenerateRequest(prompt=prompt([5, 9]), parameters=greedy(2)), timeout=20)
+    go_on.set()
+    assert time.monotonic() - began < 15
+    future.result()
+
+
+@pytest.fixture
+def abused(serve: Serve) -> Serving:
+    return serve()

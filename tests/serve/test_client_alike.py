@@ -1,0 +1,194 @@
+"""`pagedec.client` has the names of `LLM` and of its sessions, and says of mistakes what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pagedec import LLM, AsyncLLM, BeamSearchParams, BranchClosed, PagedecError, SamplingParams
+from pagedec.client import AsyncClient, AsyncRemoteBranch, Client, RemoteBranch
+from pagedec.llm import AsyncSessionBranch, SessionBranch
+from tests.serve.serving import Serving, client_of, plain
+
+Serve = Callable[..., Serving]
+PROMPT = [5 + i * 7 % 120 for i in range(40)]
+HERE = {"conversation", "get_tokenizer", "kv_cache", "prepare", "prepare_chat", "prepare_grammar", "prepare_one"}
+"""What is of a model in this process."""
+OPERATORS = {"reset_prefix_cache", "abort", "check_health", "shutdown"}
+"""What AdminService and the health service do."""
+SERVERS = {"resumable"}
+"""What a client does by itself where its server is gone."""
+TOLD = {"is_chat"}
+"""What a server's traces say of a branch."""
+AWAITED = {"text", "token_ids", "logprobs"}
+"""Properties that ask the server: for coroutines `state` brings them."""
+
+
+def public(kind: type) -> set[str]:
+    return {name for name in dir(kind) if not name.startswith("_")}
+
+
+def test_names() -> None:
+    assert public(LLM) - public(Client) == HERE | {"reset_prefix_cache"}
+    assert public(AsyncLLM) - public(AsyncClient) == HERE | OPERATORS | SERVERS
+    assert public(SessionBranch) - public(RemoteBranch) == TOLD
+    assert public(AsyncSessionBranch) - public(AsyncRemoteBranch) == AWAITED | TOLD
+
+
+def test_what_sessions_hold(serve: Serve, llm: LLM) -> None:
+    """Also where the pool is smaller than the context."""
+    small = {"num_blocks": 8}
+    with (
+        LLM(llm.config.model.model, dtype="float32", skip_tokenizer_init=True, max_model_len=256, **small) as tight,
+        client_of(serve(small)) as client,
+        tight.session(PROMPT, seed=1, ttl=60.0) as own,
+        client.session(PROMPT, seed=1, ttl=60.0) as far,
+    ):
+        assert far.room == own.room == 7 * 16 - 40
+        far.generate(max_tokens=8), own.generate(max_tokens=8)
+        mine, theirs = own.fork(2), far.fork(2)
+        own.append([5]), far.append([5])
+        assert far.room == own.room == 7 * 16 - 49
+        assert (
+            far.blocks() == own.blocks() and far.blocks(theirs) == own.blocks(mine) and far.blocks([]).num_blocks == 0
+        )
+        assert far.blocks(theirs).num_blocks_saved > 0
+        state = far.session_state()
+        assert (state.num_branches, state.num_tokens) == (3, 49) and state.seconds_left == 60.0
+        assert str(far.tree(theirs)) == str(own.tree(mine)) and "0.1" in str(far.tree(theirs))
+        [told] = client.sessions()
+        assert (told.session_id, told.num_branches) == (far.session_id, 3)
+        assert repr(far) == "<RemoteSession 0: 49 tokens>"
+        with pytest.raises(TypeError, match="cannot be copied or pickled: fork it$"):
+            copy.copy(far)
+        theirs[0].close(), mine[0].close()
+        assert repr(theirs[0]) == "<RemoteBranch 0.0: was closed>"
+        for closed in (theirs[0], mine[0]):
+            with pytest.raises(BranchClosed, match="^branch 0.0 was closed$"):
+                closed.generate(max_tokens=2)
+        assert client.get_default_sampling_params() == SamplingParams()
+        left = client.session(PROMPT)
+    left.close()
+    assert left.closed
+    with pytest.raises(PagedecError, match="^Client is closed: must be open: its connection was given up$"):
+        client.generate(PROMPT)
+
+
+def said(what: Callable[[Any], Any], asked: Any) -> tuple[str, str]:
+    with pytest.raises(PagedecError) as caught:
+        what(asked)
+    return type(caught.value).__name__, str(caught.value).replace("same client", "same LLM").replace("Remote", "")
+
+
+MISTAKES: dict[str, Callable[[Any], Any]] = {
+    "an answer's number": lambda s: s.generate(max_tokens=2, n=2, keep=-1),
+    "a word": lambda s: s.generate(max_tokens=2, keep="x"),
+    "rollback": lambda s: s.rollback("x"),
+    "append": lambda s: s.append(5),
+    "a message": lambda s: s.append({"role": "user", "content": "Hi"}),
+    "continuations": lambda s: s.score([[5], 6]),
+    "a continuation of many": lambda s: s.score_all([s, s.fork()], [[[5]], [[5], [9999]]]),
+    "no list for each": lambda s: s.score_all([s], []),
+    "no parameters for each": lambda s: s.generate_all([s], [None, None]),
+    "no branches": lambda s: s.generate_all(5),
+    "no branch": lambda s: s.generate_all([1]),
+    "twice": lambda s: s.generate_all([s, s], max_tokens=2),
+    "a token": lambda s: s.generate(allowed_token_ids=[9999], max_tokens=2),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_with_branches(serve: Serve, llm: LLM, name: str) -> None:
+    with client_of(serve()) as client, llm.session(PROMPT) as own, client.session(PROMPT) as far:
+        assert said(MISTAKES[name], far) == said(MISTAKES[name], own)
+        assert far.token_ids == PROMPT
+
+
+USER = {"role": "user", "content": "Hi"}
+FEW = SamplingParams(max_tokens=2)
+WRONG: dict[str, Callable[[Any], Any]] = {
+    "a regex": lambda x: x.generate("a", SamplingParams(structured_outputs={"regex": "("})),
+    "a regex of many": lambda x: x.chat([[USER]] * 2, SamplingParams(structured_outputs={"regex": "("}), False),
+    "a schema": lambda x: x.generate("a", SamplingParams(structured_outputs={"json": {"type": "nope"}})),
+    "no draft model": lambda x: x.generate("a", SamplingParams(speculative={"method": "draft_model"})),
+    "a priority": lambda x: x.stream("a", FEW, priority="x").close(),
+    "no role": lambda x: x.chat([{"content": "Hi"}], FEW),
+    "no messages": lambda x: x.chat([], FEW),
+    "no messages of several": lambda x: x.chat([[USER], []], FEW, use_tqdm=False),
+    "an image": lambda x: x.chat([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], FEW),
+    "variables": lambda x: x.chat([USER], FEW, chat_template_kwargs=3),
+    "an answer that is given": lambda x: x.session(messages=[{"role": "assistant", "content": "Hi"}]),
+    "a chat's next answer": lambda x: x.session(messages=[USER]).append({"role": "assistant", "content": "x"}),
+    "no role of the next": lambda x: x.session(messages=[USER]).append({"content": "x"}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def smol() -> Any:
+    with LLM("smollm2", num_blocks=96, max_model_len=512) as made:
+        yield made
+
+
+def test_mistakes(text_server: Serving, smol: LLM) -> None:
+    """The server repeats nothing; the client knows what it has sent."""
+    with client_of(text_server) as client:
+        for name, wrong in WRONG.items():
+            assert said(wrong, client) == said(wrong, smol), name
+        with pytest.raises(PagedecError, match=r"^priority is 1099511627776: must be from -2147483648 to 2147483647$"):
+            client.generate("a", FEW, priority=[2**40])
+
+
+def test_trees_show_texts(text_server: Serving, smol: LLM) -> None:
+    beams = BeamSearchParams(beam_width=3, max_tokens=6)
+    [want] = smol.generate("Once upon a time", beams, use_tqdm=False)
+    with client_of(text_server) as client:
+        [got] = client.generate("Once upon a time", beams)
+        assert plain(got) == plain(want) and got.tree().svg() == want.tree().svg()
+        *_, last = client.stream("Once upon a time", beams)
+        both = client.generate(["Once upon a time", "Two"], beams, use_tqdm=False)
+        with client.session("Once upon a time") as session:
+            kept = session.generate(beams, keep="none")
+        assert str(last.tree()) == str(both[0].tree()) == str(kept.tree()) == str(want.tree())
+        assert '" work"' in str(got.tree())
+
+    async def run() -> None:
+        async with AsyncClient(f"127.0.0.1:{text_server.server.port}") as far:
+            *_, last = [output async for output in far.generate("Once upon a time", beams)]
+            assert str(last.tree()) == str(want.tree())
+            async with far.session("Once upon a time") as session:
+                assert str((await session.generate(beams, keep="none")).tree()) == str(want.tree())
+
+    text_server.loop.run(run())
+
+
+def test_coroutines_do_several_at_once(serve: Serve, llm: LLM) -> None:
+    serving = serve()
+
+    async def run() -> None:
+        async with AsyncClient(f"127.0.0.1:{serving.server.port}") as client, client.session(PROMPT, seed=7) as far:
+            with llm.session(PROMPT, seed=7) as own:
+                theirs, mine = await far.fork(2), own.fork(2)
+                outputs = await far.generate_all(theirs, max_tokens=5)
+                assert [plain(o).outputs for o in outputs] == [
+                    plain(o).outputs for o in own.generate_all(mine, max_tokens=5)
+                ]
+                lists = [[[5, 6]], [[7], [8]]]
+                assert await far.score_all(theirs, lists) == own.score_all(mine, lists)
+                assert await far.blocks(theirs) == own.blocks(mine) and far.room == own.room
+                assert str(await far.tree(theirs)) == str(own.tree(mine))
+                assert (await far.session_state()).num_branches == 3
+                calls = asyncio.gather(far.generate_all([*theirs, far], ignore_eos=True, max_tokens=150))
+                await asyncio.sleep(0.05)
+                calls.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await calls
+                with pytest.raises(PagedecError, match="must be in the list once"):
+                    await far.generate_all([far, far])
+            assert [s.session_id for s in await client.sessions()] == [far.session_id]
+            assert await client.get_default_sampling_params() == SamplingParams()
+
+    serving.loop.run(run())

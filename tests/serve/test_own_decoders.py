@@ -1,0 +1,78 @@
+"""Decoders that an operator registers: `pagedec serve --decoder`, and `CustomParams` of the client."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pagedec import LLM, InvalidArgument, RequestOutputKind
+from pagedec.client import AsyncClient, CustomParams
+from pagedec.decoders.registry import decoder_for
+from pagedec.errors import NotFound
+from pagedec.serve.own_decoders import load_decoders
+from tests.serve.serving import Serving, client_of, plain
+
+Serve = Callable[..., Serving]
+PROMPT = [5 + i * 7 % 120 for i in range(40)]
+DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
+
+
+@pytest.fixture(scope="module")
+def race(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The file of the design's page, as somebody's own."""
+    [source] = [
+        block for block in re.findall(r"```python\n(.*?)```", DESIGN.read_text("utf-8"), re.S) if "@decoder" in block
+    ]
+    path = tmp_path_factory.mktemp("own") / "served_race.py"
+    path.write_text(source.replace('@decoder("race"', '@decoder("served race"').replace("Race", "ServedRace"))
+    return str(path)
+
+
+def test_a_decoder_by_its_name(serve: Serve, llm: LLM, race: str) -> None:
+    serving = serve(decoder=(race,))
+    made = decoder_for("served race").params
+    [want] = llm.generate([PROMPT], made(width=3, stride=4, max_tokens=16, seed=5, logprobs=1), use_tqdm=False)
+    params = CustomParams(
+        decoder="served race", parameters={"width": 3, "stride": 4}, max_tokens=16, seed=5, logprobs=1
+    )
+    with client_of(serving) as client:
+        assert "served race" in client.models()[0].decoders
+        [alone] = client.generate(PROMPT, params)
+        together = client.generate([PROMPT] * 2, params, use_tqdm=False)
+        *_, last = client.stream(PROMPT, params)
+        assert [plain(output) for output in (alone, *together, last)] == [plain(want)] * 4
+        deltas = list(client.stream(PROMPT, params.clone(output_kind=RequestOutputKind.DELTA)))
+        assert [t for output in deltas for a in output.outputs for t in a.token_ids] == want.outputs[0].token_ids
+        with client.session(PROMPT) as far, llm.session(PROMPT) as own:
+            assert plain(far.generate(params)) == plain(
+                own.generate(made(width=3, stride=4, max_tokens=16, seed=5, logprobs=1))
+            )
+            assert far.token_ids == own.token_ids
+        with pytest.raises(NotFound, match='^decoder "nobody\'s" does not exist; known are .*served race'):
+            client.generate(PROMPT, CustomParams(decoder="nobody's", max_tokens=2))
+        with pytest.raises(InvalidArgument, match="^parameters.widht is 3: not a field of .*; known are "):
+            client.generate(PROMPT, CustomParams(decoder="served race", parameters={"widht": 3}, max_tokens=2))
+        with pytest.raises(InvalidArgument, match="^parameters is .*: must be what JSON can say"):
+            client.generate(PROMPT, CustomParams(decoder="served race", parameters={"width": {1}}, max_tokens=2))
+
+    async def run() -> None:
+        async with AsyncClient(f"127.0.0.1:{serving.server.port}") as client:
+            *_, last = [output async for output in client.generate(PROMPT, params)]
+            assert plain(last) == plain(want)
+
+    serving.loop.run(run())
+
+
+def test_what_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text("import nobody_s_module\n")
+    for place, why in (
+        (str(tmp_path / "none.py"), "cannot be imported: FileNotFoundError: there is no such file"),
+        (str(tmp_path / "wrong.py"), "cannot be imported: ModuleNotFoundError: No module named 'nobody_s_module'"),
+        ("nobody_s_module", "cannot be imported: ModuleNotFoundError: No module named 'nobody_s_module'"),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            load_decoders([place])
+        assert caught.value.field == "decoder" and caught.value.limit == why

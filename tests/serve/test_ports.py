@@ -1,0 +1,38 @@
+"""What a connection may be like: pings that common clients send, sizes, and how old it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+import pytest
+
+from pagedec.serve.ports import options
+from pagedec.serve.server_config import ServerConfig
+from pagedec.v1 import model_service_pb2 as pb
+from tests.serve.serving import Serving
+
+
+def test_common_clients_may_ping() -> None:
+    """Routers and sidecars do so every 10 to 30 seconds, also while no call runs."""
+    told = dict(options(ServerConfig()))
+    assert told["grpc.http2.min_recv_ping_interval_without_data_ms"] <= 10_000
+    assert told["grpc.keepalive_permit_without_calls"] == 1
+    assert told["grpc.keepalive_time_ms"] >= 10_000, "a client's own library sends whoever pings more often away"
+    assert told["grpc.so_reuseport"] == 0, "two servers on one port would share its connections without a word"
+    assert "grpc.max_connection_age_ms" not in told
+
+
+def test_what_the_configuration_bounds() -> None:
+    config = ServerConfig(max_message_size=2**20, max_concurrent_streams=7, max_connection_age=90, drain_timeout=5)
+    told = dict(options(config))
+    assert told["grpc.max_receive_message_length"] == 2**20 and told["grpc.max_concurrent_streams"] == 7
+    assert (told["grpc.max_connection_age_ms"], told["grpc.max_connection_age_grace_ms"]) == (90_000, 5000)
+
+
+def test_metadata_is_bounded(serve: Callable[..., Serving]) -> None:
+    serving = serve()
+    with pytest.raises(grpc.RpcError) as caught:
+        serving.models.ListModels(pb.ListModelsRequest(), metadata=(("x-large", "x" * 40_000),))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert serving.models.ListModels(pb.ListModelsRequest(), metadata=(("x-small", "x" * 4000),)).models
