@@ -95,7 +95,8 @@ def pids(llm: LLM) -> tuple[int, ...]:
 
 
 def _wait_for_room() -> None:
-    wait_for(lambda: free() == 2.0)
+    """Until all is given back, and the cluster counts no node that is gone: its death is noted after a while."""
+    wait_for(lambda: free() == 2.0 and ray.cluster_resources().get("CPU") == 2.0, 60.0)
 
 
 def test_a_node_is_removed(path: Path, expected: list[Tokens], cluster: Any) -> None:
