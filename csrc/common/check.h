@@ -7,7 +7,17 @@
 namespace pagedec {
 namespace {
 
+#if defined(PD_EMULATED_DEVICE)
+}
+namespace emulate {
+bool may_reach(const void *);  // emulate/memory.h
+}
+namespace {
 inline int check_pointer(const char *kernel, const char *field, const void *p) {
+  if (p && !emulate::may_reach(p)) return fail("%s: %s points to memory that is not the device's", kernel, field);
+#else
+inline int check_pointer(const char *kernel, const char *field, const void *p) {
+#endif
   return p ? 0 : fail("%s: %s is NULL; it must point to data", kernel, field);
 }
 inline int check_range(const char *kernel, const char *field, int64_t value, int64_t low, int64_t high) {
@@ -43,6 +53,18 @@ inline int check_cache_shape(const char *kernel, int32_t kv_heads, int32_t head_
   if (head_dim % 2) return fail("%s: head_dim is %d; it must be even", kernel, head_dim);
   if (dtype == PD_BF16 && block_size % 2)
     return fail("%s: block_size is %d; in bf16 it must be even", kernel, block_size);
+  return 0;
+}
+// Of memory: a size, and what is copied.
+inline int check_memory(const char *name, const pd_context *context, int64_t num_bytes) {
+  if (!context) return fail("%s: context is NULL", name);
+  return check_range(name, "num_bytes", num_bytes, 0, INT64_MAX / 2);
+}
+inline int check_copy(const char *name, const pd_context *context, const void *to, const void *from,
+                      int64_t num_bytes) {
+  if (check_memory(name, context, num_bytes)) return -1;
+  if (num_bytes && !to) return fail("%s: to is NULL; it must point to %lld bytes", name, (long long)num_bytes);
+  if (num_bytes && !from) return fail("%s: from is NULL; it must point to %lld bytes", name, (long long)num_bytes);
   return 0;
 }
 

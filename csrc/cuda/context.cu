@@ -28,7 +28,10 @@ bool begin(pd_context &c, int32_t device) {
   c.stream = stream;
   return true;
 }
-void end(pd_context &c) { cudaStreamDestroy((cudaStream_t)c.stream); }
+void end(pd_context &c) {
+  cudaFreeHost(c.staging);
+  cudaStreamDestroy((cudaStream_t)c.stream);
+}
 #else
 constexpr int EMULATED_MULTIPROCESSORS = 3;  // blocks of a grid: fewer than rows of a test, and no power of two
 bool begin(pd_context &c, int32_t device) {
@@ -53,9 +56,6 @@ int DeviceMemory::reserve(int64_t bytes) {
   size_ = bytes;
   return 0;
 }
-int upload(pd_context &c, void *to, const void *from, int64_t bytes) {
-  return launched("upload", cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, (cudaStream_t)c.stream));
-}
 int await(pd_context &c) { return launched("await", cudaStreamSynchronize((cudaStream_t)c.stream)); }
 #else
 int await(pd_context &) { return 0; }
@@ -68,10 +68,6 @@ int DeviceMemory::reserve(int64_t bytes) {
   if (!data_) return fail("%lld bytes of a device's memory: there is no room", (long long)bytes);
   size_ = bytes;
   memset(data_, 0xff, bytes);  // NaN
-  return 0;
-}
-int upload(pd_context &, void *to, const void *from, int64_t bytes) {
-  memcpy(to, from, bytes);
   return 0;
 }
 #endif

@@ -5,6 +5,9 @@
 #include "common/check.h"
 #include "cuda/device.h"
 #include "plan/plan.h"
+#if !defined(__CUDACC__)
+#include "cuda/emulate/memory.h"
+#endif
 
 namespace pagedec {
 
@@ -28,6 +31,9 @@ struct pd_context {
   int32_t device = 0, num_multiprocessors = 1;
   int64_t max_shared_bytes = 0;  // of a block
   void *stream = nullptr;
+  char *staging = nullptr;  // host memory that the device copies from, and how much of it is in use
+  int64_t num_staged = 0;
+  bool is_alone = false;    // emulated: what records point to is in the device's memory; before any was asked for, anywhere
   std::atomic<bool> busy{false};
   pagedec::PlanDraft draft;
   pagedec::DeviceMemory partials, totals;  // of attention
@@ -40,11 +46,21 @@ struct pd_device_plan : pd_plan {
 
 namespace pagedec {
 
-// The right to put kernels into a context, for as long as this object lives: one thread has it at a time.
+// The right to put kernels into a context, for as long as this object lives: one thread has it at a time. Its device is
+// then this thread's. `records`: the thread will look at some.
 class Turn {
  public:
-  explicit Turn(pd_context &context)
-      : context_(context), taken_(!context.busy.exchange(true, std::memory_order_acquire)) {}
+#if defined(__CUDACC__)
+  explicit Turn(pd_context &context, bool = false)
+      : context_(context), taken_(!context.busy.exchange(true, std::memory_order_acquire)) {
+    cudaSetDevice(context.device);
+  }
+#else
+  explicit Turn(pd_context &context, bool records = false)
+      : context_(context),
+        taken_(!context.busy.exchange(true, std::memory_order_acquire)),
+        access_(records && context.is_alone) {}
+#endif
   ~Turn() {
     if (taken_) context_.busy.store(false, std::memory_order_release);
   }
@@ -54,6 +70,9 @@ class Turn {
  private:
   pd_context &context_;
   const bool taken_;
+#if !defined(__CUDACC__)
+  const emulate::Access access_;
+#endif
 };
 
 int await(pd_context &);  // until all is through that is in its stream

@@ -59,7 +59,7 @@ using namespace pagedec;
 extern "C" {
 int pd_run(pd_context *context, const pd_op *ops, int64_t num_ops) {
   if (!context) return fail("pd_run: context is NULL");
-  const Turn turn(*context);
+  const Turn turn(*context, true);
   if (!turn) return fail("pd_run: another thread works in this context");
   for (bool runs : {false, true})
     for (int64_t i = 0; i < num_ops; i++)

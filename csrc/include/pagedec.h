@@ -45,7 +45,7 @@
 extern "C" {
 #endif
 
-#define PD_ABI_VERSION 6
+#define PD_ABI_VERSION 7
 #if defined(__GNUC__)
 #define PD_EXPORT __attribute__((visibility("default")))
 #else
@@ -71,6 +71,24 @@ PD_EXPORT void pd_context_free(pd_context *);                   /* no call may b
 PD_EXPORT int32_t pd_num_threads(const pd_context *);
 /* that its calls are put into, in the device's own form; a CPU: NULL */
 PD_EXPORT void *pd_stream(const pd_context *);
+
+/* ---- memory of a context's device. 1: kernels reach nothing else; 0: they reach all of this process's */
+PD_EXPORT int32_t pd_has_memory(const pd_context *);
+/* zeros, 64-byte aligned; NULL with pd_last_error(). It outlives its context, and serves all contexts of the device */
+PD_EXPORT void *pd_memory_new(pd_context *, int64_t num_bytes);
+/* once all is through that any context has begun; NULL is nothing */
+PD_EXPORT void pd_memory_free(void *);
+/* from the host, in order with the context's calls; `from` may change when it returns */
+PD_EXPORT int pd_memory_write(pd_context *, void *to, const void *from, int64_t num_bytes);
+/* to the host, when all is through that the context was called for */
+PD_EXPORT int pd_memory_read(pd_context *, void *to, const void *from, int64_t num_bytes);
+/* every byte, in order with the context's calls */
+PD_EXPORT int pd_memory_fill(pd_context *, void *to, int32_t byte, int64_t num_bytes);
+/* let kernels reach memory of the host, at its own address, until it is unmapped */
+PD_EXPORT int pd_memory_map(pd_context *, void *from, int64_t num_bytes);
+PD_EXPORT int pd_memory_unmap(void *from);
+/* bytes that the device has, and how many of them nobody uses; -1 each where the host's system tells */
+PD_EXPORT int pd_memory_room(pd_context *, int64_t *num_free, int64_t *num_all);
 
 /* ---- linear layers: y = epilogue(x W^T + bias). x [rows][k] in dtype, W [n][k]. One chain of products over k = 0, 1,
  * 2, ... for each output, so its bits depend on neither the number of rows nor the number of threads. */

@@ -239,6 +239,9 @@ class Backend(Protocol):
         """Slot dst[i] = slot src[i] for i = 0, 1, ... in order, in every layer and head, and in the token plane."""
 
     # ---- memory
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host tensor where kernels can read it: itself, or a copy. Raises MemoryError."""
+
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of zeros where the kernels work: what a forward's buffers are made of."""
 

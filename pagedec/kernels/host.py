@@ -22,6 +22,9 @@ POISON_TOKEN = -1
 class HostBackend(Backend):
     """A backend whose tensors the host can read and write."""
 
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 

@@ -52,17 +52,19 @@ from pagedec.kernels.records import (
 
 __all__ = [
     "ABI_VERSION", "AddPartsArgs", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape",
-    "BestArgs", "CHAIN_DTYPE", "Context", "Draw", "Dtype", "EMULATED_DEVICE", "EMULATED_ISA", "EmbedArgs",
+    "BestArgs", "CHAIN_DTYPE", "Context", "DEVICES", "Draw", "Dtype", "EMULATED_DEVICE", "EMULATED_ISA", "EmbedArgs",
     "Epilogue", "GemmArgs", "ISAS", "JoinPartsArgs", "KernelError", "KvCopyArgs", "LayerKind", "LayerNormArgs",
     "Library", "LibraryNotFound", "MeetArgs", "Op", "OpKind", "OpList", "ProcessLogitsArgs", "Quantization",
     "RmsNormArgs", "RollArgs", "RollChain", "RopeKvWriteArgs", "Rules", "SampleArgs", "SoftCapArgs", "TopkLseArgs",
     "VerifyArgs", "available_isas", "built_isas", "library_directories", "load", "loadable_isas",
 ]  # fmt: skip
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 ISAS = environment.ISAS  # from the poorest to the richest
 EMULATED_ISA, EMULATED_ISA_NEEDS = environment.EMULATED_ISA, "avx512bf16"
 EMULATED_DEVICE = environment.EMULATED_DEVICE
+DEVICES = (EMULATED_DEVICE,)
+"""Libraries whose kernels work in memory of their own."""
 Floats = npt.NDArray[np.float32]
 
 
@@ -166,6 +168,40 @@ class Context:
         """Quantise and pack a row-major [n, k] weight in dtype into storage of packed_int8_bytes, 64-byte aligned."""
         self.library.check(self._functions.pd_pack_int8(self.handle, weight_address, n, k, int(dtype), packed_address))
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether kernels reach only what `new_memory` gives and `map_memory` shows them."""
+        return bool(self._functions.pd_has_memory(self.handle))
+
+    def new_memory(self, num_bytes: int) -> int:
+        """Return the address of zeros where kernels work, 64-byte aligned. Raises MemoryError."""
+        address: int | None = self._functions.pd_memory_new(self.handle, num_bytes)
+        if not address:
+            raise MemoryError(self.library.last_error())
+        return address
+
+    def write_memory(self, to: int, source: int, num_bytes: int) -> None:
+        """Copy from the host, in order with calls; the source may change afterwards."""
+        self.library.check(self._functions.pd_memory_write(self.handle, to, source, num_bytes))
+
+    def read_memory(self, to: int, source: int, num_bytes: int) -> None:
+        """Copy to the host, when all calls are through."""
+        self.library.check(self._functions.pd_memory_read(self.handle, to, source, num_bytes))
+
+    def fill_memory(self, to: int, byte: int, num_bytes: int) -> None:
+        """Set every byte, in order with calls."""
+        self.library.check(self._functions.pd_memory_fill(self.handle, to, byte, num_bytes))
+
+    def map_memory(self, address: int, num_bytes: int) -> None:
+        """Let kernels reach memory of the host, until `Library.unmap_memory`."""
+        self.library.check(self._functions.pd_memory_map(self.handle, address, num_bytes))
+
+    def memory_room(self) -> tuple[int, int]:
+        """Bytes that nobody uses and all bytes of the device; -1 each where the host's system tells."""
+        num_free, num_all = ctypes.c_int64(), ctypes.c_int64()
+        self.library.check(self._functions.pd_memory_room(self.handle, byref(num_free), byref(num_all)))
+        return num_free.value, num_all.value
+
     def gumbel(self, seed: int, stream: int, position: int, first_token: int, num_tokens: int) -> Floats:
         """Return the noise of num_tokens consecutive tokens, fp32."""
         out = np.empty(max(0, num_tokens), np.float32)
@@ -235,6 +271,14 @@ class Library:
         Raises KernelError for a number of threads that there cannot be.
         """
         return Context(self, num_threads)
+
+    def free_memory(self, address: int) -> None:
+        """Free what `Context.new_memory` has given, of whatever context."""
+        self.functions.pd_memory_free(address)
+
+    def unmap_memory(self, address: int) -> None:
+        """Take from kernels what `Context.map_memory` has shown them."""
+        self.check(self.functions.pd_memory_unmap(address))
 
     def packed_bytes(self, n: int, k: int, dtype: Dtype) -> int:
         """Return the size of a packed weight."""

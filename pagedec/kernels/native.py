@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +14,6 @@ from pagedec.kernels.arena import Arena, trim
 from pagedec.kernels.backend import AttentionShape, CacheTensors, Drafted, checked_quantization
 from pagedec.kernels.host import HostBackend
 from pagedec.kernels.library import (
-    EMULATED_DEVICE,
     ArgmaxArgs,
     BestArgs,
     KvCopyArgs,
@@ -27,6 +25,7 @@ from pagedec.kernels.library import (
     VerifyArgs,
 )
 from pagedec.kernels.link import Link
+from pagedec.kernels.memory import Call, HostCall
 from pagedec.kernels.native_program import DTYPES, NativePlan, NativeProgram, NativeWeight, address, int32
 from pagedec.kernels.native_roll import NativeRoller
 from pagedec.kernels.processing import FlatRules, lse_of, named, rows_within
@@ -50,30 +49,29 @@ class NativeBackend(HostBackend):
         self.arena = Arena()
         self.link: Link | None = None
 
+    def call(self) -> Call:
+        """What carries out one kernel on the host's arrays."""
+        return HostCall(self.context)
+
+    def storage(self, num_bytes: int) -> torch.Tensor:
+        """Zeroed uint8 storage for a packed weight."""
+        return self.arena.allocate(num_bytes)
+
     def pack(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: str | None = None
     ) -> NativeWeight:
         n, k = weight.shape
         if bias is not None:
-            bias = bias.float().contiguous()
+            bias = self.place(bias.float().contiguous())
         if checked_quantization(quantization) is not None:
-            weight = weight.contiguous() if weight.dtype in DTYPES else weight.float().contiguous()
-            data = self.arena.allocate(self.library.packed_int8_bytes(n, k))
-            self.context.pack_int8(weight.data_ptr(), n, k, DTYPES[weight.dtype], data.data_ptr())
+            data = self.storage(self.library.packed_int8_bytes(n, k))
+            own = self.place(weight.contiguous() if weight.dtype in DTYPES else weight.float().contiguous())
+            self.context.pack_int8(own.data_ptr(), n, k, DTYPES[own.dtype], data.data_ptr())
             return NativeWeight(data, bias, n, k, Quantization.INT8)
-        weight = weight.to(self.dtype).contiguous()
-        data = self.arena.allocate(self.library.packed_bytes(n, k, self.code))
-        self.context.pack(weight.data_ptr(), n, k, self.code, data.data_ptr())
+        data = self.storage(self.library.packed_bytes(n, k, self.code))
+        own = self.place(weight.to(self.dtype).contiguous())
+        self.context.pack(own.data_ptr(), n, k, self.code, data.data_ptr())
         return NativeWeight(data, bias, n, k)
-
-    def cache(
-        self, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
-    ) -> CacheTensors:
-        cache = super().cache(num_layers, num_blocks, num_kv_heads, head_dim, block_size)
-        if self.name != EMULATED_DEVICE:
-            return cache
-        shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)  # as many values, in a device's order
-        return replace(cache, k=cache.k.view(shape), v=cache.v.view(shape))
 
     def settle(self) -> None:
         self.arena.settle()
@@ -100,13 +98,12 @@ class NativeBackend(HostBackend):
         return NativePlan(self.context, shape, self.code)
 
     def copy_slots(self, cache: CacheTensors, src: np.ndarray, dst: np.ndarray) -> None:
-        count = np.array([len(src)], np.int32)
-        src, dst = np.ascontiguousarray(src, np.int32), np.ascontiguousarray(dst, np.int32)
-        self.context.call(
+        call = self.call()
+        call.run(
             KvCopyArgs(
-                count.ctypes.data,
-                src.ctypes.data,
-                dst.ctypes.data,
+                call.given(np.array([len(src)], np.int32)),
+                call.given(int32(src)),
+                call.given(int32(dst)),
                 cache.k.data_ptr(),
                 cache.v.data_ptr(),
                 cache.tokens.data_ptr(),
@@ -134,11 +131,10 @@ class NativeBackend(HostBackend):
             return
         flat, rule_ids = named(processing.rule_ids[picked], rules)
         lse = lse_of(self, logits, start, processing, picked)
-        count = np.array([picked.stop - picked.start], np.int32)
         rows = processing.rows[picked]
-        table, parents = forward.block_table, forward.parents
-        arrays = [
-            int32(array)
+        table, parents, call = forward.block_table, forward.parents, self.call()
+        own, places, *rest = (
+            call.given(int32(array))
             for array in (
                 rows - start,
                 rule_ids,
@@ -149,21 +145,18 @@ class NativeBackend(HostBackend):
                 forward.kv_len,
                 table,
             )
-        ]
-        own, places, *rest = (array.ctypes.data for array in arrays)
-        records = np.frombuffer(b"".join(own_rules.record for own_rules in flat), np.uint8)
-        tree = None if parents is None else int32(parents)
-        self.context.call(
+        )
+        call.run(
             ProcessLogitsArgs(
-                count.ctypes.data,
+                call.given(np.array([picked.stop - picked.start], np.int32)),
                 address(logits, torch.float32, "logits"),
                 own,
                 places,
-                records.ctypes.data,
+                call.given(np.frombuffer(b"".join(own_rules.record for own_rules in flat), np.uint8)),
                 *rest,
-                None if tree is None else tree.ctypes.data,
+                None if parents is None else call.given(int32(parents)),
                 address(cache.tokens, torch.int32, "tokens"),
-                None if lse is None else lse.ctypes.data,
+                None if lse is None else call.given(lse),
                 len(flat),
                 len(forward.kv_len),
                 table.shape[1],
@@ -174,29 +167,26 @@ class NativeBackend(HostBackend):
         )
 
     def sample(self, logits: torch.Tensor, draws: np.ndarray) -> np.ndarray:
-        out = np.empty(len(draws), np.int32)
-        count = np.array([len(draws)], np.int32)
-        vocab = logits.shape[1]
+        out, call, vocab = np.empty(len(draws), np.int32), self.call(), logits.shape[1]
+        count = call.given(np.array([len(draws)], np.int32))
         if not draws["temperature"].any() and np.array_equal(draws["row"], np.arange(len(draws))):
-            self.context.call(ArgmaxArgs(count.ctypes.data, logits.data_ptr(), out.ctypes.data, vocab, 0))
+            call.run(ArgmaxArgs(count, logits.data_ptr(), call.wanted(out), vocab, 0))
         else:
-            self.context.call(
-                SampleArgs(count.ctypes.data, draws.ctypes.data, logits.data_ptr(), out.ctypes.data, vocab, 0)
-            )
+            given = call.given(np.ascontiguousarray(draws))
+            call.run(SampleArgs(count, given, logits.data_ptr(), call.wanted(out), vocab, 0))
         return out
 
     def verify(self, logits: torch.Tensor, draws: np.ndarray, drafted: Drafted) -> np.ndarray:
-        out, count = np.empty(len(draws), np.int32), np.array([len(draws)], np.int32)
-        own, tokens, draws = np.ascontiguousarray(drafted.draws), int32(drafted.tokens), np.ascontiguousarray(draws)
-        self.context.call(
+        out, call = np.empty(len(draws), np.int32), self.call()
+        call.run(
             VerifyArgs(
-                count.ctypes.data,
-                draws.ctypes.data,
-                own.ctypes.data,
-                tokens.ctypes.data,
+                call.given(np.array([len(draws)], np.int32)),
+                call.given(np.ascontiguousarray(draws)),
+                call.given(np.ascontiguousarray(drafted.draws)),
+                call.given(int32(drafted.tokens)),
                 address(logits, torch.float32, "logits"),
                 address(drafted.logits, torch.float32, "draft_logits"),
-                out.ctypes.data,
+                call.wanted(out),
                 logits.shape[1],
                 drafted.logits.shape[1],
             )
@@ -204,17 +194,16 @@ class NativeBackend(HostBackend):
         return out
 
     def topk(self, logits: torch.Tensor, row_ids: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        n = len(row_ids)
-        row_ids, count = np.ascontiguousarray(row_ids, np.int32), np.array([n], np.int32)
+        n, call = len(row_ids), self.call()
         ids, values, lse = np.empty((n, k), np.int32), np.empty((n, k), np.float32), np.empty(n, np.float32)
-        self.context.call(
+        call.run(
             TopkLseArgs(
-                count.ctypes.data,
+                call.given(np.array([n], np.int32)),
                 logits.data_ptr(),
-                row_ids.ctypes.data,
-                ids.ctypes.data,
-                values.ctypes.data,
-                lse.ctypes.data,
+                call.given(int32(row_ids)),
+                call.wanted(ids),
+                call.wanted(values),
+                call.wanted(lse),
                 logits.shape[1],
                 k,
             )
@@ -224,24 +213,23 @@ class NativeBackend(HostBackend):
     def best(
         self, logits: torch.Tensor, lse: np.ndarray | None, rows: np.ndarray, groups: np.ndarray
     ) -> list[np.ndarray]:
-        n, vocab = len(rows), logits.shape[1]
+        n, vocab, call = len(rows), logits.shape[1], self.call()
         most = groups["k"].tolist()
         if max(most, default=0) > vocab:  # there may be fewer
             groups = groups.copy()
             groups["k"] = np.minimum(groups["k"], (groups["stop"] - groups["first"]).astype(np.int64) * vocab)
             most = groups["k"].tolist()
-        own_lse = np.empty(n, np.float32) if lse is None else np.ascontiguousarray(lse, np.float32)
-        found = np.empty(sum(most), CANDIDATE_DTYPE)
-        rows, counts, count = np.ascontiguousarray(rows), np.zeros(len(groups), np.int32), np.array([n], np.int32)
-        self.context.call(
+        found, counts = np.empty(sum(most), CANDIDATE_DTYPE), np.zeros(len(groups), np.int32)
+        own_lse = call.wanted(np.empty(n, np.float32)) if lse is None else call.given(np.ascontiguousarray(lse))
+        call.run(
             BestArgs(
-                count.ctypes.data,
+                call.given(np.array([n], np.int32)),
                 logits.data_ptr(),
-                own_lse.ctypes.data,
-                rows.ctypes.data,
-                groups.ctypes.data,
-                found.ctypes.data,
-                counts.ctypes.data,
+                own_lse,
+                call.given(np.ascontiguousarray(rows)),
+                call.given(np.ascontiguousarray(groups)),
+                call.wanted(found),
+                call.wanted(counts),
                 len(groups),
                 vocab,
                 int(lse is not None),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -34,9 +35,19 @@ class FlatRules:
     bias_tokens: np.ndarray  # int32 [num_biases]
     bias_values: np.ndarray  # fp32 [num_biases]
     record: bytes
+    keep: tuple[object, ...] = ()
+    """What else the addresses are of."""
 
 
-def flatten(rules: LogitsRules, vocab_size: int) -> FlatRules:
+Placed: TypeAlias = Callable[[np.ndarray], tuple[int, object]]
+"""Of an array, its address where kernels work, and what has to be kept for that."""
+
+
+def _here(array: np.ndarray) -> tuple[int, object]:
+    return array.ctypes.data, array
+
+
+def flatten(rules: LogitsRules, vocab_size: int, place: Placed = _here) -> FlatRules:
     """Return the rules as arrays. Raises InvalidArgument where a field has no meaning for this vocabulary."""
     _check_numbers(rules)
     allowed = rules.allowed_token_ids
@@ -50,12 +61,11 @@ def flatten(rules: LogitsRules, vocab_size: int) -> FlatRules:
         raise InvalidArgument("logit_bias", rules.logit_bias, "each token id must stand there once")
     word_indptr = np.cumsum(lengths, dtype=np.int32)
     bias_values = np.array([_finite("logit_bias", value) for _, value in rules.logit_bias], np.float32)
+    own = () if flat is None else (flat,)
+    placed = [place(array) for array in (*own, word_indptr, word_tokens, bias_tokens, bias_values)]
+    addresses = [address for address, _ in placed]
     record = Rules(
-        None if flat is None else flat.ctypes.data,
-        word_indptr.ctypes.data,
-        word_tokens.ctypes.data,
-        bias_tokens.ctypes.data,
-        bias_values.ctypes.data,
+        *(addresses if own else [None, *addresses]),
         -1 if flat is None else len(flat),
         len(rules.bad_words),
         len(bias_tokens),
@@ -65,7 +75,8 @@ def flatten(rules: LogitsRules, vocab_size: int) -> FlatRules:
         rules.presence_penalty,
         0,
     )
-    return FlatRules(rules, flat, word_indptr, word_tokens, bias_tokens, bias_values, bytes(record))
+    keep = tuple(kept for _, kept in placed)
+    return FlatRules(rules, flat, word_indptr, word_tokens, bias_tokens, bias_values, bytes(record), keep)
 
 
 def _check_numbers(rules: LogitsRules) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from pagedec.errors import InvalidArgument
-from pagedec.kernels.backend import Rope
+from pagedec.kernels.backend import Backend, Rope
 from pagedec.models.architecture import Architecture
 from pagedec.models.rope_scaling import RopeScaling
 
@@ -82,3 +83,8 @@ def rope_table(frequencies: np.ndarray, max_position: int, interleaved: bool = F
     )
     table = (torch.cat([angles.cos(), angles.sin()], dim=1) * scale).contiguous()
     return Rope(table, rotary_dim=2 * len(frequencies), interleaved=interleaved)
+
+
+def placed(backend: Backend, rope: Rope) -> Rope:
+    """The rotation with its table where kernels work."""
+    return rope if rope.cos_sin is None else replace(rope, cos_sin=backend.place(rope.cos_sin))

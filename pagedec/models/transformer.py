@@ -20,7 +20,7 @@ from pagedec.models.architecture import Architecture
 from pagedec.models.buffers import StepBuffers
 from pagedec.models.model import RecordedModel
 from pagedec.models.packing import pack_after_gated, pack_gated, pack_stacked, padded_width
-from pagedec.models.rope import rope_frequencies, rope_table
+from pagedec.models.rope import placed, rope_frequencies, rope_table
 
 GATED = {"silu": Epilogue.SILU_MUL, "swish": Epilogue.SILU_MUL}
 """The epilogue of a gated product; all other activations are the tanh approximation of GELU."""
@@ -48,7 +48,7 @@ class Transformer(RecordedModel):
     def __init__(self, arch: Architecture, source: WeightSource, backend: Backend, max_position: int) -> None:
         self.arch, self.backend, self._source = arch, backend, source
         embedding = source.load("model.embed_tokens.weight")
-        self.embedding = embedding.to(backend.dtype).contiguous()
+        self.embedding = backend.place(embedding.to(backend.dtype).contiguous())
         # Rounded, because the models were trained with a scale of their weights' dtype
         self.embedding_scale = float(torch.tensor(arch.embedding_scale).to(backend.dtype))
         self.layers = [self._load_layer(f"model.layers.{i}.") for i in range(arch.num_layers)]
@@ -58,15 +58,18 @@ class Transformer(RecordedModel):
         self.windows = tuple(dict.fromkeys(layer_windows))
         self.kinds = [self.windows.index(window) for window in layer_windows]
         scale = 1.0 if arch.rope_scaling is None else arch.rope_scaling.attention_factor
-        rope = rope_table(rope_frequencies(arch, max_position), max_position, arch.rope_interleaved, scale)
+        turns = rope_frequencies(arch, max_position)
+        rope = placed(backend, rope_table(turns, max_position, arch.rope_interleaved, scale))
         self.rope = self.local_rope = rope
         if arch.local_rope_theta is not None:
             local = dataclasses.replace(arch, rope_theta=arch.local_rope_theta, rope_scaling=None)
-            self.local_rope = rope_table(rope_frequencies(local), max_position, arch.rope_interleaved)
+            table = rope_table(rope_frequencies(local), max_position, arch.rope_interleaved)
+            self.local_rope = placed(backend, table)
         del self._source
 
     def _norm(self, name: str) -> torch.Tensor:
-        return (self._source.load(f"{name}.weight").float() + self.arch.norm_offset).contiguous()
+        weight = self._source.load(f"{name}.weight").float() + self.arch.norm_offset
+        return self.backend.place(weight.contiguous())
 
     def _load_layer(self, prefix: str) -> TransformerLayer:
         arch, names, backend = self.arch, self.arch.names, self.backend

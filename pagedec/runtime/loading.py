@@ -22,8 +22,9 @@ from pagedec.errors import InvalidArgument, Shown, WeightsWarning, within
 from pagedec.formats.generation import read_end_ids
 from pagedec.formats.resolve import ModelFiles, resolve_model
 from pagedec.kernels.backend import Backend
+from pagedec.kernels.device import DeviceBackend
 from pagedec.kernels.fallback import ReferenceBackend
-from pagedec.kernels.library import LibraryNotFound, load
+from pagedec.kernels.library import DEVICES, LibraryNotFound, load
 from pagedec.kernels.native import NativeBackend
 from pagedec.models.architecture import Architecture
 from pagedec.models.model import Model
@@ -74,7 +75,9 @@ def choose_backend(parallel: ParallelConfig, dtype: str, quantization: str | Non
     if parallel.attention_backend != "reference":
         try:
             # the kernels are told: torch's number is of the calling thread alone
-            return NativeBackend(load(), names.get(dtype, torch.bfloat16), quantization, parallel.num_threads or 0)
+            library = load()
+            kind = DeviceBackend if library.isa in DEVICES else NativeBackend
+            return kind(library, names.get(dtype, torch.bfloat16), quantization, parallel.num_threads or 0)
         except LibraryNotFound as error:
             if parallel.attention_backend == "native":
                 limit = f"is not available: {error}"

@@ -160,14 +160,14 @@ class GPT2(RecordedModel):
 
         def norm(name: str) -> Norm:
             weight, bias = (source.load(f"{name}.{part}").float().contiguous() for part in ("weight", "bias"))
-            return weight, bias
+            return backend.place(weight), backend.place(bias)
 
         def linear(name: str) -> Any:
             return pack_stacked(backend, [source.load(f"{name}.weight").T], [source.load(f"{name}.bias")])
 
         embedding = source.load("wte.weight")
-        self.embedding = embedding.to(backend.dtype).contiguous()
-        self.positions = source.load("wpe.weight")[:max_position].to(backend.dtype).contiguous()
+        self.embedding = backend.place(embedding.to(backend.dtype).contiguous())
+        self.positions = backend.place(source.load("wpe.weight")[:max_position].to(backend.dtype).contiguous())
         self.layers = [
             GPT2Layer(
                 norm(f"h.{i}.ln_1"),

@@ -1,0 +1,98 @@
+#include "cuda/emulate/memory.h"
+
+#include <sys/mman.h>
+
+#include <map>
+#include <mutex>
+
+namespace pagedec::emulate {
+namespace {
+
+constexpr int64_t PAGE = 4096, ALIGNMENT = 64;
+
+struct Piece {
+  const char *end;   // of what was asked for
+  char *pages;       // NULL: it is the host's
+  int64_t num_bytes; // of the pages, without the one behind them
+};
+
+class Device {
+ public:
+  void *allocate(int64_t num_bytes) {
+    const int64_t used = (num_bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    const int64_t size = (used + PAGE - 1) / PAGE * PAGE + (used == 0 ? PAGE : 0);
+    void *pages = mmap(nullptr, size + PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (pages == MAP_FAILED) return nullptr;
+    const std::lock_guard lock(mutex_);
+    char *begin = (char *)pages + size - (used == 0 ? ALIGNMENT : used);
+    const Piece &piece = pieces_[begin] = {begin + num_bytes, (char *)pages, size};
+    if (num_open_) protect(piece, true);
+    return begin;
+  }
+  void release(void *begin) {
+    const std::lock_guard lock(mutex_);
+    const auto found = pieces_.find((char *)begin);
+    if (found == pieces_.end() || !found->second.pages) return;
+    munmap(found->second.pages, found->second.num_bytes + PAGE);
+    pieces_.erase(found);
+  }
+  bool map(const char *from, int64_t num_bytes) {
+    const std::lock_guard lock(mutex_);
+    return pieces_.insert({from, {from + num_bytes, nullptr, 0}}).second;
+  }
+  bool unmap(const char *from) {
+    const std::lock_guard lock(mutex_);
+    const auto found = pieces_.find(from);
+    if (found == pieces_.end() || found->second.pages) return false;
+    pieces_.erase(found);
+    return true;
+  }
+  bool holds(const char *p) {
+    const std::lock_guard lock(mutex_);
+    const auto next = pieces_.upper_bound(p);
+    return next != pieces_.begin() && p <= std::prev(next)->second.end;
+  }
+  void open() {
+    const std::lock_guard lock(mutex_);
+    if (num_open_++ == 0)
+      for (const auto &[_, piece] : pieces_) protect(piece, true);
+  }
+  void close() {
+    const std::lock_guard lock(mutex_);
+    if (--num_open_ == 0)
+      for (const auto &[_, piece] : pieces_) protect(piece, false);
+  }
+
+ private:
+  static void protect(const Piece &piece, bool is_open) {
+    if (piece.pages) mprotect(piece.pages, piece.num_bytes, is_open ? PROT_READ | PROT_WRITE : PROT_NONE);
+  }
+  std::mutex mutex_;
+  std::map<const char *, Piece> pieces_;
+  int num_open_ = 0;
+};
+
+// Never destroyed: Python frees tensors until the process is gone.
+Device &device() {
+  static Device &one = *new Device;
+  return one;
+}
+thread_local bool is_alone_now = false;
+
+}  // namespace
+
+void *allocate(int64_t num_bytes) { return device().allocate(num_bytes); }
+void release(void *begin) { device().release(begin); }
+bool map(const void *from, int64_t num_bytes) { return device().map((const char *)from, num_bytes); }
+bool unmap(const void *from) { return device().unmap((const char *)from); }
+Access::Access(bool is_alone) {
+  device().open();
+  is_alone_now = is_alone;
+}
+Access::~Access() {
+  is_alone_now = false;
+  device().close();
+}
+bool may_reach(const void *p) { return !is_alone_now || device().holds((const char *)p); }
+
+}  // namespace pagedec::emulate

@@ -1,0 +1,27 @@
+// Memory of the emulated device. Only while something holds it open can it be touched: a host that reads or writes it
+// at another time ends as a process does that touches what it has not. Behind each piece lies a page that nobody may
+// touch.
+#pragma once
+#include <cstdint>
+
+namespace pagedec::emulate {
+
+// Zeros; NULL: the system gives none.
+void *allocate(int64_t num_bytes);
+void release(void *);
+// Memory of the host that kernels may reach, too. False: it is mapped, or not mapped, already.
+bool map(const void *from, int64_t num_bytes);
+bool unmap(const void *from);
+
+// Opens the memory for as long as it lives. `is_alone`: records may then lead nowhere else.
+class Access {
+ public:
+  explicit Access(bool is_alone = false);
+  ~Access();
+  Access(const Access &) = delete;
+};
+
+// Whether a record that this thread looks at may lead there.
+bool may_reach(const void *);
+
+}  // namespace pagedec::emulate

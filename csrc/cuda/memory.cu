@@ -1,0 +1,156 @@
+// Memory of a device, and the ways there and back.
+#include <new>
+
+#include "cuda/context.h"
+
+namespace pagedec {
+namespace {
+
+#if defined(__CUDACC__)
+// What the driver copies from while the host goes on: pages that stay where they are.
+char *staged(pd_context &c, int64_t num_bytes) {
+  constexpr int64_t kStaging = 4 << 20;
+  if (num_bytes > kStaging) return nullptr;
+  if (!c.staging && cudaMallocHost((void **)&c.staging, kStaging) != cudaSuccess) {
+    cudaGetLastError();  // it is forgotten: copies from other pages are only slower
+    c.staging = nullptr;
+    return nullptr;
+  }
+  if (c.num_staged + num_bytes > kStaging) {
+    if (await(c)) return nullptr;
+    c.num_staged = 0;
+  }
+  char *place = c.staging + c.num_staged;
+  c.num_staged += (num_bytes + 63) / 64 * 64;
+  return place;
+}
+#endif
+
+}  // namespace
+
+#if defined(__CUDACC__)
+int upload(pd_context &c, void *to, const void *from, int64_t num_bytes) {
+  const cudaStream_t stream = (cudaStream_t)c.stream;
+  if (char *place = staged(c, num_bytes)) {
+    memcpy(place, from, num_bytes);
+    return launched("pd_memory_write", cudaMemcpyAsync(to, place, num_bytes, cudaMemcpyHostToDevice, stream));
+  }
+  if (launched("pd_memory_write", cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyHostToDevice, stream))) return -1;
+  return await(c);
+}
+static int download(pd_context &c, void *to, const void *from, int64_t num_bytes) {
+  const cudaStream_t stream = (cudaStream_t)c.stream;
+  char *place = staged(c, num_bytes);
+  if (launched("pd_memory_read",
+               cudaMemcpyAsync(place ? place : to, from, num_bytes, cudaMemcpyDeviceToHost, stream)) ||
+      await(c))
+    return -1;
+  if (place) memcpy(to, place, num_bytes);
+  c.num_staged = 0;  // all of it has been copied
+  return 0;
+}
+#else
+int upload(pd_context &, void *to, const void *from, int64_t num_bytes) {
+  const emulate::Access access;
+  memcpy(to, from, num_bytes);
+  return 0;
+}
+static int download(pd_context &, void *to, const void *from, int64_t num_bytes) {
+  const emulate::Access access;
+  memcpy(to, from, num_bytes);
+  return 0;
+}
+#endif
+
+}  // namespace pagedec
+
+using namespace pagedec;
+
+extern "C" {
+int32_t pd_has_memory(const pd_context *context) { return context ? 1 : fail("pd_has_memory: context is NULL"); }
+
+void *pd_memory_new(pd_context *context, int64_t num_bytes) {
+  if (check_memory("pd_memory_new", context, num_bytes)) return nullptr;
+  const Turn turn(*context);
+  if (!turn) return fail("pd_memory_new: another thread works in this context"), nullptr;
+#if defined(__CUDACC__)
+  void *memory = nullptr;
+  const cudaStream_t stream = (cudaStream_t)context->stream;
+  cudaError_t error = cudaMalloc(&memory, num_bytes ? num_bytes : 1);
+  if (error == cudaSuccess) error = cudaMemsetAsync(memory, 0, num_bytes, stream);
+  if (error == cudaSuccess) error = cudaStreamSynchronize(stream);  // other contexts may write there first
+  if (error == cudaSuccess) return memory;
+  cudaGetLastError();
+  cudaFree(memory);
+  return fail("pd_memory_new: num_bytes is %lld: %s", (long long)num_bytes, cudaGetErrorString(error)), nullptr;
+#else
+  context->is_alone = true;
+  void *memory = emulate::allocate(num_bytes);
+  if (!memory) fail("pd_memory_new: num_bytes is %lld, which the system does not give", (long long)num_bytes);
+  return memory;
+#endif
+}
+void pd_memory_free(void *memory) {
+#if defined(__CUDACC__)
+  cudaFree(memory);
+#else
+  emulate::release(memory);
+#endif
+}
+int pd_memory_write(pd_context *context, void *to, const void *from, int64_t num_bytes) {
+  if (check_copy("pd_memory_write", context, to, from, num_bytes)) return -1;
+  const Turn turn(*context);
+  if (!turn) return fail("pd_memory_write: another thread works in this context");
+  return num_bytes ? upload(*context, to, from, num_bytes) : 0;
+}
+int pd_memory_read(pd_context *context, void *to, const void *from, int64_t num_bytes) {
+  if (check_copy("pd_memory_read", context, to, from, num_bytes)) return -1;
+  const Turn turn(*context);
+  if (!turn) return fail("pd_memory_read: another thread works in this context");
+  return num_bytes ? download(*context, to, from, num_bytes) : 0;
+}
+int pd_memory_fill(pd_context *context, void *to, int32_t byte, int64_t num_bytes) {
+  if (check_copy("pd_memory_fill", context, to, to, num_bytes)) return -1;
+  const Turn turn(*context);
+  if (!turn) return fail("pd_memory_fill: another thread works in this context");
+#if defined(__CUDACC__)
+  return launched("pd_memory_fill", cudaMemsetAsync(to, byte, num_bytes, (cudaStream_t)context->stream));
+#else
+  if (num_bytes) memset(to, byte, num_bytes);
+  return 0;
+#endif
+}
+int pd_memory_map(pd_context *context, void *from, int64_t num_bytes) {
+  if (check_copy("pd_memory_map", context, from, from, num_bytes)) return -1;
+#if defined(__CUDACC__)
+  const Turn turn(*context);
+  if (launched("pd_memory_map", cudaHostRegister(from, num_bytes, cudaHostRegisterPortable | cudaHostRegisterMapped)))
+    return -1;
+  void *seen = nullptr;
+  if (launched("pd_memory_map", cudaHostGetDevicePointer(&seen, from, 0))) return -1;
+  return seen == from ? 0 : fail("pd_memory_map: the device sees memory of the host at another address");
+#else
+  return emulate::map(from, num_bytes) ? 0 : fail("pd_memory_map: it is mapped already");
+#endif
+}
+int pd_memory_unmap(void *from) {
+#if defined(__CUDACC__)
+  return launched("pd_memory_unmap", cudaHostUnregister(from));
+#else
+  return emulate::unmap(from) ? 0 : fail("pd_memory_unmap: it is not mapped");
+#endif
+}
+int pd_memory_room(pd_context *context, int64_t *num_free, int64_t *num_all) {
+  if (!context) return fail("pd_memory_room: context is NULL");
+  if (!num_free || !num_all) return fail("pd_memory_room: num_free or num_all is NULL; they must point to numbers");
+#if defined(__CUDACC__)
+  const Turn turn(*context);
+  size_t free = 0, all = 0;
+  if (launched("pd_memory_room", cudaMemGetInfo(&free, &all))) return -1;
+  *num_free = (int64_t)free, *num_all = (int64_t)all;
+#else
+  *num_free = *num_all = -1;
+#endif
+  return 0;
+}
+}

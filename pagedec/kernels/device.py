@@ -1,0 +1,66 @@
+"""The compiled kernels of a device with memory of its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from pagedec.core.logits_rules import LogitsRules
+from pagedec.kernels.backend import CacheTensors
+from pagedec.kernels.library import EMULATED_DEVICE, Library
+from pagedec.kernels.memory import Call, DeviceCall, DeviceMemory, Staging
+from pagedec.kernels.native import NativeBackend
+from pagedec.kernels.processing import FlatRules, flatten
+
+CHUNK = 32 << 20  # bytes of a device's memory that small tensors are cut from
+
+
+class DeviceBackend(NativeBackend):
+    """Compiled kernels on a CUDA device: what they read and write lies in its memory, and small arrays travel with each
+    call. Raises as `NativeBackend` does, and MemoryError where the device has no room."""
+
+    def __init__(
+        self, library: Library, dtype: torch.dtype, quantization: str | None = None, num_threads: int = 0
+    ) -> None:
+        super().__init__(library, dtype, quantization, num_threads)
+        # of emulated memory each piece has its own guard
+        self.memory = DeviceMemory(self.context, 0 if self.name == EMULATED_DEVICE else CHUNK)
+        self._given, self._wanted = Staging(self.memory), Staging(self.memory)
+
+    def call(self) -> Call:
+        return DeviceCall(self.context, self._given, self._wanted)
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.memory.put(tensor)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self.memory.zeros(shape, dtype)
+
+    def storage(self, num_bytes: int) -> torch.Tensor:
+        return self.memory.allocate(num_bytes)
+
+    def write(self, tensor: torch.Tensor, array: np.ndarray) -> None:
+        self.memory.write(tensor, array)
+
+    def cache(
+        self, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+    ) -> CacheTensors:
+        shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
+        k, v = (self.zeros(shape, self.dtype) for _ in range(2))
+        tokens = self.zeros((num_blocks * block_size,), torch.int32)
+        self.memory.fill(tokens, 0xFF)  # -1: POISON_TOKEN
+        return CacheTensors(k, v, tokens, num_kv_heads, head_dim, block_size)
+
+    def poison(self, cache: CacheTensors, blocks: np.ndarray) -> None:
+        for block in blocks.tolist():
+            for layer in range(len(cache.k)):
+                self.memory.fill(cache.k[layer, block], 0xFF)  # NaN in every dtype
+                self.memory.fill(cache.v[layer, block], 0xFF)
+            self.memory.fill(cache.tokens[block * cache.block_size : (block + 1) * cache.block_size], 0xFF)
+
+    def rules(self, rules: LogitsRules, vocab_size: int) -> FlatRules:
+        return flatten(rules, vocab_size, self._placed)
+
+    def _placed(self, array: np.ndarray) -> tuple[int, object]:
+        tensor = self.memory.put(torch.from_numpy(array))
+        return tensor.data_ptr(), tensor

@@ -1,0 +1,181 @@
+"""Memory of a device that the host cannot reach: tensors that only kernels read and write, and the arrays of single
+calls on their way there and back."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from ctypes import Structure
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from pagedec.kernels.library import Context
+
+ALIGNMENT = 64  # bytes, as kernels may read
+SMALL = 256 << 10  # bytes: a tensor of less is put into a chunk with others
+
+
+class Call(Protocol):
+    """One kernel's call, and the host's arrays that its record points to."""
+
+    def given(self, array: np.ndarray) -> int:
+        """The address at which the kernel finds a contiguous array."""
+
+    def wanted(self, array: np.ndarray) -> int:
+        """The address at which the kernel leaves what the contiguous array has when the call is through."""
+
+    def run(self, record: Structure) -> None:
+        """Carry it out. Raises KernelError."""
+
+
+class HostCall:
+    """Kernels read and write the arrays themselves."""
+
+    __slots__ = ("_context", "_keep")
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._keep: list[np.ndarray] = []
+
+    def given(self, array: np.ndarray) -> int:
+        self._keep.append(array)
+        return array.ctypes.data
+
+    wanted = given
+
+    def run(self, record: Structure) -> None:
+        self._context.call(record)
+
+
+class DeviceMemory:
+    """Tensors in a device's memory. They have a shape, an address and views like others; a host that reads or writes
+    their values ends as a process does that touches what it has not. `chunk`: bytes of memory that small tensors are
+    cut from; 0: each has its own."""
+
+    def __init__(self, context: Context, chunk: int) -> None:
+        self._context, self._chunk_size = context, chunk
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Raises MemoryError."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return self.allocate(num_bytes).view(dtype).view(shape) if num_bytes else torch.empty(shape, dtype=dtype)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Zeroed uint8 storage. Raises MemoryError."""
+        if num_bytes >= min(SMALL, self._chunk_size):
+            return self._own(num_bytes)
+        if num_bytes > len(self._chunk):
+            self._chunk = self._own(self._chunk_size)
+        out, self._chunk = self._chunk[:num_bytes], self._chunk[-(-num_bytes // ALIGNMENT) * ALIGNMENT :]
+        return out
+
+    def _own(self, num_bytes: int) -> torch.Tensor:
+        address = self._context.new_memory(num_bytes)
+        memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+        weakref.finalize(memory, self._context.library.free_memory, address).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a host tensor. Raises MemoryError."""
+        tensor = tensor.contiguous()
+        out = self.zeros(tuple(tensor.shape), tensor.dtype)
+        if tensor.numel():
+            self._context.write_memory(out.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+        return out
+
+    def get(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host tensor with what a contiguous one has, once all calls are through."""
+        assert tensor.is_contiguous()
+        out = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if tensor.numel():
+            self._context.read_memory(out.data_ptr(), tensor.data_ptr(), out.nbytes)
+        return out
+
+    def write(self, tensor: torch.Tensor, array: np.ndarray) -> None:
+        """Put an array of its dtype at the beginning of a contiguous tensor."""
+        assert array.flags.c_contiguous and array.nbytes <= tensor.nbytes and array.itemsize == tensor.itemsize
+        if array.size:
+            self._context.write_memory(tensor.data_ptr(), array.ctypes.data, array.nbytes)
+
+    def fill(self, tensor: torch.Tensor, byte: int) -> None:
+        """Set every byte of a contiguous tensor."""
+        assert tensor.is_contiguous()
+        if tensor.numel():
+            self._context.fill_memory(tensor.data_ptr(), byte, tensor.nbytes)
+
+
+class Staging:
+    """Pieces of a device's memory with as much of the host's, in which arrays lie one behind the other, so that all of
+    them travel in one copy. It grows to what the largest call needed."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self._pieces: list[tuple[torch.Tensor, np.ndarray]] = [self._piece(SMALL)]
+        self._used = [0]
+
+    def _piece(self, num_bytes: int) -> tuple[torch.Tensor, np.ndarray]:
+        return self._memory.allocate(num_bytes), np.empty(num_bytes, np.uint8)
+
+    def reset(self) -> None:
+        """All arrays have been where they were to go."""
+        self._pieces, self._used = self._pieces[-1:], [0]
+
+    def place(self, num_bytes: int) -> tuple[int, np.ndarray]:
+        """Room for an array: its address, and the host's bytes for it."""
+        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        if self._used[-1] + size > len(self._pieces[-1][1]):
+            self._pieces.append(self._piece(2 * max(len(self._pieces[-1][1]), size)))
+            self._used.append(0)
+        (device, host), start = self._pieces[-1], self._used[-1]
+        self._used[-1] += size
+        return device.data_ptr() + start, host[start : start + num_bytes]
+
+    def send(self) -> None:
+        """Copy all that lies there to the device."""
+        for (device, host), used in zip(self._pieces, self._used, strict=True):
+            self._memory.write(device, host[:used])
+
+    def fetch(self) -> None:
+        """Copy all that lies there from the device."""
+        for (device, host), used in zip(self._pieces, self._used, strict=True):
+            host[:used] = self._memory.get(device[:used]).numpy()
+
+
+class DeviceCall:
+    """Arrays are copied to the device before the kernel runs, and from there when it is through."""
+
+    __slots__ = ("_context", "_given", "_out", "_wanted")
+
+    def __init__(self, context: Context, given: Staging, wanted: Staging) -> None:
+        self._context, self._given, self._wanted = context, given, wanted
+        self._out: list[tuple[np.ndarray, np.ndarray]] = []
+        given.reset()
+        wanted.reset()
+
+    def given(self, array: np.ndarray) -> int:
+        address, room = self._given.place(array.nbytes)
+        room[:] = _bytes_of(array)
+        return address
+
+    def wanted(self, array: np.ndarray) -> int:
+        address, room = self._wanted.place(array.nbytes)
+        self._out.append((_bytes_of(array), room))
+        return address
+
+    def run(self, record: Structure) -> None:
+        self._given.send()
+        self._context.call(record)
+        if self._out:
+            self._wanted.fetch()
+        for array, room in self._out:
+            array[:] = room
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    """The same memory as bytes."""
+    assert array.flags.c_contiguous
+    return array.reshape(-1).view(np.uint8)
