@@ -187,6 +187,12 @@ int pd_run(pd_context *context, const pd_op *ops, int64_t num_ops) {
   const int64_t op = starved;
   return op < 0 ? 0 : fail("pd_run: no memory for ops[%lld], of kind %d", (long long)op, ops[op].kind);
 }
+int pd_run_program(pd_context *context, pd_program *program) {
+  if (!context) return fail("pd_run_program: context is NULL");
+  if (!program) return fail("pd_run_program: program is NULL");
+  return pd_run(context, program->ops, program->num_ops);  // there is nothing to record
+}
+void pd_program_clear(pd_program *) {}
 int pd_gemm(pd_context *c, const pd_gemm_args *a) { return single(c, PD_OP_GEMM, a); }
 int pd_embed(pd_context *c, const pd_embed_args *a) { return single(c, PD_OP_EMBED, a); }
 int pd_rms_norm(pd_context *c, const pd_rms_norm_args *a) { return single(c, PD_OP_RMS_NORM, a); }

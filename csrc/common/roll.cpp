@@ -63,12 +63,12 @@ class Roller {
   int forward(int32_t i) {
     const int32_t n = *a_.num_rows;
     const bool is_one = n <= a_.room;
-    if (!is_one && pd_run(context_, a_.body, a_.num_body)) return -1;
+    if (!is_one && pd_run_program(context_, a_.body)) return -1;
     for (int32_t start = 0; start < n; start += a_.room) {
       const int32_t m = std::min(a_.room, n - start);
       *a_.num_read = m;
       for (int32_t row = 0; row < m; row++) a_.read_rows[row] = start + row;
-      if (is_one ? pd_run(context_, a_.whole, a_.num_whole) : pd_run(context_, a_.head, a_.num_head)) return -1;
+      if (pd_run_program(context_, is_one ? a_.whole : a_.head)) return -1;
       if (read(i, start, m)) return -1;
     }
     return 0;

@@ -44,13 +44,18 @@ int64_t totals_bytes(const pd_context &c, int head_dim) {
 }  // namespace
 }  // namespace attention
 
+int reserve_attention(pd_context &c, const pd_attention_args &a) {
+  const plan::Header &h = a.plan->header();
+  const int64_t partial_bytes = (int64_t)h.num_split_partials * h.q_heads * (h.head_dim + 2) * (int64_t)sizeof(float);
+  return c.partials.reserve(partial_bytes) || c.totals.reserve(attention::totals_bytes(c, h.head_dim)) ? -1 : 0;
+}
+
+// What is launched, and with what, follows from the layer's shape and from where memory is, never from the step's rows:
+// so it can be recorded. Blocks that find no rows end.
 int enqueue_attention(pd_context &c, const pd_attention_args &a) {
   using namespace attention;
   constexpr float LOG2E = 1.44269504f;
   const plan::Header &h = a.plan->header();
-  if (!h.num_rows) return 0;
-  const int64_t partial_bytes = (int64_t)h.num_split_partials * h.q_heads * (h.head_dim + 2) * (int64_t)sizeof(float);
-  if (c.partials.reserve(partial_bytes) || c.totals.reserve(totals_bytes(c, h.head_dim))) return -1;
   float scale, soft_cap;
   memcpy(&scale, &h.scale_bits, 4), memcpy(&soft_cap, &h.soft_cap_bits, 4);
   Work w{(const int32_t *)((pd_device_plan *)a.plan)->resident.get(),
@@ -66,7 +71,6 @@ int enqueue_attention(pd_context &c, const pd_attention_args &a) {
   if (soft_cap > 0) w.scale = 1.0f, w.soft_cap = soft_cap * LOG2E, w.inner_scale = scale / soft_cap;
   const bool is_bf16 = h.dtype == PD_BF16;
   if ((is_bf16 ? enqueue_bf16 : enqueue_fp32)(c, w, h.head_dim)) return -1;
-  if (!h.splits.count) return 0;
   return launch(c, "pd_attention", is_bf16 ? merge_kernel<bf16> : merge_kernel<float>, kThreads, w);
 }
 

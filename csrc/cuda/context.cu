@@ -105,5 +105,10 @@ int32_t pd_num_threads(const pd_context *context) {
 // For tests: in which order threads run.
 PD_EXPORT void pd_emulate_seed(uint64_t seed) { emulate::set_seed(seed); }
 #endif
+int pd_await(pd_context *context) {
+  if (!context) return fail("pd_await: context is NULL");
+  const Turn turn(*context);
+  return turn ? await(*context) : fail("pd_await: another thread works in this context");
+}
 void *pd_stream(const pd_context *context) { return context ? context->stream : nullptr; }
 }

@@ -1,6 +1,8 @@
 // A device as kernels are launched on it: which one, its stream, and how many of its multiprocessors are used.
 #pragma once
 #include <atomic>
+#include <functional>
+#include <vector>
 
 #include "common/check.h"
 #include "cuda/device.h"
@@ -33,7 +35,8 @@ struct pd_context {
   void *stream = nullptr;
   char *staging = nullptr;  // host memory that the device copies from, and how much of it is in use
   int64_t num_staged = 0;
-  bool is_alone = false;    // emulated: what records point to is in the device's memory; before any was asked for, anywhere
+  std::vector<std::function<int()>> *recording = nullptr;  // emulated: takes launches instead of the device
+  bool is_alone = false;    // emulated: records lead to the device's memory; before any was asked for, anywhere
   std::atomic<bool> busy{false};
   pagedec::PlanDraft draft;
   pagedec::DeviceMemory partials, totals;  // of attention
@@ -75,6 +78,9 @@ class Turn {
 #endif
 };
 
+// Checks a list of kernels, and puts it into the context's stream.
+int carry_out(pd_context &, const pd_op *ops, int64_t num_ops);
+
 int await(pd_context &);  // until all is through that is in its stream
 int upload(pd_context &, void *to, const void *from, int64_t bytes);  // host to device, in the context's stream
 
@@ -87,6 +93,7 @@ int enqueue_layer_norm(pd_context &, const pd_layer_norm_args &);
 int enqueue_rope_kv_write(pd_context &, const pd_rope_kv_write_args &);
 int enqueue_kv_copy(pd_context &, const pd_kv_copy_args &);
 int enqueue_attention(pd_context &, const pd_attention_args &);
+int reserve_attention(pd_context &, const pd_attention_args &);  // the memory that it works in
 int enqueue_soft_cap(pd_context &, const pd_soft_cap_args &);
 int enqueue_argmax(pd_context &, const pd_argmax_args &);
 int enqueue_process_logits(pd_context &, const pd_process_logits_args &);
@@ -132,9 +139,14 @@ inline int num_blocks(const pd_context &c, const Grid &grid) { return c.num_mult
 inline int num_blocks(const pd_context &c, const Grid &) { return c.num_multiprocessors; }
 template <class... P, class... A>
 int launch(pd_context &c, const char *name, void (*kernel)(P...), Grid grid, A... arguments) {
-  const std::string problem =
-      emulate::run(num_blocks(c, grid), grid.threads, grid.shared_bytes, [&] { kernel(arguments...); });
-  return problem.empty() ? 0 : fail("%s: %s", name, problem.c_str());
+  const auto run = [=, &c] {
+    const std::string problem =
+        emulate::run(num_blocks(c, grid), grid.threads, grid.shared_bytes, [&] { kernel(arguments...); });
+    return problem.empty() ? 0 : fail("%s: %s", name, problem.c_str());
+  };
+  if (!c.recording) return run();
+  c.recording->push_back(run);
+  return 0;
 }
 #endif
 

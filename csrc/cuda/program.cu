@@ -20,8 +20,8 @@ int enqueue_meet(pd_context &c, const pd_meet_args &a) {
   return missing < 0 ? 0 : fail("pd_run: rank %d has not come in time", missing);
 }
 
-// `runs`: checks it, and then puts it into the stream if asked to.
-int carry_out(pd_context &c, const pd_op &op, bool runs) {
+// Checks a kernel's record or, `runs`, puts it into the stream.
+int one(pd_context &c, const pd_op &op, bool runs) {
   switch (op.kind) {
     case PD_OP_GEMM: return runs ? put(c, op, enqueue_gemm) : checked(op, check_cuda_gemm);
     case PD_OP_EMBED: return runs ? put(c, op, enqueue_embed) : checked(op, check_embed);
@@ -52,6 +52,17 @@ int single(pd_context *context, pd_op_kind kind, const void *args) {
 }
 
 }  // namespace
+
+int carry_out(pd_context &c, const pd_op *ops, int64_t num_ops) {
+  for (int64_t i = 0; i < num_ops; i++) {
+    if (one(c, ops[i], false)) return -1;
+    if (ops[i].kind == PD_OP_ATTENTION && reserve_attention(c, *(const pd_attention_args *)ops[i].args)) return -1;
+  }
+  for (int64_t i = 0; i < num_ops; i++)
+    if (one(c, ops[i], true)) return -1;
+  return 0;
+}
+
 }  // namespace pagedec
 
 using namespace pagedec;
@@ -61,10 +72,7 @@ int pd_run(pd_context *context, const pd_op *ops, int64_t num_ops) {
   if (!context) return fail("pd_run: context is NULL");
   const Turn turn(*context, true);
   if (!turn) return fail("pd_run: another thread works in this context");
-  for (bool runs : {false, true})
-    for (int64_t i = 0; i < num_ops; i++)
-      if (carry_out(*context, ops[i], runs)) return -1;
-  return 0;
+  return carry_out(*context, ops, num_ops);
 }
 int pd_gemm(pd_context *c, const pd_gemm_args *a) { return single(c, PD_OP_GEMM, a); }
 int pd_embed(pd_context *c, const pd_embed_args *a) { return single(c, PD_OP_EMBED, a); }

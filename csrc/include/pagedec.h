@@ -71,6 +71,8 @@ PD_EXPORT void pd_context_free(pd_context *);                   /* no call may b
 PD_EXPORT int32_t pd_num_threads(const pd_context *);
 /* that its calls are put into, in the device's own form; a CPU: NULL */
 PD_EXPORT void *pd_stream(const pd_context *);
+/* until all is through that it was called for; a CPU's calls are when they return */
+PD_EXPORT int pd_await(pd_context *);
 
 /* ---- memory of a context's device. 1: kernels reach nothing else; 0: they reach all of this process's */
 PD_EXPORT int32_t pd_has_memory(const pd_context *);
@@ -426,6 +428,16 @@ typedef enum {
 } pd_op_kind;
 typedef struct { int32_t kind, reserved; const void *args; } pd_op;
 PD_EXPORT int pd_run(pd_context *, const pd_op *ops, int64_t num_ops);
+/* A list that is carried out again and again. From its first time on it and its records stay as they are: a device may
+ * record what is to be done, and repeat that. What records point to may change, and plans may be made anew. */
+typedef struct pd_recording pd_recording;
+typedef struct {
+  const pd_op *ops;
+  int64_t num_ops;
+  pd_recording *recording;     /* NULL before the first time */
+} pd_program;
+PD_EXPORT int pd_run_program(pd_context *, pd_program *);
+PD_EXPORT void pd_program_clear(pd_program *);  /* free the recording: the next time is the first */
 
 /* ---- chains of tokens, each drawn behind the one before it (a draft model's). For the i-th token of a chain, from 1
  * on, the one before it is a row of a forward, alone of its branch; its logits are processed by the chain's rules, and
@@ -444,7 +456,7 @@ typedef struct {               /* a kind of attention layer: its plan, made anew
 } pd_layer_kind;
 typedef struct {
   /* lists over the same buffers: the forward, its rows up to the residual stream, and the logits of the rows to read */
-  const pd_op *whole, *body, *head;
+  pd_program *whole, *body, *head;
   const pd_layer_kind *kinds;
   /* what the lists read their rows from, [max_rows] each but the counts, and [room] read_rows */
   int32_t *num_rows, *token_ids, *positions, *slots, *num_read, *read_rows;
@@ -457,7 +469,6 @@ typedef struct {
   const pd_rules *rules;
   int32_t *tokens;             /* [sum of count], chain after chain: the first of each is given, others are written */
   float *kept;                 /* [*][vocab]: what tokens were drawn from, of chains that have rows here; or NULL */
-  int64_t num_whole, num_body, num_head;
   int32_t num_kinds, num_chains, table_stride, block_size;
   int32_t vocab, num_drawn;    /* tokens from num_drawn on are never drawn */
   int32_t num_rules, room, max_rows;

@@ -242,6 +242,9 @@ class Backend(Protocol):
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """A host tensor where kernels can read it: itself, or a copy. Raises MemoryError."""
 
+    def room(self) -> int | None:
+        """Bytes of a device's own memory that can be taken; None: it is the host's."""
+
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of zeros where the kernels work: what a forward's buffers are made of."""
 

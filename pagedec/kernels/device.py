@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import torch
 
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.kernels.backend import CacheTensors
+from pagedec.kernels.device_memory import DeviceCall, DeviceMemory, KernelCall, Staging
 from pagedec.kernels.library import EMULATED_DEVICE, Library
-from pagedec.kernels.memory import Call, DeviceCall, DeviceMemory, Staging
 from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.processing import FlatRules, flatten
 
+ROOM_SHARE = 0.9
+"""Of a device's free memory: the rest is for a step's buffers and attention's partial results."""
 CHUNK = 32 << 20  # bytes of a device's memory that small tensors are cut from
 
 
@@ -25,13 +29,23 @@ class DeviceBackend(NativeBackend):
         super().__init__(library, dtype, quantization, num_threads)
         # of emulated memory each piece has its own guard
         self.memory = DeviceMemory(self.context, 0 if self.name == EMULATED_DEVICE else CHUNK)
+        self._mapped: list[torch.Tensor] = []
         self._given, self._wanted = Staging(self.memory), Staging(self.memory)
 
-    def call(self) -> Call:
+    def call(self) -> KernelCall:
         return DeviceCall(self.context, self._given, self._wanted)
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.memory.put(tensor)
+
+    def map(self, tensor: torch.Tensor) -> None:
+        self.context.map_memory(tensor.data_ptr(), tensor.nbytes)
+        weakref.finalize(self, self.library.unmap_memory, tensor.data_ptr()).atexit = False
+        self._mapped.append(tensor)
+
+    def room(self) -> int | None:
+        num_free, _ = self.context.memory_room()
+        return None if num_free < 0 else int(ROOM_SHARE * num_free)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.memory.zeros(shape, dtype)

@@ -25,6 +25,9 @@ class HostBackend(Backend):
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
+    def room(self) -> int | None:
+        return None
+
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 

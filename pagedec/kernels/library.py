@@ -38,6 +38,7 @@ from pagedec.kernels.records import (
     Op,
     OpKind,
     ProcessLogitsArgs,
+    ProgramRecord,
     Quantization,
     RmsNormArgs,
     RollArgs,
@@ -77,17 +78,32 @@ class KernelError(RuntimeError):
 
 
 class OpList:
-    """A constant list of kernels; keeps its records alive, not the arrays behind them."""
+    """A constant list of kernels, with what a device records of it; keeps its records alive, not the arrays behind
+    them."""
 
-    __slots__ = ("num_ops", "ops", "records")
+    __slots__ = ("_library", "ops", "program", "records")
 
     def __init__(self, records: Sequence[Structure]) -> None:
         self.records = tuple(records)
-        self.num_ops = len(self.records)
-        self.ops = (Op * max(1, self.num_ops))()
+        self.ops = (Op * max(1, len(self.records)))()
+        self.program = ProgramRecord(ctypes.addressof(self.ops), len(self.records), None)
+        self._library: Library | None = None
         for op, record in zip(self.ops, self.records, strict=False):
             op.kind = int(OP_KINDS[type(record)])
             op.args = ctypes.addressof(record)
+
+    def belong_to(self, library: Library) -> ProgramRecord:
+        """The list as this library takes it. Raises KernelError where it has been another's."""
+        if self._library is None:
+            self._library = library
+        elif self._library is not library:
+            raise KernelError(f"the list was carried out by {self._library.isa} before; {library.isa} needs its own")
+        return self.program
+
+    def __del__(self) -> None:
+        library: Library | None = getattr(self, "_library", None)
+        if library is not None:
+            library.functions.pd_program_clear(byref(self.program))
 
 
 class AttentionPlan:
@@ -150,7 +166,7 @@ class Context:
 
     def run(self, program: OpList) -> None:
         """Run a program in one parallel region."""
-        self.library.check(self._functions.pd_run(self.handle, program.ops, program.num_ops))
+        self.library.check(self._functions.pd_run_program(self.handle, byref(program.belong_to(self.library))))
 
     def roll(self, record: RollArgs) -> None:
         """Draw the tokens of chains, each behind the one before it."""
@@ -167,6 +183,10 @@ class Context:
     def pack_int8(self, weight_address: int, n: int, k: int, dtype: Dtype, packed_address: int) -> None:
         """Quantise and pack a row-major [n, k] weight in dtype into storage of packed_int8_bytes, 64-byte aligned."""
         self.library.check(self._functions.pd_pack_int8(self.handle, weight_address, n, k, int(dtype), packed_address))
+
+    def wait(self) -> None:
+        """Return when all calls are through; a processor's are when they return."""
+        self.library.check(self._functions.pd_await(self.handle))
 
     @property
     def has_memory(self) -> bool:

@@ -12,6 +12,7 @@ import torch
 from pagedec.core.forward import LaneForward
 from pagedec.kernels.arena import Arena, trim
 from pagedec.kernels.backend import AttentionShape, CacheTensors, Drafted, checked_quantization
+from pagedec.kernels.device_memory import HostCall, KernelCall
 from pagedec.kernels.host import HostBackend
 from pagedec.kernels.library import (
     ArgmaxArgs,
@@ -25,7 +26,6 @@ from pagedec.kernels.library import (
     VerifyArgs,
 )
 from pagedec.kernels.link import Link
-from pagedec.kernels.memory import Call, HostCall
 from pagedec.kernels.native_program import DTYPES, NativePlan, NativeProgram, NativeWeight, address, int32
 from pagedec.kernels.native_roll import NativeRoller
 from pagedec.kernels.processing import FlatRules, lse_of, named, rows_within
@@ -49,13 +49,16 @@ class NativeBackend(HostBackend):
         self.arena = Arena()
         self.link: Link | None = None
 
-    def call(self) -> Call:
+    def call(self) -> KernelCall:
         """What carries out one kernel on the host's arrays."""
         return HostCall(self.context)
 
     def storage(self, num_bytes: int) -> torch.Tensor:
         """Zeroed uint8 storage for a packed weight."""
         return self.arena.allocate(num_bytes)
+
+    def map(self, tensor: torch.Tensor) -> None:
+        """Let kernels reach a host tensor for as long as there is the backend."""
 
     def pack(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: str | None = None

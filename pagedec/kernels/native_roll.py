@@ -39,14 +39,11 @@ class NativeRoller:
         lists = [program.ops for program in programs]
         inputs = ("num_rows", "token_ids", "positions", "slots", "num_read", "read_rows")
         self._record = RollArgs(
-            **{name: ctypes.addressof(own.ops) for name, own in zip(("whole", "body", "head"), lists, strict=True)},
+            **{name: ctypes.addressof(own.program) for name, own in zip(("whole", "body", "head"), lists, strict=True)},
             **{name: address(getattr(buffers, name), torch.int32, name) for name in inputs},
             kinds=ctypes.addressof(self._kinds),
             logits=address(buffers.logits, torch.float32, "logits"),
             token_plane=address(cache.tokens, torch.int32, "tokens"),
-            num_whole=lists[0].num_ops,
-            num_body=lists[1].num_ops,
-            num_head=lists[2].num_ops,
             num_kinds=len(plans),
             block_size=cache.block_size,
             vocab=buffers.logits.shape[1],

@@ -33,8 +33,8 @@ __all__ = [
     "AddPartsArgs", "ArgmaxArgs", "AttentionArgs", "AttnBatch", "AttnShape", "BestArgs", "BestGroup", "BestRow",
     "CHAIN_DTYPE", "C_NAMES", "Candidate", "Draw", "Dtype", "EmbedArgs", "Epilogue", "GemmArgs",
     "JoinPartsArgs", "KvCopyArgs", "LayerKind", "LayerNormArgs", "MeetArgs", "OP_KINDS", "Op", "OpKind", "PROTOTYPES",
-    "ProcessLogitsArgs", "RmsNormArgs", "RollArgs", "RollChain", "RopeKvWriteArgs", "Rules", "SampleArgs",
-    "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
+    "ProcessLogitsArgs", "ProgramRecord", "RmsNormArgs", "RollArgs", "RollChain", "RopeKvWriteArgs", "Rules",
+    "SampleArgs", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
 ]  # fmt: skip
 
 
@@ -289,6 +289,12 @@ class Op(Structure):
     _fields_ = [("kind", c_int32), ("reserved", c_int32), ("args", c_void_p)]
 
 
+class ProgramRecord(Structure):
+    """A list that is carried out again and again, and what a device has recorded of it."""
+
+    _fields_ = [("ops", c_void_p), ("num_ops", c_int64), ("recording", c_void_p)]
+
+
 # The C name of every record, and the program kind of those that are kernels.
 C_NAMES: dict[type[Structure], str] = {
     GemmArgs: "pd_gemm_args",
@@ -316,6 +322,7 @@ C_NAMES: dict[type[Structure], str] = {
     JoinPartsArgs: "pd_join_parts_args",
     MeetArgs: "pd_meet_args",
     Op: "pd_op",
+    ProgramRecord: "pd_program",
     RollChain: "pd_chain",
     LayerKind: "pd_layer_kind",
     RollArgs: "pd_roll_args",
@@ -356,6 +363,7 @@ PROTOTYPES: dict[str, tuple[list[Any], Any]] = {
     "pd_context_free": ([c_void_p], None),
     "pd_num_threads": ([c_void_p], c_int32),
     "pd_stream": ([c_void_p], c_void_p),
+    "pd_await": ([c_void_p], _STATUS),
     "pd_has_memory": ([c_void_p], c_int32),
     "pd_memory_new": ([c_void_p, c_int64], c_void_p),
     "pd_memory_free": ([c_void_p], None),
@@ -376,6 +384,8 @@ PROTOTYPES: dict[str, tuple[list[Any], Any]] = {
     "pd_plan_view": ([c_void_p, POINTER(_P_INT32), POINTER(c_int64)], _STATUS),
     "pd_gumbel": ([c_void_p, c_uint64, c_uint64, c_int32, c_int32, c_int32, c_void_p], _STATUS),
     "pd_run": ([c_void_p, POINTER(Op), c_int64], _STATUS),
+    "pd_run_program": ([c_void_p, POINTER(ProgramRecord)], _STATUS),
+    "pd_program_clear": ([POINTER(ProgramRecord)], None),
     "pd_roll": ([c_void_p, POINTER(RollArgs)], _STATUS),
     "pd_probe_read": ([c_void_p, c_void_p, c_int64, c_int32], ctypes.c_double),
     "pd_probe_dot": ([c_void_p, c_int32, ctypes.c_double], ctypes.c_double),

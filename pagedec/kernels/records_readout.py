@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import Structure, c_float, c_int32, c_uint64, c_void_p
 
 import numpy as np
 
@@ -126,9 +126,6 @@ class RollArgs(Structure):
         ("rules", c_void_p),
         ("tokens", c_void_p),
         ("kept", c_void_p),
-        ("num_whole", c_int64),
-        ("num_body", c_int64),
-        ("num_head", c_int64),
         ("num_kinds", c_int32),
         ("num_chains", c_int32),
         ("table_stride", c_int32),

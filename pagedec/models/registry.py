@@ -18,6 +18,7 @@ from pagedec.formats.resolve import ModelFiles
 from pagedec.formats.source import WeightSource, check_weights
 from pagedec.formats.weights import open_weights
 from pagedec.kernels.backend import Backend
+from pagedec.kernels.device import DeviceBackend
 from pagedec.models.architecture import OUTPUT, Architecture
 from pagedec.models.families import gemma2, gemma3, glm, glm4, gpt2, llama, mistral, phi3, qwen2, qwen3
 from pagedec.models.family import Family
@@ -167,6 +168,9 @@ def load_model_weights(
     """Open the weights and build the model, native or hosted."""
     check_ranks(arch, 1 if backend.link is None else backend.link.world)
     if isinstance(arch, HostedArchitecture):
+        if isinstance(backend, DeviceBackend):
+            limit = "must have a family of our own on a CUDA device: modeling code runs on processors"
+            raise InvalidArgument("model", arch.name, limit)
         return load_hosted(arch, files, backend, max_position, seed)
     _check_heads(arch, backend)  # before a GGUF file is converted
     source = open_model_weights(arch, files, backend.dtype, seed)

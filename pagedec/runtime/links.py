@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from pagedec import environment
-from pagedec.errors import InvariantError
+from pagedec.errors import InvalidArgument, InvariantError
+from pagedec.kernels.device import DeviceBackend
 from pagedec.kernels.link import Link
 from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.records import MeetArgs
@@ -32,7 +33,7 @@ class SharedLink:
 
     def __init__(self, rank: int, world: int, exchange: Exchange, backend: NativeBackend, seconds: float) -> None:
         self.rank, self.world, self.seconds = rank, world, seconds
-        self._exchange, self._context = exchange, backend.context
+        self._exchange, self._context, self._map = exchange, backend.context, backend.map
         self.arrivals: torch.Tensor | None = self.parts((MEET_STRIDE,), torch.int32)
         self._values = self.parts((BROADCAST,), torch.int32)[0].numpy()
 
@@ -58,7 +59,9 @@ class SharedLink:
             os.close(file)  # the mapping stays
         if problems:
             raise OSError(problems[0])
-        return torch.frombuffer(memory, dtype=dtype, count=int(np.prod(whole))).view(whole)
+        tensor = torch.frombuffer(memory, dtype=dtype, count=int(np.prod(whole))).view(whole)
+        self._map(tensor)
+        return tensor
 
     def gather(self, parts: torch.Tensor, num_values: int) -> None:
         raise InvariantError("kernels meet where parts lie in the memory of all; nothing is sent")
@@ -159,4 +162,7 @@ def connect(
             return SharedLink(rank, world, exchange, backend, seconds)
         except OSError:
             pass  # other containers of one machine: all ranks were told
+    if isinstance(backend, DeviceBackend):
+        limit = "must be 1 on CUDA devices whose machines, or containers, share no memory"
+        raise InvalidArgument("tensor_parallel_size", world, limit)
     return SocketLink(rank, world, exchange, seconds, address)

@@ -35,8 +35,8 @@ from pagedec.runtime.fingerprint import model_digest, numerics_digest
 from pagedec.runtime.follower import Follower
 from pagedec.runtime.geometry import Geometry, LaneGeometry
 from pagedec.runtime.links import Exchange, connect, machine
-from pagedec.runtime.memory import available_memory, is_out_of_memory, shown_size
-from pagedec.runtime.pool import KvPool, choose_pool
+from pagedec.runtime.memory import Memory, available_memory, is_out_of_memory, shown_size
+from pagedec.runtime.pool import KvPool, choose_pool, default_bytes, whole_bytes
 from pagedec.runtime.runner import LaneRunner
 from pagedec.runtime.worker import Worker
 
@@ -94,7 +94,7 @@ def load_model(config: ModelConfig, backend: Backend, longest: int | None = None
     length = min(limit, longest or limit) if config.max_model_len is None else config.max_model_len
     if length > limit:
         raise InvalidArgument("max_model_len", length, f"must be at most {limit}, the model's context")
-    size, memory = weight_bytes(arch, backend), available_memory()
+    size, memory = weight_bytes(arch, backend), _memory(backend.room())
     if size > memory.num_bytes:
         told = f"the weights of {config.model} take {shown_size(size)}, more than the {memory}"
         advice = "the system may end the process; quantization int8 takes a byte a weight"
@@ -125,7 +125,17 @@ def lane_pool(loaded: LoadedModel, config: EngineConfig, taken: int = 0) -> KvPo
     if link is not None:  # all ranks have as many blocks; the first has the most KV heads
         arch = sharded(arch, part_of(arch, 0, link.world))
     size = block_bytes(arch, config.cache.block_size, loaded.model.backend.dtype)
-    return choose_pool(config.cache, size, loaded.max_model_len, config.scheduler.max_num_seqs, taken=taken)
+    own, default = loaded.model.backend.room(), default_bytes
+    if own is not None:  # a device's
+        default = whole_bytes
+    return choose_pool(
+        config.cache, size, loaded.max_model_len, config.scheduler.max_num_seqs, lambda: _memory(own), taken, default
+    )
+
+
+def _memory(own: int | None) -> Memory:
+    """What there is for weights and caches; `own`: bytes of a device's."""
+    return available_memory() if own is None else Memory(own, "of what the device has free")
 
 
 def draft_pool(draft: LoadedModel, config: EngineConfig, target: KvPool) -> KvPool:

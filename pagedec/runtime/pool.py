@@ -58,6 +58,11 @@ def default_bytes(memory: Memory) -> tuple[int, str]:
     return min(quarter, (LIMIT, f"{LIMIT // GIB} GiB are the most where nothing is said"))
 
 
+def whole_bytes(memory: Memory) -> tuple[int, str]:
+    """The same where nobody else needs the memory, and all of it is taken at once: a device's own."""
+    return memory.num_bytes, f"all of the {memory}"
+
+
 def choose_pool(
     config: CacheConfig,
     block_bytes: int,
@@ -65,10 +70,12 @@ def choose_pool(
     max_num_seqs: int,
     available: Callable[[], Memory] = available_memory,
     taken: int = 0,
+    default: Callable[[Memory], tuple[int, str]] = default_bytes,
 ) -> KvPool:
     """The pool that is asked for; where nothing is said, what the available memory allows and the requests can use.
 
-    `taken`: bytes of the memory available that another pool will use. Raises `InvalidArgument` for a size below two
+    `taken`: bytes of the memory available that another pool will use; `default`: how much of it is taken where nothing
+    is said, and why. Raises `InvalidArgument` for a size below two
     blocks.
     """
 
@@ -92,7 +99,7 @@ def choose_pool(
         share = config.memory_utilization
         return checked("memory_utilization", int(memory.num_bytes * share) // block_bytes, f"{share:g} of the {memory}")
     context = -(-max_model_len // config.block_size)
-    num_bytes, reason = default_bytes(memory)
+    num_bytes, reason = default(memory)
     most = (
         max_num_seqs * context + 1,
         f"all that {counted(max_num_seqs, 'sequence')} of {counted(max_model_len, 'token')} can use",

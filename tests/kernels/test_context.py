@@ -188,5 +188,5 @@ def test_a_context_is_freed_twice_safely(library: Library) -> None:
     context.close()
     context.close()
     assert context.handle is None
-    with pytest.raises(KernelError, match="^pd_run: context is NULL"):
+    with pytest.raises(KernelError, match="^pd_run_program: context is NULL"):
         context.run(OpList([]))

@@ -26,7 +26,7 @@ ENUMS: dict[str, tuple[str, type[IntEnum]]] = {  # of C: the prefix of its names
     "pd_quantization": ("PD_", records.Quantization),
     "pd_op_kind": ("PD_OP_", records.OpKind),
 }
-HANDLES = {"pd_context", "pd_plan"}
+HANDLES = {"pd_context", "pd_plan", "pd_recording"}
 SCALARS: dict[str, Any] = {
     "int": ctypes.c_int,
     "int32_t": ctypes.c_int32,

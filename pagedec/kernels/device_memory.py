@@ -18,7 +18,7 @@ ALIGNMENT = 64  # bytes, as kernels may read
 SMALL = 256 << 10  # bytes: a tensor of less is put into a chunk with others
 
 
-class Call(Protocol):
+class KernelCall(Protocol):
     """One kernel's call, and the host's arrays that its record points to."""
 
     def given(self, array: np.ndarray) -> int:

@@ -1,0 +1,197 @@
+"""Memory where kernels work: there and back, in order; on the emulated device nobody else can touch it. And programs
+that a device repeats: with what its buffers and plans hold now."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from pagedec.kernels.backend import AttentionShape
+from pagedec.kernels.device import DeviceBackend
+from pagedec.kernels.device_memory import SMALL, DeviceMemory, Staging
+from pagedec.kernels.library import EMULATED_DEVICE, ArgmaxArgs, KernelError, Library, load
+from pagedec.kernels.native import NativeBackend
+from tests.kernels import cuda_library
+
+EMULATED = pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
+SIZES = [1, 63, 64, 65, 4095, 4096, 4097, SMALL - 1, SMALL, SMALL + 1, 5 << 20]  # a real device stages 4 MiB at a time
+
+
+@pytest.fixture
+def device() -> DeviceBackend:
+    return DeviceBackend(load(EMULATED_DEVICE), torch.float32)
+
+
+@pytest.mark.parametrize("num_bytes", SIZES)
+def test_there_and_back(library: Library, num_bytes: int) -> None:
+    context = library.context()
+    memory = DeviceMemory(context, 0)
+    tensor, values = memory.allocate(num_bytes), np.random.default_rng(1).integers(0, 255, num_bytes).astype(np.uint8)
+    assert tensor.data_ptr() % 64 == 0
+    assert not memory.get(tensor).any()
+    memory.write(tensor, values)
+    assert np.array_equal(memory.get(tensor).numpy(), values)
+    memory.fill(tensor[num_bytes // 2 :], 0xAB)
+    values[num_bytes // 2 :] = 0xAB
+    assert np.array_equal(memory.get(tensor).numpy(), values)
+    copy = memory.put(torch.from_numpy(values))
+    del tensor
+    assert np.array_equal(memory.get(copy).numpy(), values)
+
+
+def test_sizes_that_there_are_not(library: Library) -> None:
+    context = library.context()
+    with pytest.raises(MemoryError, match="pd_memory_new: num_bytes is -1; it must be 0 to"):
+        context.new_memory(-1)
+    with pytest.raises(MemoryError, match=f"pd_memory_new: num_bytes is {1 << 60}"):
+        context.new_memory(1 << 60)
+    with pytest.raises(KernelError, match="pd_memory_write: to is NULL; it must point to 8 bytes"):
+        context.write_memory(0, 64, 8)
+    with pytest.raises(KernelError, match="pd_memory_read: from is NULL; it must point to 8 bytes"):
+        context.read_memory(64, 0, 8)
+
+
+def test_small_tensors_share_a_chunk(library: Library) -> None:
+    """Each begins aligned and as zeros, and a chunk that is full leaves those in it alone."""
+    memory = DeviceMemory(library.context(), 1 << 16)
+    tensors = [memory.zeros((n,), torch.int32) for n in (1, 16, 17, 15000, 1500, 3, 70000)]
+    for i, tensor in enumerate(tensors):
+        assert tensor.data_ptr() % 64 == 0 and not memory.get(tensor).any()
+        memory.write(tensor, np.full(len(tensor), i + 1, np.int32))
+    for i, tensor in enumerate(tensors):
+        assert (memory.get(tensor) == i + 1).all()
+    assert memory.zeros((0, 4), torch.float32).shape == (0, 4)
+
+
+def test_arrays_of_a_call_travel_together(library: Library) -> None:
+    """Also more of them than there was room for, whose places stay what they were told."""
+    memory = DeviceMemory(library.context(), 0)
+    staging = Staging(memory)
+    for sizes in ([7, 64, 1], [SMALL - 64, 64, 1], [SMALL, 3 * SMALL, 5], [2, 9 * SMALL, 70]):
+        staging.reset()
+        places = [staging.place(size) for size in sizes]
+        for i, (_, room) in enumerate(places):
+            room[:] = i + 1
+        staging.send()
+        for _, room in places:
+            room[:] = 0
+        staging.fetch()
+        assert [len(room) for _, room in places] == sizes
+        assert all((room == i + 1).all() for i, (_, room) in enumerate(places))
+        assert len({address for address, _ in places}) == len(places)
+        assert all(address % 64 == 0 for address, _ in places)
+
+
+@EMULATED
+def test_records_lead_nowhere_else(device: DeviceBackend) -> None:
+    x, out = torch.randn(3, 40), np.zeros(3, np.int32)
+    count, own = np.array([3], np.int32), device.place(x)
+    with pytest.raises(KernelError, match="pd_argmax: logits points to memory that is not the device's"):
+        call = device.call()
+        call.run(ArgmaxArgs(call.given(count), x.data_ptr(), call.wanted(out), 40, 0))
+    with pytest.raises(KernelError, match="pd_argmax: num_rows points to memory that is not the device's"):
+        call = device.call()
+        call.run(ArgmaxArgs(count.ctypes.data, own.data_ptr(), call.wanted(out), 40, 0))
+    call = device.call()
+    call.run(ArgmaxArgs(call.given(count), own.data_ptr(), call.wanted(out), 40, 0))
+    assert out.tolist() == x.argmax(1).tolist()
+
+
+TOUCH = """
+import numpy as np, torch
+from pagedec.kernels.device import DeviceBackend
+from pagedec.kernels.library import EMULATED_DEVICE, ArgmaxArgs, load
+backend = DeviceBackend(load(EMULATED_DEVICE), torch.float32)
+x = backend.place(torch.randn(2, 64))
+print("so far", flush=True)
+"""
+HANDS = {
+    "the host reads": "x[0, 0].item()",
+    "the host writes": "x[1, 5] = 1.0",
+    "a kernel reads behind it": """
+call, out = backend.call(), np.zeros(3, np.int32)
+call.run(ArgmaxArgs(call.given(np.array([3], np.int32)), x.data_ptr(), call.wanted(out), 64, 0))""",
+    "it is freed": "address = x.data_ptr(); del x; backend.context.read_memory(torch.zeros(1).data_ptr(), address, 4)",
+}
+
+
+@EMULATED
+@pytest.mark.parametrize("hand", HANDS)
+def test_a_hand_that_must_not(hand: str) -> None:
+    """ends the process, there and then."""
+    told = subprocess.run([sys.executable, "-c", TOUCH + HANDS[hand]], capture_output=True, text=True)
+    assert told.stdout == "so far\n" and told.returncode == -signal.SIGSEGV, told.stderr
+
+
+@EMULATED
+def test_memory_of_the_host_that_is_mapped(device: DeviceBackend) -> None:
+    x, out = torch.randn(2, 50), np.zeros(2, np.int32)
+    device.place(x)
+    device.context.map_memory(x.data_ptr(), x.nbytes)
+    call = device.call()
+    call.run(ArgmaxArgs(call.given(np.array([2], np.int32)), x.data_ptr(), call.wanted(out), 50, 0))
+    assert out.tolist() == x.argmax(1).tolist()
+    with pytest.raises(KernelError, match="pd_memory_map: it is mapped already"):
+        device.context.map_memory(x.data_ptr(), x.nbytes)
+    device.library.unmap_memory(x.data_ptr())
+    with pytest.raises(KernelError, match="not mapped"):
+        device.library.unmap_memory(x.data_ptr())
+
+
+def attended(backend: NativeBackend) -> list[torch.Tensor]:
+    """What a program of two layers gives, step after step: of other rows, longer ones whose plans need more room, none,
+    and then few again."""
+    heads, kv_heads, dim, block, blocks, most = 4, 2, 16, 8, 300, 40
+    cache = backend.cache(2, blocks, kv_heads, dim, block)
+    values = torch.randn(2, 2, blocks, kv_heads, block, dim, generator=torch.Generator().manual_seed(1))
+    for layer in range(2):
+        k, v = values[layer]
+        if not isinstance(backend, DeviceBackend):
+            k = k.transpose(2, 3).contiguous()  # a processor has K the other way round
+        backend.write(cache.k[layer], k.numpy())
+        backend.write(cache.v[layer], v.numpy())
+    plan = backend.plan(AttentionShape(heads, kv_heads, dim, block, 0.25))
+    rows, q, y = (
+        backend.zeros((1,), torch.int32),
+        backend.zeros((most, heads * dim), torch.float32),
+        [backend.zeros((most, heads * dim), torch.float32) for _ in range(2)],
+    )
+    program = backend.program()
+    for layer in range(2):
+        program.attention(rows, plan, q, cache, layer, y[layer])
+    program.finish()
+    rng, found = np.random.default_rng(3), []
+    for lengths in ([5, 9], [7], [600, 40, 1, 513], [2000] * 12, [], [3, 5]):
+        n = len(lengths)
+        width = -(-max(lengths, default=1) // block)
+        table = rng.integers(0, blocks, (n, width)).astype(np.int32)
+        own = rng.standard_normal((most, heads * dim)).astype(np.float32)
+        backend.write(rows, np.array([n], np.int32))
+        backend.write(q, own)
+        plan.update(np.arange(n + 1, dtype=np.int32), np.array(lengths, np.int32), table, None)
+        program.run()
+        for out in y:
+            found.append((backend.memory.get(out) if isinstance(backend, DeviceBackend) else out.clone())[:n])
+    return found
+
+
+@EMULATED
+def test_a_program_is_repeated_with_what_is_there_now(device: DeviceBackend) -> None:
+    """As attention in memory that is the host's, and on a processor."""
+    got, want = attended(device), attended(NativeBackend(load("scalar"), torch.float32))
+    for own, other in zip(got, want, strict=True):
+        assert torch.allclose(own, other, atol=1e-5)
+
+
+@EMULATED
+def test_a_list_belongs_to_one_library(device: DeviceBackend) -> None:
+    program = device.program()
+    program.finish()
+    program.run()
+    with pytest.raises(KernelError, match="the list was carried out by cuda_emulated before; scalar needs its own"):
+        load("scalar").context().run(program.ops)
