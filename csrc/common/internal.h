@@ -74,4 +74,15 @@ void join_parts_part(const pd_join_parts_args &, int thread, int num_threads);
 // By one thread. -1, or the rank that has not come.
 int meet(const pd_meet_args &);
 
+// The host's arrays of a call, where kernels reach them: a CPU's do already.
+struct HostArray {
+  const void *from;
+  int64_t num_bytes;
+  const void **place;  // receives the address; it holds until the next arrays are carried
+};
+int carry(pd_context *, const HostArray *arrays, int num_arrays);
+// Where kernels leave what an array of the host is to have, until the next call; NULL with fail(...). And its way there.
+void *place_of_answer(pd_context *, void *to, int64_t num_bytes);
+int bring(pd_context *, void *to, const void *from, int64_t num_bytes);
+
 }  // namespace pagedec

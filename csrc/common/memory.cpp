@@ -5,6 +5,15 @@
 
 #include "common/check.h"
 
+namespace pagedec {
+int carry(pd_context *, const HostArray *arrays, int num_arrays) {
+  for (int i = 0; i < num_arrays; i++) *arrays[i].place = arrays[i].from;
+  return 0;
+}
+void *place_of_answer(pd_context *, void *to, int64_t) { return to; }
+int bring(pd_context *, void *, const void *, int64_t) { return 0; }
+}  // namespace pagedec
+
 using namespace pagedec;
 
 extern "C" {

@@ -59,14 +59,15 @@ int DeviceMemory::reserve(int64_t bytes) {
 int await(pd_context &c) { return launched("await", cudaStreamSynchronize((cudaStream_t)c.stream)); }
 #else
 int await(pd_context &) { return 0; }
-DeviceMemory::~DeviceMemory() { ::operator delete(data_); }
+DeviceMemory::~DeviceMemory() { emulate::release(data_); }
 int DeviceMemory::reserve(int64_t bytes) {
   if (bytes <= size_) return 0;
-  ::operator delete(data_);
+  emulate::release(data_);
   size_ = 0;
-  data_ = ::operator new(bytes, std::nothrow);
+  data_ = emulate::allocate(bytes);
   if (!data_) return fail("%lld bytes of a device's memory: there is no room", (long long)bytes);
   size_ = bytes;
+  const emulate::Opened opened;
   memset(data_, 0xff, bytes);  // NaN
   return 0;
 }

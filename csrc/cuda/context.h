@@ -40,6 +40,8 @@ struct pd_context {
   std::atomic<bool> busy{false};
   pagedec::PlanDraft draft;
   pagedec::DeviceMemory partials, totals;  // of attention
+  pagedec::DeviceMemory carried, answers;  // arrays of a call that pd_roll makes, and what it gives
+  std::vector<char> packed;                // those arrays, one behind the other
 };
 
 // A plan, and its words where kernels read them.

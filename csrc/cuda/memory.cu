@@ -51,16 +51,40 @@ static int download(pd_context &c, void *to, const void *from, int64_t num_bytes
 }
 #else
 int upload(pd_context &, void *to, const void *from, int64_t num_bytes) {
-  const emulate::Access access;
+  const emulate::Opened opened;
   memcpy(to, from, num_bytes);
   return 0;
 }
 static int download(pd_context &, void *to, const void *from, int64_t num_bytes) {
-  const emulate::Access access;
+  const emulate::Opened opened;
   memcpy(to, from, num_bytes);
   return 0;
 }
 #endif
+
+int carry(pd_context *context, const HostArray *arrays, int num_arrays) {
+  constexpr int64_t kAlignment = 64;
+  std::vector<char> &packed = context->packed;
+  packed.clear();
+  for (int i = 0; i < num_arrays; i++) {
+    const char *from = (const char *)arrays[i].from;
+    packed.insert(packed.end(), from, from + arrays[i].num_bytes);
+    packed.resize((packed.size() + kAlignment - 1) / kAlignment * kAlignment);
+  }
+  if (context->carried.reserve((int64_t)packed.size())) return -1;
+  const char *place = (const char *)context->carried.get();
+  for (int i = 0; i < num_arrays; i++) {
+    *arrays[i].place = place;
+    place += (arrays[i].num_bytes + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  return pd_memory_write(context, context->carried.get(), packed.data(), (int64_t)packed.size());
+}
+void *place_of_answer(pd_context *context, void *, int64_t num_bytes) {
+  return context->answers.reserve(num_bytes) ? nullptr : context->answers.get();
+}
+int bring(pd_context *context, void *to, const void *from, int64_t num_bytes) {
+  return pd_memory_read(context, to, from, num_bytes);
+}
 
 }  // namespace pagedec
 

@@ -85,14 +85,10 @@ void *allocate(int64_t num_bytes) { return device().allocate(num_bytes); }
 void release(void *begin) { device().release(begin); }
 bool map(const void *from, int64_t num_bytes) { return device().map((const char *)from, num_bytes); }
 bool unmap(const void *from) { return device().unmap((const char *)from); }
-Access::Access(bool is_alone) {
-  device().open();
-  is_alone_now = is_alone;
-}
-Access::~Access() {
-  is_alone_now = false;
-  device().close();
-}
+Opened::Opened() { device().open(); }
+Opened::~Opened() { device().close(); }
+Access::Access(bool is_alone) { is_alone_now = is_alone; }
+Access::~Access() { is_alone_now = false; }
 bool may_reach(const void *p) { return !is_alone_now || device().holds((const char *)p); }
 
 }  // namespace pagedec::emulate

@@ -13,12 +13,22 @@ void release(void *);
 bool map(const void *from, int64_t num_bytes);
 bool unmap(const void *from);
 
-// Opens the memory for as long as it lives. `is_alone`: records may then lead nowhere else.
+// Opens the memory for as long as it lives.
+class Opened {
+ public:
+  Opened();
+  ~Opened();
+  Opened(const Opened &) = delete;
+};
+// The same; and, `is_alone`, records that this thread looks at may lead nowhere else.
 class Access {
  public:
-  explicit Access(bool is_alone = false);
+  explicit Access(bool is_alone);
   ~Access();
   Access(const Access &) = delete;
+
+ private:
+  const Opened opened_;
 };
 
 // Whether a record that this thread looks at may lead there.
