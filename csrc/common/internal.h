@@ -81,7 +81,7 @@ struct HostArray {
   const void **place;  // receives the address; it holds until the next arrays are carried
 };
 int carry(pd_context *, const HostArray *arrays, int num_arrays);
-// Where kernels leave what an array of the host is to have, until the next call; NULL with fail(...). And its way there.
+// Where kernels leave what an array of the host is to have, until the next call; NULL: fail(...). And the way there.
 void *place_of_answer(pd_context *, void *to, int64_t num_bytes);
 int bring(pd_context *, void *to, const void *from, int64_t num_bytes);
 
