@@ -10,14 +10,12 @@
 namespace pagedec {
 namespace {
 
-const float kBanned = -__builtin_inff();
-
 // The rows of one round, as a forward's arrays.
 struct Round {
   std::vector<int32_t> chains, indptr, kv_len, table;  // of the rows
   std::vector<int32_t> rows, places, prompt_lengths, query_rows;           // of those with rules
   std::vector<pd_draw> draws;
-  std::vector<int32_t> drawn;
+  std::vector<int32_t> drawn, src_rows, dst_rows;  // the last two: of those that are kept
 };
 
 class Roller {
@@ -76,27 +74,42 @@ class Roller {
 
   int read(int32_t i, int32_t start, int32_t m) {
     Round &r = round_;
-    for (int32_t row = 0; row < m; row++) {
-      float *logits = a_.logits + row * (int64_t)a_.vocab;
-      if (a_.refuse_nan && std::any_of(logits, logits + a_.vocab, [](float x) { return x != x; }))
-        return fail("pd_roll: logits are NaN: a row read a slot that no row had written");
-      std::fill(logits + a_.num_drawn, logits + a_.vocab, kBanned);
-    }
-    if (process(start, m)) return -1;
+    const float *logits = a_.logits, *end = logits + m * (int64_t)a_.vocab;
+    if (a_.refuse_nan && std::any_of(logits, end, [](float x) { return x != x; }))
+      return fail("pd_roll: logits are NaN: a row read a slot that no row had written");
+    if (restrict_to_drawn(m) || process(start, m)) return -1;
     r.draws.clear(), r.drawn.resize(m);
     for (int32_t row = 0; row < m; row++) {
-      const int32_t c = r.chains[start + row];
-      pd_draw draw = a_.draws[c];
+      pd_draw draw = a_.draws[r.chains[start + row]];
       draw.row = row, draw.position += i;
       r.draws.push_back(draw);
-      if (a_.chains[c].kept_row < 0) continue;
-      const float *logits = a_.logits + row * (int64_t)a_.vocab;
-      std::copy_n(logits, a_.vocab, a_.kept + (a_.chains[c].kept_row + i) * (int64_t)a_.vocab);
     }
+    if (keep(i, start, m)) return -1;
     const pd_sample_args sample{&m, r.draws.data(), a_.logits, r.drawn.data(), a_.vocab, 0};
     if (pd_sample(context_, &sample)) return -1;
     for (int32_t row = 0; row < m; row++) a_.tokens[first_[r.chains[start + row]] + i] = r.drawn[row];
     return 0;
+  }
+
+  int restrict_to_drawn(int32_t m) {
+    if (a_.num_drawn == a_.vocab) return 0;
+    pd_restrict_logits_args restrict{};
+    restrict.num_rows = &m, restrict.logits = a_.logits, restrict.vocab = a_.vocab, restrict.num_drawn = a_.num_drawn;
+    return pd_restrict_logits(context_, &restrict);
+  }
+
+  // What the i-th tokens are drawn from, of chains that have rows for it.
+  int keep(int32_t i, int32_t start, int32_t m) {
+    Round &r = round_;
+    r.src_rows.clear(), r.dst_rows.clear();
+    for (int32_t row = 0; row < m; row++) {
+      const int32_t kept_row = a_.chains[r.chains[start + row]].kept_row;
+      if (kept_row >= 0) r.src_rows.push_back(row), r.dst_rows.push_back(kept_row + i);
+    }
+    const int32_t count = (int32_t)r.src_rows.size();
+    if (count == 0) return 0;
+    const pd_copy_rows_args copy{&count, a_.logits, a_.kept, r.src_rows.data(), r.dst_rows.data(), a_.vocab, 0};
+    return pd_copy_rows(context_, &copy);
   }
 
   // The rules of those rows whose request has some.

@@ -25,6 +25,7 @@ from pagedec.kernels.records import (
     AttnBatch,
     AttnShape,
     BestArgs,
+    CopyRowsArgs,
     Draw,
     Dtype,
     EmbedArgs,
@@ -37,8 +38,10 @@ from pagedec.kernels.records import (
     MeetArgs,
     Op,
     OpKind,
+    PickLogitsArgs,
     ProcessLogitsArgs,
     Quantization,
+    RestrictLogitsArgs,
     RmsNormArgs,
     RollArgs,
     RollChain,
@@ -51,15 +54,16 @@ from pagedec.kernels.records import (
 )
 
 __all__ = [
-    "ABI_VERSION", "AddPartsArgs", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape",
-    "BestArgs", "CHAIN_DTYPE", "Context", "Draw", "Dtype", "EMULATED_DEVICE", "EMULATED_ISA", "EmbedArgs",
+    "ABI_VERSION", "AddPartsArgs", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape", "BestArgs",
+    "CHAIN_DTYPE", "Context", "CopyRowsArgs", "Draw", "Dtype", "EMULATED_DEVICE", "EMULATED_ISA", "EmbedArgs",
     "Epilogue", "GemmArgs", "ISAS", "JoinPartsArgs", "KernelError", "KvCopyArgs", "LayerKind", "LayerNormArgs",
-    "Library", "LibraryNotFound", "MeetArgs", "Op", "OpKind", "OpList", "ProcessLogitsArgs", "Quantization",
-    "RmsNormArgs", "RollArgs", "RollChain", "RopeKvWriteArgs", "Rules", "SampleArgs", "SoftCapArgs", "TopkLseArgs",
-    "VerifyArgs", "available_isas", "built_isas", "library_directories", "load", "loadable_isas",
+    "Library", "LibraryNotFound", "MeetArgs", "Op", "OpKind", "OpList", "PickLogitsArgs", "ProcessLogitsArgs",
+    "Quantization", "RestrictLogitsArgs", "RmsNormArgs", "RollArgs", "RollChain", "RopeKvWriteArgs", "Rules",
+    "SampleArgs", "SoftCapArgs", "TopkLseArgs", "VerifyArgs", "available_isas", "built_isas", "library_directories",
+    "load", "loadable_isas",
 ]  # fmt: skip
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 ISAS = environment.ISAS  # from the poorest to the richest
 EMULATED_ISA, EMULATED_ISA_NEEDS = environment.EMULATED_ISA, "avx512bf16"
 EMULATED_DEVICE = environment.EMULATED_DEVICE

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagedec.core.forward import LaneForward
+from pagedec.core.forward import NO_INTS, LaneForward
 from pagedec.kernels.arena import Arena, trim
 from pagedec.kernels.backend import AttentionShape, CacheTensors, Drafted, checked_quantization
 from pagedec.kernels.host import HostBackend
@@ -18,10 +18,13 @@ from pagedec.kernels.library import (
     EMULATED_DEVICE,
     ArgmaxArgs,
     BestArgs,
+    CopyRowsArgs,
     KvCopyArgs,
     Library,
+    PickLogitsArgs,
     ProcessLogitsArgs,
     Quantization,
+    RestrictLogitsArgs,
     SampleArgs,
     TopkLseArgs,
     VerifyArgs,
@@ -172,6 +175,65 @@ class NativeBackend(HostBackend):
                 0,
             )
         )
+
+    def restrict(
+        self,
+        logits: torch.Tensor,
+        places: np.ndarray | None = None,
+        words: np.ndarray | None = None,
+        banned_rows: np.ndarray = NO_INTS,
+        banned_tokens: np.ndarray = NO_INTS,
+        num_drawn: int | None = None,
+    ) -> None:
+        count, vocab = np.array([len(logits)], np.int32), logits.shape[1]
+        record = RestrictLogitsArgs(count.ctypes.data, address(logits, torch.float32, "logits"), vocab=vocab)
+        record.num_drawn = vocab if num_drawn is None else num_drawn
+        if places is not None and words is not None:
+            places, words = int32(places), np.ascontiguousarray(words, np.uint32)
+            record.places, record.words, record.num_words = places.ctypes.data, words.ctypes.data, len(words)
+        if len(banned_rows):
+            num_banned, rows, tokens = np.array([len(banned_rows)], np.int32), int32(banned_rows), int32(banned_tokens)
+            record.num_banned, record.banned_rows = num_banned.ctypes.data, rows.ctypes.data
+            record.banned_tokens = tokens.ctypes.data
+        self.context.call(record)
+
+    def copy_rows(self, src: torch.Tensor, src_rows: np.ndarray, dst: torch.Tensor, dst_rows: np.ndarray) -> None:
+        count, src_rows, dst_rows = np.array([len(src_rows)], np.int32), int32(src_rows), int32(dst_rows)
+        self.context.call(
+            CopyRowsArgs(
+                count.ctypes.data,
+                address(src, torch.float32, "src"),
+                address(dst, torch.float32, "dst"),
+                src_rows.ctypes.data,
+                dst_rows.ctypes.data,
+                src.shape[1],
+                0,
+            )
+        )
+
+    def pick(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        return self._pick(logits, rows, tokens, None)
+
+    def pick_ranked(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        ranks = np.empty(len(rows), np.int32)
+        return self._pick(logits, rows, tokens, ranks), ranks
+
+    def _pick(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, ranks: np.ndarray | None) -> np.ndarray:
+        values, count = np.empty(len(rows), np.float32), np.array([len(rows)], np.int32)
+        rows, tokens = int32(rows), int32(tokens)
+        self.context.call(
+            PickLogitsArgs(
+                count.ctypes.data,
+                address(logits, torch.float32, "logits"),
+                rows.ctypes.data,
+                tokens.ctypes.data,
+                values.ctypes.data,
+                None if ranks is None else ranks.ctypes.data,
+                logits.shape[1],
+                0,
+            )
+        )
+        return values
 
     def sample(self, logits: torch.Tensor, draws: np.ndarray) -> np.ndarray:
         out = np.empty(len(draws), np.int32)

@@ -37,7 +37,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Compare:
             found = []
             for way in (None, roller):
                 runner._roller = way
-                tokens, kept = roll(forward), runner._kept[:num_kept].clone()
+                tokens, kept = roll(forward), runner._kept.rows[:num_kept].clone()
                 found.append((tokens, kept, runner.cache.k.clone(), runner.cache.tokens.clone()))
             (tokens, kept, k, plane), (others, other_kept, other_k, other_plane) = found
             assert tokens.tolist() == others.tolist() and kept.equal(other_kept)
@@ -84,6 +84,18 @@ def test_several_kinds_of_layers(tiny: Tiny, tiny_path: Path, tmp_path: Path, co
     seen = compared(llm)
     llm.generate([[5, 9, 40, 7, 12, 30, 8, 9, 1, 4, 5]] * 3, [asked(i + 2) for i in range(3)], use_tqdm=False)
     assert seen
+
+
+def test_tokens_that_are_never_drawn(tiny: Tiny, tiny_path: Path, compared: Compare) -> None:
+    """Ids that only the draft model knows: their logits are minus infinity, also where they are kept."""
+    llm = tiny(num_blocks=200, speculative_config=drafted_by(tiny_path))
+    runner: LaneRunner = llm.engine.executor.worker.lanes["draft"]
+    runner.num_drawn = runner._roller._record.num_drawn = 101  # type: ignore[union-attr]
+    seen = compared(llm)
+    llm.generate([[5 + i, 9, 40] for i in range(8)], [asked(i) for i in range(8)], use_tqdm=False)
+    kept = runner._kept.rows[runner._kept.rows.count_nonzero(dim=1) > 0]
+    assert max(seen) == 8 and llm.engine.stats.num_failed_steps == 0
+    assert len(kept) and kept[:, 101:].eq(-np.inf).all() and kept[:, :101].isfinite().any(1).all()
 
 
 def test_transformers_code_rolls_token_by_token(tiny: Tiny, tiny_path: Path) -> None:
