@@ -47,7 +47,56 @@ int check_group(const pd_best_args &a, int32_t g, int32_t begin) {
   return 0;
 }
 
+// Each of an array's numbers, where it can be looked at.
+int check_each(const char *name, const char *field, const int32_t *values, const int32_t *count, int64_t low,
+               int64_t high) {
+  for (int32_t i = 0; kReadsRecords && i < *count; i++)
+    if (values[i] < low || values[i] > high)
+      return fail("%s: %s[%d] is %d; it must be %lld to %lld", name, field, i, values[i], (long long)low,
+                  (long long)high);
+  return 0;
+}
+
 }  // namespace
+
+int check_restrict_logits(const pd_restrict_logits_args &a) {
+  const char *name = "pd_restrict_logits";
+  if (check_count(name, "num_rows", a.num_rows) || check_array(name, "logits", a.logits, a.num_rows) ||
+      check_range(name, "vocab", a.vocab, 1, kMostTokens) || check_range(name, "num_drawn", a.num_drawn, 0, a.vocab) ||
+      check_range(name, "num_words", a.num_words, 0, INT32_MAX))
+    return -1;
+  if (a.num_words && check_pointer(name, "words", a.words)) return -1;
+  if (a.places && check_each(name, "places", a.places, a.num_rows, -1, (int64_t)a.num_words - 1)) return -1;
+  if (!a.num_banned) return 0;
+  if (check_count(name, "num_banned", a.num_banned) ||
+      check_array(name, "banned_rows", a.banned_rows, a.num_banned) ||
+      check_array(name, "banned_tokens", a.banned_tokens, a.num_banned))
+    return -1;
+  if (!kReadsRecords) return 0;
+  if (check_each(name, "banned_rows", a.banned_rows, a.num_banned, 0, (int64_t)*a.num_rows - 1)) return -1;
+  return check_each(name, "banned_tokens", a.banned_tokens, a.num_banned, 0, (int64_t)a.vocab - 1);
+}
+
+int check_copy_rows(const pd_copy_rows_args &a) {
+  const char *name = "pd_copy_rows";
+  if (check_count(name, "num_rows", a.num_rows) || check_array(name, "src", a.src, a.num_rows) ||
+      check_array(name, "dst", a.dst, a.num_rows) || check_array(name, "src_rows", a.src_rows, a.num_rows) ||
+      check_array(name, "dst_rows", a.dst_rows, a.num_rows) || check_range(name, "width", a.width, 1, INT32_MAX))
+    return -1;
+  if (a.src && a.src == a.dst) return fail("%s: dst is src; they must be two arrays", name);
+  if (check_each(name, "src_rows", a.src_rows, a.num_rows, 0, INT32_MAX)) return -1;
+  return check_each(name, "dst_rows", a.dst_rows, a.num_rows, 0, INT32_MAX);
+}
+
+int check_pick_logits(const pd_pick_logits_args &a) {
+  const char *name = "pd_pick_logits";
+  if (check_count(name, "num_entries", a.num_entries) || check_array(name, "logits", a.logits, a.num_entries) ||
+      check_array(name, "rows", a.rows, a.num_entries) || check_array(name, "tokens", a.tokens, a.num_entries) ||
+      check_array(name, "values", a.values, a.num_entries) || check_range(name, "vocab", a.vocab, 1, kMostTokens))
+    return -1;
+  if (check_each(name, "rows", a.rows, a.num_entries, 0, INT32_MAX)) return -1;
+  return check_each(name, "tokens", a.tokens, a.num_entries, 0, (int64_t)a.vocab - 1);
+}
 
 int check_argmax(const pd_argmax_args &a) {
   const char *name = "pd_argmax";

@@ -34,7 +34,10 @@ int check(const pd_op &op) {
     case PD_OP_ADD_PARTS: return check_add_parts(*(const pd_add_parts_args *)op.args);
     case PD_OP_JOIN_PARTS: return check_join_parts(*(const pd_join_parts_args *)op.args);
     case PD_OP_MEET: return check_meet(*(const pd_meet_args *)op.args);
-    default: return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_MEET);
+    case PD_OP_RESTRICT_LOGITS: return check_restrict_logits(*(const pd_restrict_logits_args *)op.args);
+    case PD_OP_COPY_ROWS: return check_copy_rows(*(const pd_copy_rows_args *)op.args);
+    case PD_OP_PICK_LOGITS: return check_pick_logits(*(const pd_pick_logits_args *)op.args);
+    default: return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_PICK_LOGITS);
   }
 }
 
@@ -56,6 +59,9 @@ void part(pd_context &c, const pd_op &op, int t, int n) {
     case PD_OP_VERIFY: return verify_part(c, *(const pd_verify_args *)op.args, t, n);
     case PD_OP_ADD_PARTS: return add_parts_part(*(const pd_add_parts_args *)op.args, t, n);
     case PD_OP_JOIN_PARTS: return join_parts_part(*(const pd_join_parts_args *)op.args, t, n);
+    case PD_OP_RESTRICT_LOGITS: return restrict_logits_part(*(const pd_restrict_logits_args *)op.args, t, n);
+    case PD_OP_COPY_ROWS: return copy_rows_part(*(const pd_copy_rows_args *)op.args, t, n);
+    case PD_OP_PICK_LOGITS: return pick_logits_part(*(const pd_pick_logits_args *)op.args, t, n);
     case PD_OP_MEET: return;  // pd_run's own
   }
 }
@@ -202,6 +208,9 @@ int pd_kv_copy(pd_context *c, const pd_kv_copy_args *a) { return single(c, PD_OP
 int pd_attention(pd_context *c, const pd_attention_args *a) { return single(c, PD_OP_ATTENTION, a); }
 int pd_soft_cap(pd_context *c, const pd_soft_cap_args *a) { return single(c, PD_OP_SOFT_CAP, a); }
 int pd_process_logits(pd_context *c, const pd_process_logits_args *a) { return single(c, PD_OP_PROCESS_LOGITS, a); }
+int pd_restrict_logits(pd_context *c, const pd_restrict_logits_args *a) { return single(c, PD_OP_RESTRICT_LOGITS, a); }
+int pd_copy_rows(pd_context *c, const pd_copy_rows_args *a) { return single(c, PD_OP_COPY_ROWS, a); }
+int pd_pick_logits(pd_context *c, const pd_pick_logits_args *a) { return single(c, PD_OP_PICK_LOGITS, a); }
 int pd_argmax(pd_context *c, const pd_argmax_args *a) { return single(c, PD_OP_ARGMAX, a); }
 int pd_topk_lse(pd_context *c, const pd_topk_lse_args *a) { return single(c, PD_OP_TOPK_LSE, a); }
 int pd_sample(pd_context *c, const pd_sample_args *a) { return single(c, PD_OP_SAMPLE, a); }

@@ -1,7 +1,9 @@
 // Chains of tokens, each token drawn from what the one before it gave: forward, read-out, draw, and round again,
 // without the caller. Computed is what single calls of the same kernels would: the rows of a round are one step.
 #include <algorithm>
+#include <iterator>
 #include <new>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -10,14 +12,22 @@
 namespace pagedec {
 namespace {
 
-const float kBanned = -__builtin_inff();
+template <class T>
+HostArray array(const T *from, size_t size, const T *&place) {
+  return {from, (int64_t)(size * sizeof(T)), (const void **)&place};
+}
+template <class T>
+HostArray array(const std::vector<T> &from, const T *&place) {
+  return array(from.data(), from.size(), place);
+}
 
 // The rows of one round, as a forward's arrays.
 struct Round {
-  std::vector<int32_t> chains, indptr, kv_len, table;  // of the rows
+  std::vector<int32_t> chains, token_ids, positions, slots, read_rows, indptr, kv_len, table;  // of the rows
   std::vector<int32_t> rows, places, prompt_lengths, query_rows;           // of those with rules
   std::vector<pd_draw> draws;
-  std::vector<int32_t> drawn;
+  std::vector<float> logits;  // looked at for NaN, where that is not where they are
+  std::vector<int32_t> drawn, src_rows, dst_rows;  // the last two: of those that are kept
 };
 
 class Roller {
@@ -41,33 +51,41 @@ class Roller {
   // A row for each chain that has an i-th token: the one before it, in the slot reserved for it.
   int begin(int32_t i) {
     Round &r = round_;
-    r.chains.clear(), r.kv_len.clear(), r.table.clear(), r.indptr.assign(1, 0);
+    for (auto *own : {&r.chains, &r.token_ids, &r.positions, &r.slots, &r.kv_len, &r.table}) own->clear();
+    r.indptr.assign(1, 0);
     for (int32_t c = 0; c < a_.num_chains; c++) {
       if (a_.chains[c].count <= i) continue;
-      const int32_t row = (int32_t)r.chains.size(), position = a_.draws[c].position + i - 1;
-      a_.token_ids[row] = a_.tokens[first_[c] + i - 1];
-      a_.positions[row] = position;
-      a_.slots[row] = a_.chain_slots[first_slot_[c] + i - 1];
+      const int32_t position = a_.draws[c].position + i - 1;
+      r.token_ids.push_back(a_.tokens[first_[c] + i - 1]);
+      r.positions.push_back(position);
+      r.slots.push_back(a_.chain_slots[first_slot_[c] + i - 1]);
       const int32_t *table = a_.block_table + a_.chains[c].branch * (int64_t)a_.table_stride;
-      r.chains.push_back(c), r.kv_len.push_back(position + 1), r.indptr.push_back(row + 1);
+      r.chains.push_back(c), r.kv_len.push_back(position + 1), r.indptr.push_back((int32_t)r.chains.size());
       r.table.insert(r.table.end(), table, table + a_.table_stride);
     }
     const int32_t n = (int32_t)r.chains.size();
-    *a_.num_rows = n;
+    if (write(a_.num_rows, &n, 1) || write(a_.token_ids, r.token_ids.data(), n) ||
+        write(a_.positions, r.positions.data(), n) || write(a_.slots, r.slots.data(), n))
+      return -1;
     const pd_attn_batch batch{n, n, r.indptr.data(), r.kv_len.data(), r.table.data(), nullptr, a_.table_stride, 1};
     for (int32_t k = 0; k < a_.num_kinds; k++)
       if (pd_attn_plan(context_, a_.kinds[k].plan, a_.kinds[k].shape, &batch)) return -1;
     return 0;
   }
 
+  int write(int32_t *to, const int32_t *from, int64_t size) {
+    return pd_memory_write(context_, to, from, size * (int64_t)sizeof(int32_t));
+  }
+
   int forward(int32_t i) {
-    const int32_t n = *a_.num_rows;
+    const int32_t n = (int32_t)round_.chains.size();
     const bool is_one = n <= a_.room;
     if (!is_one && pd_run_program(context_, a_.body)) return -1;
     for (int32_t start = 0; start < n; start += a_.room) {
       const int32_t m = std::min(a_.room, n - start);
-      *a_.num_read = m;
-      for (int32_t row = 0; row < m; row++) a_.read_rows[row] = start + row;
+      round_.read_rows.resize(m);
+      std::iota(round_.read_rows.begin(), round_.read_rows.end(), start);
+      if (write(a_.num_read, &m, 1) || write(a_.read_rows, round_.read_rows.data(), m)) return -1;
       if (pd_run_program(context_, is_one ? a_.whole : a_.head)) return -1;
       if (read(i, start, m)) return -1;
     }
@@ -76,27 +94,62 @@ class Roller {
 
   int read(int32_t i, int32_t start, int32_t m) {
     Round &r = round_;
-    for (int32_t row = 0; row < m; row++) {
-      float *logits = a_.logits + row * (int64_t)a_.vocab;
-      if (a_.refuse_nan && std::any_of(logits, logits + a_.vocab, [](float x) { return x != x; }))
-        return fail("pd_roll: logits are NaN: a row read a slot that no row had written");
-      std::fill(logits + a_.num_drawn, logits + a_.vocab, kBanned);
-    }
-    if (process(start, m)) return -1;
+    if (a_.refuse_nan && refuse_nan(m)) return -1;
+    if (restrict_to_drawn(m) || process(start, m)) return -1;
     r.draws.clear(), r.drawn.resize(m);
     for (int32_t row = 0; row < m; row++) {
-      const int32_t c = r.chains[start + row];
-      pd_draw draw = a_.draws[c];
+      pd_draw draw = a_.draws[r.chains[start + row]];
       draw.row = row, draw.position += i;
       r.draws.push_back(draw);
-      if (a_.chains[c].kept_row < 0) continue;
-      const float *logits = a_.logits + row * (int64_t)a_.vocab;
-      std::copy_n(logits, a_.vocab, a_.kept + (a_.chains[c].kept_row + i) * (int64_t)a_.vocab);
     }
-    const pd_sample_args sample{&m, r.draws.data(), a_.logits, r.drawn.data(), a_.vocab, 0};
-    if (pd_sample(context_, &sample)) return -1;
+    if (keep(i, start, m)) return -1;
+    pd_sample_args sample{nullptr, nullptr, a_.logits, nullptr, a_.vocab, 0};
+    const HostArray given[] = {array(&m, 1, sample.num_draws), array(r.draws, sample.draws)};
+    const int64_t num_bytes = m * (int64_t)sizeof(int32_t);
+    sample.token_ids = (int32_t *)place_of_answer(context_, r.drawn.data(), num_bytes);
+    if (!sample.token_ids || carry(context_, given, 2) || pd_sample(context_, &sample) ||
+        bring(context_, r.drawn.data(), sample.token_ids, num_bytes))
+      return -1;
     for (int32_t row = 0; row < m; row++) a_.tokens[first_[r.chains[start + row]] + i] = r.drawn[row];
     return 0;
+  }
+
+  int refuse_nan(int32_t m) {
+    const size_t size = m * (size_t)a_.vocab;
+    const float *logits = a_.logits;
+    if (pd_has_memory(context_)) {
+      round_.logits.resize(size);
+      if (pd_memory_read(context_, round_.logits.data(), logits, (int64_t)(size * sizeof(float)))) return -1;
+      logits = round_.logits.data();
+    }
+    if (std::none_of(logits, logits + size, [](float x) { return x != x; })) return 0;
+    return fail("pd_roll: logits are NaN: a row read a slot that no row had written");
+  }
+
+  int restrict_to_drawn(int32_t m) {
+    if (a_.num_drawn == a_.vocab) return 0;
+    pd_restrict_logits_args restrict{};
+    const HostArray given[] = {array(&m, 1, restrict.num_rows)};
+    if (carry(context_, given, 1)) return -1;
+    restrict.logits = a_.logits, restrict.vocab = a_.vocab, restrict.num_drawn = a_.num_drawn;
+    return pd_restrict_logits(context_, &restrict);
+  }
+
+  // What the i-th tokens are drawn from, of chains that have rows for it.
+  int keep(int32_t i, int32_t start, int32_t m) {
+    Round &r = round_;
+    r.src_rows.clear(), r.dst_rows.clear();
+    for (int32_t row = 0; row < m; row++) {
+      const int32_t kept_row = a_.chains[r.chains[start + row]].kept_row;
+      if (kept_row >= 0) r.src_rows.push_back(row), r.dst_rows.push_back(kept_row + i);
+    }
+    const int32_t count = (int32_t)r.src_rows.size();
+    if (count == 0) return 0;
+    pd_copy_rows_args copy{nullptr, a_.logits, a_.kept, nullptr, nullptr, a_.vocab, 0};
+    const HostArray given[] = {array(&count, 1, copy.num_rows), array(r.src_rows, copy.src_rows),
+                               array(r.dst_rows, copy.dst_rows)};
+    if (carry(context_, given, 3)) return -1;
+    return pd_copy_rows(context_, &copy);
   }
 
   // The rules of those rows whose request has some.
@@ -112,10 +165,18 @@ class Roller {
     const int32_t count = (int32_t)r.rows.size();
     if (count == 0) return 0;
     pd_process_logits_args p{};
-    p.num_rows = &count, p.logits = a_.logits, p.rows = r.rows.data(), p.rule_ids = r.places.data(), p.rules = a_.rules;
-    p.prompt_lengths = r.prompt_lengths.data(), p.branches = p.query_rows = r.query_rows.data();  // a row a branch
-    p.row_indptr = r.indptr.data(), p.kv_len = r.kv_len.data(), p.block_table = r.table.data();
-    p.token_plane = a_.token_plane, p.num_rules = a_.num_rules, p.num_branches = (int32_t)r.chains.size();
+    const HostArray given[] = {array(&count, 1, p.num_rows),
+                               array(r.rows, p.rows),
+                               array(r.places, p.rule_ids),
+                               array(a_.rules, a_.num_rules, p.rules),
+                               array(r.prompt_lengths, p.prompt_lengths),
+                               array(r.query_rows, p.query_rows),
+                               array(r.indptr, p.row_indptr),
+                               array(r.kv_len, p.kv_len),
+                               array(r.table, p.block_table)};
+    if (carry(context_, given, (int)std::size(given))) return -1;
+    p.logits = a_.logits, p.token_plane = a_.token_plane, p.branches = p.query_rows;  // a row a branch
+    p.num_rules = a_.num_rules, p.num_branches = (int32_t)r.chains.size();
     p.table_stride = a_.table_stride, p.block_size = a_.block_size, p.vocab = a_.vocab;
     return pd_process_logits(context_, &p);
   }

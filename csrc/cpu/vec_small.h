@@ -71,6 +71,7 @@ PD_INLINE M16 less(I16 a, I16 b) { return {_mm512_cmplt_epi32_mask(a.v, b.v)}; }
 PD_INLINE F16 select(M16 m, F16 a, F16 b) { return {_mm512_mask_blend_ps(m.v, b.v, a.v)}; }
 PD_INLINE I16 select(M16 m, I16 a, I16 b) { return {_mm512_mask_blend_epi32(m.v, b.v, a.v)}; }
 PD_INLINE uint32_t mask_bits(M16 m) { return m.v; }
+PD_INLINE M16 bits_mask(uint32_t bits) { return {(__mmask16)bits}; }  // of the lowest 16
 PD_INLINE I16 operator+(I16 a, I16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 PD_INLINE I16 operator-(I16 a, I16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 PD_INLINE I16 shift_left(I16 a, int n) { return {_mm512_slli_epi32(a.v, n)}; }
@@ -136,6 +137,12 @@ PD_INLINE M16 less(I16 x, I16 y) {
 PD_INLINE F16 select(M16 m, F16 x, F16 y) { return {_mm256_blendv_ps(y.a, x.a, m.a), _mm256_blendv_ps(y.b, x.b, m.b)}; }
 PD_INLINE uint32_t mask_bits(M16 m) {
   return (uint32_t)_mm256_movemask_ps(m.a) | (uint32_t)_mm256_movemask_ps(m.b) << 8;
+}
+PD_INLINE M16 bits_mask(uint32_t bits) {
+  const __m256i all = _mm256_set1_epi32((int32_t)bits), low = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i high = _mm256_slli_epi32(low, 8);
+  return {_mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, low), low)),
+          _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, high), high))};
 }
 PD_INLINE I16 shift_left(I16 x, int n) { return {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)}; }
 PD_INLINE I16 shift_right(I16 x, int n) { return {_mm256_srai_epi32(x.a, n), _mm256_srai_epi32(x.b, n)}; }
@@ -225,6 +232,11 @@ PD_INLINE uint32_t mask_bits(M16 m) {
   uint32_t bits = 0;
   PD_LANES bits |= (uint32_t)m.v[i] << i;
   return bits;
+}
+PD_INLINE M16 bits_mask(uint32_t bits) {
+  M16 r;
+  PD_LANES r.v[i] = bits >> i & 1u;
+  return r;
 }
 #undef PD_LANES
 

@@ -97,6 +97,9 @@ int enqueue_kv_copy(pd_context &, const pd_kv_copy_args &);
 int enqueue_attention(pd_context &, const pd_attention_args &);
 int reserve_attention(pd_context &, const pd_attention_args &);  // the memory that it works in
 int enqueue_soft_cap(pd_context &, const pd_soft_cap_args &);
+int enqueue_restrict_logits(pd_context &, const pd_restrict_logits_args &);
+int enqueue_copy_rows(pd_context &, const pd_copy_rows_args &);
+int enqueue_pick_logits(pd_context &, const pd_pick_logits_args &);
 int enqueue_argmax(pd_context &, const pd_argmax_args &);
 int enqueue_process_logits(pd_context &, const pd_process_logits_args &);
 int enqueue_topk_lse(pd_context &, const pd_topk_lse_args &);

@@ -39,10 +39,13 @@ int one(pd_context &c, const pd_op &op, bool runs) {
     case PD_OP_VERIFY: return runs ? put(c, op, enqueue_verify) : checked(op, check_verify);
     case PD_OP_ADD_PARTS: return runs ? put(c, op, enqueue_add_parts) : checked(op, check_add_parts);
     case PD_OP_MEET: return runs ? put(c, op, enqueue_meet) : checked(op, check_meet);
+    case PD_OP_RESTRICT_LOGITS: return runs ? put(c, op, enqueue_restrict_logits) : checked(op, check_restrict_logits);
+    case PD_OP_COPY_ROWS: return runs ? put(c, op, enqueue_copy_rows) : checked(op, check_copy_rows);
+    case PD_OP_PICK_LOGITS: return runs ? put(c, op, enqueue_pick_logits) : checked(op, check_pick_logits);
     case PD_OP_JOIN_PARTS: return runs ? put(c, op, enqueue_join_parts) : checked(op, check_join_parts);
   }
-  if (op.kind < 1 || op.kind > PD_OP_MEET)
-    return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_MEET);
+  if (op.kind < 1 || op.kind > PD_OP_PICK_LOGITS)
+    return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_PICK_LOGITS);
   return fail("pd_run: op.kind is %d, for which there is no CUDA kernel", op.kind);
 }
 
@@ -82,6 +85,9 @@ int pd_rope_kv_write(pd_context *c, const pd_rope_kv_write_args *a) { return sin
 int pd_kv_copy(pd_context *c, const pd_kv_copy_args *a) { return single(c, PD_OP_KV_COPY, a); }
 int pd_attention(pd_context *c, const pd_attention_args *a) { return single(c, PD_OP_ATTENTION, a); }
 int pd_soft_cap(pd_context *c, const pd_soft_cap_args *a) { return single(c, PD_OP_SOFT_CAP, a); }
+int pd_restrict_logits(pd_context *c, const pd_restrict_logits_args *a) { return single(c, PD_OP_RESTRICT_LOGITS, a); }
+int pd_copy_rows(pd_context *c, const pd_copy_rows_args *a) { return single(c, PD_OP_COPY_ROWS, a); }
+int pd_pick_logits(pd_context *c, const pd_pick_logits_args *a) { return single(c, PD_OP_PICK_LOGITS, a); }
 int pd_argmax(pd_context *c, const pd_argmax_args *a) { return single(c, PD_OP_ARGMAX, a); }
 int pd_process_logits(pd_context *c, const pd_process_logits_args *a) { return single(c, PD_OP_PROCESS_LOGITS, a); }
 int pd_topk_lse(pd_context *c, const pd_topk_lse_args *a) { return single(c, PD_OP_TOPK_LSE, a); }

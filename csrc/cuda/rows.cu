@@ -1,4 +1,4 @@
-// Rows into the residual stream, and what ranks have computed of it: nothing here adds within a row.
+// Rows into the residual stream, what ranks have computed of it, and rows copied: nothing here adds within a row.
 #include "cuda/context.h"
 
 namespace pagedec {
@@ -52,6 +52,13 @@ PD_KERNEL(kThreads) soft_cap_kernel(pd_soft_cap_args a) {
     a.x[i] = a.cap * hyperbolic_tangent(quotient(a.x[i], a.cap));
 }
 
+PD_KERNEL(kThreads) copy_rows_kernel(pd_copy_rows_args a) {
+  for (int64_t i = first_element(); i < *a.num_rows * (int64_t)a.width; i += num_threads_in_all()) {
+    const int64_t r = i / a.width, d = i % a.width;
+    a.dst[a.dst_rows[r] * (int64_t)a.width + d] = a.src[a.src_rows[r] * (int64_t)a.width + d];
+  }
+}
+
 }  // namespace
 
 int enqueue_embed(pd_context &c, const pd_embed_args &a) {
@@ -62,6 +69,9 @@ int enqueue_add_parts(pd_context &c, const pd_add_parts_args &a) {
 }
 int enqueue_join_parts(pd_context &c, const pd_join_parts_args &a) {
   return launch(c, "pd_join_parts", join_parts_kernel, kThreads, a);
+}
+int enqueue_copy_rows(pd_context &c, const pd_copy_rows_args &a) {
+  return launch(c, "pd_copy_rows", copy_rows_kernel, kThreads, a);
 }
 int enqueue_soft_cap(pd_context &c, const pd_soft_cap_args &a) {
   return launch(c, "pd_soft_cap", soft_cap_kernel, kThreads, a);

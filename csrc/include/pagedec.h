@@ -22,6 +22,9 @@
  * written; for a device they are to be copied there first, and their answers back:
  *   pd_kv_copy_args         num_moves, src, dst
  *   pd_process_logits_args  all but logits and token_plane; rules, and the five arrays of each
+ *   pd_restrict_logits_args all but logits
+ *   pd_copy_rows_args       num_rows, src_rows, dst_rows
+ *   pd_pick_logits_args     num_entries, rows, tokens; values, ranks
  *   pd_argmax_args          num_rows; token_ids
  *   pd_topk_lse_args        num_rows, row_ids; token_ids, values, lse
  *   pd_sample_args          num_draws, draws; token_ids
@@ -296,6 +299,40 @@ typedef struct {
 } pd_process_logits_args;
 PD_EXPORT int pd_process_logits(pd_context *, const pd_process_logits_args *);
 
+/* What may not be drawn becomes -inf, in place: in a row with a place in words, what has no bit there; in any row,
+ * tokens from num_drawn on; and single logits. */
+typedef struct {
+  const int32_t *num_rows;
+  float *logits;               /* [rows][vocab] */
+  const int32_t *places;       /* [rows], -1: all tokens are allowed; NULL: in all rows */
+  const uint32_t *words;       /* [num_words][ceil(vocab / 32)]: a bit for each token, the lowest first */
+  const int32_t *num_banned;   /* NULL: 0 */
+  const int32_t *banned_rows, *banned_tokens; /* [num_banned] */
+  int32_t vocab, num_words, num_drawn, reserved; /* num_drawn: 0 to vocab */
+} pd_restrict_logits_args;
+PD_EXPORT int pd_restrict_logits(pd_context *, const pd_restrict_logits_args *);
+
+typedef struct { /* dst[dst_rows[i]] = src[src_rows[i]], fp32; two arrays, and no row of dst twice */
+  const int32_t *num_rows;
+  const float *src;            /* [*][width] */
+  float *dst;                  /* [*][width] */
+  const int32_t *src_rows, *dst_rows; /* [num_rows] */
+  int32_t width, reserved;
+} pd_copy_rows_args;
+PD_EXPORT int pd_copy_rows(pd_context *, const pd_copy_rows_args *);
+
+/* Single logits, and how many of their row are greater: than a NaN nothing, and a NaN than nothing. Fastest where a
+ * row's entries stand side by side. */
+typedef struct {
+  const int32_t *num_entries;
+  const float *logits;
+  const int32_t *rows, *tokens; /* [num_entries]: of logits */
+  float *values;               /* [num_entries] */
+  int32_t *ranks;              /* [num_entries]: 1 + that number; or NULL */
+  int32_t vocab, reserved;
+} pd_pick_logits_args;
+PD_EXPORT int pd_pick_logits(pd_context *, const pd_pick_logits_args *);
+
 typedef struct {
   const int32_t *num_rows;
   const float *logits;
@@ -424,7 +461,8 @@ PD_EXPORT int pd_meet(pd_context *, const pd_meet_args *);
 typedef enum {
   PD_OP_GEMM = 1, PD_OP_EMBED, PD_OP_RMS_NORM, PD_OP_ROPE_KV_WRITE, PD_OP_KV_COPY, PD_OP_ATTENTION,
   PD_OP_ARGMAX, PD_OP_TOPK_LSE, PD_OP_SAMPLE, PD_OP_LAYER_NORM, PD_OP_SOFT_CAP,
-  PD_OP_PROCESS_LOGITS, PD_OP_BEST, PD_OP_VERIFY, PD_OP_ADD_PARTS, PD_OP_JOIN_PARTS, PD_OP_MEET
+  PD_OP_PROCESS_LOGITS, PD_OP_BEST, PD_OP_VERIFY, PD_OP_ADD_PARTS, PD_OP_JOIN_PARTS, PD_OP_MEET,
+  PD_OP_RESTRICT_LOGITS, PD_OP_COPY_ROWS, PD_OP_PICK_LOGITS
 } pd_op_kind;
 typedef struct { int32_t kind, reserved; const void *args; } pd_op;
 PD_EXPORT int pd_run(pd_context *, const pd_op *ops, int64_t num_ops);

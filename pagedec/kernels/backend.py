@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import torch
 
-from pagedec.core.forward import LaneAnswers, LaneForward, Masks
+from pagedec.core.forward import NO_INTS, LaneAnswers, LaneForward, Masks
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.kernels.link import Link
 from pagedec.kernels.records import Epilogue
@@ -272,10 +272,12 @@ class Backend(Protocol):
         rules: Mapping[int, Any],
         masks: Masks | None = None,
         drafted: Drafted | None = None,
+        room: RowBuffer | None = None,
     ) -> ReadOut:
         """Begin to answer what a forward asks. `cache` is the one that its rows were evaluated in; `rules` has the
         backend's form of all rules that it names, `masks` what `masked_rows` are masked with, `drafted` what
-        `verified_draws` verify."""
+        `verified_draws` verify. `room`: where reported rows are copied to while they are read; None: room of its
+        own."""
 
     def roller(
         self,
@@ -289,7 +291,34 @@ class Backend(Protocol):
         """What rolls chains with a model's programs over its buffers; token ids from `num_drawn` on are never drawn.
         None where each token needs the host. `debug`: NaN among logits is an error."""
 
-    # ---- parts of a read-out
+    # ---- parts of a read-out. Logits are fp32 [n, vocab] where the kernels work, other arrays the host's
+    def has_nan(self, logits: torch.Tensor) -> bool:
+        """Whether there is a NaN among logits."""
+
+    def restrict(
+        self,
+        logits: torch.Tensor,
+        places: np.ndarray | None = None,
+        words: np.ndarray | None = None,
+        banned_rows: np.ndarray = NO_INTS,
+        banned_tokens: np.ndarray = NO_INTS,
+        num_drawn: int | None = None,
+    ) -> None:
+        """What may not be drawn becomes -inf, in place. `places` int32 [n]: each row's place in `words` uint32
+        [*, ceil(vocab / 32)], which has a bit for each token, the lowest first, and 0 bans it; -1, or None: none is
+        banned so. logits[banned_rows, banned_tokens] are banned, int32 [num_banned]; and all tokens from `num_drawn`
+        on."""
+
+    def copy_rows(self, src: torch.Tensor, src_rows: np.ndarray, dst: torch.Tensor, dst_rows: np.ndarray) -> None:
+        """dst[dst_rows[i]] = src[src_rows[i]], of fp32 [*, width] both: two tensors, and no row of dst twice."""
+
+    def pick(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """logits[rows, tokens]: fp32 [num_picked]."""
+
+    def pick_ranked(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The same, and each one's rank int32 [num_picked]: 1 + how many of its row are greater. Nothing is greater
+        than a NaN, which is greater than nothing. Fastest where a row's stand side by side."""
+
     def process_logits(
         self, logits: torch.Tensor, start: int, forward: LaneForward, cache: CacheTensors, rules: Mapping[int, Any]
     ) -> None:
@@ -312,3 +341,18 @@ class Backend(Protocol):
         """Of each group (BEST_GROUP_DTYPE) of `rows` (BEST_ROW_DTYPE) of logits fp32 [*, vocab], the first candidates
         in order (CANDIDATE_DTYPE). A log-probability is a logit less the row's `lse` fp32 [rows]; None: less its
         log-sum-exp."""
+
+
+class RowBuffer:
+    """fp32 rows where the kernels work: as many as were needed at a time so far."""
+
+    def __init__(self, backend: Backend, width: int) -> None:
+        self._backend = backend
+        self.rows = backend.zeros((0, width), torch.float32)
+
+    def reserve(self, num_rows: int) -> torch.Tensor:
+        """At least so many rows. What was in them is lost where they grow."""
+        if num_rows > len(self.rows):
+            shape = (max(num_rows, 2 * len(self.rows)), self.rows.shape[1])
+            self.rows = self._backend.zeros(shape, torch.float32)
+        return self.rows

@@ -72,6 +72,9 @@ class DeviceBackend(NativeBackend):
                 self.memory.fill(cache.v[layer, block], 0xFF)
             self.memory.fill(cache.tokens[block * cache.block_size : (block + 1) * cache.block_size], 0xFF)
 
+    def has_nan(self, logits: torch.Tensor) -> bool:
+        return bool(self.memory.get(logits).isnan().any())
+
     def rules(self, rules: LogitsRules, vocab_size: int) -> FlatRules:
         return flatten(rules, vocab_size, self._placed)
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from pagedec.core.forward import LaneForward
+from pagedec.core.forward import NO_INTS, LaneForward
 from pagedec.kernels import reference, reference_best, reference_processing, reference_readout, reference_verify
 from pagedec.kernels.arena import trim
 from pagedec.kernels.backend import (
@@ -302,6 +302,26 @@ class ReferenceBackend(HostBackend):
                 flat[rule_ids[i - picked.start]],
                 None if lse is None else lse[i - picked.start],
             )
+
+    def restrict(
+        self,
+        logits: torch.Tensor,
+        places: np.ndarray | None = None,
+        words: np.ndarray | None = None,
+        banned_rows: np.ndarray = NO_INTS,
+        banned_tokens: np.ndarray = NO_INTS,
+        num_drawn: int | None = None,
+    ) -> None:
+        reference_readout.restrict(logits.numpy(), places, words, banned_rows, banned_tokens, num_drawn)
+
+    def copy_rows(self, src: torch.Tensor, src_rows: np.ndarray, dst: torch.Tensor, dst_rows: np.ndarray) -> None:
+        dst.numpy()[dst_rows] = src.numpy()[src_rows]
+
+    def pick(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        return logits.numpy()[rows, tokens]
+
+    def pick_ranked(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.pick(logits, rows, tokens), reference_readout.ranks(logits.numpy(), rows, tokens)
 
     def sample(self, logits: torch.Tensor, draws: np.ndarray) -> np.ndarray:
         return reference_readout.sample(logits.numpy(), draws)

@@ -11,7 +11,7 @@ import torch
 from pagedec.core.forward import LaneForward, Masks
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.kernels.arena import zeros
-from pagedec.kernels.backend import Backend, CacheTensors, Drafted, Roller
+from pagedec.kernels.backend import Backend, CacheTensors, Drafted, Roller, RowBuffer
 from pagedec.kernels.processing import FlatRules, flatten
 from pagedec.kernels.readout import HostReadOut
 from pagedec.kernels.reference_attention import cache_shapes
@@ -58,8 +58,12 @@ class HostBackend(Backend):
         rules: Mapping[int, FlatRules],
         masks: Masks | None = None,
         drafted: Drafted | None = None,
+        room: RowBuffer | None = None,
     ) -> HostReadOut:
-        return HostReadOut(self, forward, cache, rules, masks, drafted)
+        return HostReadOut(self, forward, cache, rules, masks, drafted, room)
+
+    def has_nan(self, logits: torch.Tensor) -> bool:
+        return bool(logits.isnan().any())
 
     def roller(
         self,

@@ -25,6 +25,7 @@ from pagedec.kernels.records import (
     AttnBatch,
     AttnShape,
     BestArgs,
+    CopyRowsArgs,
     Draw,
     Dtype,
     EmbedArgs,
@@ -37,9 +38,11 @@ from pagedec.kernels.records import (
     MeetArgs,
     Op,
     OpKind,
+    PickLogitsArgs,
     ProcessLogitsArgs,
     ProgramRecord,
     Quantization,
+    RestrictLogitsArgs,
     RmsNormArgs,
     RollArgs,
     RollChain,
@@ -53,11 +56,12 @@ from pagedec.kernels.records import (
 
 __all__ = [
     "ABI_VERSION", "AddPartsArgs", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape",
-    "BestArgs", "CHAIN_DTYPE", "Context", "DEVICES", "Draw", "Dtype", "EMULATED_DEVICE", "EMULATED_ISA", "EmbedArgs",
-    "Epilogue", "GemmArgs", "ISAS", "JoinPartsArgs", "KernelError", "KvCopyArgs", "LayerKind", "LayerNormArgs",
-    "Library", "LibraryNotFound", "MeetArgs", "Op", "OpKind", "OpList", "ProcessLogitsArgs", "Quantization",
-    "RmsNormArgs", "RollArgs", "RollChain", "RopeKvWriteArgs", "Rules", "SampleArgs", "SoftCapArgs", "TopkLseArgs",
-    "VerifyArgs", "available_isas", "built_isas", "library_directories", "load", "loadable_isas",
+    "available_isas", "BestArgs", "built_isas", "CHAIN_DTYPE", "Context", "CopyRowsArgs", "DEVICES", "Draw", "Dtype",
+    "EmbedArgs", "EMULATED_DEVICE", "EMULATED_ISA", "Epilogue", "GemmArgs", "ISAS", "JoinPartsArgs", "KernelError",
+    "KvCopyArgs", "LayerKind", "LayerNormArgs", "Library", "library_directories", "LibraryNotFound", "load",
+    "loadable_isas", "MeetArgs", "Op", "OpKind", "OpList", "PickLogitsArgs", "ProcessLogitsArgs", "Quantization",
+    "RestrictLogitsArgs", "RmsNormArgs", "RollArgs", "RollChain", "RopeKvWriteArgs", "Rules", "SampleArgs",
+    "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
 ]  # fmt: skip
 
 ABI_VERSION = 7

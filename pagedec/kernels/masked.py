@@ -1,4 +1,4 @@
-"""Masks on logits that the host can read: what is not allowed becomes minus infinity."""
+"""Masks as words of bits, in which kernels take them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,16 @@ def check_masks(masks: Masks | None, num_rows: int, vocab_size: int) -> Masks:
     return masks
 
 
-def apply_mask(row: np.ndarray, masks: Masks, i: int) -> None:
-    """Mask one row of logits, fp32 [vocab], in place, as the i-th of masks that were checked."""
-    place = int(masks.places[i])
-    if place == EVERYTHING:
-        return
-    if place == LISTED:
-        _keep(row, masks.tokens[masks.indptr[i] : masks.indptr[i + 1]])
-        return
-    forbidden = np.unpackbits((~masks.words[place]).view(np.uint8), bitorder="little", count=len(row)).view(np.bool_)
-    np.copyto(row, -np.inf, where=forbidden)
-
-
-def _keep(row: np.ndarray, tokens: np.ndarray) -> None:
-    kept = row[tokens]
-    row.fill(-np.inf)
-    row[tokens] = kept
+def mask_words(masks: Masks, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Each row's place among words, int32, -1: everything is allowed; and the words, uint32 [*, ceil(vocab / 32)]. Of
+    masks that were checked; what is listed has words of its own, behind the given ones."""
+    listed = np.flatnonzero(masks.places == LISTED)
+    places, words = np.where(masks.places >= 0, masks.places, -1).astype(np.int32), masks.words
+    if len(listed):
+        places[listed] = len(words) + np.arange(len(listed))
+        own = np.zeros((len(listed), -(-vocab_size // 32)), np.uint32)
+        firsts = np.repeat(np.arange(len(listed)) * own.shape[1], np.diff(masks.indptr)[listed])
+        bits = np.uint32(1) << (masks.tokens & 31).astype(np.uint32)
+        np.bitwise_or.at(own.reshape(-1), firsts + (masks.tokens >> 5), bits)
+        words = np.concatenate([words, own]) if len(words) else own
+    return places, words

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagedec.core.forward import LaneForward
+from pagedec.core.forward import NO_INTS, LaneForward
 from pagedec.kernels.arena import Arena, trim
 from pagedec.kernels.backend import AttentionShape, CacheTensors, Drafted, checked_quantization
 from pagedec.kernels.device_memory import HostCall, KernelCall
@@ -17,10 +17,13 @@ from pagedec.kernels.host import HostBackend
 from pagedec.kernels.library import (
     ArgmaxArgs,
     BestArgs,
+    CopyRowsArgs,
     KvCopyArgs,
     Library,
+    PickLogitsArgs,
     ProcessLogitsArgs,
     Quantization,
+    RestrictLogitsArgs,
     SampleArgs,
     TopkLseArgs,
     VerifyArgs,
@@ -168,6 +171,65 @@ class NativeBackend(HostBackend):
                 0,
             )
         )
+
+    def restrict(
+        self,
+        logits: torch.Tensor,
+        places: np.ndarray | None = None,
+        words: np.ndarray | None = None,
+        banned_rows: np.ndarray = NO_INTS,
+        banned_tokens: np.ndarray = NO_INTS,
+        num_drawn: int | None = None,
+    ) -> None:
+        call, vocab = self.call(), logits.shape[1]
+        record = RestrictLogitsArgs(
+            call.given(np.array([len(logits)], np.int32)), address(logits, torch.float32, "logits"), vocab=vocab
+        )
+        record.num_drawn = vocab if num_drawn is None else num_drawn
+        if places is not None and words is not None:
+            record.places, record.num_words = call.given(int32(places)), len(words)
+            record.words = call.given(np.ascontiguousarray(words, np.uint32))
+        if len(banned_rows):
+            record.num_banned = call.given(np.array([len(banned_rows)], np.int32))
+            record.banned_rows, record.banned_tokens = call.given(int32(banned_rows)), call.given(int32(banned_tokens))
+        call.run(record)
+
+    def copy_rows(self, src: torch.Tensor, src_rows: np.ndarray, dst: torch.Tensor, dst_rows: np.ndarray) -> None:
+        call = self.call()
+        call.run(
+            CopyRowsArgs(
+                call.given(np.array([len(src_rows)], np.int32)),
+                address(src, torch.float32, "src"),
+                address(dst, torch.float32, "dst"),
+                call.given(int32(src_rows)),
+                call.given(int32(dst_rows)),
+                src.shape[1],
+                0,
+            )
+        )
+
+    def pick(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        return self._pick(logits, rows, tokens, None)
+
+    def pick_ranked(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        ranks = np.empty(len(rows), np.int32)
+        return self._pick(logits, rows, tokens, ranks), ranks
+
+    def _pick(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, ranks: np.ndarray | None) -> np.ndarray:
+        values, call = np.empty(len(rows), np.float32), self.call()
+        call.run(
+            PickLogitsArgs(
+                call.given(np.array([len(rows)], np.int32)),
+                address(logits, torch.float32, "logits"),
+                call.given(int32(rows)),
+                call.given(int32(tokens)),
+                call.wanted(values),
+                None if ranks is None else call.wanted(ranks),
+                logits.shape[1],
+                0,
+            )
+        )
+        return values
 
     def sample(self, logits: torch.Tensor, draws: np.ndarray) -> np.ndarray:
         out, call, vocab = np.empty(len(draws), np.int32), self.call(), logits.shape[1]

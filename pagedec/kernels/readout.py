@@ -1,5 +1,4 @@
-"""From a forward's last rows to small host answers, where the host can read logits: what the CPU's backends answer
-with."""
+"""From a forward's last rows to small host answers. Logits stay where the kernels work: nothing here looks at one."""
 
 from __future__ import annotations
 
@@ -11,9 +10,9 @@ import numpy as np
 import torch
 
 from pagedec.core.forward import NO_FLOATS, NO_INTS, LaneAnswers, LaneForward, Masks
-from pagedec.kernels.backend import Backend, CacheTensors, Drafted
+from pagedec.kernels.backend import Backend, CacheTensors, Drafted, RowBuffer
 from pagedec.kernels.best import BestRows
-from pagedec.kernels.masked import apply_mask, check_masks
+from pagedec.kernels.masked import check_masks, mask_words
 from pagedec.kernels.report import RawRows, empty_report
 
 
@@ -28,6 +27,7 @@ class HostReadOut:
         rules: Mapping[int, Any],
         masks: Masks | None,
         drafted: Drafted | None = None,
+        room: RowBuffer | None = None,
     ) -> None:
         n, k = len(forward.topk_rows), forward.topk_k
         self._backend, self._forward, self._cache, self._rules, self._masks = backend, forward, cache, rules, masks
@@ -36,8 +36,8 @@ class HostReadOut:
         self._topk_tokens, self._topk_logprobs = np.empty((n, k), np.int32), np.empty((n, k), np.float32)
         self._logprobs = np.empty(len(forward.logprob_rows), np.float32) if len(forward.logprob_rows) else NO_FLOATS
         self._best = BestRows(backend, forward)
-        self._report = empty_report(forward)
-        self._is_checked = False  # masks are, once
+        self._report, self._room = empty_report(forward), room
+        self._words: tuple[np.ndarray, np.ndarray] | None = None  # of masks: places and words, made once
         self._changes_logits = (
             forward.processing is not None or len(forward.banned_rows) > 0 or len(forward.masked_rows) > 0
         )
@@ -50,7 +50,7 @@ class HostReadOut:
         """
         forward, stop = self._forward, start + len(logits)
         whole = start == 0 and stop == len(forward.read_rows)
-        raw = None if self._report is None else RawRows(self._backend, forward, logits, start)
+        raw = None if self._report is None else self._raw_rows(logits, start)
         if len(forward.topk_rows) or len(forward.logprob_rows) or self._changes_logits:
             self._read_probabilities(logits, start, whole, raw)
         elif whole and raw is None and len(forward.best_rows):
@@ -72,13 +72,17 @@ class HostReadOut:
             self._draws, self._topk_tokens, self._topk_logprobs, self._logprobs, **self._best.answers(), report=report
         )
 
+    def _raw_rows(self, logits: torch.Tensor, start: int) -> RawRows:
+        self._room = self._room or RowBuffer(self._backend, logits.shape[1])
+        return RawRows(self._backend, self._forward, logits, start, self._room)
+
     def _read_probabilities(self, logits: torch.Tensor, start: int, whole: bool, raw: RawRows | None) -> None:
         backend, forward, stop = self._backend, self._forward, start + len(logits)
         picked = _within(forward.topk_rows, start, stop, whole)
         asked = _within(forward.logprob_rows, start, stop, whole)
         if len(asked):
             rows = forward.logprob_rows[asked] - start
-            values = logits.numpy()[rows, forward.logprob_tokens[asked]]
+            values = backend.pick(logits, rows, forward.logprob_tokens[asked])
             self._logprobs[asked] = values - backend.topk(logits, rows, 0)[2]
         rows = (forward.topk_rows[picked] - start).astype(np.int32)
         lse = self._own_lse(logits, start, rows)
@@ -86,10 +90,7 @@ class HostReadOut:
         ranked_lse = self._own_lse(logits, start, (forward.best_rows["row"][ranked] - start).astype(np.int32))
         if forward.processing is not None:
             backend.process_logits(logits, start, forward, self._cache, self._rules)
-        self._mask(logits, start, whole)
-        banned = _within(forward.banned_rows, start, stop, whole)
-        if len(banned):
-            logits.numpy()[forward.banned_rows[banned] - start, forward.banned_tokens[banned]] = -np.inf
+        self._restrict(logits, start, whole)
         if len(picked):
             tokens, values, after = backend.topk(logits, rows, forward.topk_k)
             self._topk_tokens[picked] = tokens
@@ -109,17 +110,27 @@ class HostReadOut:
             lse[left] = self._backend.topk(logits, rows[left], 0)[2]
         return lse
 
-    def _mask(self, logits: torch.Tensor, start: int, whole: bool) -> None:
-        rows = self._forward.masked_rows
+    def _restrict(self, logits: torch.Tensor, start: int, whole: bool) -> None:
+        """Mask rows and ban single tokens."""
+        forward, stop = self._forward, start + len(logits)
+        places, words = self._masks_of(logits, start, whole)
+        banned = _within(forward.banned_rows, start, stop, whole)
+        if places is not None or len(banned):
+            rows, tokens = forward.banned_rows[banned] - start, forward.banned_tokens[banned]
+            self._backend.restrict(logits, places, words, rows, tokens)
+
+    def _masks_of(self, logits: torch.Tensor, start: int, whole: bool) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """The place of each of the piece's rows among words, and these; None: all tokens are allowed."""
+        rows, vocab = self._forward.masked_rows, logits.shape[1]
         if not len(rows):
-            return
-        if not self._is_checked:
-            check_masks(self._masks, len(rows), logits.shape[1])
-            self._is_checked = True
-        assert self._masks is not None
-        values = logits.numpy()
-        for i in _within(rows, start, start + len(logits), whole).tolist():
-            apply_mask(values[rows[i] - start], self._masks, i)
+            return None, None
+        if self._words is None:
+            self._words = mask_words(check_masks(self._masks, len(rows), vocab), vocab)
+        given, words = self._words
+        masked = _within(rows, start, start + len(logits), whole)
+        places = np.full(len(logits), -1, np.int32)
+        places[rows[masked] - start] = given[masked]
+        return (places, words) if (places >= 0).any() else (None, None)
 
     def _draw(self, logits: torch.Tensor, start: int, whole: bool) -> np.ndarray:
         """Which draws were drawn now."""

@@ -17,9 +17,12 @@ from pagedec.kernels.records_readout import (
     BestGroup,
     BestRow,
     Candidate,
+    CopyRowsArgs,
     Draw,
     LayerKind,
+    PickLogitsArgs,
     ProcessLogitsArgs,
+    RestrictLogitsArgs,
     RollArgs,
     RollChain,
     Rules,
@@ -31,10 +34,10 @@ from pagedec.kernels.records_readout import (
 
 __all__ = [
     "AddPartsArgs", "ArgmaxArgs", "AttentionArgs", "AttnBatch", "AttnShape", "BestArgs", "BestGroup", "BestRow",
-    "CHAIN_DTYPE", "C_NAMES", "Candidate", "Draw", "Dtype", "EmbedArgs", "Epilogue", "GemmArgs",
-    "JoinPartsArgs", "KvCopyArgs", "LayerKind", "LayerNormArgs", "MeetArgs", "OP_KINDS", "Op", "OpKind", "PROTOTYPES",
-    "ProcessLogitsArgs", "ProgramRecord", "RmsNormArgs", "RollArgs", "RollChain", "RopeKvWriteArgs", "Rules",
-    "SampleArgs", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
+    "C_NAMES", "Candidate", "CHAIN_DTYPE", "CopyRowsArgs", "Draw", "Dtype", "EmbedArgs", "Epilogue", "GemmArgs",
+    "JoinPartsArgs", "KvCopyArgs", "LayerKind", "LayerNormArgs", "MeetArgs", "Op", "OP_KINDS", "OpKind",
+    "PickLogitsArgs", "ProcessLogitsArgs", "ProgramRecord", "PROTOTYPES", "RestrictLogitsArgs", "RmsNormArgs",
+    "RollArgs", "RollChain", "RopeKvWriteArgs", "Rules", "SampleArgs", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
 ]  # fmt: skip
 
 
@@ -82,6 +85,9 @@ class OpKind(IntEnum):
     ADD_PARTS = 15
     JOIN_PARTS = 16
     MEET = 17
+    RESTRICT_LOGITS = 18
+    COPY_ROWS = 19
+    PICK_LOGITS = 20
 
 
 class GemmArgs(Structure):
@@ -309,6 +315,9 @@ C_NAMES: dict[type[Structure], str] = {
     SoftCapArgs: "pd_soft_cap_args",
     Rules: "pd_rules",
     ProcessLogitsArgs: "pd_process_logits_args",
+    RestrictLogitsArgs: "pd_restrict_logits_args",
+    CopyRowsArgs: "pd_copy_rows_args",
+    PickLogitsArgs: "pd_pick_logits_args",
     ArgmaxArgs: "pd_argmax_args",
     TopkLseArgs: "pd_topk_lse_args",
     Draw: "pd_draw",
@@ -345,6 +354,9 @@ OP_KINDS: dict[type[Structure], OpKind] = {
     AddPartsArgs: OpKind.ADD_PARTS,
     JoinPartsArgs: OpKind.JOIN_PARTS,
     MeetArgs: OpKind.MEET,
+    RestrictLogitsArgs: OpKind.RESTRICT_LOGITS,
+    CopyRowsArgs: OpKind.COPY_ROWS,
+    PickLogitsArgs: OpKind.PICK_LOGITS,
 }
 
 _P_INT32 = POINTER(c_int32)

@@ -13,6 +13,53 @@ class SoftCapArgs(Structure):
     _fields_ = [("num_rows", c_void_p), ("x", c_void_p), ("n", c_int32), ("cap", c_float)]
 
 
+class RestrictLogitsArgs(Structure):
+    """What may not be drawn becomes -inf, in place."""
+
+    _fields_ = [
+        ("num_rows", c_void_p),
+        ("logits", c_void_p),
+        ("places", c_void_p),
+        ("words", c_void_p),
+        ("num_banned", c_void_p),
+        ("banned_rows", c_void_p),
+        ("banned_tokens", c_void_p),
+        ("vocab", c_int32),
+        ("num_words", c_int32),
+        ("num_drawn", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class CopyRowsArgs(Structure):
+    """Rows of one array to places in another."""
+
+    _fields_ = [
+        ("num_rows", c_void_p),
+        ("src", c_void_p),
+        ("dst", c_void_p),
+        ("src_rows", c_void_p),
+        ("dst_rows", c_void_p),
+        ("width", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class PickLogitsArgs(Structure):
+    """Single logits, and their ranks."""
+
+    _fields_ = [
+        ("num_entries", c_void_p),
+        ("logits", c_void_p),
+        ("rows", c_void_p),
+        ("tokens", c_void_p),
+        ("values", c_void_p),
+        ("ranks", c_void_p),
+        ("vocab", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
 class ArgmaxArgs(Structure):
     """The largest logit of each row."""
 

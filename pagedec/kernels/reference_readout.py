@@ -24,6 +24,36 @@ def _clean(logits: Floats) -> npt.NDArray[np.float64]:
     return cleaned
 
 
+def restrict(
+    logits: Floats,
+    places: Ints | None,
+    words: npt.NDArray[np.uint32] | None,
+    banned_rows: Ints,
+    banned_tokens: Ints,
+    num_drawn: int | None,
+) -> None:
+    """Make -inf, in place, of what words have no bit for, of single logits, and of tokens from `num_drawn` on."""
+    if places is not None and words is not None:
+        for row, place in zip(logits, places.tolist(), strict=True):
+            if place >= 0:
+                bits = np.unpackbits(words[place].view(np.uint8), bitorder="little", count=len(row))
+                np.copyto(row, -np.inf, where=bits == 0)
+    logits[banned_rows, banned_tokens] = -np.inf
+    if num_drawn is not None:
+        logits[:, num_drawn:] = -np.inf
+
+
+def ranks(logits: Floats, rows: Ints, tokens: Ints) -> Ints:
+    """Return 1 + how many logits of its row are greater, of each logits[rows, tokens]; NaN: 1."""
+    chosen, found = logits[rows, tokens], np.empty(len(rows), np.int32)
+    for row in np.unique(rows).tolist():  # one look at a row for all
+        places = np.flatnonzero(rows == row)
+        values, wanted = logits[row], chosen[places]
+        above = np.sort(values[values > np.fmin.reduce(wanted)])
+        found[places] = 1 + len(above) - np.searchsorted(above, wanted, side="right")
+    return found
+
+
 def argmax(logits: Floats) -> Ints:
     """Return the id of each row's largest logit."""
     ids: Ints = np.argmax(_clean(logits), -1).astype(np.int32)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from pagedec.core.forward import LaneForward, Reported
-from pagedec.kernels.backend import Backend
+from pagedec.core.forward import NO_FLOATS, NO_INTS, LaneForward, Reported
+from pagedec.kernels.backend import Backend, RowBuffer
 
 
 def empty_report(forward: LaneForward) -> Reported | None:
@@ -32,18 +32,21 @@ def empty_report(forward: LaneForward) -> Reported | None:
 
 
 class RawRows:
-    """The reported rows among one piece of read-out rows: their logits before anything is done to them."""
+    """The reported rows among one piece of read-out rows: their logits before anything is done to them, in `room`."""
 
-    def __init__(self, backend: Backend, forward: LaneForward, logits: torch.Tensor, start: int) -> None:
+    def __init__(
+        self, backend: Backend, forward: LaneForward, logits: torch.Tensor, start: int, room: RowBuffer
+    ) -> None:
         assert forward.report is not None
         self.backend, self.forward, self.report = backend, forward, forward.report
         rows = self.report.rows
         self.first, self.stop = np.searchsorted(rows, [start, start + len(logits)]).tolist()
         self.rows = rows[self.first : self.stop]
-        self.logits = logits[torch.from_numpy(self.rows - start).long()]
-        self.values = self.logits.numpy()
         if len(self.rows):
-            self.lse = backend.topk(self.logits, np.arange(len(self.rows), dtype=np.int32), 0)[2]
+            own = np.arange(len(self.rows), dtype=np.int32)
+            self.logits = room.reserve(len(own))[: len(own)]
+            backend.copy_rows(logits, self.rows - start, self.logits, own)
+            self.lse = backend.topk(self.logits, own, 0)[2]
 
     def fill(
         self, out: Reported, drawn: np.ndarray, draws: np.ndarray, picked: np.ndarray, topk_tokens: np.ndarray
@@ -53,17 +56,25 @@ class RawRows:
         if not len(self.rows):
             return
         self._fill_top(out)
-        forward, report = self.forward, self.report
-        at, given = self._reported(report.given_rows, np.arange(len(report.given_rows)))
-        out.given_logprobs[given], out.given_ranks[given] = self._chosen(at, report.given_tokens[given])
-        at, drawn = self._reported(forward.draws["row"], drawn)
-        out.draw_logprobs[drawn], out.draw_ranks[drawn] = self._chosen(at, draws[drawn])
-        at, asked = self._reported(forward.logprob_rows, np.arange(len(forward.logprob_rows)))
-        out.logprob_ranks[asked] = self._chosen(at, forward.logprob_tokens[asked])[1]
-        at, picked = self._reported(forward.topk_rows, picked)
-        for row, i in zip(at.tolist(), picked.tolist(), strict=True):
-            tokens = topk_tokens[i]
-            out.topk_logprobs[i], out.topk_ranks[i] = self._chosen(np.full(len(tokens), row), tokens)
+        forward, report, k = self.forward, self.report, topk_tokens.shape[1]
+        of_given, given = self._reported(report.given_rows, np.arange(len(report.given_rows)))
+        of_drawn, drawn = self._reported(forward.draws["row"], drawn)
+        of_asked, asked = self._reported(forward.logprob_rows, np.arange(len(forward.logprob_rows)))
+        of_picked, picked = self._reported(forward.topk_rows, picked)
+        at = [of_given, of_drawn, of_asked, np.repeat(of_picked, k)]
+        tokens = [
+            report.given_tokens[given], draws[drawn], forward.logprob_tokens[asked], topk_tokens[picked].reshape(-1)
+        ]  # fmt: skip
+        found = self._chosen(np.concatenate(at), np.concatenate(tokens))
+        ends = np.cumsum([len(rows) for rows in at])[:-1]
+        logprobs, ranks = (np.split(values, ends) for values in found)
+        out.given_logprobs[given], out.given_ranks[given] = logprobs[0], ranks[0]
+        out.draw_logprobs[drawn], out.draw_ranks[drawn] = logprobs[1], ranks[1]
+        out.logprob_ranks[asked] = ranks[2]
+        out.topk_logprobs[picked], out.topk_ranks[picked] = (
+            logprobs[3].reshape(len(picked), k),
+            ranks[3].reshape(len(picked), k),
+        )
 
     def chosen(self, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Log-probability and rank of a token for each of some read-out rows; zeros for rows that are not reported."""
@@ -83,16 +94,10 @@ class RawRows:
 
     def _chosen(self, at: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Log-probability and rank of a token for each row of `at`."""
-        chosen, ranks = self.values[at, tokens], np.empty(len(at), np.int32)
         if not len(at):
-            return chosen, ranks
-        order = np.argsort(at, kind="stable")
-        rows, firsts = np.unique(at[order], return_index=True)
-        for row, places in zip(rows.tolist(), np.split(order, firsts[1:]), strict=True):  # one look at a row for all
-            values, wanted = self.values[row], chosen[places]
-            above = np.sort(values[values > wanted.min()])
-            ranks[places] = 1 + len(above) - np.searchsorted(above, wanted, side="right")
-        return chosen - self.lse[at], ranks
+            return NO_FLOATS, NO_INTS
+        values, ranks = self.backend.pick_ranked(self.logits, at, tokens)
+        return values - self.lse[at], ranks
 
     def _fill_top(self, out: Reported) -> None:
         num_top = self.report.num_top

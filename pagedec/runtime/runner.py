@@ -13,7 +13,7 @@ import torch
 from pagedec.core.forward import LaneAnswers, LaneForward, Masks, ProcessRows
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.errors import InvariantError
-from pagedec.kernels.backend import Backend, CacheTensors, Drafted, ReadOut
+from pagedec.kernels.backend import Backend, CacheTensors, Drafted, ReadOut, RowBuffer
 from pagedec.models.buffers import READ_ROWS
 from pagedec.models.model import Model
 
@@ -57,7 +57,7 @@ class LaneRunner:
         self._roller = None  # the draft lane has one; it is in one piece
         if self.backend.link is None:
             self._roller = self.backend.roller(self.programs, self.buffers, self.plans, cache, self.num_drawn, debug)
-        self._kept = self.backend.zeros((0, known), torch.float32)
+        self._kept, self._reported = RowBuffer(self.backend, known), RowBuffer(self.backend, known)
         self.is_through = True
         """All programs of the last forward have been run, whatever became of what was read."""
 
@@ -91,10 +91,10 @@ class LaneRunner:
         read_out, pieces = None, self.evaluate(forward)
         try:
             for logits, start in pieces:
-                if self.debug and bool(logits.isnan().any()):
+                if self.debug and self.backend.has_nan(logits):
                     raise InvariantError("logits are NaN: a row read a slot that no row had written")
                 if self.num_drawn < logits.shape[1]:
-                    logits[:, self.num_drawn :] = float("-inf")
+                    self.backend.restrict(logits, num_drawn=self.num_drawn)
                 read_out = read_out or self._read_out(forward, masks, drafted)
                 read_out.read(logits, start)
                 if keep is not None:
@@ -128,7 +128,7 @@ class LaneRunner:
         self, forward: LaneForward, masks: Callable[[], Masks] | None = None, drafted: Drafted | None = None
     ) -> ReadOut:
         given = masks() if masks is not None and len(forward.masked_rows) else None
-        return self.backend.read_out(forward, self.cache, self._rules, given, drafted)
+        return self.backend.read_out(forward, self.cache, self._rules, given, drafted, self._reported)
 
     # ---- chains
     def roll(self, forward: LaneForward) -> np.ndarray:
@@ -139,7 +139,7 @@ class LaneRunner:
         tokens = np.empty(int(counts.sum()), np.int32)
         tokens[firsts] = self.execute(_beginning(forward), keep=self._keeper(rows)).draws
         if self._roller is not None:
-            self._roller.carry_on(forward, tokens, self._rules, self._kept, rows)
+            self._roller.carry_on(forward, tokens, self._rules, self._kept.rows, rows)
             return tokens
         first_slots = np.cumsum(counts - 1) - (counts - 1)
         for i in range(1, int(counts.max())):
@@ -156,14 +156,12 @@ class LaneRunner:
         index = places - (ends - rolls["count"])[owners]
         draws = rolls["draw"][owners]
         draws["row"], draws["position"] = self._kept_rows(rolls)[owners] + index, draws["position"] + index
-        return Drafted(self._kept, draws, rolled[places])
+        return Drafted(self._kept.rows, draws, rolled[places])
 
     def _kept_rows(self, rolls: np.ndarray) -> np.ndarray:
         """Where the logits begin that each roll's tokens are drawn from, -1: they are not kept. There is room."""
         counts = np.where(rolls["is_kept"] != 0, rolls["count"], 0)
-        num_kept = int(counts.sum())
-        if num_kept > len(self._kept):
-            self._kept = self.backend.zeros((max(num_kept, 2 * len(self._kept)), self._kept.shape[1]), torch.float32)
+        self._kept.reserve(int(counts.sum()))
         return np.where(counts > 0, np.cumsum(counts) - counts, -1)
 
     def _keeper(self, rows: np.ndarray, i: int = 0) -> Callable[[torch.Tensor, int], None] | None:
@@ -174,7 +172,8 @@ class LaneRunner:
         def keep(logits: torch.Tensor, start: int) -> None:
             own = rows[start : start + len(logits)]
             chosen = np.nonzero(own >= 0)[0]
-            self._kept[own[chosen] + i] = logits[chosen]
+            if len(chosen):
+                self.backend.copy_rows(logits, chosen, self._kept.rows, own[chosen] + i)
 
         return keep
 

@@ -23,7 +23,7 @@ from pagedec.core.scheduler import Scheduler
 from pagedec.core.wire import Step, pack_answers, pack_masks, pack_step, unpack_answers, unpack_masks, unpack_step
 from pagedec.errors import RequestError
 from pagedec.executor.base import RuleNews
-from pagedec.kernels.masked import apply_mask, check_masks
+from pagedec.kernels.masked import check_masks, mask_words
 from pagedec.runtime.worker import with_rolled
 from tests.core.oracle import process, report, warp
 
@@ -198,13 +198,12 @@ class FakeRunner:
         assert self._make is not None
         named, masks = unpack_masks(pack_masks(number, self._make(np.array(rolled, np.int32))))
         assert named == number
-        check_masks(masks, len(forward.masked_rows), VOCABULARY)
-        forbidden = {}
-        for i, row in enumerate(forward.masked_rows.tolist()):
-            logits = np.zeros(VOCABULARY, np.float32)
-            apply_mask(logits, masks, i)
-            forbidden[row] = np.nonzero(logits < 0)[0].tolist()
-        return forbidden
+        places, words = mask_words(check_masks(masks, len(forward.masked_rows), VOCABULARY), VOCABULARY)
+        allowed = [int(words[place, 0]) if place >= 0 else -1 for place in places.tolist()]  # 8 tokens: one word
+        return {
+            row: [token for token in range(VOCABULARY) if not bits >> token & 1]
+            for row, bits in zip(forward.masked_rows.tolist(), allowed, strict=True)
+        }
 
     def _read_out(self, lane: str, forward: LaneForward) -> LaneAnswers:
         model = self.models[lane]

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pagedec import LLM, BeamSearchParams, SamplingParams
+from pagedec import LLM, BeamSearchParams, SamplingParams, TokenTrie
+from pagedec.errors import InvalidArgument
 from pagedec.kernels.library import EMULATED_DEVICE
+from pagedec.models.buffers import READ_ROWS
 from tests.engine.crowd import SMALL, Tiny, Tokens, assert_whole, right_answers
+from tests.engine.test_rolls import asked, compare
+from tests.engine.test_speculation import drafted_by
 from tests.kernels import cuda_library
+from tests.models.checkpoints import make_checkpoint, variant
 
 pytestmark = pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
 PLAIN = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -102,3 +109,83 @@ def test_beams_and_sessions(device: Tiny, tiny: Tiny) -> None:
         found.append((tokens, [score.logprob for score in scores]))
     assert found[0][0] == found[1][0]
     assert found[0][1] == pytest.approx(found[1][1], abs=1e-4)
+
+
+@pytest.mark.parametrize("num", [5, READ_ROWS + 9])
+def test_chains_of_drafts(device: Tiny, tiny_path: Path, monkeypatch: pytest.MonkeyPatch, num: int) -> None:
+    """Of a draft model, in one call: the tokens, the KV and the kept logits of a call for each token. More of them than
+    are read out at once, too, with rules, verified by coupling and by rejection."""
+    rows = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
+    llm = device(num_blocks=5 * num, speculative_config=drafted_by(tiny_path), **rows)
+    seen = compare(llm, monkeypatch)
+    prompts = [[5 + i % 100, 9, i % 131] for i in range(num)]
+    llm.generate(prompts, [replace(asked(i), max_tokens=3 + i % 4) for i in range(num)], use_tqdm=False)
+    assert max(seen) == num and llm.engine.stats.num_failed_steps == 0
+
+
+def test_masks_and_a_prompt_that_is_read_in_pieces(device: Tiny, tiny: Tiny) -> None:
+    """As on the processor's kernels, in fp32: sampling, beams and drafts among token sequences that are allowed, and
+    the log-probabilities of more prompt tokens than logits are held at once."""
+    rng = random.Random(8)
+    trie = TokenTrie([[rng.randrange(3, 131) for _ in range(6)] for _ in range(50)])
+    long = [rng.randrange(3, 131) for _ in range(READ_ROWS + 100)]
+    params: list[Any] = [
+        SamplingParams(seed=1, max_tokens=6, token_trie=trie, logprobs=2),
+        BeamSearchParams(beam_width=3, max_tokens=6, token_trie=trie),
+        SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=30, min_tokens=20, repetition_penalty=1.3),
+    ]
+    found = []
+    for llm in (tiny(num_blocks=100), device(num_blocks=100)):
+        outputs = llm.generate([[5, 9], [5, 9], long, [8, 8, 8]], params, use_tqdm=False)
+        tokens = [[answer.token_ids for answer in output.outputs] for output in outputs]
+        logprobs = [entry[token].logprob for entry, token in zip(outputs[2].prompt_logprobs[1:], long[1:], strict=True)]
+        found.append((tokens, logprobs))
+    assert found[0][0] == found[1][0] and len(found[0][1]) == len(long) - 1
+    assert found[0][1] == pytest.approx(found[1][1], abs=2e-3)
+
+
+FAMILIES = {
+    "gpt2": variant("gpt2", "gpt2", length=8, n_embd=48, n_head=3, n_layer=2),
+    "gemma3": variant("gemma3", "gemma3", length=8, sliding_window=8, num_hidden_layers=3, layer_types=[
+        "sliding_attention", "full_attention", "sliding_attention"], final_logit_softcapping=20.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Layer norms, positions that are learned, windows, soft caps, norms behind blocks: the processor's tokens."""
+    make_checkpoint(FAMILIES[family], tmp_path)
+    said = []
+    for isa in (None, EMULATED_DEVICE):
+        with monkeypatch.context() as patch:
+            if isa is not None:
+                patch.setenv("PAGEDEC_ISA", isa)
+            llm = LLM(str(tmp_path), dtype="float32", skip_tokenizer_init=True, num_blocks=40)
+        outputs = llm.generate(prompts()[:2], PLAIN, use_tqdm=False)
+        said.append([output.outputs[0].token_ids for output in outputs])
+        llm.close()
+    assert said[0] == said[1]
+
+
+def test_ranks_in_memory_that_devices_have_mapped(device: Tiny, tiny: Tiny) -> None:
+    """Two processes share the model: their parts lie in the host's memory."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
+        BeamSearchParams(beam_width=3, max_tokens=5),
+    ]
+    said = []
+    for llm in (tiny(), device(tensor_parallel_size=2)):
+        outputs = llm.generate(prompts()[:2], params, use_tqdm=False)
+        said.append([[answer.token_ids for answer in output.outputs] for output in outputs])
+    assert said[0] == said[1]
+
+
+def test_what_there_is_not(device: Tiny, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidArgument, match="quantization is 'int8': must be None on a CUDA device"):
+        device(quantization="int8")
+    with pytest.raises(InvalidArgument, match="model is .*: must have a family of our own on a CUDA device"):
+        device(model_impl="transformers")
+    monkeypatch.setenv("PAGEDEC_LINK", "sockets")
+    with pytest.raises(InvalidArgument, match="tensor_parallel_size is 2: must be 1 on CUDA devices whose machines"):
+        device(tensor_parallel_size=2)

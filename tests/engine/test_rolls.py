@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pagedec import LLM, SamplingParams
 from pagedec.core.forward import LaneForward
+from pagedec.kernels.backend import Backend
+from pagedec.kernels.device import DeviceBackend
 from pagedec.kernels.library import KernelError, available_isas
 from pagedec.kernels.native_roll import NativeRoller
 from pagedec.models.buffers import READ_ROWS
@@ -23,32 +26,38 @@ pytestmark = pytest.mark.skipif(not available_isas(), reason="there are no compi
 Compare = Callable[[LLM], list[int]]
 
 
+def host(backend: Backend, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that stays."""
+    return backend.memory.get(tensor) if isinstance(backend, DeviceBackend) else tensor.clone()
+
+
+def compare(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have an engine's rolls carried out both ways and compared: how many chains each had."""
+    runner: LaneRunner = llm.engine.executor.worker.lanes["draft"]
+    roller, roll, seen = runner._roller, runner.roll, list[int]()
+    assert isinstance(roller, NativeRoller)
+
+    def both(forward: LaneForward) -> np.ndarray:
+        num_kept = int(forward.rolls["count"][forward.rolls["is_kept"] != 0].sum())
+        found = []
+        for way in (None, roller):
+            runner._roller = way
+            tokens, cache = roll(forward), runner.cache
+            tensors = (runner._kept.rows[:num_kept], cache.k, cache.tokens)
+            found.append((tokens, *(host(runner.backend, tensor) for tensor in tensors)))
+        (tokens, kept, k, plane), (others, other_kept, other_k, other_plane) = found
+        assert tokens.tolist() == others.tolist() and kept.equal(other_kept)
+        assert k.nan_to_num(7).equal(other_k.nan_to_num(7)) and plane.equal(other_plane)
+        seen.append(len(forward.rolls))
+        return others
+
+    monkeypatch.setattr(runner, "roll", both)
+    return seen
+
+
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> Compare:
-    """Has an engine's rolls carried out both ways and compared: how many chains each had."""
-
-    def compare(llm: LLM) -> list[int]:
-        runner: LaneRunner = llm.engine.executor.worker.lanes["draft"]
-        roller, roll, seen = runner._roller, runner.roll, list[int]()
-        assert isinstance(roller, NativeRoller)
-
-        def both(forward: LaneForward) -> np.ndarray:
-            num_kept = int(forward.rolls["count"][forward.rolls["is_kept"] != 0].sum())
-            found = []
-            for way in (None, roller):
-                runner._roller = way
-                tokens, kept = roll(forward), runner._kept[:num_kept].clone()
-                found.append((tokens, kept, runner.cache.k.clone(), runner.cache.tokens.clone()))
-            (tokens, kept, k, plane), (others, other_kept, other_k, other_plane) = found
-            assert tokens.tolist() == others.tolist() and kept.equal(other_kept)
-            assert k.nan_to_num(7).equal(other_k.nan_to_num(7)) and plane.equal(other_plane)
-            seen.append(len(forward.rolls))
-            return others
-
-        monkeypatch.setattr(runner, "roll", both)
-        return seen
-
-    return compare
+    return lambda llm: compare(llm, monkeypatch)
 
 
 def asked(i: int, **own: Any) -> SamplingParams:
@@ -84,6 +93,18 @@ def test_several_kinds_of_layers(tiny: Tiny, tiny_path: Path, tmp_path: Path, co
     seen = compared(llm)
     llm.generate([[5, 9, 40, 7, 12, 30, 8, 9, 1, 4, 5]] * 3, [asked(i + 2) for i in range(3)], use_tqdm=False)
     assert seen
+
+
+def test_tokens_that_are_never_drawn(tiny: Tiny, tiny_path: Path, compared: Compare) -> None:
+    """Ids that only the draft model knows: their logits are minus infinity, also where they are kept."""
+    llm = tiny(num_blocks=200, speculative_config=drafted_by(tiny_path))
+    runner: LaneRunner = llm.engine.executor.worker.lanes["draft"]
+    runner.num_drawn = runner._roller._record.num_drawn = 101  # type: ignore[union-attr]
+    seen = compared(llm)
+    llm.generate([[5 + i, 9, 40] for i in range(8)], [asked(i) for i in range(8)], use_tqdm=False)
+    kept = runner._kept.rows[runner._kept.rows.count_nonzero(dim=1) > 0]
+    assert max(seen) == 8 and llm.engine.stats.num_failed_steps == 0
+    assert len(kept) and kept[:, 101:].eq(-np.inf).all() and kept[:, :101].isfinite().any(1).all()
 
 
 def test_transformers_code_rolls_token_by_token(tiny: Tiny, tiny_path: Path) -> None:
