@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.metadata
-from collections.abc import Sequence
-from ctypes import Structure, byref
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +12,10 @@ import numpy.typing as npt
 import torch  # noqa: F401  before any library: its OpenMP runtime then serves both, one thread pool instead of two
 
 from pagedec import environment
+from pagedec.kernels.context import AttentionPlan, Context, KernelError, OpList
+from pagedec.kernels.prototypes import PROTOTYPES
 from pagedec.kernels.records import (
-    C_NAMES,
     CHAIN_DTYPE,
-    OP_KINDS,
-    PROTOTYPES,
     AddPartsArgs,
     ArgmaxArgs,
     AttentionArgs,
@@ -40,7 +37,6 @@ from pagedec.kernels.records import (
     OpKind,
     PickLogitsArgs,
     ProcessLogitsArgs,
-    ProgramRecord,
     Quantization,
     RestrictLogitsArgs,
     RmsNormArgs,
@@ -75,190 +71,6 @@ Floats = npt.NDArray[np.float32]
 
 class LibraryNotFound(Exception):
     """No compiled kernels to use; the message says where they were looked for."""
-
-
-class KernelError(RuntimeError):
-    """A kernel refused its arguments, or a library does not fit this package."""
-
-
-class OpList:
-    """A constant list of kernels, with what a device records of it; keeps its records alive, not the arrays behind
-    them."""
-
-    __slots__ = ("_library", "ops", "program", "records")
-
-    def __init__(self, records: Sequence[Structure]) -> None:
-        self.records = tuple(records)
-        self.ops = (Op * max(1, len(self.records)))()
-        self.program = ProgramRecord(ctypes.addressof(self.ops), len(self.records), None)
-        self._library: Library | None = None
-        for op, record in zip(self.ops, self.records, strict=False):
-            op.kind = int(OP_KINDS[type(record)])
-            op.args = ctypes.addressof(record)
-
-    def belong_to(self, library: Library) -> ProgramRecord:
-        """The list as this library takes it. Raises KernelError where it has been another's."""
-        if self._library is None:
-            self._library = library
-        elif self._library is not library:
-            raise KernelError(f"the list was carried out by {self._library.isa} before; {library.isa} needs its own")
-        return self.program
-
-    def __del__(self) -> None:
-        library: Library | None = getattr(self, "_library", None)
-        if library is not None:
-            library.functions.pd_program_clear(byref(self.program))
-
-
-class AttentionPlan:
-    """A plan of the attention kernel, of no context; freed with this object."""
-
-    __slots__ = ("_library", "handle")
-
-    def __init__(self, library: Library) -> None:
-        self._library = library
-        self.handle: int | None = library.functions.pd_plan_new()
-        if not self.handle:
-            raise MemoryError("pd_plan_new returned no plan")
-
-    def words(self) -> npt.NDArray[np.int32]:
-        """Return a copy of the plan's flat form, int32."""
-        words, num_words = ctypes.POINTER(ctypes.c_int32)(), ctypes.c_int64()
-        self._library.check(self._library.functions.pd_plan_view(self.handle, byref(words), byref(num_words)))
-        return np.ctypeslib.as_array(words, (num_words.value,)).copy()
-
-    def close(self) -> None:
-        """Free the plan now."""
-        if self.handle:
-            self._library.functions.pd_plan_free(self.handle)
-            self.handle = None
-
-    def __del__(self) -> None:
-        if getattr(self, "handle", None):
-            self.close()
-
-
-class Context:
-    """Where kernels compute: a device, how many threads, and the memory that they work in; freed with this object.
-
-    One thread at a time works in a context; any number of contexts work side by side. The methods check the functions'
-    status.
-    """
-
-    __slots__ = ("_functions", "_kernels", "handle", "library")
-
-    def __init__(self, library: Library, num_threads: int = 0, device: int = 0) -> None:
-        self.library, self._functions = library, library.functions
-        self.handle: int | None = self._functions.pd_context_new(device, num_threads)
-        if not self.handle:
-            raise KernelError(library.last_error())
-        self._kernels = {kind: getattr(self._functions, C_NAMES[kind].removesuffix("_args")) for kind in OP_KINDS}
-
-    @property
-    def isa(self) -> str:
-        """The library's instruction set."""
-        return self.library.isa
-
-    @property
-    def num_threads(self) -> int:
-        """Threads of a call from this thread."""
-        return int(self._functions.pd_num_threads(self.handle))
-
-    def call(self, record: Structure) -> None:
-        """Run the one kernel whose argument record this is."""
-        self.library.check(self._kernels[type(record)](self.handle, byref(record)))
-
-    def run(self, program: OpList) -> None:
-        """Run a program in one parallel region."""
-        self.library.check(self._functions.pd_run_program(self.handle, byref(program.belong_to(self.library))))
-
-    def roll(self, record: RollArgs) -> None:
-        """Draw the tokens of chains, each behind the one before it."""
-        self.library.check(self._functions.pd_roll(self.handle, byref(record)))
-
-    def plan(self, plan: AttentionPlan, shape: AttnShape, batch: AttnBatch) -> None:
-        """Plan a step; the batch's arrays are not needed afterwards."""
-        self.library.check(self._functions.pd_attn_plan(self.handle, plan.handle, byref(shape), byref(batch)))
-
-    def pack(self, weight_address: int, n: int, k: int, dtype: Dtype, packed_address: int) -> None:
-        """Pack a row-major [n, k] weight into storage of packed_bytes, 64-byte aligned."""
-        self.library.check(self._functions.pd_pack(self.handle, weight_address, n, k, int(dtype), packed_address))
-
-    def pack_int8(self, weight_address: int, n: int, k: int, dtype: Dtype, packed_address: int) -> None:
-        """Quantise and pack a row-major [n, k] weight in dtype into storage of packed_int8_bytes, 64-byte aligned."""
-        self.library.check(self._functions.pd_pack_int8(self.handle, weight_address, n, k, int(dtype), packed_address))
-
-    def wait(self) -> None:
-        """Return when all calls are through; a processor's are when they return."""
-        self.library.check(self._functions.pd_await(self.handle))
-
-    @property
-    def has_memory(self) -> bool:
-        """Whether kernels reach only what `new_memory` gives and `map_memory` shows them."""
-        return bool(self._functions.pd_has_memory(self.handle))
-
-    def new_memory(self, num_bytes: int) -> int:
-        """Return the address of zeros where kernels work, 64-byte aligned. Raises MemoryError."""
-        address: int | None = self._functions.pd_memory_new(self.handle, num_bytes)
-        if not address:
-            raise MemoryError(self.library.last_error())
-        return address
-
-    def write_memory(self, to: int, source: int, num_bytes: int) -> None:
-        """Copy from the host, in order with calls; the source may change afterwards."""
-        self.library.check(self._functions.pd_memory_write(self.handle, to, source, num_bytes))
-
-    def read_memory(self, to: int, source: int, num_bytes: int) -> None:
-        """Copy to the host, when all calls are through."""
-        self.library.check(self._functions.pd_memory_read(self.handle, to, source, num_bytes))
-
-    def fill_memory(self, to: int, byte: int, num_bytes: int) -> None:
-        """Set every byte, in order with calls."""
-        self.library.check(self._functions.pd_memory_fill(self.handle, to, byte, num_bytes))
-
-    def map_memory(self, address: int, num_bytes: int) -> None:
-        """Let kernels reach memory of the host, until `Library.unmap_memory`."""
-        self.library.check(self._functions.pd_memory_map(self.handle, address, num_bytes))
-
-    def memory_room(self) -> tuple[int, int]:
-        """Bytes that nobody uses and all bytes of the device; -1 each where the host's system tells."""
-        num_free, num_all = ctypes.c_int64(), ctypes.c_int64()
-        self.library.check(self._functions.pd_memory_room(self.handle, byref(num_free), byref(num_all)))
-        return num_free.value, num_all.value
-
-    def gumbel(self, seed: int, stream: int, position: int, first_token: int, num_tokens: int) -> Floats:
-        """Return the noise of num_tokens consecutive tokens, fp32."""
-        out = np.empty(max(0, num_tokens), np.float32)
-        numbers = (seed, stream, position, first_token, num_tokens)
-        self.library.check(self._functions.pd_gumbel(self.handle, *numbers, out.ctypes.data))
-        return out
-
-    def allow_vnni(self, allow: bool) -> bool:
-        """For tests: whether int8 layers may use the instruction that multiplies bytes; return whether they will."""
-        return bool(self._functions.pd_allow_vnni(self.handle, int(allow)))
-
-    def read_rate(self, address: int, num_bytes: int, repeats: int = 1) -> float:
-        """Return the best GB/s of reading so many bytes with every thread."""
-        return self._rate(self._functions.pd_probe_read(self.handle, address, num_bytes, repeats))
-
-    def dot_rate(self, dtype: Dtype, seconds: float) -> float:
-        """Return the GFLOP/s of the dot-product instruction from registers, with every thread."""
-        return self._rate(self._functions.pd_probe_dot(self.handle, int(dtype), seconds))
-
-    def _rate(self, rate: float) -> float:
-        if rate < 0:
-            raise KernelError(self.library.last_error())
-        return rate
-
-    def close(self) -> None:
-        """Free the context now; no call may be under way in it."""
-        if self.handle:
-            self._functions.pd_context_free(self.handle)
-            self.handle = None
-
-    def __del__(self) -> None:
-        if getattr(self, "handle", None):
-            self.close()
 
 
 class Library:

@@ -5,10 +5,8 @@ A record holds raw addresses: whoever fills one keeps the arrays behind it alive
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
-from typing import Any
 
 from pagedec.kernels.records_readout import (
     CHAIN_DTYPE,
@@ -36,7 +34,7 @@ __all__ = [
     "AddPartsArgs", "ArgmaxArgs", "AttentionArgs", "AttnBatch", "AttnShape", "BestArgs", "BestGroup", "BestRow",
     "C_NAMES", "Candidate", "CHAIN_DTYPE", "CopyRowsArgs", "Draw", "Dtype", "EmbedArgs", "Epilogue", "GemmArgs",
     "JoinPartsArgs", "KvCopyArgs", "LayerKind", "LayerNormArgs", "MeetArgs", "Op", "OP_KINDS", "OpKind",
-    "PickLogitsArgs", "ProcessLogitsArgs", "ProgramRecord", "PROTOTYPES", "RestrictLogitsArgs", "RmsNormArgs",
+    "PickLogitsArgs", "ProcessLogitsArgs", "ProgramRecord", "RestrictLogitsArgs", "RmsNormArgs",
     "RollArgs", "RollChain", "RopeKvWriteArgs", "Rules", "SampleArgs", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
 ]  # fmt: skip
 
@@ -357,49 +355,4 @@ OP_KINDS: dict[type[Structure], OpKind] = {
     RestrictLogitsArgs: OpKind.RESTRICT_LOGITS,
     CopyRowsArgs: OpKind.COPY_ROWS,
     PickLogitsArgs: OpKind.PICK_LOGITS,
-}
-
-_P_INT32 = POINTER(c_int32)
-_STATUS = ctypes.c_int  # 0, or -1 with pd_last_error
-
-_KERNELS: dict[str, tuple[list[Any], Any]] = {
-    C_NAMES[record].removesuffix("_args"): ([c_void_p, POINTER(record)], _STATUS) for record in OP_KINDS
-}
-# name -> (argument types, result type)
-PROTOTYPES: dict[str, tuple[list[Any], Any]] = {
-    "pd_abi_version": ([], c_int32),
-    "pd_last_error": ([], c_char_p),
-    "pd_isa": ([], c_char_p),
-    "pd_best_isa": ([], c_char_p),
-    "pd_context_new": ([c_int32, c_int32], c_void_p),
-    "pd_context_free": ([c_void_p], None),
-    "pd_num_threads": ([c_void_p], c_int32),
-    "pd_stream": ([c_void_p], c_void_p),
-    "pd_await": ([c_void_p], _STATUS),
-    "pd_has_memory": ([c_void_p], c_int32),
-    "pd_memory_new": ([c_void_p, c_int64], c_void_p),
-    "pd_memory_free": ([c_void_p], None),
-    "pd_memory_write": ([c_void_p, c_void_p, c_void_p, c_int64], _STATUS),
-    "pd_memory_read": ([c_void_p, c_void_p, c_void_p, c_int64], _STATUS),
-    "pd_memory_fill": ([c_void_p, c_void_p, c_int32, c_int64], _STATUS),
-    "pd_memory_map": ([c_void_p, c_void_p, c_int64], _STATUS),
-    "pd_memory_unmap": ([c_void_p], _STATUS),
-    "pd_memory_room": ([c_void_p, POINTER(c_int64), POINTER(c_int64)], _STATUS),
-    "pd_packed_bytes": ([c_int64, c_int64, c_int32], c_int64),
-    "pd_pack": ([c_void_p, c_void_p, c_int64, c_int64, c_int32, c_void_p], _STATUS),
-    "pd_packed_int8_bytes": ([c_int64, c_int64], c_int64),
-    "pd_pack_int8": ([c_void_p, c_void_p, c_int64, c_int64, c_int32, c_void_p], _STATUS),
-    "pd_allow_vnni": ([c_void_p, c_int32], ctypes.c_int),
-    "pd_plan_new": ([], c_void_p),
-    "pd_plan_free": ([c_void_p], None),
-    "pd_attn_plan": ([c_void_p, c_void_p, POINTER(AttnShape), POINTER(AttnBatch)], _STATUS),
-    "pd_plan_view": ([c_void_p, POINTER(_P_INT32), POINTER(c_int64)], _STATUS),
-    "pd_gumbel": ([c_void_p, c_uint64, c_uint64, c_int32, c_int32, c_int32, c_void_p], _STATUS),
-    "pd_run": ([c_void_p, POINTER(Op), c_int64], _STATUS),
-    "pd_run_program": ([c_void_p, POINTER(ProgramRecord)], _STATUS),
-    "pd_program_clear": ([POINTER(ProgramRecord)], None),
-    "pd_roll": ([c_void_p, POINTER(RollArgs)], _STATUS),
-    "pd_probe_read": ([c_void_p, c_void_p, c_int64, c_int32], ctypes.c_double),
-    "pd_probe_dot": ([c_void_p, c_int32, ctypes.c_double], ctypes.c_double),
-    **_KERNELS,
 }

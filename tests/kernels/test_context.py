@@ -17,6 +17,7 @@ from pagedec.kernels import records
 from pagedec.kernels.backend import AttentionShape
 from pagedec.kernels.library import Context, Epilogue, KernelError, Library, OpList
 from pagedec.kernels.native import NativeBackend
+from pagedec.kernels.prototypes import PROTOTYPES
 from tests.kernels import calls, test_gemm_int8
 from tests.kernels.attention_cases import Batch, Branch, Cache, make_plan, run_plan
 from tests.kernels.plan_emulation import FlatPlan
@@ -168,7 +169,7 @@ def test_a_processor_has_one_device_and_no_stream(library: Library) -> None:
 
 def test_no_context_is_named(library: Library) -> None:
     functions = library.functions
-    for name, (kinds, result) in records.PROTOTYPES.items():
+    for name, (kinds, result) in PROTOTYPES.items():
         if not kinds or kinds[0] is not ctypes.c_void_p or "plan" in name.removeprefix("pd_attn_plan"):
             continue
         if name in ("pd_context_free", "pd_stream", "pd_memory_free"):

@@ -16,10 +16,12 @@ import pytest
 from pagedec.core.forward import BEST_GROUP_DTYPE, BEST_ROW_DTYPE, DRAW_DTYPE
 from pagedec.kernels import records, records_readout
 from pagedec.kernels.library import ABI_VERSION, CHAIN_DTYPE
+from pagedec.kernels.prototypes import PROTOTYPES
 from pagedec.kernels.reference_best import CANDIDATE_DTYPE
 from tests.kernels.test_library import compiler
 
 HEADER = Path(__file__).resolve().parents[2] / "csrc" / "include" / "pagedec.h"
+PARTS = (HEADER, HEADER.with_name("pagedec_readout.h"))
 ENUMS: dict[str, tuple[str, type[IntEnum]]] = {  # of C: the prefix of its names, and ours
     "pd_dtype": ("PD_", records.Dtype),
     "pd_epilogue": ("PD_", records.Epilogue),
@@ -109,11 +111,11 @@ def parse(text: str) -> Header:
 
 @pytest.fixture(scope="module")
 def header() -> Header:
-    return parse(HEADER.read_text())
+    return parse("".join(part.read_text() for part in PARTS))
 
 
 def test_every_declaration_of_the_header_is_understood(header: Header) -> None:
-    text = HEADER.read_text()
+    text = "".join(part.read_text() for part in PARTS)
     assert len(header.functions) == text.count("PD_EXPORT ") - text.count("#define PD_EXPORT ") > 25
     assert len(header.structs) + len(header.enums) + len(header.handles) == text.count("typedef ")
     assert f"#define PD_ABI_VERSION {ABI_VERSION}\n" in text
@@ -177,9 +179,9 @@ def test_every_enumeration_has_the_numbers_of_the_header(header: Header) -> None
 
 
 def test_every_function_is_declared_as_in_the_header(header: Header) -> None:
-    assert set(records.PROTOTYPES) == set(header.functions)
+    assert set(PROTOTYPES) == set(header.functions)
     for name, (result, parameters) in header.functions.items():
-        kinds, answer = records.PROTOTYPES[name]
+        kinds, answer = PROTOTYPES[name]
         assert len(kinds) == len(parameters), name
         fitting = [parameter.is_called(kind) for parameter, kind in zip(parameters, kinds, strict=True)]
         assert all(fitting), f"{name}: argument {fitting.index(False)} is {kinds[fitting.index(False)]}"
