@@ -1,21 +1,15 @@
-// Linear layers: a block of eight warps has a panel of 32 outputs for up to 32 rows.
+// Linear layers of few rows: a block of eight warps has a panel of 32 outputs for up to 32 rows. In fp32 it takes any
+// number of them, 32 at a time; in bf16 more than 32 are gemm_many.cu's.
 //
-// Bits     Every output is a sum over chunks of 256 of k, from the first on; a chunk's is the tensor cores' over k in
-//          steps of 16 (fp32: one chain of products). Who computes a chunk, how many rows there are and where in their
-//          tile rows stand changes nothing.
 // Threads  Warps have every eighth chunk, each straight from memory to registers: at few rows a layer is its weights,
 //          and all warps' loads are under way at a time. Chunks' sums meet in shared memory.
-// Layout   W [N padded to 32][K padded to 32], with zeros. A lane reads 16 bytes of a row, k = 8t ... 8t + 7 of 32
-//          (t = lane % 4), and of x likewise: what tensor cores take as k = 2t, 2t + 1, 2t + 8, 2t + 9 of two steps is
-//          any k, if only it is the same of both.
-#include "cuda/context.h"
-#include "cuda/matrix.h"
+#include "cuda/gemm.h"
 
 namespace pagedec {
+namespace gemm {
 namespace {
 
-constexpr int kWarps = 8, kThreads = kWarps * kWarp;
-constexpr int kPanel = 32, kPanelTiles = kPanel / 8, kChunk = 256, kStep = 32, kTileRows = 16;
+constexpr int kPanelTiles = kPanel / 8;
 constexpr int kSumStride = kPanel + 8;                 // of a chunk's sums: eight rows begin in different banks
 constexpr int kSumFloats = 16 * kTileRows * kSumStride;  // 40 KB: 16 chunks of 16 rows or 8 of 32
 
@@ -30,29 +24,10 @@ struct Operands {
   int num_rows;
 };
 
-PD_DEVICE int64_t pad(int64_t k) { return (k + kStep - 1) / kStep * kStep; }
-
-struct Eight {  // values of bf16, as the tensor cores take them: pairs
-  uint32_t pairs[4];
-};
-PD_DEVICE Eight load_eight(const bf16 *p) {
-  Eight x;
-  memcpy(&x, __builtin_assume_aligned(p, 16), sizeof x);
-  return x;
-}
-// Of a row that may end, or begin anywhere: what is not there is 0.
-PD_DEVICE Eight load_some(const bf16 *p, int64_t num_left, bool is_aligned) {
-  if (is_aligned && num_left >= 8) return load_eight(p);
-  Eight x{};
-  PD_UNROLL for (int i = 0; i < 8; i++)
-    if (i < num_left) x.pairs[i / 2] |= (uint32_t)p[i].bits << 16 * (i % 2);
-  return x;
-}
-
 template <int kTiles>
 PD_DEVICE void multiply_chunk(const Operands<bf16> &a, int64_t begin, int64_t end, Sums<kTiles> &sums) {
   const int g = thread_index() % kWarp / 4, t = thread_index() % 4;
-  const bool is_aligned = a.k % 8 == 0 && (uintptr_t)a.x % 16 == 0;
+  const bool aligned = is_aligned(a.x, a.k);
   PD_UNROLL for (int step = 0; step < kChunk / kStep; step++) {
     const int64_t at = begin + step * kStep + 8 * t;
     if (begin + step * kStep >= end) break;
@@ -62,7 +37,7 @@ PD_DEVICE void multiply_chunk(const Operands<bf16> &a, int64_t begin, int64_t en
       Eight x[2];
       PD_UNROLL for (int half = 0; half < 2; half++) {
         const int row = tile * kTileRows + 8 * half + g;
-        x[half] = load_some(a.x + row * a.k + at, row < a.num_rows ? a.k - at : 0, is_aligned);
+        x[half] = load_some(a.x + row * a.k + at, row < a.num_rows ? a.k - at : 0, aligned);
       }
       PD_UNROLL for (int part = 0; part < 4; part += 2) {
         const uint32_t of_x[4] = {x[0].pairs[part], x[1].pairs[part], x[0].pairs[part + 1], x[1].pairs[part + 1]};
@@ -87,22 +62,15 @@ PD_DEVICE void multiply_chunk(const Operands<float> &a, int64_t begin, int64_t e
       }
 }
 
-PD_DEVICE float silu(float x) { return quotient(x, 1.0f + expf(-x)); }
-PD_DEVICE float gelu(float x) {  // x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), which is the tanh approximation
-  return quotient(x, 1.0f + expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
-}
-
 // One output of a row, to y: a lane a column of the panel.
 PD_DEVICE void finish(const pd_gemm_args &a, int64_t row, int64_t panel, float x, bool is_there) {
   const int lane = thread_index() % kWarp;
-  const bool is_gated = a.epilogue == PD_SILU_MUL || a.epilogue == PD_GELU_MUL;
-  const int64_t column = is_gated ? panel * (kPanel / 2) + lane : panel * kPanel + lane;
-  const int64_t width = is_gated ? a.n / 2 : a.n;
-  if (a.bias && (is_gated || column < width)) x = x + a.bias[panel * kPanel + lane];
-  const float up = shuffle_xor(x, kPanel / 2);
-  if (is_gated) x = (a.epilogue == PD_SILU_MUL ? silu(x) : gelu(x)) * up;
-  if (a.epilogue == PD_GELU) x = gelu(x);
-  if (!is_there || column >= width || (is_gated && lane >= kPanel / 2)) return;
+  const bool gated = is_gated(a.epilogue);
+  const int64_t column = gated ? panel * (kPanel / 2) + lane : panel * kPanel + lane;
+  const int64_t width = gated ? a.n / 2 : a.n;
+  if (a.bias && (gated || column < width)) x = x + a.bias[panel * kPanel + lane];
+  x = activated(a.epilogue, x, shuffle_xor(x, kPanel / 2));
+  if (!is_there || column >= width || (gated && lane >= kPanel / 2)) return;
   const int64_t at = row * width + column;
   if (a.epilogue == PD_ADD) x = ((float *)a.y)[at] + x;
   if (a.y_dtype == PD_BF16) ((bf16 *)a.y)[at] = from_float<bf16>(x);
@@ -148,13 +116,14 @@ PD_DEVICE void run_panel(const pd_gemm_args &a, int64_t row, int num_rows, int64
 }
 
 template <class E>
-PD_KERNEL(kThreads) gemm_kernel(pd_gemm_args a) {
+PD_KERNEL(kThreads) gemm_kernel(pd_gemm_args a, int most_rows) {
+  if (*a.num_rows > most_rows) return;
   SHARED_ARRAY(float, partial, kSumFloats);
-  constexpr int kMost = 2 * kTileRows;
-  const int64_t groups = ((int64_t)*a.num_rows + kMost - 1) / kMost, panels = ((int64_t)a.n + kPanel - 1) / kPanel;
+  const int64_t groups = ((int64_t)*a.num_rows + kFewRows - 1) / kFewRows;
+  const int64_t panels = ((int64_t)a.n + kPanel - 1) / kPanel;
   for (int64_t i = block_index(); i < groups * panels; i += num_grid_blocks()) {
-    const int64_t row = i % groups * kMost, left = *a.num_rows - row;
-    const int num_rows = left < kMost ? (int)left : kMost;
+    const int64_t row = i % groups * kFewRows, left = *a.num_rows - row;
+    const int num_rows = left < kFewRows ? (int)left : kFewRows;
     if (num_rows <= kTileRows) run_panel<E, 1>(a, row, num_rows, i / groups, partial);
     else run_panel<E, 2>(a, row, num_rows, i / groups, partial);
   }
@@ -172,6 +141,7 @@ PD_KERNEL(kThreads) pack_kernel(const E *w, int64_t n, int64_t k, E *packed) {
 }
 
 }  // namespace
+}  // namespace gemm
 
 int check_cuda_gemm(const pd_gemm_args &a) {
   if (check_gemm(a)) return -1;
@@ -179,13 +149,19 @@ int check_cuda_gemm(const pd_gemm_args &a) {
   return fail("pd_gemm: quantization is %d; on a CUDA device it must be 0 (none)", a.quantization);
 }
 int enqueue_gemm(pd_context &c, const pd_gemm_args &a) {
+  using namespace gemm;
   constexpr int kBlocks = 2;  // what the registers have room for
-  return launch(c, "pd_gemm", a.dtype == PD_BF16 ? gemm_kernel<bf16> : gemm_kernel<float>, Grid(kThreads, kBlocks), a);
+  const Grid grid(kThreads, kBlocks);
+  if (a.dtype != PD_BF16) return launch(c, "pd_gemm", gemm_kernel<float>, grid, a, INT32_MAX);
+  if (!has_room_for_many(c)) return launch(c, "pd_gemm", gemm_kernel<bf16>, grid, a, INT32_MAX);
+  // How many rows there are is known on the device only: of these two, one returns at once.
+  return launch(c, "pd_gemm", gemm_kernel<bf16>, grid, a, kFewRows) ? -1 : enqueue_many(c, a);
 }
 
 }  // namespace pagedec
 
 using namespace pagedec;
+using namespace pagedec::gemm;
 
 extern "C" {
 int64_t pd_packed_bytes(int64_t n, int64_t k, int32_t dtype) {

@@ -1,0 +1,54 @@
+// What the kernels of linear layers share: the order of sums, how rows are read, and what becomes of a sum.
+//
+// Bits     Every output is a sum over chunks of 256 of k, from the first on; a chunk's is the tensor cores' over k in
+//          steps of 32, two instructions each (fp32: one chain of products). Which kernel computes it, who in it, how
+//          many rows there are and where in their tile rows stand changes nothing.
+// Layout   W [N padded to 32][K padded to 32], with zeros. A lane has 16 bytes of a row, k = 8t ... 8t + 7 of 32
+//          (t = lane % 4), and of x likewise: what tensor cores take as k = 2t, 2t + 1, 2t + 8, 2t + 9 of two
+//          instructions is any k, if only it is the same of both.
+#pragma once
+#include "cuda/context.h"
+#include "cuda/matrix.h"
+
+namespace pagedec::gemm {
+
+constexpr int kWarps = 8, kThreads = kWarps * kWarp;
+constexpr int kPanel = 32, kChunk = 256, kStep = 32, kTileRows = 16;
+constexpr int kFewRows = 2 * kTileRows;  // that read weights once, straight to registers (gemm.cu)
+
+PD_DEVICE int64_t pad(int64_t k) { return (k + kStep - 1) / kStep * kStep; }
+
+struct alignas(16) Eight {  // values of bf16, as the tensor cores take them: pairs
+  uint32_t pairs[4];
+};
+PD_DEVICE Eight load_eight(const bf16 *p) {
+  Eight x;
+  memcpy(&x, __builtin_assume_aligned(p, 16), sizeof x);
+  return x;
+}
+// Of a row that may end, or begin anywhere: what is not there is 0.
+PD_DEVICE Eight load_some(const bf16 *p, int64_t num_left, bool is_aligned) {
+  if (is_aligned && num_left >= 8) return load_eight(p);
+  Eight x{};
+  PD_UNROLL for (int i = 0; i < 8; i++)
+    if (i < num_left) x.pairs[i / 2] |= (uint32_t)p[i].bits << 16 * (i % 2);
+  return x;
+}
+PD_DEVICE bool is_aligned(const void *x, int64_t k) { return k % 8 == 0 && (uintptr_t)x % 16 == 0; }
+
+PD_DEVICE float silu(float x) { return quotient(x, 1.0f + expf(-x)); }
+PD_DEVICE float gelu(float x) {  // x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), which is the tanh approximation
+  return quotient(x, 1.0f + expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
+}
+PD_DEVICE constexpr bool is_gated(int epilogue) { return epilogue == PD_SILU_MUL || epilogue == PD_GELU_MUL; }
+// Of a sum with its bias; `up`: that of the pair, where it is gated.
+PD_DEVICE float activated(int epilogue, float x, float up) {
+  if (is_gated(epilogue)) return (epilogue == PD_SILU_MUL ? silu(x) : gelu(x)) * up;
+  return epilogue == PD_GELU ? gelu(x) : x;
+}
+
+// For more than kFewRows rows of bf16; where there are not as many, it does nothing (gemm_many.cu).
+int enqueue_many(pd_context &, const pd_gemm_args &);
+bool has_room_for_many(const pd_context &);
+
+}  // namespace pagedec::gemm

@@ -1,0 +1,144 @@
+"""CUDA's linear layers of many rows: the bits of few rows, whatever the tiles, the blocks and the order of threads."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagedec.kernels.library import EMULATED_DEVICE, Context, Epilogue, Library, load
+from tests.kernels import cuda_library
+from tests.kernels.calls import count, normal, same_bits
+from tests.kernels.test_gemm import GATED, Linear, assert_near
+from tests.kernels.test_guard_pages import guarded
+
+pytestmark = pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
+FEW = 32
+"""Rows that the other kernel takes. More go by tiles of 128 x 128, or of 64 x 64 where there are few of the others for
+the blocks that there are."""
+LARGE, SMALL = 1, 64
+"""Blocks with which the products below, of more than 64 rows and outputs, go by tiles of 128 x 128 or of 64 x 64."""
+
+
+@pytest.fixture
+def device() -> Library:
+    return load(EMULATED_DEVICE)
+
+
+def linear_of(context: Context, n: int, k: int, *, bias: bool = False) -> Linear:
+    weight = normal(n, k, seed=2, dtype=torch.bfloat16)
+    return Linear.pack(context, weight, normal(-(-n // FEW) * FEW, seed=3) if bias else None, n)
+
+
+def in_parts(linear: Linear, x: Tensor, epilogue: Epilogue, y: Tensor | None, y_dtype: torch.dtype) -> Tensor:
+    """By the kernel of few rows."""
+    ys = [None] * len(x) if y is None else y.split(FEW)
+    parts = [linear(rows, epilogue, add, y_dtype) for rows, add in zip(x.split(FEW), ys, strict=False)]
+    return torch.cat(parts)
+
+
+def assert_bits(
+    linear: Linear, x: Tensor, epilogue: Epilogue = Epilogue.STORE, y_dtype: torch.dtype = torch.float32
+) -> Tensor:
+    y = normal(len(x), linear.num_outputs, seed=4) if epilogue == Epilogue.ADD else None
+    whole = linear(x, epilogue, y, y_dtype)
+    assert same_bits(whole, in_parts(linear, x, epilogue, y, y_dtype))
+    return whole
+
+
+# k: an end inside a step of 32, one step of a stage of two, chunks of 256 with one and two steps of the next, more
+# stages than there are
+CASES = [
+    *((LARGE, 65, 65, 8), (LARGE, 127, 96, 72), (LARGE, 128, 128, 256), (LARGE, 129, 130, 288), (LARGE, 257, 129, 96)),
+    *((LARGE, 130, 100, 552), (SMALL, 33, 31, 40), (SMALL, 63, 64, 256), (SMALL, 64, 65, 320), (SMALL, 65, 33, 776)),
+    *((SMALL, 129, 70, 104), (SMALL, 40, 3, 1048), (2, 1100, 130, 40), (SMALL, 530, 65, 8)),
+]
+
+
+@pytest.mark.parametrize(("blocks", "rows", "n", "k"), CASES)
+def test_many_rows_have_the_bits_of_few(device: Library, blocks: int, rows: int, n: int, k: int) -> None:
+    x, linear = normal(rows, k, seed=1, dtype=torch.bfloat16), linear_of(device.context(blocks), n, k, bias=True)
+    assert linear.bias is not None
+    assert_near(assert_bits(linear, x), x, linear.weight, linear.bias[:n])
+
+
+@pytest.mark.parametrize("k", [1, 33, 70, 301])
+def test_rows_that_begin_anywhere(device: Library, k: int) -> None:
+    x, linear = normal(100, k, seed=1, dtype=torch.bfloat16), linear_of(device.context(2), 70, k)
+    assert_near(assert_bits(linear, x), x, linear.weight, None)
+
+
+def test_x_that_begins_anywhere(device: Library) -> None:
+    linear = linear_of(device.context(LARGE), 66, 64)
+    flat = normal(66 * 64 + 1, seed=1, dtype=torch.bfloat16)
+    x, odd = flat[1:].view(66, 64).clone(), flat[1:].view(66, 64)
+    assert odd.data_ptr() % 16 and odd.is_contiguous()
+    assert same_bits(linear(odd), linear(x))
+
+
+@pytest.mark.parametrize("blocks", [LARGE, SMALL])
+@pytest.mark.parametrize("epilogue", list(Epilogue))
+@pytest.mark.parametrize("n", [66, 96, 130])
+def test_what_becomes_of_sums(device: Library, blocks: int, epilogue: Epilogue, n: int) -> None:
+    x = normal(67, 40, seed=1, dtype=torch.bfloat16)
+    for bias in (False, True):
+        linear = linear_of(device.context(blocks), n, 40, bias=bias)
+        whole = assert_bits(linear, x, epilogue)
+        assert whole.shape == (67, n // 2 if epilogue in GATED else n)
+        if epilogue != Epilogue.ADD:
+            assert same_bits(assert_bits(linear, x, epilogue, torch.bfloat16), whole.bfloat16())
+
+
+def test_an_odd_number_of_outputs(device: Library) -> None:
+    x, linear = normal(70, 40, seed=1, dtype=torch.bfloat16), linear_of(device.context(LARGE), 67, 40, bias=True)
+    for epilogue in (Epilogue.STORE, Epilogue.ADD, Epilogue.GELU):
+        assert_bits(linear, x, epilogue)
+
+
+@pytest.mark.parametrize(("blocks", "rows", "n", "k"), [(LARGE, 140, 140, 296), (SMALL, 70, 70, 576), (3, 70, 65, 33)])
+def test_no_order_of_threads_changes_a_bit(device: Library, blocks: int, rows: int, n: int, k: int) -> None:
+    x, linear = normal(rows, k, seed=1, dtype=torch.bfloat16), linear_of(device.context(blocks), n, k)
+    found = []
+    for seed in (0, 1, 5, 6):
+        device.functions.pd_emulate_seed(ctypes.c_uint64(seed))
+        found.append(linear(x))
+    device.functions.pd_emulate_seed(ctypes.c_uint64(1))
+    assert all(same_bits(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("k", [72, 73])
+@pytest.mark.parametrize("blocks", [LARGE, SMALL])
+def test_nothing_outside_is_touched(device: Library, blocks: int, k: int) -> None:
+    """x ends with its last row, W with its last panel, y and the bias with their last output."""
+    linear, x = linear_of(device.context(blocks), 67, k, bias=True), normal(70, k, seed=1, dtype=torch.bfloat16)
+    assert linear.bias is not None
+    expected = linear(x)
+    rows, x, y = count(70), guarded(x), guarded(torch.zeros(70, 67))
+    linear.packed, linear.bias = guarded(linear.packed), guarded(linear.bias[:67])
+    linear.context.call(linear.record(rows, x, y))
+    assert same_bits(y, expected)
+
+
+def test_one_record_serves_any_number_of_rows(device: Library) -> None:
+    """As in a recorded graph: the device reads how many there are."""
+    linear, x = linear_of(device.context(2), 40, 40), normal(200, 40, seed=1, dtype=torch.bfloat16)
+    y, rows, whole = torch.empty(200, 40), count(0), linear(x)
+    record = linear.record(rows, x, y)
+    for num in (200, 0, 32, 33, 1, 31, 64, 129):
+        rows[0] = num
+        y.fill_(torch.nan)
+        linear.context.call(record)
+        assert same_bits(y[:num], whole[:num])
+        assert y[num:].isnan().all()
+
+
+@pytest.mark.parametrize("blocks", [LARGE, SMALL])
+def test_what_is_not_finite_stays_where_it_is(device: Library, blocks: int) -> None:
+    linear, x = linear_of(device.context(blocks), 70, 48), normal(70, 48, seed=1, dtype=torch.bfloat16)
+    clean = linear(x)
+    x[3, 47], x[66, 0] = torch.nan, torch.inf
+    dirty, others = assert_bits(linear, x), [i for i in range(70) if i not in (3, 66)]
+    assert same_bits(dirty[others], clean[others])
+    assert dirty[3].isnan().all() and not dirty[66].isfinite().any()
