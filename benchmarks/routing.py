@@ -96,6 +96,8 @@ class Outcome:
     whys: Counter[str] = field(default_factory=Counter)
     hot_replicas: set[int] = field(default_factory=set)
     last_end: float = 0.0
+    num_ended: int = 0
+    """Requests, those before the warm part too."""
 
 
 class Workload:
@@ -183,6 +185,7 @@ class Replica:
                     outcome.ttft.append(now - job.arrived)
                 job.tokens += event.tokens
             elif isinstance(event, Ended):
+                outcome.num_ended += 1
                 if counts:
                     outcome.prompt_tokens += len(job.prompt)
                     outcome.cached_tokens += event.request.num_cached_tokens
@@ -288,7 +291,7 @@ def capacity(num_replicas: int) -> float:
     """Requests a second that replicas get done, each by itself and without a prefix cache, when all are there at once:
     as one does, times their number."""
     outcome = simulate(Case("random", 1000.0, 1, 0.4, caching=False))
-    return num_replicas * len(outcome.ttft) / outcome.last_end
+    return num_replicas * outcome.num_ended / outcome.last_end
 
 
 def shown(case: Case, outcome: Outcome) -> list[object]:
