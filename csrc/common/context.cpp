@@ -22,6 +22,7 @@ int num_threads(const pd_context &context) {
 using namespace pagedec;
 
 extern "C" {
+int32_t pd_num_devices(void) { return 1; }
 pd_context *pd_context_new(int32_t device, int32_t num_threads) {
   if (device != 0) return fail("pd_context_new: device is %d; the only one of a CPU is 0", device), nullptr;
   if (num_threads < 0 || num_threads > MAX_THREADS)

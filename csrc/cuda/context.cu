@@ -33,10 +33,12 @@ void end(pd_context &c) {
   cudaStreamDestroy((cudaStream_t)c.stream);
 }
 #else
+constexpr int EMULATED_DEVICES = 2;  // with one memory
 constexpr int EMULATED_MULTIPROCESSORS = 3;  // blocks of a grid: fewer than rows of a test, and no power of two
 bool begin(pd_context &c, int32_t device) {
-  if (device != 0) return fail("pd_context_new: device is %d; it must be 0", device), false;
-  c.num_multiprocessors = EMULATED_MULTIPROCESSORS, c.max_shared_bytes = emulate::MAX_SHARED_BYTES;
+  if (device < 0 || device >= EMULATED_DEVICES)
+    return fail("pd_context_new: device is %d; it must be 0 to %d", device, EMULATED_DEVICES - 1), false;
+  c.device = device, c.num_multiprocessors = EMULATED_MULTIPROCESSORS, c.max_shared_bytes = emulate::MAX_SHARED_BYTES;
   return true;
 }
 void end(pd_context &) {}
@@ -77,6 +79,14 @@ int DeviceMemory::reserve(int64_t bytes) {
 using namespace pagedec;
 
 extern "C" {
+int32_t pd_num_devices(void) {
+#if defined(__CUDACC__)
+  int count = 0;
+  return launched("pd_num_devices", cudaGetDeviceCount(&count)) ? -1 : count;
+#else
+  return EMULATED_DEVICES;
+#endif
+}
 // num_threads: multiprocessors that are used at most; 0: all.
 pd_context *pd_context_new(int32_t device, int32_t num_threads) {
   if (num_threads < 0 || num_threads > MAX_THREADS)

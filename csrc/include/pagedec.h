@@ -67,6 +67,7 @@ PD_EXPORT const char *pd_best_isa(void);
 
 /* ---- where to compute */
 typedef struct pd_context pd_context;
+PD_EXPORT int32_t pd_num_devices(void);  /* -1 with pd_last_error() where the driver does not tell */
 /* NULL with pd_last_error(). A CPU: device 0; 0 threads: OpenMP's own choice */
 PD_EXPORT pd_context *pd_context_new(int32_t device, int32_t num_threads);
 PD_EXPORT void pd_context_free(pd_context *);                   /* no call may be under way in it; NULL is nothing */

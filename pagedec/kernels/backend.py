@@ -218,6 +218,8 @@ class Backend(Protocol):
     dtype: torch.dtype
     quantization: str | None
     """What models' linear layers are packed with: None or "int8"."""
+    device: int
+    """Which of the devices of its kind; of processors there is one."""
     link: Link | None
     """The way to the ranks that share the model; None: there are none."""
 

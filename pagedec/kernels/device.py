@@ -24,9 +24,14 @@ class DeviceBackend(NativeBackend):
     call. Raises as `NativeBackend` does, and MemoryError where the device has no room."""
 
     def __init__(
-        self, library: Library, dtype: torch.dtype, quantization: str | None = None, num_threads: int = 0
+        self,
+        library: Library,
+        dtype: torch.dtype,
+        quantization: str | None = None,
+        num_threads: int = 0,
+        device: int = 0,
     ) -> None:
-        super().__init__(library, dtype, quantization, num_threads)
+        super().__init__(library, dtype, quantization, num_threads, device)
         # of emulated memory each piece has its own guard
         self.memory = DeviceMemory(self.context, 0 if self.name == EMULATED_DEVICE else CHUNK)
         self._mapped: list[torch.Tensor] = []

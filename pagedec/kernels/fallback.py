@@ -237,6 +237,7 @@ class ReferenceBackend(HostBackend):
     bits."""
 
     def __init__(self, dtype: torch.dtype, quantization: str | None = None) -> None:
+        self.device = 0
         self.name, self.dtype, self.quantization = "reference", dtype, checked_quantization(quantization)
         self.link: Link | None = None
         self.varying: set[tuple[int, int]] = set()

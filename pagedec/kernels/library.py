@@ -101,12 +101,17 @@ class Library:
         if status != 0:
             raise KernelError(self.last_error())
 
-    def context(self, num_threads: int = 0) -> Context:
+    @property
+    def num_devices(self) -> int:
+        """How many there are; of processors one. Raises KernelError where the driver does not tell."""
+        return self._size(self.functions.pd_num_devices())
+
+    def context(self, num_threads: int = 0, device: int = 0) -> Context:
         """Return a new context; 0 threads: OpenMP's own choice at each call, which follows torch.set_num_threads.
 
-        Raises KernelError for a number of threads that there cannot be.
+        Raises KernelError for a number of threads, or a device, that there cannot be.
         """
-        return Context(self, num_threads)
+        return Context(self, num_threads, device)
 
     def free_memory(self, address: int) -> None:
         """Free what `Context.new_memory` has given, of whatever context."""

@@ -42,13 +42,18 @@ class NativeBackend(HostBackend):
     """
 
     def __init__(
-        self, library: Library, dtype: torch.dtype, quantization: str | None = None, num_threads: int = 0
+        self,
+        library: Library,
+        dtype: torch.dtype,
+        quantization: str | None = None,
+        num_threads: int = 0,
+        device: int = 0,
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype}; the compiled kernels take torch.float32 and torch.bfloat16")
         self.quantization = checked_quantization(quantization)
         self.library, self.dtype, self.code = library, dtype, DTYPES[dtype]
-        self.name, self.context = library.isa, library.context(num_threads)
+        self.name, self.context, self.device = library.isa, library.context(num_threads, device), device
         self.arena = Arena()
         self.link: Link | None = None
 

@@ -28,6 +28,7 @@ PROTOTYPES: dict[str, tuple[list[Any], Any]] = {
     "pd_last_error": ([], c_char_p),
     "pd_isa": ([], c_char_p),
     "pd_best_isa": ([], c_char_p),
+    "pd_num_devices": ([], c_int32),
     "pd_context_new": ([c_int32, c_int32], c_void_p),
     "pd_context_free": ([c_void_p], None),
     "pd_num_threads": ([c_void_p], c_int32),

@@ -64,8 +64,9 @@ class LoadedModel:
     max_model_len: int
 
 
-def choose_backend(parallel: ParallelConfig, dtype: str, quantization: str | None = None) -> Backend:
-    """The compiled kernels, or torch where there are none or where it is asked for.
+def choose_backend(parallel: ParallelConfig, dtype: str, quantization: str | None = None, place: int = 0) -> Backend:
+    """The compiled kernels, or torch where there are none or where it is asked for. `place`: how many ranks of the same
+    machine come before this one; each has a device, as far as there are some.
 
     dtype "auto" is bfloat16 on compiled kernels, which read half the bytes of float32, and float32 on the reference.
     """
@@ -74,12 +75,16 @@ def choose_backend(parallel: ParallelConfig, dtype: str, quantization: str | Non
         torch.set_num_threads(parallel.num_threads)
     if parallel.attention_backend != "reference":
         try:
-            # the kernels are told: torch's number is of the calling thread alone
             library = load()
-            kind = DeviceBackend if library.isa in DEVICES else NativeBackend
+            device = place % library.num_devices
+            # a device's threads are not the processor's; those of kernels are told, since torch's number is of the
+            # calling thread alone
+            kind, num_threads = NativeBackend, parallel.num_threads or 0
+            if library.isa in DEVICES:
+                kind, num_threads = DeviceBackend, 0
             if quantization is not None and kind is DeviceBackend:
                 raise InvalidArgument("quantization", quantization, "must be None on a CUDA device")
-            return kind(library, names.get(dtype, torch.bfloat16), quantization, parallel.num_threads or 0)
+            return kind(library, names.get(dtype, torch.bfloat16), quantization, num_threads, device)
         except LibraryNotFound as error:
             if parallel.attention_backend == "native":
                 limit = f"is not available: {error}"
@@ -237,8 +242,8 @@ def load_worker(config: EngineConfig, ranks: Ranks) -> Worker | Follower:
 
 def join(config: EngineConfig, ranks: Ranks) -> tuple[EngineConfig, Backend]:
     """A rank's share of what the configuration allows, and its kernels with a link to the other ranks."""
-    config = _share_of(config, ranks)
-    backend = choose_backend(config.parallel, config.model.dtype, config.model.quantization)
+    config, place = _share_of(config, ranks)
+    backend = choose_backend(config.parallel, config.model.dtype, config.model.quantization, place)
     told = ranks.exchange({"isa": backend.name})
     different = next((rank for rank, own in enumerate(told) if own != told[0]), None)
     if different is not None:
@@ -257,15 +262,26 @@ def agree(config: EngineConfig, ranks: Ranks, loaded: LoadedModel) -> EngineConf
     return dataclasses.replace(config, cache=cache)
 
 
-def _share_of(config: EngineConfig, ranks: Ranks) -> EngineConfig:
-    """The configuration of a rank that shares its machine: of threads and of memory, as much as of others."""
-    sharers = sum(told["machine"] == machine() for told in ranks.exchange({"machine": machine()}))
+def _share_of(config: EngineConfig, ranks: Ranks) -> tuple[EngineConfig, int]:
+    """The configuration of a rank that shares its machine: of threads, and of a device's memory, as much as others
+    have. And how many ranks of the machine come before it."""
+    told = [own["machine"] == machine() for own in ranks.exchange({"machine": machine()})]
+    sharers, place = sum(told), sum(told[: ranks.rank])
     parallel, cache = config.parallel, config.cache
     if parallel.num_threads is None:
         parallel = dataclasses.replace(parallel, num_threads=max(1, torch.get_num_threads() // sharers))
     if cache.memory_utilization is not None:
-        cache = dataclasses.replace(cache, memory_utilization=cache.memory_utilization / sharers)
-    return dataclasses.replace(config, parallel=parallel, cache=cache)
+        of_a_device = math.ceil(sharers / _num_devices(parallel))
+        cache = dataclasses.replace(cache, memory_utilization=cache.memory_utilization / of_a_device)
+    return dataclasses.replace(config, parallel=parallel, cache=cache), place
+
+
+def _num_devices(parallel: ParallelConfig) -> int:
+    """How many devices ranks of this machine have among them."""
+    try:
+        return 1 if parallel.attention_backend == "reference" else load().num_devices
+    except LibraryNotFound:
+        return 1
 
 
 def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | None:
@@ -275,5 +291,5 @@ def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | None:
         return None
     own = draft_config(config).model
     with within("speculative_config."):
-        backend = choose_backend(config.parallel, own.dtype, own.quantization)
+        backend = choose_backend(config.parallel, own.dtype, own.quantization, target.model.backend.device)
         return load_model(own, backend, target.max_model_len)

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from pagedec import LLM, BeamSearchParams, SamplingParams, TokenTrie
+from pagedec.config import EngineConfig
 from pagedec.errors import InvalidArgument
-from pagedec.kernels.library import EMULATED_DEVICE
+from pagedec.kernels.library import EMULATED_DEVICE, KernelError, load
 from pagedec.models.buffers import READ_ROWS
+from pagedec.runtime import loading
+from pagedec.runtime.links import machine
 from tests.engine.crowd import SMALL, Tiny, Tokens, assert_whole, right_answers
 from tests.engine.test_rolls import asked, compare
 from tests.engine.test_speculation import drafted_by
@@ -179,6 +182,24 @@ def test_ranks_in_memory_that_devices_have_mapped(device: Tiny, tiny: Tiny) -> N
         outputs = llm.generate(prompts()[:2], params, use_tqdm=False)
         said.append([[answer.token_ids for answer in output.outputs] for output in outputs])
     assert said[0] == said[1]
+
+
+def test_each_rank_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all of its memory; the third of a machine with two shares the first one's. The host's threads are nobody's
+    here: a device has its own."""
+    monkeypatch.setenv("PAGEDEC_ISA", EMULATED_DEVICE)
+    config = EngineConfig.from_kwargs(num_threads=1, memory_utilization=0.6)
+    for world, shares in ((2, [0.6, 0.6]), (3, [0.3, 0.3, 0.3])):
+        exchange = [{"machine": machine()}] * world
+        found = [
+            loading._share_of(config, loading.Ranks(rank, world, lambda _, e=exchange: e)) for rank in range(world)
+        ]
+        assert [own.cache.memory_utilization for own, _ in found] == shares
+        backends = [loading.choose_backend(own.parallel, "float32", None, place) for own, place in found]
+        assert [backend.device for backend in backends] == [0, 1, 0][:world]
+        assert all(backend.context.num_threads == 3 for backend in backends)
+    with pytest.raises(KernelError, match="device is 2; it must be 0 to 1"):
+        load(EMULATED_DEVICE).context(0, 2)
 
 
 def test_what_there_is_not(device: Tiny, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
