@@ -52,8 +52,8 @@ from pagedec.kernels.records import (
 )
 
 __all__ = [
-    "ABI_VERSION", "AddPartsArgs", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape",
-    "BestArgs", "CHAIN_DTYPE", "Context", "DEVICES", "Draw", "Dtype", "EMULATED_DEVICE", "EMULATED_ISA", "EmbedArgs",
+    "ABI_VERSION", "AddPartsArgs", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape", "BestArgs",
+    "CHAIN_DTYPE", "CUDA", "Context", "DEVICES", "Draw", "Dtype", "EMULATED_DEVICE", "EMULATED_ISA", "EmbedArgs",
     "Epilogue", "GemmArgs", "ISAS", "JoinPartsArgs", "KernelError", "KvCopyArgs", "LayerKind", "LayerNormArgs",
     "Library", "LibraryNotFound", "MeetArgs", "Op", "OpKind", "OpList", "ProcessLogitsArgs", "Quantization",
     "RmsNormArgs", "RollArgs", "RollChain", "RopeKvWriteArgs", "Rules", "SampleArgs", "SoftCapArgs", "TopkLseArgs",
@@ -63,8 +63,8 @@ __all__ = [
 ABI_VERSION = 7
 ISAS = environment.ISAS  # from the poorest to the richest
 EMULATED_ISA, EMULATED_ISA_NEEDS = environment.EMULATED_ISA, "avx512bf16"
-EMULATED_DEVICE = environment.EMULATED_DEVICE
-DEVICES = (EMULATED_DEVICE,)
+CUDA, EMULATED_DEVICE = environment.CUDA, environment.EMULATED_DEVICE
+DEVICES = (CUDA, EMULATED_DEVICE)
 """Libraries whose kernels work in memory of their own."""
 Floats = npt.NDArray[np.float32]
 
@@ -339,7 +339,7 @@ def library_directories() -> list[Path]:
 def _paths(directory: Path | None) -> dict[str, Path]:
     paths: dict[str, Path] = {}
     for place in [directory] if directory is not None else library_directories():
-        for isa in (*ISAS, EMULATED_ISA, EMULATED_DEVICE):
+        for isa in (*ISAS, EMULATED_ISA, *DEVICES):
             path = place / f"libpagedec_{isa}.so"
             if isa not in paths and path.is_file():
                 paths[isa] = path.resolve()
@@ -384,14 +384,19 @@ def load(isa: str | None = None, directory: Path | None = None) -> Library:
     wanted = environment.read("PAGEDEC_ISA") if isa is None else isa
     if wanted == "none":
         raise LibraryNotFound("PAGEDEC_ISA is none: the compiled kernels are switched off")
-    allowed = (*ISAS, EMULATED_ISA, EMULATED_DEVICE)
+    allowed = (*ISAS, EMULATED_ISA, *DEVICES)
     if wanted is not None and wanted not in allowed:
         raise ValueError(f"isa is {wanted!r}; it must be one of {', '.join(allowed)}")
+    paths, places = _paths(directory), [directory] if directory is not None else library_directories()
+    if wanted in DEVICES and wanted in paths:
+        return _open(paths[wanted])
+    where = ", ".join(str(place) for place in places)
+    if wanted == CUDA:
+        raise LibraryNotFound(f"no libpagedec_cuda.so in {where}: make cuda, in pagedec's sources, builds it with nvcc")
     available = available_isas(directory)
     if not available:
-        places = [directory] if directory is not None else library_directories()
-        raise LibraryNotFound(f"no libpagedec_scalar.so in {', '.join(str(place) for place in places)}")
-    paths, chosen, known = _paths(directory), available[-1] if wanted is None else wanted, loadable_isas(directory)
-    if chosen not in known and not (chosen == EMULATED_DEVICE and chosen in paths):
+        raise LibraryNotFound(f"no libpagedec_scalar.so in {where}")
+    chosen, known = available[-1] if wanted is None else wanted, loadable_isas(directory)
+    if chosen not in known:
         raise LibraryNotFound(f"isa is {chosen!r}; built and run by this processor are {', '.join(known)}")
     return _open(paths[chosen])

@@ -1,4 +1,5 @@
-"""An engine on CUDA's kernels, on the emulated device: the processor's tokens, and bits that are a row's own."""
+"""An engine on CUDA's kernels, on the emulated device or a real one: the processor's tokens, and bits that are a row's
+own."""
 
 from __future__ import annotations
 
@@ -8,23 +9,25 @@ from typing import Any
 import pytest
 
 from pagedec import LLM, BeamSearchParams, SamplingParams
-from pagedec.kernels.library import EMULATED_DEVICE
+from pagedec.kernels.library import CUDA
 from tests.engine.crowd import SMALL, Tiny, Tokens, assert_whole, right_answers
 from tests.kernels import cuda_library
 
-pytestmark = pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
 PLAIN = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch, tiny: Tiny) -> Tiny:
+@pytest.fixture(params=cuda_library.cases())
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tiny: Tiny) -> Tiny:
     """Makes engines on it."""
+    isa = request.param
+    if isa == CUDA and not cuda_library.has_device():
+        pytest.skip("no CUDA device")
 
     def make(**arguments: Any) -> LLM:
         with monkeypatch.context() as patch:
-            patch.setenv("PAGEDEC_ISA", EMULATED_DEVICE)
+            patch.setenv("PAGEDEC_ISA", isa)
             llm = tiny(**arguments)
-        assert llm.engine.executor.geometry.isa == EMULATED_DEVICE
+        assert llm.engine.executor.geometry.isa == isa
         return llm
 
     return make
