@@ -18,6 +18,8 @@ it is named."""
 EMULATED_DEVICE = "cuda_emulated"
 """CUDA's kernels on a device that is emulated, thread by thread: as the one above, on any x86-64 processor, and so slow
 that it serves for the smallest models."""
+DEVICES = (CUDA, EMULATED_DEVICE)
+"""Libraries whose kernels work in memory of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ VARIABLES = {
             "PAGEDEC_ISA",
             f"kernel library to use; {CUDA}: those of an NVIDIA device, if built; none: the reference kernels; "
             f"{EMULATED_ISA}, {EMULATED_DEVICE}: for tests",
-            _one_of(*ISAS, CUDA, EMULATED_ISA, EMULATED_DEVICE, "none"),
+            _one_of(*ISAS, EMULATED_ISA, *DEVICES, "none"),
         ),
         Variable("PAGEDEC_LIB_DIR", "directory of the kernel libraries", _directory),
         Variable("PAGEDEC_CACHE", "directory of converted models, made where it is missing", _path),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.metadata
 from collections.abc import Sequence
 from ctypes import Structure, byref
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy.typing as npt
 import torch  # noqa: F401  before any library: its OpenMP runtime then serves both, one thread pool instead of two
 
 from pagedec import environment
+from pagedec.kernels.places import library_directories, library_paths
 from pagedec.kernels.records import (
     C_NAMES,
     CHAIN_DTYPE,
@@ -63,9 +63,7 @@ __all__ = [
 ABI_VERSION = 7
 ISAS = environment.ISAS  # from the poorest to the richest
 EMULATED_ISA, EMULATED_ISA_NEEDS = environment.EMULATED_ISA, "avx512bf16"
-CUDA, EMULATED_DEVICE = environment.CUDA, environment.EMULATED_DEVICE
-DEVICES = (CUDA, EMULATED_DEVICE)
-"""Libraries whose kernels work in memory of their own."""
+CUDA, EMULATED_DEVICE, DEVICES = environment.CUDA, environment.EMULATED_DEVICE, environment.DEVICES
 Floats = npt.NDArray[np.float32]
 
 
@@ -323,29 +321,6 @@ class Library:
         return AttentionPlan(self)
 
 
-def library_directories() -> list[Path]:
-    """Return where libraries are looked for, in order: PAGEDEC_LIB_DIR alone, else the package's own lib."""
-    forced = environment.read("PAGEDEC_LIB_DIR")
-    if forced is not None:
-        return [Path(forced)]
-    found = [Path(__file__).resolve().parent.parent / "lib"]
-    try:  # an editable install keeps its libraries in site-packages, away from the sources
-        installed = Path(str(importlib.metadata.distribution("pagedec").locate_file("pagedec/lib"))).resolve()
-    except importlib.metadata.PackageNotFoundError:
-        return found
-    return found if installed in found else [*found, installed]
-
-
-def _paths(directory: Path | None) -> dict[str, Path]:
-    paths: dict[str, Path] = {}
-    for place in [directory] if directory is not None else library_directories():
-        for isa in (*ISAS, EMULATED_ISA, *DEVICES):
-            path = place / f"libpagedec_{isa}.so"
-            if isa not in paths and path.is_file():
-                paths[isa] = path.resolve()
-    return paths
-
-
 @functools.cache
 def _open(path: Path) -> Library:
     return Library(path)
@@ -353,13 +328,13 @@ def _open(path: Path) -> Library:
 
 def built_isas(directory: Path | None = None) -> tuple[str, ...]:
     """Return the instruction sets whose library there is, whether this processor runs them or not."""
-    return tuple(_paths(directory))
+    return tuple(library_paths(directory))
 
 
 def available_isas(directory: Path | None = None) -> tuple[str, ...]:
     """Return the instruction sets that are built and that this processor runs, the poorest first; never the emulated
     one."""
-    paths = _paths(directory)
+    paths = library_paths(directory)
     if "scalar" not in paths:
         return ()
     best = ISAS.index(_open(paths["scalar"]).best_isa())
@@ -369,7 +344,7 @@ def available_isas(directory: Path | None = None) -> tuple[str, ...]:
 def loadable_isas(directory: Path | None = None) -> tuple[str, ...]:
     """Return the instruction sets that `load` takes by name: the available ones, then the emulated one where it is
     built and runs."""
-    paths = _paths(directory)
+    paths = library_paths(directory)
     if "scalar" not in paths:
         return ()
     runs = ISAS.index(_open(paths["scalar"]).best_isa()) >= ISAS.index(EMULATED_ISA_NEEDS)
@@ -387,7 +362,7 @@ def load(isa: str | None = None, directory: Path | None = None) -> Library:
     allowed = (*ISAS, EMULATED_ISA, *DEVICES)
     if wanted is not None and wanted not in allowed:
         raise ValueError(f"isa is {wanted!r}; it must be one of {', '.join(allowed)}")
-    paths, places = _paths(directory), [directory] if directory is not None else library_directories()
+    paths, places = library_paths(directory), [directory] if directory is not None else library_directories()
     if wanted in DEVICES and wanted in paths:
         return _open(paths[wanted])
     where = ", ".join(str(place) for place in places)
