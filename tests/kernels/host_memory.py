@@ -20,7 +20,7 @@ from pagedec.kernels.library import CUDA, EMULATED_DEVICE, Context, Dtype, Libra
 
 HEAP_ONLY = "TEST_DEVICE_REACHES_HEAP_ONLY"
 """An environment variable: 1, as for a device that reaches no other memory of the host, on the emulated one too."""
-HEAP_BYTES = {CUDA: 1 << 30, EMULATED_DEVICE: 1 << 28}
+HEAP_BYTES = 7 << 28  # below 2 GB, above which malloc would give what is free back to the system
 PAGEABLE_MEMORY_ACCESS = 88  # CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8  # malloc.h of glibc
 
@@ -55,7 +55,7 @@ def reaches_all(isa: str) -> bool:
 
 
 @functools.cache
-def serve_from_heap(num_bytes: int) -> None:
+def serve_from_heap() -> None:
     """From now on. Before tests make tensors: what malloc has mapped so far stays where it is."""
     libc = ctypes.CDLL(None)
     for option, value in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 1 << 20)):
@@ -66,7 +66,7 @@ def serve_from_heap(num_bytes: int) -> None:
         [ctypes.c_size_t],
         [ctypes.c_void_p],
     )
-    libc.free(libc.malloc(num_bytes))
+    libc.free(libc.malloc(HEAP_BYTES))
     # pages that are given back to the system are not those that the device was shown
     native.trim = lambda: None  # type: ignore[attr-defined]
 
@@ -86,7 +86,7 @@ def _shown(library: Library) -> tuple[int, int]:
         raise OSError(
             f"{library.isa} reaches the heap only: run the tests with PYTHONMALLOC=malloc, as make test-gpu does"
         )
-    serve_from_heap(HEAP_BYTES[library.isa])
+    serve_from_heap()
     begin, end = heap()
     Context(library).map_memory(begin, end - begin)
     return begin, end
@@ -138,4 +138,4 @@ def prepare(isas: list[str]) -> None:
     """Before anything is allocated that kernels of these libraries may be told of."""
     for isa in isas:
         if (isa != CUDA or has_device()) and not reaches_all(isa):
-            serve_from_heap(HEAP_BYTES[isa])
+            serve_from_heap()
