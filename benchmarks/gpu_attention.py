@@ -1,4 +1,4 @@
-"""Paged attention on a device next to a copy of as many bytes: decoding by size of KV, beams on a shared prompt, prefill.
+"""Paged attention on a device next to a copy of as many bytes: decoding by size of KV, beams on a prompt, prefill.
 
     python benchmarks/gpu_attention.py [--smoke] [--isa NAME] [--no-torch]
 

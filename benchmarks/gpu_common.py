@@ -19,6 +19,7 @@ import torch
 from common import Timing, heading
 
 from pagedec.kernels.device import DeviceBackend
+from pagedec.kernels.device_memory import DeviceMemory
 from pagedec.kernels.library import CUDA, DEVICES, EMULATED_DEVICE, ISAS, Dtype, OpList, load
 
 SAMPLES, SECONDS = 7, 0.02  # of each sample
@@ -42,18 +43,20 @@ class Device:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.smoke = arguments.smoke
         self.backend = DeviceBackend(load(arguments.isa or (EMULATED_DEVICE if self.smoke else CUDA)), torch.bfloat16)
-        self.library, self.context, self.memory = self.backend.library, self.backend.context, self.backend.memory
+        self.library, self.context = self.backend.library, self.backend.context
+        # a sanitizer, too, sees the end of an array that has memory of its own
+        self.memory = DeviceMemory(self.context, 0) if self.smoke else self.backend.memory
         self.is_real = self.backend.name == CUDA
         self._driver = ctypes.CDLL("libcuda.so.1") if self.is_real else None
         self._stream = ctypes.c_void_p(self.library.functions.pd_stream(self.context.handle))
         self.torch: ModuleType | None = None  # where it can be asked for the same
-        if self.is_real and not arguments.no_torch and torch.cuda.is_available():
+        if self.is_real and not self.smoke and not arguments.no_torch and torch.cuda.is_available():
             self.torch = torch
 
     def head(self, title: str) -> float:
         """Print what is measured where, and the anchor: GB/s of a copy, bytes read and bytes written together."""
         heading(f"{title}, {self.backend.name}")
-        rate = self.copy_rate(BEYOND_CACHES if self.is_real else 1 << 16)
+        rate = self.copy_rate(1 << 16 if self.smoke else BEYOND_CACHES)
         peer = f", torch {torch.__version__} beside it" if self.torch else ""
         print(f"{self.context.num_threads} multiprocessors; a copy moves {rate:.4g} GB/s, read and written{peer}\n")
         return rate

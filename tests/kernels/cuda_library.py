@@ -27,6 +27,23 @@ TESTS = {"test_rows_in_and_out", "test_cache_writes_and_moves"}
 LONG = {"test_alone_is_in_a_crowd", "test_order_of_branches", "test_chunked_is_whole"}
 """Those of them that take it many seconds; test_cuda_attention.py has smaller ones of the kind."""
 
+OF_CONTENTS = {
+    "test_an_invalid_record_is_named",
+    "test_invalid_draw_is_named",
+    "test_invalid_rows_and_alignment_are_named",
+    "test_negative_row_count_is_named",
+    "test_negative_slot_is_named",
+    "test_widths_must_add_up",
+    "test_wrong_arguments_are_refused",
+}
+"""Mistakes in what pointers lead to, which nobody looks for in a real device's memory."""
+
+
+def on_devices() -> list[str]:
+    """Files of tests that run on a real device."""
+    own = {"test_attention", "test_block_size", "test_cuda_attention", "test_cuda_readout"}
+    return [f"tests/kernels/{module}.py" for module in sorted(MODULES | own)]
+
 
 def built() -> list[str]:
     """Of the two, those that are."""
@@ -60,7 +77,8 @@ def cases_of(module: str, name: str) -> list[Any]:
         return [case for case in cases() if case.values[0] == EMULATED_DEVICE]
     if module not in MODULES:
         return []
-    return [case for case in cases(name in LONG) if case.values[0] != EMULATED_DEVICE or name not in TOO_LONG]
+    not_on = {EMULATED_DEVICE: TOO_LONG, CUDA: OF_CONTENTS}
+    return [case for case in cases(name in LONG) if name not in not_on[case.values[0]]]
 
 
 def open_library(isa: str) -> Library:
