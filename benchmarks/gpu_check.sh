@@ -18,8 +18,7 @@ PARALLEL=6         # modules at a time
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=$(command -v "${PYTHON:-python3}") || exit 2
 PATH=$(dirname "$python"):$PATH:/usr/local/cuda/bin # its cmake and ninja before the system's, which may be too old
-# Python's small objects from malloc: a device may reach no other memory of the tests (tests/kernels/host_memory.py)
-export PYTHONPATH=$root PYTHONUNBUFFERED=1 PYTHONMALLOC=malloc
+export PYTHONPATH=$root PYTHONUNBUFFERED=1
 
 device() {
   printf '## Device\n\n'
@@ -74,7 +73,8 @@ END
 # A kernel that fails takes the device from its whole process, so each module has a process of its own.
 module() { # FILE
   local log=$logs/$(basename "$1").log status
-  timeout --kill-after=5 $MODULE_SECONDS "$python" -m pytest -q --maxfail=20 -m gpu -p no:cacheprovider "$1" \
+  # Python's small objects from malloc: a device may reach no other memory of the tests (tests/kernels/host_memory.py)
+  PYTHONMALLOC=malloc timeout --kill-after=5 $MODULE_SECONDS "$python" -m pytest -q --maxfail=20 -m gpu -p no:cacheprovider "$1" \
     >"$log" 2>&1
   status=$?
   printf '| %s | %s | %s |\n' "$1" "$(tail -n 1 "$log" | tr -d '=|' | cut -c1-100)" $status

@@ -3,7 +3,8 @@
     python benchmarks/gpu_readout.py [--smoke] [--isa NAME]
 
 All arrays lie on the device, so that kernels alone are timed: a few calls over logits of their own, one behind the
-other in one recording; times are of one.
+other in one recording; times are of one. At one row they all lie in the second cache, as those do that a step has just
+written.
 """
 
 from __future__ import annotations

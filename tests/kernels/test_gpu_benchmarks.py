@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -33,3 +36,27 @@ def test_it_prints_its_tables(name: str, monkeypatch: pytest.MonkeyPatch, capsys
     rows = [line for i, line in enumerate(lines) if line.startswith("| ") and i + 1 not in rules]
     assert rules and len(rows) == ROWS[name], told
     assert all(re.search(r"\| [0-9][0-9.e+]* \|", row) and "nan" not in row for row in rows), told
+
+
+def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHON": sys.executable}
+    return subprocess.run([str(BENCHMARKS / "gpu_check.sh"), *arguments], env=environ, capture_output=True, text=True)
+
+
+def test_the_check_goes_on_where_a_stage_fails(tmp_path: Path) -> None:
+    """As without a device each does but the last, which needs a tool that may not be there."""
+    if cuda_library.has_device() or shutil.which("compute-sanitizer") is not None:
+        pytest.skip("there is a device, or its tools")
+    results = tmp_path / "new" / "results.md"
+    done = check(str(results), "copy", "sanitizer")
+    told = results.read_text(encoding="utf-8")
+    assert done.returncode == 1 and done.stdout == told
+    assert re.search("there is no driver|no libpagedec_cuda.so in", told)
+    assert re.search(r"_copy: \d+ s, status 1_", told) and re.search(r"_sanitizer: \d+ s, status 0_", told)
+    assert re.search(r"_in all \d+ s; failed: copy_\n$", told)
+
+
+def test_stages_that_there_are_not(tmp_path: Path) -> None:
+    done = check(str(tmp_path / "results.md"), "copies")
+    assert done.returncode == 2 and "copies is no stage; there are device build" in done.stderr
+    assert not list(tmp_path.iterdir()) and check().returncode == 2
