@@ -120,8 +120,8 @@ def peers(device: Device, case: Case) -> tuple[Timing | None, Timing | None]:
     kinds = {"device": "cuda", "dtype": torch.bfloat16}
     layers = device.copies(num_bytes)
     torch.cuda.empty_cache()  # of the case before: the kernels' own memory is not torch's
-    kv = torch.randn(layers, 2, case.num_branches, heads, case.kv_len, case.head_dim, **kinds)  # type: ignore[call-overload]
-    q = torch.randn(case.num_branches, heads, rows, case.head_dim, **kinds)  # type: ignore[call-overload]
+    kv = torch.randn(layers, 2, case.num_branches, heads, case.kv_len, case.head_dim, **kinds)
+    q = torch.randn(case.num_branches, heads, rows, case.head_dim, **kinds)
 
     def run() -> None:
         for k, v in kv:

@@ -58,7 +58,7 @@ def weight_bytes(arch: Architecture) -> int:
 def load(arguments_isa: str, smoke: bool, num_tokens: int) -> LLM:
     """The model in an engine with room for so many tokens."""
     os.environ["PAGEDEC_ISA"] = arguments_isa
-    dummy._random_normal = OneTensor()  # type: ignore[assignment]
+    dummy._random_normal = OneTensor()
     settings = {
         "load_format": "dummy",
         "dtype": "bfloat16",
@@ -67,15 +67,15 @@ def load(arguments_isa: str, smoke: bool, num_tokens: int) -> LLM:
         "num_blocks": -(-num_tokens // 16),
     }
     if not smoke:
-        return LLM(MODEL, max_model_len=8192, max_num_batched_tokens=2048, **settings)  # type: ignore[arg-type]
+        return LLM(MODEL, max_model_len=8192, max_num_batched_tokens=2048, **settings)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps({**PRESETS[MODEL], **SMALL}))
-        return LLM(folder, max_model_len=256, **settings)  # type: ignore[arg-type]
+        return LLM(folder, max_model_len=256, **settings)
 
 
 def begin(engine: Engine, batch: int, prompt: int) -> float:
     """Evaluate the prompts; seconds."""
-    rng, vocab = random.Random(batch), engine.executor.worker.lanes["target"].model.arch.vocab_size  # type: ignore[attr-defined]
+    rng, vocab = random.Random(batch), engine.executor.worker.lanes["target"].model.arch.vocab_size
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=STEPS + 64)
     for i in range(batch):
         tokens = [rng.randrange(3, vocab) for _ in range(prompt)]
@@ -90,7 +90,7 @@ def begin(engine: Engine, batch: int, prompt: int) -> float:
 
 def line(device: Device, llm: LLM, batch: int, prompt: int, copy: float) -> list[object]:
     engine = llm.engine
-    runner = engine.executor.worker.lanes["target"]  # type: ignore[attr-defined]
+    runner = engine.executor.worker.lanes["target"]
     context, arch = runner.backend.context, runner.model.arch
     filled, steps = begin(engine, batch, prompt), 3 if device.smoke else STEPS
     engine.step()

@@ -59,8 +59,8 @@ class Layers:
         if self.device.torch is None:
             return None
         kinds = {"device": "cuda", "dtype": torch.bfloat16}
-        weights = [torch.randn(self.n, self.k, **kinds) for _ in range(self.copies)]  # type: ignore[call-overload]
-        x = torch.randn(rows, self.k, **kinds)  # type: ignore[call-overload]
+        weights = [torch.randn(self.n, self.k, **kinds) for _ in range(self.copies)]
+        x = torch.randn(rows, self.k, **kinds)
         timing = self.device.torch_timed(lambda: [torch.nn.functional.linear(x, weight) for weight in weights])
         return self._of_one(timing)
 

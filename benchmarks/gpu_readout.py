@@ -36,7 +36,7 @@ class Calls:
 
     def put(self, array: np.ndarray) -> int:
         self._keep.append(self.device.put(array))
-        return self._keep[-1].data_ptr()  # type: ignore[attr-defined]
+        return self._keep[-1].data_ptr()
 
     def draws(self, **cuts: float) -> int:
         draws = np.zeros(self.rows, DRAW_DTYPE)
