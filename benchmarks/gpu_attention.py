@@ -113,9 +113,11 @@ class Ours:
 def peers(device: Device, case: Case) -> tuple[Timing | None, Timing | None]:
     """One layer of torch's attention and of flash-attn's, each branch with its own copy of the prompt."""
     num_bytes = 4 * case.num_branches * case.kv_len * case.kv_heads * case.head_dim
-    if device.torch is None or num_bytes > PEER_BYTES:
+    prefill = case.num_rows > 1
+    is_partial = prefill and case.num_rows < case.kv_len  # torch's causal mask would begin with the first key
+    if device.torch is None or num_bytes > PEER_BYTES or is_partial:
         return None, None
-    prefill, group = case.num_rows > 1, case.q_heads // case.kv_heads
+    group = case.q_heads // case.kv_heads
     heads, rows = (case.q_heads, case.num_rows) if prefill else (case.kv_heads, group)
     kinds = {"device": "cuda", "dtype": torch.bfloat16}
     layers = device.copies(num_bytes)
