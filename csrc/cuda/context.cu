@@ -12,6 +12,9 @@ constexpr int MAX_THREADS = 4096;
 bool begin(pd_context &c, int32_t device) {
   int count = 0;
   cudaError_t error = cudaGetDeviceCount(&count);
+  int driver = 0;  // which error 35 calls too old where there is none
+  if (error == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0)
+    return fail("pd_context_new: there is no driver of an NVIDIA device (libcuda.so.1)"), false;
   if (error != cudaSuccess) return fail("pd_context_new: %s", cudaGetErrorString(error)), false;
   if (device < 0 || device >= count)
     return fail("pd_context_new: device is %d; it must be 0 to %d", device, count - 1), false;

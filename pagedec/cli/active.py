@@ -57,11 +57,17 @@ def kernel_facts(flags: frozenset[str]) -> dict[str, str]:
     from pagedec.kernels import library
 
     try:
-        active: str | None = library.load().isa
-        reason = ""
+        loaded = library.load()
+        active: str | None = loaded.isa
+        reason, goes_on = "", False
+        if active in library.DEVICES:
+            loaded.context().close()  # without a device there is none
     except (library.LibraryNotFound, library.KernelError, OSError) as error:
-        active, reason = None, str(error)
-    loadable = library.loadable_isas() if active is not None or "PAGEDEC_ISA" in reason else ()
+        active, reason, goes_on = None, str(error), isinstance(error, library.LibraryNotFound)
+    try:
+        loadable = library.loadable_isas()
+    except (library.KernelError, OSError):
+        loadable = ()
     available = [isa for isa in loadable if isa != library.EMULATED_ISA]
     facts = {}
     for isa in library.ISAS:
@@ -76,13 +82,33 @@ def kernel_facts(flags: frozenset[str]) -> dict[str, str]:
             facts[isa] = "not usable: the system does not grant this process the registers it needs"
         else:
             facts[isa] = "not built: install pagedec where a C++ compiler is, or run make build in its sources"
+    facts[library.CUDA] = _cuda_fact(active, reason)
     if library.EMULATED_ISA in loadable:  # no choice for a user: unmentioned where it is not built
         use = "active" if library.EMULATED_ISA == active else "not used"
         facts[library.EMULATED_ISA] = (
             f"{use}: slow, for tests of the amx kernels on a processor without the matrix unit"
         )
-    facts["reference (torch)"] = f"not used: {active} is in use" if active else f"active: {reason}"
+    no_kernels = f"active: {reason}" if goes_on else f"not used, nothing can run: {reason}"
+    facts["reference (torch)"] = f"not used: {active} is in use" if active else no_kernels
     return facts
+
+
+def _cuda_fact(active: str | None, reason: str) -> str:
+    """Whether CUDA's library is built, and what device its driver has."""
+    from pagedec.kernels import library
+    from pagedec.runtime.memory import shown_size
+
+    if library.CUDA not in library.built_isas():
+        return "not built: run make cuda in pagedec's sources where nvcc is"
+    try:
+        context = library.load(library.CUDA).context()
+    except (library.KernelError, OSError) as error:
+        return f"built, not usable: {error}"
+    device = f"device 0, {context.num_threads} multiprocessors, {shown_size(context.memory_room()[1])}"
+    context.close()
+    if active == library.CUDA:
+        return f"active: {device}"
+    return f"available, not used: {f'{active} is in use' if active else reason}; {device}"
 
 
 def optional_package(module: str, distribution: str, extra: str) -> str:
@@ -105,7 +131,7 @@ def backend_facts() -> dict[str, str]:
     import torch
 
     if torch.cuda.is_available():
-        cuda = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}; this version runs on the CPU only"
+        cuda = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}; used with PAGEDEC_ISA=cuda only"
     elif torch.version.cuda is None:
         cuda = "not available: this torch is built without CUDA"
     else:

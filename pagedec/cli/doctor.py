@@ -74,7 +74,9 @@ def kernel_threads() -> str:
     from pagedec.kernels import library
 
     try:
-        return f"the kernels use {library.load().context().num_threads} (OpenMP)"
+        loaded = library.load()
+        unit = "multiprocessors of a device" if loaded.isa in library.DEVICES else "(OpenMP)"
+        return f"the kernels use {loaded.context().num_threads} {unit}"
     except (library.LibraryNotFound, library.KernelError, OSError):
         return "no compiled kernels"
 

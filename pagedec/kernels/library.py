@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.metadata
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch  # noqa: F401  before any library: its OpenMP runtime then serves b
 
 from pagedec import environment
 from pagedec.kernels.context import AttentionPlan, Context, KernelError, OpList
+from pagedec.kernels.places import library_directories, library_paths
 from pagedec.kernels.prototypes import PROTOTYPES
 from pagedec.kernels.records import (
     CHAIN_DTYPE,
@@ -52,20 +52,18 @@ from pagedec.kernels.records import (
 
 __all__ = [
     "ABI_VERSION", "AddPartsArgs", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape",
-    "available_isas", "BestArgs", "built_isas", "CHAIN_DTYPE", "Context", "CopyRowsArgs", "DEVICES", "Draw", "Dtype",
-    "EmbedArgs", "EMULATED_DEVICE", "EMULATED_ISA", "Epilogue", "GemmArgs", "ISAS", "JoinPartsArgs", "KernelError",
-    "KvCopyArgs", "LayerKind", "LayerNormArgs", "Library", "library_directories", "LibraryNotFound", "load",
-    "loadable_isas", "MeetArgs", "Op", "OpKind", "OpList", "PickLogitsArgs", "ProcessLogitsArgs", "Quantization",
-    "RestrictLogitsArgs", "RmsNormArgs", "RollArgs", "RollChain", "RopeKvWriteArgs", "Rules", "SampleArgs",
-    "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
+    "available_isas", "BestArgs", "built_isas", "CHAIN_DTYPE", "CUDA", "Context", "CopyRowsArgs", "DEVICES", "Draw",
+    "Dtype", "EmbedArgs", "EMULATED_DEVICE", "EMULATED_ISA", "Epilogue", "GemmArgs", "ISAS", "JoinPartsArgs",
+    "KernelError", "KvCopyArgs", "LayerKind", "LayerNormArgs", "Library", "library_directories", "LibraryNotFound",
+    "load", "loadable_isas", "MeetArgs", "Op", "OpKind", "OpList", "PickLogitsArgs", "ProcessLogitsArgs",
+    "Quantization", "RestrictLogitsArgs", "RmsNormArgs", "RollArgs", "RollChain", "RopeKvWriteArgs", "Rules",
+    "SampleArgs", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
 ]  # fmt: skip
 
 ABI_VERSION = 7
 ISAS = environment.ISAS  # from the poorest to the richest
 EMULATED_ISA, EMULATED_ISA_NEEDS = environment.EMULATED_ISA, "avx512bf16"
-EMULATED_DEVICE = environment.EMULATED_DEVICE
-DEVICES = (EMULATED_DEVICE,)
-"""Libraries whose kernels work in memory of their own."""
+CUDA, EMULATED_DEVICE, DEVICES = environment.CUDA, environment.EMULATED_DEVICE, environment.DEVICES
 Floats = npt.NDArray[np.float32]
 
 
@@ -144,29 +142,6 @@ class Library:
         return AttentionPlan(self)
 
 
-def library_directories() -> list[Path]:
-    """Return where libraries are looked for, in order: PAGEDEC_LIB_DIR alone, else the package's own lib."""
-    forced = environment.read("PAGEDEC_LIB_DIR")
-    if forced is not None:
-        return [Path(forced)]
-    found = [Path(__file__).resolve().parent.parent / "lib"]
-    try:  # an editable install keeps its libraries in site-packages, away from the sources
-        installed = Path(str(importlib.metadata.distribution("pagedec").locate_file("pagedec/lib"))).resolve()
-    except importlib.metadata.PackageNotFoundError:
-        return found
-    return found if installed in found else [*found, installed]
-
-
-def _paths(directory: Path | None) -> dict[str, Path]:
-    paths: dict[str, Path] = {}
-    for place in [directory] if directory is not None else library_directories():
-        for isa in (*ISAS, EMULATED_ISA, EMULATED_DEVICE):
-            path = place / f"libpagedec_{isa}.so"
-            if isa not in paths and path.is_file():
-                paths[isa] = path.resolve()
-    return paths
-
-
 @functools.cache
 def _open(path: Path) -> Library:
     return Library(path)
@@ -174,13 +149,13 @@ def _open(path: Path) -> Library:
 
 def built_isas(directory: Path | None = None) -> tuple[str, ...]:
     """Return the instruction sets whose library there is, whether this processor runs them or not."""
-    return tuple(_paths(directory))
+    return tuple(library_paths(directory))
 
 
 def available_isas(directory: Path | None = None) -> tuple[str, ...]:
     """Return the instruction sets that are built and that this processor runs, the poorest first; never the emulated
     one."""
-    paths = _paths(directory)
+    paths = library_paths(directory)
     if "scalar" not in paths:
         return ()
     best = ISAS.index(_open(paths["scalar"]).best_isa())
@@ -190,7 +165,7 @@ def available_isas(directory: Path | None = None) -> tuple[str, ...]:
 def loadable_isas(directory: Path | None = None) -> tuple[str, ...]:
     """Return the instruction sets that `load` takes by name: the available ones, then the emulated one where it is
     built and runs."""
-    paths = _paths(directory)
+    paths = library_paths(directory)
     if "scalar" not in paths:
         return ()
     runs = ISAS.index(_open(paths["scalar"]).best_isa()) >= ISAS.index(EMULATED_ISA_NEEDS)
@@ -205,14 +180,19 @@ def load(isa: str | None = None, directory: Path | None = None) -> Library:
     wanted = environment.read("PAGEDEC_ISA") if isa is None else isa
     if wanted == "none":
         raise LibraryNotFound("PAGEDEC_ISA is none: the compiled kernels are switched off")
-    allowed = (*ISAS, EMULATED_ISA, EMULATED_DEVICE)
+    allowed = (*ISAS, EMULATED_ISA, *DEVICES)
     if wanted is not None and wanted not in allowed:
         raise ValueError(f"isa is {wanted!r}; it must be one of {', '.join(allowed)}")
+    paths, places = library_paths(directory), [directory] if directory is not None else library_directories()
+    if wanted in DEVICES and wanted in paths:
+        return _open(paths[wanted])
+    where = ", ".join(str(place) for place in places)
+    if wanted == CUDA:
+        raise LibraryNotFound(f"no libpagedec_cuda.so in {where}: make cuda, in pagedec's sources, builds it with nvcc")
     available = available_isas(directory)
     if not available:
-        places = [directory] if directory is not None else library_directories()
-        raise LibraryNotFound(f"no libpagedec_scalar.so in {', '.join(str(place) for place in places)}")
-    paths, chosen, known = _paths(directory), available[-1] if wanted is None else wanted, loadable_isas(directory)
-    if chosen not in known and not (chosen == EMULATED_DEVICE and chosen in paths):
+        raise LibraryNotFound(f"no libpagedec_scalar.so in {where}")
+    chosen, known = available[-1] if wanted is None else wanted, loadable_isas(directory)
+    if chosen not in known:
         raise LibraryNotFound(f"isa is {chosen!r}; built and run by this processor are {', '.join(known)}")
     return _open(paths[chosen])

@@ -1,4 +1,5 @@
-"""An engine on CUDA's kernels, on the emulated device: the processor's tokens, and bits that are a row's own."""
+"""An engine on CUDA's kernels, on the emulated device or a real one: the processor's tokens, and bits that are a row's
+own."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest
 from pagedec import LLM, BeamSearchParams, SamplingParams, TokenTrie
 from pagedec.config import EngineConfig
 from pagedec.errors import InvalidArgument
-from pagedec.kernels.library import EMULATED_DEVICE, KernelError, load
+from pagedec.kernels.library import CUDA, EMULATED_DEVICE, KernelError, load
 from pagedec.models.buffers import READ_ROWS
 from pagedec.runtime import loading
 from pagedec.runtime.links import machine
@@ -22,19 +23,21 @@ from tests.engine.test_speculation import drafted_by
 from tests.kernels import cuda_library
 from tests.models.checkpoints import make_checkpoint, variant
 
-pytestmark = pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
 PLAIN = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch, tiny: Tiny) -> Tiny:
+@pytest.fixture(params=cuda_library.cases())
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tiny: Tiny) -> Tiny:
     """Makes engines on it."""
+    isa = request.param
+    if isa == CUDA and not cuda_library.has_device():
+        pytest.skip("no CUDA device")
 
     def make(**arguments: Any) -> LLM:
         with monkeypatch.context() as patch:
-            patch.setenv("PAGEDEC_ISA", EMULATED_DEVICE)
+            patch.setenv("PAGEDEC_ISA", isa)
             llm = tiny(**arguments)
-        assert llm.engine.executor.geometry.isa == EMULATED_DEVICE
+        assert llm.engine.executor.geometry.isa == isa
         return llm
 
     return make
@@ -156,14 +159,15 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_other_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+@pytest.mark.parametrize("isa", cuda_library.cases())
+def test_other_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isa: str, family: str) -> None:
     """Layer norms, positions that are learned, windows, soft caps, norms behind blocks: the processor's tokens."""
     make_checkpoint(FAMILIES[family], tmp_path)
     said = []
-    for isa in (None, EMULATED_DEVICE):
+    for chosen in (None, isa):
         with monkeypatch.context() as patch:
-            if isa is not None:
-                patch.setenv("PAGEDEC_ISA", isa)
+            if chosen is not None:
+                patch.setenv("PAGEDEC_ISA", chosen)
             llm = LLM(str(tmp_path), dtype="float32", skip_tokenizer_init=True, num_blocks=40)
         outputs = llm.generate(prompts()[:2], PLAIN, use_tqdm=False)
         said.append([output.outputs[0].token_ids for output in outputs])
@@ -184,6 +188,7 @@ def test_ranks_in_memory_that_devices_have_mapped(device: Tiny, tiny: Tiny) -> N
     assert said[0] == said[1]
 
 
+@pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
 def test_each_rank_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """And all of its memory; the third of a machine with two shares the first one's. The host's threads are nobody's
     here: a device has its own."""

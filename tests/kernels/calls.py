@@ -26,6 +26,7 @@ from pagedec.kernels.library import (
     TopkLseArgs,
 )
 from pagedec.kernels.reference import RopeShape
+from tests.kernels import host_memory
 
 CODES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16}
 DTYPES = [torch.float32, torch.bfloat16]
@@ -45,7 +46,7 @@ def ints(values: Sequence[int] | Tensor | np.ndarray) -> Tensor:
 
 def pointer(tensor: Tensor | None) -> int | None:
     assert tensor is None or tensor.is_contiguous()
-    return None if tensor is None else tensor.data_ptr()
+    return None if tensor is None else tensor.data_ptr() or host_memory.of_nothing()
 
 
 def count(n: int) -> Tensor:

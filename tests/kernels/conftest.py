@@ -1,5 +1,5 @@
 """Every instruction set of this processor, each as its own case, the emulated matrix unit, and for kernels that CUDA
-has the emulated device."""
+has the emulated device and, marked gpu, a real one."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from typing import Any
 
 import pytest
 
-from pagedec.kernels.library import EMULATED_DEVICE, Context, Library, library_directories, load, loadable_isas
-from tests.kernels import cuda_library
+from pagedec.kernels.library import DEVICES, Context, Library, library_directories, load, loadable_isas
+from tests.kernels import cuda_library, host_memory
+
+host_memory.prepare(cuda_library.built())
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "library" in metafunc.fixturenames:
         isas: tuple[Any, ...] = loadable_isas() or ("none",)
         module, name = metafunc.module.__name__.rpartition(".")[2], metafunc.function.__name__
-        is_there = module in cuda_library.MODULES and name not in cuda_library.TOO_LONG
-        is_there = is_there or name in cuda_library.TESTS
-        if is_there and cuda_library.path() is not None:
-            marks = (pytest.mark.long,) if name in cuda_library.LONG else ()
-            isas = (*isas, pytest.param(EMULATED_DEVICE, marks=marks))
+        isas = (*isas, *cuda_library.cases_of(module, name))
         metafunc.parametrize("library", isas, indirect=True, scope="session")
 
 
@@ -36,7 +34,7 @@ def _need_libraries() -> None:
 @pytest.fixture(scope="session")
 def library(request: pytest.FixtureRequest) -> Library:
     _need_libraries()
-    return load(request.param)
+    return cuda_library.open_library(request.param) if request.param in DEVICES else load(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,15 @@
-"""CUDA's kernels on the emulated device, and which tests run on it."""
+"""CUDA's kernels, on the emulated device and on a real one, and which tests run on them."""
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
+from typing import Any
 
-from pagedec.kernels.library import EMULATED_DEVICE, library_directories
+import pytest
+
+from pagedec.kernels.library import CUDA, DEVICES, EMULATED_DEVICE, Library, library_directories, load
+from tests.kernels import host_memory
 
 MODULES = {"test_norm", "test_argmax", "test_soft_cap", "test_embed", "test_parts", "test_rope", "test_kv_copy"}
 MODULES |= {"test_topk", "test_sample", "test_process_logits", "test_verify", "test_best", "test_gemm"}
@@ -16,15 +21,75 @@ TOO_LONG = {
     "test_same_key_same_token_whatever_the_logits_of_others",
     "test_pieces_are_merged",
 }
-"""Of those modules: statistics of thousands of draws, where it is tested of which noise a draw is the argmax; and what
-the host does with kernels that are tested."""
+"""Of those modules, for the emulated device: statistics of thousands of draws, where it is tested of which noise a draw
+is the argmax; and what the host does with kernels that are tested."""
 TESTS = {"test_rows_in_and_out", "test_cache_writes_and_moves"}
 """Tests that run on it as on every instruction set: modules, and single ones of others."""
 LONG = {"test_alone_is_in_a_crowd", "test_order_of_branches", "test_chunked_is_whole"}
 """Those of them that take it many seconds; test_cuda_attention.py has smaller ones of the kind."""
 
+OF_CONTENTS = {
+    "test_an_invalid_record_is_named",
+    "test_invalid_draw_is_named",
+    "test_invalid_rows_and_alignment_are_named",
+    "test_negative_row_count_is_named",
+    "test_negative_slot_is_named",
+    "test_widths_must_add_up",
+    "test_wrong_arguments_are_refused",
+}
+"""Mistakes in what pointers lead to, which nobody looks for in a real device's memory."""
+
+
+def on_devices() -> list[str]:
+    """Files of tests that run on a real device."""
+    own = {"test_attention", "test_block_size", "test_cuda_attention", "test_cuda_readout"}
+    return [f"tests/kernels/{module}.py" for module in sorted(MODULES | own)]
+
+
+def built() -> list[str]:
+    """Of the two, those that are."""
+    places = library_directories()
+    return [isa for isa in DEVICES if any((place / f"libpagedec_{isa}.so").is_file() for place in places)]
+
 
 def path() -> Path | None:
-    """The library, where it is built."""
-    places = (place / f"libpagedec_{EMULATED_DEVICE}.so" for place in library_directories())
-    return next((place for place in places if place.is_file()), None)
+    """The emulated device's library, where it is built."""
+    return load(EMULATED_DEVICE).path if EMULATED_DEVICE in built() else None
+
+
+def has_device() -> bool:
+    return host_memory.has_device()
+
+
+def cases(is_long: bool = False) -> list[Any]:
+    """Those that are built, as parameters of a test."""
+    marks = {CUDA: [pytest.mark.gpu], EMULATED_DEVICE: [pytest.mark.long] if is_long else []}
+    return [pytest.param(isa, marks=marks[isa]) for isa in built()]
+
+
+def device_cases() -> list[Any]:
+    """The real device alone, where its library is built."""
+    return [case for case in cases() if case.values[0] == CUDA]
+
+
+def cases_of(module: str, name: str) -> list[Any]:
+    """Those on which a test runs that all instruction sets have."""
+    if name in TESTS:  # between pages that end a process, which a device reaches only with the rest of its memory
+        return [case for case in cases() if case.values[0] == EMULATED_DEVICE]
+    if module not in MODULES:
+        return []
+    not_on = {EMULATED_DEVICE: TOO_LONG, CUDA: OF_CONTENTS}
+    return [case for case in cases(name in LONG) if name not in not_on[case.values[0]]]
+
+
+def open_library(isa: str) -> Library:
+    """For tests that hand it tensors of the host."""
+    if isa == CUDA and not has_device():
+        pytest.skip("no CUDA device")
+    return host_memory.host_library(load(isa).path)
+
+
+def shuffle(library: Library, seed: int) -> None:
+    """Let threads of the emulated device run in another order; a real one has its own."""
+    if library.isa == EMULATED_DEVICE:
+        library.functions.pd_emulate_seed(ctypes.c_uint64(seed))

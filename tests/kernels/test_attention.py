@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import EMULATED_DEVICE, Context, load
+from pagedec.kernels.library import CUDA, EMULATED_DEVICE, Context
 from tests.kernels import cuda_library
 from tests.kernels.attention_cases import Branch, Cache, random_tree, reference, run
 
@@ -17,10 +17,13 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}
 DTYPES = [torch.bfloat16, torch.float32]
 
 
-@pytest.fixture(scope="session")
-def contexts(contexts: list[Context]) -> list[Context]:
-    """And the emulated CUDA device."""
-    return contexts if cuda_library.path() is None else [*contexts, load(EMULATED_DEVICE).context()]
+@pytest.fixture(scope="session", params=["cpu", *cuda_library.device_cases()])
+def contexts(request: pytest.FixtureRequest, contexts: list[Context]) -> list[Context]:
+    """And the emulated CUDA device; or a real one."""
+    if request.param == CUDA:
+        return [cuda_library.open_library(CUDA).context()]
+    is_there = cuda_library.path() is not None
+    return [*contexts, cuda_library.open_library(EMULATED_DEVICE).context()] if is_there else contexts
 
 
 def check(

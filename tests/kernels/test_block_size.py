@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import Context
+from pagedec.kernels.library import CUDA, Context
 from pagedec.kernels.reference import RopeShape
 from pagedec.kernels.reference_attention import read_slots
-from tests.kernels import calls, processing_cases
+from tests.kernels import calls, cuda_library, processing_cases
 from tests.kernels.attention_cases import Batch, Branch, Cache, random_tree, run, same_bits
 from tests.kernels.test_process_logits import assert_exact, native
 from tests.kernels.test_rope import table
@@ -47,6 +47,11 @@ class Content:
         table = cache.blocks(kv_len)
         cache.write(table, range(kv_len), self.k[which, :kv_len], self.v[which, :kv_len])
         return Branch(table, kv_len, num_rows, parents)
+
+
+@pytest.fixture(scope="session", params=["cpu", *cuda_library.device_cases()])
+def contexts(request: pytest.FixtureRequest, contexts: list[Context]) -> list[Context]:
+    return [cuda_library.open_library(CUDA).context()] if request.param == CUDA else contexts
 
 
 Build = Callable[[Cache, Content], Sequence[Branch]]

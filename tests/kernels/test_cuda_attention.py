@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import pytest
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import EMULATED_DEVICE, load
 from tests.kernels import cuda_library
 from tests.kernels.attention_cases import Branch, Cache, random_tree, run, same_bits
 
@@ -24,17 +21,16 @@ def attention_crowd(dtype: torch.dtype) -> tuple[Cache, list[Branch], torch.Tens
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_attention_of_a_row_is_its_own(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("isa", cuda_library.cases())
+def test_attention_of_a_row_is_its_own(isa: str, dtype: torch.dtype) -> None:
     """Alone, in a crowd, in parts, with any number of blocks of threads, in any order of threads."""
-    if cuda_library.path() is None:
-        pytest.skip("it is not built")
-    library = load(EMULATED_DEVICE)
+    library = cuda_library.open_library(isa)
     cache, branches, q = attention_crowd(dtype)
     want = run(library.context(), cache, branches, q, threads=1, share=False)
     for seed, threads in ((0, 2), (5, 3), (6, 7)):
-        library.functions.pd_emulate_seed(ctypes.c_uint64(seed))
+        cuda_library.shuffle(library, seed)
         assert same_bits(run(library.context(), cache, branches, q, threads=threads), want)
-    library.functions.pd_emulate_seed(ctypes.c_uint64(1))
+    cuda_library.shuffle(library, 1)
     row = 0
     for branch in branches:
         rows = slice(row, row + branch.num_rows)

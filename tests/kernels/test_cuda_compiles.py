@@ -1,38 +1,82 @@
-"""CUDA's kernels compile for all devices that they are meant for, and keep everything in registers."""
+"""CUDA's kernels compile for all devices that they are meant for, keep everything in registers, and make a library that
+loads on any machine and says what is missing there."""
 
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
-SOURCES = sorted((CSRC / "cuda").glob("*.cu"))
-TARGETS = ("arch=compute_80,code=sm_80", "arch=compute_90,code=sm_90", "arch=compute_90,code=compute_90")
+from pagedec.cli import active
+from pagedec.config import ParallelConfig
+from pagedec.kernels import library
+from pagedec.kernels.library import CUDA, KernelError, LibraryNotFound, load
+from pagedec.kernels.records import PROTOTYPES
+from pagedec.runtime.loading import choose_backend
+from tests.kernels import cuda_library
+from tests.kernels.cuda_build import ROOT, Build, build, missing
+
+SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+NO_DEVICE = "pd_context_new: (there is no driver of an NVIDIA device|no CUDA-capable device is detected)"
+
+
+@pytest.fixture(scope="module")
+def built() -> Build:
+    if missing() is not None:
+        pytest.skip(f"no {missing()}")
+    return build()
+
+
+@pytest.fixture
+def directory(built: Build) -> Path:
+    assert built.status == 0, built.told
+    return built.directory
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
-def test_it_compiles_without_spills(source: Path, tmp_path: Path) -> None:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("no nvcc")
-    command = [
-        nvcc,
-        "-std=c++20",
-        "-O3",
-        "-fmad=false",
-        "-DPD_DEVICE_MEMORY",
-        "-Xptxas",
-        "-v",
-        "-Werror",
-        "all-warnings",
-    ]
-    command += [f"-I{CSRC}", f"-I{CSRC / 'include'}", "-c", str(source), "-o", str(tmp_path / "kernels.o")]
-    told = subprocess.run([*command, *(f"-gencode={target}" for target in TARGETS)], capture_output=True, text=True)
-    assert told.returncode == 0, told.stderr
-    spills = re.findall(r"([0-9]+) bytes spill stores, ([0-9]+) bytes spill loads", told.stderr)
-    assert all(spill == ("0", "0") for spill in spills), told.stderr
+def test_it_compiles_without_spills(built: Build, source: Path) -> None:
+    told = built.log(source)
+    assert "FAILED" not in told and "not compiled" not in told, told
+    spills = re.findall(r"([0-9]+) bytes spill stores, ([0-9]+) bytes spill loads", told)
+    assert all(spill == ("0", "0") for spill in spills), told
     assert bool(spills) == ("PD_KERNEL" in source.read_text(encoding="utf-8"))
+    if spills:
+        assert set(re.findall(r"for '(sm_\d+)'", told)) == {"sm_80", "sm_90"}
+
+
+def _lines(*command: str) -> list[str]:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def test_the_library_has_the_functions_of_the_interface_and_no_others(directory: Path) -> None:
+    path = str(directory / "libpagedec_cuda.so")
+    assert {line.split()[-1] for line in _lines("nm", "-D", "--defined-only", path)} == set(PROTOTYPES)
+    needed = [line for line in _lines("readelf", "-d", path) if "NEEDED" in line]
+    assert needed and not any("cuda" in line for line in needed)
+
+
+def test_it_loads_and_says_what_is_missing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(CUDA, directory)
+    assert loaded.isa == CUDA and loaded.best_isa() in library.ISAS
+    assert loaded.packed_bytes(33, 33, library.Dtype.BF16) == 64 * 64 * 2
+    loaded.plan().close()
+    if cuda_library.has_device():
+        pytest.skip("there is a device")
+    with pytest.raises(KernelError, match=NO_DEVICE):
+        loaded.context()
+    monkeypatch.setenv("PAGEDEC_LIB_DIR", str(directory))
+    monkeypatch.setenv("PAGEDEC_ISA", CUDA)
+    with pytest.raises(KernelError, match=NO_DEVICE):
+        choose_backend(ParallelConfig(), "auto")
+    facts = active.kernel_facts(frozenset())
+    assert re.match(f"built, not usable: {NO_DEVICE}", facts[CUDA])
+    assert re.match(f"not used, nothing can run: {NO_DEVICE}", facts["reference (torch)"])
+
+
+def test_where_it_is_not_built_is_said_how_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LibraryNotFound, match=f"no libpagedec_cuda.so in {tmp_path}: make cuda, in"):
+        load(CUDA, tmp_path)
+    monkeypatch.setenv("PAGEDEC_LIB_DIR", str(tmp_path))
+    assert active.kernel_facts(frozenset())[CUDA] == "not built: run make cuda in pagedec's sources where nvcc is"

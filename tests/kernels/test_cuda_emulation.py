@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagedec.kernels.library import EMULATED_DEVICE, load
+from pagedec.kernels.library import EMULATED_DEVICE
 from tests.kernels import calls, cuda_library
 from tests.kernels.test_library import compiler
 
@@ -322,15 +322,15 @@ def test_sizes_of_a_launch(run: Run) -> None:
 def test_no_order_changes_a_bit(num_threads: int) -> None:
     if cuda_library.path() is None:
         pytest.skip("it is not built")
-    library = load(EMULATED_DEVICE)
+    library = cuda_library.open_library(EMULATED_DEVICE)
     context = library.context(num_threads)
     x, weight, bias = calls.normal(7, 1000, seed=1), calls.normal(1000, seed=2), calls.normal(1000, seed=3)
     found = []
     for seed in range(5):
-        library.functions.pd_emulate_seed(ctypes.c_uint64(seed))
+        cuda_library.shuffle(library, seed)
         rms = calls.rms_norm(context, x, weight, 1e-5)
         layer = calls.layer_norm(context, x, weight, bias, 1e-5)
         found.append((rms, layer, torch.from_numpy(calls.argmax(context, x.numpy()))))
-    library.functions.pd_emulate_seed(ctypes.c_uint64(1))
+    cuda_library.shuffle(library, 1)
     assert all(calls.same_bits(a, b) for other in found[1:] for a, b in zip(found[0][:2], other[:2], strict=True))
     assert all(torch.equal(found[0][2], other[2]) for other in found[1:])

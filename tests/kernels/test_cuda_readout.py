@@ -1,9 +1,8 @@
-"""CUDA's read-out on the emulated device: what can go wrong besides what the modules of all libraries ask. Orders of
+"""CUDA's read-out: what can go wrong besides what the modules of all libraries ask. Orders of
 threads, vocabularies in parts, and sets of tokens that are found in several ways."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.kernels.library import (
-    EMULATED_DEVICE,
     BestArgs,
     Context,
     Library,
@@ -26,7 +24,7 @@ from pagedec.kernels.library import (
 from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.reference_best import CANDIDATE_DTYPE
 from pagedec.kernels.reference_readout import largest, log_probabilities
-from tests.kernels import calls, cuda_library
+from tests.kernels import calls, cuda_library, host_memory
 from tests.kernels.processing_cases import random_case, simple_case
 from tests.kernels.test_best import groups_of, rows_of
 from tests.kernels.test_guard_pages import guarded
@@ -38,11 +36,9 @@ X = calls.normal(7, 1000, seed=1)
 DRAWS = np.concatenate([calls.draws(1, stream=3, **parameters) for parameters in PARAMETERS])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def device() -> Library:
-    if cuda_library.path() is None:
-        pytest.skip("it is not built")
-    return load(EMULATED_DEVICE)
+@pytest.fixture(scope="module", params=cuda_library.cases())
+def device(request: pytest.FixtureRequest) -> Library:
+    return cuda_library.open_library(request.param)
 
 
 def native(context: Context, num_threads: int = 0) -> NativeBackend:
@@ -86,9 +82,9 @@ def test_no_order_changes_a_bit(device: Library, kernel: Kernel) -> None:
     """Nor how many blocks there are."""
     found = []
     for seed, num_threads in enumerate((1, 2, 5, 3)):
-        device.functions.pd_emulate_seed(ctypes.c_uint64(seed))
+        cuda_library.shuffle(device, seed)
         found.append(kernel(device.context(num_threads)))
-    device.functions.pd_emulate_seed(ctypes.c_uint64(1))
+    cuda_library.shuffle(device, 1)
     for other in found[1:]:
         assert all(calls.same_bits(a, b) for a, b in zip(found[0], other, strict=True))
 
@@ -165,6 +161,8 @@ def test_top_of_rows_with_equals_everywhere(device: Library) -> None:
 @pytest.mark.parametrize("at_front", [False, True])
 @pytest.mark.parametrize("vocab", [1, 5, 1001])
 def test_ends_of_arrays(device: Library, vocab: int, at_front: bool) -> None:
+    if not host_memory.reaches_all(device.isa):
+        pytest.skip("the device does not reach the pages")
     context = device.context()
     kept: list[torch.Tensor] = []
 

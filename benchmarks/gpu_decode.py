@@ -1,0 +1,137 @@
+"""Whole steps of an engine on a device: Llama-3.1-8B with random weights, next to a copy of what a step must read.
+
+    python benchmarks/gpu_decode.py [--smoke] [--isa NAME]
+
+A step gives every sequence of the batch a token. `device`: its program alone, repeated, without the read-out; `host`:
+plan and settle, while the device waits; `floor`: weights and KV at the speed of a copy. Weights are parts of one random
+tensor: what they are costs no time, and making 16 GB of them would.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from common import Timing, table
+from gpu_common import Device, arguments_of
+
+from pagedec import LLM, SamplingParams
+from pagedec.engine.engine import Engine
+from pagedec.formats import dummy
+from pagedec.models.architecture import Architecture
+from pagedec.models.presets import PRESETS
+
+MODEL = "llama-3.1-8b"
+SMALL = {"vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+SMALL |= {"bos_token_id": 1, "eos_token_id": 2}
+STEPS = 40
+
+
+class OneTensor:
+    """In place of dummy weights: the beginning of one random tensor for all of them."""
+
+    def __init__(self) -> None:
+        self._values = torch.empty(0)
+
+    def __call__(self, seed: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        size = math.prod(shape)
+        if len(self._values) < size or self._values.dtype != dtype:
+            some = (0.02 * torch.randn(min(size, 1 << 22), generator=torch.Generator().manual_seed(seed))).to(dtype)
+            self._values = some.repeat(-(-size // len(some)))
+        return self._values[:size].view(shape)
+
+
+def weight_bytes(arch: Architecture) -> int:
+    """That a step reads: all but the embedding, in bf16."""
+    heads = arch.num_attention_heads + 2 * arch.num_kv_heads
+    layer = (heads + arch.num_attention_heads) * arch.head_dim + 3 * arch.intermediate_size
+    return 2 * arch.hidden_size * (arch.num_layers * layer + arch.vocab_size)
+
+
+def load(arguments_isa: str, smoke: bool, num_tokens: int) -> LLM:
+    """The model in an engine with room for so many tokens."""
+    os.environ["PAGEDEC_ISA"] = arguments_isa
+    dummy._random_normal = OneTensor()
+    settings = {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "num_blocks": -(-num_tokens // 16),
+    }
+    if not smoke:
+        return LLM(MODEL, max_model_len=8192, max_num_batched_tokens=2048, **settings)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps({**PRESETS[MODEL], **SMALL}))
+        return LLM(folder, max_model_len=256, **settings)
+
+
+def begin(engine: Engine, batch: int, prompt: int) -> float:
+    """Evaluate the prompts; seconds."""
+    rng, vocab = random.Random(batch), engine.executor.worker.lanes["target"].model.arch.vocab_size
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=STEPS + 64)
+    for i in range(batch):
+        tokens = [rng.randrange(3, vocab) for _ in range(prompt)]
+        engine.add(engine.admit(f"batch {batch}, {i}", tokens, params))
+    began = time.perf_counter()
+    while any(
+        len(branch.tables) and branch.table.length < prompt for r in engine.scheduler.requests for branch in r.branches
+    ):
+        engine.step()
+    return time.perf_counter() - began
+
+
+def line(device: Device, llm: LLM, batch: int, prompt: int, copy: float) -> list[object]:
+    engine = llm.engine
+    runner = engine.executor.worker.lanes["target"]
+    context, arch = runner.backend.context, runner.model.arch
+    filled, steps = begin(engine, batch, prompt), 3 if device.smoke else STEPS
+    engine.step()
+    stats, seconds = engine.stats, []
+    host = stats.plan_seconds + stats.settle_seconds
+    for _ in range(steps):
+        began = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - began)
+    host = (stats.plan_seconds + stats.settle_seconds - host) / steps
+    alone = []
+    for _ in range(3 if device.smoke else 15):
+        context.wait()
+        began = time.perf_counter()
+        runner.programs.whole.run()
+        context.wait()
+        alone.append(time.perf_counter() - began)
+    for request in list(engine.scheduler.requests):
+        engine.abort(request.id)
+    kv = 4 * arch.num_layers * arch.num_kv_heads * arch.head_dim * batch * (prompt + steps // 2)
+    step, floor = Timing(tuple(seconds)), (weight_bytes(arch) + kv) / copy * 1e-9
+    return [
+        batch, prompt, f"{batch * prompt / filled:.0f}", f"{step.median * 1e3:.3f}", f"{batch / step.median:.0f}",
+        f"{Timing(tuple(alone)).median * 1e3:.3f}", f"{host * 1e3:.3f}", f"{floor * 1e3:.3f}",
+        f"{step.median / floor:.2f}", f"{step.spread:.3f}",
+    ]  # fmt: skip
+
+
+def main() -> None:
+    arguments = arguments_of(__doc__)
+    device = Device(arguments)
+    copy = device.head("Decoding: Llama-3.1-8B's shape, random weights, bf16")
+    cases = [(1, 1024), (16, 1024), (64, 1024)] if not device.smoke else [(1, 20), (3, 20)]
+    began = time.perf_counter()
+    num_tokens = max(batch * (prompt + STEPS + 96) for batch, prompt in cases)
+    llm = load(device.backend.name, device.smoke, num_tokens)
+    print(f"loaded in {time.perf_counter() - began:.1f} s\n")
+    columns = ["batch", "prompt", "prefill tokens/s", "step ms", "tokens/s", "device ms", "host ms", "floor ms"]
+    table([*columns, "step / floor", "spread"], [line(device, llm, *case, copy) for case in cases])
+    llm.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Where the libraries of compiled kernels are."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+from pagedec import environment
+
+
+def library_directories() -> list[Path]:
+    """Return where libraries are looked for, in order: PAGEDEC_LIB_DIR alone, else the package's own lib."""
+    forced = environment.read("PAGEDEC_LIB_DIR")
+    if forced is not None:
+        return [Path(forced)]
+    found = [Path(__file__).resolve().parents[1] / "lib"]
+    try:  # an editable install keeps its libraries in site-packages, away from the sources
+        installed = Path(str(importlib.metadata.distribution("pagedec").locate_file("pagedec/lib"))).resolve()
+    except importlib.metadata.PackageNotFoundError:
+        return found
+    return found if installed in found else [*found, installed]
+
+
+def library_paths(directory: Path | None) -> dict[str, Path]:
+    """The libraries that are there: in a directory, or where they are looked for."""
+    paths: dict[str, Path] = {}
+    for place in [directory] if directory is not None else library_directories():
+        for isa in (*environment.ISAS, environment.EMULATED_ISA, *environment.DEVICES):
+            path = place / f"libpagedec_{isa}.so"
+            if isa not in paths and path.is_file():
+                paths[isa] = path.resolve()
+    return paths
