@@ -113,6 +113,11 @@ def told_to_actors() -> dict[str, str]:
     return {name: value for name, value in worker_environment().items() if name.startswith((PREFIX, "GOMP_", "OMP_"))}
 
 
+def gpus_of_a_rank() -> int:
+    """How many GPUs a rank of an engine needs of a cluster. Ray lets an actor see only those that it has asked for."""
+    return int(read("PAGEDEC_ISA") == CUDA)
+
+
 def quiet_ray() -> None:
     """Let Ray report nothing of this machine to its makers, unless the user has said so."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

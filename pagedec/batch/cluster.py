@@ -24,7 +24,7 @@ from pagedec.batch.lines import Line, LineRequest
 from pagedec.batch.replies import record_id, request_error_record
 from pagedec.config import EngineConfig
 from pagedec.engine.interrupts import held_interrupts
-from pagedec.environment import told_to_actors
+from pagedec.environment import gpus_of_a_rank, told_to_actors
 from pagedec.errors import InvalidArgument, PagedecError, RequestError, WorkersGone, counted
 from pagedec.executor.ray import PLACE_SECONDS, connect
 
@@ -190,7 +190,10 @@ class _Cluster:
     # ---- engines
     def _start(self) -> _Replica:
         path = json.dumps(sys.path)  # an actor of this machine finds what we found; others what is installed there
-        options = {"num_cpus": self._cpus, "max_restarts": 0, "runtime_env": {"env_vars": told_to_actors()}}
+        parallel = self._config.parallel
+        gpus = 0 if parallel.executor == "ray" else gpus_of_a_rank() * parallel.tensor_parallel_size
+        needs = {"num_cpus": self._cpus, "num_gpus": gpus}
+        options = {**needs, "max_restarts": 0, "runtime_env": {"env_vars": told_to_actors()}}
         actor = self._ray.remote(_Engine).options(**options).remote(path)
         placed = actor.greet.remote()
         turn = actor.load.remote(self._config.to_kwargs(), self._job.terms)

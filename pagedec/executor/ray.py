@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from pagedec.config import EngineConfig
-from pagedec.environment import quiet_ray, ray_address, told_to_actors
+from pagedec.environment import gpus_of_a_rank, quiet_ray, ray_address, told_to_actors
 from pagedec.errors import InvalidArgument
 from pagedec.executor.channel import Channel
 from pagedec.executor.child import serve
@@ -113,14 +113,14 @@ def start_group(config: EngineConfig, load: str = LOAD_WORKER) -> WorkerGroup:
     from ray.util.placement_group import get_current_placement_group, placement_group, remove_placement_group
 
     world, own = config.parallel.tensor_parallel_size, get_node_ip_address()
-    bundle = {"CPU": float(config.parallel.num_threads or 1)}
+    bundle = {"CPU": float(config.parallel.num_threads or 1), **({"GPU": 1.0} if gpus_of_a_rank() else {})}
     outer = get_current_placement_group()  # of the actor that this is in, with a bundle for each rank
     is_own = outer is None or outer.bundle_count < world
     group = placement_group([bundle] * world, strategy="PACK") if is_own else outer
     actors: list[Any] = []
     with socket.create_server((own, 0), backlog=64 + world) as listener:
         try:
-            _wait_for_room(ray, group, world, bundle["CPU"])
+            _wait_for_room(ray, group, world, bundle)
             token = secrets.token_hex(16)
             actors = [_place(ray, group, rank) for rank in range(world)]
             runs = [
@@ -148,21 +148,25 @@ def _reason(error: BaseException) -> str:
     return "it lets nobody in without its token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or ~/.ray/auth_token"
 
 
-def _wait_for_room(ray: Any, group: Any, world: int, cpus: float) -> None:
+def _wait_for_room(ray: Any, group: Any, world: int, bundle: dict[str, float]) -> None:
     """Raise InvalidArgument where the cluster does not get it in `PLACE_SECONDS`: a node may have to come up."""
     if group.wait(WARN_SECONDS):
         return
-    needs = f"needs {world} times {cpus:g} CPU of the cluster"
-    _log.warning("tensor_parallel_size %d %s, which %s; waiting for %g s", world, needs, _room(ray), PLACE_SECONDS)
+    each = " and ".join(f"{number:g} {kind}" for kind, number in bundle.items())
+    needs = f"needs {world} times {each} of the cluster"
+    _log.warning(
+        "tensor_parallel_size %d %s, which %s; waiting for %g s", world, needs, _room(ray, bundle), PLACE_SECONDS
+    )
     if not group.wait(PLACE_SECONDS - WARN_SECONDS):
-        limit = f"{needs}, which {_room(ray)}, and has had no room for {PLACE_SECONDS:g} s"
+        limit = f"{needs}, which {_room(ray, bundle)}, and has had no room for {PLACE_SECONDS:g} s"
         raise InvalidArgument("tensor_parallel_size", world, limit)
 
 
-def _room(ray: Any) -> str:
-    """What a cluster has of processors."""
-    all_, free = (float(each.get("CPU", 0)) for each in (ray.cluster_resources(), ray.available_resources()))
-    return f"has {all_:g} CPU, {free:g} of them free"
+def _room(ray: Any, bundle: dict[str, float]) -> str:
+    """What a cluster has of processors, and of GPUs where some are needed."""
+    known = ray.cluster_resources(), ray.available_resources()
+    rooms = [(*(float(each.get(kind, 0)) for each in known), kind) for kind in bundle]
+    return "has " + " and ".join(f"{all_:g} {kind}, {free:g} of them free" for all_, free, kind in rooms)
 
 
 def _check(ray: Any, runs: list[Any]) -> None:
@@ -179,6 +183,7 @@ def _place(ray: Any, group: Any, rank: int) -> Any:
     path = json.dumps(sys.path)  # a worker of this machine finds what we found; others what is installed there
     options = {
         "num_cpus": 0,
+        "num_gpus": gpus_of_a_rank(),
         "max_restarts": 0,
         "scheduling_strategy": strategy,
         "runtime_env": {"env_vars": told_to_actors()},

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pagedec.config import EngineConfig
-from pagedec.environment import told_to_actors
+from pagedec.environment import gpus_of_a_rank, told_to_actors
 from pagedec.errors import DeviceError
 from pagedec.llm.async_llm import AsyncLLM
 from pagedec.serve.calls import Calls
@@ -169,14 +169,15 @@ def deployment(given: Given) -> Any:
 
 
 def _placement(engine: EngineConfig) -> dict[str, Any]:
-    """Processors for a replica: its own, or in its placement group a bundle for each of its ranks."""
+    """Processors and GPUs for a replica: its own, or in its placement group a bundle for each of its ranks."""
     parallel = engine.parallel
-    threads, environment = float(parallel.num_threads or 1), {"env_vars": told_to_actors()}
+    threads, gpus, environment = float(parallel.num_threads or 1), gpus_of_a_rank(), {"env_vars": told_to_actors()}
     if parallel.executor == "ray":
-        bundles = [{"CPU": threads}] * parallel.tensor_parallel_size
+        bundles = [{"CPU": threads, **({"GPU": 1.0} if gpus else {})}] * parallel.tensor_parallel_size
         options = {"num_cpus": 0, "runtime_env": environment}
         return {"ray_actor_options": options, "placement_group_bundles": bundles, "placement_group_strategy": "PACK"}
-    return {"ray_actor_options": {"num_cpus": threads * parallel.tensor_parallel_size, "runtime_env": environment}}
+    needs = {"num_cpus": threads * parallel.tensor_parallel_size, "num_gpus": gpus * parallel.tensor_parallel_size}
+    return {"ray_actor_options": {**needs, "runtime_env": environment}}
 
 
 def _numbers(replicas: ReplicaConfig, seats: int) -> dict[str, Any]:

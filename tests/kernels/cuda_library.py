@@ -32,6 +32,7 @@ OF_CONTENTS = {
     "test_an_invalid_record_is_named",
     "test_invalid_draw_is_named",
     "test_invalid_rows_and_alignment_are_named",
+    "test_mistakes_are_named",
     "test_negative_row_count_is_named",
     "test_negative_slot_is_named",
     "test_widths_must_add_up",

@@ -130,8 +130,8 @@ class HostLibrary(Library):
 
     __slots__ = ()
 
-    def context(self, num_threads: int = 0) -> Context:
-        context = WaitingContext(self, num_threads)
+    def context(self, num_threads: int = 0, device: int = 0) -> Context:
+        context = WaitingContext(self, num_threads, device)
         if self.isa == CUDA and not _needs_arrays:
             _needs_arrays.append(self)
         if not reaches_all(self.isa):

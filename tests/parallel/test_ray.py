@@ -139,6 +139,10 @@ def test_a_cluster_without_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         match="tensor_parallel_size is 3: needs 3 times 1 CPU of the cluster, which has 2 CPU, 2 of them free",
     ):
         engine(path, tensor_parallel_size=3, executor="ray")
+    monkeypatch.setattr(places, "gpus_of_a_rank", lambda: 1)
+    needs = "needs 1 times 1 CPU and 1 GPU of the cluster, which has 2 CPU, 2 of them free and 0 GPU, 0 of them free"
+    with pytest.raises(InvalidArgument, match=needs):
+        engine(path, executor="ray", num_threads=1)
     _wait_for_room()
 
 

@@ -137,6 +137,21 @@ def test_the_deployment_is_as_it_was_asked_for() -> None:
     assert router.get_request_router_class().__name__ == "PrefixRouter"
     alone = deployment(read_arguments({"num_threads": 4}))
     assert alone.num_replicas == 1 and alone.ray_actor_options["num_cpus"] == 4.0
+    assert alone.ray_actor_options["num_gpus"] == 0
+
+
+def test_ranks_on_gpus_ask_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagedec.serve.ray_serve import deployment
+    from pagedec.serve.replica_config import read_arguments
+
+    monkeypatch.setenv("PAGEDEC_ISA", "cuda")
+    over_ray, inside = (
+        deployment(read_arguments({"tensor_parallel_size": 2, "num_threads": 3, "executor": executor}))
+        for executor in ("ray", "process")
+    )
+    assert over_ray._replica_config.placement_group_bundles == [{"CPU": 3.0, "GPU": 1.0}] * 2
+    assert not over_ray.ray_actor_options.get("num_gpus")
+    assert inside.ray_actor_options["num_gpus"] == 2 and inside.ray_actor_options["num_cpus"] == 6.0
 
 
 def test_tokens_are_those_of_an_engine(client: Client, llm: LLM) -> None:
