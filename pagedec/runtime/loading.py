@@ -77,8 +77,6 @@ def choose_backend(parallel: ParallelConfig, dtype: str, quantization: str | Non
             # the kernels are told: torch's number is of the calling thread alone
             library = load()
             kind = DeviceBackend if library.isa in DEVICES else NativeBackend
-            if quantization is not None and kind is DeviceBackend:
-                raise InvalidArgument("quantization", quantization, "must be None on a CUDA device")
             return kind(library, names.get(dtype, torch.bfloat16), quantization, parallel.num_threads or 0)
         except LibraryNotFound as error:
             if parallel.attention_backend == "native":
