@@ -87,7 +87,6 @@ int await(pd_context &);  // until all is through that is in its stream
 int upload(pd_context &, void *to, const void *from, int64_t bytes);  // host to device, in the context's stream
 
 // Put one kernel of a checked record into the context's stream. 0, or fail(...).
-int check_cuda_gemm(const pd_gemm_args &);  // check_gemm, and what a device lacks
 int enqueue_gemm(pd_context &, const pd_gemm_args &);
 int enqueue_embed(pd_context &, const pd_embed_args &);
 int enqueue_rms_norm(pd_context &, const pd_rms_norm_args &);

@@ -74,6 +74,10 @@ PD_DEVICE uint32_t float_bits(float x) { return __float_as_uint(x); }
 PD_DEVICE float bits_float(uint32_t x) { return __uint_as_float(x); }
 PD_DEVICE float square_root(float x) { return __fsqrt_rn(x); }
 PD_DEVICE float quotient(float x, float y) { return __fdiv_rn(x, y); }
+// Of the lowest bytes of four words.
+PD_DEVICE uint32_t pack_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
 PD_DEVICE uint64_t double_bits(double x) { return (uint64_t)__double_as_longlong(x); }
 // Of shared memory; in which order threads come must not show in what is made of it. The value before.
 PD_DEVICE uint32_t atomic_add(const SharedArray<uint32_t> &a, int64_t i, uint32_t x) { return atomicAdd(a.at(i), x); }
@@ -115,6 +119,9 @@ inline float bits_float(uint32_t bits) {
 }
 inline float square_root(float x) { return std::sqrt(x); }
 inline float quotient(float x, float y) { return x / y; }
+inline uint32_t pack_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return (a & 255) | (b & 255) << 8 | (c & 255) << 16 | d << 24;
+}
 inline uint64_t double_bits(double x) {
   uint64_t bits;
   memcpy(&bits, &x, sizeof bits);

@@ -9,8 +9,6 @@ namespace pagedec {
 namespace gemm {
 namespace {
 
-constexpr int kPanelTiles = kPanel / 8;
-constexpr int kSumStride = kPanel + 8;                 // of a chunk's sums: eight rows begin in different banks
 constexpr int kSumFloats = 16 * kTileRows * kSumStride;  // 40 KB: 16 chunks of 16 rows or 8 of 32
 
 template <int kTiles>
@@ -60,21 +58,6 @@ PD_DEVICE void multiply_chunk(const Operands<float> &a, int64_t begin, int64_t e
         PD_UNROLL for (int j = 0; j < kPanelTiles; j++)
           sums[tile][j][i] = fmaf(x, a.w[(8 * j + 2 * t + i % 2) * a.padded_k + at], sums[tile][j][i]);
       }
-}
-
-// One output of a row, to y: a lane a column of the panel.
-PD_DEVICE void finish(const pd_gemm_args &a, int64_t row, int64_t panel, float x, bool is_there) {
-  const int lane = thread_index() % kWarp;
-  const bool gated = is_gated(a.epilogue);
-  const int64_t column = gated ? panel * (kPanel / 2) + lane : panel * kPanel + lane;
-  const int64_t width = gated ? a.n / 2 : a.n;
-  if (a.bias && (gated || column < width)) x = x + a.bias[panel * kPanel + lane];
-  x = activated(a.epilogue, x, shuffle_xor(x, kPanel / 2));
-  if (!is_there || column >= width || (gated && lane >= kPanel / 2)) return;
-  const int64_t at = row * width + column;
-  if (a.epilogue == PD_ADD) x = ((float *)a.y)[at] + x;
-  if (a.y_dtype == PD_BF16) ((bf16 *)a.y)[at] = from_float<bf16>(x);
-  else ((float *)a.y)[at] = x;
 }
 
 // A panel for up to 16 kTiles rows from `row` on.
@@ -143,13 +126,9 @@ PD_KERNEL(kThreads) pack_kernel(const E *w, int64_t n, int64_t k, E *packed) {
 }  // namespace
 }  // namespace gemm
 
-int check_cuda_gemm(const pd_gemm_args &a) {
-  if (check_gemm(a)) return -1;
-  if (a.quantization == PD_PLAIN) return 0;
-  return fail("pd_gemm: quantization is %d; on a CUDA device it must be 0 (none)", a.quantization);
-}
 int enqueue_gemm(pd_context &c, const pd_gemm_args &a) {
   using namespace gemm;
+  if (a.quantization == PD_INT8) return enqueue_int8(c, a);
   constexpr int kBlocks = 2;  // what the registers have room for
   const Grid grid(kThreads, kBlocks);
   if (a.dtype != PD_BF16) return launch(c, "pd_gemm", gemm_kernel<float>, grid, a, INT32_MAX);
@@ -168,15 +147,6 @@ int64_t pd_packed_bytes(int64_t n, int64_t k, int32_t dtype) {
   if (check_size("pd_packed_bytes", n, k) || check_dtype("pd_packed_bytes", dtype)) return -1;
   return (n + kPanel - 1) / kPanel * kPanel * ((k + kStep - 1) / kStep * kStep) * (dtype == PD_BF16 ? 2 : 4);
 }
-// int8 weights are for CPUs.
-int64_t pd_packed_int8_bytes(int64_t n, int64_t k) {
-  if (check_size("pd_packed_int8_bytes", n, k)) return -1;
-  return fail("pd_packed_int8_bytes: a CUDA device has no linear layers with int8 weights");
-}
-int pd_pack_int8(pd_context *context, const void *w, int64_t n, int64_t k, int32_t, void *packed) {
-  return check_pack("pd_pack_int8", context, w, packed) || pd_packed_int8_bytes(n, k) < 0 ? -1 : 0;
-}
-int pd_allow_vnni(pd_context *context, int32_t) { return context ? 0 : fail("pd_allow_vnni: context is NULL"); }
 int pd_pack(pd_context *context, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed) {
   if (check_pack("pd_pack", context, w, packed) || pd_packed_bytes(n, k, dtype) < 0) return -1;
   const Turn turn(*context);

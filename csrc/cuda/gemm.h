@@ -14,6 +14,8 @@ namespace pagedec::gemm {
 
 constexpr int kWarps = 8, kThreads = kWarps * kWarp;
 constexpr int kPanel = 32, kChunk = 256, kStep = 32, kTileRows = 16;
+constexpr int kPanelTiles = kPanel / 8;
+constexpr int kSumStride = kPanel + 8;   // of a row of a panel's sums in shared memory: rows begin in different banks
 constexpr int kFewRows = 2 * kTileRows;  // that read weights once, straight to registers (gemm.cu)
 
 PD_DEVICE int64_t pad(int64_t k) { return (k + kStep - 1) / kStep * kStep; }
@@ -47,8 +49,26 @@ PD_DEVICE float activated(int epilogue, float x, float up) {
   return epilogue == PD_GELU ? gelu(x) : x;
 }
 
+// One output of a row, to y: a lane a column of the panel.
+PD_DEVICE void finish(const pd_gemm_args &a, int64_t row, int64_t panel, float x, bool is_there) {
+  const int lane = thread_index() % kWarp;
+  const bool gated = is_gated(a.epilogue);
+  const int64_t column = gated ? panel * (kPanel / 2) + lane : panel * kPanel + lane;
+  const int64_t width = gated ? a.n / 2 : a.n;
+  if (a.bias && (gated || column < width)) x = x + a.bias[panel * kPanel + lane];
+  x = activated(a.epilogue, x, shuffle_xor(x, kPanel / 2));
+  if (!is_there || column >= width || (gated && lane >= kPanel / 2)) return;
+  const int64_t at = row * width + column;
+  if (a.epilogue == PD_ADD) x = ((float *)a.y)[at] + x;
+  if (a.y_dtype == PD_BF16) ((bf16 *)a.y)[at] = from_float<bf16>(x);
+  else ((float *)a.y)[at] = x;
+}
+
 // For more than kFewRows rows of bf16; where there are not as many, it does nothing (gemm_many.cu).
 int enqueue_many(pd_context &, const pd_gemm_args &);
 bool has_room_for_many(const pd_context &);
+// With int8 weights: any number of rows, and more than kFewRows (gemm_int8.cu, gemm_int8_many.cu).
+int enqueue_int8(pd_context &, const pd_gemm_args &);
+int enqueue_int8_many(pd_context &, const pd_gemm_args &);
 
 }  // namespace pagedec::gemm

@@ -22,6 +22,15 @@ PD_DEVICE void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, 
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+// d = c + a b of int8, the shapes of m16n8k32: rows and columns as above, of A and B k = 4t ... 4t + 3 and 4t + 16 ...
+// 4t + 19, four values in each register.
+PD_DEVICE void multiply_bytes(int32_t (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                              const int32_t (&c)[4]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%11,%12,%13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+}
 // Four matrices of 8 x 8 values of 16 bits: lane l gives where row l % 8 of matrix l / 8 begins, and gets of each
 // values 2 (l % 4) and the next of row l / 4; transposed: of column l / 4 rows 2 (l % 4) and the next.
 PD_DEVICE void load_matrices(uint32_t (&r)[4], const bf16 *row) {
@@ -52,7 +61,7 @@ PD_DEVICE uint32_t bf16_pair(float low, float high) {
   return pair;
 }
 #else
-using emulate::multiply_add;
+using emulate::multiply_add, emulate::multiply_bytes;
 inline void load_matrices(uint32_t (&r)[4], const bf16 *row) { emulate::load_matrices(r, (const char *)row, false); }
 inline void load_transposed(uint32_t (&r)[4], const bf16 *row) { emulate::load_matrices(r, (const char *)row, true); }
 inline void begin_copy(void *to, const void *from, bool is_read) {

@@ -23,7 +23,7 @@ int enqueue_meet(pd_context &c, const pd_meet_args &a) {
 // Checks a kernel's record or, `runs`, puts it into the stream.
 int one(pd_context &c, const pd_op &op, bool runs) {
   switch (op.kind) {
-    case PD_OP_GEMM: return runs ? put(c, op, enqueue_gemm) : checked(op, check_cuda_gemm);
+    case PD_OP_GEMM: return runs ? put(c, op, enqueue_gemm) : checked(op, check_gemm);
     case PD_OP_EMBED: return runs ? put(c, op, enqueue_embed) : checked(op, check_embed);
     case PD_OP_RMS_NORM: return runs ? put(c, op, enqueue_rms_norm) : checked(op, check_rms_norm);
     case PD_OP_LAYER_NORM: return runs ? put(c, op, enqueue_layer_norm) : checked(op, check_layer_norm);

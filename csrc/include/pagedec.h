@@ -35,8 +35,9 @@
  *   K, bf16   [num_blocks][kv_heads][D/2][block_size][2]     K, fp32   [num_blocks][kv_heads][D][block_size]
  *   V, bf16   [num_blocks][kv_heads][block_size/2][D][2]     V, fp32   [num_blocks][kv_heads][block_size][D]
  *   weight, bf16   [N/32][K/2][32][2]               weight, fp32   [N/32][K][32]        (N padded to 32 with zeros)
- *   on a CUDA device K and V   [num_blocks][kv_heads][block_size][D]
  *   weight, int8   [N/32] panels: 32 scales fp32, then q + 128 [K/4][32][4]
+ *   on a CUDA device K and V   [num_blocks][kv_heads][block_size][D]
+ *     weight   [N][K] (both padded to 32)   weight, int8   q [N][K] (padded to 32 and 64), then N scales fp32
  * Every row's result is a function of that row's own inputs: not of num_rows, its neighbours, or the number of threads.
  */
 #ifndef PAGEDEC_H
@@ -117,8 +118,8 @@ PD_EXPORT int pd_pack(pd_context *, const void *w, int64_t n, int64_t k, int32_t
 /* int8 weights: q = W * (127 / max |W|) of each output, to nearest even, and scale = max |W| / 127. When the kernel
  * runs, x alike in groups of 64 values of a row. y = epilogue((the sum over groups, in order, of (sum of q q) * scale
  * of the group) * scale of the output + bias). A group's sum is an integer that fp32 holds exactly and the rest has one
- * order, so results without an activation are the same on every instruction set. A row of x with an infinity or NaN in
- * it gives NaN; a group whose values are all below 2^-120 counts as zeros. */
+ * order, so results without an activation are the same on every instruction set and device. A row of x with an infinity
+ * or NaN in it gives NaN; a group whose values are all below 2^-120 counts as zeros. */
 typedef enum { PD_PLAIN = 0, PD_INT8 = 1 } pd_quantization;
 PD_EXPORT int64_t pd_packed_int8_bytes(int64_t n, int64_t k);                       /* as pd_packed_bytes */
 /* w [n][k] in dtype */

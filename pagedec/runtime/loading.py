@@ -82,8 +82,6 @@ def choose_backend(parallel: ParallelConfig, dtype: str, quantization: str | Non
             kind, num_threads = NativeBackend, parallel.num_threads or 0
             if library.isa in DEVICES:
                 kind, num_threads = DeviceBackend, 0
-            if quantization is not None and kind is DeviceBackend:
-                raise InvalidArgument("quantization", quantization, "must be None on a CUDA device")
             return kind(library, names.get(dtype, torch.bfloat16), quantization, num_threads, device)
         except LibraryNotFound as error:
             if parallel.attention_backend == "native":

@@ -175,6 +175,17 @@ def test_other_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isa: st
     assert said[0] == said[1]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_int8_weights(device: Tiny, tiny: Tiny, dtype: str) -> None:
+    """The processor's tokens where layers between are in fp32 too; in bf16 a row's own, whatever stands beside it."""
+    if dtype == "float32":
+        assert right_answers(device(quantization="int8", **SMALL)) == right_answers(tiny(quantization="int8"))
+        return
+    whole = told(device(dtype=dtype, quantization="int8"), [0, 1, 2, 3])
+    assert told(device(dtype=dtype, quantization="int8"), [3]) == whole[3:]
+    assert told(device(dtype=dtype), [3]) != whole[3:]
+
+
 def test_ranks_in_memory_that_devices_have_mapped(device: Tiny, tiny: Tiny) -> None:
     """Two processes share the model: their parts lie in the host's memory."""
     params = [
@@ -208,8 +219,6 @@ def test_each_rank_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_there_is_not(device: Tiny, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidArgument, match="quantization is 'int8': must be None on a CUDA device"):
-        device(quantization="int8")
     with pytest.raises(InvalidArgument, match="model is .*: must have a family of our own on a CUDA device"):
         device(model_impl="transformers")
     monkeypatch.setenv("PAGEDEC_LINK", "sockets")

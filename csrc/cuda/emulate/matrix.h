@@ -52,6 +52,24 @@ inline void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
   release();
 }
 
+inline int32_t byte_of(uint32_t word, int i) { return (int8_t)(word >> 8 * i); }
+// d = c + a b of a warp: m16n8k32 of int8, exact.
+inline void multiply_bytes(int32_t (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const int32_t (&c)[4]) {
+  struct Part { uint32_t a[4], b[2]; } mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+  const Part *all = gather(mine);
+  const int lane = place().thread % WARP, g = lane / 4, t = lane % 4;
+  for (int i = 0; i < 4; i++) {
+    const int row = g + i / 2 * 8, column = 2 * t + i % 2;
+    int32_t sum = c[i];
+    for (int k = 0; k < 32; k++) {
+      const Part &of_a = all[row % 8 * 4 + k % 16 / 4], &of_b = all[column * 4 + k % 16 / 4];
+      sum += byte_of(of_a.a[k / 16 * 2 + row / 8], k % 4) * byte_of(of_b.b[k / 16], k % 4);
+    }
+    d[i] = sum;
+  }
+  release();
+}
+
 inline void load_matrices(uint32_t (&r)[4], const char *row, bool is_transposed) {
   if ((uintptr_t)row % 16) fault("a matrix row that is not aligned");
   touch(row, 16, false);

@@ -1,0 +1,149 @@
+// Linear layers with int8 weights: how they are packed, and few rows, as gemm.cu has them: a block of eight warps has a
+// panel of 32 outputs for up to 32 rows.
+//
+// Threads  Warps have every eighth group, straight from memory to registers; the weights of the next ones are under way
+//          while products meet in shared memory, where a thread adds those of its own outputs in order. Of 16 rows
+//          products are as many bytes as the weights they come from.
+#include "cuda/gemm_int8.h"
+
+namespace pagedec {
+namespace gemm {
+namespace {
+
+constexpr int kSlotFloats = 16 * kTileRows * kSumStride;  // 40 KB: 16 groups of 16 rows or 8 of 32
+
+template <class E>
+struct Few {
+  const E *x;
+  const char *w;  // from the panel's first output on
+  int64_t k, padded_k;
+  int num_rows;
+  bool is_aligned;
+
+  // Its part of a group of the panel.
+  PD_DEVICE void load(int group, Piece (&pieces)[kPanelTiles]) const {
+    const int g = thread_index() % kWarp / 4, t = thread_index() % 4;
+    if ((int64_t)group * kGroup >= padded_k) return;
+    const char *from = w + g * padded_k + group * (int64_t)kGroup + kOwnValues * t;
+    PD_UNROLL for (int j = 0; j < kPanelTiles; j++) pieces[j] = load_piece(from + 8 * j * padded_k);
+  }
+  // Its products with 16 rows, from `first` on, of what there are: to `at` in products.
+  PD_DEVICE void multiply(int group, int first, const Piece (&pieces)[kPanelTiles], const SharedArray<float> &products,
+                          int at) const {
+    const int g = thread_index() % kWarp / 4, t = thread_index() % 4;
+    const bool has_second = first + 8 < num_rows;
+    const int64_t begin = (int64_t)group * kGroup + kOwnValues * t;
+    Values<E> values[2];
+    PD_UNROLL for (int half = 0; half < 2; half++) {
+      const int row = first + 8 * half + g;
+      values[half].load(x + row * k + begin, row < num_rows ? k - begin : 0, is_aligned);
+    }
+    const Rows rows = quantize_rows(values, has_second);
+    PD_UNROLL for (int j = 0; j < kPanelTiles; j++) {
+      float own[4];
+      multiply_group(rows.q, rows.scales, pieces[j], own);
+      PD_UNROLL for (int i = 0; i < 4; i++)
+        if (i < 2 || has_second) products[at + (i / 2 * 8 + g) * kSumStride + 8 * j + 2 * t + i % 2] = own[i];
+    }
+  }
+};
+
+// A panel for up to 16 kTiles rows.
+template <class E, int kTiles>
+PD_DEVICE void run_panel(const pd_gemm_args &a, int num_rows, int64_t panel, const SharedArray<float> &products) {
+  constexpr int kRows = kTiles * kTileRows, kSlots = kSlotFloats / (kRows * kSumStride), kGroups = kSlots / kWarps;
+  constexpr int kOwn = kRows * kPanel / kThreads;  // outputs of a thread: column `lane` of rows warp, warp + 8, ...
+  const int lane = thread_index() % kWarp, warp = thread_index() / kWarp;
+  const int64_t padded_k = pad_groups(a.k);
+  const E *x = (const E *)a.x;
+  const Few<E> few{x, (const char *)a.packed + panel * kPanel * padded_k, a.k, padded_k, num_rows,
+                   begins_aligned(x, a.k)};
+  const int num_groups = (int)(padded_k / kGroup);
+  float own[kOwn];
+  PD_UNROLL for (int i = 0; i < kOwn; i++) own[i] = 0.0f;
+  Piece pieces[kGroups][kPanelTiles];
+  PD_UNROLL for (int i = 0; i < kGroups; i++) few.load(warp + i * kWarps, pieces[i]);
+  for (int first = 0; first < num_groups; first += kSlots) {
+    PD_UNROLL for (int i = 0; i < kGroups; i++) {
+      const int slot = warp + i * kWarps;
+      if (first + slot >= num_groups) break;
+      PD_UNROLL for (int tile = 0; tile < kTiles; tile++)
+        few.multiply(first + slot, tile * kTileRows, pieces[i], products,
+                     (slot * kRows + tile * kTileRows) * kSumStride);
+      few.load(first + slot + kSlots, pieces[i]);
+    }
+    sync_block();
+    const int num_slots = lower(kSlots, num_groups - first);
+    PD_UNROLL for (int i = 0; i < kOwn; i++)
+      for (int slot = 0; slot < num_slots && warp + i * kWarps < num_rows; slot++)
+        own[i] = own[i] + products[(slot * kRows + warp + i * kWarps) * kSumStride + lane];
+    sync_block();
+  }
+  const float scale = scales_of(a)[panel * kPanel + lane];
+  PD_UNROLL for (int i = 0; i < kOwn; i++) {
+    const int r = warp + i * kWarps;
+    finish(a, r, panel, own[i] * scale, r < num_rows);
+  }
+}
+
+template <class E>
+PD_KERNEL(kThreads) gemm_int8_kernel(pd_gemm_args a) {
+  const int num_rows = *a.num_rows;
+  if (num_rows < 1 || num_rows > kFewRows) return;
+  SHARED_ARRAY(float, products, kSlotFloats);
+  const int64_t panels = pad_outputs(a.n) / kPanel;
+  for (int64_t panel = block_index(); panel < panels; panel += num_grid_blocks()) {
+    if (num_rows <= kTileRows) run_panel<E, 1>(a, num_rows, panel, products);
+    else run_panel<E, 2>(a, num_rows, panel, products);
+  }
+}
+
+// A warp an output: its largest magnitude, then its bytes.
+template <class E>
+PD_KERNEL(kThreads) pack_int8_kernel(const E *w, int64_t n, int64_t k, char *packed) {
+  const int64_t padded_k = pad_groups(k), padded_n = pad_outputs(n), step = (int64_t)num_grid_blocks() * kWarps;
+  const int lane = thread_index() % kWarp;
+  for (int64_t row = (int64_t)block_index() * kWarps + thread_index() / kWarp; row < padded_n; row += step) {
+    const E *from = w + row * k;
+    uint32_t max_bits = 0;
+    for (int64_t i = lane; i < k && row < n; i += kWarp) max_bits = upper(max_bits, magnitude(to_float(from[i])));
+    for (int mask = kWarp / 2; mask; mask /= 2) max_bits = upper(max_bits, shuffle_xor(max_bits, mask));
+    const float max = bits_float(max_bits), by = int8_factor(max);
+    for (int64_t i = lane; i < padded_k; i += kWarp)
+      packed[row * padded_k + i] = row < n && i < k && by != 0.0f ? (char)int8_bits(to_float(from[i]) * by) : 0;
+    if (lane == 0) ((float *)(packed + padded_n * padded_k))[row] = quotient(max, 127.0f);
+  }
+}
+
+}  // namespace
+
+int enqueue_int8(pd_context &c, const pd_gemm_args &a) {
+  constexpr int kBlocks = 2;  // what the registers have room for
+  const auto kernel = a.dtype == PD_BF16 ? gemm_int8_kernel<bf16> : gemm_int8_kernel<float>;
+  // How many rows there are is known on the device only: of these two, one returns at once.
+  return launch(c, "pd_gemm", kernel, Grid(kThreads, kBlocks), a) ? -1 : enqueue_int8_many(c, a);
+}
+
+}  // namespace gemm
+}  // namespace pagedec
+
+using namespace pagedec;
+using namespace pagedec::gemm;
+
+extern "C" {
+int64_t pd_packed_int8_bytes(int64_t n, int64_t k) {
+  if (check_size("pd_packed_int8_bytes", n, k)) return -1;
+  return (n + kPanel - 1) / kPanel * kPanel * ((k + kGroup - 1) / kGroup * kGroup + (int64_t)sizeof(float));
+}
+int pd_pack_int8(pd_context *context, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed) {
+  if (check_pack("pd_pack_int8", context, w, packed) || check_dtype("pd_pack_int8", dtype)) return -1;
+  if (pd_packed_int8_bytes(n, k) < 0) return -1;
+  const Turn turn(*context);
+  if (!turn) return fail("pd_pack_int8: another thread works in this context");
+  if (dtype == PD_BF16)
+    return launch(*context, "pd_pack_int8", pack_int8_kernel<bf16>, kThreads, (const bf16 *)w, n, k, (char *)packed);
+  return launch(*context, "pd_pack_int8", pack_int8_kernel<float>, kThreads, (const float *)w, n, k, (char *)packed);
+}
+// There is but one way here.
+int pd_allow_vnni(pd_context *context, int32_t) { return context ? 0 : fail("pd_allow_vnni: context is NULL"); }
+}

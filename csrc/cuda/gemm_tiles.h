@@ -1,0 +1,96 @@
+// Tiles of rows x outputs that a block of eight warps has, 4 x 2 of them: which there are, and how sums leave them.
+#pragma once
+#include "cuda/gemm.h"
+
+namespace pagedec::gemm {
+
+constexpr int kRowWarps = 4, kColumnWarps = kWarps / kRowWarps;
+constexpr int kBand = 8;                            // tiles of rows that go through all outputs before the next ones do
+constexpr int kWarpSums = kTileRows * kSumStride;   // that a warp writes at a time
+
+PD_DEVICE int padded(int n) { return (n + kPanel - 1) / kPanel * kPanel; }
+
+struct TilePlace {
+  int row, column;  // its first
+};
+
+template <int kWarpRowTiles, int kWarpColumnTiles>  // of a warp, 16 rows and 8 outputs each
+struct Shape {
+  static constexpr int kRowTiles = kWarpRowTiles, kColumnTiles = kWarpColumnTiles;
+  static constexpr int kRows = kRowWarps * kTileRows * kRowTiles, kColumns = kColumnWarps * 8 * kColumnTiles;
+  static_assert(8 * kColumnTiles % kPanel == 0);
+
+  static PD_DEVICE int first_row() { return thread_index() / kWarp / kColumnWarps * kRowTiles * kTileRows; }
+  static PD_DEVICE int first_column() { return thread_index() / kWarp % kColumnWarps * kColumnTiles * 8; }
+  static PD_DEVICE int row_tiles(int num_rows) { return (num_rows + kRows - 1) / kRows; }
+  static PD_DEVICE int column_tiles(int n) { return (n + kColumns - 1) / kColumns; }
+  static PD_DEVICE TilePlace place(int tile, int num_rows, int n) {
+    const int columns = column_tiles(n), band = tile / (kBand * columns), in_band = tile % (kBand * columns);
+    const int height = lower(kBand, row_tiles(num_rows) - band * kBand);
+    return {(band * kBand + in_band % height) * kRows, in_band / height * kColumns};
+  }
+};
+using Wide = Shape<2, 8>;
+using Narrow = Shape<1, 4>;
+
+// A wide tile has four times the products of a narrow one and takes about twice as long: it reads half as many bytes a
+// product from the second cache and from shared memory, which are what bounds both.
+PD_DEVICE bool worth_wide(int num_rows, int n, int blocks) {
+  const int wide = Wide::row_tiles(num_rows) * Wide::column_tiles(n);
+  const int narrow = Narrow::row_tiles(num_rows) * Narrow::column_tiles(n);
+  return 2 * ((wide + blocks - 1) / blocks) <= (narrow + blocks - 1) / blocks;
+}
+
+// What becomes of a warp's 16 rows of a panel: `sums` [16][kSumStride], from `first` on. A lane has a column of y, and
+// where it is gated, as y has half as many, of every other row.
+PD_DEVICE void finish_panel(const pd_gemm_args &a, int num_rows, int row, int panel, const SharedArray<float> &sums,
+                            int first) {
+  const bool gated = is_gated(a.epilogue);
+  const int lane = thread_index() % kWarp, outputs = gated ? kPanel / 2 : kPanel, width = gated ? a.n / 2 : a.n;
+  const int place = lane % outputs, column = panel * outputs + place, above = gated ? lane / outputs : 0;
+  if (column >= width) return;
+  const float *bias = a.bias ? a.bias + panel * kPanel + place : nullptr;
+  const float of_x = bias ? bias[0] : 0.0f, of_up = bias && gated ? bias[kPanel / 2] : 0.0f;
+  const int64_t start = (int64_t)row * width + column;
+  float before[kTileRows];  // what is added to: all under way before the first is needed
+  PD_UNROLL for (int i = 0; i < kTileRows; i++)
+    before[i] = a.epilogue == PD_ADD && row + i < num_rows ? ((const float *)a.y)[start + (int64_t)i * width] : 0.0f;
+  PD_UNROLL for (int i = 0; i < kTileRows; i++) {
+    const int r = gated ? 2 * i + above : i;
+    if (r >= kTileRows || row + r >= num_rows) break;
+    float x = sums[first + r * kSumStride + place], up = 0.0f;
+    if (gated) up = sums[first + r * kSumStride + place + kPanel / 2];
+    if (bias) x = x + of_x, up = up + of_up;
+    x = activated(a.epilogue, x, up);
+    if (a.epilogue == PD_ADD) x = before[i] + x;
+    const int64_t at = start + (int64_t)r * width;
+    if (a.y_dtype == PD_BF16) ((bf16 *)a.y)[at] = from_float<bf16>(x);
+    else ((float *)a.y)[at] = x;
+  }
+}
+
+// The sums of a block's tile: panel by panel through the warp's own part of shared memory [warps][kWarpSums]. Registers
+// have no index, so what is left moves up to where the first one was: one body, which fits the instructions' cache, for
+// all.
+template <class S>
+PD_DEVICE void finish_tile(const pd_gemm_args &a, int num_rows, TilePlace place,
+                           float (&sums)[S::kRowTiles][S::kColumnTiles][4], const SharedArray<float> &shared) {
+  constexpr int kPanels = S::kColumnTiles / kPanelTiles;
+  const int first = thread_index() / kWarp * kWarpSums, g = thread_index() % kWarp / 4, t = thread_index() % 4;
+  PD_ROLLED for (int i = 0; i < S::kRowTiles * kPanels; i++) {
+    PD_UNROLL for (int j = 0; j < kPanelTiles; j++)
+      PD_UNROLL for (int of = 0; of < 4; of++)
+        shared[first + (of / 2 * 8 + g) * kSumStride + 8 * j + 2 * t + of % 2] = sums[0][j][of];
+    sync_warp();
+    finish_panel(a, num_rows, place.row + S::first_row() + i / kPanels * kTileRows,
+                 (place.column + S::first_column()) / kPanel + i % kPanels, shared, first);
+    sync_warp();  // nobody looks at this panel any more
+    PD_UNROLL for (int n = kPanelTiles; n < S::kRowTiles * S::kColumnTiles; n++)
+      PD_UNROLL for (int of = 0; of < 4; of++) {
+        const int to = n - kPanelTiles;
+        sums[to / S::kColumnTiles][to % S::kColumnTiles][of] = sums[n / S::kColumnTiles][n % S::kColumnTiles][of];
+      }
+  }
+}
+
+}  // namespace pagedec::gemm
