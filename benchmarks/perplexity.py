@@ -1,7 +1,6 @@
-"""What int8 weights cost in quality: perplexity of the same text in float32, bfloat16 and int8, and the ratio to
-bfloat16.
+"""What fewer bits of weights and KV cost in quality: perplexity of the same text, and the ratio to bfloat16.
 
-    python benchmarks/perplexity.py TEXT [--tokens 16384] [--window 1024] [--model smollm2]
+    python benchmarks/perplexity.py TEXT [--tokens 16384] [--window 1024] [--model smollm2] [--kinds bfloat16 int4 ...]
 
 The text is cut into windows of the context, one behind the other without overlap; in each, every token but the first is
 scored given those before it. Scored through the engine: a small decoder drafts what the text says, and reads the
@@ -32,6 +31,8 @@ KINDS: dict[str, dict[str, str | None]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int8, float32": {"dtype": "float32", "quantization": "int8"},
+    **{form: {"dtype": "bfloat16", "quantization": form} for form in ("int4", "int4_128", "int4_zero", "gguf")},
+    **{f"{kind} KV": {"dtype": "bfloat16", "kv_cache_dtype": kind} for kind in ("int8", "fp8")},
 }
 
 

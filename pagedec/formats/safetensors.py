@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from pagedec.errors import MAX_SHOWN, ModelFileError, shown
+from pagedec.formats.blocks import Blocks
 from pagedec.formats.files import file_size, is_file, parse_json_object, read_json_object
 from pagedec.formats.mapping import MappedFile, view_tensor
 
@@ -166,6 +167,10 @@ class SafetensorsSource:
         if file not in self._mapped:
             self._mapped[file] = MappedFile(file, self._headers[file].num_file_bytes)
         return view_tensor(self._mapped[file].view(entry.start, entry.num_bytes), entry.dtype, entry.shape)
+
+    def blocks(self, name: str) -> Blocks | None:
+        """Return None: tensors are stored as numbers."""
+        return None
 
     def release(self) -> None:
         """Give up the memory of what was read."""

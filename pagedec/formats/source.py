@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from pagedec.errors import ModelFileError
+from pagedec.formats.blocks import Blocks
 
 MAX_LISTED_NAMES = 20  # an error message stays readable; a wrong model differs in hundreds of names
 
@@ -36,6 +37,10 @@ class WeightSource(Protocol):
 
     def load(self, name: str) -> torch.Tensor:
         """Return the tensor; it may be a view of a file mapping, so treat it as read-only."""
+        ...
+
+    def blocks(self, name: str) -> Blocks | None:
+        """Return a matrix in the small integers that it is stored in, None where it is stored as numbers."""
         ...
 
     def release(self) -> None:
@@ -81,6 +86,10 @@ class RenamedSource:
     def load(self, name: str) -> torch.Tensor:
         """Return the tensor; treat it as read-only."""
         return self._source.load(self._stored[name])
+
+    def blocks(self, name: str) -> Blocks | None:
+        """Return a matrix in the small integers that it is stored in, None where it is stored as numbers."""
+        return self._source.blocks(self._stored[name])
 
     def release(self) -> None:
         """Give up the memory of what was read."""

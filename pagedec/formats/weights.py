@@ -7,8 +7,10 @@ from functools import partial
 
 import torch
 
+from pagedec.formats.awq_gptq import Int4Source, int4_config
 from pagedec.formats.dummy import DummySource
 from pagedec.formats.gguf.converted import open_converted
+from pagedec.formats.gguf.reader import GgufSource
 from pagedec.formats.resolve import ModelFiles
 from pagedec.formats.safetensors import open_directory
 from pagedec.formats.source import RenamedSource, WeightSource, check_weights
@@ -23,20 +25,26 @@ def open_weights(
     *,
     renamed: Sequence[tuple[str, str | None]] = (),
     norm_value: float = 1.0,
+    has_blocks: bool = False,
 ) -> WeightSource:
     """Open a model's weights and check that they are exactly those of `shapes`; no weight is read for the check.
 
-    `dtype` is what the caller computes in: dummy weights have it, and a GGUF file is converted to it once. `renamed` is
+    `dtype` is what the caller computes in: dummy weights have it, and a GGUF file is converted to it once,
+    unless `has_blocks`: the caller takes it as it is. `renamed` is
     how names in safetensors files become those of `shapes` (see RenamedSource); `norm_value` is the value of dummy
     norms.
     """
     source: WeightSource
     if files.weights is None:
         source = DummySource(shapes, dtype, seed, norm_value)
+    elif files.load_format == "gguf" and has_blocks:
+        source = GgufSource(files.weights)
     elif files.load_format == "gguf":
         source = open_converted(files.weights, dtype, check=partial(check_weights, shapes=shapes, optional=optional))
     else:
         source = open_directory(files.weights)
+        if (quantised := int4_config(files)) is not None:
+            source = Int4Source(source, quantised)
         if renamed:
             source = RenamedSource(source, renamed)
     check_weights(source, shapes, optional)

@@ -71,10 +71,15 @@ class CacheTensors:
         return self.k.shape[1]
 
 
+BLOCK_QUANTIZATIONS = ("int4", "int4_128", "int4_zero", "int4_zero_128", "gguf", "awq", "gptq")
+"""Kinds of weights that come in blocks; all other numbers of a model are the backend's."""
+
+
 def checked_quantization(quantization: str | None) -> str | None:
     """Return it if there is such a quantisation of weights; else ValueError."""
-    if quantization not in (None, "int8"):
-        raise ValueError(f"quantization is {quantization!r}; it must be None or 'int8'")
+    if quantization not in (None, "int8", *BLOCK_QUANTIZATIONS):
+        known = ", ".join(map(repr, ("int8", *BLOCK_QUANTIZATIONS)))
+        raise ValueError(f"quantization is {quantization!r}; it must be None or one of {known}")
     return quantization
 
 
@@ -217,7 +222,7 @@ class Backend(Protocol):
     """Instruction set of the compiled kernels, or "reference"."""
     dtype: torch.dtype
     quantization: str | None
-    """What models' linear layers are packed with: None or "int8"."""
+    """What models' linear layers are packed with: None, "int8" or one of BLOCK_QUANTIZATIONS."""
     device: int
     """Which of the devices of its kind; of processors there is one."""
     link: Link | None

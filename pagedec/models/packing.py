@@ -1,6 +1,7 @@
 """The weights of linear layers: several projections in one packed weight, so that a step reads each input once.
 
-They are packed with the backend's quantisation; without one, in its dtype.
+They are packed in the backend's form: its dtype, integers that it makes of numbers, or the blocks that files have them
+in. Blocks stay what they are wherever all parts of a weight have some; else the numbers that they stand for are packed.
 """
 
 from __future__ import annotations
@@ -10,27 +11,94 @@ from typing import Any
 
 import torch
 
+from pagedec.formats.blocks import Blocks
+from pagedec.formats.quantize import FORMS, quantize_int4, quantize_q8
+from pagedec.formats.source import WeightSource
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.reference_linear import interleave_gate_up
+from pagedec.models.architecture import OUTPUT
 
 INTERLEAVE = 16  # gate and up rows alternate in groups of 16: one vector of each lies in a 32-wide panel
+PANEL = 32  # outputs that are packed together, in one format
+STORED = ("gguf", "awq", "gptq")
+"""Kinds of quantisation that leave blocks as the files have them."""
+
+Matrix = torch.Tensor | Blocks
 
 
-def _numbers(backend: Backend, weight: torch.Tensor) -> torch.Tensor:
+def load_matrix(source: WeightSource, name: str, backend: Backend) -> Matrix:
+    """A linear layer's weight [n, k] as it is to be packed."""
+    stored = source.blocks(name) if backend.quantization in STORED else None
+    return in_form(source.load(name), backend) if stored is None else stored
+
+
+def in_form(weight: torch.Tensor, backend: Backend) -> Matrix:
+    """The numbers of a weight [n, k], or 4 bits of them where the backend has such, and groups divide k."""
+    form = FORMS.get(backend.quantization or "")
+    return weight if form is None or weight.shape[1] % form.group else quantize_int4(weight, form)
+
+
+def load_vocabulary(source: WeightSource, name: str, backend: Backend) -> Matrix:
+    """The embedding or the output matrix, as `load_matrix`; where layers have 4 bits made of numbers, it has 8: each
+    logit hangs on a row of its own."""
+    kind = backend.quantization
+    stored = source.blocks(name) if kind in STORED else None
+    if stored is not None:
+        return stored
+    weight = source.load(name)
+    return quantize_q8(weight) if kind in FORMS and weight.shape[1] % 32 == 0 else weight
+
+
+def place_embedding(backend: Backend, embedding: Matrix) -> Any:
+    """The embedding [vocabulary, hidden] as a step looks rows up in it."""
+    if isinstance(embedding, Blocks):
+        return backend.pack_blocks([embedding])
+    return backend.place(embedding.to(backend.dtype).contiguous())
+
+
+def pack_output(source: WeightSource, is_tied: bool, backend: Backend, embedding: Matrix, placed: Any) -> Any:
+    """The output matrix. Tied to an embedding in blocks, it is that one, as it was placed."""
+    if not is_tied:
+        return pack_stacked(backend, [load_vocabulary(source, OUTPUT, backend)])
+    return placed if isinstance(embedding, Blocks) else pack_stacked(backend, [embedding])
+
+
+def _pack(backend: Backend, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    return backend.pack(weight, bias, "int8" if backend.quantization == "int8" else None)
+
+
+def _numbers(backend: Backend, weight: Matrix) -> torch.Tensor:
     """The weight as it is packed: quantisation takes it as it was loaded, rounding it before would add a second
     error."""
-    return weight.to(backend.dtype) if backend.quantization is None else weight
+    values = weight.dequantize() if isinstance(weight, Blocks) else weight
+    return values if backend.quantization == "int8" else values.to(backend.dtype)
 
 
-def pack_stacked(backend: Backend, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None] = ()) -> Any:
+def pack_stacked(backend: Backend, weights: Sequence[Matrix], biases: Sequence[torch.Tensor | None] = ()) -> Any:
     """Projections of the same input, their outputs one behind the other."""
     bias = None
     if any(b is not None for b in biases):
-        parts = [torch.zeros(len(w)) if b is None else b.float() for w, b in zip(weights, biases, strict=True)]
+        parts = [torch.zeros(w.shape[0]) if b is None else b.float() for w, b in zip(weights, biases, strict=True)]
         bias = torch.cat(parts)
+    if (blocks := _joined(weights)) is not None:
+        return backend.pack_blocks(blocks, bias)
     numbers = [_numbers(backend, w) for w in weights]
     stacked = numbers[0] if len(numbers) == 1 else torch.cat(numbers)  # an output matrix is packed from the file itself
-    return backend.pack(stacked, bias, backend.quantization)
+    return _pack(backend, stacked, bias)
+
+
+def _joined(weights: Sequence[Matrix]) -> list[Blocks] | None:
+    """The weights with neighbours of one format joined; None where some have no blocks, or a panel would have two
+    formats."""
+    joined: list[Blocks] = []
+    for weight in weights:
+        if not isinstance(weight, Blocks):
+            return None
+        if joined and joined[-1].format == weight.format:
+            joined[-1] = Blocks.concat([joined[-1], weight])
+        else:
+            joined.append(weight)
+    return None if any(blocks.n % PANEL for blocks in joined[:-1]) else joined
 
 
 def padded_width(width: int) -> int:
@@ -40,8 +108,8 @@ def padded_width(width: int) -> int:
 
 def pack_gated(
     backend: Backend,
-    gate: torch.Tensor,
-    up: torch.Tensor,
+    gate: Matrix,
+    up: Matrix,
     gate_bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
 ) -> Any:
@@ -50,15 +118,20 @@ def pack_gated(
     if gate_bias is not None and up_bias is not None:
         columns = [_pad_rows(b.float()[:, None]) for b in (gate_bias, up_bias)]
         bias = interleave_gate_up(*columns)[:, 0]
+    if isinstance(gate, Blocks) and isinstance(up, Blocks) and gate.format == up.format:  # bytes of 0 are values of 0
+        data = interleave_gate_up(_pad_rows(gate.data), _pad_rows(up.data))
+        return backend.pack_blocks([Blocks(gate.format, data, gate.k)], bias)
     gate, up = _pad_rows(_numbers(backend, gate)), _pad_rows(_numbers(backend, up))
-    return backend.pack(interleave_gate_up(gate, up), bias, backend.quantization)
+    return _pack(backend, interleave_gate_up(gate, up), bias)
 
 
-def pack_after_gated(backend: Backend, down: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+def pack_after_gated(backend: Backend, down: Matrix, bias: torch.Tensor | None = None) -> Any:
     """The projection [n, width] that reads a gated layer's padded output."""
+    if isinstance(down, Blocks):  # of at least 32 values: nothing to fill
+        return backend.pack_blocks([down], bias)
     numbers, extra = _numbers(backend, down), padded_width(down.shape[1]) - down.shape[1]
     padded = torch.nn.functional.pad(numbers, (0, extra)) if extra else numbers
-    return backend.pack(padded, bias, backend.quantization)
+    return _pack(backend, padded, bias)
 
 
 def _pad_rows(weight: torch.Tensor) -> torch.Tensor:

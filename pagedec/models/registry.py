@@ -25,6 +25,7 @@ from pagedec.models.family import Family
 from pagedec.models.hf.hosted_architecture import HostedArchitecture, hosted_architecture
 from pagedec.models.hf.hosted_model import load_hosted
 from pagedec.models.model import Model
+from pagedec.models.packing import STORED
 from pagedec.models.presets import PRESETS
 from pagedec.models.sharding import ShardedSource, part_of, sharded
 
@@ -46,14 +47,6 @@ def _unknown(config: Mapping[str, Any]) -> InvalidArgument:
     return InvalidArgument(field, value, f"is not supported; supported are {', '.join(known)}")
 
 
-def _refuse_quantised(config: Mapping[str, Any]) -> None:
-    quantised = config.get("quantization_config")
-    if quantised is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
-        limit = "is not supported in safetensors; weights must be floating point, or a .gguf file"
-        raise InvalidArgument("quantization_config", method, limit)
-
-
 def from_hf_config(
     config: Mapping[str, Any], files: ModelFiles | None = None, model_impl: str = "auto"
 ) -> Architecture:
@@ -68,7 +61,6 @@ def from_hf_config(
     else:
         family = MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
     if family is not None and model_impl != "transformers":
-        _refuse_quantised(config)
         return family.read(config)
     if files is None or model_impl == "native":
         raise _unknown(config)
@@ -105,7 +97,9 @@ def load_architecture(files: ModelFiles, model_impl: str = "auto") -> Architectu
     return from_hf_config(read_json_object(config, "the model configuration"), files, model_impl)
 
 
-def open_model_weights(arch: Architecture, files: ModelFiles, dtype: torch.dtype, seed: int = 0) -> WeightSource:
+def open_model_weights(
+    arch: Architecture, files: ModelFiles, dtype: torch.dtype, seed: int = 0, has_blocks: bool = False
+) -> WeightSource:
     """Open the weights that the architecture needs; raise ModelFileError where the files hold others."""
     return open_weights(
         files,
@@ -115,6 +109,7 @@ def open_model_weights(arch: Architecture, files: ModelFiles, dtype: torch.dtype
         seed,
         renamed=arch.renamed,
         norm_value=1.0 - arch.norm_offset,
+        has_blocks=has_blocks,
     )
 
 
@@ -158,7 +153,7 @@ def build_model(arch: Architecture, source: WeightSource, backend: Backend, max_
     _check_heads(arch, backend)
     if backend.link is not None:
         part = part_of(arch, backend.link.rank, backend.link.world)
-        source, arch = ShardedSource(source, arch.cuts(part), part.rank), sharded(arch, part)
+        source, arch = ShardedSource(source, arch.cuts(part), part), sharded(arch, part)
     return FAMILIES[arch.name].model(arch, source, backend, max_position)
 
 
@@ -173,7 +168,7 @@ def load_model_weights(
             raise InvalidArgument("model", arch.name, limit)
         return load_hosted(arch, files, backend, max_position, seed)
     _check_heads(arch, backend)  # before a GGUF file is converted
-    source = open_model_weights(arch, files, backend.dtype, seed)
+    source = open_model_weights(arch, files, backend.dtype, seed, backend.quantization in STORED)
     model = build_model(as_stored(arch, source), source, backend, max_position)
     source.release()  # all of it is packed by now
     return model

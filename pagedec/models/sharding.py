@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from pagedec.errors import InvalidArgument
+from pagedec.formats.blocks import Blocks
 from pagedec.formats.source import WeightSource
 from pagedec.models.architecture import Architecture, Part, Portion
 
@@ -77,8 +78,8 @@ def cut_shape(whole: tuple[int, ...], cut: Portion | None) -> tuple[int, ...]:
 class ShardedSource:
     """A rank's cuts of a source's tensors; only what it has is read."""
 
-    def __init__(self, source: WeightSource, cuts: Mapping[str, Portion], rank: int) -> None:
-        self._source, self._cuts, self._rank = source, cuts, rank
+    def __init__(self, source: WeightSource, cuts: Mapping[str, Portion], part: Part) -> None:
+        self._source, self._cuts, self._part = source, cuts, part
 
     @property
     def path(self) -> Path:
@@ -103,10 +104,25 @@ class ShardedSource:
         if cut is None:
             return self._source.load(name)
         if cut.axis is None:
-            return self._source.load(name) if self._rank == 0 else torch.zeros(self._source.shape(name))
+            return self._source.load(name) if self._part.rank == 0 else torch.zeros(self._source.shape(name))
         whole = self._source.load(name)
         pieces = [whole.narrow(cut.axis, piece.start, len(piece)) for piece in cut.pieces]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.axis)
+
+    def blocks(self, name: str) -> Blocks | None:
+        """Return the rank's cut of a matrix in small integers. Raises InvalidArgument where a cut is inside of a
+        block."""
+        cut, whole = self._cuts.get(name), self._source.blocks(name)
+        if cut is None or whole is None:
+            return whole
+        if cut.axis == 0:
+            return whole.rows(torch.cat([torch.arange(piece.start, piece.stop) for piece in cut.pieces]))
+        try:
+            pieces = [whole.columns(piece.start, piece.stop) for piece in cut.pieces]
+        except ValueError as error:
+            limit = f"cuts {name} inside of its blocks: {error}; quantization none has no blocks"
+            raise InvalidArgument("tensor_parallel_size", self._part.world, limit) from error
+        return Blocks.beside(pieces)
 
     def release(self) -> None:
         """Give up the memory of what was read."""

@@ -13,13 +13,24 @@ from typing import Any
 
 import torch
 
+from pagedec.formats.blocks import Blocks
 from pagedec.formats.source import WeightSource
 from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan, Program
 from pagedec.kernels.records import Epilogue
 from pagedec.models.architecture import Architecture
 from pagedec.models.buffers import StepBuffers
 from pagedec.models.model import RecordedModel
-from pagedec.models.packing import pack_after_gated, pack_gated, pack_stacked, padded_width
+from pagedec.models.packing import (
+    Matrix,
+    load_matrix,
+    load_vocabulary,
+    pack_after_gated,
+    pack_gated,
+    pack_output,
+    pack_stacked,
+    padded_width,
+    place_embedding,
+)
 from pagedec.models.rope import placed, rope_frequencies, rope_table
 
 GATED = {"silu": Epilogue.SILU_MUL, "swish": Epilogue.SILU_MUL}
@@ -47,13 +58,13 @@ class Transformer(RecordedModel):
 
     def __init__(self, arch: Architecture, source: WeightSource, backend: Backend, max_position: int) -> None:
         self.arch, self.backend, self._source = arch, backend, source
-        embedding = source.load("model.embed_tokens.weight")
-        self.embedding = backend.place(embedding.to(backend.dtype).contiguous())
+        embedding = load_vocabulary(source, arch.embedding_name(), backend)
+        self.embedding = place_embedding(backend, embedding)
         # Rounded, because the models were trained with a scale of their weights' dtype
         self.embedding_scale = float(torch.tensor(arch.embedding_scale).to(backend.dtype))
         self.layers = [self._load_layer(f"model.layers.{i}.") for i in range(arch.num_layers)]
         self.norm = self._norm("model.norm")
-        self.lm_head = pack_stacked(backend, [embedding if arch.tie_word_embeddings else source.load("lm_head.weight")])
+        self.lm_head = pack_output(source, arch.tie_word_embeddings, backend, embedding, self.embedding)
         layer_windows = [arch.window(i, max_position) for i in range(arch.num_layers)]
         self.windows = tuple(dict.fromkeys(layer_windows))
         self.kinds = [self.windows.index(window) for window in layer_windows]
@@ -74,8 +85,8 @@ class Transformer(RecordedModel):
     def _load_layer(self, prefix: str) -> TransformerLayer:
         arch, names, backend = self.arch, self.arch.names, self.backend
 
-        def weight(name: str) -> torch.Tensor:
-            return self._source.load(f"{prefix}{name}.weight")
+        def weight(name: str) -> Matrix:
+            return load_matrix(self._source, f"{prefix}{name}.weight", backend)
 
         def bias(name: str, given: bool) -> torch.Tensor | None:
             return self._source.load(f"{prefix}{name}.bias") if given else None
@@ -83,14 +94,16 @@ class Transformer(RecordedModel):
         def norm(name: str) -> torch.Tensor | None:
             return self._norm(prefix + name) if name else None
 
-        def gated(parts: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        def gated(parts: Sequence[Matrix | None]) -> list[Any]:
             """Gate and up, whether they are two tensors or the halves of one."""
-            if len(parts) == 2 or parts[0] is None:
+            [whole] = parts if len(parts) == 1 else [None]
+            if whole is None:
                 return [parts[0], parts[-1]]
-            return list(parts[0].chunk(2))
+            middle = whole.shape[0] // 2
+            halves = slice(0, middle), slice(middle, None)
+            return [whole.rows(half) if isinstance(whole, Blocks) else whole[half] for half in halves]
 
         gate, up = gated([weight(name) for name in names.gate_up])
-        assert gate is not None and up is not None
         return TransformerLayer(
             input_norm=self._norm(prefix + names.input_norm),
             qkv=pack_stacked(

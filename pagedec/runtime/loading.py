@@ -19,9 +19,10 @@ from pagedec.config import (
     names_draft_model,
 )
 from pagedec.errors import InvalidArgument, Shown, WeightsWarning, within
+from pagedec.formats.awq_gptq import int4_config
 from pagedec.formats.generation import read_end_ids
 from pagedec.formats.resolve import ModelFiles, resolve_model
-from pagedec.kernels.backend import Backend
+from pagedec.kernels.backend import BLOCK_QUANTIZATIONS, Backend
 from pagedec.kernels.device import DeviceBackend
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import DEVICES, LibraryNotFound, load
@@ -40,6 +41,9 @@ from pagedec.runtime.pool import KvPool, choose_pool, default_bytes, whole_bytes
 from pagedec.runtime.runner import LaneRunner
 from pagedec.runtime.worker import Worker
 
+WEIGHT_BYTES = {"int4": 18 / 32, "int4_128": 66 / 128, "int4_zero": 20 / 32, "int4_zero_128": 68 / 128, "awq": 0.55}
+WEIGHT_BYTES |= {"gptq": 0.55, "gguf": 0.61}
+"""Bytes of a weight where it is less than one: with its share of scales; of files about what is usual."""
 NO_SIZES = dict.fromkeys(POOL_SIZES)
 
 
@@ -82,12 +86,32 @@ def choose_backend(parallel: ParallelConfig, dtype: str, quantization: str | Non
             kind, num_threads = NativeBackend, parallel.num_threads or 0
             if library.isa in DEVICES:
                 kind, num_threads = DeviceBackend, 0
+                if quantization in BLOCK_QUANTIZATIONS:
+                    raise InvalidArgument("quantization", quantization, "must be int8 or none on a CUDA device")
             return kind(library, names.get(dtype, torch.bfloat16), quantization, num_threads, device)
         except LibraryNotFound as error:
             if parallel.attention_backend == "native":
                 limit = f"is not available: {error}"
                 raise InvalidArgument("attention_backend", parallel.attention_backend, limit) from error
     return ReferenceBackend(names.get(dtype, torch.float32), quantization)
+
+
+def weight_form(model: ModelConfig) -> str | None:
+    """What linear layers are packed with: as the configuration says, or as the checkpoint has them. Raises
+    InvalidArgument where it has them in another form than asked for."""
+    asked = model.quantization
+    if asked in ("int8", "none"):
+        return None if asked == "none" else asked
+    files = resolve_model(model.model, model.load_format)
+    stored = int4_config(files)
+    method = None if stored is None else stored.method
+    if asked is None:
+        return method
+    if asked in ("awq", "gptq") and asked != method:
+        raise InvalidArgument("quantization", asked, f"must be the checkpoint's, which is {method or 'none'}")
+    if asked == "gguf" and files.weights is not None and files.load_format != "gguf":
+        raise InvalidArgument("quantization", asked, "must be of a .gguf file, or of dummy weights")
+    return asked
 
 
 def load_model(config: ModelConfig, backend: Backend, longest: int | None = None) -> LoadedModel:
@@ -102,7 +126,7 @@ def load_model(config: ModelConfig, backend: Backend, longest: int | None = None
     size, memory = weight_bytes(arch, backend), _memory(backend.room())
     if size > memory.num_bytes:
         told = f"the weights of {config.model} take {shown_size(size)}, more than the {memory}"
-        advice = "the system may end the process; quantization int8 takes a byte a weight"
+        advice = "the system may end the process; quantization int8 takes a byte a weight, int4 half of one"
         warnings.warn(f"{told}: {advice}", WeightsWarning, stacklevel=4)
     try:
         model = load_model_weights(arch, files, backend, length, config.seed)
@@ -121,7 +145,8 @@ def weight_bytes(arch: Architecture, backend: Backend) -> int:
     link = backend.link
     cuts = {} if link is None else arch.cuts(part_of(arch, link.rank, link.world))
     num_weights = sum(math.prod(cut_shape(shape, cuts.get(name))) for name, shape in arch.weight_shapes().items())
-    return num_weights * (backend.dtype.itemsize if backend.quantization is None else 1)
+    each = backend.dtype.itemsize if backend.quantization is None else WEIGHT_BYTES.get(backend.quantization, 1)
+    return int(num_weights * each)
 
 
 def lane_pool(loaded: LoadedModel, config: EngineConfig, taken: int = 0) -> KvPool:
@@ -221,7 +246,7 @@ def check_shares(config: EngineConfig) -> None:
 def load_whole(config: EngineConfig) -> Worker:
     """A worker that has all of the model. Raises `PagedecError` for what cannot be loaded, and warns of what may end
     badly."""
-    backend = choose_backend(config.parallel, config.model.dtype, config.model.quantization)
+    backend = choose_backend(config.parallel, config.model.dtype, weight_form(config.model))
     loaded = load_model(config.model, backend)
     return build_worker(config, loaded, load_draft(config, loaded))
 
@@ -241,7 +266,7 @@ def load_worker(config: EngineConfig, ranks: Ranks) -> Worker | Follower:
 def join(config: EngineConfig, ranks: Ranks) -> tuple[EngineConfig, Backend]:
     """A rank's share of what the configuration allows, and its kernels with a link to the other ranks."""
     config, place = _share_of(config, ranks)
-    backend = choose_backend(config.parallel, config.model.dtype, config.model.quantization, place)
+    backend = choose_backend(config.parallel, config.model.dtype, weight_form(config.model), place)
     told = ranks.exchange({"isa": backend.name})
     different = next((rank for rank, own in enumerate(told) if own != told[0]), None)
     if different is not None:
@@ -289,5 +314,5 @@ def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | None:
         return None
     own = draft_config(config).model
     with within("speculative_config."):
-        backend = choose_backend(config.parallel, own.dtype, own.quantization, target.model.backend.device)
+        backend = choose_backend(config.parallel, own.dtype, weight_form(own), target.model.backend.device)
         return load_model(own, backend, target.max_model_len)

@@ -93,7 +93,7 @@ def test_cuts_make_up_every_weight(name: str, world: int) -> None:
     arch = ARCHITECTURES[name]
     source = DummySource(arch.weight_shapes(), torch.float32, 0)
     parts = [part_of(arch, rank, world) for rank in range(world)]
-    own = [ShardedSource(source, arch.cuts(part), part.rank) for part in parts]
+    own = [ShardedSource(source, arch.cuts(part), part) for part in parts]
     local = [sharded(arch, part) for part in parts]
     replicated = 0 if world <= arch.num_kv_heads else world - arch.num_kv_heads
     for weight in source.names():

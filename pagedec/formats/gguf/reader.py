@@ -9,11 +9,14 @@ from pathlib import Path
 import torch
 
 from pagedec.errors import ModelFileError
+from pagedec.formats.blocks import Blocks
 from pagedec.formats.gguf.dequantize import PLAIN, dequantize
 from pagedec.formats.gguf.header import GgufHeader, GgufTensor, read_gguf_header
 from pagedec.formats.gguf.tensor_names import NO_WEIGHTS, layout_of
 from pagedec.formats.mapping import MappedFile
 
+BLOCKS = {"Q4_0": "q4_0", "Q8_0": "q8_0", "Q4_K": "q4_k", "Q6_K": "q6_k"}
+"""The encodings that kernels take as they are."""
 _BLOCK_TENSOR = re.compile(r"blk\.\d+\.(\w+)\.(weight|bias)")
 
 
@@ -151,13 +154,25 @@ class GgufSource:
         source._matrices = dtype
         return source
 
-    def load(self, name: str) -> torch.Tensor:
-        """Return the tensor, dequantised and in Hugging Face's order."""
+    def _file(self) -> MappedFile:
         if self._mapped is None:
             self._mapped = MappedFile(self._path, self.header.num_file_bytes)
+        return self._mapped
+
+    def load(self, name: str) -> torch.Tensor:
+        """Return the tensor, dequantised and in Hugging Face's order."""
+        stored, dtype = self._stored[name], self.dtype(name)
+        return stored.restore(dequantize(*stored.bytes_of(self._file()), dtype)).to(dtype)
+
+    def blocks(self, name: str) -> Blocks | None:
+        """Return a matrix as the file has it, its rows in Hugging Face's order; None where it is no such matrix, or
+        lies the other way round."""
         stored = self._stored[name]
-        dtype = self.dtype(name)
-        return stored.restore(dequantize(*stored.bytes_of(self._mapped), dtype)).to(dtype)
+        form = BLOCKS.get(stored.tensor.encoding.name)
+        if form is None or len(stored.shape) != 2 or stored.offset or stored.transposed:
+            return None
+        num_rows, k = stored.shape
+        return Blocks(form, stored.restore(stored.bytes_of(self._file())[0].view(num_rows, -1)), k)
 
     def release(self) -> None:
         """Give up the memory of what was read."""

@@ -20,7 +20,7 @@ from pagedec.models.buffers import StepBuffers
 from pagedec.models.config_fields import merged, token_ids
 from pagedec.models.family import Family
 from pagedec.models.model import RecordedModel
-from pagedec.models.packing import pack_stacked
+from pagedec.models.packing import in_form, load_vocabulary, pack_output, pack_stacked, place_embedding
 
 DEFAULTS = {
     "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "layer_norm_epsilon": 1e-5,
@@ -163,10 +163,11 @@ class GPT2(RecordedModel):
             return backend.place(weight), backend.place(bias)
 
         def linear(name: str) -> Any:
-            return pack_stacked(backend, [source.load(f"{name}.weight").T], [source.load(f"{name}.bias")])
+            weight = in_form(source.load(f"{name}.weight").T, backend)
+            return pack_stacked(backend, [weight], [source.load(f"{name}.bias")])
 
-        embedding = source.load("wte.weight")
-        self.embedding = backend.place(embedding.to(backend.dtype).contiguous())
+        embedding = load_vocabulary(source, "wte.weight", backend)
+        self.embedding = place_embedding(backend, embedding)
         self.positions = backend.place(source.load("wpe.weight")[:max_position].to(backend.dtype).contiguous())
         self.layers = [
             GPT2Layer(
@@ -180,7 +181,7 @@ class GPT2(RecordedModel):
             for i in range(arch.num_layers)
         ]
         self.norm = norm("ln_f")
-        self.lm_head = pack_stacked(backend, [embedding if arch.tie_word_embeddings else source.load("lm_head.weight")])
+        self.lm_head = pack_output(source, arch.tie_word_embeddings, backend, embedding, self.embedding)
 
     def attention_shapes(self, block_size: int) -> tuple[AttentionShape, ...]:
         arch = self.arch

@@ -1,0 +1,147 @@
+"""AWQ's and GPTQ's checkpoints: the values that their own packing has, and errors for what cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pagedec.errors import InvalidArgument, ModelFileError
+from pagedec.formats.awq_gptq import Int4Config, Int4Source, read_int4_config
+from pagedec.formats.safetensors import open_directory
+
+NAME = "model.layers.0.self_attn.q_proj"
+N, K = 48, 512
+
+
+def words(columns: np.ndarray) -> torch.Tensor:
+    """Int32 of eight columns of 0 .. 15 each, the first in the lowest bits."""
+    rows, width = columns.shape
+    parts = columns.astype(np.uint32).reshape(rows, width // 8, 8) << np.arange(0, 32, 4, dtype=np.uint32)
+    return torch.from_numpy(np.bitwise_or.reduce(parts, -1).view(np.int32).copy())
+
+
+def awq_order(columns: np.ndarray) -> np.ndarray:
+    """What the format's authors call order_map: which column goes to bits 4 i."""
+    rows, width = columns.shape
+    return columns.reshape(rows, width // 8, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(rows, width)
+
+
+class Weight:
+    """Integers q [n, k], scales and zero points [n, k / group], and the tensors that a method keeps them in."""
+
+    def __init__(self, group: int, symmetric: bool = False) -> None:
+        generator = np.random.default_rng(group)
+        self.group, groups = group, K // group
+        self.q = generator.integers(0, 16, (N, K))
+        self.scale = generator.uniform(1e-3, 1e-2, (N, groups)).astype(np.float16)
+        self.zero = np.full((N, groups), 8) if symmetric else generator.integers(1, 16, (N, groups))
+
+    @property
+    def values(self) -> torch.Tensor:
+        zero, scale = (np.repeat(x, self.group, 1) for x in (self.zero, self.scale.astype(np.float32)))
+        return torch.from_numpy((self.q - zero).astype(np.float32) * scale)
+
+    def awq(self) -> dict[str, torch.Tensor]:
+        return self._named(words(awq_order(self.q.T)), words(awq_order(self.zero.T)))
+
+    def gptq(self, shift: int = 1) -> dict[str, torch.Tensor]:
+        parts = self._named(words(self.q).T.contiguous(), words(self.zero.T - shift))
+        return {**parts, f"{NAME}.g_idx": torch.arange(K, dtype=torch.int32) // self.group}
+
+    def _named(self, q: torch.Tensor, zero: torch.Tensor) -> dict[str, torch.Tensor]:
+        scale = torch.from_numpy(self.scale.T.copy())
+        return {f"{NAME}.qweight": q, f"{NAME}.qzeros": zero, f"{NAME}.scales": scale}
+
+
+def opened(path: Path, tensors: dict[str, torch.Tensor], config: Int4Config) -> Int4Source:
+    save_file({**tensors, "model.norm.weight": torch.ones(8)}, path / "model.safetensors")
+    return Int4Source(open_directory(path), config)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 256, 512])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("method", ["awq", "gptq", "gptq_v2"])
+def test_values(tmp_path: Path, method: str, symmetric: bool, group: int) -> None:
+    weight, shift = Weight(group, symmetric), int(method == "gptq")
+    tensors = weight.awq() if method == "awq" else weight.gptq(shift)
+    source = opened(tmp_path, tensors, Int4Config(method[:4].rstrip("_"), group, shift))
+    assert sorted(source.names()) == ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight"]
+    name = f"{NAME}.weight"
+    assert source.shape(name) == (N, K) and source.dtype(name) == torch.float32
+    assert torch.equal(source.load(name), weight.values)
+    blocks = source.blocks(name)
+    assert blocks is not None
+    assert blocks.format == f"int4_{'' if symmetric else 'zero_'}{128 if group % 128 == 0 else 32}"
+    assert source.blocks("model.norm.weight") is None
+    assert torch.equal(source.load("model.norm.weight"), torch.ones(8))
+
+
+def test_one_group_for_a_row(tmp_path: Path) -> None:
+    weight = Weight(K)
+    source = opened(tmp_path, weight.gptq(), Int4Config("gptq", -1, 1))
+    assert torch.equal(source.load(f"{NAME}.weight"), weight.values)
+
+
+def changed(tensors: dict[str, torch.Tensor], part: str, value: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    rest = {name: tensor for name, tensor in tensors.items() if name != f"{NAME}.{part}"}
+    return rest if value is None else {**rest, f"{NAME}.{part}": value}
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("scales", None, f"lacks tensor {NAME}.scales of a quantised weight"),
+        ("scales", torch.ones(4, N + 8), rf"{NAME}.scales has shape \(4, 56\), not \(4, 48\)"),
+        ("qzeros", torch.zeros(3, N // 8, dtype=torch.int32), rf"{NAME}.qzeros has shape \(3, 6\), not \(4, 6\)"),
+        ("qzeros", torch.zeros(4, N // 8), f"{NAME}.qzeros is torch.float32, not torch.int32"),
+        ("qweight", torch.zeros(K // 8, N), f"{NAME}.qweight is torch.float32, not torch.int32"),
+        ("qweight", torch.zeros(65, N, dtype=torch.int32), r"is \[48, 520\], which groups of 128"),
+        ("qweight", torch.zeros(65, dtype=torch.int32), f"{NAME}.qweight has 1 dimensions, not 2"),
+        ("g_idx", torch.arange(K, dtype=torch.int32).flip(0) // 128, r"g_idx scatters groups \(desc_act\)"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path: Path, part: str, value: torch.Tensor | None, message: str) -> None:
+    with pytest.raises(ModelFileError, match=message):
+        opened(tmp_path, changed(Weight(128).gptq(), part, value), Int4Config("gptq", 128, 1)).load(f"{NAME}.weight")
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}, Int4Config("awq", 64, 0)),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128, "version": "GEMM"}, Int4Config("awq", 128, 0)),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False}, Int4Config("gptq", -1, 1)),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}, Int4Config("gptq", 128, 0)),
+    ],
+)
+def test_configurations(config: dict[str, Any], expected: Int4Config) -> None:
+    assert read_int4_config(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"quant_method": "bitsandbytes"},
+            "quantization_config is 'bitsandbytes': is not supported; supported are awq",
+        ),
+        ({}, "quantization_config is None: is not supported"),
+        ({"quant_method": "gptq", "bits": 8}, "quantization_config.bits is 8: must be 4"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 48}, "quantization_config.group_size is 48: must be -1 or"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": True}, "quantization_config.group_size is True"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "quantization_config.group_size is 0"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "quantization_config.version is 'gemv': must be gemm"),
+        (
+            {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+            "quantization_config.checkpoint_format is 'marlin': must be gptq or gptq_v2",
+        ),
+    ],
+)
+def test_configurations_that_cannot_be_read(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        read_int4_config(config)

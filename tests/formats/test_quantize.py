@@ -1,0 +1,95 @@
+"""Weights as groups of small integers: errors within what the integers allow, and no rounding beside theirs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagedec.formats import quantize
+from pagedec.formats.blocks import Blocks
+from pagedec.formats.quantize import FORMS, Int4, quantize_int4, quantize_q8
+
+
+def weight(n: int, k: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * 0.02
+
+
+def relative(blocks: Blocks, w: torch.Tensor) -> float:
+    """The squared error over the squared values."""
+    return float((blocks.dequantize() - w).square().sum() / w.square().sum())
+
+
+def test_names_say_the_form() -> None:
+    assert {name: form.format for name, form in FORMS.items()} == {
+        "int4": "int4_32", "int4_128": "int4_128", "int4_zero": "int4_zero_32", "int4_zero_128": "int4_zero_128",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("n", [1, 33])
+def test_normal_values_lose_as_much_as_steps_of_four_bits_do(name: str, n: int) -> None:
+    form, w = FORMS[name], weight(n, 1024)
+    # a group of G normal values spans about 2 sqrt(2 ln G) deviations in 15 steps; uniform errors are step^2 / 12
+    span = 2 * (2 * torch.log(torch.tensor(float(form.group)))).sqrt()
+    assert relative(quantize_int4(w, form), w) < float((span / 15) ** 2 / 12) * 1.25
+    assert relative(quantize_q8(w), w) < 1e-4
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_search_is_never_worse_than_the_whole_range(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = weight(64, 512, seed=1)
+    w[::3, ::7] *= 4  # large values in some groups
+    searched = quantize_int4(w, FORMS[name])
+    monkeypatch.setattr(quantize, "SHRINKS", (1.0,))
+    whole = quantize_int4(w, FORMS[name])
+    group = FORMS[name].group
+    errors = [(b.dequantize() - w).square().view(-1, group).sum(1) for b in (searched, whole)]
+    assert bool((errors[0] <= errors[1] * (1 + 1e-5)).all()) and float(errors[0].sum()) < float(errors[1].sum())
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_the_form_can_say_is_said_exactly(name: str) -> None:
+    form = FORMS[name]
+    generator = torch.Generator().manual_seed(2)
+    q = torch.randint(0, 16, (7, 4, form.group), generator=generator).float()
+    q[:, :, 0], q[:, :, 1] = 0, 15
+    zero = torch.randint(1, 15, (7, 4, 1), generator=generator).float() if form.has_zero else torch.tensor(8.0)
+    if not form.has_zero:
+        q = q.clamp(min=1)  # then -8 scales is no value: the largest is 7 scales, and
+        q[:, :, 0] = 0  # one that is
+    w = ((q - zero) * 2.0**-7).view(7, -1)
+    assert torch.equal(quantize_int4(w, form).dequantize(), w)
+
+
+def test_pieces_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = weight(37, 256)
+    for name, form in FORMS.items():
+        whole = quantize_int4(w, form).data
+        monkeypatch.setattr(quantize, "PIECE", 3 * 256 + 1)
+        assert torch.equal(quantize_int4(w, form).data, whole), name
+        monkeypatch.undo()
+
+
+def test_zeros_and_what_is_no_number() -> None:
+    for form in FORMS.values():
+        w = weight(3, 256)
+        w[0], w[1, :128] = 0, torch.nan
+        got = quantize_int4(w, form).dequantize()
+        assert bool((got[0] == 0).all())
+        assert bool(got[1, 128:].isfinite().all()) and bool(got[2].isfinite().all())
+    q8 = weight(2, 64)
+    q8[0] = 0
+    assert bool((quantize_q8(q8).dequantize()[0] == 0).all())
+
+
+def test_a_group_is_named_that_does_not_divide() -> None:
+    with pytest.raises(ValueError, match="k is 96; must be a multiple of 128"):
+        quantize_int4(weight(2, 96), Int4(128, False))
+    with pytest.raises(ValueError, match="k is 40; must be a multiple of 32"):
+        quantize_q8(weight(2, 40))
+
+
+def test_weights_may_be_views_in_bfloat16() -> None:
+    w = weight(64, 32).bfloat16().T
+    assert torch.equal(quantize_int4(w, FORMS["int4"]).data, quantize_int4(w.contiguous().float(), FORMS["int4"]).data)
+    assert torch.equal(quantize_q8(w).data, quantize_q8(w.contiguous().float()).data)

@@ -1,0 +1,243 @@
+"""Models whose linear layers stay in the small integers that files have them in, or that are made of their numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from safetensors.torch import load_file, save_file
+
+from pagedec import LLM, SamplingParams
+from pagedec.config import EngineConfig
+from pagedec.errors import InvalidArgument
+from pagedec.formats.blocks import Blocks
+from pagedec.formats.quantize import FORMS, quantize_int4
+from pagedec.kernels.backend import Backend
+from pagedec.kernels.fallback import ReferenceBackend
+from pagedec.models import packing
+from pagedec.runtime.loading import choose_backend, load_model, weight_form
+from tests.models.checkpoints import Checkpoint, make_checkpoint, variant
+from tests.models.gguf_files import write_model
+from tests.support import all_logits
+
+VARIANTS = (
+    variant("llama", num_attention_heads=4, num_key_value_heads=2, head_dim=16),
+    variant("llama-tied-biases", tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    variant("phi3", "phi3", num_attention_heads=4, num_key_value_heads=2, head_dim=16),
+    variant("gemma2", "gemma2", sliding_window=10, query_pre_attn_scalar=64, tie_word_embeddings=True),
+    variant("gpt2", "gpt2"),
+)
+BY_NAME = {chosen.name: chosen for chosen in VARIANTS}
+CLOSE = 0.05  # of the largest logit: inputs of layers have 8 bits while they run
+Checkpoints = Callable[[str], Checkpoint]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return cache(lambda name: make_checkpoint(BY_NAME[name], tmp_path_factory.mktemp(name)))
+
+
+def config_of(path: Path | str, **arguments: Any) -> EngineConfig:
+    return EngineConfig.from_kwargs(model=str(path), skip_tokenizer_init=True, **{"dtype": "float32", **arguments})
+
+
+def logits(config: EngineConfig, tokens: list[int], reference: bool = False) -> torch.Tensor:
+    form = weight_form(config.model)
+    backend: Backend = ReferenceBackend(torch.float32, form)
+    if not reference:
+        backend = choose_backend(config.parallel, config.model.dtype, form)
+    return all_logits(load_model(config.model, backend).model, tokens)
+
+
+def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+# ----------------------------------------------------------------------------------------------------------------- GGUF
+@pytest.mark.parametrize("reference", [False, True], ids=["native", "reference"])
+@pytest.mark.parametrize("encoding", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_blocks_of_a_file(
+    name: str, encoding: str, reference: bool, checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = checkpoints(name)
+    path = write_model(checkpoint.path, tmp_path / "tiny.gguf", GGMLQuantizationType[encoding])
+    numbers = logits(config_of(path), checkpoint.tokens)
+    kept = logits(config_of(path, quantization="gguf"), checkpoint.tokens, reference)
+    assert 0 < error(kept, numbers) < CLOSE
+    if reference:
+        assert error(logits(config_of(path, quantization="gguf"), checkpoint.tokens), kept) < 1e-5
+    assert torch.equal(logits(config_of(path, quantization="none"), checkpoint.tokens), numbers)
+
+
+def packed(monkeypatch: pytest.MonkeyPatch, config: EngineConfig) -> list[list[str]]:
+    """The formats of each weight that is packed in blocks."""
+    found: list[list[str]] = []
+
+    class Told(ReferenceBackend):
+        def pack_blocks(self, parts: Any, bias: torch.Tensor | None = None) -> Any:
+            found.append([part.format for part in parts])
+            return super().pack_blocks(parts, bias)
+
+    load_model(config.model, Told(torch.float32, weight_form(config.model)))
+    return found
+
+
+def test_all_matrices_of_a_file_stay_as_they_are(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_model(checkpoints("llama").path, tmp_path / "tiny.gguf", GGMLQuantizationType.Q4_0)
+    monkeypatch.setattr(packing, "_pack", None)  # what packs numbers
+    formats = packed(monkeypatch, config_of(path, quantization="gguf"))
+    assert formats == [["q4_0"]] * (2 + 2 * 4)  # embedding and output, and of two layers qkv, o, gate and up, down
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_formats_may_differ_within_a_weight(world: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As Q4_K_M has it: q and k in 4 bits, v in 6."""
+    checkpoint = make_checkpoint(
+        variant("wide", hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=8,
+                head_dim=64, vocab_size=300, num_hidden_layers=3), tmp_path
+    )  # fmt: skip
+    config = config_of(checkpoint.path, load_format="dummy", quantization="gguf")
+    found = packed(monkeypatch, config)
+    assert ["q4_k", "q6_k"] in found and ["q4_k"] in found and ["q6_k"] in found
+    tokens = list(range(3, 70))
+    assert error(logits(config, tokens), logits(config, tokens, reference=True)) < 1e-5
+    prompts = [{"prompt_token_ids": tokens}, {"prompt_token_ids": [5]}]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    arguments = {"model": str(checkpoint.path), "load_format": "dummy", "quantization": "gguf", "dtype": "float32"}
+    with LLM(**arguments, skip_tokenizer_init=True, num_blocks=64) as llm:
+        whole = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    ranks = {"tensor_parallel_size": world, "executor": "process"} if world > 1 else {}
+    with LLM(**arguments, skip_tokenizer_init=True, num_blocks=64, **ranks) as llm:
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)] == whole
+
+
+# ------------------------------------------------------------------------------------------------------- AWQ and GPTQ
+def nibbles(q: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """Eight columns in an int32: column order[i] in bits 4 i."""
+    parts = q.view(q.shape[0], -1, 8)[:, :, order].long() << torch.arange(0, 32, 4)
+    return parts.sum(-1).to(torch.int64).where(parts.sum(-1) < 2**31, parts.sum(-1) - 2**32).to(torch.int32)
+
+
+def quantised_checkpoint(source: Path, target: Path, method: str) -> None:
+    """The checkpoint with its layers as the method keeps them, in groups of 32."""
+    target.mkdir()
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(source / "model.safetensors").items():
+        if weight.ndim != 2 or "layers" not in name:
+            tensors[name] = weight
+            continue
+        values = quantize_int4(weight, FORMS["int4_zero"]).unpack()
+        q, zero, stem = values.q.to(torch.uint8), values.zero, name.removesuffix(".weight")
+        assert zero is not None
+        if method == "gptq":
+            tensors[f"{stem}.qweight"] = nibbles(q, list(range(8))).T.contiguous()
+            tensors[f"{stem}.qzeros"] = nibbles((zero.T.to(torch.uint8) - 1) & 15, list(range(8)))
+        else:
+            order = [0, 2, 4, 6, 1, 3, 5, 7]
+            tensors[f"{stem}.qweight"] = nibbles(q.T.contiguous(), order)
+            tensors[f"{stem}.qzeros"] = nibbles(zero.T.contiguous().to(torch.uint8), order)
+        tensors[f"{stem}.scales"] = values.scale.T.contiguous().half()
+    save_file(tensors, target / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    own = {"quant_method": method, "bits": 4, "group_size": 32}
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": own}))
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_checkpoints_in_four_bits(method: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    checkpoint = checkpoints("llama")
+    quantised_checkpoint(checkpoint.path, tmp_path / "four", method)
+    plain = tmp_path / "plain"  # the same numbers as numbers
+    plain.mkdir()
+    weights = {
+        name: quantize_int4(weight, FORMS["int4_zero"]).dequantize()
+        if weight.ndim == 2 and "layers" in name
+        else weight
+        for name, weight in load_file(checkpoint.path / "model.safetensors").items()
+    }
+    save_file(weights, plain / "model.safetensors")
+    (plain / "config.json").write_text((checkpoint.path / "config.json").read_text())
+    numbers = logits(config_of(plain), checkpoint.tokens)
+    assert torch.equal(logits(config_of(tmp_path / "four", quantization="none"), checkpoint.tokens), numbers)
+    kept = logits(config_of(tmp_path / "four"), checkpoint.tokens)
+    assert 0 < error(kept, numbers) < CLOSE
+    assert torch.equal(logits(config_of(tmp_path / "four", quantization=method), checkpoint.tokens), kept)
+    assert error(kept, logits(config_of(tmp_path / "four"), checkpoint.tokens, reference=True)) < 1e-5
+    with LLM(str(tmp_path / "four"), skip_tokenizer_init=True, num_blocks=16) as llm:
+        assert f"{method} weights" in str(llm) or llm.engine.executor.geometry.quantization == method
+
+
+# ------------------------------------------------------------------------------------------------------ made of numbers
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    chosen = variant("wide", hidden_size=128, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2)
+    return make_checkpoint(chosen, tmp_path_factory.mktemp("wide"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_four_bits_of_numbers(form: str, wide: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(wide.path, quantization=form)
+    assert packed(monkeypatch, config).count([FORMS[form].format]) == 2 * 4
+    ours = logits(config, wide.tokens)
+    assert error(ours, logits(config, wide.tokens, reference=True)) < 1e-5
+    assert 0 < error(ours, wide.logits) < 0.5  # random weights lose more than trained ones
+
+
+@pytest.fixture(scope="module", params=["int4", "int4_zero_128", "gguf"])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    own = {"dtype": "bfloat16", "enable_prefix_caching": False, "num_blocks": 64, "max_model_len": 256}
+    with LLM("smollm2", quantization=request.param, **own) as made:
+        yield made
+
+
+def test_the_default_model_knows_its_capitals(llm: LLM) -> None:
+    prompts = ["The capital of France is", "The capital of Italy is"]
+    texts = [output.outputs[0].text for output in llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0))]
+    assert texts == [" Paris", " Rome"]
+
+
+def test_alone_and_in_a_crowd_are_the_same_bits(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
+    prompts = ["The capital of France is", "Once upon a time there was a" * 20, "1, 1, 2, 3, 5, 8,"]
+    crowd = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    for prompt, other in zip(prompts, crowd, strict=True):
+        alone = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+        assert alone.token_ids == other.token_ids and alone.logprobs == other.logprobs
+
+
+# ------------------------------------------------------------------------------------------------------------- mistakes
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"quantization": "gguf"}, "quantization is 'gguf': must be of a .gguf file, or of dummy weights"),
+        ({"quantization": "awq"}, "quantization is 'awq': must be the checkpoint's, which is none"),
+        ({"quantization": "int5"}, "quantization is 'int5': must be one of int8, int4"),
+    ],
+)
+def test_mistakes_are_named(arguments: dict[str, Any], message: str, checkpoints: Checkpoints) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        weight_form(config_of(checkpoints("llama").path, **arguments).model)
+
+
+def test_a_rank_cannot_have_a_part_of_a_block(tmp_path: Path) -> None:
+    changes = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "num_key_value_heads": 2}
+    path = make_checkpoint(variant("cut", intermediate_size=256, **changes), tmp_path).path
+    limit = "tensor_parallel_size is 2: cuts model.layers.0.self_attn.o_proj.weight inside of its blocks"
+    with pytest.raises(InvalidArgument, match=limit):
+        LLM(str(path), load_format="dummy", quantization="gguf", tensor_parallel_size=2, skip_tokenizer_init=True)
+
+
+def test_rows_and_columns_of_a_cut() -> None:
+    blocks = quantize_int4(torch.randn(64, 256), FORMS["int4"])
+    halves = [blocks.columns(0, 128), blocks.columns(128, 256)]
+    assert torch.equal(Blocks.beside(halves).data, blocks.data)
+    assert torch.equal(torch.cat([half.dequantize() for half in halves], 1), blocks.dequantize())
