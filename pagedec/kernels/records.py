@@ -63,6 +63,18 @@ class Quantization(IntEnum):
     INT8 = 1
 
 
+class BlockFormat(IntEnum):
+    """What the blocks of a weight, or of a segment of one, are: kernels/blocks.py."""
+
+    Q4_0 = 1
+    Q8_0 = 2
+    Q4_K = 3
+    Q6_K = 4
+    INT4_128 = 5
+    INT4_ZERO_32 = 6
+    INT4_ZERO_128 = 7
+
+
 class OpKind(IntEnum):
     """Kernels that a program can hold."""
 

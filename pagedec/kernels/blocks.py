@@ -1,0 +1,178 @@
+"""Weights in blocks of 4 to 8 bits, as files and quantisers give them.
+
+A row of k values is a sequence of blocks, each some consecutive values with their own scales:
+
+    q4_0, int4_32   32 values: fp16 d, 16 bytes of nibbles (value j low, j + 16 high); w = d (q - 8)
+    int4_128       128 values: fp16 d, 64 bytes of nibbles (value j low, j + 64 high); w = d (q - 8)
+    int4_zero_32    32 values: fp16 d, fp16 z, nibbles as above; w = d (q - z)
+    int4_zero_128  128 values: likewise
+    q8_0            32 values: fp16 d, 32 int8; w = d q
+    q4_k           256 values: fp16 d, fp16 dmin, 8 scales sc and 8 minima m of 6 bits in 12 bytes, then for each two
+                   groups of 32 values 32 bytes of nibbles (the first group low); w = d sc q - dmin m
+    q6_k           256 values: for each half of 128 values 64 bytes of nibbles (values 0-63 low, 64-127 high), then for
+                   each half 32 bytes of 2 high bits (values 0-31 lowest), 16 int8 sc of 16 values each, fp16 d;
+                   w = d sc (q - 32)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedec.kernels.records import BlockFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How long a block is, and how the kernels call its format."""
+
+    values: int
+    num_bytes: int
+    code: BlockFormat
+
+
+LAYOUTS = {
+    "q4_0": Layout(32, 18, BlockFormat.Q4_0),
+    "int4_32": Layout(32, 18, BlockFormat.Q4_0),
+    "int4_128": Layout(128, 66, BlockFormat.INT4_128),
+    "int4_zero_32": Layout(32, 20, BlockFormat.INT4_ZERO_32),
+    "int4_zero_128": Layout(128, 68, BlockFormat.INT4_ZERO_128),
+    "q8_0": Layout(32, 34, BlockFormat.Q8_0),
+    "q4_k": Layout(256, 144, BlockFormat.Q4_K),
+    "q6_k": Layout(256, 210, BlockFormat.Q6_K),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What blocks say: w = scale * q - minimum in each group, or scale * (q - zero) where there are zeros."""
+
+    q: Tensor  # fp32 integers [n, k], symmetric zero points taken off
+    scale: Tensor  # fp32 [n, k / group], exact
+    group: int
+    minimum: Tensor | None = None  # fp32 [n, k / group], exact
+    zero: Tensor | None = None  # fp32 [n, k / group]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """A weight [n, k] in blocks. data uint8 [n, bytes of a row]; rows may be strided."""
+
+    format: str
+    data: Tensor
+    k: int
+
+    def __post_init__(self) -> None:
+        if self.format not in LAYOUTS:
+            raise ValueError(f"format is {self.format!r}; it must be one of {', '.join(LAYOUTS)}")
+        layout = LAYOUTS[self.format]
+        if self.k < 1 or self.k % layout.values:
+            raise ValueError(f"k is {self.k}; for {self.format} it must be a multiple of {layout.values}")
+        if self.data.dtype != torch.uint8 or self.data.ndim != 2:
+            raise ValueError(f"data is {self.data.dtype} {tuple(self.data.shape)}; it must be uint8 of two dimensions")
+        num_bytes, expected = self.data.shape[1], self.k // layout.values * layout.num_bytes
+        if num_bytes != expected:
+            raise ValueError(f"data has {num_bytes} bytes a row; {self.k} values of {self.format} have {expected}")
+
+    @property
+    def n(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.n, self.k
+
+    @property
+    def layout(self) -> Layout:
+        return LAYOUTS[self.format]
+
+    def rows(self, index: int | slice | Tensor | Sequence[int] | np.ndarray) -> Blocks:
+        """The rows of an index, a slice, or a list of indices."""
+        if isinstance(index, int):
+            index = [index]
+        chosen = index if isinstance(index, slice) else torch.as_tensor(index, dtype=torch.long)
+        return Blocks(self.format, self.data[chosen], self.k)
+
+    def columns(self, begin: int, end: int) -> Blocks:
+        """Values begin .. end - 1 of every row. Raises ValueError where a block would be cut."""
+        values, num_bytes = self.layout.values, self.layout.num_bytes
+        if not 0 <= begin < end <= self.k:
+            raise ValueError(f"columns are {begin} to {end}; they must be some of 0 to {self.k}")
+        for name, place in (("begin", begin), ("end", end)):
+            if place % values:
+                raise ValueError(f"{name} is {place}; for {self.format} it must be a multiple of {values}")
+        return Blocks(self.format, self.data[:, begin // values * num_bytes : end // values * num_bytes], end - begin)
+
+    @staticmethod
+    def concat(parts: Sequence[Blocks]) -> Blocks:
+        """Weights of one format and one k, their rows one behind the other."""
+        first = parts[0]
+        for part in parts:
+            if (part.layout.code, part.k) != (first.layout.code, first.k):
+                raise ValueError(
+                    f"a part has k {part.k} in {part.format}; it must have k {first.k} in {first.format}, as the first"
+                )
+        return first if len(parts) == 1 else Blocks(first.format, torch.cat([part.data for part in parts]), first.k)
+
+    def unpack(self) -> Values:
+        """What the blocks say, as numbers."""
+        blocks = self.data.reshape(self.n, -1, self.layout.num_bytes)
+        if self.format == "q8_0":
+            return Values(blocks[:, :, 2:].contiguous().view(torch.int8).flatten(1).float(), _halves(blocks, 0), 32)
+        if self.format == "q4_k":
+            return _unpack_q4_k(blocks)
+        if self.format == "q6_k":
+            return _unpack_q6_k(blocks)
+        zero, group = "zero" in self.format, self.layout.values
+        q = _nibbles(blocks[:, :, 4 if zero else 2 :]).flatten(1).float()
+        if zero:
+            return Values(q, _halves(blocks, 0), group, zero=_halves(blocks, 2))
+        return Values(q - 8, _halves(blocks, 0), group)
+
+    def dequantize(self) -> Tensor:
+        """fp32 [n, k]: of GGUF's formats the values that the gguf package gives."""
+        values = self.unpack()
+        q = values.q.view(self.n, -1, values.group)
+        if values.zero is not None:
+            q = q - values.zero[:, :, None]
+        w = values.scale[:, :, None] * q
+        if values.minimum is not None:
+            w = w - values.minimum[:, :, None]
+        return w.flatten(1)
+
+
+def _halves(blocks: Tensor, at: int) -> Tensor:
+    """The fp16 number at byte `at` of each block, fp32 [n, blocks]."""
+    return blocks[:, :, at : at + 2].contiguous().view(torch.float16).float()[:, :, 0]
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """Low halves, then high halves of the last dimension's bytes."""
+    return torch.cat([packed & 15, packed >> 4], -1)
+
+
+def _unpack_q4_k(blocks: Tensor) -> Values:
+    n, num_blocks, _ = blocks.shape
+    low, high, rest = blocks[:, :, 4:8], blocks[:, :, 8:12], blocks[:, :, 12:16]
+    scale = torch.cat([low & 63, (rest & 15) | (low >> 2 & 48)], -1).float()
+    minimum = torch.cat([high & 63, (rest >> 4) | (high >> 2 & 48)], -1).float()
+    return Values(
+        _nibbles(blocks[:, :, 16:].reshape(n, num_blocks, 4, 32)).flatten(1).float(),
+        (_halves(blocks, 0)[:, :, None] * scale).flatten(1),
+        32,
+        minimum=(_halves(blocks, 2)[:, :, None] * minimum).flatten(1),
+    )
+
+
+def _unpack_q6_k(blocks: Tensor) -> Values:
+    n, num_blocks, _ = blocks.shape
+    low = _nibbles(blocks[:, :, :128].reshape(n, num_blocks, 2, 64))
+    bits = blocks[:, :, 128:192].reshape(n, num_blocks, 2, 32)
+    high = torch.cat([bits >> shift & 3 for shift in (0, 2, 4, 6)], -1)
+    scale = blocks[:, :, 192:208].contiguous().view(torch.int8).float()
+    q = (low | high << 4).flatten(1).float() - 32
+    return Values(q, (_halves(blocks, 208)[:, :, None] * scale).flatten(1), 16)
