@@ -145,6 +145,34 @@ class Blocks:
         return w.flatten(1)
 
 
+PANEL = 32  # outputs
+MAX_SEGMENTS = 4  # of a packed weight: runs of outputs in one format
+
+
+def segments_of(parts: Sequence[Blocks]) -> list[Blocks]:
+    """Parts of a packed weight, those side by side that have one format joined.
+
+    Raises ValueError where they are too many, are of several k, or one but the last does not fill its panels.
+    """
+    joined: list[list[Blocks]] = []
+    for part in parts:
+        if part.k != parts[0].k:
+            raise ValueError(f"a part has k {part.k}; it must be {parts[0].k}, the first part's")
+        if joined and joined[-1][0].layout.code == part.layout.code:
+            joined[-1].append(part)
+        else:
+            joined.append([part])
+    if not 1 <= len(joined) <= MAX_SEGMENTS:
+        raise ValueError(f"parts are of {len(joined)} formats in turn; there must be 1 to {MAX_SEGMENTS}")
+    segments = [Blocks.concat(same) for same in joined]
+    for segment in segments[:-1]:
+        if segment.n % PANEL:
+            raise ValueError(
+                f"a part in {segment.format} has n {segment.n}; before another format it must be a multiple of {PANEL}"
+            )
+    return segments
+
+
 def _halves(blocks: Tensor, at: int) -> Tensor:
     """The fp16 number at byte `at` of each block, fp32 [n, blocks]."""
     return blocks[:, :, at : at + 2].contiguous().view(torch.float16).float()[:, :, 0]
