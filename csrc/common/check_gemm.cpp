@@ -21,7 +21,7 @@ int check_gemm(const pd_gemm_args &a) {
   if (kHasBlocks && (a.quantization < PD_PLAIN || a.quantization > PD_BLOCKS))
     return fail("pd_gemm: quantization is %d; it must be 0 (none), 1 (int8) or 2 (blocks)", a.quantization);
   if (!kHasBlocks && a.quantization != PD_PLAIN && a.quantization != PD_INT8)
-    return fail("pd_gemm: quantization is %d; on a CUDA device it must be 0 (none) or 1 (int8)", a.quantization);
+    return fail("pd_gemm: quantization is %d; it must be 0 (none) or 1 (int8) on a CUDA device", a.quantization);
   if (a.quantization == PD_BLOCKS && check_segments("pd_gemm", a.segments, a.num_segments, a.n, a.k)) return -1;
   if (!a.packed) return fail("pd_gemm: packed is NULL");
   if ((uintptr_t)a.packed % 64) return fail("pd_gemm: packed is at %p; it must be 64-byte aligned", a.packed);

@@ -55,8 +55,9 @@ int check_gumbel(const pd_context *, int32_t first_token, int32_t num_tokens, co
 int64_t gemm_workspace_bytes(const pd_context &, const pd_gemm_args &, int num_threads);
 int64_t attention_workspace_bytes(const pd_attention_args &, int num_threads);
 
-// x of a linear layer with weights in int8 or in blocks is quantised into the workspace: by the threads together, with a barrier behind
-// it, where gemm_quantize_part returns true (for all threads alike), else by each thread for itself inside gemm_part.
+// x of a linear layer with weights in int8 or blocks is quantised into the workspace: by the threads together, with a
+// barrier behind it, where gemm_quantize_part returns true (for all threads alike), else by each thread for itself
+// inside gemm_part.
 bool gemm_quantize_part(const pd_context &, const pd_gemm_args &, int thread, int num_threads);
 void gemm_part(const pd_context &, const pd_gemm_args &, int thread, int num_threads);
 void embed_part(const pd_embed_args &, int thread, int num_threads);

@@ -1,13 +1,13 @@
 // The parts of a linear layer with weights in blocks (blocks.h): what x becomes, and one tile of rows by a panel.
 //
-// A row of x is int8 in groups of 32 values with a scale each, and the sums of each 16 values: a weight's zero point, or
-// its minimum, takes a multiple of a sum. A group's products are added up as integers, exactly in any order:
+// A row of x is int8 in groups of 32 values with a scale each, and the sums of each 16 values: a zero point or minimum
+// of W takes a multiple of a sum. A group's products are added up as integers, exactly in any order:
 //   t = sum of (q - zero) q_x     over 32 values, or 16 where these have a scale of their own; |t| < 2^20
 //   Q4_0, INT4_128, Q8_0          acc = acc + xs * (a * t)            a = d, zero 8, 8, 128
 //   Q4_K, INT4_ZERO               acc = acc + xs * (a * t - b * S)    a = d sc, d; b = dmin m, d z; S = sum of q_x
 //   Q6_K                          acc = acc + xs * (a * t + a' * t')  a = d sc, zero 32
-// from acc = 0 on, in fp32, each product and sum rounded by itself. a and b are exact: 11 bits times 8 or 11. So results
-// are the same on every instruction set; the reference in torch is reference_blocks.py.
+// from acc = 0 on, in fp32, each product and sum rounded by itself. a and b are exact: 11 bits times 8 or 11. Results
+// are the same on every instruction set, and those of reference_blocks.py.
 //
 // Where bytes cannot be multiplied into 32 bits (VNNI), pairs of products are added in 16: those of 4 bits stay below
 // 15 * 127 * 2 * 8 steps = 30480, of 6 bits 63 * 127 * 2 = 16002, and of 8 bits, as |q| times x with q's sign, 32512.
@@ -157,8 +157,8 @@ PD_INLINE void block_scales(const char *unit, const char *scales, bool has_scale
 
 // A group's sums into acc. first_half: of 6 bits, what the first 16 values gave.
 template <BlockKind KIND, bool VNNI, int R>
-PD_INLINE void block_end(const Ints (&c)[R][VECTORS], const int32_t *first_half, const RowPointers &x, const char *unit,
-                         const char *scales, bool has_scales, float *acc) {
+PD_INLINE void block_end(const Ints (&c)[R][VECTORS], const int32_t *first_half, const RowPointers &x,
+                         const char *unit, const char *scales, bool has_scales, float *acc) {
   Floats a[VECTORS], b[VECTORS];
   block_scales<KIND>(unit, scales, has_scales, a, b);
 #pragma GCC unroll 16

@@ -27,7 +27,7 @@ from pagedec.kernels.records import BlockFormat
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BlockLayout:
     """How long a block is, and how the kernels call its format."""
 
     values: int
@@ -36,14 +36,14 @@ class Layout:
 
 
 LAYOUTS = {
-    "q4_0": Layout(32, 18, BlockFormat.Q4_0),
-    "int4_32": Layout(32, 18, BlockFormat.Q4_0),
-    "int4_128": Layout(128, 66, BlockFormat.INT4_128),
-    "int4_zero_32": Layout(32, 20, BlockFormat.INT4_ZERO_32),
-    "int4_zero_128": Layout(128, 68, BlockFormat.INT4_ZERO_128),
-    "q8_0": Layout(32, 34, BlockFormat.Q8_0),
-    "q4_k": Layout(256, 144, BlockFormat.Q4_K),
-    "q6_k": Layout(256, 210, BlockFormat.Q6_K),
+    "q4_0": BlockLayout(32, 18, BlockFormat.Q4_0),
+    "int4_32": BlockLayout(32, 18, BlockFormat.Q4_0),
+    "int4_128": BlockLayout(128, 66, BlockFormat.INT4_128),
+    "int4_zero_32": BlockLayout(32, 20, BlockFormat.INT4_ZERO_32),
+    "int4_zero_128": BlockLayout(128, 68, BlockFormat.INT4_ZERO_128),
+    "q8_0": BlockLayout(32, 34, BlockFormat.Q8_0),
+    "q4_k": BlockLayout(256, 144, BlockFormat.Q4_K),
+    "q6_k": BlockLayout(256, 210, BlockFormat.Q6_K),
 }
 
 
@@ -87,7 +87,7 @@ class Blocks:
         return self.n, self.k
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> BlockLayout:
         return LAYOUTS[self.format]
 
     def rows(self, index: int | slice | Tensor | Sequence[int] | np.ndarray) -> Blocks:

@@ -23,7 +23,7 @@ def test_weights_in_blocks_are_refused() -> None:
     with pytest.raises(KernelError, match="pd_pack_blocks: format is 3; a CUDA device has no weights"):
         backend.context.pack_blocks(rows.data_ptr(), 32, 256, BlockFormat.Q4_K, rows.data_ptr())
     record = GemmArgs(num_rows=rows.data_ptr(), n=32, k=256, quantization=int(Quantization.BLOCKS))
-    with pytest.raises(KernelError, match=r"quantization is 2; on a CUDA device it must be 0 \(none\) or 1 \(int8\)"):
+    with pytest.raises(KernelError, match=r"quantization is 2; it must be 0 \(none\) or 1 \(int8\) on a CUDA"):
         backend.context.call(record)
     with pytest.raises(KernelError, match="pd_embed: num_segments is 2; on a CUDA device segments must be NULL"):
         backend.context.call(EmbedArgs(num_rows=rows.data_ptr(), segments=rows.data_ptr(), num_segments=2))

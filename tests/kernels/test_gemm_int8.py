@@ -272,7 +272,7 @@ def test_what_is_invalid_is_named(context: Context) -> None:
     rows, x, y = count(1), normal(1, 8, seed=1), torch.empty(1, 32)
     wrong = record(rows, x, storage, (32, 8), y)
     wrong.quantization = 3
-    with pytest.raises(KernelError, match="quantization is 3; (on a CUDA device )?it must be 0"):
+    with pytest.raises(KernelError, match="quantization is 3; it must be 0"):
         context.run(OpList([wrong]))
     for make in (
         lambda: NativeBackend(context.library, torch.float32, "int4"),
