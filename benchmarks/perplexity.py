@@ -31,27 +31,30 @@ KINDS: dict[str, dict[str, str | None]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int8, float32": {"dtype": "float32", "quantization": "int8"},
-    **{form: {"dtype": "bfloat16", "quantization": form} for form in ("int4", "int4_128", "int4_zero", "gguf")},
+    **{
+        form: {"dtype": "bfloat16", "quantization": form}
+        for form in ("int4", "int4_128", "int4_zero", "int4_zero_128", "gguf")
+    },
     **{f"{kind} KV": {"dtype": "bfloat16", "kv_cache_dtype": kind} for kind in ("int8", "fp8")},
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring(RequestParams):
+class WindowParams(RequestParams):
     """A window after its first token; `scores` receives one value for each."""
 
     tokens: tuple[int, ...] = ()
     scores: list[float] = field(default_factory=list)
 
 
-@decoder("score", params=Scoring)
-class Score(Decoder):
+@decoder("windows", params=WindowParams)
+class Windows(Decoder):
     """Drafts the text itself, a chunk at a time, and accepts all of it."""
 
     width = 1
     initial_state = 0  # tokens scored
 
-    def __init__(self, params: Scoring, context: DecoderContext) -> None:
+    def __init__(self, params: WindowParams, context: DecoderContext) -> None:
         self.params = params
 
     def propose(self, branches: Sequence[Branch], room: int) -> Sequence[Query]:
@@ -79,7 +82,7 @@ def score(llm: LLM, windows: Sequence[Sequence[int]]) -> list[float]:
     """Log-probabilities of all tokens of all windows but each one's first."""
     logprobs: list[float] = []
     for i, window in enumerate(windows):
-        params = Scoring(tuple(window[1:]), ignore_eos=True)
+        params = WindowParams(tuple(window[1:]), ignore_eos=True)
         llm.engine.add(llm.engine.admit(f"window {i}", window[:1], params))
         while llm.engine.scheduler.requests:
             llm.engine.step()

@@ -38,7 +38,7 @@ EXTRA: dict[str, set[str]] = {
     "constraints": {"core"},
     "decoders": {"core"},
     "text": {"environment", "formats", "core"},
-    "formats": {"environment"},
+    "formats": {"environment", "kernels"},
     "kernels": {"environment", "core"},
     "models": {"formats"},
     "runtime": {"core", "config", "formats", "environment"},

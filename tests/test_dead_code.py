@@ -28,7 +28,6 @@ OUTSIDE = {
     "step_beam_search": "what people import",
     "mcts": "what people import",
     "intercept_service": "gRPC calls it",
-    "format": "logging calls it",
     "describe": "prometheus_client calls it",
     "app": "Ray Serve calls it, by its import path",
     "ListSessions": "gRPC calls it",

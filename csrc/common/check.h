@@ -31,6 +31,12 @@ constexpr bool kReadsRecords = false;
 #else
 constexpr bool kReadsRecords = true;
 #endif
+// Weights in blocks: CUDA's kernels do not have them.
+#if defined(PD_DEVICE_MEMORY) || defined(PD_EMULATED_DEVICE)
+constexpr bool kHasBlocks = false;
+#else
+constexpr bool kHasBlocks = true;
+#endif
 inline int check_count(const char *kernel, const char *field, const int32_t *count) {
   if (check_pointer(kernel, field, count)) return -1;
   return kReadsRecords ? check_range(kernel, field, *count, 0, INT32_MAX) : 0;

@@ -18,13 +18,45 @@ int check_gemm(const pd_gemm_args &a) {
     return fail("pd_gemm: y_dtype is %d; with PD_ADD it must be 0 (fp32)", a.y_dtype);
   if ((a.epilogue == PD_SILU_MUL || a.epilogue == PD_GELU_MUL) && a.n % 2)
     return fail("pd_gemm: n is %d; with gate and up rows it must be even", a.n);
-  if (a.quantization != PD_PLAIN && a.quantization != PD_INT8)
-    return fail("pd_gemm: quantization is %d; it must be 0 (none) or 1 (int8)", a.quantization);
+  if (kHasBlocks && (a.quantization < PD_PLAIN || a.quantization > PD_BLOCKS))
+    return fail("pd_gemm: quantization is %d; it must be 0 (none), 1 (int8) or 2 (blocks)", a.quantization);
+  if (!kHasBlocks && a.quantization != PD_PLAIN && a.quantization != PD_INT8)
+    return fail("pd_gemm: quantization is %d; it must be 0 (none) or 1 (int8) on a CUDA device", a.quantization);
+  if (a.quantization == PD_BLOCKS && check_segments("pd_gemm", a.segments, a.num_segments, a.n, a.k)) return -1;
   if (!a.packed) return fail("pd_gemm: packed is NULL");
   if ((uintptr_t)a.packed % 64) return fail("pd_gemm: packed is at %p; it must be 64-byte aligned", a.packed);
   if (a.next_bytes < 0) return fail("pd_gemm: next_bytes is %lld; it must be 0 or more", (long long)a.next_bytes);
   if (rows && !a.x) return fail("pd_gemm: x is NULL with %d rows", rows);
   if (rows && !a.y) return fail("pd_gemm: y is NULL with %d rows", rows);
+  return 0;
+}
+
+int block_values(int32_t format) {
+  switch (format) {
+    case PD_Q4_0: case PD_Q8_0: case PD_INT4_ZERO_32: return 32;
+    case PD_INT4_128: case PD_INT4_ZERO_128: return 128;
+    case PD_Q4_K: case PD_Q6_K: return 256;
+    default: return 0;
+  }
+}
+
+int check_blocks(const char *name, int64_t k, int32_t format) {
+  const int values = block_values(format);
+  if (!values) return fail("%s: format is %d; it must be %d to %d", name, format, PD_Q4_0, PD_INT4_ZERO_128);
+  if (k % values == 0) return 0;
+  return fail("%s: k is %lld; with format %d it must be a multiple of %d", name, (long long)k, format, values);
+}
+
+int check_segments(const char *name, const pd_segment *segments, int32_t num_segments, int64_t n, int64_t k) {
+  if (!segments) return fail("%s: segments is NULL; a weight in blocks must have them", name);
+  if (check_range(name, "num_segments", num_segments, 1, PD_MAX_SEGMENTS)) return -1;
+  for (int i = 0; i < num_segments; i++) {
+    const int first = segments[i].first_output, least = i ? segments[i - 1].first_output + 32 : 0;
+    if (check_blocks(name, k, segments[i].format)) return -1;
+    if (i == 0 ? first != 0 : first % 32 || first < least || first >= n)
+      return fail("%s: segments[%d].first_output is %d; it must be %s%d", name, i, first,
+                  i ? "a multiple of 32 below n, at least " : "", least);
+  }
   return 0;
 }
 

@@ -42,6 +42,8 @@ int check_layer_norm(const pd_layer_norm_args &a) {
 
 int check_embed(const pd_embed_args &a) {
   const char *name = "pd_embed";
+  if (!kHasBlocks && a.segments)
+    return fail("pd_embed: num_segments is %d; on a CUDA device segments must be NULL", a.num_segments);
   if (check_count(name, "num_rows", a.num_rows) || check_array(name, "token_ids", a.token_ids, a.num_rows) ||
       check_pointer(name, "table", a.table) || check_array(name, "out", a.out, a.num_rows) ||
       check_dtype(name, a.dtype) || check_range(name, "dim", a.dim, 1, INT32_MAX) ||
@@ -58,6 +60,7 @@ int check_embed(const pd_embed_args &a) {
     return -1;
   if (a.positions && !a.position_table)
     return fail("pd_embed: position_table is NULL; positions and position_table must be given together");
+  if (a.segments && check_segments(name, a.segments, a.num_segments, a.vocab, a.dim)) return -1;
   if (!std::isfinite(a.scale)) return fail("pd_embed: scale is %g; it must be finite", (double)a.scale);
   return 0;
 }

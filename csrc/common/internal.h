@@ -26,6 +26,8 @@ bool has_vnni();  // whether the processor multiplies bytes
 int check_gemm(const pd_gemm_args &);
 int check_size(const char *name, int64_t n, int64_t k);  // of a weight: no number of bytes overflows
 int check_pack(const char *name, const pd_context *, const void *w, const void *packed);
+int check_blocks(const char *name, int64_t k, int32_t format);
+int check_segments(const char *name, const pd_segment *, int32_t num_segments, int64_t n, int64_t k);
 int check_embed(const pd_embed_args &);
 int check_rms_norm(const pd_rms_norm_args &);
 int check_layer_norm(const pd_layer_norm_args &);
@@ -53,8 +55,9 @@ int check_gumbel(const pd_context *, int32_t first_token, int32_t num_tokens, co
 int64_t gemm_workspace_bytes(const pd_context &, const pd_gemm_args &, int num_threads);
 int64_t attention_workspace_bytes(const pd_attention_args &, int num_threads);
 
-// x of a linear layer with int8 weights is quantised into the workspace: by the threads together, with a barrier behind
-// it, where gemm_quantize_part returns true (for all threads alike), else by each thread for itself inside gemm_part.
+// x of a linear layer with weights in int8 or blocks is quantised into the workspace: by the threads together, with a
+// barrier behind it, where gemm_quantize_part returns true (for all threads alike), else by each thread for itself
+// inside gemm_part.
 bool gemm_quantize_part(const pd_context &, const pd_gemm_args &, int thread, int num_threads);
 void gemm_part(const pd_context &, const pd_gemm_args &, int thread, int num_threads);
 void embed_part(const pd_embed_args &, int thread, int num_threads);

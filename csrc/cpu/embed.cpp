@@ -4,14 +4,27 @@
 #include <limits>
 
 #include "common/check.h"
+#include "cpu/blocks.h"
 #include "cpu/vec_small.h"
 
 namespace pagedec {
 namespace {
 
+// A row of a table in blocks: what a table of these values in E would have.
+template <class E>
+void read_row(const Segments &table, int64_t place, const pd_embed_args &a, float *out) {
+  read_blocks(table, place, a.dim, out);
+  for (int64_t i = 0; i < a.dim; i++) {
+    E value;
+    from_float(out[i], &value);
+    out[i] = to_float(value) * a.scale;
+  }
+}
+
 template <class E>
 void embed_rows(const pd_embed_args &a, int thread, int num_threads) {
   const Range rows = share(*a.num_rows, thread, num_threads);
+  const Segments blocks(a.table, a.segments, a.segments ? a.num_segments : 0, a.vocab, a.dim);
   const F16 scale = set16(a.scale), nan = set16(std::numeric_limits<float>::quiet_NaN());
   for (int64_t r = rows.begin; r < rows.end; r++) {
     const int32_t token = a.token_ids[r];
@@ -26,7 +39,8 @@ void embed_rows(const pd_embed_args &a, int thread, int num_threads) {
     const bool own = known && place >= 0 && place < a.vocab;
     const E *row = (const E *)a.table + (own ? place : 0) * (int64_t)a.dim;
     const F16 other = known ? set16(0.0f) : nan;  // another rank's
-    for (int64_t i = 0; i < a.dim; i += 16)
+    if (own && a.segments) read_row<E>(blocks, place, a, out);
+    for (int64_t i = 0; i < a.dim && !(own && a.segments); i += 16)
       store_some(out + i, own ? load_some(row + i, a.dim - i) * scale : other, a.dim - i);
     if (!a.position_table || !known) continue;
     const E *offset = (const E *)a.position_table + position * (int64_t)a.dim;

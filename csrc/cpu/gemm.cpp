@@ -11,18 +11,15 @@
 
 #include "common/context.h"
 #include "cpu/gemm_amx.h"
+#include "cpu/gemm_blocks.h"
+#include "cpu/gemm_finish.h"
+#include "cpu/gemm_shares.h"
 
 namespace pagedec {
 namespace {
 
 // Measured on Zen 4 (1 MB L2, 2 cores, 33-60 GB/s).
-// x of a block and two slices of panel fit L2 up to k = 2048; larger blocks gain nothing
-constexpr int BLOCK_ROWS = 144;
 constexpr int64_t SLICE_STEPS = 1024;    // 128 KB of panel
-// g groups of threads that share the rows read the weights g times. That hides behind the arithmetic from some 32 rows
-// a group on two threads (measured: 64 rows as 2 x 32 are 3 % faster in a whole step, 32 as 2 x 16 6 % slower), and in
-// proportion on more.
-constexpr int ROW_SPLIT_MIN_ROWS = PD_LEVEL >= 4 ? 64 : 16;  // of a group, for each thread there is
 // While one tall tile passes a panel the hardware prefetches; doing it too costs up to 30 % below 7 rows, and from
 // there to 12 rows between -6 % (one thread, idle machine) and 17 % (memory shared with others). With more tiles memory
 // would be idle from the second on. The 512-bit FMA kernel is never so short of memory (prefetching costs it 4-15 %).
@@ -36,63 +33,17 @@ constexpr int AMX_SLICE_MIN_ROWS = 128;
 constexpr int AMX_PREFETCH_MIN_ROWS = 17;
 // measured: 16 rows are faster without tiles (6.8 ms against 8), 32 with them (8 against 10.1)
 constexpr int INT8_AMX_MIN_ROWS = 24;
-// Below so many values of x (rows times k, for each thread that would repeat the work) every thread quantises for
-// itself: that costs about 0.1 ns a value, a barrier some us.
-constexpr int64_t SHARE_MIN_VALUES = 32768;
-
 // Where tile i of a block begins: equal heights, but where hardware prefetching makes one tall tile better.
 int tile_begin(bool int8, int i, int tiles, int rows) {
   if (!int8 && PD_LEVEL == 3 && tiles == 2 && rows <= TALL_ROWS) return i == 0 ? 0 : i == 1 ? TILE_ROWS : rows;
   return rows * i / tiles;
 }
 
-// Rows a multiple of 4 KB apart fall into one set of an 8-way L1, which cannot hold a tall tile's.
-constexpr int64_t L1_SET_PERIOD = 4096;
-
 // What a thread needs to know of x in the row block in work.
 struct Rows {
   const char *x = nullptr;  // a.x itself, a copy, or what became of it
   int64_t stride = 0;
 };
-
-// acc [rows][32] of panel p becomes rows row, row + 1, ... of y. scales: int8 only, of the outputs.
-template <int EPILOGUE, int Y_DTYPE, bool INT8>
-void finish(const pd_gemm_args &a, int64_t row, int rows, int64_t p, const float *acc, const float *scales) {
-  constexpr bool gated = EPILOGUE == PD_SILU_MUL || EPILOGUE == PD_GELU_MUL;
-  const int64_t width = gated ? a.n / 2 : a.n, column = gated ? p * 16 : p * 32;
-  const int left = width - column < 32 ? (int)(width - column) : 32;
-  F16 bias[2] = {zero16(), zero16()};
-  for (int j = 0; a.bias && j < 2; j++)
-    bias[j] = gated ? load16(a.bias + p * 32 + j * 16)
-                    : load16_part(a.bias + column + j * 16, left > j * 16 ? left - j * 16 : 0);
-  F16 scale[2] = {zero16(), zero16()};
-  if constexpr (INT8) scale[0] = load16(scales), scale[1] = load16(scales + 16);
-  for (int i = 0; i < rows; i++) {
-    F16 r[2] = {load16(acc + i * 32), load16(acc + i * 32 + 16)};
-    if constexpr (INT8) r[0] = mul16(r[0], scale[0]), r[1] = mul16(r[1], scale[1]);
-    if (a.bias) r[0] = add16(r[0], bias[0]), r[1] = add16(r[1], bias[1]);
-    if constexpr (gated) r[0] = mul16(EPILOGUE == PD_SILU_MUL ? silu16(r[0]) : gelu16(r[0]), r[1]);
-    if constexpr (EPILOGUE == PD_GELU) r[0] = gelu16(r[0]), r[1] = gelu16(r[1]);
-    const int64_t at = (row + i) * width + column;
-    for (int j = 0; j < (gated ? 1 : 2) && left > j * 16; j++) {
-      float *y = (float *)a.y + at + j * 16;
-      if constexpr (EPILOGUE == PD_ADD) r[j] = add16(load16_part(y, left - j * 16), r[j]);
-      if constexpr (Y_DTYPE == PD_F32) store16_part(y, r[j], left - j * 16);
-      else store16_bf16((uint16_t *)a.y + at + j * 16, r[j], left - j * 16);
-    }
-  }
-}
-
-using FinishFn = void (*)(const pd_gemm_args &, int64_t, int, int64_t, const float *, const float *);
-template <bool INT8>
-FinishFn pick_finish(const pd_gemm_args &a) {
-  static constexpr FinishFn fn[5][2] = {{finish<PD_STORE, PD_F32, INT8>, finish<PD_STORE, PD_BF16, INT8>},
-                                        {finish<PD_ADD, PD_F32, INT8>, nullptr},
-                                        {finish<PD_SILU_MUL, PD_F32, INT8>, finish<PD_SILU_MUL, PD_BF16, INT8>},
-                                        {finish<PD_GELU_MUL, PD_F32, INT8>, finish<PD_GELU_MUL, PD_BF16, INT8>},
-                                        {finish<PD_GELU, PD_F32, INT8>, finish<PD_GELU, PD_BF16, INT8>}};
-  return fn[a.epilogue][a.y_dtype];
-}
 
 struct Job {
   const pd_gemm_args &a;
@@ -118,23 +69,9 @@ struct Job {
   const char *panel(int64_t p) const { return (const char *)a.packed + p * panel_bytes; }
 };
 
-// Into how many groups the threads split the rows; each group's threads split the panels. As many as the weights may be
-// read: a thread then finds in its own cache the rows that it wrote in the kernel before, where half of each row would
-// come from another core.
-int num_row_groups(int64_t rows, int64_t panels, int num_threads) {
-  int best = 1;
-  int64_t best_cost = rows * ((panels + num_threads - 1) / num_threads);
-  for (int g = 2; g <= num_threads && rows / g >= (int64_t)ROW_SPLIT_MIN_ROWS * num_threads; g++) {
-    const int64_t columns = num_threads / g, cost = (rows + g - 1) / g * ((panels + columns - 1) / columns);
-    if (num_threads % g == 0 && cost <= best_cost) best_cost = cost, best = g;
-  }
-  return best;
-}
-
 // x in int8, in the workspace: rows that are not L1_SET_PERIOD apart.
 int64_t int8_stride(const Int8Row &shape) { return shape.bytes % L1_SET_PERIOD ? shape.bytes : shape.bytes + 64; }
 int64_t int8_bytes(const Int8Row &shape, int64_t rows) { return rows * int8_stride(shape); }
-int64_t own_rows(const pd_gemm_args &a) { return *a.num_rows < BLOCK_ROWS ? *a.num_rows : BLOCK_ROWS; }
 
 // A block of rows L1_SET_PERIOD apart is copied, each row a line further than it was (measured, k = 4096 and 14336:
 // 1.16-1.2 times faster at 12 and 24 rows, 1.07 at 144).
@@ -145,12 +82,6 @@ int64_t row_bytes(const pd_gemm_args &a) { return (int64_t)a.k * (a.dtype == PD_
 int64_t copy_bytes(const pd_gemm_args &a) {  // for a thread
   const bool copied = row_bytes(a) % L1_SET_PERIOD == 0 && *a.num_rows >= COPY_MIN_ROWS;
   return copied ? own_rows(a) * (row_bytes(a) + 64) : 0;
-}
-
-// Whether the threads of a group quantise its rows together.
-bool shares_rows(const pd_gemm_args &a, int num_threads) {
-  const int groups = num_row_groups(*a.num_rows, ((int64_t)a.n + 31) / 32, num_threads), columns = num_threads / groups;
-  return (int64_t)*a.num_rows / groups * a.k * (columns - 1) / columns >= SHARE_MIN_VALUES;
 }
 
 Job make_job(const pd_context &c, const pd_gemm_args &a, int thread, int num_threads) {
@@ -278,12 +209,14 @@ void run(Job &j) {
 }  // namespace
 
 int64_t gemm_workspace_bytes(const pd_context &c, const pd_gemm_args &a, int num_threads) {
+  if (a.quantization == PD_BLOCKS) return blocks_workspace_bytes(a, num_threads);
   if (a.quantization != PD_INT8) return num_threads * copy_bytes(a);
   const Int8Row shape(a.k, c.vnni);
   return std::max(int8_bytes(shape, *a.num_rows), num_threads * int8_bytes(shape, own_rows(a)));
 }
 
 bool gemm_quantize_part(const pd_context &c, const pd_gemm_args &a, int thread, int num_threads) {
+  if (a.quantization == PD_BLOCKS) return blocks_quantize_part(c, a, thread, num_threads);
   if (a.quantization != PD_INT8 || *a.num_rows == 0 || !shares_rows(a, num_threads)) return false;
   const Job j = make_job(c, a, thread, num_threads);
   // this thread's share of its group's rows: it finds those that it wrote in its own cache
@@ -297,6 +230,7 @@ bool gemm_quantize_part(const pd_context &c, const pd_gemm_args &a, int thread, 
 
 void gemm_part(const pd_context &c, const pd_gemm_args &a, int thread, int num_threads) {
   if (*a.num_rows == 0) return;
+  if (a.quantization == PD_BLOCKS) return blocks_part(c, a, thread, num_threads);
   Job job = make_job(c, a, thread, num_threads);
   run(job);
 }

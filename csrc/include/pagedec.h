@@ -36,6 +36,7 @@
  *   V, bf16   [num_blocks][kv_heads][block_size/2][D][2]     V, fp32   [num_blocks][kv_heads][block_size][D]
  *   weight, bf16   [N/32][K/2][32][2]               weight, fp32   [N/32][K][32]        (N padded to 32 with zeros)
  *   weight, int8   [N/32] panels: 32 scales fp32, then q + 128 [K/4][32][4]
+ *   weight, blocks   [N/32] panels: csrc/cpu/blocks.h
  *   on a CUDA device K and V   [num_blocks][kv_heads][block_size][D]
  *     weight   [N][K] (both padded to 32)   weight, int8   q [N][K] (padded to 32 and 64), then N scales fp32
  * Every row's result is a function of that row's own inputs: not of num_rows, its neighbours, or the number of threads.
@@ -49,7 +50,7 @@
 extern "C" {
 #endif
 
-#define PD_ABI_VERSION 7
+#define PD_ABI_VERSION 8
 #if defined(__GNUC__)
 #define PD_EXPORT __attribute__((visibility("default")))
 #else
@@ -120,10 +121,35 @@ PD_EXPORT int pd_pack(pd_context *, const void *w, int64_t n, int64_t k, int32_t
  * of the group) * scale of the output + bias). A group's sum is an integer that fp32 holds exactly and the rest has one
  * order, so results without an activation are the same on every instruction set and device. A row of x with an infinity
  * or NaN in it gives NaN; a group whose values are all below 2^-120 counts as zeros. */
-typedef enum { PD_PLAIN = 0, PD_INT8 = 1 } pd_quantization;
+typedef enum { PD_PLAIN = 0, PD_INT8 = 1, PD_BLOCKS = 2 } pd_quantization;
 PD_EXPORT int64_t pd_packed_int8_bytes(int64_t n, int64_t k);                       /* as pd_packed_bytes */
 /* w [n][k] in dtype */
 PD_EXPORT int pd_pack_int8(pd_context *, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed);
+
+/* Weights in blocks, as files have them: some consecutive values of an output with their own scales (d, dmin, z: fp16).
+ *   PD_Q4_0                 32 values: d, nibbles: w = d (q - 8)      PD_INT4_128   the same of 128 values
+ *   PD_INT4_ZERO_32, _128   32 or 128 values: d, z, nibbles: w = d (q - z)
+ *   PD_Q8_0                 32 values: d, int8: w = d q
+ *   PD_Q4_K                 256 values: d, dmin, sc and m of 6 bits for each 32, nibbles: w = d sc q - dmin m
+ *   PD_Q6_K                 256 values: q of 6 bits, sc of 8 bits for each 16, d: w = d sc (q - 32)
+ * byte for byte as pagedec/kernels/blocks.py says; k is a multiple of a block's values. When the kernel runs, x becomes
+ * int8 in groups of 32 values of a row, as above. Of a group, with t the exact sum of (q - zero) q_x over what shares a
+ * scale, a = d sc, b = dmin m or d z (exact in fp32) and S the exact sum of q_x:
+ *   acc = acc + scale of x * (a t)               Q4_0, INT4_128, Q8_0
+ *   acc = acc + scale of x * (a t - b S)         Q4_K, INT4_ZERO_*, whose t has no zero
+ *   acc = acc + scale of x * (a t + a' t')       Q6_K, of its two 16 values
+ * from 0 on, groups in order, each product, sum and difference rounded to fp32 by itself; y = epilogue(acc + bias).
+ * Infinities, NaN and tiny values of x are as in int8. */
+typedef enum {
+  PD_Q4_0 = 1, PD_Q8_0, PD_Q4_K, PD_Q6_K, PD_INT4_128, PD_INT4_ZERO_32, PD_INT4_ZERO_128
+} pd_block_format;
+/* Outputs from first_output on, up to the next segment's, are in this format: a multiple of 32, the first 0. A packed
+ * weight is its segments' packed bytes one behind the other. */
+typedef struct { int32_t format, first_output; } pd_segment;
+#define PD_MAX_SEGMENTS 4
+PD_EXPORT int64_t pd_packed_blocks_bytes(int64_t n, int64_t k, int32_t format);     /* as pd_packed_bytes */
+/* blocks: [n][k / values of a block] blocks, without gaps. A CUDA device does not have these weights yet. */
+PD_EXPORT int pd_pack_blocks(pd_context *, const void *blocks, int64_t n, int64_t k, int32_t format, void *packed);
 /* for tests. 0: do as without the instruction that multiplies bytes; 1 if it will be used */
 PD_EXPORT int pd_allow_vnni(pd_context *, int32_t allow);
 
@@ -137,6 +163,9 @@ typedef struct {
   int32_t quantization;        /* of W: pd_quantization */
   const void *next_packed;     /* weight of the linear layer that follows, or NULL: its first panels are prefetched */
   int64_t next_bytes;
+  const pd_segment *segments;  /* [num_segments], with PD_BLOCKS: the caller's memory, as records are */
+  int32_t num_segments;        /* 1 to PD_MAX_SEGMENTS with PD_BLOCKS, else 0 */
+  int32_t reserved;
 } pd_gemm_args;
 PD_EXPORT int pd_gemm(pd_context *, const pd_gemm_args *);
 
@@ -147,7 +176,7 @@ PD_EXPORT int pd_gemm(pd_context *, const pd_gemm_args *);
 typedef struct {
   const int32_t *num_rows;
   const int32_t *token_ids;
-  const void *table;           /* [vocab][dim] in dtype */
+  const void *table;           /* [vocab][dim] in dtype; with segments a weight in blocks, its values in dtype */
   float *out;                  /* [rows][dim] */
   const int32_t *slots;        /* or NULL */
   int32_t *token_plane;        /* [num_blocks * block_size] or NULL */
@@ -157,7 +186,8 @@ typedef struct {
   const void *position_table;  /* [num_positions][dim] in dtype */
   int32_t num_positions;
   int32_t first_id, num_ids;   /* num_ids 0: the table has all of them */
-  int32_t reserved;
+  int32_t num_segments;
+  const pd_segment *segments;  /* [num_segments], or NULL: as in pd_gemm_args */
 } pd_embed_args;
 PD_EXPORT int pd_embed(pd_context *, const pd_embed_args *);
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from pagedec.errors import InvalidArgument, ModelFileError
-from pagedec.formats.blocks import Blocks
 from pagedec.formats.files import read_json_object
 from pagedec.formats.quantize import Int4, pack_groups
 from pagedec.formats.resolve import ModelFiles
 from pagedec.formats.source import WeightSource
+from pagedec.kernels.blocks import Blocks
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """In which 4 bits of an int32 AWQ keeps columns 0 .. 7."""

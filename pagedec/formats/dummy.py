@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pagedec.formats.blocks import LAYOUTS, Blocks
+from pagedec.kernels.blocks import LAYOUTS, Blocks
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 STANDARD_DEVIATION = 0.02  # initializer_range of the models in question

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagedec.formats.blocks import Blocks
+from pagedec.kernels.blocks import Blocks
 
 SHRINKS = (1.0, 0.93, 0.86)
 """Shares of a group's range that its integers may span; the best is taken."""
@@ -21,7 +21,7 @@ PIECE = 1 << 20  # values at once: a few megabytes of fp32
 
 @dataclass(frozen=True, slots=True)
 class Int4:
-    """A form of 4-bit weights: values in a group, and whether it has a zero point of its own (else 8)."""
+    """A form of 4-bit weights: values in a group, and whether it has a zero point of its own, any number (else 8)."""
 
     group: int
     has_zero: bool
@@ -51,6 +51,20 @@ def quantize_int4(weight: torch.Tensor, form: Int4) -> Blocks:
     num_rows = max(1, PIECE // k)
     pieces = [_encode(weight[i : i + num_rows].float().reshape(-1, form.group), form) for i in range(0, n, num_rows)]
     return Blocks(form.format, torch.cat(pieces).view(n, -1), k)
+
+
+def from_q4_1(raw: torch.Tensor, k: int) -> Blocks:
+    """Return rows of GGUF's Q4_1, uint8 [n, bytes], whose values are d q + m, as scale * (q - zero) with zero = -m / d
+    rounded to fp16: by 2^-11 of m at most."""
+    blocks = raw.reshape(-1, 20).clone()
+    scale, least = (blocks[:, at : at + 2].clone().view(torch.float16).float()[:, 0] for at in (0, 2))
+    is_one = scale == 0  # one value only: that many times 0 - (-1)
+    zero = torch.where(is_one, torch.full_like(scale, -1), -least / scale)
+    scale = torch.where(is_one, least, scale)
+    for at, value in ((0, scale), (2, zero)):
+        blocks[:, at : at + 2] = value.half()[:, None].view(torch.uint8)
+    blocks[is_one, 4:] = 0
+    return Blocks("int4_zero_32", blocks.view(len(raw), -1), k)
 
 
 def quantize_q8(weight: torch.Tensor) -> Blocks:
@@ -107,10 +121,13 @@ def _error(groups: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> tor
 def _spanned(groups: torch.Tensor, shrink: float, form: Int4) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale, as fp16 has it, and zero point of groups whose range is taken at `shrink` of its width."""
     if form.has_zero:
-        low, high = groups.amin(1).clamp(max=0) * shrink, groups.amax(1).clamp(min=0) * shrink
-        scale = ((high - low) / 15).half().float()
-        zero = torch.where(scale == 0, torch.zeros_like(scale), -low / scale).round_().clamp_(0, 15)
-        return scale, zero
+        low, high = groups.amin(1), groups.amax(1)
+        scale = ((high - low) * (shrink / 15)).half().float()
+        middle = (low + high) / 2  # 7.5 steps above the lowest value
+        # one value only: that many times 0 - (-1)
+        scale, is_one = torch.where(scale == 0, middle.half().float(), scale), scale == 0
+        zero = torch.where(is_one, torch.full_like(scale, -1), 7.5 - middle / scale).half().float()
+        return scale, zero.nan_to_num_(0)
     # the largest magnitude becomes -8, which has no positive counterpart: the scale may be negative
     largest = groups.gather(1, groups.abs().argmax(1, keepdim=True))[:, 0]
     return (largest * (-shrink / 8)).half().float(), torch.full((len(groups),), 8.0)

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from pagedec.errors import MAX_SHOWN, ModelFileError, shown
-from pagedec.formats.blocks import Blocks
 from pagedec.formats.files import file_size, is_file, parse_json_object, read_json_object
 from pagedec.formats.mapping import MappedFile, view_tensor
+from pagedec.kernels.blocks import Blocks
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_COUNT = 2**63 - 1  # of a size or a byte position

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from pagedec.errors import ModelFileError
-from pagedec.formats.blocks import Blocks
+from pagedec.kernels.blocks import Blocks
 
 MAX_LISTED_NAMES = 20  # an error message stays readable; a wrong model differs in hundreds of names
 

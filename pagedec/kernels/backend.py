@@ -16,6 +16,7 @@ import torch
 
 from pagedec.core.forward import NO_INTS, LaneAnswers, LaneForward, Masks
 from pagedec.core.logits_rules import LogitsRules
+from pagedec.kernels.blocks import Blocks
 from pagedec.kernels.link import Link
 from pagedec.kernels.records import Epilogue
 
@@ -104,7 +105,7 @@ class Program(Protocol):
         self,
         rows: torch.Tensor,
         token_ids: torch.Tensor,
-        table: torch.Tensor,
+        table: Any,
         out: torch.Tensor,
         slots: torch.Tensor,
         token_plane: torch.Tensor,
@@ -114,8 +115,9 @@ class Program(Protocol):
         ids: tuple[int, int] | None = None,
     ) -> None:
         """out fp32 [rows, dim] = table[token_ids] * scale, plus position_table[positions] where they are given (both in
-        the backend's dtype); and the ids into the token plane at `slots`, where one is not negative. With `ids` (first,
-        number of all) the table has some rows of a larger one, from `first` on; of ids elsewhere in that, out is 0."""
+        the backend's dtype); and the ids into the token plane at `slots`, where one is not negative. A table that
+        `pack_blocks` gave is read as its values in that dtype. With `ids` (first, number of all) the table has some
+        rows of a larger one, from `first` on; of ids elsewhere in that, out is 0."""
 
     def rms_norm(
         self,
@@ -233,6 +235,12 @@ class Backend(Protocol):
 
         quantization "int8": each output's row as integers of -127 .. 127 and one scale, from the weight in the numbers
         given; rows of x alike in groups of 64 when the layer runs. None: in the backend's dtype.
+        """
+
+    def pack_blocks(self, parts: Sequence[Blocks], bias: torch.Tensor | None = None) -> Any:
+        """Take a weight that stays in its blocks, the outputs of `parts` one behind the other; gated parts are
+        interleaved by the caller. Rows of x are int8 in groups of 32 when the layer runs. Raises ValueError where
+        `segments_of` does, and on a device that has no such kernels.
         """
 
     def settle(self) -> None:

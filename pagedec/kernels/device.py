@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.kernels.backend import CacheTensors
+from pagedec.kernels.blocks import Blocks
 from pagedec.kernels.device_memory import DeviceCall, DeviceMemory, KernelCall, Staging
 from pagedec.kernels.library import EMULATED_DEVICE, Library
 from pagedec.kernels.native import NativeBackend
+from pagedec.kernels.native_weight import NativeWeight
 from pagedec.kernels.processing import FlatRules, flatten
 
 ROOM_SHARE = 0.9
@@ -57,6 +60,9 @@ class DeviceBackend(NativeBackend):
 
     def storage(self, num_bytes: int) -> torch.Tensor:
         return self.memory.allocate(num_bytes)
+
+    def pack_blocks(self, parts: Sequence[Blocks], bias: torch.Tensor | None = None) -> NativeWeight:
+        raise ValueError(f"quantization is {parts[0].format}; a CUDA device has no weights in blocks")
 
     def write(self, tensor: torch.Tensor, array: np.ndarray) -> None:
         self.memory.write(tensor, array)

@@ -25,11 +25,13 @@ from pagedec.kernels.backend import (
     Rope,
     checked_quantization,
 )
+from pagedec.kernels.blocks import Blocks, segments_of
 from pagedec.kernels.host import HostBackend
 from pagedec.kernels.link import Link
 from pagedec.kernels.processing import FlatRules, lse_of, named, rows_within
 from pagedec.kernels.records import Epilogue
 from pagedec.kernels.reference_attention import paged_attention
+from pagedec.kernels.reference_blocks import BlockLinear
 from pagedec.kernels.reference_linear import Int8Linear, TorchPackedLinear, gated_product
 
 _log = logging.getLogger(__name__)
@@ -64,7 +66,7 @@ class ReferenceProgram:
         self,
         rows: torch.Tensor,
         token_ids: torch.Tensor,
-        table: torch.Tensor,
+        table: torch.Tensor | BlockLinear,
         out: torch.Tensor,
         slots: torch.Tensor,
         token_plane: torch.Tensor,
@@ -73,6 +75,9 @@ class ReferenceProgram:
         position_table: torch.Tensor | None = None,
         ids: tuple[int, int] | None = None,
     ) -> None:
+        if isinstance(table, BlockLinear):
+            table = table.dequantize().to(self._backend.dtype)
+
         def run() -> None:
             n = int(rows)
             out[:n] = reference.embed(
@@ -136,7 +141,7 @@ class ReferenceProgram:
         self,
         rows: torch.Tensor,
         x: torch.Tensor,
-        weight: TorchPackedLinear | Int8Linear,
+        weight: TorchPackedLinear | Int8Linear | BlockLinear,
         y: torch.Tensor,
         epilogue: Epilogue = Epilogue.STORE,
     ) -> None:
@@ -257,6 +262,9 @@ class ReferenceBackend(HostBackend):
                 self.varying.add(shape)
                 _log.warning("torch's linear layer of shape %s x %s is not batch-invariant in %s", *shape, self.dtype)
         return linear
+
+    def pack_blocks(self, parts: Sequence[Blocks], bias: torch.Tensor | None = None) -> BlockLinear:
+        return BlockLinear(segments_of(parts), bias)
 
     def settle(self) -> None:
         trim()

@@ -22,6 +22,7 @@ from pagedec.kernels.records import (
     AttnBatch,
     AttnShape,
     BestArgs,
+    BlockFormat,
     CopyRowsArgs,
     Draw,
     Dtype,
@@ -45,6 +46,7 @@ from pagedec.kernels.records import (
     RopeKvWriteArgs,
     Rules,
     SampleArgs,
+    Segment,
     SoftCapArgs,
     TopkLseArgs,
     VerifyArgs,
@@ -52,15 +54,15 @@ from pagedec.kernels.records import (
 
 __all__ = [
     "ABI_VERSION", "AddPartsArgs", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape",
-    "available_isas", "BestArgs", "built_isas", "CHAIN_DTYPE", "CUDA", "Context", "CopyRowsArgs", "DEVICES", "Draw",
-    "Dtype", "EmbedArgs", "EMULATED_DEVICE", "EMULATED_ISA", "Epilogue", "GemmArgs", "ISAS", "JoinPartsArgs",
-    "KernelError", "KvCopyArgs", "LayerKind", "LayerNormArgs", "Library", "library_directories", "LibraryNotFound",
-    "load", "loadable_isas", "MeetArgs", "Op", "OpKind", "OpList", "PickLogitsArgs", "ProcessLogitsArgs",
-    "Quantization", "RestrictLogitsArgs", "RmsNormArgs", "RollArgs", "RollChain", "RopeKvWriteArgs", "Rules",
-    "SampleArgs", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
+    "available_isas", "BestArgs", "BlockFormat", "built_isas", "CHAIN_DTYPE", "CUDA", "Context", "CopyRowsArgs",
+    "DEVICES", "Draw", "Dtype", "EmbedArgs", "EMULATED_DEVICE", "EMULATED_ISA", "Epilogue", "GemmArgs", "ISAS",
+    "JoinPartsArgs", "KernelError", "KvCopyArgs", "LayerKind", "LayerNormArgs", "Library", "library_directories",
+    "LibraryNotFound", "load", "loadable_isas", "MeetArgs", "Op", "OpKind", "OpList", "PickLogitsArgs",
+    "ProcessLogitsArgs", "Quantization", "RestrictLogitsArgs", "RmsNormArgs", "RollArgs", "RollChain",
+    "RopeKvWriteArgs", "Rules", "SampleArgs", "Segment", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
 ]  # fmt: skip
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 ISAS = environment.ISAS  # from the poorest to the richest
 EMULATED_ISA, EMULATED_ISA_NEEDS = environment.EMULATED_ISA, "avx512bf16"
 CUDA, EMULATED_DEVICE, DEVICES = environment.CUDA, environment.EMULATED_DEVICE, environment.DEVICES
@@ -126,6 +128,10 @@ class Library:
     def packed_int8_bytes(self, n: int, k: int) -> int:
         """Return the size of a weight packed in int8."""
         return self._size(self.functions.pd_packed_int8_bytes(n, k))
+
+    def packed_blocks_bytes(self, n: int, k: int, format: BlockFormat) -> int:
+        """Return the size of a packed weight in blocks."""
+        return self._size(self.functions.pd_packed_blocks_bytes(n, k, int(format)))
 
     def _size(self, size: int) -> int:
         if size < 0:

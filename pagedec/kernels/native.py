@@ -12,6 +12,7 @@ import torch
 from pagedec.core.forward import NO_INTS, LaneForward
 from pagedec.kernels.arena import Arena, trim
 from pagedec.kernels.backend import AttentionShape, CacheTensors, Drafted, checked_quantization
+from pagedec.kernels.blocks import Blocks, segments_of
 from pagedec.kernels.device_memory import HostCall, KernelCall
 from pagedec.kernels.host import HostBackend
 from pagedec.kernels.library import (
@@ -25,12 +26,14 @@ from pagedec.kernels.library import (
     Quantization,
     RestrictLogitsArgs,
     SampleArgs,
+    Segment,
     TopkLseArgs,
     VerifyArgs,
 )
 from pagedec.kernels.link import Link
-from pagedec.kernels.native_program import DTYPES, NativePlan, NativeProgram, NativeWeight, address, int32
+from pagedec.kernels.native_program import DTYPES, NativePlan, NativeProgram, address, int32
 from pagedec.kernels.native_roll import NativeRoller
+from pagedec.kernels.native_weight import NativeWeight
 from pagedec.kernels.processing import FlatRules, lse_of, named, rows_within
 from pagedec.kernels.reference_best import CANDIDATE_DTYPE
 
@@ -83,6 +86,21 @@ class NativeBackend(HostBackend):
         own = self.place(weight.to(self.dtype).contiguous())
         self.context.pack(own.data_ptr(), n, k, self.code, data.data_ptr())
         return NativeWeight(data, bias, n, k)
+
+    def pack_blocks(self, parts: Sequence[Blocks], bias: torch.Tensor | None = None) -> NativeWeight:
+        joined = segments_of(parts)
+        n, k = sum(part.n for part in joined), joined[0].k
+        sizes = [self.library.packed_blocks_bytes(part.n, k, part.layout.code) for part in joined]
+        data, at, first = self.storage(sum(sizes)), 0, 0
+        segments = (Segment * len(joined))()
+        for segment, part, size in zip(segments, joined, sizes, strict=True):
+            blocks, code = part.data.contiguous(), part.layout.code
+            segment.format, segment.first_output = int(code), first
+            self.context.pack_blocks(blocks.data_ptr(), part.n, k, code, data.data_ptr() + at)
+            at, first = at + size, first + part.n
+        if bias is not None:
+            bias = self.place(bias.float().contiguous())
+        return NativeWeight(data, bias, n, k, Quantization.BLOCKS, segments)
 
     def settle(self) -> None:
         self.arena.settle()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,12 +25,12 @@ from pagedec.kernels.library import (
     LayerNormArgs,
     MeetArgs,
     OpList,
-    Quantization,
     RmsNormArgs,
     RopeKvWriteArgs,
     SoftCapArgs,
 )
 from pagedec.kernels.link import Link
+from pagedec.kernels.native_weight import NativeWeight, blocks_of_table
 
 if TYPE_CHECKING:
     from pagedec.kernels.native import NativeBackend
@@ -51,17 +50,6 @@ def address(tensor: torch.Tensor | None, dtype: torch.dtype, what: str) -> int |
 def int32(array: np.ndarray) -> np.ndarray:
     """A contiguous int32 array; the same one where it is."""
     return np.ascontiguousarray(array, np.int32)
-
-
-@dataclass(slots=True)
-class NativeWeight:
-    """A packed weight [n, k] and its fp32 bias."""
-
-    data: torch.Tensor
-    bias: torch.Tensor | None
-    n: int
-    k: int
-    quantization: Quantization = Quantization.PLAIN
 
 
 class NativePlan:
@@ -118,7 +106,7 @@ class NativeProgram:
         self,
         rows: torch.Tensor,
         token_ids: torch.Tensor,
-        table: torch.Tensor,
+        table: torch.Tensor | NativeWeight,
         out: torch.Tensor,
         slots: torch.Tensor,
         token_plane: torch.Tensor,
@@ -128,23 +116,30 @@ class NativeProgram:
         ids: tuple[int, int] | None = None,
     ) -> None:
         backend, int32 = self._backend, torch.int32
+        if isinstance(table, torch.Tensor):
+            place, vocab, dim = address(table, backend.dtype, "table"), *table.shape
+            first_segment, num_segments = None, 0
+        else:
+            place, vocab, dim = table.data.data_ptr(), table.n, table.k
+            first_segment, num_segments = blocks_of_table(table)
         self._add(
             EmbedArgs(
                 address(rows, int32, "rows"),
                 address(token_ids, int32, "token_ids"),
-                address(table, backend.dtype, "table"),
+                place,
                 address(out, torch.float32, "out"),
                 address(slots, int32, "slots"),
                 address(token_plane, int32, "token_plane"),
-                table.shape[1],
-                table.shape[0],
+                dim,
+                vocab,
                 int(backend.code),
                 scale,
                 address(positions, int32, "positions"),
                 address(position_table, backend.dtype, "position_table"),
                 0 if position_table is None else position_table.shape[0],
                 *((0, 0) if ids is None else ids),
-                0,
+                num_segments,
+                first_segment,
             ),
             rows,
             token_ids,
@@ -246,6 +241,7 @@ class NativeProgram:
             int(weight.quantization),
             None,
             0,
+            *weight.named_segments(),
         )
         self._linears.append((record, weight))
         self._add(record, rows, x, weight, y)

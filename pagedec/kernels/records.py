@@ -32,10 +32,10 @@ from pagedec.kernels.records_readout import (
 
 __all__ = [
     "AddPartsArgs", "ArgmaxArgs", "AttentionArgs", "AttnBatch", "AttnShape", "BestArgs", "BestGroup", "BestRow",
-    "C_NAMES", "Candidate", "CHAIN_DTYPE", "CopyRowsArgs", "Draw", "Dtype", "EmbedArgs", "Epilogue", "GemmArgs",
-    "JoinPartsArgs", "KvCopyArgs", "LayerKind", "LayerNormArgs", "MeetArgs", "Op", "OP_KINDS", "OpKind",
-    "PickLogitsArgs", "ProcessLogitsArgs", "ProgramRecord", "RestrictLogitsArgs", "RmsNormArgs",
-    "RollArgs", "RollChain", "RopeKvWriteArgs", "Rules", "SampleArgs", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
+    "BlockFormat", "C_NAMES", "Candidate", "CHAIN_DTYPE", "CopyRowsArgs", "Draw", "Dtype", "EmbedArgs", "Epilogue",
+    "GemmArgs", "JoinPartsArgs", "KvCopyArgs", "LayerKind", "LayerNormArgs", "MeetArgs", "Op", "OP_KINDS", "OpKind",
+    "PickLogitsArgs", "ProcessLogitsArgs", "ProgramRecord", "RestrictLogitsArgs", "RmsNormArgs", "RollArgs",
+    "RollChain", "RopeKvWriteArgs", "Rules", "SampleArgs", "Segment", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
 ]  # fmt: skip
 
 
@@ -61,6 +61,19 @@ class Quantization(IntEnum):
 
     PLAIN = 0
     INT8 = 1
+    BLOCKS = 2
+
+
+class BlockFormat(IntEnum):
+    """What the blocks of a weight, or of a segment of one, are: kernels/blocks.py."""
+
+    Q4_0 = 1
+    Q8_0 = 2
+    Q4_K = 3
+    Q6_K = 4
+    INT4_128 = 5
+    INT4_ZERO_32 = 6
+    INT4_ZERO_128 = 7
 
 
 class OpKind(IntEnum):
@@ -88,8 +101,14 @@ class OpKind(IntEnum):
     PICK_LOGITS = 20
 
 
+class Segment(Structure):
+    """Outputs of a weight in blocks that are in one format, from first_output on."""
+
+    _fields_ = [("format", c_int32), ("first_output", c_int32)]
+
+
 class GemmArgs(Structure):
-    """y = epilogue(x W^T + bias), W packed by pd_pack, or by pd_pack_int8."""
+    """y = epilogue(x W^T + bias), W packed by pd_pack, pd_pack_int8 or pd_pack_blocks."""
 
     _fields_ = [
         ("num_rows", c_void_p),
@@ -105,6 +124,9 @@ class GemmArgs(Structure):
         ("quantization", c_int32),
         ("next_packed", c_void_p),
         ("next_bytes", c_int64),
+        ("segments", c_void_p),
+        ("num_segments", c_int32),
+        ("reserved", c_int32),
     ]
 
 
@@ -127,7 +149,8 @@ class EmbedArgs(Structure):
         ("num_positions", c_int32),
         ("first_id", c_int32),
         ("num_ids", c_int32),
-        ("reserved", c_int32),
+        ("num_segments", c_int32),
+        ("segments", c_void_p),
     ]
 
 
@@ -301,6 +324,7 @@ class ProgramRecord(Structure):
 
 # The C name of every record, and the program kind of those that are kernels.
 C_NAMES: dict[type[Structure], str] = {
+    Segment: "pd_segment",
     GemmArgs: "pd_gemm_args",
     EmbedArgs: "pd_embed_args",
     RmsNormArgs: "pd_rms_norm_args",

@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 
-from pagedec.formats.blocks import Blocks
 from pagedec.formats.quantize import FORMS, quantize_int4, quantize_q8
 from pagedec.formats.source import WeightSource
 from pagedec.kernels.backend import Backend
+from pagedec.kernels.blocks import PANEL, Blocks
 from pagedec.kernels.reference_linear import interleave_gate_up
 from pagedec.models.architecture import OUTPUT
 
 INTERLEAVE = 16  # gate and up rows alternate in groups of 16: one vector of each lies in a 32-wide panel
-PANEL = 32  # outputs that are packed together, in one format
 STORED = ("gguf", "awq", "gptq")
 """Kinds of quantisation that leave blocks as the files have them."""
 

@@ -6,15 +6,15 @@ value is what it was, and those behind them by their inputs: a rank's product wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from pagedec.errors import InvalidArgument
-from pagedec.formats.blocks import Blocks
 from pagedec.formats.source import WeightSource
+from pagedec.kernels.blocks import Blocks
 from pagedec.models.architecture import Architecture, Part, Portion
 
 UNITS = (64, 16, 1)
@@ -75,6 +75,12 @@ def cut_shape(whole: tuple[int, ...], cut: Portion | None) -> tuple[int, ...]:
     return (*whole[: cut.axis], sum(len(piece) for piece in cut.pieces), *whole[cut.axis + 1 :])
 
 
+def _beside(parts: Sequence[Blocks]) -> Blocks:
+    """Blocks of one format, their columns one behind the other."""
+    first = parts[0]
+    return Blocks(first.format, torch.cat([part.data for part in parts], 1), sum(part.k for part in parts))
+
+
 class ShardedSource:
     """A rank's cuts of a source's tensors; only what it has is read."""
 
@@ -122,7 +128,7 @@ class ShardedSource:
         except ValueError as error:
             limit = f"cuts {name} inside of its blocks: {error}; quantization none has no blocks"
             raise InvalidArgument("tensor_parallel_size", self._part.world, limit) from error
-        return Blocks.beside(pieces)
+        return _beside(pieces)
 
     def release(self) -> None:
         """Give up the memory of what was read."""

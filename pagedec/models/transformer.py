@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from pagedec.formats.blocks import Blocks
 from pagedec.formats.source import WeightSource
 from pagedec.kernels.backend import AttentionShape, Backend, CacheTensors, Plan, Program
+from pagedec.kernels.blocks import Blocks
 from pagedec.kernels.records import Epilogue
 from pagedec.models.architecture import Architecture
 from pagedec.models.buffers import StepBuffers

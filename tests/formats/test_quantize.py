@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gguf
 import pytest
 import torch
 
 from pagedec.formats import quantize
-from pagedec.formats.blocks import Blocks
-from pagedec.formats.quantize import FORMS, Int4, quantize_int4, quantize_q8
+from pagedec.formats.quantize import FORMS, Int4, from_q4_1, quantize_int4, quantize_q8
+from pagedec.kernels.blocks import Blocks
 
 
 def weight(n: int, k: int, seed: int = 0) -> torch.Tensor:
@@ -53,7 +54,7 @@ def test_what_the_form_can_say_is_said_exactly(name: str) -> None:
     generator = torch.Generator().manual_seed(2)
     q = torch.randint(0, 16, (7, 4, form.group), generator=generator).float()
     q[:, :, 0], q[:, :, 1] = 0, 15
-    zero = torch.randint(1, 15, (7, 4, 1), generator=generator).float() if form.has_zero else torch.tensor(8.0)
+    zero = torch.randint(-300, 300, (7, 4, 1), generator=generator) / 16 if form.has_zero else torch.tensor(8.0)
     if not form.has_zero:
         q = q.clamp(min=1)  # then -8 scales is no value: the largest is 7 scales, and
         q[:, :, 0] = 0  # one that is
@@ -73,10 +74,12 @@ def test_pieces_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_zeros_and_what_is_no_number() -> None:
     for form in FORMS.values():
         w = weight(3, 256)
+        w[2, :128] = 0.375  # all alike
         w[0], w[1, :128] = 0, torch.nan
         got = quantize_int4(w, form).dequantize()
         assert bool((got[0] == 0).all())
         assert bool(got[1, 128:].isfinite().all()) and bool(got[2].isfinite().all())
+        assert bool(((got[2, :128] - 0.375).abs() < 1e-3).all())
     q8 = weight(2, 64)
     q8[0] = 0
     assert bool((quantize_q8(q8).dequantize()[0] == 0).all())
@@ -93,3 +96,14 @@ def test_weights_may_be_views_in_bfloat16() -> None:
     w = weight(64, 32).bfloat16().T
     assert torch.equal(quantize_int4(w, FORMS["int4"]).data, quantize_int4(w.contiguous().float(), FORMS["int4"]).data)
     assert torch.equal(quantize_q8(w).data, quantize_q8(w.contiguous().float()).data)
+
+
+def test_q4_1_is_all_but_the_same() -> None:
+    w = weight(9, 256, seed=4) + 0.05
+    w[3, :32] = 0.125
+    raw = torch.from_numpy(gguf.quants.quantize(w.numpy(), gguf.GGMLQuantizationType.Q4_1))
+    expected = torch.from_numpy(gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType.Q4_1))
+    blocks = from_q4_1(raw, 256)
+    least = torch.from_numpy(raw.numpy().reshape(9, 8, 20)[:, :, 2:4].copy()).view(torch.float16).float()
+    error = (blocks.dequantize() - expected).abs().view(9, 8, 32).amax(-1)
+    assert bool((error <= least[..., 0].abs() * 2.0**-11 + 1e-9).all())

@@ -9,14 +9,15 @@ from pathlib import Path
 import torch
 
 from pagedec.errors import ModelFileError
-from pagedec.formats.blocks import Blocks
 from pagedec.formats.gguf.dequantize import PLAIN, dequantize
 from pagedec.formats.gguf.header import GgufHeader, GgufTensor, read_gguf_header
 from pagedec.formats.gguf.tensor_names import NO_WEIGHTS, layout_of
 from pagedec.formats.mapping import MappedFile
+from pagedec.formats.quantize import from_q4_1
+from pagedec.kernels.blocks import Blocks
 
-BLOCKS = {"Q4_0": "q4_0", "Q8_0": "q8_0", "Q4_K": "q4_k", "Q6_K": "q6_k"}
-"""The encodings that kernels take as they are."""
+BLOCKS = {"Q4_0": "q4_0", "Q4_1": "int4_zero_32", "Q8_0": "q8_0", "Q4_K": "q4_k", "Q6_K": "q6_k"}
+"""The encodings that kernels take as they are, Q4_1 all but."""
 _BLOCK_TENSOR = re.compile(r"blk\.\d+\.(\w+)\.(weight|bias)")
 
 
@@ -168,11 +169,12 @@ class GgufSource:
         """Return a matrix as the file has it, its rows in Hugging Face's order; None where it is no such matrix, or
         lies the other way round."""
         stored = self._stored[name]
-        form = BLOCKS.get(stored.tensor.encoding.name)
-        if form is None or len(stored.shape) != 2 or stored.offset or stored.transposed:
+        name = stored.tensor.encoding.name
+        if name not in BLOCKS or len(stored.shape) != 2 or stored.offset or stored.transposed:
             return None
         num_rows, k = stored.shape
-        return Blocks(form, stored.restore(stored.bytes_of(self._file())[0].view(num_rows, -1)), k)
+        raw = stored.restore(stored.bytes_of(self._file())[0].view(num_rows, -1))
+        return from_q4_1(raw, k) if name == "Q4_1" else Blocks(BLOCKS[name], raw, k)
 
     def release(self) -> None:
         """Give up the memory of what was read."""

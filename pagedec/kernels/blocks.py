@@ -23,24 +23,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagedec.kernels.records import BlockFormat
+
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """How long a block is."""
+    """How long a block is, and how the kernels call its format."""
 
     values: int
     num_bytes: int
+    code: BlockFormat
 
 
 LAYOUTS = {
-    "q4_0": BlockLayout(32, 18),
-    "int4_32": BlockLayout(32, 18),
-    "int4_128": BlockLayout(128, 66),
-    "int4_zero_32": BlockLayout(32, 20),
-    "int4_zero_128": BlockLayout(128, 68),
-    "q8_0": BlockLayout(32, 34),
-    "q4_k": BlockLayout(256, 144),
-    "q6_k": BlockLayout(256, 210),
+    "q4_0": BlockLayout(32, 18, BlockFormat.Q4_0),
+    "int4_32": BlockLayout(32, 18, BlockFormat.Q4_0),
+    "int4_128": BlockLayout(128, 66, BlockFormat.INT4_128),
+    "int4_zero_32": BlockLayout(32, 20, BlockFormat.INT4_ZERO_32),
+    "int4_zero_128": BlockLayout(128, 68, BlockFormat.INT4_ZERO_128),
+    "q8_0": BlockLayout(32, 34, BlockFormat.Q8_0),
+    "q4_k": BlockLayout(256, 144, BlockFormat.Q4_K),
+    "q6_k": BlockLayout(256, 210, BlockFormat.Q6_K),
 }
 
 
@@ -105,19 +108,11 @@ class Blocks:
         return Blocks(self.format, self.data[:, begin // values * num_bytes : end // values * num_bytes], end - begin)
 
     @staticmethod
-    def beside(parts: Sequence[Blocks]) -> Blocks:
-        """Weights of one format and one n, their columns one behind the other."""
-        first, num_values = parts[0], sum(part.k for part in parts)
-        return (
-            first if len(parts) == 1 else Blocks(first.format, torch.cat([part.data for part in parts], 1), num_values)
-        )
-
-    @staticmethod
     def concat(parts: Sequence[Blocks]) -> Blocks:
         """Weights of one format and one k, their rows one behind the other."""
         first = parts[0]
         for part in parts:
-            if (part.format, part.k) != (first.format, first.k):
+            if (part.layout.code, part.k) != (first.layout.code, first.k):
                 raise ValueError(
                     f"a part has k {part.k} in {part.format}; it must have k {first.k} in {first.format}, as the first"
                 )
@@ -148,6 +143,34 @@ class Blocks:
         if values.minimum is not None:
             w = w - values.minimum[:, :, None]
         return w.flatten(1)
+
+
+PANEL = 32  # outputs
+MAX_SEGMENTS = 4  # of a packed weight: runs of outputs in one format
+
+
+def segments_of(parts: Sequence[Blocks]) -> list[Blocks]:
+    """Parts of a packed weight, those side by side that have one format joined.
+
+    Raises ValueError where they are too many, are of several k, or one but the last does not fill its panels.
+    """
+    joined: list[list[Blocks]] = []
+    for part in parts:
+        if part.k != parts[0].k:
+            raise ValueError(f"a part has k {part.k}; it must be {parts[0].k}, the first part's")
+        if joined and joined[-1][0].layout.code == part.layout.code:
+            joined[-1].append(part)
+        else:
+            joined.append([part])
+    if not 1 <= len(joined) <= MAX_SEGMENTS:
+        raise ValueError(f"parts are of {len(joined)} formats in turn; there must be 1 to {MAX_SEGMENTS}")
+    segments = [Blocks.concat(same) for same in joined]
+    for segment in segments[:-1]:
+        if segment.n % PANEL:
+            raise ValueError(
+                f"a part in {segment.format} has n {segment.n}; before another format it must be a multiple of {PANEL}"
+            )
+    return segments
 
 
 def _halves(blocks: Tensor, at: int) -> Tensor:

@@ -1,0 +1,165 @@
+// Linear layers with weights in blocks: threads, order and slices as in gemm.cpp, with segments of several formats.
+#include "cpu/gemm_blocks.h"
+
+#include <algorithm>
+
+#include "common/context.h"
+#include "cpu/gemm_finish.h"
+#include "cpu/gemm_shares.h"
+
+namespace pagedec {
+namespace {
+
+constexpr int64_t SLICE_VALUES = 4096;   // of k: 72 to 136 KB of panel
+constexpr int BLOCKS_PREFETCH_MIN_ROWS = 7;
+
+struct Job {
+  const pd_gemm_args &a;
+  Segments segments;
+  bool vnni, shared;
+  int64_t x_stride, num_slices;
+  int64_t row_begin, row_end, panel_begin, panel_end;  // this thread's share
+  FinishFn finish;
+  char *workspace;               // this thread's rows of x in int8, or all of them
+  const char *next, *next_end;   // what this thread will read in the following layer, or NULL
+
+  int64_t slice_begin(int64_t s) const {  // in values: a block of any format begins there
+    return s < num_slices ? a.k * s / num_slices / LONGEST_BLOCK * LONGEST_BLOCK : a.k;
+  }
+};
+
+// Rows not L1_SET_PERIOD apart.
+int64_t stride_of(int64_t k) {
+  const int64_t bytes = (k / X_GROUP * X_BYTES + 63) / 64 * 64;
+  return bytes % L1_SET_PERIOD ? bytes : bytes + 64;
+}
+
+// Of a panel's 256 values by so many rows, in some unit: what memory, or multiplying, takes.
+int64_t cost_of(const BlockShape &shape, int64_t rows) {
+  const int64_t bytes = shape.panel_bytes(LONGEST_BLOCK);
+  const int64_t row = shape.kind == BlockKind::SIX ? 800 : shape.kind == BlockKind::NIBBLES_MIN ? 600 : 500;
+  return std::max(bytes, rows * row);
+}
+// Where part i of so many begins, of equal cost.
+int64_t panel_of_part(const Segments &segments, int64_t rows, int64_t i, int64_t parts) {
+  int64_t total = 0;
+  for (int s = 0; s < segments.count; s++)
+    total += (segments.one[s].end - segments.one[s].begin) * cost_of(segments.one[s].shape, rows);
+  int64_t left = total * i / parts;
+  for (int s = 0; s < segments.count; s++) {
+    const Segments::One &one = segments.one[s];
+    const int64_t cost = cost_of(one.shape, rows), panels = one.end - one.begin;
+    if (left < panels * cost) return one.begin + left / cost;
+    left -= panels * cost;
+  }
+  return segments.one[segments.count - 1].end;
+}
+
+Job make_job(const pd_context &c, const pd_gemm_args &a, int thread, int num_threads) {
+  const int64_t rows = *a.num_rows, panels = ((int64_t)a.n + 31) / 32, stride = stride_of(a.k);
+  const bool shared = shares_rows(a, num_threads);
+  const int groups = num_row_groups(rows, panels, num_threads), columns = num_threads / groups;
+  const int column = thread % columns, group = thread / columns;
+  const Segments segments(a.packed, a.segments, a.num_segments, a.n, a.k);
+  const char *next = (const char *)a.next_packed;
+  return {a, segments, c.vnni, shared, stride, ((int64_t)a.k + SLICE_VALUES - 1) / SLICE_VALUES,
+          rows * group / groups, rows * (group + 1) / groups, panel_of_part(segments, rows, column, columns),
+          panel_of_part(segments, rows, column + 1, columns), pick_finish<false>(a),
+          c.linear.get() + (shared ? 0 : thread * own_rows(a) * stride),
+          next ? next + (a.next_bytes * thread / num_threads & -64) : nullptr,
+          next ? next + a.next_bytes * (thread + 1) / num_threads : nullptr};
+}
+
+// Rows begin .. end of x, one behind the other.
+void quantize_rows(const Job &j, int64_t begin, int64_t end, char *to) {
+  const int64_t row_bytes = (int64_t)j.a.k * (j.a.dtype == PD_BF16 ? 2 : 4);
+  for (int64_t r = begin; r < end; r++, to += j.x_stride)
+    quantize_groups((const char *)j.a.x + r * row_bytes, j.a.dtype, j.a.k, (XGroup *)to);
+}
+
+BlockTileFn pick_tile(const BlockShape &shape, int rows, bool vnni) {
+  switch (shape.kind) {
+    case BlockKind::NIBBLES: return pick_block_tile<BlockKind::NIBBLES>(rows, vnni);
+    case BlockKind::NIBBLES_MIN: return pick_block_tile<BlockKind::NIBBLES_MIN>(rows, vnni);
+    case BlockKind::SIX: return pick_block_tile<BlockKind::SIX>(rows, vnni);
+    default: return pick_block_tile<BlockKind::BYTES>(rows, vnni);
+  }
+}
+
+// A slice of a panel: its first byte, and the one behind it.
+struct Slice {
+  const char *begin, *end;
+};
+Slice slice_of(const Job &j, int64_t p, int64_t s) {
+  const Segments::One &one = j.segments.of(p);
+  const char *panel = one.base + (p - one.begin) * one.panel_bytes;
+  return {panel + one.shape.panel_bytes(j.slice_begin(s)), panel + one.shape.panel_bytes(j.slice_begin(s + 1))};
+}
+
+// One slice of one panel by a block of rows, x being theirs. ahead: what to prefetch meanwhile.
+void run_slice(const Job &j, const char *x, int64_t row, int rows, int64_t p, int64_t s, float *acc, Slice ahead) {
+  const BlockShape shape = j.segments.of(p).shape;
+  const int tiles = (rows + BLOCK_TILE_ROWS - 1) / BLOCK_TILE_ROWS;
+  const int64_t lines = (ahead.end - ahead.begin) / 64, values = j.slice_begin(s + 1) - j.slice_begin(s);
+  const int64_t groups = values / X_GROUP * tiles;
+  BlockTileArgs t{};
+  t.x_stride = j.x_stride;
+  t.panel = slice_of(j, p, s).begin;
+  t.num_units = values / shape.values, t.groups = shape.groups(), t.has_scales = shape.has_scales;
+  t.first = s == 0;
+  t.lines_ahead = (int)((lines + groups - 1) / groups);
+  for (int i = 0; i < tiles; i++) {
+    const int r0 = rows * i / tiles, r1 = rows * (i + 1) / tiles;
+    t.x = x + r0 * j.x_stride + j.slice_begin(s) / X_GROUP * X_BYTES;
+    t.acc = j.num_slices > 1 ? acc + r0 * 32 : acc;  // nothing to keep: stay in L1
+    t.ahead = ahead.begin + lines * i / tiles * 64, t.ahead_end = ahead.begin + lines * (i + 1) / tiles * 64;
+    pick_tile(shape, r1 - r0, j.vnni)(t);
+    if (s + 1 == j.num_slices) j.finish(j.a, row + r0, r1 - r0, p, t.acc, nullptr);
+  }
+}
+
+void run(const Job &j) {
+  alignas(64) float acc[BLOCK_ROWS * 32];
+  const int64_t rows = j.row_end - j.row_begin, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+  for (int64_t b = 0; b < blocks; b++) {
+    const int64_t r0 = j.row_begin + rows * b / blocks, r1 = j.row_begin + rows * (b + 1) / blocks;
+    if (!j.shared) quantize_rows(j, r0, r1, j.workspace);
+    const char *x = j.workspace + (j.shared ? r0 * j.x_stride : 0);
+    for (int64_t p = j.panel_begin; p < j.panel_end; p++)
+      for (int64_t s = 0; s < j.num_slices; s++) {
+        // the next slice, of this panel or of the one behind it; then the next block's first; then the next layer's
+        const bool last = s + 1 == j.num_slices, again = b + 1 < blocks;
+        const int64_t following = p + 1 < j.panel_end ? p + 1 : j.panel_begin;
+        const Slice own = slice_of(j, p, s);
+        Slice ahead = last ? slice_of(j, following, 0) : slice_of(j, p, s + 1);
+        if (last && p + 1 == j.panel_end && !again)
+          ahead = {j.next, j.next + std::min(j.next_end - j.next, own.end - own.begin)};
+        if (r1 - r0 < BLOCKS_PREFETCH_MIN_ROWS) ahead.end = ahead.begin;
+        run_slice(j, x, r0, (int)(r1 - r0), p, s, acc, ahead);
+      }
+  }
+}
+
+}  // namespace
+
+int64_t blocks_workspace_bytes(const pd_gemm_args &a, int num_threads) {
+  return stride_of(a.k) * std::max((int64_t)*a.num_rows, num_threads * own_rows(a));
+}
+
+bool blocks_quantize_part(const pd_context &c, const pd_gemm_args &a, int thread, int num_threads) {
+  if (*a.num_rows == 0 || !shares_rows(a, num_threads)) return false;
+  const Job j = make_job(c, a, thread, num_threads);
+  // this thread's share of its group's rows: it finds those that it wrote in its own cache
+  const int64_t rows = j.row_end - j.row_begin,
+                columns = num_threads / num_row_groups(*a.num_rows, ((int64_t)a.n + 31) / 32, num_threads);
+  const int64_t column = thread % columns, begin = j.row_begin + rows * column / columns,
+                end = j.row_begin + rows * (column + 1) / columns;
+  quantize_rows(j, begin, end, j.workspace + begin * j.x_stride);
+  return true;
+}
+
+void blocks_part(const pd_context &c, const pd_gemm_args &a, int thread, int num_threads) {
+  run(make_job(c, a, thread, num_threads));
+}
+
+}  // namespace pagedec
