@@ -46,6 +46,7 @@ class Contest:
         assert isinstance(runner.backend, NativeBackend), "build the kernels first: make build"
         self.context: Context = runner.backend.context
         self.layers = Layers(self.context, SMOLLM2, torch.bfloat16, 1024)
+        self.layers.pack_for_torch()
         self.memory = Arena().allocate(1 << 30).fill_(1)
         self.dot_rate = max(self.context.dot_rate(self.layers.code, 0.2) for _ in range(5)) * 1e9
         self.rng = random.Random(0)

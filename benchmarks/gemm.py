@@ -1,76 +1,112 @@
 """Linear layers next to what bounds them: a plain read of the weights, the dot-product unit, and torch's packed linear.
 
-    python benchmarks/gemm.py [--rows 1 2 4 ...] [--rounds 9] [--isa NAME] [--dtype bf16|fp32|int8] [--model smollm2|8b]
+    python benchmarks/gemm.py [--rows 1 2 4 ...] [--rounds 9] [--isa NAME] [--dtype bf16|fp32|int8]
+                              [--model smollm2|8b|down] [--beside q4_0 q4_k ...]
 
 One run is all the linear layers of a model's step, in order, as one program. Every round times ours, a plain read of
 the same bytes by every thread, torch's packed linear (mkldnn._linear_pointwise, one pack for all rows), and ours again;
 ratios are taken inside a round. `roof` is what the slower of memory and dot products allows, over what we took. int8 is
-next to torch's bf16, and its roof is bf16's dot products.
+next to torch's bf16, and its roof is bf16's dot products. With `--beside`, every round times ours of that dtype and
+those of the other kinds of weights, int8 and blocks of any format, and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 from collections.abc import Callable
 
 import torch
 from common import Timing, heading, interleave, ratio, table
 
 from pagedec.kernels.arena import Arena
-from pagedec.kernels.library import Context, Dtype, Epilogue, GemmArgs, OpList, Quantization, load
+from pagedec.kernels.blocks import LAYOUTS, BlockLayout
+from pagedec.kernels.library import Context, Dtype, Epilogue, GemmArgs, OpList, Quantization, Segment, load
 
 # (outputs, inputs) of every linear layer of a step: qkv, o, gate_up, down of each layer, then lm_head
 SMOLLM2 = [(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30 + [(49152, 576)]
 # two layers of Llama-3.1-8B: enough to leave every cache
 LLAMA_8B = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)] * 2
-MODELS = {"smollm2": SMOLLM2, "8b": LLAMA_8B}
+# of one shape, so that a format of 4 bits leaves the caches too
+DOWN = [(4096, 14336)] * 3
+MODELS = {"smollm2": SMOLLM2, "8b": LLAMA_8B, "down": DOWN}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.bfloat16}
 
 
+def random_blocks(n: int, k: int, layout: BlockLayout) -> torch.Tensor:
+    """Blocks whose every byte is the same half of a small number: fp16 numbers are small, whatever their place."""
+    return torch.full((n, k // layout.values * layout.num_bytes), 0x1A, dtype=torch.uint8)
+
+
 class Layers:
-    """The layers of a model with random weights, packed by us and by torch."""
+    """The layers of a model with random weights, packed by us. kind: of weights, "plain", "int8" or a format of
+    blocks."""
 
     def __init__(
-        self, context: Context, shapes: list[tuple[int, int]], dtype: torch.dtype, max_rows: int, int8: bool = False
+        self, context: Context, shapes: list[tuple[int, int]], dtype: torch.dtype, max_rows: int, kind: str = "plain"
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.context, self.shapes, self.code = context, shapes, Dtype.BF16 if dtype == torch.bfloat16 else Dtype.F32
-        quantization = Quantization.INT8 if int8 else Quantization.PLAIN
-        library = context.library
-        sizes = [library.packed_int8_bytes(n, k) if int8 else library.packed_bytes(n, k, self.code) for n, k in shapes]
-        self.num_bytes, self.num_products = sum(sizes), sum(n * k for n, k in shapes)
+        library, layout, self.num_products = context.library, LAYOUTS.get(kind), sum(n * k for n, k in shapes)
+        quantization = {"plain": Quantization.PLAIN, "int8": Quantization.INT8}.get(kind, Quantization.BLOCKS)
+        distinct = dict.fromkeys(shapes)
+        if layout is not None:
+            sizes = [library.packed_blocks_bytes(n, k, layout.code) for n, k in shapes]
+            self.weights = {(n, k): random_blocks(n, k, layout) for n, k in distinct}
+        else:
+            int8 = kind == "int8"
+            sizes = [
+                library.packed_int8_bytes(n, k) if int8 else library.packed_bytes(n, k, self.code) for n, k in shapes
+            ]
+            self.weights = {shape: (0.05 * torch.randn(shape, generator=generator)).to(dtype) for shape in distinct}
+        self.num_bytes = sum(sizes)
         self.storage = Arena().allocate(self.num_bytes)
-        weights = {shape: (0.05 * torch.randn(shape, generator=generator)).to(dtype) for shape in dict.fromkeys(shapes)}
         self.x = {k: torch.randn(max_rows, k, generator=generator).to(dtype) for _, k in shapes}
         self.y = {n: torch.empty(max_rows, n, dtype=dtype) for n, _ in shapes}
         self.rows = torch.zeros(1, dtype=torch.int32)
+        self.segment = Segment(0 if layout is None else int(layout.code), 0)
         records, offset = [], 0
         for i, ((n, k), size) in enumerate(zip(shapes, sizes, strict=True)):
-            address = self.storage.data_ptr() + offset
-            pack = context.pack_int8 if int8 else context.pack
-            pack(weights[n, k].data_ptr(), n, k, self.code, address)
+            place = self.storage.data_ptr() + offset
+            weight = self.weights[n, k].data_ptr()
+            if layout is not None:
+                context.pack_blocks(weight, n, k, layout.code, place)
+            else:
+                (context.pack_int8 if kind == "int8" else context.pack)(weight, n, k, self.code, place)
             offset += size
             following = sizes[i + 1] if i + 1 < len(sizes) else 0
-            records.append(
-                GemmArgs(
-                    self.rows.data_ptr(),
-                    self.x[k].data_ptr(),
-                    address,
-                    None,
-                    self.y[n].data_ptr(),
-                    n,
-                    k,
-                    int(self.code),
-                    int(self.code),
-                    int(Epilogue.STORE),
-                    int(quantization),
-                    address + size if following else None,
-                    following,
-                )
-            )
+            records.append(self._record(n, k, place, quantization, place + size if following else None, following))
         self.program = OpList(records)
-        reorder = torch.ops.mkldnn._reorder_linear_weight  # a copy for each layer, or torch would read from cache
-        self.torch_weights = [reorder(weights[shape], 16) for shape in shapes]
+
+    def _record(
+        self, n: int, k: int, place: int, quantization: Quantization, following: int | None, size: int
+    ) -> GemmArgs:
+        segment, count = (ctypes.addressof(self.segment), 1) if quantization == Quantization.BLOCKS else (None, 0)
+        return GemmArgs(
+            self.rows.data_ptr(),
+            self.x[k].data_ptr(),
+            place,
+            None,
+            self.y[n].data_ptr(),
+            n,
+            k,
+            int(self.code),
+            int(self.code),
+            int(Epilogue.STORE),
+            int(quantization),
+            following,
+            size,
+            segment,
+            count,
+        )
+
+    def pack_for_torch(self) -> None:
+        """A copy for each layer, or torch would read from cache."""
+        reorder = torch.ops.mkldnn._reorder_linear_weight
+        self.torch_weights = [reorder(self.weights[shape], 16) for shape in self.shapes]
+
+    def run(self) -> None:
+        self.context.run(self.program)
 
     def contestants(self, num_rows: int) -> dict[str, Callable[[], object]]:
         self.rows[0] = num_rows
@@ -83,10 +119,7 @@ class Layers:
         def read() -> None:
             self.context.read_rate(self.storage.data_ptr(), self.num_bytes)
 
-        def ours() -> None:
-            self.context.run(self.program)
-
-        return {"ours": ours, "read": read, "torch": packed_torch, "again": ours}
+        return {"ours": self.run, "read": read, "torch": packed_torch, "again": self.run}
 
 
 def report(layers: Layers, num_rows: int, rounds: int, dot_rate: float) -> list[object]:
@@ -107,6 +140,16 @@ def report(layers: Layers, num_rows: int, rounds: int, dot_rate: float) -> list[
     ]  # fmt: skip
 
 
+def compare(kinds: dict[str, Layers], num_rows: int, rounds: int) -> list[object]:
+    """One line of the table: milliseconds of each, and how often it is as fast as the first."""
+    for layers in kinds.values():
+        layers.rows[0] = num_rows
+    timings = interleave({name: layers.run for name, layers in kinds.items()}, rounds)
+    first, *others = timings.values()
+    cells = [f"{other.median * 1e3:.2f} ({ratio(first, other)[0]:.2f})" for other in others]
+    return [num_rows, f"{first.median * 1e3:.2f}", *cells]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024])
@@ -115,13 +158,26 @@ def main() -> None:
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
     parser.add_argument("--model", choices=sorted(MODELS), default="smollm2")
     parser.add_argument("--threads", type=int, default=0, help="0: as many as torch uses")
+    parser.add_argument("--beside", nargs="+", choices=["int8", *LAYOUTS], default=[])
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     context = load(arguments.isa).context(arguments.threads)
     int8, dtype = arguments.dtype == "int8", DTYPES[arguments.dtype]
-    layers = Layers(context, MODELS[arguments.model], dtype, max(arguments.rows), int8)
-    heading(f"Linear layers: {arguments.model}, {len(layers.shapes)} layers, {arguments.dtype}, {context.isa}")
+    shapes, most = MODELS[arguments.model], max(arguments.rows)
+    layers = Layers(context, shapes, dtype, most, "int8" if int8 else "plain")
+    heading(f"Linear layers: {arguments.model}, {len(shapes)} layers, {arguments.dtype}, {context.isa}")
+    if arguments.beside:
+        kinds = {arguments.dtype: layers} | {
+            kind: Layers(context, shapes, dtype, most, kind) for kind in arguments.beside
+        }
+        sizes = [f"{name} {kind.num_bytes / layers.num_bytes:.3f}" for name, kind in kinds.items()]
+        print(f"{context.num_threads} threads; bytes of weights: {', '.join(sizes)}\n")
+        table(
+            ["rows", *(f"{name} ms" for name in kinds)], [compare(kinds, n, arguments.rounds) for n in arguments.rows]
+        )
+        return
+    layers.pack_for_torch()
     dot_rate = max(context.dot_rate(layers.code, 0.2) for _ in range(5))
     print(
         f"{layers.num_bytes / 1e6:.0f} MB of weights, {context.num_threads} threads, dot products {dot_rate:.0f} "

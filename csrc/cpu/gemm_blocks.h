@@ -36,6 +36,21 @@ void quantize_groups(const void *x, int dtype, int64_t k, XGroup *to);
 
 constexpr int BLOCK_TILE_ROWS = PD_LEVEL >= 2 ? 12 : PD_LEVEL == 1 ? 2 : 1;
 
+// Lines to prefetch: at .. end, then next .. next_end.
+struct Ahead {
+  const char *at = nullptr, *end = nullptr, *next = nullptr, *next_end = nullptr;
+  bool near = false;             // needed at once: into L1, not L2
+
+  int64_t lines() const { return (end - at + (next_end - next)) / 64; }
+  __attribute__((always_inline)) void fetch(int count) {
+    for (int i = 0; i < count; i++, at += 64) {
+      if (at >= end) at = next, end = next_end, next = next_end;
+      if (at >= end) return;
+      near ? __builtin_prefetch(at, 0, 3) : prefetch_to_l2(at);
+    }
+  }
+};
+
 struct BlockTileArgs {
   const char *x;                 // first group of the first row
   int64_t x_stride;              // bytes from row to row
@@ -45,7 +60,7 @@ struct BlockTileArgs {
   bool has_scales;               // of groups, beside d
   bool first;                    // sums start at zero, not at what acc holds
   float *acc;                    // [R][32], 64-byte aligned
-  const char *ahead, *ahead_end; // lines to prefetch meanwhile
+  Ahead ahead;
   int lines_ahead;               // in every group
 };
 
@@ -167,6 +182,8 @@ PD_INLINE void block_end(const Ints (&c)[R][VECTORS], const int32_t *first_half,
     memcpy(&x_scale, x[i] + offsetof(XGroup, scale), 4);
     const Floats xs = set_floats(x_scale);
     constexpr int ZERO = zero_of<KIND, VNNI>();
+    Floats sum = xs;
+    if constexpr (KIND == BlockKind::NIBBLES_MIN) sum = to_floats(sums_times(x[i], 1, 1));
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
       Ints t = c[i][v];
@@ -181,8 +198,7 @@ PD_INLINE void block_end(const Ints (&c)[R][VECTORS], const int32_t *first_half,
       } else {
         s = mul_floats(a[v], to_floats(t));
       }
-      if constexpr (KIND == BlockKind::NIBBLES_MIN)
-        s = sub_floats(s, mul_floats(b[v], to_floats(sums_times(x[i], 1, 1))));
+      if constexpr (KIND == BlockKind::NIBBLES_MIN) s = sub_floats(s, mul_floats(b[v], sum));
       float *to = acc + i * 32 + v * (VECTOR / 4);
       store_floats(to, add_floats(load_floats(to), mul_floats(xs, s)));
     }
@@ -262,14 +278,15 @@ void block_tile(const BlockTileArgs &t) {
   constexpr int HEADER = KIND == BlockKind::NIBBLES_MIN ? 128 : 64;
   constexpr int DATA = KIND == BlockKind::BYTES ? 1024 : KIND == BlockKind::SIX ? 768 : 512;
   const int group_header = t.has_scales ? 64 : 0;
-  const char *panel = t.panel, *ahead = t.ahead;
+  const char *panel = t.panel;
+  Ahead ahead = t.ahead;
   if (t.first) memset(t.acc, 0, R * 128);
   RowPointers x(t.x, t.x_stride);
   for (int64_t u = 0; u < t.num_units; u++) {
     const char *unit = panel;
     panel += HEADER;
     for (int g = 0; g < t.groups; g++) {
-      for (int j = 0; j < t.lines_ahead && ahead < t.ahead_end; j++, ahead += 64) prefetch_to_l2(ahead);
+      ahead.fetch(t.lines_ahead);
       x.pin();
       block_group<KIND, VNNI, R>(panel + group_header, x, unit, panel, t.has_scales, t.acc);
       x.advance(X_BYTES), panel += group_header + DATA;

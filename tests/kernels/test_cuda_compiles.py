@@ -13,7 +13,7 @@ from pagedec.cli import active
 from pagedec.config import ParallelConfig
 from pagedec.kernels import library
 from pagedec.kernels.library import CUDA, KernelError, LibraryNotFound, load
-from pagedec.kernels.records import PROTOTYPES
+from pagedec.kernels.prototypes import PROTOTYPES
 from pagedec.runtime.loading import choose_backend
 from tests.kernels import cuda_library
 from tests.kernels.cuda_build import ROOT, Build, build, missing

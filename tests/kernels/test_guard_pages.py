@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import Context, Dtype, GemmArgs
+from pagedec.kernels.blocks import LAYOUTS
+from pagedec.kernels.library import Context, Dtype, EmbedArgs, GemmArgs, Quantization, Segment
 from pagedec.kernels.reference import RopeShape
+from pagedec.kernels.reference_blocks import BlockLinear
 from tests.kernels import calls
 from tests.kernels.attention_cases import Cache, run
+from tests.kernels.block_cases import FORMATS, random_blocks
 from tests.kernels.calls import CODES, DTYPES, count, ints, normal, pointer, threads
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="protects pages as Linux does")
@@ -101,6 +104,30 @@ def test_linear_layers(context: Context, dtype: torch.dtype, k: int, int8: bool)
         others = [row for row in range(rows) if row != rows // 2]
         assert actual[rows // 2].isnan().all() and not expected.isnan().any()
         assert torch.equal(actual[others], expected[others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_weights_in_blocks(context: Context, dtype: torch.dtype, format: str) -> None:
+    layout = LAYOUTS[format]
+    for rows, n, blocks in ((1, 1, 1), (17, 33, 3), (145, 16, 1)):
+        k = blocks * layout.values
+        given = random_blocks(format, n, k, seed=1)
+        data, size = guarded(given.data), context.library.packed_blocks_bytes(n, k, layout.code)
+        packed, segment = guarded(torch.zeros(size, dtype=torch.uint8)), Segment(int(layout.code), 0)
+        context.pack_blocks(data.data_ptr(), n, k, layout.code, packed.data_ptr())
+        x, bias = guarded(normal(rows, k, seed=1, dtype=dtype)), guarded(torch.zeros(n))
+        num_rows, y = guarded(count(rows)), guarded(torch.full((rows, n), torch.nan))
+        arrays, segments = (num_rows, x, packed, bias, y), (ctypes.addressof(segment), 1)
+        f32, kind = int(Dtype.F32), int(Quantization.BLOCKS)
+        record = GemmArgs(*map(pointer, arrays), n, k, int(CODES[dtype]), f32, 0, kind, None, 0, *segments)
+        threads(context, 1 + rows % 3).call(record)
+        assert torch.equal(y, BlockLinear([given])(x))
+        ids, out, num_ids = guarded(ints(range(n))), guarded(torch.zeros(n, k)), guarded(count(n))
+        fields = {"num_rows": pointer(num_ids), "token_ids": pointer(ids), "table": pointer(packed)}
+        numbers = {"dim": k, "vocab": n, "dtype": int(Dtype.F32), "scale": 1.0}
+        context.call(EmbedArgs(**fields, **numbers, out=pointer(out), segments=segments[0], num_segments=1))
+        assert torch.equal(out, given.dequantize())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,74 @@
+"""Weights in blocks as a model packs them: the bits of their parts, stacked or gated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagedec.kernels.backend import Backend
+from pagedec.kernels.blocks import Blocks
+from pagedec.kernels.fallback import ReferenceBackend
+from pagedec.kernels.library import Epilogue, available_isas, load
+from pagedec.kernels.native import NativeBackend
+from pagedec.kernels.reference_linear import gated_product, interleave_gate_up
+from pagedec.models.packing import pack_after_gated, pack_gated, pack_stacked
+from tests.kernels.block_cases import random_blocks
+from tests.kernels.calls import normal
+
+BACKENDS = ["reference", *available_isas()[-1:]]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    if request.param == "reference":
+        return ReferenceBackend(torch.float32)
+    return NativeBackend(load(request.param), torch.float32)
+
+
+def run(
+    backend: Backend, weight: object, x: torch.Tensor, width: int, epilogue: Epilogue = Epilogue.STORE
+) -> torch.Tensor:
+    program, y = backend.program(), torch.full((len(x), width), torch.nan)
+    program.linear(torch.tensor([len(x)], dtype=torch.int32), x, weight, y, epilogue)
+    program.finish()
+    program.run()
+    return y
+
+
+def test_stacked_projections_have_the_bits_of_each(backend: Backend) -> None:
+    q, k, v = (random_blocks(name, n, 512, seed=n) for name, n in (("q4_k", 96), ("q4_k", 32), ("q6_k", 40)))
+    bias, x = normal(32, seed=1), normal(5, 512, seed=2)
+    y = run(backend, pack_stacked(backend, [q, k, v], [None, bias, None]), x, 168)
+    alone = [run(backend, pack_stacked(backend, [w]), x, w.n) for w in (q, k, v)]
+    alone[1] += bias
+    assert torch.equal(y, torch.cat(alone, 1))
+
+
+def test_gate_and_up_are_interleaved_and_padded(backend: Backend) -> None:
+    gate, up, x = random_blocks("q4_k", 24, 256, seed=1), random_blocks("q4_k", 24, 256, seed=2), normal(3, 256, seed=3)
+    biases = normal(24, seed=4), normal(24, seed=5)
+    hidden = run(backend, pack_gated(backend, gate, up, *biases), x, 32, Epilogue.SILU_MUL)
+    parts = [run(backend, pack_stacked(backend, [w], [b]), x, 24) for w, b in zip((gate, up), biases, strict=True)]
+    expected = gated_product(interleave_gate_up(*(part.T for part in parts)).T)
+    assert torch.allclose(hidden, expected, rtol=3e-6, atol=1e-6)
+    assert not hidden[:, 24:].any()
+    down = random_blocks("q8_0", 40, 32, seed=6)
+    same = run(backend, pack_stacked(backend, [down]), hidden, 40)
+    assert torch.equal(run(backend, pack_after_gated(backend, down), hidden, 40), same)
+
+
+def test_mixtures_are_named(backend: Backend) -> None:
+    first, second, plain = (
+        random_blocks("q4_k", 32, 256, seed=1),
+        random_blocks("q6_k", 32, 256, seed=2),
+        torch.ones(32, 256),
+    )
+    with pytest.raises(ValueError, match="1 of 2 stacked weights are in blocks; it must be all or none"):
+        pack_stacked(backend, [first, plain])
+    mixtures: list[tuple[Blocks | torch.Tensor, Blocks | torch.Tensor, str]] = [
+        (first, second, "gate is in q4_k, up in q6_k; they must be in one format"),
+        (plain, first, "gate is in no blocks, up in q4_k"),
+    ]
+    for gate, up, message in mixtures:
+        with pytest.raises(ValueError, match=message):
+            pack_gated(backend, gate, up)
