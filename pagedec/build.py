@@ -82,6 +82,7 @@ def build_engine(
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=rows,
             enable_prefix_caching=config.cache.enable_prefix_caching,
+            num_offload_blocks=target.num_offload_blocks,
             max_positions={lane: known.max_model_len for lane, known in others.items()},
             vocab_sizes={lane: known.vocab_size for lane, known in others.items()},
         )

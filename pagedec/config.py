@@ -123,9 +123,16 @@ class CacheConfig:
         ),
     )
     enable_prefix_caching: bool = option(True, Flag("keep finished prompts' blocks and reuse common beginnings"))
+    kv_offload_memory: int | None = option(
+        None,
+        Size("the host's memory for blocks that the KV pool gives up, to be found again, such as 8GiB", optional=True),
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.kv_offload_memory is not None and not self.enable_prefix_caching:
+            limit = "must be none without enable_prefix_caching: nothing would be found"
+            raise InvalidArgument("kv_offload_memory", self.kv_offload_memory, limit)
         sizes = {name: getattr(self, name) for name in POOL_SIZES}
         given = [name for name, value in sizes.items() if value is not None]
         if len(given) > 1:

@@ -8,14 +8,21 @@ namespace {
 constexpr int MAX_THREADS = 4096;
 
 #if defined(__CUDACC__)
-// The device and a stream of its own; NULL with an error.
-bool begin(pd_context &c, int32_t device) {
+// How many devices there are; -1 with an error.
+int count_devices(const char *name) {
   int count = 0;
-  cudaError_t error = cudaGetDeviceCount(&count);
+  const cudaError_t error = cudaGetDeviceCount(&count);
   int driver = 0;  // which error 35 calls too old where there is none
   if (error == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0)
-    return fail("pd_context_new: there is no driver of an NVIDIA device (libcuda.so.1)"), false;
-  if (error != cudaSuccess) return fail("pd_context_new: %s", cudaGetErrorString(error)), false;
+    return fail("%s: there is no driver of an NVIDIA device (libcuda.so.1)", name);
+  return error == cudaSuccess ? count : fail("%s: %s", name, cudaGetErrorString(error));
+}
+
+// The device and a stream of its own; NULL with an error.
+bool begin(pd_context &c, int32_t device) {
+  const int count = count_devices("pd_context_new");
+  if (count < 0) return false;
+  cudaError_t error = cudaSuccess;
   if (device < 0 || device >= count)
     return fail("pd_context_new: device is %d; it must be 0 to %d", device, count - 1), false;
   c.device = device;
@@ -84,8 +91,7 @@ using namespace pagedec;
 extern "C" {
 int32_t pd_num_devices(void) {
 #if defined(__CUDACC__)
-  int count = 0;
-  return launched("pd_num_devices", cudaGetDeviceCount(&count)) ? -1 : count;
+  return count_devices("pd_num_devices");
 #else
   return EMULATED_DEVICES;
 #endif

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pagedec.core.cache_events import CacheEvent, Cleared, Removed
+from pagedec.core.offload import OffloadTier
 from pagedec.errors import InvariantError
 
 if TYPE_CHECKING:
@@ -40,11 +41,13 @@ class BlockPool:
 
     __slots__ = (
         "block_of", "block_size", "events", "evictable", "free", "free_rows", "fresh", "key_of", "lane", "num_blocks",
-        "num_copied", "num_evictions", "num_forks",
+        "num_copied", "num_evictions", "num_forks", "offload",
         "pins", "refs", "row_view", "rows", "width",
     )  # fmt: skip
 
-    def __init__(self, lane: str, num_blocks: int, block_size: int, max_blocks_per_table: int) -> None:
+    def __init__(
+        self, lane: str, num_blocks: int, block_size: int, max_blocks_per_table: int, num_offload_blocks: int = 0
+    ) -> None:
         self.lane, self.num_blocks, self.block_size, self.width = lane, num_blocks, block_size, max_blocks_per_table
         self.refs: list[int] = [0] * num_blocks
         self.pins: list[int] = [0] * num_blocks
@@ -53,6 +56,8 @@ class BlockPool:
         self.key_of: list[bytes | None] = [None] * num_blocks
         self.block_of: dict[bytes, int] = {}
         self.fresh: list[int] = []
+        self.offload = OffloadTier(num_offload_blocks) if num_offload_blocks else None
+        """Where evicted blocks go; None: nowhere."""
         self.events: list[CacheEvent] | None = None
         """What the prefix cache has stored and forgotten, for whoever takes it from here; None: nobody listens."""
         self.num_evictions = self.num_forks = self.num_copied = 0
@@ -72,8 +77,7 @@ class BlockPool:
             block = self.free.pop()
         elif self.evictable:
             block, _ = self.evictable.popitem(last=False)
-            self.unpublish(block)
-            self.num_evictions += 1
+            self._evict(block)
         else:
             return None
         self.refs[block] = 1
@@ -120,8 +124,36 @@ class BlockPool:
         return True
 
     def lookup(self, key: bytes) -> int | None:
-        """The block published under `key`."""
-        return self.block_of.get(key)
+        """The block published under `key`; one that was evicted is brought back where there is room."""
+        block = self.block_of.get(key)
+        if block is None and self.offload is not None and self.offload.find(key):
+            return self._bring_back(key, self.offload)
+        return block
+
+    def _bring_back(self, key: bytes, offload: OffloadTier) -> int | None:
+        block = self.take()
+        if block is None or key not in offload:  # what was evicted for it may have gone to its place
+            if block is not None:
+                self.drop(block)
+            return None
+        offload.load(key, block)
+        self.fresh = [other for other in self.fresh if other != block]  # it has been written
+        self.block_of[key], self.key_of[block] = block, key
+        self.drop(block)  # nobody holds it yet
+        return block
+
+    def _evict(self, block: int) -> None:
+        """Make an evictable block impossible to find, but for what the tier of the host keeps of it."""
+        key = self.key_of[block]
+        self.num_evictions += 1
+        if self.offload is None or key is None:
+            return self.unpublish(block)
+        del self.block_of[key]
+        self.key_of[block] = None
+        gone = self.offload.store(key, block)
+        if gone is not None and gone not in self.block_of:
+            self._tell_removed(gone)
+        return None
 
     def unpublish(self, block: int) -> None:
         """Make a block that is held or pinned impossible to find."""
@@ -129,13 +161,19 @@ class BlockPool:
         if key is not None:
             del self.block_of[key]
             self.key_of[block] = None
-            if self.events is not None:
-                self.events.append(Removed((key,)))
+            if self.offload is None or key not in self.offload:
+                self._tell_removed(key)
+
+    def _tell_removed(self, key: bytes) -> None:
+        if self.events is not None:
+            self.events.append(Removed((key,)))
 
     def forget(self) -> None:
         """Drop the prefix cache. What nobody holds is free; what is held stays, and is found no more."""
         for block in self.evictable:
             self.free.append(block)
+        if self.offload is not None:
+            self.offload.forget()
         self._clear()
 
     def reset(self) -> None:
@@ -144,6 +182,8 @@ class BlockPool:
         self.refs, self.pins = [0] * self.num_blocks, [0] * self.num_blocks
         self.free = list(range(self.num_blocks - 1, -1, -1))
         self._clear()
+        if self.offload is not None:
+            self.offload.reset()
         self.fresh = []
         self.free_rows = list(range(len(self.rows) - 1, -1, -1))
 
@@ -215,6 +255,8 @@ class BlockPool:
             raise InvariantError(f"{where}: the prefix cache and its blocks disagree")
         if not all(block in published for block in self.evictable):
             raise InvariantError(f"{where}: a block is evictable that nobody can find")
+        if self.offload is not None:
+            self.offload.check()
         self._check_rows(tables)
 
     def _check_rows(self, tables: list[BlockTable]) -> None:

@@ -88,7 +88,8 @@ class ReportRows:
 
 @dataclass(frozen=True, slots=True)
 class LaneForward:
-    """One lane's part of a step. Copies come first, then the rows' forward, then the read-out."""
+    """One lane's part of a step. Blocks go to the host's tier and come back first, then there are copies, then the
+    rows' forward, then the read-out."""
 
     lane: str
     token_ids: np.ndarray  # int32 [num_rows]; of rows that a roll fills, anything
@@ -100,6 +101,8 @@ class LaneForward:
     parents: np.ndarray | None = None  # int32 [num_rows] within the branch's, -1 on the chain; None: there are no trees
     copy_src: np.ndarray = _ints()  # int32 [num_copies] slots, in order
     copy_dst: np.ndarray = _ints()
+    offload_blocks: np.ndarray = _ints()  # int32 [num_moves], in order, before anything else: a block goes ...
+    offload_places: np.ndarray = _ints()  # int32 [num_moves]: ... to place p of the host's tier, or comes from -1 - p
     fresh: np.ndarray = _ints()  # int32 [num_fresh] blocks taken since the last step: debug builds poison them first
     read_rows: np.ndarray = _ints()  # int32 [num_read]: the rows that are read out
     draws: np.ndarray = field(default_factory=lambda: NO_DRAWS)  # DRAW_DTYPE [num_draws]

@@ -302,6 +302,7 @@ class LaneBuilder:
         positions, parents = self._trees(index)
         copy_src, copy_dst = copies.arrays()
         fresh, pool.fresh = np.array(pool.fresh, np.int32), []
+        moves = (NO_INTS, NO_INTS) if pool.offload is None else pool.offload.take_moves()
         topk, logprobs, banned = self._topk, _pairs(self._logprobs), _pairs(self._banned)
         verified = _pairs(self._verified)
         best_rows, best_groups = (NO_BEST_ROWS, NO_BEST_GROUPS) if self._ranking is None else self._ranking.arrays()
@@ -316,6 +317,8 @@ class LaneBuilder:
             parents=parents,
             copy_src=copy_src,
             copy_dst=copy_dst,
+            offload_blocks=moves[0],
+            offload_places=moves[1],
             fresh=fresh,
             read_rows=np.array(self._read_rows, np.int32),
             draws=self._draws(),

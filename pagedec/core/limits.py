@@ -25,6 +25,8 @@ class SchedulerLimits:
     max_chunk: int | None = None
     """Pending tokens of one branch in one step; None: as many as there are rows."""
     enable_prefix_caching: bool = True
+    num_offload_blocks: int = 0
+    """Blocks of the target's lane that the host's memory keeps when the pool evicts them."""
     array_settle: bool = True
     """Plan and settle plain sampling without queries and verdicts. The result is the same."""
     draft_forced: bool = True
@@ -49,6 +51,9 @@ class SchedulerLimits:
             for lane, value in getattr(self, name).items():
                 if value < 1:
                     raise InvalidArgument(f"{name}[{lane!r}]", value, "must be at least 1")
+        if self.num_offload_blocks and not self.enable_prefix_caching:
+            limit = "must be 0 without enable_prefix_caching: nothing would be found"
+            raise InvalidArgument("num_offload_blocks", self.num_offload_blocks, limit)
         if self.max_chunk is not None and self.max_chunk < 1:
             raise InvalidArgument("max_chunk", self.max_chunk, "must be at least 1, or None")
 

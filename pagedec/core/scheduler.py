@@ -39,7 +39,13 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self.pools = {
-            lane: BlockPool(lane, num_blocks, limits.block_size, limits.max_blocks_per_table)
+            lane: BlockPool(
+                lane,
+                num_blocks,
+                limits.block_size,
+                limits.max_blocks_per_table,
+                limits.num_offload_blocks if lane == "target" else 0,
+            )
             for lane, num_blocks in limits.num_blocks.items()
         }
         self.parking = Parking(self.pools)

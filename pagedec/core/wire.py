@@ -53,7 +53,7 @@ _LANE: _Layout = (
     ("draws", DRAW_DTYPE), ("rolls", ROLL_DTYPE), ("best_rows", BEST_ROW_DTYPE), ("best_groups", BEST_GROUP_DTYPE),
     *_ints(
         "token_ids", "positions", "slots", "row_indptr", "kv_len", "block_table", "parents", "copy_src", "copy_dst",
-        "fresh",
+        "offload_blocks", "offload_places", "fresh",
         "read_rows", "topk_rows", "logprob_rows", "logprob_tokens", "banned_rows", "banned_tokens", "masked_rows",
         "roll_slots", "verified_draws", "verified_tokens",
     ),

@@ -51,6 +51,10 @@ class Census:
     """Of all lanes: held by nobody, and still not free. Anything but 0 is a bug."""
     num_copied_blocks: int = 0
     num_evicted_blocks: int = 0
+    num_offloaded_blocks: int = 0
+    """Evicted ones that the host has taken."""
+    num_restored_blocks: int = 0
+    """Blocks that it has given back."""
     """Cached blocks that were given up for others."""
     forks: Mapping[str, int] | None = None
     """Block tables that were forked, by who had it done."""
@@ -94,6 +98,8 @@ def take_census(engine: Engine) -> Census:
         num_blocks_leaked=tally.num_leaked + _leaked_elsewhere(scheduler, pool),
         num_copied_blocks=pool.num_copied,
         num_evicted_blocks=pool.num_evictions,
+        num_offloaded_blocks=0 if pool.offload is None else pool.offload.num_stored,
+        num_restored_blocks=0 if pool.offload is None else pool.offload.num_loaded,
         forks={**forks, OTHER: max(0, pool.num_forks - sum(forks.values()))},
         num_steps=stats.num_steps,
         num_rows=stats.num_rows,

@@ -263,6 +263,12 @@ class Backend(Protocol):
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of zeros where the kernels work: what a forward's buffers are made of."""
 
+    def fetch(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy what kernels have into a host tensor of the same shape, whose first sides may lie apart in both."""
+
+    def bring(self, tensor: torch.Tensor, given: torch.Tensor) -> None:
+        """The way back: what kernels will find there."""
+
     def write(self, tensor: torch.Tensor, array: np.ndarray) -> None:
         """Put a host array at the beginning of a tensor of its dtype, along its first side."""
 

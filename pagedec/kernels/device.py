@@ -64,6 +64,20 @@ class DeviceBackend(NativeBackend):
     def pack_blocks(self, parts: Sequence[Blocks], bias: torch.Tensor | None = None) -> NativeWeight:
         raise ValueError(f"quantization is {parts[0].format}; a CUDA device has no weights in blocks")
 
+    def fetch(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        if tensor.is_contiguous() and out.is_contiguous():
+            return self.memory.read(tensor, out)
+        for part, place in zip(tensor, out, strict=True):
+            self.fetch(part, place)
+        return None
+
+    def bring(self, tensor: torch.Tensor, given: torch.Tensor) -> None:
+        if tensor.is_contiguous() and given.is_contiguous():
+            return self.memory.fill_from(tensor, given)
+        for part, place in zip(tensor, given, strict=True):
+            self.bring(part, place)
+        return None
+
     def write(self, tensor: torch.Tensor, array: np.ndarray) -> None:
         self.memory.write(tensor, array)
 

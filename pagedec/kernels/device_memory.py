@@ -89,11 +89,21 @@ class DeviceMemory:
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor:
         """A host tensor with what a contiguous one has, once all calls are through."""
-        assert tensor.is_contiguous()
         out = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self.read(tensor, out)
+        return out
+
+    def read(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy a contiguous tensor into one of the host's, once all calls are through."""
+        assert tensor.is_contiguous() and out.is_contiguous() and tensor.nbytes == out.nbytes
         if tensor.numel():
             self._context.read_memory(out.data_ptr(), tensor.data_ptr(), out.nbytes)
-        return out
+
+    def fill_from(self, tensor: torch.Tensor, given: torch.Tensor) -> None:
+        """Copy a contiguous tensor of the host's into one."""
+        assert tensor.is_contiguous() and given.is_contiguous() and tensor.nbytes == given.nbytes
+        if tensor.numel():
+            self._context.write_memory(tensor.data_ptr(), given.data_ptr(), given.nbytes)
 
     def write(self, tensor: torch.Tensor, array: np.ndarray) -> None:
         """Put an array of its dtype at the beginning of a contiguous tensor."""

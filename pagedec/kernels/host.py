@@ -31,6 +31,12 @@ class HostBackend(Backend):
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
+    def fetch(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(tensor)
+
+    def bring(self, tensor: torch.Tensor, given: torch.Tensor) -> None:
+        tensor.copy_(given)
+
     def write(self, tensor: torch.Tensor, array: np.ndarray) -> None:
         tensor.numpy()[: len(array)] = array
 

@@ -171,7 +171,7 @@ NEUTRAL: dict[str, Rule] = {
         ),
         Unread(_IN_MEMORY),
     ),
-    "kv_offloading_backend": Unread("there is one pool for KV, and kv_offloading_size may be None alone"),
+    "kv_offloading_backend": Unread("kv_offload_memory says how much of the host's memory keeps KV, in one way"),
     "allow_deprecated_quantization": Flag("what quantization may be is said there"),
     **dict.fromkeys(
         (
@@ -287,7 +287,7 @@ ONLY: dict[str, Only] = {
     **dict.fromkeys(("kv_transfer_config", "ec_transfer_config"), Only((None,), "KV of other engines is")),
     "weight_transfer_config": Only((None,), "a change of weights while running is"),
     "kv_events_config": Only((None,), "news of the KV pool's blocks are"),
-    "kv_offloading_size": Only((None,), "a second pool for KV is"),
+    "kv_offloading_size": Only((None,), "another name of kv_offload_memory, in GiB, is"),
     **dict.fromkeys(("attention_config", "kernel_config"), Only((None, {}), "a table of kernels' settings is")),
     "moe_backend": Only(("auto",), "a choice among kernels for experts is"),
     "enable_return_routed_experts": Only((False,), "a report of the experts that were asked is"),

@@ -38,6 +38,7 @@ class EngineArgs(TypedDict, total=False):
     kv_cache_memory: int | str | None
     memory_utilization: float | None
     enable_prefix_caching: bool | None
+    kv_offload_memory: int | str | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     max_logprobs: int

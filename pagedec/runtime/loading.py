@@ -179,10 +179,24 @@ def draft_pool(draft: LoadedModel, config: EngineConfig, target: KvPool) -> KvPo
     return KvPool(target.num_blocks, pool.block_size, num_bytes, "as many blocks as the target has")
 
 
+def offload_blocks(config: EngineConfig, pool: KvPool) -> int:
+    """How many blocks of a pool the host keeps. Raises InvalidArgument where it is not one."""
+    size, given = pool.num_bytes // pool.num_blocks, config.cache.kv_offload_memory
+    if given is not None and given < size:
+        raise InvalidArgument("kv_offload_memory", given, f"must be at least {size}, the bytes of a block")
+    return 0 if given is None else given // size
+
+
 def build_lane(
-    loaded: LoadedModel, config: EngineConfig, pool: KvPool, debug: bool = False, vocab_size: int | None = None
+    loaded: LoadedModel,
+    config: EngineConfig,
+    pool: KvPool,
+    debug: bool = False,
+    vocab_size: int | None = None,
+    num_offload_blocks: int = 0,
 ) -> LaneRunner:
     """A model with a cache of its own; it draws the token ids below `vocab_size`, if it knows more."""
+    rows = config.scheduler.max_num_batched_tokens
     try:
         tensors = allocate_cache(loaded.model.arch, pool.num_blocks, pool.block_size, loaded.model.backend)
     except (OSError, MemoryError) as error:
@@ -190,15 +204,20 @@ def build_lane(
         value = Shown("chosen") if getattr(config.cache, name) is None else getattr(config.cache, name)
         limit = f"must be less: the KV pool would take {shown_size(pool.num_bytes)}, which this machine does not give"
         raise InvalidArgument(name, value, limit) from error
-    return LaneRunner(loaded.model, tensors, config.scheduler.max_num_batched_tokens, debug, vocab_size)
+    try:
+        return LaneRunner(loaded.model, tensors, rows, debug, vocab_size, num_offload_blocks)
+    except OSError as error:
+        limit = "must be less: this machine does not give as much"
+        raise InvalidArgument("kv_offload_memory", config.cache.kv_offload_memory, limit) from error
 
 
 def build_worker(config: EngineConfig, loaded: LoadedModel, draft: LoadedModel | None = None) -> Worker:
     """Lanes over loaded models, with caches of their own; with `draft`, rolls run on that model's lane."""
     debug = environment.read("PAGEDEC_DEBUG") == "1"
     pool = lane_pool(loaded, config)
-    lanes = {"target": build_lane(loaded, config, pool, debug)}
-    known = {"target": _lane_geometry(loaded, pool)}
+    kept = offload_blocks(config, pool)
+    lanes = {"target": build_lane(loaded, config, pool, debug, num_offload_blocks=kept)}
+    known = {"target": _lane_geometry(loaded, pool, kept)}
     if draft is not None:
         own = draft_config(config)
         with within("speculative_config."):
@@ -212,12 +231,13 @@ def build_follower(config: EngineConfig, loaded: LoadedModel) -> Follower:
     """A rank's part of a loaded model, with its KV."""
     link, pool = loaded.model.backend.link, lane_pool(loaded, config)
     assert link is not None
-    lane = build_lane(loaded, config, pool, environment.read("PAGEDEC_DEBUG") == "1")
-    return Follower(lane, _geometry(loaded, config.model, {"target": _lane_geometry(loaded, pool)}, pool), link)
+    kept = offload_blocks(config, pool)
+    lane = build_lane(loaded, config, pool, environment.read("PAGEDEC_DEBUG") == "1", num_offload_blocks=kept)
+    return Follower(lane, _geometry(loaded, config.model, {"target": _lane_geometry(loaded, pool, kept)}, pool), link)
 
 
-def _lane_geometry(loaded: LoadedModel, pool: KvPool) -> LaneGeometry:
-    return LaneGeometry(pool.num_blocks, loaded.arch.vocab_size, loaded.max_model_len)
+def _lane_geometry(loaded: LoadedModel, pool: KvPool, num_offload_blocks: int = 0) -> LaneGeometry:
+    return LaneGeometry(pool.num_blocks, loaded.arch.vocab_size, loaded.max_model_len, num_offload_blocks)
 
 
 def _geometry(loaded: LoadedModel, config: ModelConfig, lanes: dict[str, LaneGeometry], pool: KvPool) -> Geometry:

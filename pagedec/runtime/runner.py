@@ -16,6 +16,7 @@ from pagedec.errors import InvariantError
 from pagedec.kernels.backend import Backend, CacheTensors, Drafted, ReadOut, RowBuffer
 from pagedec.models.buffers import READ_ROWS
 from pagedec.models.model import Model
+from pagedec.runtime.offloaded_blocks import OffloadedBlocks
 
 
 class RuleTable(dict[int, Any]):
@@ -37,6 +38,7 @@ class LaneRunner:
     """One model with its cache, a plan for each kind of its layers, and the programs over its buffers.
 
     `vocab_size`: token ids from there on are never drawn; None: all that the model knows may be.
+    `num_offload_blocks`: places in the host's memory for blocks that the pool gives up.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class LaneRunner:
         max_rows: int,
         debug: bool = False,
         vocab_size: int | None = None,
+        num_offload_blocks: int = 0,
     ) -> None:
         self.model, self.cache, self.backend, self.debug = model, cache, model.backend, debug
+        self._offload = OffloadedBlocks(cache, num_offload_blocks, self.backend) if num_offload_blocks else None
         known = model.arch.vocab_size
         self.num_drawn = known if vocab_size is None else min(known, vocab_size)
         self._rules = RuleTable(self.backend, known)
@@ -72,7 +76,10 @@ class LaneRunner:
         self._rules.pop(rule_id, None)
 
     def prepare(self, forward: LaneForward) -> None:
-        """What must precede every read and write of the step: poison in debug builds, then the copies in order."""
+        """What must precede every read and write of the step: blocks go to the host and come back, fresh ones are
+        poisoned in debug builds, then the copies in order."""
+        if self._offload is not None and len(forward.offload_blocks):
+            self._offload.move(forward.offload_blocks, forward.offload_places)
         if self.debug and len(forward.fresh):
             self.backend.poison(self.cache, forward.fresh)
         if len(forward.copy_src):

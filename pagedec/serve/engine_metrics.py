@@ -28,6 +28,8 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("prefix_cache_queries", "Tokens that were looked for in the prefix cache", lambda c: _spent(c).num_prompt_tokens),
     ("prefix_cache_hits", "Tokens of them that it held", lambda c: _spent(c).num_cached_tokens),
     ("evicted_blocks", "Cached KV blocks that were given up for others", lambda c: c.num_evicted_blocks),
+    ("offloaded_blocks", "Evicted KV blocks that the host's memory has taken", lambda c: c.num_offloaded_blocks),
+    ("restored_blocks", "KV blocks that it has given back", lambda c: c.num_restored_blocks),
     ("copied_blocks", "KV blocks that were copied for writing", lambda c: c.num_copied_blocks),
     ("engine_steps", "Steps", lambda c: c.num_steps),
     ("engine_step_rows", "Rows of all steps", lambda c: c.num_rows),

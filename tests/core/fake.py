@@ -105,6 +105,8 @@ class FakeRunner:
         self._make: StepMasks | None = None
         self._forbidden: dict[int, list[int]] = {}
         self.num_copies = 0
+        self.offloaded: dict[int, list[tuple[int, int] | None]] = {}
+        """What the target lane's blocks had, by place of the tier."""
 
     def execute(self, plan: StepPlan) -> Answers:
         """Carry out a plan that has crossed a wire, and so have its masks and its answers."""
@@ -140,6 +142,11 @@ class FakeRunner:
 
     def _copy(self, lane: str, forward: LaneForward) -> None:
         kv, size = self.kv[lane], self.block_size
+        for block, place in zip(forward.offload_blocks.tolist(), forward.offload_places.tolist(), strict=True):
+            if place >= 0:
+                self.offloaded[place] = kv[block * size : (block + 1) * size]
+            else:
+                kv[block * size : (block + 1) * size] = self.offloaded[-1 - place]
         for block in forward.fresh.tolist():
             kv[block * size : (block + 1) * size] = [None] * size
         for source, target in zip(forward.copy_src.tolist(), forward.copy_dst.tolist(), strict=True):

@@ -29,13 +29,15 @@ def alone_and_mixed(seed: int) -> None:
     world = World(seed)
     for case in world.cases:
         world.compare([case], limits(24, max_chunk=world.rng.choice([1, 3, None])))
+    is_caching = seed % 5 != 0
     for chunk in (1, 3, None):
         batch = world.cases if chunk == 3 and seed % 3 == 0 else world.rng.sample(world.cases, 6)
         disturb = random.Random(seed) if seed % 2 else None
         own = limits(
             24 + seed % 4,
             max_chunk=chunk,
-            enable_prefix_caching=seed % 5 != 0,
+            enable_prefix_caching=is_caching,
+            num_offload_blocks=[0, 1, 5, 60][seed % 4] if is_caching else 0,
             array_settle=seed % 7 != 0,
             max_num_seqs=[256, 4][seed % 2],
         )
@@ -152,11 +154,16 @@ def test_rare_events_happen(monkeypatch: pytest.MonkeyPatch) -> None:
     count(transition, "compact_path", lambda _: "paths")
     for seed in range(1, 41, 2):
         world = World(seed)
-        _, engine = world.run(world.cases, limits(24, 6, max_chunk=3), random.Random(seed))
-        counts["evictions"] += engine.scheduler.pools["target"].num_evictions
+        own = limits(24, 6, max_chunk=3, num_offload_blocks=10)
+        _, engine = world.run(world.cases, own, random.Random(seed))
+        pool = engine.scheduler.pools["target"]
+        assert pool.offload is not None
+        counts["evictions"] += pool.num_evictions
+        counts["offloaded"] += pool.offload.num_stored
+        counts["brought back"] += pool.offload.num_loaded
     for event in (
         "room made", "no room", "draft table dropped", "preempted", "waited for a trunk", "waited", "gang recomputed",
-        "prefix block hit", "evictions",
+        "prefix block hit", "evictions", "offloaded", "brought back",
     ):  # fmt: skip
         assert counts[event] > 0, f"{event}: never happened"
 

@@ -138,7 +138,7 @@ def test_run(best: Context) -> None:
             best.call(AttentionArgs(**(fields | changes)))
 
     for field in ("num_rows", "plan", "q", "k_cache", "v_cache", "out"):
-        refuse(f"{field} is NULL", **{field: None})
+        refuse(f"{field} is NULL" + ("; it must point to data" if field != "plan" else ""), **{field: None})
     other = np.array([3], np.int32)
     refuse("num_rows is 3; the plan is for 2", num_rows=other.ctypes.data)
     empty = best.library.plan()

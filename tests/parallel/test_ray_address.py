@@ -81,7 +81,7 @@ def test_who_waits_for_room_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
     monkeypatch.setattr(ray, "available_resources", lambda: {"memory": 1.0})
     with caplog.at_level(logging.WARNING), pytest.raises(InvalidArgument) as caught:
-        ray_executor._wait_for_room(ray, Full(), 2, 1.0)
+        ray_executor._wait_for_room(ray, Full(), 2, {"CPU": 1.0})
     has = "needs 2 times 1 CPU of the cluster, which has 2 CPU, 0 of them free"
     assert caplog.messages == [f"tensor_parallel_size 2 {has}; waiting for 120 s"]
     assert str(caught.value) == f"tensor_parallel_size is 2: {has}, and has had no room for 120 s"
