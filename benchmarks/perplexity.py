@@ -1,4 +1,4 @@
-"""What int8 weights cost in quality: perplexity of the same text in float32, bfloat16 and int8, and the ratio to
+"""What int8 weights, and KV in bytes, cost in quality: perplexity of the same text in several numbers, and the ratio to
 bfloat16.
 
     python benchmarks/perplexity.py TEXT [--tokens 16384] [--window 1024] [--model smollm2]
@@ -32,6 +32,8 @@ KINDS: dict[str, dict[str, str | None]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int8, float32": {"dtype": "float32", "quantization": "int8"},
+    "KV int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "KV fp8": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
 }
 
 

@@ -30,6 +30,7 @@ from pagedec.kernels.records import (
     GemmArgs,
     JoinPartsArgs,
     KvCopyArgs,
+    KvKind,
     LayerKind,
     LayerNormArgs,
     MeetArgs,
@@ -54,13 +55,13 @@ __all__ = [
     "ABI_VERSION", "AddPartsArgs", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape",
     "available_isas", "BestArgs", "built_isas", "CHAIN_DTYPE", "CUDA", "Context", "CopyRowsArgs", "DEVICES", "Draw",
     "Dtype", "EmbedArgs", "EMULATED_DEVICE", "EMULATED_ISA", "Epilogue", "GemmArgs", "ISAS", "JoinPartsArgs",
-    "KernelError", "KvCopyArgs", "LayerKind", "LayerNormArgs", "Library", "library_directories", "LibraryNotFound",
-    "load", "loadable_isas", "MeetArgs", "Op", "OpKind", "OpList", "PickLogitsArgs", "ProcessLogitsArgs",
-    "Quantization", "RestrictLogitsArgs", "RmsNormArgs", "RollArgs", "RollChain", "RopeKvWriteArgs", "Rules",
-    "SampleArgs", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
+    "KernelError", "KvCopyArgs", "KvKind", "LayerKind", "LayerNormArgs", "Library", "library_directories",
+    "LibraryNotFound", "load", "loadable_isas", "MeetArgs", "Op", "OpKind", "OpList", "PickLogitsArgs",
+    "ProcessLogitsArgs", "Quantization", "RestrictLogitsArgs", "RmsNormArgs", "RollArgs", "RollChain",
+    "RopeKvWriteArgs", "Rules", "SampleArgs", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
 ]  # fmt: skip
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 ISAS = environment.ISAS  # from the poorest to the richest
 EMULATED_ISA, EMULATED_ISA_NEEDS = environment.EMULATED_ISA, "avx512bf16"
 CUDA, EMULATED_DEVICE, DEVICES = environment.CUDA, environment.EMULATED_DEVICE, environment.DEVICES

@@ -23,6 +23,7 @@ from pagedec.kernels.library import (
     Epilogue,
     GemmArgs,
     JoinPartsArgs,
+    KvKind,
     LayerNormArgs,
     MeetArgs,
     OpList,
@@ -67,7 +68,7 @@ class NativeWeight:
 class NativePlan:
     """The attention kernel's work list, made once a step for all layers of one kind."""
 
-    def __init__(self, context: Context, shape: AttentionShape, dtype: Dtype) -> None:
+    def __init__(self, context: Context, shape: AttentionShape, dtype: Dtype, kv_kind: KvKind) -> None:
         self.plan: AttentionPlan = context.library.plan()
         self._context = context
         self.shape = AttnShape(
@@ -79,6 +80,7 @@ class NativePlan:
             shape.window,
             shape.scale,
             shape.soft_cap,
+            int(kv_kind),
         )
 
     def update(
@@ -283,6 +285,8 @@ class NativeProgram:
                 int(backend.code),
                 int(rope.interleaved),
                 norms[2],
+                int(cache.kind),
+                0,
             ),
             rows,
             qkv,

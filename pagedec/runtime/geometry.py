@@ -31,6 +31,7 @@ class Geometry:
     dtype: str
     quantization: str | None
     num_threads: int
+    kv_cache_dtype: str = "auto"
     world: int = 1
     """Ranks that share the target."""
     model: str = ""
@@ -53,4 +54,5 @@ class Geometry:
     def __str__(self) -> str:
         weights = f"{self.quantization} and " if self.quantization else ""
         ranks = f" of {self.world} ranks" if self.world > 1 else ""
-        return f"{weights}{self.dtype} on {self.isa}{ranks}"
+        kv = f", KV in {self.kv_cache_dtype}," if self.kv_cache_dtype != "auto" else ""
+        return f"{weights}{self.dtype}{kv} on {self.isa}{ranks}"
