@@ -45,7 +45,7 @@ class Scoring(RequestParams):
     scores: list[float] = field(default_factory=list)
 
 
-@decoder("score", params=Scoring)
+@decoder("perplexity", params=Scoring)
 class Score(Decoder):
     """Drafts the text itself, a chunk at a time, and accepts all of it."""
 

@@ -31,13 +31,13 @@ class Geometry:
     dtype: str
     quantization: str | None
     num_threads: int
-    kv_cache_dtype: str = "auto"
     world: int = 1
     """Ranks that share the target."""
     model: str = ""
     """A digest of the target: its configuration, weights and vocabulary."""
     numerics: str = ""
     """A digest of all that a token's bits depend on beside the model: see `fingerprint.py`."""
+    kv_cache_dtype: str = "auto"
 
     def to_json(self) -> str:
         """All of it, for another process."""

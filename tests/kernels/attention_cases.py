@@ -28,8 +28,9 @@ class Numbers(NamedTuple):
         return name if self.kind == KvKind.PLAIN else f"{name}-{self.kind.name.lower()}"
 
 
+PLAIN = [Numbers(torch.bfloat16), Numbers(torch.float32)]
 IN_BYTES = [Numbers(dtype, kind) for kind in (KvKind.INT8, KvKind.FP8) for dtype in (torch.bfloat16, torch.float32)]
-NUMBERS = [Numbers(torch.bfloat16), Numbers(torch.float32), *IN_BYTES]
+NUMBERS = [*PLAIN, *IN_BYTES]
 
 
 def read_slots(

@@ -10,7 +10,7 @@ from pagedec.kernels.backend import AttentionShape
 from pagedec.kernels.library import DEVICES, Context
 from tests.kernels.attention_cases import (
     IN_BYTES,
-    NUMBERS,
+    PLAIN,
     Batch,
     Branch,
     Cache,
@@ -25,7 +25,8 @@ from tests.kernels.attention_cases import (
 )
 
 
-@pytest.fixture(params=NUMBERS, ids=str)
+# the other two of bytes: test_kv_bytes.py has shorter tests of all four
+@pytest.fixture(params=[*PLAIN, IN_BYTES[0], IN_BYTES[3]], ids=str)
 def numbers(request: pytest.FixtureRequest, context: Context) -> Numbers:
     kind: Numbers = request.param
     if kind in IN_BYTES and context.isa in DEVICES:

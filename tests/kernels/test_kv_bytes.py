@@ -275,6 +275,26 @@ def test_no_bit_depends_on_the_size_of_a_block(context: Context, numbers: Number
     assert all(same_bits(other, found[0]) for other in found[1:])
 
 
+@pytest.mark.parametrize("numbers", IN_BYTES, ids=str)
+@pytest.mark.parametrize("size", [8, 16])
+def test_few_rows_and_many(context: Context, numbers: Numbers, size: int) -> None:
+    """Bytes are widened in registers for a few rows, once in memory for many; by any number of threads, with blocks in
+    common or not."""
+    cache = Cache(AttentionShape(6, 2, 80, size, 0.1), 2048 // size, numbers, seed=6)
+    prompt = cache.branch(580, 200)
+    branches = [prompt, *(cache.fork(prompt, 512 // size, 512 + n) for n in (3, 64, 70)), cache.branch(90)]
+    batch = Batch(branches)
+    q = cache.query(batch.num_rows)
+    want = run(context, cache, branches, q, threads=1)
+    for threads, share in ((2, True), (3, False)):
+        assert same_bits(run(context, cache, branches, q, threads=threads, share=share), want)
+    for row in (0, 1, 60, 131, 132, 199):  # 132: position 512
+        one = Branch(prompt.table, 381 + row)
+        assert same_bits(run(context, cache, [one], q[row : row + 1].clone()), want[row : row + 1])
+    for branch, row in zip(branches[1:], range(200, 204), strict=True):
+        assert same_bits(run(context, cache, [branch], q[row : row + 1].clone()), want[row : row + 1])
+
+
 def test_kinds_that_there_are_not(context: Context) -> None:
     cache = Cache(AttentionShape(2, 1, 16, 16, 0.1), 4, torch.float32, seed=0)
     cache.kind = 3  # type: ignore[assignment]

@@ -74,7 +74,6 @@ SETTINGS = [
     Setting("llama", 3, "sockets"),
     Setting("llama", dtype="bfloat16"),
     Setting("llama", dtype="bfloat16", kv="int8"),
-    Setting("gemma2", kv="fp8"),
     Setting("qwen2"),
     Setting("qwen3"),
     Setting("gemma2"),
