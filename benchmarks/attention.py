@@ -1,10 +1,11 @@
 """Paged attention next to what bounds it: the memory bus, the dot-product unit, and torch's own attention.
 
-    PYTHONPATH=. python benchmarks/attention.py [--layers 30] [--rounds 9] [--threads 0] [--only TEXT]
+    PYTHONPATH=. python benchmarks/attention.py [--layers 30] [--rounds 9] [--threads 0] [--only TEXT] [--kinds]
 
 Every round times ours, a plain read of the same bytes, torch's scaled_dot_product_attention on contiguous copies, and
 ours again, one after the other in one process; ratios are taken inside a round. Printed: median [quartiles]; `self` is
-ours against itself, the noise of the machine.
+ours against itself, the noise of the machine. With --kinds: KV in bf16, int8 and fp8, one after the other in every
+round, and how many times as fast as bf16 the others are.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pagedec.kernels.library import AttentionArgs, AttnBatch, AttnShape, Context, Dtype, load
+from pagedec.kernels.library import AttentionArgs, AttnBatch, AttnShape, Context, Dtype, KvKind, load
+from pagedec.kernels.reference_cache import SCALE_BYTES, cache_dtype, cache_shapes, write_slots
 
 Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 9, 3, 64, 16  # SmolLM2-135M
 
@@ -37,9 +39,9 @@ class Case:
     def num_blocks(self) -> int:
         return self.shared // BLOCK + self.num_branches * -(-(self.kv_len - self.shared) // BLOCK)
 
-    @property
-    def kv_bytes(self) -> int:
-        return 2 * self.num_blocks * BLOCK * KV_HEADS * HEAD_DIM * 2
+    def kv_bytes(self, kind: KvKind = KvKind.PLAIN) -> int:
+        of_head = 2 * HEAD_DIM if kind == KvKind.PLAIN else HEAD_DIM + SCALE_BYTES
+        return 2 * self.num_blocks * BLOCK * KV_HEADS * of_head
 
     @property
     def flops(self) -> float:
@@ -67,13 +69,21 @@ CASES = (
 )
 
 
+def filled(case: Case, kind: KvKind) -> torch.Tensor:
+    """Return K of one layer as flat bytes; V looks no different to a clock."""
+    sizes = case.num_blocks, KV_HEADS, HEAD_DIM, BLOCK, torch.bfloat16, kind
+    k, v = (torch.zeros(shape, dtype=cache_dtype(torch.bfloat16, kind)) for shape in cache_shapes(*sizes))
+    numbers = torch.randn(case.num_blocks * BLOCK, KV_HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    write_slots(k, v, np.arange(len(numbers), dtype=np.int32), numbers, numbers)
+    return k.view(torch.uint8).flatten()
+
+
 class Ours:
     """The kernel on `layers` layers of one case."""
 
-    def __init__(self, context: Context, case: Case, layers: int) -> None:
+    def __init__(self, context: Context, case: Case, layers: int, kind: KvKind = KvKind.PLAIN) -> None:
         self.context, self.plan = context, context.library.plan()
-        elements = case.num_blocks * BLOCK * KV_HEADS * HEAD_DIM
-        self.cache = torch.randn(layers, 2, elements, generator=torch.Generator().manual_seed(0)).bfloat16()
+        self.cache = filled(case, kind).expand(layers, 2, -1).clone()
         rows = case.num_branches * case.num_rows
         self.q = torch.randn(rows, Q_HEADS * HEAD_DIM, generator=torch.Generator().manual_seed(1)).bfloat16()
         self.out = torch.empty_like(self.q)
@@ -81,7 +91,7 @@ class Ours:
         self.indptr = np.arange(case.num_branches + 1, dtype=np.int32) * np.int32(case.num_rows)
         self.kv_len = np.full(case.num_branches, case.kv_len, np.int32)
         self.tables = case.tables()
-        self.shape = AttnShape(Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK, int(Dtype.BF16), 0, HEAD_DIM**-0.5, 0.0)
+        self.shape = AttnShape(Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK, int(Dtype.BF16), 0, HEAD_DIM**-0.5, 0.0, int(kind))
         self.batch = AttnBatch(
             case.num_branches,
             rows,
@@ -156,7 +166,7 @@ def measure(context: Context, case: Case, layers: int, rounds: int) -> str:
     times: list[tuple[float, float, float, float]] = []
     for _ in range(rounds):
         first = seconds(ours.run)
-        read = layers * case.kv_bytes / (context.read_rate(ours.cache.data_ptr(), ours.cache.nbytes, 3) * 1e9)
+        read = layers * case.kv_bytes() / (context.read_rate(ours.cache.data_ptr(), ours.cache.nbytes, 3) * 1e9)
         times.append((first, read, seconds(theirs), seconds(ours.run)))
     mine = [first for first, _, _, _ in times]
     gflops = [layers * case.flops / first / 1e9 for first in mine]
@@ -167,12 +177,33 @@ def measure(context: Context, case: Case, layers: int, rounds: int) -> str:
     )
 
 
+def case_bytes(kind: KvKind) -> int:
+    """Return the bytes of one token's K and V in one layer."""
+    return Case("", 1, BLOCK).kv_bytes(kind) // BLOCK
+
+
+def measure_kinds(context: Context, case: Case, layers: int, rounds: int) -> str:
+    """Return one line of the table of kinds."""
+    ours = [Ours(context, case, layers, kind) for kind in KvKind]
+    for one in ours:
+        one.run()
+    times = [[seconds(one.run) for one in (*ours, ours[0])] for _ in range(rounds)]
+    plain, *others, again = zip(*times, strict=True)
+    parts = [f"{case.name:20s} {spread([t * 1e3 for t in plain]):>24s}"]
+    for kind in others:
+        ratios = [a / b for a, b in zip(plain, kind, strict=True)]
+        parts.append(f"{spread([t * 1e3 for t in kind]):>24s} {spread(ratios):>18s}")
+    own = [a / b for a, b in zip(plain, again, strict=True)]
+    return " ".join([*parts, f"{spread(own):>18s}"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=0, help="0: torch's number")
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--kinds", action="store_true", help="compare kinds of KV")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -183,13 +214,23 @@ def main() -> None:
         f"{HEAD_DIM}"
     )
     print(f"dot-product bound {dot:.0f} GFLOP/s")
+    cases = [case for case in CASES if options.only in case.name]
+    if options.kinds:
+        sizes = ", ".join(f"{kind.name} {case_bytes(kind)}" for kind in KvKind)
+        print(f"bytes of a token in a layer: {sizes}")
+        print(
+            f"{'':20s} {'bf16, ms':>24s} {'int8, ms':>24s} {'bf16 / int8':>18s} {'fp8, ms':>24s} {'bf16 / fp8':>18s} "
+            f"{'self':>18s}"
+        )
+        for case in cases:
+            print(measure_kinds(context, case, options.layers, options.rounds), flush=True)
+        return
     print(
         f"{'':20s} {'ours, ms':>24s} {'ours / read':>18s} {'GFLOP/s':>15s} {'torch / ours':>17s} {'self':>18s} "
         f"{'plan, us':>8s}"
     )
-    for case in CASES:
-        if options.only in case.name:
-            print(measure(context, case, options.layers, options.rounds), flush=True)
+    for case in cases:
+        print(measure(context, case, options.layers, options.rounds), flush=True)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ KINDS: dict[str, dict[str, str | None]] = {
         form: {"dtype": "bfloat16", "quantization": form}
         for form in ("int4", "int4_128", "int4_zero", "int4_zero_128", "gguf")
     },
-    **{f"{kind} KV": {"dtype": "bfloat16", "kv_cache_dtype": kind} for kind in ("int8", "fp8")},
+    "KV int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "KV fp8": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
 }
 
 
@@ -47,7 +48,7 @@ class WindowParams(RequestParams):
     scores: list[float] = field(default_factory=list)
 
 
-@decoder("windows", params=WindowParams)
+@decoder("perplexity", params=WindowParams)
 class Windows(Decoder):
     """Drafts the text itself, a chunk at a time, and accepts all of it."""
 

@@ -34,6 +34,7 @@ MODEL_IMPLS = ("auto", "native", "transformers")
 EXECUTORS = ("auto", "inline", "process", "ray")
 GENERATION_CONFIG_OFF = ("none", "vllm")
 """Values of `generation_config` that mean our own defaults."""
+KV_CACHE_DTYPES = ("auto", "int8", "fp8", "fp8_e5m2")
 POOL_SIZES = ("num_blocks", "kv_cache_memory", "memory_utilization")
 """The ways to say how large the KV pool is to be."""
 ATTENTION_BACKENDS = ("auto", "native", "reference", "flash-attn", "xformers")
@@ -120,6 +121,15 @@ class CacheConfig:
             above=0,
             high=1,
             optional=True,
+        ),
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        Text(
+            "numbers of KV; int8, fp8 (e4m3): a byte each and a scale for each token and head, half the memory; auto: "
+            "as dtype says",
+            choices=KV_CACHE_DTYPES,
+            available=("auto", "int8", "fp8"),
         ),
     )
     enable_prefix_caching: bool = option(True, Flag("keep finished prompts' blocks and reuse common beginnings"))
@@ -303,7 +313,9 @@ def draft_configs(
     sizes = {name: given.pop(name) for name in POOL_SIZES if name in given}
     same = {"dtype": model.dtype, "download_dir": model.download_dir, "seed": model.seed}
     with within("speculative_config."):
-        return ModelConfig(**{**same, **given}), CacheConfig(block_size=cache.block_size, **sizes)
+        return ModelConfig(**{**same, **given}), CacheConfig(
+            block_size=cache.block_size, kv_cache_dtype=cache.kv_cache_dtype, **sizes
+        )
 
 
 def draft_config(config: EngineConfig) -> EngineConfig:

@@ -49,10 +49,19 @@ inline int check_dtype(const char *kernel, int32_t dtype) {
   if (dtype == PD_F32 || dtype == PD_BF16) return 0;
   return fail("%s: dtype is %d; it must be %d (fp32) or %d (bf16)", kernel, dtype, PD_F32, PD_BF16);
 }
-// One cache block of a head: whole bf16 pairs along the head in K and along the block in V.
-inline int check_cache_shape(const char *kernel, int32_t kv_heads, int32_t head_dim, int32_t block_size,
-                             int32_t dtype) {
-  if (check_dtype(kernel, dtype)) return -1;
+inline int check_kv_kind(const char *kernel, int32_t kind) {
+#if defined(PD_DEVICE_MEMORY) || defined(PD_EMULATED_DEVICE)
+  if (kind == PD_KV_INT8 || kind == PD_KV_FP8)
+    return fail("%s: kv_kind is %d; on a CUDA device it must be %d (as dtype says)", kernel, kind, PD_KV_PLAIN);
+#endif
+  if (kind >= PD_KV_PLAIN && kind <= PD_KV_FP8) return 0;
+  return fail("%s: kv_kind is %d; it must be %d (as dtype says), %d (int8) or %d (fp8)", kernel, kind, PD_KV_PLAIN,
+              PD_KV_INT8, PD_KV_FP8);
+}
+// One cache block of a head: whole pairs along the head in K and along the block in V, in bf16; whole scales of bytes.
+inline int check_cache_shape(const char *kernel, int32_t kv_heads, int32_t head_dim, int32_t block_size, int32_t dtype,
+                             int32_t kv_kind) {
+  if (check_dtype(kernel, dtype) || check_kv_kind(kernel, kv_kind)) return -1;
   if (check_range(kernel, "kv_heads", kv_heads, 1, 65536)) return -1;
   if (check_range(kernel, "head_dim", head_dim, 2, 1024)) return -1;
   if (check_range(kernel, "block_size", block_size, 1, 65536)) return -1;

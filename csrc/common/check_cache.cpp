@@ -10,7 +10,7 @@ int check_rope_kv_write(const pd_rope_kv_write_args &a) {
   if (check_count(name, "num_rows", a.num_rows) || check_array(name, "qkv", a.qkv, a.num_rows) ||
       check_array(name, "q_out", a.q_out, a.num_rows) || check_array(name, "slots", a.slots, a.num_rows) ||
       check_pointer(name, "k_cache", a.k_cache) || check_pointer(name, "v_cache", a.v_cache) ||
-      check_cache_shape(name, a.kv_heads, a.head_dim, a.block_size, a.dtype) ||
+      check_cache_shape(name, a.kv_heads, a.head_dim, a.block_size, a.dtype, a.kv_kind) ||
       check_range(name, "q_heads", a.q_heads, 1, 65536) || check_range(name, "interleaved", a.interleaved, 0, 1))
     return -1;
   if (a.cos_sin) {
@@ -29,7 +29,7 @@ int check_kv_copy(const pd_kv_copy_args &a) {
   if (check_count(name, "num_moves", a.num_moves) || check_array(name, "src", a.src, a.num_moves) ||
       check_array(name, "dst", a.dst, a.num_moves) || check_pointer(name, "k_cache", a.k_cache) ||
       check_pointer(name, "v_cache", a.v_cache) ||
-      check_cache_shape(name, a.kv_heads, a.head_dim, a.block_size, a.dtype) ||
+      check_cache_shape(name, a.kv_heads, a.head_dim, a.block_size, a.dtype, a.kv_kind) ||
       check_range(name, "num_layers", a.num_layers, 1, 65536) ||
       check_range(name, "layer_stride", a.layer_stride, 0, INT64_MAX))
     return -1;

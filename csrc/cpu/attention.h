@@ -9,18 +9,22 @@ namespace pagedec {
 
 constexpr int ROWS_TILE = 6;  // rows of a register tile
 
-template <class T>
-struct TileArgs {
-  const typename T::Q *q;
+template <class Q>
+struct RowArgs {
+  const Q *q;
   float *o, *l, *m;
-  const typename T::E *k[TILE / vec::W], *v[MAX_TILE_BLOCKS];            // vectors of K by lane; blocks of V
-  const typename T::E *next_k[TILE / vec::W], *next_v[MAX_TILE_BLOCKS];  // to prefetch
-  const int32_t *lo, *hi;                                               // of each row, lanes
+  const int32_t *lo, *hi;  // of each row, lanes
   int64_t k_stride;  // elements from one step of dimensions to the next
   int32_t head_dim, block_size;  // tokens of a block of V: where blocks were joined, of those together
   bool ahead;                   // prefetch (a masked tile's V; elsewhere the template says it)
   float scale;                  // of the logits as softmax meets them, times log2(e)
   float soft_cap, inner_scale;  // soft_cap > 0: logit = soft_cap * tanh(inner_scale * q.k)
+  const float *k_scale, *v_scale;  // of a cache of bytes: by lane
+};
+template <class T>
+struct TileArgs : RowArgs<typename T::Q> {
+  const typename T::M *k[TILE / vec::W], *v[MAX_TILE_BLOCKS];            // vectors of K by lane; blocks of V
+  const typename T::M *next_k[TILE / vec::W], *next_v[MAX_TILE_BLOCKS];  // to prefetch
 };
 
 // Row strides, in elements, of q and o: the least of 64, 128, 256 that holds a head. Compile-time constants in the tile
@@ -30,8 +34,12 @@ PD_INLINE int row_stride(int head_dim) { return head_dim <= 64 ? 64 : head_dim <
 // The workspace: a state for each thread, then the partial results [num_split_partials][q_heads][head_dim + 2] (o, m,
 // l).
 size_t bf16_state_bytes(int head_dim);
+size_t bf16_of_bytes_state_bytes(int head_dim);
 size_t fp32_state_bytes(int head_dim);
+size_t fp32_of_bytes_state_bytes(int head_dim);
 void attention_bf16(const pd_attention_args &, char *workspace, int thread, int num_threads);
+void attention_bf16_of_bytes(const pd_attention_args &, char *workspace, int thread, int num_threads);
 void attention_fp32(const pd_attention_args &, char *workspace, int thread, int num_threads);
+void attention_fp32_of_bytes(const pd_attention_args &, char *workspace, int thread, int num_threads);
 
 }  // namespace pagedec

@@ -22,16 +22,16 @@ PD_INLINE void prefetch_tile(bool ahead, const uint16_t *p, int64_t stride, int 
   for (int i = 0; ahead && i < rows; i++) prefetch<true>(p + i * stride);
 }
 
-template <int... C>
-PD_INLINE void multiply_k(const TileArgs<Bf16> &a, int pair, std::integer_sequence<int, C...>) {
+template <class T, int... C>
+PD_INLINE void multiply_k(const TileArgs<T> &a, int pair, std::integer_sequence<int, C...>) {
   const int64_t stride = a.k_stride;  // elements
   ((tile_load<5>(a.k[C] + pair * stride, stride * 2), tile_multiply<false, C, 4, 5>(),
     prefetch_tile(a.ahead, a.next_k[C] + pair * stride, stride, AMX_ROWS)), ...);
 }
 
 // Dimensions h .. h + 16 * sizeof...(C) of o += P V.
-template <int SD, int... C>
-PD_INLINE void multiply_v(const TileArgs<Bf16> &a, const uint16_t *p, int h, std::integer_sequence<int, C...>) {
+template <class T, int SD, int... C>
+PD_INLINE void multiply_v(const TileArgs<T> &a, const uint16_t *p, int h, std::integer_sequence<int, C...>) {
   const int64_t stride = a.head_dim * 2;  // elements from pair to pair
   float *const o = a.o + h;
   (tile_load<C>(o + C * 16, SD * 4), ...);
@@ -46,8 +46,8 @@ PD_INLINE void multiply_v(const TileArgs<Bf16> &a, const uint16_t *p, int h, std
 }
 
 // Tiles 0 to 3 are sums, 4 is of q, 5 of K, 6 of the probabilities, 7 of V.
-template <>
-struct WholeTiles<Bf16> {
+template <class T>
+struct UnitTiles {
   static constexpr bool EXIST = true;
   static constexpr int ROWS = AMX_ROWS, TOKENS = V_PAIRS * 2;
   static bool take(int head_dim) { return head_dim % 32 == 0; }  // dimensions that one instruction sums
@@ -58,12 +58,17 @@ struct WholeTiles<Bf16> {
     load_shapes(shapes);
   }
   template <int SD>
-  static void attend(const TileArgs<Bf16> &a, int rows);
+  static void attend(const TileArgs<T> &a, int rows);
   static void release() { amx_release(); }
 };
+template <>
+struct WholeTiles<Bf16> : UnitTiles<Bf16> {};
+template <>
+struct WholeTiles<OfBytes<Bf16>> : UnitTiles<OfBytes<Bf16>> {};
 
+template <class T>
 template <int SD>
-void WholeTiles<Bf16>::attend(const TileArgs<Bf16> &a, int rows) {
+void UnitTiles<T>::attend(const TileArgs<T> &a, int rows) {
   alignas(64) float s[AMX_ROWS][TILE];
   alignas(64) uint16_t p[AMX_ROWS * TILE];
   static_assert(NT == 4);
@@ -75,16 +80,21 @@ void WholeTiles<Bf16>::attend(const TileArgs<Bf16> &a, int rows) {
   }
   tile_store<0>(s[0], TILE * 4), tile_store<1>(s[0] + 16, TILE * 4), tile_store<2>(s[0] + 32, TILE * 4),
       tile_store<3>(s[0] + 48, TILE * 4);
+  if constexpr (SCALED<T>)
+    for (int r = 0; r < rows; r++)
+      for (int i = 0; i < TILE; i += vec::W)
+        vec::store(s[r] + i, vec::mul(vec::load(s[r] + i), vec::load(a.k_scale + i)));
   if (__builtin_expect(a.soft_cap > 0, 0)) cap_logits(s[0], rows * TILE, a.soft_cap, a.inner_scale);
   for (int r = 0; r < rows; r++) {
     vec::F lanes[NT];
 #pragma GCC unroll 4
     for (int c = 0; c < NT; c++) lanes[c] = vec::load(s[r] + c * vec::W);
-    softmax<Bf16>(lanes, a.scale, a.o + r * SD, a.head_dim, a.l + r * vec::W, a.m[r], p + r * TILE);
+    softmax<T>(lanes, a.scale, a.o + r * SD, a.head_dim, a.l + r * vec::W, a.m[r]);
+    store_probabilities<T, false>(lanes, a, 0, TILE, p + r * TILE);
   }
   int h = 0;
-  for (; h + 64 <= a.head_dim; h += 64) multiply_v<SD>(a, p, h, Four());
-  if (h < a.head_dim) multiply_v<SD>(a, p, h, std::make_integer_sequence<int, 2>());
+  for (; h + 64 <= a.head_dim; h += 64) multiply_v<T, SD>(a, p, h, Four());
+  if (h < a.head_dim) multiply_v<T, SD>(a, p, h, std::make_integer_sequence<int, 2>());
 }
 #endif
 

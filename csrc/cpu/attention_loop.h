@@ -4,103 +4,17 @@
 
 #include <utility>
 
-#include "cpu/attention_tile.h"
+#include "cpu/attention_blocks.h"
 
 namespace pagedec {
 
 constexpr int UNITS_AHEAD = 2;  // prefetched while a unit is computed
 
-// What a thread carries through a piece. Side 0 of o, l, m: a row's result so far; side 1: the chunk being computed.
-template <class T, int SD>
-struct alignas(64) AttentionState {
-  typename T::Q q[ROWS_MAX * SD];
-  float o[2][ROWS_MAX * SD], l[2][ROWS_MAX * vec::W], m[2][ROWS_MAX], sum[ROWS_MAX];
-  int32_t begin[ROWS_MAX], end[ROWS_MAX], lo[ROWS_TILE],
-      hi[ROWS_TILE];  // positions by packed row; lanes of a register tile
-  alignas(64) typename T::E gathered_k[TILE * SD],
-      gathered_v[TILE * SD], wide_k[TILE * SD], joined_v[WholeTiles<T>::EXIST ? TILE * SD : 1];
-  int32_t gathered_slots[TILE], gathered_tile, gathered_branch;
-};
-
-// (o, m, l) += (bo, bm, bl): the only way chunks are combined, always left to right.
-PD_INLINE void fold(float *o, float &m, float &l, const float *bo, float bm, float bl, int d) {
-  if (bm == -INFINITY) return;
-  const float top = m > bm ? m : bm, x = vec::exp2_one(m - top), y = vec::exp2_one(bm - top);
-  for (int i = 0; i < d; i += vec::W)
-    vec::store(o + i, vec::fma(vec::load(o + i), vec::set1(x), vec::mul(vec::load(bo + i), vec::set1(y))));
-  l = l * x + bl * y;
-  m = top;
-}
-
-template <class T>
-PD_INLINE void finish(typename T::E *out, const float *o, float l, int d) {
-  const float w = l > 0 || l != l ? 1.f / l : 0.f;
-  for (int i = 0; i < d; i += vec::W) T::store_out(out + i, vec::mul(vec::load(o + i), vec::set1(w)));
-}
-
-// A plan's words, section by section.
-struct PlanSections {
-  const plan::Header &header;
-  const plan::Row *rows;
-  const plan::Piece *pieces;
-  const plan::Unit *units;
-  const plan::Item *items;
-  const plan::Span *spans;
-  const int32_t *worker_indptr, *splits, *paths;
-
-  explicit PlanSections(const pd_plan &p)
-      : header(p.header()), rows(p.section<plan::Row>(header.rows)), pieces(p.section<plan::Piece>(header.pieces)),
-        units(p.section<plan::Unit>(header.units)), items(p.section<plan::Item>(header.items)),
-        spans(p.section<plan::Span>(header.spans)), worker_indptr(p.section<int32_t>(header.worker_indptr)),
-        splits(p.section<int32_t>(header.splits)), paths(p.section<int32_t>(header.paths)) {}
-};
-
-template <class T, int SD>
-class AttentionLoop {
- public:
-  using E = typename T::E;
-  using State = AttentionState<T, SD>;
-
-  AttentionLoop(const pd_attention_args &a, char *workspace, int thread, int num_threads);
-  void run();
-
- private:
-  struct Blocks { const E *k[MAX_TILE_BLOCKS], *v[MAX_TILE_BLOCKS]; };
-
-  Blocks locate(const plan::Unit &u, int kv_head) const;
-  void gather(const plan::Unit &u, const plan::Row &row, int kv_head, Blocks &blocks);
-  void vectors(const Blocks &b, const E **k, const E **v) const;
-  void widen_k(const Blocks &b);
-  void join_v(const Blocks &b);
-  void look_ahead();
-  void load_rows(const plan::Span &span);
-  void run_span(const plan::Span &span);
-  void run_unit(const plan::Unit &u, const plan::Piece &piece, int side);
-  bool set_masks(int from, int n, int start, bool &masked);
-  void place_rows(int from, int side);
-  void run_rows(int row0, int n, int start, int side);
-  void run_whole_rows(int row0, int n, int side);
-  void end_chunk(const plan::Span &span, int chunk, bool first_item, bool last_item, int side);
-  float *partial(int record, int head) const { return partials_ + ((size_t)record * h_.q_heads + head) * (d_ + 2); }
-  void merge(int split, int head);
-
-  const pd_attention_args &a_;
-  const PlanSections p_;
-  const plan::Header &h_;
-  const int d_, size_, thread_, num_threads_;
-  const E *k_, *v_;
-  State *const s_;
-  float *const partials_;
-  TileArgs<T> tile_;
-  int head_ = 0, heads_ = 1, kv_head_ = 0;   // of the span: first query head, how many
-  int ahead_span_ = 0, ahead_unit_ = 0, last_span_ = 0;  // where prefetching stands
-  int whole_rows_ = 0;                                   // that the matrix unit is configured for
-};
-
 template <class T, int SD>
 AttentionLoop<T, SD>::AttentionLoop(const pd_attention_args &a, char *workspace, int thread, int num_threads)
-    : a_(a), p_(*a.plan), h_(p_.header), d_(h_.head_dim), size_(h_.block_size), thread_(thread),
-      num_threads_(num_threads), k_((const E *)a.k_cache), v_((const E *)a.v_cache), s_((State *)workspace + thread),
+    : a_(a), p_(*a.plan), h_(p_.header), d_(h_.head_dim), size_(h_.block_size),
+      words_((d_ + SCALES<T>) * size_), thread_(thread), num_threads_(num_threads), k_((const C *)a.k_cache),
+      v_((const C *)a.v_cache), s_((State *)workspace + thread),
       partials_((float *)((State *)workspace + num_threads)) {
   constexpr float LOG2E = 1.44269504f;
   float scale, soft_cap;
@@ -108,79 +22,11 @@ AttentionLoop<T, SD>::AttentionLoop(const pd_attention_args &a, char *workspace,
   tile_.head_dim = d_, tile_.block_size = size_;
   if constexpr (WholeTiles<T>::EXIST)
     if (WholeTiles<T>::take(d_)) tile_.block_size = std::max(size_, WholeTiles<T>::TOKENS);
+  if constexpr (SCALED<T>) tile_.k_scale = s_->widened.k_scale, tile_.v_scale = s_->widened.v_scale;
   tile_.k_stride = T::STEP * std::max(size_, vec::W);
   tile_.soft_cap = soft_cap > 0 ? soft_cap * LOG2E : 0.f;
   tile_.inner_scale = soft_cap > 0 ? scale / soft_cap : 0.f;
   tile_.scale = soft_cap > 0 ? 1.f : scale * LOG2E;
-}
-
-template <class T, int SD>
-typename AttentionLoop<T, SD>::Blocks AttentionLoop<T, SD>::locate(const plan::Unit &u, int kv_head) const {
-  Blocks b;
-  for (int c = 0; c * size_ < TILE; c++) {
-    const int64_t at = ((int64_t)u.blocks[c] * h_.kv_heads + kv_head) * d_ * size_;
-    b.k[c] = k_ + at, b.v[c] = v_ + at;
-  }
-  return b;
-}
-
-// A tree node's tile in position order: whole blocks before the nodes where they are, the rest copied once a tile and
-// branch, then slot by slot as one node follows another.
-template <class T, int SD>
-void AttentionLoop<T, SD>::gather(const plan::Unit &u, const plan::Row &row, int kv_head, Blocks &blocks) {
-  constexpr int S = T::STEP;
-  const bool fresh = s_->gathered_tile != u.tile || s_->gathered_branch != row.branch_id;
-  if (fresh) {
-    s_->gathered_tile = u.tile, s_->gathered_branch = row.branch_id;
-    std::fill_n(s_->gathered_slots, TILE, -1);
-  }
-  const int start = u.tile * TILE, words = d_ * size_;
-  for (int c = 0; c * size_ < TILE; c++) {
-    if ((c + 1) * size_ <= u.path_lane) continue;
-    E *k = s_->gathered_k + c * words, *v = s_->gathered_v + c * words;
-    if (fresh && c * size_ < u.path_lane)
-      memcpy(k, blocks.k[c], words * sizeof(E)), memcpy(v, blocks.v[c], words * sizeof(E));
-    blocks.k[c] = k, blocks.v[c] = v;
-  }
-  for (int lane = std::max(u.path_lane, row.begin - start); lane < std::min(TILE, row.end - start); lane++) {
-    const int slot = p_.paths[u.path + lane - u.path_lane], to = lane % size_, from = slot % size_;
-    if (s_->gathered_slots[lane] == slot) continue;
-    s_->gathered_slots[lane] = slot;
-    const int64_t block = ((int64_t)(slot / size_) * h_.kv_heads + kv_head) * words;
-    E *k = s_->gathered_k + lane / size_ * words + to * S,
-      *v = s_->gathered_v + lane / size_ * words + (to / S) * d_ * S + to % S;
-    const E *from_k = k_ + block + from * S, *from_v = v_ + block + (from / S) * d_ * S + from % S;
-    for (int i = 0; i < d_ / S; i++) memcpy(k + (int64_t)i * size_ * S, from_k + (int64_t)i * size_ * S, S * sizeof(E));
-    for (int i = 0; i < d_; i++) v[i * S] = from_v[i * S];
-  }
-}
-
-template <class T, int SD>
-void AttentionLoop<T, SD>::vectors(const Blocks &b, const E **k, const E **v) const {
-  for (int c = 0; c < NT; c++) k[c] = b.k[c * vec::W / size_] + c * vec::W % size_ * T::STEP;
-  for (int c = 0; c * size_ < TILE; c++) v[c] = b.v[c];
-}
-
-// K vectors longer than a block.
-template <class T, int SD>
-void AttentionLoop<T, SD>::widen_k(const Blocks &b) {
-  for (int c = 0; c * size_ < TILE; c++)
-    for (int i = 0; i < d_ / T::STEP; i++)
-      memcpy(s_->wide_k + (c * size_ / vec::W * (d_ / T::STEP) + i) * vec::W * T::STEP + c * size_ % vec::W * T::STEP,
-             b.k[c] + i * size_ * T::STEP, size_ * T::STEP * sizeof(E));
-  for (int c = 0; c < NT; c++) tile_.k[c] = tile_.next_k[c] = s_->wide_k + c * vec::W * d_;
-}
-
-// Blocks shorter than the matrix unit takes: V of one behind the other is V of a longer block.
-template <class T, int SD>
-void AttentionLoop<T, SD>::join_v(const Blocks &b) {
-  const int words = d_ * size_;
-  for (int c = 0; c * size_ < TILE; c++) {
-    memcpy(s_->joined_v + c * words, b.v[c], words * sizeof(E));
-    for (int i = 0; i < words; i += 64 / (int)sizeof(E)) prefetch<true>(tile_.next_v[c] + i);
-  }
-  for (int c = 0; c * tile_.block_size < TILE; c++)
-    tile_.v[c] = tile_.next_v[c] = s_->joined_v + c * tile_.block_size * d_;
 }
 
 // The unit to prefetch: UNITS_AHEAD before the computation, across spans; it rests on the last.
@@ -188,7 +34,11 @@ template <class T, int SD>
 void AttentionLoop<T, SD>::look_ahead() {
   const plan::Span &span = p_.spans[ahead_span_];
   const plan::Item &last = p_.items[span.item0 + span.num_items - 1];
-  vectors(locate(p_.units[ahead_unit_], span.head / h_.head_parts), tile_.next_k, tile_.next_v);
+  const Blocks<C> blocks = locate(p_.units[ahead_unit_], span.head / h_.head_parts);
+  if constexpr (SCALED<T>)
+    next_ = blocks;
+  else
+    vectors(blocks, tile_.next_k, tile_.next_v);
   if (ahead_unit_ + 1 < last.unit0 + last.num_units)
     ahead_unit_++;
   else if (ahead_span_ + 1 < last_span_)
@@ -233,21 +83,33 @@ bool AttentionLoop<T, SD>::set_masks(int from, int n, int start, bool &masked) {
 template <class T, int SD, int... R>
 PD_INLINE void attend_rows(std::integer_sequence<int, R...>, int rows, bool masked, const TileArgs<T> &a) {
   typedef void (*Kernel)(const TileArgs<T> &);
+  constexpr bool AHEAD = sizeof(typename T::M) == sizeof(typename T::C);  // else widen() has fetched what is to come
   static constexpr Kernel kernels[][3] = {
-      {attend<T, SD, R + 1, false, false>, attend<T, SD, R + 1, false, true>, attend<T, SD, R + 1, true, true>}...};
+      {attend<T, SD, R + 1, false, false>, attend<T, SD, R + 1, false, AHEAD>, attend<T, SD, R + 1, true, AHEAD>}...};
   kernels[rows - 1][masked ? 2 : a.ahead](a);
 }
 
 template <class T, int SD>
 void AttentionLoop<T, SD>::run_unit(const plan::Unit &u, const plan::Piece &piece, int side) {
   const int start = u.tile * TILE, row0 = u.row0 * heads_, n = (u.row1 - u.row0) * heads_;
-  Blocks blocks = locate(u, kv_head_);
-  if (u.path >= 0) gather(u, p_.rows[piece.row0 + u.row0], kv_head_, blocks);
+  Blocks<C> stored = locate(u, kv_head_);
+  if (u.path >= 0) gather(u, p_.rows[piece.row0 + u.row0], kv_head_, stored);
+  if constexpr (SCALED<T>) {
+    read_scales(stored);
+    if constexpr (InRegisters<T, PD_KV_INT8>::EXIST)
+      if (n <= ROWS_TILE)
+        return h_.kv_kind == PD_KV_INT8 ? run_few<PD_KV_INT8>(stored, row0, n, start, side)
+                                        : run_few<PD_KV_FP8>(stored, row0, n, start, side);
+  }
+  const Blocks<E> blocks = widen(stored);
   vectors(blocks, tile_.k, tile_.v);
-  if (size_ < vec::W) widen_k(blocks);
+  if (size_ < vec::W) {
+    join_k(blocks, tile_.k);
+    std::copy_n(tile_.k, NT, tile_.next_k);
+  }
   if constexpr (WholeTiles<T>::EXIST)
     if (size_ < tile_.block_size) join_v(blocks);
-  tile_.ahead = true;  // of the unit's first rows
+  tile_.ahead = !SCALED<T>;  // of the unit's first rows
   if constexpr (WholeTiles<T>::EXIST) {
     if (WholeTiles<T>::take(d_)) {
       auto whole = [&](int r) { return s_->begin[r] <= start && s_->end[r] >= start + TILE; };
@@ -259,6 +121,23 @@ void AttentionLoop<T, SD>::run_unit(const plan::Unit &u, const plan::Piece &piec
     }
   }
   run_rows(row0, n, start, side);
+}
+
+// A unit of few rows over a cache of bytes.
+template <class T, int SD>
+template <int KIND>
+void AttentionLoop<T, SD>::run_few(const Blocks<C> &b, int row0, int n, int start, int side) {
+  using Few = InRegisters<T, KIND>;
+  bool masked;
+  if (!set_masks(row0, n, start, masked)) return;
+  place_rows(row0, side);
+  tile_.lo = s_->lo, tile_.hi = s_->hi;
+  TileArgs<Few> tile;
+  (RowArgs<typename T::Q> &)tile = tile_;
+  tile.ahead = true;
+  vectors(b, tile.k, tile.v), vectors(next_, tile.next_k, tile.next_v);
+  if (size_ < vec::W) join_k(b, tile.k);
+  attend_rows<Few, SD>(std::make_integer_sequence<int, ROWS_TILE>(), n, masked, tile);
 }
 
 template <class T, int SD>

@@ -15,12 +15,15 @@ namespace pagedec {
 // STEP: dimensions of K, or tokens of V, that lie side by side. SUB: fused multiply-adds that one step takes.
 #if PD_LEVEL >= 3
 struct Bf16 {
-  using E = uint16_t;  // cache element
+  using E = uint16_t;  // element of q and of the output
+  using C = E;         // of the cache
+  using M = E;         // of a tile
   using Q = uint16_t;  // element of a query row or of the probabilities
   using X = vec::I;    // a multiplicand
   using B = vec::I;
   static constexpr int STEP = 2, SUB = 1;
   static constexpr bool PRECISE = false;
+  PD_INLINE vec::I load(const M *p) { return vec::load_raw(p); }
   PD_INLINE X part(vec::I raw, int) { return raw; }
   PD_INLINE B broadcast(const Q *p, int) { int32_t x; memcpy(&x, p, 4); return _mm512_set1_epi32(x); }
   PD_INLINE vec::F mac(X x, B b, vec::F acc) { return _mm512_dpbf16_ps(acc, (__m512bh)x, (__m512bh)b); }
@@ -34,11 +37,14 @@ struct Bf16 {
 #else
 struct Bf16 {
   using E = uint16_t;
+  using C = E;
+  using M = E;
   using Q = float;
   using X = vec::F;
   using B = vec::F;
   static constexpr int STEP = 2, SUB = 2;
   static constexpr bool PRECISE = false;
+  PD_INLINE vec::I load(const M *p) { return vec::load_raw(p); }
   PD_INLINE X part(vec::I raw, int sub) { return sub ? vec::high_half(raw) : vec::low_half(raw); }
   PD_INLINE B broadcast(const Q *p, int sub) { return vec::set1(p[sub]); }
   PD_INLINE vec::F mac(X x, B b, vec::F acc) { return vec::fma(x, b, acc); }
@@ -57,11 +63,14 @@ struct Bf16 {
 
 struct Fp32 {
   using E = float;
+  using C = E;
+  using M = E;
   using Q = float;
   using X = vec::F;
   using B = vec::F;
   static constexpr int STEP = 1, SUB = 1;
   static constexpr bool PRECISE = true;
+  PD_INLINE vec::I load(const M *p) { return vec::load_raw(p); }
   PD_INLINE X part(vec::I raw, int) { return (vec::F)raw; }
   PD_INLINE B broadcast(const Q *p, int) { return vec::set1(*p); }
   PD_INLINE vec::F mac(X x, B b, vec::F acc) { return vec::fma(x, b, acc); }
@@ -70,6 +79,14 @@ struct Fp32 {
   PD_INLINE Q query(E x) { return x; }
   PD_INLINE void store_out(E *p, vec::F x) { vec::store(p, x); }
 };
+
+// A cache of bytes, widened before its tiles (widen.h). Scales are by lane: K's meet logits, V's probabilities.
+template <class T>
+struct OfBytes : T {
+  using C = uint8_t;
+};
+template <class T>
+constexpr bool SCALED = sizeof(typename T::C) != sizeof(typename T::E);
 
 // How rows meet a tile that they see whole, where there is a faster way (attention_amx.h), and the tokens of the
 // shortest block it takes.
@@ -104,7 +121,7 @@ PD_INLINE void logits(const TileArgs<T> &a, vec::F (&s)[R][NT]) {
       vec::I raw[NC];
 #pragma GCC unroll 4
       for (int c = 0; c < NC; c++) {
-        raw[c] = vec::load_raw(a.k[g + c] + d * stride);
+        raw[c] = T::load(a.k[g + c] + d * stride);
         prefetch<PREFETCH>(a.next_k[g + c] + d * stride);
       }
 #pragma GCC unroll 2
@@ -132,10 +149,10 @@ inline __attribute__((noinline)) void cap_logits(float *s, int n, float soft_cap
     vec::store(s + i, vec::mul(vec::set1(soft_cap), vec::tanh(vec::mul(vec::load(s + i), vec::set1(inner_scale)))));
 }
 
-// A row's logits to probabilities p, its maximum m, its lane sums l; o is rescaled only when the maximum rose by more
+// A row's logits to probabilities, its maximum m, its lane sums l; o is rescaled only when the maximum rose by more
 // than 2^8.
-template <class T> PD_INLINE void softmax(vec::F (&s)[NT], float scale, float *o, int head_dim, float *l,
-                                          float &max_so_far, typename T::Q *p) {
+template <class T>
+PD_INLINE void softmax(vec::F (&s)[NT], float scale, float *o, int head_dim, float *l, float &max_so_far) {
   using namespace vec;
   F top_lanes = s[0], sum = load(l);
 #pragma GCC unroll 16
@@ -155,18 +172,36 @@ template <class T> PD_INLINE void softmax(vec::F (&s)[NT], float scale, float *o
     sum = add(sum, s[c]);
   }
   store(l, sum);
+}
+
+template <class T>
+PD_INLINE void scale_logits(vec::F (&s)[NT], const TileArgs<T> &a) {
+  if constexpr (SCALED<T>)
 #pragma GCC unroll 16
-  for (int c = 0; c < NT; c += 2) T::store_p(p + W * c, s[c], s[c + 1]);
+    for (int c = 0; c < NT; c++) s[c] = vec::mul(s[c], vec::load(a.k_scale + c * vec::W));
+}
+
+// As V is to be multiplied. Of lanes outside lo .. hi-1 the scale may be anything: it counts as 0, as p is there.
+template <class T, bool MASKED>
+PD_INLINE void store_probabilities(vec::F (&s)[NT], const TileArgs<T> &a, int lo, int hi, typename T::Q *p) {
+  if constexpr (SCALED<T>)
+#pragma GCC unroll 16
+    for (int c = 0; c < NT; c++) {
+      const vec::F scale = vec::load(a.v_scale + c * vec::W);
+      s[c] = vec::mul(s[c], MASKED ? vec::keep_lanes(scale, lo - vec::W * c, hi - vec::W * c, 0.f) : scale);
+    }
+#pragma GCC unroll 16
+  for (int c = 0; c < NT; c += 2) T::store_p(p + vec::W * c, s[c], s[c + 1]);
 }
 
 // One step of V (STEP tokens) for all rows; `rows` != NULL: only those that see it, and of it only what they see.
 template <class T, int R, int NV, bool PREFETCH>
-PD_INLINE void pv_step(const typename T::E *v, const typename T::E *next, const typename T::Q *p, const uint8_t *rows,
+PD_INLINE void pv_step(const typename T::M *v, const typename T::M *next, const typename T::Q *p, const uint8_t *rows,
                        vec::F (&acc)[R][NV]) {
   vec::I raw[NV];
 #pragma GCC unroll 4
   for (int c = 0; c < NV; c++) {
-    raw[c] = vec::load_raw(v + c * vec::W * T::STEP);
+    raw[c] = T::load(v + c * vec::W * T::STEP);
     prefetch<PREFETCH>(next + c * vec::W * T::STEP);
   }
   if (rows) {
@@ -212,7 +247,7 @@ PD_INLINE void pv_columns(const TileArgs<T> &a, const typename T::Q *p, const St
   const int64_t stride = (int64_t)a.head_dim * T::STEP;
   if (!MASKED) {
     for (int b = 0; b * a.block_size < TILE; b++) {
-      const typename T::E *v = a.v[b] + T::STEP * h, *n = a.next_v[b] + T::STEP * h;
+      const typename T::M *v = a.v[b] + T::STEP * h, *n = a.next_v[b] + T::STEP * h;
       const typename T::Q *pb = p + b * a.block_size;
 #pragma GCC unroll 2
       for (int t = 0; t < per_block; t++)
@@ -263,6 +298,8 @@ void attend(const TileArgs<T> &a) {
   {
     vec::F s[R][NT];
     logits<T, SD, R, PREFETCH>(a, s);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) scale_logits(s[r], a);
     if (__builtin_expect(a.soft_cap > 0, 0)) {
       alignas(64) float flat[R * TILE];
 #pragma GCC unroll 8
@@ -284,13 +321,14 @@ void attend(const TileArgs<T> &a) {
 #pragma GCC unroll 16
         for (int c = 0; c < NT; c++)
           s[r][c] = vec::keep_lanes(s[r][c], a.lo[r] - vec::W * c, a.hi[r] - vec::W * c, -INFINITY);
-      softmax<T>(s[r], scale, o + r * SD, head_dim, l + r * vec::W, m[r], p + r * TILE);
+      softmax<T>(s[r], scale, o + r * SD, head_dim, l + r * vec::W, m[r]);
+      store_probabilities<T, MASKED>(s[r], a, MASKED ? a.lo[r] : 0, MASKED ? a.hi[r] : TILE, p + r * TILE);
     }
   }
   Steps steps;
   if (MASKED) {
     find_steps<T, R>(a, steps);  // and prefetch V apart from its loops, which read no more than is seen
-    const int lines = a.block_size * a.head_dim * (int)sizeof(typename T::E) / 64;
+    const int lines = a.block_size * a.head_dim * (int)sizeof(typename T::M) / 64;
     for (int b = 0; a.ahead && b * a.block_size < TILE; b++)
       for (int i = 0; i < lines; i++) prefetch<true>((const char *)a.next_v[b] + 64 * i);
   }

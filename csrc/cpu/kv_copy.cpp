@@ -33,75 +33,93 @@ template <int64_t Bytes>
 void copy_rows(char *base, int64_t to, int64_t from, int64_t num, int64_t step) {
   copy_strided(base, to, from, num, step, Bytes);
 }
-template <int64_t... Slots>
+template <int64_t Word, int64_t... Slots>
 void copy_rows(std::integer_sequence<int64_t, Slots...>, int64_t slots, char *base, int64_t to, int64_t from,
                int64_t num, int64_t step) {
-  const bool done = ((slots == Slots + 1 && (copy_rows<4 * (Slots + 1)>(base, to, from, num, step), true)) || ...);
-  if (!done) copy_strided(base, to, from, num, step, slots * 4);
+  const bool done = ((slots == Slots + 1 && (copy_rows<Word *(Slots + 1)>(base, to, from, num, step), true)) || ...);
+  if (!done) copy_strided(base, to, from, num, step, slots * Word);
 }
 
-// One slot of V in pairs along the block: the first or the second half of each 4 bytes.
-void copy_half(char *to, const char *from, int64_t dim, bool second) {
-  const uint32_t taken = second ? 0xffff0000 : 0x0000ffff;
-  for (int64_t i = 0; i < dim; i++) {
-    uint32_t a, b;
-    memcpy(&a, from + i * 4, 4), memcpy(&b, to + i * 4, 4);
-    b = (b & ~taken) | (a & taken);
-    memcpy(to + i * 4, &b, 4);
-  }
-}
+// Word: what lies side by side of a slot in K, a pair of elements in bf16 layers, else one.
+template <class Word, bool PAIRED>
+struct Copier {
+  static constexpr int64_t WORD = sizeof(Word), ELEMENT = PAIRED ? WORD / 2 : WORD;
+  const CacheShape &shape;
+  char *const k, *const v;
 
-// bf16: K in pairs along the head, V in pairs along the block.
-void copy_slot(const CacheShape &shape, char *k, char *v, int64_t src, int64_t dst, int64_t head) {
-  const SlotPlace from = shape.place(src, head), to = shape.place(dst, head);
-  const int64_t dim = shape.head_dim, size = shape.block_size;
-  if (shape.paired) {
-    copy_strided(k, to.k * 2, from.k * 2, dim / 2, size * 4, 4);
-    copy_strided(v, to.v * 2, from.v * 2, dim, 4, 2);
-  } else {
-    copy_strided(k, to.k * 4, from.k * 4, dim, size * 4, 4);
-    memcpy(v + to.v * 4, v + from.v * 4, dim * 4);
+  // One slot of V in pairs along the block: the first or the second half of each word.
+  static void copy_half(char *to, const char *from, int64_t dim, bool second) {
+    const Word low = (Word)((Word)~(Word)0 >> (WORD * 4)), taken = second ? (Word)~low : low;
+    for (int64_t i = 0; i < dim; i++) {
+      Word a, b;
+      memcpy(&a, from + i * WORD, WORD), memcpy(&b, to + i * WORD, WORD);
+      b = (Word)((b & ~taken) | (a & taken));
+      memcpy(to + i * WORD, &b, WORD);
+    }
   }
-}
 
-void copy_run(const CacheShape &shape, int64_t bytes, char *k, char *v, const Run &run, int64_t head) {
-  const int64_t dim = shape.head_dim, size = shape.block_size, offset = run.src % size;
-  const int64_t from = shape.head_base(run.src / size, head) * bytes,
-                to = shape.head_base(run.dst / size, head) * bytes;
-  const int64_t k_rows = shape.paired ? dim / 2 : dim;  // of 4 bytes a slot
-  if (run.length == size)
-    memcpy(k + to, k + from, dim * size * bytes);
-  else
-    copy_rows(std::make_integer_sequence<int64_t, 16>(), run.length, k, to + offset * 4, from + offset * 4, k_rows,
-              size * 4);
-  int64_t begin = offset, end = offset + run.length;
-  if (shape.paired) {
-    auto pair = [&](int64_t slot) { return slot / 2 * dim * 4; };
-    if (begin % 2) copy_half(v + to + pair(begin), v + from + pair(begin), dim, true), begin++;
-    if (end % 2 && end > begin) end--, copy_half(v + to + pair(end), v + from + pair(end), dim, false);
+  void copy_scales(int64_t from, int64_t to, int64_t num) const {
+    memcpy(k + to, k + from, num * shape.scale), memcpy(v + to, v + from, num * shape.scale);
   }
-  if (end > begin) memcpy(v + to + begin * dim * bytes, v + from + begin * dim * bytes, (end - begin) * dim * bytes);
+
+  void copy_slot(int64_t src, int64_t dst, int64_t head) const {
+    const SlotPlace from = shape.place(src, head), to = shape.place(dst, head);
+    const int64_t dim = shape.head_dim, size = shape.block_size;
+    copy_strided(k, to.k, from.k, dim * ELEMENT / WORD, size * WORD, WORD);
+    if (PAIRED)
+      copy_strided(v, to.v, from.v, dim, WORD, ELEMENT);
+    else
+      memcpy(v + to.v, v + from.v, dim * ELEMENT);
+    if (shape.scale) copy_scales(from.scale, to.scale, 1);
+  }
+
+  void copy_run(const Run &run, int64_t head) const {
+    const int64_t dim = shape.head_dim, size = shape.block_size, offset = run.src % size;
+    const int64_t from = shape.head_base(run.src / size, head), to = shape.head_base(run.dst / size, head);
+    if (run.length == size)
+      memcpy(k + to, k + from, shape.head_bytes());
+    else
+      copy_rows<WORD>(std::make_integer_sequence<int64_t, 16>(), run.length, k, to + offset * WORD,
+                      from + offset * WORD, dim * ELEMENT / WORD, size * WORD);
+    int64_t begin = offset, end = offset + run.length;
+    if (PAIRED) {
+      auto pair = [&](int64_t slot) { return slot / 2 * dim * WORD; };
+      if (begin % 2) copy_half(v + to + pair(begin), v + from + pair(begin), dim, true), begin++;
+      if (end % 2 && end > begin) end--, copy_half(v + to + pair(end), v + from + pair(end), dim, false);
+    }
+    const int64_t token = dim * ELEMENT;
+    if (end > begin) memcpy(v + to + begin * token, v + from + begin * token, (end - begin) * token);
+    const int64_t scales = shape.head_bytes() + offset * shape.scale;
+    if (shape.scale) copy_scales(from + scales, to + scales, run.length);
+  }
+};
+
+template <class Word, bool PAIRED>
+void copy_moves(const pd_kv_copy_args &a, const CacheShape &shape, int thread, int num_threads) {
+  const int64_t units = (int64_t)a.num_layers * a.kv_heads;
+  for (int64_t u = units * thread / num_threads; u < units * (thread + 1) / num_threads; u++) {
+    const int64_t start = u / a.kv_heads * a.layer_stride * shape.element, head = u % a.kv_heads;
+    const Copier<Word, PAIRED> copier{shape, (char *)a.k_cache + start, (char *)a.v_cache + start};
+    for (int32_t i = 0; i < *a.num_moves;) {
+      const Run run = next_run(a, i);
+      if (run.src % a.block_size == run.dst % a.block_size && run.src != run.dst)
+        copier.copy_run(run, head);
+      else if (run.src != run.dst)
+        copier.copy_slot(run.src, run.dst, head);
+      i += run.length;
+    }
+  }
 }
 
 }  // namespace
 
 void kv_copy_part(const pd_kv_copy_args &a, int thread, int num_threads) {
-  const CacheShape shape{a.kv_heads, a.head_dim, a.block_size, a.dtype == PD_BF16};
-  const int64_t bytes = shape.paired ? 2 : 4, units = (int64_t)a.num_layers * a.kv_heads;
+  const CacheShape shape(a.kv_heads, a.head_dim, a.block_size, a.dtype, a.kv_kind);
   if (thread == 0 && a.token_plane)
     for (int32_t i = 0; i < *a.num_moves; i++) a.token_plane[a.dst[i]] = a.token_plane[a.src[i]];
-  for (int64_t u = units * thread / num_threads; u < units * (thread + 1) / num_threads; u++) {
-    const int64_t start = u / a.kv_heads * a.layer_stride * bytes, head = u % a.kv_heads;
-    char *k = (char *)a.k_cache + start, *v = (char *)a.v_cache + start;
-    for (int32_t i = 0; i < *a.num_moves;) {
-      const Run run = next_run(a, i);
-      if (run.src % a.block_size == run.dst % a.block_size && run.src != run.dst)
-        copy_run(shape, bytes, k, v, run, head);
-      else if (run.src != run.dst)
-        copy_slot(shape, k, v, run.src, run.dst, head);
-      i += run.length;
-    }
-  }
+  const auto copy = shape.paired ? (shape.scale ? copy_moves<uint16_t, true> : copy_moves<uint32_t, true>)
+                                 : (shape.scale ? copy_moves<uint8_t, false> : copy_moves<uint32_t, false>);
+  copy(a, shape, thread, num_threads);
 }
 
 }  // namespace pagedec

@@ -3,7 +3,7 @@
 
 #include "cpu/cache_layout.h"
 #include "common/check.h"
-#include "cpu/vec_small.h"
+#include "cpu/kv_bytes.h"
 
 namespace pagedec {
 namespace {
@@ -56,15 +56,37 @@ void write_v(bf16 *v, const CacheShape &shape, const bf16 *x) {
   for (int64_t d = 0; d < shape.head_dim; d++) v[d * 2] = x[d];
 }
 
+// A head of K or V, quantised once and for all; place: its slot's.
+void write_bytes(char *cache, const SlotPlace &place, const CacheShape &shape, int32_t kind, bool keys,
+                 const float *x) {
+  uint8_t bytes[kMaxHeadDim];
+  const int64_t dim = shape.head_dim, size = shape.block_size;
+  const uint16_t scale = to_bytes(kind, x, dim, bytes);
+  memcpy(cache + place.scale, &scale, 2);
+  char *k = cache + place.k, *v = cache + place.v;
+  if (keys && shape.paired)
+    for (int64_t d = 0; d < dim; d += 2) memcpy(k + d * size, bytes + d, 2);
+  else if (keys)
+    for (int64_t d = 0; d < dim; d++) k[d * size] = (char)bytes[d];
+  else if (shape.paired)
+    for (int64_t d = 0; d < dim; d++) v[d * 2] = (char)bytes[d];
+  else
+    memcpy(v, bytes, dim);
+}
+
 template <class E>
 struct Heads {
   const pd_rope_kv_write_args &a;
   CacheShape shape;
 
+  void load(const E *in, float *x) const {
+    const int64_t dim = a.head_dim;
+    for (int64_t i = 0; i < dim; i += 16) store_some(x + i, load_some(in + i, dim - i), dim - i);
+  }
   // A q or k head in fp32, normed and rotated.
   void prepare(const E *in, const float *norm, int64_t row, float *x) const {
     const int64_t dim = a.head_dim;
-    for (int64_t i = 0; i < dim; i += 16) store_some(x + i, load_some(in + i, dim - i), dim - i);
+    load(in, x);
     if (norm) norm_head(x, norm, dim, a.norm_eps);
     if (!a.cos_sin) return;
     const float *table = a.cos_sin + a.positions[row] * (int64_t)a.rotary_dim;
@@ -78,18 +100,27 @@ struct Heads {
       prepare(in, a.q_norm, row, x);
       E *out = (E *)a.q_out + (row * a.q_heads + head) * dim;
       for (int64_t i = 0; i < dim; i += 16) store_some(out + i, load_some(x + i, dim - i), dim - i);
-    } else if (slot >= 0 && head < a.q_heads + a.kv_heads) {
-      prepare(in, a.k_norm, row, x);
-      write_k((E *)a.k_cache + shape.place(slot, head - a.q_heads).k, shape, x);
     } else if (slot >= 0) {
-      write_v((E *)a.v_cache + shape.place(slot, head - a.q_heads - a.kv_heads).v, shape, in);
+      const bool keys = head < a.q_heads + a.kv_heads;
+      const SlotPlace place = shape.place(slot, head - a.q_heads - (keys ? 0 : a.kv_heads));
+      char *cache = (char *)(keys ? a.k_cache : a.v_cache);
+      if (keys)
+        prepare(in, a.k_norm, row, x);
+      else if (shape.scale)
+        load(in, x);
+      if (shape.scale)
+        write_bytes(cache, place, shape, a.kv_kind, keys, x);
+      else if (keys)
+        write_k((E *)(cache + place.k), shape, x);
+      else
+        write_v((E *)(cache + place.v), shape, in);
     }
   }
 };
 
 template <class E>
 void write_rows(const pd_rope_kv_write_args &a, int thread, int num_threads) {
-  const Heads<E> heads{a, {a.kv_heads, a.head_dim, a.block_size, a.dtype == PD_BF16}};
+  const Heads<E> heads{a, {a.kv_heads, a.head_dim, a.block_size, a.dtype, a.kv_kind}};
   const int64_t num_heads = a.q_heads + 2 * a.kv_heads;
   const Range units = share(*a.num_rows * num_heads, thread, num_threads);
   for (int64_t u = units.begin; u < units.end; u++) heads.run(u / num_heads, u % num_heads);

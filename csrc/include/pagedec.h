@@ -38,6 +38,8 @@
  *   weight, int8   [N/32] panels: 32 scales fp32, then q + 128 [K/4][32][4]
  *   weight, blocks   [N/32] panels: csrc/cpu/blocks.h
  *   on a CUDA device K and V   [num_blocks][kv_heads][block_size][D]
+ *   K and V in bytes (pd_kv_kind): each [num_blocks][kv_heads] piece is laid out as above, a byte an element, then come
+ *     the scales of its tokens, bf16 [block_size]: (D + 2) * block_size bytes
  *     weight   [N][K] (both padded to 32)   weight, int8   q [N][K] (padded to 32 and 64), then N scales fp32
  * Every row's result is a function of that row's own inputs: not of num_rows, its neighbours, or the number of threads.
  */
@@ -218,7 +220,21 @@ typedef struct {
 } pd_layer_norm_args;
 PD_EXPORT int pd_layer_norm(pd_context *, const pd_layer_norm_args *);
 
-/* ---- the KV cache. Layer l's K starts at k_cache + l * layer_stride (in elements), V alike. */
+/* ---- the KV cache. Layer l's K starts at k_cache + l * layer_stride (in elements, of bytes in bytes), V alike.
+ *
+ * What an element is. PD_KV_PLAIN: a number of the layer's dtype. The others: a byte, and a scale for each token and
+ * head. Of one token's head x of K (after the rotation) or V, in fp32:
+ *   scale = max|x| / limit, rounded to fp32 and then to bf16; limit: 127, of FP8 448
+ *   byte = x / scale to nearest even, as a two's complement integer, or as e4m3 (never its NaN). The scale's rounding
+ *     takes no x beyond the limit by half a step, so nothing is cut off.
+ *   all |x| below 2^-100: scale 0, bytes 0. An infinity or NaN in x: scale NaN, bytes 0.
+ * Attention takes a byte for the number that it is, which bf16 holds exactly, so its sums are those of a plain cache of
+ * these numbers, in the layer's dtype:
+ *   logit = scale * ((q.k) * k's scale), the product of fp32 with one rounding
+ *   o = sum of round(p * v's scale) v, l = sum of p: where a bf16 layer rounds p, it rounds the product, once
+ * So a row's bits depend on nothing that they would not depend on in a plain cache. CUDA devices have PD_KV_PLAIN. */
+typedef enum { PD_KV_PLAIN = 0, PD_KV_INT8 = 1, PD_KV_FP8 = 2 } pd_kv_kind;
+
 typedef struct { /* rotate q and k of each row by its position and write k and v to its slot; q to q_out */
   const int32_t *num_rows;
   /* [rows][(q_heads + 2 * kv_heads) * head_dim] in dtype: all q, then all k, then all v heads */
@@ -233,6 +249,7 @@ typedef struct { /* rotate q and k of each row by its position and write k and v
   int32_t q_heads, kv_heads, head_dim, rotary_dim, block_size, dtype;
   int32_t interleaved;         /* 0: pairs (i, i + rotary_dim/2) as in Llama; 1: pairs (2i, 2i + 1) as in GPT-J */
   float norm_eps;
+  int32_t kv_kind, reserved;   /* pd_kv_kind */
 } pd_rope_kv_write_args;
 PD_EXPORT int pd_rope_kv_write(pd_context *, const pd_rope_kv_write_args *);
 
@@ -242,8 +259,9 @@ typedef struct {
   const int32_t *src, *dst;    /* [num_moves] slots */
   void *k_cache, *v_cache;     /* of layer 0 */
   int32_t *token_plane;        /* or NULL */
-  int64_t layer_stride;        /* elements */
-  int32_t num_layers, kv_heads, head_dim, block_size, dtype, reserved;
+  int64_t layer_stride;        /* elements; of bytes: bytes */
+  int32_t num_layers, kv_heads, head_dim, block_size, dtype;
+  int32_t kv_kind;             /* pd_kv_kind */
 } pd_kv_copy_args;
 PD_EXPORT int pd_kv_copy(pd_context *, const pd_kv_copy_args *);
 
@@ -258,6 +276,7 @@ typedef struct {
   int32_t q_heads, kv_heads, head_dim, block_size, dtype;
   int32_t window;              /* a row at position p sees positions > p - window; 0: all */
   float scale, soft_cap;       /* logit = scale * q.k; soft_cap > 0: soft_cap * tanh(logit / soft_cap) */
+  int32_t kv_kind;             /* pd_kv_kind */
 } pd_attn_shape;
 typedef struct {
   int32_t num_branches, num_rows;

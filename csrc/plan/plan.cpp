@@ -21,7 +21,7 @@ plan::Header describe(const pd_attn_shape &s, const pd_attn_batch &b) {
   plan::Header h{};
   h.magic = PLAN_MAGIC, h.version = PLAN_VERSION;
   h.q_heads = s.q_heads, h.kv_heads = s.kv_heads, h.head_dim = s.head_dim, h.block_size = s.block_size,
-  h.dtype = s.dtype, h.window = s.window;
+  h.dtype = s.dtype, h.kv_kind = s.kv_kind, h.window = s.window;
   memcpy(&h.scale_bits, &s.scale, 4);
   memcpy(&h.soft_cap_bits, &s.soft_cap, 4);
   h.num_branches = b.num_branches, h.num_rows = b.num_rows;

@@ -42,14 +42,14 @@ constexpr int ROWS_MAX = 48;
 constexpr int SPANS_A_WORKER = 4;  // to aim for (8: 64 beams 3-33 % slower, no gain elsewhere)
 
 constexpr int32_t PLAN_MAGIC = 0x6e6c7064;  // "dpln"
-constexpr int32_t PLAN_VERSION = 1;
+constexpr int32_t PLAN_VERSION = 2;
 
 namespace plan {
 
 struct Section { int32_t offset, count; };  // in words; in records
 struct Header {
   int32_t magic, version, num_words;
-  int32_t q_heads, kv_heads, head_dim, block_size, dtype, window;
+  int32_t q_heads, kv_heads, head_dim, block_size, dtype, kv_kind, window;
   int32_t scale_bits, soft_cap_bits;  // the bits of a float
   int32_t num_branches, num_rows;
   int32_t group, head_parts;          // q_heads / kv_heads; parts of a group

@@ -47,12 +47,13 @@ class BatchJob:
     """An input file and its output, checked and locked. `run` answers what is not answered yet; use it in a `with`
     statement.
 
-    `model` is the model that will run it, `defaults` are sampling parameters for bodies that do not say, and `beams`
-    those of beam search: with a `beam_width`, a body that does not say is a beam search. The model's
-    `seed` names the randomness of bodies without a seed: such a line is given one from its number and content, so that
-    a job which was interrupted ends with the answers of one that was not. With `any_model`, bodies may name any model.
-    With `restart`, `run` forgets earlier answers. With `retry_failed`, it forgets those that are errors of any kind,
-    and asks their lines as they are now: such a line may have been mended since.
+    `model` is the model that will run it, with KV in the numbers of `kv_cache_dtype`, `defaults` are sampling
+    parameters for bodies that do not say, and `beams` those of beam search: with a `beam_width`, a body that does not
+    say is a beam search. The model's `seed` names the randomness of bodies without a seed: such a line is given one
+    from its number and content, so that a job which was interrupted ends with the answers of one that was not. With
+    `any_model`, bodies may name any model. With `restart`, `run` forgets earlier answers. With `retry_failed`, it
+    forgets those that are errors of any kind, and asks their lines as they are now: such a line may have been mended
+    since.
 
     Each record's id names the line, its content and the settings, which are all of these. Raises InvalidArgument if a
     line or the settings have changed since a line was answered, if a file cannot be read or written, or if another job
@@ -65,6 +66,7 @@ class BatchJob:
         output: str | Path,
         *,
         model: ModelConfig,
+        kv_cache_dtype: str = "auto",
         defaults: Mapping[str, Any] | None = None,
         beams: Mapping[str, Any] | None = None,
         any_model: bool = False,
@@ -82,6 +84,7 @@ class BatchJob:
             raise FeatureNotAvailable("prompt_logprobs", params.prompt_logprobs, "not available in a batch")
         checked = {name: getattr(params, name) for name in sorted(self.defaults)}
         told = [dataclasses.asdict(model), any_model, checked, *([sorted(self.beams.items())] if self.beams else [])]
+        told += [kv_cache_dtype] if kv_cache_dtype != "auto" else []
         settings = json.dumps(told, default=str)
         self.settings = hashlib.blake2b(settings.encode(), digest_size=4).hexdigest()
         _check_files(self.input, self.output)
@@ -109,9 +112,8 @@ class BatchJob:
             if entry.settings != self.settings:
                 limit = (
                     "was begun with another model, seed or other sampling parameters, or with the model in another "
-                    "form "
-                    "(dtype, quantization, tokenizer, max_model_len ...); give the same, name another file, or start "
-                    "over with restart=True"
+                    "form (dtype, quantization, kv_cache_dtype, tokenizer, max_model_len ...); give the same, name "
+                    "another file, or start over with restart=True"
                 )
                 raise InvalidArgument("output", str(self.output), limit)
         if num_found < len(self._done):
@@ -297,6 +299,7 @@ def run_batch(
         input,
         output,
         model=llm.config.model,
+        kv_cache_dtype=llm.config.cache.kv_cache_dtype,
         defaults=defaults,
         beams=beams,
         any_model=any_model,

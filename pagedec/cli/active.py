@@ -153,6 +153,7 @@ def active_line(llm: LLM) -> str:
     geometry = llm.engine.executor.geometry
     kernels = "reference (torch)" if geometry.isa == "reference" else f"{geometry.isa} (compiled)"
     numbers = geometry.dtype + (f", {geometry.quantization} weights" if geometry.quantization else "")
+    numbers += f", KV in {geometry.kv_cache_dtype}" if geometry.kv_cache_dtype != "auto" else ""
     threads = f"{geometry.num_threads} threads"
     executor, world = llm.config.parallel.executor, llm.config.parallel.tensor_parallel_size
     shared = f", {world} ranks" if world > 1 else ""

@@ -188,6 +188,7 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments.input,
                 arguments.output,
                 model=config.model,
+                kv_cache_dtype=config.cache.kv_cache_dtype,
                 defaults=defaults,
                 beams=beams,
                 any_model=options.any_model,

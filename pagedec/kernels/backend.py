@@ -18,7 +18,7 @@ from pagedec.core.forward import NO_INTS, LaneAnswers, LaneForward, Masks
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.kernels.blocks import Blocks
 from pagedec.kernels.link import Link
-from pagedec.kernels.records import Epilogue
+from pagedec.kernels.records import Epilogue, KvKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,10 @@ HeadNorms: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None, float]
 NO_NORMS: HeadNorms = (None, None, 0.0)
 
 
+KV_KINDS = {torch.int8: KvKind.INT8, torch.float8_e4m3fn: KvKind.FP8}
+"""Of caches of bytes, by the dtype of their tensors."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheTensors:
     """KV of one lane, laid out as csrc/include/pagedec.h says, and the token id of every slot.
@@ -57,6 +61,8 @@ class CacheTensors:
     fp32: k [num_layers, num_blocks, kv_heads, head_dim, block_size],
           v [num_layers, num_blocks, kv_heads, block_size, head_dim];
     on a CUDA device both as that v, in any dtype;
+    in bytes (int8 or float8_e4m3fn): the same sizes with head_dim + 2 for head_dim; of each [kv_head] piece the first
+          head_dim * block_size bytes are laid out as above, then come bf16 scales [block_size];
     tokens int32 [num_blocks * block_size].
     """
 
@@ -70,6 +76,11 @@ class CacheTensors:
     @property
     def num_blocks(self) -> int:
         return self.k.shape[1]
+
+    @property
+    def kind(self) -> KvKind:
+        """What an element is."""
+        return KV_KINDS.get(self.k.dtype, KvKind.PLAIN)
 
 
 BLOCK_QUANTIZATIONS = ("int4", "int4_128", "int4_zero", "int4_zero_128", "gguf", "awq", "gptq")
@@ -218,13 +229,15 @@ class ReadOut(Protocol):
 
 
 class Backend(Protocol):
-    """Kernels for one dtype of weights, activations and KV."""
+    """Kernels for one dtype of weights and activations, and one kind of KV."""
 
     name: str
     """Instruction set of the compiled kernels, or "reference"."""
     dtype: torch.dtype
     quantization: str | None
     """What models' linear layers are packed with: None, "int8" or one of BLOCK_QUANTIZATIONS."""
+    kv_kind: KvKind
+    """What caches hold."""
     device: int
     """Which of the devices of its kind; of processors there is one."""
     link: Link | None
@@ -275,7 +288,7 @@ class Backend(Protocol):
     def cache(
         self, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
     ) -> CacheTensors:
-        """KV of one lane in the kernels' own layout, of the backend's dtype, and a token plane in which nothing is.
+        """KV of one lane in the kernels' own layout, of the backend's kind, and a token plane in which nothing is.
         Memory is taken as blocks are written, where the device can do that. Raises OSError or MemoryError."""
 
     def poison(self, cache: CacheTensors, blocks: np.ndarray) -> None:

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from pagedec.core.logits_rules import LogitsRules
+from pagedec.errors import InvalidArgument
 from pagedec.kernels.backend import CacheTensors
 from pagedec.kernels.blocks import Blocks
 from pagedec.kernels.device_memory import DeviceCall, DeviceMemory, KernelCall, Staging
-from pagedec.kernels.library import EMULATED_DEVICE, Library
+from pagedec.kernels.library import EMULATED_DEVICE, KvKind, Library
 from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.native_weight import NativeWeight
 from pagedec.kernels.processing import FlatRules, flatten
@@ -24,7 +25,8 @@ CHUNK = 32 << 20  # bytes of a device's memory that small tensors are cut from
 
 class DeviceBackend(NativeBackend):
     """Compiled kernels on a CUDA device: what they read and write lies in its memory, and small arrays travel with each
-    call. Raises as `NativeBackend` does, and MemoryError where the device has no room."""
+    call. Raises as `NativeBackend` does, InvalidArgument for KV in bytes, and MemoryError where the device has no
+    room."""
 
     def __init__(
         self,
@@ -33,7 +35,10 @@ class DeviceBackend(NativeBackend):
         quantization: str | None = None,
         num_threads: int = 0,
         device: int = 0,
+        kv_kind: KvKind = KvKind.PLAIN,
     ) -> None:
+        if kv_kind != KvKind.PLAIN:
+            raise InvalidArgument("kv_cache_dtype", kv_kind.name.lower(), "must be auto on a CUDA device")
         super().__init__(library, dtype, quantization, num_threads, device)
         # of emulated memory each piece has its own guard
         self.memory = DeviceMemory(self.context, 0 if self.name == EMULATED_DEVICE else CHUNK)

@@ -29,7 +29,7 @@ from pagedec.kernels.blocks import Blocks, segments_of
 from pagedec.kernels.host import HostBackend
 from pagedec.kernels.link import Link
 from pagedec.kernels.processing import FlatRules, lse_of, named, rows_within
-from pagedec.kernels.records import Epilogue
+from pagedec.kernels.records import Epilogue, KvKind
 from pagedec.kernels.reference_attention import paged_attention
 from pagedec.kernels.reference_blocks import BlockLinear
 from pagedec.kernels.reference_linear import Int8Linear, TorchPackedLinear, gated_product
@@ -241,8 +241,8 @@ class ReferenceBackend(HostBackend):
     """Everything in torch and numpy. `varying` holds the linear shapes (n, k) of which torch does not keep a row's
     bits."""
 
-    def __init__(self, dtype: torch.dtype, quantization: str | None = None) -> None:
-        self.device = 0
+    def __init__(self, dtype: torch.dtype, quantization: str | None = None, kv_kind: KvKind = KvKind.PLAIN) -> None:
+        self.device, self.kv_kind = 0, kv_kind
         self.name, self.dtype, self.quantization = "reference", dtype, checked_quantization(quantization)
         self.link: Link | None = None
         self.varying: set[tuple[int, int]] = set()

@@ -14,7 +14,7 @@ from pagedec.kernels.arena import zeros
 from pagedec.kernels.backend import Backend, CacheTensors, Drafted, Roller, RowBuffer
 from pagedec.kernels.processing import FlatRules, flatten
 from pagedec.kernels.readout import HostReadOut
-from pagedec.kernels.reference_attention import cache_shapes
+from pagedec.kernels.reference_cache import as_bytes, cache_dtype, cache_shapes
 
 POISON_TOKEN = -1
 
@@ -43,15 +43,15 @@ class HostBackend(Backend):
     def cache(
         self, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
     ) -> CacheTensors:
-        shapes = cache_shapes(num_blocks, num_kv_heads, head_dim, block_size, self.dtype)
-        k, v = (zeros((num_layers, *shape), self.dtype) for shape in shapes)
+        shapes = cache_shapes(num_blocks, num_kv_heads, head_dim, block_size, self.dtype, self.kv_kind)
+        k, v = (zeros((num_layers, *shape), cache_dtype(self.dtype, self.kv_kind)) for shape in shapes)
         tokens = torch.full((num_blocks * block_size,), POISON_TOKEN, dtype=torch.int32)
         return CacheTensors(k, v, tokens, num_kv_heads, head_dim, block_size)
 
     def poison(self, cache: CacheTensors, blocks: np.ndarray) -> None:
         for block in blocks.tolist():
-            cache.k[:, block] = float("nan")
-            cache.v[:, block] = float("nan")
+            as_bytes(cache.k)[:, block] = 0xFF  # NaN in every dtype, and as a scale
+            as_bytes(cache.v)[:, block] = 0xFF
             cache.tokens[block * cache.block_size : (block + 1) * cache.block_size] = POISON_TOKEN
 
     def rules(self, rules: LogitsRules, vocab_size: int) -> FlatRules:

@@ -31,6 +31,7 @@ from pagedec.kernels.records import (
     GemmArgs,
     JoinPartsArgs,
     KvCopyArgs,
+    KvKind,
     LayerKind,
     LayerNormArgs,
     MeetArgs,
@@ -56,10 +57,10 @@ __all__ = [
     "ABI_VERSION", "AddPartsArgs", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape",
     "available_isas", "BestArgs", "BlockFormat", "built_isas", "CHAIN_DTYPE", "CUDA", "Context", "CopyRowsArgs",
     "DEVICES", "Draw", "Dtype", "EmbedArgs", "EMULATED_DEVICE", "EMULATED_ISA", "Epilogue", "GemmArgs", "ISAS",
-    "JoinPartsArgs", "KernelError", "KvCopyArgs", "LayerKind", "LayerNormArgs", "Library", "library_directories",
-    "LibraryNotFound", "load", "loadable_isas", "MeetArgs", "Op", "OpKind", "OpList", "PickLogitsArgs",
-    "ProcessLogitsArgs", "Quantization", "RestrictLogitsArgs", "RmsNormArgs", "RollArgs", "RollChain",
-    "RopeKvWriteArgs", "Rules", "SampleArgs", "Segment", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
+    "JoinPartsArgs", "KernelError", "KvCopyArgs", "KvKind", "LayerKind", "LayerNormArgs", "Library",
+    "library_directories", "LibraryNotFound", "load", "loadable_isas", "MeetArgs", "Op", "OpKind", "OpList",
+    "PickLogitsArgs", "ProcessLogitsArgs", "Quantization", "RestrictLogitsArgs", "RmsNormArgs", "RollArgs",
+    "RollChain", "RopeKvWriteArgs", "Rules", "SampleArgs", "Segment", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
 ]  # fmt: skip
 
 ABI_VERSION = 8

@@ -20,6 +20,7 @@ from pagedec.kernels.library import (
     BestArgs,
     CopyRowsArgs,
     KvCopyArgs,
+    KvKind,
     Library,
     PickLogitsArgs,
     ProcessLogitsArgs,
@@ -51,11 +52,12 @@ class NativeBackend(HostBackend):
         quantization: str | None = None,
         num_threads: int = 0,
         device: int = 0,
+        kv_kind: KvKind = KvKind.PLAIN,
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype}; the compiled kernels take torch.float32 and torch.bfloat16")
         self.quantization = checked_quantization(quantization)
-        self.library, self.dtype, self.code = library, dtype, DTYPES[dtype]
+        self.library, self.dtype, self.code, self.kv_kind = library, dtype, DTYPES[dtype], kv_kind
         self.name, self.context, self.device = library.isa, library.context(num_threads, device), device
         self.arena = Arena()
         self.link: Link | None = None
@@ -124,7 +126,7 @@ class NativeBackend(HostBackend):
         return NativeRoller(self, lists, buffers, plans, cache, num_drawn, debug)
 
     def plan(self, shape: AttentionShape) -> NativePlan:
-        return NativePlan(self.context, shape, self.code)
+        return NativePlan(self.context, shape, self.code, self.kv_kind)
 
     def copy_slots(self, cache: CacheTensors, src: np.ndarray, dst: np.ndarray) -> None:
         call = self.call()
@@ -142,7 +144,7 @@ class NativeBackend(HostBackend):
                 cache.head_dim,
                 cache.block_size,
                 int(self.code),
-                0,
+                int(cache.kind),
             )
         )
 

@@ -22,6 +22,7 @@ from pagedec.kernels.library import (
     Epilogue,
     GemmArgs,
     JoinPartsArgs,
+    KvKind,
     LayerNormArgs,
     MeetArgs,
     OpList,
@@ -55,7 +56,7 @@ def int32(array: np.ndarray) -> np.ndarray:
 class NativePlan:
     """The attention kernel's work list, made once a step for all layers of one kind."""
 
-    def __init__(self, context: Context, shape: AttentionShape, dtype: Dtype) -> None:
+    def __init__(self, context: Context, shape: AttentionShape, dtype: Dtype, kv_kind: KvKind) -> None:
         self.plan: AttentionPlan = context.library.plan()
         self._context = context
         self.shape = AttnShape(
@@ -67,6 +68,7 @@ class NativePlan:
             shape.window,
             shape.scale,
             shape.soft_cap,
+            int(kv_kind),
         )
 
     def update(
@@ -279,6 +281,8 @@ class NativeProgram:
                 int(backend.code),
                 int(rope.interleaved),
                 norms[2],
+                int(cache.kind),
+                0,
             ),
             rows,
             qkv,

@@ -33,8 +33,8 @@ from pagedec.kernels.records_readout import (
 __all__ = [
     "AddPartsArgs", "ArgmaxArgs", "AttentionArgs", "AttnBatch", "AttnShape", "BestArgs", "BestGroup", "BestRow",
     "BlockFormat", "C_NAMES", "Candidate", "CHAIN_DTYPE", "CopyRowsArgs", "Draw", "Dtype", "EmbedArgs", "Epilogue",
-    "GemmArgs", "JoinPartsArgs", "KvCopyArgs", "LayerKind", "LayerNormArgs", "MeetArgs", "Op", "OP_KINDS", "OpKind",
-    "PickLogitsArgs", "ProcessLogitsArgs", "ProgramRecord", "RestrictLogitsArgs", "RmsNormArgs", "RollArgs",
+    "GemmArgs", "JoinPartsArgs", "KvCopyArgs", "KvKind", "LayerKind", "LayerNormArgs", "MeetArgs", "Op", "OP_KINDS",
+    "OpKind", "PickLogitsArgs", "ProcessLogitsArgs", "ProgramRecord", "RestrictLogitsArgs", "RmsNormArgs", "RollArgs",
     "RollChain", "RopeKvWriteArgs", "Rules", "SampleArgs", "Segment", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
 ]  # fmt: skip
 
@@ -44,6 +44,14 @@ class Dtype(IntEnum):
 
     F32 = 0
     BF16 = 1
+
+
+class KvKind(IntEnum):
+    """What an element of a KV cache is."""
+
+    PLAIN = 0
+    INT8 = 1
+    FP8 = 2
 
 
 class Epilogue(IntEnum):
@@ -209,6 +217,8 @@ class RopeKvWriteArgs(Structure):
         ("dtype", c_int32),
         ("interleaved", c_int32),
         ("norm_eps", c_float),
+        ("kv_kind", c_int32),
+        ("reserved", c_int32),
     ]
 
 
@@ -228,7 +238,7 @@ class KvCopyArgs(Structure):
         ("head_dim", c_int32),
         ("block_size", c_int32),
         ("dtype", c_int32),
-        ("reserved", c_int32),
+        ("kv_kind", c_int32),
     ]
 
 
@@ -244,6 +254,7 @@ class AttnShape(Structure):
         ("window", c_int32),
         ("scale", c_float),
         ("soft_cap", c_float),
+        ("kv_kind", c_int32),
     ]
 
 

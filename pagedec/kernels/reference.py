@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagedec.kernels.reference_attention import write_slots
+from pagedec.kernels.reference_cache import copy_slots, write_slots
 
 
 def embed(
@@ -143,16 +143,9 @@ def rope_kv_write(
 
 def kv_copy(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor, token_plane: Tensor | None = None) -> None:
     """Move slots in list order in every layer; caches as above with a leading dimension of layers."""
-    paired = k_cache.dim() == 6
-    size = k_cache.shape[4]
-    for source, target in zip(src.tolist(), dst.tolist(), strict=True):
-        (b0, o0), (b1, o1) = divmod(source, size), divmod(target, size)
-        k_cache[:, b1, :, :, o1] = k_cache[:, b0, :, :, o0].clone()
-        if paired:
-            v_cache[:, b1, :, o1 // 2, :, o1 % 2] = v_cache[:, b0, :, o0 // 2, :, o0 % 2].clone()
-        else:
-            v_cache[:, b1, :, o1] = v_cache[:, b0, :, o0].clone()
-        if token_plane is not None:
+    copy_slots(k_cache, v_cache, src, dst)
+    if token_plane is not None:
+        for source, target in zip(src.tolist(), dst.tolist(), strict=True):
             token_plane[target] = token_plane[source]
 
 

@@ -14,52 +14,7 @@ import numpy.typing as npt
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-
-Ints = Sequence[int] | npt.NDArray[np.int32]
-
-
-def cache_shapes(
-    num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of one layer's K and V."""
-    if dtype == torch.bfloat16:
-        return (
-            (num_blocks, num_kv_heads, head_dim // 2, block_size, 2),
-            (num_blocks, num_kv_heads, block_size // 2, head_dim, 2),
-        )
-    if dtype == torch.float32:
-        return (num_blocks, num_kv_heads, head_dim, block_size), (num_blocks, num_kv_heads, block_size, head_dim)
-    raise ValueError(f"dtype is {dtype}; a cache is torch.bfloat16 or torch.float32")
-
-
-def _places(k_cache: torch.Tensor, slots: Ints | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    index = torch.as_tensor(np.asarray(slots), dtype=torch.int64)
-    block_size = k_cache.shape[3]
-    return index // block_size, index % block_size
-
-
-def read_slots(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, slots: Ints | torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V of these slots, each [num_slots, num_kv_heads, head_dim], contiguous."""
-    block, offset = _places(k_cache, slots)
-    if k_cache.dim() == 5:  # pairs lie side by side
-        k, v = k_cache[block, :, :, offset].flatten(2), v_cache[block, :, offset // 2, :, offset % 2]
-        return k.contiguous(), v.contiguous()
-    return k_cache[block, :, :, offset].contiguous(), v_cache[block, :, offset].contiguous()
-
-
-def write_slots(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, slots: Ints | torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> None:
-    """Store K and V, each [num_slots, num_kv_heads, head_dim], into these slots."""
-    block, offset = _places(k_cache, slots)
-    if k_cache.dim() == 5:  # pairs lie side by side
-        k_cache[block, :, :, offset] = k.unflatten(2, (-1, 2)).to(k_cache.dtype)
-        v_cache[block, :, offset // 2, :, offset % 2] = v.to(v_cache.dtype)
-    else:
-        k_cache[block, :, :, offset] = k.to(k_cache.dtype)
-        v_cache[block, :, offset] = v.to(v_cache.dtype)
+from pagedec.kernels.reference_cache import Ints, read_numbers
 
 
 def visible_slots(kv_len: int, num_rows: int, parents: Ints | None) -> list[list[int]]:
@@ -81,14 +36,26 @@ def visible_slots(kv_len: int, num_rows: int, parents: Ints | None) -> list[list
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: AttentionShape, compute_dtype: torch.dtype
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    shape: AttentionShape,
+    compute_dtype: torch.dtype,
+    scales: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Attend from one row's q [num_heads, head_dim] to k and v [num_kv_heads, num_tokens, head_dim]."""
+    """Attend from one row's q [num_heads, head_dim] to k and v [num_kv_heads, num_tokens, head_dim], each with scales
+    [num_kv_heads, num_tokens] where the cache holds bytes."""
     grouped = q.to(compute_dtype).reshape(shape.num_kv_heads, -1, shape.head_dim)
-    logits = torch.matmul(grouped, k.transpose(1, 2)) * shape.scale
+    logits = torch.matmul(grouped, k.transpose(1, 2))
+    if scales is not None:
+        logits = logits * scales[0][:, None]
+    logits = logits * shape.scale
     if shape.soft_cap > 0:
         logits = shape.soft_cap * torch.tanh(logits / shape.soft_cap)
-    return torch.matmul(torch.softmax(logits, dim=-1), v).reshape(shape.num_heads, shape.head_dim)
+    probabilities = torch.softmax(logits, dim=-1)
+    if scales is not None:
+        probabilities = probabilities * scales[1][:, None]
+    return torch.matmul(probabilities, v).reshape(shape.num_heads, shape.head_dim)
 
 
 def paged_attention(
@@ -118,9 +85,10 @@ def paged_attention(
         table = np.asarray(block_table[branch], dtype=np.int64)
         places = np.arange(start, int(kv_len[branch]))
         slots = table[places // shape.block_size] * shape.block_size + places % shape.block_size
-        k, v = (part.to(compute_dtype) for part in read_slots(k_cache, v_cache, slots))
+        numbers, scales = read_numbers(k_cache, v_cache, slots)
+        k, v, *scales = (part.to(compute_dtype) for part in (*numbers, *(scales or ())))
         for row, index in enumerate(seen, int(first)):  # copies of the same shape and alignment whatever is around them
             own = torch.from_numpy(index - start)
-            own_k, own_v = (part.index_select(0, own).transpose(0, 1).contiguous() for part in (k, v))
-            out[row] = attend(rows[row], own_k, own_v, shape, compute_dtype)
+            seen_of = [part.index_select(0, own).transpose(0, 1).contiguous() for part in (k, v, *scales)]
+            out[row] = attend(rows[row], seen_of[0], seen_of[1], shape, compute_dtype, seen_of[2:] or None)
     return out

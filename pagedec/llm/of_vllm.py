@@ -28,6 +28,7 @@ UNSET = (
 """Arguments for which None, that vLLM takes, means the default."""
 SPELLINGS = {
     "dtype": {"float": "float32"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "model_impl": {"vllm": "native"},
     "executor": {"mp": "process", "uni": "inline"},
 }
@@ -92,6 +93,7 @@ NEUTRAL: dict[str, Rule] = {
         ),
         Flag("nothing is logged"),
     ),
+    "calculate_kv_scales": Flag("each token and head has a scale of its own, made when it is written", optional=True),
     "kv_cache_metrics_sample": Number("nothing is logged", above=0, high=1),
     "show_hidden_metrics_for_version": Text("nothing is logged", optional=True),
     "fail_on_environ_validation": Flag("no variables of vLLM's are read from the environment"),
@@ -281,8 +283,6 @@ ONLY: dict[str, Only] = {
     "hf_token": Only(
         (None, True), "a token among the arguments (log in with hf auth login, or set HF_TOKEN) is", is_secret=True
     ),
-    "kv_cache_dtype": Only(("auto",), "KV in other numbers than the activations' is"),
-    "calculate_kv_scales": Only((None, False), "KV in other numbers than the activations' is"),
     "kv_sharing_fast_prefill": Only((False,), "prefill that leaves out layers is"),
     **dict.fromkeys(("kv_transfer_config", "ec_transfer_config"), Only((None,), "KV of other engines is")),
     "weight_transfer_config": Only((None,), "a change of weights while running is"),

@@ -37,6 +37,7 @@ class EngineArgs(TypedDict, total=False):
     num_blocks: int | None
     kv_cache_memory: int | str | None
     memory_utilization: float | None
+    kv_cache_dtype: str
     enable_prefix_caching: bool | None
     kv_offload_memory: int | str | None
     max_num_seqs: int | None
@@ -78,6 +79,7 @@ class EngineArgs(TypedDict, total=False):
     enable_mfu_metrics: bool
     enable_logging_iteration_details: bool
     enable_mm_processor_stats: bool
+    calculate_kv_scales: bool | None
     kv_cache_metrics_sample: float
     show_hidden_metrics_for_version: str | None
     fail_on_environ_validation: bool
@@ -216,8 +218,6 @@ class EngineArgs(TypedDict, total=False):
     disable_sliding_window: bool
     model_loader_extra_config: dict[str, Any] | None
     hf_token: bool | None
-    kv_cache_dtype: str
-    calculate_kv_scales: bool | None
     kv_sharing_fast_prefill: bool
     kv_transfer_config: None
     ec_transfer_config: None

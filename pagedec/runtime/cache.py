@@ -5,13 +5,17 @@ from __future__ import annotations
 import torch
 
 from pagedec.kernels.backend import Backend, CacheTensors
+from pagedec.kernels.records import KvKind
+from pagedec.kernels.reference_cache import SCALE_BYTES
 from pagedec.models.architecture import Architecture
 
 
-def block_bytes(arch: Architecture, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: K and V of `block_size` tokens in every layer, and their token ids."""
-    values = 2 * arch.num_layers * block_size * arch.num_kv_heads * arch.head_dim
-    return values * dtype.itemsize + 4 * block_size
+def block_bytes(arch: Architecture, block_size: int, dtype: torch.dtype, kind: KvKind = KvKind.PLAIN) -> int:
+    """Bytes of one block: K and V of `block_size` tokens in every layer, with their scales where there are some, and
+    their token ids."""
+    heads = 2 * arch.num_layers * block_size * arch.num_kv_heads
+    of_head = arch.head_dim * dtype.itemsize if kind == KvKind.PLAIN else arch.head_dim + SCALE_BYTES
+    return heads * of_head + 4 * block_size
 
 
 def allocate_cache(arch: Architecture, num_blocks: int, block_size: int, backend: Backend) -> CacheTensors:

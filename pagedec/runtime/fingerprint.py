@@ -37,11 +37,11 @@ def model_digest(files: ModelFiles, config: ModelConfig) -> str:
 
 
 def numerics_digest(backend: Backend, config: ModelConfig, world: int) -> str:
-    """Of all that a token's bits depend on beside the model: build, instruction set, types, quantization, and in how
-    many parts sums are made."""
+    """Of all that a token's bits depend on beside the model: build, instruction set, types, quantization, of KV
+    too, and in how many parts sums are made."""
     parts = (
         importlib.metadata.version("pagedec"), _build_of(backend), backend.name, str(backend.dtype),
-        str(backend.quantization), config.model_impl, str(world),
+        str(backend.quantization), backend.kv_kind.name, config.model_impl, str(world),
     )  # fmt: skip
     return blake2b("\0".join(parts).encode(), digest_size=DIGEST_BYTES).hexdigest()
 

@@ -38,6 +38,7 @@ class Geometry:
     """A digest of the target: its configuration, weights and vocabulary."""
     numerics: str = ""
     """A digest of all that a token's bits depend on beside the model: see `fingerprint.py`."""
+    kv_cache_dtype: str = "auto"
 
     def to_json(self) -> str:
         """All of it, for another process."""
@@ -54,4 +55,5 @@ class Geometry:
     def __str__(self) -> str:
         weights = f"{self.quantization} and " if self.quantization else ""
         ranks = f" of {self.world} ranks" if self.world > 1 else ""
-        return f"{weights}{self.dtype} on {self.isa}{ranks}"
+        kv = f", KV in {self.kv_cache_dtype}," if self.kv_cache_dtype != "auto" else ""
+        return f"{weights}{self.dtype}{kv} on {self.isa}{ranks}"

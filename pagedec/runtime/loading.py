@@ -27,6 +27,7 @@ from pagedec.kernels.device import DeviceBackend
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import DEVICES, LibraryNotFound, load
 from pagedec.kernels.native import NativeBackend
+from pagedec.kernels.records import KvKind
 from pagedec.models.architecture import Architecture
 from pagedec.models.model import Model
 from pagedec.models.registry import check_ranks, load_architecture, load_model_weights
@@ -68,13 +69,20 @@ class LoadedModel:
     max_model_len: int
 
 
-def choose_backend(parallel: ParallelConfig, dtype: str, quantization: str | None = None, place: int = 0) -> Backend:
+def choose_backend(
+    parallel: ParallelConfig,
+    dtype: str,
+    quantization: str | None = None,
+    place: int = 0,
+    kv_cache_dtype: str = "auto",
+) -> Backend:
     """The compiled kernels, or torch where there are none or where it is asked for. `place`: how many ranks of the same
     machine come before this one; each has a device, as far as there are some.
 
     dtype "auto" is bfloat16 on compiled kernels, which read half the bytes of float32, and float32 on the reference.
     """
     names = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    kv_kind = KvKind.PLAIN if kv_cache_dtype == "auto" else KvKind[kv_cache_dtype.upper()]
     if parallel.num_threads is not None:
         torch.set_num_threads(parallel.num_threads)
     if parallel.attention_backend != "reference":
@@ -88,12 +96,18 @@ def choose_backend(parallel: ParallelConfig, dtype: str, quantization: str | Non
                 kind, num_threads = DeviceBackend, 0
                 if quantization in BLOCK_QUANTIZATIONS:
                     raise InvalidArgument("quantization", quantization, "must be int8 or none on a CUDA device")
-            return kind(library, names.get(dtype, torch.bfloat16), quantization, num_threads, device)
+            return kind(library, names.get(dtype, torch.bfloat16), quantization, num_threads, device, kv_kind)
         except LibraryNotFound as error:
             if parallel.attention_backend == "native":
                 limit = f"is not available: {error}"
                 raise InvalidArgument("attention_backend", parallel.attention_backend, limit) from error
-    return ReferenceBackend(names.get(dtype, torch.float32), quantization)
+    return ReferenceBackend(names.get(dtype, torch.float32), quantization, kv_kind)
+
+
+def own_backend(config: EngineConfig, place: int = 0) -> Backend:
+    """`choose_backend` as a configuration says."""
+    model = config.model
+    return choose_backend(config.parallel, model.dtype, weight_form(model), place, config.cache.kv_cache_dtype)
 
 
 def weight_form(model: ModelConfig) -> str | None:
@@ -154,8 +168,9 @@ def lane_pool(loaded: LoadedModel, config: EngineConfig, taken: int = 0) -> KvPo
     arch, link = loaded.arch, loaded.model.backend.link
     if link is not None:  # all ranks have as many blocks; the first has the most KV heads
         arch = sharded(arch, part_of(arch, 0, link.world))
-    size = block_bytes(arch, config.cache.block_size, loaded.model.backend.dtype)
-    own, default = loaded.model.backend.room(), default_bytes
+    backend = loaded.model.backend
+    size = block_bytes(arch, config.cache.block_size, backend.dtype, backend.kv_kind)
+    own, default = backend.room(), default_bytes
     if own is not None:  # a device's
         default = whole_bytes
     return choose_pool(
@@ -245,7 +260,9 @@ def _geometry(loaded: LoadedModel, config: ModelConfig, lanes: dict[str, LaneGeo
     dtype, weights = str(backend.dtype).removeprefix("torch."), backend.quantization
     world = 1 if backend.link is None else backend.link.world
     names = model_digest(loaded.files, config), numerics_digest(backend, config, world)
-    return Geometry(lanes, pool, end_ids(loaded), backend.name, dtype, weights, torch.get_num_threads(), world, *names)
+    kv = "auto" if backend.kv_kind == KvKind.PLAIN else backend.kv_kind.name.lower()
+    numbers, num_threads = (backend.name, dtype, weights), torch.get_num_threads()
+    return Geometry(lanes, pool, end_ids(loaded), *numbers, num_threads, world, *names, kv)
 
 
 def end_ids(loaded: LoadedModel) -> tuple[int, ...]:
@@ -266,7 +283,7 @@ def check_shares(config: EngineConfig) -> None:
 def load_whole(config: EngineConfig) -> Worker:
     """A worker that has all of the model. Raises `PagedecError` for what cannot be loaded, and warns of what may end
     badly."""
-    backend = choose_backend(config.parallel, config.model.dtype, weight_form(config.model))
+    backend = own_backend(config)
     loaded = load_model(config.model, backend)
     return build_worker(config, loaded, load_draft(config, loaded))
 
@@ -286,7 +303,7 @@ def load_worker(config: EngineConfig, ranks: Ranks) -> Worker | Follower:
 def join(config: EngineConfig, ranks: Ranks) -> tuple[EngineConfig, Backend]:
     """A rank's share of what the configuration allows, and its kernels with a link to the other ranks."""
     config, place = _share_of(config, ranks)
-    backend = choose_backend(config.parallel, config.model.dtype, weight_form(config.model), place)
+    backend = own_backend(config, place)
     told = ranks.exchange({"isa": backend.name})
     different = next((rank for rank, own in enumerate(told) if own != told[0]), None)
     if different is not None:
@@ -332,7 +349,7 @@ def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | None:
     speculative_config's fields."""
     if not names_draft_model(config):
         return None
-    own = draft_config(config).model
+    own = draft_config(config)
     with within("speculative_config."):
-        backend = choose_backend(config.parallel, own.dtype, weight_form(own), target.model.backend.device)
-        return load_model(own, backend, target.max_model_len)
+        backend = own_backend(own, target.model.backend.device)
+        return load_model(own.model, backend, target.max_model_len)

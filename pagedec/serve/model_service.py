@@ -99,6 +99,7 @@ class ModelService(model_service_pb2_grpc.ModelServiceServicer):
             tries=list(gateway.limits.tries),
             max_logprobs=engine.max_logprobs,
             has_chat_template=tokenizer is not None and bool(tokenizer.chat_template),
+            kv_cache_dtype=llm.engine.executor.geometry.kv_cache_dtype,
         )
 
 

@@ -261,7 +261,7 @@ def test_changed_settings_are_noticed(tmp_path: Path, llm: LLM) -> None:
         {"generation_config": "none"}, {"tokenizer": "other"},
     ]  # fmt: skip
     changes = [{"model": dataclasses.replace(model, **change)} for change in models]
-    for change in (*changes, {"defaults": {}}, {"any_model": True}):
+    for change in (*changes, {"defaults": {}}, {"any_model": True}, {"kv_cache_dtype": "int8"}):
         with pytest.raises(InvalidArgument, match="was begun with another model, seed or other sampling parameters"):
             BatchJob(source, tmp_path / "out", **base | change)
     with BatchJob(source, tmp_path / "out", **base) as job:

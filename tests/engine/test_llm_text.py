@@ -241,7 +241,7 @@ def test_arguments_that_mean_nothing_here(tiny: Tiny) -> None:
         ("swap_space", -1, InvalidArgument), ("pipeline_parallel_size", 2, FeatureNotAvailable),
         ("tokenizer_mode", "slow", FeatureNotAvailable),
         ("max_lora_rank", 8, InvalidArgument), ("max_logprobs", -2, InvalidArgument),
-        ("enable_chunked_prefill", False, FeatureNotAvailable), ("kv_cache_dtype", "fp8", FeatureNotAvailable),
+        ("enable_chunked_prefill", False, FeatureNotAvailable), ("kv_cache_dtype", "fp8_e5m2", FeatureNotAvailable),
         ("device", "cuda", FeatureNotAvailable),
     ],
 )  # fmt: skip

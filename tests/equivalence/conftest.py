@@ -49,6 +49,8 @@ KINDS = {
     "gemma3": {"dtype": "bfloat16", "load_format": "dummy"},
     "gpt2": {"dtype": "float32", "load_format": "dummy"},
     "int8": {"dtype": "bfloat16", "quantization": "int8", "load_format": "dummy"},
+    "KV int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8", "load_format": "dummy"},
+    "KV fp8": {"dtype": "float32", "kv_cache_dtype": "fp8", "load_format": "dummy"},
     "process": {"dtype": "bfloat16", "load_format": "dummy", "executor": "process"},
     "ranks": {"dtype": "float32", "load_format": "dummy", "executor": "process", "tensor_parallel_size": 2},
 }
@@ -58,6 +60,8 @@ TINY_KINDS = {
     "gemma3": GEMMA3,
     "gpt2": GPT2,
     "int8": TINY,
+    "KV int8": TINY,
+    "KV fp8": TINY,
     "process": TINY,
     "ranks": TINY,
 }

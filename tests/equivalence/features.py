@@ -43,6 +43,8 @@ class Feature:
     salt: str = ""
     counts_steps: bool = False
     """The engine's clock counts its steps."""
+    kind: str = "tiny"
+    """Of engine; what is alone is alone in such a one, too."""
 
 
 STOP_TOKEN, STOP_TEXT, BAD_TEXT = "the fifth token", "text across two tokens", "text of the second token"
@@ -80,6 +82,8 @@ FEATURES = {
     "no prefix cache": Feature({"enable_prefix_caching": False}, others=True),
     "blocks of 8": Feature({"block_size": 8}, others=True),
     "blocks of 64": Feature({"block_size": 64}, others=True),
+    "kv_cache_dtype int8": Feature({"num_blocks": 14}, others=True, disturb=True, kind="KV int8"),
+    "kv_cache_dtype fp8": Feature({"max_num_batched_tokens": 11}, others=True, twice=True, kind="KV fp8"),
     "low priority": Feature({"num_blocks": 20}, others=True, priority=1),
     "cache salt": Feature(twice=True, salt="tenant"),
     "min_tokens": Feature(params={"min_tokens": 6}),
@@ -168,7 +172,7 @@ def _across(tokens: list[int]) -> str:
     raise AssertionError("no two tokens of plain text in a row")
 
 
-def alone(params: Any) -> FinishedRequest:
+def alone(params: Any, kind: str = "tiny") -> FinishedRequest:
     """By itself, with room for everything, and without drafts: plain sampling where the decoder must not change a
     token, else the decoder itself."""
     if isinstance(params, SamplingParams):
@@ -176,9 +180,9 @@ def alone(params: Any) -> FinishedRequest:
         params = SamplingParams(**{name: getattr(params, name) for name in names} | {"speculative": None})
     if isinstance(params, BeamSearchParams):
         params = replace(params, speculative=None)
-    key = repr(params)  # some hold a dict and have no hash
+    key = f"{kind} {params!r}"  # some hold a dict and have no hash
     if key not in _known:
-        _known[key] = run(make_engine("tiny"), [Case("cell", PROMPT, params)]).finished["cell"]
+        _known[key] = run(make_engine(kind), [Case("cell", PROMPT, params)]).finished["cell"]
     return _known[key]
 
 

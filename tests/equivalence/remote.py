@@ -13,9 +13,9 @@ from pagedec.runtime.loading import (
     agree,
     build_follower,
     build_worker,
-    choose_backend,
     join,
     load_model,
+    own_backend,
 )
 from pagedec.runtime.worker import Worker
 
@@ -25,14 +25,14 @@ DRAFT_LAYERS = {30: 16, 4: 3}  # near enough to the whole model to be accepted n
 
 def weights_of(config: EngineConfig) -> tuple[LoadedModel, LoadedModel]:
     """A model, and its first layers as a draft model."""
-    backend = choose_backend(config.parallel, config.model.dtype, config.model.quantization)
+    backend = own_backend(config)
     loaded = load_model(config.model, backend)
     return loaded, draft_of(config, loaded)
 
 
 def draft_of(config: EngineConfig, loaded: LoadedModel) -> LoadedModel:
     """The first layers of a model, whole, whatever part of it a rank has."""
-    backend = choose_backend(config.parallel, config.model.dtype, config.model.quantization)
+    backend = own_backend(config)
     arch = dataclasses.replace(loaded.arch, num_layers=DRAFT_LAYERS[loaded.arch.num_layers])
     source = open_model_weights(loaded.arch, loaded.files, backend.dtype)
     model = build_model(arch, source, backend, loaded.max_model_len)

@@ -39,11 +39,13 @@ def test_cell(decoder: str, feature: str, monkeypatch: pytest.MonkeyPatch) -> No
             with_features(DECODERS[decoder], wanted.params or {})
         return
     params = with_features(DECODERS[decoder], wanted.params or {})
-    got = in_engine(make_engine("tiny", **(wanted.engine or {})), wanted, params)
+    engine = make_engine(wanted.kind, **(wanted.engine or {}))
+    assert wanted.kind == "tiny" or feature == f"kv_cache_dtype {engine.executor.geometry.kv_cache_dtype}"
+    got = in_engine(engine, wanted, params)
     if wanted.counts_steps:
         check_cut(got, params)
         return
-    want = alone(params)
+    want = alone(params, wanted.kind)
     assert got.answers == want.answers
     assert got.prompt_logprobs == want.prompt_logprobs
 

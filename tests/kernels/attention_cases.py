@@ -5,14 +5,43 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import AttentionArgs, AttentionPlan, AttnBatch, AttnShape, Context, Dtype
-from pagedec.kernels.reference_attention import cache_shapes, paged_attention, write_slots
+from pagedec.kernels.library import AttentionArgs, AttentionPlan, AttnBatch, AttnShape, Context, Dtype, KvKind
+from pagedec.kernels.reference_attention import paged_attention
+from pagedec.kernels.reference_cache import as_bytes, cache_dtype, cache_shapes, read_numbers, write_slots
 from tests.kernels.calls import laid_out
+
+
+class Numbers(NamedTuple):
+    """What a layer computes in, and what its cache holds."""
+
+    dtype: torch.dtype
+    kind: KvKind = KvKind.PLAIN
+
+    def __str__(self) -> str:
+        name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[self.dtype]
+        return name if self.kind == KvKind.PLAIN else f"{name}-{self.kind.name.lower()}"
+
+
+PLAIN = [Numbers(torch.bfloat16), Numbers(torch.float32)]
+IN_BYTES = [Numbers(dtype, kind) for kind in (KvKind.INT8, KvKind.FP8) for dtype in (torch.bfloat16, torch.float32)]
+NUMBERS = [*PLAIN, *IN_BYTES]
+
+
+def read_slots(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, slots: Sequence[int] | np.ndarray | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K and V of these slots, each [num_slots, num_kv_heads, head_dim], contiguous. Of a cache of bytes in fp32,
+    which become the same bytes again."""
+    (k, v), scales = read_numbers(k_cache, v_cache, slots)
+    if scales is not None:
+        k, v = (x.float() * scale.float()[..., None] for x, scale in zip((k, v), scales, strict=True))
+    return k, v
 
 
 @dataclass(slots=True)
@@ -28,13 +57,20 @@ class Branch:
 class Cache:
     """One layer's cache. Every slot holds NaN until it is written."""
 
-    def __init__(self, shape: AttentionShape, num_blocks: int, dtype: torch.dtype, seed: int) -> None:
-        self.shape, self.num_blocks, self.dtype = shape, num_blocks, dtype
-        k_shape, v_shape = cache_shapes(num_blocks, shape.num_kv_heads, shape.head_dim, shape.block_size, dtype)
-        self.k = torch.full(k_shape, float("nan"), dtype=dtype)
-        self.v = torch.full(v_shape, float("nan"), dtype=dtype)
+    def __init__(self, shape: AttentionShape, num_blocks: int, numbers: torch.dtype | Numbers, seed: int) -> None:
+        self.shape, self.num_blocks = shape, num_blocks
+        self.dtype, self.kind = numbers if isinstance(numbers, Numbers) else Numbers(numbers)
+        sizes = num_blocks, shape.num_kv_heads, shape.head_dim, shape.block_size, self.dtype, self.kind
+        self.k, self.v = (
+            torch.empty(sides, dtype=cache_dtype(self.dtype, self.kind)) for sides in cache_shapes(*sizes)
+        )
+        self.poison()
         self._generator = torch.Generator().manual_seed(seed)
         self._free = torch.randperm(num_blocks, generator=self._generator).tolist()
+
+    def poison(self, blocks: Sequence[int] | slice = slice(None)) -> None:
+        """Make these blocks NaN, in bytes their scales; e4m3's bytes, too."""
+        as_bytes(self.k)[blocks], as_bytes(self.v)[blocks] = 0xFF, 0xFF
 
     def blocks(self, num_tokens: int) -> list[int]:
         """Take blocks for so many tokens, in random order of memory."""
@@ -118,25 +154,26 @@ class Batch:
         )
 
 
-def shape_record(shape: AttentionShape, dtype: torch.dtype) -> AttnShape:
+def shape_record(shape: AttentionShape, dtype: torch.dtype, kind: KvKind = KvKind.PLAIN) -> AttnShape:
     """Return the C record of a shape."""
-    kind = Dtype.BF16 if dtype == torch.bfloat16 else Dtype.F32
+    code = Dtype.BF16 if dtype == torch.bfloat16 else Dtype.F32
     return AttnShape(
         shape.num_heads,
         shape.num_kv_heads,
         shape.head_dim,
         shape.block_size,
-        int(kind),
+        int(code),
         shape.window,
         shape.scale,
         shape.soft_cap,
+        int(kind),
     )
 
 
 def make_plan(context: Context, cache: Cache, batch: Batch, share: bool = True) -> AttentionPlan:
     """Return the batch's plan."""
     plan = context.library.plan()
-    context.plan(plan, shape_record(cache.shape, cache.dtype), batch.record(share))
+    context.plan(plan, shape_record(cache.shape, cache.dtype, cache.kind), batch.record(share))
     return plan
 
 

@@ -18,6 +18,7 @@ from pagedec.kernels.library import (
     Dtype,
     EmbedArgs,
     KvCopyArgs,
+    KvKind,
     LayerNormArgs,
     RmsNormArgs,
     RopeKvWriteArgs,
@@ -26,6 +27,7 @@ from pagedec.kernels.library import (
     TopkLseArgs,
 )
 from pagedec.kernels.reference import RopeShape
+from pagedec.kernels.reference_cache import KV_KINDS, SCALE_BYTES
 from tests.kernels import host_memory
 
 CODES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16}
@@ -180,6 +182,11 @@ def caches(
     return normal(*k, seed=seed, dtype=dtype), normal(*v, seed=seed + 1, dtype=dtype)
 
 
+def kind_of(cache: Tensor) -> int:
+    """What a cache's elements are."""
+    return int(KV_KINDS.get(cache.dtype, KvKind.PLAIN))
+
+
 @contextmanager
 def laid_out(context: Context, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """K and V as the context's device keeps them; what becomes of them is put back. A CUDA device has both as
@@ -231,6 +238,7 @@ def rope_kv_write(
                 dtype=CODES[qkv.dtype],
                 interleaved=int(shape.interleaved),
                 norm_eps=shape.norm_eps,
+                kv_kind=kind_of(k_cache),
             )
         )
     return out
@@ -240,7 +248,8 @@ def kv_copy(
     context: Context, k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor, token_plane: Tensor | None = None
 ) -> None:
     layers, _, kv_heads = k_cache.shape[:3]
-    head_dim = k_cache.shape[3] * (2 if k_cache.dim() == 6 else 1)
+    paired, kind = k_cache.dim() == 6, kind_of(k_cache)
+    head_dim = k_cache.shape[3] * (2 if paired else 1) - (SCALE_BYTES if kind else 0)
     moves = count(len(src))
     with laid_out(context, k_cache, v_cache) as (k, v):
         context.call(
@@ -256,7 +265,8 @@ def kv_copy(
                 kv_heads=kv_heads,
                 head_dim=head_dim,
                 block_size=k_cache.shape[4],
-                dtype=CODES[k_cache.dtype],
+                dtype=Dtype.BF16 if paired else Dtype.F32,
+                kv_kind=kind,
             )
         )
 

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 TILE, CHUNK, MMA_ROWS = 64, 512, 16
-MAGIC, VERSION = 0x6E6C7064, 1
+MAGIC, VERSION = 0x6E6C7064, 2
 HEADER = (
-    "magic", "version", "num_words", "q_heads", "kv_heads", "head_dim", "block_size", "dtype", "window", "scale_bits",
-    "soft_cap_bits", "num_branches", "num_rows", "group", "head_parts", "num_workers", "num_partials",
+    "magic", "version", "num_words", "q_heads", "kv_heads", "head_dim", "block_size", "dtype", "kv_kind", "window",
+    "scale_bits", "soft_cap_bits", "num_branches", "num_rows", "group", "head_parts", "num_workers", "num_partials",
     "num_split_partials",
 )  # fmt: skip
 SECTIONS = {

@@ -7,26 +7,30 @@ import pytest
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import Context
-from pagedec.kernels.reference_attention import read_slots
+from pagedec.kernels.library import DEVICES, Context
 from tests.kernels.attention_cases import (
+    IN_BYTES,
+    PLAIN,
     Batch,
     Branch,
     Cache,
+    Numbers,
     make_plan,
     path_of,
     random_tree,
+    read_slots,
     run,
     run_plan,
     same_bits,
 )
 
-DTYPES = [torch.bfloat16, torch.float32]
 
-
-@pytest.fixture(params=DTYPES, ids=["bf16", "fp32"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    kind: torch.dtype = request.param
+# the other two of bytes: test_kv_bytes.py has shorter tests of all four
+@pytest.fixture(params=[*PLAIN, IN_BYTES[0], IN_BYTES[3]], ids=str)
+def numbers(request: pytest.FixtureRequest, context: Context) -> Numbers:
+    kind: Numbers = request.param
+    if kind in IN_BYTES and context.isa in DEVICES:
+        pytest.skip("CUDA devices have no KV in bytes")
     return kind
 
 
@@ -43,8 +47,8 @@ def crowd(cache: Cache) -> list[Branch]:
 
 
 @pytest.mark.parametrize("window", [0, 90])
-def test_alone_is_in_a_crowd(context: Context, dtype: torch.dtype, window: int) -> None:
-    cache = Cache(AttentionShape(6, 2, 64, 16, 0.125, window), 768, dtype, seed=1)
+def test_alone_is_in_a_crowd(context: Context, numbers: Numbers, window: int) -> None:
+    cache = Cache(AttentionShape(6, 2, 64, 16, 0.125, window), 768, numbers, seed=1)
     branches = crowd(cache)
     batch = Batch(branches)
     q = cache.query(batch.num_rows)
@@ -57,8 +61,8 @@ def test_alone_is_in_a_crowd(context: Context, dtype: torch.dtype, window: int) 
         assert same_bits(run(context, cache, [branch], q[rows].clone()), want[rows])
 
 
-def test_order_of_branches(context: Context, dtype: torch.dtype) -> None:
-    cache = Cache(AttentionShape(6, 2, 64, 16, 0.125), 768, dtype, seed=2)
+def test_order_of_branches(context: Context, numbers: Numbers) -> None:
+    cache = Cache(AttentionShape(6, 2, 64, 16, 0.125), 768, numbers, seed=2)
     branches = crowd(cache)
     batch = Batch(branches)
     q = cache.query(batch.num_rows)
@@ -69,9 +73,9 @@ def test_order_of_branches(context: Context, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
-def test_chunked_is_whole(context: Context, dtype: torch.dtype, head_dim: int) -> None:
+def test_chunked_is_whole(context: Context, numbers: Numbers, head_dim: int) -> None:
     """A row of a long prefill, of any chunk of it, and read again later by itself."""
-    cache = Cache(AttentionShape(3, 1, head_dim, 16, 0.1), 64, dtype, seed=3)
+    cache = Cache(AttentionShape(3, 1, head_dim, 16, 0.1), 64, numbers, seed=3)
     branch = cache.branch(600, 600)
     q = cache.query(600)
     whole = run(context, cache, [branch], q)
@@ -87,10 +91,10 @@ def test_chunked_is_whole(context: Context, dtype: torch.dtype, head_dim: int) -
 
 
 @pytest.mark.parametrize(("kv_len", "window"), [(40, 0), (64, 0), (130, 0), (515, 0), (130, 33), (515, 70)])
-def test_tree_node_is_an_accepted_chain(context: Context, dtype: torch.dtype, kv_len: int, window: int) -> None:
+def test_tree_node_is_an_accepted_chain(context: Context, numbers: Numbers, kv_len: int, window: int) -> None:
     """Each node's row equals the row of a plain chain that holds its ancestors in order."""
     generator = np.random.default_rng(kv_len)
-    cache = Cache(AttentionShape(6, 2, 64, 16, 0.125, window), 256, dtype, seed=kv_len)
+    cache = Cache(AttentionShape(6, 2, 64, 16, 0.125, window), 256, numbers, seed=kv_len)
     parents = random_tree(generator, 2, 22)
     tree = cache.branch(kv_len + 22, 24, parents)
     q = cache.query(24)
@@ -110,8 +114,8 @@ def copy_slots(cache: Cache, source: Branch, index: list[int], target: Branch) -
     cache.write(target.table, range(len(index)), k, v)
 
 
-def test_chain_draft_is_a_chain(context: Context, dtype: torch.dtype) -> None:
-    cache = Cache(AttentionShape(6, 2, 64, 16, 0.125), 64, dtype, seed=4)
+def test_chain_draft_is_a_chain(context: Context, numbers: Numbers) -> None:
+    cache = Cache(AttentionShape(6, 2, 64, 16, 0.125), 64, numbers, seed=4)
     branch = cache.branch(130, 9)
     q = cache.query(9)
     want = run(context, cache, [branch], q)
@@ -119,9 +123,9 @@ def test_chain_draft_is_a_chain(context: Context, dtype: torch.dtype) -> None:
     assert same_bits(run(context, cache, [branch], q), want)
 
 
-def test_later_tokens_cannot_reach_back(context: Context, dtype: torch.dtype) -> None:
+def test_later_tokens_cannot_reach_back(context: Context, numbers: Numbers) -> None:
     """NaN and infinity in a later token of the same branch leave the rows before it as they were."""
-    cache = Cache(AttentionShape(3, 1, 64, 16, 0.125), 64, dtype, seed=5)
+    cache = Cache(AttentionShape(3, 1, 64, 16, 0.125), 64, numbers, seed=5)
     branch = cache.branch(150, 40)
     q = cache.query(40)
     want = run(context, cache, [branch], q)
@@ -132,8 +136,8 @@ def test_later_tokens_cannot_reach_back(context: Context, dtype: torch.dtype) ->
         assert torch.isnan(got[19:]).all()
 
 
-def test_a_node_cannot_reach_its_siblings(context: Context, dtype: torch.dtype) -> None:
-    cache = Cache(AttentionShape(3, 1, 64, 16, 0.125), 64, dtype, seed=6)
+def test_a_node_cannot_reach_its_siblings(context: Context, numbers: Numbers) -> None:
+    cache = Cache(AttentionShape(3, 1, 64, 16, 0.125), 64, numbers, seed=6)
     parents = [-1, 0, 0, 1, 2, 3, 4, 5, 6]  # two chains, rows 1 3 5 7 and 2 4 6 8
     branch = cache.branch(70, 9, parents)
     q = cache.query(9)
@@ -145,8 +149,8 @@ def test_a_node_cannot_reach_its_siblings(context: Context, dtype: torch.dtype) 
     assert torch.isnan(got[[3, 5, 7]]).all()
 
 
-def test_threads_may_change_after_planning(context: Context, dtype: torch.dtype) -> None:
-    cache = Cache(AttentionShape(6, 2, 64, 16, 0.125), 768, dtype, seed=7)
+def test_threads_may_change_after_planning(context: Context, numbers: Numbers) -> None:
+    cache = Cache(AttentionShape(6, 2, 64, 16, 0.125), 768, numbers, seed=7)
     branches = crowd(cache)
     batch = Batch(branches)
     q = cache.query(batch.num_rows)
@@ -156,9 +160,9 @@ def test_threads_may_change_after_planning(context: Context, dtype: torch.dtype)
         assert same_bits(run_plan(context.library.context(threads), plan, cache, q), want)
 
 
-def test_a_plan_serves_again(context: Context, dtype: torch.dtype) -> None:
+def test_a_plan_serves_again(context: Context, numbers: Numbers) -> None:
     """Neither a smaller batch in between nor running twice leaves anything behind."""
-    cache = Cache(AttentionShape(6, 2, 64, 16, 0.125), 768, dtype, seed=8)
+    cache = Cache(AttentionShape(6, 2, 64, 16, 0.125), 768, numbers, seed=8)
     branches = crowd(cache)
     q = cache.query(Batch(branches).num_rows)
     want = run(context, cache, branches, q)

@@ -8,8 +8,7 @@ import torch
 
 from pagedec.kernels.backend import AttentionShape
 from pagedec.kernels.library import Context
-from pagedec.kernels.reference_attention import read_slots
-from tests.kernels.attention_cases import Batch, Branch, Cache, make_plan, random_tree, reference
+from tests.kernels.attention_cases import Batch, Branch, Cache, make_plan, random_tree, read_slots, reference
 from tests.kernels.plan_emulation import CHUNK, Emulation, FlatPlan
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.reference_attention import cache_shapes, read_slots, write_slots
-from tests.kernels.attention_cases import Batch, Branch, Cache, path_of, random_tree, reference, same_bits
+from pagedec.kernels.reference_cache import cache_shapes, write_slots
+from tests.kernels.attention_cases import Batch, Branch, Cache, path_of, random_tree, read_slots, reference, same_bits
 
 DTYPES = [torch.bfloat16, torch.float32]
 

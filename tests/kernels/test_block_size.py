@@ -12,9 +12,8 @@ import torch
 from pagedec.kernels.backend import AttentionShape
 from pagedec.kernels.library import CUDA, Context
 from pagedec.kernels.reference import RopeShape
-from pagedec.kernels.reference_attention import read_slots
 from tests.kernels import calls, cuda_library, processing_cases
-from tests.kernels.attention_cases import Batch, Branch, Cache, random_tree, run, same_bits
+from tests.kernels.attention_cases import Batch, Branch, Cache, random_tree, read_slots, run, same_bits
 from tests.kernels.test_process_logits import assert_exact, native
 from tests.kernels.test_rope import table
 

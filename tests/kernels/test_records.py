@@ -27,6 +27,7 @@ ENUMS: dict[str, tuple[str, type[IntEnum]]] = {  # of C: the prefix of its names
     "pd_epilogue": ("PD_", records.Epilogue),
     "pd_quantization": ("PD_", records.Quantization),
     "pd_block_format": ("PD_", records.BlockFormat),
+    "pd_kv_kind": ("PD_KV_", records.KvKind),
     "pd_op_kind": ("PD_OP_", records.OpKind),
 }
 HANDLES = {"pd_context", "pd_plan", "pd_recording"}

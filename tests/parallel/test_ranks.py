@@ -45,9 +45,11 @@ class Setting:
     link: str = "memory"
     backend: str = "native"
     dtype: str = "float32"
+    kv: str = "auto"
 
     def __str__(self) -> str:
-        return "-".join((self.model, str(self.world), self.link, self.backend, self.dtype))
+        kv = () if self.kv == "auto" else (self.kv,)
+        return "-".join((self.model, str(self.world), self.link, self.backend, self.dtype, *kv))
 
 
 THREE = {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}
@@ -71,6 +73,7 @@ SETTINGS = [
     Setting("llama4", 4),
     Setting("llama", 3, "sockets"),
     Setting("llama", dtype="bfloat16"),
+    Setting("llama", dtype="bfloat16", kv="int8"),
     Setting("qwen2"),
     Setting("qwen3"),
     Setting("gemma2"),
@@ -103,7 +106,8 @@ def make(setting: Setting, tmp_path_factory: pytest.TempPathFactory, monkeypatch
     def engine(world: int = setting.world, **changes: Any) -> Engine:
         arguments: dict[str, Any] = {
             "model": str(path), "dtype": setting.dtype, "attention_backend": setting.backend, "max_model_len": 256,
-            "block_size": 8, "num_blocks": 200, "step_timeout": 30.0, "executor": "process", **changes,
+            "block_size": 8, "num_blocks": 200, "step_timeout": 30.0, "executor": "process",
+            "kv_cache_dtype": setting.kv, **changes,
         }  # fmt: skip
         config = EngineConfig.from_kwargs(**arguments)
         if world > 1:
@@ -160,7 +164,7 @@ def assert_same(one: list[Case], left: Outcome, other: list[Case], right: Outcom
 def test_ranks_say_what_one_says(make: Callable[..., Engine], setting: Setting) -> None:
     whole, shared = cases(), cases()
     left, right = run(make(1), whole), run(make(), shared)
-    if setting.dtype == "float32":
+    if setting.dtype == "float32" and setting.kv == "auto":  # in bytes, rounding may be half a step
         assert_near(whole, left, shared, right)
     assert len({tuple(text) for texts in right.tokens.values() for text in texts}) > 6
 

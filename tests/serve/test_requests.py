@@ -216,7 +216,13 @@ def test_the_model_s_services(text_server: Serving) -> None:
     model = models.GetModel(mb.GetModelRequest()).model
     assert model == listed == models.GetModel(mb.GetModelRequest(name="smollm2")).model
     assert (model.name, model.max_model_len, model.num_blocks, model.has_chat_template) == ("smollm2", 512, 96, True)
-    assert model.block_size == 16 and model.vocab_size > 40_000 and model.end_token_ids and model.max_num_seqs > 1
+    assert (
+        model.kv_cache_dtype == "auto"
+        and model.block_size == 16
+        and model.vocab_size > 40_000
+        and model.end_token_ids
+        and model.max_num_seqs > 1
+    )
     assert {"ngram", "lookahead"} <= {*model.speculation_methods} and {"sampling", "beam"} <= {*model.decoders}
     read = models.Tokenize(mb.TokenizeRequest(prompt=prompt("Hello, world")))
     assert "".join(read.texts) == "Hello, world" and len(read.texts) == len(read.token_ids)

@@ -1,0 +1,112 @@
+// From a unit's blocks to a tile: where they lie, a tree's slots in order, bytes as elements, and vectors that are
+// longer than a block.
+#pragma once
+#include "cpu/attention_state.h"
+#include "cpu/widen.h"
+
+namespace pagedec {
+
+template <class T, int SD>
+Blocks<typename T::C> AttentionLoop<T, SD>::locate(const plan::Unit &u, int kv_head) const {
+  Blocks<C> b;
+  for (int c = 0; c * size_ < TILE; c++) {
+    const int64_t at = ((int64_t)u.blocks[c] * h_.kv_heads + kv_head) * words_;
+    b.k[c] = k_ + at, b.v[c] = v_ + at;
+  }
+  return b;
+}
+
+// A tree node's tile in position order: whole blocks before the nodes where they are, the rest copied once a tile and
+// branch, then slot by slot as one node follows another.
+template <class T, int SD>
+void AttentionLoop<T, SD>::gather(const plan::Unit &u, const plan::Row &row, int kv_head, Blocks<C> &blocks) {
+  constexpr int S = T::STEP;
+  const bool fresh = s_->gathered_tile != u.tile || s_->gathered_branch != row.branch_id;
+  if (fresh) {
+    s_->gathered_tile = u.tile, s_->gathered_branch = row.branch_id;
+    std::fill_n(s_->gathered_slots, TILE, -1);
+  }
+  const int start = u.tile * TILE;
+  for (int c = 0; c * size_ < TILE; c++) {
+    if ((c + 1) * size_ <= u.path_lane) continue;
+    C *k = s_->gathered_k + c * words_, *v = s_->gathered_v + c * words_;
+    if (fresh && c * size_ < u.path_lane)
+      memcpy(k, blocks.k[c], words_ * sizeof(C)), memcpy(v, blocks.v[c], words_ * sizeof(C));
+    blocks.k[c] = k, blocks.v[c] = v;
+  }
+  for (int lane = std::max(u.path_lane, row.begin - start); lane < std::min(TILE, row.end - start); lane++) {
+    const int slot = p_.paths[u.path + lane - u.path_lane], to = lane % size_, from = slot % size_;
+    if (s_->gathered_slots[lane] == slot) continue;
+    s_->gathered_slots[lane] = slot;
+    const int64_t block = ((int64_t)(slot / size_) * h_.kv_heads + kv_head) * words_;
+    C *to_k = s_->gathered_k + lane / size_ * words_, *to_v = s_->gathered_v + lane / size_ * words_;
+    C *k = to_k + to * S, *v = to_v + (to / S) * d_ * S + to % S;
+    const C *from_k = k_ + block + from * S, *from_v = v_ + block + (from / S) * d_ * S + from % S;
+    for (int i = 0; i < d_ / S; i++) memcpy(k + (int64_t)i * size_ * S, from_k + (int64_t)i * size_ * S, S * sizeof(C));
+    for (int i = 0; i < d_; i++) v[i * S] = from_v[i * S];
+    if constexpr (SCALED<T>) {
+      const int64_t scales = d_ * size_, at = scales + to * SCALES<T>, from_at = block + scales + from * SCALES<T>;
+      memcpy(to_k + at, k_ + from_at, SCALES<T>), memcpy(to_v + at, v_ + from_at, SCALES<T>);
+    }
+  }
+}
+
+// A unit's bytes, once for all of its rows. What is to come is fetched beside that.
+template <class T, int SD>
+Blocks<typename T::E> AttentionLoop<T, SD>::widen(const Blocks<C> &b) {
+  if constexpr (SCALED<T>) {
+    Blocks<E> wide;
+    auto &to = s_->widened;
+    const int n = d_ * size_;
+    const auto elements = h_.kv_kind == PD_KV_INT8 ? widen_bytes<PD_KV_INT8, E> : widen_bytes<PD_KV_FP8, E>;
+    for (int c = 0; c * size_ < TILE; c++) {
+      elements(b.k[c], n, to.k + c * n, next_.k[c]), elements(b.v[c], n, to.v + c * n, next_.v[c]);
+      wide.k[c] = to.k + c * n, wide.v[c] = to.v + c * n;
+    }
+    return wide;
+  } else {
+    return b;
+  }
+}
+
+template <class T, int SD>
+void AttentionLoop<T, SD>::read_scales(const Blocks<C> &b) {
+  const int n = d_ * size_;
+  for (int c = 0; c * size_ < TILE; c++) {
+    widen_scales(b.k[c] + n, size_, s_->widened.k_scale + c * size_, next_.k[c] + n);
+    widen_scales(b.v[c] + n, size_, s_->widened.v_scale + c * size_, next_.v[c] + n);
+  }
+}
+
+template <class T, int SD>
+template <class M>
+void AttentionLoop<T, SD>::vectors(const Blocks<M> &b, const M **k, const M **v) const {
+  for (int c = 0; c < NT; c++) k[c] = b.k[c * vec::W / size_] + c * vec::W % size_ * T::STEP;
+  for (int c = 0; c * size_ < TILE; c++) v[c] = b.v[c];
+}
+
+// K vectors longer than a block.
+template <class T, int SD>
+template <class M>
+void AttentionLoop<T, SD>::join_k(const Blocks<M> &b, const M **k) {
+  M *const wide = (M *)s_->joined_k;
+  for (int c = 0; c * size_ < TILE; c++)
+    for (int i = 0; i < d_ / T::STEP; i++)
+      memcpy(wide + (c * size_ / vec::W * (d_ / T::STEP) + i) * vec::W * T::STEP + c * size_ % vec::W * T::STEP,
+             b.k[c] + i * size_ * T::STEP, size_ * T::STEP * sizeof(M));
+  for (int c = 0; c < NT; c++) k[c] = wide + c * vec::W * d_;
+}
+
+// Blocks shorter than the matrix unit takes: V of one behind the other is V of a longer block.
+template <class T, int SD>
+void AttentionLoop<T, SD>::join_v(const Blocks<E> &b) {
+  const int words = d_ * size_;
+  for (int c = 0; c * size_ < TILE; c++) {
+    memcpy(s_->joined_v + c * words, b.v[c], words * sizeof(E));
+    for (int i = 0; !SCALED<T> && i < words; i += 64 / (int)sizeof(E)) prefetch<true>(tile_.next_v[c] + i);
+  }
+  for (int c = 0; c * tile_.block_size < TILE; c++)
+    tile_.v[c] = tile_.next_v[c] = s_->joined_v + c * tile_.block_size * d_;
+}
+
+}  // namespace pagedec

@@ -1,0 +1,117 @@
+// What the walk over a plan's work (attention_loop.h) holds: a plan's sections, a thread's state, and how a row ends.
+#pragma once
+#include "cpu/attention_tile.h"
+
+namespace pagedec {
+
+template <class T>
+constexpr int SCALES = SCALED<T> ? 2 : 0;  // cache elements of a token's scale, behind a block's own
+
+// Blocks of a tile: of the cache, or of elements for tiles.
+template <class E>
+struct Blocks { const E *k[MAX_TILE_BLOCKS], *v[MAX_TILE_BLOCKS]; };
+
+// Blocks of bytes as elements, laid out alike, and their scales by lane.
+template <class T, int SD, bool EXIST>
+struct Widened {};
+template <class T, int SD>
+struct alignas(64) Widened<T, SD, true> {
+  typename T::E k[TILE * SD], v[TILE * SD];
+  float k_scale[TILE], v_scale[TILE];
+};
+
+// What a thread carries through a piece. Side 0 of o, l, m: a row's result so far; side 1: the chunk being computed.
+template <class T, int SD>
+struct alignas(64) AttentionState {
+  typename T::Q q[ROWS_MAX * SD];
+  float o[2][ROWS_MAX * SD], l[2][ROWS_MAX * vec::W], m[2][ROWS_MAX], sum[ROWS_MAX];
+  int32_t begin[ROWS_MAX], end[ROWS_MAX], lo[ROWS_TILE],
+      hi[ROWS_TILE];  // positions by packed row; lanes of a register tile
+  alignas(64) typename T::E joined_k[TILE * SD], joined_v[WholeTiles<T>::EXIST ? TILE * SD : 1];
+  alignas(64) typename T::C gathered_k[TILE * (SD + SCALES<T>)], gathered_v[TILE * (SD + SCALES<T>)];
+  Widened<T, SD, SCALED<T>> widened;
+  int32_t gathered_slots[TILE], gathered_tile, gathered_branch;
+};
+
+// (o, m, l) += (bo, bm, bl): the only way chunks are combined, always left to right.
+PD_INLINE void fold(float *o, float &m, float &l, const float *bo, float bm, float bl, int d) {
+  if (bm == -INFINITY) return;
+  const float top = m > bm ? m : bm, x = vec::exp2_one(m - top), y = vec::exp2_one(bm - top);
+  for (int i = 0; i < d; i += vec::W)
+    vec::store(o + i, vec::fma(vec::load(o + i), vec::set1(x), vec::mul(vec::load(bo + i), vec::set1(y))));
+  l = l * x + bl * y;
+  m = top;
+}
+
+template <class T>
+PD_INLINE void finish(typename T::E *out, const float *o, float l, int d) {
+  const float w = l > 0 || l != l ? 1.f / l : 0.f;
+  for (int i = 0; i < d; i += vec::W) T::store_out(out + i, vec::mul(vec::load(o + i), vec::set1(w)));
+}
+
+// A plan's words, section by section.
+struct PlanSections {
+  const plan::Header &header;
+  const plan::Row *rows;
+  const plan::Piece *pieces;
+  const plan::Unit *units;
+  const plan::Item *items;
+  const plan::Span *spans;
+  const int32_t *worker_indptr, *splits, *paths;
+
+  explicit PlanSections(const pd_plan &p)
+      : header(p.header()), rows(p.section<plan::Row>(header.rows)), pieces(p.section<plan::Piece>(header.pieces)),
+        units(p.section<plan::Unit>(header.units)), items(p.section<plan::Item>(header.items)),
+        spans(p.section<plan::Span>(header.spans)), worker_indptr(p.section<int32_t>(header.worker_indptr)),
+        splits(p.section<int32_t>(header.splits)), paths(p.section<int32_t>(header.paths)) {}
+};
+
+template <class T, int SD>
+class AttentionLoop {
+ public:
+  using E = typename T::E;
+  using C = typename T::C;
+  using State = AttentionState<T, SD>;
+
+  AttentionLoop(const pd_attention_args &a, char *workspace, int thread, int num_threads);
+  void run();
+
+ private:
+  Blocks<C> locate(const plan::Unit &u, int kv_head) const;
+  void gather(const plan::Unit &u, const plan::Row &row, int kv_head, Blocks<C> &blocks);
+  Blocks<E> widen(const Blocks<C> &b);
+  template <class M>
+  void vectors(const Blocks<M> &b, const M **k, const M **v) const;
+  template <class M>
+  void join_k(const Blocks<M> &b, const M **k);
+  void read_scales(const Blocks<C> &b);
+  template <int KIND>
+  void run_few(const Blocks<C> &b, int row0, int n, int start, int side);
+  void join_v(const Blocks<E> &b);
+  void look_ahead();
+  void load_rows(const plan::Span &span);
+  void run_span(const plan::Span &span);
+  void run_unit(const plan::Unit &u, const plan::Piece &piece, int side);
+  bool set_masks(int from, int n, int start, bool &masked);
+  void place_rows(int from, int side);
+  void run_rows(int row0, int n, int start, int side);
+  void run_whole_rows(int row0, int n, int side);
+  void end_chunk(const plan::Span &span, int chunk, bool first_item, bool last_item, int side);
+  float *partial(int record, int head) const { return partials_ + ((size_t)record * h_.q_heads + head) * (d_ + 2); }
+  void merge(int split, int head);
+
+  const pd_attention_args &a_;
+  const PlanSections p_;
+  const plan::Header &h_;
+  const int d_, size_, words_, thread_, num_threads_;  // words: of a block of one head
+  const C *k_, *v_;
+  State *const s_;
+  float *const partials_;
+  TileArgs<T> tile_;
+  Blocks<C> next_;  // to prefetch, of a cache of bytes
+  int head_ = 0, heads_ = 1, kv_head_ = 0;   // of the span: first query head, how many
+  int ahead_span_ = 0, ahead_unit_ = 0, last_span_ = 0;  // where prefetching stands
+  int whole_rows_ = 0;                                   // that the matrix unit is configured for
+};
+
+}  // namespace pagedec

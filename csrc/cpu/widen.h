@@ -1,0 +1,132 @@
+// Bytes of a KV cache (pd_kv_kind) as the numbers that they are, in fp32 or bf16: exact, so the same on every
+// instruction set.
+#pragma once
+#include "cpu/attention_tile.h"
+
+namespace pagedec {
+
+constexpr int E4M3_BIAS = 127 - 7;  // what fp32's exponent has more
+
+// W bytes. Below 8, e4m3 has no exponent and counts steps of 2^-9: as the low bits of 2^-6, which is then taken away.
+// Its NaN, which nobody writes, becomes 480.
+#if PD_LEVEL >= 2
+template <int KIND>
+PD_INLINE vec::F widen_lanes(const uint8_t *p) {
+  const __m128i bytes = _mm_loadu_si128((const __m128i *)p);
+  if (KIND == PD_KV_INT8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+  const __m512i x = _mm512_cvtepu8_epi32(bytes), size = _mm512_and_si512(x, _mm512_set1_epi32(0x7f));
+  const __m512i bits = _mm512_slli_epi32(size, 20), least = _mm512_set1_epi32((E4M3_BIAS + 1) << 23);
+  const __m512 small = _mm512_sub_ps(_mm512_castsi512_ps(_mm512_add_epi32(bits, least)), _mm512_castsi512_ps(least));
+  const __m512i normal = _mm512_add_epi32(bits, _mm512_set1_epi32(E4M3_BIAS << 23));
+  const __mmask16 is_small = _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(8));
+  const __m512i value = _mm512_mask_mov_epi32(normal, is_small, _mm512_castps_si512(small));
+  return _mm512_castsi512_ps(_mm512_or_si512(value, _mm512_slli_epi32(_mm512_xor_si512(x, size), 24)));
+}
+#elif PD_LEVEL == 1
+template <int KIND>
+PD_INLINE vec::F widen_lanes(const uint8_t *p) {
+  const __m128i bytes = _mm_loadl_epi64((const __m128i *)p);
+  if (KIND == PD_KV_INT8) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+  const __m256i x = _mm256_cvtepu8_epi32(bytes), size = _mm256_and_si256(x, _mm256_set1_epi32(0x7f));
+  const __m256i bits = _mm256_slli_epi32(size, 20), least = _mm256_set1_epi32((E4M3_BIAS + 1) << 23);
+  const __m256 small = _mm256_sub_ps(_mm256_castsi256_ps(_mm256_add_epi32(bits, least)), _mm256_castsi256_ps(least));
+  const __m256 normal = _mm256_castsi256_ps(_mm256_add_epi32(bits, _mm256_set1_epi32(E4M3_BIAS << 23)));
+  const __m256 is_small = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(8), size));
+  const __m256i sign = _mm256_slli_epi32(_mm256_xor_si256(x, size), 24);
+  return _mm256_or_ps(_mm256_blendv_ps(normal, small, is_small), _mm256_castsi256_ps(sign));
+}
+#else
+template <int KIND>
+PD_INLINE vec::F widen_lanes(const uint8_t *p) {
+  float lanes[vec::W];
+  for (int i = 0; i < vec::W; i++) {
+    const uint32_t size = p[i] & 0x7f, exponent = size >> 3, sign = (uint32_t)(p[i] & 0x80) << 24;
+    if (KIND == PD_KV_INT8) {
+      lanes[i] = (float)(int8_t)p[i];
+    } else if (exponent) {
+      const uint32_t bits = ((size << 20) + (E4M3_BIAS << 23)) | sign;
+      memcpy(lanes + i, &bits, 4);
+    } else {
+      lanes[i] = (float)size * (sign ? -0x1p-9f : 0x1p-9f);
+    }
+  }
+  return vec::load(lanes);
+}
+#endif
+
+PD_INLINE void store_exact(float *p, vec::F a, vec::F b) { vec::store(p, a), vec::store(p + vec::W, b); }
+// Numbers of no more than eight bits: the upper halves.
+#if PD_LEVEL >= 3
+PD_INLINE void store_exact(uint16_t *p, vec::F a, vec::F b) {
+  _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+}
+#else
+PD_INLINE void store_exact(uint16_t *p, vec::F a, vec::F b) {
+  uint32_t bits[2 * vec::W];
+  memcpy(bits, &a, sizeof a), memcpy(bits + vec::W, &b, sizeof b);
+  for (int i = 0; i < 2 * vec::W; i++) p[i] = (uint16_t)(bits[i] >> 16);
+}
+#endif
+
+// A line of the cache.
+template <int KIND, class E>
+PD_INLINE void widen_line(const uint8_t *from, E *to) {
+#pragma GCC unroll 8
+  for (int i = 0; i < 64; i += 2 * vec::W)
+    store_exact(to + i, widen_lanes<KIND>(from + i), widen_lanes<KIND>(from + i + vec::W));
+}
+#if PD_LEVEL >= 2
+// 32 bytes as bf16: their bits, without arithmetic.
+PD_INLINE vec::I widen_e4m3(const uint8_t *p) {
+  alignas(64) static constexpr uint16_t SMALL[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+  const __m512i x = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)p));
+  const __m512i size = _mm512_and_si512(x, _mm512_set1_epi16(0x7f));
+  const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(E4M3_BIAS << 7));
+  const __mmask32 is_small = _mm512_cmplt_epi16_mask(size, _mm512_set1_epi16(8));
+  const __m512i value = _mm512_mask_permutexvar_epi16(normal, is_small, size, _mm512_load_si512(SMALL));
+  return _mm512_or_si512(value, _mm512_slli_epi16(_mm512_xor_si512(x, size), 8));
+}
+#endif
+
+// `count` bytes, a multiple of 64; `next`: as many to prefetch.
+template <int KIND, class E>
+void widen_bytes(const uint8_t *from, int count, E *to, const uint8_t *next) {
+  for (int i = 0; i < count; i += 64) {
+#if PD_LEVEL >= 2
+    if constexpr (KIND == PD_KV_FP8 && sizeof(E) == 2)
+      _mm512_storeu_si512(to + i, widen_e4m3(from + i)), _mm512_storeu_si512(to + i + 32, widen_e4m3(from + i + 32));
+    else
+#endif
+      widen_line<KIND>(from + i, to + i);
+    prefetch<true>(next + i);
+  }
+}
+
+// Where rows are so few that bytes are widened once anyhow, that is done in registers, beside the sums.
+template <class T, int KIND>
+struct InRegisters : T {
+  static constexpr bool EXIST = false;
+};
+#if PD_LEVEL == 3
+template <int KIND>
+struct InRegisters<OfBytes<Bf16>, KIND> : OfBytes<Bf16> {
+  static constexpr bool EXIST = true;
+  using M = uint8_t;
+  PD_INLINE vec::I load(const M *p) {
+    if constexpr (KIND == PD_KV_FP8) return widen_e4m3(p);
+    return (__m512i)_mm512_cvtne2ps_pbh(widen_lanes<KIND>(p + vec::W), widen_lanes<KIND>(p));
+  }
+};
+#endif
+
+// bf16 scales behind a block's bytes.
+PD_INLINE void widen_scales(const uint8_t *from, int count, float *to, const uint8_t *next) {
+  prefetch<true>(next);
+  for (int i = 0; i < count; i++) {
+    uint16_t bits;
+    memcpy(&bits, from + 2 * i, 2);
+    to[i] = vec::from_bf16(bits);
+  }
+}
+
+}  // namespace pagedec
