@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from pagedec.kernels.backend import AttentionShape
+from pagedec.kernels.library import EMULATED_DEVICE
 from tests.kernels import cuda_library
-from tests.kernels.attention_cases import Branch, Cache, random_tree, run, same_bits
+from tests.kernels.attention_cases import Batch, Branch, Cache, make_plan, random_tree, run, run_plan, same_bits
 
 
 def attention_crowd(dtype: torch.dtype) -> tuple[Cache, list[Branch], torch.Tensor]:
@@ -40,3 +41,16 @@ def test_attention_of_a_row_is_its_own(isa: str, dtype: torch.dtype) -> None:
     for part in parts:
         rows = slice(4 + part.kv_len - part.num_rows, 4 + part.kv_len)
         assert same_bits(run(library.context(), cache, [part], q[rows].clone()), want[rows])
+
+
+@pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
+def test_less_shared_memory_changes_no_bit() -> None:
+    """The second emulated device has as much as an SM86: no room for two stages of the largest heads."""
+    library = cuda_library.open_library(EMULATED_DEVICE)
+    cache = Cache(AttentionShape(3, 1, 256, 16, 0.1), 64, torch.bfloat16, seed=4)
+    branches, q = [cache.branch(200, 5), cache.branch(70)], cache.query(6)
+    found = []
+    for device in range(2):
+        context = library.context(0, device)
+        found.append(run_plan(context, make_plan(context, cache, Batch(branches)), cache, q))
+    assert same_bits(*found) and found[0].isfinite().all()

@@ -13,13 +13,13 @@ from pagedec.cli import active
 from pagedec.config import ParallelConfig
 from pagedec.kernels import library
 from pagedec.kernels.library import CUDA, KernelError, LibraryNotFound, load
-from pagedec.kernels.records import PROTOTYPES
+from pagedec.kernels.prototypes import PROTOTYPES
 from pagedec.runtime.loading import choose_backend
 from tests.kernels import cuda_library
 from tests.kernels.cuda_build import ROOT, Build, build, missing
 
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
-NO_DEVICE = "pd_context_new: (there is no driver of an NVIDIA device|no CUDA-capable device is detected)"
+NO_DEVICE = "pd_(context_new|num_devices): (there is no driver of an NVIDIA device|no CUDA-capable device is detected)"
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,8 @@
 #include <map>
 #include <mutex>
 
+#include "cuda/emulate/stream.h"
+
 namespace pagedec::emulate {
 namespace {
 
@@ -77,18 +79,28 @@ Device &device() {
   static Device &one = *new Device;
   return one;
 }
-thread_local bool is_alone_now = false;
+thread_local bool is_alone_now = false, is_recording_now = false;
 
 }  // namespace
 
 void *allocate(int64_t num_bytes) { return device().allocate(num_bytes); }
-void release(void *begin) { device().release(begin); }
+void release(void *begin) {
+  if (!begin) return;
+  await_all();
+  device().release(begin);
+}
 bool map(const void *from, int64_t num_bytes) { return device().map((const char *)from, num_bytes); }
-bool unmap(const void *from) { return device().unmap((const char *)from); }
+bool unmap(const void *from) {
+  await_all();
+  return device().unmap((const char *)from);
+}
 Opened::Opened() { device().open(); }
 Opened::~Opened() { device().close(); }
 Access::Access(bool is_alone) { is_alone_now = is_alone; }
 Access::~Access() { is_alone_now = false; }
+Recording::Recording() { is_recording_now = true; }
+Recording::~Recording() { is_recording_now = false; }
+bool is_recording() { return is_recording_now; }
 bool may_reach(const void *p) { return !is_alone_now || device().holds((const char *)p); }
 
 }  // namespace pagedec::emulate

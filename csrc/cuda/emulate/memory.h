@@ -6,7 +6,7 @@
 
 namespace pagedec::emulate {
 
-// Zeros; NULL: the system gives none.
+// Zeros; NULL: the system gives none. Given back, and unmapped, is what no stream needs any more.
 void *allocate(int64_t num_bytes);
 void release(void *);
 // Memory of the host that kernels may reach, too. False: it is mapped, or not mapped, already.
@@ -30,6 +30,15 @@ class Access {
  private:
   const Opened opened_;
 };
+
+// This thread records a list, as long as it lives: nobody may then wait, copy, or take memory.
+class Recording {
+ public:
+  Recording();
+  ~Recording();
+  Recording(const Recording &) = delete;
+};
+bool is_recording();
 
 // Whether a record that this thread looks at may lead there.
 bool may_reach(const void *);
