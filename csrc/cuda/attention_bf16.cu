@@ -115,6 +115,9 @@ struct Bf16Tiles {
   static PD_DEVICE void add_apart(const Sight &sight, int tile, int token, const uint32_t (&a)[2][4],
                                   const uint32_t (&b)[4], float (&o)[4], const LanesOf &lanes_of) {
     const int lane = thread_index() % kWarp;
+    // Seldom taken: unrolled it is half of the kernel's instructions. The largest heads lack the registers for a loop.
+    [[maybe_unused]] constexpr int kUnrolled = kHead <= 128 ? 1 : kTileRows;
+    PD_UNROLL_BY(kUnrolled)
     for (int r = 0; r < kTileRows; r++) {
       const int row = tile * kTileRows + r;
       if (!sight.has_row(row)) continue;

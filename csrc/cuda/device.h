@@ -23,6 +23,8 @@
   extern __shared__ __align__(16) char name##_memory[]; \
   const pagedec::SharedMemory name { name##_memory }
 #define PD_UNROLL _Pragma("unroll")
+#define PD_PRAGMA(text) _Pragma(#text)
+#define PD_UNROLL_BY(n) PD_PRAGMA(unroll n)
 #else
 #include <atomic>
 
@@ -35,6 +37,7 @@
   const pagedec::emulate::SharedArray<type> name(&name##_tag, size)
 #define LAUNCHED_SHARED(name) const pagedec::emulate::SharedMemory name
 #define PD_UNROLL
+#define PD_UNROLL_BY(n)
 #endif
 
 namespace pagedec {
@@ -83,8 +86,9 @@ PD_DEVICE uint64_t double_bits(double x) { return (uint64_t)__double_as_longlong
 template <class T>
 PD_DEVICE T load_whole(const void *p) {
   static_assert(sizeof(T) == 16 && alignof(T) == 16);
+  const uint4 whole = *(const uint4 *)p;  // by memcpy nvcc takes byte for byte
   T x;
-  memcpy(&x, __builtin_assume_aligned(p, 16), sizeof x);
+  memcpy(&x, &whole, sizeof x);
   return x;
 }
 // Of shared memory; in which order threads come must not show in what is made of it. The value before.
