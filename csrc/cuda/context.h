@@ -67,7 +67,7 @@ class Turn {
   explicit Turn(pd_context &context, bool records = false)
       : context_(context),
         taken_(!context.busy.exchange(true, std::memory_order_acquire)),
-        access_(records && context.is_alone) {}
+        access_(context.device, records && context.is_alone) {}
 #endif
   ~Turn() {
     if (taken_) context_.busy.store(false, std::memory_order_release);

@@ -135,6 +135,20 @@ def test_records_lead_nowhere_else() -> None:
     assert out.tolist() == x.argmax(1).tolist()
 
 
+@EMULATED
+def test_records_lead_to_no_other_device() -> None:
+    first, second = (DeviceBackend(load(EMULATED_DEVICE), torch.float32, device=number) for number in range(2))
+    x, out = first.place(torch.randn(3, 40)), np.zeros(3, np.int32)
+    for backend in (first, second):
+        call = backend.call()
+        record = ArgmaxArgs(call.given(np.array([3], np.int32)), x.data_ptr(), call.wanted(out), 40, 0)
+        if backend is first:
+            call.run(record)
+            continue
+        with pytest.raises(KernelError, match="pd_argmax: logits points to memory that is not the device's"):
+            call.run(record)
+
+
 TOUCH = """
 import numpy as np, torch
 from pagedec.kernels.device import DeviceBackend

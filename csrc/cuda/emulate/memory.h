@@ -20,10 +20,11 @@ class Opened {
   ~Opened();
   Opened(const Opened &) = delete;
 };
-// The same; and, `is_alone`, records that this thread looks at may lead nowhere else.
+// The same for a thread that works on a device, whose the memory is that it takes; `is_alone`: records that it looks at
+// may lead nowhere else.
 class Access {
  public:
-  explicit Access(bool is_alone);
+  Access(int device, bool is_alone);
   ~Access();
   Access(const Access &) = delete;
 
