@@ -68,9 +68,13 @@ void end(pd_context &c) {
 
 }  // namespace
 
+DeviceMemory::~DeviceMemory() { clear(); }
+void DeviceMemory::clear() {
+  pd_memory_free(data_);
+  data_ = nullptr, size_ = 0;
+}
 #if defined(__CUDACC__)
 void any_device() { cudaSetDevice(last_device); }
-DeviceMemory::~DeviceMemory() { pd_memory_free(data_); }
 int DeviceMemory::reserve(int64_t bytes) {
   if (bytes <= size_) return 0;
   cudaFree(data_);  // waits for what uses it
@@ -92,7 +96,6 @@ int await(pd_context &c) {
   const std::string problem = c.work.await();
   return problem.empty() ? 0 : fail("%s", problem.c_str());
 }
-DeviceMemory::~DeviceMemory() { emulate::release(data_); }
 int DeviceMemory::reserve(int64_t bytes) {
   if (bytes <= size_) return 0;
   if (emulate::is_recording())

@@ -20,6 +20,7 @@ class DeviceMemory {
   DeviceMemory(const DeviceMemory &) = delete;
   ~DeviceMemory();
   int reserve(int64_t bytes);  // 0, or fail(...)
+  void clear();
   void *get() const { return data_; }
 
  private:
@@ -49,6 +50,7 @@ struct pd_context {
 
 // A plan, and its words where kernels read them.
 struct pd_device_plan : pd_plan {
+  int32_t device = -1;  // whose memory it is
   pagedec::DeviceMemory resident;
 };
 

@@ -21,7 +21,9 @@ int pd_attn_plan(pd_context *context, pd_plan *p, const pd_attn_shape *s, const 
     p->words.clear();
     return fail("pd_attn_plan: another thread works in this context");
   }
-  DeviceMemory &resident = ((pd_device_plan *)p)->resident;
+  pd_device_plan &own = *(pd_device_plan *)p;
+  DeviceMemory &resident = own.resident;
+  if (own.device != context->device) resident.clear(), own.device = context->device;
   if (make_plan(context->draft, p->words, s, b, context->num_multiprocessors * kBlocksAtATime)) return -1;
   const int64_t bytes = (int64_t)p->words.size() * (int64_t)sizeof(int32_t);
   if (!resident.reserve(bytes) && !upload(*context, resident.get(), p->words.data(), bytes)) return 0;
