@@ -45,6 +45,9 @@ int64_t totals_bytes(const pd_context &c, int head_dim) {
 }  // namespace attention
 
 int reserve_attention(pd_context &c, const pd_attention_args &a) {
+  const int32_t device = ((const pd_device_plan *)a.plan)->device;
+  if (device != c.device)
+    return fail("pd_attention: plan was made for device %d; this context is of device %d", device, c.device);
   const plan::Header &h = a.plan->header();
   const int64_t partial_bytes = (int64_t)h.num_split_partials * h.q_heads * (h.head_dim + 2) * (int64_t)sizeof(float);
   return c.partials.reserve(partial_bytes) || c.totals.reserve(attention::totals_bytes(c, h.head_dim)) ? -1 : 0;

@@ -115,6 +115,9 @@ struct Bf16Tiles {
   static PD_DEVICE void add_apart(const Sight &sight, int tile, int token, const uint32_t (&a)[2][4],
                                   const uint32_t (&b)[4], float (&o)[4], const LanesOf &lanes_of) {
     const int lane = thread_index() % kWarp;
+    // Seldom taken: unrolled it is half of the kernel's instructions. The largest heads lack the registers for a loop.
+    [[maybe_unused]] constexpr int kUnrolled = kHead <= 128 ? 1 : kTileRows;
+    PD_UNROLL_BY(kUnrolled)
     for (int r = 0; r < kTileRows; r++) {
       const int row = tile * kTileRows + r;
       if (!sight.has_row(row)) continue;
@@ -138,34 +141,26 @@ struct Bf16Tiles {
   const SharedArray<bf16> kv;     // [stages][K, V][TILE][kStride]
 };
 
-// An SM80 has no room for two stages of the largest heads.
-PD_DEVICE constexpr int most_stages() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  return 1;
-#else
-  return 2;
-#endif
-}
-template <int kHead, int kMost>
-using BySize = Walk<Bf16Tiles<kHead, kHead <= 64 ? 3 : kHead <= 128 ? 2 : kMost>>;
-
-template <int kHead>
+template <int kHead, int kStages>
 PD_KERNEL(kThreads) bf16_kernel(Work w) {
   LAUNCHED_SHARED(memory);
-  BySize<kHead, most_stages()>(w, memory).run();
+  Walk<Bf16Tiles<kHead, kStages>>(w, memory).run();
 }
 
-template <int kHead>
+template <int kHead, int kStages>
 int put(pd_context &c, const Work &w) {
-  const int64_t bytes = BySize<kHead, 2>::kBytes;
-  const Grid grid(kThreads, kBlocksAtATime, bytes <= c.max_shared_bytes ? bytes : BySize<kHead, 1>::kBytes);
-  return launch(c, "pd_attention", bf16_kernel<kHead>, grid, w);
+  const Grid grid(kThreads, kBlocksAtATime, Walk<Bf16Tiles<kHead, kStages>>::kBytes);
+  return launch(c, "pd_attention", bf16_kernel<kHead, kStages>, grid, w);
 }
 
 }  // namespace
 
 int enqueue_bf16(pd_context &c, const Work &w, int head_dim) {
-  return head_dim <= 64 ? put<64>(c, w) : head_dim <= 128 ? put<128>(c, w) : put<256>(c, w);
+  if (head_dim <= 64) return put<64, 3>(c, w);
+  if (head_dim <= 128) return put<128, 2>(c, w);
+  // An SM80 has no room for two stages, nor have most later ones that are not an H100 or B200.
+  const bool has_room = Walk<Bf16Tiles<256, 2>>::kBytes <= c.max_shared_bytes;
+  return has_room ? put<256, 2>(c, w) : put<256, 1>(c, w);
 }
 
 }  // namespace pagedec::attention

@@ -8,72 +8,96 @@ namespace {
 constexpr int MAX_THREADS = 4096;
 
 #if defined(__CUDACC__)
-// How many devices there are; -1 with an error.
+// A thread that only frees has no device of its own yet. CUDA would give it the first, and make a context there of
+// hundreds of megabytes.
+std::atomic<int> last_device{0};
+
 int count_devices(const char *name) {
-  int count = 0;
+  int count = 0, driver = 0;  // which error 35 calls too old where there is none
   const cudaError_t error = cudaGetDeviceCount(&count);
-  int driver = 0;  // which error 35 calls too old where there is none
-  if (error == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0)
-    return fail("%s: there is no driver of an NVIDIA device (libcuda.so.1)", name);
-  return error == cudaSuccess ? count : fail("%s: %s", name, cudaGetErrorString(error));
+  if (error != cudaErrorInsufficientDriver || cudaDriverGetVersion(&driver) != cudaSuccess || driver != 0)
+    return launched(name, error) ? -1 : count;
+  cudaGetLastError();
+  return fail("%s: there is no driver of an NVIDIA device (libcuda.so.1)", name);
 }
 
 // The device and a stream of its own; NULL with an error.
 bool begin(pd_context &c, int32_t device) {
   const int count = count_devices("pd_context_new");
   if (count < 0) return false;
-  cudaError_t error = cudaSuccess;
   if (device < 0 || device >= count)
     return fail("pd_context_new: device is %d; it must be 0 to %d", device, count - 1), false;
   c.device = device;
   cudaStream_t stream = nullptr;
-  if ((error = cudaSetDevice(device)) == cudaSuccess)
+  cudaError_t error = cudaSetDevice(device);
+  if (error == cudaSuccess)
     error = cudaDeviceGetAttribute(&c.num_multiprocessors, cudaDevAttrMultiProcessorCount, device);
   int shared_bytes = 0;
   if (error == cudaSuccess)
     error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   c.max_shared_bytes = shared_bytes;
   if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
-  if (error != cudaSuccess) return fail("pd_context_new: %s", cudaGetErrorString(error)), false;
+  if (launched("pd_context_new", error)) return false;
   c.stream = stream;
+  last_device = device;
   return true;
 }
 void end(pd_context &c) {
+  cudaSetDevice(c.device);
+  cudaStreamSynchronize((cudaStream_t)c.stream);  // copies out of the staging, too
   cudaFreeHost(c.staging);
-  cudaStreamDestroy((cudaStream_t)c.stream);
+  launched("pd_context_free", cudaStreamDestroy((cudaStream_t)c.stream));
 }
 #else
 constexpr int EMULATED_DEVICES = 2;  // with one memory
+constexpr int64_t SHARED_BYTES[EMULATED_DEVICES] = {emulate::MAX_SHARED_BYTES, 99 << 10};  // of a block; sm_86's
 constexpr int EMULATED_MULTIPROCESSORS = 3;  // blocks of a grid: fewer than rows of a test, and no power of two
 bool begin(pd_context &c, int32_t device) {
   if (device < 0 || device >= EMULATED_DEVICES)
     return fail("pd_context_new: device is %d; it must be 0 to %d", device, EMULATED_DEVICES - 1), false;
-  c.device = device, c.num_multiprocessors = EMULATED_MULTIPROCESSORS, c.max_shared_bytes = emulate::MAX_SHARED_BYTES;
+  c.device = device, c.num_multiprocessors = EMULATED_MULTIPROCESSORS, c.max_shared_bytes = SHARED_BYTES[device];
   return true;
 }
-void end(pd_context &) {}
+void end(pd_context &c) {
+  c.work.await();
+  free(c.staging);
+}
 #endif
 
 }  // namespace
 
+DeviceMemory::~DeviceMemory() { clear(); }
+void DeviceMemory::clear() {
+  pd_memory_free(data_);
+  data_ = nullptr, size_ = 0;
+}
 #if defined(__CUDACC__)
-DeviceMemory::~DeviceMemory() { cudaFree(data_); }
+void any_device() { cudaSetDevice(last_device); }
 int DeviceMemory::reserve(int64_t bytes) {
   if (bytes <= size_) return 0;
   cudaFree(data_);  // waits for what uses it
   data_ = nullptr, size_ = 0;
   const cudaError_t error = cudaMalloc(&data_, bytes);
-  if (error != cudaSuccess)
+  if (error != cudaSuccess) {
+    cudaGetLastError();
     return fail("%lld bytes of a device's memory: %s", (long long)bytes, cudaGetErrorString(error));
+  }
   size_ = bytes;
   return 0;
 }
+int before_checks(pd_context &) { return 0; }
 int await(pd_context &c) { return launched("await", cudaStreamSynchronize((cudaStream_t)c.stream)); }
 #else
-int await(pd_context &) { return 0; }
-DeviceMemory::~DeviceMemory() { emulate::release(data_); }
+int before_checks(pd_context &c) { return c.recording ? 0 : await(c); }
+int await(pd_context &c) {
+  if (emulate::is_recording()) return fail("await: while a list is recorded");
+  const std::string problem = c.work.await();
+  return problem.empty() ? 0 : fail("%s", problem.c_str());
+}
 int DeviceMemory::reserve(int64_t bytes) {
   if (bytes <= size_) return 0;
+  if (emulate::is_recording())
+    return fail("%lld bytes of a device's memory: while a list is recorded", (long long)bytes);
   emulate::release(data_);
   size_ = 0;
   data_ = emulate::allocate(bytes);

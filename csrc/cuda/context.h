@@ -1,7 +1,6 @@
 // A device as kernels are launched on it: which one, its stream, and how many of its multiprocessors are used.
 #pragma once
 #include <atomic>
-#include <functional>
 #include <vector>
 
 #include "common/check.h"
@@ -9,6 +8,7 @@
 #include "plan/plan.h"
 #if !defined(__CUDACC__)
 #include "cuda/emulate/memory.h"
+#include "cuda/emulate/stream.h"
 #endif
 
 namespace pagedec {
@@ -20,6 +20,7 @@ class DeviceMemory {
   DeviceMemory(const DeviceMemory &) = delete;
   ~DeviceMemory();
   int reserve(int64_t bytes);  // 0, or fail(...)
+  void clear();
   void *get() const { return data_; }
 
  private:
@@ -35,8 +36,11 @@ struct pd_context {
   void *stream = nullptr;
   char *staging = nullptr;  // host memory that the device copies from, and how much of it is in use
   int64_t num_staged = 0;
-  std::vector<std::function<int()>> *recording = nullptr;  // emulated: takes launches instead of the device
-  bool is_alone = false;    // emulated: records lead to the device's memory; before any was asked for, anywhere
+#if !defined(__CUDACC__)
+  pagedec::emulate::Stream work;
+  std::vector<pagedec::emulate::Stream::Work> *recording = nullptr;  // takes launches instead of the stream
+  bool is_alone = false;  // records lead to the device's memory; before any was asked for, anywhere
+#endif
   std::atomic<bool> busy{false};
   pagedec::PlanDraft draft;
   pagedec::DeviceMemory partials, totals;  // of attention
@@ -46,6 +50,7 @@ struct pd_context {
 
 // A plan, and its words where kernels read them.
 struct pd_device_plan : pd_plan {
+  int32_t device = -1;  // whose memory it is
   pagedec::DeviceMemory resident;
 };
 
@@ -64,7 +69,7 @@ class Turn {
   explicit Turn(pd_context &context, bool records = false)
       : context_(context),
         taken_(!context.busy.exchange(true, std::memory_order_acquire)),
-        access_(records && context.is_alone) {}
+        access_(context.device, records && context.is_alone) {}
 #endif
   ~Turn() {
     if (taken_) context_.busy.store(false, std::memory_order_release);
@@ -83,6 +88,8 @@ class Turn {
 // Checks a list of kernels, and puts it into the context's stream.
 int carry_out(pd_context &, const pd_op *ops, int64_t num_ops);
 
+void any_device();        // for a thread that frees memory: one that contexts are of
+int before_checks(pd_context &);  // which, of an emulated device, look at what records lead to
 int await(pd_context &);  // until all is through that is in its stream
 int upload(pd_context &, void *to, const void *from, int64_t bytes);  // host to device, in the context's stream
 
@@ -123,8 +130,11 @@ struct Grid {
 };
 
 #if defined(__CUDACC__)
+// An error that is told is forgotten: else the next launch would find it and take it for its own.
 inline int launched(const char *name, cudaError_t error) {
-  return error == cudaSuccess ? 0 : fail("%s: %s", name, cudaGetErrorString(error));
+  if (error == cudaSuccess) return 0;
+  cudaGetLastError();
+  return fail("%s: %s", name, cudaGetErrorString(error));
 }
 // One kernel, put into the context's stream.
 template <class... P, class... A>
@@ -143,13 +153,14 @@ inline int num_blocks(const pd_context &c, const Grid &grid) { return c.num_mult
 inline int num_blocks(const pd_context &c, const Grid &) { return c.num_multiprocessors; }
 template <class... P, class... A>
 int launch(pd_context &c, const char *name, void (*kernel)(P...), Grid grid, A... arguments) {
-  const auto run = [=, &c] {
+  if (grid.shared_bytes > c.max_shared_bytes) return fail("%s: invalid argument", name);  // as cudaFuncSetAttribute
+  const auto run = [=, blocks = num_blocks(c, grid)] {
     const std::string problem =
-        emulate::run(num_blocks(c, grid), grid.threads, grid.shared_bytes, [&] { kernel(arguments...); });
-    return problem.empty() ? 0 : fail("%s: %s", name, problem.c_str());
+        emulate::run(blocks, grid.threads, grid.shared_bytes, [&] { kernel(arguments...); });
+    return problem.empty() ? problem : std::string(name) + ": " + problem;
   };
-  if (!c.recording) return run();
-  c.recording->push_back(run);
+  if (c.recording) c.recording->push_back(run);
+  else c.work.put(run);
   return 0;
 }
 #endif

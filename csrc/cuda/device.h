@@ -23,6 +23,8 @@
   extern __shared__ __align__(16) char name##_memory[]; \
   const pagedec::SharedMemory name { name##_memory }
 #define PD_UNROLL _Pragma("unroll")
+#define PD_PRAGMA(text) _Pragma(#text)
+#define PD_UNROLL_BY(n) PD_PRAGMA(unroll n)
 #else
 #include <atomic>
 
@@ -35,6 +37,7 @@
   const pagedec::emulate::SharedArray<type> name(&name##_tag, size)
 #define LAUNCHED_SHARED(name) const pagedec::emulate::SharedMemory name
 #define PD_UNROLL
+#define PD_UNROLL_BY(n)
 #endif
 
 namespace pagedec {
@@ -79,6 +82,15 @@ PD_DEVICE uint32_t pack_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 PD_DEVICE uint64_t double_bits(double x) { return (uint64_t)__double_as_longlong(x); }
+// 16 bytes at once, which begin at a multiple of 16.
+template <class T>
+PD_DEVICE T load_whole(const void *p) {
+  static_assert(sizeof(T) == 16 && alignof(T) == 16);
+  const uint4 whole = *(const uint4 *)p;  // by memcpy nvcc takes byte for byte
+  T x;
+  memcpy(&x, &whole, sizeof x);
+  return x;
+}
 // Of shared memory; in which order threads come must not show in what is made of it. The value before.
 PD_DEVICE uint32_t atomic_add(const SharedArray<uint32_t> &a, int64_t i, uint32_t x) { return atomicAdd(a.at(i), x); }
 PD_DEVICE uint32_t atomic_or(const SharedArray<uint32_t> &a, int64_t i, uint32_t x) { return atomicOr(a.at(i), x); }
@@ -126,6 +138,14 @@ inline uint64_t double_bits(double x) {
   uint64_t bits;
   memcpy(&bits, &x, sizeof bits);
   return bits;
+}
+template <class T>
+inline T load_whole(const void *p) {
+  static_assert(sizeof(T) == 16 && alignof(T) == 16);
+  emulate::load_at(p);
+  T x;
+  memcpy(&x, p, sizeof x);
+  return x;
 }
 inline uint32_t atomic_add(const SharedArray<uint32_t> &a, int64_t i, uint32_t x) {
   return emulate::change_atomically(a, i, [&](uint32_t before) { return before + x; });

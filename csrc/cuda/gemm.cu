@@ -30,7 +30,7 @@ PD_DEVICE void multiply_chunk(const Operands<bf16> &a, int64_t begin, int64_t en
     const int64_t at = begin + step * kStep + 8 * t;
     if (begin + step * kStep >= end) break;
     Eight w[kPanelTiles];
-    PD_UNROLL for (int j = 0; j < kPanelTiles; j++) w[j] = load_eight(a.w + (8 * j + g) * a.padded_k + at);
+    PD_UNROLL for (int j = 0; j < kPanelTiles; j++) w[j] = load_whole<Eight>(a.w + (8 * j + g) * a.padded_k + at);
     PD_UNROLL for (int tile = 0; tile < kTiles; tile++) {
       Eight x[2];
       PD_UNROLL for (int half = 0; half < 2; half++) {

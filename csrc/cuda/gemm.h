@@ -23,14 +23,9 @@ PD_DEVICE int64_t pad(int64_t k) { return (k + kStep - 1) / kStep * kStep; }
 struct alignas(16) Eight {  // values of bf16, as the tensor cores take them: pairs
   uint32_t pairs[4];
 };
-PD_DEVICE Eight load_eight(const bf16 *p) {
-  Eight x;
-  memcpy(&x, __builtin_assume_aligned(p, 16), sizeof x);
-  return x;
-}
 // Of a row that may end, or begin anywhere: what is not there is 0.
 PD_DEVICE Eight load_some(const bf16 *p, int64_t num_left, bool is_aligned) {
-  if (is_aligned && num_left >= 8) return load_eight(p);
+  if (is_aligned && num_left >= 8) return load_whole<Eight>(p);
   Eight x{};
   PD_UNROLL for (int i = 0; i < 8; i++)
     if (i < num_left) x.pairs[i / 2] |= (uint32_t)p[i].bits << 16 * (i % 2);

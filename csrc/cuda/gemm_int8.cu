@@ -25,7 +25,7 @@ struct Few {
     const int g = thread_index() % kWarp / 4, t = thread_index() % 4;
     if ((int64_t)group * kGroup >= padded_k) return;
     const char *from = w + g * padded_k + group * (int64_t)kGroup + kOwnValues * t;
-    PD_UNROLL for (int j = 0; j < kPanelTiles; j++) pieces[j] = load_piece(from + 8 * j * padded_k);
+    PD_UNROLL for (int j = 0; j < kPanelTiles; j++) pieces[j] = load_whole<Piece>(from + 8 * j * padded_k);
   }
   // Its products with 16 rows, from `first` on, of what there are: to `at` in products.
   PD_DEVICE void multiply(int group, int first, const Piece (&pieces)[kPanelTiles], const SharedArray<float> &products,

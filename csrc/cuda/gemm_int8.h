@@ -24,11 +24,6 @@ PD_DEVICE const float *scales_of(const pd_gemm_args &a) {
 struct alignas(16) Piece {  // 16 bytes of a row of W, or of int8 x as an instruction takes it
   uint32_t words[4];
 };
-PD_DEVICE Piece load_piece(const void *p) {
-  Piece piece;
-  memcpy(&piece, __builtin_assume_aligned(p, 16), sizeof piece);
-  return piece;
-}
 
 // A lane's values of a group, as they lie in memory.
 template <class E>
@@ -39,7 +34,7 @@ struct Values {
   // Of a row that may end, or begin anywhere: what is not there is 0.
   PD_DEVICE void load(const E *p, int64_t num_left, bool is_aligned) {
     if (is_aligned && num_left >= kOwnValues) {
-      PD_UNROLL for (int i = 0; i < kPieces; i++) pieces[i] = load_piece(p + i * kInPiece);
+      PD_UNROLL for (int i = 0; i < kPieces; i++) pieces[i] = load_whole<Piece>(p + i * kInPiece);
       return;
     }
     PD_UNROLL for (int i = 0; i < kPieces; i++) pieces[i] = {};

@@ -6,16 +6,32 @@
 namespace pagedec {
 namespace {
 
+constexpr int64_t kStaging = 4 << 20;
+
+// Memory of the host that stays where it is, and a copy that the stream carries out when it comes to it: from and to
+// such memory, while the host goes on. NULL: there is none, and copies are slower.
 #if defined(__CUDACC__)
-// What the driver copies from while the host goes on: pages that stay where they are.
+char *new_staging() {
+  char *staging = nullptr;
+  return launched("cudaMallocHost", cudaMallocHost((void **)&staging, kStaging)) ? nullptr : staging;
+}
+int enqueue_copy(pd_context &c, const char *name, void *to, const void *from, int64_t num_bytes, cudaMemcpyKind way) {
+  return launched(name, cudaMemcpyAsync(to, from, num_bytes, way, (cudaStream_t)c.stream));
+}
+#else
+enum { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
+char *new_staging() { return (char *)malloc(kStaging); }
+int enqueue_copy(pd_context &c, const char *name, void *to, const void *from, int64_t num_bytes, int) {
+  if (emulate::is_recording()) return fail("%s: while a list is recorded", name);
+  c.work.put([=] { return memcpy(to, from, num_bytes), std::string(); });
+  return 0;
+}
+#endif
+
+// A place there that no copy under way uses; NULL: there is none.
 char *staged(pd_context &c, int64_t num_bytes) {
-  constexpr int64_t kStaging = 4 << 20;
   if (num_bytes > kStaging) return nullptr;
-  if (!c.staging && cudaMallocHost((void **)&c.staging, kStaging) != cudaSuccess) {
-    cudaGetLastError();  // it is forgotten: copies from other pages are only slower
-    c.staging = nullptr;
-    return nullptr;
-  }
+  if (!c.staging && !(c.staging = new_staging())) return nullptr;
   if (c.num_staged + num_bytes > kStaging) {
     if (await(c)) return nullptr;
     c.num_staged = 0;
@@ -24,43 +40,24 @@ char *staged(pd_context &c, int64_t num_bytes) {
   c.num_staged += (num_bytes + 63) / 64 * 64;
   return place;
 }
-#endif
 
-}  // namespace
-
-#if defined(__CUDACC__)
-int upload(pd_context &c, void *to, const void *from, int64_t num_bytes) {
-  const cudaStream_t stream = (cudaStream_t)c.stream;
-  if (char *place = staged(c, num_bytes)) {
-    memcpy(place, from, num_bytes);
-    return launched("pd_memory_write", cudaMemcpyAsync(to, place, num_bytes, cudaMemcpyHostToDevice, stream));
-  }
-  if (launched("pd_memory_write", cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyHostToDevice, stream))) return -1;
-  return await(c);
-}
-static int download(pd_context &c, void *to, const void *from, int64_t num_bytes) {
-  const cudaStream_t stream = (cudaStream_t)c.stream;
+int download(pd_context &c, void *to, const void *from, int64_t num_bytes) {
   char *place = staged(c, num_bytes);
-  if (launched("pd_memory_read",
-               cudaMemcpyAsync(place ? place : to, from, num_bytes, cudaMemcpyDeviceToHost, stream)) ||
-      await(c))
+  if (enqueue_copy(c, "pd_memory_read", place ? place : to, from, num_bytes, cudaMemcpyDeviceToHost) || await(c))
     return -1;
   if (place) memcpy(to, place, num_bytes);
   c.num_staged = 0;  // all of it has been copied
   return 0;
 }
-#else
-int upload(pd_context &, void *to, const void *from, int64_t num_bytes) {
-  const emulate::Opened opened;
-  memcpy(to, from, num_bytes);
-  return 0;
+
+}  // namespace
+
+int upload(pd_context &c, void *to, const void *from, int64_t num_bytes) {
+  char *place = staged(c, num_bytes);
+  if (place) memcpy(place, from, num_bytes);
+  if (enqueue_copy(c, "pd_memory_write", to, place ? place : from, num_bytes, cudaMemcpyHostToDevice)) return -1;
+  return place ? 0 : await(c);
 }
-static int download(pd_context &, void *to, const void *from, int64_t num_bytes) {
-  const emulate::Opened opened;
-  memcpy(to, from, num_bytes);
-  return 0;
-}
-#endif
 
 int carry(pd_context *context, const HostArray *arrays, int num_arrays) {
   constexpr int64_t kAlignment = 64;
@@ -116,7 +113,9 @@ void *pd_memory_new(pd_context *context, int64_t num_bytes) {
 }
 void pd_memory_free(void *memory) {
 #if defined(__CUDACC__)
-  cudaFree(memory);
+  if (!memory) return;
+  any_device();
+  launched("pd_memory_free", cudaFree(memory));
 #else
   emulate::release(memory);
 #endif
@@ -140,7 +139,7 @@ int pd_memory_fill(pd_context *context, void *to, int32_t byte, int64_t num_byte
 #if defined(__CUDACC__)
   return launched("pd_memory_fill", cudaMemsetAsync(to, byte, num_bytes, (cudaStream_t)context->stream));
 #else
-  if (num_bytes) memset(to, byte, num_bytes);
+  if (num_bytes) context->work.put([=] { return memset(to, byte, num_bytes), std::string(); });
   return 0;
 #endif
 }
@@ -151,14 +150,19 @@ int pd_memory_map(pd_context *context, void *from, int64_t num_bytes) {
   if (launched("pd_memory_map", cudaHostRegister(from, num_bytes, cudaHostRegisterPortable | cudaHostRegisterMapped)))
     return -1;
   void *seen = nullptr;
-  if (launched("pd_memory_map", cudaHostGetDevicePointer(&seen, from, 0))) return -1;
-  return seen == from ? 0 : fail("pd_memory_map: the device sees memory of the host at another address");
+  const cudaError_t error = cudaHostGetDevicePointer(&seen, from, 0);
+  if (error == cudaSuccess && seen == from) return 0;
+  cudaHostUnregister(from);
+  if (launched("pd_memory_map", error)) return -1;
+  return fail("pd_memory_map: the device sees memory of the host at another address");
 #else
   return emulate::map(from, num_bytes) ? 0 : fail("pd_memory_map: it is mapped already");
 #endif
 }
 int pd_memory_unmap(void *from) {
 #if defined(__CUDACC__)
+  any_device();
+  cudaDeviceSynchronize();  // a kernel may be under way that reaches it
   return launched("pd_memory_unmap", cudaHostUnregister(from));
 #else
   return emulate::unmap(from) ? 0 : fail("pd_memory_unmap: it is not mapped");

@@ -16,12 +16,14 @@ void pd_plan_free(pd_plan *p) { delete (pd_device_plan *)p; }
 int pd_attn_plan(pd_context *context, pd_plan *p, const pd_attn_shape *s, const pd_attn_batch *b) {
   if (!context) return fail("pd_attn_plan: context is NULL");
   if (!p) return fail("pd_attn_plan: plan is NULL");
-  const Turn turn(*context);
+  pd_device_plan &own = *(pd_device_plan *)p;
+  DeviceMemory &resident = own.resident;
+  if (own.device != context->device) resident.clear(), own.device = context->device;
+  const Turn turn(*context);  // afterwards: to free memory may leave this thread on another device
   if (!turn) {
     p->words.clear();
     return fail("pd_attn_plan: another thread works in this context");
   }
-  DeviceMemory &resident = ((pd_device_plan *)p)->resident;
   if (make_plan(context->draft, p->words, s, b, context->num_multiprocessors * kBlocksAtATime)) return -1;
   const int64_t bytes = (int64_t)p->words.size() * (int64_t)sizeof(int32_t);
   if (!resident.reserve(bytes) && !upload(*context, resident.get(), p->words.data(), bytes)) return 0;

@@ -24,7 +24,7 @@ PD_KERNEL(kThreads) read_kernel(const char *data, int64_t bytes, uint32_t *never
   const Word *words = (const Word *)(data + head);
   uint32_t sum = 0;
   PD_UNROLL for (int64_t i = first; i < (bytes - head) / kWord; i += step) {
-    const Word word = words[i];
+    const Word word = load_whole<Word>(words + i);
     sum += word.parts[0] ^ word.parts[1] ^ word.parts[2] ^ word.parts[3];
   }
   for (int64_t i = first; i < bytes; i += step)
@@ -55,19 +55,17 @@ double seconds_of(pd_context &c, const Put &put) {
   cudaError_t error = cudaEventCreate(&begin);
   if (error == cudaSuccess) error = cudaEventCreate(&end);
   if (error == cudaSuccess) error = cudaEventRecord(begin, (cudaStream_t)c.stream);
-  if (error == cudaSuccess && put()) milliseconds = -1.0f;
-  else if (error == cudaSuccess) {
-    error = cudaEventRecord(end, (cudaStream_t)c.stream);
-    if (error == cudaSuccess) error = cudaEventSynchronize(end);
-    if (error == cudaSuccess) error = cudaEventElapsedTime(&milliseconds, begin, end);
-    if (launched("probe", error)) milliseconds = -1.0f;
-  }
+  const bool is_put = error == cudaSuccess && put() == 0;
+  if (is_put) error = cudaEventRecord(end, (cudaStream_t)c.stream);
+  if (is_put && error == cudaSuccess) error = cudaEventSynchronize(end);
+  if (is_put && error == cudaSuccess) error = cudaEventElapsedTime(&milliseconds, begin, end);
+  if (launched("probe", error)) milliseconds = -1.0f;
   if (begin) cudaEventDestroy(begin);
   if (end) cudaEventDestroy(end);
   return milliseconds < 0.0f ? -1.0 : std::max(1e-3 * milliseconds, 1e-9);
 #else
   const auto begin = std::chrono::steady_clock::now();
-  if (put()) return -1.0;
+  if (put() || await(c)) return -1.0;
   return std::max(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count(), 1e-9);
 #endif
 }

@@ -57,6 +57,7 @@ int single(pd_context *context, pd_op_kind kind, const void *args) {
 }  // namespace
 
 int carry_out(pd_context &c, const pd_op *ops, int64_t num_ops) {
+  if (before_checks(c)) return -1;
   for (int64_t i = 0; i < num_ops; i++) {
     if (one(c, ops[i], false)) return -1;
     if (ops[i].kind == PD_OP_ATTENTION && reserve_attention(c, *(const pd_attention_args *)ops[i].args)) return -1;

@@ -18,7 +18,7 @@ struct pd_recording {
   }
   ~pd_recording() { clear(); }
 #else
-  std::vector<std::function<int()>> launches;
+  std::vector<pagedec::emulate::Stream::Work> launches;
   void clear() { launches.clear(), context = nullptr; }
 #endif
 };
@@ -46,7 +46,7 @@ int prepare(pd_context &c, const pd_program &p) {
   for (int64_t i = 0; i < p.num_ops; i++) {
     if (p.ops[i].kind != PD_OP_ATTENTION) continue;
     const pd_attention_args &a = *(const pd_attention_args *)p.ops[i].args;
-    if (check_attention(a) || reserve_attention(c, a)) return -1;
+    if (before_checks(c) || check_attention(a) || reserve_attention(c, a)) return -1;
   }
   return 0;
 }
@@ -57,7 +57,7 @@ int record(pd_context &c, const pd_program &p, pd_recording &r) {
   if (launched("pd_run_program", cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal))) return -1;
   const int failed = carry_out(c, p.ops, p.num_ops);
   cudaGraph_t graph = nullptr;
-  const cudaError_t ended = cudaStreamEndCapture(stream, &graph);
+  const cudaError_t ended = cudaStreamEndCapture(stream, &graph);  // also of what has failed
   int status = failed ? failed : launched("pd_run_program", ended);
   if (!status) status = launched("pd_run_program", cudaGraphInstantiate(&r.graph, graph, 0));
   if (graph) cudaGraphDestroy(graph);
@@ -68,14 +68,14 @@ int repeat(pd_context &c, const pd_recording &r) {
 }
 #else
 int record(pd_context &c, const pd_program &p, pd_recording &r) {
+  const emulate::Recording now;
   c.recording = &r.launches;
   const int failed = carry_out(c, p.ops, p.num_ops);
   c.recording = nullptr;
   return failed;
 }
-int repeat(pd_context &, const pd_recording &r) {
-  for (const auto &launch : r.launches)
-    if (launch()) return -1;
+int repeat(pd_context &c, const pd_recording &r) {
+  for (const auto &launch : r.launches) c.work.put(launch);
   return 0;
 }
 #endif

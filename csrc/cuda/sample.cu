@@ -54,6 +54,8 @@ using namespace pagedec;
 extern "C" int pd_gumbel(pd_context *context, uint64_t seed, uint64_t stream, int32_t position, int32_t first_token,
                          int32_t num_tokens, float *out) {
   if (check_gumbel(context, first_token, num_tokens, out)) return -1;
+  const Turn turn(*context);
+  if (!turn) return fail("pd_gumbel: another thread works in this context");
   if (num_tokens == 0) return 0;
   return launch(*context, "pd_gumbel", gumbel_kernel, kRowThreads, NoiseKey{seed, stream, position},
                 (int64_t)first_token, (int64_t)first_token + num_tokens, out);

@@ -287,7 +287,9 @@ typedef struct {
   int32_t table_stride;
   int32_t share;               /* 0: no two branches are grouped (for tests) */
 } pd_attn_batch;
-typedef struct pd_plan pd_plan; /* of no context: any may fill it, and any carry it out */
+/* of no context: any may fill it, and any of the same device carry it out; where another has filled it, when that is
+ * through (pd_await) */
+typedef struct pd_plan pd_plan;
 PD_EXPORT pd_plan *pd_plan_new(void);
 PD_EXPORT void pd_plan_free(pd_plan *);
 PD_EXPORT int pd_attn_plan(pd_context *, pd_plan *, const pd_attn_shape *, const pd_attn_batch *);

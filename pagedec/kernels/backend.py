@@ -270,6 +270,9 @@ class Backend(Protocol):
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """A host tensor where kernels can read it: itself, or a copy. Raises MemoryError."""
 
+    def wait(self) -> None:
+        """Return when all is through that was asked for: what it wrote is there for another backend's kernels."""
+
     def room(self) -> int | None:
         """Bytes of a device's own memory that can be taken; None: it is the host's."""
 

@@ -56,6 +56,9 @@ class DeviceBackend(NativeBackend):
         weakref.finalize(self, self.library.unmap_memory, tensor.data_ptr()).atexit = False
         self._mapped.append(tensor)
 
+    def wait(self) -> None:
+        self.context.wait()
+
     def room(self) -> int | None:
         num_free, _ = self.context.memory_room()
         return None if num_free < 0 else int(ROOM_SHARE * num_free)

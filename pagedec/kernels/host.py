@@ -25,6 +25,9 @@ class HostBackend(Backend):
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
+    def wait(self) -> None:
+        pass
+
     def room(self) -> int | None:
         return None
 

@@ -331,14 +331,14 @@ class NativeProgram:
         self._add(record, rows, parts, out)
 
     def join_parts(self, rows: torch.Tensor, parts: torch.Tensor, widths: Sequence[int], out: torch.Tensor) -> None:
-        link, each = self._meet(parts), np.array(widths, np.int32)
+        link, each = self._meet(parts), self._backend.place(torch.tensor(widths, dtype=torch.int32))
         if link.arrivals is None:
             self._send(lambda: link.gather_first(parts, int(rows) * max(widths)))
         if link.rank == 0:
             record = JoinPartsArgs(
                 address(rows, torch.int32, "rows"),
                 address(parts, torch.float32, "parts"),
-                each.ctypes.data,
+                address(each, torch.int32, "widths"),
                 address(out, torch.float32, "out"),
                 parts.stride(0),
                 sum(widths),

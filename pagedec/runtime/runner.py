@@ -157,7 +157,9 @@ class LaneRunner:
         return tokens
 
     def drafted(self, rolls: np.ndarray, rolled: np.ndarray, places: np.ndarray) -> Drafted:
-        """Of the forward that was rolled last: the tokens at `places` among `rolled`, which were kept."""
+        """Of the forward that was rolled last: the tokens at `places` among `rolled`, which were kept. Another lane's
+        kernels read what they were drawn from, which is in no order with this lane's."""
+        self.backend.wait()
         ends = np.cumsum(rolls["count"])
         owners = np.searchsorted(ends, places, side="right")
         index = places - (ends - rolls["count"])[owners]

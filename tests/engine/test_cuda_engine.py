@@ -129,6 +129,20 @@ def test_chains_of_drafts(device: Tiny, tiny_path: Path, monkeypatch: pytest.Mon
     assert max(seen) == num and llm.engine.stats.num_failed_steps == 0
 
 
+def test_what_drafts_were_drawn_from_is_there(device: Tiny, tiny: Tiny, tiny_path: Path) -> None:
+    """When the target's kernels look at it: of chains of one token, behind which the host waits for nothing more of the
+    draft's."""
+    way = {"method": "draft_model", "num_speculative_tokens": 1, "verify": "rejection"}
+    params = [SamplingParams(seed=i, max_tokens=12, ignore_eos=True, speculative=way) for i in range(5)]
+    said = []
+    for make in (tiny, device):
+        llm = make(speculative_config=drafted_by(tiny_path))
+        outputs = llm.generate([[5 + i, 9, 40] for i in range(5)], params, use_tqdm=False)
+        said.append([output.outputs[0].token_ids for output in outputs])
+        assert llm.engine.stats.drafts["draft_model"].num_accepted > 10
+    assert said[0] == said[1]
+
+
 def test_masks_and_a_prompt_that_is_read_in_pieces(device: Tiny, tiny: Tiny) -> None:
     """As on the processor's kernels, in fp32: sampling, beams and drafts among token sequences that are allowed, and
     the log-probabilities of more prompt tokens than logits are held at once."""
@@ -196,6 +210,7 @@ def test_ranks_in_memory_that_devices_have_mapped(device: Tiny, tiny: Tiny) -> N
     for llm in (tiny(), device(tensor_parallel_size=2)):
         outputs = llm.generate(prompts()[:2], params, use_tqdm=False)
         said.append([[answer.token_ids for answer in output.outputs] for output in outputs])
+        assert llm.engine.stats.num_failed_steps == 0  # after which ranks begin anew, on whatever is chosen now
     assert said[0] == said[1]
 
 

@@ -16,7 +16,17 @@ from pathlib import Path
 import numpy as np
 
 from pagedec.kernels import native
-from pagedec.kernels.library import CUDA, EMULATED_DEVICE, Context, Dtype, Library, OpList
+from pagedec.kernels.library import (
+    CUDA,
+    EMULATED_DEVICE,
+    AttentionPlan,
+    AttnBatch,
+    AttnShape,
+    Context,
+    Dtype,
+    Library,
+    OpList,
+)
 
 HEAP_ONLY = "TEST_DEVICE_REACHES_HEAP_ONLY"
 """An environment variable: 1, as for a device that reaches no other memory of the host, on the emulated one too."""
@@ -105,8 +115,16 @@ class WaitingContext(Context):
         super().run(program)
         self.wait()
 
+    def plan(self, plan: AttentionPlan, shape: AttnShape, batch: AttnBatch) -> None:
+        super().plan(plan, shape, batch)
+        self.wait()
+
     def pack(self, weight_address: int, n: int, k: int, dtype: Dtype, packed_address: int) -> None:
         super().pack(weight_address, n, k, dtype, packed_address)
+        self.wait()
+
+    def pack_int8(self, weight_address: int, n: int, k: int, dtype: Dtype, packed_address: int) -> None:
+        super().pack_int8(weight_address, n, k, dtype, packed_address)
         self.wait()
 
     def gumbel(self, seed: int, stream: int, position: int, first_token: int, num_tokens: int) -> np.ndarray:

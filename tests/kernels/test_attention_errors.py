@@ -137,8 +137,9 @@ def test_run(best: Context) -> None:
         with pytest.raises(KernelError, match="^pd_attention: " + re.escape(message) + "$"):
             best.call(AttentionArgs(**(fields | changes)))
 
-    for field in ("num_rows", "plan", "q", "k_cache", "v_cache", "out"):
-        refuse(f"{field} is NULL" + ("; it must point to data" if field != "plan" else ""), **{field: None})
+    for field in ("num_rows", "q", "k_cache", "v_cache", "out"):
+        refuse(f"{field} is NULL; it must point to data", **{field: None})
+    refuse("plan is NULL", plan=None)
     other = np.array([3], np.int32)
     refuse("num_rows is 3; the plan is for 2", num_rows=other.ctypes.data)
     empty = best.library.plan()

@@ -7,8 +7,19 @@ import pytest
 import torch
 
 from pagedec.kernels.backend import AttentionShape
+from pagedec.kernels.library import EMULATED_DEVICE, KernelError
 from tests.kernels import cuda_library
-from tests.kernels.attention_cases import Branch, Cache, random_tree, run, same_bits
+from tests.kernels.attention_cases import (
+    Batch,
+    Branch,
+    Cache,
+    make_plan,
+    random_tree,
+    run,
+    run_plan,
+    same_bits,
+    shape_record,
+)
 
 
 def attention_crowd(dtype: torch.dtype) -> tuple[Cache, list[Branch], torch.Tensor]:
@@ -40,3 +51,30 @@ def test_attention_of_a_row_is_its_own(isa: str, dtype: torch.dtype) -> None:
     for part in parts:
         rows = slice(4 + part.kv_len - part.num_rows, 4 + part.kv_len)
         assert same_bits(run(library.context(), cache, [part], q[rows].clone()), want[rows])
+
+
+@pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
+def test_less_shared_memory_changes_no_bit() -> None:
+    """The second emulated device has as much as an SM86: no room for two stages of the largest heads."""
+    library = cuda_library.open_library(EMULATED_DEVICE)
+    cache = Cache(AttentionShape(3, 1, 256, 16, 0.1), 64, torch.bfloat16, seed=4)
+    branches, q = [cache.branch(200, 5), cache.branch(70)], cache.query(6)
+    found = []
+    for device in range(2):
+        context = library.context(0, device)
+        found.append(run_plan(context, make_plan(context, cache, Batch(branches)), cache, q))
+    assert same_bits(*found) and found[0].isfinite().all()
+
+
+@pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
+def test_a_plan_is_of_the_device_that_it_was_made_for() -> None:
+    library = cuda_library.open_library(EMULATED_DEVICE)
+    first, second = (library.context(0, device) for device in range(2))
+    cache = Cache(AttentionShape(3, 1, 32, 16, 0.1), 64, torch.float32, seed=4)
+    batch, q = Batch([cache.branch(20, 2)]), cache.query(2)
+    plan = make_plan(first, cache, batch)
+    want = run_plan(first, plan, cache, q)
+    with pytest.raises(KernelError, match="plan was made for device 0; this context is of device 1"):
+        run_plan(second, plan, cache, q)
+    second.plan(plan, shape_record(cache.shape, cache.dtype), batch.record())
+    assert same_bits(run_plan(second, plan, cache, q), want)

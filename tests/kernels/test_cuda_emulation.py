@@ -63,7 +63,7 @@ void counted(float *out) {
   out[thread_index()] = (float)(sums[0] + (sums[1] == 0xffffffffu));
 }
 void drawn(float *out) { out[0] = std::fmod(out[0] * 3.0f + (float)thread_index(), 65521.0f); }  // says in which order
-float given[256];  // memory of the device
+alignas(16) float given[256];  // memory of the device
 void copied(float *out) {  // two groups, the second of which is not waited for at first; a lane brings zeros
   LAUNCHED_SHARED(memory);
   const SharedArray<float> values = memory.part<float>(64, 512);
@@ -201,6 +201,17 @@ void row_askew(float *out) {
   uint32_t r[4];
   load_matrices(r, values.at(lane() + 1));
 }
+void zeros_askew(float *out) {  // a device may look at the address even so
+  SHARED_ARRAY(float, values, 128);
+  begin_copy(values.at(lane() * 4), given + 1, false);
+}
+struct alignas(16) Four { float values[4]; };
+void loaded_whole(float *out) { out[thread_index()] = load_whole<Four>(given + 4 * lane()).values[thread_index() % 4]; }
+void loaded_askew(float *out) { out[thread_index()] = load_whole<Four>(given + 4 * lane() + 2).values[0]; }
+void met_elsewhere(float *out) {
+  if (lane() < 16) out[thread_index()] = shuffle(1.0f, lane());
+  else sync_warp();
+}
 void launched_with_less(float *out) {
   LAUNCHED_SHARED(memory);
   memory.part<float>(4000, 25)[0] = 1.0f;
@@ -210,7 +221,8 @@ void too_much(float *out) { SHARED_ARRAY(float, values, 1 << 20); values[0] = 1.
 #define KERNELS(X)                                                                                         \\
   X(shuffled) X(crossed) X(voted) X(summed) X(begins) X(reversed) X(halved) X(turned) X(counted) X(drawn)    \\
   X(copied) X(multiplied) X(transposed) X(rounded) X(copied_too_soon) X(copied_over) X(copies_left)          \\
-  X(copied_askew) X(row_askew) X(launched_with_less)                                                         \\
+  X(copied_askew) X(row_askew) X(zeros_askew) X(loaded_whole) X(loaded_askew) X(met_elsewhere)               \\
+  X(launched_with_less)                                                                                      \\
   X(some_leave) X(counted_too_soon) X(looked_at_too_soon) X(changed_while_read)                              \\
   X(read_too_soon) X(written_too_soon) X(written_twice) X(lanes_race) X(warps_race) X(outside) X(half_wait)  \\
   X(lanes_left) X(too_much)
@@ -264,6 +276,7 @@ RIGHT = {
     "transposed": ((2 * (THREADS % 4) + 1) * 8 + THREADS % 32 // 4) + 64 * (THREADS // 32),
     "rounded": np.full(128, 1.0),
     "counted": np.full(128, THREADS.sum() + 1),
+    "loaded_whole": 4 * (THREADS % 32) + THREADS % 4,
     "some_leave": np.where(THREADS < 64, 2.0, 1.0),
 }
 
@@ -299,6 +312,9 @@ WRONG = {
     "copies_left": "it ends with 1 copies under way",
     "copied_askew": "a copy that is not aligned",
     "row_askew": "a matrix row that is not aligned",
+    "zeros_askew": "a copy that is not aligned",
+    "loaded_askew": "a load of 16 bytes that is not aligned",
+    "met_elsewhere": "lanes of a warp meet in different instructions",
     "launched_with_less": "bytes 4000 to 4100 of 4096 that were launched with",
     "too_much": "4194304 bytes of shared memory",
 }

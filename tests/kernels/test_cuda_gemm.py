@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagedec.kernels.library import EMULATED_DEVICE, Context, Epilogue, Library, load
+from pagedec.kernels.library import EMULATED_DEVICE, Context, Epilogue, Library
 from tests.kernels import cuda_library
 from tests.kernels.calls import count, normal, same_bits
 from tests.kernels.test_gemm import GATED, Linear, assert_near
@@ -24,7 +24,7 @@ LARGE, SMALL = 1, 64
 
 @pytest.fixture
 def device() -> Library:
-    return load(EMULATED_DEVICE)
+    return cuda_library.open_library(EMULATED_DEVICE)
 
 
 def linear_of(context: Context, n: int, k: int, *, bias: bool = False) -> Linear:
@@ -76,6 +76,13 @@ def test_x_that_begins_anywhere(device: Library) -> None:
     x, odd = flat[1:].view(66, 64).clone(), flat[1:].view(66, 64)
     assert odd.data_ptr() % 16 and odd.is_contiguous()
     assert same_bits(linear(odd), linear(x))
+
+
+def test_less_shared_memory_changes_no_bit(device: Library) -> None:
+    """The second emulated device has as much as an SM86, too little for tiles."""
+    x, weight = normal(70, 300, seed=1, dtype=torch.bfloat16), normal(65, 300, seed=2, dtype=torch.bfloat16)
+    found = [Linear.pack(device.context(0, number), weight)(x) for number in range(2)]
+    assert same_bits(*found)
 
 
 @pytest.mark.parametrize("blocks", [LARGE, SMALL])

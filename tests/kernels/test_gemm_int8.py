@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagedec.kernels import reference_linear as reference
 from pagedec.kernels.fallback import ReferenceBackend
-from pagedec.kernels.library import EMULATED_DEVICE, Context, Epilogue, GemmArgs, KernelError, OpList, Quantization
+from pagedec.kernels.library import DEVICES, Context, Epilogue, GemmArgs, KernelError, OpList, Quantization
 from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.reference_linear import INT8_GROUP, Int8Linear, interleave_gate_up, quantize_rows
 from tests.kernels.calls import CODES, DTYPES, count, normal, pointer, threads
@@ -122,7 +122,7 @@ def test_a_packed_panel_is_laid_out_as_the_header_says(context: Context) -> None
     weight = normal(40, 7, seed=1)
     q, scale = quantize_rows(weight)
     storage = packed(context, weight)
-    if context.isa == EMULATED_DEVICE:
+    if context.isa in DEVICES:
         rows, scales = storage[: 64 * 64].view(torch.int8).view(64, 64), storage[64 * 64 :].view(torch.float32)
         assert torch.equal(rows[:40, :7].float(), q) and torch.equal(scales[:40], scale)
         assert not rows[40:].any() and not rows[:, 7:].any() and not scales[40:].any()
@@ -288,4 +288,4 @@ def test_every_library_says_whether_it_multiplies_bytes(context: Context) -> Non
     assert not own.allow_vnni(False)
     allowed = own.allow_vnni(True)
     with open("/proc/cpuinfo") as file:
-        assert allowed == ("avx512_vnni" in file.read() and context.isa not in ("scalar", "avx2", EMULATED_DEVICE))
+        assert allowed == ("avx512_vnni" in file.read() and context.isa not in ("scalar", "avx2", *DEVICES))

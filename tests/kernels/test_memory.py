@@ -90,6 +90,35 @@ def test_arrays_of_a_call_travel_together(library: Library) -> None:
         assert all(address % 64 == 0 for address, _ in places)
 
 
+def test_a_source_may_change_when_it_is_written(device: DeviceBackend) -> None:
+    """Also of more than is staged at a time."""
+    memory, source = DeviceMemory(device.context, 0), np.empty(1 << 20, np.uint8)
+    tensors = [memory.allocate(len(source) - i) for i in range(11)]
+    for i, tensor in enumerate(tensors):
+        source[:] = i + 1
+        memory.write(tensor, source[i:])
+    source[:] = 0
+    assert [memory.get(tensor).unique().tolist() for tensor in tensors] == [[i + 1] for i in range(11)]
+
+
+@EMULATED
+def test_calls_come_as_late_as_they_may() -> None:
+    """When somebody waits, or gives memory back."""
+    device = DeviceBackend(load(EMULATED_DEVICE), torch.float32)
+    x, other = (zeros((1, 8), torch.float32) for _ in range(2))
+    for tensor in (x, other):
+        device.map(tensor)
+    out, count = device.zeros((1,), torch.int32), device.place(torch.tensor([1], dtype=torch.int32))
+    for last in (device.wait, lambda: device.library.unmap_memory(other.data_ptr())):
+        x[:] = torch.tensor([0, 9, 0, 0, 0, 0, 0, 0])
+        device.context.call(ArgmaxArgs(count.data_ptr(), x.data_ptr(), out.data_ptr(), 8, 0))
+        x[:] = torch.tensor([0, 0, 0, 0, 0, 9, 0, 0])
+        last()
+        x[:] = 0
+        assert device.memory.get(out).tolist() == [5]
+    device.context.map_memory(other.data_ptr(), other.nbytes)  # which is unmapped with the backend
+
+
 @EMULATED
 def test_records_lead_nowhere_else() -> None:
     device = DeviceBackend(load(EMULATED_DEVICE), torch.float32)
@@ -104,6 +133,20 @@ def test_records_lead_nowhere_else() -> None:
     call = device.call()
     call.run(ArgmaxArgs(call.given(count), own.data_ptr(), call.wanted(out), 40, 0))
     assert out.tolist() == x.argmax(1).tolist()
+
+
+@EMULATED
+def test_records_lead_to_no_other_device() -> None:
+    first, second = (DeviceBackend(load(EMULATED_DEVICE), torch.float32, device=number) for number in range(2))
+    x, out = first.place(torch.randn(3, 40)), np.zeros(3, np.int32)
+    for backend in (first, second):
+        call = backend.call()
+        record = ArgmaxArgs(call.given(np.array([3], np.int32)), x.data_ptr(), call.wanted(out), 40, 0)
+        if backend is first:
+            call.run(record)
+            continue
+        with pytest.raises(KernelError, match="pd_argmax: logits points to memory that is not the device's"):
+            call.run(record)
 
 
 TOUCH = """

@@ -61,6 +61,7 @@ struct Fiber {
 struct Warp {
   alignas(64) char data[WARP * 64];
   int num_arrived = 0, num_live = 0;
+  size_t size = 0;     // of what lanes give in this meeting, 0: nothing
   uint32_t round = 0;  // meetings so far
 };
 
@@ -260,19 +261,23 @@ void sync_block() {
     wait(Waits::block);
 }
 
-void sync_warp() {
+// A device waits for lanes in an instruction, not for whatever they come to: what they give tells some of these apart.
+static void meet(size_t size) {
   Warp &w = m.warp();
   if (w.num_live < WARP) fault("a warp's meeting of %d lanes", w.num_live);
+  if (w.num_arrived > 0 && size != w.size) fault("lanes of a warp meet in different instructions");
+  w.size = size;
   if (++w.num_arrived == WARP)
     end_warp_meeting(m.place.thread / WARP);
   else
     wait(Waits::warp);
 }
+void sync_warp() { meet(0); }
 
 const void *exchange(const void *mine, size_t size) {
   Warp &w = m.warp();
   memcpy(w.data + m.place.thread % WARP * size, mine, size);
-  sync_warp();
+  meet(size);
   return w.data;
 }
 
@@ -345,7 +350,7 @@ static void set_coming(const char *where, bool is_coming) {
 }
 
 void begin_copy(char *to, const char *from, bool is_read) {
-  if ((uintptr_t)to % COPY_BYTES || (is_read && (uintptr_t)from % COPY_BYTES)) fault("a copy that is not aligned");
+  if (((uintptr_t)to | (uintptr_t)from) % COPY_BYTES) fault("a copy that is not aligned");  // even of what is not read
   touch(to, COPY_BYTES, true);
   set_coming(to, true);
   m.fiber().copies.push_back({to, is_read ? from : nullptr, m.fiber().copy_group});

@@ -1,7 +1,8 @@
 // A CUDA device on one CPU thread, for kernels' own sources: each thread of a block is a fiber, and who runs next is
 // drawn at random, so that orders nobody thought of are tried. Blocks run one after another, in an order that is drawn,
 // too. What a kernel does wrong ends its launch with a message: threads that wait for ever, an index outside shared
-// memory, and a shared value that two threads use, one of them writing, with no barrier in between.
+// memory, a shared value that two threads use, one of them writing, with no barrier in between, lanes that meet in
+// different instructions, and loads of 16 bytes that do not begin at a multiple of 16.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -32,6 +33,11 @@ void set_seed(uint64_t seed);
 
 void sync_block();
 void sync_warp();
+
+// 16 bytes are about to be loaded at once.
+inline void load_at(const void *p) {
+  if ((uintptr_t)p % 16) fault("a load of 16 bytes that is not aligned");
+}
 
 // Lanes of a warp give something of at most 64 bytes each; all of it is there until `release`.
 const void *exchange(const void *mine, size_t size);

@@ -5,14 +5,18 @@
 #include <map>
 #include <mutex>
 
+#include "cuda/emulate/stream.h"
+
 namespace pagedec::emulate {
 namespace {
 
 constexpr int64_t PAGE = 4096, ALIGNMENT = 64;
+thread_local int device_now = 0;  // as after cudaSetDevice
 
 struct Piece {
   const char *end;   // of what was asked for
   char *pages;       // NULL: it is the host's
+  int device;
   int64_t num_bytes; // of the pages, without the one behind them
 };
 
@@ -25,7 +29,7 @@ class Device {
     if (pages == MAP_FAILED) return nullptr;
     const std::lock_guard lock(mutex_);
     char *begin = (char *)pages + size - (used == 0 ? ALIGNMENT : used);
-    const Piece &piece = pieces_[begin] = {begin + num_bytes, (char *)pages, size};
+    const Piece &piece = pieces_[begin] = {begin + num_bytes, (char *)pages, device_now, size};
     if (num_open_) protect(piece, true);
     return begin;
   }
@@ -38,7 +42,7 @@ class Device {
   }
   bool map(const char *from, int64_t num_bytes) {
     const std::lock_guard lock(mutex_);
-    return pieces_.insert({from, {from + num_bytes, nullptr, 0}}).second;
+    return pieces_.insert({from, {from + num_bytes, nullptr, 0, 0}}).second;
   }
   bool unmap(const char *from) {
     const std::lock_guard lock(mutex_);
@@ -50,7 +54,9 @@ class Device {
   bool holds(const char *p) {
     const std::lock_guard lock(mutex_);
     const auto next = pieces_.upper_bound(p);
-    return next != pieces_.begin() && p <= std::prev(next)->second.end;
+    if (next == pieces_.begin()) return false;
+    const Piece &piece = std::prev(next)->second;
+    return p <= piece.end && (!piece.pages || piece.device == device_now);
   }
   void open() {
     const std::lock_guard lock(mutex_);
@@ -77,18 +83,28 @@ Device &device() {
   static Device &one = *new Device;
   return one;
 }
-thread_local bool is_alone_now = false;
+thread_local bool is_alone_now = false, is_recording_now = false;
 
 }  // namespace
 
 void *allocate(int64_t num_bytes) { return device().allocate(num_bytes); }
-void release(void *begin) { device().release(begin); }
+void release(void *begin) {
+  if (!begin) return;
+  await_all();
+  device().release(begin);
+}
 bool map(const void *from, int64_t num_bytes) { return device().map((const char *)from, num_bytes); }
-bool unmap(const void *from) { return device().unmap((const char *)from); }
+bool unmap(const void *from) {
+  await_all();
+  return device().unmap((const char *)from);
+}
 Opened::Opened() { device().open(); }
 Opened::~Opened() { device().close(); }
-Access::Access(bool is_alone) { is_alone_now = is_alone; }
+Access::Access(int device, bool is_alone) { device_now = device, is_alone_now = is_alone; }
 Access::~Access() { is_alone_now = false; }
+Recording::Recording() { is_recording_now = true; }
+Recording::~Recording() { is_recording_now = false; }
+bool is_recording() { return is_recording_now; }
 bool may_reach(const void *p) { return !is_alone_now || device().holds((const char *)p); }
 
 }  // namespace pagedec::emulate

@@ -6,7 +6,7 @@
 
 namespace pagedec::emulate {
 
-// Zeros; NULL: the system gives none.
+// Zeros; NULL: the system gives none. Given back, and unmapped, is what no stream needs any more.
 void *allocate(int64_t num_bytes);
 void release(void *);
 // Memory of the host that kernels may reach, too. False: it is mapped, or not mapped, already.
@@ -20,16 +20,26 @@ class Opened {
   ~Opened();
   Opened(const Opened &) = delete;
 };
-// The same; and, `is_alone`, records that this thread looks at may lead nowhere else.
+// The same for a thread that works on a device, whose the memory is that it takes; `is_alone`: records that it looks at
+// may lead nowhere else.
 class Access {
  public:
-  explicit Access(bool is_alone);
+  Access(int device, bool is_alone);
   ~Access();
   Access(const Access &) = delete;
 
  private:
   const Opened opened_;
 };
+
+// This thread records a list, as long as it lives: nobody may then wait, copy, or take memory.
+class Recording {
+ public:
+  Recording();
+  ~Recording();
+  Recording(const Recording &) = delete;
+};
+bool is_recording();
 
 // Whether a record that this thread looks at may lead there.
 bool may_reach(const void *);
