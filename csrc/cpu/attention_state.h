@@ -107,8 +107,8 @@ class AttentionLoop {
   const C *k_, *v_;
   State *const s_;
   float *const partials_;
-  TileArgs<T> tile_;
-  Blocks<C> next_;  // to prefetch, of a cache of bytes
+  TileArgs<T> tile_{};
+  Blocks<C> next_{};  // to prefetch, of a cache of bytes
   int head_ = 0, heads_ = 1, kv_head_ = 0;   // of the span: first query head, how many
   int ahead_span_ = 0, ahead_unit_ = 0, last_span_ = 0;  // where prefetching stands
   int whole_rows_ = 0;                                   // that the matrix unit is configured for

@@ -84,7 +84,8 @@ PD_INLINE vec::I widen_e4m3(const uint8_t *p) {
   const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(E4M3_BIAS << 7));
   const __mmask32 is_small = _mm512_cmplt_epi16_mask(size, _mm512_set1_epi16(8));
   const __m512i value = _mm512_mask_permutexvar_epi16(normal, is_small, size, _mm512_load_si512(SMALL));
-  return _mm512_or_si512(value, _mm512_slli_epi16(_mm512_xor_si512(x, size), 8));
+  const __m512i sign = _mm512_set1_epi16((int16_t)0x8000);
+  return _mm512_ternarylogic_epi32(value, _mm512_slli_epi16(x, 8), sign, 0xf8);  // value | (shifted & sign)
 }
 #endif
 
