@@ -32,7 +32,9 @@ void read_q6_k(const uint8_t *from, PlainBlock &b) {
   for (int half = 0; half < 2; half++) {
     uint8_t *q = b.q + half * 128;
     read_nibbles(from + half * 64, 64, q);
-    for (int j = 0; j < 128; j++) q[j] |= (from[128 + half * 32 + j % 32] >> j / 32 * 2 & 3) << 4;
+    const uint8_t *high = from + 128 + half * 32;
+    for (int part = 0; part < 4; part++)
+      for (int j = 0; j < 32; j++) q[part * 32 + j] |= (high[j] >> part * 2 & 3) << 4;
   }
 }
 
@@ -46,17 +48,38 @@ void read_block(const BlockShape &shape, const uint8_t *from, PlainBlock &b) {
   for (int j = 0; j < shape.values; j++) b.q[j] = values[j] ^ 128;
 }
 
-// Where value j of an output's group lies behind the group's header: a byte, and the first of its (lower 4) bits; and
-// of 6 bits the byte of the others, and the first of these.
+// Where the four values of an output's step lie behind the group's header: a word, and how far they are shifted in it;
+// and of 6 bits the word of the higher ones.
 struct Place {
-  int byte, shift, high_byte, high_shift;
+  int word, shift, high_word, high_shift;
 };
-Place place_of(BlockKind kind, int output, int j) {
-  const int step = j / 4, lane = output % 16 * 4 + j % 4, upper = output / 16;
-  if (kind == BlockKind::BYTES) return {step * 128 + output * 4 + j % 4, 0, 0, 0};
+Place place_of(BlockKind kind, int output, int step) {
+  const int lane = output % 16 * 4, upper = output / 16;
+  if (kind == BlockKind::BYTES) return {step * 128 + output * 4, 0, 0, 0};
   if (kind != BlockKind::SIX) return {step * 64 + lane, upper * 4, 0, 0};
   const int pair = step / 2 * 192;
   return {pair + 64 + step % 2 * 64 + lane, upper * 4, pair + lane, step % 2 * 4 + upper * 2};
+}
+constexpr uint32_t LOW_BITS = 0x0f0f0f0f, HIGH_BITS = 0x03030303;  // of four values
+
+void add_bits(uint8_t *word, uint32_t bits) {
+  uint32_t all;
+  memcpy(&all, word, 4);
+  all |= bits;
+  memcpy(word, &all, 4);
+}
+void write_step(BlockKind kind, uint8_t *group, int output, int step, uint32_t q) {
+  const Place at = place_of(kind, output, step);
+  add_bits(group + at.word, kind == BlockKind::BYTES ? q : (q & LOW_BITS) << at.shift);
+  if (kind == BlockKind::SIX) add_bits(group + at.high_word, (q >> 4 & HIGH_BITS) << at.high_shift);
+}
+uint32_t read_step(BlockKind kind, const uint8_t *group, int output, int step) {
+  const Place at = place_of(kind, output, step);
+  uint32_t q, high;
+  memcpy(&q, group + at.word, 4), memcpy(&high, group + at.high_word, 4);
+  if (kind == BlockKind::BYTES) return q;
+  q = q >> at.shift & LOW_BITS;
+  return kind == BlockKind::SIX ? q | (high >> at.high_shift & HIGH_BITS) << 4 : q;
 }
 
 // A unit's bytes of one output; the others' stay.
@@ -71,11 +94,10 @@ void write_unit(const BlockShape &shape, const PlainBlock &b, int output, uint8_
       group[32 + output] = b.scales[six ? g * 2 + 1 : g + 8];
     }
     group += shape.group_header;
-    for (int j = 0; j < X_GROUP; j++) {
-      const uint8_t q = b.q[g * X_GROUP + j];
-      const Place at = place_of(shape.kind, output, j);
-      group[at.byte] |= (uint8_t)((shape.kind == BlockKind::BYTES ? q : q & 15) << at.shift);
-      if (six) group[at.high_byte] |= (uint8_t)(q >> 4 << at.high_shift);
+    for (int step = 0; step < 8; step++) {
+      uint32_t q;
+      memcpy(&q, b.q + g * X_GROUP + step * 4, 4);
+      write_step(shape.kind, group, output, step, q);
     }
   }
 }
@@ -92,18 +114,13 @@ void read_group(const BlockShape &shape, const uint8_t *unit, int g, int output,
   else if (shape.has_scales)
     scale[0] = scale[1] = scale[0] * (float)group[output], minimum = minimum * (float)group[32 + output];
   group += shape.group_header;
+  constexpr int ZERO[] = {8, 0, 32, 128};  // of each kind
+  const int zero = ZERO[(int)shape.kind];
   for (int j = 0; j < X_GROUP; j++) {
-    const Place at = place_of(shape.kind, output, j);
-    const int byte = group[at.byte], low = byte >> at.shift & 15;
-    const float a = scale[j / 16];
-    switch (shape.kind) {
-      case BlockKind::BYTES: values[j] = a * (float)(byte - 128); break;
-      case BlockKind::NIBBLES: values[j] = a * (float)(low - 8); break;
-      case BlockKind::SIX: values[j] = a * (float)((low | (group[at.high_byte] >> at.high_shift & 3) << 4) - 32); break;
-      case BlockKind::NIBBLES_MIN:
-        if (shape.has_scales) values[j] = a * (float)low - minimum;
-        else values[j] = a * ((float)low - minimum);
-    }
+    const uint32_t word = read_step(shape.kind, group, output, j / 4);
+    const float a = scale[j / 16], q = (float)((int)(word >> j % 4 * 8 & 255) - zero);
+    if (shape.kind != BlockKind::NIBBLES_MIN) values[j] = a * q;
+    else values[j] = shape.has_scales ? a * q - minimum : a * (q - minimum);
   }
 }
 
