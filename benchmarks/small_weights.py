@@ -38,7 +38,7 @@ class Contestant:
         weights, _, kv = form.partition("/")
         own: dict[str, Any] = {} if weights == "bf16" else {"quantization": weights}
         if weights == "bf16":
-            own["quantization"] = "none"
+            own["quantization"] = "off"
         if kv:
             own["kv_cache_dtype"] = kv
         if is_dummy:

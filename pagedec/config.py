@@ -29,7 +29,7 @@ from pagedec.params import BeamSearchParams, SamplingParams
 from pagedec.speculation import DRAFT_MODEL_FIELDS, SpeculationTable
 
 DEFAULT_MODEL = "smollm2"
-QUANTIZATIONS = ("int8", "int4", "int4_128", "int4_zero", "int4_zero_128", "gguf", "awq", "gptq", "none")
+QUANTIZATIONS = ("int8", "int4", "int4_128", "int4_zero", "int4_zero_128", "gguf", "awq", "gptq", "off")
 MODEL_IMPLS = ("auto", "native", "transformers")
 EXECUTORS = ("auto", "inline", "process", "ray")
 GENERATION_CONFIG_OFF = ("none", "vllm")
@@ -81,7 +81,7 @@ class ModelConfig:
         None,
         Text(
             "weights of linear layers: int8, or int4 in groups of 32 or 128, with or without zero points; gguf: as a "
-            ".gguf file has them; none: as dtype says; by default as an AWQ or GPTQ checkpoint has them",
+            ".gguf file has them; off: as dtype says; by default as an AWQ or GPTQ checkpoint has them",
             choices=QUANTIZATIONS,
             optional=True,
         ),

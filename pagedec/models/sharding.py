@@ -126,7 +126,7 @@ class ShardedSource:
         try:
             pieces = [whole.columns(piece.start, piece.stop) for piece in cut.pieces]
         except ValueError as error:
-            limit = f"cuts {name} inside of its blocks: {error}; quantization none has no blocks"
+            limit = f"cuts {name} inside of its blocks: {error}; with quantization off there are none"
             raise InvalidArgument("tensor_parallel_size", self._part.world, limit) from error
         return _beside(pieces)
 

@@ -95,7 +95,7 @@ def choose_backend(
             if library.isa in DEVICES:
                 kind, num_threads = DeviceBackend, 0
                 if quantization in BLOCK_QUANTIZATIONS:
-                    raise InvalidArgument("quantization", quantization, "must be int8 or none on a CUDA device")
+                    raise InvalidArgument("quantization", quantization, "must be int8 or off on a CUDA device")
             return kind(library, names.get(dtype, torch.bfloat16), quantization, num_threads, device, kv_kind)
         except LibraryNotFound as error:
             if parallel.attention_backend == "native":
@@ -114,8 +114,8 @@ def weight_form(model: ModelConfig) -> str | None:
     """What linear layers are packed with: as the configuration says, or as the checkpoint has them. Raises
     InvalidArgument where it has them in another form than asked for."""
     asked = model.quantization
-    if asked in ("int8", "none"):
-        return None if asked == "none" else asked
+    if asked in ("int8", "off"):
+        return None if asked == "off" else asked
     files = resolve_model(model.model, model.load_format)
     stored = int4_config(files)
     method = None if stored is None else stored.method

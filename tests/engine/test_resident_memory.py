@@ -185,7 +185,7 @@ def test_weights_that_do_not_fit_are_told(models: dict[str, Path]) -> None:
     assert warning.startswith(
         f"WeightsWarning: the weights of {models['safetensors']} take 276 MiB, more than the 150 MiB"
     )
-    assert warning.endswith("the system may end the process; quantization int8 takes a byte a weight")
+    assert warning.endswith("the system may end the process; quantization int8 takes a byte a weight, int4 half of one")
 
 
 def test_a_pool_that_does_not_fit_is_told(models: dict[str, Path]) -> None:

@@ -275,10 +275,10 @@ def test_what_is_invalid_is_named(context: Context) -> None:
     with pytest.raises(KernelError, match="quantization is 3; it must be 0"):
         context.run(OpList([wrong]))
     for make in (
-        lambda: NativeBackend(context.library, torch.float32, "int4"),
-        lambda: ReferenceBackend(torch.float32, "int4"),
+        lambda: NativeBackend(context.library, torch.float32, "int5"),
+        lambda: ReferenceBackend(torch.float32, "int5"),
     ):
-        with pytest.raises(ValueError, match="quantization is 'int4'"):
+        with pytest.raises(ValueError, match="quantization is 'int5'"):
             make()
 
 

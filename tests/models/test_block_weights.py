@@ -73,7 +73,7 @@ def test_blocks_of_a_file(
     assert 0 < error(kept, numbers) < CLOSE
     if reference:
         assert error(logits(config_of(path, quantization="gguf"), checkpoint.tokens), kept) < ROUNDED
-    assert torch.equal(logits(config_of(path, quantization="none"), checkpoint.tokens), numbers)
+    assert torch.equal(logits(config_of(path, quantization="off"), checkpoint.tokens), numbers)
 
 
 def packed(monkeypatch: pytest.MonkeyPatch, config: EngineConfig) -> list[list[str]]:
@@ -183,7 +183,7 @@ def test_checkpoints_in_four_bits(method: str, checkpoints: Checkpoints, tmp_pat
     plain = tmp_path / "plain"
     plain_checkpoint(checkpoint.path, plain, lambda name, weight: in_numbers(weight) if "layers" in name else weight)
     numbers = logits(config_of(plain), checkpoint.tokens)
-    assert torch.equal(logits(config_of(tmp_path / "four", quantization="none"), checkpoint.tokens), numbers)
+    assert torch.equal(logits(config_of(tmp_path / "four", quantization="off"), checkpoint.tokens), numbers)
     kept = logits(config_of(tmp_path / "four"), checkpoint.tokens)
     assert 0 < error(kept, numbers) < CLOSE
     assert torch.equal(logits(config_of(tmp_path / "four", quantization=method), checkpoint.tokens), kept)

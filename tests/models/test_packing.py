@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from pagedec.kernels.backend import Backend
-from pagedec.kernels.blocks import Blocks
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import Epilogue, available_isas, load
 from pagedec.kernels.native import NativeBackend
@@ -57,18 +56,14 @@ def test_gate_and_up_are_interleaved_and_padded(backend: Backend) -> None:
     assert torch.equal(run(backend, pack_after_gated(backend, down), hidden, 40), same)
 
 
-def test_mixtures_are_named(backend: Backend) -> None:
-    first, second, plain = (
-        random_blocks("q4_k", 32, 256, seed=1),
-        random_blocks("q6_k", 32, 256, seed=2),
-        torch.ones(32, 256),
-    )
-    with pytest.raises(ValueError, match="1 of 2 stacked weights are in blocks; it must be all or none"):
-        pack_stacked(backend, [first, plain])
-    mixtures: list[tuple[Blocks | torch.Tensor, Blocks | torch.Tensor, str]] = [
-        (first, second, "gate is in q4_k, up in q6_k; they must be in one format"),
-        (plain, first, "gate is in no blocks, up in q4_k"),
-    ]
-    for gate, up, message in mixtures:
-        with pytest.raises(ValueError, match=message):
-            pack_gated(backend, gate, up)
+def test_of_mixtures_the_numbers_are_packed(backend: Backend) -> None:
+    first, second = random_blocks("q4_k", 40, 256, seed=1), random_blocks("q6_k", 40, 256, seed=2)
+    plain, x = normal(40, 256, seed=3), normal(3, 256, seed=4)
+    numbers = {id(first): first.dequantize(), id(second): second.dequantize(), id(plain): plain}
+    # the first of two formats does not fill its panels
+    for parts in ([first, plain], [plain, first], [first, second]):
+        expected = run(backend, pack_stacked(backend, [numbers[id(part)] for part in parts]), x, 80)
+        assert torch.equal(run(backend, pack_stacked(backend, parts), x, 80), expected)
+        gate, up = (numbers[id(part)] for part in parts)
+        expected = run(backend, pack_gated(backend, gate, up), x, 48, Epilogue.SILU_MUL)
+        assert torch.equal(run(backend, pack_gated(backend, *parts), x, 48, Epilogue.SILU_MUL), expected)

@@ -46,6 +46,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny(tmp_path_factory.mktemp("tiny")))
 
 
+def start_ray() -> None:
+    """A cluster of this machine. Ray gives its own processes 30 s to start, which a busy machine may not have."""
+    for attempt in (1, 2, 3):
+        try:
+            ray.init(
+                "local", num_cpus=2, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False,
+                configure_logging=False,
+            )  # fmt: skip
+            return
+        except Exception as error:
+            ray.shutdown()
+            if attempt == 3 or "timed out during startup" not in str(error):
+                raise
+
+
 @pytest.fixture(scope="module")
 def target(tiny: str) -> Iterator[str]:
     """Where the proxy listens."""
@@ -60,11 +75,7 @@ def target(tiny: str) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PAGEDEC_ISA", "none")  # as slow as it has to be to be killed in the middle
-        memory = 80 * 2**20
-        ray.init(
-            "local", num_cpus=2, object_store_memory=memory, include_dashboard=False, log_to_driver=False,
-            configure_logging=False,
-        )  # fmt: skip
+        start_ray()
         signal.signal(signal.SIGTERM, before)
         serve.start(grpc_options=gRPCOptions(port=port, grpc_servicer_functions=SERVICES), http_options={"port": http})
         routing = {"chunk_bytes": 16, "chunk_ids": 16}
