@@ -254,7 +254,8 @@ def test_sessions_stay_where_they_are(target: str, client: Client) -> None:
         before = session.num_tokens
         branches = session.fork(2)
         for branch in branches:
-            branch.generate(SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+            told = branch.generate(SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+            assert [(len(a.token_ids), a.finish_reason) for a in told.outputs] == [(3, "length")]
         assert [branch.num_tokens for branch in branches] == [before + 3] * 2
         session.close()
     with grpc.insecure_channel(target) as channel:
