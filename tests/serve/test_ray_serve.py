@@ -46,24 +46,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny(tmp_path_factory.mktemp("tiny")))
 
 
-def start_ray() -> None:
-    """A cluster of this machine. Ray gives its own processes 30 s to start, which a busy machine may not have."""
-    for attempt in (1, 2, 3):
-        try:
-            ray.init(
-                "local", num_cpus=2, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False,
-                configure_logging=False,
-            )  # fmt: skip
-            return
-        except Exception as error:
-            ray.shutdown()
-            if attempt == 3 or "timed out during startup" not in str(error):
-                raise
-
-
-@pytest.fixture(scope="module")
-def target(tiny: str) -> Iterator[str]:
-    """Where the proxy listens."""
+def start_cluster(tiny: str) -> int:
+    """Two replicas on a cluster of this machine; returns where the proxy listens."""
     from ray import serve
     from ray.serve.config import gRPCOptions
 
@@ -71,16 +55,40 @@ def target(tiny: str) -> Iterator[str]:
 
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         port, http = one.getsockname()[1], other.getsockname()[1]
+    ray.init(
+        "local", num_cpus=2, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False,
+        configure_logging=False,
+    )  # fmt: skip
+    serve.start(grpc_options=gRPCOptions(port=port, grpc_servicer_functions=SERVICES), http_options={"port": http})
+    routing = {"chunk_bytes": 16, "chunk_ids": 16}
+    arguments = {"model": tiny, "served_model_name": "tiny", "min_replicas": 2, "routing": routing}
+    serve.run(app({**ENGINE, **arguments}), name="pagedec", route_prefix="/")
+    return port
+
+
+def started(tiny: str) -> int:
+    """`start_cluster`, again where Ray has failed: its processes have some seconds to start, which a busy machine may
+    not give them."""
     before = signal.getsignal(signal.SIGTERM)
+    try:
+        for _ in range(2):
+            with contextlib.suppress(Exception):
+                return start_cluster(tiny)
+            ray.shutdown()
+        return start_cluster(tiny)
+    finally:
+        signal.signal(signal.SIGTERM, before)  # Ray has one of its own
+
+
+@pytest.fixture(scope="module")
+def target(tiny: str) -> Iterator[str]:
+    """Where the proxy listens."""
+    from ray import serve
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PAGEDEC_ISA", "none")  # as slow as it has to be to be killed in the middle
-        start_ray()
-        signal.signal(signal.SIGTERM, before)
-        serve.start(grpc_options=gRPCOptions(port=port, grpc_servicer_functions=SERVICES), http_options={"port": http})
-        routing = {"chunk_bytes": 16, "chunk_ids": 16}
-        arguments = {"model": tiny, "served_model_name": "tiny", "min_replicas": 2, "routing": routing}
-        serve.run(app({**ENGINE, **arguments}), name="pagedec", route_prefix="/")
+        port = started(tiny)
     yield f"127.0.0.1:{port}"
     serve.shutdown()
     ray.shutdown()
@@ -111,7 +119,8 @@ def replicas() -> dict[str, int]:
     from ray.serve.context import _get_global_client
 
     told = _get_global_client().get_serve_details()["applications"]["pagedec"]["deployments"]["pagedec"]["replicas"]
-    return {one["replica_id"]: one["pid"] for one in told if one["state"] == "RUNNING"}
+    alive = [one for one in told if one["state"] == "RUNNING" and Path(f"/proc/{one['pid']}").exists()]
+    return {one["replica_id"]: one["pid"] for one in alive}
 
 
 def stats() -> list[dict[str, Any]]:
