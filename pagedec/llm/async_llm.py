@@ -190,7 +190,7 @@ class AsyncLLM(Front):
             try:
                 self.loop.submit(request, reader.stream)
                 del request  # the loop's now
-                if reader.stream.is_over:  # aborted by another thread, which found nothing in the inbox
+                if reader.stream.is_aborted:  # by another thread, which found nothing in the inbox
                     self.loop.abort(job.request_id)
                 while True:
                     await reader.news()

@@ -134,7 +134,7 @@ class AsyncSessionBranch(Handle):
         with self._front._reading(going.stream) as reader:
             try:
                 await self._do(going.begin)
-                self._abort_if_over(reader)
+                self._abort_if_aborted(reader)
                 while True:
                     await reader.news()
                     for output in going.stream.read():
@@ -146,8 +146,9 @@ class AsyncSessionBranch(Handle):
             finally:
                 going.leave()
 
-    def _abort_if_over(self, reader: Reader) -> None:
-        if reader.stream.is_over:  # aborted before the loop had it, perhaps
+    def _abort_if_aborted(self, reader: Reader) -> None:
+        """It was, perhaps before the loop had it. A call that has ended by now waits to be read, and is kept then."""
+        if reader.stream.is_aborted:
             self._front.loop.abort(reader.stream.job.request_id)
 
     async def _run(self, calls: Sequence[Going[AsyncSessionBranch]] | Sequence[Scored]) -> None:
@@ -157,7 +158,7 @@ class AsyncSessionBranch(Handle):
             try:
                 await self._do(all_at_once(calls))
                 for reader in readers:
-                    self._abort_if_over(reader)
+                    self._abort_if_aborted(reader)
                 for reader in readers:
                     await reader.news()
             finally:

@@ -40,6 +40,8 @@ class Stream:
         self._is_due = False
         self.is_over = False
         """Nothing more will come; what has come may still be unread."""
+        self.is_aborted = False
+        """It is over because its reader's side said so."""
         self._news: deque[_Tokens | tuple[int, Completion] | FinishedRequest | RequestError | None] = deque()
         self._grown: dict[int, _Growing] = {}
         self._common: _Growing | None = None
@@ -84,7 +86,7 @@ class Stream:
     def aborted(self) -> None:
         """The request was aborted: what there is will be its last output."""
         if not self.is_over:
-            self.is_over = True
+            self.is_over = self.is_aborted = True
             self._news.append(None)
 
     @property

@@ -14,6 +14,7 @@ import pytest
 
 from pagedec import LLM, AsyncLLM, SamplingParams
 from pagedec.errors import BranchBusy, InvalidArgument, PagedecError
+from pagedec.llm.async_session import AsyncSessionBranch
 from tests.engine.crowd import Tiny
 from tests.engine.test_session_programs import assert_nothing_left
 from tests.models.checkpoints import VOCAB
@@ -152,6 +153,28 @@ def test_several_branches_of_coroutines(asynchronous: AsyncLLM) -> None:
             with pytest.raises(InvalidArgument, match="branches is .*: must be a list of branches"):
                 await session.generate_all(one, PARAMS)  # type: ignore[arg-type]
             assert (await one.generate(PARAMS)).finished
+
+    asyncio.run(main())
+
+
+def test_a_call_that_ends_before_its_reader_looks_is_kept(
+    asynchronous: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine the engine's thread is done before the event loop comes back from having begun the call."""
+    plain = AsyncSessionBranch._abort_if_aborted
+
+    def late(self: AsyncSessionBranch, reader: Any) -> None:
+        until(lambda: reader.stream.is_over)  # and the event loop stands still
+        plain(self, reader)
+
+    monkeypatch.setattr(AsyncSessionBranch, "_abort_if_aborted", late)
+
+    async def main() -> None:
+        async with asynchronous.session([5, 6, 7], seed=7) as session:
+            streamed = [output async for output in session.stream(PARAMS)][-1]
+            assert streamed.finished and session.num_tokens == 3 + 6
+            assert session.token_ids[3:] == list(streamed.outputs[0].token_ids)
+            assert (await session.generate(PARAMS)).finished and session.num_tokens == 3 + 6 + 6
 
     asyncio.run(main())
 
