@@ -7,7 +7,7 @@ namespace pagedec {
 namespace {
 
 struct Kind {
-  size_t (*state_bytes)(int head_dim);
+  size_t (*state_bytes)();
   void (*run)(const pd_attention_args &, char *workspace, int thread, int num_threads);
 };
 
@@ -22,7 +22,7 @@ Kind kind_of(const plan::Header &h) {
 
 int64_t attention_workspace_bytes(const pd_attention_args &a, int num_threads) {
   const plan::Header &h = a.plan->header();
-  const size_t state = kind_of(h).state_bytes(h.head_dim);
+  const size_t state = kind_of(h).state_bytes();
   return (int64_t)(state * num_threads + (size_t)h.num_split_partials * h.q_heads * (h.head_dim + 2) * sizeof(float));
 }
 

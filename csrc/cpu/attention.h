@@ -7,7 +7,7 @@
 
 namespace pagedec {
 
-constexpr int ROWS_TILE = 6;  // rows of a register tile
+constexpr int ROWS_TILE = PD_LEVEL ? 6 : 2;  // rows of a register tile
 
 template <class Q>
 struct RowArgs {
@@ -27,16 +27,16 @@ struct TileArgs : RowArgs<typename T::Q> {
   const typename T::M *next_k[TILE / vec::W], *next_v[MAX_TILE_BLOCKS];  // to prefetch
 };
 
-// Row strides, in elements, of q and o: the least of 64, 128, 256 that holds a head. Compile-time constants in the tile
-// kernels.
-PD_INLINE int row_stride(int head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
+// From one row of q, or of o, to the next, in elements. It is the same for every head size, so that the tile kernels
+// exist once, and more than the largest: rows 256 apart would share the sets of L1.
+constexpr int ROW = MAX_HEAD_DIM + 32;
 
 // The workspace: a state for each thread, then the partial results [num_split_partials][q_heads][head_dim + 2] (o, m,
 // l).
-size_t bf16_state_bytes(int head_dim);
-size_t bf16_of_bytes_state_bytes(int head_dim);
-size_t fp32_state_bytes(int head_dim);
-size_t fp32_of_bytes_state_bytes(int head_dim);
+size_t bf16_state_bytes();
+size_t bf16_of_bytes_state_bytes();
+size_t fp32_state_bytes();
+size_t fp32_of_bytes_state_bytes();
 void attention_bf16(const pd_attention_args &, char *workspace, int thread, int num_threads);
 void attention_bf16_of_bytes(const pd_attention_args &, char *workspace, int thread, int num_threads);
 void attention_fp32(const pd_attention_args &, char *workspace, int thread, int num_threads);

@@ -30,11 +30,11 @@ PD_INLINE void multiply_k(const TileArgs<T> &a, int pair, std::integer_sequence<
 }
 
 // Dimensions h .. h + 16 * sizeof...(C) of o += P V.
-template <class T, int SD, int... C>
+template <class T, int... C>
 PD_INLINE void multiply_v(const TileArgs<T> &a, const uint16_t *p, int h, std::integer_sequence<int, C...>) {
   const int64_t stride = a.head_dim * 2;  // elements from pair to pair
   float *const o = a.o + h;
-  (tile_load<C>(o + C * 16, SD * 4), ...);
+  (tile_load<C>(o + C * 16, ROW * 4), ...);
   for (int b = 0; b * a.block_size < TILE; b++)
     for (int pair = 0; pair < a.block_size / 2; pair += V_PAIRS) {
       const int64_t at = pair * stride + h * 2;
@@ -42,7 +42,7 @@ PD_INLINE void multiply_v(const TileArgs<T> &a, const uint16_t *p, int h, std::i
       ((tile_load<7>(a.v[b] + at + C * 32, stride * 2), tile_multiply<false, C, 6, 7>(),
         prefetch_tile(a.ahead, a.next_v[b] + at + C * 32, stride, V_PAIRS)), ...);
     }
-  (tile_store<C>(o + C * 16, SD * 4), ...);
+  (tile_store<C>(o + C * 16, ROW * 4), ...);
 }
 
 // Tiles 0 to 3 are sums, 4 is of q, 5 of K, 6 of the probabilities, 7 of V.
@@ -57,8 +57,7 @@ struct UnitTiles {
     shapes.set(5, AMX_ROWS, 64), shapes.set(6, rows, V_PAIRS * 4), shapes.set(7, V_PAIRS, 64);
     load_shapes(shapes);
   }
-  template <int SD>
-  static void attend(const TileArgs<T> &a, int rows);
+    static void attend(const TileArgs<T> &a, int rows);
   static void release() { amx_release(); }
 };
 template <>
@@ -67,7 +66,6 @@ template <>
 struct WholeTiles<OfBytes<Bf16>> : UnitTiles<OfBytes<Bf16>> {};
 
 template <class T>
-template <int SD>
 void UnitTiles<T>::attend(const TileArgs<T> &a, int rows) {
   alignas(64) float s[AMX_ROWS][TILE];
   alignas(64) uint16_t p[AMX_ROWS * TILE];
@@ -75,7 +73,7 @@ void UnitTiles<T>::attend(const TileArgs<T> &a, int rows) {
   using Four = std::make_integer_sequence<int, 4>;
   tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
   for (int pair = 0; pair < a.head_dim / 2; pair += AMX_ROWS) {
-    tile_load<4>(a.q + pair * 2, SD * 2);
+    tile_load<4>(a.q + pair * 2, ROW * 2);
     multiply_k(a, pair, Four());
   }
   tile_store<0>(s[0], TILE * 4), tile_store<1>(s[0] + 16, TILE * 4), tile_store<2>(s[0] + 32, TILE * 4),
@@ -89,12 +87,12 @@ void UnitTiles<T>::attend(const TileArgs<T> &a, int rows) {
     vec::F lanes[NT];
 #pragma GCC unroll 4
     for (int c = 0; c < NT; c++) lanes[c] = vec::load(s[r] + c * vec::W);
-    softmax<T>(lanes, a.scale, a.o + r * SD, a.head_dim, a.l + r * vec::W, a.m[r]);
+    softmax<T>(lanes, a.scale, a.o + r * ROW, a.head_dim, a.l + r * vec::W, a.m[r]);
     store_probabilities<T, false>(lanes, a, 0, TILE, p + r * TILE);
   }
   int h = 0;
-  for (; h + 64 <= a.head_dim; h += 64) multiply_v<T, SD>(a, p, h, Four());
-  if (h < a.head_dim) multiply_v<T, SD>(a, p, h, std::make_integer_sequence<int, 2>());
+  for (; h + 64 <= a.head_dim; h += 64) multiply_v<T>(a, p, h, Four());
+  if (h < a.head_dim) multiply_v<T>(a, p, h, std::make_integer_sequence<int, 2>());
 }
 #endif
 

@@ -3,8 +3,8 @@
 #include "cpu/attention_loop.h"
 
 namespace pagedec {
-size_t bf16_state_bytes(int head_dim) { return state_bytes<Bf16>(head_dim); }
+size_t bf16_state_bytes() { return sizeof(AttentionState<Bf16>); }
 void attention_bf16(const pd_attention_args &a, char *workspace, int thread, int num_threads) {
-  run_attention<Bf16>(a, workspace, thread, num_threads);
+  AttentionLoop<Bf16>(a, workspace, thread, num_threads).run();
 }
 }  // namespace pagedec

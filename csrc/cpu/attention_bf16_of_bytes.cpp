@@ -3,8 +3,8 @@
 #include "cpu/attention_loop.h"
 
 namespace pagedec {
-size_t bf16_of_bytes_state_bytes(int head_dim) { return state_bytes<OfBytes<Bf16>>(head_dim); }
+size_t bf16_of_bytes_state_bytes() { return sizeof(AttentionState<OfBytes<Bf16>>); }
 void attention_bf16_of_bytes(const pd_attention_args &a, char *workspace, int thread, int num_threads) {
-  run_attention<OfBytes<Bf16>>(a, workspace, thread, num_threads);
+  AttentionLoop<OfBytes<Bf16>>(a, workspace, thread, num_threads).run();
 }
 }  // namespace pagedec

@@ -6,8 +6,8 @@
 
 namespace pagedec {
 
-template <class T, int SD>
-Blocks<typename T::C> AttentionLoop<T, SD>::locate(const plan::Unit &u, int kv_head) const {
+template <class T>
+Blocks<typename T::C> AttentionLoop<T>::locate(const plan::Unit &u, int kv_head) const {
   Blocks<C> b;
   for (int c = 0; c * size_ < TILE; c++) {
     const int64_t at = ((int64_t)u.blocks[c] * h_.kv_heads + kv_head) * words_;
@@ -18,8 +18,8 @@ Blocks<typename T::C> AttentionLoop<T, SD>::locate(const plan::Unit &u, int kv_h
 
 // A tree node's tile in position order: whole blocks before the nodes where they are, the rest copied once a tile and
 // branch, then slot by slot as one node follows another.
-template <class T, int SD>
-void AttentionLoop<T, SD>::gather(const plan::Unit &u, const plan::Row &row, int kv_head, Blocks<C> &blocks) {
+template <class T>
+void AttentionLoop<T>::gather(const plan::Unit &u, const plan::Row &row, int kv_head, Blocks<C> &blocks) {
   constexpr int S = T::STEP;
   const bool fresh = s_->gathered_tile != u.tile || s_->gathered_branch != row.branch_id;
   if (fresh) {
@@ -52,8 +52,8 @@ void AttentionLoop<T, SD>::gather(const plan::Unit &u, const plan::Row &row, int
 }
 
 // A unit's bytes, once for all of its rows. What is to come is fetched beside that.
-template <class T, int SD>
-Blocks<typename T::E> AttentionLoop<T, SD>::widen(const Blocks<C> &b) {
+template <class T>
+Blocks<typename T::E> AttentionLoop<T>::widen(const Blocks<C> &b) {
   if constexpr (SCALED<T>) {
     Blocks<E> wide;
     auto &to = s_->widened;
@@ -69,8 +69,8 @@ Blocks<typename T::E> AttentionLoop<T, SD>::widen(const Blocks<C> &b) {
   }
 }
 
-template <class T, int SD>
-void AttentionLoop<T, SD>::read_scales(const Blocks<C> &b) {
+template <class T>
+void AttentionLoop<T>::read_scales(const Blocks<C> &b) {
   const int n = d_ * size_;
   for (int c = 0; c * size_ < TILE; c++) {
     widen_scales(b.k[c] + n, size_, s_->widened.k_scale + c * size_, next_.k[c] + n);
@@ -78,17 +78,17 @@ void AttentionLoop<T, SD>::read_scales(const Blocks<C> &b) {
   }
 }
 
-template <class T, int SD>
+template <class T>
 template <class M>
-void AttentionLoop<T, SD>::vectors(const Blocks<M> &b, const M **k, const M **v) const {
+void AttentionLoop<T>::vectors(const Blocks<M> &b, const M **k, const M **v) const {
   for (int c = 0; c < NT; c++) k[c] = b.k[c * vec::W / size_] + c * vec::W % size_ * T::STEP;
   for (int c = 0; c * size_ < TILE; c++) v[c] = b.v[c];
 }
 
 // K vectors longer than a block.
-template <class T, int SD>
+template <class T>
 template <class M>
-void AttentionLoop<T, SD>::join_k(const Blocks<M> &b, const M **k) {
+void AttentionLoop<T>::join_k(const Blocks<M> &b, const M **k) {
   M *const wide = (M *)s_->joined_k;
   for (int c = 0; c * size_ < TILE; c++)
     for (int i = 0; i < d_ / T::STEP; i++)
@@ -98,8 +98,8 @@ void AttentionLoop<T, SD>::join_k(const Blocks<M> &b, const M **k) {
 }
 
 // Blocks shorter than the matrix unit takes: V of one behind the other is V of a longer block.
-template <class T, int SD>
-void AttentionLoop<T, SD>::join_v(const Blocks<E> &b) {
+template <class T>
+void AttentionLoop<T>::join_v(const Blocks<E> &b) {
   const int words = d_ * size_;
   for (int c = 0; c * size_ < TILE; c++) {
     memcpy(s_->joined_v + c * words, b.v[c], words * sizeof(E));

@@ -10,8 +10,8 @@ namespace pagedec {
 
 constexpr int UNITS_AHEAD = 2;  // prefetched while a unit is computed
 
-template <class T, int SD>
-AttentionLoop<T, SD>::AttentionLoop(const pd_attention_args &a, char *workspace, int thread, int num_threads)
+template <class T>
+AttentionLoop<T>::AttentionLoop(const pd_attention_args &a, char *workspace, int thread, int num_threads)
     : a_(a), p_(*a.plan), h_(p_.header), d_(h_.head_dim), size_(h_.block_size),
       words_((d_ + SCALES<T>) * size_), thread_(thread), num_threads_(num_threads), k_((const C *)a.k_cache),
       v_((const C *)a.v_cache), s_((State *)workspace + thread),
@@ -30,8 +30,8 @@ AttentionLoop<T, SD>::AttentionLoop(const pd_attention_args &a, char *workspace,
 }
 
 // The unit to prefetch: UNITS_AHEAD before the computation, across spans; it rests on the last.
-template <class T, int SD>
-void AttentionLoop<T, SD>::look_ahead() {
+template <class T>
+void AttentionLoop<T>::look_ahead() {
   const plan::Span &span = p_.spans[ahead_span_];
   const plan::Item &last = p_.items[span.item0 + span.num_items - 1];
   const Blocks<C> blocks = locate(p_.units[ahead_unit_], span.head / h_.head_parts);
@@ -45,8 +45,8 @@ void AttentionLoop<T, SD>::look_ahead() {
     ahead_unit_ = p_.items[p_.spans[++ahead_span_].item0].unit0;
 }
 
-template <class T, int SD>
-void AttentionLoop<T, SD>::load_rows(const plan::Span &span) {
+template <class T>
+void AttentionLoop<T>::load_rows(const plan::Span &span) {
   const plan::Piece &piece = p_.pieces[span.piece];
   const int part = span.head % h_.head_parts, from = h_.group * part / h_.head_parts;
   kv_head_ = span.head / h_.head_parts;
@@ -56,7 +56,7 @@ void AttentionLoop<T, SD>::load_rows(const plan::Span &span) {
     const E *q = (const E *)a_.q + ((int64_t)p_.rows[piece.row0 + r].row_id * h_.q_heads + head_) * d_;
     for (int g = 0; g < heads_; g++) {
       const int at = r * heads_ + g;
-      typename T::Q *to = s_->q + at * SD;
+      typename T::Q *to = s_->q + at * ROW;
       s_->begin[at] = p_.rows[piece.row0 + r].begin, s_->end[at] = p_.rows[piece.row0 + r].end;
       for (int i = 0; i < d_; i++) to[i] = T::query(q[g * d_ + i]);
     }
@@ -65,8 +65,8 @@ void AttentionLoop<T, SD>::load_rows(const plan::Span &span) {
 }
 
 // Lanes that packed rows from .. from+n-1 see. False: none of them sees any.
-template <class T, int SD>
-bool AttentionLoop<T, SD>::set_masks(int from, int n, int start, bool &masked) {
+template <class T>
+bool AttentionLoop<T>::set_masks(int from, int n, int start, bool &masked) {
   int begin = 0, end = start + TILE;
   for (int r = from; r < from + n; r++) begin = std::max(begin, s_->begin[r]), end = std::min(end, s_->end[r]);
   masked = begin > start || end < start + TILE;
@@ -80,17 +80,17 @@ bool AttentionLoop<T, SD>::set_masks(int from, int n, int start, bool &masked) {
   return any;
 }
 
-template <class T, int SD, int... R>
+template <class T, int... R>
 PD_INLINE void attend_rows(std::integer_sequence<int, R...>, int rows, bool masked, const TileArgs<T> &a) {
   typedef void (*Kernel)(const TileArgs<T> &);
   constexpr bool AHEAD = sizeof(typename T::M) == sizeof(typename T::C);  // else widen() has fetched what is to come
   static constexpr Kernel kernels[][3] = {
-      {attend<T, SD, R + 1, false, false>, attend<T, SD, R + 1, false, AHEAD>, attend<T, SD, R + 1, true, AHEAD>}...};
+      {attend<T, R + 1, false, false>, attend<T, R + 1, false, AHEAD>, attend<T, R + 1, true, AHEAD>}...};
   kernels[rows - 1][masked ? 2 : a.ahead](a);
 }
 
-template <class T, int SD>
-void AttentionLoop<T, SD>::run_unit(const plan::Unit &u, const plan::Piece &piece, int side) {
+template <class T>
+void AttentionLoop<T>::run_unit(const plan::Unit &u, const plan::Piece &piece, int side) {
   const int start = u.tile * TILE, row0 = u.row0 * heads_, n = (u.row1 - u.row0) * heads_;
   Blocks<C> stored = locate(u, kv_head_);
   if (u.path >= 0) gather(u, p_.rows[piece.row0 + u.row0], kv_head_, stored);
@@ -124,9 +124,9 @@ void AttentionLoop<T, SD>::run_unit(const plan::Unit &u, const plan::Piece &piec
 }
 
 // A unit of few rows over a cache of bytes.
-template <class T, int SD>
+template <class T>
 template <int KIND>
-void AttentionLoop<T, SD>::run_few(const Blocks<C> &b, int row0, int n, int start, int side) {
+void AttentionLoop<T>::run_few(const Blocks<C> &b, int row0, int n, int start, int side) {
   using Few = InRegisters<T, KIND>;
   bool masked;
   if (!set_masks(row0, n, start, masked)) return;
@@ -137,17 +137,17 @@ void AttentionLoop<T, SD>::run_few(const Blocks<C> &b, int row0, int n, int star
   tile.ahead = true;
   vectors(b, tile.k, tile.v), vectors(next_, tile.next_k, tile.next_v);
   if (size_ < vec::W) join_k(b, tile.k);
-  attend_rows<Few, SD>(std::make_integer_sequence<int, ROWS_TILE>(), n, masked, tile);
+  attend_rows<Few>(std::make_integer_sequence<int, ROWS_TILE>(), n, masked, tile);
 }
 
-template <class T, int SD>
-void AttentionLoop<T, SD>::place_rows(int from, int side) {
-  tile_.q = s_->q + from * SD, tile_.o = s_->o[side] + from * SD, tile_.l = s_->l[side] + from * vec::W,
+template <class T>
+void AttentionLoop<T>::place_rows(int from, int side) {
+  tile_.q = s_->q + from * ROW, tile_.o = s_->o[side] + from * ROW, tile_.l = s_->l[side] + from * vec::W,
   tile_.m = s_->m[side] + from;
 }
 
-template <class T, int SD>
-void AttentionLoop<T, SD>::run_rows(int row0, int n, int start, int side) {
+template <class T>
+void AttentionLoop<T>::run_rows(int row0, int n, int start, int side) {
   const int groups = (n + ROWS_TILE - 1) / ROWS_TILE;
   for (int g = 0; g < groups; g++) {  // register tiles of nearly equal height
     const int from = row0 + n * g / groups, count = row0 + n * (g + 1) / groups - from;
@@ -155,39 +155,39 @@ void AttentionLoop<T, SD>::run_rows(int row0, int n, int start, int side) {
     if (!set_masks(from, count, start, masked)) continue;
     place_rows(from, side);
     tile_.lo = s_->lo, tile_.hi = s_->hi;
-    attend_rows<T, SD>(std::make_integer_sequence<int, ROWS_TILE>(), count, masked, tile_);
+    attend_rows<T>(std::make_integer_sequence<int, ROWS_TILE>(), count, masked, tile_);
     tile_.ahead = false;
   }
 }
 
-template <class T, int SD>
-void AttentionLoop<T, SD>::run_whole_rows(int row0, int n, int side) {
+template <class T>
+void AttentionLoop<T>::run_whole_rows(int row0, int n, int side) {
   const int groups = (n + WholeTiles<T>::ROWS - 1) / WholeTiles<T>::ROWS;
   for (int g = 0; g < groups; g++) {
     const int from = row0 + n * g / groups, count = row0 + n * (g + 1) / groups - from;
     if (count != whole_rows_) WholeTiles<T>::configure(whole_rows_ = count);
     place_rows(from, side);
-    WholeTiles<T>::template attend<SD>(tile_, count);
+    WholeTiles<T>::attend(tile_, count);
     tile_.ahead = false;
   }
 }
 
-template <class T, int SD>
-void AttentionLoop<T, SD>::end_chunk(const plan::Span &span, int chunk, bool first_item, bool last_item, int side) {
+template <class T>
+void AttentionLoop<T>::end_chunk(const plan::Span &span, int chunk, bool first_item, bool last_item, int side) {
   const plan::Piece &piece = p_.pieces[span.piece];
   const bool first_span = span.item0 == piece.item0;
   for (int r = 0; r < piece.num_rows * heads_; r++) {
     const plan::Row &row = p_.rows[piece.row0 + r / heads_];
     const int first = row.begin / CHUNK, last = (row.end - 1) / CHUNK, head = head_ + r % heads_;
     if (chunk < first || chunk > last) continue;
-    float *o = s_->o[side] + r * SD, m = s_->m[side][r], l = vec::reduce_sum(vec::load(s_->l[side] + r * vec::W));
+    float *o = s_->o[side] + r * ROW, m = s_->m[side][r], l = vec::reduce_sum(vec::load(s_->l[side] + r * vec::W));
     if (!first_span) {  // every chunk apart
       float *to = partial(row.split + chunk - first, head);
       memcpy(to, o, d_ * sizeof(float));
       to[d_] = m, to[d_ + 1] = l;
       continue;
     }
-    float *all = s_->o[0] + r * SD;
+    float *all = s_->o[0] + r * ROW;
     if (chunk == first) {
       if (side) memcpy(all, o, d_ * sizeof(float));
       s_->m[0][r] = m, s_->sum[r] = l;
@@ -204,15 +204,15 @@ void AttentionLoop<T, SD>::end_chunk(const plan::Span &span, int chunk, bool fir
   }
 }
 
-template <class T, int SD>
-void AttentionLoop<T, SD>::run_span(const plan::Span &span) {
+template <class T>
+void AttentionLoop<T>::run_span(const plan::Span &span) {
   load_rows(span);
   const plan::Piece &piece = p_.pieces[span.piece];
   const int n = piece.num_rows * heads_;
   for (int i = 0; i < span.num_items; i++) {
     const plan::Item &item = p_.items[span.item0 + i];
     const int side = i > 0;
-    for (int r = 0; r < n; r++) std::fill_n(s_->o[side] + r * SD, d_, 0.f);
+    for (int r = 0; r < n; r++) std::fill_n(s_->o[side] + r * ROW, d_, 0.f);
     std::fill_n(s_->l[side], n * vec::W, 0.f);
     std::fill_n(s_->m[side], n, -INFINITY);
     for (int u = item.unit0; u < item.unit0 + item.num_units; u++) {
@@ -223,11 +223,11 @@ void AttentionLoop<T, SD>::run_span(const plan::Span &span) {
   }
 }
 
-template <class T, int SD>
-void AttentionLoop<T, SD>::merge(int split, int head) {
+template <class T>
+void AttentionLoop<T>::merge(int split, int head) {
   const plan::Row &row = p_.rows[p_.splits[split]];
   const int first = row.begin / CHUNK, last = (row.end - 1) / CHUNK;
-  alignas(64) float o[SD];
+  alignas(64) float o[MAX_HEAD_DIM];
   const float *from = partial(row.split + row.merge_chunk - first, head);
   float m = from[d_], l = from[d_ + 1];
   memcpy(o, from, d_ * sizeof(float));
@@ -238,8 +238,8 @@ void AttentionLoop<T, SD>::merge(int split, int head) {
   finish<T>((E *)a_.out + ((int64_t)row.row_id * h_.q_heads + head) * d_, o, l, d_);
 }
 
-template <class T, int SD>
-void AttentionLoop<T, SD>::run() {
+template <class T>
+void AttentionLoop<T>::run() {
   for (int w = thread_; w < h_.num_workers;
        w += num_threads_) {  // as many as threads, unless their number has changed since
     ahead_span_ = p_.worker_indptr[w], last_span_ = p_.worker_indptr[w + 1];
@@ -255,23 +255,6 @@ void AttentionLoop<T, SD>::run() {
 #pragma omp barrier
   for (int64_t i = merges * thread_ / num_threads_; i < merges * (thread_ + 1) / num_threads_; i++)
     merge((int)(i / h_.q_heads), (int)(i % h_.q_heads));
-}
-
-template <class T>
-size_t state_bytes(int head_dim) {
-  const int stride = row_stride(head_dim);
-  return stride == 64    ? sizeof(AttentionState<T, 64>)
-         : stride == 128 ? sizeof(AttentionState<T, 128>)
-                         : sizeof(AttentionState<T, 256>);
-}
-
-template <class T>
-void run_attention(const pd_attention_args &a, char *workspace, int thread, int num_threads) {
-  switch (row_stride(a.plan->header().head_dim)) {
-    case 64: return AttentionLoop<T, 64>(a, workspace, thread, num_threads).run();
-    case 128: return AttentionLoop<T, 128>(a, workspace, thread, num_threads).run();
-    default: return AttentionLoop<T, 256>(a, workspace, thread, num_threads).run();
-  }
 }
 
 }  // namespace pagedec

@@ -12,24 +12,25 @@ template <class E>
 struct Blocks { const E *k[MAX_TILE_BLOCKS], *v[MAX_TILE_BLOCKS]; };
 
 // Blocks of bytes as elements, laid out alike, and their scales by lane.
-template <class T, int SD, bool EXIST>
+template <class T, bool EXIST>
 struct Widened {};
-template <class T, int SD>
-struct alignas(64) Widened<T, SD, true> {
-  typename T::E k[TILE * SD], v[TILE * SD];
+template <class T>
+struct alignas(64) Widened<T, true> {
+  typename T::E k[TILE * MAX_HEAD_DIM], v[TILE * MAX_HEAD_DIM];
   float k_scale[TILE], v_scale[TILE];
 };
 
 // What a thread carries through a piece. Side 0 of o, l, m: a row's result so far; side 1: the chunk being computed.
-template <class T, int SD>
+template <class T>
 struct alignas(64) AttentionState {
-  typename T::Q q[ROWS_MAX * SD];
-  float o[2][ROWS_MAX * SD], l[2][ROWS_MAX * vec::W], m[2][ROWS_MAX], sum[ROWS_MAX];
+  typename T::Q q[ROWS_MAX * ROW];
+  float o[2][ROWS_MAX * ROW], l[2][ROWS_MAX * vec::W], m[2][ROWS_MAX], sum[ROWS_MAX];
   int32_t begin[ROWS_MAX], end[ROWS_MAX], lo[ROWS_TILE],
       hi[ROWS_TILE];  // positions by packed row; lanes of a register tile
-  alignas(64) typename T::E joined_k[TILE * SD], joined_v[WholeTiles<T>::EXIST ? TILE * SD : 1];
-  alignas(64) typename T::C gathered_k[TILE * (SD + SCALES<T>)], gathered_v[TILE * (SD + SCALES<T>)];
-  Widened<T, SD, SCALED<T>> widened;
+  alignas(64) typename T::E joined_k[TILE * MAX_HEAD_DIM], joined_v[WholeTiles<T>::EXIST ? TILE * MAX_HEAD_DIM : 1];
+  alignas(64) typename T::C gathered_k[TILE * (MAX_HEAD_DIM + SCALES<T>)];
+  alignas(64) typename T::C gathered_v[TILE * (MAX_HEAD_DIM + SCALES<T>)];
+  Widened<T, SCALED<T>> widened;
   int32_t gathered_slots[TILE], gathered_tile, gathered_branch;
 };
 
@@ -66,12 +67,12 @@ struct PlanSections {
         splits(p.section<int32_t>(header.splits)), paths(p.section<int32_t>(header.paths)) {}
 };
 
-template <class T, int SD>
+template <class T>
 class AttentionLoop {
  public:
   using E = typename T::E;
   using C = typename T::C;
-  using State = AttentionState<T, SD>;
+  using State = AttentionState<T>;
 
   AttentionLoop(const pd_attention_args &a, char *workspace, int thread, int num_threads);
   void run();

@@ -104,7 +104,7 @@ PD_INLINE void prefetch(const void *p) {
     __builtin_prefetch(p, 0, 2);  // into L2: into L1 is no better than none (13.6 against 18-19 GB/s on one core)
 }
 
-template <class T, int SD, int R, bool PREFETCH>
+template <class T, int R, bool PREFETCH>
 PD_INLINE void logits(const TileArgs<T> &a, vec::F (&s)[R][NT]) {
   const int steps = a.head_dim / T::STEP;
   const int64_t stride = a.k_stride;
@@ -131,7 +131,7 @@ PD_INLINE void logits(const TileArgs<T> &a, vec::F (&s)[R][NT]) {
         for (int c = 0; c < NC; c++) x[c] = T::part(raw[c], sub);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-          const typename T::B q = T::broadcast(query + r * SD + d * T::STEP, sub);
+          const typename T::B q = T::broadcast(query + r * ROW + d * T::STEP, sub);
 #pragma GCC unroll 4
           for (int c = 0; c < NC; c++) acc[r][c] = T::mac(x[c], q, acc[r][c]);
         }
@@ -235,14 +235,14 @@ struct Steps {  // of V, in a masked tile: [first, last) are seen by some row, [
   uint8_t visible[TILE][8];  // by step and row: bit i: token i of the step is seen
 };
 
-template <class T, int SD, int R, int NV, bool MASKED, bool PREFETCH>
+template <class T, int R, int NV, bool MASKED, bool PREFETCH>
 PD_INLINE void pv_columns(const TileArgs<T> &a, const typename T::Q *p, const Steps &steps, int h) {
   float *const o = a.o + h;
   vec::F acc[R][NV];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int c = 0; c < NV; c++) acc[r][c] = vec::load(o + r * SD + vec::W * c);
+    for (int c = 0; c < NV; c++) acc[r][c] = vec::load(o + r * ROW + vec::W * c);
   const int per_block = a.block_size / T::STEP;
   const int64_t stride = (int64_t)a.head_dim * T::STEP;
   if (!MASKED) {
@@ -264,7 +264,7 @@ PD_INLINE void pv_columns(const TileArgs<T> &a, const typename T::Q *p, const St
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int c = 0; c < NV; c++) vec::store(o + r * SD + vec::W * c, acc[r][c]);
+    for (int c = 0; c < NV; c++) vec::store(o + r * ROW + vec::W * c, acc[r][c]);
 }
 
 template <class T, int R>
@@ -290,14 +290,14 @@ PD_INLINE void find_steps(const TileArgs<T> &a, Steps &s) {
       }
 }
 
-// R rows against a tile. q [R][SD], o [R][SD], l [R][W], m [R] in units of log 2; MASKED: row r sees lanes lo[r] ..
+// R rows against a tile. q [R][ROW], o [R][ROW], l [R][W], m [R] in units of log 2; MASKED: row r sees lanes lo[r] ..
 // hi[r]-1.
-template <class T, int SD, int R, bool MASKED, bool PREFETCH>
+template <class T, int R, bool MASKED, bool PREFETCH>
 void attend(const TileArgs<T> &a) {
   alignas(64) typename T::Q p[R * TILE];
   {
     vec::F s[R][NT];
-    logits<T, SD, R, PREFETCH>(a, s);
+    logits<T, R, PREFETCH>(a, s);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) scale_logits(s[r], a);
     if (__builtin_expect(a.soft_cap > 0, 0)) {
@@ -321,7 +321,7 @@ void attend(const TileArgs<T> &a) {
 #pragma GCC unroll 16
         for (int c = 0; c < NT; c++)
           s[r][c] = vec::keep_lanes(s[r][c], a.lo[r] - vec::W * c, a.hi[r] - vec::W * c, -INFINITY);
-      softmax<T>(s[r], scale, o + r * SD, head_dim, l + r * vec::W, m[r]);
+      softmax<T>(s[r], scale, o + r * ROW, head_dim, l + r * vec::W, m[r]);
       store_probabilities<T, MASKED>(s[r], a, MASKED ? a.lo[r] : 0, MASKED ? a.hi[r] : TILE, p + r * TILE);
     }
   }
@@ -333,9 +333,9 @@ void attend(const TileArgs<T> &a) {
       for (int i = 0; i < lines; i++) prefetch<true>((const char *)a.next_v[b] + 64 * i);
   }
   int h = 0;
-  for (; h + NC * vec::W <= a.head_dim; h += NC * vec::W) pv_columns<T, SD, R, NC, MASKED, PREFETCH>(a, p, steps, h);
+  for (; h + NC * vec::W <= a.head_dim; h += NC * vec::W) pv_columns<T, R, NC, MASKED, PREFETCH>(a, p, steps, h);
   if constexpr (NC * vec::W > 16)  // head sizes are multiples of 16
-    for (; h < a.head_dim; h += vec::W) pv_columns<T, SD, R, 1, MASKED, PREFETCH>(a, p, steps, h);
+    for (; h < a.head_dim; h += vec::W) pv_columns<T, R, 1, MASKED, PREFETCH>(a, p, steps, h);
 }
 
 }  // namespace pagedec

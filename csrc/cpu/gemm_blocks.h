@@ -303,10 +303,13 @@ BlockTileFn pick_block_tile(std::index_sequence<R...>, int rows) {
 template <BlockKind KIND>
 BlockTileFn pick_block_tile(int rows, bool vnni) {
   constexpr auto heights = std::make_index_sequence<BLOCK_TILE_ROWS>();
-#if PD_LEVEL >= 2
-  if (vnni) return pick_block_tile<KIND, true>(heights, rows);
-#endif
+#if PD_LEVEL >= 3
+  return pick_block_tile<KIND, true>(heights, rows);
+#else
+  if constexpr (PD_LEVEL == 2)
+    if (vnni) return pick_block_tile<KIND, true>(heights, rows);
   return pick_block_tile<KIND, false>(heights, rows);
+#endif
 }
 
 }  // namespace pagedec

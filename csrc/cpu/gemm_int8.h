@@ -173,10 +173,13 @@ TileFn pick_int8_tile(std::index_sequence<R...>, int rows) {
 }
 PD_INLINE TileFn pick_int8_tile(int rows, bool vnni) {
   constexpr auto heights = std::make_index_sequence<INT8_TILE_ROWS>();
-#if PD_LEVEL >= 2
-  if (vnni) return pick_int8_tile<true>(heights, rows);
-#endif
+#if PD_LEVEL >= 3
+  return pick_int8_tile<true>(heights, rows);
+#else
+  if constexpr (PD_LEVEL == 2)
+    if (vnni) return pick_int8_tile<true>(heights, rows);
   return pick_int8_tile<false>(heights, rows);
+#endif
 }
 
 }  // namespace pagedec

@@ -152,7 +152,7 @@ typedef struct { int32_t format, first_output; } pd_segment;
 PD_EXPORT int64_t pd_packed_blocks_bytes(int64_t n, int64_t k, int32_t format);     /* as pd_packed_bytes */
 /* blocks: [n][k / values of a block] blocks, without gaps. A CUDA device does not have these weights yet. */
 PD_EXPORT int pd_pack_blocks(pd_context *, const void *blocks, int64_t n, int64_t k, int32_t format, void *packed);
-/* for tests. 0: do as without the instruction that multiplies bytes; 1 if it will be used */
+/* for tests. 0: do as without the instruction that multiplies bytes, in a library that can; 1 if it will be used */
 PD_EXPORT int pd_allow_vnni(pd_context *, int32_t allow);
 
 typedef struct {

@@ -31,6 +31,7 @@ from pagedec.kernels.reference_cache import KV_KINDS, SCALE_BYTES
 from tests.kernels import host_memory
 
 CODES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16}
+ALWAYS_VNNI = ("avx512bf16", "amx", "amx_emulated")
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -58,6 +59,14 @@ def count(n: int) -> Tensor:
 def threads(context: Context, num_threads: int) -> Context:
     """The same kernels, in a new context with so many threads."""
     return context.library.context(num_threads)
+
+
+def without_vnni(context: Context) -> Context:
+    """The same kernels, in a new context, as on a processor that cannot multiply bytes; in a library for processors
+    that all can, the same."""
+    without = context.library.context()
+    assert without.allow_vnni(False) == (context.isa in ALWAYS_VNNI)
+    return without
 
 
 def either(context: Context, n: int, on_emulated_device: int) -> int:

@@ -17,20 +17,13 @@ from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.reference_blocks import X_GROUP, BlockLinear
 from pagedec.kernels.reference_linear import quantize_rows
 from tests.kernels.block_cases import FORMATS, GATED, Packed, linear, random_blocks, record
-from tests.kernels.calls import DTYPES, count, normal, threads
+from tests.kernels.calls import DTYPES, count, normal, threads, without_vnni
 from tests.kernels.test_gemm import aligned
 
 KINDS = ["q4_0", "int4_zero_128", "q4_k", "q6_k", "q8_0"]
 """One of each way through the kernels."""
 SHAPES = [(1, 1, 256), (3, 33, 256), (13, 100, 768), (5, 31, 2304), (40, 65, 512)]
 MIXED = [("q4_k", 64), ("q6_k", 32), ("q8_0", 96), ("int4_zero_128", 45)]
-
-
-def without_vnni(context: Context) -> Context:
-    """The same kernels, in a new context, as on a processor that cannot multiply bytes."""
-    without = context.library.context()
-    assert not without.allow_vnni(False)
-    return without
 
 
 def mixed(k: int) -> list[Blocks]:

@@ -12,19 +12,12 @@ from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import DEVICES, Context, Epilogue, GemmArgs, KernelError, OpList, Quantization
 from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.reference_linear import INT8_GROUP, Int8Linear, interleave_gate_up, quantize_rows
-from tests.kernels.calls import CODES, DTYPES, count, normal, pointer, threads
+from tests.kernels.calls import CODES, DTYPES, count, normal, pointer, threads, without_vnni
 from tests.kernels.test_gemm import aligned
 
 GATED = (Epilogue.SILU_MUL, Epilogue.GELU_MUL)
 SHAPES = [(1, 32, 4), (1, 1, 1), (3, 33, 7), (5, 31, 64), (13, 100, 129), (40, 65, 300), (26, 130, 5051), (150, 40, 33)]
 SHAPES += [(200, 65, 901)]
-
-
-def without_vnni(context: Context) -> Context:
-    """The same kernels, in a new context, as on a processor that cannot multiply bytes."""
-    without = context.library.context()
-    assert not without.allow_vnni(False)
-    return without
 
 
 def packed(context: Context, weight: Tensor) -> Tensor:
@@ -284,8 +277,7 @@ def test_what_is_invalid_is_named(context: Context) -> None:
 
 def test_every_library_says_whether_it_multiplies_bytes(context: Context) -> None:
     """Without the switch the paths above would compare one path with itself."""
-    own = context.library.context()
-    assert not own.allow_vnni(False)
+    own = without_vnni(context)
     allowed = own.allow_vnni(True)
     with open("/proc/cpuinfo") as file:
         assert allowed == ("avx512_vnni" in file.read() and context.isa not in ("scalar", "avx2", *DEVICES))
