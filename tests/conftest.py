@@ -1,7 +1,8 @@
-"""What all tests share: the same random numbers in every run, and no machine so slow that a test fails for it."""
+"""What all tests share: the same random numbers and threads in every run, and no machine so slow that a test fails for it."""
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import sys
@@ -22,3 +23,5 @@ def _same_random_numbers() -> None:
     np.random.seed(0)
     if "torch" in sys.modules:  # not imported for its own sake: the tests of the core run without it
         sys.modules["torch"].manual_seed(0)
+        if "OMP_NUM_THREADS" in os.environ:  # an engine that was told a number has set it for all that come later
+            sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

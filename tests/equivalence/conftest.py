@@ -42,13 +42,13 @@ GPT2 = {
     "n_layer": 4, "n_head": 6, "n_positions": 1024, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 KINDS = {
-    "bfloat16": {"model": "smollm2", "dtype": "bfloat16"},
+    "bfloat16": {"model": "smollm2", "dtype": "bfloat16", "num_threads": 2},
     "float32": {"model": "smollm2", "dtype": "float32"},
     "reference": {"dtype": "float32", "attention_backend": "reference", "load_format": "dummy"},
     "tiny": {"dtype": "bfloat16", "load_format": "dummy"},
-    "gemma3": {"dtype": "bfloat16", "load_format": "dummy"},
+    "gemma3": {"dtype": "bfloat16", "num_threads": 2, "load_format": "dummy"},
     "gpt2": {"dtype": "float32", "load_format": "dummy"},
-    "int8": {"dtype": "bfloat16", "quantization": "int8", "load_format": "dummy"},
+    "int8": {"dtype": "bfloat16", "num_threads": 2, "quantization": "int8", "load_format": "dummy"},
     "KV int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8", "load_format": "dummy"},
     "KV fp8": {"dtype": "float32", "kv_cache_dtype": "fp8", "load_format": "dummy"},
     "process": {"dtype": "bfloat16", "load_format": "dummy", "executor": "process"},

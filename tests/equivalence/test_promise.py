@@ -18,6 +18,8 @@ from tests.algorithms.random_tree import RandomTreeParams
 from tests.equivalence.harness import SPECULATIONS, Case, Outcome, prompts, run, traced
 
 Make = Callable[..., Engine]
+Calm = tuple[list[Case], Outcome]
+Once = Callable[[str, Callable[[], Calm]], Calm]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,19 @@ def alone(engine: Engine, requests: list[Case]) -> Outcome:
     return outcome
 
 
+@pytest.fixture(scope="module")
+def once(kind: str) -> Once:
+    """What several tests are compared with, made by the first of them."""
+    known: dict[str, Calm] = {}
+
+    def result(name: str, make: Callable[[], Calm]) -> Calm:
+        if name not in known:
+            known[name] = make()
+        return known[name]
+
+    return result
+
+
 def test_alone_equals_in_a_crowd_of_16_mixed_lengths(engine: Make) -> None:
     one, crowd = cases(16), cases(16)
     assert_same(one, crowd, alone(engine(enable_prefix_caching=False), one), run(engine(), crowd))
@@ -111,7 +126,11 @@ def test_four_samples_equal_their_streams_alone(engine: Make) -> None:
 
 
 @pytest.mark.parametrize("method", [*SPECULATIONS, "a random tree"])
-def test_speculated_equals_not(engine: Make, method: str) -> None:
+def test_speculated_equals_not(engine: Make, once: Once, method: str) -> None:
+    def calm() -> Calm:
+        plain = [fresh(case, max_tokens=24) for case in cases(6, 10, 70)]
+        return plain, run(engine(), plain)
+
     def drafted(case: Case) -> Case:
         params = replace(case.params.inner, speculative=SPECULATIONS.get(method))
         if method not in SPECULATIONS:
@@ -119,11 +138,11 @@ def test_speculated_equals_not(engine: Make, method: str) -> None:
             params = RandomTreeParams(n=p.n, temperature=p.temperature, top_p=p.top_p, seed=p.seed, max_tokens=24)
         return Case(case.name, case.prompt, traced(params))
 
-    plain = [fresh(case, max_tokens=24) for case in cases(6, 10, 70)]
+    plain, want = once("plain", calm)
     speculated = [drafted(case) for case in plain]
     outcome = run(engine(), speculated)
     assert outcome.num_accepted > 0, "no draft was ever accepted: nothing was shown"
-    assert_same(plain, speculated, run(engine(), plain), outcome)
+    assert_same(plain, speculated, want, outcome)
 
 
 LENGTHS = (63, 64, 65, 127, 129, 511, 512, 513, 550)
@@ -134,7 +153,7 @@ LENGTHS = (63, 64, 65, 127, 129, 511, 512, 513, 550)
     {"max_num_batched_tokens": 64, "block_size": 8}, {"max_num_batched_tokens": 300, "block_size": 64},
     {"max_num_batched_tokens": 513, "num_blocks": 80}, {"max_num_batched_tokens": 129, "enable_prefix_caching": False},
 ], ids=str)  # fmt: skip
-def test_long_texts(engine: Make, shape: dict[str, object]) -> None:
+def test_long_texts(engine: Make, once: Once, shape: dict[str, object]) -> None:
     """Whole, alone and without the prefix cache equals a crowd in chunks that end anywhere, in blocks of any size."""
 
     def texts() -> list[Case]:
@@ -145,8 +164,10 @@ def test_long_texts(engine: Make, shape: dict[str, object]) -> None:
             for length, pair in zip(LENGTHS, zip(pieces, params, strict=True), strict=True)
         ]
 
-    one, crowd = texts(), texts()
-    roomy = engine(num_blocks=512, max_num_batched_tokens=1024, enable_prefix_caching=False)
-    want = alone(roomy, one)
+    def calm() -> Calm:
+        roomy, one = engine(num_blocks=512, max_num_batched_tokens=1024, enable_prefix_caching=False), texts()
+        return one, alone(roomy, one)
+
+    (one, want), crowd = once("long texts", calm), texts()
     got = run(engine(**{"num_blocks": 1024, **shape}), crowd, random.Random(3))
     assert_same(one, crowd, want, got)

@@ -46,11 +46,11 @@ def libraries() -> list[Library]:
 
 @pytest.fixture(scope="session")
 def context(library: Library) -> Context:
-    """As many threads as OpenMP chooses."""
-    return library.context()
+    """Of two threads, as few as can meet one another; a device has its own."""
+    return library.context(0 if library.isa in DEVICES else 2)
 
 
 @pytest.fixture(scope="session")
 def contexts(libraries: list[Library]) -> list[Context]:
-    """One of each library, in their order."""
-    return [library.context() for library in libraries]
+    """One of each library, in their order, of two threads."""
+    return [library.context(2) for library in libraries]

@@ -179,7 +179,8 @@ def test_coroutines(serve: Serve, llm: LLM) -> None:
                     assert [o async for o in far.stream(max_tokens=5)][-1].finished
                     assert str(await far.tree()).startswith("4 branches")
                     task = asyncio.ensure_future(far.generate(max_tokens=200, ignore_eos=True))
-                    await asyncio.sleep(0.05)
+                    while not serving.server.gateway.running:
+                        await asyncio.sleep(0)
                     task.cancel()
                     with pytest.raises(asyncio.CancelledError):
                         await task
