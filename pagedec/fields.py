@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import json
 import math
 import re
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -108,11 +108,7 @@ def check_encodable(field: str, text: str) -> None:
 
 def float32(number: float) -> float:
     """The number as the kernels take it; infinite where it is too large for them."""
-    try:
-        rounded: float = struct.unpack("<f", struct.pack("<f", number))[0]
-    except OverflowError:
-        return math.copysign(math.inf, number)
-    return rounded
+    return ctypes.c_float(number).value
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,13 +360,17 @@ def rules(cls: type[Any]) -> dict[str, tuple[Rule, Any]]:
 
 def field_names(cls: type[Any]) -> tuple[str, ...]:
     """The names of a dataclass's fields, its own before those it inherits."""
-    own = cls.__dict__.get("__annotations__", ())
-    return tuple(sorted((f.name for f in dataclasses.fields(cls)), key=lambda name: name not in own))
+    return tuple(sorted((f.name for f in dataclasses.fields(cls)), key=lambda name: name not in cls.__annotations__))
+
+
+@functools.cache
+def _checks(cls: Any) -> tuple[tuple[str, Rule], ...]:
+    return tuple((name, rule) for name, (rule, _) in rules(cls).items())
 
 
 def check_fields(record: Any) -> None:
     """Check every field of a frozen dataclass and put its value into normal form; for use in `__post_init__`."""
-    for name, (rule, _) in rules(type(record)).items():
+    for name, rule in _checks(type(record)):
         object.__setattr__(record, name, rule.check(name, getattr(record, name)))
 
 

@@ -1,4 +1,4 @@
-"""What all tests share: the same random numbers and threads in every run, and no machine so slow that a test fails for it."""
+"""What all tests share: random numbers, a number of threads, and no machine so slow that a test fails for it."""
 
 from __future__ import annotations
 

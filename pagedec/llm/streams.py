@@ -20,6 +20,7 @@ from pagedec.text.streaming import TextStream
 
 _Tokens = tuple[int | None, Sequence[int], Sequence[TokenLogprobs | None] | None]
 """New tokens of the answer of a rank, or for None of all answers."""
+_News = _Tokens | tuple[int, Completion] | FinishedRequest | RequestError | None
 
 
 class Stream:
@@ -42,7 +43,7 @@ class Stream:
         """Nothing more will come; what has come may still be unread."""
         self.is_aborted = False
         """It is over because its reader's side said so."""
-        self._news: deque[_Tokens | tuple[int, Completion] | FinishedRequest | RequestError | None] = deque()
+        self._news: deque[_News] = deque()
         self._grown: dict[int, _Growing] = {}
         self._common: _Growing | None = None
         """What all answers have in common, of those that are told of together."""
@@ -65,9 +66,7 @@ class Stream:
         self.is_over = True
         self._put(error)
 
-    def _put(
-        self, news: _Tokens | tuple[int, Completion] | FinishedRequest | RequestError, is_quiet: bool = False
-    ) -> None:
+    def _put(self, news: _News, is_quiet: bool = False) -> None:
         self._news.append(news)
         if not is_quiet:
             self._is_due = True
@@ -100,8 +99,7 @@ class Stream:
         touched: dict[int, _Growing] = {}
         failure: RequestError | None = None
         self._is_due = False  # before looking: what comes from now on is due again
-        while self._news and failure is None:
-            news = self._news.popleft()
+        for news in self._taken():
             if isinstance(news, FinishedRequest):
                 final = self.writer.request(job, news)
                 if is_delta:
@@ -111,7 +109,7 @@ class Stream:
                 return
             if isinstance(news, RequestError):
                 failure = news
-                continue
+                break
             if news is None:
                 yield self._cut()
                 return
@@ -129,6 +127,19 @@ class Stream:
             yield self.writer.output(job, parts, False)
         if failure is not None:
             raise failure
+
+    def _taken(self) -> Iterator[_News]:
+        """The news, an answer's tokens in one piece as far as nothing but other answers' tokens lies between."""
+        pieces: dict[int, list[_Tokens]] = {}
+        while self._news:
+            news = self._news.popleft()
+            if isinstance(news, tuple) and len(news) == 3 and news[0] is not None:
+                pieces.setdefault(news[0], []).append(news)
+            else:
+                yield from map(_joined, pieces.values())
+                pieces.clear()
+                yield news
+        yield from map(_joined, pieces.values())
 
     def _cut(self) -> RequestOutput:
         """The last output of a request that was aborted, with all of its answers, those that had not begun too."""
@@ -159,6 +170,15 @@ class Stream:
         if self._common is not None:
             growing.follow(self._common.so_far)
         return growing
+
+
+def _joined(pieces: Sequence[_Tokens]) -> _Tokens:
+    """Of one answer, in one piece."""
+    rank, _, logprobs = pieces[0]
+    if len(pieces) == 1:
+        return pieces[0]
+    reports = None if logprobs is None else [report for piece in pieces for report in piece[2] or ()]
+    return rank, [token_id for piece in pieces for token_id in piece[1]], reports
 
 
 class _Growing:

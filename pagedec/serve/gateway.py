@@ -187,7 +187,7 @@ class Gateway:
                 async for output in outputs:
                     for watcher in self.watchers:
                         watcher.told(engine_name, output)
-                    yield dataclasses.replace(output, request_id=name or engine_name)
+                    yield dataclasses.replace(output, request_id=name) if name else output
 
     @contextlib.contextmanager
     def begun(self, order: Order, num_prompt_tokens: int, name: str = "") -> Iterator[str]:

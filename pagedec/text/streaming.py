@@ -55,11 +55,10 @@ class TextStream:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Return the text that these tokens make certain."""
-        text = ""
-        for token_id in token_ids:
-            if self.stop_string is None:
-                text += self._push(b"" if token_id in self._special else self._table.token_bytes(token_id))
-        return text
+        pieces = (b"" if token_id in self._special else self._table.token_bytes(token_id) for token_id in token_ids)
+        if self._stop is None:
+            return self._decode(b"".join(pieces), final=False)
+        return "".join(self._stopped(piece, self._stop) for piece in pieces if self.stop_string is None)
 
     def finish(self, token_ids: Iterable[int] = ()) -> str:
         """Return what was held back, at the end of the answer. `token_ids`: a stop token that is part of the text; no
@@ -70,17 +69,16 @@ class TextStream:
         held, self._held = self._held, b""
         return self._decode(held + data, final=True)
 
-    def _push(self, data: bytes) -> str:
+    def _stopped(self, data: bytes, stop: StopStrings) -> str:
+        """The text of one token, as far as no stop string may begin there."""
         counts, self._left = self._left <= 0, self._left - 1
-        if self._stop is None:
-            return self._decode(data, final=False)
-        self._state, match = self._stop.feed(self._state, data)
+        self._state, match = stop.feed(self._state, data)
         data = self._held + data
         if match is not None and counts:
-            self.stop_string = self._stop.strings[match[0]]
+            self.stop_string = stop.strings[match[0]]
             end = len(self._held) + match[1]
             return self._decode(data[: end if self._include else end - len(self.stop_string.encode())], final=True)
-        sure = len(data) - self._stop.held(self._state)
+        sure = len(data) - stop.held(self._state)
         self._held = data[sure:]
         return self._decode(data[:sure], final=False)
 
