@@ -101,7 +101,8 @@ def test_known_traffic(serve: Serve) -> None:
     own = greedy(12)
     own.stopping.ignore_eos = True
     serving.generation.Generate(pb.GenerateRequest(prompt=prompt(LONG), parameters=own))
-    list(serving.generation.GenerateStream(pb.GenerateStreamRequest(prompt=prompt(LONG), parameters=own)))
+    messages = list(serving.generation.GenerateStream(pb.GenerateStreamRequest(prompt=prompt(LONG), parameters=own)))
+    num_told = sum(bool(message.deltas) for message in messages)  # a reader that is late has several tokens at once
     size = serving.llm.kv_cache.block_size
     values = scraped(serving)
     assert of(values, "prompt_tokens_total") == of(values, "prefix_cache_queries_total") == 90
@@ -110,7 +111,7 @@ def test_known_traffic(serve: Serve) -> None:
     assert of(values, "requests_finished_total", finished_reason="length") == 2
     assert of(values, "time_to_first_token_seconds_count") == of(values, "request_queue_time_seconds_count") == 2
     assert of(values, "e2e_request_latency_seconds_count") == 2
-    assert 1 <= of(values, "inter_token_latency_seconds_count") <= 11
+    assert of(values, "inter_token_latency_seconds_count") == num_told - 1
     assert of(values, "request_generation_tokens_sum") == 24 and of(values, "request_prompt_tokens_sum") == 90
     assert of(values, "request_time_per_output_token_seconds_count") == 2
     assert of(values, "calls_total", method=STREAM, code="OK") == of(values, "calls_total", method=ONCE, code="OK") == 1

@@ -246,18 +246,18 @@ def test_tokens_that_a_constraint_forbids_are_refused(text_server_breaking: Serv
 
 
 def test_other_numbers_are_reported(serve: Serve, breaking: Breaking, caplog: pytest.LogCaptureFixture) -> None:
-    serving, breaking.after = serve(), 3
+    serving, breaking.after = serve(), 1
 
     async def change() -> None:
         executor = serving.llm.engine.executor
         executor.geometry = dataclasses.replace(executor.geometry, numerics="other")
 
     with client_of(serving) as client:
-        stream = client.stream(PROMPT, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+        stream = client.stream(PROMPT, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
         next(stream)
         serving.loop.run(change())
         *_, last = stream
-    assert len(last.outputs[0].token_ids) == 40
+    assert len(last.outputs[0].token_ids) == 200
     said, *_ = [record.getMessage() for record in caplog.records if record.name == "pagedec.client"]
     assert said.endswith("goes on where numbers have other bits than where it began")
 
