@@ -1,10 +1,10 @@
 """A server over gRPC beside the same engine offline, in one run.
 
-    python benchmarks/serve.py [--streams 64] [--rounds 5] [--skip-load]
+    python benchmarks/serve.py [--streams 64] [--rounds 5] [--bind] [--skip-load]
 
 1. Throughput: all streams at once, a message every 16 tokens or every token, beside `LLM.generate` of the same prompts.
    "a message" is the CPU time of the server's event loop for each message that it sent.
-2. Time to the first token of a request alone, beside offline.
+2. Time to the first token of a request alone, beside offline: the median of what each of --requests takes more.
 3. Latency and goodput against the offered load, as shares of the capacity that 1 has shown for such requests: a good
    request meets all of --goodput. The server has --max-num-seqs seats, and refuses what cannot wait.
 """
@@ -39,16 +39,18 @@ ENGINE = {"enable_prefix_caching": False, "max_model_len": 1024}
 TICKS = os.sysconf("SC_CLK_TCK")
 REST_SECONDS = 0.05
 """Between requests: threads of the kernels of either engine spin for a while when a step has ended."""
+BOUND = {"OMP_PROC_BIND": "true"}
+"""Each thread of the kernels stays on one core, as on a machine that the server has for itself."""
 SHARES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[tuple[str, int]]:
+def serving(*flags: str, bind: bool = False) -> Iterator[tuple[str, int]]:
     """A server in a process of its own: its address and its process id."""
     command = [sys.executable, "-m", "pagedec", "serve", "--port", "0", "--no-enable-prefix-caching"]
     command += ["--max-model-len", str(ENGINE["max_model_len"]), *flags]
     with tempfile.TemporaryFile("w+") as log:  # a pipe that nobody reads would hold the server up
-        process = subprocess.Popen(command, stderr=log, text=True)
+        process = subprocess.Popen(command, stderr=log, text=True, env={**os.environ, **BOUND} if bind else None)
         lines = ""
         while " serving " not in lines:
             time.sleep(0.1)
@@ -135,7 +137,7 @@ def first_token(client: Client, llm: LLM, given: argparse.Namespace) -> None:
     """A request alone."""
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     offline, served = [], []
-    for i in range(40):
+    for i in range(given.requests):
         [row] = prompts(1, given.input_len, 1000 + i)
         for name in ("offline", "served") if i % 2 else ("served", "offline"):
             time.sleep(REST_SECONDS)
@@ -148,9 +150,12 @@ def first_token(client: Client, llm: LLM, given: argparse.Namespace) -> None:
             else:
                 [outcome] = client.send(messages([row], 2, 1))
                 served.append(outcome.ttft or 0.0)
-    mine, other = 1e3 * statistics.median(served), 1e3 * statistics.median(offline)
-    table(["", "ms to the first token"], [["offline", f"{other:.2f}"], ["over gRPC", f"{mine:.2f}"]])
-    print(f"over gRPC takes {mine - other:.2f} ms more\n", flush=True)
+    rows = [
+        [name, f"{1e3 * statistics.median(own):.2f}"] for name, own in (("offline", offline), ("over gRPC", served))
+    ]
+    table(["", "ms to the first token"], rows)
+    low, more, high = statistics.quantiles([1e3 * (a - b) for a, b in zip(served, offline, strict=True)], n=4)
+    print(f"over gRPC takes {more:.2f} ms more, quartiles {low:.2f} and {high:.2f}\n", flush=True)
 
 
 def offered(client: Client, given: argparse.Namespace) -> None:
@@ -183,22 +188,24 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=150, help="that the time to the first token is taken of")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each offered load")
     parser.add_argument("--max-num-seqs", type=int, default=24)
     parser.add_argument("--max-requests", type=int, default=32)
     parser.add_argument("--goodput", nargs="+", default=["ttft:2000", "tpot:60"])
+    parser.add_argument("--bind", action="store_true", help="the server's threads to cores: OMP_PROC_BIND")
     parser.add_argument("--skip-load", action="store_true")
     given = parser.parse_args()
     heading("A server")
     llm = LLM(**ENGINE)
-    with serving() as (address, pid):
+    with serving(bind=given.bind) as (address, pid):
         client = Client(address)
         throughput(client, pid, llm, given)
         first_token(client, llm, given)
     llm.close()
     if not given.skip_load:
         flags = ["--max-num-seqs", str(given.max_num_seqs), "--max-requests", str(given.max_requests)]
-        with serving(*flags) as (address, _):
+        with serving(*flags, bind=given.bind) as (address, _):
             offered(Client(address), given)
 
 
