@@ -181,11 +181,14 @@ def test_coroutines_do_several_at_once(serve: Serve, llm: LLM) -> None:
                 assert await far.blocks(theirs) == own.blocks(mine) and far.room == own.room
                 assert str(await far.tree(theirs)) == str(own.tree(mine))
                 assert (await far.session_state()).num_branches == 3
+                serving.llm.loop.pause()  # so that none of them can end before it is given up
                 calls = asyncio.gather(far.generate_all([*theirs, far], ignore_eos=True, max_tokens=150))
-                await asyncio.sleep(0.05)
+                while len(serving.server.gateway.running) < 3:
+                    await asyncio.sleep(0.005)
                 calls.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await calls
+                serving.llm.loop.pause(False)
                 with pytest.raises(PagedecError, match="must be in the list once"):
                     await far.generate_all([far, far])
             assert [s.session_id for s in await client.sessions()] == [far.session_id]
