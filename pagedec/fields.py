@@ -370,7 +370,7 @@ def _checks(cls: Any) -> tuple[tuple[str, Rule], ...]:
 
 def check_fields(record: Any) -> None:
     """Check every field of a frozen dataclass and put its value into normal form; for use in `__post_init__`."""
-    for name, rule in _checks(type(record)):
+    for name, rule in _checks(record.__class__):
         object.__setattr__(record, name, rule.check(name, getattr(record, name)))
 
 
