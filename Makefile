@@ -31,8 +31,13 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pagedec needs Python 3.11 or newer, this is " + sys.version.split()[0])'
 	@echo "making $(VENV)"; $(PYTHON) -m venv $(VENV) || { echo "on Debian: apt install python3-venv"; rm -rf $(VENV); exit 1; }
 
-# torch comes first and by itself: a torch that is already there, for whatever device, is kept.
-$(VENV)/.torch: | $(BIN)/python
+# These come first, so that the kernels compile while the rest is installed.
+$(VENV)/.cmake: | $(BIN)/python
+	@$(PIP) install -q cmake ninja
+	@touch $@
+
+# torch comes by itself: a torch that is already there, for whatever device, is kept.
+$(VENV)/.torch: $(VENV)/.cmake
 	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' || \
 	  { echo "installing $(TORCH)"; $(PIP) install -q $(TORCH); }
 	@touch $@
@@ -60,21 +65,22 @@ setup: $(VENV)/.packages
 model: $(VENV)/.model
 gemma: $(VENV)/.gemma
 
-$(BUILD)/build.ninja: csrc/CMakeLists.txt $(VENV)/.packages
+$(BUILD)/build.ninja: csrc/CMakeLists.txt $(VENV)/.cmake
 	@mkdir -p $(dir $(BUILD))
 	@$(BIN)/cmake -S csrc -B $(BUILD) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_CXX_COMPILER=$(CXX) \
 	  -DPAGEDEC_LIB_DIR=$(CURDIR)/$(LIB) -Wno-dev >$(BUILD).log 2>&1 || { cat $(BUILD).log; rm -f $@; exit 1; }
 
 # Without a compiler everything still runs, on the reference kernels.
-build: $(VENV)/.packages
-	@if command -v $(CXX) >/dev/null; then $(MAKE) --no-print-directory compile; \
-	else echo "no C++ compiler ($(CXX)): going on with the reference kernels"; fi
+build:
+	@if command -v $(CXX) >/dev/null; then $(MAKE) --no-print-directory -j2 $(VENV)/.packages compile; \
+	else $(MAKE) --no-print-directory $(VENV)/.packages; \
+	  echo "no C++ compiler ($(CXX)): going on with the reference kernels"; fi
 
 .PHONY: compile
 compile: $(BUILD)/build.ninja
 	@$(BIN)/cmake --build $(BUILD) -j$(JOBS)
 
-$(BUILD_CUDA)/build.ninja: csrc/CMakeLists.txt csrc/cuda/CMakeLists.txt $(VENV)/.packages
+$(BUILD_CUDA)/build.ninja: csrc/CMakeLists.txt csrc/cuda/CMakeLists.txt $(VENV)/.cmake
 	@mkdir -p $(dir $(BUILD_CUDA))
 	@$(BIN)/cmake -S csrc -B $(BUILD_CUDA) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_CXX_COMPILER=$(CXX) \
 	  -DPAGEDEC_LIB_DIR=$(CURDIR)/$(LIB) -DPAGEDEC_CUDA=ON -Wno-dev >$(BUILD_CUDA).log 2>&1 || { cat $(BUILD_CUDA).log; rm -f $@; exit 1; }
