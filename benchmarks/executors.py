@@ -31,6 +31,7 @@ from common import heading, table
 from pagedec import LLM, SamplingParams
 from pagedec.core.wire import Step, pack_step
 from pagedec.engine.engine import Engine
+from pagedec.environment import prepare_ray
 
 SMALL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64,
@@ -62,7 +63,7 @@ def start_ray() -> None:
     """A small cluster of this machine. All contestants live at once, so it is told more processors than there are."""
     import ray
 
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    prepare_ray()
     room = {"num_cpus": 8 * (os.cpu_count() or 1), "object_store_memory": 80 << 20, "include_dashboard": False}
     ray.init(configure_logging=False, log_to_driver=False, **room)
 

@@ -44,9 +44,11 @@ def start(names: dict[str, str]) -> None:
     from ray import serve
     from ray.serve.config import RequestRouterConfig, gRPCOptions
 
+    from pagedec.environment import prepare_ray
     from pagedec.serve.ray_serve import deployment
     from pagedec.serve.replica_config import read_arguments
 
+    prepare_ray()
     ray.init("local", num_cpus=4, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False)
     serve.start(grpc_options=gRPCOptions(port=PORT, grpc_servicer_functions=[SERVICE]), http_options={"port": HTTP})
     given = read_arguments(ENGINE)

@@ -118,9 +118,11 @@ def gpus_of_a_rank() -> int:
     return int(read("PAGEDEC_ISA") == CUDA)
 
 
-def quiet_ray() -> None:
-    """Let Ray report nothing of this machine to its makers, unless the user has said so."""
+def prepare_ray() -> None:
+    """Have a cluster that is started here report nothing of this machine to Ray's makers, and run workers at a niceness
+    of 0, not 15, at which a step waits for whatever else runs; unless the user has said so."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def ray_address() -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import os
 import secrets
 import signal
 import socket
@@ -20,7 +21,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from pagedec.config import EngineConfig
-from pagedec.environment import gpus_of_a_rank, quiet_ray, ray_address, told_to_actors
+from pagedec.environment import gpus_of_a_rank, prepare_ray, ray_address, told_to_actors
 from pagedec.errors import InvalidArgument
 from pagedec.executor.channel import Channel
 from pagedec.executor.child import serve
@@ -61,7 +62,7 @@ def connect() -> Any:
         limit = "needs the package ray: install pagedec[ray]"
         raise InvalidArgument("executor", "ray", limit) from error
     if not ray.is_initialized():
-        quiet_ray()
+        prepare_ray()
         address = ray_address()
         if address is not None:
             _check_listens(address)
@@ -118,13 +119,15 @@ def start_group(config: EngineConfig, load: str = LOAD_WORKER) -> WorkerGroup:
     is_own = outer is None or outer.bundle_count < world
     group = placement_group([bundle] * world, strategy="PACK") if is_own else outer
     actors: list[Any] = []
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
     with socket.create_server((own, 0), backlog=64 + world) as listener:
         try:
             _wait_for_room(ray, group, world, bundle)
             token = secrets.token_hex(16)
             actors = [_place(ray, group, rank) for rank in range(world)]
             runs = [
-                actor.run.remote(own, listener.getsockname()[1], token, rank, load) for rank, actor in enumerate(actors)
+                actor.run.remote(own, listener.getsockname()[1], token, rank, niceness, load)
+                for rank, actor in enumerate(actors)
             ]
             found = receive_ranks(listener, token, world, PLACE_SECONDS, lambda: _check(ray, runs))
         except BaseException:
@@ -197,14 +200,23 @@ class _Actor:
     def __init__(self, path: str) -> None:
         sys.path += [place for place in json.loads(path) if place not in sys.path]
 
-    def run(self, address: str, port: int, token: str, rank: int, load: str) -> None:
+    def run(self, address: str, port: int, token: str, rank: int, niceness: int, load: str) -> None:
         """Its reference is done when the worker is."""
+        _set_niceness(niceness)
         end = socket.create_connection((address, port), CONNECT_SECONDS)
         end.settimeout(None)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         introduce(end, token, rank)
         with suppress(EOFError):  # the engine is gone, or has no more steps
             serve(Channel(end), load)
+
+
+def _set_niceness(niceness: int) -> None:
+    """Run at the engine's priority, as a process that it starts would. Ray starts workers at a niceness of 15 where a
+    node was not told otherwise: a step would wait for whatever else runs. Only who may lower it can (root, a limit)."""
+    with suppress(OSError):
+        for thread in os.listdir("/proc/self/task"):
+            os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
 
 
 class _Placement:
