@@ -102,6 +102,23 @@ async def _idle(server: Server) -> None:
     await asyncio.wait_for(server.gateway.idle(), WAIT)
 
 
+class Steps:
+    """Has a server's engine take no step but those it is given, so that who reads can be told to be as quick as it."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._permits, engine = threading.Semaphore(0), serving.llm.engine
+        step = engine.step
+
+        def wait() -> list[Any]:
+            assert self._permits.acquire(timeout=WAIT)
+            return step()
+
+        engine.step = wait  # type: ignore[method-assign]
+
+    def give(self, count: int) -> None:
+        self._permits.release(count)
+
+
 def client_of(serving: Serving, **given: Any) -> Client:
     return Client(f"127.0.0.1:{serving.server.port}", **given)
 
