@@ -167,11 +167,11 @@ def test_a_usual_schema_costs_little_in_each_row() -> None:
     tokens, seconds = words().encode(text), []
     for _ in range(5):
         state = constraint.start(())
-        began = time.perf_counter()
+        began = time.thread_time()
         for token in tokens:
             assert permits(constraint.allowed(state), token)
             state = constraint.next(state, token)
-        seconds.append((time.perf_counter() - began) / len(tokens))
+        seconds.append((time.thread_time() - began) / len(tokens))
     assert min(seconds) < 200e-6, "50 us where nobody else is computing"
 
 

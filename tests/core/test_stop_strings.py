@@ -58,10 +58,10 @@ def test_long_strings_are_refused_before_they_are_worked_on() -> None:
     for strings in (("a" * (MAX_STOP_BYTES + 1),), ("é" * (MAX_STOP_BYTES // 4), "a" * (MAX_STOP_BYTES // 2 + 1))):
         with pytest.raises(InvalidArgument, match=f"^stop is {MAX_STOP_BYTES + 1} bytes: must be at most 65536 in all"):
             StopStrings(strings)
-    began = time.perf_counter()
+    began = time.thread_time()
     with pytest.raises(InvalidArgument, match="^stop is 30000000 bytes"):
         StopStrings(("a" * 30_000_000,))
-    assert time.perf_counter() - began < 2
+    assert time.thread_time() - began < 2
 
 
 PIECES = (b"he", b"llo", b" wor", b"ld", b"</s>")

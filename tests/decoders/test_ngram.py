@@ -52,12 +52,12 @@ def test_a_token_costs_the_same_however_long_the_text() -> None:
     index = NGramIndex(history, 1, 4)
     tips = [history.append(0, [7])] * 3
     for _ in range(4):
-        began = time.perf_counter()
+        began = time.thread_time()
         for i in range(2000):
             for stream in range(3):
                 tips[stream] = history.append(tips[stream], [(i * i + stream) % 50 if i else 100 + stream])
                 next(index.continuations(tips[stream], 5), None)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.thread_time() - began)
     assert min(seconds[2:]) < 3 * min(seconds[:2]), seconds
 
 

@@ -68,4 +68,4 @@ def test_who_does_not_come_is_named(context: Context) -> None:
     began = time.monotonic()
     with pytest.raises(KernelError, match="pd_run: rank 2 has not come in time"):
         context.call(MeetArgs(arrivals.data_ptr(), 0.05, 0, 3))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20

@@ -106,7 +106,7 @@ def test_a_worker_that_hangs_while_it_loads(rank: int) -> None:
     began = time.monotonic()
     with pytest.raises(WorkerLost, match=r"the worker process 11 has not answered for 0\.3 s, and was killed"):
         WorkerGroup(workers).load(CONFIG)
-    assert time.monotonic() - began < 5.0 and all(worker.is_gone for worker in workers)
+    assert time.monotonic() - began < 20 and all(worker.is_gone for worker in workers)
 
 
 @pytest.mark.usefixtures("hasty")

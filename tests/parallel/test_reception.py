@@ -75,7 +75,7 @@ def test_who_knows_the_token_comes_in_and_nobody_else(
         introduce(ranks[rank], TOKEN, rank)
     began = time.monotonic()
     found = receive_ranks(listener, TOKEN, 2, 30.0, nothing)
-    assert time.monotonic() - began < 5.0  # who says nothing keeps nobody waiting
+    assert time.monotonic() - began < 20  # who says nothing keeps nobody waiting
     for (channel, _), end in zip(found, ranks, strict=True):
         channel.send(Kind.PULSE, b"x")
         assert end.recv(9) == bytes([Kind.PULSE, 0, 0, 0, 1, 0, 0, 0]) + b"x"

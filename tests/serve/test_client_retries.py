@@ -202,7 +202,7 @@ def test_a_server_that_is_loaded_meanwhile(serve: Serve) -> None:
             threading.Timer(0.2, lambda: setattr(serving.server.lifecycle, "refusal", None)).start()
             began = time.monotonic()
             assert ask()
-            assert 0.15 < time.monotonic() - began < 2
+            assert 0.15 < time.monotonic() - began < 20
 
 
 def test_a_server_that_was_started_anew(serve: Serve) -> None:

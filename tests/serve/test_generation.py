@@ -11,7 +11,7 @@ import pytest
 from pagedec import LLM, BeamSearchParams, SamplingParams
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import parameters_pb2 as pp
-from tests.serve.serving import WAIT, Serving, Steps, details, greedy, parameters, prompt, reason, streamed
+from tests.serve.serving import WAIT, Serving, details, greedy, parameters, prompt, reason, step_when_read, streamed
 
 Serve = Callable[..., Serving]
 LONG = [5 + i * 7 % 120 for i in range(45)]
@@ -108,17 +108,13 @@ def test_the_same_as_offline(serve: Serve, tiny_path: Path, name: str, interval:
 
 
 def test_stream_intervals_make_messages(serve: Serve) -> None:
-    """The first token is told of at once, and so is the end: here no token is made before the last message is read."""
+    """The first token is told of at once, and so is the end."""
     serving = serve()
     request = pb.GenerateStreamRequest(prompt=prompt(PROMPT), parameters=greedy(23), stream_interval=8)
     request.parameters.stopping.ignore_eos = True
-    steps, sizes = Steps(serving), list[int]()
-    stream = serving.generation.GenerateStream(request, timeout=WAIT)
-    for count in (1, 8, 8, 6):
-        steps.give(count)
-        sizes.append(len(next(stream).deltas[0].token_ids))
-    assert sizes == [1, 8, 8, 6]
-    assert not [message for message in stream if message.deltas]
+    step_when_read(serving)
+    messages = serving.generation.GenerateStream(request, timeout=WAIT)
+    assert [len(m.deltas[0].token_ids) for m in messages if m.deltas] == [1, 8, 8, 6]
 
 
 def test_text_and_stop_strings(text_server: Serving) -> None:

@@ -93,10 +93,10 @@ def test_hostile_chats_are_read_up_to_the_bound() -> None:
     assert len(prefix_keys([{"role": "user", "content": "x"}], context=deep, config=SMALL)) > 0
     assert prefix_keys([], config=SMALL) == () == prefix_keys("", config=SMALL)
     text = "x" * 10**8
-    began = time.perf_counter()
+    began = time.thread_time()
     for prompt in (text, [{"role": "user", "content": text}], range(10**8)):
         assert len(prefix_keys(prompt)) == 256
-    assert time.perf_counter() - began < 0.1  # reading all of any takes longer
+    assert time.thread_time() - began < 0.1  # reading all of any takes longer
 
 
 def test_long_names_hide_nothing_behind_them() -> None:

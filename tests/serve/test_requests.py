@@ -18,7 +18,7 @@ from pagedec.v1 import model_service_pb2 as mb
 from pagedec.v1 import parameters_pb2 as pp
 from pagedec.v1 import prompt_pb2
 from tests.algorithms.reconsider import ReconsiderParams
-from tests.serve.serving import Serving, details, greedy, parameters, prompt, reason, streamed
+from tests.serve.serving import WAIT, Serving, details, greedy, parameters, prompt, reason, step_when_read, streamed
 
 Serve = Callable[..., Serving]
 PROMPT = [5 + i * 7 % 120 for i in range(40)]
@@ -121,10 +121,10 @@ def test_each_answer_s_end_is_told_once(serve: Serve) -> None:
     """Of answers that end at different times."""
     own = parameters(200, n=8, temperature=1.0)
     own.seed = 5
-    stream = serve(engine=LARGE).generation.GenerateStream(
-        pb.GenerateStreamRequest(prompt=prompt(PROMPT), parameters=own)
-    )
-    ends = [[answer.index for answer in message.finished] for message in stream]
+    serving = serve(engine=LARGE)
+    request = pb.GenerateStreamRequest(prompt=prompt(PROMPT), parameters=own)
+    step_when_read(serving)
+    ends = [[answer.index for answer in m.finished] for m in serving.generation.GenerateStream(request, timeout=WAIT)]
     assert sorted(index for told in ends for index in told) == list(range(8)) and sum(map(bool, ends)) > 2
 
 
@@ -133,7 +133,9 @@ def test_what_beams_have_in_common_is_told_before_the_end(serve: Serve, llm: LLM
     params = BeamSearchParams(beam_width=3, num_return_sequences=2, max_tokens=120, ignore_eos=True)
     [want] = llm.generate([PROMPT], params, use_tqdm=False)
     request = pb.GenerateStreamRequest(prompt=prompt(PROMPT), parameters=beams())
-    messages = list(serve().generation.GenerateStream(request))
+    serving = serve()
+    step_when_read(serving)
+    messages = list(serving.generation.GenerateStream(request, timeout=WAIT))
     settled = [delta for message in messages[:-1] for delta in message.deltas]
     assert settled and all(delta.all_answers for delta in settled)
     common = [token for delta in settled for token in delta.token_ids]
@@ -183,7 +185,7 @@ def test_who_reads_nothing_is_ended_and_holds_up_nobody(serve: Serve) -> None:
         while not serving.server.gateway.running:
             assert time.monotonic() < deadline
         while serving.server.gateway.running:
-            assert len(list(serving.generation.GenerateStream(quick))) > 3
+            assert sum(len(m.deltas[0].token_ids) for m in serving.generation.GenerateStream(quick) if m.deltas) == 30
             assert time.monotonic() < deadline
         with pytest.raises(grpc.RpcError) as caught:
             list(lazy)

@@ -143,7 +143,7 @@ def test_a_second_signal_ends_it_at_once(started: Callable[..., Process]) -> Non
     assert next(watch).status == 2
     began = time.monotonic()
     process.signal()
-    assert process.wait() == 1 and time.monotonic() - began < 3
+    assert process.wait() == 1 and time.monotonic() - began < 20
 
 
 SLOW = """
@@ -168,7 +168,7 @@ def test_a_signal_while_the_model_is_loaded_ends_it_at_once(started: Callable[..
     assert process.health.Check(health_pb2.HealthCheckRequest()).status == 1 and process.health.Check(ASKED).status == 2
     began = time.monotonic()
     process.signal(number)
-    assert process.wait() == 0 and time.monotonic() - began < 3
+    assert process.wait() == 0 and time.monotonic() - began < 20
     assert not any("Traceback" in line for line in process.lines)
 
 

@@ -140,10 +140,10 @@ def test_what_may_take_any_text_in_one_token_is_given_room(kind: str) -> None:
 def test_a_hundred_megabytes_are_refused_at_once(tokenizer: Tokenizer) -> None:
     tokenizer.check_length("a" * 10_000, 8191)
     for text in ("word " * 20_000_000, "\U0001f600" * 25_000_000, " " * 100_000_000):
-        began = time.perf_counter()
+        began = time.thread_time()
         with pytest.raises(InvalidArgument) as caught:
             tokenizer.check_length(text, 8191, "prompts[3]")
-        assert time.perf_counter() - began < 0.5
+        assert time.thread_time() - began < 0.5
         assert str(caught.value) == (
             "prompts[3] is 100000000 bytes: must be at most 8191 tokens long, which are at most 663471 bytes"
         )
