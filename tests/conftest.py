@@ -15,6 +15,9 @@ settings.register_profile("pagedec", derandomize=True, deadline=None)
 settings.load_profile("pagedec")
 # A shell that starts this in the background has interrupts ignored, here and in every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Ray's processes, too: they run at 15, and by itself a proxy of Ray Serve has 5 seconds to answer for the first time.
+os.environ |= {"RAY_worker_niceness": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30"}
+os.environ |= {"RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "30", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 @pytest.fixture(autouse=True)

@@ -93,9 +93,9 @@ def all_logits(model: Model, tokens: Sequence[int], chunk: int = READ_ROWS) -> t
     return torch.cat(pieces)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Wait until something is so. Raises AssertionError where it takes too long."""
+def wait_for(condition: Callable[[], bool], seconds: float = 180.0) -> None:
+    """Wait until something is so. Raises AssertionError where it takes too long even for a busy machine."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it took too long"
-        time.sleep(0.01)
+        time.sleep(0.002)

@@ -28,7 +28,6 @@ KINDS = {"load_format": "dummy", "num_blocks": 256, "max_num_seqs": 8}
 
 @pytest.fixture(scope="module", autouse=True)
 def local() -> Iterator[None]:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     before = signal.getsignal(signal.SIGTERM)
     quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
     ray.init(address="local", num_cpus=2, object_store_memory=80 * 2**20, **quiet)
@@ -115,7 +114,7 @@ def test_an_engine_that_finds_no_room_while_another_works(
             with contextlib.suppress(FileExistsError):
                 loaded.touch(exist_ok=False)
                 return super().load(arguments, terms)
-            wait_for((tmp_path / "works").exists, 60)
+            wait_for((tmp_path / "works").exists)
             raise InvalidArgument("tensor_parallel_size", 2, "needs 2 times the room")
 
         def work(self, asked: list[Any]) -> Any:
@@ -148,13 +147,13 @@ def test_an_engine_that_dies_whenever_it_loads_while_another_works(
             with contextlib.suppress(FileExistsError):
                 (tmp_path / "loaded").touch(exist_ok=False)
                 return super().load(arguments, terms)
-            wait_for((tmp_path / "works").exists, 60)
+            wait_for((tmp_path / "works").exists)
             (tries / str(os.getpid())).touch()
             os._exit(1)
 
         def work(self, asked: list[Any]) -> Any:
             (tmp_path / "works").touch()
-            wait_for((tmp_path / "noticed").exists, 60)  # the job may not end before
+            wait_for((tmp_path / "noticed").exists)  # the job may not end before
             return super().work(asked)
 
     def do_without(self: Any, why: Any) -> None:

@@ -33,7 +33,6 @@ def cluster() -> Iterator[None]:
     made = Cluster(initialize_head=True, head_node_args=head)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", made.address)
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         yield
     made.shutdown()
 
@@ -64,27 +63,27 @@ def engines() -> list[int]:
 
 def test_a_job_is_killed_interrupted_and_ended(tiny: Path, tmp_path: Path, expected: list[dict[str, Any]]) -> None:
     kill_after(begin(tiny, tmp_path), tmp_path / "out", 25)
-    wait_for(lambda: not engines(), 30)
+    wait_for(lambda: not engines())
     held = num_lines(tmp_path / "out")
     process = begin(tiny, tmp_path)
-    wait_for(lambda: num_lines(tmp_path / "out") > held + 20 or process.poll() is not None, 60)
+    wait_for(lambda: num_lines(tmp_path / "out") > held + 20 or process.poll() is not None)
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 130 and "the same command goes on with the rest" in told
-    wait_for(lambda: not engines(), 30)
+    wait_for(lambda: not engines())
     process = begin(tiny, tmp_path)
     _, told = process.communicate(timeout=120)
     assert process.returncode == 0, told
     assert f"{len(LINES)} lines answered" in told
     check(read_output(tmp_path / "out"), expected, len(BAD))
-    wait_for(lambda: not engines(), 30)
+    wait_for(lambda: not engines())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 def test_an_engine_is_lost(tiny: Path, tmp_path: Path, expected: list[dict[str, Any]], number: signal.Signals) -> None:
     """By a signal; one that is stopped is noticed when it has not answered for step_timeout."""
     process = begin(tiny, tmp_path, "--step-timeout", "5")
-    wait_for(lambda: num_lines(tmp_path / "out") > 10 or process.poll() is not None, 60)
+    wait_for(lambda: num_lines(tmp_path / "out") > 10 or process.poll() is not None)
     lost = engines()
     assert lost
     os.kill(lost[0], number)
@@ -92,7 +91,7 @@ def test_an_engine_is_lost(tiny: Path, tmp_path: Path, expected: list[dict[str, 
     assert process.returncode == 0, told
     assert "an engine is lost" in told
     check(read_output(tmp_path / "out"), expected, len(BAD))
-    wait_for(lambda: not engines(), 30)
+    wait_for(lambda: not engines())
 
 
 @pytest.mark.long

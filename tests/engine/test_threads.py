@@ -19,6 +19,7 @@ from tests.algorithms.beam import BeamParams
 from tests.engine.crowd import Tiny, Tokens, assert_whole, workload
 from tests.engine.test_async import FOREVER, IDS, run, tokens
 from tests.engine.test_hostile import MoodyAdvanceParams
+from tests.support import wait_for
 
 
 def test_threads_share_a_batch(tiny: Tiny, expected: list[Tokens]) -> None:
@@ -103,17 +104,26 @@ def test_a_thread_that_drove_hands_over(tiny: Tiny) -> None:
     """A short call begins beside a long one and ends first, whoever drives; then the other way round."""
     llm = tiny(num_blocks=60)
     long, short = SamplingParams(max_tokens=60, ignore_eos=True), SamplingParams(max_tokens=4, ignore_eos=True)
-    for first, second in ((long, short), (short, long)):
-        ends: list[int] = []
-        threads = []
-        for params in (first, second):
+    ends, step = list[int](), llm.engine.step
 
-            def call(params: SamplingParams = params, ends: list[int] = ends) -> None:
-                llm.generate(IDS, params, use_tqdm=False)
-                ends.append(params.max_tokens or 0)
+    def call(params: SamplingParams) -> None:
+        llm.generate(IDS, params, use_tqdm=False)
+        ends.append(params.max_tokens or 0)
 
-            threads.append(threading.Thread(target=call))
-            threads[-1].start()
+    def wait() -> list[Any]:
+        """The long call goes on alone once the short one's thread has noticed its end."""
+        wait_for(lambda: len(llm.engine.unfinished) == 2 or bool(ends))
+        return step()
+
+    llm.engine.step = wait  # type: ignore[method-assign]
+    for order in ((long, short), (short, long)):
+        ends.clear()
+        llm.loop.pause()
+        threads = [threading.Thread(target=call, args=[params]) for params in order]
+        for count, thread in enumerate(threads, 1):
+            thread.start()
+            wait_for(lambda count=count: len(llm.engine.unfinished) == count)  # type: ignore[misc]
+        llm.loop.pause(False)
         for thread in threads:
             thread.join()
         assert ends == [4, 60]

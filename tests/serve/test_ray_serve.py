@@ -76,6 +76,9 @@ def started(tiny: str) -> int:
                 return start_cluster(tiny)
             ray.shutdown()
         return start_cluster(tiny)
+    except BaseException:
+        ray.shutdown()  # for the tests that come next
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)  # Ray has one of its own
 
@@ -86,7 +89,6 @@ def target(tiny: str) -> Iterator[str]:
     from ray import serve
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PAGEDEC_ISA", "none")  # as slow as it has to be to be killed in the middle
         port = started(tiny)
     yield f"127.0.0.1:{port}"
@@ -300,7 +302,7 @@ def test_a_replica_is_killed_in_the_middle(target: str, llm: LLM) -> None:
 @pytest.mark.long
 def test_all_replicas_are_killed(stub: Any, client: Client) -> None:
     """Whoever does not go on by itself is told that it may; others take their places."""
-    wait_for(lambda: len(replicas()) == 2, 60.0)
+    wait_for(lambda: len(replicas()) == 2)
     before = replicas()
     call = stub.GenerateStream(asked("a stream that breaks off"))
     assert next(call).HasField("resume")
@@ -310,7 +312,7 @@ def test_all_replicas_are_killed(stub: Any, client: Client) -> None:
         list(call)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert caught.value.details() == "the replica that answered is gone"
-    wait_for(lambda: len(replicas()) == 2 and not set(replicas()) & set(before), 60.0)
+    wait_for(lambda: len(replicas()) == 2 and not set(replicas()) & set(before))
     assert client.generate(["again"], GREEDY)[0].finished
 
 
@@ -321,7 +323,7 @@ def test_replicas_go_and_come(stub: Any, tiny: str) -> None:
 
     from pagedec.serve.ray_serve import app
 
-    wait_for(lambda: len(replicas()) == 2, 60.0)
+    wait_for(lambda: len(replicas()) == 2)
     calls = [stub.GenerateStream(asked(f"{i} is one of several streams")) for i in range(6)]
     for call in calls:
         next(call)
@@ -331,7 +333,7 @@ def test_replicas_go_and_come(stub: Any, tiny: str) -> None:
     for call in calls:
         *_, last = call
         assert last.usage.completion_tokens == 400
-    wait_for(lambda: len(replicas()) == 1, 60.0)
+    wait_for(lambda: len(replicas()) == 1)
     serve.run(app({**ENGINE, **arguments, "target_ongoing_requests": 1}), name="pagedec", route_prefix="/")
 
     def is_busy() -> bool:
@@ -339,7 +341,7 @@ def test_replicas_go_and_come(stub: Any, tiny: str) -> None:
             list(call)
         return len(replicas()) == 2
 
-    wait_for(is_busy, 90.0)
+    wait_for(is_busy)
 
 
 @pytest.mark.long

@@ -20,7 +20,7 @@ from pagedec.serve.lifecycle import DRAINING
 from pagedec.serve.statuses import Refusal
 from pagedec.structured import StructuredOutputsParams
 from pagedec.v1 import generation_service_pb2 as pb
-from tests.serve.serving import Serving, client_of, details, parameters, plain, prompt, reason, streamed
+from tests.serve.serving import Serving, client_of, details, parameters, plain, prompt, reason, step_when_read, streamed
 from tests.serve.test_serve_command import Process
 
 Serve = Callable[..., Serving]
@@ -46,6 +46,18 @@ class Breaking:
                     raise Refusal("UNAVAILABLE", "ENGINE_FAILED", "it is gone")
 
         return broken
+
+
+@pytest.fixture
+def serve(serve: Serve) -> Serve:
+    """Their messages have a step's tokens each, so that it is certain where a stream breaks off."""
+
+    def make(**given: Any) -> Serving:
+        serving = serve(**given)
+        step_when_read(serving)
+        return serving
+
+    return make
 
 
 @pytest.fixture(scope="module")
