@@ -18,6 +18,7 @@ from pagedec.errors import InvalidArgument, RequestError
 from tests.engine.crowd import Tokens, workload
 from tests.engine.test_hostile import MoodyAdvanceParams
 from tests.engine.test_llm_stream import check_growth
+from tests.in_step import slow_down, step_when_read
 from tests.support import wait_for
 
 IDS = [5, 17, 40, 99, 3]
@@ -74,17 +75,18 @@ async def settled(llm: AsyncLLM) -> None:
 def test_many_streams_are_what_each_is_alone(make: Make, expected: list[Tokens]) -> None:
     llm = make(num_blocks=40)
     prompts, params = workload()
+    step_when_read(llm, ["stream-0"])
 
     async def one(i: int) -> list[RequestOutput]:
         await asyncio.sleep(0.001 * (i % 3))
-        return await read(llm.generate(prompts[i % 7], params[i % 7]))
+        return await read(llm.generate(prompts[i % 7], params[i % 7], f"stream-{i}"))
 
     async def main() -> None:
         streams = await asyncio.gather(*(one(i) for i in range(35)))
         for i, outputs in enumerate(streams):
             check_growth(outputs)
             assert tokens(outputs[-1]) == expected[i % 7]
-        assert any(len(outputs) > 5 for outputs in streams)
+        assert len(streams[0]) == params[0].max_tokens
 
     run(main())
 
@@ -95,6 +97,7 @@ def test_what_outputs_hold(make: Make, kind: RequestOutputKind) -> None:
 
     async def main() -> None:
         whole = (await read(llm.generate(IDS, params)))[-1]
+        step_when_read(llm)
         outputs = await read(llm.generate(IDS, params.clone(output_kind=kind)))
         assert outputs[-1].finished and not any(output.finished for output in outputs[:-1])
         if kind is RequestOutputKind.DELTA:
@@ -113,17 +116,14 @@ def test_a_slow_reader_gets_what_came_meanwhile(make: Make) -> None:
     """All of it, in fewer outputs; the engine and the other readers do not wait for it."""
     llm, params = make(), SamplingParams(seed=3, max_tokens=60, ignore_eos=True)
 
-    async def slow() -> list[RequestOutput]:
-        outputs = []
-        async for output in llm.generate(IDS, params):
-            outputs.append(output)
-            if len(outputs) < 4:
-                await asyncio.sleep(0.1)
-        return outputs
+    step_when_read(llm, ["quick"])
 
     async def main() -> None:
-        held, quick = await asyncio.gather(slow(), read(llm.generate(IDS, params)))
-        assert tokens(held[-1]) == tokens(quick[-1]) and len(held) < len(quick)
+        slow = llm.generate(IDS, params)
+        held = [await anext(slow)]
+        quick = await read(llm.generate(IDS, params, request_id="quick"))
+        held += await read(slow)
+        assert tokens(held[-1]) == tokens(quick[-1]) and len(held) < len(quick) == params.max_tokens
         check_growth(held)
 
     run(main())
@@ -164,14 +164,14 @@ def leave(how: str) -> Callable[[AsyncLLM], Coroutine[Any, Any, None]]:
 @pytest.mark.parametrize("how", ["break", "cancel", "timeout", "raise", "never"])
 def test_leaving_aborts(make: Make, how: str) -> None:
     llm = make(num_blocks=32)
-    steps: list[int] = []
-    plan = llm.engine.scheduler.plan
+    steps, plan = [], llm.engine.scheduler.plan
 
     def counted(*args: Any) -> StepPlan:
         steps.append(len(llm.engine.scheduler.requests))
         return plan(*args)
 
     llm.engine.scheduler.plan = counted  # type: ignore[method-assign]
+    slow_down(llm)
 
     async def main() -> None:
         for _ in range(5):
@@ -197,7 +197,7 @@ def test_a_closed_iterator_has_aborted_when_closing_returns(make: Make) -> None:
         return stream
 
     async def main() -> None:
-        llm = make()
+        slow_down(llm := make())
         for _ in range(3):
             await (await begun(llm.generate(IDS, FOREVER, "mine"))).aclose()
             assert not llm._readers
@@ -210,7 +210,7 @@ def test_a_closed_iterator_has_aborted_when_closing_returns(make: Make) -> None:
 
 def test_aborting_by_name(make: Make) -> None:
     """The iterator gives what there is; a name is free again, and a strange one is none."""
-    llm = make()
+    slow_down(llm := make())
 
     async def main() -> None:
         outputs = []

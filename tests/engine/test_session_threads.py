@@ -17,6 +17,7 @@ from pagedec.errors import BranchBusy, InvalidArgument, PagedecError
 from pagedec.llm.async_session import AsyncSessionBranch
 from tests.engine.crowd import Tiny
 from tests.engine.test_session_programs import assert_nothing_left
+from tests.in_step import slow_down
 from tests.models.checkpoints import VOCAB
 
 PARAMS = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True)
@@ -137,6 +138,7 @@ def test_an_event_loop_and_threads(asynchronous: AsyncLLM) -> None:
 
 def test_several_branches_of_coroutines(asynchronous: AsyncLLM) -> None:
     """All calls are begun or none, and are one batch."""
+    slow_down(asynchronous)
 
     async def main() -> None:
         async with asynchronous.session([5, 6, 7], seed=7) as session:
@@ -145,8 +147,8 @@ def test_several_branches_of_coroutines(asynchronous: AsyncLLM) -> None:
             assert [output.outputs[0].token_ids for output in outputs] == [b.token_ids[3:] for b in (one, two)]
             both = await session.score_all([one, two], [[[5, 6]], [[7], []]])
             assert both == [await one.score([[5, 6]]), await two.score([[7], []])]
-            stream = two.stream(PARAMS)
-            await anext(stream)
+            stream = two.stream(PARAMS, max_tokens=400)
+            assert not (await anext(stream)).finished
             with pytest.raises(BranchBusy):
                 await session.generate_all([one, two], PARAMS)
             await stream.aclose()

@@ -14,7 +14,6 @@ from google.rpc import error_details_pb2, status_pb2
 
 from pagedec import AsyncLLM, RequestOutput
 from pagedec.client import Client
-from pagedec.llm.readers import Reader
 from pagedec.messages import DETAILS
 from pagedec.params import RequestOutputKind, RequestParams
 from pagedec.serve.server import Server
@@ -27,7 +26,6 @@ from pagedec.v1 import (
     prompt_pb2,
     session_service_pb2_grpc,
 )
-from tests.support import wait_for
 
 T = TypeVar("T")
 WAIT = 60.0
@@ -102,21 +100,6 @@ async def _opened(server: Server, starting: Future[None]) -> None:
 
 async def _idle(server: Server) -> None:
     await asyncio.wait_for(server.gateway.idle(), WAIT)
-
-
-def step_when_read(serving: Serving) -> None:
-    """Have the engine take no step before all streams have sent what they know: what a message has is certain then."""
-    llm, step = serving.llm, serving.llm.engine.step
-
-    def is_read(reader: Reader) -> bool:
-        waiter = reader._waiter
-        return not reader.stream.has_news and waiter is not None and not waiter.done()
-
-    def wait() -> list[Any]:
-        wait_for(lambda: all(map(is_read, list(llm._readers.values()))), WAIT)
-        return step()
-
-    llm.engine.step = wait  # type: ignore[method-assign]
 
 
 def client_of(serving: Serving, **given: Any) -> Client:

@@ -11,7 +11,8 @@ import pytest
 from pagedec import LLM, BeamSearchParams, SamplingParams
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import parameters_pb2 as pp
-from tests.serve.serving import WAIT, Serving, details, greedy, parameters, prompt, reason, step_when_read, streamed
+from tests.in_step import step_when_read
+from tests.serve.serving import WAIT, Serving, details, greedy, parameters, prompt, reason, streamed
 
 Serve = Callable[..., Serving]
 LONG = [5 + i * 7 % 120 for i in range(45)]
@@ -112,7 +113,7 @@ def test_stream_intervals_make_messages(serve: Serve) -> None:
     serving = serve()
     request = pb.GenerateStreamRequest(prompt=prompt(PROMPT), parameters=greedy(23), stream_interval=8)
     request.parameters.stopping.ignore_eos = True
-    step_when_read(serving)
+    step_when_read(serving.llm)
     messages = serving.generation.GenerateStream(request, timeout=WAIT)
     assert [len(m.deltas[0].token_ids) for m in messages if m.deltas] == [1, 8, 8, 6]
 

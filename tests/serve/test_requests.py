@@ -18,7 +18,8 @@ from pagedec.v1 import model_service_pb2 as mb
 from pagedec.v1 import parameters_pb2 as pp
 from pagedec.v1 import prompt_pb2
 from tests.algorithms.reconsider import ReconsiderParams
-from tests.serve.serving import WAIT, Serving, details, greedy, parameters, prompt, reason, step_when_read, streamed
+from tests.in_step import step_when_read
+from tests.serve.serving import WAIT, Serving, details, greedy, parameters, prompt, reason, streamed
 
 Serve = Callable[..., Serving]
 PROMPT = [5 + i * 7 % 120 for i in range(40)]
@@ -123,7 +124,7 @@ def test_each_answer_s_end_is_told_once(serve: Serve) -> None:
     own.seed = 5
     serving = serve(engine=LARGE)
     request = pb.GenerateStreamRequest(prompt=prompt(PROMPT), parameters=own)
-    step_when_read(serving)
+    step_when_read(serving.llm)
     ends = [[answer.index for answer in m.finished] for m in serving.generation.GenerateStream(request, timeout=WAIT)]
     assert sorted(index for told in ends for index in told) == list(range(8)) and sum(map(bool, ends)) > 2
 
@@ -134,7 +135,7 @@ def test_what_beams_have_in_common_is_told_before_the_end(serve: Serve, llm: LLM
     [want] = llm.generate([PROMPT], params, use_tqdm=False)
     request = pb.GenerateStreamRequest(prompt=prompt(PROMPT), parameters=beams())
     serving = serve()
-    step_when_read(serving)
+    step_when_read(serving.llm)
     messages = list(serving.generation.GenerateStream(request, timeout=WAIT))
     settled = [delta for message in messages[:-1] for delta in message.deltas]
     assert settled and all(delta.all_answers for delta in settled)

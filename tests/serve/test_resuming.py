@@ -20,7 +20,8 @@ from pagedec.serve.lifecycle import DRAINING
 from pagedec.serve.statuses import Refusal
 from pagedec.structured import StructuredOutputsParams
 from pagedec.v1 import generation_service_pb2 as pb
-from tests.serve.serving import Serving, client_of, details, parameters, plain, prompt, reason, step_when_read, streamed
+from tests.in_step import step_when_read
+from tests.serve.serving import Serving, client_of, details, parameters, plain, prompt, reason, streamed
 from tests.serve.test_serve_command import Process
 
 Serve = Callable[..., Serving]
@@ -54,7 +55,7 @@ def serve(serve: Serve) -> Serve:
 
     def make(**given: Any) -> Serving:
         serving = serve(**given)
-        step_when_read(serving)
+        step_when_read(serving.llm)
         return serving
 
     return make
