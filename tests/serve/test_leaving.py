@@ -9,6 +9,7 @@ from collections.abc import Callable
 import tests.algorithms.reconsider  # noqa: F401  it registers a decoder
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import parameters_pb2 as pp
+from tests.in_step import slow_down
 from tests.serve.serving import Serving, greedy, parameters, prompt
 
 Serve = Callable[..., Serving]
@@ -74,6 +75,7 @@ def test_while_it_answers(serve: Serve) -> None:
 
 def test_while_its_prompt_is_read(serve: Serve) -> None:
     serving = serve(engine={**LARGE, "max_num_batched_tokens": 64})
+    slow_down(serving.llm)
     stats, num_prompt_steps = serving.llm.engine.stats, 3000 // 64
     for i, name in enumerate(("greedy", "sampled", "beams", "n-grams")):
         before = stats.num_steps
