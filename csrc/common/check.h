@@ -37,6 +37,12 @@ constexpr bool kHasBlocks = false;
 #else
 constexpr bool kHasBlocks = true;
 #endif
+// A CPU computes in fp32 and bf16.
+#if defined(PD_DEVICE_MEMORY) || defined(PD_EMULATED_DEVICE)
+constexpr bool kHasF16 = true;
+#else
+constexpr bool kHasF16 = false;
+#endif
 inline int check_count(const char *kernel, const char *field, const int32_t *count) {
   if (check_pointer(kernel, field, count)) return -1;
   return kReadsRecords ? check_range(kernel, field, *count, 0, INT32_MAX) : 0;
@@ -45,9 +51,13 @@ inline int check_count(const char *kernel, const char *field, const int32_t *cou
 inline int check_array(const char *kernel, const char *field, const void *p, const int32_t *count) {
   return kReadsRecords && *count == 0 ? 0 : check_pointer(kernel, field, p);
 }
-inline int check_dtype(const char *kernel, int32_t dtype) {
-  if (dtype == PD_F32 || dtype == PD_BF16) return 0;
-  return fail("%s: dtype is %d; it must be %d (fp32) or %d (bf16)", kernel, dtype, PD_F32, PD_BF16);
+inline int check_dtype(const char *kernel, int32_t dtype, const char *field = "dtype") {
+  if (dtype == PD_F32 || dtype == PD_BF16 || (kHasF16 && dtype == PD_F16)) return 0;
+  if (kHasF16)
+    return fail("%s: %s is %d; it must be %d (fp32), %d (bf16) or %d (fp16)", kernel, field, dtype, PD_F32, PD_BF16,
+                PD_F16);
+  return fail("%s: %s is %d%s; it must be %d (fp32) or %d (bf16)", kernel, field, dtype,
+              dtype == PD_F16 ? " (fp16), which a CPU does not compute in" : "", PD_F32, PD_BF16);
 }
 inline int check_kv_kind(const char *kernel, int32_t kind) {
 #if defined(PD_DEVICE_MEMORY) || defined(PD_EMULATED_DEVICE)

@@ -8,10 +8,7 @@ int check_gemm(const pd_gemm_args &a) {
   if (rows < 0) return fail("pd_gemm: num_rows is %d; it must be 0 or more", rows);
   if (a.n < 1) return fail("pd_gemm: n is %d; it must be 1 or more", a.n);
   if (a.k < 1) return fail("pd_gemm: k is %d; it must be 1 or more", a.k);
-  if (a.dtype != PD_F32 && a.dtype != PD_BF16)
-    return fail("pd_gemm: dtype is %d; it must be 0 (fp32) or 1 (bf16)", a.dtype);
-  if (a.y_dtype != PD_F32 && a.y_dtype != PD_BF16)
-    return fail("pd_gemm: y_dtype is %d; it must be 0 (fp32) or 1 (bf16)", a.y_dtype);
+  if (check_dtype("pd_gemm", a.dtype) || check_dtype("pd_gemm", a.y_dtype, "y_dtype")) return -1;
   if (a.epilogue < PD_STORE || a.epilogue > PD_GELU)
     return fail("pd_gemm: epilogue is %d; it must be %d to %d", a.epilogue, PD_STORE, PD_GELU);
   if (a.epilogue == PD_ADD && a.y_dtype != PD_F32)

@@ -12,8 +12,7 @@ int check_probe_read(const pd_context *context, const void *data, int64_t bytes,
 
 int check_probe_dot(const pd_context *context, int32_t dtype, double seconds) {
   if (!context) return fail("pd_probe_dot: context is NULL");
-  if (dtype != PD_F32 && dtype != PD_BF16)
-    return fail("pd_probe_dot: dtype is %d; it must be 0 (fp32) or 1 (bf16)", dtype);
+  if (check_dtype("pd_probe_dot", dtype)) return -1;
   if (seconds > 0 && seconds <= 60) return 0;
   return fail("pd_probe_dot: seconds is %g; it must be above 0 and at most 60", seconds);
 }

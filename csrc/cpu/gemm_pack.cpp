@@ -5,7 +5,7 @@
 #include <cstring>
 #include <memory>
 
-#include "common/internal.h"
+#include "common/check.h"
 #include "cpu/gemm_int8.h"
 
 namespace pagedec {
@@ -47,9 +47,7 @@ using namespace pagedec;
 
 extern "C" {
 int64_t pd_packed_bytes(int64_t n, int64_t k, int32_t dtype) {
-  if (check_size("pd_packed_bytes", n, k)) return -1;
-  if (dtype != PD_F32 && dtype != PD_BF16)
-    return fail("pd_packed_bytes: dtype is %d; it must be 0 (fp32) or 1 (bf16)", dtype);
+  if (check_size("pd_packed_bytes", n, k) || check_dtype("pd_packed_bytes", dtype)) return -1;
   return (n + 31) / 32 * (dtype == PD_BF16 ? (k + 1) / 2 : k) * 128;
 }
 
@@ -81,9 +79,7 @@ int64_t pd_packed_int8_bytes(int64_t n, int64_t k) {
 }
 
 int pd_pack_int8(pd_context *context, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed) {
-  if (check_pack("pd_pack_int8", context, w, packed)) return -1;
-  if (dtype != PD_F32 && dtype != PD_BF16)
-    return fail("pd_pack_int8: dtype is %d; it must be 0 (fp32) or 1 (bf16)", dtype);
+  if (check_pack("pd_pack_int8", context, w, packed) || check_dtype("pd_pack_int8", dtype)) return -1;
   if (pd_packed_int8_bytes(n, k) < 0) return -1;
   const int64_t steps = (k + 3) / 4, padded = steps * 4, row_bytes = k * (dtype == PD_BF16 ? 2 : 4);
   const int threads = num_threads(*context);

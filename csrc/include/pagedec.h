@@ -52,14 +52,15 @@
 extern "C" {
 #endif
 
-#define PD_ABI_VERSION 8
+#define PD_ABI_VERSION 9
 #if defined(__GNUC__)
 #define PD_EXPORT __attribute__((visibility("default")))
 #else
 #define PD_EXPORT
 #endif
 
-typedef enum { PD_F32 = 0, PD_BF16 = 1 } pd_dtype;
+/* A CPU has the first two, a CUDA device all. */
+typedef enum { PD_F32 = 0, PD_BF16 = 1, PD_F16 = 2 } pd_dtype;
 
 /* ---- library */
 PD_EXPORT int32_t pd_abi_version(void);

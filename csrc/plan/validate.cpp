@@ -50,8 +50,7 @@ int check_shape(const pd_attn_shape &s) {
     return fail("pd_attn_plan: head_dim is %d; it must be a multiple of 16 from 16 to %d", s.head_dim, MAX_HEAD_DIM);
   if (s.block_size != 8 && s.block_size != 16 && s.block_size != 32 && s.block_size != 64)
     return fail("pd_attn_plan: block_size is %d; it must be 8, 16, 32 or 64", s.block_size);
-  if (s.dtype != PD_F32 && s.dtype != PD_BF16)
-    return fail("pd_attn_plan: dtype is %d; it must be %d (fp32) or %d (bf16)", s.dtype, PD_F32, PD_BF16);
+  if (check_dtype("pd_attn_plan", s.dtype)) return -1;
   if (check_kv_kind("pd_attn_plan", s.kv_kind)) return -1;
   if (s.window < 0) return fail("pd_attn_plan: window is %d; it must be 0 or more", s.window);
   if (!(s.scale > 0) || !std::isfinite(s.scale))

@@ -40,10 +40,11 @@ __all__ = [
 
 
 class Dtype(IntEnum):
-    """Element types of weights, activations and caches."""
+    """Element types of weights, activations and caches. CPUs have no F16."""
 
     F32 = 0
     BF16 = 1
+    F16 = 2
 
 
 class KvKind(IntEnum):

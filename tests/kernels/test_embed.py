@@ -77,7 +77,7 @@ def test_threads_and_rows_do_not_change_a_row(context: Context, num_threads: int
     [
         ("dim", 0, "dim is 0"),
         ("vocab", -1, "vocab is -1"),
-        ("dtype", 2, "dtype is 2"),
+        ("dtype", 3, "dtype is 3"),
         ("token_ids", None, "token_ids is NULL"),
         ("table", None, "table is NULL"),
         ("out", None, "out is NULL"),

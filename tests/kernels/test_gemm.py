@@ -291,7 +291,7 @@ BAD_FIELDS = [
     ({"num_rows": None}, "num_rows is NULL"),
     ({"n": 0}, "n is 0; it must be 1 or more"),
     ({"k": -3}, "k is -3; it must be 1 or more"),
-    ({"dtype": 2}, "dtype is 2"),
+    ({"dtype": 3}, "dtype is 3"),
     ({"y_dtype": -1}, "y_dtype is -1"),
     ({"epilogue": 5}, "epilogue is 5; it must be 0 to 4"),
     ({"epilogue": 1, "y_dtype": 1}, "y_dtype is 1; with PD_ADD it must be 0"),
