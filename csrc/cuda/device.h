@@ -82,6 +82,16 @@ PD_DEVICE uint32_t pack_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 PD_DEVICE uint64_t double_bits(double x) { return (uint64_t)__double_as_longlong(x); }
+PD_DEVICE uint16_t half_bits(float x) {
+  uint16_t bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+PD_DEVICE float half_float(uint16_t bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+  return x;
+}
 // 16 bytes at once, which begin at a multiple of 16.
 template <class T>
 PD_DEVICE T load_whole(const void *p) {
@@ -134,6 +144,19 @@ inline float quotient(float x, float y) { return x / y; }
 inline uint32_t pack_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   return (a & 255) | (b & 255) << 8 | (c & 255) << 16 | d << 24;
 }
+inline float half_float(uint16_t half) {
+  const uint32_t sign = (half & 0x8000u) << 16, rest = (half & 0x7fffu) << 13;
+  const uint32_t bits = rest < 0x7c00u << 13 ? float_bits(bits_float(rest) * 0x1p112f) : rest | 0x7f800000u;
+  return bits_float(bits | sign);
+}
+inline uint16_t half_bits(float x) {
+  const uint32_t bits = float_bits(x), sign = bits >> 16 & 0x8000u, rest = bits & 0x7fffffffu;
+  if (rest > 0x7f800000u) return 0x7fff;
+  if (rest >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);  // 65,520 and above
+  // Below 2^-14 fp16 has steps of 2^-24, as floats from 0.5 on, to which they are added.
+  if (rest < 0x38800000u) return (uint16_t)(sign | (float_bits(bits_float(rest) + 0.5f) - 0x3f000000u));
+  return (uint16_t)(sign | (rest - 0x38000000u + 0xfffu + (rest >> 13 & 1)) >> 13);
+}
 inline uint64_t double_bits(double x) {
   uint64_t bits;
   memcpy(&bits, &x, sizeof bits);
@@ -165,12 +188,16 @@ PD_DEVICE T upper(T a, T b) {
 }
 PD_DEVICE int within(int x, int low, int high) { return upper(low, lower(x, high)); }
 
-// bfloat16 as it lies in memory; rounded to nearest, ties to even, and a NaN stays one.
+// bfloat16 and IEEE's binary16 as they lie in memory; rounded to nearest, ties to even, and a NaN stays one.
 struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
   uint16_t bits;
 };
 PD_DEVICE float to_float(float x) { return x; }
 PD_DEVICE float to_float(bf16 x) { return bits_float((uint32_t)x.bits << 16); }
+PD_DEVICE float to_float(fp16 x) { return half_float(x.bits); }
 template <class E>
 PD_DEVICE E from_float(float x);
 template <>
@@ -182,6 +209,18 @@ PD_DEVICE bf16 from_float<bf16>(float x) {
   const uint32_t bits = float_bits(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return {(uint16_t)(bits >> 16 | 0x40)};
   return {(uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+template <>
+PD_DEVICE fp16 from_float<fp16>(float x) {
+  return {half_bits(x)};
+}
+
+// On the host: what `pick` gives for a value of the type that a record's dtype says.
+template <class Pick>
+auto of_dtype(int32_t dtype, const Pick &pick) {
+  if (dtype == PD_BF16) return pick(bf16{});
+  if (dtype == PD_F16) return pick(fp16{});
+  return pick(float{});
 }
 
 // tanh below 2 ulp: small arguments by a polynomial (Cephes tanhf), the others as 1 - 2 / (e^2x + 1).

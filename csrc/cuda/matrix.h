@@ -15,13 +15,20 @@ namespace pagedec {
 
 #if defined(__CUDACC__)
 PD_DEVICE uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
-// d += a b; an output row depends on its own row of a, all of b, and itself.
-PD_DEVICE void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+// d += a b of pairs of E; an output row depends on its own row of a, all of b, and itself.
+template <class E = bf16>
+PD_DEVICE void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+#define PD_MULTIPLY_ADD(E, name)                                                                               \
+  template <>                                                                                                  \
+  PD_DEVICE void multiply_add<E>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {             \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." name "." name                                        \
+                 ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"                                     \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                              \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                              \
+  }
+PD_MULTIPLY_ADD(bf16, "bf16")
+PD_MULTIPLY_ADD(fp16, "f16")
+#undef PD_MULTIPLY_ADD
 // d = c + a b of int8, the shapes of m16n8k32: rows and columns as above, of A and B k = 4t ... 4t + 3 and 4t + 16 ...
 // 4t + 19, four values in each register.
 PD_DEVICE void multiply_bytes(int32_t (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
@@ -33,12 +40,12 @@ PD_DEVICE void multiply_bytes(int32_t (&d)[4], const uint32_t (&a)[4], uint32_t 
 }
 // Four matrices of 8 x 8 values of 16 bits: lane l gives where row l % 8 of matrix l / 8 begins, and gets of each
 // values 2 (l % 4) and the next of row l / 4; transposed: of column l / 4 rows 2 (l % 4) and the next.
-PD_DEVICE void load_matrices(uint32_t (&r)[4], const bf16 *row) {
+PD_DEVICE void load_matrices(uint32_t (&r)[4], const void *row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared_address(row)));
 }
-PD_DEVICE void load_transposed(uint32_t (&r)[4], const bf16 *row) {
+PD_DEVICE void load_transposed(uint32_t (&r)[4], const void *row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared_address(row)));
@@ -55,15 +62,28 @@ template <int kLeft>
 PD_DEVICE void await_copies() {  // of all groups but the youngest kLeft
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
-PD_DEVICE uint32_t bf16_pair(float low, float high) {
+template <class E>
+PD_DEVICE uint32_t pair_of(float low, float high);
+template <>
+PD_DEVICE uint32_t pair_of<bf16>(float low, float high) {
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
+template <>
+PD_DEVICE uint32_t pair_of<fp16>(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
 #else
-using emulate::multiply_add, emulate::multiply_bytes;
-inline void load_matrices(uint32_t (&r)[4], const bf16 *row) { emulate::load_matrices(r, (const char *)row, false); }
-inline void load_transposed(uint32_t (&r)[4], const bf16 *row) { emulate::load_matrices(r, (const char *)row, true); }
+using emulate::multiply_bytes;
+template <class E = bf16>
+void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  emulate::multiply_add(d, a, b0, b1, [](uint16_t bits) { return to_float(E{bits}); });
+}
+inline void load_matrices(uint32_t (&r)[4], const void *row) { emulate::load_matrices(r, (const char *)row, false); }
+inline void load_transposed(uint32_t (&r)[4], const void *row) { emulate::load_matrices(r, (const char *)row, true); }
 inline void begin_copy(void *to, const void *from, bool is_read) {
   emulate::begin_copy((char *)to, (const char *)from, is_read);
 }
@@ -72,9 +92,11 @@ template <int kLeft>
 void await_copies() {
   emulate::await_copies(kLeft);
 }
-inline uint32_t bf16_pair(float low, float high) {
-  return from_float<bf16>(low).bits | (uint32_t)from_float<bf16>(high).bits << 16;
+template <class E>
+uint32_t pair_of(float low, float high) {
+  return from_float<E>(low).bits | (uint32_t)from_float<E>(high).bits << 16;
 }
 #endif
+PD_DEVICE uint32_t bf16_pair(float low, float high) { return pair_of<bf16>(low, high); }
 
 }  // namespace pagedec

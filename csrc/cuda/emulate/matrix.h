@@ -13,9 +13,6 @@
 namespace pagedec::emulate {
 
 inline int exponent_of(double x) { return (int)(std::bit_cast<uint64_t>(x) >> 52 & 0x7ff) - 1023; }
-inline double half_of(uint32_t pair, int i) {
-  return std::bit_cast<float>(i ? pair & 0xffff0000u : pair << 16);
-}
 inline float cut_off(double x) {  // to fp32, towards zero
   const float y = (float)x;
   return std::fabs((double)y) > std::fabs(x) ? std::nextafter(y, 0.0f) : y;
@@ -33,9 +30,12 @@ inline float sum_of_nine(const double (&terms)[9]) {
   return cut_off((double)sum * unit);
 }
 
-// d += a b of a warp: m16n8k16, whose fragments cuda/matrix.h describes.
-inline void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  struct Part { uint32_t a[4], b[2]; } mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+// d += a b of a warp: m16n8k16, whose fragments cuda/matrix.h describes. value: the number that 16 bits are.
+template <class Value>
+void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Value value) {
+  struct Part { float a[4][2], b[2][2]; } mine;
+  for (int i = 0; i < 8; i++) mine.a[i / 2][i % 2] = value((uint16_t)(a[i / 2] >> i % 2 * 16));
+  for (int i = 0; i < 4; i++) mine.b[i / 2][i % 2] = value((uint16_t)((i / 2 ? b1 : b0) >> i % 2 * 16));
   const Part *all = gather(mine);
   const int lane = place().thread % WARP, g = lane / 4, t = lane % 4;
   for (int i = 0; i < 4; i++) {
@@ -44,7 +44,7 @@ inline void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
       double terms[9] = {d[i]};
       for (int k = 0; k < 8; k++) {
         const Part &of_a = all[row % 8 * 4 + k / 2], &of_b = all[column * 4 + k / 2];
-        terms[1 + k] = half_of(of_a.a[half * 2 + row / 8], k % 2) * half_of(of_b.b[half], k % 2);
+        terms[1 + k] = (double)of_a.a[half * 2 + row / 8][k % 2] * of_b.b[half][k % 2];
       }
       d[i] = sum_of_nine(terms);
     }
