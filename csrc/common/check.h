@@ -60,10 +60,6 @@ inline int check_dtype(const char *kernel, int32_t dtype, const char *field = "d
               dtype == PD_F16 ? " (fp16), which a CPU does not compute in" : "", PD_F32, PD_BF16);
 }
 inline int check_kv_kind(const char *kernel, int32_t kind) {
-#if defined(PD_DEVICE_MEMORY) || defined(PD_EMULATED_DEVICE)
-  if (kind == PD_KV_INT8 || kind == PD_KV_FP8)
-    return fail("%s: kv_kind is %d; on a CUDA device it must be %d (as dtype says)", kernel, kind, PD_KV_PLAIN);
-#endif
   if (kind >= PD_KV_PLAIN && kind <= PD_KV_FP8) return 0;
   return fail("%s: kv_kind is %d; it must be %d (as dtype says), %d (int8) or %d (fp8)", kernel, kind, PD_KV_PLAIN,
               PD_KV_INT8, PD_KV_FP8);

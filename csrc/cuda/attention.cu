@@ -34,6 +34,13 @@ PD_KERNEL(kThreads) merge_kernel(Work w) {
   }
 }
 
+int put_walk(pd_context &c, const Work &w, const plan::Header &h) {
+  const bool is_bf16 = h.dtype == PD_BF16;
+  if (h.dtype == PD_F32) return enqueue_fp32(c, w, h.head_dim, h.kv_kind);
+  if (h.kv_kind == PD_KV_PLAIN) return (is_bf16 ? enqueue_bf16 : enqueue_fp16)(c, w, h.head_dim);
+  return (is_bf16 ? enqueue_bf16_of_bytes : enqueue_fp16_of_bytes)(c, w, h.head_dim, h.kv_kind);
+}
+
 int64_t totals_bytes(const pd_context &c, int head_dim) {
   const int64_t columns = head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
   const int64_t pieces = columns / (8 * kWarps) + 1;  // and one of m and l
@@ -72,9 +79,9 @@ int enqueue_attention(pd_context &c, const pd_attention_args &a) {
          0.0f,
          0.0f};
   if (soft_cap > 0) w.scale = 1.0f, w.soft_cap = soft_cap * LOG2E, w.inner_scale = scale / soft_cap;
-  const bool is_bf16 = h.dtype == PD_BF16;
-  if ((is_bf16 ? enqueue_bf16 : enqueue_fp32)(c, w, h.head_dim)) return -1;
-  return launch(c, "pd_attention", is_bf16 ? merge_kernel<bf16> : merge_kernel<float>, kThreads, w);
+  if (put_walk(c, w, h)) return -1;
+  const auto merge = of_dtype(h.dtype, [](auto e) { return merge_kernel<decltype(e)>; });
+  return launch(c, "pd_attention", merge, kThreads, w);
 }
 
 }  // namespace pagedec

@@ -2,15 +2,16 @@
 //
 // Work     A unit (64 positions) at a time: the four warps have the logits of 16 positions each for all packed rows,
 //          agree on each row's maximum, put the probabilities into shared memory, and have each a quarter of the head's
-//          columns of the result. What brings K and V and multiplies them is T: attention_bf16.cu, attention_fp32.cu.
+//          columns of the result. What brings K and V and multiplies them is T: attention_half.h, attention_bytes.h
+//          (which widens bytes), attention_fp32.cu.
 // Rows     lie in tiles of 16 as the tensor cores take them. A thread has of a row tile rows g and g + 8 (g = lane /
-//          4): their maxima and sums, and of their results columns 8 (4 j + warp) + 2 (lane % 4) and the next, j = 0,
-//          1, ...
+//          4): their maxima and sums, and of their results pieces, two columns that T says.
 // Order    Inside a chunk of 512 positions units follow each other; a row's sum is that of lanes by a tree, then of
 //          warps from the first on. Chunks are folded from left to right: those of a span here, in memory where the
 //          thread that has an element put it; those of several spans by merge_kernel. Nothing depends on other rows.
 #pragma once
 #include "cuda/context.h"
+#include "cuda/kv_bytes.h"
 #include "plan/plan.h"
 
 namespace pagedec::attention {
@@ -61,6 +62,18 @@ struct Sight {
   PD_DEVICE bool is_ragged() const { return first < all_first || last > all_last; }
 };
 
+// What the four logits that a thread has of a row are multiplied by, and their probabilities: of a plain cache nothing.
+struct NoScales {
+  PD_DEVICE float times(int, float x) const { return x; }
+  PD_DEVICE float times_seen(int, float x, bool) const { return x; }
+};
+struct Scales {
+  float by[4];
+  PD_DEVICE float times(int i, float x) const { return x * by[i]; }
+  // What is not seen may have any scale, and 0 times infinity is NaN.
+  PD_DEVICE float times_seen(int i, float x, bool is_seen) const { return is_seen ? x * by[i] : 0.0f; }
+};
+
 // Whether any thread of the block says so, to all of them.
 PD_DEVICE bool any_of_block(bool mine) {
   SHARED_ARRAY(uint32_t, votes, kWarps);
@@ -77,7 +90,8 @@ template <class T>
 class Walk {
  public:
   static constexpr int kPieces = T::kColumns / (8 * kWarps);  // tiles of 8 columns that a warp has at most
-  using E = typename T::E;
+  using E = typename T::E;  // of the layer
+  using M = typename T::M;  // of the cache
 
   PD_DEVICE Walk(const Work &w, const SharedMemory &memory)
       : w_(w), p_{*(const plan::Header *)w.words, w.words}, h_(p_.header), dim_(h_.head_dim),
@@ -100,8 +114,8 @@ class Walk {
   PD_DEVICE Sight sight_of(const plan::Unit &u) const;
   PD_DEVICE void bring(const plan::Unit &u, int stage) const;
   PD_DEVICE void run_unit(const plan::Unit &u, int stage);
-  PD_DEVICE void find_tops(const plan::Unit &u, const Sight &sight, float (&s)[kRowTiles][2][4]) const;
-  PD_DEVICE void weigh(const Sight &sight, float (&s)[kRowTiles][2][4]);
+  PD_DEVICE void find_tops(const plan::Unit &u, int stage, const Sight &sight, float (&s)[kRowTiles][2][4]) const;
+  PD_DEVICE void weigh(const plan::Unit &u, int stage, const Sight &sight, float (&s)[kRowTiles][2][4]);
   PD_DEVICE void sum_up();
   PD_DEVICE void end_chunk(int chunk, bool is_first_item, bool is_last_item);
   PD_DEVICE void end_row(int tile, int half, int chunk, bool is_first_item, bool is_last_item);
@@ -116,7 +130,7 @@ class Walk {
   PD_DEVICE float &total_m(int tile, int half) const { return total(tile, kPieces, half); }
   PD_DEVICE float &total_l(int tile, int half) const { return total(tile, kPieces, 2 + half); }
   PD_DEVICE int row_of(int tile, int half) const { return tile * kTileRows + half * 8 + lane_ / 4; }
-  PD_DEVICE int column_of(int piece) const { return 8 * (kWarps * piece + warp_) + 2 * (lane_ % 4); }
+  PD_DEVICE int column_of(int piece) const { return T::column_of(piece, warp_) + 2 * (lane_ % 4); }
 
   const Work &w_;
   const Sections p_;
@@ -182,13 +196,21 @@ PD_DEVICE void Walk<T>::bring(const plan::Unit &u, int stage) const {
   const Place place{u, p_.template of<int32_t>(h_.paths), h_.block_size, sight.first, sight.last};
   const int64_t head = (int64_t)kv_head_ * h_.block_size, block = (int64_t)h_.kv_heads * h_.block_size;
   tiles_.begin(stage, place, dim_, [&](int64_t slot) {  // where a slot's head begins
-    return (slot / h_.block_size * block + head + slot % h_.block_size) * dim_;
-  }, (const E *)w_.k_cache, (const E *)w_.v_cache);
+    const int64_t before = slot / h_.block_size * block + head;  // slots, each with its scale
+    return (before + slot % h_.block_size) * dim_ + (T::kHasScales ? before * kScaleBytes : 0);
+  }, (const M *)w_.k_cache, (const M *)w_.v_cache);
+  if constexpr (T::kHasScales)
+    tiles_.begin_scales(stage, place, [&](int64_t slot) {  // where its scale lies
+      const int64_t before = slot / h_.block_size * block + head;
+      return (before + h_.block_size) * dim_ + (before + slot % h_.block_size) * kScaleBytes;
+    }, (const M *)w_.k_cache, (const M *)w_.v_cache);
 }
 
 // Logits in units of log 2, -inf where they are not seen; each warp's largest of a row into `tops_`.
 template <class T>
-PD_DEVICE void Walk<T>::find_tops(const plan::Unit &u, const Sight &sight, float (&s)[kRowTiles][2][4]) const {
+PD_DEVICE void Walk<T>::find_tops(const plan::Unit &u, int stage, const Sight &sight,
+                                  float (&s)[kRowTiles][2][4]) const {
+  const auto scales = tiles_.scales(stage, false, warp_);
   const int start = u.tile * TILE + warp_ * kWarpTokens + 2 * (lane_ % 4);
   PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++) {
     if (!sight.has_tile(tile)) continue;
@@ -199,6 +221,7 @@ PD_DEVICE void Walk<T>::find_tops(const plan::Unit &u, const Sight &sight, float
       PD_UNROLL for (int i = 0; i < 4; i++) {
         const int at = start + 8 * (i / 2) + i % 2;
         float &x = s[tile][i / 2][2 * half + i % 2];
+        x = scales.times(i, x);
         x = w_.soft_cap > 0.0f ? w_.soft_cap * hyperbolic_tangent(x * w_.inner_scale) : x * w_.scale;
         if (at < begin || at >= end) x = -INFINITY;
         top = fmaxf(top, x);
@@ -212,11 +235,14 @@ PD_DEVICE void Walk<T>::find_tops(const plan::Unit &u, const Sight &sight, float
 
 // Logits to probabilities, which go to shared memory; results and sums so far come down to the new maximum.
 template <class T>
-PD_DEVICE void Walk<T>::weigh(const Sight &sight, float (&s)[kRowTiles][2][4]) {
+PD_DEVICE void Walk<T>::weigh(const plan::Unit &u, int stage, const Sight &sight, float (&s)[kRowTiles][2][4]) {
+  const auto scales = tiles_.scales(stage, true, warp_);
+  const int column = warp_ * kWarpTokens + 2 * (lane_ % 4), start = u.tile * TILE + column;
   PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++) {
     if (!sight.has_tile(tile)) continue;
     PD_UNROLL for (int half = 0; half < 2; half++) {
       const int row = row_of(tile, half);
+      [[maybe_unused]] const int begin = begins_[row], end = sight.has_row(row) ? (int)ends_[row] : 0;
       const float before = m_[tile][half];
       float top = before;
       for (int w = 0; w < kWarps; w++) top = fmaxf(top, tops_[w * ROWS_MAX + row]);
@@ -228,7 +254,9 @@ PD_DEVICE void Walk<T>::weigh(const Sight &sight, float (&s)[kRowTiles][2][4]) {
       PD_UNROLL for (int n = 0; n < 2; n++) {
         const float p0 = exp2f(s[tile][n][2 * half] - shift), p1 = exp2f(s[tile][n][2 * half + 1] - shift);
         sum = sum + (p0 + p1);
-        tiles_.put_probabilities(row, warp_ * kWarpTokens + 8 * n + 2 * (lane_ % 4), p0, p1);
+        const int at = start + 8 * n;
+        tiles_.put_probabilities(row, column + 8 * n, scales.times_seen(2 * n, p0, at >= begin && at < end),
+                                 scales.times_seen(2 * n + 1, p1, at + 1 >= begin && at + 1 < end));
       }
       l_[tile][half] = sum;
     }
@@ -242,11 +270,11 @@ PD_DEVICE void Walk<T>::run_unit(const plan::Unit &u, int stage) {
   PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++)
     PD_UNROLL for (int i = 0; i < 8; i++) s[tile][i / 4][i % 4] = 0.0f;
   tiles_.add_logits(stage, sight, dim_, warp_, s);
-  find_tops(u, sight, s);
+  find_tops(u, stage, sight, s);
   // What a row does not see may be anything, and 0 times infinity is NaN.
   const bool is_poisoned = sight.is_ragged() && any_of_block(tiles_.has_poison(stage, sight, dim_));
   sync_block();
-  weigh(sight, s);
+  weigh(u, stage, sight, s);
   sync_block();
   const int start = u.tile * TILE;
   tiles_.add_values(stage, sight, dim_, warp_, is_poisoned, o_, [&](int row) {
@@ -362,6 +390,9 @@ PD_DEVICE void Walk<T>::run_span(const plan::Span &span) {
 }
 
 int enqueue_bf16(pd_context &, const Work &, int head_dim);
-int enqueue_fp32(pd_context &, const Work &, int head_dim);
+int enqueue_fp16(pd_context &, const Work &, int head_dim);
+int enqueue_bf16_of_bytes(pd_context &, const Work &, int head_dim, int kv_kind);
+int enqueue_fp16_of_bytes(pd_context &, const Work &, int head_dim, int kv_kind);
+int enqueue_fp32(pd_context &, const Work &, int head_dim, int kv_kind);
 
 }  // namespace pagedec::attention

@@ -5,30 +5,55 @@ namespace pagedec::attention {
 namespace {
 
 // K and V are read where they lie; a unit's stage says where that is.
-template <int kHead>
+template <int kHead, int kKind>
 struct Fp32Tiles {
   using E = float;
+  using M = std::conditional_t<kKind == PD_KV_PLAIN, float, uint8_t>;
+  static constexpr bool kHasScales = kKind != PD_KV_PLAIN;
   static constexpr int kColumns = kHead, kStages = 1;
   static constexpr int kStride = kHead + 1, kProbabilityStride = TILE + 1;
   static constexpr int64_t kPlacesAt = 0, kQueryAt = 16 * TILE, kProbabilityAt = kQueryAt + ROWS_MAX * kStride * 4;
-  static constexpr int64_t kBytes = (kProbabilityAt + ROWS_MAX * kProbabilityStride * 4 + 15) / 16 * 16;
+  static constexpr int64_t kScalesAt = kProbabilityAt + ROWS_MAX * kProbabilityStride * 4;
+  static constexpr int64_t kBytes = (kScalesAt + (kHasScales ? 2 * TILE * 4 : 0) + 15) / 16 * 16;
 
   PD_DEVICE explicit Fp32Tiles(const SharedMemory &memory)
-      : ks(memory.part<const float *>(kPlacesAt, TILE)), vs(memory.part<const float *>(kPlacesAt + 8 * TILE, TILE)),
+      : ks(memory.part<const M *>(kPlacesAt, TILE)), vs(memory.part<const M *>(kPlacesAt + 8 * TILE, TILE)),
         q(memory.part<float>(kQueryAt, ROWS_MAX * kStride)),
-        p(memory.part<float>(kProbabilityAt, ROWS_MAX * kProbabilityStride)) {}
+        p(memory.part<float>(kProbabilityAt, ROWS_MAX * kProbabilityStride)),
+        by(memory.part<float>(kScalesAt, kHasScales ? 2 * TILE : 0)) {}
 
   PD_DEVICE void put_query(int row, int d, float x) const { q[row * kStride + d] = x; }
   PD_DEVICE void put_probabilities(int row, int token, float first, float second) const {
     p[row * kProbabilityStride + token] = first, p[row * kProbabilityStride + token + 1] = second;
   }
+  static PD_DEVICE int column_of(int piece, int warp) { return 8 * (kWarps * piece + warp); }
   template <class Start>
-  PD_DEVICE void begin(int, const Place &place, int, const Start &start, const float *k, const float *v) const {
+  PD_DEVICE void begin(int, const Place &place, int, const Start &start, const M *k, const M *v) const {
     const int token = thread_index();
     if (token >= TILE) return;
     const bool is_seen = place.is_seen(token);
     ks[token] = is_seen ? k + start(place.slot(token)) : nullptr;
     vs[token] = is_seen ? v + start(place.slot(token)) : nullptr;
+  }
+  // A thread has a token's scale, of K or of V.
+  template <class Start>
+  PD_DEVICE void begin_scales(int, const Place &place, const Start &start, const M *k, const M *v) const {
+    static_assert(kThreads == 2 * TILE);
+    const int token = thread_index() % TILE;
+    if (!place.is_seen(token)) return;
+    by[thread_index()] = to_float(*(const bf16 *)((thread_index() < TILE ? k : v) + start(place.slot(token))));
+  }
+  PD_DEVICE auto scales(int, bool is_v, int warp) const {
+    if constexpr (kHasScales) {
+      const int first = is_v * TILE + warp * kWarpTokens + 2 * (thread_index() % kWarp % 4);
+      return Scales{{by[first], by[first + 1], by[first + 8], by[first + 9]}};
+    } else {
+      return NoScales{};
+    }
+  }
+  static PD_DEVICE float number(const M *head, int d) {
+    if constexpr (kHasScales) return to_number<kKind>(head[place_of_byte(d)]);
+    else return head[d];
   }
   static PD_DEVICE void end_bringing() {}
   static PD_DEVICE void await() {}
@@ -36,9 +61,9 @@ struct Fp32Tiles {
   PD_DEVICE void add_logits(int, const Sight &sight, int dim, int warp, float (&s)[kRowTiles][2][4]) const {
     const int lane = thread_index() % kWarp;
     PD_UNROLL for (int i = 0; i < 4; i++) {
-      const float *k = ks[warp * kWarpTokens + 8 * (i / 2) + 2 * (lane % 4) + i % 2];
+      const M *k = ks[warp * kWarpTokens + 8 * (i / 2) + 2 * (lane % 4) + i % 2];
       for (int d = 0; k && d < dim; d++) {
-        const float x = k[d];
+        const float x = number(k, d);
         PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++)
           PD_UNROLL for (int half = 0; half < 2; half++) if (sight.has_tile(tile)) {
             const int row = tile * kTileRows + 8 * half + lane / 4;
@@ -59,14 +84,17 @@ struct Fp32Tiles {
         const int row = tile * kTileRows + 8 * half + lane / 4;
         if (!sight.has_row(row)) continue;
         const auto lanes = lanes_of(row);
+        [[maybe_unused]] constexpr int kUnrolled = kHasScales ? 1 : 4;  // bytes take the registers
+        PD_UNROLL_BY(kUnrolled)
         for (int token = lanes.first; token < lanes.last; token++) {
-          const float weight = p[row * kProbabilityStride + token], *v = vs[token];
+          const float weight = p[row * kProbabilityStride + token];
+          const M *v = vs[token];
           PD_UNROLL for (int j = 0; j < kPieces; j++) {
-            const int column = 8 * (kWarps * j + warp) + 2 * (lane % 4);
+            const int column = column_of(j, warp) + 2 * (lane % 4);
             if (column >= dim) continue;
             PD_UNROLL for (int i = 0; i < 2; i++) {
               float &x = o[tile][j][2 * half + i];
-              x = x + weight * v[column + i];
+              x = x + weight * number(v, column + i);
             }
           }
         }
@@ -74,26 +102,31 @@ struct Fp32Tiles {
   }
 
  private:
-  const SharedArray<const float *> ks, vs;  // of each token; NULL where no row sees it
-  const SharedArray<float> q, p;
+  const SharedArray<const M *> ks, vs;  // of each token; NULL where no row sees it
+  const SharedArray<float> q, p, by;    // by: scales of K, then of V
 };
 
-template <int kHead>
+template <int kHead, int kKind>
 PD_KERNEL(kThreads) fp32_kernel(Work w) {
   LAUNCHED_SHARED(memory);
-  Walk<Fp32Tiles<kHead>>(w, memory).run();
+  Walk<Fp32Tiles<kHead, kKind>>(w, memory).run();
 }
 
-template <int kHead>
+template <int kHead, int kKind>
 int put(pd_context &c, const Work &w) {
-  const Grid grid(kThreads, kBlocksAtATime, Walk<Fp32Tiles<kHead>>::kBytes);
-  return launch(c, "pd_attention", fp32_kernel<kHead>, grid, w);
+  const Grid grid(kThreads, kBlocksAtATime, Walk<Fp32Tiles<kHead, kKind>>::kBytes);
+  return launch(c, "pd_attention", fp32_kernel<kHead, kKind>, grid, w);
+}
+template <int kKind>
+int put_kind(pd_context &c, const Work &w, int head_dim) {
+  return (head_dim <= 64 ? put<64, kKind> : head_dim <= 128 ? put<128, kKind> : put<256, kKind>)(c, w);
 }
 
 }  // namespace
 
-int enqueue_fp32(pd_context &c, const Work &w, int head_dim) {
-  return head_dim <= 64 ? put<64>(c, w) : head_dim <= 128 ? put<128>(c, w) : put<256>(c, w);
+int enqueue_fp32(pd_context &c, const Work &w, int head_dim, int kv_kind) {
+  if (kv_kind == PD_KV_PLAIN) return put_kind<PD_KV_PLAIN>(c, w, head_dim);
+  return (kv_kind == PD_KV_INT8 ? put_kind<PD_KV_INT8> : put_kind<PD_KV_FP8>)(c, w, head_dim);
 }
 
 }  // namespace pagedec::attention

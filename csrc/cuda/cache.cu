@@ -1,6 +1,7 @@
 // What is written to the KV cache. On a device K and V lie alike, [block][kv_head][block_size][head_dim], so that a
 // token's head is one run of memory.
 #include "cuda/context.h"
+#include "cuda/kv_bytes.h"
 
 namespace pagedec {
 namespace {
@@ -11,6 +12,16 @@ constexpr int kWarps = 4, kThreads = kWarps * kWarp;
 PD_DEVICE int64_t place_of(int64_t slot, int64_t head, int64_t kv_heads, int64_t head_dim, int64_t block_size) {
   return ((slot / block_size * kv_heads + head) * block_size + slot % block_size) * head_dim;
 }
+
+// The same in a cache of bytes, and where its scale lies.
+struct BytePlace {
+  int64_t first, scale;
+  PD_DEVICE BytePlace(int64_t slot, int64_t head, int64_t kv_heads, int64_t head_dim, int64_t block_size) {
+    const int64_t before = (slot / block_size * kv_heads + head) * block_size;  // slots
+    first = before * (head_dim + kScaleBytes) + slot % block_size * head_dim;
+    scale = before * (head_dim + kScaleBytes) + block_size * head_dim + slot % block_size * kScaleBytes;
+  }
+};
 
 template <class E>
 PD_DEVICE float turned(const pd_rope_kv_write_args &a, const E *in, const float *norm, float scale, int64_t row,
@@ -26,8 +37,24 @@ PD_DEVICE float turned(const pd_rope_kv_write_args &a, const E *in, const float 
   return is_first ? first * cos - second * sin : second * cos + first * sin;
 }
 
+// A warp has a head, whose numbers `value` gives.
+template <int kKind, class Value>
+PD_DEVICE void put_bytes(uint8_t *cache, const BytePlace &place, int64_t dim, const Value &value) {
+  const int lane = thread_index() % kWarp;
+  uint32_t top = 0;
+  for (int d = lane; d < dim; d += kWarp) top = upper(top, float_bits(value(d)) & 0x7fffffffu);
+  for (int mask = kWarp / 2; mask; mask /= 2) top = upper(top, shuffle_xor(top, mask));
+  const bf16 scale = scale_of<kKind>(top);
+  const float by = to_float(scale);
+  for (int d = lane; d < dim; d += kWarp) {
+    const int at = d < dim / kGroup * kGroup ? place_of_byte(d) : d;  // what is no whole group is as it is
+    cache[place.first + at] = by > 0.0f ? to_byte<kKind>(quotient(value(d), by)) : 0;
+  }
+  if (lane == 0) *(bf16 *)(cache + place.scale) = scale;
+}
+
 // A warp a head: its norm, its rotation, then to q_out or to its slot.
-template <class E>
+template <class E, int kKind>
 PD_KERNEL(kThreads) rope_kv_write_kernel(pd_rope_kv_write_args a) {
   const int num_heads = a.q_heads + 2 * a.kv_heads, lane = thread_index() % kWarp;
   const int64_t units = *a.num_rows * (int64_t)num_heads, step = (int64_t)num_grid_blocks() * kWarps;
@@ -45,6 +72,13 @@ PD_KERNEL(kThreads) rope_kv_write_kernel(pd_rope_kv_write_args a) {
       scale = quotient(1.0f, square_root(quotient(sum, (float)dim) + a.norm_eps));
     }
     const int64_t kv_head = is_v ? head - a.q_heads - a.kv_heads : head - a.q_heads;
+    if (kKind != PD_KV_PLAIN && !is_q) {
+      const BytePlace place(slot, kv_head, a.kv_heads, dim, a.block_size);
+      put_bytes<kKind>((uint8_t *)(is_v ? a.v_cache : a.k_cache), place, dim, [&](int d) {
+        return is_v ? to_float(in[d]) : turned(a, in, norm, scale, row, d);
+      });
+      continue;
+    }
     E *out = is_q ? (E *)a.q_out + (row * a.q_heads + head) * dim
                   : (E *)(is_v ? a.v_cache : a.k_cache) + place_of(slot, kv_head, a.kv_heads, dim, a.block_size);
     for (int d = lane; d < dim; d += kWarp)
@@ -52,12 +86,15 @@ PD_KERNEL(kThreads) rope_kv_write_kernel(pd_rope_kv_write_args a) {
   }
 }
 
+PD_DEVICE void move_tokens(const pd_kv_copy_args &a) {
+  for (int32_t i = 0; a.token_plane && i < *a.num_moves; i++) a.token_plane[a.dst[i]] = a.token_plane[a.src[i]];
+}
+
 // A block has whole (layer, head) pairs, so that moves keep their order without waiting for other blocks.
 template <class E>
 PD_KERNEL(kThreads) kv_copy_kernel(pd_kv_copy_args a) {
   const int64_t units = (int64_t)a.num_layers * a.kv_heads;
-  if (block_index() == 0 && thread_index() == 0 && a.token_plane)
-    for (int32_t i = 0; i < *a.num_moves; i++) a.token_plane[a.dst[i]] = a.token_plane[a.src[i]];
+  if (block_index() == 0 && thread_index() == 0) move_tokens(a);
   for (int64_t u = block_index(); u < units; u += num_grid_blocks()) {
     E *k = (E *)a.k_cache + u / a.kv_heads * a.layer_stride, *v = (E *)a.v_cache + u / a.kv_heads * a.layer_stride;
     for (int32_t i = 0; i < *a.num_moves; i++) {  // a thread has the same dimensions of all moves: its own order
@@ -68,14 +105,42 @@ PD_KERNEL(kThreads) kv_copy_kernel(pd_kv_copy_args a) {
   }
 }
 
+// The same of bytes, two at a time: heads and scales begin at even places.
+PD_KERNEL(kThreads) kv_copy_bytes_kernel(pd_kv_copy_args a) {
+  const int64_t units = (int64_t)a.num_layers * a.kv_heads;
+  if (block_index() == 0 && thread_index() == 0) move_tokens(a);
+  for (int64_t u = block_index(); u < units; u += num_grid_blocks()) {
+    uint8_t *k = (uint8_t *)a.k_cache + u / a.kv_heads * a.layer_stride;
+    uint8_t *v = (uint8_t *)a.v_cache + u / a.kv_heads * a.layer_stride;
+    for (int32_t i = 0; i < *a.num_moves; i++) {
+      const BytePlace from(a.src[i], u % a.kv_heads, a.kv_heads, a.head_dim, a.block_size);
+      const BytePlace to(a.dst[i], u % a.kv_heads, a.kv_heads, a.head_dim, a.block_size);
+      for (int d = 2 * thread_index(); d <= a.head_dim; d += 2 * kThreads) {  // the last is the scale
+        const bool is_scale = d == a.head_dim;
+        const int64_t there = is_scale ? to.scale : to.first + d, here = is_scale ? from.scale : from.first + d;
+        *(uint16_t *)(k + there) = *(const uint16_t *)(k + here);
+        *(uint16_t *)(v + there) = *(const uint16_t *)(v + here);
+      }
+    }
+  }
+}
+
+template <class E>
+auto rope_kv_write_of(int32_t kv_kind) {
+  if (kv_kind == PD_KV_PLAIN) return rope_kv_write_kernel<E, PD_KV_PLAIN>;
+  return kv_kind == PD_KV_INT8 ? rope_kv_write_kernel<E, PD_KV_INT8> : rope_kv_write_kernel<E, PD_KV_FP8>;
+}
+
 }  // namespace
 
 int enqueue_rope_kv_write(pd_context &c, const pd_rope_kv_write_args &a) {
-  const auto kernel = a.dtype == PD_BF16 ? rope_kv_write_kernel<bf16> : rope_kv_write_kernel<float>;
+  const auto kernel = of_dtype(a.dtype, [&](auto e) { return rope_kv_write_of<decltype(e)>(a.kv_kind); });
   return launch(c, "pd_rope_kv_write", kernel, kThreads, a);
 }
 int enqueue_kv_copy(pd_context &c, const pd_kv_copy_args &a) {
-  const auto kernel = a.dtype == PD_BF16 ? kv_copy_kernel<bf16> : kv_copy_kernel<float>;
+  const auto kernel = a.kv_kind != PD_KV_PLAIN ? kv_copy_bytes_kernel
+                      : a.dtype == PD_F32      ? kv_copy_kernel<float>
+                                               : kv_copy_kernel<uint16_t>;
   return launch(c, "pd_kv_copy", kernel, kThreads, a);
 }
 

@@ -50,12 +50,17 @@ PD_DEVICE void load_transposed(uint32_t (&r)[4], const void *row) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared_address(row)));
 }
-// 16 bytes into shared memory, or zeros; they are there when the thread has waited for the group they are in, and for
-// the others when they have met it since.
+// 16 or 4 bytes into shared memory, or zeros; they are there when the thread has waited for the group they are in, and
+// for the others when they have met it since.
+template <int kBytes = 16>
 PD_DEVICE void begin_copy(void *to, const void *from, bool is_read) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-               "r"(is_read ? 16 : 0)
-               : "memory");
+  static_assert(kBytes == 16 || kBytes == 4);
+  const uint32_t at = shared_address(to);
+  const int read = is_read ? kBytes : 0;
+  if constexpr (kBytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(read) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(at), "l"(from), "r"(read) : "memory");
 }
 PD_DEVICE void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kLeft>
@@ -76,6 +81,21 @@ PD_DEVICE uint32_t pair_of<fp16>(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
+// a b + c of both numbers of pairs, rounded once.
+template <class E>
+PD_DEVICE uint32_t multiply_pairs(uint32_t a, uint32_t b, uint32_t c);
+template <>
+PD_DEVICE uint32_t multiply_pairs<bf16>(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t pair;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
+  return pair;
+}
+template <>
+PD_DEVICE uint32_t multiply_pairs<fp16>(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t pair;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
+  return pair;
+}
 #else
 using emulate::multiply_bytes;
 template <class E = bf16>
@@ -84,8 +104,9 @@ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
 }
 inline void load_matrices(uint32_t (&r)[4], const void *row) { emulate::load_matrices(r, (const char *)row, false); }
 inline void load_transposed(uint32_t (&r)[4], const void *row) { emulate::load_matrices(r, (const char *)row, true); }
-inline void begin_copy(void *to, const void *from, bool is_read) {
-  emulate::begin_copy((char *)to, (const char *)from, is_read);
+template <int kBytes = 16>
+void begin_copy(void *to, const void *from, bool is_read) {
+  emulate::begin_copy((char *)to, (const char *)from, kBytes, is_read);
 }
 inline void end_copy_group() { emulate::end_copy_group(); }
 template <int kLeft>
@@ -95,6 +116,13 @@ void await_copies() {
 template <class E>
 uint32_t pair_of(float low, float high) {
   return from_float<E>(low).bits | (uint32_t)from_float<E>(high).bits << 16;
+}
+template <class E>
+uint32_t multiply_pairs(uint32_t a, uint32_t b, uint32_t c) {
+  const auto number = [](uint32_t pair, int i) { return (double)to_float(E{(uint16_t)(pair >> 16 * i)}); };
+  float sums[2];
+  for (int i = 0; i < 2; i++) sums[i] = (float)(number(a, i) * number(b, i) + number(c, i));
+  return pair_of<E>(sums[0], sums[1]);
 }
 #endif
 PD_DEVICE uint32_t bf16_pair(float low, float high) { return pair_of<bf16>(low, high); }

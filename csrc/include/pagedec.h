@@ -38,9 +38,10 @@
  *   weight, int8   [N/32] panels: 32 scales fp32, then q + 128 [K/4][32][4]
  *   weight, blocks   [N/32] panels: csrc/cpu/blocks.h
  *   on a CUDA device K and V   [num_blocks][kv_heads][block_size][D]
- *   K and V in bytes (pd_kv_kind): each [num_blocks][kv_heads] piece is laid out as above, a byte an element, then come
- *     the scales of its tokens, bf16 [block_size]: (D + 2) * block_size bytes
  *     weight   [N][K] (both padded to 32)   weight, int8   q [N][K] (padded to 32 and 64), then N scales fp32
+ *   K and V in bytes (pd_kv_kind): each [num_blocks][kv_heads] piece is laid out as above, a byte an element, then come
+ *     the scales of its tokens, bf16 [block_size]: (D + 2) * block_size bytes. On a CUDA device the bytes of a token
+ *     lie in groups of 16, of each in the order 0 8 1 9 2 10 ... 7 15; what is left of D is as it is.
  * Every row's result is a function of that row's own inputs: not of num_rows, its neighbours, or the number of threads.
  */
 #ifndef PAGEDEC_H
@@ -232,8 +233,9 @@ PD_EXPORT int pd_layer_norm(pd_context *, const pd_layer_norm_args *);
  * Attention takes a byte for the number that it is, which bf16 holds exactly, so its sums are those of a plain cache of
  * these numbers, in the layer's dtype:
  *   logit = scale * ((q.k) * k's scale), the product of fp32 with one rounding
- *   o = sum of round(p * v's scale) v, l = sum of p: where a bf16 layer rounds p, it rounds the product, once
- * So a row's bits depend on nothing that they would not depend on in a plain cache. CUDA devices have PD_KV_PLAIN. */
+ *   o = sum of round(p * v's scale) v, l = sum of p: where a bf16 layer rounds p, it rounds the product, once; an fp16
+ *     layer rounds it to bf16, as fp16 has no numbers that small
+ * So a row's bits depend on nothing that they would not depend on in a plain cache. */
 typedef enum { PD_KV_PLAIN = 0, PD_KV_INT8 = 1, PD_KV_FP8 = 2 } pd_kv_kind;
 
 typedef struct { /* rotate q and k of each row by its position and write k and v to its slot; q to q_out */

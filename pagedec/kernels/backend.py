@@ -62,7 +62,8 @@ class CacheTensors:
           v [num_layers, num_blocks, kv_heads, block_size, head_dim];
     on a CUDA device both as that v, in any dtype;
     in bytes (int8 or float8_e4m3fn): the same sizes with head_dim + 2 for head_dim; of each [kv_head] piece the first
-          head_dim * block_size bytes are laid out as above, then come bf16 scales [block_size];
+          head_dim * block_size bytes are laid out as above (on a CUDA device each 16 of a head in an order of their
+          own), then come bf16 scales [block_size];
     tokens int32 [num_blocks * block_size].
     """
 

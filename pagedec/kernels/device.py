@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from pagedec.core.logits_rules import LogitsRules
-from pagedec.errors import InvalidArgument
 from pagedec.kernels.backend import CacheTensors
 from pagedec.kernels.blocks import Blocks
 from pagedec.kernels.device_memory import DeviceCall, DeviceMemory, KernelCall, Staging
@@ -17,6 +16,7 @@ from pagedec.kernels.library import EMULATED_DEVICE, KvKind, Library
 from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.native_weight import NativeWeight
 from pagedec.kernels.processing import FlatRules, flatten
+from pagedec.kernels.reference_cache import SCALE_BYTES, cache_dtype
 
 ROOM_SHARE = 0.9
 """Of a device's free memory: the rest is for a step's buffers and attention's partial results."""
@@ -25,8 +25,7 @@ CHUNK = 32 << 20  # bytes of a device's memory that small tensors are cut from
 
 class DeviceBackend(NativeBackend):
     """Compiled kernels on a CUDA device: what they read and write lies in its memory, and small arrays travel with each
-    call. Raises as `NativeBackend` does, InvalidArgument for KV in bytes, and MemoryError where the device has no
-    room."""
+    call. Raises as `NativeBackend` does, and MemoryError where the device has no room."""
 
     def __init__(
         self,
@@ -37,9 +36,7 @@ class DeviceBackend(NativeBackend):
         device: int = 0,
         kv_kind: KvKind = KvKind.PLAIN,
     ) -> None:
-        if kv_kind != KvKind.PLAIN:
-            raise InvalidArgument("kv_cache_dtype", kv_kind.name.lower(), "must be auto on a CUDA device")
-        super().__init__(library, dtype, quantization, num_threads, device)
+        super().__init__(library, dtype, quantization, num_threads, device, kv_kind)
         # of emulated memory each piece has its own guard
         self.memory = DeviceMemory(self.context, 0 if self.name == EMULATED_DEVICE else CHUNK)
         self._mapped: list[torch.Tensor] = []
@@ -92,8 +89,9 @@ class DeviceBackend(NativeBackend):
     def cache(
         self, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
     ) -> CacheTensors:
-        shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
-        k, v = (self.zeros(shape, self.dtype) for _ in range(2))
+        width = head_dim if self.kv_kind == KvKind.PLAIN else head_dim + SCALE_BYTES
+        shape = (num_layers, num_blocks, num_kv_heads, block_size, width)
+        k, v = (self.zeros(shape, cache_dtype(self.dtype, self.kv_kind)) for _ in range(2))
         tokens = self.zeros((num_blocks * block_size,), torch.int32)
         self.memory.fill(tokens, 0xFF)  # -1: POISON_TOKEN
         return CacheTensors(k, v, tokens, num_kv_heads, head_dim, block_size)
@@ -101,7 +99,7 @@ class DeviceBackend(NativeBackend):
     def poison(self, cache: CacheTensors, blocks: np.ndarray) -> None:
         for block in blocks.tolist():
             for layer in range(len(cache.k)):
-                self.memory.fill(cache.k[layer, block], 0xFF)  # NaN in every dtype
+                self.memory.fill(cache.k[layer, block], 0xFF)  # NaN in every dtype, and as a scale
                 self.memory.fill(cache.v[layer, block], 0xFF)
             self.memory.fill(cache.tokens[block * cache.block_size : (block + 1) * cache.block_size], 0xFF)
 

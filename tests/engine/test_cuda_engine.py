@@ -18,6 +18,7 @@ from pagedec.models.buffers import READ_ROWS
 from pagedec.runtime import loading
 from pagedec.runtime.links import machine
 from tests.engine.crowd import SMALL, Tiny, Tokens, assert_whole, right_answers
+from tests.engine.test_offload import tier
 from tests.engine.test_rolls import asked, compare
 from tests.engine.test_speculation import drafted_by
 from tests.kernels import cuda_library
@@ -200,6 +201,20 @@ def test_int8_weights(device: Tiny, tiny: Tiny, dtype: str) -> None:
     assert told(device(dtype=dtype), [3]) != whole[3:]
 
 
+def test_kv_in_bytes(device: Tiny, tiny: Tiny) -> None:
+    """In int8, in bf16: a row's own bits alone, together, in parts of a prompt, preempted, in blocks of another size,
+    with blocks that the host has kept in the meantime. In fp8, in fp32: the processor's tokens."""
+    numbers = {"dtype": "bfloat16", "kv_cache_dtype": "int8"}
+    want = told(device(**numbers), [0, 1, 2, 3])
+    assert told(device(**numbers), [2]) == want[2:3]
+    small = device(**numbers, block_size=8, max_num_batched_tokens=17, num_blocks=20, kv_offload_memory="2MiB")
+    for _ in range(2):
+        assert told(small, [3, 2, 1, 0]) == want[::-1]
+    assert tier(small).num_loaded > 0
+    numbers = {"dtype": "float32", "kv_cache_dtype": "fp8"}
+    assert right_answers(device(**numbers, **SMALL)) == right_answers(tiny(**numbers))
+
+
 def test_ranks_in_memory_that_devices_have_mapped(device: Tiny, tiny: Tiny) -> None:
     """Two processes share the model: their parts lie in the host's memory."""
     params = [
@@ -236,8 +251,6 @@ def test_each_rank_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_there_is_not(device: Tiny, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidArgument, match="model is .*: must have a family of our own on a CUDA device"):
         device(model_impl="transformers")
-    with pytest.raises(InvalidArgument, match="kv_cache_dtype is 'int8': must be auto on a CUDA device"):
-        device(kv_cache_dtype="int8")
     monkeypatch.setenv("PAGEDEC_LINK", "sockets")
     with pytest.raises(InvalidArgument, match="tensor_parallel_size is 2: must be 1 on CUDA devices whose machines"):
         device(tensor_parallel_size=2)

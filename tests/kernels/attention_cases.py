@@ -181,7 +181,7 @@ def run_plan(context: Context, plan: AttentionPlan, cache: Cache, q: torch.Tenso
     """Run one layer; the output starts as NaN."""
     num_rows = np.array([q.shape[0]], np.int32)
     out = torch.full_like(q, float("nan"))
-    with laid_out(context, cache.k, cache.v) as (k, v):
+    with laid_out(context, cache.k, cache.v, paired=cache.k.dim() == 5) as (k, v):
         context.call(
             AttentionArgs(num_rows.ctypes.data, plan.handle, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr())
         )

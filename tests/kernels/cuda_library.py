@@ -14,7 +14,7 @@ from tests.kernels import host_memory
 MODULES = {"test_norm", "test_argmax", "test_soft_cap", "test_embed", "test_parts", "test_rope", "test_kv_copy"}
 MODULES |= {"test_topk", "test_sample", "test_process_logits", "test_verify", "test_best"}
 MODULES |= {"test_attention_bits", "test_restrict_logits", "test_copy_rows", "test_pick_logits", "test_readout"}
-MODULES |= {"test_memory", "test_gemm", "test_gemm_int8"}
+MODULES |= {"test_memory", "test_gemm", "test_gemm_int8", "test_kv_bytes"}
 TOO_LONG = {
     "test_tokens_follow_the_exact_distribution",
     "test_neighbouring_draws_are_independent",
@@ -26,7 +26,8 @@ is the argmax; and what the host does with kernels that are tested."""
 TESTS = {"test_rows_in_and_out", "test_cache_writes_and_moves"}
 """Tests that run on it as on every instruction set: modules, and single ones of others."""
 LONG = {"test_alone_is_in_a_crowd", "test_order_of_branches", "test_chunked_is_whole"}
-"""Those of them that take it many seconds; test_cuda_attention.py has smaller ones of the kind."""
+LONG |= {"test_no_bit_depends_on_the_size_of_a_block", "test_few_rows_and_many"}
+"""Those of them that take it many seconds; test_cuda_attention.py and test_kv_bytes.py have smaller ones."""
 
 OF_CONTENTS = {
     "test_an_invalid_record_is_named",

@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import EMULATED_DEVICE, KernelError
+from pagedec.kernels.library import EMULATED_DEVICE, KernelError, KvKind
 from tests.kernels import cuda_library
 from tests.kernels.attention_cases import (
+    PLAIN,
     Batch,
     Branch,
     Cache,
+    Numbers,
     make_plan,
     random_tree,
     run,
@@ -22,21 +24,21 @@ from tests.kernels.attention_cases import (
 )
 
 
-def attention_crowd(dtype: torch.dtype) -> tuple[Cache, list[Branch], torch.Tensor]:
+def attention_crowd(numbers: Numbers) -> tuple[Cache, list[Branch], torch.Tensor]:
     """A shared prompt over a chunk's end, a fork, a prefill, a tree."""
-    cache = Cache(AttentionShape(4, 2, 32, 16, 0.2), 256, dtype, seed=11)
+    cache = Cache(AttentionShape(4, 2, 32, 16, 0.2), 256, numbers, seed=11)
     prompt = cache.branch(560, 3)
     tree = random_tree(np.random.default_rng(3), 1, 8)
     branches = [prompt, cache.fork(prompt, 32, 530), cache.branch(70, 70), cache.branch(130, 9, tree), cache.branch(1)]
     return cache, branches, cache.query(sum(branch.num_rows for branch in branches))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("numbers", [*PLAIN, Numbers(torch.bfloat16, KvKind.INT8)], ids=str)
 @pytest.mark.parametrize("isa", cuda_library.cases())
-def test_attention_of_a_row_is_its_own(isa: str, dtype: torch.dtype) -> None:
+def test_attention_of_a_row_is_its_own(isa: str, numbers: Numbers) -> None:
     """Alone, in a crowd, in parts, with any number of blocks of threads, in any order of threads."""
     library = cuda_library.open_library(isa)
-    cache, branches, q = attention_crowd(dtype)
+    cache, branches, q = attention_crowd(numbers)
     want = run(library.context(), cache, branches, q, threads=1, share=False)
     for seed, threads in ((0, 2), (5, 3), (6, 7)):
         cuda_library.shuffle(library, seed)
@@ -54,10 +56,11 @@ def test_attention_of_a_row_is_its_own(isa: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
-def test_less_shared_memory_changes_no_bit() -> None:
+@pytest.mark.parametrize("kind", [KvKind.PLAIN, KvKind.FP8])
+def test_less_shared_memory_changes_no_bit(kind: KvKind) -> None:
     """The second emulated device has as much as an SM86: no room for two stages of the largest heads."""
     library = cuda_library.open_library(EMULATED_DEVICE)
-    cache = Cache(AttentionShape(3, 1, 256, 16, 0.1), 64, torch.bfloat16, seed=4)
+    cache = Cache(AttentionShape(3, 1, 256, 16, 0.1), 64, Numbers(torch.bfloat16, kind), seed=4)
     branches, q = [cache.branch(200, 5), cache.branch(70)], cache.query(6)
     found = []
     for device in range(2):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from pagedec.kernels import reference
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import DEVICES, Context, KernelError, KvKind
+from pagedec.kernels.library import DEVICES, Context, KernelError, KvKind, Library
 from pagedec.kernels.reference import RopeShape
 from pagedec.kernels.reference_cache import (
     LEAST,
@@ -40,6 +42,14 @@ from tests.kernels.test_rope import table
 KINDS = [KvKind.INT8, KvKind.FP8]
 SHAPES = [(1, 6, 2), (2, 16, 8), (3, 64, 16), (1, 80, 64), (2, 34, 32), (1, 112, 16), (2, 128, 16), (1, 256, 8)]
 """KV heads, head size, block size."""
+
+
+@pytest.fixture(scope="session", params=["processors", *cuda_library.cases()])
+def contexts(request: pytest.FixtureRequest, libraries: list[Library]) -> list[Context]:
+    """Of all of the processor's instruction sets, or a device's."""
+    if request.param in DEVICES:
+        return [cuda_library.open_library(request.param).context()]
+    return [library.context(2) for library in libraries]
 
 
 def empty(numbers: Numbers, layers: int, blocks: int, heads: int, dim: int, size: int) -> tuple[Tensor, Tensor]:
@@ -243,7 +253,8 @@ def test_a_moved_slot_is_what_was_written(numbers: Numbers) -> None:
 
 
 @pytest.mark.parametrize("numbers", IN_BYTES, ids=str)
-def test_nothing_beside_a_cache_is_touched(contexts: list[Context], numbers: Numbers) -> None:
+def test_nothing_beside_a_cache_is_touched(libraries: list[Library], numbers: Numbers) -> None:
+    contexts = [library.context(2) for library in libraries]
     for size, dim in ((8, 16), (16, 64), (64, 96)):
         cache = Cache(AttentionShape(6, 2, dim, size, 0.1), 320 // size, numbers, seed=1)
         branches = [cache.branch(192, num_rows=70), cache.branch(128)]
@@ -302,18 +313,39 @@ def test_kinds_that_there_are_not(context: Context) -> None:
         run(context, cache, [cache.branch(3)], cache.query(1))
 
 
+def powers_of_two(cache: Cache) -> tuple[Cache, Cache]:
+    """A cache of random bytes with such scales, which multiply exactly, and a plain one of the same numbers."""
+    plain = Cache(cache.shape, cache.num_blocks, cache.dtype, seed=0)
+    generator = calls.generator(7)
+    for own, same, keys in ((cache.k, plain.k, True), (cache.v, plain.v, False)):
+        data, scales = parts(own, paired=cache.dtype == torch.bfloat16, keys=keys)
+        codes = torch.randint(0, 256, data.shape, generator=generator, dtype=torch.uint8)
+        data.copy_(torch.where((codes & 0x7F) == 0x7F, 0x22, codes))  # of e4m3 a NaN
+        scales.copy_(2.0 ** torch.randint(-7, -3, scales.shape, generator=generator))
+        by = scales.float()[..., None, :, None] if own.dim() == 5 and keys else None
+        if own.dim() == 5 and not keys:
+            by = scales.float().unflatten(-1, (-1, 2))[..., :, None, :]
+        elif own.dim() == 4:
+            by = scales.float()[..., None, :] if keys else scales.float()[..., None]
+        same.copy_(data.view(own.dtype).float() * by)
+    return cache, plain
+
+
 @pytest.mark.parametrize("isa", cuda_library.cases())
-@pytest.mark.parametrize("kind", KINDS)
-def test_devices_refuse(isa: str, kind: KvKind) -> None:
-    context = cuda_library.open_library(isa).context()
-    assert context.isa in DEVICES
-    limit = f"kv_kind is {int(kind)}; on a CUDA device it must be 0"
-    cache = Cache(AttentionShape(2, 1, 16, 16, 0.1), 4, Numbers(torch.float32, kind), seed=0)
-    with pytest.raises(KernelError, match=f"^pd_attn_plan: {limit}"):
-        run(context, cache, [cache.branch(3)], cache.query(1))
-    k, v = empty(Numbers(torch.bfloat16, kind), 1, 2, 1, 16, 16)
-    with pytest.raises(KernelError, match=f"^pd_kv_copy: {limit}"):
-        calls.kv_copy(context, k, v, calls.ints([1]), calls.ints([2]))
-    qkv = calls.normal(1, 48, seed=1, dtype=torch.bfloat16)
-    with pytest.raises(KernelError, match=f"^pd_rope_kv_write: {limit}"):
-        calls.rope_kv_write(context, qkv, k[0], v[0], calls.ints([0]), calls.ints([0]), RopeShape(1, 1, 16))
+@pytest.mark.parametrize("numbers", IN_BYTES, ids=str)
+@pytest.mark.parametrize("shape", [(6, 2, 48, 8, 70, 0.0), (3, 1, 144, 16, 0, 5.0), (4, 2, 80, 64, 0, 0.0)], ids=str)
+def test_a_device_sums_as_in_a_plain_cache(isa: str, numbers: Numbers, shape: tuple[Any, ...]) -> None:
+    """Bit for bit, of all head sizes, over the ends of blocks, tiles and chunks: trees, windows, soft caps, prompts in
+    common."""
+    context, (heads, kv_heads, dim, size, window, cap) = cuda_library.open_library(isa).context(), shape
+    own = AttentionShape(heads, kv_heads, dim, size, 0.02, window, cap)
+    cache, plain = powers_of_two(Cache(own, 1024 // size, numbers, seed=3))
+    prompt = Branch(cache.blocks(530), 530, 3)
+    tree = random_tree(np.random.default_rng(2), 2, 9)
+    fork = Branch(prompt.table[: 512 // size] + cache.blocks(40), 540)
+    branches = [prompt, fork, Branch(cache.blocks(130), 130, 11, tree), Branch(cache.blocks(65), 65, 17)]
+    q = cache.query(Batch(branches).num_rows)
+    got, want = run(context, cache, branches, q), run(context, plain, branches, q)
+    assert same_bits(got, want)
+    for branch, rows in ((branches[1], slice(3, 4)), (branches[2], slice(4, 15))):
+        assert same_bits(run(context, cache, [branch], q[rows].clone()), want[rows])

@@ -48,7 +48,7 @@ enum class Waits { nothing, block, warp, over };
 struct Copy {
   char *to;
   const char *from;  // NULL: zeros
-  int group;
+  int bytes, group;
 };
 
 struct Fiber {
@@ -342,18 +342,16 @@ void touch(const char *where, int64_t bytes, bool is_write) {
   }
 }
 
-constexpr int64_t COPY_BYTES = 16;
-
-static void set_coming(const char *where, bool is_coming) {
-  const int64_t first = (where - m.memory.data()) / GRANULE;
-  for (int64_t g = first; g < first + COPY_BYTES / GRANULE; g++) m.shadows[g].is_coming = is_coming;
+static void set_coming(const Copy &copy, bool is_coming) {
+  const int64_t first = (copy.to - m.memory.data()) / GRANULE;
+  for (int64_t g = first; g < first + copy.bytes / GRANULE; g++) m.shadows[g].is_coming = is_coming;
 }
 
-void begin_copy(char *to, const char *from, bool is_read) {
-  if (((uintptr_t)to | (uintptr_t)from) % COPY_BYTES) fault("a copy that is not aligned");  // even of what is not read
-  touch(to, COPY_BYTES, true);
-  set_coming(to, true);
-  m.fiber().copies.push_back({to, is_read ? from : nullptr, m.fiber().copy_group});
+void begin_copy(char *to, const char *from, int bytes, bool is_read) {
+  if (((uintptr_t)to | (uintptr_t)from) % bytes) fault("a copy that is not aligned");  // even of what is not read
+  touch(to, bytes, true);
+  m.fiber().copies.push_back({to, is_read ? from : nullptr, bytes, m.fiber().copy_group});
+  set_coming(m.fiber().copies.back(), true);
 }
 
 void end_copy_group() { m.fiber().copy_group++; }
@@ -366,10 +364,10 @@ void await_copies(int num_left) {
       under_way.push_back(copy);
       continue;
     }
-    set_coming(copy.to, false);
-    touch(copy.to, COPY_BYTES, true);
-    if (copy.from) memcpy(copy.to, copy.from, COPY_BYTES);
-    else memset(copy.to, 0, COPY_BYTES);
+    set_coming(copy, false);
+    touch(copy.to, copy.bytes, true);
+    if (copy.from) memcpy(copy.to, copy.from, copy.bytes);
+    else memset(copy.to, 0, copy.bytes);
   }
   fiber.copies.swap(under_way);
 }

@@ -54,9 +54,9 @@ char *shared(const void *tag, int64_t bytes);
 void touch(const char *where, int64_t bytes, bool is_write);
 void touch_atomically(const char *where, int64_t bytes);  // others may, too
 
-// 16 bytes to shared memory, zeros where `from` is not to be read. They come when the thread waits for the group that
-// it ends the copies since the last one with, but for the `num_left` youngest; until then nobody may look there.
-void begin_copy(char *to, const char *from, bool is_read);
+// 16 or 4 bytes to shared memory, zeros where `from` is not to be read. They come when the thread waits for the group
+// that it ends the copies since the last one with, but for the `num_left` youngest; until then nobody may look there.
+void begin_copy(char *to, const char *from, int bytes, bool is_read);
 void end_copy_group();
 void await_copies(int num_left);
 

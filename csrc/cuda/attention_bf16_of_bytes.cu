@@ -1,0 +1,8 @@
+// Attention of bf16 layers over a cache of bytes.
+#include "cuda/attention_bytes.h"
+
+namespace pagedec::attention {
+int enqueue_bf16_of_bytes(pd_context &c, const Work &w, int head_dim, int kv_kind) {
+  return put_bytes<bf16>(c, w, head_dim, kv_kind);
+}
+}  // namespace pagedec::attention

@@ -1,0 +1,6 @@
+// Attention of fp16 layers over a plain cache.
+#include "cuda/attention_half.h"
+
+namespace pagedec::attention {
+int enqueue_fp16(pd_context &c, const Work &w, int head_dim) { return put_plain<fp16>(c, w, head_dim); }
+}  // namespace pagedec::attention

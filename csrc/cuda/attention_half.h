@@ -1,0 +1,189 @@
+// Attention on tensor cores, in bf16 and fp16: K and V of a unit come to shared memory while the unit before is
+// computed.
+#pragma once
+#include "cuda/attention.h"
+#include "cuda/matrix.h"
+
+namespace pagedec::attention {
+namespace {
+
+constexpr int kCopiedBytes = 16;  // that one copy brings
+constexpr int kLoadedTokens = 32;  // of V, that one load brings
+
+// What K and V are multiplied by. Rows of shared memory are 16 bytes longer than they need be, so that eight of them
+// begin in different banks. P: of probabilities.
+template <class E, class P, int kHead>
+struct Factors {
+  static constexpr int kQueryStride = kHead + 8, kProbabilityStride = TILE + 8;
+  static constexpr int64_t kQueryBytes = ROWS_MAX * kQueryStride * 2;
+  static constexpr int64_t kFactorBytes = kQueryBytes + ROWS_MAX * kProbabilityStride * 2;
+
+  PD_DEVICE explicit Factors(const SharedMemory &memory)
+      : q(memory.part<E>(0, ROWS_MAX * kQueryStride)),
+        p(memory.part<uint32_t>(kQueryBytes, ROWS_MAX * kProbabilityStride / 2)) {}
+
+  PD_DEVICE void put_query(int row, int d, E x) const { q[row * kQueryStride + d] = x; }
+  PD_DEVICE void put_probabilities(int row, int token, float first, float second) const {
+    p[(row * kProbabilityStride + token) / 2] = pair_of<P>(first, second);
+  }
+  PD_DEVICE void load_probabilities(const Sight &sight, int token, uint32_t (&a)[kRowTiles][2][4]) const {
+    const int lane = thread_index() % kWarp, of_p = lane % 16 * kProbabilityStride + lane / 16 * 8;
+    PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++)
+      PD_UNROLL for (int step = 0; step < 2; step++) if (sight.has_tile(tile)) {
+        const int at = of_p + tile * kTileRows * kProbabilityStride + token + 16 * step;
+        load_matrices(a[tile][step], p.at(at / 2));
+      }
+  }
+  // o += what a tile's rows have of the tokens that were loaded, in eight columns.
+  static PD_DEVICE void add_columns(const Sight &sight, int tile, const uint32_t (&a)[2][4], const uint32_t (&b)[4],
+                                    float (&o)[4]) {
+    float sum[4] = {o[0], o[1], o[2], o[3]};
+    multiply_add<P>(sum, a[0], b[0], b[1]);
+    multiply_add<P>(sum, a[1], b[2], b[3]);
+    PD_UNROLL for (int i = 0; i < 4; i++)  // other rows' probabilities are 0, which times infinity is NaN
+      if (sight.has_row(tile * kTileRows + thread_index() % kWarp / 4 + i / 2 * 8)) o[i] = sum[i];
+  }
+
+  const SharedArray<E> q;
+  const SharedArray<uint32_t> p;  // pairs
+};
+
+// Of a plain cache.
+template <class Element, int kHead, int kNumStages>
+struct HalfTiles : Factors<Element, Element, kHead> {
+  using E = Element;
+  using M = Element;
+  using F = Factors<E, E, kHead>;
+  static constexpr bool kHasScales = false;
+  static constexpr int kColumns = kHead, kStages = kNumStages, kStride = kHead + 8, kCopied = kCopiedBytes / 2;
+  static constexpr int64_t kTilesAt = F::kFactorBytes, kBytes = kTilesAt + 2 * kStages * TILE * kStride * 2;
+
+  PD_DEVICE explicit HalfTiles(const SharedMemory &memory)
+      : F(memory), kv(memory.part<E>(kTilesAt, 2 * kStages * TILE * kStride)) {}
+
+  static PD_DEVICE int tile_at(int stage, bool is_v) { return (2 * stage + is_v) * TILE * kStride; }
+  static PD_DEVICE int column_of(int piece, int warp) { return 8 * (kWarps * piece + warp); }
+  static PD_DEVICE NoScales scales(int, bool, int) { return {}; }
+
+  // Eight threads a token.
+  template <class Start>
+  PD_DEVICE void begin(int stage, const Place &place, int dim, const Start &start, const E *k, const E *v) const {
+    constexpr int kThreadsAToken = 8;
+    for (int token = thread_index() / kThreadsAToken; token < TILE; token += kThreads / kThreadsAToken) {
+      const bool is_seen = place.is_seen(token);
+      const int64_t from = is_seen ? start(place.slot(token)) : 0;
+      for (int d = thread_index() % kThreadsAToken * kCopied; d < dim; d += kThreadsAToken * kCopied) {
+        begin_copy(kv.at(tile_at(stage, false) + token * kStride + d), k + from + d, is_seen);
+        begin_copy(kv.at(tile_at(stage, true) + token * kStride + d), v + from + d, is_seen);
+      }
+    }
+  }
+  static PD_DEVICE void end_bringing() { end_copy_group(); }
+  static PD_DEVICE void await() { await_copies<(kStages > 1 ? kStages - 2 : 0)>(); }
+
+  PD_DEVICE void add_logits(int stage, const Sight &sight, int dim, int warp, float (&s)[kRowTiles][2][4]) const {
+    const int lane = thread_index() % kWarp;
+    const int token = warp * kWarpTokens + lane / 16 * 8 + lane % 8, column = lane / 8 % 2 * 8;
+    const int of_k = tile_at(stage, false) + token * kStride + column, of_q = lane % 16 * kStride + lane / 16 * 8;
+    for (int d = 0; d < dim; d += 16) {
+      uint32_t b[4];
+      load_matrices(b, kv.at(of_k + d));
+      PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++) {
+        if (!sight.has_tile(tile)) continue;
+        uint32_t a[4];
+        load_matrices(a, this->q.at(of_q + tile * kTileRows * kStride + d));
+        multiply_add<E>(s[tile][0], a, b[0], b[1]);
+        multiply_add<E>(s[tile][1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  // Whether a value of V is not finite that only some rows see.
+  PD_DEVICE bool has_poison(int stage, const Sight &sight, int dim) const {
+    bool found = false;
+    for (int token = sight.first; token < sight.last; token++) {
+      if (token == sight.all_first && token < sight.all_last) token = sight.all_last;
+      if (token >= sight.last) break;
+      for (int d = thread_index(); d < dim; d += kThreads) {
+        const E x = kv[tile_at(stage, true) + token * kStride + d];
+        found |= (x.bits & kInfinity<E>) == kInfinity<E>;
+      }
+    }
+    return found;
+  }
+
+  template <int kPieces, class LanesOf>
+  PD_DEVICE void add_values(int stage, const Sight &sight, int dim, int warp, bool is_poisoned,
+                            float (&o)[kRowTiles][kPieces][4], const LanesOf &lanes_of) const {
+    const int of_v = tile_at(stage, true) + thread_index() % kWarp * kStride + 8 * warp;
+    PD_UNROLL for (int token = 0; token < TILE; token += kLoadedTokens) {
+      uint32_t a[kRowTiles][2][4];
+      this->load_probabilities(sight, token, a);
+      PD_UNROLL for (int j = 0; j < kPieces; j++) {
+        if (column_of(j, warp) >= dim) continue;
+        uint32_t b[4];
+        load_transposed(b, kv.at(of_v + token * kStride + 8 * kWarps * j));
+        PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++) {
+          if (!sight.has_tile(tile)) continue;
+          if (is_poisoned) add_apart(sight, tile, token, a[tile], b, o[tile][j], lanes_of);
+          else F::add_columns(sight, tile, a[tile], b, o[tile][j]);
+        }
+      }
+    }
+  }
+
+ private:
+  // Each row by itself, with zeros for what it does not see: the same bits, had that been finite.
+  template <class LanesOf>
+  static PD_DEVICE void add_apart(const Sight &sight, int tile, int token, const uint32_t (&a)[2][4],
+                                  const uint32_t (&b)[4], float (&o)[4], const LanesOf &lanes_of) {
+    const int lane = thread_index() % kWarp;
+    // Seldom taken: unrolled it is half of the kernel's instructions. The largest heads lack the registers for a loop.
+    [[maybe_unused]] constexpr int kUnrolled = kHead <= 128 ? 1 : kTileRows;
+    PD_UNROLL_BY(kUnrolled)
+    for (int r = 0; r < kTileRows; r++) {
+      const int row = tile * kTileRows + r;
+      if (!sight.has_row(row)) continue;
+      const auto lanes = lanes_of(row);
+      float own[4] = {o[0], o[1], o[2], o[3]};
+      uint32_t seen[4];
+      PD_UNROLL for (int i = 0; i < 4; i++) {
+        const int at = token + 8 * i + 2 * (lane % 4);
+        seen[i] = (at >= lanes.first && at < lanes.last ? b[i] & 0xffffu : 0) |
+                  (at + 1 >= lanes.first && at + 1 < lanes.last ? b[i] & 0xffff0000u : 0);
+      }
+      multiply_add<E>(own, a[0], seen[0], seen[1]);
+      multiply_add<E>(own, a[1], seen[2], seen[3]);
+      PD_UNROLL for (int i = 0; i < 4; i++)
+        if (r == lane / 4 + i / 2 * 8) o[i] = own[i];
+    }
+  }
+
+  template <class Number>
+  static constexpr uint16_t kInfinity = std::is_same_v<Number, bf16> ? 0x7f80 : 0x7c00;  // its exponent
+  const SharedArray<E> kv;  // [stages][K, V][TILE][kStride]
+};
+
+// What T says of its shared memory is what a launch gives.
+template <class T>
+PD_KERNEL(kThreads) half_kernel(Work w) {
+  LAUNCHED_SHARED(memory);
+  Walk<T>(w, memory).run();
+}
+
+template <class T>
+int put(pd_context &c, const Work &w) {
+  return launch(c, "pd_attention", half_kernel<T>, Grid(kThreads, kBlocksAtATime, Walk<T>::kBytes), w);
+}
+
+template <class E>
+int put_plain(pd_context &c, const Work &w, int head_dim) {
+  if (head_dim <= 64) return put<HalfTiles<E, 64, 3>>(c, w);
+  if (head_dim <= 128) return put<HalfTiles<E, 128, 2>>(c, w);
+  // An SM80 has no room for two stages, nor have most later ones that are not an H100 or B200.
+  const bool has_room = Walk<HalfTiles<E, 256, 2>>::kBytes <= c.max_shared_bytes;
+  return has_room ? put<HalfTiles<E, 256, 2>>(c, w) : put<HalfTiles<E, 256, 1>>(c, w);
+}
+
+}  // namespace
+}  // namespace pagedec::attention
