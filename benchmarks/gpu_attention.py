@@ -3,9 +3,9 @@
     python benchmarks/gpu_attention.py [--smoke] [--isa NAME] [--no-torch]
 
 One run is the layers of a model over caches of their own, as one recording; times are of one layer. Blocks lie in
-random order. torch has contiguous copies, decodes with the query heads of a KV head as its rows (with enable_gqa it
-leaves its fused kernels), and stands beside only where its copies fit; flash-attn's decode stands beside where it is
-installed.
+random order. KV is in bf16, and in bytes (kv_cache_dtype int8 and fp8). torch has contiguous copies of bf16, decodes
+with the query heads of a KV head as its rows (with enable_gqa it leaves its fused kernels), and stands beside only
+where its copies fit; flash-attn's decode stands beside where it is installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 from common import Timing, table
 from gpu_common import Device, arguments_of, beside, micro, percent
 
-from pagedec.kernels.library import AttentionArgs, AttnBatch, AttnShape, Dtype
+from pagedec.kernels.library import AttentionArgs, AttnBatch, AttnShape, Dtype, KvKind
+from pagedec.kernels.reference_cache import SCALE_BYTES
 
 PEER_BYTES = 5 << 30  # of one layer's K and V
 
@@ -37,6 +38,7 @@ class Case:
     num_rows: int = 1
     q_heads: int = 32
     kv_heads: int = 8
+    kind: KvKind = KvKind.PLAIN
 
     @property
     def num_blocks(self) -> int:
@@ -45,7 +47,13 @@ class Case:
     @property
     def kv_bytes(self) -> int:
         """Of one layer, each block once."""
-        return 4 * self.num_blocks * self.block * self.kv_heads * self.head_dim
+        of_head = 2 * self.head_dim if self.kind == KvKind.PLAIN else self.head_dim + SCALE_BYTES
+        return 2 * self.num_blocks * self.block * self.kv_heads * of_head
+
+    @property
+    def numbers(self) -> str:
+        """What KV is in."""
+        return "bf16" if self.kind == KvKind.PLAIN else self.kind.name.lower()
 
     @property
     def flops(self) -> float:
@@ -66,13 +74,14 @@ class Ours:
     def __init__(self, device: Device, case: Case) -> None:
         self.device, self.layers, rows = device, device.copies(case.kv_bytes), case.num_branches * case.num_rows
         elements = case.kv_bytes // 4
-        self.cache = device.random((self.layers, 2, elements))
+        self.cache = device.random((self.layers, 2, elements))  # in bytes, too: any will do, and scales are finite
         self.q = device.random((rows, case.q_heads * case.head_dim))
         self.out, self.count = device.memory.zeros(tuple(self.q.shape), self.q.dtype), device.count(rows)
         self.plan = device.library.plan()
         self.shape = AttnShape(
-            case.q_heads, case.kv_heads, case.head_dim, case.block, int(Dtype.BF16), 0, case.head_dim**-0.5, 0.0
-        )
+            case.q_heads, case.kv_heads, case.head_dim, case.block, int(Dtype.BF16), 0, case.head_dim**-0.5, 0.0,
+            int(case.kind),
+        )  # fmt: skip
         indptr = np.arange(case.num_branches + 1, dtype=np.int32) * np.int32(case.num_rows)
         lengths, tables = np.full(case.num_branches, case.kv_len, np.int32), case.tables()
         arrays = indptr.ctypes.data, lengths.ctypes.data, tables.ctypes.data
@@ -115,7 +124,7 @@ def peers(device: Device, case: Case) -> tuple[Timing | None, Timing | None]:
     num_bytes = 4 * case.num_branches * case.kv_len * case.kv_heads * case.head_dim
     prefill = case.num_rows > 1
     is_partial = prefill and case.num_rows < case.kv_len  # torch's causal mask would begin with the first key
-    if device.torch is None or num_bytes > PEER_BYTES or is_partial:
+    if device.torch is None or num_bytes > PEER_BYTES or is_partial or case.kind != KvKind.PLAIN:
         return None, None
     group = case.q_heads // case.kv_heads
     heads, rows = (case.q_heads, case.num_rows) if prefill else (case.kv_heads, group)
@@ -148,7 +157,7 @@ def decode(device: Device, case: Case, copy: float) -> list[object]:
     rate = 1e-9 * case.kv_bytes / timing.median
     sdpa, flash = peers(device, case)
     return [
-        f"{case.num_branches} x {case.kv_len}", case.head_dim, case.block, f"{case.kv_bytes / 2**20:.4g}",
+        f"{case.num_branches} x {case.kv_len}", case.numbers, case.head_dim, case.block, f"{case.kv_bytes / 2**20:.4g}",
         micro(timing.median), f"{rate:.4g}", percent(rate / copy), micro(plan), beside(timing, sdpa),
         beside(timing, flash), f"{timing.spread:.3f}",
     ]  # fmt: skip
@@ -170,37 +179,60 @@ def prefill(device: Device, case: Case, dots: float) -> list[object]:
     timing, plan = ours.timing(), ours.plan_seconds()
     rate = 1e-12 * case.flops / timing.median
     numbers = [micro(timing.median), f"{rate:.4g}", percent(rate / dots), micro(plan)]
-    return [case.num_rows, case.kv_len, *numbers, beside(timing, peers(device, case)[0]), f"{timing.spread:.3f}"]
+    sdpa = peers(device, case)[0]
+    return [case.num_rows, case.kv_len, case.numbers, *numbers, beside(timing, sdpa), f"{timing.spread:.3f}"]
+
+
+def in_bytes(case: Case) -> list[Case]:
+    return [replace(case, kind=kind) for kind in (KvKind.INT8, KvKind.FP8)]
 
 
 def cases(smoke: bool) -> tuple[list[Case], list[Case], list[Case]]:
     """To decode, on a prompt, to fill."""
     if smoke:
         tiny = Case(2, 70, 64, q_heads=4, kv_heads=2)
-        return [tiny, replace(tiny, block=32)], [replace(tiny, shared=64)], [Case(1, 40, 64, 16, 0, 40, 4, 2)]
+        whole = Case(1, 40, 64, 16, 0, 40, 4, 2)
+        return [tiny, replace(tiny, block=32), *in_bytes(tiny)], [replace(tiny, shared=64)], [whole, *in_bytes(whole)]
     # K and V of a layer: 8 and 32 MB, 128 and 512 MB, 2 and 4 GB
     lengths = [(1, 2048), (1, 8192), (1, 32768), (1, 131072), (4, 8192), (16, 512), (16, 2048), (16, 8192), (64, 2048)]
     lengths += [(64, 8192), (256, 128), (256, 1024), (256, 4096)]
     decoding = [Case(n, length) for n, length in lengths]
     decoding += [Case(n, length, 64) for n, length in ((1, 8192), (16, 2048), (64, 2048), (256, 1024))]
     decoding += [Case(16, 8192, 128, block) for block in (32, 64)] + [Case(256, 1024, 64, block) for block in (32, 64)]
+    for n, length, head in ((1, 131072, 128), (16, 8192, 128), (64, 8192, 128), (256, 1024, 128), (64, 2048, 64)):
+        decoding += in_bytes(Case(n, length, head))
     return (
         decoding,
         [Case(16, 8320, shared=8192), Case(64, 2176, shared=2048), Case(4, 8320, shared=8192)],
-        [Case(1, n, num_rows=n) for n in (512, 2048, 8192)] + [Case(1, 32768, num_rows=512)],
+        [
+            *(Case(1, n, num_rows=n) for n in (512, 2048, 8192)),
+            Case(1, 32768, num_rows=512),
+            *in_bytes(Case(1, 2048, num_rows=2048)),
+        ],
     )
 
 
 def main() -> None:
     device = Device(arguments_of(__doc__))
-    copy = device.head("Attention, 32 query heads on 8 KV heads, bf16")
+    copy = device.head("Attention, 32 query heads on 8 KV heads, bf16, KV in bf16 and in bytes")
     decoding, prompts, filling = cases(device.smoke)
-    columns = ["branches x tokens", "head", "block", "KV MiB", "us", "GB/s", "of the copy", "plan us", "torch / ours"]
+    columns = [
+        "branches x tokens",
+        "KV",
+        "head",
+        "block",
+        "KV MiB",
+        "us",
+        "GB/s",
+        "of the copy",
+        "plan us",
+        "torch / ours",
+    ]
     table([*columns, "flash-attn / ours", "spread"], [decode(device, case, copy) for case in decoding])
     columns = ["beams", "KV MiB", "us", "apart / this"]
     table(columns, [row for case in prompts for row in beams(device, case)])
     dots = device.dot_rate()
-    columns = ["rows", "tokens", "us", "TFLOP/s", "of registers' rate", "plan us", "torch / ours", "spread"]
+    columns = ["rows", "tokens", "KV", "us", "TFLOP/s", "of registers' rate", "plan us", "torch / ours", "spread"]
     table(columns, [prefill(device, case, dots) for case in filling])
 
 
