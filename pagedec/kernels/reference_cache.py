@@ -39,14 +39,14 @@ def cache_shapes(
     dtype: torch.dtype,
     kind: KvKind = KvKind.PLAIN,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of one layer's K and V."""
+    """Return the shapes of one layer's K and V; those of float16, which CPUs do not compute in, are float32's."""
     width = head_dim if kind == KvKind.PLAIN else head_dim + SCALE_BYTES
     if dtype == torch.bfloat16:
         pairs = block_size // 2
         return (num_blocks, num_kv_heads, width // 2, block_size, 2), (num_blocks, num_kv_heads, pairs, width, 2)
-    if dtype == torch.float32:
+    if dtype in (torch.float32, torch.float16):
         return (num_blocks, num_kv_heads, width, block_size), (num_blocks, num_kv_heads, block_size, width)
-    raise ValueError(f"dtype is {dtype}; a layer is torch.bfloat16 or torch.float32")
+    raise ValueError(f"dtype is {dtype}; a layer is torch.bfloat16, torch.float16 or torch.float32")
 
 
 def as_bytes(cache: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import AttentionArgs, AttentionPlan, AttnBatch, AttnShape, Context, Dtype, KvKind
+from pagedec.kernels.library import AttentionArgs, AttentionPlan, AttnBatch, AttnShape, Context, KvKind
 from pagedec.kernels.reference_attention import paged_attention
 from pagedec.kernels.reference_cache import as_bytes, cache_dtype, cache_shapes, read_numbers, write_slots
-from tests.kernels.calls import laid_out
+from tests.kernels.calls import CODES, laid_out
 
 
 class Numbers(NamedTuple):
@@ -24,13 +24,15 @@ class Numbers(NamedTuple):
     kind: KvKind = KvKind.PLAIN
 
     def __str__(self) -> str:
-        name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[self.dtype]
+        name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[self.dtype]
         return name if self.kind == KvKind.PLAIN else f"{name}-{self.kind.name.lower()}"
 
 
 PLAIN = [Numbers(torch.bfloat16), Numbers(torch.float32)]
 IN_BYTES = [Numbers(dtype, kind) for kind in (KvKind.INT8, KvKind.FP8) for dtype in (torch.bfloat16, torch.float32)]
 NUMBERS = [*PLAIN, *IN_BYTES]
+IN_FP16 = [Numbers(torch.float16, kind) for kind in KvKind]
+"""On devices alone."""
 
 
 def read_slots(
@@ -156,13 +158,12 @@ class Batch:
 
 def shape_record(shape: AttentionShape, dtype: torch.dtype, kind: KvKind = KvKind.PLAIN) -> AttnShape:
     """Return the C record of a shape."""
-    code = Dtype.BF16 if dtype == torch.bfloat16 else Dtype.F32
     return AttnShape(
         shape.num_heads,
         shape.num_kv_heads,
         shape.head_dim,
         shape.block_size,
-        int(code),
+        int(CODES[dtype]),
         shape.window,
         shape.scale,
         shape.soft_cap,
@@ -228,7 +229,7 @@ def reference(
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Say whether two tensors hold the same bits; NaN is never the same, so a poisoned result cannot pass."""
-    kind = torch.int16 if a.dtype == torch.bfloat16 else torch.int32
+    kind = torch.int16 if a.element_size() == 2 else torch.int32
     return bool(torch.isfinite(a).all()) and torch.equal(a.view(kind), b.view(kind))
 
 

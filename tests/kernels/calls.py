@@ -30,7 +30,7 @@ from pagedec.kernels.reference import RopeShape
 from pagedec.kernels.reference_cache import KV_KINDS, SCALE_BYTES, parts
 from tests.kernels import host_memory
 
-CODES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16}
+CODES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16, torch.float16: Dtype.F16}
 ALWAYS_VNNI = ("avx512bf16", "amx", "amx_emulated")
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -314,7 +314,7 @@ def kv_copy(
                 kv_heads=kv_heads,
                 head_dim=head_dim,
                 block_size=k_cache.shape[4],
-                dtype=Dtype.BF16 if paired else Dtype.F32,
+                dtype=Dtype.BF16 if paired else CODES.get(k_cache.dtype, Dtype.F32),
                 kv_kind=kind,
             )
         )

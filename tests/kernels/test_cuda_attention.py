@@ -8,8 +8,11 @@ import torch
 
 from pagedec.kernels.backend import AttentionShape
 from pagedec.kernels.library import EMULATED_DEVICE, KernelError, KvKind
-from tests.kernels import cuda_library
+from pagedec.kernels.reference import RopeShape, kv_copy, rope_kv_write
+from tests.kernels import calls, cuda_library
 from tests.kernels.attention_cases import (
+    IN_BYTES,
+    IN_FP16,
     PLAIN,
     Batch,
     Branch,
@@ -17,11 +20,14 @@ from tests.kernels.attention_cases import (
     Numbers,
     make_plan,
     random_tree,
+    reference,
     run,
     run_plan,
     same_bits,
     shape_record,
 )
+from tests.kernels.test_kv_bytes import empty, same_memory
+from tests.kernels.test_rope import table
 
 
 def attention_crowd(numbers: Numbers) -> tuple[Cache, list[Branch], torch.Tensor]:
@@ -33,7 +39,7 @@ def attention_crowd(numbers: Numbers) -> tuple[Cache, list[Branch], torch.Tensor
     return cache, branches, cache.query(sum(branch.num_rows for branch in branches))
 
 
-@pytest.mark.parametrize("numbers", [*PLAIN, Numbers(torch.bfloat16, KvKind.INT8)], ids=str)
+@pytest.mark.parametrize("numbers", [*PLAIN, Numbers(torch.bfloat16, KvKind.INT8), *IN_FP16], ids=str)
 @pytest.mark.parametrize("isa", cuda_library.cases())
 def test_attention_of_a_row_is_its_own(isa: str, numbers: Numbers) -> None:
     """Alone, in a crowd, in parts, with any number of blocks of threads, in any order of threads."""
@@ -53,6 +59,54 @@ def test_attention_of_a_row_is_its_own(isa: str, numbers: Numbers) -> None:
     for part in parts:
         rows = slice(4 + part.kv_len - part.num_rows, 4 + part.kv_len)
         assert same_bits(run(library.context(), cache, [part], q[rows].clone()), want[rows])
+
+
+@pytest.mark.parametrize("numbers", [*IN_BYTES, *IN_FP16], ids=str)
+@pytest.mark.parametrize("isa", cuda_library.cases())
+def test_attention_is_near_its_meaning(isa: str, numbers: Numbers) -> None:
+    """Of each number of columns that there is a kernel for; with values as small and as large as fp16's, too."""
+    context = cuda_library.open_library(isa).context()
+    # queries and outputs are rounded to 8 or 11 bits, and probabilities, of bytes always to 8
+    limit = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}[numbers.dtype]
+    for dim, window, cap, size in ((48, 0, 0.0, 1.0), (112, 90, 3.0, 2.0**-9), (256, 0, 0.0, 2.0**9)):
+        cache = Cache(AttentionShape(4, 2, dim, 8, dim**-0.5, window, cap), 96, numbers, seed=dim)
+        branches = [cache.branch(130, 2), cache.branch(70, 9, random_tree(np.random.default_rng(1), 2, 7))]
+        for branch in branches:
+            values = cache.random(branch.kv_len, 2, dim)
+            cache.write(branch.table, range(branch.kv_len), values, values * size)
+        q = cache.query(11)
+        want, got = reference(cache, branches, q), run(context, cache, branches, q).double()
+        torch.testing.assert_close(got / size, want / size, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("numbers", IN_FP16, ids=str)
+@pytest.mark.parametrize("isa", cuda_library.cases())
+def test_rows_that_see_no_infinity_in_fp16(isa: str, numbers: Numbers) -> None:
+    context = cuda_library.open_library(isa).context()
+    cache = Cache(AttentionShape(3, 1, 64, 16, 0.125), 24, numbers, seed=5)
+    branch, q, one = cache.branch(90, 4), cache.query(4), torch.ones(1, 1, 64)
+    cache.write(branch.table, [88], one, one)
+    want = run(context, cache, [branch], q)
+    cache.write(branch.table, [88], one, torch.where(torch.arange(64) == 5, torch.inf, 1.0).expand(1, 1, 64))
+    got = run(context, cache, [branch], q)
+    assert same_bits(got[:2], want[:2]) and not got[2:, :, 5].isfinite().any()
+
+
+@pytest.mark.parametrize("numbers", IN_FP16, ids=str)
+@pytest.mark.parametrize("isa", cuda_library.cases())
+def test_fp16_in_the_cache(isa: str, numbers: Numbers) -> None:
+    """What is rotated, written and moved: the reference's, bit for bit."""
+    context, shape, cos_sin = cuda_library.open_library(isa).context(), RopeShape(2, 2, 48), table(40, 40)
+    qkv = calls.normal(9, 6 * 48, seed=1, dtype=torch.float16)
+    qkv[4, 100], qkv[5, 240] = torch.inf, 2.0**-24
+    slots, positions = calls.ints([3, 17, -1, 4, 8, 31, 0, 11, 25]), calls.ints(range(9)) * 4
+    moves = calls.ints([3, 17, 1]), calls.ints([1, 30, 2])
+    got, want = (empty(numbers, 1, 4, 2, 48, 8) for _ in range(2))
+    q = calls.rope_kv_write(context, qkv, got[0][0], got[1][0], positions, slots, shape, cos_sin=cos_sin)
+    calls.kv_copy(context, *got, *moves)
+    same = rope_kv_write(qkv, want[0][0], want[1][0], positions, slots, shape, cos_sin=cos_sin)
+    kv_copy(*want, *moves)
+    assert torch.equal(q, same) and all(same_memory(*pair) for pair in zip(got, want, strict=True))
 
 
 @pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
