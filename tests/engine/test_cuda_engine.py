@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pagedec import LLM, BeamSearchParams, SamplingParams, TokenTrie
 from pagedec.config import EngineConfig
@@ -211,6 +212,9 @@ def test_kv_in_bytes(device: Tiny, tiny: Tiny) -> None:
     for _ in range(2):
         assert told(small, [3, 2, 1, 0]) == want[::-1]
     assert tier(small).num_loaded > 0
+    cache = small.engine.executor.worker.lanes["target"].cache  # type: ignore[attr-defined]
+    assert cache.k.dtype == torch.int8
+    assert cache.k.nbytes + cache.v.nbytes + cache.tokens.nbytes == small.kv_cache.num_bytes
     numbers = {"dtype": "float32", "kv_cache_dtype": "fp8"}
     assert right_answers(device(**numbers, **SMALL)) == right_answers(tiny(**numbers))
 
