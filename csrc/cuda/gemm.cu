@@ -1,5 +1,5 @@
 // Linear layers of few rows: a block of eight warps has a panel of 32 outputs for up to 32 rows. In fp32 it takes any
-// number of them, 32 at a time; in bf16 more than 32 are gemm_many.cu's.
+// number of them, 32 at a time; in bf16 and fp16 more than 32 are gemm_many.cu's.
 //
 // Threads  Warps have every eighth chunk, each straight from memory to registers: at few rows a layer is its weights,
 //          and all warps' loads are under way at a time. Chunks' sums meet in shared memory.
@@ -22,8 +22,8 @@ struct Operands {
   int num_rows;
 };
 
-template <int kTiles>
-PD_DEVICE void multiply_chunk(const Operands<bf16> &a, int64_t begin, int64_t end, Sums<kTiles> &sums) {
+template <int kTiles, class E>
+PD_DEVICE void multiply_chunk(const Operands<E> &a, int64_t begin, int64_t end, Sums<kTiles> &sums) {
   const int g = thread_index() % kWarp / 4, t = thread_index() % 4;
   const bool aligned = is_aligned(a.x, a.k);
   PD_UNROLL for (int step = 0; step < kChunk / kStep; step++) {
@@ -40,7 +40,7 @@ PD_DEVICE void multiply_chunk(const Operands<bf16> &a, int64_t begin, int64_t en
       PD_UNROLL for (int part = 0; part < 4; part += 2) {
         const uint32_t of_x[4] = {x[0].pairs[part], x[1].pairs[part], x[0].pairs[part + 1], x[1].pairs[part + 1]};
         PD_UNROLL for (int j = 0; j < kPanelTiles; j++)
-          multiply_add(sums[tile][j], of_x, w[j].pairs[part], w[j].pairs[part + 1]);
+          multiply_add<E>(sums[tile][j], of_x, w[j].pairs[part], w[j].pairs[part + 1]);
       }
     }
   }
@@ -131,10 +131,10 @@ int enqueue_gemm(pd_context &c, const pd_gemm_args &a) {
   if (a.quantization == PD_INT8) return enqueue_int8(c, a);
   constexpr int kBlocks = 2;  // what the registers have room for
   const Grid grid(kThreads, kBlocks);
-  if (a.dtype != PD_BF16) return launch(c, "pd_gemm", gemm_kernel<float>, grid, a, INT32_MAX);
-  if (!has_room_for_many(c)) return launch(c, "pd_gemm", gemm_kernel<bf16>, grid, a, INT32_MAX);
+  const auto kernel = of_dtype(a.dtype, [](auto e) { return gemm_kernel<decltype(e)>; });
+  if (a.dtype == PD_F32 || !has_room_for_many(c)) return launch(c, "pd_gemm", kernel, grid, a, INT32_MAX);
   // How many rows there are is known on the device only: of these two, one returns at once.
-  return launch(c, "pd_gemm", gemm_kernel<bf16>, grid, a, kFewRows) ? -1 : enqueue_many(c, a);
+  return launch(c, "pd_gemm", kernel, grid, a, kFewRows) ? -1 : enqueue_many(c, a);
 }
 
 }  // namespace pagedec
@@ -145,14 +145,15 @@ using namespace pagedec::gemm;
 extern "C" {
 int64_t pd_packed_bytes(int64_t n, int64_t k, int32_t dtype) {
   if (check_size("pd_packed_bytes", n, k) || check_dtype("pd_packed_bytes", dtype)) return -1;
-  return (n + kPanel - 1) / kPanel * kPanel * ((k + kStep - 1) / kStep * kStep) * (dtype == PD_BF16 ? 2 : 4);
+  return (n + kPanel - 1) / kPanel * kPanel * ((k + kStep - 1) / kStep * kStep) * (dtype == PD_F32 ? 4 : 2);
 }
 int pd_pack(pd_context *context, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed) {
   if (check_pack("pd_pack", context, w, packed) || pd_packed_bytes(n, k, dtype) < 0) return -1;
   const Turn turn(*context);
   if (!turn) return fail("pd_pack: another thread works in this context");
-  if (dtype == PD_BF16)
-    return launch(*context, "pd_pack", pack_kernel<bf16>, kThreads, (const bf16 *)w, n, k, (bf16 *)packed);
-  return launch(*context, "pd_pack", pack_kernel<float>, kThreads, (const float *)w, n, k, (float *)packed);
+  return of_dtype(dtype, [&](auto e) {
+    using E = decltype(e);
+    return launch(*context, "pd_pack", pack_kernel<E>, kThreads, (const E *)w, n, k, (E *)packed);
+  });
 }
 }

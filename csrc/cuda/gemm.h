@@ -20,11 +20,12 @@ constexpr int kFewRows = 2 * kTileRows;  // that read weights once, straight to 
 
 PD_DEVICE int64_t pad(int64_t k) { return (k + kStep - 1) / kStep * kStep; }
 
-struct alignas(16) Eight {  // values of bf16, as the tensor cores take them: pairs
+struct alignas(16) Eight {  // values of 16 bits, as the tensor cores take them: pairs
   uint32_t pairs[4];
 };
 // Of a row that may end, or begin anywhere: what is not there is 0.
-PD_DEVICE Eight load_some(const bf16 *p, int64_t num_left, bool is_aligned) {
+template <class E>
+PD_DEVICE Eight load_some(const E *p, int64_t num_left, bool is_aligned) {
   if (is_aligned && num_left >= 8) return load_whole<Eight>(p);
   Eight x{};
   PD_UNROLL for (int i = 0; i < 8; i++)
@@ -44,6 +45,12 @@ PD_DEVICE float activated(int epilogue, float x, float up) {
   return epilogue == PD_GELU ? gelu(x) : x;
 }
 
+PD_DEVICE void store(const pd_gemm_args &a, int64_t at, float x) {
+  const uint16_t half = a.y_dtype == PD_BF16 ? from_float<bf16>(x).bits : from_float<fp16>(x).bits;
+  if (a.y_dtype == PD_F32) ((float *)a.y)[at] = x;  // a branch between the two conversions takes more registers
+  else ((uint16_t *)a.y)[at] = half;
+}
+
 // One output of a row, to y: a lane a column of the panel.
 PD_DEVICE void finish(const pd_gemm_args &a, int64_t row, int64_t panel, float x, bool is_there) {
   const int lane = thread_index() % kWarp;
@@ -55,11 +62,10 @@ PD_DEVICE void finish(const pd_gemm_args &a, int64_t row, int64_t panel, float x
   if (!is_there || column >= width || (gated && lane >= kPanel / 2)) return;
   const int64_t at = row * width + column;
   if (a.epilogue == PD_ADD) x = ((float *)a.y)[at] + x;
-  if (a.y_dtype == PD_BF16) ((bf16 *)a.y)[at] = from_float<bf16>(x);
-  else ((float *)a.y)[at] = x;
+  store(a, at, x);
 }
 
-// For more than kFewRows rows of bf16; where there are not as many, it does nothing (gemm_many.cu).
+// For more than kFewRows rows of bf16 or fp16; where there are not as many, it does nothing (gemm_many.cu).
 int enqueue_many(pd_context &, const pd_gemm_args &);
 bool has_room_for_many(const pd_context &);
 // With int8 weights: any number of rows, and more than kFewRows (gemm_int8.cu, gemm_int8_many.cu).

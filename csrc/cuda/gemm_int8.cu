@@ -119,7 +119,7 @@ PD_KERNEL(kThreads) pack_int8_kernel(const E *w, int64_t n, int64_t k, char *pac
 
 int enqueue_int8(pd_context &c, const pd_gemm_args &a) {
   constexpr int kBlocks = 2;  // what the registers have room for
-  const auto kernel = a.dtype == PD_BF16 ? gemm_int8_kernel<bf16> : gemm_int8_kernel<float>;
+  const auto kernel = of_dtype(a.dtype, [](auto e) { return gemm_int8_kernel<decltype(e)>; });
   // How many rows there are is known on the device only: of these two, one returns at once.
   return launch(c, "pd_gemm", kernel, Grid(kThreads, kBlocks), a) ? -1 : enqueue_int8_many(c, a);
 }
@@ -140,9 +140,10 @@ int pd_pack_int8(pd_context *context, const void *w, int64_t n, int64_t k, int32
   if (pd_packed_int8_bytes(n, k) < 0) return -1;
   const Turn turn(*context);
   if (!turn) return fail("pd_pack_int8: another thread works in this context");
-  if (dtype == PD_BF16)
-    return launch(*context, "pd_pack_int8", pack_int8_kernel<bf16>, kThreads, (const bf16 *)w, n, k, (char *)packed);
-  return launch(*context, "pd_pack_int8", pack_int8_kernel<float>, kThreads, (const float *)w, n, k, (char *)packed);
+  return of_dtype(dtype, [&](auto e) {
+    using E = decltype(e);
+    return launch(*context, "pd_pack_int8", pack_int8_kernel<E>, kThreads, (const E *)w, n, k, (char *)packed);
+  });
 }
 // There are no kernels for weights in blocks.
 int64_t pd_packed_blocks_bytes(int64_t, int64_t, int32_t format) {

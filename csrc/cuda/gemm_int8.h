@@ -50,17 +50,16 @@ template <>
 PD_DEVICE float Values<float>::operator[](int i) const {
   return bits_float(pieces[i / 4].words[i % 4]);
 }
-template <>
-PD_DEVICE float Values<bf16>::operator[](int i) const {
-  const uint32_t pair = pieces[i / 8].words[i % 8 / 2];
-  return bits_float(i % 2 ? pair & 0xffff0000u : pair << 16);
+template <class E>
+PD_DEVICE float Values<E>::operator[](int i) const {
+  return to_float(E{(uint16_t)(pieces[i / 8].words[i % 8 / 2] >> 16 * (i % 2))});
 }
 template <>
 PD_DEVICE void Values<float>::add(int i, float x) {
   pieces[i / 4].words[i % 4] = float_bits(x);
 }
-template <>
-PD_DEVICE void Values<bf16>::add(int i, bf16 x) {
+template <class E>
+PD_DEVICE void Values<E>::add(int i, E x) {
   pieces[i / 8].words[i % 8 / 2] |= (uint32_t)x.bits << 16 * (i % 2);
 }
 template <class E>

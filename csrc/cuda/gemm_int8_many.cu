@@ -171,7 +171,7 @@ PD_KERNEL(kThreads) gemm_int8_many_kernel(pd_gemm_args a) {
 
 int enqueue_int8_many(pd_context &c, const pd_gemm_args &a) {
   constexpr int kBlocks = 1;  // what the registers have room for
-  const auto kernel = a.dtype == PD_BF16 ? gemm_int8_many_kernel<bf16> : gemm_int8_many_kernel<float>;
+  const auto kernel = of_dtype(a.dtype, [](auto e) { return gemm_int8_many_kernel<decltype(e)>; });
   return launch(c, "pd_gemm", kernel, Grid(kThreads, kBlocks, kSharedBytes), a);
 }
 

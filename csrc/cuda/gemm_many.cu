@@ -23,7 +23,7 @@ struct Stages {  // of shared memory, of tiles of a shape
   static_assert(kNumber >= 2 && S::kRows % kLines == 0 && S::kColumns % kLines == 0);
 };
 
-template <class S, bool kAligned>
+template <class E, class S, bool kAligned>
 class Tiles {
   static constexpr int kRowTiles = S::kRowTiles, kColumnTiles = S::kColumnTiles;
   using P = Stages<S>;
@@ -63,13 +63,13 @@ class Tiles {
 };
 
 // Begins the copies of the stage that follows the last one's.
-template <class S, bool kAligned>
-PD_DEVICE void Tiles<S, kAligned>::bring(int stage) {
+template <class E, class S, bool kAligned>
+PD_DEVICE void Tiles<E, S, kAligned>::bring(int stage) {
   if (next_tile_ < num_tiles_) {
     const int at = next_step_ * kStep + thread_index() % kPieces * 8, padded_k = num_steps_ * kStep;
     PD_UNROLL for (int i = 0; i < S::kRows / kLines; i++) {
       const int row = next_row_ + i * kLines;
-      const bf16 *from = (const bf16 *)a_.x + (int64_t)row * a_.k + at;
+      const E *from = (const E *)a_.x + (int64_t)row * a_.k + at;
       PD_UNROLL for (int step = 0; step < kStageSteps; step++) {
         const int to = stage + step * P::kStepPieces + thread_index() + i * kThreads;
         const int left = row < num_rows_ ? a_.k - at - step * kStep : 0;
@@ -79,7 +79,7 @@ PD_DEVICE void Tiles<S, kAligned>::bring(int stage) {
     }
     PD_UNROLL for (int i = 0; i < S::kColumns / kLines; i++) {
       const int row = next_column_ + i * kLines;
-      const bf16 *from = (const bf16 *)a_.packed + (int64_t)row * padded_k + at;
+      const E *from = (const E *)a_.packed + (int64_t)row * padded_k + at;
       PD_UNROLL for (int step = 0; step < kStageSteps; step++)
         begin_copy(pieces_.at(stage + step * P::kStepPieces + S::kRows * kPieces + thread_index() + i * kThreads),
                    from + step * kStep, row < padded(a_.n) && at + step * kStep < padded_k);
@@ -93,8 +93,8 @@ PD_DEVICE void Tiles<S, kAligned>::bring(int stage) {
   end_copy_group();
 }
 
-template <class S, bool kAligned>
-PD_DEVICE void Tiles<S, kAligned>::multiply(int step, Sums &sums) const {
+template <class E, class S, bool kAligned>
+PD_DEVICE void Tiles<E, S, kAligned>::multiply(int step, Sums &sums) const {
   // An instruction takes x in four registers in a row, which two loads bring alternately. Without an operation that is
   // not a plain copy to the compiler, it copies them for every instruction anew: so they are ored with 0.
   static_assert(PD_PLAIN == 0);
@@ -113,12 +113,12 @@ PD_DEVICE void Tiles<S, kAligned>::multiply(int step, Sums &sums) const {
     const Eight w = pieces_[of_w + j * kWarp];
     PD_UNROLL for (int i = 0; i < 2; i++)
       PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++)
-        multiply_add(sums[tile][j], x[tile][i], w.pairs[2 * i], w.pairs[2 * i + 1]);
+        multiply_add<E>(sums[tile][j], x[tile][i], w.pairs[2 * i], w.pairs[2 * i + 1]);
   }
 }
 
-template <class S, bool kAligned>
-PD_DEVICE void Tiles<S, kAligned>::run_tile(int tile) {
+template <class E, class S, bool kAligned>
+PD_DEVICE void Tiles<E, S, kAligned>::run_tile(int tile) {
   constexpr int kOwn = kRowTiles * kColumnTiles * 4, kEnd = P::kNumber * P::kStagePieces;
   Sums own, sums;
   const auto of = [](Sums &all, int i) -> float & { return all[i / 4 / kColumnTiles][i / 4 % kColumnTiles][i % 4]; };
@@ -139,13 +139,14 @@ PD_DEVICE void Tiles<S, kAligned>::run_tile(int tile) {
   finish_tile<S>(a_, num_rows_, S::place(tile, num_rows_, a_.n), own, sums_);
 }
 
+template <class E>
 PD_KERNEL(kThreads) gemm_many_kernel(pd_gemm_args a) {
   const int num_rows = *a.num_rows;
   if (num_rows <= kFewRows) return;
   LAUNCHED_SHARED(memory);
-  if (!is_aligned(a.x, a.k)) Tiles<Narrow, false>(a, num_rows, memory).run();
-  else if (worth_wide(num_rows, a.n, num_grid_blocks())) Tiles<Wide, true>(a, num_rows, memory).run();
-  else Tiles<Narrow, true>(a, num_rows, memory).run();
+  if (!is_aligned(a.x, a.k)) Tiles<E, Narrow, false>(a, num_rows, memory).run();
+  else if (worth_wide(num_rows, a.n, num_grid_blocks())) Tiles<E, Wide, true>(a, num_rows, memory).run();
+  else Tiles<E, Narrow, true>(a, num_rows, memory).run();
 }
 
 }  // namespace
@@ -153,7 +154,8 @@ PD_KERNEL(kThreads) gemm_many_kernel(pd_gemm_args a) {
 bool has_room_for_many(const pd_context &c) { return kSharedBytes <= c.max_shared_bytes; }
 int enqueue_many(pd_context &c, const pd_gemm_args &a) {
   constexpr int kBlocks = 1;  // what the registers have room for
-  return launch(c, "pd_gemm", gemm_many_kernel, Grid(kThreads, kBlocks, kSharedBytes), a);
+  const auto kernel = a.dtype == PD_F16 ? gemm_many_kernel<fp16> : gemm_many_kernel<bf16>;
+  return launch(c, "pd_gemm", kernel, Grid(kThreads, kBlocks, kSharedBytes), a);
 }
 
 }  // namespace pagedec::gemm

@@ -63,9 +63,7 @@ PD_DEVICE void finish_panel(const pd_gemm_args &a, int num_rows, int row, int pa
     if (bias) x = x + of_x, up = up + of_up;
     x = activated(a.epilogue, x, up);
     if (a.epilogue == PD_ADD) x = before[i] + x;
-    const int64_t at = start + (int64_t)r * width;
-    if (a.y_dtype == PD_BF16) ((bf16 *)a.y)[at] = from_float<bf16>(x);
-    else ((float *)a.y)[at] = x;
+    store(a, start + (int64_t)r * width, x);
   }
 }
 

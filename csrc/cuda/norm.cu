@@ -42,11 +42,11 @@ PD_KERNEL(kThreads) layer_norm_kernel(pd_layer_norm_args a) {
 }  // namespace
 
 int enqueue_rms_norm(pd_context &c, const pd_rms_norm_args &a) {
-  const auto kernel = a.dtype == PD_BF16 ? rms_norm_kernel<bf16> : rms_norm_kernel<float>;
+  const auto kernel = of_dtype(a.dtype, [](auto e) { return rms_norm_kernel<decltype(e)>; });
   return launch(c, "pd_rms_norm", kernel, kThreads, a);
 }
 int enqueue_layer_norm(pd_context &c, const pd_layer_norm_args &a) {
-  const auto kernel = a.dtype == PD_BF16 ? layer_norm_kernel<bf16> : layer_norm_kernel<float>;
+  const auto kernel = of_dtype(a.dtype, [](auto e) { return layer_norm_kernel<decltype(e)>; });
   return launch(c, "pd_layer_norm", kernel, kThreads, a);
 }
 

@@ -32,14 +32,18 @@ PD_KERNEL(kThreads) read_kernel(const char *data, int64_t bytes, uint32_t *never
   if (sum == 0x9e3779b9u && *never) *never = sum;
 }
 
-PD_KERNEL(kThreads) dot_kernel(int dtype, int rounds, float *out) {
+template <class E>
+PD_KERNEL(kThreads) dot_kernel(int rounds, float *out) {
   float sums[kChains][4] = {};
-  const uint32_t a[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
   const float x = 1.0f + 1e-6f * (float)thread_index();
   for (int i = 0; i < rounds; i++)
     PD_UNROLL for (int chain = 0; chain < kChains; chain++) {
-      if (dtype == PD_BF16) multiply_add(sums[chain], a, a[0], a[1]);
-      else PD_UNROLL for (int j = 0; j < 4; j++) sums[chain][j] = fmaf(sums[chain][j], x, x);
+      if constexpr (sizeof(E) == 2) {
+        const uint32_t ones = pair_of<E>(1.0f, 1.0f), a[4] = {ones, ones, ones, ones};
+        multiply_add<E>(sums[chain], a, ones, ones);
+      } else {
+        PD_UNROLL for (int j = 0; j < 4; j++) sums[chain][j] = fmaf(sums[chain][j], x, x);
+      }
     }
   float sum = 0.0f;
   PD_UNROLL for (int i = 0; i < kChains * 4; i++) sum = sum + sums[i / 4][i % 4];
@@ -97,17 +101,18 @@ double pd_probe_dot(pd_context *context, int32_t dtype, double seconds) {
   if (check_probe_dot(context, dtype, seconds)) return -1;
   const Turn turn(*context);
   if (!turn) return fail("pd_probe_dot: another thread works in this context");
+  const auto kernel = of_dtype(dtype, [](auto e) { return dot_kernel<decltype(e)>; });
   const Grid grid(kThreads);
   const int blocks = num_blocks(*context, grid);
   if (context->partials.reserve(blocks * (int64_t)sizeof(float))) return -1;
   double flop = 0.0, spent = 0.0;
   for (int rounds = 1; spent < seconds; rounds = std::min(2 * rounds, 1 << 20)) {
     const double took = seconds_of(*context, [&] {
-      return launch(*context, "pd_probe_dot", dot_kernel, grid, dtype, rounds, (float *)context->partials.get());
+      return launch(*context, "pd_probe_dot", kernel, grid, rounds, (float *)context->partials.get());
     });
     if (took < 0) return -1;
     constexpr double kOfWarp = 2.0 * 16 * 8 * 16, kOfThread = 2.0 * 4;
-    const double each = dtype == PD_BF16 ? kOfWarp * kWarps : kOfThread * kThreads;
+    const double each = dtype == PD_F32 ? kOfThread * kThreads : kOfWarp * kWarps;
     flop += each * kChains * rounds * blocks, spent += took;
   }
   return flop / spent * 1e-9;

@@ -62,7 +62,7 @@ PD_KERNEL(kThreads) copy_rows_kernel(pd_copy_rows_args a) {
 }  // namespace
 
 int enqueue_embed(pd_context &c, const pd_embed_args &a) {
-  return launch(c, "pd_embed", a.dtype == PD_BF16 ? embed_kernel<bf16> : embed_kernel<float>, kThreads, a);
+  return launch(c, "pd_embed", of_dtype(a.dtype, [](auto e) { return embed_kernel<decltype(e)>; }), kThreads, a);
 }
 int enqueue_add_parts(pd_context &c, const pd_add_parts_args &a) {
   return launch(c, "pd_add_parts", add_parts_kernel, kThreads, a);
