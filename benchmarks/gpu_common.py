@@ -25,15 +25,19 @@ from pagedec.kernels.library import CUDA, DEVICES, EMULATED_DEVICE, ISAS, Dtype,
 SAMPLES, SECONDS = 7, 0.02  # of each sample
 BEYOND_CACHES = 512 << 20  # bytes
 PATTERN = 1 << 22  # values: random tensors repeat after so many
+HALVES = {"bfloat16": (torch.bfloat16, Dtype.BF16, "bf16"), "float16": (torch.float16, Dtype.F16, "fp16")}
+"""Numbers of 16 bits: torch's, the kernels', and what tables call them."""
 Run = Callable[[], object]
 
 
-def arguments_of(text: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """What all of them take."""
+def arguments_of(text: str | None, argv: Sequence[str] | None = None, *, has_dtype: bool = False) -> argparse.Namespace:
+    """What all of them take; has_dtype: and what those take that measure either kind of 16 bits."""
     parser = argparse.ArgumentParser(description=(text or "").splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on the emulated device: that it runs at all")
     parser.add_argument("--isa", choices=(*ISAS, *DEVICES), help="kernel library (cuda; with --smoke, cuda_emulated)")
     parser.add_argument("--no-torch", action="store_true", help="leave torch out, also where it has the device")
+    if has_dtype:
+        parser.add_argument("--dtype", choices=tuple(HALVES), default="bfloat16", help="numbers that are computed in")
     return parser.parse_args(argv)
 
 
@@ -42,7 +46,8 @@ class Device:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.smoke = arguments.smoke
-        self.backend = DeviceBackend(load(arguments.isa or (EMULATED_DEVICE if self.smoke else CUDA)), torch.bfloat16)
+        self.dtype, self.code, self.kind = HALVES[getattr(arguments, "dtype", "bfloat16")]
+        self.backend = DeviceBackend(load(arguments.isa or (EMULATED_DEVICE if self.smoke else CUDA)), self.dtype)
         self.library, self.context = self.backend.library, self.backend.context
         # a sanitizer, too, sees the end of an array that has memory of its own
         self.memory = DeviceMemory(self.context, 0) if self.smoke else self.backend.memory
@@ -62,8 +67,9 @@ class Device:
         return rate
 
     # ---- memory
-    def random(self, shape: Sequence[int], dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
+    def random(self, shape: Sequence[int], dtype: torch.dtype | None = None, scale: float = 1.0) -> torch.Tensor:
         """Normal values in the device's memory, which repeat after a while."""
+        dtype = self.dtype if dtype is None else dtype
         out, size = self.memory.zeros(tuple(shape), dtype), math.prod(shape)
         first = min(size, PATTERN)
         values = (scale * torch.randn(first, generator=torch.Generator().manual_seed(size))).to(dtype)

@@ -1,6 +1,6 @@
 """Whole steps of an engine on a device: Llama-3.1-8B with random weights, next to a copy of what a step must read.
 
-    python benchmarks/gpu_decode.py [--smoke] [--isa NAME]
+    python benchmarks/gpu_decode.py [--smoke] [--isa NAME] [--dtype float16]
 
 A step gives every sequence of the batch a token. `device`: its program alone, repeated, without the read-out; `host`:
 plan and settle, while the device waits; `floor`: weights and KV at the speed of a copy. Weights are parts of one random
@@ -49,19 +49,19 @@ class OneTensor:
 
 
 def weight_bytes(arch: Architecture) -> int:
-    """That a step reads: all but the embedding, in bf16."""
+    """That a step reads: all but the embedding, two bytes each."""
     heads = arch.num_attention_heads + 2 * arch.num_kv_heads
     layer = (heads + arch.num_attention_heads) * arch.head_dim + 3 * arch.intermediate_size
     return 2 * arch.hidden_size * (arch.num_layers * layer + arch.vocab_size)
 
 
-def load(arguments_isa: str, smoke: bool, num_tokens: int) -> LLM:
+def load(arguments_isa: str, dtype: str, smoke: bool, num_tokens: int) -> LLM:
     """The model in an engine with room for so many tokens."""
     os.environ["PAGEDEC_ISA"] = arguments_isa
     dummy._random_normal = OneTensor()
     settings = {
         "load_format": "dummy",
-        "dtype": "bfloat16",
+        "dtype": dtype,
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
         "num_blocks": -(-num_tokens // 16),
@@ -120,13 +120,13 @@ def line(device: Device, llm: LLM, batch: int, prompt: int, copy: float) -> list
 
 
 def main() -> None:
-    arguments = arguments_of(__doc__)
+    arguments = arguments_of(__doc__, has_dtype=True)
     device = Device(arguments)
-    copy = device.head("Decoding: Llama-3.1-8B's shape, random weights, bf16")
+    copy = device.head(f"Decoding: Llama-3.1-8B's shape, random weights, {device.kind}")
     cases = [(1, 1024), (16, 1024), (64, 1024)] if not device.smoke else [(1, 20), (3, 20)]
     began = time.perf_counter()
     num_tokens = max(batch * (prompt + STEPS + 96) for batch, prompt in cases)
-    llm = load(device.backend.name, device.smoke, num_tokens)
+    llm = load(device.backend.name, arguments.dtype, device.smoke, num_tokens)
     print(f"loaded in {time.perf_counter() - began:.1f} s\n")
     columns = ["batch", "prompt", "prefill tokens/s", "step ms", "tokens/s", "device ms", "host ms", "floor ms"]
     table([*columns, "step / floor", "spread"], [line(device, llm, *case, copy) for case in cases])

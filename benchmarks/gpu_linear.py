@@ -1,6 +1,6 @@
 """Linear layers of Llama-3.1-8B on a device: bandwidth of the weights and arithmetic, next to a copy and to torch.
 
-    python benchmarks/gpu_linear.py [--smoke] [--isa NAME] [--no-torch]
+    python benchmarks/gpu_linear.py [--smoke] [--isa NAME] [--no-torch] [--dtype float16]
 
 One run is as many layers of a shape, one behind the other in one recording, as no cache holds; times are of one.
 """
@@ -30,21 +30,21 @@ class Layers:
 
     def __init__(self, device: Device, name: str, shape: tuple[int, int], rows: list[int]) -> None:
         self.device, self.name, (self.n, self.k) = device, name, shape
-        num_bytes = device.library.packed_bytes(self.n, self.k, Dtype.BF16)
+        num_bytes = device.library.packed_bytes(self.n, self.k, device.code)
         self.copies = device.copies(num_bytes, 16)
         self.weights = device.random((self.copies, num_bytes // 2), scale=0.02)
         most = max(rows) if self.n < 100_000 else min(256, max(rows))  # of logits, no step has more
         self.rows = [count for count in rows if count <= most]
         is_last = name == "logits"
         self.x = device.random((most, self.k))
-        self.y = device.memory.zeros((most, self.n), torch.float32 if is_last else torch.bfloat16)
+        self.y = device.memory.zeros((most, self.n), torch.float32 if is_last else device.dtype)
         self.count = device.count(1)
         following = [*self.weights[1:], None]
         self.run = device.program(
             [
                 GemmArgs(
                     self.count.data_ptr(), self.x.data_ptr(), weight.data_ptr(), None, self.y.data_ptr(), self.n,
-                    self.k, int(Dtype.BF16), int(Dtype.F32 if is_last else Dtype.BF16), int(Epilogue.STORE), 0,
+                    self.k, int(device.code), int(Dtype.F32 if is_last else device.code), int(Epilogue.STORE), 0,
                     None if after is None else after.data_ptr(), 0 if after is None else num_bytes,
                 )
                 for weight, after in zip(self.weights, following, strict=True)
@@ -58,7 +58,7 @@ class Layers:
     def peer(self, rows: int) -> Timing | None:
         if self.device.torch is None:
             return None
-        kinds = {"device": "cuda", "dtype": torch.bfloat16}
+        kinds = {"device": "cuda", "dtype": self.device.dtype}
         weights = [torch.randn(self.n, self.k, **kinds) for _ in range(self.copies)]
         x = torch.randn(rows, self.k, **kinds)
         timing = self.device.torch_timed(lambda: [torch.nn.functional.linear(x, weight) for weight in weights])
@@ -92,9 +92,9 @@ def lines(device: Device, copy: float) -> list[list[object]]:
 
 
 def main() -> None:
-    arguments = arguments_of(__doc__)
+    arguments = arguments_of(__doc__, has_dtype=True)
     device = Device(arguments)
-    copy = device.head("Linear layers of Llama-3.1-8B, bf16")
+    copy = device.head(f"Linear layers of Llama-3.1-8B, {device.kind}")
     columns = ["layer", "outputs x inputs", "rows", "us", "GB/s of weights", "of the copy", "TFLOP/s", "torch / ours"]
     table([*columns, "spread"], lines(device, copy))
 

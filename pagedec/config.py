@@ -65,8 +65,8 @@ class ModelConfig:
     dtype: str = option(
         "auto",
         Text(
-            "numbers of weights and activations; auto: the best for this machine",
-            choices=("auto", "bfloat16", "float32"),
+            "numbers of weights and activations; float16: on a CUDA device; auto: the best for this machine",
+            choices=("auto", "bfloat16", "float16", "float32"),
         ),
     )
     model_impl: str = option(

@@ -14,6 +14,7 @@ from pagedec.kernels.blocks import Blocks
 from pagedec.kernels.device_memory import DeviceCall, DeviceMemory, KernelCall, Staging
 from pagedec.kernels.library import EMULATED_DEVICE, KvKind, Library
 from pagedec.kernels.native import NativeBackend
+from pagedec.kernels.native_program import DTYPES
 from pagedec.kernels.native_weight import NativeWeight
 from pagedec.kernels.processing import FlatRules, flatten
 from pagedec.kernels.reference_cache import SCALE_BYTES, cache_dtype
@@ -26,6 +27,8 @@ CHUNK = 32 << 20  # bytes of a device's memory that small tensors are cut from
 class DeviceBackend(NativeBackend):
     """Compiled kernels on a CUDA device: what they read and write lies in its memory, and small arrays travel with each
     call. Raises as `NativeBackend` does, and MemoryError where the device has no room."""
+
+    dtypes = tuple(DTYPES)
 
     def __init__(
         self,

@@ -45,6 +45,9 @@ class NativeBackend(HostBackend):
     num_threads 0: OpenMP's own choice. Raises ValueError for a dtype or a quantisation that there is not.
     """
 
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    """What its kernels compute in, and read weights in."""
+
     def __init__(
         self,
         library: Library,
@@ -54,8 +57,8 @@ class NativeBackend(HostBackend):
         device: int = 0,
         kv_kind: KvKind = KvKind.PLAIN,
     ) -> None:
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype is {dtype}; the compiled kernels take torch.float32 and torch.bfloat16")
+        if dtype not in self.dtypes:
+            raise ValueError(f"dtype is {dtype}; these kernels take {', '.join(map(str, self.dtypes))}")
         self.quantization = checked_quantization(quantization)
         self.library, self.dtype, self.code, self.kv_kind = library, dtype, DTYPES[dtype], kv_kind
         self.name, self.context, self.device = library.isa, library.context(num_threads, device), device
@@ -81,7 +84,7 @@ class NativeBackend(HostBackend):
             bias = self.place(bias.float().contiguous())
         if checked_quantization(quantization) is not None:
             data = self.storage(self.library.packed_int8_bytes(n, k))
-            own = self.place(weight.contiguous() if weight.dtype in DTYPES else weight.float().contiguous())
+            own = self.place(weight.contiguous() if weight.dtype in self.dtypes else weight.float().contiguous())
             self.context.pack_int8(own.data_ptr(), n, k, DTYPES[own.dtype], data.data_ptr())
             return NativeWeight(data, bias, n, k, Quantization.INT8)
         data = self.storage(self.library.packed_bytes(n, k, self.code))

@@ -36,7 +36,7 @@ from pagedec.kernels.native_weight import NativeWeight, blocks_of_table
 if TYPE_CHECKING:
     from pagedec.kernels.native import NativeBackend
 
-DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16}
+DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16, torch.float16: Dtype.F16}
 
 
 def address(tensor: torch.Tensor | None, dtype: torch.dtype, what: str) -> int | None:

@@ -114,18 +114,19 @@ class TorchPackedLinear:
 
     Torch chooses how to split a product by its shape, so that a row's bits may change with the number of rows beside
     it. Padding to one shape takes that choice away; whether the position inside a block matters is a property of the
-    machine's library, which probe_invariance looks at.
+    machine's library, which probe_invariance looks at. fp16 is multiplied as fp32, and rounded once.
     """
 
-    __slots__ = ("bias", "block_rows", "k", "n", "packed", "weight")
+    __slots__ = ("bias", "block_rows", "dtype", "k", "n", "packed", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, block_rows: int = 16) -> None:
         if block_rows < 1:
             raise ValueError(f"block_rows is {block_rows}; it must be 1 or more")
         self.n, self.k = weight.shape
         self.block_rows = block_rows
-        self.bias = None if bias is None else bias.to(weight.dtype).contiguous()
-        weight = weight.contiguous()
+        self.dtype = torch.float32 if weight.dtype == torch.float16 else weight.dtype
+        self.bias = None if bias is None else bias.to(self.dtype).contiguous()
+        weight = weight.to(self.dtype).contiguous()
         self.packed = _has_packed_linear(weight.dtype)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, block_rows) if self.packed else weight
 
@@ -141,7 +142,7 @@ class TorchPackedLinear:
         rows, size = x.shape[0], self.block_rows
         out = x.new_empty(rows, self.n)
         for start in range(0, rows, size):
-            block = x[start : start + size]
+            block = x[start : start + size].to(self.dtype)
             if len(block) < size or not block.is_contiguous():
                 block = torch.cat([block, block.new_zeros(size - len(block), self.k)])
             out[start : start + size] = self._block(block)[: rows - start]

@@ -34,7 +34,7 @@ SPELLINGS = {
 }
 """vLLM's names of values that have another one here."""
 FLOAT16 = ("half", "float16")
-"""Numbers that are not computed in: bfloat16 has their size."""
+"""Numbers that a CPU does not compute in: bfloat16 has their size."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from pagedec.runtime.follower import Follower
 from pagedec.runtime.geometry import Geometry, LaneGeometry
 from pagedec.runtime.links import Exchange, connect, machine
 from pagedec.runtime.memory import Memory, available_memory, is_out_of_memory, shown_size
+from pagedec.runtime.numbers import NAMES, chosen_dtype
 from pagedec.runtime.pool import KvPool, choose_pool, default_bytes, whole_bytes
 from pagedec.runtime.runner import LaneRunner
 from pagedec.runtime.worker import Worker
@@ -80,8 +81,8 @@ def choose_backend(
     machine come before this one; each has a device, as far as there are some.
 
     dtype "auto" is bfloat16 on compiled kernels, which read half the bytes of float32, and float32 on the reference.
+    Raises InvalidArgument for float16 on a CPU's kernels.
     """
-    names = {"bfloat16": torch.bfloat16, "float32": torch.float32}
     kv_kind = KvKind.PLAIN if kv_cache_dtype == "auto" else KvKind[kv_cache_dtype.upper()]
     if parallel.num_threads is not None:
         torch.set_num_threads(parallel.num_threads)
@@ -96,18 +97,21 @@ def choose_backend(
                 kind, num_threads = DeviceBackend, 0
                 if quantization in BLOCK_QUANTIZATIONS:
                     raise InvalidArgument("quantization", quantization, "must be int8 or off on a CUDA device")
-            return kind(library, names.get(dtype, torch.bfloat16), quantization, num_threads, device, kv_kind)
+            elif dtype == "float16":
+                raise InvalidArgument("dtype", dtype, "must be bfloat16, float32 or auto on a CPU")
+            return kind(library, NAMES.get(dtype, torch.bfloat16), quantization, num_threads, device, kv_kind)
         except LibraryNotFound as error:
             if parallel.attention_backend == "native":
                 limit = f"is not available: {error}"
                 raise InvalidArgument("attention_backend", parallel.attention_backend, limit) from error
-    return ReferenceBackend(names.get(dtype, torch.float32), quantization, kv_kind)
+    return ReferenceBackend(NAMES.get(dtype, torch.float32), quantization, kv_kind)
 
 
 def own_backend(config: EngineConfig, place: int = 0) -> Backend:
     """`choose_backend` as a configuration says."""
     model = config.model
-    return choose_backend(config.parallel, model.dtype, weight_form(model), place, config.cache.kv_cache_dtype)
+    dtype = chosen_dtype(model, config.parallel.attention_backend)
+    return choose_backend(config.parallel, dtype, weight_form(model), place, config.cache.kv_cache_dtype)
 
 
 def weight_form(model: ModelConfig) -> str | None:

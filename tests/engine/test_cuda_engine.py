@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from pagedec import LLM, BeamSearchParams, SamplingParams, TokenTrie
 from pagedec.config import EngineConfig
@@ -83,6 +84,21 @@ def test_a_row_has_its_bits_whatever_stands_beside_it(device: Tiny) -> None:
         == want[::-1]
     )
     assert told(device(dtype="bfloat16", block_size=32, num_blocks=12), [0, 1, 2, 3]) == want
+
+
+def test_float16(device: Tiny, tiny: Tiny) -> None:
+    """A row's own bits, alone, together, in parts of a prompt, preempted; and nearer to float32 than bfloat16 is."""
+    want = told(device(dtype="float16"), [0, 1, 2, 3])
+    assert told(device(dtype=torch.half), [3]) == want[3:]
+    small = {"max_num_batched_tokens": 17, "block_size": 8, "num_blocks": 24, "enable_prefix_caching": False}
+    assert told(device(dtype="half", **small), [3, 2, 1, 0]) == want[::-1]
+    tokens = prompts()[0][1:]
+    exact, half, rough = (
+        [known[token].logprob for token, known in zip(tokens, told(make(dtype=dtype), [0])[0][-1][1:], strict=True)]
+        for make, dtype in ((tiny, "float32"), (device, "float16"), (device, "bfloat16"))
+    )
+    wrong = [max(abs(a - b) for a, b in zip(exact, other, strict=True)) for other in (half, rough)]
+    assert 0 < wrong[0] < 0.5 * wrong[1]
 
 
 @pytest.mark.parametrize(
@@ -234,6 +250,23 @@ def test_ranks_in_memory_that_devices_have_mapped(device: Tiny, tiny: Tiny) -> N
 
 
 @pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
+@pytest.mark.parametrize("isa", cuda_library.cases())
+def test_the_checkpoints_float16(isa: str, tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what auto means on a device, and a CPU refuses it; bfloat16 and float32 are bfloat16."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_path)
+    for dtype, taken in ((torch.float16, "float16"), (torch.float32, "bfloat16")):
+        model.to(dtype).save_pretrained(tmp_path / taken)
+        config = EngineConfig.from_kwargs(model=str(tmp_path / taken), skip_tokenizer_init=True, num_blocks=40)
+        half = replace(config, model=replace(config.model, dtype="float16"))
+        with monkeypatch.context() as patch:
+            patch.setenv("PAGEDEC_ISA", isa)
+            assert str(loading.own_backend(config).dtype) == f"torch.{taken}"
+            assert loading.own_backend(half).dtype == torch.float16
+        assert loading.own_backend(config).dtype == torch.bfloat16
+        with pytest.raises(InvalidArgument, match="^dtype is 'float16': must be bfloat16, float32 or auto on a CPU$"):
+            loading.own_backend(half)
+
+
 def test_each_rank_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """And all of its memory; the third of a machine with two shares the first one's. The host's threads are nobody's
     here: a device has its own."""

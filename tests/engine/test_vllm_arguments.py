@@ -159,14 +159,24 @@ def test_numbers(given: Any, taken: str) -> None:
     if is_half:
         name = "half" if given == "half" else "float16"
         assert str(caught[0].message) == (
-            f"dtype is '{name}': float16 is not computed in; taken is bfloat16, which has its size and 3 bits less of "
-            f"precision; dtype='float32' loses nothing of a float16 checkpoint"
+            f"dtype is '{name}': a CPU does not compute in float16; taken is bfloat16, which has its size and 3 bits "
+            f"less of precision; dtype='float32' loses nothing of a float16 checkpoint"
         )
+
+
+def test_float16_is_taken_as_it_is_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDEC_ISA", "cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for given in ("half", "float16", torch.float16):
+            assert translated({"dtype": given}) == {"dtype": "float16"}
+    with pytest.warns(DtypeWarning):
+        assert translated({"dtype": "half", "attention_backend": "reference"})["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("given", [torch.float64, torch.int8, "float64", 16])
 def test_numbers_that_there_are_not(tiny: Tiny, given: Any) -> None:
-    with pytest.raises(InvalidArgument, match="^dtype is .*: must be one of auto, bfloat16, float32$"):
+    with pytest.raises(InvalidArgument, match="^dtype is .*: must be one of auto, bfloat16, float16, float32$"):
         tiny(dtype=given)
 
 

@@ -135,7 +135,10 @@ def _renamed() -> list[tuple[str, str]]:
         for name, spellings in SPELLINGS.items()
         for theirs, ours in spellings.items()
     ]
-    rows += [(f"`dtype={name!r}`", "`dtype='bfloat16'`, with a `DtypeWarning`") for name in FLOAT16]
+    rows += [
+        (f"`dtype={name!r}`", "`dtype='bfloat16'` on a CPU, with a `DtypeWarning`; `dtype='float16'` on a CUDA device")
+        for name in FLOAT16
+    ]
     rows.append(("a `dtype` of torch's, as `torch.bfloat16`", "its name"))
     return rows + [(f"`{name}=None`", f"`{name}={known[name][1]!r}`") for name in UNSET]
 

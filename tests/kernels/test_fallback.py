@@ -31,3 +31,12 @@ def test_a_shape_that_varies_is_named(monkeypatch: pytest.MonkeyPatch, caplog: p
         backend.pack(torch.randn(96, 64))
     assert backend.varying == {(96, 64)}
     assert "96 x 64 is not batch-invariant in torch.bfloat16" in caplog.text
+
+
+def test_fp16_is_multiplied_as_fp32_and_rounded_once() -> None:
+    x, weight, bias = torch.randn(19, 64).half(), torch.randn(96, 64).half(), torch.randn(96)
+    linear = ReferenceBackend(torch.float16).pack(weight, bias)
+    assert isinstance(linear, TorchPackedLinear)
+    exact, got = x.double() @ weight.double().T + bias, linear(x)
+    assert got.dtype == torch.float16 and torch.equal(linear(x[7:9]), got[7:9])
+    assert ((got.double() - exact).abs() <= exact.abs() * 2.0**-11 + 1e-4).all()

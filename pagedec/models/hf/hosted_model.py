@@ -30,7 +30,7 @@ from pagedec.models.model import Programs
 _log = logging.getLogger(__name__)
 
 NO_ROTATION = Rope(None)  # the modeling code has rotated
-EXACT = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+EXACT = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 """How far, of the largest logit, another order of sums may move one. Rows that mix differ by about 1."""
 
 
