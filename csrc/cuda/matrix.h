@@ -16,7 +16,7 @@ namespace pagedec {
 #if defined(__CUDACC__)
 PD_DEVICE uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 // d += a b of pairs of E; an output row depends on its own row of a, all of b, and itself.
-template <class E = bf16>
+template <class E>
 PD_DEVICE void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 #define PD_MULTIPLY_ADD(E, name)                                                                               \
   template <>                                                                                                  \
@@ -98,7 +98,7 @@ PD_DEVICE uint32_t multiply_pairs<fp16>(uint32_t a, uint32_t b, uint32_t c) {
 }
 #else
 using emulate::multiply_bytes;
-template <class E = bf16>
+template <class E>
 void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   emulate::multiply_add(d, a, b0, b1, [](uint16_t bits) { return to_float(E{bits}); });
 }
@@ -125,6 +125,5 @@ uint32_t multiply_pairs(uint32_t a, uint32_t b, uint32_t c) {
   return pair_of<E>(sums[0], sums[1]);
 }
 #endif
-PD_DEVICE uint32_t bf16_pair(float low, float high) { return pair_of<bf16>(low, high); }
 
 }  // namespace pagedec

@@ -90,7 +90,7 @@ void multiplied(float *out) {  // 16 x 16 by 16 x 8: a[i][k] = i + k, b[n][k] = 
   uint32_t of_a[4], of_b[4];
   load_matrices(of_a, a.at(lane() % 16 * 16 + lane() / 16 * 8));
   load_matrices(of_b, b.at((lane() / 16 * 8 + lane() % 8) * 16 + lane() / 8 % 2 * 8));
-  multiply_add(d, of_a, of_b[0], of_b[1]);
+  multiply_add<bf16>(d, of_a, of_b[0], of_b[1]);
   for (int i = 0; i < 4; i++) out[(lane() / 4 + i / 2 * 8) * 8 + 2 * (lane() % 4) + i % 2] = d[i];
 }
 void transposed(float *out) {  // each lane two values of a column
@@ -104,8 +104,15 @@ void transposed(float *out) {  // each lane two values of a column
 void rounded(float *out) {  // 1 and eight times 2^-25: each is cut off before they are added
   const uint32_t ones = 0x3f803f80u, tiny = 0x33003300u, a[4] = {ones, ones, 0, 0};
   float d[4] = {1.0f, 1.0f, 1.0f, 1.0f};
-  multiply_add(d, a, tiny, 0);
+  multiply_add<bf16>(d, a, tiny, 0);
   out[thread_index()] = d[0];
+}
+void rounded_fp16(float *out) {  // the same of 0.5 times fp16's least number, which is not lost where it stands alone
+  const uint32_t halves = 0x38003800u, tiny = 0x00010001u, a[4] = {halves, halves, 0, 0};
+  float d[4] = {1.0f, 1.0f, 1.0f, 1.0f}, alone[4] = {};
+  multiply_add<fp16>(d, a, tiny, 0);
+  multiply_add<fp16>(alone, a, tiny, 0);
+  out[thread_index()] = d[0] + alone[0];
 }
 void some_leave(float *out) {  // who has ended is not waited for
   out[thread_index()] = 1.0f;
@@ -222,7 +229,7 @@ void too_much(float *out) { SHARED_ARRAY(float, values, 1 << 20); values[0] = 1.
   X(shuffled) X(crossed) X(voted) X(summed) X(begins) X(reversed) X(halved) X(turned) X(counted) X(drawn)    \\
   X(copied) X(multiplied) X(transposed) X(rounded) X(copied_too_soon) X(copied_over) X(copies_left)          \\
   X(copied_askew) X(row_askew) X(zeros_askew) X(loaded_whole) X(loaded_askew) X(met_elsewhere)               \\
-  X(launched_with_less)                                                                                      \\
+  X(launched_with_less) X(rounded_fp16)                                                                      \\
   X(some_leave) X(counted_too_soon) X(looked_at_too_soon) X(changed_while_read)                              \\
   X(read_too_soon) X(written_too_soon) X(written_twice) X(lanes_race) X(warps_race) X(outside) X(half_wait)  \\
   X(lanes_left) X(too_much)
@@ -275,6 +282,7 @@ RIGHT = {
     "multiplied": (LEFT @ ACROSS + 0.5).reshape(-1),
     "transposed": ((2 * (THREADS % 4) + 1) * 8 + THREADS % 32 // 4) + 64 * (THREADS // 32),
     "rounded": np.full(128, 1.0),
+    "rounded_fp16": np.full(128, 1.0 + 2.0**-22),
     "counted": np.full(128, THREADS.sum() + 1),
     "loaded_whole": 4 * (THREADS % 32) + THREADS % 4,
     "some_leave": np.where(THREADS < 64, 2.0, 1.0),
