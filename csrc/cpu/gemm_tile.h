@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "cpu/gemm_vec.h"
+#include "cpu/gemm_weight_only.h"
 
 namespace pagedec {
 
@@ -57,16 +58,29 @@ PD_INLINE void half_step8(F16 (&c)[R][2], const char *panel, Word word, Widen wi
 }
 #endif
 
-// One step. word(i): the word of row i of x.
-template <int DTYPE, int R, class Word>
-PD_INLINE void step(F16 (&c)[R][2], const char *panel, Word word) {
+#if PD_LEVEL >= 3
+template <bool BYTES>
+PD_INLINE __m512bh panel_words(const char *p) {
+  if constexpr (BYTES) return widen_words(p);
+  else return (__m512bh)_mm512_loadu_si512(p);
+}
+#endif
+
+// One step. word(i): the word of row i of x. BYTES: the panel has int8. H: halves of a panel, 16 outputs each; one of
+// them only where bf16 are multiplied.
+template <int DTYPE, int R, bool BYTES, int H, class Word>
+PD_INLINE void step(F16 (&c)[R][H], const char *panel, Word word) {
+  static_assert((!BYTES && H == 2) || (PD_LEVEL >= 3 && DTYPE == PD_BF16));
 #if PD_LEVEL >= 3
   if constexpr (DTYPE == PD_BF16) {
-    const __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel), w1 = (__m512bh)_mm512_loadu_si512(panel + 64);
+    __m512bh w[H];
+#pragma GCC unroll 2
+    for (int j = 0; j < H; j++) w[j] = panel_words<BYTES>(panel + j * (BYTES ? 32 : 64));
 #pragma GCC unroll 16
     for (int i = 0; i < R; i++) {
       const __m512bh x = (__m512bh)_mm512_set1_epi32((int)word(i));
-      c[i][0] = _mm512_dpbf16_ps(c[i][0], x, w0), c[i][1] = _mm512_dpbf16_ps(c[i][1], x, w1);
+#pragma GCC unroll 2
+      for (int j = 0; j < H; j++) c[i][j] = _mm512_dpbf16_ps(c[i][j], x, w[j]);
     }
     return;
   }
@@ -103,13 +117,13 @@ PD_INLINE void step(F16 (&c)[R][2], const char *panel, Word word) {
 
 PD_INLINE void prefetch_to_l2(const char *p) { __builtin_prefetch(p, 0, 2); }
 
-// The rows' addresses in six registers: base + {0, 1, 2, 4, 8} * stride is one addressing mode. Fourteen pointers, or
-// thirteen offsets, would be spilled in the innermost loop (measured: 4 to 6 % of the whole).
+// The addresses of up to sixteen rows in six registers: base + {0, 1, 2, 4, 8} * stride is one addressing mode. As many
+// pointers, or offsets, would be spilled in the innermost loop (measured: 4 to 6 % of the whole).
 struct RowPointers {
-  const char *r0, *r3, *r6, *r9, *r12;
+  const char *r0, *r3, *r6, *r9, *r11;
   int64_t stride;
   __attribute__((always_inline)) RowPointers(const char *x, int64_t s)
-      : r0(x), r3(x + 3 * s), r6(x + 6 * s), r9(x + 9 * s), r12(x + 12 * s), stride(s) {}
+      : r0(x), r3(x + 3 * s), r6(x + 6 * s), r9(x + 9 * s), r11(x + 11 * s), stride(s) {}
   __attribute__((always_inline)) const char *operator[](int row) const {
     switch (row) {
       case 0: return r0;
@@ -123,60 +137,89 @@ struct RowPointers {
       case 8: return r0 + 8 * stride;
       case 9: return r9;
       case 10: return r6 + 4 * stride;
-      case 11: return r3 + 8 * stride;
-      case 12: return r12;
-      default: return r9 + 4 * stride;
+      case 11: return r11;
+      case 12: return r11 + stride;
+      case 13: return r9 + 4 * stride;
+      case 14: return r6 + 8 * stride;
+      default: return r11 + 4 * stride;
     }
   }
   __attribute__((always_inline)) void advance(int64_t bytes) {
-    r0 += bytes, r3 += bytes, r6 += bytes, r9 += bytes, r12 += bytes;
+    r0 += bytes, r3 += bytes, r6 += bytes, r9 += bytes, r11 += bytes;
   }
   // Keeps the compiler from replacing them by a pointer for each row.
   __attribute__((always_inline)) void pin() {
-    asm("" : "+r"(r0), "+r"(r3), "+r"(r6), "+r"(r9), "+r"(r12), "+r"(stride));
+    asm("" : "+r"(r0), "+r"(r3), "+r"(r6), "+r"(r9), "+r"(r11), "+r"(stride));
   }
 };
 
-template <int DTYPE, int R>
+// STREAMS: it prefetches as many lines as it reads, step by step; with one half of the outputs its half of each pair.
+template <int DTYPE, int R, bool BYTES = false, int H = 2, bool STREAMS = false>
 void tile(const TileArgs &t) {
-  F16 c[R][2];
+  constexpr int STEP = BYTES ? 64 : 128, GAP = H == 2 ? 64 : 128, LINES = 4 * STEP / GAP;
+  F16 c[R][H];
 #pragma GCC unroll 16
   for (int i = 0; i < R; i++)
-    for (int j = 0; j < 2; j++) c[i][j] = t.first ? zero16() : load16(t.acc + i * 32 + j * 16);
+    for (int j = 0; j < H; j++) c[i][j] = t.first ? zero16() : load16(t.acc + i * 32 + j * 16);
   const char *panel = t.panel, *ahead = t.ahead;
   RowPointers x(t.x, t.x_stride);
   auto whole = [&](int s) __attribute__((always_inline)) {
-    step<DTYPE, R>(c, panel + s * 128, [&](int i) __attribute__((always_inline)) { return load_word(x[i] + s * 4); });
+    if constexpr (STREAMS)
+#pragma GCC unroll 2
+      for (int i = s * LINES / 4; i < (s + 1) * LINES / 4; i++) prefetch_to_l2(ahead + i * GAP);
+    step<DTYPE, R, BYTES, H>(c, panel + s * STEP,
+                             [&](int i) __attribute__((always_inline)) { return load_word(x[i] + s * 4); });
   };
   int64_t left = t.num_steps;
   for (; left >= 4; left -= 4) {
-    for (int j = 0; j < t.lines_ahead && ahead < t.ahead_end; j++, ahead += 64) prefetch_to_l2(ahead);
+    if constexpr (!STREAMS)
+      for (int j = 0; j < t.lines_ahead && ahead < t.ahead_end; j++, ahead += 64) prefetch_to_l2(ahead);
     x.pin();
     whole(0), whole(1), whole(2), whole(3);
-    x.advance(16), panel += 512;
+    x.advance(16), panel += 4 * STEP;
+    if constexpr (STREAMS) ahead += 4 * STEP;
   }
-  for (; left > 0; left--, x.advance(4), panel += 128) whole(0);
+  for (; left > 0; left--, x.advance(4), panel += STEP) whole(0);
   if (t.half_step)
-    step<DTYPE, R>(c, panel, [&](int i) __attribute__((always_inline)) {
+    step<DTYPE, R, BYTES, H>(c, panel, [&](int i) __attribute__((always_inline)) {
       uint16_t half;
       memcpy(&half, x[i], 2);
       return (uint32_t)half;
     });
 #pragma GCC unroll 16
   for (int i = 0; i < R; i++)
-    for (int j = 0; j < 2; j++) store16(t.acc + i * 32 + j * 16, c[i][j]);
+    for (int j = 0; j < H; j++) store16(t.acc + i * 32 + j * 16, c[i][j]);
 }
 
 using TileFn = void (*)(const TileArgs &);
 
-template <int DTYPE, size_t... R>
+template <int DTYPE, bool BYTES = false, size_t... R>
 TileFn pick_tile(std::index_sequence<R...>, int rows) {
-  static constexpr TileFn fn[] = {tile<DTYPE, (int)R + 1>...};
+  static constexpr TileFn fn[] = {tile<DTYPE, (int)R + 1, BYTES>...};
   return fn[rows - 1];
 }
 PD_INLINE TileFn pick_tile(int dtype, int rows) {
   constexpr auto heights = std::make_index_sequence<TILE_ROWS>();
   return dtype == PD_BF16 ? pick_tile<PD_BF16>(heights, rows) : pick_tile<PD_F32>(heights, rows);
 }
+
+#if PD_LEVEL == 3
+// Of bf16 with all rows that there are in one tile. The two tallest have half of a panel. Streaming gains from
+// STREAM_MIN_ROWS on, below the hardware's own prefetching is as fast or faster.
+constexpr int STREAM_ROWS = TILE_ROWS + 2, STREAM_MIN_ROWS = 7;
+template <bool BYTES, size_t... R>
+TileFn pick_stream(std::index_sequence<R...>, int rows) {
+  static constexpr TileFn fn[] = {
+      tile<PD_BF16, (int)R + 1, BYTES, (int)R < TILE_ROWS ? 2 : 1, (int)R + 1 >= STREAM_MIN_ROWS>...};
+  return fn[rows - 1];
+}
+PD_INLINE TileFn pick_stream(bool bytes, int rows) {
+  constexpr auto heights = std::make_index_sequence<STREAM_ROWS>();
+  return bytes ? pick_stream<true>(heights, rows) : pick_stream<false>(heights, rows);
+}
+#else
+constexpr int STREAM_ROWS = 0;
+PD_INLINE TileFn pick_stream(bool, int) { return nullptr; }
+#endif
 
 }  // namespace pagedec

@@ -238,6 +238,8 @@ def test_what_there_is_not(device: Tiny, tiny_path: Path, monkeypatch: pytest.Mo
         device(model_impl="transformers")
     with pytest.raises(InvalidArgument, match="kv_cache_dtype is 'int8': must be auto on a CUDA device"):
         device(kv_cache_dtype="int8")
+    with pytest.raises(InvalidArgument, match="quantization is 'int8_weight_only': must be int8 or off on a CUDA"):
+        device(quantization="int8_weight_only")
     monkeypatch.setenv("PAGEDEC_LINK", "sockets")
     with pytest.raises(InvalidArgument, match="tensor_parallel_size is 2: must be 1 on CUDA devices whose machines"):
         device(tensor_parallel_size=2)
