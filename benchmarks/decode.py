@@ -8,7 +8,8 @@ batch one token; "int8" is the same step of an engine with int8 weights and the 
 gains. Beside it, in every round: a plain read of as many bytes as the bf16 step must read (weights and KV), the linear
 layers alone, ours and torch's packed ones, and one decoding step of transformers. The roof is max(read, arithmetic /
 dot-product rate) of the same round. With `--against`, "other" is the step, and the prefill, of an engine with the
-kernels of another build, or of this one with its weights in pages of 4 KB. Host is the time of a step outside the device: plan and settle.
+kernels of another build; with `--small-pages`, its weights are in pages of 4 KB. Host is the time of a step outside the
+device: plan and settle.
 """
 
 from __future__ import annotations
