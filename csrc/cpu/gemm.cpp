@@ -25,7 +25,7 @@ constexpr int64_t SLICE_STEPS = 1024;    // 128 KB of panel
 // While one tall tile passes a panel the hardware prefetches; doing it too costs up to 30 % below 7 rows, and from
 // there to 12 rows between -6 % (one thread, idle machine) and 17 % (memory shared with others). With more tiles memory
 // would be idle from the second on. The 512-bit FMA kernel is never so short of memory (prefetching costs it 4-15 %).
-// fp32: up to here the first tile is as tall as can be (14 + 2 were 5 % faster than 8 + 8 in bf16, before that streamed)
+// fp32: up to here the first tile is as tall as can be (in bf16, before that streamed, 14 + 2 beat 8 + 8 by 5 %)
 constexpr int TALL_ROWS = TILE_ROWS + 2;
 constexpr int PREFETCH_MIN_ROWS = PD_LEVEL == 3 ? TALL_ROWS + 1 : PD_LEVEL == 2 ? INT32_MAX : 7;
 // Up to 16 rows of bf16 are one tile (two of half a panel from 15 on), which prefetches its panels by so many bytes:
@@ -75,7 +75,9 @@ struct Job {
   }
   // in the panel; the header goes with the first
   int64_t slice_offset(int64_t s) const { return s ? header + slice_begin(s) * step_bytes : 0; }
+  bool first_widens() const { return PD_LEVEL == 3 && widens && a.dtype == PD_BF16; }  // the first tile, not before it
   const char *panel(int64_t p) const { return (const char *)a.packed + p * panel_bytes; }
+  const char *steps(int64_t p, int64_t s) const { return panel(p) + header + slice_begin(s) * step_bytes; }
 };
 
 // x in int8, in the workspace: rows that are not L1_SET_PERIOD apart.
@@ -93,8 +95,8 @@ int64_t copy_bytes(const pd_gemm_args &a) {  // for a thread
   return copied ? own_rows(a) * (row_bytes(a) + 64) : 0;
 }
 
-// Weights alone in int8: a tile of all rows takes them as they are. Else a slice is widened in the first cache, of many
-// rows in the second.
+// Weights alone in int8: a tile of all rows takes them as they are; of several the first leaves the others what it has
+// widened. Where bf16 are not multiplied a slice is widened before, for few rows in the first cache.
 constexpr int64_t WIDE_STEPS = 128;
 int64_t wide_bytes(const pd_gemm_args &a) {  // for a thread; slices begin at lines of k
   return a.quantization == PD_INT8_WEIGHT_ONLY ? (SLICE_STEPS + 2 * GROUP_STEPS) * 128 : 0;
@@ -114,7 +116,8 @@ Job make_job(const pd_context &c, const pd_gemm_args &a, int thread, int num_thr
     j.header = WEIGHT_ONLY_HEADER, j.step_bytes = a.dtype == PD_BF16 ? WEIGHT_ONLY_PAIR : WEIGHT_ONLY_PAIR / 2;
     j.panel_bytes = j.header + ((int64_t)a.k + 1) / 2 * WEIGHT_ONLY_PAIR;
   }
-  const bool short_slices = HAS_AMX ? rows > AMX_SLICE_MIN_ROWS : j.widens && rows <= 2 * TILE_ROWS;
+  const bool in_first_cache = j.widens && !j.first_widens() && rows <= 2 * TILE_ROWS;
+  const bool short_slices = HAS_AMX ? rows > AMX_SLICE_MIN_ROWS : in_first_cache;
   const int64_t slice = !short_slices ? SLICE_STEPS : HAS_AMX ? AMX_SLICE_STEPS : WIDE_STEPS;
   j.num_slices = (j.num_steps + slice - 1) / slice;
   const int64_t own_bytes = j.int8 ? int8_bytes(j.shape, own_rows(a)) : copy_bytes(a) + wide_bytes(a);
@@ -153,11 +156,17 @@ void place_int8_rows(Job &j, int64_t row, int64_t rows) {
 
 // The steps of a slice of a panel, as tiles take them.
 const char *place_slice(const Job &j, int64_t p, int64_t s) {
-  const char *steps = j.panel(p) + j.header + j.slice_begin(s) * j.step_bytes;
-  if (!j.widens) return steps;
+  if (!j.widens) return j.steps(p, s);
   const int64_t num_steps = j.slice_begin(s + 1) - j.slice_begin(s);
-  widen_panel(steps, j.a.dtype, j.a.dtype == PD_BF16 ? num_steps : (num_steps + 1) / 2, j.wide);
+  widen_panel(j.steps(p, s), j.a.dtype, j.a.dtype == PD_BF16 ? num_steps : (num_steps + 1) / 2, j.wide);
   return j.wide;
+}
+
+// Half of each row was written by the other threads, and may come from far: all lines at once, not row by row and step by
+// step while the first panel is multiplied.
+void fetch_rows(const Job &j, int64_t rows) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t at = 0; at < j.row_bytes; at += 64) __builtin_prefetch(j.rows.x + r * j.rows.stride + at);
 }
 
 // Some steps of a panel by all rows in one tile, which prefetches what lies `ahead` meanwhile.
@@ -171,7 +180,7 @@ void stream_steps(const Job &j, int rows, const char *panel, const char *ahead, 
   const TileFn fn = pick_stream(j.weight_only, rows);
   fn(t);
   if (rows <= TILE_ROWS) return;
-  t.acc += 16, t.panel += j.step_bytes / 2, t.ahead += 64;
+  t.acc += 16, t.panel += j.step_bytes / 2, t.ahead += j.weight_only ? (end - begin) * j.step_bytes / 2 : 64;
   fn(t);
 }
 
@@ -180,7 +189,8 @@ void stream_panel(const Job &j, int64_t row, int rows, int64_t p, float *acc) {
   const char *panel = j.panel(p), *end = j.panel(j.panel_end), *next = j.next ? j.next : panel;
   for (int64_t s = 0; s < j.num_slices; s++) {
     const int64_t begin = j.slice_begin(s), stop = j.slice_begin(s + 1), four = 4 * j.step_bytes;
-    const char *ahead = panel + begin * j.step_bytes + (rows > TILE_ROWS ? HALF_STREAM_AHEAD : STREAM_AHEAD);
+    const int64_t halves = j.weight_only ? (stop - begin) * j.step_bytes : HALF_STREAM_AHEAD;
+    const char *ahead = panel + begin * j.step_bytes + (rows > TILE_ROWS ? halves : STREAM_AHEAD);
     const int64_t turn = std::clamp(begin + (end - ahead) / four * 4, begin, stop);
     if (turn > begin) stream_steps(j, rows, panel, ahead, begin, turn, acc);
     if (turn < stop) stream_steps(j, rows, panel, std::max(ahead, end) - end + next, turn, stop, acc);
@@ -197,7 +207,7 @@ void run_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float 
   const int64_t lines = (ahead_end - ahead) / 64;
   TileArgs t{};
   t.x_stride = j.rows.stride;
-  t.panel = place_slice(j, p, s);
+  t.panel = j.first_widens() ? j.steps(p, s) : place_slice(j, p, s), t.wide = j.wide;
   t.half_step = last && !j.int8 && j.row_bytes % 4, t.first = s == 0;
   t.num_steps = j.slice_begin(s + 1) - j.slice_begin(s) - t.half_step;
   t.lines_ahead = (8 + tiles - 1) / tiles;
@@ -208,7 +218,8 @@ void run_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float 
     t.heads = x + j.shape.heads + j.slice_begin(s) / GROUP_STEPS * (int64_t)sizeof(GroupHead);
     t.acc = j.num_slices > 1 ? acc + r0 * 32 : acc;  // nothing to keep: stay in L1
     t.ahead = ahead + lines * i / tiles * 64, t.ahead_end = ahead + lines * (i + 1) / tiles * 64;
-    (j.int8 ? pick_int8_tile(r1 - r0, j.vnni) : pick_tile(j.a.dtype, r1 - r0))(t);
+    if (j.first_widens() && i == 0) pick_widening_tile(r1 - r0)(t), t.panel = j.wide;
+    else (j.int8 ? pick_int8_tile(r1 - r0, j.vnni) : pick_tile(j.a.dtype, r1 - r0))(t);
     if (last) j.finish(j.a, row + r0, r1 - r0, p, t.acc, scales);
   }
 }
@@ -249,6 +260,7 @@ void run(Job &j) {
   for (int64_t b = 0; b < blocks; b++) {
     const int64_t r0 = j.row_begin + rows * b / blocks, r1 = j.row_begin + rows * (b + 1) / blocks;
     j.int8 ? place_int8_rows(j, r0, r1 - r0) : place_rows(j, r0, r1 - r0);
+    if (j.streams) fetch_rows(j, r1 - r0);
     if (j.amx) amx_configure(AmxTiles((int)(r1 - r0)).height);
     for (int64_t p = j.panel_begin; p < j.panel_end && j.streams; p++) stream_panel(j, r0, (int)(r1 - r0), p, acc);
     for (int64_t p = j.panel_begin; p < j.panel_end && !j.streams; p++)

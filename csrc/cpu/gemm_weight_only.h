@@ -18,6 +18,14 @@ PD_INLINE __m512 widen_bytes(const char *p) {
 #if PD_LEVEL >= 3
 // 32 bytes: 16 outputs by a word of k
 PD_INLINE __m512bh widen_words(const char *p) { return _mm512_cvtne2ps_pbh(widen_bytes(p + 16), widen_bytes(p)); }
+// The same where loads are what there is too little of.
+PD_INLINE __m512bh widen_words_of_one_load(const char *p) {
+  __m256i bytes = _mm256_loadu_si256((const __m256i *)p);
+  asm("" : "+x"(bytes));  // or the compiler loads the halves
+  const __m512i low = _mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)),
+                high = _mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1));
+  return _mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));
+}
 PD_INLINE void widen_words(const char *p, char *to) { _mm512_storeu_si512(to, (__m512i)widen_words(p)); }
 #else
 PD_INLINE void widen_words(const char *p, char *to) {  // the upper halves: what they stand for has no more
