@@ -7,6 +7,7 @@ import os
 import platform
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -78,3 +79,10 @@ def table(columns: list[str], rows: list[list[object]]) -> None:
     for row in rows:
         print("| " + " | ".join(str(cell) for cell in row) + " |")
     print(flush=True)
+
+
+def wait_for_huge_pages() -> None:
+    """Return when the weights of all engines are in huge pages, as they are a second after an engine was made."""
+    for thread in threading.enumerate():
+        if thread.name == "pagedec-huge-pages":
+            thread.join()

@@ -1,27 +1,32 @@
 """Decoding and prefill of the default model, next to what bounds them and to transformers, all taking turns in one run.
 
     python benchmarks/decode.py [--batch 1 8 16 64] [--rounds 31] [--prefill 1024] [--no-transformers] [--no-int8]
+                                [--against DIRECTORY [--small-pages]]
 
 One run of "step" is one step of the whole engine (plan, forward, read-out, settle) that gives every sequence of the
 batch one token; "int8" is the same step of an engine with int8 weights and the same prompts, "bf16 / int8" what that
 gains. Beside it, in every round: a plain read of as many bytes as the bf16 step must read (weights and KV), the linear
 layers alone, ours and torch's packed ones, and one decoding step of transformers. The roof is max(read, arithmetic /
-dot-product rate) of the same round. Host is the time of a step outside the device: plan and settle.
+dot-product rate) of the same round. With `--against`, "other" is the step, and the prefill, of an engine with the
+kernels of another build; with `--small-pages`, its weights are in pages of 4 KB. Host is the time of a step outside the
+device: plan and settle.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from common import Timing, heading, interleave, ratio, self_spread, table
+from common import Timing, heading, interleave, ratio, self_spread, table, wait_for_huge_pages
 from gemm import SMOLLM2, Layers
 
 from pagedec import LLM, SamplingParams
 from pagedec.engine.engine import Engine
-from pagedec.kernels.arena import Arena
+from pagedec.kernels import arena
 from pagedec.kernels.library import Context
 from pagedec.kernels.native import NativeBackend
 from pagedec.runtime.cache import block_bytes
@@ -34,9 +39,18 @@ FOREVER = SamplingParams(temperature=0, ignore_eos=True, max_tokens=NEW_TOKENS +
 class Contest:
     """The engine, the probes and transformers on the same model."""
 
-    def __init__(self, with_transformers: bool, with_int8: bool) -> None:
+    def __init__(
+        self, with_transformers: bool, with_int8: bool, against: Path | None = None, small_pages: bool = False
+    ) -> None:
         self.llm = LLM(dtype="bfloat16", max_model_len=2048, enable_prefix_caching=False)
         self.engine = self.llm.engine
+        self.other: Engine | None = None
+        if against is not None:
+            os.environ["PAGEDEC_LIB_DIR"] = str(against)
+            collapse, arena.collapse = arena.collapse, (lambda pieces: None) if small_pages else arena.collapse
+            self.other = LLM(dtype="bfloat16", max_model_len=2048, enable_prefix_caching=False).engine
+            arena.collapse = collapse
+            del os.environ["PAGEDEC_LIB_DIR"]
         self.int8: Engine | None = None
         if with_int8:
             int8 = LLM(dtype="bfloat16", quantization="int8", max_model_len=2048, enable_prefix_caching=False)
@@ -47,7 +61,10 @@ class Contest:
         self.context: Context = runner.backend.context
         self.layers = Layers(self.context, SMOLLM2, torch.bfloat16, 1024)
         self.layers.pack_for_torch()
-        self.memory = Arena().allocate(1 << 30).fill_(1)
+        storage = arena.Arena()
+        self.memory = storage.allocate(1 << 30).fill_(1)
+        storage.settle()
+        wait_for_huge_pages()
         self.dot_rate = max(self.context.dot_rate(self.layers.code, 0.2) for _ in range(5)) * 1e9
         self.rng = random.Random(0)
         self.peer = load_transformers(self.llm) if with_transformers else None
@@ -130,35 +147,42 @@ def decode(contest: Contest, batch: int, rounds: int) -> list[object]:
     if contest.int8 is not None:
         begin(contest.int8, prompts)
         contestants["int8"] = contest.int8.step
+    if contest.other is not None:
+        begin(contest.other, prompts)
+        contestants["other"] = contest.other.step
     if contest.peer is not None:
         contestants["transformers"] = peer_step(contest.peer, prompts)
     before = engine.stats.plan_seconds + engine.stats.settle_seconds, engine.stats.num_steps
     timings = interleave(contestants, rounds, warmup=2)
     host = (engine.stats.plan_seconds + engine.stats.settle_seconds - before[0]) / (engine.stats.num_steps - before[1])
-    for each in filter(None, (engine, contest.int8)):
+    for each in filter(None, (engine, contest.int8, contest.other)):
         for request in list(each.scheduler.requests):
             each.abort(request.id)
     step, int8 = timings["step"], timings.get("int8")
     roof = floor(timings["read"], contest.flops(batch, batch, kv), contest.dot_rate)
-    peer = timings.get("transformers")
+    peer, other = timings.get("transformers"), timings.get("other")
     return [
         batch, f"{step.median * 1e3:.2f}", f"{batch / step.median:.0f}", f"{timings['read'].median * 1e3:.2f}",
         f"{roof.median * 1e3:.2f}", pair(step, roof), f"{timings['linears'].median * 1e3:.2f}",
         f"{timings['torch'].median * 1e3:.2f}", f"{host * 1e3:.2f}", pair(peer, step) if peer else "-",
         f"{int8.median * 1e3:.2f}" if int8 else "-", f"{batch / int8.median:.0f}" if int8 else "-",
-        pair(step, int8) if int8 else "-", f"{self_spread(step):.2f}",
+        pair(step, int8) if int8 else "-", f"{other.median * 1e3:.2f}" if other else "-",
+        pair(other, step) if other else "-", f"{self_spread(step):.2f}",
     ]  # fmt: skip
 
 
 def prefill(contest: Contest, length: int, rounds: int) -> list[object]:
     """One line: a prompt evaluated from nothing, in the engine's own chunks, and its first token drawn."""
-    engine, count = contest.engine, iter(range(1 << 30))
+    count = iter(range(1 << 30))
 
-    def run() -> None:
-        params = SamplingParams(temperature=0, max_tokens=1)
-        engine.add(engine.admit(f"prefill {next(count)}", contest.prompt(length), params))
-        while engine.scheduler.requests:
-            engine.step()
+    def of(engine: Engine) -> Callable[[], None]:
+        def run() -> None:
+            params = SamplingParams(temperature=0, max_tokens=1)
+            engine.add(engine.admit(f"prefill {next(count)}", contest.prompt(length), params))
+            while engine.scheduler.requests:
+                engine.step()
+
+        return run
 
     prompts = [contest.prompt(length)]
 
@@ -166,11 +190,13 @@ def prefill(contest: Contest, length: int, rounds: int) -> list[object]:
         with torch.inference_mode():
             contest.peer(torch.tensor(prompts), use_cache=True, logits_to_keep=1)  # type: ignore[misc]
 
-    chunks = -(-length // engine.scheduler.limits.max_num_batched_tokens)
+    chunks = -(-length // contest.engine.scheduler.limits.max_num_batched_tokens)
     contestants: dict[str, Callable[[], object]] = {
-        "prefill": run,
+        "prefill": of(contest.engine),
         "read": contest.read(min(len(contest.memory), chunks * contest.layers.num_bytes)),
     }
+    if contest.other is not None:
+        contestants["other"] = of(contest.other)
     if contest.peer is not None:
         contestants["transformers"] = peer
     timings = interleave(contestants, rounds)
@@ -179,7 +205,8 @@ def prefill(contest: Contest, length: int, rounds: int) -> list[object]:
     roof = floor(timings["read"], flops, contest.dot_rate)
     return [
         length, f"{ours.median * 1e3:.0f}", f"{length / ours.median:.0f}", f"{roof.median * 1e3:.0f}", pair(ours, roof),
-        pair(timings["transformers"], ours) if contest.peer else "-", f"{self_spread(ours):.2f}",
+        pair(timings["transformers"], ours) if contest.peer else "-",
+        pair(timings["other"], ours) if contest.other else "-", f"{self_spread(ours):.2f}",
     ]  # fmt: skip
 
 
@@ -190,10 +217,12 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=1024)
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--no-int8", action="store_true")
+    parser.add_argument("--against", type=Path, help="a folder with the libraries of another build")
+    parser.add_argument("--small-pages", action="store_true", help="leave the other engine's weights in small pages")
     arguments = parser.parse_args()
     if not 1 <= arguments.rounds <= NEW_TOKENS:
         parser.error(f"--rounds is {arguments.rounds}; it must be from 1 to {NEW_TOKENS}")
-    contest = Contest(not arguments.no_transformers, not arguments.no_int8)
+    contest = Contest(not arguments.no_transformers, not arguments.no_int8, arguments.against, arguments.small_pages)
     heading("Decoding: SmolLM2-135M, bf16 and int8 weights")
     rate = contest.dot_rate / 1e9
     print(
@@ -201,10 +230,10 @@ def main() -> None:
     )
     columns = [
         "batch", "step", "tokens/s", "read", "roof", "step / roof", "linears", "torch linears", "host",
-        "transformers / step", "int8", "int8 tokens/s", "bf16 / int8", "step / step",
+        "transformers / step", "int8", "int8 tokens/s", "bf16 / int8", "other", "other / step", "step / step",
     ]  # fmt: skip
     table(columns, [decode(contest, batch, arguments.rounds) for batch in arguments.batch])
-    columns = ["prompt", "ms", "tokens/s", "roof", "ms / roof", "transformers / ours", "ours / ours"]
+    columns = ["prompt", "ms", "tokens/s", "roof", "ms / roof", "transformers / ours", "other / ours", "ours / ours"]
     table(columns, [prefill(contest, arguments.prefill, 7)])
 
 

@@ -1,13 +1,15 @@
 """Linear layers next to what bounds them: a plain read of the weights, the dot-product unit, and torch's packed linear.
 
     python benchmarks/gemm.py [--rows 1 2 4 ...] [--rounds 9] [--isa NAME] [--dtype bf16|fp32|int8]
-                              [--model smollm2|8b|down] [--beside q4_0 q4_k ...]
+                              [--model smollm2|8b|down] [--against DIRECTORY] [--beside int8_weight_only q4_0 ...]
 
 One run is all the linear layers of a model's step, in order, as one program. Every round times ours, a plain read of
 the same bytes by every thread, torch's packed linear (mkldnn._linear_pointwise, one pack for all rows), and ours again;
 ratios are taken inside a round. `roof` is what the slower of memory and dot products allows, over what we took. int8 is
 next to torch's bf16, and its roof is bf16's dot products. With `--beside`, every round times ours of that dtype and
-those of the other kinds of weights, int8 and blocks of any format, and nothing else.
+those of the other kinds of weights, int8 with inputs in int8 or as they are and blocks of any format, and a plain read
+of the first; with `--against`, the same program by the library of another build, too. Weights are in huge pages, as an
+engine's are soon after it was made.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from common import Timing, heading, interleave, ratio, table
@@ -22,6 +25,7 @@ from common import Timing, heading, interleave, ratio, table
 from pagedec.kernels.arena import Arena
 from pagedec.kernels.blocks import LAYOUTS, BlockLayout
 from pagedec.kernels.library import Context, Dtype, Epilogue, GemmArgs, OpList, Quantization, Segment, load
+from pagedec.kernels.native_weight import INT8_KINDS
 
 # (outputs, inputs) of every linear layer of a step: qkv, o, gate_up, down of each layer, then lm_head
 SMOLLM2 = [(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30 + [(49152, 576)]
@@ -39,8 +43,8 @@ def random_blocks(n: int, k: int, layout: BlockLayout) -> torch.Tensor:
 
 
 class Layers:
-    """The layers of a model with random weights, packed by us. kind: of weights, "plain", "int8" or a format of
-    blocks."""
+    """The layers of a model with random weights, packed by us. kind: of weights, "plain", "int8",
+    "int8_weight_only" or a format of blocks."""
 
     def __init__(
         self, context: Context, shapes: list[tuple[int, int]], dtype: torch.dtype, max_rows: int, kind: str = "plain"
@@ -48,19 +52,21 @@ class Layers:
         generator = torch.Generator().manual_seed(0)
         self.context, self.shapes, self.code = context, shapes, Dtype.BF16 if dtype == torch.bfloat16 else Dtype.F32
         library, layout, self.num_products = context.library, LAYOUTS.get(kind), sum(n * k for n, k in shapes)
-        quantization = {"plain": Quantization.PLAIN, "int8": Quantization.INT8}.get(kind, Quantization.BLOCKS)
+        quantization = {"plain": Quantization.PLAIN, **INT8_KINDS}.get(kind, Quantization.BLOCKS)
         distinct = dict.fromkeys(shapes)
         if layout is not None:
             sizes = [library.packed_blocks_bytes(n, k, layout.code) for n, k in shapes]
             self.weights = {(n, k): random_blocks(n, k, layout) for n, k in distinct}
         else:
-            int8 = kind == "int8"
-            sizes = [
-                library.packed_int8_bytes(n, k) if int8 else library.packed_bytes(n, k, self.code) for n, k in shapes
-            ]
+            size_of, pack = {
+                "int8": (library.packed_int8_bytes, context.pack_int8),
+                "int8_weight_only": (library.packed_int8_weight_only_bytes, context.pack_int8_weight_only),
+            }.get(kind, (lambda n, k: library.packed_bytes(n, k, self.code), context.pack))
+            sizes = [size_of(n, k) for n, k in shapes]
             self.weights = {shape: (0.05 * torch.randn(shape, generator=generator)).to(dtype) for shape in distinct}
         self.num_bytes = sum(sizes)
-        self.storage = Arena().allocate(self.num_bytes)
+        arena = Arena()
+        self.storage = arena.allocate(self.num_bytes)
         self.x = {k: torch.randn(max_rows, k, generator=generator).to(dtype) for _, k in shapes}
         self.y = {n: torch.empty(max_rows, n, dtype=dtype) for n, _ in shapes}
         self.rows = torch.zeros(1, dtype=torch.int32)
@@ -72,11 +78,12 @@ class Layers:
             if layout is not None:
                 context.pack_blocks(weight, n, k, layout.code, place)
             else:
-                (context.pack_int8 if kind == "int8" else context.pack)(weight, n, k, self.code, place)
+                pack(weight, n, k, self.code, place)
             offset += size
             following = sizes[i + 1] if i + 1 < len(sizes) else 0
             records.append(self._record(n, k, place, quantization, place + size if following else None, following))
-        self.program = OpList(records)
+        self.records, self.program = records, OpList(records)
+        arena.settle().join()
 
     def _record(
         self, n: int, k: int, place: int, quantization: Quantization, following: int | None, size: int
@@ -140,11 +147,18 @@ def report(layers: Layers, num_rows: int, rounds: int, dot_rate: float) -> list[
     ]  # fmt: skip
 
 
-def compare(kinds: dict[str, Layers], num_rows: int, rounds: int) -> list[object]:
-    """One line of the table: milliseconds of each, and how often it is as fast as the first."""
+def compare(kinds: dict[str, Layers], num_rows: int, rounds: int, other: Context | None = None) -> list[object]:
+    """One line of the table: milliseconds of each, and how often it is as fast as the first. `other`: of another build,
+    which the first is timed with as well."""
+    base = next(iter(kinds.values()))
     for layers in kinds.values():
         layers.rows[0] = num_rows
-    timings = interleave({name: layers.run for name, layers in kinds.items()}, rounds)
+    runs: dict[str, Callable[[], object]] = {name: layers.run for name, layers in kinds.items()}
+    if other is not None:
+        again = OpList(base.records)
+        runs["other build"] = lambda: other.run(again)
+    runs["read"] = lambda: base.context.read_rate(base.storage.data_ptr(), base.num_bytes)
+    timings = interleave(runs, rounds)
     first, *others = timings.values()
     cells = [f"{other.median * 1e3:.2f} ({ratio(first, other)[0]:.2f})" for other in others]
     return [num_rows, f"{first.median * 1e3:.2f}", *cells]
@@ -158,7 +172,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
     parser.add_argument("--model", choices=sorted(MODELS), default="smollm2")
     parser.add_argument("--threads", type=int, default=0, help="0: as many as torch uses")
-    parser.add_argument("--beside", nargs="+", choices=["int8", *LAYOUTS], default=[])
+    parser.add_argument("--against", type=Path, help="a folder with the libraries of another build")
+    parser.add_argument("--beside", nargs="+", choices=[*INT8_KINDS, *LAYOUTS], default=[])
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -167,15 +182,15 @@ def main() -> None:
     shapes, most = MODELS[arguments.model], max(arguments.rows)
     layers = Layers(context, shapes, dtype, most, "int8" if int8 else "plain")
     heading(f"Linear layers: {arguments.model}, {len(shapes)} layers, {arguments.dtype}, {context.isa}")
-    if arguments.beside:
+    if arguments.beside or arguments.against:
+        other = load(context.isa, arguments.against).context(arguments.threads) if arguments.against else None
         kinds = {arguments.dtype: layers} | {
             kind: Layers(context, shapes, dtype, most, kind) for kind in arguments.beside
         }
         sizes = [f"{name} {kind.num_bytes / layers.num_bytes:.3f}" for name, kind in kinds.items()]
         print(f"{context.num_threads} threads; bytes of weights: {', '.join(sizes)}\n")
-        table(
-            ["rows", *(f"{name} ms" for name in kinds)], [compare(kinds, n, arguments.rounds) for n in arguments.rows]
-        )
+        columns = ["rows", *(f"{name} ms" for name in [*kinds, *(["other build"] if other else []), "read"])]
+        table(columns, [compare(kinds, n, arguments.rounds, other) for n in arguments.rows])
         return
     layers.pack_for_torch()
     dot_rate = max(context.dot_rate(layers.code, 0.2) for _ in range(5))

@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, str | None]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int8_weight_only": {"dtype": "bfloat16", "quantization": "int8_weight_only"},
     "int8, float32": {"dtype": "float32", "quantization": "int8"},
     **{
         form: {"dtype": "bfloat16", "quantization": form}

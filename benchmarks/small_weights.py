@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from common import Timing, heading, interleave, ratio, table
+from common import Timing, heading, interleave, ratio, table, wait_for_huge_pages
 
 from pagedec import LLM, SamplingParams
 from pagedec.formats.resolve import resolve_model
@@ -154,7 +154,10 @@ def main() -> None:
     arguments = parser.parse_args()
     longest = max(arguments.prompt + arguments.rounds + 65, arguments.prefill + 2)
     contestants = [Contestant(form, arguments.model, arguments.dummy, longest) for form in arguments.forms]
-    memory = Arena().allocate(MOST_READ).fill_(1)
+    arena = Arena()
+    memory = arena.allocate(MOST_READ).fill_(1)
+    arena.settle()
+    wait_for_huge_pages()
     heading(
         f"Small weights: {arguments.model}, {contestants[0].context.isa}, {contestants[0].context.num_threads} threads"
     )

@@ -29,7 +29,10 @@ from pagedec.params import BeamSearchParams, SamplingParams
 from pagedec.speculation import DRAFT_MODEL_FIELDS, SpeculationTable
 
 DEFAULT_MODEL = "smollm2"
-QUANTIZATIONS = ("int8", "int4", "int4_128", "int4_zero", "int4_zero_128", "gguf", "awq", "gptq", "off")
+QUANTIZATIONS = (
+    *("int8", "int8_weight_only", "int4", "int4_128", "int4_zero", "int4_zero_128"),
+    *("gguf", "awq", "gptq", "off"),
+)
 MODEL_IMPLS = ("auto", "native", "transformers")
 EXECUTORS = ("auto", "inline", "process", "ray")
 GENERATION_CONFIG_OFF = ("none", "vllm")
@@ -80,8 +83,9 @@ class ModelConfig:
     quantization: str | None = option(
         None,
         Text(
-            "weights of linear layers: int8, or int4 in groups of 32 or 128, with or without zero points; gguf: as a "
-            ".gguf file has them; off: as dtype says; by default as an AWQ or GPTQ checkpoint has them",
+            "weights of linear layers: int8, inputs too; int8_weight_only: inputs as they are; int4 in groups of 32 or "
+            "128, with or without zero points; gguf: as a .gguf file has them; off: as dtype says; by default as an "
+            "AWQ or GPTQ checkpoint has them",
             choices=QUANTIZATIONS,
             optional=True,
         ),

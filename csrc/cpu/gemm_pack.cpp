@@ -7,6 +7,7 @@
 
 #include "common/check.h"
 #include "cpu/gemm_int8.h"
+#include "cpu/gemm_weight_only.h"
 
 namespace pagedec {
 namespace {
@@ -39,6 +40,40 @@ void quantize_output(const void *w, int32_t dtype, int64_t k, float *wide, uint8
 struct Free {
   void operator()(void *p) const { free(p); }
 };
+
+// W in int8: panels of 32 scales and what place(to, q, padded, rows) makes of 32 rows of q + 128, `padded` bytes apart.
+template <class Place>
+int pack_integers(const char *name, pd_context *context, const void *w, int64_t n, int64_t k, int32_t dtype,
+                  int64_t panel_bytes, void *packed, Place place) {
+  if (check_pack(name, context, w, packed) || check_dtype(name, dtype)) return -1;
+  if (dtype != PD_F32 && dtype != PD_BF16) return fail("%s: dtype is %d; it must be 0 (fp32) or 1 (bf16)", name, dtype);
+  if (check_size(name, n, k)) return -1;
+  const int64_t padded = (k + 3) / 4 * 4, row_bytes = k * (dtype == PD_BF16 ? 2 : 4);
+  const int threads = num_threads(*context);
+  // for each thread: one row in fp32, and 32 rows of q
+  const int64_t scratch_bytes = (padded * 36 + 63) / 64 * 64;
+  const std::unique_ptr<char, Free> scratch((char *)aligned_alloc(64, threads * scratch_bytes));
+  if (!scratch) return fail("%s: no memory for %lld bytes of scratch", name, (long long)(threads * scratch_bytes));
+#pragma omp parallel num_threads(threads)
+  {
+    float *wide = (float *)(scratch.get() + omp_get_thread_num() * scratch_bytes);
+    uint8_t *q = (uint8_t *)(wide + padded);
+    memset(q, 0, padded * 32);
+#pragma omp for schedule(static)
+    for (int64_t p = 0; p < (n + 31) / 32; p++) {
+      char *to = (char *)packed + p * panel_bytes;
+      const int rows = n - p * 32 < 32 ? (int)(n - p * 32) : 32;
+      float scales[32] = {};
+      for (int c = 0; c < rows; c++)
+        quantize_output((const char *)w + (p * 32 + c) * row_bytes, dtype, k, wide, q + c * padded, scales + c);
+      static_assert(INT8_HEADER == sizeof scales && WEIGHT_ONLY_HEADER == sizeof scales);
+      memcpy(to, scales, sizeof scales);
+      if (rows < 32) memset(to + sizeof scales, 0, panel_bytes - sizeof scales);
+      place(to + sizeof scales, q, padded, rows);
+    }
+  }
+  return 0;
+}
 
 }  // namespace
 }  // namespace pagedec
@@ -79,32 +114,26 @@ int64_t pd_packed_int8_bytes(int64_t n, int64_t k) {
 }
 
 int pd_pack_int8(pd_context *context, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed) {
-  if (check_pack("pd_pack_int8", context, w, packed) || check_dtype("pd_pack_int8", dtype)) return -1;
-  if (pd_packed_int8_bytes(n, k) < 0) return -1;
-  const int64_t steps = (k + 3) / 4, padded = steps * 4, row_bytes = k * (dtype == PD_BF16 ? 2 : 4);
-  const int threads = num_threads(*context);
-  // for each thread: one row in fp32, and 32 rows of q
-  const int64_t scratch_bytes = (padded * 36 + 63) / 64 * 64;
-  const std::unique_ptr<char, Free> scratch((char *)aligned_alloc(64, threads * scratch_bytes));
-  if (!scratch) return fail("pd_pack_int8: no memory for %lld bytes of scratch", (long long)(threads * scratch_bytes));
-#pragma omp parallel num_threads(threads)
-  {
-    float *wide = (float *)(scratch.get() + omp_get_thread_num() * scratch_bytes);
-    uint8_t *q = (uint8_t *)(wide + padded);
-    memset(q, 0, padded * 32);
-#pragma omp for schedule(static)
-    for (int64_t p = 0; p < (n + 31) / 32; p++) {
-      char *to = (char *)packed + p * (INT8_HEADER + steps * 128);
-      const int rows = n - p * 32 < 32 ? (int)(n - p * 32) : 32;
-      float scales[32] = {};
-      for (int c = 0; c < rows; c++)
-        quantize_output((const char *)w + (p * 32 + c) * row_bytes, dtype, k, wide, q + c * padded, scales + c);
-      memcpy(to, scales, INT8_HEADER), to += INT8_HEADER;
-      if (rows < 32) memset(to, 0, steps * 128);
-      for (int64_t s = 0; s < steps; s++)
-        for (int c = 0; c < rows; c++) memcpy(to + s * 128 + c * 4, q + c * padded + s * 4, 4);
-    }
-  }
-  return 0;
+  const int64_t steps = (k + 3) / 4;
+  return pack_integers("pd_pack_int8", context, w, n, k, dtype, INT8_HEADER + steps * 128, packed,
+                       [=](char *to, const uint8_t *q, int64_t padded, int rows) {
+                         for (int64_t s = 0; s < steps; s++)
+                           for (int c = 0; c < rows; c++) memcpy(to + s * 128 + c * 4, q + c * padded + s * 4, 4);
+                       });
+}
+
+int64_t pd_packed_int8_weight_only_bytes(int64_t n, int64_t k) {
+  if (check_size("pd_packed_int8_weight_only_bytes", n, k)) return -1;
+  return (n + 31) / 32 * (WEIGHT_ONLY_HEADER + (k + 1) / 2 * WEIGHT_ONLY_PAIR);
+}
+
+int pd_pack_int8_weight_only(pd_context *context, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed) {
+  const int64_t panel_bytes = WEIGHT_ONLY_HEADER + (k + 1) / 2 * WEIGHT_ONLY_PAIR;
+  return pack_integers("pd_pack_int8_weight_only", context, w, n, k, dtype, panel_bytes, packed,
+                       [=](char *to, const uint8_t *q, int64_t padded, int rows) {
+                         for (int c = 0; c < rows; c++, q += padded)
+                           for (int64_t i = 0; i < k + k % 2; i++)
+                             to[i / 2 * WEIGHT_ONLY_PAIR + c * 2 + i % 2] = i < k ? (char)(q[i] ^ 0x80) : 0;
+                       });
 }
 }

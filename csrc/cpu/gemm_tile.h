@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "cpu/gemm_vec.h"
+#include "cpu/gemm_weight_only.h"
 
 namespace pagedec {
 
@@ -28,6 +29,7 @@ struct TileArgs {
   const char *ahead;     // lines to prefetch meanwhile: ahead <= line < ahead_end
   const char *ahead_end;
   int lines_ahead;       // in every 4 steps
+  char *wide;            // of a panel of int8: where its words are left, 128 bytes a step
 };
 
 #if PD_LEVEL == 1
@@ -57,16 +59,33 @@ PD_INLINE void half_step8(F16 (&c)[R][2], const char *panel, Word word, Widen wi
 }
 #endif
 
-// One step. word(i): the word of row i of x.
-template <int DTYPE, int R, class Word>
-PD_INLINE void step(F16 (&c)[R][2], const char *panel, Word word) {
+// What a panel has: words of x's dtype; or int8, which become words, that may be left for the tiles that follow.
+enum Panel { WORDS, BYTES, WIDENED };
+#if PD_LEVEL >= 3
+template <int PANEL, int H>
+PD_INLINE __m512bh panel_words(const char *p, char *wide) {
+  if constexpr (PANEL == WORDS) return (__m512bh)_mm512_loadu_si512(p);
+  const __m512bh words = H == 1 ? widen_words_of_one_load(p) : widen_words(p);
+  if constexpr (PANEL == WIDENED) _mm512_storeu_si512(wide, (__m512i)words);
+  return words;
+}
+#endif
+
+// One step. word(i): the word of row i of x. H: halves of a panel, 16 outputs each; one of them, or a panel of int8,
+// only where bf16 are multiplied.
+template <int DTYPE, int R, int PANEL, int H, class Word>
+PD_INLINE void step(F16 (&c)[R][H], const char *panel, char *wide, Word word) {
+  static_assert((PANEL == WORDS && H == 2) || (PD_LEVEL >= 3 && DTYPE == PD_BF16));
 #if PD_LEVEL >= 3
   if constexpr (DTYPE == PD_BF16) {
-    const __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel), w1 = (__m512bh)_mm512_loadu_si512(panel + 64);
+    __m512bh w[H];
+#pragma GCC unroll 2
+    for (int j = 0; j < H; j++) w[j] = panel_words<PANEL, H>(panel + j * (PANEL == WORDS ? 64 : 32), wide + j * 64);
 #pragma GCC unroll 16
     for (int i = 0; i < R; i++) {
       const __m512bh x = (__m512bh)_mm512_set1_epi32((int)word(i));
-      c[i][0] = _mm512_dpbf16_ps(c[i][0], x, w0), c[i][1] = _mm512_dpbf16_ps(c[i][1], x, w1);
+#pragma GCC unroll 2
+      for (int j = 0; j < H; j++) c[i][j] = _mm512_dpbf16_ps(c[i][j], x, w[j]);
     }
     return;
   }
@@ -103,13 +122,13 @@ PD_INLINE void step(F16 (&c)[R][2], const char *panel, Word word) {
 
 PD_INLINE void prefetch_to_l2(const char *p) { __builtin_prefetch(p, 0, 2); }
 
-// The rows' addresses in six registers: base + {0, 1, 2, 4, 8} * stride is one addressing mode. Fourteen pointers, or
-// thirteen offsets, would be spilled in the innermost loop (measured: 4 to 6 % of the whole).
+// The addresses of up to sixteen rows in six registers: base + {0, 1, 2, 4, 8} * stride is one addressing mode. As many
+// pointers, or offsets, would be spilled in the innermost loop (measured: 4 to 6 % of the whole).
 struct RowPointers {
-  const char *r0, *r3, *r6, *r9, *r12;
+  const char *r0, *r3, *r6, *r9, *r11;
   int64_t stride;
   __attribute__((always_inline)) RowPointers(const char *x, int64_t s)
-      : r0(x), r3(x + 3 * s), r6(x + 6 * s), r9(x + 9 * s), r12(x + 12 * s), stride(s) {}
+      : r0(x), r3(x + 3 * s), r6(x + 6 * s), r9(x + 9 * s), r11(x + 11 * s), stride(s) {}
   __attribute__((always_inline)) const char *operator[](int row) const {
     switch (row) {
       case 0: return r0;
@@ -123,60 +142,99 @@ struct RowPointers {
       case 8: return r0 + 8 * stride;
       case 9: return r9;
       case 10: return r6 + 4 * stride;
-      case 11: return r3 + 8 * stride;
-      case 12: return r12;
-      default: return r9 + 4 * stride;
+      case 11: return r11;
+      case 12: return r11 + stride;
+      case 13: return r9 + 4 * stride;
+      case 14: return r6 + 8 * stride;
+      default: return r11 + 4 * stride;
     }
   }
   __attribute__((always_inline)) void advance(int64_t bytes) {
-    r0 += bytes, r3 += bytes, r6 += bytes, r9 += bytes, r12 += bytes;
+    r0 += bytes, r3 += bytes, r6 += bytes, r9 += bytes, r11 += bytes;
   }
   // Keeps the compiler from replacing them by a pointer for each row.
   __attribute__((always_inline)) void pin() {
-    asm("" : "+r"(r0), "+r"(r3), "+r"(r6), "+r"(r9), "+r"(r12), "+r"(stride));
+    asm("" : "+r"(r0), "+r"(r3), "+r"(r6), "+r"(r9), "+r"(r11), "+r"(stride));
   }
 };
 
-template <int DTYPE, int R>
+// STREAMS: it prefetches as many lines as it reads, step by step; with one half of the outputs its half of each pair,
+// or, of int8, where both halves are in each line, half as many one behind the other.
+template <int DTYPE, int R, int PANEL = WORDS, int H = 2, bool STREAMS = false>
 void tile(const TileArgs &t) {
-  F16 c[R][2];
+  constexpr int STEP = PANEL == WORDS ? 128 : 64;
+  constexpr int LINES = STEP / 16 / (3 - H), GAP = PANEL == WORDS && H == 1 ? 128 : 64;  // of four steps
+  F16 c[R][H];
 #pragma GCC unroll 16
   for (int i = 0; i < R; i++)
-    for (int j = 0; j < 2; j++) c[i][j] = t.first ? zero16() : load16(t.acc + i * 32 + j * 16);
+    for (int j = 0; j < H; j++) c[i][j] = t.first ? zero16() : load16(t.acc + i * 32 + j * 16);
   const char *panel = t.panel, *ahead = t.ahead;
+  char *wide = t.wide;
   RowPointers x(t.x, t.x_stride);
   auto whole = [&](int s) __attribute__((always_inline)) {
-    step<DTYPE, R>(c, panel + s * 128, [&](int i) __attribute__((always_inline)) { return load_word(x[i] + s * 4); });
+    if constexpr (STREAMS)
+#pragma GCC unroll 2
+      for (int i = s * LINES / 4; i < (s + 1) * LINES / 4; i++) prefetch_to_l2(ahead + i * GAP);
+    step<DTYPE, R, PANEL, H>(c, panel + s * STEP, wide + s * 128,
+                             [&](int i) __attribute__((always_inline)) { return load_word(x[i] + s * 4); });
   };
   int64_t left = t.num_steps;
   for (; left >= 4; left -= 4) {
-    for (int j = 0; j < t.lines_ahead && ahead < t.ahead_end; j++, ahead += 64) prefetch_to_l2(ahead);
+    if constexpr (!STREAMS)
+      for (int j = 0; j < t.lines_ahead && ahead < t.ahead_end; j++, ahead += 64) prefetch_to_l2(ahead);
     x.pin();
     whole(0), whole(1), whole(2), whole(3);
-    x.advance(16), panel += 512;
+    x.advance(16), panel += 4 * STEP;
+    if constexpr (STREAMS) ahead += LINES * GAP;
+    if constexpr (PANEL == WIDENED) wide += 512;
   }
-  for (; left > 0; left--, x.advance(4), panel += 128) whole(0);
+  for (; left > 0; left--, x.advance(4), panel += STEP, wide += 128) whole(0);
   if (t.half_step)
-    step<DTYPE, R>(c, panel, [&](int i) __attribute__((always_inline)) {
+    step<DTYPE, R, PANEL, H>(c, panel, wide, [&](int i) __attribute__((always_inline)) {
       uint16_t half;
       memcpy(&half, x[i], 2);
       return (uint32_t)half;
     });
 #pragma GCC unroll 16
   for (int i = 0; i < R; i++)
-    for (int j = 0; j < 2; j++) store16(t.acc + i * 32 + j * 16, c[i][j]);
+    for (int j = 0; j < H; j++) store16(t.acc + i * 32 + j * 16, c[i][j]);
 }
 
 using TileFn = void (*)(const TileArgs &);
 
-template <int DTYPE, size_t... R>
+template <int DTYPE, int PANEL = WORDS, size_t... R>
 TileFn pick_tile(std::index_sequence<R...>, int rows) {
-  static constexpr TileFn fn[] = {tile<DTYPE, (int)R + 1>...};
+  static constexpr TileFn fn[] = {tile<DTYPE, (int)R + 1, PANEL>...};
   return fn[rows - 1];
 }
 PD_INLINE TileFn pick_tile(int dtype, int rows) {
   constexpr auto heights = std::make_index_sequence<TILE_ROWS>();
   return dtype == PD_BF16 ? pick_tile<PD_BF16>(heights, rows) : pick_tile<PD_F32>(heights, rows);
 }
+
+#if PD_LEVEL == 3
+// Of bf16 with all rows that there are in one tile. The two tallest have half of a panel. Streaming gains from so many
+// rows on; below, the hardware's own prefetching is as fast or faster.
+constexpr int STREAM_ROWS = TILE_ROWS + 2, STREAM_MIN_ROWS = 7, STREAM_BYTES_MIN_ROWS = 7;
+template <int PANEL, size_t... R>
+TileFn pick_stream(std::index_sequence<R...>, int rows) {
+  constexpr int least = PANEL == WORDS ? STREAM_MIN_ROWS : STREAM_BYTES_MIN_ROWS;
+  static constexpr TileFn fn[] = {
+      tile<PD_BF16, (int)R + 1, PANEL, (int)R < TILE_ROWS ? 2 : 1, (int)R + 1 >= least>...};
+  return fn[rows - 1];
+}
+PD_INLINE TileFn pick_stream(bool bytes, int rows) {
+  constexpr auto heights = std::make_index_sequence<STREAM_ROWS>();
+  return bytes ? pick_stream<BYTES>(heights, rows) : pick_stream<WORDS>(heights, rows);
+}
+// The first of several tiles: by a panel of int8, whose words it leaves.
+PD_INLINE TileFn pick_widening_tile(int rows) {
+  return pick_tile<PD_BF16, WIDENED>(std::make_index_sequence<TILE_ROWS>(), rows);
+}
+#else
+constexpr int STREAM_ROWS = 0;
+PD_INLINE TileFn pick_stream(bool, int) { return nullptr; }
+PD_INLINE TileFn pick_widening_tile(int) { return nullptr; }
+#endif
 
 }  // namespace pagedec

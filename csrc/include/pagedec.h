@@ -125,10 +125,17 @@ PD_EXPORT int pd_pack(pd_context *, const void *w, int64_t n, int64_t k, int32_t
  * of the group) * scale of the output + bias). A group's sum is an integer that fp32 holds exactly and the rest has one
  * order, so results without an activation are the same on every instruction set and device. A row of x with an infinity
  * or NaN in it gives NaN; a group whose values are all below 2^-120 counts as zeros. */
-typedef enum { PD_PLAIN = 0, PD_INT8 = 1, PD_BLOCKS = 2 } pd_quantization;
+typedef enum { PD_PLAIN = 0, PD_INT8 = 1, PD_BLOCKS = 2, PD_INT8_WEIGHT_ONLY = 3 } pd_quantization;
 PD_EXPORT int64_t pd_packed_int8_bytes(int64_t n, int64_t k);                       /* as pd_packed_bytes */
 /* w [n][k] in dtype */
 PD_EXPORT int pd_pack_int8(pd_context *, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed);
+
+/* The same integers and scales, but x stays in its dtype: y = epilogue((the chain of products x q over k) * scale of
+ * the output + bias), where the chain is that of a plain weight whose values are q. So its bits, too, are of one
+ * instruction set. A CUDA device does not have these weights yet. */
+PD_EXPORT int64_t pd_packed_int8_weight_only_bytes(int64_t n, int64_t k);           /* as pd_packed_bytes */
+/* w [n][k] in dtype */
+PD_EXPORT int pd_pack_int8_weight_only(pd_context *, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed);
 
 /* Weights in blocks, as files have them: some consecutive values of an output with their own scales (d, dmin, z: fp16).
  *   PD_Q4_0                 32 values: d, nibbles: w = d (q - 8)      PD_INT4_128   the same of 128 values

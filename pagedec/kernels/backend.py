@@ -84,15 +84,18 @@ class CacheTensors:
         return KV_KINDS.get(self.k.dtype, KvKind.PLAIN)
 
 
+INT8_QUANTIZATIONS = ("int8", "int8_weight_only")
+"""Kinds of weights that are integers of 8 bits with a scale an output."""
 BLOCK_QUANTIZATIONS = ("int4", "int4_128", "int4_zero", "int4_zero_128", "gguf", "awq", "gptq")
 """Kinds of weights that come in blocks; all other numbers of a model are the backend's."""
 
 
-def checked_quantization(quantization: str | None) -> str | None:
-    """Return it if there is such a quantisation of weights; else ValueError."""
-    if quantization not in (None, "int8", *BLOCK_QUANTIZATIONS):
-        known = ", ".join(map(repr, ("int8", *BLOCK_QUANTIZATIONS)))
-        raise ValueError(f"quantization is {quantization!r}; it must be None or one of {known}")
+def checked_quantization(
+    quantization: str | None, known: Sequence[str] = INT8_QUANTIZATIONS + BLOCK_QUANTIZATIONS
+) -> str | None:
+    """Return it if it is a known quantisation of weights, or None; else ValueError."""
+    if quantization is not None and quantization not in known:
+        raise ValueError(f"quantization is {quantization!r}; it must be None or one of {', '.join(map(repr, known))}")
     return quantization
 
 
@@ -236,7 +239,7 @@ class Backend(Protocol):
     """Instruction set of the compiled kernels, or "reference"."""
     dtype: torch.dtype
     quantization: str | None
-    """What models' linear layers are packed with: None, "int8" or one of BLOCK_QUANTIZATIONS."""
+    """What models' linear layers are packed with: None, one of INT8_QUANTIZATIONS or of BLOCK_QUANTIZATIONS."""
     kv_kind: KvKind
     """What caches hold."""
     device: int
@@ -248,7 +251,8 @@ class Backend(Protocol):
         """Take a [n, k] weight into the backend's form. Gated weights are interleaved by the caller.
 
         quantization "int8": each output's row as integers of -127 .. 127 and one scale, from the weight in the numbers
-        given; rows of x alike in groups of 64 when the layer runs. None: in the backend's dtype.
+        given; rows of x alike in groups of 64 when the layer runs. "int8_weight_only": the same, but rows of x stay,
+        and integers become numbers of the backend's dtype on their way. None: in the backend's dtype.
         """
 
     def pack_blocks(self, parts: Sequence[Blocks], bias: torch.Tensor | None = None) -> Any:

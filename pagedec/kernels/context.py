@@ -139,6 +139,13 @@ class Context:
         """Quantise and pack a row-major [n, k] weight in dtype into storage of packed_int8_bytes, 64-byte aligned."""
         self.library.check(self._functions.pd_pack_int8(self.handle, weight_address, n, k, int(dtype), packed_address))
 
+    def pack_int8_weight_only(self, weight_address: int, n: int, k: int, dtype: Dtype, packed_address: int) -> None:
+        """Quantise and pack a row-major [n, k] weight in dtype into storage of packed_int8_weight_only_bytes, 64-byte
+        aligned."""
+        self.library.check(
+            self._functions.pd_pack_int8_weight_only(self.handle, weight_address, n, k, int(dtype), packed_address)
+        )
+
     def pack_blocks(self, blocks_address: int, n: int, k: int, format: BlockFormat, packed_address: int) -> None:
         """Pack [n][k / values of a block] blocks into storage of packed_blocks_bytes, 64-byte aligned."""
         self.library.check(

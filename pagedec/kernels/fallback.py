@@ -17,6 +17,7 @@ from pagedec.core.forward import NO_INTS, LaneForward
 from pagedec.kernels import reference, reference_best, reference_processing, reference_readout, reference_verify
 from pagedec.kernels.arena import trim
 from pagedec.kernels.backend import (
+    INT8_QUANTIZATIONS,
     NO_NORMS,
     AttentionShape,
     CacheTensors,
@@ -32,7 +33,7 @@ from pagedec.kernels.processing import FlatRules, lse_of, named, rows_within
 from pagedec.kernels.records import Epilogue, KvKind
 from pagedec.kernels.reference_attention import paged_attention
 from pagedec.kernels.reference_blocks import BlockLinear
-from pagedec.kernels.reference_linear import Int8Linear, TorchPackedLinear, gated_product
+from pagedec.kernels.reference_linear import Int8Linear, Int8WeightOnlyLinear, TorchPackedLinear, gated_product
 
 _log = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class ReferenceProgram:
         self,
         rows: torch.Tensor,
         x: torch.Tensor,
-        weight: TorchPackedLinear | Int8Linear | BlockLinear,
+        weight: TorchPackedLinear | Int8Linear | Int8WeightOnlyLinear | BlockLinear,
         y: torch.Tensor,
         epilogue: Epilogue = Epilogue.STORE,
     ) -> None:
@@ -250,18 +251,26 @@ class ReferenceBackend(HostBackend):
 
     def pack(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: str | None = None
-    ) -> TorchPackedLinear | Int8Linear:
-        """Pack, and probe each plain shape once: whether results are exact depends on the machine's library."""
-        if checked_quantization(quantization) is not None:
+    ) -> TorchPackedLinear | Int8Linear | Int8WeightOnlyLinear:
+        """Pack, and probe each shape of torch's once: whether results are exact depends on the machine's library."""
+        if checked_quantization(quantization, INT8_QUANTIZATIONS) == "int8":
             return Int8Linear(weight, bias)
-        linear = TorchPackedLinear(weight.to(self.dtype), bias)
-        shape = (linear.n, linear.k)
-        if shape not in self._probed:
-            self._probed.add(shape)
-            if not linear.probe_invariance():
-                self.varying.add(shape)
-                _log.warning("torch's linear layer of shape %s x %s is not batch-invariant in %s", *shape, self.dtype)
-        return linear
+        if quantization is not None:
+            linear = Int8WeightOnlyLinear(weight, bias)
+            self._probe(linear.product)
+            return linear
+        plain = TorchPackedLinear(weight.to(self.dtype), bias)
+        self._probe(plain)
+        return plain
+
+    def _probe(self, linear: TorchPackedLinear) -> None:
+        shape, dtype = (linear.n, linear.k), linear.weight.dtype
+        if shape in self._probed:
+            return
+        self._probed.add(shape)
+        if not linear.probe_invariance():
+            self.varying.add(shape)
+            _log.warning("torch's linear layer of shape %s x %s is not batch-invariant in %s", *shape, dtype)
 
     def pack_blocks(self, parts: Sequence[Blocks], bias: torch.Tensor | None = None) -> BlockLinear:
         return BlockLinear(segments_of(parts), bias)

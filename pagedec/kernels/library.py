@@ -130,6 +130,10 @@ class Library:
         """Return the size of a weight packed in int8."""
         return self._size(self.functions.pd_packed_int8_bytes(n, k))
 
+    def packed_int8_weight_only_bytes(self, n: int, k: int) -> int:
+        """Return the size of a weight packed in int8 whose inputs keep their dtype."""
+        return self._size(self.functions.pd_packed_int8_weight_only_bytes(n, k))
+
     def packed_blocks_bytes(self, n: int, k: int, format: BlockFormat) -> int:
         """Return the size of a packed weight in blocks."""
         return self._size(self.functions.pd_packed_blocks_bytes(n, k, int(format)))

@@ -11,7 +11,7 @@ import torch
 
 from pagedec.core.forward import NO_INTS, LaneForward
 from pagedec.kernels.arena import Arena, trim
-from pagedec.kernels.backend import AttentionShape, CacheTensors, Drafted, checked_quantization
+from pagedec.kernels.backend import INT8_QUANTIZATIONS, AttentionShape, CacheTensors, Drafted, checked_quantization
 from pagedec.kernels.blocks import Blocks, segments_of
 from pagedec.kernels.device_memory import HostCall, KernelCall
 from pagedec.kernels.host import HostBackend
@@ -34,7 +34,7 @@ from pagedec.kernels.library import (
 from pagedec.kernels.link import Link
 from pagedec.kernels.native_program import DTYPES, NativePlan, NativeProgram, address, int32
 from pagedec.kernels.native_roll import NativeRoller
-from pagedec.kernels.native_weight import NativeWeight
+from pagedec.kernels.native_weight import INT8_KINDS, NativeWeight
 from pagedec.kernels.processing import FlatRules, lse_of, named, rows_within
 from pagedec.kernels.reference_best import CANDIDATE_DTYPE
 
@@ -82,11 +82,16 @@ class NativeBackend(HostBackend):
         n, k = weight.shape
         if bias is not None:
             bias = self.place(bias.float().contiguous())
-        if checked_quantization(quantization) is not None:
-            data = self.storage(self.library.packed_int8_bytes(n, k))
+        if (quantization := checked_quantization(quantization, INT8_QUANTIZATIONS)) is not None:
+            kind, library = INT8_KINDS[quantization], self.library
             own = self.place(weight.contiguous() if weight.dtype in self.dtypes else weight.float().contiguous())
-            self.context.pack_int8(own.data_ptr(), n, k, DTYPES[own.dtype], data.data_ptr())
-            return NativeWeight(data, bias, n, k, Quantization.INT8)
+            if kind == Quantization.INT8:
+                data, pack = self.storage(library.packed_int8_bytes(n, k)), self.context.pack_int8
+            else:
+                data = self.storage(library.packed_int8_weight_only_bytes(n, k))
+                pack = self.context.pack_int8_weight_only
+            pack(own.data_ptr(), n, k, DTYPES[own.dtype], data.data_ptr())
+            return NativeWeight(data, bias, n, k, kind)
         data = self.storage(self.library.packed_bytes(n, k, self.code))
         own = self.place(weight.to(self.dtype).contiguous())
         self.context.pack(own.data_ptr(), n, k, self.code, data.data_ptr())

@@ -9,6 +9,8 @@ import torch
 
 from pagedec.kernels.library import Quantization, Segment
 
+INT8_KINDS = {"int8": Quantization.INT8, "int8_weight_only": Quantization.INT8_WEIGHT_ONLY}
+
 
 @dataclass(slots=True)
 class NativeWeight:

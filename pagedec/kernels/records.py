@@ -71,6 +71,7 @@ class Quantization(IntEnum):
     PLAIN = 0
     INT8 = 1
     BLOCKS = 2
+    INT8_WEIGHT_ONLY = 3
 
 
 class BlockFormat(IntEnum):
@@ -117,7 +118,8 @@ class Segment(Structure):
 
 
 class GemmArgs(Structure):
-    """y = epilogue(x W^T + bias), W packed by pd_pack, pd_pack_int8 or pd_pack_blocks."""
+    """y = epilogue(x W^T + bias), W packed by pd_pack, pd_pack_int8, pd_pack_blocks or
+    pd_pack_int8_weight_only."""
 
     _fields_ = [
         ("num_rows", c_void_p),

@@ -109,6 +109,24 @@ class Int8Linear:
         return product if self.bias is None else product + self.bias
 
 
+class Int8WeightOnlyLinear:
+    """x W^T + bias with each output's W as int8 times a scale, and x as it is: products and sums in fp32, the scale
+    behind them."""
+
+    __slots__ = ("bias", "k", "n", "product", "scale")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.n, self.k = weight.shape
+        q, self.scale = quantize_rows(weight)
+        self.product = TorchPackedLinear(q)
+        self.bias = None if bias is None else bias.float().contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the product of x [rows, k], fp32 [rows, n]."""
+        product = self.product(x.float()) * self.scale
+        return product if self.bias is None else product + self.bias
+
+
 class TorchPackedLinear:
     """x W^T + bias on torch's packed linear, every call of one shape: [block_rows, k].
 

@@ -13,7 +13,7 @@ import torch
 
 from pagedec.formats.quantize import FORMS, quantize_int4, quantize_q8
 from pagedec.formats.source import WeightSource
-from pagedec.kernels.backend import Backend
+from pagedec.kernels.backend import INT8_QUANTIZATIONS, Backend
 from pagedec.kernels.blocks import PANEL, Blocks
 from pagedec.kernels.reference_linear import interleave_gate_up
 from pagedec.models.architecture import OUTPUT
@@ -63,14 +63,14 @@ def pack_output(source: WeightSource, is_tied: bool, backend: Backend, embedding
 
 
 def _pack(backend: Backend, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-    return backend.pack(weight, bias, "int8" if backend.quantization == "int8" else None)
+    return backend.pack(weight, bias, backend.quantization if backend.quantization in INT8_QUANTIZATIONS else None)
 
 
 def _numbers(backend: Backend, weight: Matrix) -> torch.Tensor:
     """The weight as it is packed: quantisation takes it as it was loaded, rounding it before would add a second
     error."""
     values = weight.dequantize() if isinstance(weight, Blocks) else weight
-    return values if backend.quantization == "int8" else values.to(backend.dtype)
+    return values if backend.quantization in INT8_QUANTIZATIONS else values.to(backend.dtype)
 
 
 def pack_stacked(backend: Backend, weights: Sequence[Matrix], biases: Sequence[torch.Tensor | None] = ()) -> Any:

@@ -22,7 +22,7 @@ from pagedec.errors import InvalidArgument, Shown, WeightsWarning, within
 from pagedec.formats.awq_gptq import int4_config
 from pagedec.formats.generation import read_end_ids
 from pagedec.formats.resolve import ModelFiles, resolve_model
-from pagedec.kernels.backend import BLOCK_QUANTIZATIONS, Backend
+from pagedec.kernels.backend import INT8_QUANTIZATIONS, Backend
 from pagedec.kernels.device import DeviceBackend
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import DEVICES, LibraryNotFound, load
@@ -95,7 +95,7 @@ def choose_backend(
             kind, num_threads = NativeBackend, parallel.num_threads or 0
             if library.isa in DEVICES:
                 kind, num_threads = DeviceBackend, 0
-                if quantization in BLOCK_QUANTIZATIONS:
+                if quantization not in (None, "int8"):
                     raise InvalidArgument("quantization", quantization, "must be int8 or off on a CUDA device")
             elif dtype == "float16":
                 raise InvalidArgument("dtype", dtype, "must be bfloat16, float32 or auto on a CPU")
@@ -118,7 +118,7 @@ def weight_form(model: ModelConfig) -> str | None:
     """What linear layers are packed with: as the configuration says, or as the checkpoint has them. Raises
     InvalidArgument where it has them in another form than asked for."""
     asked = model.quantization
-    if asked in ("int8", "off"):
+    if asked in (*INT8_QUANTIZATIONS, "off"):
         return None if asked == "off" else asked
     files = resolve_model(model.model, model.load_format)
     stored = int4_config(files)

@@ -6,23 +6,25 @@ import pytest
 
 from pagedec import LLM, SamplingParams
 from pagedec.cli.active import active_line
-from pagedec.kernels.library import Quantization
 from pagedec.kernels.native import NativeBackend
+from pagedec.kernels.native_weight import INT8_KINDS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=1)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_default_model_in_int8_knows_its_capitals(dtype: str) -> None:
-    llm = LLM(model="smollm2", quantization="int8", dtype=dtype, max_model_len=256, num_blocks=64)
+@pytest.mark.parametrize(
+    ("quantization", "dtype"), [("int8", "bfloat16"), ("int8", "float32"), ("int8_weight_only", "bfloat16")]
+)
+def test_the_default_model_in_int8_knows_its_capitals(quantization: str, dtype: str) -> None:
+    llm = LLM(model="smollm2", quantization=quantization, dtype=dtype, max_model_len=256, num_blocks=64)
     prompts = ["The capital of France is", "The capital of Italy is"]
     texts = [output.outputs[0].text for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
     assert texts == [" Paris", " Rome"]
-    assert "int8 weights" in active_line(llm)
+    assert f"{dtype}, {quantization} weights" in active_line(llm)
     model = llm.engine.executor.worker.lanes["target"].model  # type: ignore[attr-defined]
     if isinstance(model.backend, NativeBackend):
         layers = [getattr(layer, name) for layer in model.layers for name in ("qkv", "o", "gate_up", "down")]
-        assert {layer.quantization for layer in [*layers, model.lm_head]} == {Quantization.INT8}
+        assert {layer.quantization for layer in [*layers, model.lm_head]} == {INT8_KINDS[quantization]}
 
 
 def test_alone_and_in_a_crowd_are_the_same_bits() -> None:

@@ -76,31 +76,34 @@ def guards(context: Context, monkeypatch: pytest.MonkeyPatch) -> GuardedContext:
     return GuardedContext(context, monkeypatch)
 
 
-def product(context: Context, x: Tensor, weight: Tensor, *, int8: bool) -> Tensor:
+def product(context: Context, x: Tensor, weight: Tensor, kind: Quantization) -> Tensor:
     """A linear layer between guards."""
-    (n, k), dtype = weight.shape, Dtype(CODES[weight.dtype])
-    num_bytes = context.library.packed_int8_bytes(n, k) if int8 else context.library.packed_bytes(n, k, dtype)
+    (n, k), dtype, library = weight.shape, Dtype(CODES[weight.dtype]), context.library
+    num_bytes, pack = {
+        Quantization.PLAIN: (library.packed_bytes(n, k, dtype), context.pack),
+        Quantization.INT8: (library.packed_int8_bytes(n, k), context.pack_int8),
+        Quantization.INT8_WEIGHT_ONLY: (library.packed_int8_weight_only_bytes(n, k), context.pack_int8_weight_only),
+    }[kind]
     packed, weight = guarded(torch.zeros(num_bytes, dtype=torch.uint8)), guarded(weight)
-    pack = context.pack_int8 if int8 else context.pack
     pack(weight.data_ptr(), n, k, dtype, packed.data_ptr())
     rows, bias, y = guarded(count(len(x))), guarded(torch.zeros(n)), guarded(torch.full((len(x), n), torch.nan))
     arrays = (rows, x, packed, bias, y)
-    context.call(GemmArgs(*map(pointer, arrays), n, k, int(dtype), int(Dtype.F32), 0, int(int8), None, 0))
+    context.call(GemmArgs(*map(pointer, arrays), n, k, int(dtype), int(Dtype.F32), 0, int(kind), None, 0))
     return y.clone()
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
+@pytest.mark.parametrize("kind", [kind for kind in Quantization if kind != Quantization.BLOCKS], ids=lambda k: k.name)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [1, 2, 31, 33, 63, 64, 95, 2079])
-def test_linear_layers(context: Context, dtype: torch.dtype, k: int, int8: bool) -> None:
+def test_linear_layers(context: Context, dtype: torch.dtype, k: int, kind: Quantization) -> None:
     """And a row of NaN stays in its row: the values behind a row's end are its neighbour's."""
     for rows, n in ((1, 1), (2, 33), (17, 32), (33, 33), (145, 16)):
         x, weight = guarded(normal(rows, k, seed=1, dtype=dtype)), normal(n, k, seed=2, dtype=dtype)
         threaded = threads(context, 1 + rows % 3)
-        expected = product(threaded, x, weight, int8=int8)
+        expected = product(threaded, x, weight, kind)
         dirty = guarded(x)
         dirty[rows // 2] = torch.nan
-        actual = product(threaded, dirty, weight, int8=int8)
+        actual = product(threaded, dirty, weight, kind)
         others = [row for row in range(rows) if row != rows // 2]
         assert actual[rows // 2].isnan().all() and not expected.isnan().any()
         assert torch.equal(actual[others], expected[others])

@@ -1,0 +1,48 @@
+"""Storage of weights: it keeps what was written when the system puts it into huge pages, and takes no more memory."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagedec.kernels.arena import HUGE_PAGE, Arena
+
+
+def huge_bytes(address: int) -> int:
+    """Of the mapping at an address: what of it is in huge pages."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(part, 16) for part in first.split("-"))
+            inside = start <= address < end
+        elif inside and first == "AnonHugePages:":
+            return int(rest.split()[0]) << 10
+    return 0
+
+
+def test_what_was_written_goes_into_huge_pages_and_stays() -> None:
+    arena = Arena()
+    large, small = arena.allocate(2 * HUGE_PAGE + 100), arena.allocate(100)
+    values = torch.arange(len(large), dtype=torch.int64).to(torch.uint8)
+    large.copy_(values)
+    small.fill_(7)
+    arena.settle().join()
+    assert torch.equal(large, values) and bool((small == 7).all())
+    later = arena.allocate(1000)
+    assert not later.any() and later.data_ptr() % 64 == 0
+    version = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
+    if platform.system() != "Linux" or version < (6, 1):
+        pytest.skip("the system does it when it likes")
+    assert huge_bytes(large.data_ptr()) == 2 * HUGE_PAGE, "whole ones, and none that nobody has written"
+
+
+def test_little_or_nothing_is_left_alone() -> None:
+    arena = Arena()
+    arena.settle().join()
+    storage = arena.allocate(1000)
+    arena.settle().join()
+    assert huge_bytes(storage.data_ptr()) == 0
