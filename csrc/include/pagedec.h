@@ -52,7 +52,7 @@
 extern "C" {
 #endif
 
-#define PD_ABI_VERSION 8
+#define PD_ABI_VERSION 9
 #if defined(__GNUC__)
 #define PD_EXPORT __attribute__((visibility("default")))
 #else
@@ -286,6 +286,7 @@ typedef struct {
   const int32_t *parents;      /* [num_rows] or NULL: no trees */
   int32_t table_stride;
   int32_t share;               /* 0: no two branches are grouped (for tests) */
+  const int32_t *elsewhere;    /* [num_branches] or NULL: not 0: others compute this branch's rows */
 } pd_attn_batch;
 /* of no context: any may fill it, and any of the same device carry it out; where another has filled it, when that is
  * through (pd_await) */
