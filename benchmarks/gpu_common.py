@@ -29,12 +29,16 @@ Run = Callable[[], object]
 
 
 def arguments_of(text: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    return parser_of(text).parse_args(argv)
+
+
+def parser_of(text: str | None) -> argparse.ArgumentParser:
     """What all of them take."""
     parser = argparse.ArgumentParser(description=(text or "").splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on the emulated device: that it runs at all")
     parser.add_argument("--isa", choices=(*ISAS, *DEVICES), help="kernel library (cuda; with --smoke, cuda_emulated)")
     parser.add_argument("--no-torch", action="store_true", help="leave torch out, also where it has the device")
-    return parser.parse_args(argv)
+    return parser
 
 
 class Device:
