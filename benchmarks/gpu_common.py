@@ -30,7 +30,7 @@ HALVES = {"bfloat16": (torch.bfloat16, Dtype.BF16, "bf16"), "float16": (torch.fl
 Run = Callable[[], object]
 
 
-def arguments_of(text: str | None, argv: Sequence[str] | None = None, *, has_dtype: bool = False) -> argparse.Namespace:
+def parser_of(text: str | None, *, has_dtype: bool = False) -> argparse.ArgumentParser:
     """What all of them take; has_dtype: and what those take that measure either kind of 16 bits."""
     parser = argparse.ArgumentParser(description=(text or "").splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on the emulated device: that it runs at all")
@@ -38,7 +38,12 @@ def arguments_of(text: str | None, argv: Sequence[str] | None = None, *, has_dty
     parser.add_argument("--no-torch", action="store_true", help="leave torch out, also where it has the device")
     if has_dtype:
         parser.add_argument("--dtype", choices=tuple(HALVES), default="bfloat16", help="numbers that are computed in")
-    return parser.parse_args(argv)
+    return parser
+
+
+def arguments_of(text: str | None, argv: Sequence[str] | None = None, *, has_dtype: bool = False) -> argparse.Namespace:
+    """The arguments that were given."""
+    return parser_of(text, has_dtype=has_dtype).parse_args(argv)
 
 
 class Device:

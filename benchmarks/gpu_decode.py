@@ -1,10 +1,11 @@
 """Whole steps of an engine on a device: Llama-3.1-8B with random weights, next to a copy of what a step must read.
 
-    python benchmarks/gpu_decode.py [--smoke] [--isa NAME] [--dtype float16]
+    python benchmarks/gpu_decode.py [--smoke] [--isa NAME] [--dtype float16] [--attention-backend NAME]
 
 A step gives every sequence of the batch a token. `device`: its program alone, repeated, without the read-out; `host`:
 plan and settle, while the device waits; `floor`: weights and KV at the speed of a copy. Weights are parts of one random
-tensor: what they are costs no time, and making 16 GB of them would.
+tensor: what they are costs no time, and making 16 GB of them would. With another package's attention blocks are of 256
+tokens; to compare, --block-size 256 gives our own kernel the same.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from pathlib import Path
 
 import torch
 from common import Timing, table
-from gpu_common import Device, arguments_of
+from gpu_common import Device, parser_of
 
 from pagedec import LLM, SamplingParams
+from pagedec.config import ATTENTION_BACKENDS, ATTENTION_PACKAGES
 from pagedec.engine.engine import Engine
 from pagedec.formats import dummy
 from pagedec.models.architecture import Architecture
@@ -32,6 +34,7 @@ SMALL = {"vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hid
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
 SMALL |= {"bos_token_id": 1, "eos_token_id": 2}
 STEPS = 40
+MOST = 64  # sequences
 
 
 class OneTensor:
@@ -55,16 +58,18 @@ def weight_bytes(arch: Architecture) -> int:
     return 2 * arch.hidden_size * (arch.num_layers * layer + arch.vocab_size)
 
 
-def load(arguments_isa: str, dtype: str, smoke: bool, num_tokens: int) -> LLM:
-    """The model in an engine with room for so many tokens."""
-    os.environ["PAGEDEC_ISA"] = arguments_isa
+def load(isa: str, dtype: str, smoke: bool, num_tokens: int, backend: str, block_size: int) -> LLM:
+    """The model in an engine with room for so many tokens, each sequence's last block not counted."""
+    os.environ["PAGEDEC_ISA"] = isa
     dummy._random_normal = OneTensor()
     settings = {
         "load_format": "dummy",
         "dtype": dtype,
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
-        "num_blocks": -(-num_tokens // 16),
+        "num_blocks": -(-num_tokens // block_size) + (0 if block_size == 16 else MOST),
+        "block_size": block_size,
+        "attention_backend": backend,
     }
     if not smoke:
         return LLM(MODEL, max_model_len=8192, max_num_batched_tokens=2048, **settings)
@@ -120,13 +125,18 @@ def line(device: Device, llm: LLM, batch: int, prompt: int, copy: float) -> list
 
 
 def main() -> None:
-    arguments = arguments_of(__doc__, has_dtype=True)
+    parser = parser_of(__doc__, has_dtype=True)
+    parser.add_argument("--attention-backend", choices=ATTENTION_BACKENDS, default="auto")
+    parser.add_argument("--block-size", type=int, help="tokens in a block (16; with another package's attention, 256)")
+    arguments = parser.parse_args()
     device = Device(arguments)
     copy = device.head(f"Decoding: Llama-3.1-8B's shape, random weights, {device.kind}")
     cases = [(1, 1024), (16, 1024), (64, 1024)] if not device.smoke else [(1, 20), (3, 20)]
     began = time.perf_counter()
     num_tokens = max(batch * (prompt + STEPS + 96) for batch, prompt in cases)
-    llm = load(device.backend.name, arguments.dtype, device.smoke, num_tokens)
+    block_size = arguments.block_size or (256 if arguments.attention_backend in ATTENTION_PACKAGES else 16)
+    backend = arguments.attention_backend
+    llm = load(device.backend.name, arguments.dtype, device.smoke, num_tokens, backend, block_size)
     print(f"loaded in {time.perf_counter() - began:.1f} s\n")
     columns = ["batch", "prompt", "prefill tokens/s", "step ms", "tokens/s", "device ms", "host ms", "floor ms"]
     table([*columns, "step / floor", "spread"], [line(device, llm, *case, copy) for case in cases])

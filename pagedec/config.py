@@ -40,7 +40,8 @@ GENERATION_CONFIG_OFF = ("none", "vllm")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8", "fp8_e5m2")
 POOL_SIZES = ("num_blocks", "kv_cache_memory", "memory_utilization")
 """The ways to say how large the KV pool is to be."""
-ATTENTION_BACKENDS = ("auto", "native", "reference", "flash-attn", "xformers")
+ATTENTION_PACKAGES = ("flash-attn", "xformers")
+ATTENTION_BACKENDS = ("auto", "native", "reference", *ATTENTION_PACKAGES)
 
 
 @strict
@@ -113,7 +114,7 @@ class CacheConfig:
     the memory that is available when the weights are loaded, at most 4 GiB, but a whole context where half of it holds
     one."""
 
-    block_size: int = option(16, Integer("tokens in a block of KV", choices=(8, 16, 32, 64)))
+    block_size: int = option(16, Integer("tokens in a block of KV", choices=(8, 16, 32, 64, 128, 256)))
     num_blocks: int | None = option(None, Integer("blocks of KV in the pool", low=1, optional=True))
     kv_cache_memory: int | None = option(
         None, Size("memory of the KV pool instead of num_blocks, such as 2GiB", low=2**16, optional=True)
@@ -232,9 +233,9 @@ class ParallelConfig:
     attention_backend: str = option(
         "auto",
         Text(
-            "attention kernel; auto: the fastest that is there",
+            "attention kernel; auto: the fastest of ours; flash-attn, xformers: that package's, on a CUDA device, for "
+            "branches that it takes",
             choices=ATTENTION_BACKENDS,
-            available=("auto", "native", "reference"),
         ),
     )
     num_threads: int | None = option(
@@ -325,7 +326,10 @@ def draft_configs(
 def draft_config(config: EngineConfig) -> EngineConfig:
     """The configuration of the draft model's lane."""
     model, cache = draft_configs(config.scheduler.speculative_config, config.model, config.cache)
-    return dataclasses.replace(config, model=model, cache=cache)
+    parallel = config.parallel
+    if parallel.attention_backend in ATTENTION_PACKAGES:  # a draft's chains are rolled without the host, by our kernels
+        parallel = dataclasses.replace(parallel, attention_backend="native")
+    return dataclasses.replace(config, model=model, cache=cache, parallel=parallel)
 
 
 def names_draft_model(config: EngineConfig) -> bool:

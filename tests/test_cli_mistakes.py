@@ -47,10 +47,10 @@ def run(*arguments: str) -> int:
         (["generate", "a", "--temperature", "hot"], "temperature is hot: must be 0, or a finite number"),
         (["generate", "a", "--max-tokens", "2", "--min-tokens", "3"], "min_tokens is 3: must be at most max_tokens"),
         (["generate", "a", "--stop-token-ids", "1,x"], "stop_token_ids is 1,x: must be a sequence of token ids"),
-        (["generate", "a", "--block-size", "7"], "block_size is 7: must be one of 8, 16, 32, 64"),
+        (["generate", "a", "--block-size", "7"], "block_size is 7: must be one of 8, 16, 32, 64, 128, 256"),
         (
-            ["generate", "a", "--attention-backend", "flash-attn"],
-            "attention_backend is flash-attn: not available in this version; available: auto, native, reference",
+            ["generate", "a", "--kv-cache-dtype", "fp8_e5m2"],
+            "kv_cache_dtype is fp8_e5m2: not available in this version; available: auto, int8, fp8",
         ),
         (["generate", "a", "--engine-seed", "-1"], "engine_seed is -1: must be a whole number from 0 to"),
         (
@@ -135,9 +135,7 @@ def test_help_lists_what_this_version_has(command: list[str], capsys: pytest.Cap
     with pytest.raises(SystemExit):
         run(*command, "--help")
     shown = " ".join(capsys.readouterr().out.split())
-    for name in ("flash-attn", "xformers"):
-        assert name not in shown
-    assert "--attention-backend {auto,native,reference}" in shown
+    assert "fp8_e5m2" not in shown and "--kv-cache-dtype {auto,int8,fp8}" in shown
     refused = {"chat": ("--n ", "--detokenize", "--skip-tokenizer-init"), "batch": ("--prompt-logprobs",)}
     assert [flag for flag in refused.get(command[0], ()) if flag in shown] == []
 
@@ -173,8 +171,7 @@ def test_help_says_how_a_text_is_written(command: str, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(
     ("flag", "value", "available"),
-    [("--attention-backend", "flash-attn", "auto, native, reference"),
-     ("--attention-backend", "xformers", "auto, native, reference")],
+    [("--kv-cache-dtype", "fp8_e5m2", "auto, int8, fp8")],
 )  # fmt: skip
 def test_what_help_does_not_list_is_refused_by_name(
     flag: str, value: str, available: str, capsys: pytest.CaptureFixture[str]

@@ -23,7 +23,7 @@ WRONG = [
     *[("quantization", value) for value in ("int3", 8)],
     *[("skip_tokenizer_init", value) for value in (1, "yes", None)],
     *[("max_model_len", value) for value in (0, -1, 1.5, True)],
-    *[("block_size", value) for value in (0, 4, 12, 128, None, 16.0, True)],
+    *[("block_size", value) for value in (0, 4, 12, 512, None, 16.0, True)],
     *[("num_blocks", value) for value in (0, -1, "many", 2.0)],
     *[("kv_cache_memory", value) for value in ("2XiB", "", "GiB", -1, 1000, 2**60, 1.5, True, "-1GiB")],
     *[("enable_prefix_caching", value) for value in (None, 1)],
@@ -38,8 +38,6 @@ WRONG = [
 ]
 NOT_YET = [
     ("speculative_config", {"method": "eagle"}),
-    ("attention_backend", "flash-attn"),
-    ("attention_backend", "xformers"),
 ]
 
 
@@ -216,8 +214,8 @@ def test_missing_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--block-size", "12"), "^block_size is 12: must be one of 8, 16, 32, 64$"),
-        (("--block-size", "x"), "^block_size is 'x': must be one of 8, 16, 32, 64$"),
+        (("--block-size", "12"), "^block_size is 12: must be one of 8, 16, 32, 64, 128, 256$"),
+        (("--block-size", "x"), "^block_size is 'x': must be one of 8, 16, 32, 64, 128, 256$"),
         (("--max-num-seqs", "1e3"), "^max_num_seqs is '1e3': must be a whole number from 1 to 65536$"),
         (("--dtype", "half"), "^dtype is 'half': must be one of auto, bfloat16, float32$"),
         (("--kv-cache-memory", "much"), "^kv_cache_memory is 'much': must be a number of bytes from "),

@@ -81,8 +81,8 @@ def test_optional_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "broken_wheel.py").write_text("raise ImportError('undefined symbol:\\n  _ZN3c10')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert (
-        active.optional_package("no_such_thing", "no-such-thing", "cuda")
-        == "not installed: pip install 'pagedec[cuda]'"
+        active.optional_package("no_such_thing", "no-such-thing", "extra")
+        == "not installed: pip install 'pagedec[extra]'"
     )
     assert (
         active.optional_package("broken_wheel", "x", "y") == "installed, but does not import: undefined symbol: _ZN3c10"

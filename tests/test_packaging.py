@@ -122,6 +122,6 @@ def test_what_the_metadata_promises() -> None:
     project = tomllib.loads((SOURCES / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["requires-python"] == ">=3.11"
     assert project["scripts"] == {"pagedec": "pagedec.cli.main:main"}
-    assert {"ray", "cuda", "otel", "dev"} <= set(project["optional-dependencies"])
+    assert {"ray", "flash-attn", "xformers", "otel", "dev"} <= set(project["optional-dependencies"])
     needed = {name.split(">")[0] for name in project["dependencies"]}
     assert {"torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "tqdm"} <= needed

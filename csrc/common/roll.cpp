@@ -67,7 +67,8 @@ class Roller {
     if (write(a_.num_rows, &n, 1) || write(a_.token_ids, r.token_ids.data(), n) ||
         write(a_.positions, r.positions.data(), n) || write(a_.slots, r.slots.data(), n))
       return -1;
-    const pd_attn_batch batch{n, n, r.indptr.data(), r.kv_len.data(), r.table.data(), nullptr, a_.table_stride, 1};
+    const pd_attn_batch batch{n,       n,         r.indptr.data(), r.kv_len.data(), r.table.data(),
+                              nullptr, a_.table_stride, 1,         nullptr};
     for (int32_t k = 0; k < a_.num_kinds; k++)
       if (pd_attn_plan(context_, a_.kinds[k].plan, a_.kinds[k].shape, &batch)) return -1;
     return 0;

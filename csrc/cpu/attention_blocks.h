@@ -9,11 +9,25 @@ namespace pagedec {
 template <class T>
 Blocks<typename T::C> AttentionLoop<T>::locate(const plan::Unit &u, int kv_head) const {
   Blocks<C> b;
+  const int64_t first = (int64_t)u.tile * TILE % block_;  // token of the part
   for (int c = 0; c * size_ < TILE; c++) {
     const int64_t at = ((int64_t)u.blocks[c] * h_.kv_heads + kv_head) * words_;
-    b.k[c] = k_ + at, b.v[c] = v_ + at;
+    const int64_t scales = at + d_ * block_ + first * SCALES<T>;
+    b.k[c] = k_ + at + first * T::STEP, b.v[c] = v_ + at + first * d_;
+    b.k_scale[c] = k_ + scales, b.v_scale[c] = v_ + scales;
   }
+  b.tokens = block_;
   return b;
+}
+
+// Of a block its part in a tile, laid out like a block of size_ tokens.
+template <class T>
+void AttentionLoop<T>::copy_part(const Blocks<C> &b, int c, C *k, C *v) const {
+  const int run = size_ * T::STEP, words = d_ * size_;
+  for (int i = 0; i < d_ / T::STEP; i++) memcpy(k + i * run, b.k[c] + i * b.tokens * T::STEP, run * sizeof(C));
+  memcpy(v, b.v[c], words * sizeof(C));
+  if constexpr (SCALED<T>)
+    memcpy(k + words, b.k_scale[c], size_ * SCALES<T>), memcpy(v + words, b.v_scale[c], size_ * SCALES<T>);
 }
 
 // A tree node's tile in position order: whole blocks before the nodes where they are, the rest copied once a tile and
@@ -26,26 +40,28 @@ void AttentionLoop<T>::gather(const plan::Unit &u, const plan::Row &row, int kv_
     s_->gathered_tile = u.tile, s_->gathered_branch = row.branch_id;
     std::fill_n(s_->gathered_slots, TILE, -1);
   }
-  const int start = u.tile * TILE;
+  const int start = u.tile * TILE, words = (d_ + SCALES<T>) * size_;
   for (int c = 0; c * size_ < TILE; c++) {
     if ((c + 1) * size_ <= u.path_lane) continue;
-    C *k = s_->gathered_k + c * words_, *v = s_->gathered_v + c * words_;
-    if (fresh && c * size_ < u.path_lane)
-      memcpy(k, blocks.k[c], words_ * sizeof(C)), memcpy(v, blocks.v[c], words_ * sizeof(C));
+    C *k = s_->gathered_k + c * words, *v = s_->gathered_v + c * words;
+    if (fresh && c * size_ < u.path_lane) copy_part(blocks, c, k, v);
     blocks.k[c] = k, blocks.v[c] = v;
+    blocks.k_scale[c] = k + d_ * size_, blocks.v_scale[c] = v + d_ * size_;
   }
+  blocks.tokens = size_;
   for (int lane = std::max(u.path_lane, row.begin - start); lane < std::min(TILE, row.end - start); lane++) {
-    const int slot = p_.paths[u.path + lane - u.path_lane], to = lane % size_, from = slot % size_;
+    const int slot = p_.paths[u.path + lane - u.path_lane], to = lane % size_, from = slot % block_;
     if (s_->gathered_slots[lane] == slot) continue;
     s_->gathered_slots[lane] = slot;
-    const int64_t block = ((int64_t)(slot / size_) * h_.kv_heads + kv_head) * words_;
-    C *to_k = s_->gathered_k + lane / size_ * words_, *to_v = s_->gathered_v + lane / size_ * words_;
+    const int64_t block = ((int64_t)(slot / block_) * h_.kv_heads + kv_head) * words_;
+    C *to_k = s_->gathered_k + lane / size_ * words, *to_v = s_->gathered_v + lane / size_ * words;
     C *k = to_k + to * S, *v = to_v + (to / S) * d_ * S + to % S;
     const C *from_k = k_ + block + from * S, *from_v = v_ + block + (from / S) * d_ * S + from % S;
-    for (int i = 0; i < d_ / S; i++) memcpy(k + (int64_t)i * size_ * S, from_k + (int64_t)i * size_ * S, S * sizeof(C));
+    for (int i = 0; i < d_ / S; i++)
+      memcpy(k + (int64_t)i * size_ * S, from_k + (int64_t)i * block_ * S, S * sizeof(C));
     for (int i = 0; i < d_; i++) v[i * S] = from_v[i * S];
     if constexpr (SCALED<T>) {
-      const int64_t scales = d_ * size_, at = scales + to * SCALES<T>, from_at = block + scales + from * SCALES<T>;
+      const int64_t at = d_ * size_ + to * SCALES<T>, from_at = block + d_ * block_ + from * SCALES<T>;
       memcpy(to_k + at, k_ + from_at, SCALES<T>), memcpy(to_v + at, v_ + from_at, SCALES<T>);
     }
   }
@@ -59,10 +75,17 @@ Blocks<typename T::E> AttentionLoop<T>::widen(const Blocks<C> &b) {
     auto &to = s_->widened;
     const int n = d_ * size_;
     const auto elements = h_.kv_kind == PD_KV_INT8 ? widen_bytes<PD_KV_INT8, E> : widen_bytes<PD_KV_FP8, E>;
+    // K of a longer block than a tile in pieces, each a step of dimensions.
+    const int steps = b.tokens == size_ ? 1 : d_ / T::STEP, part = n / steps;
     for (int c = 0; c * size_ < TILE; c++) {
-      elements(b.k[c], n, to.k + c * n, next_.k[c]), elements(b.v[c], n, to.v + c * n, next_.v[c]);
+      for (int i = 0; i < steps; i++) {
+        const int64_t from = i * b.tokens * T::STEP;
+        elements(b.k[c] + from, part, to.k + c * n + i * part, next_.k[c] + from);
+      }
+      elements(b.v[c], n, to.v + c * n, next_.v[c]);
       wide.k[c] = to.k + c * n, wide.v[c] = to.v + c * n;
     }
+    wide.tokens = size_;
     return wide;
   } else {
     return b;
@@ -71,10 +94,9 @@ Blocks<typename T::E> AttentionLoop<T>::widen(const Blocks<C> &b) {
 
 template <class T>
 void AttentionLoop<T>::read_scales(const Blocks<C> &b) {
-  const int n = d_ * size_;
   for (int c = 0; c * size_ < TILE; c++) {
-    widen_scales(b.k[c] + n, size_, s_->widened.k_scale + c * size_, next_.k[c] + n);
-    widen_scales(b.v[c] + n, size_, s_->widened.v_scale + c * size_, next_.v[c] + n);
+    widen_scales(b.k_scale[c], size_, s_->widened.k_scale + c * size_, next_.k_scale[c]);
+    widen_scales(b.v_scale[c], size_, s_->widened.v_scale + c * size_, next_.v_scale[c]);
   }
 }
 

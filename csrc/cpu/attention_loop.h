@@ -12,8 +12,8 @@ constexpr int UNITS_AHEAD = 2;  // prefetched while a unit is computed
 
 template <class T>
 AttentionLoop<T>::AttentionLoop(const pd_attention_args &a, char *workspace, int thread, int num_threads)
-    : a_(a), p_(*a.plan), h_(p_.header), d_(h_.head_dim), size_(h_.block_size),
-      words_((d_ + SCALES<T>) * size_), thread_(thread), num_threads_(num_threads), k_((const C *)a.k_cache),
+    : a_(a), p_(*a.plan), h_(p_.header), d_(h_.head_dim), block_(h_.block_size), size_(std::min(block_, TILE)),
+      words_((d_ + SCALES<T>) * block_), thread_(thread), num_threads_(num_threads), k_((const C *)a.k_cache),
       v_((const C *)a.v_cache), s_((State *)workspace + thread),
       partials_((float *)((State *)workspace + num_threads)) {
   constexpr float LOG2E = 1.44269504f;
@@ -23,7 +23,6 @@ AttentionLoop<T>::AttentionLoop(const pd_attention_args &a, char *workspace, int
   if constexpr (WholeTiles<T>::EXIST)
     if (WholeTiles<T>::take(d_)) tile_.block_size = std::max(size_, WholeTiles<T>::TOKENS);
   if constexpr (SCALED<T>) tile_.k_scale = s_->widened.k_scale, tile_.v_scale = s_->widened.v_scale;
-  tile_.k_stride = T::STEP * std::max(size_, vec::W);
   tile_.soft_cap = soft_cap > 0 ? soft_cap * LOG2E : 0.f;
   tile_.inner_scale = soft_cap > 0 ? scale / soft_cap : 0.f;
   tile_.scale = soft_cap > 0 ? 1.f : scale * LOG2E;
@@ -103,6 +102,7 @@ void AttentionLoop<T>::run_unit(const plan::Unit &u, const plan::Piece &piece, i
   }
   const Blocks<E> blocks = widen(stored);
   vectors(blocks, tile_.k, tile_.v);
+  tile_.k_stride = k_stride(blocks);
   if (size_ < vec::W) {
     join_k(blocks, tile_.k);
     std::copy_n(tile_.k, NT, tile_.next_k);
@@ -134,7 +134,7 @@ void AttentionLoop<T>::run_few(const Blocks<C> &b, int row0, int n, int start, i
   tile_.lo = s_->lo, tile_.hi = s_->hi;
   TileArgs<Few> tile;
   (RowArgs<typename T::Q> &)tile = tile_;
-  tile.ahead = true;
+  tile.ahead = true, tile.k_stride = k_stride(b);
   vectors(b, tile.k, tile.v), vectors(next_, tile.next_k, tile.next_v);
   if (size_ < vec::W) join_k(b, tile.k);
   attend_rows<Few>(std::make_integer_sequence<int, ROWS_TILE>(), n, masked, tile);

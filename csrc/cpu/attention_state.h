@@ -7,9 +7,13 @@ namespace pagedec {
 template <class T>
 constexpr int SCALES = SCALED<T> ? 2 : 0;  // cache elements of a token's scale, behind a block's own
 
-// Blocks of a tile: of the cache, or of elements for tiles.
+// Blocks of a tile, of longer ones the part: of the cache, or of elements for tiles.
 template <class E>
-struct Blocks { const E *k[MAX_TILE_BLOCKS], *v[MAX_TILE_BLOCKS]; };
+struct Blocks {
+  const E *k[MAX_TILE_BLOCKS], *v[MAX_TILE_BLOCKS];
+  const E *k_scale[MAX_TILE_BLOCKS], *v_scale[MAX_TILE_BLOCKS];  // of a cache of bytes
+  int64_t tokens;  // of a block as it lies in memory: one step of dimensions of K has so many
+};
 
 // Blocks of bytes as elements, laid out alike, and their scales by lane.
 template <class T, bool EXIST>
@@ -79,6 +83,7 @@ class AttentionLoop {
 
  private:
   Blocks<C> locate(const plan::Unit &u, int kv_head) const;
+  void copy_part(const Blocks<C> &b, int c, C *k, C *v) const;
   void gather(const plan::Unit &u, const plan::Row &row, int kv_head, Blocks<C> &blocks);
   Blocks<E> widen(const Blocks<C> &b);
   template <class M>
@@ -86,6 +91,9 @@ class AttentionLoop {
   template <class M>
   void join_k(const Blocks<M> &b, const M **k);
   void read_scales(const Blocks<C> &b);
+  // From one step of dimensions to the next, in elements: of blocks, or of what join_k makes of those that are short.
+  template <class M>
+  int64_t k_stride(const Blocks<M> &b) const { return T::STEP * std::max<int64_t>(b.tokens, vec::W); }
   template <int KIND>
   void run_few(const Blocks<C> &b, int row0, int n, int start, int side);
   void join_v(const Blocks<E> &b);
@@ -104,7 +112,8 @@ class AttentionLoop {
   const pd_attention_args &a_;
   const PlanSections p_;
   const plan::Header &h_;
-  const int d_, size_, words_, thread_, num_threads_;  // words: of a block of one head
+  const int d_, block_, size_;  // tokens of a block; of it in a tile, all of them up to blocks of 64
+  const int words_, thread_, num_threads_;  // words: of a block of one head
   const C *k_, *v_;
   State *const s_;
   float *const partials_;

@@ -48,7 +48,7 @@ struct Place {
   PD_DEVICE bool is_seen(int lane) const { return lane >= first && lane < last; }
   PD_DEVICE int64_t slot(int lane) const {
     if (unit.path >= 0 && lane >= unit.path_lane) return paths[unit.path + lane - unit.path_lane];
-    return (int64_t)unit.blocks[lane / block_size] * block_size + lane % block_size;
+    return (int64_t)unit.blocks[lane / block_size] * block_size + (unit.tile * TILE + lane) % block_size;
   }
 };
 

@@ -296,6 +296,7 @@ typedef struct {
   const int32_t *parents;      /* [num_rows] or NULL: no trees */
   int32_t table_stride;
   int32_t share;               /* 0: no two branches are grouped (for tests) */
+  const int32_t *elsewhere;    /* [num_branches] or NULL: not 0: others compute this branch's rows */
 } pd_attn_batch;
 /* of no context: any may fill it, and any of the same device carry it out; where another has filled it, when that is
  * through (pd_await) */

@@ -27,6 +27,7 @@ class Builder {
 
  private:
   int num_rows(int branch) const { return b_.row_indptr[branch + 1] - b_.row_indptr[branch]; }
+  int num_blocks(int tokens) const { return (tokens + s_.block_size - 1) / s_.block_size; }
   const int32_t *table(int branch) const { return b_.block_table + (size_t)branch * b_.table_stride; }
   void place_rows(int branch);
   void place_tree(int branch, int chain);
@@ -106,29 +107,31 @@ void Builder::place_tree(int branch, int chain) {
 // Branches with a common run of physical blocks become neighbours: the lexicographic order of their tables.
 void Builder::order_branches() {
   for (int i = 0; i < b_.num_branches; i++)
-    if (num_rows(i)) order_.push_back(i);
-  const int n = (int)order_.size(), tile_blocks = TILE / s_.block_size;
+    if (num_rows(i) && !(b_.elsewhere && b_.elsewhere[i])) order_.push_back(i);
+  const int n = (int)order_.size(), size = s_.block_size;
   shared_tiles_.assign(n + 1, 0);
   if (!b_.share) return;
   auto in_order = [&](int x) { return std::min(b_.kv_len[x], base_[x]); };
   std::sort(order_.begin(), order_.end(), [&](int x, int y) {
-    const int lx = in_order(x), ly = in_order(y),
-              c = memcmp(table(x), table(y), (size_t)(std::min(lx, ly) / s_.block_size) * 4);
+    const int lx = in_order(x), ly = in_order(y), shorter = std::min(lx, ly),
+              whole = size > TILE ? num_blocks(shorter / TILE * TILE) : shorter / size,
+              c = memcmp(table(x), table(y), (size_t)whole * 4);
     return c ? c < 0 : lx != ly ? lx < ly : x < y;
   });
   for (int i = 1; i < n; i++) {
     const int most = std::min(in_order(order_[i]), in_order(order_[i - 1])) / TILE;
     const int32_t *x = table(order_[i]), *y = table(order_[i - 1]);
     int &k = shared_tiles_[i];
-    while (k < most && !memcmp(x + k * tile_blocks, y + k * tile_blocks, (size_t)tile_blocks * 4)) k++;
+    auto block = [&](int tile) { return tile * TILE / size; };  // the first of a tile
+    while (k < most && !memcmp(x + block(k), y + block(k), (size_t)num_blocks(TILE) * 4)) k++;
   }
 }
 
 // The blocks of a tile that hold positions first .. last; its other places repeat the nearest of them.
 void Builder::fill_blocks(Unit &u, int branch, int first, int last) {
-  const int n = TILE / s_.block_size, lo = first / s_.block_size, hi = last / s_.block_size;
-  for (int c = 0; c < n; c++) {
-    const int i = std::clamp(u.tile * n + c, lo, hi);
+  const int at = u.tile * TILE / s_.block_size, lo = first / s_.block_size, hi = last / s_.block_size;
+  for (int c = 0; c < num_blocks(TILE); c++) {
+    const int i = std::clamp(at + c, lo, hi);
     u.blocks[c] = table(branch)[i];
     if (u.blocks[c] < 0 || u.blocks[c] >= INT_MAX / s_.block_size) bad_branch_ = branch, bad_block_ = i;
   }
@@ -148,7 +151,7 @@ void Builder::add_path_unit(int tile, int branch, int row) {
   if (first < from)
     fill_blocks(u, branch, first, from - 1);
   else
-    std::fill_n(u.blocks, TILE / s_.block_size, p_.paths[u.path + first - from] / s_.block_size);
+    std::fill_n(u.blocks, num_blocks(TILE), p_.paths[u.path + first - from] / s_.block_size);
   p_.units.push_back(u);
 }
 

@@ -34,7 +34,7 @@
 namespace pagedec {
 
 constexpr int TILE = 64, CHUNK = 512, CHUNK_TILES = CHUNK / TILE;
-constexpr int MIN_BLOCK = 8, MAX_TILE_BLOCKS = TILE / MIN_BLOCK;
+constexpr int MIN_BLOCK = 8, MAX_BLOCK = 256, MAX_TILE_BLOCKS = TILE / MIN_BLOCK;
 constexpr int MAX_HEAD_DIM = 256;
 // packed rows of a piece: q, o, l of 48 rows of 64 and one tile stay near L1 (96 rows: 2-20 % slower)
 constexpr int ROWS_MAX = 48;
@@ -71,7 +71,7 @@ struct Unit {
   int32_t tile, row0, row1;  // rows relative to the piece
   int32_t path;              // paths[path + i] is the slot of lane path_lane + i; -1: every lane stands in its block
   int32_t path_lane;
-  int32_t blocks[MAX_TILE_BLOCKS];  // block ids; repeated where no row looks
+  int32_t blocks[MAX_TILE_BLOCKS];  // block ids; repeated where no row looks; of blocks longer than a tile the one
 };
 struct Item { int32_t piece, chunk, unit0, num_units; };
 struct Span { int32_t piece, head, item0, num_items; };  // head: virtual

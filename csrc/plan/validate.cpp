@@ -48,8 +48,8 @@ int check_shape(const pd_attn_shape &s) {
     return fail("pd_attn_plan: q_heads is %d; it must be a multiple of kv_heads = %d", s.q_heads, s.kv_heads);
   if (s.head_dim < 16 || s.head_dim > MAX_HEAD_DIM || s.head_dim % 16)
     return fail("pd_attn_plan: head_dim is %d; it must be a multiple of 16 from 16 to %d", s.head_dim, MAX_HEAD_DIM);
-  if (s.block_size != 8 && s.block_size != 16 && s.block_size != 32 && s.block_size != 64)
-    return fail("pd_attn_plan: block_size is %d; it must be 8, 16, 32 or 64", s.block_size);
+  if (s.block_size < MIN_BLOCK || s.block_size > MAX_BLOCK || (s.block_size & (s.block_size - 1)))
+    return fail("pd_attn_plan: block_size is %d; it must be 8, 16, 32, 64, 128 or 256", s.block_size);
   if (check_dtype("pd_attn_plan", s.dtype)) return -1;
   if (check_kv_kind("pd_attn_plan", s.kv_kind)) return -1;
   if (s.window < 0) return fail("pd_attn_plan: window is %d; it must be 0 or more", s.window);

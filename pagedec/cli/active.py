@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pagedec.config import ATTENTION_PACKAGES
+from pagedec.errors import InvalidArgument
+
 if TYPE_CHECKING:
     from pagedec.llm import LLM
 
@@ -138,20 +141,29 @@ def backend_facts() -> dict[str, str]:
         cuda = "not available: torch finds no device"
     return {
         "cuda": cuda,
-        "flash-attn": _on_cuda(optional_package("flash_attn", "flash-attn", "cuda")),
-        "xformers": _on_cuda(optional_package("xformers", "xformers", "cuda")),
+        **{name: attention_fact(name) for name in ATTENTION_PACKAGES},
         "ray": optional_package("ray", "ray", "ray"),
     }
 
 
-def _on_cuda(fact: str) -> str:
-    return f"not used: it serves CUDA only; {fact}"
+def attention_fact(name: str) -> str:
+    """Whether another package's attention could be used, and in blocks of what size; why not, if not."""
+    from pagedec.runtime.loading import KERNELS
+
+    try:
+        kernel = KERNELS[name]()
+    except InvalidArgument as error:
+        return f"{error.limit}; it serves CUDA devices only"
+    sizes = ", ".join(map(str, kernel.limits.block_sizes))
+    return f"installed, {kernel.version}; used on CUDA devices where attention_backend says so, in blocks of {sizes}"
 
 
 def active_line(llm: LLM) -> str:
     """What carries out this engine's steps: model, kernels, numbers, threads, where; and its KV pool."""
     geometry = llm.engine.executor.geometry
     kernels = "reference (torch)" if geometry.isa == "reference" else f"{geometry.isa} (compiled)"
+    if llm.config.parallel.attention_backend in ATTENTION_PACKAGES:
+        kernels += f" and {llm.config.parallel.attention_backend}"
     numbers = geometry.dtype + (f", {geometry.quantization} weights" if geometry.quantization else "")
     numbers += f", KV in {geometry.kv_cache_dtype}" if geometry.kv_cache_dtype != "auto" else ""
     threads = f"{geometry.num_threads} threads"

@@ -152,6 +152,11 @@ class Context:
             self._functions.pd_pack_blocks(self.handle, blocks_address, n, k, int(format), packed_address)
         )
 
+    @property
+    def stream(self) -> int:
+        """Where a device's calls are put into, in its own form; 0: none."""
+        return int(self._functions.pd_stream(self.handle) or 0)
+
     def wait(self) -> None:
         """Return when all calls are through; a processor's are when they return."""
         self.library.check(self._functions.pd_await(self.handle))

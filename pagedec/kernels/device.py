@@ -9,15 +9,20 @@ import numpy as np
 import torch
 
 from pagedec.core.logits_rules import LogitsRules
-from pagedec.kernels.backend import CacheTensors
+from pagedec.errors import InvalidArgument
+from pagedec.kernels.attention_kernel import AttentionKernel, check_device, check_numbers
+from pagedec.kernels.backend import AttentionShape, CacheTensors
 from pagedec.kernels.blocks import Blocks
 from pagedec.kernels.device_memory import DeviceCall, DeviceMemory, KernelCall, Staging
+from pagedec.kernels.lent_memory import CudaMemory, EmulatedMemory, LentMemory
 from pagedec.kernels.library import EMULATED_DEVICE, KvKind, Library
 from pagedec.kernels.native import NativeBackend
+from pagedec.kernels.native_plan import NativePlan
 from pagedec.kernels.native_program import DTYPES
 from pagedec.kernels.native_weight import NativeWeight
 from pagedec.kernels.processing import FlatRules, flatten
 from pagedec.kernels.reference_cache import SCALE_BYTES, cache_dtype
+from pagedec.kernels.split_plan import SplitPlan
 
 ROOM_SHARE = 0.9
 """Of a device's free memory: the rest is for a step's buffers and attention's partial results."""
@@ -44,6 +49,27 @@ class DeviceBackend(NativeBackend):
         self.memory = DeviceMemory(self.context, 0 if self.name == EMULATED_DEVICE else CHUNK)
         self._mapped: list[torch.Tensor] = []
         self._given, self._wanted = Staging(self.memory), Staging(self.memory)
+        self.attention: AttentionKernel | None = None
+        self._lent: LentMemory | None = None
+
+    def use_attention(self, kernel: AttentionKernel, block_size: int) -> None:
+        """Let another package's kernel have the branches that it takes. Raises InvalidArgument where there could be
+        none, and where torch does not reach the device."""
+        check_numbers(kernel, self.dtype, self.kv_kind, block_size)
+        if self.name == EMULATED_DEVICE:
+            self._lent = EmulatedMemory(self.memory)
+        elif not torch.cuda.is_available():
+            reason = "cannot be used: the torch that is installed does not reach the device"
+            raise InvalidArgument("attention_backend", kernel.name, reason)
+        else:
+            self._lent = CudaMemory(self.context, self.device)
+        check_device(kernel, self._lent.capability)
+        self.attention = kernel
+
+    def plan(self, shape: AttentionShape) -> NativePlan:
+        if self.attention is None or self._lent is None or self.attention.limits.lacks(shape) is not None:
+            return super().plan(shape)
+        return SplitPlan(self, shape, self.attention, self._lent)
 
     def call(self) -> KernelCall:
         return DeviceCall(self.context, self._given, self._wanted)

@@ -32,7 +32,8 @@ from pagedec.kernels.library import (
     VerifyArgs,
 )
 from pagedec.kernels.link import Link
-from pagedec.kernels.native_program import DTYPES, NativePlan, NativeProgram, address, int32
+from pagedec.kernels.native_plan import NativePlan
+from pagedec.kernels.native_program import DTYPES, NativeProgram, address, int32
 from pagedec.kernels.native_roll import NativeRoller
 from pagedec.kernels.native_weight import INT8_KINDS, NativeWeight
 from pagedec.kernels.processing import FlatRules, lse_of, named, rows_within
@@ -130,6 +131,8 @@ class NativeBackend(HostBackend):
     ) -> NativeRoller | None:
         lists = [programs.whole, programs.body, programs.head]
         if not all(isinstance(program, NativeProgram) for program in lists):  # a hosted model's: torch carries it out
+            return None
+        if any(program.is_cut for program in lists):
             return None
         return NativeRoller(self, lists, buffers, plans, cache, num_drawn, debug)
 

@@ -9,20 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope
+from pagedec.kernels.backend import NO_NORMS, CacheTensors, HeadNorms, Rope
 from pagedec.kernels.library import (
     AddPartsArgs,
     AttentionArgs,
-    AttentionPlan,
-    AttnBatch,
-    AttnShape,
-    Context,
     Dtype,
     EmbedArgs,
     Epilogue,
     GemmArgs,
     JoinPartsArgs,
-    KvKind,
     LayerNormArgs,
     MeetArgs,
     OpList,
@@ -31,6 +26,7 @@ from pagedec.kernels.library import (
     SoftCapArgs,
 )
 from pagedec.kernels.link import Link
+from pagedec.kernels.native_plan import NativePlan
 from pagedec.kernels.native_weight import NativeWeight, blocks_of_table
 
 if TYPE_CHECKING:
@@ -51,41 +47,6 @@ def address(tensor: torch.Tensor | None, dtype: torch.dtype, what: str) -> int |
 def int32(array: np.ndarray) -> np.ndarray:
     """A contiguous int32 array; the same one where it is."""
     return np.ascontiguousarray(array, np.int32)
-
-
-class NativePlan:
-    """The attention kernel's work list, made once a step for all layers of one kind."""
-
-    def __init__(self, context: Context, shape: AttentionShape, dtype: Dtype, kv_kind: KvKind) -> None:
-        self.plan: AttentionPlan = context.library.plan()
-        self._context = context
-        self.shape = AttnShape(
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.block_size,
-            int(dtype),
-            shape.window,
-            shape.scale,
-            shape.soft_cap,
-            int(kv_kind),
-        )
-
-    def update(
-        self, row_indptr: np.ndarray, kv_len: np.ndarray, block_table: np.ndarray, parents: np.ndarray | None
-    ) -> None:
-        assert block_table.flags.c_contiguous
-        batch = AttnBatch(
-            len(kv_len),
-            int(row_indptr[-1]),
-            row_indptr.ctypes.data,
-            kv_len.ctypes.data,
-            block_table.ctypes.data,
-            None if parents is None else parents.ctypes.data,
-            block_table.shape[1],
-            1,
-        )
-        self._context.plan(self.plan, self.shape, batch)
 
 
 class NativeProgram:
@@ -313,6 +274,9 @@ class NativeProgram:
             cache,
             out,
         )
+        beside = plan.beside(q, cache, layer, out)
+        if beside is not None:
+            self._send(beside)
 
     def sum_parts(self, rows: torch.Tensor, parts: torch.Tensor, out: torch.Tensor, add: bool) -> None:
         link, (world, _, dim) = self._meet(parts), parts.shape
@@ -367,6 +331,11 @@ class NativeProgram:
             record.next_packed, record.next_bytes = following.data.data_ptr(), len(following.data)
         self._parts = [(OpList(records), between) for records, between in self._cuts]  # type: ignore[arg-type]
         self._last = OpList(self._records)  # type: ignore[arg-type]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is several lists, between which the host has work."""
+        return bool(self._cuts)
 
     @property
     def ops(self) -> OpList:

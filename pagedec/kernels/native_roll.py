@@ -12,7 +12,8 @@ import torch
 from pagedec.core.forward import LaneForward
 from pagedec.kernels.backend import CacheTensors
 from pagedec.kernels.library import CHAIN_DTYPE, LayerKind, RollArgs
-from pagedec.kernels.native_program import NativePlan, NativeProgram, address, int32
+from pagedec.kernels.native_plan import NativePlan
+from pagedec.kernels.native_program import NativeProgram, address, int32
 from pagedec.kernels.processing import FlatRules, named
 
 if TYPE_CHECKING:

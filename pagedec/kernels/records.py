@@ -273,6 +273,7 @@ class AttnBatch(Structure):
         ("parents", c_void_p),
         ("table_stride", c_int32),
         ("share", c_int32),
+        ("elsewhere", c_void_p),
     ]
 
 

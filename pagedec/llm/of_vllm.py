@@ -27,6 +27,7 @@ UNSET = (
 )
 """Arguments for which None, that vLLM takes, means the default."""
 SPELLINGS = {
+    "attention_backend": {"FLASH_ATTN": "flash-attn", "XFORMERS": "xformers"},
     "dtype": {"float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "model_impl": {"vllm": "native"},

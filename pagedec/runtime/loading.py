@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from pagedec import environment
 from pagedec.config import (
+    ATTENTION_PACKAGES,
     POOL_SIZES,
     EngineConfig,
     ModelConfig,
@@ -22,12 +24,15 @@ from pagedec.errors import InvalidArgument, Shown, WeightsWarning, within
 from pagedec.formats.awq_gptq import int4_config
 from pagedec.formats.generation import read_end_ids
 from pagedec.formats.resolve import ModelFiles, resolve_model
+from pagedec.kernels.attention_kernel import AttentionKernel, check_shapes
 from pagedec.kernels.backend import INT8_QUANTIZATIONS, Backend
 from pagedec.kernels.device import DeviceBackend
 from pagedec.kernels.fallback import ReferenceBackend
+from pagedec.kernels.flash_attn_kernel import FlashAttention
 from pagedec.kernels.library import DEVICES, LibraryNotFound, load
 from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.records import KvKind
+from pagedec.kernels.xformers_kernel import Xformers
 from pagedec.models.architecture import Architecture
 from pagedec.models.model import Model
 from pagedec.models.registry import check_ranks, load_architecture, load_model_weights
@@ -47,6 +52,8 @@ WEIGHT_BYTES = {"int4": 18 / 32, "int4_128": 66 / 128, "int4_zero": 20 / 32, "in
 WEIGHT_BYTES |= {"gptq": 0.55, "gguf": 0.61}
 """Bytes of a weight where it is less than one: with its share of scales; of files about what is usual."""
 NO_SIZES = dict.fromkeys(POOL_SIZES)
+KERNELS: dict[str, Callable[[], AttentionKernel]] = {own.name: own for own in (FlashAttention, Xformers)}
+"""Of other packages, by their names among `attention_backend`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +116,15 @@ def choose_backend(
 
 def own_backend(config: EngineConfig, place: int = 0) -> Backend:
     """`choose_backend` as a configuration says."""
-    model = config.model
-    dtype = chosen_dtype(model, config.parallel.attention_backend)
-    return choose_backend(config.parallel, dtype, weight_form(model), place, config.cache.kv_cache_dtype)
+    model, name = config.model, config.parallel.attention_backend
+    dtype = chosen_dtype(model, name)
+    backend = choose_backend(config.parallel, dtype, weight_form(model), place, config.cache.kv_cache_dtype)
+    if name in ATTENTION_PACKAGES:
+        if not isinstance(backend, DeviceBackend):
+            problem = f"must be auto, native or reference on a processor (kernels here: {backend.name}); it serves CUDA"
+            raise InvalidArgument("attention_backend", name, f"{problem} devices, chosen by PAGEDEC_ISA=cuda")
+        backend.use_attention(KERNELS[name](), config.cache.block_size)
+    return backend
 
 
 def weight_form(model: ModelConfig) -> str | None:
@@ -215,7 +228,9 @@ def build_lane(
     num_offload_blocks: int = 0,
 ) -> LaneRunner:
     """A model with a cache of its own; it draws the token ids below `vocab_size`, if it knows more."""
-    rows = config.scheduler.max_num_batched_tokens
+    rows, backend = config.scheduler.max_num_batched_tokens, loaded.model.backend
+    if isinstance(backend, DeviceBackend) and backend.attention is not None:
+        check_shapes(backend.attention, loaded.model.attention_shapes(pool.block_size))
     try:
         tensors = allocate_cache(loaded.model.arch, pool.num_blocks, pool.block_size, loaded.model.backend)
     except (OSError, MemoryError) as error:

@@ -169,7 +169,7 @@ def test_every_argument_is_shown(kind: type[LLM] | type[AsyncLLM]) -> None:
         assert f"{name}: {rule.help}" in described and f" {name}: " in shown
         assert len(rule.offered) < 2 or all(repr(choice) in described for choice in rule.offered)
     assert "num_blocks: blocks of KV in the pool (default: None)" in described
-    assert "block_size: tokens in a block of KV; one of 8, 16, 32, 64 (default: 16)" in described
+    assert "block_size: tokens in a block of KV; one of 8, 16, 32, 64, 128, 256 (default: 16)" in described
     assert (
         "device, process on several; ray: in actors of a cluster; one of 'auto', 'inline', 'process', 'ray' (default: "
         "'auto')" in described

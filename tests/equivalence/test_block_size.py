@@ -17,7 +17,6 @@ from pagedec.kernels.library import EMULATED_ISA, loadable_isas
 from pagedec.outputs import RequestOutput
 from tests.equivalence.conftest import GEMMA3, TINY
 
-SIZES = (8, 16, 32, 64)
 VOCABULARY = 384
 # Heads of whole instructions of the matrix unit, two or three of them to a kv head.
 LLAMA = {**TINY, "head_dim": 32, "vocab_size": VOCABULARY, "max_position_embeddings": 1024}
@@ -64,7 +63,7 @@ def test_every_block_size_gives_the_same(isa: str, kind: str, tmp_path: Path, mo
     (tmp_path / "config.json").write_text(json.dumps(config))
     want = answers(tmp_path, 16, arguments)
     assert len({answer.outputs[0].token_ids[-1] for answer in want}) > 2, "all answers are the same: little is shown"
-    for size in (8, 32, 64):
+    for size in (8, 32, 64, 256):
         got = answers(tmp_path, size, arguments)
         for (length, _), one, other in zip(REQUESTS, want, got, strict=True):
             name = f"a prompt of {length} tokens in blocks of {size} and of 16"

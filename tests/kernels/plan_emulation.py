@@ -120,8 +120,8 @@ class Emulation:
     def _slots(self, unit: Record, num_lanes: int) -> npt.NDArray[np.int64]:
         size = self.plan.header["block_size"]
         lanes = np.arange(num_lanes)
-        blocks = np.array([unit[f"block{i}"] for i in range(TILE // size)], dtype=np.int64)
-        slots = blocks[lanes // size] * size + lanes % size
+        blocks = np.array([unit[f"block{i}"] for i in range(-(-TILE // size))], dtype=np.int64)
+        slots = blocks[lanes // size] * size + (unit["tile"] * TILE + lanes) % size
         if unit["path"] >= 0:
             for lane in range(unit["path_lane"], num_lanes):
                 slots[lane] = self.plan.sections["paths"][unit["path"] + lane - unit["path_lane"]]["slot"]

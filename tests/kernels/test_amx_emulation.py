@@ -269,7 +269,7 @@ def test_the_processors_own_unit_gives_the_same_bits() -> None:
         x, weight = normal(rows, k, seed=1, dtype=torch.bfloat16), normal(n, k, seed=2, dtype=torch.bfloat16)
         assert same_bits(Linear.pack(ours, weight)(x), Linear.pack(unit, weight)(x))
         assert same_bits(linear(ours, x, weight), linear(unit, x, weight))
-    for block_size in (8, 16, 32, 64):
+    for block_size in (8, 16, 32, 64, 256):
         cache = Cache(AttentionShape(6, 2, 64, block_size, 0.125), 4096 // block_size, torch.bfloat16, seed=3)
         branches = [cache.branch(700, 300), cache.branch(1100, 3), cache.branch(130)]
         q = cache.query(304)

@@ -58,7 +58,7 @@ def mixed_branches(cache: Cache, generator: np.random.Generator) -> list[Branch]
 
 
 @pytest.mark.parametrize("numbers", NUMBERS, ids=str)
-@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 256])
 def test_layouts(contexts: list[Context], numbers: Numbers, block_size: int) -> None:
     generator = np.random.default_rng(block_size)
     cache = Cache(AttentionShape(6, 2, 64, block_size, 0.125), 4096 // block_size, numbers, seed=1)
@@ -124,7 +124,7 @@ def test_trees(contexts: list[Context], seed: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_random_batches(contexts: list[Context], seed: int) -> None:
     generator = np.random.default_rng(100 + seed)
-    block_size = int(generator.choice([8, 16, 32, 64]))
+    block_size = int(generator.choice([8, 16, 32, 64, 128, 256]))
     group, kv_heads = int(generator.integers(1, 9)), int(generator.integers(1, 4))
     window = int(generator.choice([0, 0, 40, 700]))
     shape = AttentionShape(group * kv_heads, kv_heads, int(generator.choice(HEAD_DIMS)), block_size, 0.1, window)

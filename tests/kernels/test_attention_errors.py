@@ -30,7 +30,7 @@ def best(contexts: list[Context]) -> Context:
         ("kv_heads", 3, "q_heads is 4; it must be a multiple of kv_heads = 3"),
         ("head_dim", 72, "head_dim is 72; it must be a multiple of 16 from 16 to 256"),
         ("head_dim", 272, "head_dim is 272; it must be a multiple of 16 from 16 to 256"),
-        ("block_size", 24, "block_size is 24; it must be 8, 16, 32 or 64"),
+        *(("block_size", size, f"block_size is {size}; it must be 8, 16, 32, 64, 128 or 256") for size in (4, 24, 512)),
         ("dtype", 2, "dtype is 2 (fp16), which a CPU does not compute in; it must be 0 (fp32) or 1 (bf16)"),
         ("dtype", 3, "dtype is 3; it must be 0 (fp32) or 1 (bf16)"),
         ("window", -1, "window is -1; it must be 0 or more"),

@@ -28,7 +28,7 @@ def emulate(context: Context, cache: Cache, branches: list[Branch], q: torch.Ten
     return emulation.run(), emulation
 
 
-@pytest.mark.parametrize(("block_size", "window"), [(8, 0), (16, 100), (64, 0), (32, 600)])
+@pytest.mark.parametrize(("block_size", "window"), [(8, 0), (16, 100), (64, 0), (32, 600), (256, 300)])
 def test_emulated_kernel(best: Context, block_size: int, window: int) -> None:
     generator = np.random.default_rng(block_size + window)
     cache = Cache(AttentionShape(6, 2, 32, block_size, 0.2, window), 8192 // block_size, torch.float32, seed=1)

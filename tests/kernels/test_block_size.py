@@ -17,7 +17,7 @@ from tests.kernels.attention_cases import Batch, Branch, Cache, random_tree, rea
 from tests.kernels.test_process_logits import assert_exact, native
 from tests.kernels.test_rope import table
 
-SIZES = (8, 16, 32, 64)
+SIZES = (8, 16, 32, 64, 128, 256)
 DTYPES = [torch.bfloat16, torch.float32]
 NUM_TOKENS = 1300
 """Longer than any branch here: two whole chunks of 512, and more than three tiles of 64 behind them."""
@@ -56,12 +56,19 @@ def contexts(request: pytest.FixtureRequest, contexts: list[Context]) -> list[Co
 Build = Callable[[Cache, Content], Sequence[Branch]]
 
 
-def check(contexts: Sequence[Context], shape: AttentionShape, dtype: torch.dtype, build: Build, threads: int) -> None:
-    """Let every library compute the same rows in blocks of each size, and compare with those in blocks of 16."""
-    content, sizes = Content(shape, count=8, seed=1), (16, *(size for size in SIZES if size != 16))
+def check(
+    contexts: Sequence[Context],
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    build: Build,
+    threads: int,
+    others: Sequence[int] = (8, 32, 64, 256),
+) -> None:
+    """Let every library compute the same rows in blocks of other sizes, and compare with those in blocks of 16."""
+    content, sizes = Content(shape, count=8, seed=1), (16, *others)
     want: dict[str, torch.Tensor] = {}
     for size in sizes:
-        cache = Cache(replace(shape, block_size=size), 9000 // size, dtype, seed=2)
+        cache = Cache(replace(shape, block_size=size), 10240 // size, dtype, seed=2)
         branches = build(cache, content)
         q_shape = (Batch(branches).num_rows, shape.num_heads, shape.head_dim)
         q = torch.randn(q_shape, generator=torch.Generator().manual_seed(3)).to(dtype)
@@ -87,14 +94,17 @@ def prefill(cache: Cache, content: Content) -> list[Branch]:
 
 
 def forks(cache: Cache, content: Content) -> list[Branch]:
-    """Branches that share whole tiles and chunks, read together with the trunk."""
-    trunk = content.branch(cache, 0, NUM_TOKENS, 3)
+    """Branches that share whole tiles and chunks, read together with the trunk; what they share of a longer block is
+    copied, as a fork copies what it writes to."""
+    trunk, size = content.branch(cache, 0, NUM_TOKENS, 3), cache.shape.block_size
     out = [trunk]
     for i, (shared, own) in enumerate([(64, 70), (512, 1), (640, 90), (1024, 200)]):
-        blocks, which, end = trunk.table[: shared // cache.shape.block_size], 1 + i, shared + own
-        blocks += cache.blocks(own)
+        whole, which, end = shared // size * size, 1 + i, shared + own
+        blocks = trunk.table[: whole // size] + cache.blocks(end - whole)
+        cache.write(blocks, range(whole, shared), content.k[0, whole:shared], content.v[0, whole:shared])
         cache.write(blocks, range(shared, end), content.k[which, shared:end], content.v[which, shared:end])
         out.append(Branch(blocks, end, 2))
+    out.append(Branch(trunk.table, 999))  # reads in the middle of what it shares
     return out
 
 
@@ -118,7 +128,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 @pytest.mark.parametrize("build", [decoding, prefill, forks, trees])
 def test_attention(contexts: list[Context], dtype: torch.dtype, build: Build, window: int) -> None:
     shape = AttentionShape(6, 2, 64, 16, 0.125, window)
-    check(contexts, shape, dtype, build, threads=2)
+    check(contexts, shape, dtype, build, threads=2, others=SIZES)
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 80, 96, 128, 160, 256])

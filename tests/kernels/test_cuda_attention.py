@@ -26,6 +26,7 @@ from tests.kernels.attention_cases import (
     same_bits,
     shape_record,
 )
+from tests.kernels.test_block_size import Content, check
 from tests.kernels.test_kv_bytes import empty, same_memory
 from tests.kernels.test_rope import table
 
@@ -107,6 +108,25 @@ def test_fp16_in_the_cache(isa: str, numbers: Numbers) -> None:
     same = rope_kv_write(qkv, want[0][0], want[1][0], positions, slots, shape, cos_sin=cos_sin)
     kv_copy(*want, *moves)
     assert torch.equal(q, same) and all(same_memory(*pair) for pair in zip(got, want, strict=True))
+
+
+def around_ends(cache: Cache, content: Content) -> list[Branch]:
+    """Over the end of a block of 256, a fork inside one, a tree over a chunk's end."""
+    size = cache.shape.block_size
+    trunk, tree = content.branch(cache, 0, 330, 2), random_tree(np.random.default_rng(4), 2, 8)
+    whole = 320 // size * size
+    fork = Branch(trunk.table[: whole // size] + cache.blocks(340 - whole), 340)
+    cache.write(fork.table, range(whole, 320), content.k[0, whole:320], content.v[0, whole:320])
+    cache.write(fork.table, range(320, 340), content.k[1, 320:340], content.v[1, 320:340])
+    return [trunk, fork, content.branch(cache, 2, 517, 10, tree), content.branch(cache, 3, 257, 5)]
+
+
+@pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
+@pytest.mark.parametrize("window", [0, 90])
+def test_no_bit_depends_on_the_size_of_a_block(window: int) -> None:
+    context = cuda_library.open_library(EMULATED_DEVICE).context()
+    shape = AttentionShape(2, 1, 32, 16, 0.2, window)
+    check([context], shape, torch.bfloat16, around_ends, threads=2, others=(8, 64, 128, 256))
 
 
 @pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")

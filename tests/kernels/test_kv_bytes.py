@@ -151,12 +151,12 @@ def test_what_a_byte_is(kind: KvKind) -> None:
 
 
 @pytest.mark.parametrize("numbers", IN_BYTES, ids=str)
-@pytest.mark.parametrize("size", [8, 16, 32, 64])
+@pytest.mark.parametrize("size", [8, 16, 32, 64, 128])
 def test_every_byte_is_read_as_what_it_is(contexts: list[Context], numbers: Numbers, size: int) -> None:
     """Of a row that sees one token the output is that token's V; of one that sees it 63 times more, too, and there
     bytes are widened for several rows, on the matrix unit where there is one."""
     dim = 256
-    cache = Cache(AttentionShape(8, 1, dim, size, 0.1), 128 // size, numbers, seed=1)
+    cache = Cache(AttentionShape(8, 1, dim, size, 0.1), max(2, 128 // size), numbers, seed=1)
     branches = [cache.branch(1), cache.branch(64)]
     data, scales = parts(cache.v, paired=numbers.dtype == torch.bfloat16, keys=False)
     codes = torch.arange(256, dtype=torch.uint8)
@@ -275,8 +275,8 @@ def test_nothing_beside_a_cache_is_touched(libraries: list[Library], numbers: Nu
 def test_no_bit_depends_on_the_size_of_a_block(context: Context, numbers: Numbers, window: int) -> None:
     tokens = calls.normal(600, 2, 64, seed=1), calls.normal(600, 2, 64, seed=2)
     parents, found = random_tree(np.random.default_rng(2), 2, 18), []
-    for size in (8, 16, 32, 64):
-        cache = Cache(AttentionShape(6, 2, 64, size, 0.125, window), 2048 // size, numbers, seed=4)
+    for size in (8, 16, 32, 64, 128, 256):
+        cache = Cache(AttentionShape(6, 2, 64, size, 0.125, window), 2560 // size, numbers, seed=4)
         branches = []
         for kv_len, rows, own in ((600, 3, None), (530, 20, parents), (70, 60, None), (600, 1, None)):
             branches.append(Branch(cache.blocks(kv_len), kv_len, rows, own))

@@ -13,6 +13,7 @@ SHAPES = [  # layers, blocks, kv_heads, head_dim, block_size
     (2, 9, 3, 64, 8),
     (1, 5, 1, 6, 2),
     (2, 3, 2, 80, 64),
+    (1, 3, 2, 16, 256),
 ]
 
 

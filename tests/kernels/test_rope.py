@@ -37,7 +37,7 @@ CASES = [  # q_heads, kv_heads, head_dim, rotary_dim (0: none), block_size, inte
     (9, 3, 64, 64, 16, False, False),
     (4, 4, 80, 32, 8, False, False),
     (2, 1, 128, 128, 32, False, True),
-    (3, 1, 96, 96, 64, True, False),
+    (3, 1, 96, 96, 256, True, False),
     (8, 2, 256, 64, 16, True, True),
     (2, 2, 112, 0, 16, False, True),
     (12, 12, 64, 0, 16, False, False),
