@@ -26,7 +26,7 @@ struct pd_recording {
 namespace pagedec {
 namespace {
 
-// Ranks meet on the host: a list with meetings is carried out kernel by kernel.
+// Ranks that share memory meet on the host: a list with meetings is carried out kernel by kernel.
 bool can_be_recorded(const pd_program &p) {
   for (int64_t i = 0; i < p.num_ops; i++)
     if (p.ops[i].kind == PD_OP_MEET) return false;
@@ -69,9 +69,9 @@ int repeat(pd_context &c, const pd_recording &r) {
 #else
 int record(pd_context &c, const pd_program &p, pd_recording &r) {
   const emulate::Recording now;
-  c.recording = &r.launches;
+  c.work.record(&r.launches);
   const int failed = carry_out(c, p.ops, p.num_ops);
-  c.recording = nullptr;
+  c.work.record(nullptr);
   return failed;
 }
 int repeat(pd_context &c, const pd_recording &r) {
@@ -99,7 +99,7 @@ int pd_run_program(pd_context *context, pd_program *program) {
     r = new (std::nothrow) pd_recording;  // without it the next time is like this one
     return 0;
   }
-  if (prepare(c, *program)) return -1;
+  if (check_ranks(c) || prepare(c, *program)) return -1;
   std::vector<const void *> places = places_of(c, *program);
   if (r->context != &c || r->places != places) {
     r->clear();

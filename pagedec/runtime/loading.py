@@ -331,7 +331,9 @@ def _share_of(config: EngineConfig, ranks: Ranks) -> tuple[EngineConfig, int]:
     if parallel.num_threads is None:
         parallel = dataclasses.replace(parallel, num_threads=max(1, torch.get_num_threads() // sharers))
     if cache.memory_utilization is not None:
-        of_a_device = math.ceil(sharers / _num_devices(parallel))
+        # Ray lets each rank see a device of its own
+        is_alone = parallel.executor == "ray" and environment.gpus_of_a_rank() > 0
+        of_a_device = 1 if is_alone else math.ceil(sharers / _num_devices(parallel))
         cache = dataclasses.replace(cache, memory_utilization=cache.memory_utilization / of_a_device)
     return dataclasses.replace(config, parallel=parallel, cache=cache), place
 

@@ -26,10 +26,12 @@ Stream::Stream() {
   streams().insert(this);
 }
 Stream::~Stream() {
+  if (carrier_.joinable()) carrier_.join();
   const std::lock_guard lock(turn());
   streams().erase(this);
 }
 void Stream::put(Work work) {
+  if (list_) return list_->push_back(std::move(work));
   const std::lock_guard lock(turn());
   waiting_.push_back(std::move(work));
 }
@@ -37,6 +39,21 @@ std::string Stream::await() {
   const std::lock_guard lock(turn());
   carry_out();
   return std::exchange(problem_, {});
+}
+bool Stream::is_through() {
+  if (is_carrying_) return false;
+  if (carrier_.joinable()) carrier_.join();
+  {
+    const std::lock_guard lock(turn());
+    if (waiting_.empty()) return true;
+  }
+  is_carrying_ = true;
+  carrier_ = std::thread([this] {
+    const std::lock_guard lock(turn());
+    carry_out();
+    is_carrying_ = false;
+  });
+  return false;
 }
 void Stream::carry_out() {
   if (waiting_.empty()) return;

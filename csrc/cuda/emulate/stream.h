@@ -1,8 +1,10 @@
 // Streams of the emulated device. What is put into one stays there until somebody waits for it: a device may be as late
 // as that, so whoever frees, changes or reads something too early is found out.
 #pragma once
+#include <atomic>
 #include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace pagedec::emulate {
@@ -14,15 +16,22 @@ class Stream {
   Stream();
   ~Stream();
   Stream(const Stream &) = delete;
-  void put(Work);
+  virtual void put(Work);  // which other libraries reach by the stream alone
+  // What is put goes into this list instead, which is repeated later; NULL: no more.
+  void record(std::vector<Work> *list) { list_ = list; }
+  bool is_recorded() const { return list_; }
   // Carries out what has been put into it. Empty, or what went wrong since the last time; nothing follows that.
   std::string await();
+  // Whether all has been carried out: by a thread that is begun when it has not, so that whoever asks may give up.
+  bool is_through();
 
  private:
   friend void await_all();
   void carry_out();
-  std::vector<Work> waiting_;
+  std::vector<Work> waiting_, *list_ = nullptr;
   std::string problem_;
+  std::thread carrier_;
+  std::atomic<bool> is_carrying_{false};
 };
 
 // All streams, as a device does before it gives memory up.
