@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from pagedec.kernels.backend import NO_NORMS, AttentionShape, CacheTensors, HeadNorms, Rope
-from pagedec.kernels.exchange import Exchange, SizedLists
 from pagedec.kernels.library import (
     AddPartsArgs,
     AllGatherArgs,
@@ -36,6 +35,7 @@ from pagedec.kernels.library import (
 )
 from pagedec.kernels.link import Link
 from pagedec.kernels.native_weight import NativeWeight, blocks_of_table
+from pagedec.kernels.sized_lists import SizedLists, SizedRecords
 
 if TYPE_CHECKING:
     from pagedec.kernels.native import NativeBackend
@@ -335,7 +335,7 @@ class NativeProgram:
         def exchanged(n: int) -> list[Structure]:
             return [AllGatherArgs(own, received.data_ptr(), n * dim), added(received, n * dim)]
 
-        self._add(Exchange(rows, most, 2, exchanged), rows, parts, received, out)
+        self._add(SizedRecords(rows, most, 2, exchanged), rows, parts, received, out)
 
     def join_parts(self, rows: torch.Tensor, parts: torch.Tensor, widths: Sequence[int], out: torch.Tensor) -> None:
         link, each = self._meet(parts), self._backend.place(torch.tensor(widths, dtype=torch.int32))
@@ -354,7 +354,7 @@ class NativeProgram:
                 to = received.data_ptr() if link.rank == 0 else None
                 return [GatherArgs(own, to, n * widest), *joined(received, n * widest)]
 
-            self._add(Exchange(rows, parts.shape[1] // widest, 4, exchanged), rows, parts, received, each, out)
+            self._add(SizedRecords(rows, parts.shape[1] // widest, 4, exchanged), rows, parts, received, each, out)
             return
         if link.arrivals is None:
             self._send(lambda: link.gather_first(parts, int(rows) * widest))
@@ -381,7 +381,7 @@ class NativeProgram:
         for (record, _), (_, following) in itertools.pairwise(self._linears):
             record.next_packed, record.next_bytes = following.data.data_ptr(), len(following.data)
         self._parts = [(OpList(records), between) for records, between in self._cuts]  # type: ignore[arg-type]
-        if any(isinstance(record, Exchange) for record in self._records):
+        if any(isinstance(record, SizedRecords) for record in self._records):
             self._last = SizedLists(self._records, self._backend.count)
         else:
             self._last = OpList(self._records)  # type: ignore[arg-type]

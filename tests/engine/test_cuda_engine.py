@@ -200,8 +200,9 @@ def test_int8_weights(device: Tiny, tiny: Tiny, dtype: str) -> None:
     assert told(device(dtype=dtype), [3]) != whole[3:]
 
 
-def test_ranks_in_memory_that_devices_have_mapped(device: Tiny, tiny: Tiny) -> None:
+def test_ranks_in_memory_that_devices_have_mapped(device: Tiny, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes share the model: their parts lie in the host's memory."""
+    monkeypatch.setenv("PAGEDEC_LINK", "memory")
     params = [
         SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
         BeamSearchParams(beam_width=3, max_tokens=5),

@@ -19,18 +19,19 @@ from pagedec import LLM, BeamSearchParams, SamplingParams, environment
 from pagedec.errors import InvalidArgument, InvariantError
 from pagedec.kernels import reference
 from pagedec.kernels.device import DeviceBackend
-from pagedec.kernels.exchange import Exchange, SizedLists
-from pagedec.kernels.library import EMULATED_DEVICE, AllGatherArgs, GatherArgs, KernelError, Library, load
+from pagedec.kernels.library import CUDA, EMULATED_DEVICE, AllGatherArgs, GatherArgs, KernelError, Library, load
 from pagedec.kernels.places import nccl_path
+from pagedec.kernels.sized_lists import SizedLists, SizedRecords
 from pagedec.runtime import links
 from pagedec.runtime.nccl import BROADCAST, NcclLink, why_not_all
 from tests.engine.crowd import SMALL, right_answers
-from tests.engine.deaths import executor_of
+from tests.engine.deaths import executor_of, hang
 from tests.kernels import cuda_library
 from tests.kernels.cuda_build import ROOT, tool
 from tests.parallel.pairs import beside
+from tests.parallel.test_processes import MODES, PROMPTS
 
-pytestmark = pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
+emulated = pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
 MOST, DIM, WIDTHS = 40, 130, [37, 30]  # rows of more bytes than the stand-in moves at a time
 
 
@@ -82,8 +83,8 @@ def exchanged(rank: int, exchange: links.Exchange) -> None:
             side = [values(other, seed, m, width) for other, width in enumerate(WIDTHS)]
             assert torch.equal(device.memory.get(joined[:m]), torch.cat(side, dim=1))
     lists = program._last
-    assert isinstance(lists, SizedLists) and set(lists._lists) == {(1, 1), (4, 4), (MOST, 16)}
-    assert all(own.program.recording for own in lists._lists.values())
+    assert isinstance(lists, SizedLists) and set(lists._by_sizes) == {(1, 1), (4, 4), (MOST, 16)}
+    assert all(own.program.recording for own in lists._by_sizes.values())
     tokens = np.arange(BROADCAST + 7, dtype=np.int32) * (rank + 1)
     link.broadcast(tokens)
     assert np.array_equal(tokens, np.arange(BROADCAST + 7))
@@ -91,6 +92,7 @@ def exchanged(rank: int, exchange: links.Exchange) -> None:
         link.gather_first(parts, 1)
 
 
+@emulated
 def test_values_come_in_the_order_of_ranks() -> None:
     with beside(lambda exchange: exchanged(1, exchange)) as (exchange, end):
         exchanged(0, exchange)
@@ -104,6 +106,7 @@ def gathered(device: DeviceBackend) -> None:
     device.memory.get(parts)
 
 
+@emulated
 @pytest.mark.parametrize(
     ("seconds", "dies", "problem"),
     [
@@ -133,6 +136,7 @@ def test_a_rank_that_does_not_come(seconds: float, dies: bool, problem: str) -> 
         assert device.library.functions.pd_nccl_world(device.context.handle) == 0
 
 
+@emulated
 def test_a_rank_that_does_not_join() -> None:
     library, device = load(EMULATED_DEVICE), backend()
     library.open_nccl(nccl_path(library.path))
@@ -142,6 +146,7 @@ def test_a_rank_that_does_not_join() -> None:
         gathered(device)
 
 
+@emulated
 @pytest.mark.parametrize(
     ("numbers", "problem"),
     [
@@ -160,6 +165,7 @@ def test_mistakes_are_named(numbers: tuple[int, int, float], problem: str) -> No
         load("scalar").open_nccl(None)
 
 
+@emulated
 def test_what_is_missing_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In another library, which has opened none yet."""
     library = Library(Path(shutil.copy(load(EMULATED_DEVICE).path, tmp_path)))
@@ -188,8 +194,8 @@ def test_who_can_exchange_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sizes_hold_what_is_exchanged() -> None:
     for base, most in ((2, 2048), (4, 128), (2, 40)):
-        exchange = Exchange(torch.zeros(1), most, base, lambda n: [])
-        sizes = {n: exchange.size(n) for n in range(1, most + 1)}
+        sized = SizedRecords(torch.zeros(1), most, base, lambda n: [])
+        sizes = {n: sized.size(n) for n in range(1, most + 1)}
         assert all(n <= size < max(2, base * n) and size <= most for n, size in sizes.items())
         assert len(set(sizes.values())) <= 12
 
@@ -219,15 +225,23 @@ PARAMS: list[Any] = [
 ]
 
 
-def test_an_engine_of_two_processes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Says what one process says: drafts, of a model too, samples and beams, in steps that read more or fewer rows; and
-    again when a rank is killed while others run."""
+def two_of(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is loaded from now on is for devices, two of them."""
+    if isa == CUDA and (not cuda_library.has_device() or load(CUDA).num_devices < 2):
+        pytest.skip("no two CUDA devices")
+    monkeypatch.setenv("PAGEDEC_ISA", isa)
+
+
+@pytest.mark.parametrize("isa", cuda_library.cases())
+def test_two_processes_say_what_one_says(path: Path, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts, of a model too, samples and beams, in steps that read more or fewer rows; and again when a rank is killed
+    while others run."""
     arguments: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, **SMALL}
     arguments["speculative_config"] = {"model": str(path), "num_speculative_tokens": 3}
     prompts, said = [[7, 9, 11, 7, 9, 11, 7], [3] * 30, [50, 60, 70], list(range(5, 25))], []
     for world in (1, 2):
         if world == 2:
-            monkeypatch.setenv("PAGEDEC_ISA", EMULATED_DEVICE)
+            two_of(isa, monkeypatch)
         with LLM(str(path), tensor_parallel_size=world, step_timeout=20.0, **arguments) as llm:
             outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
             said.append([[answer.token_ids for answer in output.outputs] for output in outputs])
@@ -242,3 +256,25 @@ def test_an_engine_of_two_processes(path: Path, monkeypatch: pytest.MonkeyPatch)
                 assert not set(executor_of(llm).pids) & set(killed)
             llm.engine.scheduler.check()
     assert said[:2] == said[2:]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("isa", cuda_library.cases())
+def test_everything_that_ranks_do(path: Path, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ways to generate, each alone and all at once; and a rank of each kind hangs."""
+    drafting = {"model": str(path), "num_speculative_tokens": 3}
+    settings: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "num_blocks": 64}
+    prompts, params = PROMPTS * len(MODES), [own for own in MODES.values() for _ in PROMPTS]
+    said = []
+    with LLM(str(path), speculative_config=drafting, **settings) as llm:
+        said.append(llm.generate(prompts, params, use_tqdm=False))
+        expected = right_answers(llm)
+    two_of(isa, monkeypatch)
+    with LLM(str(path), tensor_parallel_size=2, speculative_config=drafting, **settings) as llm:
+        said.append(llm.generate(prompts, params, use_tqdm=False))
+        said.append([llm.generate([p], own, use_tqdm=False)[0] for p, own in zip(prompts, params, strict=True)])
+    tokens = [[[answer.token_ids for answer in output.outputs] for output in outputs] for outputs in said]
+    assert tokens[0] == tokens[1] == tokens[2]
+    with LLM(str(path), tensor_parallel_size=2, step_timeout=2.0, **{**settings, **SMALL}) as llm:
+        for rank in (0, 1):
+            hang(llm, expected, rank)

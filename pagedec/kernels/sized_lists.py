@@ -17,8 +17,8 @@ from pagedec.kernels.context import OpList
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
-    """What stands in a list where ranks exchange values: `records` are those for so many rows. `rows`: how many rows
+class SizedRecords:
+    """What stands in a program where ranks exchange values: `records` are those for so many rows. `rows`: how many
     there are, of `most`; `base`: whose powers the sizes are."""
 
     rows: torch.Tensor
@@ -40,23 +40,23 @@ class SizedLists:
 
     def __init__(self, records: Sequence[object], count: Callable[[torch.Tensor], int]) -> None:
         self._records, self._count = tuple(records), count
-        exchanges = [record for record in records if isinstance(record, Exchange)]
-        self._kinds = list({(own.rows.data_ptr(), own.base): own for own in exchanges}.values())
-        self._lists: dict[tuple[int, ...], OpList] = {}
+        sized = [record for record in records if isinstance(record, SizedRecords)]
+        self._kinds = list({(own.rows.data_ptr(), own.base): own for own in sized}.values())
+        self._by_sizes: dict[tuple[int, ...], OpList] = {}
 
     def now(self) -> OpList:
         """The list for as many rows as there are now."""
         sizes = tuple(kind.size(self._count(kind.rows)) for kind in self._kinds)
-        found = self._lists.get(sizes)
+        found = self._by_sizes.get(sizes)
         if found is None:
-            found = self._lists[sizes] = self._made(sizes)
+            found = self._by_sizes[sizes] = self._made(sizes)
         return found
 
     def _made(self, sizes: tuple[int, ...]) -> OpList:
         known = {(kind.rows.data_ptr(), kind.base): size for kind, size in zip(self._kinds, sizes, strict=True)}
         records: list[Structure] = []
         for record in self._records:
-            if isinstance(record, Exchange):
+            if isinstance(record, SizedRecords):
                 records += record.records(known[record.rows.data_ptr(), record.base])
             else:
                 records.append(record)  # type: ignore[arg-type]
