@@ -17,7 +17,7 @@ from pagedec.kernels.library import EMULATED_DEVICE
 from tests.kernels import cuda_library
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-ROWS = {"copy": 9, "attention": 5, "linear": 4, "readout": 24, "decode": 2}
+ROWS = {"copy": 9, "attention": 5, "linear": 4, "readout": 24, "decode": 2, "ranks": 2}
 """Of all tables of each."""
 pytestmark = pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
 
@@ -27,7 +27,8 @@ def test_it_prints_its_tables(name: str, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(sys, "argv", [f"gpu_{name}.py", "--smoke"])
     monkeypatch.setenv("PAGEDEC_ISA", EMULATED_DEVICE)  # decode sets it and makes weights of its own:
-    monkeypatch.setattr(dummy, "_random_normal", dummy._random_normal)  # both are put back
+    monkeypatch.setattr(dummy, "_random_normal", dummy._random_normal)  # both are put back,
+    monkeypatch.setenv("PAGEDEC_LINK", "memory")  # and what ranks sets
     runpy.run_path(str(BENCHMARKS / f"gpu_{name}.py"), run_name="__main__")
     told = capsys.readouterr().out
     lines = told.splitlines()

@@ -29,7 +29,7 @@ namespace pagedec::nccl {
 namespace {
 
 constexpr int MAX_WORLD = 16, VERSION = 23203;
-constexpr size_t PIECE = 4096;  // bytes
+constexpr size_t PIECE = 16384;  // bytes
 using Number = std::atomic<uint64_t>;
 
 struct Box {  // from one rank to another: a piece at a time
@@ -92,14 +92,17 @@ struct Communicator {
   }
   std::string exchange(std::vector<Way> ways) {
     std::string problem;
-    for (Patience patience(1e9); !is_aborted && problem.empty();) {
+    Patience patience(1e9);
+    for (int idle = 0; !is_aborted && problem.empty();) {
       bool is_through = true, moves = false;
       for (Way &way : ways) {
         if (way.num_done < way.size && problem.empty()) moves = advance(way, problem) || moves;
         is_through = is_through && way.num_done == way.size;
       }
       if (is_through || !problem.empty()) return problem;
-      if (!moves) patience.pause(), look_for_peers();
+      if (moves) continue;
+      patience.pause();
+      if (++idle % 512 == 0) look_for_peers();
     }
     return problem;  // aborted: a device's kernels just end
   }

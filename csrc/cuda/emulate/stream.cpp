@@ -1,5 +1,6 @@
 #include "cuda/emulate/stream.h"
 
+#include <chrono>
 #include <mutex>
 #include <set>
 #include <utility>
@@ -8,6 +9,8 @@
 
 namespace pagedec::emulate {
 namespace {
+
+constexpr std::chrono::milliseconds MOMENT{5};
 
 // Never destroyed: Python frees contexts until the process is gone.
 std::mutex &turn() {
@@ -26,7 +29,7 @@ Stream::Stream() {
   streams().insert(this);
 }
 Stream::~Stream() {
-  if (carrier_.joinable()) carrier_.join();
+  if (carrier_.valid()) carrier_.wait();
   const std::lock_guard lock(turn());
   streams().erase(this);
 }
@@ -41,19 +44,17 @@ std::string Stream::await() {
   return std::exchange(problem_, {});
 }
 bool Stream::is_through() {
-  if (is_carrying_) return false;
-  if (carrier_.joinable()) carrier_.join();
-  {
+  if (!carrier_.valid()) {
     const std::lock_guard lock(turn());
     if (waiting_.empty()) return true;
+    carrier_ = std::async(std::launch::async, [this] {
+      const std::lock_guard lock(turn());
+      carry_out();
+    });
   }
-  is_carrying_ = true;
-  carrier_ = std::thread([this] {
-    const std::lock_guard lock(turn());
-    carry_out();
-    is_carrying_ = false;
-  });
-  return false;
+  if (carrier_.wait_for(MOMENT) != std::future_status::ready) return false;
+  carrier_.get();
+  return true;
 }
 void Stream::carry_out() {
   if (waiting_.empty()) return;

@@ -1,10 +1,9 @@
 // Streams of the emulated device. What is put into one stays there until somebody waits for it: a device may be as late
 // as that, so whoever frees, changes or reads something too early is found out.
 #pragma once
-#include <atomic>
 #include <functional>
+#include <future>
 #include <string>
-#include <thread>
 #include <vector>
 
 namespace pagedec::emulate {
@@ -22,7 +21,8 @@ class Stream {
   bool is_recorded() const { return list_; }
   // Carries out what has been put into it. Empty, or what went wrong since the last time; nothing follows that.
   std::string await();
-  // Whether all has been carried out: by a thread that is begun when it has not, so that whoever asks may give up.
+  // Whether all has been carried out: by a thread that is begun when it has not, and is waited for a moment, so that
+  // whoever asks may give up.
   bool is_through();
 
  private:
@@ -30,8 +30,7 @@ class Stream {
   void carry_out();
   std::vector<Work> waiting_, *list_ = nullptr;
   std::string problem_;
-  std::thread carrier_;
-  std::atomic<bool> is_carrying_{false};
+  std::future<void> carrier_;
 };
 
 // All streams, as a device does before it gives memory up.
