@@ -15,5 +15,6 @@ extern "C" {
 int32_t pd_nccl_open(const char *) { return refuse("pd_nccl_open"); }
 int pd_nccl_id(void *) { return refuse("pd_nccl_id"); }
 int pd_nccl_join(pd_context *, const void *, int32_t, int32_t, double) { return refuse("pd_nccl_join"); }
+int pd_nccl_alike(pd_context *) { return refuse("pd_nccl_alike"); }
 int32_t pd_nccl_world(const pd_context *) { return 0; }
 }

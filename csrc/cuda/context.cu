@@ -78,6 +78,7 @@ void DeviceMemory::clear() {
 void any_device() { cudaSetDevice(last_device); }
 int DeviceMemory::reserve(int64_t bytes) {
   if (bytes <= size_) return 0;
+  num_grown_++;
   cudaFree(data_);  // waits for what uses it
   data_ = nullptr, size_ = 0;
   const cudaError_t error = cudaMalloc(&data_, bytes);
@@ -113,6 +114,7 @@ int DeviceMemory::reserve(int64_t bytes) {
   if (bytes <= size_) return 0;
   if (emulate::is_recording())
     return fail("%lld bytes of a device's memory: while a list is recorded", (long long)bytes);
+  num_grown_++;
   emulate::release(data_);
   size_ = 0;
   data_ = emulate::allocate(bytes);

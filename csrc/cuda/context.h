@@ -22,10 +22,11 @@ class DeviceMemory {
   int reserve(int64_t bytes);  // 0, or fail(...)
   void clear();
   void *get() const { return data_; }
+  int64_t num_grown() const { return num_grown_; }  // how often it has, wherever it lies now
 
  private:
   void *data_ = nullptr;
-  int64_t size_ = 0;
+  int64_t size_ = 0, num_grown_ = 0;
 };
 
 }  // namespace pagedec
@@ -98,8 +99,10 @@ int await(pd_context &);  // until all is through that is in its stream
 int is_through(pd_context &);     // 1: all is, 0: not yet, -1: fail(...)
 int await_ranks(pd_context &);    // as `await`, for as long as the ranks that it has joined may take
 int check_ranks(pd_context &);    // that it has not left those that it has joined
+int any_rank(pd_context &, bool &so);  // whether one of them says so
 void leave_ranks(pd_context &);
 int upload(pd_context &, void *to, const void *from, int64_t bytes);  // host to device, in the context's stream
+int download(pd_context &, void *to, const void *from, int64_t bytes);  // and back, when all is through
 
 // Put one kernel of a checked record into the context's stream. 0, or fail(...).
 int enqueue_gemm(pd_context &, const pd_gemm_args &);

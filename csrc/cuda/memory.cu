@@ -45,6 +45,8 @@ char *staged(pd_context &c, int64_t num_bytes) {
 // are waited for here.
 int waits_in_driver(pd_context &c) { return c.ranks ? await(c) : 0; }
 
+}  // namespace
+
 int download(pd_context &c, void *to, const void *from, int64_t num_bytes) {
   char *place = staged(c, num_bytes);
   if (!place && waits_in_driver(c)) return -1;
@@ -54,8 +56,6 @@ int download(pd_context &c, void *to, const void *from, int64_t num_bytes) {
   c.num_staged = 0;  // all of it has been copied
   return 0;
 }
-
-}  // namespace
 
 int upload(pd_context &c, void *to, const void *from, int64_t num_bytes) {
   char *place = staged(c, num_bytes);

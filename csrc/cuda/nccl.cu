@@ -19,6 +19,8 @@ struct Ranks {
   nccl::Comm comm = nullptr;  // NULL: they were left, and why
   const int32_t rank, world;
   const double seconds;
+  bool is_alike = false;  // all ranks' memory grows at a time
+  DeviceMemory words;     // what they say
   char problem[512] = "";
 };
 
@@ -122,6 +124,21 @@ int check_ranks(pd_context &c) {
   return c.ranks && !c.ranks->comm ? fail("the ranks were left: %s", c.ranks->problem) : 0;
 }
 
+int any_rank(pd_context &c, bool &so) {
+  constexpr int64_t APART = 64;
+  if (!c.ranks || c.ranks->is_alike) return 0;
+  const int64_t size = c.ranks->world * (int64_t)sizeof(int32_t);
+  std::vector<int32_t> all(c.ranks->world);
+  if (c.ranks->words.reserve(APART + size)) return -1;
+  char *own = (char *)c.ranks->words.get(), *parts = own + APART;
+  const int32_t word = so;
+  if (upload(c, own, &word, sizeof word) || enqueue_all_gather(c, {own, parts, 1}) ||
+      download(c, all.data(), parts, size))
+    return -1;
+  for (const int32_t said : all) so = so || said;
+  return 0;
+}
+
 int await_ranks(pd_context &c) {
   Ranks &r = *c.ranks;
   for (Patience patience(r.seconds);;) {
@@ -186,6 +203,12 @@ int pd_nccl_join(pd_context *context, const void *id, int32_t rank, int32_t worl
     return -1;
   }
   context->ranks = ranks;
+  return 0;
+}
+int pd_nccl_alike(pd_context *context) {
+  if (!context) return fail("pd_nccl_alike: context is NULL");
+  if (!context->ranks) return fail("pd_nccl_alike: the context has joined no ranks; pd_nccl_join must come first");
+  context->ranks->is_alike = true;
   return 0;
 }
 int32_t pd_nccl_world(const pd_context *context) {

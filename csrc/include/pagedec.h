@@ -353,6 +353,10 @@ PD_EXPORT int32_t pd_nccl_open(const char *path);
 PD_EXPORT int pd_nccl_id(void *id);
 /* once a context, by all `world` ranks at a time; each has a device of its own */
 PD_EXPORT int pd_nccl_join(pd_context *, const void *id, int32_t rank, int32_t world, double seconds);
+/* To be called where all ranks have devices, layers and steps of the same shapes: what kernels of a list work in then
+ * grows everywhere at a time, and it is recorded anew everywhere at a time. Else ranks ask one another before each
+ * recorded list with exchanges, which costs a small one and a wait. */
+PD_EXPORT int pd_nccl_alike(pd_context *);
 /* how many ranks the context is one of; 0: it has joined none, or has left them */
 PD_EXPORT int32_t pd_nccl_world(const pd_context *);
 

@@ -188,6 +188,10 @@ class Context:
         for more than `seconds` fails, and what is exchanged afterwards."""
         self.library.check(self._functions.pd_nccl_join(self.handle, nccl_id, rank, world, seconds))
 
+    def are_alike(self) -> None:
+        """The ranks that it has joined have devices, layers and steps of the same shapes."""
+        self.library.check(self._functions.pd_nccl_alike(self.handle))
+
     def gumbel(self, seed: int, stream: int, position: int, first_token: int, num_tokens: int) -> Floats:
         """Return the noise of num_tokens consecutive tokens, fp32."""
         out = np.empty(max(0, num_tokens), np.float32)

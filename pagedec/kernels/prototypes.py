@@ -58,6 +58,7 @@ PROTOTYPES: dict[str, tuple[list[Any], Any]] = {
     "pd_nccl_open": ([c_char_p], c_int32),
     "pd_nccl_id": ([c_void_p], _STATUS),
     "pd_nccl_join": ([c_void_p, c_void_p, c_int32, c_int32, ctypes.c_double], _STATUS),
+    "pd_nccl_alike": ([c_void_p], _STATUS),
     "pd_nccl_world": ([c_void_p], c_int32),
     "pd_run": ([c_void_p, POINTER(Op), c_int64], _STATUS),
     "pd_run_program": ([c_void_p, POINTER(ProgramRecord)], _STATUS),

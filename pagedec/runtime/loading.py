@@ -6,6 +6,7 @@ import dataclasses
 import math
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,6 +39,7 @@ from pagedec.runtime.follower import Follower
 from pagedec.runtime.geometry import Geometry, LaneGeometry
 from pagedec.runtime.links import Exchange, connect, machine
 from pagedec.runtime.memory import Memory, available_memory, is_out_of_memory, shown_size
+from pagedec.runtime.nccl import NcclLink
 from pagedec.runtime.pool import KvPool, choose_pool, default_bytes, whole_bytes
 from pagedec.runtime.runner import LaneRunner
 from pagedec.runtime.worker import Worker
@@ -316,7 +318,13 @@ def join(config: EngineConfig, ranks: Ranks) -> tuple[EngineConfig, Backend]:
 
 def agree(config: EngineConfig, ranks: Ranks, loaded: LoadedModel) -> EngineConfig:
     """The configuration with as many blocks as all ranks have memory for."""
-    told = ranks.exchange({"num_blocks": lane_pool(loaded, config).num_blocks})
+    link, own = loaded.model.backend.link, dict[str, Any](num_blocks=lane_pool(loaded, config).num_blocks)
+    if isinstance(link, NcclLink):
+        part = sharded(loaded.arch, part_of(loaded.arch, ranks.rank, ranks.world))
+        own["shape"] = [part.num_attention_heads, part.num_kv_heads, link.shape_of_device]
+    told = ranks.exchange(own)
+    if isinstance(link, NcclLink) and all(other["shape"] == own["shape"] for other in told):
+        link.are_alike()
     least = min(own["num_blocks"] for own in told)
     cache = dataclasses.replace(config.cache, **{**NO_SIZES, "num_blocks": least})
     return dataclasses.replace(config, cache=cache)

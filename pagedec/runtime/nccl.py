@@ -55,6 +55,16 @@ class NcclLink:
                 raise KernelError(f"rank {rank}: {own['problem']}")
         return [own["done"] for own in told]
 
+    @property
+    def shape_of_device(self) -> int:
+        """Of ranks on devices that are alike the same."""
+        return self._backend.context.num_threads
+
+    def are_alike(self) -> None:
+        """All ranks have as many heads, and devices with as many multiprocessors: what is recorded is made anew at all
+        of them at a time, and they need not agree on that before each step."""
+        self._backend.context.are_alike()
+
     def parts(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """This rank's own part alone, at every rank's place, and the same one for all of a shape: a kernel that fills
         it again comes behind the exchange."""

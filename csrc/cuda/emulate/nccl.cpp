@@ -1,7 +1,7 @@
 // NCCL's functions for emulated devices, over memory that ranks share, in a library of its own. As the real one: calls
 // go on behind their return, exchanges are work of a stream, a rank that does not come is waited for until somebody
 // aborts, and one whose process is gone is told of only to those who ask. Stricter: what a rank sends must be as long
-// as what the other one expects.
+// as what the other one expects, and recorded where that is: all ranks record an exchange at a time.
 #include "cuda/nccl.h"
 
 #include <fcntl.h>
@@ -33,7 +33,7 @@ constexpr size_t PIECE = 16384;  // bytes
 using Number = std::atomic<uint64_t>;
 
 struct Box {  // from one rank to another: a piece at a time
-  Number num_sent, num_taken, num_bytes;  // the last: of the whole
+  Number num_sent, num_taken, num_bytes, recorded;  // of the whole; which of the recorded exchanges, 0: none
   char data[PIECE];
 };
 struct Shared {
@@ -46,6 +46,7 @@ struct Way {  // one rank's bytes to another
   char *bytes;
   size_t size, num_done = 0;
   bool is_sent;
+  uint64_t recorded = 0;
 };
 
 }  // namespace
@@ -75,11 +76,13 @@ struct Communicator {
     if (way.is_sent ? sent != taken : sent == taken) return false;
     if (way.is_sent) {
       memcpy(box.data, way.bytes + way.num_done, size);
-      box.num_bytes = way.size, box.num_sent = sent + 1;
+      box.num_bytes = way.size, box.recorded = way.recorded, box.num_sent = sent + 1;
     } else {
       if (box.num_bytes != way.size)
         problem = "rank " + std::to_string(way.peer) + " sends " + std::to_string(box.num_bytes) + " bytes; rank " +
                   std::to_string(rank) + " expects " + std::to_string(way.size);
+      if (box.recorded != way.recorded)
+        problem = "rank " + std::to_string(way.peer) + " has not recorded what rank " + std::to_string(rank) + " has";
       memcpy(way.bytes + way.num_done, box.data, size);
       box.num_taken = taken + 1;
     }
@@ -110,6 +113,7 @@ struct Communicator {
   const std::string name;
   Shared *shared = nullptr;
   bool is_init = false, is_pending = false;
+  uint64_t num_recorded = 0;
   std::atomic<bool> is_aborted{false};
   std::atomic<int> error{SUCCESS};
   std::shared_ptr<Communicator> self;  // until it is aborted; works have their own
@@ -125,6 +129,10 @@ thread_local Stream stream_of_group = nullptr;
 int enqueue(Comm comm, Stream stream, std::vector<Way> ways) {
   if (!comm->is_init || comm->is_pending) return INVALID_ARGUMENT;  // the call before is under way
   comm->is_pending = true;
+  if (((emulate::Stream *)stream)->is_recorded()) {
+    comm->num_recorded++;
+    for (Way &way : ways) way.recorded = comm->num_recorded;
+  }
   ((emulate::Stream *)stream)->put([comm = comm->self, ways] { return comm->exchange(ways); });
   return IN_PROGRESS;
 }
