@@ -1,9 +1,9 @@
 // Programs as a device repeats them: a graph of their kernels, put into the stream at once.
 //
 // Grids do not depend on a step, and kernels read counts and plans where the device has them; so one graph serves steps
-// of every size. It is made anew only where memory that a launch was told of has grown since: plans and partial results,
-// which grow to what was needed most. Exchanges of ranks are recorded by all of them at a time, and repeated likewise, so
-// a list with some is made anew at all where it is at one.
+// of every size. It is made anew only where memory that a launch was told of has grown since: plans and partial
+// results, which grow to what was needed most. Exchanges of ranks are recorded by all of them at a time, and repeated
+// likewise, so a list with some is made anew at all where it is at one.
 #include <new>
 #include <utility>
 
