@@ -14,7 +14,11 @@ using namespace pagedec;
 extern "C" {
 int32_t pd_nccl_open(const char *) { return refuse("pd_nccl_open"); }
 int pd_nccl_id(void *) { return refuse("pd_nccl_id"); }
-int pd_nccl_join(pd_context *, const void *, int32_t, int32_t, double) { return refuse("pd_nccl_join"); }
-int pd_nccl_alike(pd_context *) { return refuse("pd_nccl_alike"); }
-int32_t pd_nccl_world(const pd_context *) { return 0; }
+int pd_nccl_join(pd_context *context, const void *, int32_t, int32_t, double) {
+  return context ? refuse("pd_nccl_join") : fail("pd_nccl_join: context is NULL");
+}
+int pd_nccl_alike(pd_context *context) {
+  return context ? refuse("pd_nccl_alike") : fail("pd_nccl_alike: context is NULL");
+}
+int32_t pd_nccl_world(const pd_context *context) { return context ? 0 : fail("pd_nccl_world: context is NULL"); }
 }

@@ -212,6 +212,7 @@ int pd_nccl_alike(pd_context *context) {
   return 0;
 }
 int32_t pd_nccl_world(const pd_context *context) {
-  return context && context->ranks && context->ranks->comm ? context->ranks->world : 0;
+  if (!context) return fail("pd_nccl_world: context is NULL");
+  return context->ranks && context->ranks->comm ? context->ranks->world : 0;
 }
 }
