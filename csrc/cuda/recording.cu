@@ -34,17 +34,17 @@ struct pd_recording {
 namespace pagedec {
 namespace {
 
-// Ranks that share memory meet on the host: a list with meetings is carried out kernel by kernel.
-bool can_be_recorded(const pd_program &p) {
-  for (int64_t i = 0; i < p.num_ops; i++)
-    if (p.ops[i].kind == PD_OP_MEET) return false;
-  return p.num_ops > 1;
-}
-
 bool has_exchanges(const pd_program &p) {
   for (int64_t i = 0; i < p.num_ops; i++)
     if (p.ops[i].kind == PD_OP_ALL_GATHER || p.ops[i].kind == PD_OP_GATHER) return true;
   return false;
+}
+
+// Ranks that share memory meet on the host: a list with meetings is carried out kernel by kernel.
+bool can_be_recorded(const pd_program &p) {
+  for (int64_t i = 0; i < p.num_ops; i++)
+    if (p.ops[i].kind == PD_OP_MEET) return false;
+  return p.num_ops > 1 || has_exchanges(p);
 }
 
 Places places_of(const pd_context &c, const pd_program &p) {

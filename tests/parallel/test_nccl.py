@@ -18,6 +18,7 @@ import torch
 from pagedec import LLM, BeamSearchParams, SamplingParams, environment
 from pagedec.errors import InvalidArgument, InvariantError
 from pagedec.kernels import reference
+from pagedec.kernels.backend import AttentionShape
 from pagedec.kernels.device import DeviceBackend
 from pagedec.kernels.library import CUDA, EMULATED_DEVICE, AllGatherArgs, GatherArgs, KernelError, Library, load
 from pagedec.kernels.places import nccl_path
@@ -97,6 +98,31 @@ def exchanged(rank: int, exchange: links.Exchange) -> None:
 def test_values_come_in_the_order_of_ranks() -> None:
     with beside(lambda exchange: exchanged(1, exchange)) as (exchange, end):
         exchanged(0, exchange)
+        assert end() == 0
+
+
+def recorded_anew(rank: int, exchange: links.Exchange) -> None:
+    """The plan of one rank grows in steps in which the other's does not: both record anew, or the exchange fails."""
+    device, link = linked(rank, exchange)
+    plan, cache = device.plan(AttentionShape(1, 1, 16, 8, 0.25)), device.cache(1, 64, 1, 16, 8)
+    rows, (q, out) = device.zeros((1,), torch.int32), (device.zeros((1, 16), torch.float32) for _ in range(2))
+    parts, program = link.parts((1, 16), torch.float32), device.program()
+    program.attention(rows, plan, q, cache, 0, out)
+    program.sum_parts(rows, parts, out, add=False)
+    program.finish()
+    device.write(rows, np.ones(1, np.int32))
+    for long in (None, None, None, 0, 1, None, None):
+        kv_len = np.array([500 if rank == long else 4], np.int32)
+        plan.update(np.array([0, 1], np.int32), kv_len, np.arange(64, dtype=np.int32)[None], None)
+        device.bring(parts[rank], torch.full((1, 16), rank + 1.0))
+        program.run()
+        assert torch.equal(device.memory.get(out), torch.full((1, 16), 3.0))
+
+
+@emulated
+def test_ranks_record_at_a_time() -> None:
+    with beside(lambda exchange: recorded_anew(1, exchange)) as (exchange, end):
+        recorded_anew(0, exchange)
         assert end() == 0
 
 
