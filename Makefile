@@ -111,7 +111,7 @@ test-long: build model
 
 # A device may reach no memory of the tests but what malloc gives (tests/kernels/host_memory.py).
 test-gpu: build cuda model
-	PYTHONMALLOC=malloc $(BIN)/python -m pytest -m gpu tests/kernels tests/engine
+	PYTHONMALLOC=malloc $(BIN)/python -m pytest -m gpu tests/kernels tests/engine tests/parallel/test_nccl.py
 
 lint: $(VENV)/.packages
 	@status=0; $(CHECKS); exit $$status

@@ -11,7 +11,7 @@
 # stage that fails says so, and the next begins; the exit status is the number of those that failed.
 set -uo pipefail
 
-STAGES="device build kernels copy attention linear readout engine decode sanitizer"
+STAGES="device build kernels copy attention linear readout engine decode ranks sanitizer"
 TOTAL=${GPU_CHECK_SECONDS:-570}
 MODULE_SECONDS=100 # of one module of tests
 PARALLEL=6         # modules at a time
@@ -99,6 +99,19 @@ engine() {
   modules tests/engine/test_cuda_engine.py
 }
 
+# What devices exchange by NCCL: only where there are two.
+ranks() {
+  local devices
+  devices=$(nvidia-smi --list-gpus | wc -l)
+  printf '## Ranks\n\n'
+  if [ "$devices" -lt 2 ]; then
+    echo "    one device: nobody to exchange anything with"
+    return 0
+  fi
+  modules tests/parallel/test_nccl.py || return 1
+  "$python" benchmarks/gpu_ranks.py --world "$devices"
+}
+
 copy() { "$python" benchmarks/gpu_copy.py; }
 attention() { "$python" benchmarks/gpu_attention.py; }
 linear() { "$python" benchmarks/gpu_linear.py; }
@@ -165,7 +178,8 @@ printf '# On a GPU, %s\n\n    %s\n\n' "$(date -u '+%Y-%m-%d %H:%M UTC')" "$comma
 for name in $stages; do
   case $name in
   device) limit=20 ;; build) limit=150 ;; kernels) limit=180 ;; copy) limit=30 ;; attention) limit=90 ;;
-  linear) limit=75 ;; readout) limit=45 ;; engine) limit=90 ;; decode) limit=120 ;; sanitizer) limit=120 ;;
+  linear) limit=75 ;; readout) limit=45 ;; engine) limit=90 ;; decode) limit=120 ;; ranks) limit=120 ;;
+  sanitizer) limit=120 ;;
   esac
   left=$((TOTAL - SECONDS)) from=$SECONDS
   [ $limit -le $left ] || limit=$left

@@ -39,6 +39,10 @@ def _directory(value: str) -> str | None:
     return None if Path(value).is_dir() else "must be an existing directory"
 
 
+def _file(value: str) -> str | None:
+    return None if Path(value).is_file() else "must be an existing file"
+
+
 def _path(value: str) -> str | None:
     return None if value and not Path(value).is_file() else "must be a directory or the name of one to be made"
 
@@ -55,8 +59,12 @@ VARIABLES = {
         Variable("PAGEDEC_LIB_DIR", "directory of the kernel libraries", _directory),
         Variable("PAGEDEC_CACHE", "directory of converted models, made where it is missing", _path),
         Variable(
-            "PAGEDEC_LINK", "sockets: ranks of one machine send one another their parts", _one_of("memory", "sockets")
+            "PAGEDEC_LINK",
+            "how ranks give one another their parts. nccl: CUDA devices do by themselves, or not at all; memory: ranks "
+            "of one machine meet in it, CUDA devices too; sockets: they are sent",
+            _one_of("nccl", "memory", "sockets"),
         ),
+        Variable("PAGEDEC_NCCL", "libnccl.so.2 for ranks on CUDA devices", _file),
         Variable("PAGEDEC_DEBUG", "1: check the pool after every step and poison fresh blocks", _one_of("0", "1")),
     )
 }
@@ -109,8 +117,15 @@ def worker_environment() -> dict[str, str]:
 
 
 def told_to_actors() -> dict[str, str]:
-    """Those of our variables that an actor of a cluster is started with."""
-    return {name: value for name, value in worker_environment().items() if name.startswith((PREFIX, "GOMP_", "OMP_"))}
+    """Those of our variables, and of libraries that we use, that an actor of a cluster is started with."""
+    prefixes = (PREFIX, "GOMP_", "OMP_", "NCCL_")
+    return {name: value for name, value in worker_environment().items() if name.startswith(prefixes)}
+
+
+def visible_device(number: int) -> str:
+    """What tells a CUDA device of this process from others of its machine: processes may see different ones."""
+    seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return seen[number] if number < len(seen) else str(number)
 
 
 def gpus_of_a_rank() -> int:

@@ -237,6 +237,10 @@ class WeightsWarning(UserWarning):
     """The weights take more memory than there is: the system may end the process while they are loaded."""
 
 
+class LinkWarning(UserWarning):
+    """CUDA devices that share a model exchange their parts over the host: NCCL is faster, and is not there."""
+
+
 class WorkerLost(RuntimeError):
     """A worker process has ended in the middle of its work. The engine goes on with another one."""
 

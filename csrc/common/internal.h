@@ -47,6 +47,8 @@ int check_verify(const pd_verify_args &);
 int check_add_parts(const pd_add_parts_args &);
 int check_join_parts(const pd_join_parts_args &);
 int check_meet(const pd_meet_args &);
+int check_all_gather(const pd_all_gather_args &);
+int check_gather(const pd_gather_args &);
 int check_probe_read(const pd_context *, const void *data, int64_t bytes, int32_t repeats);
 int check_probe_dot(const pd_context *, int32_t dtype, double seconds);
 int check_gumbel(const pd_context *, int32_t first_token, int32_t num_tokens, const float *out);

@@ -37,7 +37,9 @@ int check(const pd_op &op) {
     case PD_OP_RESTRICT_LOGITS: return check_restrict_logits(*(const pd_restrict_logits_args *)op.args);
     case PD_OP_COPY_ROWS: return check_copy_rows(*(const pd_copy_rows_args *)op.args);
     case PD_OP_PICK_LOGITS: return check_pick_logits(*(const pd_pick_logits_args *)op.args);
-    default: return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_PICK_LOGITS);
+    case PD_OP_ALL_GATHER: return check_all_gather(*(const pd_all_gather_args *)op.args);
+    case PD_OP_GATHER: return check_gather(*(const pd_gather_args *)op.args);
+    default: return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_GATHER);
   }
 }
 
@@ -63,6 +65,8 @@ void part(pd_context &c, const pd_op &op, int t, int n) {
     case PD_OP_COPY_ROWS: return copy_rows_part(*(const pd_copy_rows_args *)op.args, t, n);
     case PD_OP_PICK_LOGITS: return pick_logits_part(*(const pd_pick_logits_args *)op.args, t, n);
     case PD_OP_MEET: return;  // pd_run's own
+    case PD_OP_ALL_GATHER:
+    case PD_OP_GATHER: return;  // which no check lets through
   }
 }
 
@@ -219,4 +223,6 @@ int pd_verify(pd_context *c, const pd_verify_args *a) { return single(c, PD_OP_V
 int pd_add_parts(pd_context *c, const pd_add_parts_args *a) { return single(c, PD_OP_ADD_PARTS, a); }
 int pd_join_parts(pd_context *c, const pd_join_parts_args *a) { return single(c, PD_OP_JOIN_PARTS, a); }
 int pd_meet(pd_context *c, const pd_meet_args *a) { return single(c, PD_OP_MEET, a); }
+int pd_all_gather(pd_context *c, const pd_all_gather_args *a) { return single(c, PD_OP_ALL_GATHER, a); }
+int pd_gather(pd_context *c, const pd_gather_args *a) { return single(c, PD_OP_GATHER, a); }
 }

@@ -44,6 +44,7 @@ bool begin(pd_context &c, int32_t device) {
 }
 void end(pd_context &c) {
   cudaSetDevice(c.device);
+  leave_ranks(c);
   cudaStreamSynchronize((cudaStream_t)c.stream);  // copies out of the staging, too
   cudaFreeHost(c.staging);
   launched("pd_context_free", cudaStreamDestroy((cudaStream_t)c.stream));
@@ -56,9 +57,11 @@ bool begin(pd_context &c, int32_t device) {
   if (device < 0 || device >= EMULATED_DEVICES)
     return fail("pd_context_new: device is %d; it must be 0 to %d", device, EMULATED_DEVICES - 1), false;
   c.device = device, c.num_multiprocessors = EMULATED_MULTIPROCESSORS, c.max_shared_bytes = SHARED_BYTES[device];
+  c.stream = &c.work;
   return true;
 }
 void end(pd_context &c) {
+  leave_ranks(c);
   c.work.await();
   free(c.staging);
 }
@@ -75,6 +78,7 @@ void DeviceMemory::clear() {
 void any_device() { cudaSetDevice(last_device); }
 int DeviceMemory::reserve(int64_t bytes) {
   if (bytes <= size_) return 0;
+  num_grown_++;
   cudaFree(data_);  // waits for what uses it
   data_ = nullptr, size_ = 0;
   const cudaError_t error = cudaMalloc(&data_, bytes);
@@ -86,18 +90,31 @@ int DeviceMemory::reserve(int64_t bytes) {
   return 0;
 }
 int before_checks(pd_context &) { return 0; }
-int await(pd_context &c) { return launched("await", cudaStreamSynchronize((cudaStream_t)c.stream)); }
+int await(pd_context &c) {
+  return c.ranks ? await_ranks(c) : launched("await", cudaStreamSynchronize((cudaStream_t)c.stream));
+}
+int is_through(pd_context &c) {
+  const cudaError_t error = cudaStreamQuery((cudaStream_t)c.stream);
+  if (error != cudaErrorNotReady) return launched("await", error) ? -1 : 1;
+  cudaGetLastError();
+  return 0;
+}
 #else
-int before_checks(pd_context &c) { return c.recording ? 0 : await(c); }
+int before_checks(pd_context &c) { return c.work.is_recorded() ? 0 : await(c); }
 int await(pd_context &c) {
   if (emulate::is_recording()) return fail("await: while a list is recorded");
+  return c.ranks ? await_ranks(c) : is_through(c) < 0 ? -1 : 0;
+}
+int is_through(pd_context &c) {
+  if (c.ranks && !c.work.is_through()) return 0;
   const std::string problem = c.work.await();
-  return problem.empty() ? 0 : fail("%s", problem.c_str());
+  return problem.empty() ? 1 : fail("%s", problem.c_str());
 }
 int DeviceMemory::reserve(int64_t bytes) {
   if (bytes <= size_) return 0;
   if (emulate::is_recording())
     return fail("%lld bytes of a device's memory: while a list is recorded", (long long)bytes);
+  num_grown_++;
   emulate::release(data_);
   size_ = 0;
   data_ = emulate::allocate(bytes);

@@ -22,13 +22,18 @@ class DeviceMemory {
   int reserve(int64_t bytes);  // 0, or fail(...)
   void clear();
   void *get() const { return data_; }
+  int64_t num_grown() const { return num_grown_; }  // how often it has, wherever it lies now
 
  private:
   void *data_ = nullptr;
-  int64_t size_ = 0;
+  int64_t size_ = 0, num_grown_ = 0;
 };
 
 }  // namespace pagedec
+
+namespace pagedec {
+struct Ranks;  // that a context has joined: nccl.cu
+}
 
 struct pd_context {
   int32_t device = 0, num_multiprocessors = 1;
@@ -37,11 +42,11 @@ struct pd_context {
   char *staging = nullptr;  // host memory that the device copies from, and how much of it is in use
   int64_t num_staged = 0;
 #if !defined(__CUDACC__)
-  pagedec::emulate::Stream work;
-  std::vector<pagedec::emulate::Stream::Work> *recording = nullptr;  // takes launches instead of the stream
+  pagedec::emulate::Stream work;  // what `stream` leads to
   bool is_alone = false;  // records lead to the device's memory; before any was asked for, anywhere
 #endif
   std::atomic<bool> busy{false};
+  pagedec::Ranks *ranks = nullptr;
   pagedec::PlanDraft draft;
   pagedec::DeviceMemory partials, totals;  // of attention
   pagedec::DeviceMemory carried, answers;  // arrays of a call that pd_roll makes, and what it gives
@@ -91,7 +96,13 @@ int carry_out(pd_context &, const pd_op *ops, int64_t num_ops);
 void any_device();        // for a thread that frees memory: one that contexts are of
 int before_checks(pd_context &);  // which, of an emulated device, look at what records lead to
 int await(pd_context &);  // until all is through that is in its stream
+int is_through(pd_context &);     // 1: all is, 0: not yet, -1: fail(...)
+int await_ranks(pd_context &);    // as `await`, for as long as the ranks that it has joined may take
+int check_ranks(pd_context &);    // that it has not left those that it has joined
+int any_rank(pd_context &, bool &so);  // whether one of them says so
+void leave_ranks(pd_context &);
 int upload(pd_context &, void *to, const void *from, int64_t bytes);  // host to device, in the context's stream
+int download(pd_context &, void *to, const void *from, int64_t bytes);  // and back, when all is through
 
 // Put one kernel of a checked record into the context's stream. 0, or fail(...).
 int enqueue_gemm(pd_context &, const pd_gemm_args &);
@@ -114,6 +125,8 @@ int enqueue_best(pd_context &, const pd_best_args &);
 int enqueue_verify(pd_context &, const pd_verify_args &);
 int enqueue_add_parts(pd_context &, const pd_add_parts_args &);
 int enqueue_join_parts(pd_context &, const pd_join_parts_args &);
+int enqueue_all_gather(pd_context &, const pd_all_gather_args &);
+int enqueue_gather(pd_context &, const pd_gather_args &);
 
 // Blocks of a grid that goes through all rows, however many the device finds: enough to fill it, whatever the step.
 constexpr int kBlocksAMultiprocessor = 8;
@@ -159,8 +172,7 @@ int launch(pd_context &c, const char *name, void (*kernel)(P...), Grid grid, A..
         emulate::run(blocks, grid.threads, grid.shared_bytes, [&] { kernel(arguments...); });
     return problem.empty() ? problem : std::string(name) + ": " + problem;
   };
-  if (c.recording) c.recording->push_back(run);
-  else c.work.put(run);
+  c.work.put(run);
   return 0;
 }
 #endif

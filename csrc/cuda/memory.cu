@@ -41,8 +41,15 @@ char *staged(pd_context &c, int64_t num_bytes) {
   return place;
 }
 
+// Copies of memory that may move are carried out before the driver returns, so it would wait for ranks for ever: they
+// are waited for here.
+int waits_in_driver(pd_context &c) { return c.ranks ? await(c) : 0; }
+
+}  // namespace
+
 int download(pd_context &c, void *to, const void *from, int64_t num_bytes) {
   char *place = staged(c, num_bytes);
+  if (!place && waits_in_driver(c)) return -1;
   if (enqueue_copy(c, "pd_memory_read", place ? place : to, from, num_bytes, cudaMemcpyDeviceToHost) || await(c))
     return -1;
   if (place) memcpy(to, place, num_bytes);
@@ -50,11 +57,10 @@ int download(pd_context &c, void *to, const void *from, int64_t num_bytes) {
   return 0;
 }
 
-}  // namespace
-
 int upload(pd_context &c, void *to, const void *from, int64_t num_bytes) {
   char *place = staged(c, num_bytes);
   if (place) memcpy(place, from, num_bytes);
+  else if (waits_in_driver(c)) return -1;
   if (enqueue_copy(c, "pd_memory_write", to, place ? place : from, num_bytes, cudaMemcpyHostToDevice)) return -1;
   return place ? 0 : await(c);
 }

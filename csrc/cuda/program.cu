@@ -43,9 +43,11 @@ int one(pd_context &c, const pd_op &op, bool runs) {
     case PD_OP_COPY_ROWS: return runs ? put(c, op, enqueue_copy_rows) : checked(op, check_copy_rows);
     case PD_OP_PICK_LOGITS: return runs ? put(c, op, enqueue_pick_logits) : checked(op, check_pick_logits);
     case PD_OP_JOIN_PARTS: return runs ? put(c, op, enqueue_join_parts) : checked(op, check_join_parts);
+    case PD_OP_ALL_GATHER: return runs ? put(c, op, enqueue_all_gather) : checked(op, check_all_gather);
+    case PD_OP_GATHER: return runs ? put(c, op, enqueue_gather) : checked(op, check_gather);
   }
-  if (op.kind < 1 || op.kind > PD_OP_PICK_LOGITS)
-    return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_PICK_LOGITS);
+  if (op.kind < 1 || op.kind > PD_OP_GATHER)
+    return fail("pd_run: op.kind is %d; it must be 1 to %d", op.kind, PD_OP_GATHER);
   return fail("pd_run: op.kind is %d, for which there is no CUDA kernel", op.kind);
 }
 
@@ -98,4 +100,6 @@ int pd_verify(pd_context *c, const pd_verify_args *a) { return single(c, PD_OP_V
 int pd_add_parts(pd_context *c, const pd_add_parts_args *a) { return single(c, PD_OP_ADD_PARTS, a); }
 int pd_meet(pd_context *c, const pd_meet_args *a) { return single(c, PD_OP_MEET, a); }
 int pd_join_parts(pd_context *c, const pd_join_parts_args *a) { return single(c, PD_OP_JOIN_PARTS, a); }
+int pd_all_gather(pd_context *c, const pd_all_gather_args *a) { return single(c, PD_OP_ALL_GATHER, a); }
+int pd_gather(pd_context *c, const pd_gather_args *a) { return single(c, PD_OP_GATHER, a); }
 }

@@ -1,15 +1,23 @@
 // Programs as a device repeats them: a graph of their kernels, put into the stream at once.
 //
 // Grids do not depend on a step, and kernels read counts and plans where the device has them; so one graph serves steps
-// of every size. It is made anew only where memory that a launch was told of lies elsewhere since: plans and partial
-// results, which grow to what was needed most.
+// of every size. It is made anew only where memory that a launch was told of has grown since: plans and partial
+// results, which grow to what was needed most. Exchanges of ranks are recorded by all of them at a time, and repeated
+// likewise, so a list with some is made anew at all where it is at one.
 #include <new>
+#include <utility>
 
 #include "cuda/context.h"
 
+namespace pagedec {
+using Places = std::vector<std::pair<const void *, int64_t>>;  // and how often the memory there has grown
+}
+
 struct pd_recording {
+  explicit pd_recording(bool has_exchanges) : has_exchanges(has_exchanges) {}
+  const bool has_exchanges;
   const pd_context *context = nullptr;
-  std::vector<const void *> places;  // that launches were told of
+  pagedec::Places places;  // that launches were told of
 #if defined(__CUDACC__)
   cudaGraphExec_t graph = nullptr;
   void clear() {
@@ -26,18 +34,26 @@ struct pd_recording {
 namespace pagedec {
 namespace {
 
-// Ranks meet on the host: a list with meetings is carried out kernel by kernel.
+bool has_exchanges(const pd_program &p) {
+  for (int64_t i = 0; i < p.num_ops; i++)
+    if (p.ops[i].kind == PD_OP_ALL_GATHER || p.ops[i].kind == PD_OP_GATHER) return true;
+  return false;
+}
+
+// Ranks that share memory meet on the host: a list with meetings is carried out kernel by kernel.
 bool can_be_recorded(const pd_program &p) {
   for (int64_t i = 0; i < p.num_ops; i++)
     if (p.ops[i].kind == PD_OP_MEET) return false;
-  return p.num_ops > 1;
+  return p.num_ops > 1 || has_exchanges(p);
 }
 
-std::vector<const void *> places_of(const pd_context &c, const pd_program &p) {
-  std::vector<const void *> places{c.partials.get(), c.totals.get()};
+Places places_of(const pd_context &c, const pd_program &p) {
+  Places places;
+  const auto add = [&](const DeviceMemory &memory) { places.emplace_back(memory.get(), memory.num_grown()); };
+  add(c.partials), add(c.totals);
   for (int64_t i = 0; i < p.num_ops; i++)
     if (p.ops[i].kind == PD_OP_ATTENTION)
-      places.push_back(((const pd_device_plan *)((const pd_attention_args *)p.ops[i].args)->plan)->resident.get());
+      add(((const pd_device_plan *)((const pd_attention_args *)p.ops[i].args)->plan)->resident);
   return places;
 }
 
@@ -69,9 +85,9 @@ int repeat(pd_context &c, const pd_recording &r) {
 #else
 int record(pd_context &c, const pd_program &p, pd_recording &r) {
   const emulate::Recording now;
-  c.recording = &r.launches;
+  c.work.record(&r.launches);
   const int failed = carry_out(c, p.ops, p.num_ops);
-  c.recording = nullptr;
+  c.work.record(nullptr);
   return failed;
 }
 int repeat(pd_context &c, const pd_recording &r) {
@@ -96,12 +112,14 @@ int pd_run_program(pd_context *context, pd_program *program) {
   pd_recording *&r = program->recording;
   if (!r) {  // a kernel is loaded when it is first launched, which no recording can hold
     if (carry_out(c, program->ops, program->num_ops)) return -1;
-    r = new (std::nothrow) pd_recording;  // without it the next time is like this one
+    r = new (std::nothrow) pd_recording(has_exchanges(*program));  // without it the next time is like this one
     return 0;
   }
-  if (prepare(c, *program)) return -1;
-  std::vector<const void *> places = places_of(c, *program);
-  if (r->context != &c || r->places != places) {
+  if (check_ranks(c) || prepare(c, *program)) return -1;
+  Places places = places_of(c, *program);
+  bool is_stale = r->context != &c || r->places != places;
+  if (r->has_exchanges && any_rank(c, is_stale)) return -1;
+  if (is_stale) {
     r->clear();
     if (record(c, *program, *r)) return -1;
     r->context = &c, r->places = std::move(places);

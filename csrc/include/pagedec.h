@@ -53,7 +53,7 @@
 extern "C" {
 #endif
 
-#define PD_ABI_VERSION 9
+#define PD_ABI_VERSION 10
 #if defined(__GNUC__)
 #define PD_EXPORT __attribute__((visibility("default")))
 #else
@@ -350,12 +350,47 @@ typedef struct {
 #define PD_MEET_STRIDE 32      /* elements: two lines of a cache, which some processors fetch together */
 PD_EXPORT int pd_meet(pd_context *, const pd_meet_args *);
 
+/* NCCL, which is opened at run time: ranks on CUDA devices, of one machine or of several, exchange values in the order
+ * of their contexts' streams, so nothing waits on the host, and a list with exchanges in it is recorded like others.
+ * Values are copied and never added by it. All ranks call the same exchanges of the same sizes in the same order. A
+ * wait for such a context (pd_await, pd_memory_read) fails where a rank reports an error, or where its stream is not
+ * through in the seconds that it has joined with. Then it has left the others: every exchange, and every list that is
+ * recorded, fails from then on. What waits inside the driver (to give memory up) is not watched. */
+#define PD_NCCL_ID_BYTES 128
+/* libnccl.so.2 of this path, or NULL: as the system finds it. Its version, 10000 * major + 100 * minor + patch; -1 with
+ * pd_last_error() where there is none that can be used. A process opens one: later calls tell of the first's. */
+PD_EXPORT int32_t pd_nccl_open(const char *path);
+/* what one of the ranks makes, and all of them join with: PD_NCCL_ID_BYTES */
+PD_EXPORT int pd_nccl_id(void *id);
+/* once a context, by all `world` ranks at a time; each has a device of its own */
+PD_EXPORT int pd_nccl_join(pd_context *, const void *id, int32_t rank, int32_t world, double seconds);
+/* To be called where all ranks have devices, layers and steps of the same shapes: what kernels of a list work in then
+ * grows everywhere at a time, and it is recorded anew everywhere at a time. Else ranks ask one another before each
+ * recorded list with exchanges, which costs a small one and a wait. */
+PD_EXPORT int pd_nccl_alike(pd_context *);
+/* how many ranks the context is one of; 0: it has joined none, or has left them */
+PD_EXPORT int32_t pd_nccl_world(const pd_context *);
+
+typedef struct { /* each rank's values to all: parts[p] = what rank p has in own. 4 bytes a value, fp32 or int32 */
+  const void *own;             /* [num_values] */
+  void *parts;                 /* [world][num_values]; own lies elsewhere */
+  int64_t num_values;
+} pd_all_gather_args;
+PD_EXPORT int pd_all_gather(pd_context *, const pd_all_gather_args *);
+
+typedef struct { /* the same, to rank 0 alone */
+  const void *own;             /* [num_values] */
+  void *parts;                 /* [world][num_values], rank 0's; NULL at others */
+  int64_t num_values;
+} pd_gather_args;
+PD_EXPORT int pd_gather(pd_context *, const pd_gather_args *);
+
 /* ---- a constant list of kernels, carried out in order in one parallel region */
 typedef enum {
   PD_OP_GEMM = 1, PD_OP_EMBED, PD_OP_RMS_NORM, PD_OP_ROPE_KV_WRITE, PD_OP_KV_COPY, PD_OP_ATTENTION,
   PD_OP_ARGMAX, PD_OP_TOPK_LSE, PD_OP_SAMPLE, PD_OP_LAYER_NORM, PD_OP_SOFT_CAP,
   PD_OP_PROCESS_LOGITS, PD_OP_BEST, PD_OP_VERIFY, PD_OP_ADD_PARTS, PD_OP_JOIN_PARTS, PD_OP_MEET,
-  PD_OP_RESTRICT_LOGITS, PD_OP_COPY_ROWS, PD_OP_PICK_LOGITS
+  PD_OP_RESTRICT_LOGITS, PD_OP_COPY_ROWS, PD_OP_PICK_LOGITS, PD_OP_ALL_GATHER, PD_OP_GATHER
 } pd_op_kind;
 typedef struct { int32_t kind, reserved; const void *args; } pd_op;
 PD_EXPORT int pd_run(pd_context *, const pd_op *ops, int64_t num_ops);

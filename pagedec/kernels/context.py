@@ -195,6 +195,15 @@ class Context:
         self.library.check(self._functions.pd_memory_room(self.handle, byref(num_free), byref(num_all)))
         return num_free.value, num_all.value
 
+    def join(self, nccl_id: bytes, rank: int, world: int, seconds: float) -> None:
+        """Become one of the ranks that exchange values by NCCL; all join with one of them's `Library.nccl_id`. A wait
+        for more than `seconds` fails, and what is exchanged afterwards."""
+        self.library.check(self._functions.pd_nccl_join(self.handle, nccl_id, rank, world, seconds))
+
+    def are_alike(self) -> None:
+        """The ranks that it has joined have devices, layers and steps of the same shapes."""
+        self.library.check(self._functions.pd_nccl_alike(self.handle))
+
     def gumbel(self, seed: int, stream: int, position: int, first_token: int, num_tokens: int) -> Floats:
         """Return the noise of num_tokens consecutive tokens, fp32."""
         out = np.empty(max(0, num_tokens), np.float32)

@@ -48,6 +48,7 @@ class DeviceBackend(NativeBackend):
         # of emulated memory each piece has its own guard
         self.memory = DeviceMemory(self.context, 0 if self.name == EMULATED_DEVICE else CHUNK)
         self._mapped: list[torch.Tensor] = []
+        self._counts: dict[int, int] = {}
         self._given, self._wanted = Staging(self.memory), Staging(self.memory)
         self.attention: AttentionKernel | None = None
         self._lent: LentMemory | None = None
@@ -113,7 +114,12 @@ class DeviceBackend(NativeBackend):
         return None
 
     def write(self, tensor: torch.Tensor, array: np.ndarray) -> None:
+        if tensor.numel() == 1:
+            self._counts[tensor.data_ptr()] = int(array[0])
         self.memory.write(tensor, array)
+
+    def count(self, rows: torch.Tensor) -> int:
+        return self._counts[rows.data_ptr()]  # the host knows what it has written
 
     def cache(
         self, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int

@@ -17,6 +17,7 @@ from pagedec.kernels.prototypes import PROTOTYPES
 from pagedec.kernels.records import (
     CHAIN_DTYPE,
     AddPartsArgs,
+    AllGatherArgs,
     ArgmaxArgs,
     AttentionArgs,
     AttnBatch,
@@ -28,6 +29,7 @@ from pagedec.kernels.records import (
     Dtype,
     EmbedArgs,
     Epilogue,
+    GatherArgs,
     GemmArgs,
     JoinPartsArgs,
     KvCopyArgs,
@@ -54,16 +56,17 @@ from pagedec.kernels.records import (
 )
 
 __all__ = [
-    "ABI_VERSION", "AddPartsArgs", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch", "AttnShape",
-    "available_isas", "BestArgs", "BlockFormat", "built_isas", "CHAIN_DTYPE", "CUDA", "Context", "CopyRowsArgs",
-    "DEVICES", "Draw", "Dtype", "EmbedArgs", "EMULATED_DEVICE", "EMULATED_ISA", "Epilogue", "GemmArgs", "ISAS",
-    "JoinPartsArgs", "KernelError", "KvCopyArgs", "KvKind", "LayerKind", "LayerNormArgs", "Library",
-    "library_directories", "LibraryNotFound", "load", "loadable_isas", "MeetArgs", "Op", "OpKind", "OpList",
-    "PickLogitsArgs", "ProcessLogitsArgs", "Quantization", "RestrictLogitsArgs", "RmsNormArgs", "RollArgs",
-    "RollChain", "RopeKvWriteArgs", "Rules", "SampleArgs", "Segment", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
+    "ABI_VERSION", "AddPartsArgs", "AllGatherArgs", "ArgmaxArgs", "AttentionArgs", "AttentionPlan", "AttnBatch",
+    "AttnShape", "available_isas", "BestArgs", "BlockFormat", "built_isas", "CHAIN_DTYPE", "Context", "CopyRowsArgs",
+    "CUDA", "DEVICES", "Draw", "Dtype", "EmbedArgs", "EMULATED_DEVICE", "EMULATED_ISA", "Epilogue", "GatherArgs",
+    "GemmArgs", "ISAS", "JoinPartsArgs", "KernelError", "KvCopyArgs", "KvKind", "LayerKind", "LayerNormArgs", "Library",
+    "LibraryNotFound", "library_directories", "load", "loadable_isas", "MeetArgs", "Op", "OpKind", "OpList",
+    "PickLogitsArgs", "ProcessLogitsArgs", "Quantization", "RestrictLogitsArgs", "RmsNormArgs", "RollArgs", "RollChain",
+    "RopeKvWriteArgs", "Rules", "SampleArgs", "Segment", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
 ]  # fmt: skip
 
-ABI_VERSION = 9
+ABI_VERSION = 10
+NCCL_ID_BYTES = 128  # PD_NCCL_ID_BYTES
 ISAS = environment.ISAS  # from the poorest to the richest
 EMULATED_ISA, EMULATED_ISA_NEEDS = environment.EMULATED_ISA, "avx512bf16"
 CUDA, EMULATED_DEVICE, DEVICES = environment.CUDA, environment.EMULATED_DEVICE, environment.DEVICES
@@ -121,6 +124,17 @@ class Library:
     def unmap_memory(self, address: int) -> None:
         """Take from kernels what `Context.map_memory` has shown them."""
         self.check(self.functions.pd_memory_unmap(address))
+
+    def open_nccl(self, path: Path | None) -> int:
+        """Open NCCL, which ranks exchange values by: of a path, or where the system finds it. Returns its version, of
+        2.27.3 the number 22703. Raises KernelError where there is none."""
+        return self._size(self.functions.pd_nccl_open(None if path is None else str(path).encode()))
+
+    def nccl_id(self) -> bytes:
+        """What all ranks join with, made by one of them. Raises KernelError."""
+        made = ctypes.create_string_buffer(NCCL_ID_BYTES)
+        self.check(self.functions.pd_nccl_id(made))
+        return made.raw
 
     def packed_bytes(self, n: int, k: int, dtype: Dtype) -> int:
         """Return the size of a packed weight."""

@@ -21,6 +21,12 @@ class Link(Protocol):
     arrivals: torch.Tensor | None
     """int32 [world, MEET_STRIDE] in memory that all ranks have mapped, like what `parts` gives: kernels meet there, and
     nothing has to be sent. None: parts are sent."""
+
+    @property
+    def received(self) -> torch.Tensor | None:
+        """fp32, as large as all ranks' parts: where a device that exchanges them in the order of its stream leaves
+        them; only this rank's own is in what `parts` gives then. None: it does not."""
+
     seconds: float
     """How long a rank waits for another before it fails."""
 

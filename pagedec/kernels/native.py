@@ -74,6 +74,10 @@ class NativeBackend(HostBackend):
         """Zeroed uint8 storage for a packed weight."""
         return self.arena.allocate(num_bytes)
 
+    def count(self, rows: torch.Tensor) -> int:
+        """How many rows a counter says there are."""
+        return int(rows)
+
     def map(self, tensor: torch.Tensor) -> None:
         """Let kernels reach a host tensor for as long as there is the backend."""
 

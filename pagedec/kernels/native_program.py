@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from ctypes import Structure
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,10 +13,12 @@ import torch
 from pagedec.kernels.backend import NO_NORMS, CacheTensors, HeadNorms, Rope
 from pagedec.kernels.library import (
     AddPartsArgs,
+    AllGatherArgs,
     AttentionArgs,
     Dtype,
     EmbedArgs,
     Epilogue,
+    GatherArgs,
     GemmArgs,
     JoinPartsArgs,
     LayerNormArgs,
@@ -28,6 +31,7 @@ from pagedec.kernels.library import (
 from pagedec.kernels.link import Link
 from pagedec.kernels.native_plan import NativePlan
 from pagedec.kernels.native_weight import NativeWeight, blocks_of_table
+from pagedec.kernels.sized_lists import SizedLists, SizedRecords
 
 if TYPE_CHECKING:
     from pagedec.kernels.native import NativeBackend
@@ -59,7 +63,7 @@ class NativeProgram:
         self._linears: list[tuple[GemmArgs, NativeWeight]] = []
         self._cuts: list[tuple[list[object], Callable[[], None]]] = []
         self._parts: list[tuple[OpList, Callable[[], None]]] = []
-        self._last: OpList | None = None
+        self._last: OpList | SizedLists | None = None
 
     def _add(self, record: object, *keep: object) -> None:
         self._records.append(record)
@@ -279,35 +283,46 @@ class NativeProgram:
             self._send(beside)
 
     def sum_parts(self, rows: torch.Tensor, parts: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-        link, (world, _, dim) = self._meet(parts), parts.shape
-        if link.arrivals is None:
-            self._send(lambda: link.gather(parts, int(rows) * dim))
-        record = AddPartsArgs(
-            address(rows, torch.int32, "rows"),
-            address(parts, torch.float32, "parts"),
-            address(out, torch.float32, "out"),
-            parts.stride(0),
-            dim,
-            world,
-            int(add),
-            0,
-        )
-        self._add(record, rows, parts, out)
+        link, (world, most, dim) = self._meet(parts), parts.shape
+
+        def added(given: torch.Tensor, stride: int) -> AddPartsArgs:
+            own, places = address(rows, torch.int32, "rows"), address(out, torch.float32, "out")
+            return AddPartsArgs(own, address(given, torch.float32, "parts"), places, stride, dim, world, int(add), 0)
+
+        received, own = link.received, parts[link.rank].data_ptr()
+        if received is None:
+            if link.arrivals is None:
+                self._send(lambda: link.gather(parts, int(rows) * dim))
+            self._add(added(parts, parts.stride(0)), rows, parts, out)
+            return
+
+        def exchanged(n: int) -> list[Structure]:
+            return [AllGatherArgs(own, received.data_ptr(), n * dim), added(received, n * dim)]
+
+        self._add(SizedRecords(rows, most, 2, exchanged), rows, parts, received, out)
 
     def join_parts(self, rows: torch.Tensor, parts: torch.Tensor, widths: Sequence[int], out: torch.Tensor) -> None:
         link, each = self._meet(parts), self._backend.place(torch.tensor(widths, dtype=torch.int32))
+        num, widest = len(widths), max(widths)
+
+        def joined(given: torch.Tensor, stride: int) -> list[Structure]:
+            own, places = address(rows, torch.int32, "rows"), address(out, torch.float32, "out")
+            columns = address(each, torch.int32, "widths")
+            given_at = address(given, torch.float32, "parts")
+            return [JoinPartsArgs(own, given_at, columns, places, stride, sum(widths), num)] * (link.rank == 0)
+
+        received, own = link.received, parts[link.rank].data_ptr()
+        if received is not None:
+
+            def exchanged(n: int) -> list[Structure]:
+                to = received.data_ptr() if link.rank == 0 else None
+                return [GatherArgs(own, to, n * widest), *joined(received, n * widest)]
+
+            self._add(SizedRecords(rows, parts.shape[1] // widest, 4, exchanged), rows, parts, received, each, out)
+            return
         if link.arrivals is None:
-            self._send(lambda: link.gather_first(parts, int(rows) * max(widths)))
-        if link.rank == 0:
-            record = JoinPartsArgs(
-                address(rows, torch.int32, "rows"),
-                address(parts, torch.float32, "parts"),
-                address(each, torch.int32, "widths"),
-                address(out, torch.float32, "out"),
-                parts.stride(0),
-                sum(widths),
-                len(widths),
-            )
+            self._send(lambda: link.gather_first(parts, int(rows) * widest))
+        for record in joined(parts, parts.stride(0)):
             self._add(record, rows, parts, each, out)
         self._meet(parts)  # nobody writes the next rows before these are read
 
@@ -330,7 +345,10 @@ class NativeProgram:
         for (record, _), (_, following) in itertools.pairwise(self._linears):
             record.next_packed, record.next_bytes = following.data.data_ptr(), len(following.data)
         self._parts = [(OpList(records), between) for records, between in self._cuts]  # type: ignore[arg-type]
-        self._last = OpList(self._records)  # type: ignore[arg-type]
+        if any(isinstance(record, SizedRecords) for record in self._records):
+            self._last = SizedLists(self._records, self._backend.count)
+        else:
+            self._last = OpList(self._records)  # type: ignore[arg-type]
 
     @property
     def is_cut(self) -> bool:
@@ -340,7 +358,7 @@ class NativeProgram:
     @property
     def ops(self) -> OpList:
         """The list as the library takes it, of a model that is in one piece."""
-        assert self._last is not None and not self._parts, "the program is not finished, or is several lists"
+        assert isinstance(self._last, OpList) and not self._parts, "the program is not finished, or is several lists"
         return self._last
 
     def run(self) -> None:
@@ -348,4 +366,4 @@ class NativeProgram:
         for ops, between in self._parts:
             self._context.run(ops)
             between()
-        self._context.run(self._last)
+        self._context.run(self._last if isinstance(self._last, OpList) else self._last.now())

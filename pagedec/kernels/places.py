@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 from pathlib import Path
 
 from pagedec import environment
@@ -30,3 +31,19 @@ def library_paths(directory: Path | None) -> dict[str, Path]:
             if isa not in paths and path.is_file():
                 paths[isa] = path.resolve()
     return paths
+
+
+def nccl_path(library: Path) -> Path | None:
+    """NCCL for the kernels of a library: PAGEDEC_NCCL, else what stands in for it beside the emulated device's, else
+    that of the package which torch's CUDA builds need. None: the system knows."""
+    forced = environment.read("PAGEDEC_NCCL")
+    if forced is not None:
+        return Path(forced)
+    if library.name == f"libpagedec_{environment.EMULATED_DEVICE}.so":
+        return library.with_name("libnccl_emulated.so")
+    try:
+        found = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:  # no package of NVIDIA's
+        return None
+    places = [] if found is None else list(found.submodule_search_locations or ())
+    return next((path for place in places if (path := Path(place) / "lib" / "libnccl.so.2").is_file()), None)

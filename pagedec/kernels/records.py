@@ -5,9 +5,10 @@ A record holds raw addresses: whoever fills one keeps the arrays behind it alive
 
 from __future__ import annotations
 
-from ctypes import Structure, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
+from pagedec.kernels.records_ranks import AddPartsArgs, AllGatherArgs, GatherArgs, JoinPartsArgs, MeetArgs
 from pagedec.kernels.records_readout import (
     CHAIN_DTYPE,
     ArgmaxArgs,
@@ -31,11 +32,12 @@ from pagedec.kernels.records_readout import (
 )
 
 __all__ = [
-    "AddPartsArgs", "ArgmaxArgs", "AttentionArgs", "AttnBatch", "AttnShape", "BestArgs", "BestGroup", "BestRow",
-    "BlockFormat", "C_NAMES", "Candidate", "CHAIN_DTYPE", "CopyRowsArgs", "Draw", "Dtype", "EmbedArgs", "Epilogue",
-    "GemmArgs", "JoinPartsArgs", "KvCopyArgs", "KvKind", "LayerKind", "LayerNormArgs", "MeetArgs", "Op", "OP_KINDS",
-    "OpKind", "PickLogitsArgs", "ProcessLogitsArgs", "ProgramRecord", "RestrictLogitsArgs", "RmsNormArgs", "RollArgs",
-    "RollChain", "RopeKvWriteArgs", "Rules", "SampleArgs", "Segment", "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
+    "AddPartsArgs", "AllGatherArgs", "ArgmaxArgs", "AttentionArgs", "AttnBatch", "AttnShape", "BestArgs", "BestGroup",
+    "BestRow", "BlockFormat", "C_NAMES", "Candidate", "CHAIN_DTYPE", "CopyRowsArgs", "Draw", "Dtype", "EmbedArgs",
+    "Epilogue", "GatherArgs", "GemmArgs", "JoinPartsArgs", "KvCopyArgs", "KvKind", "LayerKind", "LayerNormArgs",
+    "MeetArgs", "Op", "OP_KINDS", "OpKind", "PickLogitsArgs", "ProcessLogitsArgs", "ProgramRecord",
+    "RestrictLogitsArgs", "RmsNormArgs", "RollArgs", "RollChain", "RopeKvWriteArgs", "Rules", "SampleArgs", "Segment",
+    "SoftCapArgs", "TopkLseArgs", "VerifyArgs",
 ]  # fmt: skip
 
 
@@ -109,6 +111,8 @@ class OpKind(IntEnum):
     RESTRICT_LOGITS = 18
     COPY_ROWS = 19
     PICK_LOGITS = 20
+    ALL_GATHER = 21
+    GATHER = 22
 
 
 class Segment(Structure):
@@ -290,41 +294,6 @@ class AttentionArgs(Structure):
     ]
 
 
-class AddPartsArgs(Structure):
-    """The ranks' parts of a sum, added in their order."""
-
-    _fields_ = [
-        ("num_rows", c_void_p),
-        ("parts", c_void_p),
-        ("out", c_void_p),
-        ("part_stride", c_int64),
-        ("dim", c_int32),
-        ("num_parts", c_int32),
-        ("add", c_int32),
-        ("reserved", c_int32),
-    ]
-
-
-class JoinPartsArgs(Structure):
-    """The ranks' columns of rows, side by side."""
-
-    _fields_ = [
-        ("num_rows", c_void_p),
-        ("parts", c_void_p),
-        ("widths", c_void_p),
-        ("out", c_void_p),
-        ("part_stride", c_int64),
-        ("dim", c_int32),
-        ("num_parts", c_int32),
-    ]
-
-
-class MeetArgs(Structure):
-    """Ranks on one machine wait for one another."""
-
-    _fields_ = [("arrivals", c_void_p), ("seconds", c_double), ("rank", c_int32), ("world", c_int32)]
-
-
 class Op(Structure):
     """One kernel of a program."""
 
@@ -367,6 +336,8 @@ C_NAMES: dict[type[Structure], str] = {
     AddPartsArgs: "pd_add_parts_args",
     JoinPartsArgs: "pd_join_parts_args",
     MeetArgs: "pd_meet_args",
+    AllGatherArgs: "pd_all_gather_args",
+    GatherArgs: "pd_gather_args",
     Op: "pd_op",
     ProgramRecord: "pd_program",
     RollChain: "pd_chain",
@@ -394,4 +365,6 @@ OP_KINDS: dict[type[Structure], OpKind] = {
     RestrictLogitsArgs: OpKind.RESTRICT_LOGITS,
     CopyRowsArgs: OpKind.COPY_ROWS,
     PickLogitsArgs: OpKind.PICK_LOGITS,
+    AllGatherArgs: OpKind.ALL_GATHER,
+    GatherArgs: OpKind.GATHER,
 }

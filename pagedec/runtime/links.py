@@ -1,10 +1,12 @@
-"""How the ranks of a model reach one another: through memory where they share a machine, else through sockets."""
+"""How the ranks of a model reach one another: through NCCL between CUDA devices, through memory where they share a
+machine, else through sockets."""
 
 from __future__ import annotations
 
 import errno
 import mmap
 import os
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -14,11 +16,12 @@ import numpy as np
 import torch
 
 from pagedec import environment
-from pagedec.errors import InvalidArgument, InvariantError
+from pagedec.errors import InvalidArgument, InvariantError, LinkWarning
 from pagedec.kernels.device import DeviceBackend
+from pagedec.kernels.library import KernelError, MeetArgs
 from pagedec.kernels.link import Link
 from pagedec.kernels.native import NativeBackend
-from pagedec.kernels.records import MeetArgs
+from pagedec.runtime.nccl import NcclLink, place_of, why_not, why_not_all
 
 Exchange: TypeAlias = Callable[[dict[str, Any]], list[dict[str, Any]]]
 """What every rank calls with something of its own that JSON can say, to be given all ranks', in their order."""
@@ -30,6 +33,8 @@ PROCESSES = Path("/proc")
 class SharedLink:
     """Ranks on one machine: their parts lie in memory that all of them have mapped, and kernels meet there, so nothing
     is sent. Raises OSError where a rank cannot map what another has made."""
+
+    received: torch.Tensor | None = None
 
     def __init__(self, rank: int, world: int, exchange: Exchange, backend: NativeBackend, seconds: float) -> None:
         self.rank, self.world, self.seconds = rank, world, seconds
@@ -109,6 +114,7 @@ class SocketLink:
     """Ranks anywhere: parts are sent with gloo. `address`: this machine's, as the others reach it."""
 
     arrivals: torch.Tensor | None = None
+    received: torch.Tensor | None = None
 
     def __init__(self, rank: int, world: int, exchange: Exchange, seconds: float, address: str = "127.0.0.1") -> None:
         from torch.distributed import ProcessGroupGloo, TCPStore  # half a second, for those who need it
@@ -153,16 +159,32 @@ def machine() -> str:
 def connect(
     rank: int, world: int, exchange: Exchange, backend: NativeBackend | None, seconds: float, address: str = "127.0.0.1"
 ) -> Link:
-    """This rank's link: through memory where all ranks run compiled kernels (`backend`) on one machine and can map what
-    the others have made, else through sockets. PAGEDEC_LINK=sockets never asks for memory."""
-    can_share = backend is not None and environment.read("PAGEDEC_LINK") != "sockets"
-    told = exchange({"machine": machine() if can_share else ""})
-    if backend is not None and told[0]["machine"] and all(own == told[0] for own in told):
+    """This rank's link. Between CUDA devices NCCL, where all ranks have it and a device each; else through memory where
+    all run compiled kernels (`backend`) on one machine and can map what the others have made, else through sockets.
+    PAGEDEC_LINK says which it is to be: nccl or nothing, memory without NCCL, sockets without either. Raises
+    InvalidArgument where devices have no way to one another."""
+    wanted, place = environment.read("PAGEDEC_LINK"), place_of(backend)
+    own = {"nccl": why_not(backend), "place": None if place is None else [machine(), place]}
+    own["machine"] = machine() if backend is not None and wanted not in ("sockets", "nccl") else ""
+    told = exchange(own)
+    lacking = why_not_all(told)
+    if isinstance(backend, DeviceBackend) and not lacking:
         try:
-            return SharedLink(rank, world, exchange, backend, seconds)
+            return NcclLink(rank, world, exchange, backend, seconds)
+        except KernelError as error:  # all ranks were told
+            lacking = str(error)
+    if wanted == "nccl":
+        raise InvalidArgument("PAGEDEC_LINK", wanted, f"NCCL cannot be had: {lacking}")
+    if backend is not None and told[0]["machine"] and all(each["machine"] == told[0]["machine"] for each in told):
+        try:
+            link = SharedLink(rank, world, exchange, backend, seconds)
         except OSError:
             pass  # other containers of one machine: all ranks were told
+        else:
+            if wanted is None and place is not None:
+                warnings.warn(f"ranks meet on the host, in its memory: {lacking}", LinkWarning, stacklevel=5)
+            return link
     if isinstance(backend, DeviceBackend):
-        limit = "must be 1 on CUDA devices whose machines, or containers, share no memory"
-        raise InvalidArgument("tensor_parallel_size", world, limit)
+        limit = "must be 1 on CUDA devices whose machines, or containers, share no memory, and that have no NCCL"
+        raise InvalidArgument("tensor_parallel_size", world, f"{limit}: {lacking}")
     return SocketLink(rank, world, exchange, seconds, address)

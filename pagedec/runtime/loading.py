@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -43,6 +44,7 @@ from pagedec.runtime.follower import Follower
 from pagedec.runtime.geometry import Geometry, LaneGeometry
 from pagedec.runtime.links import Exchange, connect, machine
 from pagedec.runtime.memory import Memory, available_memory, is_out_of_memory, shown_size
+from pagedec.runtime.nccl import NcclLink
 from pagedec.runtime.numbers import NAMES, chosen_dtype
 from pagedec.runtime.pool import KvPool, choose_pool, default_bytes, whole_bytes
 from pagedec.runtime.runner import LaneRunner
@@ -335,7 +337,13 @@ def join(config: EngineConfig, ranks: Ranks) -> tuple[EngineConfig, Backend]:
 
 def agree(config: EngineConfig, ranks: Ranks, loaded: LoadedModel) -> EngineConfig:
     """The configuration with as many blocks as all ranks have memory for."""
-    told = ranks.exchange({"num_blocks": lane_pool(loaded, config).num_blocks})
+    link, own = loaded.model.backend.link, dict[str, Any](num_blocks=lane_pool(loaded, config).num_blocks)
+    if isinstance(link, NcclLink):
+        part = sharded(loaded.arch, part_of(loaded.arch, ranks.rank, ranks.world))
+        own["shape"] = [part.num_attention_heads, part.num_kv_heads, link.shape_of_device]
+    told = ranks.exchange(own)
+    if isinstance(link, NcclLink) and all(other["shape"] == own["shape"] for other in told):
+        link.are_alike()
     least = min(own["num_blocks"] for own in told)
     cache = dataclasses.replace(config.cache, **{**NO_SIZES, "num_blocks": least})
     return dataclasses.replace(config, cache=cache)
@@ -350,7 +358,9 @@ def _share_of(config: EngineConfig, ranks: Ranks) -> tuple[EngineConfig, int]:
     if parallel.num_threads is None:
         parallel = dataclasses.replace(parallel, num_threads=max(1, torch.get_num_threads() // sharers))
     if cache.memory_utilization is not None:
-        of_a_device = math.ceil(sharers / _num_devices(parallel))
+        # Ray lets each rank see a device of its own
+        is_alone = parallel.executor == "ray" and environment.gpus_of_a_rank() > 0
+        of_a_device = 1 if is_alone else math.ceil(sharers / _num_devices(parallel))
         cache = dataclasses.replace(cache, memory_utilization=cache.memory_utilization / of_a_device)
     return dataclasses.replace(config, parallel=parallel, cache=cache), place
 

@@ -61,6 +61,9 @@ class LaneRunner:
         self._roller = None  # the draft lane has one; it is in one piece
         if self.backend.link is None:
             self._roller = self.backend.roller(self.programs, self.buffers, self.plans, cache, self.num_drawn, debug)
+        link = self.backend.link
+        # ranks that exchange values in their devices' streams are through with a step when these are
+        self._waits = link is not None and link.received is not None
         self._kept, self._reported = RowBuffer(self.backend, known), RowBuffer(self.backend, known)
         self.is_through = True
         """All programs of the last forward have been run, whatever became of what was read."""
@@ -127,8 +130,10 @@ class LaneRunner:
         for start in range(0, len(rows), READ_ROWS):
             logits = self.buffers.load_read(rows[start : start + READ_ROWS])
             (self.programs.whole if is_one else self.programs.head).run()
-            self.is_through = start + READ_ROWS >= len(rows)
+            self.is_through = not self._waits and start + READ_ROWS >= len(rows)
             yield logits, start
+        if self._waits:
+            self.backend.wait()
         self.is_through = True
 
     def _read_out(

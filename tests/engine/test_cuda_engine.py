@@ -235,8 +235,9 @@ def test_kv_in_bytes(device: Tiny, tiny: Tiny) -> None:
     assert right_answers(device(**numbers, **SMALL)) == right_answers(tiny(**numbers))
 
 
-def test_ranks_in_memory_that_devices_have_mapped(device: Tiny, tiny: Tiny) -> None:
+def test_ranks_in_memory_that_devices_have_mapped(device: Tiny, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes share the model: their parts lie in the host's memory."""
+    monkeypatch.setenv("PAGEDEC_LINK", "memory")
     params = [
         SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
         BeamSearchParams(beam_width=3, max_tokens=5),

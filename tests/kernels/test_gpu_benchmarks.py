@@ -17,7 +17,7 @@ from pagedec.kernels.library import EMULATED_DEVICE
 from tests.kernels import cuda_library
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-ROWS = {"copy": 9, "attention": 9, "linear": 4, "readout": 24, "decode": 2}
+ROWS = {"copy": 9, "attention": 9, "linear": 4, "readout": 24, "decode": 2, "ranks": 2}
 """Of all tables of each."""
 IN_FLOAT16 = {"linear", "decode"}
 """Those that measure fp16 where they are told to."""
@@ -31,7 +31,8 @@ def test_it_prints_its_tables(name: str, monkeypatch: pytest.MonkeyPatch, capsys
         sys, "argv", [f"gpu_{name}.py", "--smoke", *(["--dtype=float16"] if name in IN_FLOAT16 else [])]
     )
     monkeypatch.setenv("PAGEDEC_ISA", EMULATED_DEVICE)  # decode sets it and makes weights of its own:
-    monkeypatch.setattr(dummy, "_random_normal", dummy._random_normal)  # both are put back
+    monkeypatch.setattr(dummy, "_random_normal", dummy._random_normal)  # both are put back,
+    monkeypatch.setenv("PAGEDEC_LINK", "memory")  # and what ranks sets
     runpy.run_path(str(BENCHMARKS / f"gpu_{name}.py"), run_name="__main__")
     told = capsys.readouterr().out
     lines = told.splitlines()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pagedec.core.forward import BEST_GROUP_DTYPE, BEST_ROW_DTYPE, DRAW_DTYPE
-from pagedec.kernels import records, records_readout
+from pagedec.kernels import records, records_ranks, records_readout
 from pagedec.kernels.library import ABI_VERSION, CHAIN_DTYPE
 from pagedec.kernels.prototypes import PROTOTYPES
 from pagedec.kernels.reference_best import CANDIDATE_DTYPE
@@ -140,7 +140,9 @@ def test_a_small_header_is_understood() -> None:
 
 
 def test_every_record_has_the_fields_of_its_struct(header: Header) -> None:
-    ours = [v for module in (records, records_readout) for v in vars(module).values() if isinstance(v, type)]
+    ours = [
+        v for module in (records, records_ranks, records_readout) for v in vars(module).values() if isinstance(v, type)
+    ]
     assert {record for record in ours if issubclass(record, Structure) and record is not Structure} == set(
         records.C_NAMES
     )

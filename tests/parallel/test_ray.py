@@ -17,7 +17,9 @@ import pytest
 
 from pagedec import LLM, BeamSearchParams
 from pagedec.errors import InvalidArgument
+from pagedec.kernels.library import EMULATED_DEVICE
 from tests.engine.crowd import SMALL, Tokens, assert_whole, right_answers
+from tests.kernels import cuda_library
 from tests.support import wait_for
 
 ray = pytest.importorskip("ray", reason="ray is not installed")
@@ -62,6 +64,7 @@ MORE_DEATHS = [(1, signal.SIGSTOP), (1, signal.SIGKILL)]
     [
         pytest.param("memory", [(0, signal.SIGKILL)], id="memory"),
         pytest.param("sockets", [], id="sockets"),
+        pytest.param("nccl", [], id="nccl"),
         pytest.param("memory", MORE_DEATHS, id="memory, more deaths", marks=pytest.mark.long),
         pytest.param("sockets", MORE_DEATHS, id="sockets, deaths", marks=pytest.mark.long),
     ],
@@ -75,6 +78,10 @@ def test_two_actors_say_what_one_process_says(
     beams = BeamSearchParams(beam_width=3, max_tokens=5)
     with engine(path) as one:
         [alone] = one.generate([[5, 6, 7]], beams, use_tqdm=False)
+    if link == "nccl":
+        if cuda_library.path() is None:
+            pytest.skip("the emulated device is not built")
+        monkeypatch.setenv("PAGEDEC_ISA", EMULATED_DEVICE)
     with engine(path, **SMALL, tensor_parallel_size=2, executor="ray", step_timeout=3.0) as llm:
         assert_whole(llm, expected)
         assert len(set(pids(llm))) == 2 and os.getpid() not in pids(llm)

@@ -2,6 +2,7 @@
 // as that, so whoever frees, changes or reads something too early is found out.
 #pragma once
 #include <functional>
+#include <future>
 #include <string>
 #include <vector>
 
@@ -14,15 +15,22 @@ class Stream {
   Stream();
   ~Stream();
   Stream(const Stream &) = delete;
-  void put(Work);
+  virtual void put(Work);  // which other libraries reach by the stream alone
+  // What is put goes into this list instead, which is repeated later; NULL: no more.
+  void record(std::vector<Work> *list) { list_ = list; }
+  bool is_recorded() const { return list_; }
   // Carries out what has been put into it. Empty, or what went wrong since the last time; nothing follows that.
   std::string await();
+  // Whether all has been carried out: by a thread that is begun when it has not, and is waited for a moment, so that
+  // whoever asks may give up.
+  bool is_through();
 
  private:
   friend void await_all();
   void carry_out();
-  std::vector<Work> waiting_;
+  std::vector<Work> waiting_, *list_ = nullptr;
   std::string problem_;
+  std::future<void> carrier_;
 };
 
 // All streams, as a device does before it gives memory up.
