@@ -1,9 +1,10 @@
 // Streams of the emulated device. What is put into one stays there until somebody waits for it: a device may be as late
 // as that, so whoever frees, changes or reads something too early is found out.
 #pragma once
+#include <cstdint>
+#include <deque>
 #include <functional>
 #include <string>
-#include <vector>
 
 namespace pagedec::emulate {
 
@@ -17,11 +18,15 @@ class Stream {
   void put(Work);
   // Carries out what has been put into it. Empty, or what went wrong since the last time; nothing follows that.
   std::string await();
+  // The same of what had been put into it when `mark` was taken.
+  std::string await(uint64_t mark);
+  uint64_t mark();
 
  private:
   friend void await_all();
-  void carry_out();
-  std::vector<Work> waiting_;
+  void carry_out(uint64_t mark);
+  std::deque<Work> waiting_;
+  uint64_t num_done_ = 0;
   std::string problem_;
 };
 
