@@ -98,7 +98,14 @@ def build_engine(
         vocabulary=vocabulary,
         speculative=config.scheduler.speculative_config,
         sessions=SessionLimits(**dataclasses.asdict(config.session)),
+        is_ahead=plans_ahead(config, executor),
     )
+
+
+def plans_ahead(config: EngineConfig, executor: Executor) -> bool:
+    """Whether steps are planned while others are carried out."""
+    asked = config.scheduler.async_scheduling
+    return executor.overlaps if asked is None else asked
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:

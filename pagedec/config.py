@@ -174,6 +174,14 @@ class SchedulerConfig:
             low=-1,
         ),
     )
+    async_scheduling: bool | None = option(
+        None,
+        Flag(
+            "plan a step while the one before is carried out; none: where a device works by itself; answers do not "
+            "depend on it",
+            optional=True,
+        ),
+    )
     speculative_config: dict[str, Any] | None = option(
         None,
         SpeculationTable(
@@ -285,6 +293,9 @@ class EngineConfig:
         for name, group in ENGINE_GROUPS.items():
             if not isinstance(getattr(self, name), group):
                 raise InvalidArgument(name, getattr(self, name), f"must be a {group.__name__}")
+        if self.scheduler.async_scheduling and self.parallel.tensor_parallel_size > 1:
+            limit = f"must be none or false where tensor_parallel_size is {self.parallel.tensor_parallel_size}: what "
+            raise InvalidArgument("async_scheduling", True, limit + "is drawn is known to the first rank alone")
 
     @classmethod
     def from_kwargs(cls, **values: Any) -> EngineConfig:

@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <new>
+#include <vector>
 
 #include "common/check.h"
 
@@ -15,6 +17,10 @@ int bring(pd_context *, void *, const void *, int64_t) { return 0; }
 }  // namespace pagedec
 
 using namespace pagedec;
+
+struct pd_fetch {
+  std::vector<char> bytes;
+};
 
 extern "C" {
 int32_t pd_has_memory(const pd_context *context) { return context ? 0 : fail("pd_has_memory: context is NULL"); }
@@ -33,6 +39,27 @@ int pd_memory_write(pd_context *context, void *to, const void *from, int64_t num
 int pd_memory_read(pd_context *context, void *to, const void *from, int64_t num_bytes) {
   if (check_copy("pd_memory_read", context, to, from, num_bytes)) return -1;
   if (num_bytes) memcpy(to, from, num_bytes);
+  return 0;
+}
+pd_fetch *pd_fetch_new(pd_context *context, int64_t max_bytes) {
+  if (check_memory("pd_fetch_new", context, max_bytes)) return nullptr;
+  pd_fetch *fetch = new (std::nothrow) pd_fetch;
+  if (!fetch) return fail("pd_fetch_new: out of memory"), nullptr;
+  fetch->bytes.reserve(max_bytes);
+  return fetch;
+}
+void pd_fetch_free(pd_fetch *fetch) { delete fetch; }
+int pd_fetch_begin(pd_context *context, pd_fetch *fetch, const void *from, int64_t num_bytes) {
+  if (!fetch) return fail("pd_fetch_begin: fetch is NULL");
+  if (check_copy("pd_fetch_begin", context, fetch, from, num_bytes)) return -1;
+  fetch->bytes.assign((const char *)from, (const char *)from + num_bytes);
+  return 0;
+}
+int pd_fetch_end(pd_context *context, pd_fetch *fetch, void *to) {
+  if (!fetch) return fail("pd_fetch_end: fetch is NULL");
+  const int64_t num_bytes = (int64_t)fetch->bytes.size();
+  if (check_copy("pd_fetch_end", context, to, fetch, num_bytes)) return -1;
+  if (num_bytes) memcpy(to, fetch->bytes.data(), num_bytes);
   return 0;
 }
 int pd_memory_fill(pd_context *context, void *to, int32_t byte, int64_t num_bytes) {

@@ -39,8 +39,9 @@ struct pd_context {
   int32_t device = 0, num_multiprocessors = 1;
   int64_t max_shared_bytes = 0;  // of a block
   void *stream = nullptr;
-  char *staging = nullptr;  // host memory that the device copies from, and how much of it is in use
-  int64_t num_staged = 0;
+  // Host memory that the device copies from, a ring: what of it copies under way use, in bytes since the first of all.
+  char *staging = nullptr;
+  int64_t staged_begin = 0, staged_end = 0;
 #if !defined(__CUDACC__)
   pagedec::emulate::Stream work;  // what `stream` leads to
   bool is_alone = false;  // records lead to the device's memory; before any was asked for, anywhere
@@ -51,6 +52,19 @@ struct pd_context {
   pagedec::DeviceMemory partials, totals;  // of attention
   pagedec::DeviceMemory carried, answers;  // arrays of a call that pd_roll makes, and what it gives
   std::vector<char> packed;                // those arrays, one behind the other
+};
+
+// A copy to the host's memory, and when it is through.
+struct pd_fetch {
+  pd_context *context = nullptr;
+  char *memory = nullptr;
+  int64_t max_bytes = 0, num_bytes = -1;  // -1: none is under way
+  int64_t staged_end = 0;                 // of the context when it began: all before is free when it is through
+#if defined(__CUDACC__)
+  cudaEvent_t through = nullptr;
+#else
+  uint64_t through = 0;
+#endif
 };
 
 // A plan, and its words where kernels read them.

@@ -1,5 +1,7 @@
 // Memory of a device, and the ways there and back.
+#include <algorithm>
 #include <new>
+#include <utility>
 
 #include "cuda/context.h"
 
@@ -11,16 +13,18 @@ constexpr int64_t kStaging = 4 << 20;
 // Memory of the host that stays where it is, and a copy that the stream carries out when it comes to it: from and to
 // such memory, while the host goes on. NULL: there is none, and copies are slower.
 #if defined(__CUDACC__)
-char *new_staging() {
+char *new_staging(int64_t num_bytes) {
   char *staging = nullptr;
-  return launched("cudaMallocHost", cudaMallocHost((void **)&staging, kStaging)) ? nullptr : staging;
+  return launched("cudaMallocHost", cudaMallocHost((void **)&staging, num_bytes)) ? nullptr : staging;
 }
+void free_staging(char *staging) { cudaFreeHost(staging); }
 int enqueue_copy(pd_context &c, const char *name, void *to, const void *from, int64_t num_bytes, cudaMemcpyKind way) {
   return launched(name, cudaMemcpyAsync(to, from, num_bytes, way, (cudaStream_t)c.stream));
 }
 #else
 enum { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
-char *new_staging() { return (char *)malloc(kStaging); }
+char *new_staging(int64_t num_bytes) { return (char *)malloc(num_bytes); }
+void free_staging(char *staging) { free(staging); }
 int enqueue_copy(pd_context &c, const char *name, void *to, const void *from, int64_t num_bytes, int) {
   if (emulate::is_recording()) return fail("%s: while a list is recorded", name);
   c.work.put([=] { return memcpy(to, from, num_bytes), std::string(); });
@@ -28,17 +32,45 @@ int enqueue_copy(pd_context &c, const char *name, void *to, const void *from, in
 }
 #endif
 
+// Marks of what has been put into a context's stream so far.
+#if defined(__CUDACC__)
+int new_event(pd_fetch &fetch) {
+  return launched("pd_fetch_new", cudaEventCreateWithFlags(&fetch.through, cudaEventDisableTiming));
+}
+void free_event(pd_fetch &fetch) { cudaEventDestroy(fetch.through); }
+int mark(pd_context &c, pd_fetch &fetch) {
+  return launched("pd_fetch_begin", cudaEventRecord(fetch.through, (cudaStream_t)c.stream));
+}
+int await_mark(pd_context &, pd_fetch &fetch) {
+  return launched("pd_fetch_end", cudaEventSynchronize(fetch.through));
+}
+#else
+int new_event(pd_fetch &) { return 0; }
+void free_event(pd_fetch &) {}
+int mark(pd_context &c, pd_fetch &fetch) { return fetch.through = c.work.mark(), 0; }
+int await_mark(pd_context &c, pd_fetch &fetch) {
+  const std::string problem = c.work.await(fetch.through);
+  return problem.empty() ? 0 : fail("%s", problem.c_str());
+}
+#endif
+int check_fetch(const char *name, const pd_context *context, const pd_fetch *fetch) {
+  if (!fetch) return fail("%s: fetch is NULL", name);
+  return fetch->context == context ? 0 : fail("%s: fetch is another context's", name);
+}
+
 // A place there that no copy under way uses; NULL: there is none.
 char *staged(pd_context &c, int64_t num_bytes) {
-  if (num_bytes > kStaging) return nullptr;
-  if (!c.staging && !(c.staging = new_staging())) return nullptr;
-  if (c.num_staged + num_bytes > kStaging) {
+  const int64_t size = (num_bytes + 63) / 64 * 64;
+  if (size > kStaging) return nullptr;
+  if (!c.staging && !(c.staging = new_staging(kStaging))) return nullptr;
+  int64_t begin = c.staged_end;
+  if (begin % kStaging + size > kStaging) begin += kStaging - begin % kStaging;  // in one piece
+  if (begin + size - c.staged_begin > kStaging) {
     if (await(c)) return nullptr;
-    c.num_staged = 0;
+    c.staged_begin = begin;
   }
-  char *place = c.staging + c.num_staged;
-  c.num_staged += (num_bytes + 63) / 64 * 64;
-  return place;
+  c.staged_end = begin + size;
+  return c.staging + begin % kStaging;
 }
 
 // Copies of memory that may move are carried out before the driver returns, so it would wait for ranks for ever: they
@@ -53,7 +85,7 @@ int download(pd_context &c, void *to, const void *from, int64_t num_bytes) {
   if (enqueue_copy(c, "pd_memory_read", place ? place : to, from, num_bytes, cudaMemcpyDeviceToHost) || await(c))
     return -1;
   if (place) memcpy(to, place, num_bytes);
-  c.num_staged = 0;  // all of it has been copied
+  c.staged_begin = c.staged_end;  // all of it has been copied
   return 0;
 }
 
@@ -137,6 +169,53 @@ int pd_memory_read(pd_context *context, void *to, const void *from, int64_t num_
   const Turn turn(*context);
   if (!turn) return fail("pd_memory_read: another thread works in this context");
   return num_bytes ? download(*context, to, from, num_bytes) : 0;
+}
+pd_fetch *pd_fetch_new(pd_context *context, int64_t max_bytes) {
+  if (check_memory("pd_fetch_new", context, max_bytes)) return nullptr;
+  const Turn turn(*context);
+  if (!turn) return fail("pd_fetch_new: another thread works in this context"), nullptr;
+  pd_fetch *fetch = new (std::nothrow) pd_fetch;
+  if (!fetch) return fail("pd_fetch_new: out of memory"), nullptr;
+  fetch->context = context, fetch->max_bytes = max_bytes;
+  fetch->memory = new_staging(max_bytes ? max_bytes : 1);
+  if (fetch->memory && !new_event(*fetch)) return fetch;
+  if (!fetch->memory) fail("pd_fetch_new: max_bytes is %lld, which the system does not give", (long long)max_bytes);
+  free_staging(fetch->memory);
+  delete fetch;
+  return nullptr;
+}
+void pd_fetch_free(pd_fetch *fetch) {
+  if (!fetch) return;
+  free_event(*fetch);
+  free_staging(fetch->memory);
+  delete fetch;
+}
+int pd_fetch_begin(pd_context *context, pd_fetch *fetch, const void *from, int64_t num_bytes) {
+  if (check_fetch("pd_fetch_begin", context, fetch) || check_copy("pd_fetch_begin", context, fetch, from, num_bytes))
+    return -1;
+  if (fetch->num_bytes >= 0) return fail("pd_fetch_begin: its last copy was not ended");
+  if (num_bytes > fetch->max_bytes)
+    return fail("pd_fetch_begin: num_bytes is %lld; it must be at most %lld", (long long)num_bytes,
+                (long long)fetch->max_bytes);
+  const Turn turn(*context);
+  if (!turn) return fail("pd_fetch_begin: another thread works in this context");
+  if (num_bytes && enqueue_copy(*context, "pd_fetch_begin", fetch->memory, from, num_bytes, cudaMemcpyDeviceToHost))
+    return -1;
+  if (mark(*context, *fetch)) return -1;
+  fetch->num_bytes = num_bytes, fetch->staged_end = context->staged_end;
+  return 0;
+}
+int pd_fetch_end(pd_context *context, pd_fetch *fetch, void *to) {
+  if (check_fetch("pd_fetch_end", context, fetch)) return -1;
+  if (fetch->num_bytes < 0) return fail("pd_fetch_end: no copy is under way");
+  if (check_copy("pd_fetch_end", context, to, fetch, fetch->num_bytes)) return -1;
+  const Turn turn(*context);
+  if (!turn) return fail("pd_fetch_end: another thread works in this context");
+  const int64_t num_bytes = std::exchange(fetch->num_bytes, -1);
+  if (await_mark(*context, *fetch)) return -1;
+  context->staged_begin = std::max(context->staged_begin, fetch->staged_end);
+  if (num_bytes) memcpy(to, fetch->memory, num_bytes);
+  return 0;
 }
 int pd_memory_fill(pd_context *context, void *to, int32_t byte, int64_t num_bytes) {
   if (check_copy("pd_memory_fill", context, to, to, num_bytes)) return -1;

@@ -95,6 +95,13 @@ PD_EXPORT void pd_memory_free(void *);
 PD_EXPORT int pd_memory_write(pd_context *, void *to, const void *from, int64_t num_bytes);
 /* to the host, when all is through that the context was called for */
 PD_EXPORT int pd_memory_read(pd_context *, void *to, const void *from, int64_t num_bytes);
+/* A copy to the host that may be under way while the context is called for more: one at a time in each. `end` waits for
+ * what came before `begin`, and for nothing that came after it. Freed before its context, with none under way */
+typedef struct pd_fetch pd_fetch;
+PD_EXPORT pd_fetch *pd_fetch_new(pd_context *, int64_t max_bytes);   /* NULL with pd_last_error() */
+PD_EXPORT void pd_fetch_free(pd_fetch *);
+PD_EXPORT int pd_fetch_begin(pd_context *, pd_fetch *, const void *from, int64_t num_bytes);
+PD_EXPORT int pd_fetch_end(pd_context *, pd_fetch *, void *to);
 /* every byte, in order with the context's calls */
 PD_EXPORT int pd_memory_fill(pd_context *, void *to, int32_t byte, int64_t num_bytes);
 /* let kernels reach memory of the host, at its own address, until it is unmapped */

@@ -12,7 +12,7 @@ from pagedec.core.offload import OffloadTier
 from pagedec.errors import InvariantError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from pagedec.core.table import BlockNode, BlockTable
 
@@ -224,9 +224,9 @@ class BlockPool:
         num_leaked = self.num_blocks - self.num_available - len(held) - num_pinned
         return Tally(len(held), len(shared), num_stood_on - len(held), num_leaked)
 
-    def check(self, tables: Iterable[BlockTable]) -> None:
+    def check(self, tables: Iterable[BlockTable], written: Collection[BlockTable] = ()) -> None:
         """Raise unless references equal reachability, every block is exactly one of held, cached, free, and rows
-        agree."""
+        agree. `written`: tables that have room for a step that is out."""
         tables = list(tables)
         counts: Counter[BlockNode] = Counter()
         for table in tables:
@@ -257,11 +257,11 @@ class BlockPool:
             raise InvariantError(f"{where}: a block is evictable that nobody can find")
         if self.offload is not None:
             self.offload.check()
-        self._check_rows(tables)
+        self._check_rows(tables, written)
 
-    def _check_rows(self, tables: list[BlockTable]) -> None:
+    def _check_rows(self, tables: list[BlockTable], written: Collection[BlockTable]) -> None:
         used = sorted(table.row for table in tables if table.row >= 0)
         if sorted([*used, *self.free_rows]) != list(range(len(self.rows))):
             raise InvariantError(f"lane {self.lane}: a row leaked")
         for table in tables:
-            table.check()
+            table.check(table in written)

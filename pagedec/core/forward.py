@@ -92,7 +92,7 @@ class LaneForward:
     rows' forward, then the read-out."""
 
     lane: str
-    token_ids: np.ndarray  # int32 [num_rows]; of rows that a roll fills, anything
+    token_ids: np.ndarray  # int32 [num_rows]; of rows that a roll fills, anything; below 0: see `drawn_as`
     positions: np.ndarray  # int32 [num_rows]
     slots: np.ndarray  # int32 [num_rows]; -1: a root whose KV is valid only reads
     row_indptr: np.ndarray  # int32 [num_branches + 1]
@@ -123,6 +123,22 @@ class LaneForward:
     )  # int32 [num_verified]: ... and its place in LaneAnswers.rolled, of a kept roll
     processing: ProcessRows | None = None
     report: ReportRows | None = None
+
+
+def drawn_as(draw: int) -> int:
+    """The token id of a row that stands for what the target lane's step before draws as its `draw`-th: that step may
+    still be on its way."""
+    return -1 - draw
+
+
+def asks_draws_alone(forwards: Mapping[str, LaneForward]) -> bool:
+    """Whether a step's answers are draws from rows that may be processed, and nothing else; then nobody but the next
+    step needs them at once."""
+    target = forwards.get("target")
+    if target is None or len(forwards) > 1 or target.report is not None:
+        return False
+    others = (target.topk_rows, target.logprob_rows, target.best_rows, target.masked_rows, target.verified_draws)
+    return not any(map(len, others))
 
 
 def freeze(forward: LaneForward) -> None:

@@ -95,9 +95,13 @@ class LaneBuilder:
         self._starts.append(start)
         self._counts.append(1)
         self._tokens.append(token)
+        return self.draw(row, start + 1, record, banned)
+
+    def draw(self, row: int, position: int, record: bytes, banned: tuple[int, ...]) -> int:
+        """Read out one row, and draw the token at `position` from it; returns the draw."""
         draw = len(self._draw_rows)
         self._draw_rows.append(len(self._read_rows))
-        self._draw_positions.append(start + 1)
+        self._draw_positions.append(position)
         self._draw_records.append(record)
         if banned:
             self._banned += [(len(self._read_rows), token) for token in banned]

@@ -9,7 +9,7 @@ from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.forward import LaneForward
 from pagedec.core.masking import StepMasks
 from pagedec.core.protocol import Query, Roll
-from pagedec.core.request import Branch, Request
+from pagedec.core.request import GONE, Branch, Request
 from pagedec.core.table import BlockTable, CopyPlan
 from pagedec.errors import RequestError
 
@@ -70,6 +70,11 @@ class Work:
         return self.draft is EMPTY and len(self.asks) == 1 and self.asks[0].is_shared
 
     @property
+    def lives(self) -> bool:
+        """Its branch has not ended since it was planned, nor has its request."""
+        return not self.request.closed and self.branch.awaits != GONE
+
+    @property
     def answers_something(self) -> bool:
         return self.draw >= 0 or self.query is not None
 
@@ -93,6 +98,10 @@ class StepPlan:
     """Rows of drafts that were weighed, and that were granted."""
     num_released: int = 0
     """Idle branches that gave way to the step."""
+    is_foreseen: bool = False
+    """What it leaves was noted before its answers were there: the step behind it is planned."""
+    is_short: bool = False
+    """Somebody found no room. Planned ahead, nobody gave way to him: the next step must wait for this one's answers."""
     begun: list[Request] = field(default_factory=list)
     """Requests that have their first rows."""
     failed: dict[Request, RequestError] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from pagedec.core.parked import Parking
 from pagedec.core.plan import StepPlan, shape_of
 from pagedec.core.preemption import Room
 from pagedec.core.protocol import Best, Query, Sampler
-from pagedec.core.request import Branch, Request, order_of
+from pagedec.core.request import KNOWN, LAST, Branch, Request, order_of
 from pagedec.core.reuse import Reuse
 from pagedec.core.rows import Chain, Rows
 from pagedec.core.table import BlockTable, CopyPlan, reserve
@@ -33,7 +33,7 @@ class Planner:
 
     `requests`: all, in the order in which they run; `started`: those that hold blocks, in the same order; it gains
     those that this step lets in. `only`: those that may run, if not all may. `costs`: what a step takes; without them
-    nobody rests, and drafts are as wide as they are.
+    nobody rests, and drafts are as wide as they are. `is_ahead`: the step before is still out, and was foreseen.
     """
 
     __slots__ = (
@@ -53,12 +53,13 @@ class Planner:
         only: Collection[Request] | None = None,
         costs: StepCosts | None = None,
         parking: Parking | None = None,
+        is_ahead: bool = False,
     ) -> None:
         self._limits, self._requests, self._started, self._demand = limits, requests, started, demand
         self._copies, self._only, self._costs, self._plan = copies, only, costs, StepPlan(step)
         self._builders = {lane: LaneBuilder(plan.pool) for lane, plan in copies.items()}
         self._rows = Rows(limits, self._builders, self._plan)
-        self._room, self._parking = Room(requests, step, self._asked, only, parking), parking
+        self._room, self._parking = Room(requests, step, self._asked, only, parking, is_ahead), parking
         self._reuse = Reuse(limits.enable_prefix_caching, self._rows.computing, self._asked)
         weighing = None if costs is None else Weighing(costs, len(started))
         self._drafting = Drafting(limits, self._rows, copies, self._room, weighing)
@@ -80,6 +81,7 @@ class Planner:
             else:
                 has_room = self._plan_queries(request, self._queries(request))
             if not has_room:
+                self._plan.is_short = True
                 break
         self._drafting.grant()
         plan = self._plan
@@ -190,15 +192,18 @@ class Planner:
     # ---- one request; False: out of blocks
     def _plan_plain(self, request: Request, sampler: Sampler) -> bool:
         """Plain sampling: a branch with one pending token and one stream is a row and a draw; anything else is a
-        query."""
+        query. The token may still be on its way: a branch that awaits one has no other."""
         depth, forced, rows, step = request.history.depth, request.forced, self._rows, self._plan.step
         pool = rows.target.pool
         size, refs, keys = pool.block_size, pool.refs, pool.key_of
         queries: dict[Branch, Query] = {}
         for branch in request.branches:
-            table, state = branch.tables["target"], branch.state
+            table, state, awaits = branch.tables["target"], branch.state, branch.awaits
             start = table.length
-            if depth[branch.tip] - start != 1 or len(state) != 1 or (forced is not None and forced(branch)):
+            if awaits != KNOWN:
+                if awaits == LAST:
+                    continue
+            elif depth[branch.tip] - start != 1 or len(state) != 1 or (forced is not None and forced(branch)):
                 queries = queries or {query.branch: query for query in self._queries(request)}
                 if branch not in queries:  # the request has failed, or its decoder is not as plain as it says
                     return True
@@ -218,7 +223,7 @@ class Planner:
                     return False
             rows.lay_plain(request, branch, sampler)
             branch.planned_in = step
-            if (start + 1) % size == 0 and self._limits.enable_prefix_caching:
+            if (start + 1) % size == 0 and self._limits.enable_prefix_caching and awaits == KNOWN:
                 rows.computing.add(request.history.block_key(branch.tip, start + 1))
             rows.left -= 1
             rows.seqs_left -= 1

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from pagedec.core.parked import Parking
-from pagedec.core.request import Branch, Request
+from pagedec.core.request import KNOWN, Branch, Request
+from pagedec.core.table import BlockTable
 
 
 class Room:
     """The order of giving way within one step: parked branches; requests that may not run in it; idle branches, of the
     lowest priority first and then the one that has been idle for longest; the youngest requests; the request's own
     youngest branches without work in this step. Drafts take only what is left. The oldest request of the highest
-    priority never gives way.
+    priority never gives way. Where the step before is still out (`is_ahead`) only parked branches do: others may be
+    about to end.
 
     Each of the orders is walked once a step: what has been passed has nothing left to give, or has work in this step.
     """
@@ -21,6 +23,7 @@ class Room:
         "_asked",
         "_draft",
         "_idle",
+        "_is_ahead",
         "_own",
         "_own_request",
         "_parking",
@@ -38,8 +41,9 @@ class Room:
         asked: Callable[[Request], set[Branch] | None],
         only: Collection[Request] | None = None,
         parking: Parking | None = None,
+        is_ahead: bool = False,
     ) -> None:
-        self._parking = parking
+        self._parking, self._is_ahead = parking, is_ahead
         self._requests, self._step, self._asked = requests, step, asked
         self._paused = iter(() if only is None else [request for request in requests if request not in only])
         self._idle = self._idle_branches()
@@ -54,6 +58,8 @@ class Room:
         """Have somebody give way to `request`. False: nobody is left."""
         if self._parking is not None and self._parking.give_way("target"):
             return True
+        if self._is_ahead:
+            return False
         for paused in self._paused:
             if preempt(paused):
                 return True
@@ -114,6 +120,15 @@ def holds_blocks(request: Request) -> bool:
             if table.num_blocks:
                 return True
     return False
+
+
+def lose_kv(request: Request) -> None:
+    """The device has lost what a request's tables held: it begins with empty ones, from its history."""
+    request.num_preemptions += holds_blocks(request)
+    request.started = False
+    for branch in request.branches:
+        branch.tables = {lane: BlockTable(table.pool) for lane, table in branch.tables.items()}
+        branch.awaits = KNOWN
 
 
 def preempt(request: Request) -> bool:

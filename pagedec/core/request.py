@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from pagedec.core.resuming import Resume
 
 
+KNOWN, LAST, GONE = -1, -2, -3
+"""What a branch awaits of the step that is out: nothing, all of its tokens are known; the token with which it ends; or
+nothing ever more, it has ended."""
+
+
 @dataclass(slots=True, eq=False)
 class Branch:
     """A tip in the history with a table for each lane. `state` is the decoder's, `stop_state` the stopping automaton's;
@@ -43,6 +48,8 @@ class Branch:
     """The constraint's, where the request has one: an immutable value, too."""
     side: int = 0
     """Of a gang's: its node at the end of the first block that the gang is not known to share; 0: not looked up."""
+    awaits: int = KNOWN
+    """The draw of the step that is out which gives the token behind its tip; or KNOWN, LAST or GONE."""
 
     @property
     def table(self) -> BlockTable:

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.forward import drawn_as
 from pagedec.core.layout import LaneBuilder, draw_record
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.logits_rules import NO_RULES
 from pagedec.core.masking import MaskedWork, StepMasks
 from pagedec.core.plan import StepPlan, Work, WorkReport
 from pagedec.core.protocol import Query, Roll, Sample, Sampler
-from pagedec.core.request import Branch, Request
+from pagedec.core.request import KNOWN, Branch, Request
 from pagedec.core.stopping import COUNT, NO_STOPPING
 
 
@@ -97,7 +98,11 @@ class Rows:
             self._report_prompt(work, root - max(1, count) + 1, count)
         elif request.scored_from is not None:
             self._report_given(work, root - max(1, count) + 1, count, request.scored_from)
-        if query is not None:
+        if query is not None and request.plain is not None and draft is EMPTY and len(branch.state) == 1:
+            work.query, work.draw = None, target.draw(root, length, *self._draw_of(request, branch, request.plain))
+            if request.marks_rows:
+                self.mark(work, {0: target.num_read - 1})
+        elif query is not None:
             read: dict[int, int] = {}
             bans = request.stopping if request.constraint is None else NO_STOPPING  # masks ban by themselves
             work.asks = target.read(query, root, length, draft, bans, read, request.arrival)
@@ -111,18 +116,25 @@ class Rows:
         self.plan.works.append(work)
 
     def lay_plain(self, request: Request, branch: Branch, sampler: Sampler) -> None:
-        """Lay out the one pending token of a branch of one stream, and a draw behind it: no query, and no answer."""
-        table, stream, stopping, target = branch.tables["target"], branch.state[0], request.stopping, self.target
-        record = request.records.get(stream)
-        if record is None:
-            record = request.records[stream] = draw_record(sampler, stream)
-        unbanned = request.constraint is not None or branch.stop_state & COUNT >= stopping.min_tokens
-        start, banned = table.length, () if unbanned else stopping.ends  # masks ban by themselves
-        draw = target.add_plain(table, start, request.history.token[branch.tip], record, banned)
-        work = Work(request, branch, table, start, 1, draw)
+        """Lay out the one pending token of a branch of one stream, and a draw behind it: no query, and no answer. A
+        token that the branch awaits is named by its draw."""
+        table, target = branch.tables["target"], self.target
+        token = request.history.token[branch.tip] if branch.awaits == KNOWN else drawn_as(branch.awaits)
+        draw = target.add_plain(table, table.length, token, *self._draw_of(request, branch, sampler))
+        work = Work(request, branch, table, table.length, 1, draw)
         self.plan.works.append(work)
         if request.marks_rows:
             self.mark(work, {0: target.num_read - 1})
+
+    def _draw_of(self, request: Request, branch: Branch, sampler: Sampler) -> tuple[bytes, tuple[int, ...]]:
+        """The record of a branch's next draw, and the tokens that are banned."""
+        stream, stopping = branch.state[0], request.stopping
+        record = request.records.get(stream)
+        if record is None:
+            record = request.records[stream] = draw_record(sampler, stream)
+        num_generated = (branch.stop_state & COUNT) + (branch.awaits != KNOWN)
+        unbanned = request.constraint is not None or num_generated >= stopping.min_tokens
+        return record, () if unbanned else stopping.ends  # masks ban by themselves
 
     def lay_gang(self, request: Request, queries: Sequence[Query]) -> None:
         """Take and lay out one pending token of each branch of a gang that asks for its best alone, and for which there

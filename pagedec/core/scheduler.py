@@ -9,6 +9,7 @@ from bisect import insort
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
+from pagedec.core.ahead import can_foresee, foresee, written_by
 from pagedec.core.block import BlockPool
 from pagedec.core.checks import check_decoder, check_verdict
 from pagedec.core.conclusion import conclusion
@@ -23,7 +24,7 @@ from pagedec.core.logprobs import NO_REPORTING, Reporting, Reports
 from pagedec.core.parked import Call, Parking
 from pagedec.core.plan import StepPlan
 from pagedec.core.planning import Planner
-from pagedec.core.preemption import holds_blocks, preempt
+from pagedec.core.preemption import holds_blocks, lose_kv, preempt
 from pagedec.core.protocol import Decoder, DecoderContext, Verdict
 from pagedec.core.request import Branch, Ended, Event, Failed, Request, Waiting, order_of
 from pagedec.core.settling import Settler, ranks_of
@@ -34,31 +35,26 @@ from pagedec.errors import InvalidArgument, InvariantError, NotFound, RequestErr
 
 
 class Scheduler:
-    """Mixes requests under a row budget in a pool that may be far too small. One plan is out at a time."""
+    """Mixes requests under a row budget in a pool that may be far too small. One plan is out at a time; or two, see
+    `plan_ahead`."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
+        offload = {"target": limits.num_offload_blocks}
         self.pools = {
-            lane: BlockPool(
-                lane,
-                num_blocks,
-                limits.block_size,
-                limits.max_blocks_per_table,
-                limits.num_offload_blocks if lane == "target" else 0,
-            )
-            for lane, num_blocks in limits.num_blocks.items()
+            lane: BlockPool(lane, num, limits.block_size, limits.max_blocks_per_table, offload.get(lane, 0))
+            for lane, num in limits.num_blocks.items()
         }
         self.parking = Parking(self.pools)
         self.requests: list[Request] = []  # in the order in which they run
         self.rules: dict[int, LogitsRules] = {}
-        """What running requests have done to their logits, by the number that rows name it by: the request's
-        arrival."""
+        """What running requests have done to their logits, by the number that rows name: the request's arrival."""
         self._by_id: dict[str, Request] = {}
         self._started: list[Request] = []  # those that hold blocks, in the same order
         self._copies = self._new_copies()
         self._demand = Demand()
         self._methods: dict[type[Decoder], Method] = {}
-        self._plan: StepPlan | None = None  # the one that is out
+        self.plans: list[StepPlan] = []  # those that are out, in the order of their steps
         self._events: list[Event] = []  # what has happened since the last settling
         self._num_arrivals = 0
         self.step = 0
@@ -202,19 +198,16 @@ class Scheduler:
         preempt(self.get(request_id))
 
     def forget_kv(self) -> None:
-        """The device has lost its cache: drop the plan that is out, all tables and the prefix cache. Every request goes
-        on.
+        """The device has lost its cache: drop the plans that are out, all tables and the prefix cache. Every request
+        goes on.
 
         Nothing of what the pools say of themselves is used, so this also mends what was left half done.
         """
-        self._plan = None
+        self.plans = []
         for pool in self.pools.values():
             pool.reset()
         for request in self.requests:
-            request.num_preemptions += holds_blocks(request)
-            request.started = False
-            for branch in request.branches:
-                branch.tables = {lane: BlockTable(self.pools[lane]) for lane in branch.tables}
+            lose_kv(request)
         self.parking.reset()
         self._copies = self._new_copies()
 
@@ -230,8 +223,8 @@ class Scheduler:
     # ---- a step
     @property
     def idle(self) -> bool:
-        """Nothing wants to advance, as far as the last plan could tell, and nothing is left to be told."""
-        return not self._events and all(request.idle for request in self.requests)
+        """Nothing is out or wants to advance, as far as the last plan could tell, and nothing is left to be told."""
+        return not self.plans and not self._events and all(request.idle for request in self.requests)
 
     def plan(self, only: Collection[Request] | None = None, costs: StepCosts | None = None) -> StepPlan:
         """What to evaluate next, of the requests `only` if not of all. Without forwards there is nothing to do until
@@ -244,6 +237,28 @@ class Scheduler:
         them. What else is raised is our own mistake: `forget_kv` must follow.
         """
         self._require_between_steps("plan")
+        plan = self._make_plan(only, costs, is_ahead=False)
+        if not plan.forwards and not plan.failed:
+            self._fail_what_cannot_run(only)
+        return plan
+
+    def plan_ahead(self, costs: StepCosts | None = None) -> StepPlan | None:
+        """What to evaluate behind the step that is out, before its answers are there. None: that must wait for them.
+
+        Only where each answer is one token that is drawn (`can_foresee`): a branch ends or goes on with that token's
+        row, which the plan names by its draw; of one that has ended it is computed for nobody. Nobody is preempted: who
+        finds no room waits for a plan behind all answers. Blocks given up meanwhile go to later steps, which run later.
+        """
+        if len(self.plans) != 1 or self.plans[0].is_short or not can_foresee(self.plans[0]):
+            return None
+        foresee(self.plans[0], self.limits.enable_prefix_caching)
+        plan = self._make_plan(None, costs, is_ahead=True)
+        if plan.forwards:
+            return plan
+        self.plans.pop()
+        return None
+
+    def _make_plan(self, only: Collection[Request] | None, costs: StepCosts | None, is_ahead: bool) -> StepPlan:
         self.step += 1
         self._started = [request for request in self._started if request.started and not request.closed]
         if costs is not None:
@@ -251,16 +266,15 @@ class Scheduler:
                 method.earn()
         parking = self.parking if len(self.parking) else None
         plan = Planner(
-            self.limits, self.requests, self._started, self._demand, self._copies, self.step, only, costs, parking
-        ).make()
+            self.limits, self.requests, self._started, self._demand, self._copies, self.step, only, costs, parking,
+            is_ahead,
+        ).make()  # fmt: skip
         self._copies = self._new_copies()
-        self._plan = plan
+        self.plans.append(plan)
         self._events += (Waiting(request) for request in plan.idled)
         self._demand.num_changes += len(plan.idled)
         for request, error in plan.failed.items():
             self.fail(request, error)
-        if not plan.forwards and not plan.failed:
-            self._fail_what_cannot_run(only)
         return plan
 
     def settle(self, plan: StepPlan, answers: Mapping[str, LaneAnswers]) -> list[Event]:
@@ -269,9 +283,9 @@ class Scheduler:
         A request whose decoder fails, or whose answers cannot be carried in, is forgotten; in the second case all KV is
         given up, and the others draw the same tokens again.
         """
-        if plan is not self._plan:
-            raise InvariantError(f"step {plan.step} is settled, but it is not out")
-        self._plan = None
+        if not self.plans or self.plans[0] is not plan:
+            raise InvariantError(f"step {plan.step} is settled, but it is not the first one that is out")
+        del self.plans[0]
         for copies in plan.copies.values():
             copies.finish()
         for request, problem in () if plan.masks is None else plan.masks.failed.items():
@@ -305,9 +319,8 @@ class Scheduler:
     def check(self) -> None:
         """Raise `InvariantError` unless every block is accounted for."""
         for lane, pool in self.pools.items():
-            pool.check(self.tables(lane))
-            is_held = self.requests or self._plan is not None or self.parking.holds_blocks(lane)
-            is_held = is_held or len(self._copies[lane]) > 0
+            pool.check(self.tables(lane), written_by(self.plans))
+            is_held = self.requests or self.plans or self.parking.holds_blocks(lane) or len(self._copies[lane])
             if not is_held and pool.num_available != pool.num_blocks:
                 raise InvariantError(
                     f"lane {lane}: {pool.num_available} of {pool.num_blocks} blocks are left when idle"
@@ -344,18 +357,16 @@ class Scheduler:
         return {lane: CopyPlan(pool) for lane, pool in self.pools.items()}
 
     def _require_between_steps(self, what: str) -> None:
-        if self._plan is not None:
-            raise InvariantError(f"{what} while step {self._plan.step} is out")
+        if self.plans:
+            raise InvariantError(f"{what} while step {self.plans[0].step} is out")
 
     def _fail_what_cannot_run(self, only: Collection[Request] | None) -> None:
         """An empty plan, although somebody wants to advance: whoever comes first has had the whole device, and does not
         fit it."""
-        for request in self.requests:
-            if not request.idle and (only is None or request in only):
-                self.fail(
-                    request, RequestError(request.id, "nothing of it can be evaluated, with the whole device to itself")
-                )
-                return
+        wanting = (request for request in self.requests if not request.idle and (only is None or request in only))
+        if (first := next(wanting, None)) is not None:
+            problem = "nothing of it can be evaluated, with the whole device to itself"
+            self.fail(first, RequestError(first.id, problem))
 
     def _close_all(self, over: Sequence[Request], events: list[Event]) -> None:
         for request in over:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from pagedec.core.cache_events import publish
+from pagedec.core.cached import note_cached, offer
 from pagedec.core.checks import check_rank, check_verdict
 from pagedec.core.children import as_objects, check_children, check_generation, is_plain
 from pagedec.core.common import forget_sides, note_common
@@ -20,10 +20,10 @@ from pagedec.core.logprobs import Recorder, TokenLogprobs, reported
 from pagedec.core.plan import StepPlan, Work
 from pagedec.core.protocol import Answer, Child, Children, Hypothesis, Query, Sample, Verdict
 from pagedec.core.reading import candidates_of, read_answer
-from pagedec.core.request import Branch, Event, Finished, Progress, Request, Settled
+from pagedec.core.request import GONE, KNOWN, Branch, Event, Finished, Progress, Request, Settled
 from pagedec.core.resuming import resumed
 from pagedec.core.stopping import Cut
-from pagedec.core.table import BlockTable, CopyPlan
+from pagedec.core.table import CopyPlan
 from pagedec.core.transition import Heir, descend, transition
 from pagedec.core.weighing import note_drafts
 from pagedec.errors import InvalidArgument, PagedecError, RequestError, shown, told
@@ -34,8 +34,8 @@ class Settler:
     has happened, `demand` how long answers were."""
 
     __slots__ = (
-        "_answers", "_candidates", "_copies", "_demand", "_draws", "_events", "_publishing", "_recorder", "_rolled",
-        "_size", "_vocab_size",
+        "_answers", "_candidates", "_copies", "_demand", "_draws", "_events", "_is_foreseen", "_publishing",
+        "_recorder", "_rolled", "_size", "_vocab_size",
         "current", "failed", "over",
     )  # fmt: skip
 
@@ -54,6 +54,7 @@ class Settler:
         self._candidates = candidates_of(answers["target"]) if "target" in answers else []
         self._rolled: Sequence[tuple[int, ...]] = ()
         self._recorder: Recorder | None = None
+        self._is_foreseen = False
         self.current: Request | None = None
         """Whose answers are being carried in."""
         self.over: list[Request] = []
@@ -63,7 +64,8 @@ class Settler:
 
     def settle(self, plan: StepPlan) -> None:
         """Note what is cached now, publish it, then let every answered request go on."""
-        works = [work for work in plan.works if not work.request.closed]
+        self._is_foreseen = plan.is_foreseen
+        works = [work for work in plan.works if work.lives]
         target, draft = plan.forwards.get("target"), plan.forwards.get("draft")
         if draft is not None and len(draft.rolls):
             self._rolled = split_rolled(draft, self._answers["draft"].rolled)
@@ -71,7 +73,10 @@ class Settler:
             self._recorder = Recorder(target, self._answers["target"])
         for work in works:
             self.current = work.request
-            self._note_cached(work)
+            if self._is_foreseen:
+                work.branch.awaits = KNOWN
+            else:
+                self._note_cached(work)
             if work.report is not None and self._recorder is not None:
                 self._recorder.record(work)
         pool = self._copies["target"].pool
@@ -94,22 +99,7 @@ class Settler:
 
     # ---- what is cached, and what of it can be found
     def _note_cached(self, work: Work) -> None:
-        table, length = work.table, work.start + work.num_tokens
-        table.length = length
-        if table.pool.lane == "draft":
-            tail = self._rolled[work.roll][:-1] if work.roll >= 0 else ()  # the last rolled token was not evaluated
-            table.truncate(length, tuple(tail))
-        elif length // self._size > table.published and self._publishing:
-            request = work.request  # before the transition, or a finished request would leave nothing
-            if not request.decoder.gang or len(request.branches) == 1:
-                self._publish(request, work.branch, length)
-            elif request.common_length // self._size > table.published:
-                self._publish(request, work.branch, request.common_length)
-
-    def _publish(self, request: Request, branch: Branch, settled: int) -> None:
-        """Offer full blocks of accepted tokens to the prefix cache."""
-        table: BlockTable = branch.tables["target"]
-        publish(table, request.history, branch.tip, min(table.length, settled) // self._size)
+        note_cached(work, self._publishing, self._rolled[work.roll] if work.roll >= 0 and self._rolled else ())
 
     def _publish_generation(self, request: Request) -> None:
         """Offer what the new branches have: of a gang only what all of them share, which cannot be displaced any
@@ -124,7 +114,7 @@ class Settler:
             table = branch.tables["target"]
             settled = request.common_length if gang else table.length
             if min(table.length, settled) // size > table.published:
-                self._publish(request, branch, settled)
+                offer(request, branch, settled)
 
     # ---- plain sampling: one token for each branch, and no verdict
     def _advance_plain(self, request: Request, works: Sequence[Work]) -> None:
@@ -157,6 +147,10 @@ class Settler:
                 cut = Cut(state, (token,), reason, token if reason == "stop" else None)
             over[branch] = Hypothesis.ended(tip, cut, rank, branch.score)
         if over:
+            for branch in over:
+                branch.awaits = GONE
+                if self._is_foreseen:  # the next step has room for a token more
+                    branch.table.truncate(branch.table.length)
             request.hold([*over.values()])
             for branch, hypothesis in over.items():
                 branch.release()

@@ -13,9 +13,7 @@ from typing import Any, TypeAlias
 from pagedec.constraints import Grammars, constraint_of
 from pagedec.core.logprobs import TokenLogprobs
 from pagedec.core.parked import Call
-from pagedec.core.plan import StepPlan
 from pagedec.core.protocol import Verdict
-from pagedec.core.reading import check_answers
 from pagedec.core.request import Ended, Event, Failed, Finished, Progress, Request, Settled, Waiting
 from pagedec.core.resuming import Resume, begin_resumed, check_resume
 from pagedec.core.scheduler import Scheduler
@@ -23,12 +21,11 @@ from pagedec.decoders.registry import decoder_for, decoder_of
 from pagedec.engine.completion import Completion, answer_of
 from pagedec.engine.open_branches import SessionLimits
 from pagedec.engine.options import DEFAULT_LOGPROBS, Vocabulary, check_reports, read_options
-from pagedec.engine.pace import StepPace
-from pagedec.engine.recovery import Recovery
 from pagedec.engine.sessions import Sessions
 from pagedec.engine.speculating import DRAFTING, TABLE, check_speculation, with_speculation
 from pagedec.engine.stats import EngineStats
-from pagedec.errors import DeviceError, InvalidArgument, RequestError, Shown, WorkersGone, counted, told
+from pagedec.engine.steps import Steps
+from pagedec.errors import InvalidArgument, RequestError, Shown, counted
 from pagedec.executor.base import Executor
 from pagedec.outputs import RequestMetrics
 from pagedec.params import RequestParams
@@ -67,7 +64,7 @@ class Engine:
     it.
 
     Without a `vocabulary`, requests with stop strings or bad words are refused. `speculative` is how requests draft
-    that say nothing of it.
+    that say nothing of it. `is_ahead`: steps are planned while the one before is carried out, where that can be.
     """
 
     def __init__(
@@ -81,25 +78,34 @@ class Engine:
         vocabulary: Vocabulary | None = None,
         speculative: dict[str, Any] | None = None,
         sessions: SessionLimits | None = None,
+        is_ahead: bool = False,
     ) -> None:
-        self.scheduler, self.executor, self.limits, self.vocabulary = scheduler, executor, limits, vocabulary
-        self.seed, self.debug, self.stats, self.clock = seed, debug, EngineStats(), clock
+        self.scheduler, self.limits, self.vocabulary = scheduler, limits, vocabulary
+        self.seed, self.stats, self.clock = seed, EngineStats(), clock
         self.speculative = speculative
         if speculative is not None:
             self._check_speculation(speculative, "speculative_config")
         self.num_unseeded = 0
         """Requests admitted without a seed of their own."""
         self.grammars = None if vocabulary is None else Grammars(limits.vocab_size, *vocabulary.words)
-        self._recovery = Recovery()
-        self._pace: StepPace | None = None
+        self._steps = Steps(scheduler, executor, limits.vocab_size, self.stats, self._now, debug, is_ahead)
+        self._late: list[EngineEvent] = []  # what was brought while nobody stepped
         self.sessions = Sessions(
             scheduler.parking, scheduler.new_tables, scheduler.limits.block_size, clock, sessions or SessionLimits()
         )
         self._arrived: dict[Request, float] = {}
-        self._begun: dict[Request, float] = {}
         self._first: dict[Request, float] = {}
         self._deadlines: dict[Request, float] = {}
         self._next_deadline = math.inf  # not later than the first of them
+
+    @property
+    def executor(self) -> Executor:
+        """Whoever carries out its steps."""
+        return self._steps.executor
+
+    @executor.setter
+    def executor(self, executor: Executor) -> None:
+        self._steps.executor = executor
 
     # ---- requests
     def admit(
@@ -153,8 +159,8 @@ class Engine:
             check_resume(resume, params.num_answers, limit - len(prompt), limits.vocab_size, reports)
             if request.decoder.resumes:
                 begin_resumed(request, resume)
-        if request.standing is not None and self._pace is None:
-            self._pace = StepPace()
+        if request.standing is not None:
+            self._steps.learn_costs()
         if request.plain is None:
             request.acceptance.whole = self.stats.drafts_of(chosen.name)
         if params.seed is None:
@@ -183,6 +189,7 @@ class Engine:
 
     def edit(self, request_id: str, verdict: Verdict) -> list[EngineEvent]:
         """Apply a client's fork, rollback, append or close between steps. Raises `NotFound` and `InvalidArgument`."""
+        self.drain()
         return self._collect(self.scheduler.edit(request_id, verdict), self.clock())
 
     # ---- steps
@@ -194,47 +201,25 @@ class Engine:
         one alone fails with the device's error. Interrupts are raised: the step is then as if it had not been begun,
         its KV lost.
         """
-        stats, began = self.stats, self.clock()
         self.sessions.tidy(self)
-        if began >= self._next_deadline and (events := self._conclude_overdue(began)):
-            return self._collect(events, began)
-        try:
-            plan = self.scheduler.plan(self._recovery.only, None if self._pace is None else self._pace.costs)
-            planned = self.clock()
-            if not plan.forwards:
-                return self._collect(self.scheduler.settle(plan, {}), planned)
-            self._note_blocks(plan)
-            self._begun.update((request, planned) for request in plan.begun)
-        except Exception as error:  # our own mistake, and nobody knows yet by whom
-            return self._failed_step(error, list(self._recovery.only or self._running()))
-        except BaseException:
-            self.scheduler.forget_kv()
-            raise
-        try:
-            answers = self.executor.execute(plan.forwards, self.scheduler.rules, plan.masks).result()
-            check_answers(plan.forwards, answers, self.limits.vocab_size)
-            executed = self.clock()
-        except Exception as error:
-            return self._failed_step(error, list(dict.fromkeys(work.request for work in plan.works)))
-        except BaseException:
-            self.scheduler.forget_kv()
-            raise
-        try:
-            events = self.scheduler.settle(plan, answers)
-        except BaseException:
-            self.scheduler.forget_kv()
-            raise
-        settled = self.clock()
-        self._recovery.passed(work.request for work in plan.works if work.answers_something)
-        stats.num_steps += 1
-        stats.num_rows += plan.num_rows
-        stats.plan_seconds += planned - began
-        stats.execute_seconds += executed - planned
-        stats.settle_seconds += settled - executed
-        self._learn(plan, planned - began + settled - executed, executed - planned)
-        if self.debug:
-            self.scheduler.check()
-        return self._collect(events, settled)
+        now = self.clock()
+        if now >= self._next_deadline:
+            self.drain()
+            self._late += self._collect(self._conclude_overdue(now), now)
+        if self._late:
+            events, self._late = self._late, []
+            return events
+        return self._collect(*self._steps.step(now))
+
+    def drain(self) -> None:
+        """Wait for a step that is out: none is then, and the next call of `step` tells what it has brought."""
+        self._late += self._collect(*self._steps.drain())
+
+    def reset_prefix_cache(self) -> bool:
+        """Let nothing be found that was computed so far; requests go on with what they hold. True: nobody holds any
+        block."""
+        self.drain()
+        return self.scheduler.reset_prefix_cache()
 
     @property
     def unfinished(self) -> list[Request]:
@@ -244,32 +229,27 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing runs that wants to advance."""
-        return self.scheduler.idle
+        return self.scheduler.idle and not self._late
 
     def mend(self) -> None:
         """Bring back workers that have ended while nobody asked them for anything. Raises what keeps them from it."""
         if self.executor.problem is not None:
-            self.scheduler.forget_kv()
+            self._steps.forget_kv()
             self.executor.mend()
 
     def stop(self) -> None:
-        """Give up the device."""
+        """Give up the device, when it has carried out what it was given."""
+        self._steps.abandon()
         self.executor.stop()
 
     # ---- inside
+    def _now(self) -> float:
+        return self.clock()
+
     def _check_speculation(self, table: dict[str, Any], field: str) -> None:
         limits = self.scheduler.limits
         draft_context = limits.max_positions.get("draft") if "draft" in limits.num_blocks else None
         check_speculation(table, field, self.limits.max_model_len, draft_context)
-
-    def _learn(self, plan: StepPlan, host: float, execute: float) -> None:
-        """What a step took; from the first request on that drafts as widely as pays."""
-        if self._pace is None or plan.shape is None:
-            return
-        self._pace.note(plan.shape, len(plan.works), plan.num_granted, host, execute)
-        self.stats.costs = self._pace.costs
-        self.stats.num_wished_rows += plan.num_wished
-        self.stats.num_granted_rows += plan.num_granted
 
     def _conclude_overdue(self, now: float) -> list[Event]:
         """End the requests whose time is over, those that still wait too, with the answers that they have."""
@@ -316,41 +296,10 @@ class Engine:
             return len(prompt) + max_tokens, "max_tokens"
         return longest, "max_model_len" if longest == self.limits.max_model_len else "kv_pool"
 
-    def _note_blocks(self, plan: StepPlan) -> None:
-        pool, stats = self.scheduler.pools["target"], self.stats
-        stats.num_blocks, stats.num_blocks_cached = pool.num_blocks, len(pool.evictable)
-        stats.num_blocks_used = pool.num_blocks - pool.num_available
-        stats.max_blocks_used = max(stats.max_blocks_used, stats.num_blocks_used)
-        stats.num_released_branches += plan.num_released
-        stats.num_parked_branches = len(self.scheduler.parking)
-        stats.num_forks, stats.num_copied_blocks = pool.num_forks, pool.num_copied
-        held = sum(branch.table.num_blocks for request in self.scheduler.requests for branch in request.branches)
-        stats.num_blocks_saved = max(0, held - stats.num_blocks_used)
-
-    def _failed_step(self, error: Exception, suspects: Sequence[Request]) -> list[EngineEvent]:
-        """All KV is given up: nobody knows what the device has written. Whoever has had every chance fails with the
-        cause."""
-        self.stats.num_failed_steps += 1
-        self.scheduler.forget_kv()
-        running = self._running()
-        hopeless = None
-        if not isinstance(error, WorkersGone):
-            hopeless = self._recovery.failed([request for request in suspects if not request.closed], running)
-        kind = RequestError if hopeless is not None else DeviceError
-        for request in running if hopeless is None else hopeless:
-            problem = kind(request.id, f"cannot be evaluated: {told(error)}")
-            problem.__cause__ = error
-            self.scheduler.fail(request, problem)
-        return self._collect(self.scheduler.take_events(), self.clock())
-
-    def _running(self) -> list[Request]:
-        """All that want to advance. Those that wait for a client lose nothing with the device but KV."""
-        return [request for request in self.scheduler.requests if not request.idle]
-
     def _forget(self, request: Request) -> None:
         if self._arrived.pop(request, None) is not None:
             self.stats.ended.add(request)
-        self._begun.pop(request, None)
+        self._steps.begun.pop(request, None)
         self._first.pop(request, None)
         self._deadlines.pop(request, None)
 
@@ -387,7 +336,7 @@ class Engine:
             num_released_branches=request.num_released_branches,
             num_draft_tokens=request.acceptance.num_drafted,
             num_accepted_tokens=request.acceptance.num_accepted,
-            first_scheduled_time=self._begun.get(request),
+            first_scheduled_time=self._steps.begun.get(request),
         )
         self._forget(request)
         self.stats.num_finished += 1

@@ -121,6 +121,7 @@ class EngineLoop:
         on from where they are."""
 
         def note(engine: Engine) -> None:
+            engine.drain()
             self._is_paused = is_paused
 
         return self.call(note)

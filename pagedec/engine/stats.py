@@ -47,6 +47,8 @@ class EngineStats:
     """
 
     num_steps: int = 0
+    num_steps_ahead: int = 0
+    """Steps behind which the next one was planned before their answers were there."""
     num_rows: int = 0
     num_finished: int = 0
     num_failed: int = 0

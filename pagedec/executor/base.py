@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Protocol
 
 from pagedec.core.forward import Answers, Forwards, MakeMasks, Rules
@@ -11,17 +10,27 @@ from pagedec.core.logits_rules import LogitsRules
 from pagedec.runtime.geometry import Geometry
 
 
+class Pending(Protocol):
+    """What becomes of a step: its answers, which may not be there yet."""
+
+    def result(self) -> Answers:
+        """Wait for them. Raises what went wrong; KV is then as good as lost. Called once."""
+
+
 class Executor(Protocol):
     """Carries out steps in the order they are given. Workers own weights, KV and kernels, and no decoding state."""
 
     geometry: Geometry
+    overlaps: bool
+    """It carries out what `asks_draws_alone` while its caller goes on, and takes the next step meanwhile, whose rows
+    may be of tokens that this one draws (`drawn_as`)."""
     num_restarts: int
     """Times that what was lost was brought back."""
     restart_seconds: float
     """What that took, in all."""
 
-    def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Future[Answers]:
-        """Carry out one step's forwards, by lane. The future fails with what went wrong; KV is then as good as lost.
+    def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Pending:
+        """Carry out one step's forwards, by lane, or begin to. Raises nothing: what went wrong is the answers' to tell.
 
         `rules` are those of all running requests. `masks` gives those of the target's `masked_rows`; it is called when
         the forwards are on their way, so that what it does costs nothing as long as the device is busy, with the tokens

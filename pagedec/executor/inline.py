@@ -4,30 +4,33 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from pagedec.core.forward import Answers, Forwards, MakeMasks, Rules
+from pagedec.core.forward import Answers, Forwards, MakeMasks, Rules, asks_draws_alone
 from pagedec.core.wire import Step
-from pagedec.executor.base import RuleNews
+from pagedec.executor.base import Pending, RuleNews
 from pagedec.runtime.worker import Worker
 
 
 class InlineExecutor:
-    """Carries out each step at once; the future it returns is done."""
+    """Carries out each step at once; on a device that works by itself, it begins those that ask for draws alone."""
 
     num_restarts, restart_seconds = 0, 0.0
 
     def __init__(self, worker: Worker) -> None:
         self.worker: Worker | None = worker
-        self.geometry = worker.geometry
+        self.geometry, self.overlaps = worker.geometry, worker.overlaps
         self._news = RuleNews()
         self._num_steps = 0
 
-    def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Future[Answers]:
+    def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Pending:
         future: Future[Answers] = Future()
         try:
             if self.worker is None:
                 raise RuntimeError("the executor is stopped")
             self._num_steps += 1
-            future.set_result(self.worker.execute(Step(self._num_steps, forwards, *self._news.of(rules)), masks))
+            step = Step(self._num_steps, forwards, *self._news.of(rules))
+            if asks_draws_alone(forwards):
+                return self.worker.begin(step)
+            future.set_result(self.worker.execute(step, masks))
         except Exception as error:  # the engine decides what a failed step means
             future.set_exception(error)
         return future

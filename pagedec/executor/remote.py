@@ -34,6 +34,8 @@ class RemoteExecutor:
     `launch` starts a group's processes, which have loaded nothing yet.
     """
 
+    overlaps = False
+
     def __init__(self, config: EngineConfig, launch: Callable[[], WorkerGroup]) -> None:
         self._launch, self._group = launch, launch()
         _running.add(self._group)

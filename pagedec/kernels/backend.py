@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +19,10 @@ from pagedec.core.logits_rules import LogitsRules
 from pagedec.kernels.blocks import Blocks
 from pagedec.kernels.link import Link
 from pagedec.kernels.records import Epilogue, KvKind
+
+if TYPE_CHECKING:
+    from pagedec.kernels.drawn import DrawnTokens
+    from pagedec.kernels.row_buffer import RowBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +248,8 @@ class Backend(Protocol):
     """What caches hold."""
     device: int
     """Which of the devices of its kind; of processors there is one."""
+    overlaps: bool
+    """Calls that answer nothing return before they are carried out."""
     link: Link | None
     """The way to the ranks that share the model; None: there are none."""
 
@@ -321,6 +327,9 @@ class Backend(Protocol):
         `verified_draws` verify. `room`: where reported rows are copied to while they are read; None: room of its
         own."""
 
+    def drawn_tokens(self) -> DrawnTokens:
+        """Where a lane's draws stand until somebody asks for them."""
+
     def roller(
         self,
         programs: Any,
@@ -383,18 +392,3 @@ class Backend(Protocol):
         """Of each group (BEST_GROUP_DTYPE) of `rows` (BEST_ROW_DTYPE) of logits fp32 [*, vocab], the first candidates
         in order (CANDIDATE_DTYPE). A log-probability is a logit less the row's `lse` fp32 [rows]; None: less its
         log-sum-exp."""
-
-
-class RowBuffer:
-    """fp32 rows where the kernels work: as many as were needed at a time so far."""
-
-    def __init__(self, backend: Backend, width: int) -> None:
-        self._backend = backend
-        self.rows = backend.zeros((0, width), torch.float32)
-
-    def reserve(self, num_rows: int) -> torch.Tensor:
-        """At least so many rows. What was in them is lost where they grow."""
-        if num_rows > len(self.rows):
-            shape = (max(num_rows, 2 * len(self.rows)), self.rows.shape[1])
-            self.rows = self._backend.zeros(shape, torch.float32)
-        return self.rows

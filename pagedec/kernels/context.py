@@ -89,6 +89,33 @@ class AttentionPlan:
             self.close()
 
 
+class Fetch:
+    """A copy to the host that may be under way while the context is called for more; one at a time."""
+
+    __slots__ = ("_context", "_handle")
+
+    def __init__(self, context: Context, max_bytes: int) -> None:
+        self._context = context
+        self._handle: int | None = context.library.functions.pd_fetch_new(context.handle, max_bytes)
+        if not self._handle:
+            raise MemoryError(context.library.last_error())
+
+    def begin(self, source: int, num_bytes: int) -> None:
+        """Have bytes copied, behind what the context was called for so far."""
+        library = self._context.library
+        library.check(library.functions.pd_fetch_begin(self._context.handle, self._handle, source, num_bytes))
+
+    def end(self, to: int) -> None:
+        """Wait for that copy, not for what came behind it, and put its bytes there."""
+        library = self._context.library
+        library.check(library.functions.pd_fetch_end(self._context.handle, self._handle, to))
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._context.library.functions.pd_fetch_free(self._handle)
+            self._handle = None
+
+
 class Context:
     """Where kernels compute: a device, how many threads, and the memory that they work in; freed with this object.
 
@@ -180,6 +207,10 @@ class Context:
     def read_memory(self, to: int, source: int, num_bytes: int) -> None:
         """Copy to the host, when all calls are through."""
         self.library.check(self._functions.pd_memory_read(self.handle, to, source, num_bytes))
+
+    def fetch(self, max_bytes: int) -> Fetch:
+        """Return what copies to the host while others calls follow. Raises MemoryError."""
+        return Fetch(self, max_bytes)
 
     def fill_memory(self, to: int, byte: int, num_bytes: int) -> None:
         """Set every byte, in order with calls."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from pagedec.errors import InvalidArgument
 from pagedec.kernels.attention_kernel import AttentionKernel, check_device, check_numbers
 from pagedec.kernels.backend import AttentionShape, CacheTensors
 from pagedec.kernels.blocks import Blocks
+from pagedec.kernels.context import Fetch
 from pagedec.kernels.device_memory import DeviceCall, DeviceMemory, KernelCall, Staging
 from pagedec.kernels.lent_memory import CudaMemory, EmulatedMemory, LentMemory
 from pagedec.kernels.library import EMULATED_DEVICE, KvKind, Library
@@ -26,6 +27,7 @@ from pagedec.kernels.split_plan import SplitPlan
 
 ROOM_SHARE = 0.9
 """Of a device's free memory: the rest is for a step's buffers and attention's partial results."""
+MOST_OUT = 2  # steps whose draws nobody has taken yet
 CHUNK = 32 << 20  # bytes of a device's memory that small tensors are cut from
 
 
@@ -34,6 +36,8 @@ class DeviceBackend(NativeBackend):
     call. Raises as `NativeBackend` does, and MemoryError where the device has no room."""
 
     dtypes = tuple(DTYPES)
+
+    overlaps = True
 
     def __init__(
         self,
@@ -138,6 +142,9 @@ class DeviceBackend(NativeBackend):
                 self.memory.fill(cache.v[layer, block], 0xFF)
             self.memory.fill(cache.tokens[block * cache.block_size : (block + 1) * cache.block_size], 0xFF)
 
+    def drawn_tokens(self) -> DeviceDrawn:
+        return DeviceDrawn(self)
+
     def has_nan(self, logits: torch.Tensor) -> bool:
         return bool(self.memory.get(logits).isnan().any())
 
@@ -147,3 +154,40 @@ class DeviceBackend(NativeBackend):
     def _placed(self, array: np.ndarray) -> tuple[int, object]:
         tensor = self.memory.put(torch.from_numpy(array))
         return tensor.data_ptr(), tensor
+
+
+class DeviceDrawn:
+    """Draws in the device's memory, of one forward at a time: what follows on its stream reads them before the next
+    forward's take their places, and so does the copy to the host."""
+
+    def __init__(self, backend: DeviceBackend) -> None:
+        self._backend = backend
+        self._num_draws = self._room = 0
+        self._fetches: list[Fetch] = []
+
+    def begin(self, num_draws: int) -> None:
+        self._num_draws = num_draws
+        if num_draws > self._room or not self._fetches:
+            self._backend.wait()  # nothing is on its way to the host from what is given up
+            self._room = max(num_draws, 2 * self._room, 1)
+            self._tokens = self._backend.zeros((self._room,), torch.int32)
+            self._fetches = [self._backend.context.fetch(self._tokens.nbytes) for _ in range(MOST_OUT)]
+
+    def sample(self, logits: torch.Tensor, draws: np.ndarray, first: int) -> None:
+        self._backend.sample_into(logits, draws, self._tokens[first : first + len(draws)])
+
+    def put(self, token_ids: torch.Tensor, rows: np.ndarray, places: np.ndarray) -> None:
+        # four bytes each, which a kernel that copies rows takes as they are
+        drawn, ids = (tensor.view(torch.float32)[:, None] for tensor in (self._tokens, token_ids))
+        self._backend.copy_rows(drawn, places, ids, rows)
+
+    def later(self) -> Callable[[], np.ndarray]:
+        fetch, tokens = self._fetches[0], np.empty(self._num_draws, np.int32)
+        self._fetches.reverse()
+        fetch.begin(self._tokens.data_ptr(), tokens.nbytes)
+
+        def take() -> np.ndarray:
+            fetch.end(tokens.ctypes.data)
+            return tokens
+
+        return take

@@ -11,16 +11,20 @@ import torch
 from pagedec.core.forward import LaneForward, Masks
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.kernels.arena import zeros
-from pagedec.kernels.backend import Backend, CacheTensors, Drafted, Roller, RowBuffer
+from pagedec.kernels.backend import Backend, CacheTensors, Drafted, Roller
+from pagedec.kernels.drawn import DrawnTokens, HostDrawn
 from pagedec.kernels.processing import FlatRules, flatten
 from pagedec.kernels.readout import HostReadOut
 from pagedec.kernels.reference_cache import as_bytes, cache_dtype, cache_shapes
+from pagedec.kernels.row_buffer import RowBuffer
 
 POISON_TOKEN = -1
 
 
 class HostBackend(Backend):
     """A backend whose tensors the host can read and write."""
+
+    overlaps = False
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -73,6 +77,9 @@ class HostBackend(Backend):
 
     def has_nan(self, logits: torch.Tensor) -> bool:
         return bool(logits.isnan().any())
+
+    def drawn_tokens(self) -> DrawnTokens:
+        return HostDrawn(self)
 
     def roller(
         self,

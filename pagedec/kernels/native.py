@@ -272,14 +272,21 @@ class NativeBackend(HostBackend):
         return values
 
     def sample(self, logits: torch.Tensor, draws: np.ndarray) -> np.ndarray:
-        out, call, vocab = np.empty(len(draws), np.int32), self.call(), logits.shape[1]
-        count = call.given(np.array([len(draws)], np.int32))
+        out, call = np.empty(len(draws), np.int32), self.call()
+        self._sample(call, logits, draws, call.wanted(out))
+        return out
+
+    def sample_into(self, logits: torch.Tensor, draws: np.ndarray, tokens: torch.Tensor) -> None:
+        """The same into int32 [num_draws] where kernels work; the call may return before that is done."""
+        self._sample(self.call(), logits, draws, address(tokens, torch.int32, "tokens"))
+
+    def _sample(self, call: KernelCall, logits: torch.Tensor, draws: np.ndarray, out: int | None) -> None:
+        count, vocab = call.given(np.array([len(draws)], np.int32)), logits.shape[1]
         if not draws["temperature"].any() and np.array_equal(draws["row"], np.arange(len(draws))):
-            call.run(ArgmaxArgs(count, logits.data_ptr(), call.wanted(out), vocab, 0))
+            call.run(ArgmaxArgs(count, logits.data_ptr(), out, vocab, 0))
         else:
             given = call.given(np.ascontiguousarray(draws))
-            call.run(SampleArgs(count, given, logits.data_ptr(), call.wanted(out), vocab, 0))
-        return out
+            call.run(SampleArgs(count, given, logits.data_ptr(), out, vocab, 0))
 
     def verify(self, logits: torch.Tensor, draws: np.ndarray, drafted: Drafted) -> np.ndarray:
         out, call = np.empty(len(draws), np.int32), self.call()

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from pagedec.core.forward import NO_FLOATS, NO_INTS, LaneAnswers, LaneForward, Masks
-from pagedec.kernels.backend import Backend, CacheTensors, Drafted, RowBuffer
+from pagedec.kernels.backend import Backend, CacheTensors, Drafted
 from pagedec.kernels.best import BestRows
 from pagedec.kernels.masked import check_masks, mask_words
 from pagedec.kernels.report import RawRows, empty_report
+from pagedec.kernels.row_buffer import RowBuffer
 
 
 class HostReadOut:
@@ -59,7 +60,7 @@ class HostReadOut:
             self._read_probabilities(logits, start, whole, raw)
         drawn = self._draw(logits, start, whole)
         if raw is not None and self._report is not None:
-            picked = _within(forward.topk_rows, start, stop, whole)
+            picked = within(forward.topk_rows, start, stop, whole)
             raw.fill(self._report, drawn, self._draws, picked, self._topk_tokens)
 
     def answers(self) -> LaneAnswers:
@@ -78,8 +79,8 @@ class HostReadOut:
 
     def _read_probabilities(self, logits: torch.Tensor, start: int, whole: bool, raw: RawRows | None) -> None:
         backend, forward, stop = self._backend, self._forward, start + len(logits)
-        picked = _within(forward.topk_rows, start, stop, whole)
-        asked = _within(forward.logprob_rows, start, stop, whole)
+        picked = within(forward.topk_rows, start, stop, whole)
+        asked = within(forward.logprob_rows, start, stop, whole)
         if len(asked):
             rows = forward.logprob_rows[asked] - start
             values = backend.pick(logits, rows, forward.logprob_tokens[asked])
@@ -114,7 +115,7 @@ class HostReadOut:
         """Mask rows and ban single tokens."""
         forward, stop = self._forward, start + len(logits)
         places, words = self._masks_of(logits, start, whole)
-        banned = _within(forward.banned_rows, start, stop, whole)
+        banned = within(forward.banned_rows, start, stop, whole)
         if places is not None or len(banned):
             rows, tokens = forward.banned_rows[banned] - start, forward.banned_tokens[banned]
             self._backend.restrict(logits, places, words, rows, tokens)
@@ -127,7 +128,7 @@ class HostReadOut:
         if self._words is None:
             self._words = mask_words(check_masks(self._masks, len(rows), vocab), vocab)
         given, words = self._words
-        masked = _within(rows, start, start + len(logits), whole)
+        masked = within(rows, start, start + len(logits), whole)
         places = np.full(len(logits), -1, np.int32)
         places[rows[masked] - start] = given[masked]
         return (places, words) if (places >= 0).any() else (None, None)
@@ -140,10 +141,10 @@ class HostReadOut:
             if len(drawn):
                 self._draws = self._backend.sample(logits, forward.draws)
             return drawn
-        drawn = _within(forward.draws["row"], start, start + len(logits), whole)
+        drawn = within(forward.draws["row"], start, start + len(logits), whole)
         plain = drawn if self._drafted is None else self._verify(logits, start, drawn)
         if len(plain):
-            self._draws[plain] = self._backend.sample(logits, self._from(plain, start))
+            self._draws[plain] = self._backend.sample(logits, self.of_piece(plain, start))
         return drawn
 
     def _verify(self, logits: torch.Tensor, start: int, drawn: np.ndarray) -> np.ndarray:
@@ -153,17 +154,18 @@ class HostReadOut:
         places = np.flatnonzero(np.isin(verified, drawn))
         if len(places):
             own = Drafted(drafted.logits, drafted.draws[places], drafted.tokens[places])
-            self._draws[verified[places]] = self._backend.verify(logits, self._from(verified[places], start), own)
+            self._draws[verified[places]] = self._backend.verify(logits, self.of_piece(verified[places], start), own)
         return drawn[~np.isin(drawn, verified)]
 
-    def _from(self, drawn: np.ndarray, start: int) -> np.ndarray:
+    def of_piece(self, drawn: np.ndarray, start: int) -> np.ndarray:
         """Some draws, of the piece that begins at a read-out row."""
         draws = self._forward.draws[drawn]
         draws["row"] -= start
         return draws
 
 
-def _within(rows: np.ndarray, start: int, stop: int, whole: bool) -> np.ndarray:
+def within(rows: np.ndarray, start: int, stop: int, whole: bool) -> np.ndarray:
+    """The places of those of `rows` that stand in a piece; `whole`: all do."""
     if whole:
         return np.arange(len(rows))
     return np.nonzero((rows >= start) & (rows < stop))[0]

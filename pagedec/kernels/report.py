@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from pagedec.core.forward import NO_FLOATS, NO_INTS, LaneForward, Reported
-from pagedec.kernels.backend import Backend, RowBuffer
+from pagedec.kernels.backend import Backend
+from pagedec.kernels.row_buffer import RowBuffer
 
 
 def empty_report(forward: LaneForward) -> Reported | None:

@@ -103,7 +103,7 @@ class Front:
         """Forget all KV that no request holds: no later prompt finds what was computed before. What runs goes on with
         its own, which nobody else finds any more. True: the pool is empty; False: requests that run hold blocks of
         it."""
-        done = self.loop.call(lambda engine: engine.scheduler.reset_prefix_cache())
+        done = self.loop.call(lambda engine: engine.reset_prefix_cache())
         self.loop.drive(done.done)
         return done.result()
 

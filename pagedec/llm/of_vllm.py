@@ -141,9 +141,6 @@ NEUTRAL: dict[str, Rule] = {
         Integer("prompts share steps by priority and age; answers do not depend on it"),
     ),
     "scheduler_delay_factor": Number("prompts share steps by priority and age; answers do not depend on it", low=0),
-    "async_scheduling": Flag(
-        "a step is planned when the one before is settled; answers do not depend on it", optional=True
-    ),
     "scheduling_policy": Text(
         "by priority, then by age; without priorities that is fcfs", choices=("fcfs", "priority")
     ),

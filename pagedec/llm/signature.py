@@ -43,6 +43,7 @@ class EngineArgs(TypedDict, total=False):
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     max_logprobs: int
+    async_scheduling: bool | None
     speculative_config: dict[str, Any] | None
     max_session_branches: int
     max_session_tokens: int
@@ -120,7 +121,6 @@ class EngineArgs(TypedDict, total=False):
     max_long_partial_prefills: int
     long_prefill_token_threshold: int
     scheduler_delay_factor: float
-    async_scheduling: bool | None
     scheduling_policy: str
     use_v2_block_manager: bool
     disable_hybrid_kv_cache_manager: bool | None

@@ -13,7 +13,9 @@ import torch
 from pagedec.core.forward import LaneAnswers, LaneForward, Masks, ProcessRows
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.errors import InvariantError
-from pagedec.kernels.backend import Backend, CacheTensors, Drafted, ReadOut, RowBuffer
+from pagedec.kernels.backend import Backend, CacheTensors, Drafted, ReadOut
+from pagedec.kernels.drawn import LateReadOut
+from pagedec.kernels.row_buffer import RowBuffer
 from pagedec.models.buffers import READ_ROWS
 from pagedec.models.model import Model
 from pagedec.runtime.offloaded_blocks import OffloadedBlocks
@@ -64,6 +66,7 @@ class LaneRunner:
         link = self.backend.link
         # ranks that exchange values in their devices' streams are through with a step when these are
         self._waits = link is not None and link.received is not None
+        self._drawn = self.backend.drawn_tokens()
         self._kept, self._reported = RowBuffer(self.backend, known), RowBuffer(self.backend, known)
         self.is_through = True
         """All programs of the last forward have been run, whatever became of what was read."""
@@ -101,10 +104,7 @@ class LaneRunner:
         read_out, pieces = None, self.evaluate(forward)
         try:
             for logits, start in pieces:
-                if self.debug and self.backend.has_nan(logits):
-                    raise InvariantError("logits are NaN: a row read a slot that no row had written")
-                if self.num_drawn < logits.shape[1]:
-                    self.backend.restrict(logits, num_drawn=self.num_drawn)
+                self._restrict(logits)
                 read_out = read_out or self._read_out(forward, masks, drafted)
                 read_out.read(logits, start)
                 if keep is not None:
@@ -115,6 +115,22 @@ class LaneRunner:
             raise
         return (read_out or self._read_out(forward)).answers()
 
+    def begin(self, forward: LaneForward) -> Callable[[], LaneAnswers]:
+        """As `execute` where draws alone are asked for. They are there when what this gives is called: until then the
+        device works by itself, and rows of the next forward may be of tokens that it draws."""
+        read_out = None  # not before the rows have the tokens that were drawn last
+        for logits, start in self.evaluate(forward):
+            self._restrict(logits)
+            read_out = read_out or LateReadOut(self.backend, forward, self.cache, self._rules, self._drawn)
+            read_out.read(logits, start)
+        return (read_out or LateReadOut(self.backend, forward, self.cache, self._rules, self._drawn)).later()
+
+    def _restrict(self, logits: torch.Tensor) -> None:
+        if self.debug and self.backend.has_nan(logits):
+            raise InvariantError("logits are NaN: a row read a slot that no row had written")
+        if self.num_drawn < logits.shape[1]:
+            self.backend.restrict(logits, num_drawn=self.num_drawn)
+
     def evaluate(self, forward: LaneForward) -> Iterator[tuple[torch.Tensor, int]]:
         """Evaluate the rows. Gives the logits of each piece that is to be read out, and its first row's place."""
         rows = forward.read_rows
@@ -122,6 +138,9 @@ class LaneRunner:
         if self.is_through:
             return
         self.buffers.load(forward.token_ids, forward.positions, forward.slots)
+        awaited = np.flatnonzero(forward.token_ids < 0)
+        if len(awaited):
+            self._drawn.put(self.buffers.token_ids, awaited, -1 - forward.token_ids[awaited])
         for plan in self.plans:
             plan.update(forward.row_indptr, forward.kv_len, forward.block_table, forward.parents)
         is_one = 0 < len(rows) <= READ_ROWS  # nearly always: one program, from token ids to logits

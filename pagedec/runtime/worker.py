@@ -17,6 +17,19 @@ from pagedec.runtime.geometry import Geometry
 from pagedec.runtime.runner import LaneRunner
 
 
+class Begun:
+    """A step that a device is on its way with."""
+
+    __slots__ = ("_answers",)
+
+    def __init__(self, answers: Callable[[], LaneAnswers]) -> None:
+        self._answers = answers
+
+    def result(self) -> Answers:
+        """The target's answers, when they are there."""
+        return {"target": self._answers()}
+
+
 class Worker:
     """All lanes of a device. It owns weights, KV and kernels, and no decoding state but the rules that it was told.
 
@@ -29,15 +42,24 @@ class Worker:
         """The other ranks are through with what this one has been through; False after an error that has left them in
         the middle of a step."""
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether what is begun is carried out while the caller goes on."""
+        return self._link is None and self.lanes["target"].backend.overlaps
+
+    def begin(self, step: Step) -> Begun:
+        """Begin a step that asks the target for draws alone (`asks_draws_alone`). The next one may be begun before its
+        answers are taken; one without ranks."""
+        self._tell_rules(step)
+        runner, target = self.lanes["target"], step.forwards["target"]
+        runner.prepare(target)
+        return Begun(runner.begin(target))
+
     def execute(self, step: Step, masks: MakeMasks | None = None) -> Answers:
         """Carry out one step. `masks` gives those of the target's `masked_rows`, and is asked when the rows are on
         their way, with what was rolled."""
         self.is_whole = self._link is None
-        for runner in self.lanes.values():
-            for rule_id in step.old_rules:
-                runner.forget(rule_id)
-            for rule_id, processing in step.new_rules.items():
-                runner.learn(rule_id, processing)
+        self._tell_rules(step)
         for lane, forward in step.forwards.items():
             self.lanes[lane].prepare(forward)
         answers: Answers = {}
@@ -59,6 +81,13 @@ class Worker:
             answers["target"] = self._evaluate(target, given, drafted)
         self.is_whole = True
         return answers
+
+    def _tell_rules(self, step: Step) -> None:
+        for runner in self.lanes.values():
+            for rule_id in step.old_rules:
+                runner.forget(rule_id)
+            for rule_id, processing in step.new_rules.items():
+                runner.learn(rule_id, processing)
 
     def _roll(self, runner: LaneRunner, draft: LaneForward, is_awaited: bool) -> np.ndarray:
         """What the draft lane rolls. `is_awaited`: by the other ranks, for the target's rows."""

@@ -119,5 +119,5 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
 
 def _flush(engine: Engine) -> int:
     num_blocks = sum(len(pool.block_of) for pool in engine.scheduler.pools.values())
-    engine.scheduler.reset_prefix_cache()
+    engine.reset_prefix_cache()
     return num_blocks

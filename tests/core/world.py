@@ -151,11 +151,15 @@ class World:
         return Case("session", InteractiveParams(seed=self.seed), text, want, limit=SESSION_LIMIT)
 
     # ---- runs
+    def engine(self, limits: SchedulerLimits) -> FakeEngine:
+        """One over this world's models."""
+        return FakeEngine(self.models, limits, self.costs)
+
     def run(
         self, cases: Sequence[Case], limits: SchedulerLimits, disturb: random.Random | None = None
     ) -> tuple[dict[str, Any], FakeEngine]:
         """Run cases as one batch; `disturb` adds late, preempts and aborts at random."""
-        engine = FakeEngine(self.models, limits, self.costs)
+        engine = self.engine(limits)
         scheduler = engine.scheduler
         requests: dict[str, Request] = {}
         clients: dict[str, Client] = {}

@@ -75,8 +75,7 @@ def poison(llm: LLM, expected: list[Tokens], monkeypatch: pytest.MonkeyPatch, ra
     execute, ids = WorkerGroup.execute, set[str]()
 
     def poisoned(group: WorkerGroup, *arguments: Any) -> Any:
-        plan = llm.engine.scheduler._plan
-        assert plan is not None
+        plan = llm.engine.scheduler.plans[-1]
         ids.update(work.request.id for work in plan.works)
         if any(work.request.id == hostile for work in plan.works):
             os.kill(group.workers[rank].pid, signal.SIGKILL)

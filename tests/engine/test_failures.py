@@ -114,8 +114,7 @@ class Unwell:
         self.engine.executor = self
 
     def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Future[Answers]:
-        plan = self.engine.scheduler._plan
-        assert plan is not None
+        plan = self.engine.scheduler.plans[-1]
         self.count += 1
         if self.fails(self.count, {work.request.id for work in plan.works}):
             self.num_failures += 1

@@ -84,6 +84,7 @@ FEATURES = {
     "blocks of 64": Feature({"block_size": 64}, others=True),
     "kv_cache_dtype int8": Feature({"num_blocks": 14}, others=True, disturb=True, kind="KV int8"),
     "kv_cache_dtype fp8": Feature({"max_num_batched_tokens": 11}, others=True, twice=True, kind="KV fp8"),
+    "async_scheduling": Feature({"async_scheduling": True}, others=True),
     "low priority": Feature({"num_blocks": 20}, others=True, priority=1),
     "cache salt": Feature(twice=True, salt="tenant"),
     "min_tokens": Feature(params={"min_tokens": 6}),

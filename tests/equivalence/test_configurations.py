@@ -102,6 +102,7 @@ def configuration(rng: random.Random, directory: Path) -> dict[str, Any]:
         "max_num_seqs": rng.choice([5, READ_ROWS + 6, 256]),
         "num_threads": rng.choice([1, 2]),
         "enable_prefix_caching": rng.random() < 0.7,
+        "async_scheduling": rng.random() < 0.5,
         "speculative_config": rng.choice(
             [
                 None,

@@ -47,6 +47,49 @@ def test_there_and_back(library: Library, num_bytes: int) -> None:
     assert np.array_equal(memory.get(copy).numpy(), values)
 
 
+def test_a_copy_that_others_follow(library: Library) -> None:
+    """It has what was there when it began, whatever is written behind it; and a second one may be under way."""
+    context = library.context()
+    memory = DeviceMemory(context, 0)
+    tensor = memory.zeros((1000,), torch.int32)
+    fetches, found = [context.fetch(4000), context.fetch(4000)], np.zeros((2, 1000), np.int32)
+    for i in range(40):
+        memory.write(tensor, np.full(1000, 2 * i + 1, np.int32))
+        fetches[0].begin(tensor.data_ptr(), 4000)
+        memory.write(tensor, np.full(1000, 2 * i + 2, np.int32))
+        fetches[1].begin(tensor.data_ptr(), 40)
+        memory.write(tensor, np.full(1000, -1, np.int32))
+        for fetch, out in zip(fetches, found, strict=True):
+            fetch.end(out.ctypes.data)
+        assert (found[0] == 2 * i + 1).all() and (found[1, :10] == 2 * i + 2).all() and not found[1, 10:].any()
+    fetches[0].begin(tensor.data_ptr(), 0)
+    fetches[0].end(found.ctypes.data)
+    with pytest.raises(KernelError, match="pd_fetch_begin: from is NULL; it must point to 8 bytes"):
+        fetches[0].begin(0, 8)
+    with pytest.raises(MemoryError, match="pd_fetch_new: num_bytes is -1; it must be 0 to"):
+        context.fetch(-1)
+
+
+@EMULATED
+def test_copies_that_follow_each_other_and_are_not_ended() -> None:
+    """Each is told apart, and none of them is another context's."""
+    library = load(EMULATED_DEVICE)
+    context, other = library.context(), library.context()
+    memory = DeviceMemory(context, 0)
+    tensor, out = memory.zeros((16,), torch.int32), np.zeros(16, np.int32)
+    fetch, foreign = context.fetch(64), other.fetch(64)
+    with pytest.raises(KernelError, match="pd_fetch_end: no copy is under way"):
+        fetch.end(out.ctypes.data)
+    with pytest.raises(KernelError, match="pd_fetch_begin: num_bytes is 65; it must be at most 64"):
+        fetch.begin(tensor.data_ptr(), 65)
+    fetch.begin(tensor.data_ptr(), 64)
+    with pytest.raises(KernelError, match="pd_fetch_begin: its last copy was not ended"):
+        fetch.begin(tensor.data_ptr(), 64)
+    with pytest.raises(KernelError, match="pd_fetch_end: fetch is another context's"):
+        library.check(library.functions.pd_fetch_end(context.handle, foreign._handle, out.ctypes.data))
+    fetch.end(out.ctypes.data)
+
+
 def test_sizes_that_there_are_not(library: Library) -> None:
     context = library.context()
     with pytest.raises(MemoryError, match="pd_memory_new: num_bytes is -1; it must be 0 to"):

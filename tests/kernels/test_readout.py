@@ -12,11 +12,12 @@ import torch
 
 from pagedec.core.forward import EVERYTHING, LISTED, LaneAnswers, LaneForward, Masks, ProcessRows, ReportRows
 from pagedec.core.logits_rules import LogitsRules
-from pagedec.kernels.backend import Backend, CacheTensors, Drafted, RowBuffer
+from pagedec.kernels.backend import Backend, CacheTensors, Drafted
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import Context
 from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.readout import HostReadOut
+from pagedec.kernels.row_buffer import RowBuffer
 from tests.kernels import calls
 from tests.kernels.test_best import groups_of, rows_of
 

@@ -30,7 +30,7 @@ ENUMS: dict[str, tuple[str, type[IntEnum]]] = {  # of C: the prefix of its names
     "pd_kv_kind": ("PD_KV_", records.KvKind),
     "pd_op_kind": ("PD_OP_", records.OpKind),
 }
-HANDLES = {"pd_context", "pd_plan", "pd_recording"}
+HANDLES = {"pd_context", "pd_fetch", "pd_plan", "pd_recording"}
 SCALARS: dict[str, Any] = {
     "int": ctypes.c_int,
     "int32_t": ctypes.c_int32,

@@ -38,9 +38,10 @@ void Stream::put(Work work) {
   const std::lock_guard lock(turn());
   waiting_.push_back(std::move(work));
 }
-std::string Stream::await() {
+std::string Stream::await() { return await(UINT64_MAX); }
+std::string Stream::await(uint64_t mark) {
   const std::lock_guard lock(turn());
-  carry_out();
+  carry_out(mark);
   return std::exchange(problem_, {});
 }
 bool Stream::is_through() {
@@ -49,23 +50,31 @@ bool Stream::is_through() {
     if (waiting_.empty()) return true;
     carrier_ = std::async(std::launch::async, [this] {
       const std::lock_guard lock(turn());
-      carry_out();
+      carry_out(UINT64_MAX);
     });
   }
   if (carrier_.wait_for(MOMENT) != std::future_status::ready) return false;
   carrier_.get();
   return true;
 }
-void Stream::carry_out() {
-  if (waiting_.empty()) return;
+uint64_t Stream::mark() {
+  const std::lock_guard lock(turn());
+  return num_done_ + waiting_.size();
+}
+void Stream::carry_out(uint64_t mark) {
+  if (!problem_.empty()) num_done_ += waiting_.size(), waiting_.clear();  // of before, which nobody was told yet
+  if (waiting_.empty() || num_done_ >= mark) return;
   const Opened opened;
-  const std::vector<Work> all = std::exchange(waiting_, {});
-  for (const Work &work : all)
-    if (problem_.empty()) problem_ = work();
+  for (; !waiting_.empty() && num_done_ < mark; num_done_++) {
+    const Work work = std::move(waiting_.front());
+    waiting_.pop_front();
+    problem_ = work();
+    if (!problem_.empty()) num_done_ += waiting_.size(), waiting_.clear();
+  }
 }
 void await_all() {
   const std::lock_guard lock(turn());
-  for (Stream *stream : streams()) stream->carry_out();
+  for (Stream *stream : streams()) stream->carry_out(UINT64_MAX);
 }
 
 }  // namespace pagedec::emulate

@@ -1,6 +1,8 @@
 // Streams of the emulated device. What is put into one stays there until somebody waits for it: a device may be as late
 // as that, so whoever frees, changes or reads something too early is found out.
 #pragma once
+#include <cstdint>
+#include <deque>
 #include <functional>
 #include <future>
 #include <string>
@@ -21,14 +23,19 @@ class Stream {
   bool is_recorded() const { return list_; }
   // Carries out what has been put into it. Empty, or what went wrong since the last time; nothing follows that.
   std::string await();
+  // The same of what had been put into it when `mark` was taken.
+  std::string await(uint64_t mark);
+  uint64_t mark();
   // Whether all has been carried out: by a thread that is begun when it has not, and is waited for a moment, so that
   // whoever asks may give up.
   bool is_through();
 
  private:
   friend void await_all();
-  void carry_out();
-  std::vector<Work> waiting_, *list_ = nullptr;
+  void carry_out(uint64_t mark);
+  std::deque<Work> waiting_;
+  uint64_t num_done_ = 0;
+  std::vector<Work> *list_ = nullptr;
   std::string problem_;
   std::future<void> carrier_;
 };

@@ -1,0 +1,223 @@
+"""Steps: planned, carried out, settled. Where the executor carries out a step while its caller goes on, the next one is
+planned and given to it meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from pagedec.core.costs import StepCosts
+from pagedec.core.forward import Answers, Rules, asks_draws_alone
+from pagedec.core.plan import StepPlan
+from pagedec.core.reading import check_answers
+from pagedec.core.request import Event, Request
+from pagedec.core.scheduler import Scheduler
+from pagedec.engine.pace import StepPace
+from pagedec.engine.recovery import Recovery
+from pagedec.engine.stats import EngineStats
+from pagedec.errors import DeviceError, RequestError, WorkersGone, told
+from pagedec.executor.base import Executor, Pending
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that is planned, with the rules of those that it was planned for."""
+
+    plan: StepPlan
+    rules: Rules
+    host_seconds: float
+    """That planning has taken; below 0: it was planned beside another step, whose time it shares."""
+    answers: Pending | None = None
+    """None: the executor was not given it yet."""
+
+
+class Steps:
+    """Carries out a scheduler's steps. At most one is out between two calls, `is_ahead` only: its answers are waited
+    for when the one behind it has been planned, so that the device need not wait for the host.
+
+    What goes wrong on the device costs all KV, of a second step that is out, too.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        vocab_size: int,
+        stats: EngineStats,
+        clock: Callable[[], float],
+        debug: bool,
+        is_ahead: bool,
+    ) -> None:
+        self._scheduler, self.executor, self._vocab_size, self._stats = scheduler, executor, vocab_size, stats
+        self._clock, self._debug, self._is_ahead = clock, debug, is_ahead
+        self._recovery = Recovery()
+        self._pace: StepPace | None = None
+        self._flight: Flight | None = None
+        self.begun: dict[Request, float] = {}
+        """When requests had their first rows."""
+
+    def learn_costs(self) -> None:
+        """From now on, note what steps take: somebody drafts as widely as pays."""
+        self._pace = self._pace or StepPace()
+
+    def step(self, now: float) -> tuple[list[Event], float]:
+        """One step's events, and when it was over. Interrupts are raised: what is out is then as if it had not been
+        begun, its KV lost."""
+        flight, self._flight = self._flight, None
+        try:
+            if flight is None:
+                plan = self._scheduler.plan(self._recovery.only, self._costs)
+                began, now = now, self._clock()
+                if not plan.forwards:
+                    return self._scheduler.settle(plan, {}), now
+                flight = Flight(plan, self._scheduler.rules, now - began)
+                self._begin(flight, now)
+            behind, now = self._plan_ahead(now)
+        except Exception as error:  # our own mistake, and nobody knows yet by whom
+            self._abandon(flight)
+            return self._failed(error, list(self._recovery.only or self._running()))
+        except BaseException:
+            self._abandon(flight)
+            self._scheduler.forget_kv()
+            raise
+        return self._finish(flight, behind, now)
+
+    def drain(self) -> tuple[list[Event], float]:
+        """The events of the step that is out, if one is, behind which none is begun."""
+        flight, self._flight = self._flight, None
+        now = self._clock()
+        return ([], now) if flight is None else self._finish(flight, None, now)
+
+    def abandon(self) -> None:
+        """Wait for what is out; nobody needs its answers."""
+        flight, self._flight = self._flight, None
+        self._abandon(flight)
+
+    def forget_kv(self) -> None:
+        """The same, and its KV is nobody's any more."""
+        self.abandon()
+        self._scheduler.forget_kv()
+
+    # ---- inside
+    @property
+    def _costs(self) -> StepCosts | None:
+        return None if self._pace is None else self._pace.costs
+
+    def _plan_ahead(self, began: float) -> tuple[Flight | None, float]:
+        """Plan the step behind the one that is out, where that can be; and when that was done. It is begun at once
+        where only the step behind it needs its answers; others want the host beside them."""
+        if not self._is_ahead or self._recovery.only is not None:
+            return None, began
+        plan = self._scheduler.plan_ahead(self._costs)
+        if plan is None:
+            return None, began
+        now, rules = self._clock(), dict(self._scheduler.rules)  # some may end before it is begun
+        self._stats.plan_seconds += now - began
+        flight = Flight(plan, rules, -1.0)
+        if asks_draws_alone(plan.forwards):
+            self._begin(flight, now)
+        return flight, now
+
+    def _begin(self, flight: Flight, now: float) -> None:
+        """Give a step to the executor."""
+        plan = flight.plan
+        self._stats.plan_seconds += max(0.0, flight.host_seconds)
+        self._note_blocks(plan)
+        self.begun.update((request, now) for request in plan.begun)
+        try:
+            flight.answers = self.executor.execute(plan.forwards, flight.rules, plan.masks)
+        except Exception as error:  # it is this step's, whichever is waited for first
+            (failed := Future[Answers]()).set_exception(error)
+            flight.answers = failed
+
+    def _finish(self, flight: Flight, behind: Flight | None, now: float) -> tuple[list[Event], float]:
+        """Wait for a step and settle it; the one behind it is the next to be waited for."""
+        plan, stats = flight.plan, self._stats
+        assert flight.answers is not None
+        try:
+            answers = flight.answers.result()
+            check_answers(plan.forwards, answers, self._vocab_size)
+        except Exception as error:
+            self._abandon(behind)
+            return self._failed(error, list(dict.fromkeys(work.request for work in plan.works)))
+        except BaseException:
+            self._abandon(behind)
+            self._scheduler.forget_kv()
+            raise
+        executed = self._clock()
+        try:
+            events = self._scheduler.settle(plan, answers)
+        except BaseException:
+            self._abandon(behind)
+            self._scheduler.forget_kv()
+            raise
+        settled = self._clock()
+        self._recovery.passed(work.request for work in plan.works if work.answers_something)
+        stats.num_steps += 1
+        stats.num_rows += plan.num_rows
+        stats.execute_seconds += executed - now
+        stats.settle_seconds += settled - executed
+        if behind is None:
+            self._learn(flight, settled - executed, executed - now)
+        else:
+            stats.num_steps_ahead += 1
+            self._go_on(behind, settled)
+        if self._debug:
+            self._scheduler.check()
+        return events, settled
+
+    def _go_on(self, behind: Flight, now: float) -> None:
+        """The step behind one that is settled is the one that is out."""
+        if not self._scheduler.plans:  # settling has given up all KV
+            return self._abandon(behind)
+        if behind.answers is None:
+            self._begin(behind, now)
+        self._flight = behind
+
+    def _abandon(self, flight: Flight | None) -> None:
+        if flight is not None and flight.answers is not None:
+            with contextlib.suppress(Exception):  # of what nobody asks for any more
+                flight.answers.result()
+
+    def _learn(self, flight: Flight, settle: float, execute: float) -> None:
+        """What a step took; from the first request on that drafts as widely as pays."""
+        plan = flight.plan
+        if self._pace is None or plan.shape is None or flight.host_seconds < 0:
+            return
+        self._pace.note(plan.shape, len(plan.works), plan.num_granted, flight.host_seconds + settle, execute)
+        self._stats.costs = self._pace.costs
+        self._stats.num_wished_rows += plan.num_wished
+        self._stats.num_granted_rows += plan.num_granted
+
+    def _note_blocks(self, plan: StepPlan) -> None:
+        pool, stats = self._scheduler.pools["target"], self._stats
+        stats.num_blocks, stats.num_blocks_cached = pool.num_blocks, len(pool.evictable)
+        stats.num_blocks_used = pool.num_blocks - pool.num_available
+        stats.max_blocks_used = max(stats.max_blocks_used, stats.num_blocks_used)
+        stats.num_released_branches += plan.num_released
+        stats.num_parked_branches = len(self._scheduler.parking)
+        stats.num_forks, stats.num_copied_blocks = pool.num_forks, pool.num_copied
+        held = sum(branch.table.num_blocks for request in self._scheduler.requests for branch in request.branches)
+        stats.num_blocks_saved = max(0, held - stats.num_blocks_used)
+
+    def _failed(self, error: Exception, suspects: Sequence[Request]) -> tuple[list[Event], float]:
+        """All KV is given up: nobody knows what the device has written. Whoever has had every chance fails with the
+        cause."""
+        self._stats.num_failed_steps += 1
+        self._scheduler.forget_kv()
+        running = self._running()
+        hopeless = None
+        if not isinstance(error, WorkersGone):
+            hopeless = self._recovery.failed([request for request in suspects if not request.closed], running)
+        kind = RequestError if hopeless is not None else DeviceError
+        for request in running if hopeless is None else hopeless:
+            problem = kind(request.id, f"cannot be evaluated: {told(error)}")
+            problem.__cause__ = error
+            self._scheduler.fail(request, problem)
+        return self._scheduler.take_events(), self._clock()
+
+    def _running(self) -> list[Request]:
+        """All that want to advance. Those that wait for a client lose nothing with the device but KV."""
+        return [request for request in self._scheduler.requests if not request.idle]

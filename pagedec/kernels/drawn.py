@@ -1,0 +1,77 @@
+"""Tokens that were drawn, where the next step's rows can have them before the host knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from pagedec.core.forward import NO_INTS, LaneAnswers, LaneForward
+from pagedec.kernels.readout import HostReadOut, within
+
+if TYPE_CHECKING:
+    from pagedec.kernels.backend import Backend, CacheTensors
+
+
+class DrawnTokens(Protocol):
+    """The tokens that one forward draws. The next one's take their places."""
+
+    def begin(self, num_draws: int) -> None:
+        """Room for a forward's."""
+
+    def sample(self, logits: torch.Tensor, draws: np.ndarray, first: int) -> None:
+        """Draw tokens `first`, `first + 1`, ... as `Backend.sample` does."""
+
+    def put(self, token_ids: torch.Tensor, rows: np.ndarray, places: np.ndarray) -> None:
+        """token_ids[rows] = the tokens at these places."""
+
+    def later(self) -> Callable[[], np.ndarray]:
+        """Gives all of them, int32 [num_draws], when what was begun until now is through. Called once, before two more
+        forwards have begun."""
+
+
+class HostDrawn:
+    """Where calls return when they are through."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._tokens = NO_INTS
+
+    def begin(self, num_draws: int) -> None:
+        self._tokens = np.empty(num_draws, np.int32)
+
+    def sample(self, logits: torch.Tensor, draws: np.ndarray, first: int) -> None:
+        self._tokens[first : first + len(draws)] = self._backend.sample(logits, draws)
+
+    def put(self, token_ids: torch.Tensor, rows: np.ndarray, places: np.ndarray) -> None:
+        token_ids.numpy()[rows] = self._tokens[places]
+
+    def later(self) -> Callable[[], np.ndarray]:
+        tokens = self._tokens
+        return lambda: tokens
+
+
+class LateReadOut(HostReadOut):
+    """The read-out of a forward that asks for draws alone: they stay where they are drawn until somebody asks."""
+
+    def __init__(
+        self, backend: Backend, forward: LaneForward, cache: CacheTensors, rules: Mapping[int, Any], drawn: DrawnTokens
+    ) -> None:
+        super().__init__(backend, forward, cache, rules, None)
+        self._drawn = drawn
+        drawn.begin(len(forward.draws))
+
+    def _draw(self, logits: torch.Tensor, start: int, whole: bool) -> np.ndarray:
+        draws = self._forward.draws
+        drawn = within(draws["row"], start, start + len(logits), whole)
+        for run in np.split(drawn, np.flatnonzero(np.diff(drawn) != 1) + 1):
+            if len(run):
+                self._drawn.sample(logits, draws if whole else self.of_piece(run, start), int(run[0]))
+        return drawn
+
+    def later(self) -> Callable[[], LaneAnswers]:
+        """Gives the answers, when all that was begun until now is through."""
+        tokens = self._drawn.later()
+        return lambda: LaneAnswers(tokens())

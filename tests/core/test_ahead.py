@@ -1,0 +1,199 @@
+"""Steps that are planned while the one before is out: the same answers, whatever runs beside them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagedec.core.forward import NO_INTS, Answers, LaneForward
+from pagedec.core.limits import SchedulerLimits
+from pagedec.core.plan import StepPlan
+from pagedec.core.request import KNOWN, Event, Failed, Progress
+from pagedec.core.stopping import Stopping
+from pagedec.errors import InvariantError
+from pagedec.params import SamplingParams
+from tests.core.fake import FakeEngine, FakeRunner
+from tests.core.world import Case, World, limits, results
+
+
+class LateRunner(FakeRunner):
+    """Rows may be of tokens that the step before has drawn."""
+
+    drawn = NO_INTS
+
+    def execute(self, plan: StepPlan) -> Answers:
+        target = plan.forwards.get("target")
+        if target is not None and (target.token_ids < 0).any():
+            ids, awaited = target.token_ids.copy(), target.token_ids < 0
+            ids[awaited] = self.drawn[-1 - ids[awaited]]
+            plan = replace(plan, forwards={**plan.forwards, "target": replace(target, token_ids=ids)})
+        answers = super().execute(plan)
+        self.drawn = answers["target"].draws if "target" in answers else NO_INTS
+        return answers
+
+    def _check_against_history(self, plan: StepPlan, lane: str, forward: LaneForward) -> None:
+        if all(work.lives for work in plan.works):  # rows of what has ended have no history
+            super()._check_against_history(plan, lane, forward)
+
+
+class LateEngine(FakeEngine):
+    """A step is carried out as late as can be: when the one behind it is planned."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.runner = LateRunner(self.runner.models, self.scheduler.limits, self.scheduler.rules)
+        self.out: StepPlan | None = None
+        self.num_ahead = 0
+        for name in ("preempt", "edit", "conclude"):
+            setattr(self.scheduler, name, self._behind_all(getattr(self.scheduler, name)))
+
+    def _behind_all(self, call: Any) -> Any:
+        def drained(*arguments: Any) -> Any:
+            if self.out is not None:
+                self._settle(self.out)
+                self.out = None
+            return call(*arguments)
+
+        return drained
+
+    def step(self) -> list[Event]:
+        plan = self.out or self.scheduler.plan(costs=self.costs())
+        self.out = self.scheduler.plan_ahead(self.costs())
+        self.num_ahead += self.out is not None
+        return self._settle(plan)
+
+    def _settle(self, plan: StepPlan) -> list[Event]:
+        events = self.scheduler.settle(plan, self.runner.execute(plan))
+        self.failed |= {event.request.id: event.error for event in events if isinstance(event, Failed)}
+        self.num_steps += 1
+        self.check()
+        return events
+
+
+class LateWorld(World):
+    def engine(self, limits: SchedulerLimits) -> LateEngine:
+        return LateEngine(self.models, limits, self.costs)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_all_decoders_in_a_crowd(seed: int) -> None:
+    """Beside those who add late, are preempted and aborted, in pools that are too small; and plain ones alone, whose
+    steps nearly all are planned ahead."""
+    world = LateWorld(seed)
+    rng = random.Random(seed)
+    shape = limits(rng.choice([24, 30, 60]), max_num_batched_tokens=rng.choice([5, 16, 64]))
+    world.compare(world.cases, shape, rng)
+    plain = [case for case in world.cases if case.name.startswith("sampling")]
+    engine = world.compare(plain, shape)
+    assert isinstance(engine, LateEngine) and engine.num_ahead > 0
+
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+def plain(name: str, prompt: Sequence[int], max_tokens: int, stops: tuple[int, ...] = ()) -> Case:
+    return Case(name, SamplingParams(temperature=0), [*prompt], None, Stopping(stops, max_tokens=max_tokens))
+
+
+def late_engine(num_blocks: int, **changes: Any) -> LateEngine:
+    return LateEngine(World(4).models, limits(num_blocks, **changes))
+
+
+def test_a_length_is_foreseen_and_an_end_token_is_not() -> None:
+    """No row is computed for a token that will not come; of who ends by a token, one is."""
+    engine = late_engine(40)
+    probe = plain("probe", PROMPT, 6).add(engine.scheduler)
+    engine.run()
+    told = results(probe)[0][len(PROMPT) :]
+    end = next(i for i, token in enumerate(told[:-1]) if token not in told[:i] and i > 0)
+    for case, num_more in ((plain("length", PROMPT, end + 1), 0), (plain("token", PROMPT, 6, (told[end],)), 1)):
+        engine = late_engine(40)
+        request, seen = case.add(engine.scheduler), list[int]()
+        while not engine.scheduler.idle:
+            engine.step()
+            seen += [] if engine.out is None else [engine.out.num_rows]
+        assert results(request) == [[*PROMPT, *told[: end + 1]]]
+        assert sum(seen) == end + num_more  # behind the prompt's own step
+        engine.check_whole()
+
+
+def test_nobody_gives_way_to_a_step_that_is_planned_ahead() -> None:
+    """Who finds no room waits for a plan that follows all answers, which comes next; then the younger gives way."""
+    engine = late_engine(6)
+    scheduler = engine.scheduler
+    second = plain("young", [1] * 11, 6).add(scheduler, priority=1)
+    engine.step()
+    first = plain("old", [2] * 10, 5).add(scheduler)
+    short = []
+    plan_ahead = scheduler.plan_ahead
+
+    def watched(*arguments: Any) -> StepPlan | None:
+        held = second.num_preemptions
+        plan = plan_ahead(*arguments)
+        assert second.num_preemptions == held
+        short.append(plan is not None and plan.is_short)
+        return plan
+
+    scheduler.plan_ahead = watched  # type: ignore[method-assign]
+    engine.run()
+    assert second.num_preemptions > 0 and first.num_preemptions == 0
+    assert any(short)
+    engine.check_whole()
+
+
+def test_an_abort_and_lost_kv_while_two_steps_are_out() -> None:
+    """Answers of who was aborted are nobody's; behind lost KV nothing is out, and histories go on."""
+    engine = late_engine(40)
+    scheduler = engine.scheduler
+    want = {}
+    for name, prompt in (("a", [1, 2, 3]), ("b", [4, 5]), ("c", [6])):
+        alone = late_engine(40)
+        request = plain(name, prompt, 12).add(alone.scheduler)
+        alone.run()
+        want[name] = results(request)
+    requests = {name: plain(name, prompt, 12).add(scheduler) for name, prompt in (("a", [1, 2, 3]), ("b", [4, 5]))}
+    for _ in range(3):
+        engine.step()
+    assert engine.out is not None and len(scheduler.plans) == 1
+    scheduler.abort("a")
+    requests["c"] = plain("c", [6], 12).add(scheduler)
+    engine.step()
+    assert scheduler.plan_ahead() is not None and len(scheduler.plans) == 2
+    with pytest.raises(InvariantError, match="plan while step"):
+        scheduler.plan()
+    assert scheduler.plan_ahead() is None
+    scheduler.forget_kv()
+    engine.out = None
+    assert not scheduler.plans
+    assert all(branch.awaits == KNOWN for request in scheduler.requests for branch in request.branches)
+    engine.runner.kv["target"] = [None] * len(engine.runner.kv["target"])
+    engine._published = {}
+    engine.run()
+    assert [results(requests[name]) for name in "bc"] == [want["b"], want["c"]]
+    engine.check_whole()
+
+
+def test_tokens_are_told_in_order_once() -> None:
+    engine = late_engine(40)
+    request = plain("a", [1, 2], 9).add(engine.scheduler)
+    told: list[int] = []
+    while not engine.scheduler.idle:
+        told += [token for event in engine.step() if isinstance(event, Progress) for token in event.tokens]
+    assert [1, 2, *told] == results(request)[0] and len(told) == 9
+    assert engine.num_steps == 9 and engine.num_ahead == 8
+
+
+def test_arrays_are_of_draws() -> None:
+    """A row of a token that is on its way names its draw."""
+    engine = late_engine(40)
+    for i in range(3):
+        plain(str(i), [i + 1] * (i + 1), 5).add(engine.scheduler)
+    engine.step()
+    assert engine.out is not None
+    assert engine.out.forwards["target"].token_ids.tolist() == [-1, -2, -3]
+    assert np.array_equal(engine.out.forwards["target"].positions, [1, 2, 3])

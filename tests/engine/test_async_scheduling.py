@@ -1,0 +1,189 @@
+"""Steps planned while the one before is carried out: the same answers, whatever fails, ends or leaves meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pagedec import LLM, SamplingParams
+from pagedec.config import EngineConfig
+from pagedec.errors import InvalidArgument
+from pagedec.kernels.library import EMULATED_DEVICE
+from pagedec.models.buffers import READ_ROWS
+from tests.engine.crowd import SMALL, Tiny, Tokens, assert_whole, right_answers, workload
+from tests.engine.test_failures import DeviceLost, Unwell, break_at, raising
+from tests.kernels import cuda_library
+
+AHEAD: dict[str, Any] = {"async_scheduling": True}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+EMULATED = pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
+
+
+@pytest.fixture
+def device(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Tiny:
+    """Makes engines on the emulated device, which carries out nothing before somebody waits for it. Without checks of
+    each step's logits, which wait."""
+
+    def make(**arguments: Any) -> LLM:
+        with monkeypatch.context() as patch:
+            patch.setenv("PAGEDEC_ISA", EMULATED_DEVICE)
+            patch.setenv("PAGEDEC_DEBUG", "0")
+            return tiny(**arguments)
+
+    return make
+
+
+@pytest.mark.parametrize("executor", ["inline", "process"])
+def test_a_crowd_that_is_preempted(tiny: Tiny, expected: list[Tokens], executor: str) -> None:
+    llm = tiny(**SMALL, **AHEAD, executor=executor)
+    assert_whole(llm, expected)
+    stats = llm.engine.stats
+    assert 0 < stats.num_steps_ahead < stats.num_steps and stats.num_failed_steps == 0
+
+
+@EMULATED
+def test_a_device_that_is_late(device: Tiny, expected: list[Tokens]) -> None:
+    """It is told of a step before it has carried out the one before, unless it is told not to be."""
+    late, prompt = device(**SMALL), device(**SMALL, async_scheduling=False)
+    assert_whole(late, expected)
+    assert late.engine.stats.num_steps_ahead > 10 and late.engine.stats.num_failed_steps == 0
+    assert right_answers(prompt) == expected and prompt.engine.stats.num_steps_ahead == 0
+
+
+@EMULATED
+def test_more_rows_than_are_read_out_at_once(device: Tiny, tiny: Tiny) -> None:
+    """And draws for which there was no room yet, rules that read the tokens before, and lengths that all differ."""
+    num = READ_ROWS + 7
+    prompts = [[5 + i % 100, 9 + i % 7, i % 131] for i in range(num)]
+    params = [
+        SamplingParams(seed=i, max_tokens=2 + i % 5, min_tokens=i % 3, repetition_penalty=1 + i % 2) for i in range(num)
+    ]
+    rows = {"num_blocks": 2 * num, "max_num_seqs": 256, "max_num_batched_tokens": 512}
+    said = []
+    for llm in (tiny(**rows, async_scheduling=False), device(**rows)):
+        few = llm.generate(prompts[:3], params[:3], use_tqdm=False)
+        many = llm.generate(prompts, params, use_tqdm=False)
+        said.append([output.outputs[0].token_ids for output in (*few, *many)])
+        assert llm.engine.stats.num_failed_steps == 0
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before the step", "answers lost"])
+@pytest.mark.parametrize("step", [1, 2, 3, 8, 19])
+def test_the_device_fails_once(tiny: Tiny, expected: list[Tokens], step: int, late: bool) -> None:
+    """The step behind the one that failed is given up, too."""
+    llm = tiny(**SMALL, **AHEAD)
+    break_at(llm, step, raising(DeviceLost("gone")), late)
+    assert right_answers(llm) == expected
+    assert llm.engine.stats.num_failed_steps == 1
+    assert_whole(llm, expected)
+
+
+def test_an_interrupt_while_two_steps_are_out(tiny: Tiny, expected: list[Tokens]) -> None:
+    llm = tiny(**SMALL, **AHEAD)
+    break_at(llm, 9, raising(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        right_answers(llm)
+    assert_whole(llm, expected)
+
+
+@pytest.mark.parametrize("poisonous", ["0", "23"])
+def test_poisonous_requests_are_told_apart(tiny: Tiny, expected: list[Tokens], poisonous: str) -> None:
+
+    llm = tiny(**SMALL, **AHEAD)
+    unwell = Unwell(llm, lambda count, names: not names.isdisjoint(poisonous))
+    outputs = llm.generate(*workload(), use_tqdm=False, on_error="return")
+    assert {output.request_id for output in outputs if output.error is not None} == set(poisonous)
+    for i, (output, want) in enumerate(zip(outputs, expected, strict=True)):
+        assert str(i) in poisonous or [answer.token_ids for answer in output.outputs] == want
+    llm.engine.executor = unwell.inner
+    assert_whole(llm, expected)
+
+
+def test_who_leaves_while_a_step_is_out(tiny: Tiny, expected: list[Tokens]) -> None:
+    """At each token; neighbours keep theirs, and what it held is free."""
+    llm = tiny(**SMALL, **AHEAD)
+    want = llm.generate([[7, 8, 9]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    for num_read in range(1, 12):
+        leaving, staying = llm.stream([7, 8, 9], GREEDY), llm.stream([7, 8, 9], GREEDY)
+        for _ in range(num_read):
+            last = next(staying)
+            next(leaving)
+        leaving.close()
+        for output in staying:
+            last = output
+        assert last.outputs[0].token_ids == want
+    assert_whole(llm, expected)
+
+
+def test_rules_of_who_ends_beside_a_step_that_waits(tiny: Tiny) -> None:
+    """A step with masks is begun when the one before is settled, in which somebody may have ended whose rules it
+    names."""
+    prompts = [[5, 9, 33], [7] * 20, [100, 3]]
+    params = [
+        SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.3, stop_token_ids=[*range(3, 131, 2)]),
+        SamplingParams(temperature=0, max_tokens=9, frequency_penalty=0.4, stop_token_ids=[*range(4, 131, 2)]),
+        SamplingParams(temperature=0, max_tokens=20, allowed_tokens_fn=lambda tokens: [*range(3, 90)]),
+    ]
+    want = [
+        tiny().generate([prompt], own, use_tqdm=False)[0].outputs for prompt, own in zip(prompts, params, strict=True)
+    ]
+    for late in range(1, 6):
+        llm = tiny(**AHEAD)
+        streams = [llm.stream(prompts[i], params[i]) for i in (0, 1)]
+        for _ in range(late):
+            for stream in streams:
+                next(stream, None)
+        [masked] = llm.generate([prompts[2]], params[2], use_tqdm=False)
+        assert masked.outputs == want[2]
+        for stream in streams:
+            stream.close()
+        assert llm.engine.stats.num_failed_steps == 0
+
+
+def test_a_branch_goes_on_where_its_answer_ended(tiny: Tiny) -> None:
+    """Also where a row more was computed, whose room is another's by then."""
+    said = []
+    for llm in (tiny(num_blocks=12), tiny(num_blocks=12, **AHEAD)):
+        with llm.session([5, 9, 33, 70, 12]) as session:
+            ends = [*range(3, 131, 3)]
+            texts = []
+            for _ in range(6):
+                texts.append(session.generate(SamplingParams(temperature=0, max_tokens=9, stop_token_ids=ends)))
+                fork = session.fork()
+                texts.append(fork.generate(GREEDY))
+                fork.close()
+            said.append([output.outputs[0].token_ids for output in texts] + [session.token_ids])
+        llm.engine.scheduler.check()
+    assert said[0] == said[1]
+
+
+def test_what_happens_between_steps_waits_for_the_one_that_is_out(tiny: Tiny) -> None:
+    """An emptied cache, a client's edit, a time that is over, a pause."""
+    llm = tiny(**AHEAD)
+    engine = llm.engine
+    stream = llm.stream([7, 8, 9], GREEDY)
+    next(stream)
+    assert engine.scheduler.plans
+    llm.loop.at_once(lambda engine: engine.reset_prefix_cache())
+    assert not engine.scheduler.plans
+    want = tiny().generate([[7, 8, 9]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    assert [*stream][-1].outputs[0].token_ids == want
+    stream = llm.stream([7, 8, 9], GREEDY)
+    next(stream)
+    llm.loop.pause()
+    llm.loop.at_once(lambda engine: None)
+    assert not engine.scheduler.plans
+    llm.loop.pause(False)
+    assert [*stream][-1].outputs[0].token_ids == want
+    ticks = iter(range(10**6))
+    engine.clock = lambda: float(next(ticks))
+    [cut] = llm.generate([[7, 8, 9]], SamplingParams(temperature=0, max_time=30, ignore_eos=True), use_tqdm=False)
+    assert 0 < len(cut.outputs[0].token_ids) < 12 and cut.outputs[0].token_ids == want[: len(cut.outputs[0].token_ids)]
+    engine.scheduler.check()
+
+
+def test_ranks_are_told_by_name() -> None:
+    with pytest.raises(InvalidArgument, match="async_scheduling is True: must be none or false where tensor_parallel"):
+        EngineConfig.from_kwargs(async_scheduling=True, tensor_parallel_size=2)
