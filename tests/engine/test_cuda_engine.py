@@ -219,11 +219,10 @@ def test_int8_weights(device: Tiny, tiny: Tiny, dtype: str) -> None:
 
 
 def test_kv_in_bytes(device: Tiny, tiny: Tiny) -> None:
-    """In int8, in bf16: a row's own bits alone, together, in parts of a prompt, preempted, in blocks of another size,
-    with blocks that the host has kept in the meantime. In fp8, in fp32: the processor's tokens."""
+    """In int8, in bf16: a row's own bits together, in parts of a prompt, preempted, in blocks of another size, with
+    blocks that the host has kept in the meantime; in fp8, in fp16, alone. In fp32 the processor's tokens."""
     numbers = {"dtype": "bfloat16", "kv_cache_dtype": "int8"}
     want = told(device(**numbers), [0, 1, 2, 3])
-    assert told(device(**numbers), [2]) == want[2:3]
     small = device(**numbers, block_size=8, max_num_batched_tokens=17, num_blocks=20, kv_offload_memory="2MiB")
     for _ in range(2):
         assert told(small, [3, 2, 1, 0]) == want[::-1]
@@ -231,6 +230,9 @@ def test_kv_in_bytes(device: Tiny, tiny: Tiny) -> None:
     cache = small.engine.executor.worker.lanes["target"].cache  # type: ignore[attr-defined]
     assert cache.k.dtype == torch.int8
     assert cache.k.nbytes + cache.v.nbytes + cache.tokens.nbytes == small.kv_cache.num_bytes
+    numbers = {"dtype": "float16", "kv_cache_dtype": "fp8"}
+    both = told(device(**numbers), [0, 1])
+    assert told(device(**numbers, max_num_batched_tokens=17, block_size=32), [1]) == both[1:]
     numbers = {"dtype": "float32", "kv_cache_dtype": "fp8"}
     assert right_answers(device(**numbers, **SMALL)) == right_answers(tiny(**numbers))
 
