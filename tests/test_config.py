@@ -18,7 +18,7 @@ from pagedec.serve.server_config import ServerConfig
 
 WRONG = [
     *[("model", value) for value in ("", None, 3)],
-    *[("dtype", value) for value in ("float16", "", None)],
+    *[("dtype", value) for value in ("float64", "", None)],
     *[("load_format", value) for value in ("pt", None)],
     *[("quantization", value) for value in ("int3", 8)],
     *[("skip_tokenizer_init", value) for value in (1, "yes", None)],
@@ -217,7 +217,7 @@ def test_missing_file(tmp_path: Path) -> None:
         (("--block-size", "12"), "^block_size is 12: must be one of 8, 16, 32, 64, 128, 256$"),
         (("--block-size", "x"), "^block_size is 'x': must be one of 8, 16, 32, 64, 128, 256$"),
         (("--max-num-seqs", "1e3"), "^max_num_seqs is '1e3': must be a whole number from 1 to 65536$"),
-        (("--dtype", "half"), "^dtype is 'half': must be one of auto, bfloat16, float32$"),
+        (("--dtype", "half"), "^dtype is 'half': must be one of auto, bfloat16, float16, float32$"),
         (("--kv-cache-memory", "much"), "^kv_cache_memory is 'much': must be a number of bytes from "),
         (("--speculative-config", "{"), "^speculative_config is '{': must be a table of names and values"),
         (
