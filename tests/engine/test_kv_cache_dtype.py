@@ -100,7 +100,12 @@ def test_numbers_change_and_stay_near(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [SMALL, {"block_size": 8, "max_num_batched_tokens": 7}, {"block_size": 64, "enable_prefix_caching": False}],
+    [
+        SMALL,
+        {"block_size": 8, "max_num_batched_tokens": 7},
+        {"block_size": 64, "enable_prefix_caching": False},
+        {"block_size": 256, "num_blocks": 12},
+    ],
     ids=str,
 )
 def test_a_crowd_gets_the_same(tiny: Tiny, numbers: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -64,6 +64,7 @@ def test_sixty_prompts_through_four_seats_keep_their_order(tiny: Tiny) -> None:
         {"max_num_batched_tokens": 7, "max_num_seqs": 3},
         {"block_size": 8, "num_blocks": 9},
         {"block_size": 64, "num_blocks": 3},
+        {"block_size": 256, "num_blocks": 3},
         {"enable_prefix_caching": False, "num_blocks": 6},
         {"max_model_len": 64},
         {"kv_cache_memory": "1MiB", "num_blocks": None},
