@@ -3,8 +3,8 @@
     python benchmarks/peers/quality.py TEXT [--tokens 4096] [--window 1024]
 
 Two ways to count. "all" is that of benchmarks/perplexity.py: every token of a window but its first. "second half" is
-that of llama.cpp's own tool, llama-perplexity: tokens behind the first one of a window's second half. That tool lets each window
-begin with the token that begins a text, where the file asks for one; this model's file does not.
+that of llama.cpp's own tool, llama-perplexity: tokens behind the first one of a window's second half. That tool lets
+each window begin with the token that begins a text, where the file asks for one.
 """
 
 from __future__ import annotations
