@@ -162,8 +162,8 @@ const char *place_slice(const Job &j, int64_t p, int64_t s) {
   return j.wide;
 }
 
-// Half of each row was written by the other threads, and may come from far: all lines at once, not row by row and step by
-// step while the first panel is multiplied.
+// Half of each row was written by the other threads, and may come from far: all lines at once, not row by row and step
+// by step while the first panel is multiplied.
 void fetch_rows(const Job &j, int64_t rows) {
   for (int64_t r = 0; r < rows; r++)
     for (int64_t at = 0; at < j.row_bytes; at += 64) __builtin_prefetch(j.rows.x + r * j.rows.stride + at);
