@@ -2,8 +2,9 @@
 
     python benchmarks/gpu_decode.py [--smoke] [--isa NAME] [--dtype float16] [--attention-backend NAME]
 
-A step gives every sequence of the batch a token. `device`: its program alone, repeated, without the read-out; `host`:
-plan and settle, while the device waits; `floor`: weights and KV at the speed of a copy. Weights are parts of one random
+A step gives every sequence of the batch a token, planned while the one before runs or behind its answers (`ahead`).
+`device`: its program alone, repeated, without the read-out; `host`: plan and settle; `waits`: the host for the device;
+`floor`: weights and KV at the speed of a copy. Weights are parts of one random
 tensor: what they are costs no time, and making 16 GB of them would. With another package's attention blocks are of 256
 tokens; to compare, --block-size 256 gives our own kernel the same.
 """
@@ -93,20 +94,23 @@ def begin(engine: Engine, batch: int, prompt: int) -> float:
     return time.perf_counter() - began
 
 
-def line(device: Device, llm: LLM, batch: int, prompt: int, copy: float) -> list[object]:
+def line(device: Device, llm: LLM, batch: int, prompt: int, is_ahead: bool, copy: float) -> list[object]:
     engine = llm.engine
+    engine.drain()
+    engine.steps.is_ahead = is_ahead
     runner = engine.executor.worker.lanes["target"]
     context, arch = runner.backend.context, runner.model.arch
     filled, steps = begin(engine, batch, prompt), 3 if device.smoke else STEPS
     engine.step()
     stats, seconds = engine.stats, []
-    host = stats.plan_seconds + stats.settle_seconds
+    host, waits = stats.plan_seconds + stats.settle_seconds, stats.execute_seconds
     for _ in range(steps):
         began = time.perf_counter()
         engine.step()
         seconds.append(time.perf_counter() - began)
     host = (stats.plan_seconds + stats.settle_seconds - host) / steps
-    alone = []
+    waits, alone = (stats.execute_seconds - waits) / steps, []
+    engine.drain()
     for _ in range(3 if device.smoke else 15):
         context.wait()
         began = time.perf_counter()
@@ -118,9 +122,9 @@ def line(device: Device, llm: LLM, batch: int, prompt: int, copy: float) -> list
     kv = 4 * arch.num_layers * arch.num_kv_heads * arch.head_dim * batch * (prompt + steps // 2)
     step, floor = Timing(tuple(seconds)), (weight_bytes(arch) + kv) / copy * 1e-9
     return [
-        batch, prompt, f"{batch * prompt / filled:.0f}", f"{step.median * 1e3:.3f}", f"{batch / step.median:.0f}",
-        f"{Timing(tuple(alone)).median * 1e3:.3f}", f"{host * 1e3:.3f}", f"{floor * 1e3:.3f}",
-        f"{step.median / floor:.2f}", f"{step.spread:.3f}",
+        batch, prompt, "yes" if is_ahead else "no", f"{batch * prompt / filled:.0f}", f"{step.median * 1e3:.3f}",
+        f"{batch / step.median:.0f}", f"{Timing(tuple(alone)).median * 1e3:.3f}", f"{host * 1e3:.3f}",
+        f"{waits * 1e3:.3f}", f"{floor * 1e3:.3f}", f"{step.median / floor:.2f}", f"{step.spread:.3f}",
     ]  # fmt: skip
 
 
@@ -138,8 +142,19 @@ def main() -> None:
     backend = arguments.attention_backend
     llm = load(device.backend.name, arguments.dtype, device.smoke, num_tokens, backend, block_size)
     print(f"loaded in {time.perf_counter() - began:.1f} s\n")
-    columns = ["batch", "prompt", "prefill tokens/s", "step ms", "tokens/s", "device ms", "host ms", "floor ms"]
-    table([*columns, "step / floor", "spread"], [line(device, llm, *case, copy) for case in cases])
+    columns = [
+        "batch",
+        "prompt",
+        "ahead",
+        "prefill tokens/s",
+        "step ms",
+        "tokens/s",
+        "device ms",
+        "host ms",
+        "waits ms",
+    ]
+    rows = [line(device, llm, *case, is_ahead, copy) for case in cases for is_ahead in (False, True)]
+    table([*columns, "floor ms", "step / floor", "spread"], rows)
     llm.close()
 
 

@@ -88,7 +88,7 @@ class Engine:
         self.num_unseeded = 0
         """Requests admitted without a seed of their own."""
         self.grammars = None if vocabulary is None else Grammars(limits.vocab_size, *vocabulary.words)
-        self._steps = Steps(scheduler, executor, limits.vocab_size, self.stats, self._now, debug, is_ahead)
+        self.steps = Steps(scheduler, executor, limits.vocab_size, self.stats, self._now, debug, is_ahead)
         self._late: list[EngineEvent] = []  # what was brought while nobody stepped
         self.sessions = Sessions(
             scheduler.parking, scheduler.new_tables, scheduler.limits.block_size, clock, sessions or SessionLimits()
@@ -101,11 +101,11 @@ class Engine:
     @property
     def executor(self) -> Executor:
         """Whoever carries out its steps."""
-        return self._steps.executor
+        return self.steps.executor
 
     @executor.setter
     def executor(self, executor: Executor) -> None:
-        self._steps.executor = executor
+        self.steps.executor = executor
 
     # ---- requests
     def admit(
@@ -160,7 +160,7 @@ class Engine:
             if request.decoder.resumes:
                 begin_resumed(request, resume)
         if request.standing is not None:
-            self._steps.learn_costs()
+            self.steps.learn_costs()
         if request.plain is None:
             request.acceptance.whole = self.stats.drafts_of(chosen.name)
         if params.seed is None:
@@ -209,11 +209,11 @@ class Engine:
         if self._late:
             events, self._late = self._late, []
             return events
-        return self._collect(*self._steps.step(now))
+        return self._collect(*self.steps.step(now))
 
     def drain(self) -> None:
         """Wait for a step that is out: none is then, and the next call of `step` tells what it has brought."""
-        self._late += self._collect(*self._steps.drain())
+        self._late += self._collect(*self.steps.drain())
 
     def reset_prefix_cache(self) -> bool:
         """Let nothing be found that was computed so far; requests go on with what they hold. True: nobody holds any
@@ -234,12 +234,12 @@ class Engine:
     def mend(self) -> None:
         """Bring back workers that have ended while nobody asked them for anything. Raises what keeps them from it."""
         if self.executor.problem is not None:
-            self._steps.forget_kv()
+            self.steps.forget_kv()
             self.executor.mend()
 
     def stop(self) -> None:
         """Give up the device, when it has carried out what it was given."""
-        self._steps.abandon()
+        self.steps.abandon()
         self.executor.stop()
 
     # ---- inside
@@ -299,7 +299,7 @@ class Engine:
     def _forget(self, request: Request) -> None:
         if self._arrived.pop(request, None) is not None:
             self.stats.ended.add(request)
-        self._steps.begun.pop(request, None)
+        self.steps.begun.pop(request, None)
         self._first.pop(request, None)
         self._deadlines.pop(request, None)
 
@@ -336,7 +336,7 @@ class Engine:
             num_released_branches=request.num_released_branches,
             num_draft_tokens=request.acceptance.num_drafted,
             num_accepted_tokens=request.acceptance.num_accepted,
-            first_scheduled_time=self._steps.begun.get(request),
+            first_scheduled_time=self.steps.begun.get(request),
         )
         self._forget(request)
         self.stats.num_finished += 1

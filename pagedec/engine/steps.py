@@ -51,7 +51,7 @@ class Steps:
         is_ahead: bool,
     ) -> None:
         self._scheduler, self.executor, self._vocab_size, self._stats = scheduler, executor, vocab_size, stats
-        self._clock, self._debug, self._is_ahead = clock, debug, is_ahead
+        self._clock, self._debug, self.is_ahead = clock, debug, is_ahead
         self._recovery = Recovery()
         self._pace: StepPace | None = None
         self._flight: Flight | None = None
@@ -108,7 +108,7 @@ class Steps:
     def _plan_ahead(self, began: float) -> tuple[Flight | None, float]:
         """Plan the step behind the one that is out, where that can be; and when that was done. It is begun at once
         where only the step behind it needs its answers; others want the host beside them."""
-        if not self._is_ahead or self._recovery.only is not None:
+        if not self.is_ahead or self._recovery.only is not None:
             return None, began
         plan = self._scheduler.plan_ahead(self._costs)
         if plan is None:

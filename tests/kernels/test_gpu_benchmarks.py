@@ -17,7 +17,7 @@ from pagedec.kernels.library import EMULATED_DEVICE
 from tests.kernels import cuda_library
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-ROWS = {"copy": 9, "attention": 9, "linear": 4, "readout": 24, "decode": 2, "ranks": 2}
+ROWS = {"copy": 9, "attention": 9, "linear": 4, "readout": 24, "decode": 4, "ranks": 2}
 """Of all tables of each."""
 IN_FLOAT16 = {"linear", "decode"}
 """Those that measure fp16 where they are told to."""
