@@ -52,7 +52,8 @@ class Contestant:
         except (RuntimeError, OSError) as error:
             self.why = f"not there: {error}"
             return
-        paths = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)])
+        here = Path(__file__).resolve()
+        paths = os.pathsep.join([str(here.parents[1]), str(here.parents[2])])
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         if name.startswith("pagedec"):
             environment["PYTHONPATH"] = paths
