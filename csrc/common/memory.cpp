@@ -19,7 +19,10 @@ int bring(pd_context *, void *, const void *, int64_t) { return 0; }
 using namespace pagedec;
 
 struct pd_fetch {
+  const pd_context *context;
+  int64_t max_bytes;
   std::vector<char> bytes;
+  bool is_begun = false;
 };
 
 extern "C" {
@@ -43,23 +46,30 @@ int pd_memory_read(pd_context *context, void *to, const void *from, int64_t num_
 }
 pd_fetch *pd_fetch_new(pd_context *context, int64_t max_bytes) {
   if (check_memory("pd_fetch_new", context, max_bytes)) return nullptr;
-  pd_fetch *fetch = new (std::nothrow) pd_fetch;
+  pd_fetch *fetch = new (std::nothrow) pd_fetch{context, max_bytes, {}};
   if (!fetch) return fail("pd_fetch_new: out of memory"), nullptr;
-  fetch->bytes.reserve(max_bytes);
   return fetch;
 }
 void pd_fetch_free(pd_fetch *fetch) { delete fetch; }
 int pd_fetch_begin(pd_context *context, pd_fetch *fetch, const void *from, int64_t num_bytes) {
   if (!fetch) return fail("pd_fetch_begin: fetch is NULL");
+  if (fetch->context != context) return fail("pd_fetch_begin: fetch is another context's");
   if (check_copy("pd_fetch_begin", context, fetch, from, num_bytes)) return -1;
+  if (num_bytes > fetch->max_bytes)
+    return fail("pd_fetch_begin: num_bytes is %lld; it must be at most %lld", (long long)num_bytes,
+                (long long)fetch->max_bytes);
   fetch->bytes.assign((const char *)from, (const char *)from + num_bytes);
+  fetch->is_begun = true;
   return 0;
 }
 int pd_fetch_end(pd_context *context, pd_fetch *fetch, void *to) {
   if (!fetch) return fail("pd_fetch_end: fetch is NULL");
+  if (fetch->context != context) return fail("pd_fetch_end: fetch is another context's");
+  if (!fetch->is_begun) return fail("pd_fetch_end: no copy is under way");
   const int64_t num_bytes = (int64_t)fetch->bytes.size();
   if (check_copy("pd_fetch_end", context, to, fetch, num_bytes)) return -1;
   if (num_bytes) memcpy(to, fetch->bytes.data(), num_bytes);
+  fetch->is_begun = false;
   return 0;
 }
 int pd_memory_fill(pd_context *context, void *to, int32_t byte, int64_t num_bytes) {

@@ -193,12 +193,12 @@ void pd_fetch_free(pd_fetch *fetch) {
 int pd_fetch_begin(pd_context *context, pd_fetch *fetch, const void *from, int64_t num_bytes) {
   if (check_fetch("pd_fetch_begin", context, fetch) || check_copy("pd_fetch_begin", context, fetch, from, num_bytes))
     return -1;
-  if (fetch->num_bytes >= 0) return fail("pd_fetch_begin: its last copy was not ended");
   if (num_bytes > fetch->max_bytes)
     return fail("pd_fetch_begin: num_bytes is %lld; it must be at most %lld", (long long)num_bytes,
                 (long long)fetch->max_bytes);
   const Turn turn(*context);
   if (!turn) return fail("pd_fetch_begin: another thread works in this context");
+  if (std::exchange(fetch->num_bytes, -1) >= 0 && await_mark(*context, *fetch)) return -1;  // nobody asks for it any more
   if (num_bytes && enqueue_copy(*context, "pd_fetch_begin", fetch->memory, from, num_bytes, cudaMemcpyDeviceToHost))
     return -1;
   if (mark(*context, *fetch)) return -1;

@@ -36,6 +36,7 @@
  *   V, bf16   [num_blocks][kv_heads][block_size/2][D][2]     V, fp32   [num_blocks][kv_heads][block_size][D]
  *   weight, bf16   [N/32][K/2][32][2]               weight, fp32   [N/32][K][32]        (N padded to 32 with zeros)
  *   weight, int8   [N/32] panels: 32 scales fp32, then q + 128 [K/4][32][4]
+ *   weight, int8 alone   [N/32] panels: 32 scales fp32, then q [K/2][32][2]
  *   weight, blocks   [N/32] panels: csrc/cpu/blocks.h
  *   on a CUDA device K and V   [num_blocks][kv_heads][block_size][D]
  *     weight   [N][K] (both padded to 32)   weight, int8   q [N][K] (padded to 32 and 64), then N scales fp32
@@ -96,7 +97,9 @@ PD_EXPORT int pd_memory_write(pd_context *, void *to, const void *from, int64_t 
 /* to the host, when all is through that the context was called for */
 PD_EXPORT int pd_memory_read(pd_context *, void *to, const void *from, int64_t num_bytes);
 /* A copy to the host that may be under way while the context is called for more: one at a time in each. `end` waits for
- * what came before `begin`, and for nothing that came after it. Freed before its context, with none under way */
+ * what came before `begin`, and for nothing that came after it; of a context that has joined ranks nobody watches that
+ * wait. A `begin` without an `end` before it waits for the former copy, which is nobody's then. Freed before its
+ * context */
 typedef struct pd_fetch pd_fetch;
 PD_EXPORT pd_fetch *pd_fetch_new(pd_context *, int64_t max_bytes);   /* NULL with pd_last_error() */
 PD_EXPORT void pd_fetch_free(pd_fetch *);

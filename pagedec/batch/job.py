@@ -20,7 +20,7 @@ from pagedec.batch.journal import Journal
 from pagedec.batch.lines import Line, LineError, LineRequest, parse_line, read_lines
 from pagedec.batch.progress import Pace
 from pagedec.batch.replies import is_error, line_error_record, record_id
-from pagedec.config import ModelConfig
+from pagedec.config import ATTENTION_PACKAGES, ModelConfig
 from pagedec.engine.interrupts import held_interrupts
 from pagedec.errors import FeatureNotAvailable, InvalidArgument
 from pagedec.fields import check_names, rules
@@ -47,7 +47,8 @@ class BatchJob:
     """An input file and its output, checked and locked. `run` answers what is not answered yet; use it in a `with`
     statement.
 
-    `model` is the model that will run it, with KV in the numbers of `kv_cache_dtype`, `defaults` are sampling
+    `model` is the model that will run it, with KV in the numbers of `kv_cache_dtype` and `attention_backend`, if that is
+    another package; `defaults` are sampling
     parameters for bodies that do not say, and `beams` those of beam search: with a `beam_width`, a body that does not
     say is a beam search. The model's `seed` names the randomness of bodies without a seed: such a line is given one
     from its number and content, so that a job which was interrupted ends with the answers of one that was not. With
@@ -67,6 +68,7 @@ class BatchJob:
         *,
         model: ModelConfig,
         kv_cache_dtype: str = "auto",
+        attention_backend: str = "auto",
         defaults: Mapping[str, Any] | None = None,
         beams: Mapping[str, Any] | None = None,
         any_model: bool = False,
@@ -85,6 +87,7 @@ class BatchJob:
         checked = {name: getattr(params, name) for name in sorted(self.defaults)}
         told = [dataclasses.asdict(model), any_model, checked, *([sorted(self.beams.items())] if self.beams else [])]
         told += [kv_cache_dtype] if kv_cache_dtype != "auto" else []
+        told += [attention_backend] if attention_backend in ATTENTION_PACKAGES else []  # answers have other bits
         settings = json.dumps(told, default=str)
         self.settings = hashlib.blake2b(settings.encode(), digest_size=4).hexdigest()
         _check_files(self.input, self.output)
@@ -112,7 +115,7 @@ class BatchJob:
             if entry.settings != self.settings:
                 limit = (
                     "was begun with another model, seed or other sampling parameters, or with the model in another "
-                    "form (dtype, quantization, kv_cache_dtype, tokenizer, max_model_len ...); give the same, name "
+                    "form (dtype, quantization, kv_cache_dtype, attention_backend, tokenizer ...); give the same, name "
                     "another file, or start over with restart=True"
                 )
                 raise InvalidArgument("output", str(self.output), limit)
@@ -300,6 +303,7 @@ def run_batch(
         output,
         model=llm.config.model,
         kv_cache_dtype=llm.config.cache.kv_cache_dtype,
+        attention_backend=llm.config.parallel.attention_backend,
         defaults=defaults,
         beams=beams,
         any_model=any_model,

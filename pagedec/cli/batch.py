@@ -189,6 +189,7 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments.output,
                 model=config.model,
                 kv_cache_dtype=config.cache.kv_cache_dtype,
+                attention_backend=config.parallel.attention_backend,
                 defaults=defaults,
                 beams=beams,
                 any_model=options.any_model,

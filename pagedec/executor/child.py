@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from pagedec.config import EngineConfig
-from pagedec.core.forward import Masks, asks_draws_alone
+from pagedec.core.forward import Masks
 from pagedec.core.wire import Step, awaits_rolled, pack_answers, pack_rolled, unpack_masks, unpack_step
 from pagedec.errors import InvariantError
 from pagedec.executor.channel import Channel, Kind
@@ -124,8 +124,7 @@ def _carry_out(channel: Channel, worker: Worker, step: Step) -> None:
     due = _Due(channel, step.number, awaits_rolled(step)) if target is not None and len(target.masked_rows) else None
     worker.is_whole = worker.geometry.world == 1  # of this step nobody has been through anything
     try:
-        alone = asks_draws_alone(step.forwards) and worker.geometry.world == 1
-        answers = worker.begin(step).result() if alone else worker.execute(step, due)
+        answers = worker.begin(step).result() if worker.begins(step) else worker.execute(step, due)
     except EOFError:
         raise
     except Exception as error:  # the engine decides what it means

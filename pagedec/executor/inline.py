@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from pagedec.core.forward import Answers, Forwards, MakeMasks, Rules, asks_draws_alone
+from pagedec.core.forward import Answers, Forwards, MakeMasks, Rules
 from pagedec.core.wire import Step
 from pagedec.executor.base import Pending, RuleNews
 from pagedec.runtime.worker import Worker
@@ -28,7 +28,7 @@ class InlineExecutor:
                 raise RuntimeError("the executor is stopped")
             self._num_steps += 1
             step = Step(self._num_steps, forwards, *self._news.of(rules))
-            if asks_draws_alone(forwards):
+            if self.worker.begins(step):
                 return self.worker.begin(step)
             future.set_result(self.worker.execute(step, masks))
         except Exception as error:  # the engine decides what a failed step means

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +25,10 @@ class LentMemory(Protocol):
     def given(self, array: np.ndarray) -> torch.Tensor:
         """An array of the host where the packages work, in order with what is under way."""
 
+    def in_order(self) -> AbstractContextManager[None]:
+        """What packages make and copy meanwhile is in order with the context's calls, and so is what takes its place
+        once it is given up."""
+
     def lend(self, read: Sequence[torch.Tensor], out: torch.Tensor) -> AbstractContextManager[list[torch.Tensor]]:
         """Let a package work on views, `read` and then `out`, which it may write, in order with the context's calls."""
 
@@ -42,8 +46,13 @@ class CudaMemory:
         return torch.as_tensor(_Bytes(tensor), device=self._device).view(tensor.dtype).view(tensor.shape)
 
     def given(self, array: np.ndarray) -> torch.Tensor:
+        with torch.cuda.stream(self._stream):  # from memory that stays in place: the host does not wait
+            return torch.from_numpy(array).pin_memory().to(self._device, non_blocking=True)
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
         with torch.cuda.stream(self._stream):
-            return torch.from_numpy(array).to(self._device)
+            yield
 
     @contextmanager
     def lend(self, read: Sequence[torch.Tensor], out: torch.Tensor) -> Iterator[list[torch.Tensor]]:
@@ -75,6 +84,9 @@ class EmulatedMemory:
 
     def given(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.copy())
+
+    def in_order(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @contextmanager
     def lend(self, read: Sequence[torch.Tensor], out: torch.Tensor) -> Iterator[list[torch.Tensor]]:

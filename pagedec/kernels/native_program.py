@@ -344,11 +344,13 @@ class NativeProgram:
         """Tell each linear layer which weight follows, so that its first panels are on their way, and fix the lists."""
         for (record, _), (_, following) in itertools.pairwise(self._linears):
             record.next_packed, record.next_bytes = following.data.data_ptr(), len(following.data)
-        self._parts = [(OpList(records), between) for records, between in self._cuts]  # type: ignore[arg-type]
-        if any(isinstance(record, SizedRecords) for record in self._records):
-            self._last = SizedLists(self._records, self._backend.count)
-        else:
-            self._last = OpList(self._records)  # type: ignore[arg-type]
+        self._parts = [(self._list_of(records), between) for records, between in self._cuts]
+        self._last = self._list_of(self._records)
+
+    def _list_of(self, records: Sequence[object]) -> OpList | SizedLists:
+        if any(isinstance(record, SizedRecords) for record in records):
+            return SizedLists(records, self._backend.count)
+        return OpList(records)  # type: ignore[arg-type]
 
     @property
     def is_cut(self) -> bool:
@@ -364,6 +366,6 @@ class NativeProgram:
     def run(self) -> None:
         assert self._last is not None, "the program is not finished"
         for ops, between in self._parts:
-            self._context.run(ops)
+            self._context.run(ops if isinstance(ops, OpList) else ops.now())
             between()
         self._context.run(self._last if isinstance(self._last, OpList) else self._last.now())

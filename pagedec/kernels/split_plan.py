@@ -29,7 +29,7 @@ class SplitPlan(NativePlan):
     ) -> None:
         super().__init__(backend.context, shape, backend.code, backend.kv_kind)
         self._kind, self._kernel, self._memory = shape, kernel, memory
-        self._parts: list[tuple[slice | torch.Tensor, Attend]] = []
+        self._calls: list[tuple[slice | torch.Tensor, Attend]] = []
 
     def update(
         self, row_indptr: np.ndarray, kv_len: np.ndarray, block_table: np.ndarray, parents: np.ndarray | None
@@ -39,11 +39,13 @@ class SplitPlan(NativePlan):
         if self._kind.block_size not in self._kernel.limits.chain_block_sizes:
             taken &= counts == 1
         self.plan_rows(row_indptr, kv_len, block_table, parents, taken.astype(np.int32))
-        self._parts = []
-        for own in (taken & (counts == 1), taken & (counts > 1)):
-            which = np.flatnonzero(own)
-            if len(which):
-                self._parts.append((self._rows(row_indptr, which), self._prepare(counts, kv_len, block_table, which)))
+        with self._memory.in_order():
+            self._calls = []
+            for own in (taken & (counts == 1), taken & (counts > 1)):
+                which = np.flatnonzero(own)
+                if len(which):
+                    attend = self._prepare(counts, kv_len, block_table, which)
+                    self._calls.append((self._rows(row_indptr, which), attend))
 
     def _rows(self, row_indptr: np.ndarray, which: np.ndarray) -> slice | torch.Tensor:
         """The branches' rows; most often they lie one behind the other, so that nothing need be gathered."""
@@ -64,10 +66,10 @@ class SplitPlan(NativePlan):
         read, result = [view(tensor) for tensor in (q, cache.k[layer], cache.v[layer])], view(out)
 
         def carry_out() -> None:
-            if not self._parts:
+            if not self._calls:
                 return
             with self._memory.lend(read, result) as (own_q, k, v, own_out):
-                for rows, attend in self._parts:
+                for rows, attend in self._calls:
                     own_out.view(sides)[rows] = attend(own_q.view(sides)[rows], k, v)
 
         return carry_out

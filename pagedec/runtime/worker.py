@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from pagedec.core.forward import NO_INTS, Answers, LaneAnswers, LaneForward, MakeMasks, Masks
+from pagedec.core.forward import NO_INTS, Answers, LaneAnswers, LaneForward, MakeMasks, Masks, asks_draws_alone
 from pagedec.core.wire import Step
 from pagedec.kernels.backend import Drafted
 from pagedec.kernels.link import Link
@@ -47,9 +47,12 @@ class Worker:
         """Whether what is begun is carried out while the caller goes on."""
         return self._link is None and self.lanes["target"].backend.overlaps
 
+    def begins(self, step: Step) -> bool:
+        """Whether `begin` takes a step: one that asks for draws alone, and no ranks share the model."""
+        return self._link is None and asks_draws_alone(step.forwards)
+
     def begin(self, step: Step) -> Begun:
-        """Begin a step that asks the target for draws alone (`asks_draws_alone`). The next one may be begun before its
-        answers are taken; one without ranks."""
+        """Begin a step. The next one may be begun before its answers are taken."""
         self._tell_rules(step)
         runner, target = self.lanes["target"], step.forwards["target"]
         runner.prepare(target)

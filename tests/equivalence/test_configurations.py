@@ -93,7 +93,7 @@ def cases(seed: int, count: int) -> list[Case]:
 
 def configuration(rng: random.Random, directory: Path) -> dict[str, Any]:
     """An engine of any shape that can hold each request alone, and in which those draft that say nothing of it."""
-    size = rng.choice([8, 16, 32, 64])
+    size = rng.choice([8, 16, 32, 64, 128, 256])
     one = -(-CONTEXT // size) + 1
     return {
         "block_size": size,
