@@ -30,7 +30,7 @@ constexpr int TALL_ROWS = TILE_ROWS + 2;
 constexpr int PREFETCH_MIN_ROWS = PD_LEVEL == 3 ? TALL_ROWS + 1 : PD_LEVEL == 2 ? INT32_MAX : 7;
 // Up to 16 rows of bf16 are one tile (two of half a panel from 15 on), which prefetches its panels by so many bytes:
 // 2 KB are worse than none, 4 KB up to 5 % worse. Measured with weights in huge pages: 8, 12 and 16 rows gain 22, 17
-// and 17 %; in small ones, where each prefetch walks the page table, they lose 3, 1 and 8 %.
+// and 17 %; in small ones, where each prefetch walks the page table, they lose 3, 1 and 7 %.
 constexpr int64_t STREAM_AHEAD = 8192, HALF_STREAM_AHEAD = 16384;
 constexpr int INT8_PREFETCH_MIN_ROWS = 7;
 constexpr bool HAS_AMX = PD_LEVEL >= 4;
