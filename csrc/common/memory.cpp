@@ -25,6 +25,14 @@ struct pd_fetch {
   bool is_begun = false;
 };
 
+namespace {
+int check_fetch(const char *name, const pd_context *context, const pd_fetch *fetch) {
+  if (!context) return fail("%s: context is NULL", name);
+  if (!fetch) return fail("%s: fetch is NULL", name);
+  return fetch->context == context ? 0 : fail("%s: fetch is another context's", name);
+}
+}  // namespace
+
 extern "C" {
 int32_t pd_has_memory(const pd_context *context) { return context ? 0 : fail("pd_has_memory: context is NULL"); }
 void *pd_memory_new(pd_context *context, int64_t num_bytes) {
@@ -52,9 +60,8 @@ pd_fetch *pd_fetch_new(pd_context *context, int64_t max_bytes) {
 }
 void pd_fetch_free(pd_fetch *fetch) { delete fetch; }
 int pd_fetch_begin(pd_context *context, pd_fetch *fetch, const void *from, int64_t num_bytes) {
-  if (!fetch) return fail("pd_fetch_begin: fetch is NULL");
-  if (fetch->context != context) return fail("pd_fetch_begin: fetch is another context's");
-  if (check_copy("pd_fetch_begin", context, fetch, from, num_bytes)) return -1;
+  if (check_fetch("pd_fetch_begin", context, fetch) || check_copy("pd_fetch_begin", context, fetch, from, num_bytes))
+    return -1;
   if (num_bytes > fetch->max_bytes)
     return fail("pd_fetch_begin: num_bytes is %lld; it must be at most %lld", (long long)num_bytes,
                 (long long)fetch->max_bytes);
@@ -63,8 +70,7 @@ int pd_fetch_begin(pd_context *context, pd_fetch *fetch, const void *from, int64
   return 0;
 }
 int pd_fetch_end(pd_context *context, pd_fetch *fetch, void *to) {
-  if (!fetch) return fail("pd_fetch_end: fetch is NULL");
-  if (fetch->context != context) return fail("pd_fetch_end: fetch is another context's");
+  if (check_fetch("pd_fetch_end", context, fetch)) return -1;
   if (!fetch->is_begun) return fail("pd_fetch_end: no copy is under way");
   const int64_t num_bytes = (int64_t)fetch->bytes.size();
   if (check_copy("pd_fetch_end", context, to, fetch, num_bytes)) return -1;

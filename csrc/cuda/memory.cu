@@ -54,6 +54,7 @@ int await_mark(pd_context &c, pd_fetch &fetch) {
 }
 #endif
 int check_fetch(const char *name, const pd_context *context, const pd_fetch *fetch) {
+  if (!context) return fail("%s: context is NULL", name);
   if (!fetch) return fail("%s: fetch is NULL", name);
   return fetch->context == context ? 0 : fail("%s: fetch is another context's", name);
 }

@@ -47,8 +47,8 @@ class BatchJob:
     """An input file and its output, checked and locked. `run` answers what is not answered yet; use it in a `with`
     statement.
 
-    `model` is the model that will run it, with KV in the numbers of `kv_cache_dtype` and `attention_backend`, if that is
-    another package; `defaults` are sampling
+    `model` is the model that will run it, with KV in the numbers of `kv_cache_dtype`, and with another package's
+    attention where `attention_backend` names one; `defaults` are sampling
     parameters for bodies that do not say, and `beams` those of beam search: with a `beam_width`, a body that does not
     say is a beam search. The model's `seed` names the randomness of bodies without a seed: such a line is given one
     from its number and content, so that a job which was interrupted ends with the answers of one that was not. With

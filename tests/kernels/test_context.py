@@ -171,13 +171,13 @@ def test_no_context_is_named(library: Library) -> None:
     for name, (kinds, result) in PROTOTYPES.items():
         if not kinds or kinds[0] is not ctypes.c_void_p or "plan" in name.removeprefix("pd_attn_plan"):
             continue
-        if name in ("pd_context_free", "pd_stream", "pd_memory_free"):
+        if name in ("pd_context_free", "pd_stream", "pd_memory_free", "pd_fetch_free"):
             assert getattr(functions, name)(None) is None
             continue
         if name in ("pd_memory_unmap", "pd_nccl_id"):  # take no context
             continue
         blank = [None if hasattr(kind, "contents") or kind is ctypes.c_void_p else 0 for kind in kinds]
-        failed = None if name == "pd_memory_new" else -1
+        failed = None if name in ("pd_memory_new", "pd_fetch_new") else -1
         assert getattr(functions, name)(*blank) == failed and result is not None
         caller = "pd_run" if name in {f"pd_{kind.name.lower()}" for kind in records.OpKind} else name
         assert library.last_error().startswith(f"{caller}: context is NULL")

@@ -280,6 +280,6 @@ def test_wrong_segments_are_named(context: Context, segments: list[tuple[int, in
     wrong.num_segments = len(segments or ())
     with pytest.raises(KernelError, match=f"pd_gemm: {message}"):
         context.run(OpList([wrong]))
-    wrong.quantization = 3
-    with pytest.raises(KernelError, match=r"quantization is 3; it must be 0 \(none\), 1 \(int8\) or 2 \(blocks\)"):
+    wrong.quantization = 4
+    with pytest.raises(KernelError, match=r"quantization is 4; it must be 0 \(none\), 1 \(int8\), 2 \(blocks\) or 3"):
         context.run(OpList([wrong]))
