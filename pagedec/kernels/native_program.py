@@ -62,7 +62,7 @@ class NativeProgram:
         self._keep: list[object] = []
         self._linears: list[tuple[GemmArgs, NativeWeight]] = []
         self._cuts: list[tuple[list[object], Callable[[], None]]] = []
-        self._parts: list[tuple[OpList, Callable[[], None]]] = []
+        self._parts: list[tuple[OpList | SizedLists, Callable[[], None]]] = []
         self._last: OpList | SizedLists | None = None
 
     def _add(self, record: object, *keep: object) -> None:
