@@ -199,7 +199,8 @@ int pd_fetch_begin(pd_context *context, pd_fetch *fetch, const void *from, int64
                 (long long)fetch->max_bytes);
   const Turn turn(*context);
   if (!turn) return fail("pd_fetch_begin: another thread works in this context");
-  if (std::exchange(fetch->num_bytes, -1) >= 0 && await_mark(*context, *fetch)) return -1;  // nobody asks for it any more
+  // The former one, which nobody asks for any more.
+  if (std::exchange(fetch->num_bytes, -1) >= 0 && await_mark(*context, *fetch)) return -1;
   if (num_bytes && enqueue_copy(*context, "pd_fetch_begin", fetch->memory, from, num_bytes, cudaMemcpyDeviceToHost))
     return -1;
   if (mark(*context, *fetch)) return -1;

@@ -203,7 +203,12 @@ class Planner:
             if awaits != KNOWN:
                 if awaits == LAST:
                     continue
-            elif depth[branch.tip] - start != 1 or len(state) != 1 or (forced is not None and forced(branch)):
+            elif (
+                depth[branch.tip] - start != 1
+                or len(state) != 1
+                or (forced is not None and forced(branch))
+                or (request.reports is not None and request.awaits_prompt_report(branch))
+            ):
                 queries = queries or {query.branch: query for query in self._queries(request)}
                 if branch not in queries:  # the request has failed, or its decoder is not as plain as it says
                     return True

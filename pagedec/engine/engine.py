@@ -190,7 +190,8 @@ class Engine:
     def edit(self, request_id: str, verdict: Verdict) -> list[EngineEvent]:
         """Apply a client's fork, rollback, append or close between steps. Raises `NotFound` and `InvalidArgument`."""
         self.drain()
-        return self._collect(self.scheduler.edit(request_id, verdict), self.clock())
+        edited = self.scheduler.edit(request_id, verdict)
+        return [*self.take_late(), *self._collect(edited, self.clock())]
 
     # ---- steps
     def step(self) -> list[EngineEvent]:
@@ -207,13 +208,17 @@ class Engine:
             self.drain()
             self._late += self._collect(self._conclude_overdue(now), now)
         if self._late:
-            events, self._late = self._late, []
-            return events
+            return self.take_late()
         return self._collect(*self.steps.step(now))
 
     def drain(self) -> None:
         """Wait for a step that is out: none is then, and the next call of `step` tells what it has brought."""
         self._late += self._collect(*self.steps.drain())
+
+    def take_late(self) -> list[EngineEvent]:
+        """What was brought while nobody stepped."""
+        events, self._late = self._late, []
+        return events
 
     def reset_prefix_cache(self) -> bool:
         """Let nothing be found that was computed so far; requests go on with what they hold. True: nobody holds any
@@ -257,7 +262,7 @@ class Engine:
         for request in over:
             del self._deadlines[request]
         self._next_deadline = min(self._deadlines.values(), default=math.inf)
-        return [event for request in over for event in self.scheduler.conclude(request.id)]
+        return [event for request in over if not request.closed for event in self.scheduler.conclude(request.id)]
 
     def draw_seed(self) -> int:
         """A seed for what brings none, as a request's. One thread at a time."""

@@ -122,6 +122,7 @@ class EngineLoop:
 
         def note(engine: Engine) -> None:
             engine.drain()
+            self._untold.extend(engine.take_late())
             self._is_paused = is_paused
 
         return self.call(note)

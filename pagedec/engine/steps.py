@@ -32,6 +32,11 @@ class Flight:
     answers: Pending | None = None
     """None: the executor was not given it yet."""
 
+    @property
+    def has_failed(self) -> bool:
+        """It is known already that there will be no answers."""
+        return isinstance(self.answers, Future) and self.answers.done() and self.answers.exception() is not None
+
 
 class Steps:
     """Carries out a scheduler's steps. At most one is out between two calls, `is_ahead` only: its answers are waited
@@ -74,7 +79,7 @@ class Steps:
                     return self._scheduler.settle(plan, {}), now
                 flight = Flight(plan, self._scheduler.rules, now - began)
                 self._begin(flight, now)
-            behind, now = self._plan_ahead(now)
+            behind, now = (None, now) if flight.has_failed else self._plan_ahead(now)
         except Exception as error:  # our own mistake, and nobody knows yet by whom
             self._abandon(flight)
             return self._failed(error, list(self._recovery.only or self._running()))
@@ -115,6 +120,7 @@ class Steps:
             return None, began
         now, rules = self._clock(), dict(self._scheduler.rules)  # some may end before it is begun
         self._stats.plan_seconds += now - began
+        self._note_begun(plan, now)
         flight = Flight(plan, rules, -1.0)
         if asks_draws_alone(plan.forwards):
             self._begin(flight, now)
@@ -125,12 +131,16 @@ class Steps:
         plan = flight.plan
         self._stats.plan_seconds += max(0.0, flight.host_seconds)
         self._note_blocks(plan)
-        self.begun.update((request, now) for request in plan.begun)
+        self._note_begun(plan, now)
         try:
             flight.answers = self.executor.execute(plan.forwards, flight.rules, plan.masks)
         except Exception as error:  # it is this step's, whichever is waited for first
             (failed := Future[Answers]()).set_exception(error)
             flight.answers = failed
+
+    def _note_begun(self, plan: StepPlan, now: float) -> None:
+        for request in plan.begun:
+            self.begun.setdefault(request, now)
 
     def _finish(self, flight: Flight, behind: Flight | None, now: float) -> tuple[list[Event], float]:
         """Wait for a step and settle it; the one behind it is the next to be waited for."""

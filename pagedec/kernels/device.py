@@ -169,9 +169,10 @@ class DeviceDrawn:
         self._num_draws = num_draws
         if num_draws > self._room or not self._fetches:
             self._backend.wait()  # nothing is on its way to the host from what is given up
-            self._room = max(num_draws, 2 * self._room, 1)
-            self._tokens = self._backend.zeros((self._room,), torch.int32)
-            self._fetches = [self._backend.context.fetch(self._tokens.nbytes) for _ in range(MOST_OUT)]
+            room = max(num_draws, 2 * self._room, 1)
+            tokens = self._backend.zeros((room,), torch.int32)
+            fetches = [self._backend.context.fetch(tokens.nbytes) for _ in range(MOST_OUT)]
+            self._room, self._tokens, self._fetches = room, tokens, fetches
 
     def sample(self, logits: torch.Tensor, draws: np.ndarray, first: int) -> None:
         self._backend.sample_into(logits, draws, self._tokens[first : first + len(draws)])

@@ -8,7 +8,7 @@ import pytest
 
 from pagedec import LLM, SamplingParams
 from pagedec.config import EngineConfig
-from pagedec.errors import InvalidArgument
+from pagedec.errors import InvalidArgument, RequestError
 from pagedec.kernels.library import EMULATED_DEVICE
 from pagedec.models.buffers import READ_ROWS
 from tests.engine.crowd import SMALL, Tiny, Tokens, assert_whole, right_answers, workload
@@ -182,6 +182,66 @@ def test_what_happens_between_steps_waits_for_the_one_that_is_out(tiny: Tiny) ->
     [cut] = llm.generate([[7, 8, 9]], SamplingParams(temperature=0, max_time=30, ignore_eos=True), use_tqdm=False)
     assert 0 < len(cut.outputs[0].token_ids) < 12 and cut.outputs[0].token_ids == want[: len(cut.outputs[0].token_ids)]
     engine.scheduler.check()
+
+
+def test_what_a_pause_waits_for_is_told(tiny: Tiny) -> None:
+    """The last token and the end of a request, too: whoever reads does not wait for the pause to end."""
+    llm = tiny(**AHEAD)
+    stream = llm.stream([7, 8, 9], GREEDY.clone(max_tokens=3))
+    next(stream)
+    next(stream)
+    llm.loop.pause()
+    assert [*stream][-1].finished and not llm.engine.unfinished
+    llm.loop.pause(False)
+
+
+def test_nothing_is_begun_behind_a_step_that_could_not_be_begun(tiny: Tiny, expected: list[Tokens]) -> None:
+    llm = tiny(**SMALL, **AHEAD)
+    inner, told = llm.engine.executor.execute, list[bool]()
+
+    def fails(forwards: Any, *others: Any) -> Any:
+        told.append(bool((forwards["target"].token_ids < 0).any()))
+        if len(told) == 6:
+            raise DeviceLost("gone")
+        return inner(forwards, *others)
+
+    llm.engine.executor.execute = fails  # type: ignore[method-assign]
+    assert right_answers(llm) == expected
+    assert llm.engine.stats.num_failed_steps == 1
+    assert any(told[:6]) and not told[6]  # behind it all KV is given up, and no row names a draw
+
+
+@EMULATED
+def test_room_for_draws_that_there_is_not_at_once(device: Tiny, expected: list[Tokens]) -> None:
+    """The step is tried again, and there is nothing left of the first try."""
+    llm = device(**SMALL)
+    backend = llm.engine.executor.worker.lanes["target"].backend
+    fetch, left = backend.context.fetch, [1]
+
+    class Once:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(context, name)
+
+        def fetch(self, max_bytes: int) -> Any:
+            if left[0]:
+                left[0] -= 1
+                raise MemoryError("for once")
+            return fetch(max_bytes)
+
+    context = backend.context
+    backend.context = Once()
+    assert right_answers(llm) == expected
+    backend.context = context
+    assert llm.engine.stats.num_failed_steps == 1 and not left[0]
+
+
+def test_a_time_that_is_over_when_the_request_has_failed(tiny: Tiny) -> None:
+    engine = tiny().engine
+    ticks = iter(range(10**6))
+    engine.clock = lambda: float(next(ticks))
+    engine.add(engine.admit("a", [7, 8, 9], GREEDY.clone(max_time=1.0)))
+    engine.fail("a", RequestError("a", "made up"))
+    assert [type(event).__name__ for event in engine.step()] == ["Failed"]
 
 
 def test_ranks_are_told_by_name() -> None:

@@ -34,6 +34,18 @@ def test_a_session_without_forks_is_one_request(tiny: Tiny) -> None:
     assert_nothing_left(llm)
 
 
+def test_a_calls_prompt_is_reported_whole(tiny: Tiny) -> None:
+    """All of its tokens but the last are cached, and are read again for that."""
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1, ignore_eos=True)
+    llm = tiny()
+    with llm.session([5, 9, 33, 70]) as session:
+        session.generate(SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+        ids = session.token_ids
+        found = session.generate(params)
+    [want] = llm.generate([ids], params, use_tqdm=False)
+    assert len(want.prompt_logprobs) == len(ids) and found.prompt_logprobs == want.prompt_logprobs
+
+
 def test_forks_draw_in_their_own_names(tiny: Tiny) -> None:
     """The same program twice, the second time in a crowd and in a small pool."""
 

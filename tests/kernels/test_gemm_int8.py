@@ -257,7 +257,7 @@ def test_what_is_invalid_is_named(context: Context) -> None:
     for arguments, message in [
         ((None, 32, 8, 0, storage.data_ptr()), "w is NULL"),
         ((weight.data_ptr(), 32, 8, 0, None), "packed is NULL"),
-        ((weight.data_ptr(), 32, 8, 2, storage.data_ptr()), "dtype is 2"),
+        ((weight.data_ptr(), 32, 8, 3, storage.data_ptr()), "dtype is 3"),
         ((weight.data_ptr(), 32, 8, 0, storage.data_ptr() + 4), "64-byte aligned"),
     ]:
         with pytest.raises(KernelError, match=message):

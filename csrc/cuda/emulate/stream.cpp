@@ -42,7 +42,8 @@ std::string Stream::await() { return await(UINT64_MAX); }
 std::string Stream::await(uint64_t mark) {
   const std::lock_guard lock(turn());
   carry_out(mark);
-  return std::exchange(problem_, {});
+  if (!problem_.empty()) return told_ = std::exchange(problem_, {});
+  return mark > lost_from_ && mark <= lost_to_ ? told_ : std::string();
 }
 bool Stream::is_through() {
   if (!carrier_.valid()) {
@@ -62,15 +63,20 @@ uint64_t Stream::mark() {
   return num_done_ + waiting_.size();
 }
 void Stream::carry_out(uint64_t mark) {
-  if (!problem_.empty()) num_done_ += waiting_.size(), waiting_.clear();  // of before, which nobody was told yet
+  if (!problem_.empty()) lost_to_ = drop();  // of before, which nobody was told yet
   if (waiting_.empty() || num_done_ >= mark) return;
   const Opened opened;
   for (; !waiting_.empty() && num_done_ < mark; num_done_++) {
     const Work work = std::move(waiting_.front());
     waiting_.pop_front();
     problem_ = work();
-    if (!problem_.empty()) num_done_ += waiting_.size(), waiting_.clear();
+    if (!problem_.empty()) lost_from_ = num_done_, lost_to_ = drop() + 1;
   }
+}
+uint64_t Stream::drop() {
+  num_done_ += waiting_.size();
+  waiting_.clear();
+  return num_done_;
 }
 void await_all() {
   const std::lock_guard lock(turn());

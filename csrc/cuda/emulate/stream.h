@@ -23,7 +23,7 @@ class Stream {
   bool is_recorded() const { return list_; }
   // Carries out what has been put into it. Empty, or what went wrong since the last time; nothing follows that.
   std::string await();
-  // The same of what had been put into it when `mark` was taken.
+  // The same of what had been put into it when `mark` was taken; also where another wait was told what went wrong.
   std::string await(uint64_t mark);
   uint64_t mark();
   // Whether all has been carried out: by a thread that is begun when it has not, and is waited for a moment, so that
@@ -33,10 +33,11 @@ class Stream {
  private:
   friend void await_all();
   void carry_out(uint64_t mark);
+  uint64_t drop();  // all that waits; what has been done and dropped then
   std::deque<Work> waiting_;
-  uint64_t num_done_ = 0;
+  uint64_t num_done_ = 0, lost_from_ = 0, lost_to_ = 0;  // what was lost with the last problem
   std::vector<Work> *list_ = nullptr;
-  std::string problem_;
+  std::string problem_, told_;
   std::future<void> carrier_;
 };
 
