@@ -60,7 +60,7 @@ class Model(_message.Message):
     dtype: _builtins.str
     """Numbers of weights and activations, such as "bfloat16"."""
     quantization: _builtins.str
-    """"int8", or empty."""
+    """What the engine was told of its weights, such as "int8" or "int8_weight_only", or empty."""
     max_logprobs: _builtins.int
     """Most candidates of a report."""
     has_chat_template: _builtins.bool

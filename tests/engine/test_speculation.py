@@ -333,7 +333,7 @@ def test_what_must_be_the_engine_s(tiny: Tiny, tiny_path: Path) -> None:
     ({"num_blocks": 1}, "speculative_config.num_blocks is 1: must be at least 2 blocks"),
     ({"num_blocks": 4, "kv_cache_memory": "1MiB"}, "speculative_config.kv_cache_memory is .*; give one of them"),
     ({"dtype": "float8"}, "speculative_config.dtype is 'float8': must be one of"),
-    ({"quantization": "fp4"}, "speculative_config.quantization is 'fp4': must be one of int8, int4, "),
+    ({"quantization": "fp4"}, "speculative_config.quantization is 'fp4': must be one of int8, int8_weight_only, "),
     ({"revision": "main"}, "speculative_config.revision is 'main': must be None: .* is no hub id"),
 ])  # fmt: skip
 def test_wrong_draft_models(tiny: Tiny, tiny_path: Path, own: dict[str, Any], message: str) -> None:

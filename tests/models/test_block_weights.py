@@ -241,7 +241,7 @@ def test_alone_and_in_a_crowd_are_the_same_bits(llm: LLM) -> None:
     [
         ({"quantization": "gguf"}, "quantization is 'gguf': must be of a .gguf file, or of dummy weights"),
         ({"quantization": "awq"}, "quantization is 'awq': must be the checkpoint's, which is none"),
-        ({"quantization": "int5"}, "quantization is 'int5': must be one of int8, int4"),
+        ({"quantization": "int5"}, "quantization is 'int5': must be one of int8, int8_weight_only, int4"),
     ],
 )
 def test_mistakes_are_named(arguments: dict[str, Any], message: str, checkpoints: Checkpoints) -> None:

@@ -52,7 +52,7 @@ class RanksExecutor:
     def __init__(self, workers: Sequence[Worker | Follower]) -> None:
         first, *others = workers
         assert isinstance(first, Worker)
-        self.worker, self.geometry = first, first.geometry
+        self.worker, self.geometry, self.overlaps = first, first.geometry, False
         self.problem: str | None = None
         self.num_restarts, self.restart_seconds = 0, 0.0
         self.give_up = lambda: None
