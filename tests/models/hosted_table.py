@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from transformers import __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pagedec.errors import ModelFileError, PagedecError
@@ -19,6 +20,7 @@ from pagedec.models.hf.hosted_architecture import hosted_architecture
 from pagedec.models.registry import ARCHITECTURES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+VERSION = re.compile(r"The types of transformers ([0-9.]+),")
 BEGIN, END = "<!-- hosted table: begin -->", "<!-- hosted table: end -->"
 NATIVE, HOSTED = "native", "hosted"
 NUM_LAYERS = 8  # the patterns of layers repeat after 6 at most
@@ -77,8 +79,15 @@ def documented() -> dict[str, str]:
     return shown
 
 
+def documented_version() -> str:
+    """The version of transformers that the document speaks of."""
+    found = VERSION.search(DOCUMENT.read_text(encoding="utf-8"))
+    assert found is not None
+    return found[1]
+
+
 def write() -> None:
-    text = DOCUMENT.read_text(encoding="utf-8")
+    text = VERSION.sub(f"The types of transformers {__version__},", DOCUMENT.read_text(encoding="utf-8"))
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     names = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -21,7 +21,7 @@ REFUSED = {
     ("bert", "BertLMHeadModel"): "its attention is not causal",
     ("bart", "BartForCausalLM"): "it is an encoder-decoder",
     ("bloom", "BloomForCausalLM"): "its modeling code knows no attention but its own",
-    ("gptj", "GPTJForCausalLM"): "its modeling code does not call transformers' attention interface",
+    ("falcon", "FalconForCausalLM"): "its modeling code does not call transformers' attention interface",
     ("doge", "DogeForCausalLM"): "its modeling code computes with the attention mask itself",
     ("deepseek_v3", "DeepseekV3ForCausalLM"): r"it has latent attention \(kv_lora_rank\)",
     ("mamba", "MambaForCausalLM"): "it has layers of the kind linear_attention",
