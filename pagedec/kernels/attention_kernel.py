@@ -21,8 +21,6 @@ from pagedec.errors import InvalidArgument
 from pagedec.kernels.backend import AttentionShape
 from pagedec.kernels.records import KvKind
 
-DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionLimits:
@@ -113,12 +111,16 @@ def function_of(name: str, module: ModuleType, function: str) -> Callable[..., t
     return found
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def check_numbers(kernel: AttentionKernel, dtype: torch.dtype, kv_kind: KvKind, block_size: int) -> None:
     """Raise InvalidArgument for numbers of an engine with which the kernel could never be used."""
     limits, beside = kernel.limits, f"with attention_backend {kernel.name}"
     if dtype not in limits.dtypes:
-        taken = " or ".join(DTYPE_NAMES[own] for own in limits.dtypes)
-        raise InvalidArgument("dtype", DTYPE_NAMES[dtype], f"must be {taken} {beside}")
+        taken = " or ".join(_name(own) for own in limits.dtypes)
+        raise InvalidArgument("dtype", _name(dtype), f"must be {taken} {beside}")
     if kv_kind not in limits.kv_kinds:
         raise InvalidArgument("kv_cache_dtype", kv_kind.name.lower(), f"must be auto {beside}")
     if block_size not in limits.block_sizes:

@@ -7,10 +7,14 @@ a library's reduction: what a library adds first depends on sizes and on who com
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
+
+Exchange: TypeAlias = Callable[[dict[str, Any]], list[dict[str, Any]]]
+"""What every rank calls with something of its own that JSON can say, to be given all ranks', in their order."""
 
 
 class Link(Protocol):

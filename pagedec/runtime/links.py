@@ -7,10 +7,9 @@ import errno
 import mmap
 import os
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +18,10 @@ from pagedec import environment
 from pagedec.errors import InvalidArgument, InvariantError, LinkWarning
 from pagedec.kernels.device import DeviceBackend
 from pagedec.kernels.library import KernelError, MeetArgs
-from pagedec.kernels.link import Link
+from pagedec.kernels.link import Exchange, Link
 from pagedec.kernels.native import NativeBackend
 from pagedec.runtime.nccl import NcclLink, place_of, why_not, why_not_all
 
-Exchange: TypeAlias = Callable[[dict[str, Any]], list[dict[str, Any]]]
-"""What every rank calls with something of its own that JSON can say, to be given all ranks', in their order."""
 MEET_STRIDE = 32  # PD_MEET_STRIDE of pagedec.h
 BROADCAST = 1 << 14  # values that are broadcast at once: more tokens than a step drafts
 PROCESSES = Path("/proc")

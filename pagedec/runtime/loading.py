@@ -31,6 +31,7 @@ from pagedec.kernels.device import DeviceBackend
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.flash_attn_kernel import FlashAttention
 from pagedec.kernels.library import DEVICES, LibraryNotFound, load
+from pagedec.kernels.link import Exchange
 from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.records import KvKind
 from pagedec.kernels.xformers_kernel import Xformers
@@ -42,7 +43,7 @@ from pagedec.runtime.cache import allocate_cache, block_bytes
 from pagedec.runtime.fingerprint import model_digest, numerics_digest
 from pagedec.runtime.follower import Follower
 from pagedec.runtime.geometry import Geometry, LaneGeometry
-from pagedec.runtime.links import Exchange, connect, machine
+from pagedec.runtime.links import connect, machine
 from pagedec.runtime.memory import Memory, available_memory, is_out_of_memory, shown_size
 from pagedec.runtime.nccl import NcclLink
 from pagedec.runtime.numbers import NAMES, chosen_dtype

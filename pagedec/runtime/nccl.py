@@ -14,6 +14,7 @@ from pagedec.errors import InvariantError
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.device import DeviceBackend
 from pagedec.kernels.library import CUDA, EMULATED_DEVICE, AllGatherArgs, KernelError
+from pagedec.kernels.link import Exchange
 from pagedec.kernels.places import nccl_path
 
 BROADCAST = 1 << 12  # values that are broadcast at once: more tokens than most steps draft
@@ -25,14 +26,7 @@ class NcclLink:
 
     arrivals: torch.Tensor | None = None
 
-    def __init__(
-        self,
-        rank: int,
-        world: int,
-        exchange: Callable[[dict[str, Any]], list[dict[str, Any]]],
-        backend: DeviceBackend,
-        seconds: float,
-    ) -> None:
+    def __init__(self, rank: int, world: int, exchange: Exchange, backend: DeviceBackend, seconds: float) -> None:
         self.rank, self.world, self.seconds, self._backend = rank, world, seconds, backend
         made = self._of_all(exchange, lambda: backend.library.nccl_id().hex() if rank == 0 else "")[0]
         self._of_all(exchange, lambda: backend.context.join(bytes.fromhex(made), rank, world, seconds))
@@ -42,7 +36,7 @@ class NcclLink:
         self._heard = backend.zeros((world, BROADCAST), torch.int32)
 
     @staticmethod
-    def _of_all(exchange: Callable[[dict[str, Any]], list[dict[str, Any]]], work: Callable[[], Any]) -> list[Any]:
+    def _of_all(exchange: Exchange, work: Callable[[], Any]) -> list[Any]:
         """What it gives at all ranks. Raises the first one's KernelError at all of them."""
         done, problem = None, ""
         try:

@@ -20,15 +20,20 @@ from pagedec.kernels.backend import AttentionShape
 from pagedec.kernels.device import DeviceBackend
 from pagedec.kernels.flash_attn_kernel import FlashAttention
 from pagedec.kernels.library import EMULATED_DEVICE, KvKind, load
-from pagedec.kernels.split_plan import SplitPlan, plain_chains
+from pagedec.kernels.split_plan import TILE, SplitPlan, plain_chains
 from pagedec.kernels.xformers_kernel import Xformers, by_branch_and_head
 from tests.kernels import attention_stand_ins, cuda_library
 from tests.kernels.attention_cases import Batch, Branch, Cache, random_tree, read_slots
 from tests.kernels.attention_stand_ins import stand_ins
+from tests.kernels.cuda_build import ROOT
 
 __all__ = ["stand_ins"]
 pytestmark = pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
 SHAPE = AttentionShape(6, 2, 32, 256, 0.18)
+
+
+def test_a_tile_is_as_long_as_the_plan_says() -> None:
+    assert f"constexpr int TILE = {TILE}," in (ROOT / "csrc" / "plan" / "plan.h").read_text(encoding="utf-8")
 
 
 def device(kernel: AttentionKernel | None = None, block_size: int = 256) -> DeviceBackend:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from pagedec.runtime.links import Exchange
+from pagedec.kernels.link import Exchange
 
 Work: TypeAlias = Callable[[Exchange], None]
 

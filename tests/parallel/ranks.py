@@ -14,8 +14,8 @@ from pagedec.core.forward import Answers, Forwards, MakeMasks, Rules
 from pagedec.core.wire import Step, pack_step, unpack_step
 from pagedec.engine.engine import Engine
 from pagedec.executor.base import RuleNews
+from pagedec.kernels.link import Exchange
 from pagedec.runtime.follower import Follower
-from pagedec.runtime.links import Exchange
 from pagedec.runtime.loading import Ranks, load_worker
 from pagedec.runtime.worker import Worker
 
