@@ -95,7 +95,7 @@ struct ByteTiles : Factors<Element, bf16, kHead> {
     const int of_v = tile_at(stage, true) + thread_index() % kWarp * kStride + kGroup * warp;
     [[maybe_unused]] constexpr int kUnrolled = kHead <= 128 ? 2 : 1;  // the largest heads lack the registers
     PD_UNROLL_BY(kUnrolled)
-    for (int token = 0; token < TILE; token += kLoadedTokens) {
+    for (int token = 0; token < TILE; token += 2 * kStepTokens) {
       uint32_t a[kRowTiles][2][4];
       this->load_probabilities(sight, token, a);
       PD_UNROLL for (int j = 0; j < kPieces; j += 2) {

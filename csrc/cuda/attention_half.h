@@ -8,7 +8,7 @@ namespace pagedec::attention {
 namespace {
 
 constexpr int kCopiedBytes = 16;  // that one copy brings
-constexpr int kLoadedTokens = 32;  // of V, that one load brings
+constexpr int kStepTokens = 16;  // of V, that one instruction multiplies
 
 // What K and V are multiplied by. Rows of shared memory are 16 bytes longer than they need be, so that eight of them
 // begin in different banks. P: of probabilities.
@@ -26,20 +26,22 @@ struct Factors {
   PD_DEVICE void put_probabilities(int row, int token, float first, float second) const {
     p[(row * kProbabilityStride + token) / 2] = pair_of<P>(first, second);
   }
-  PD_DEVICE void load_probabilities(const Sight &sight, int token, uint32_t (&a)[kRowTiles][2][4]) const {
+  template <int kSteps>
+  PD_DEVICE void load_probabilities(const Sight &sight, int token, uint32_t (&a)[kRowTiles][kSteps][4]) const {
     const int lane = thread_index() % kWarp, of_p = lane % 16 * kProbabilityStride + lane / 16 * 8;
     PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++)
-      PD_UNROLL for (int step = 0; step < 2; step++) if (sight.has_tile(tile)) {
-        const int at = of_p + tile * kTileRows * kProbabilityStride + token + 16 * step;
+      PD_UNROLL for (int step = 0; step < kSteps; step++) if (sight.has_tile(tile)) {
+        const int at = of_p + tile * kTileRows * kProbabilityStride + token + kStepTokens * step;
         load_matrices(a[tile][step], p.at(at / 2));
       }
   }
-  // o += what a tile's rows have of the tokens that were loaded, in eight columns.
-  static PD_DEVICE void add_columns(const Sight &sight, int tile, const uint32_t (&a)[2][4], const uint32_t (&b)[4],
+  // o += what a tile's rows have of the steps that were loaded, in eight columns.
+  template <int kSteps>
+  static PD_DEVICE void add_columns(const Sight &sight, int tile, const uint32_t (&a)[kSteps][4], const uint32_t *b,
                                     float (&o)[4]) {
     float sum[4] = {o[0], o[1], o[2], o[3]};
-    multiply_add<P>(sum, a[0], b[0], b[1]);
-    multiply_add<P>(sum, a[1], b[2], b[3]);
+    PD_UNROLL for (int step = 0; step < kSteps; step++)
+      multiply_add<P>(sum, a[step], b[2 * step], b[2 * step + 1]);
     PD_UNROLL for (int i = 0; i < 4; i++)  // other rows' probabilities are 0, which times infinity is NaN
       if (sight.has_row(tile * kTileRows + thread_index() % kWarp / 4 + i / 2 * 8)) o[i] = sum[i];
   }
@@ -101,62 +103,83 @@ struct HalfTiles : Factors<Element, Element, kHead> {
   // Whether a value of V is not finite that only some rows see.
   PD_DEVICE bool has_poison(int stage, const Sight &sight, int dim) const {
     bool found = false;
-    for (int token = sight.first; token < sight.last; token++) {
+    PD_ROLLED for (int token = sight.first; token < sight.last; token++) {
       if (token == sight.all_first && token < sight.all_last) token = sight.all_last;
       if (token >= sight.last) break;
-      for (int d = thread_index(); d < dim; d += kThreads) {
+      PD_ROLLED for (int d = thread_index(); d < dim; d += kThreads) {
         const E x = kv[tile_at(stage, true) + token * kStride + d];
-        found |= (x.bits & kInfinity<E>) == kInfinity<E>;
+        found |= !is_finite(x);
       }
     }
     return found;
   }
 
+  // Where V is poisoned, rows first meet what of it they see, which makes them infinite or NaN whatever comes then, and
+  // it leaves: what a row does not see changes none of its bits.
   template <int kPieces, class LanesOf>
   PD_DEVICE void add_values(int stage, const Sight &sight, int dim, int warp, bool is_poisoned,
                             float (&o)[kRowTiles][kPieces][4], const LanesOf &lanes_of) const {
-    const int of_v = tile_at(stage, true) + thread_index() % kWarp * kStride + 8 * warp;
+    if (is_poisoned) add_poison(stage, sight, dim, warp, o, lanes_of), clear_poison(stage, sight, dim);
+    // A load brings two steps of eight columns; or of the largest heads, which lack the registers, one of two pieces.
+    constexpr int kSteps = kHead <= 128 ? 2 : 1, kPiecesAtATime = 2 / kSteps, kLoadedTokens = kStepTokens * kSteps;
+    static_assert(kPieces % kPiecesAtATime == 0);
+    const int lane = thread_index() % kWarp, of_v = tile_at(stage, true) + lane % kLoadedTokens * kStride + 8 * warp +
+                                                    lane / kLoadedTokens * 8 * kWarps;
     PD_UNROLL for (int token = 0; token < TILE; token += kLoadedTokens) {
-      uint32_t a[kRowTiles][2][4];
+      uint32_t a[kRowTiles][kSteps][4];
       this->load_probabilities(sight, token, a);
-      PD_UNROLL for (int j = 0; j < kPieces; j++) {
+      PD_UNROLL for (int j = 0; j < kPieces; j += kPiecesAtATime) {
         if (column_of(j, warp) >= dim) continue;
         uint32_t b[4];
         load_transposed(b, kv.at(of_v + token * kStride + 8 * kWarps * j));
-        PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++) {
-          if (!sight.has_tile(tile)) continue;
-          if (is_poisoned) add_apart(sight, tile, token, a[tile], b, o[tile][j], lanes_of);
-          else F::add_columns(sight, tile, a[tile], b, o[tile][j]);
-        }
+        PD_UNROLL for (int n = 0; n < kPiecesAtATime; n++)
+          PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++)
+            if (sight.has_tile(tile)) F::add_columns(sight, tile, a[tile], b + 2 * n, o[tile][j + n]);
       }
     }
   }
 
  private:
-  // Each row by itself, with zeros for what it does not see: the same bits, had that been finite.
-  template <class LanesOf>
-  static PD_DEVICE void add_apart(const Sight &sight, int tile, int token, const uint32_t (&a)[2][4],
-                                  const uint32_t (&b)[4], float (&o)[4], const LanesOf &lanes_of) {
+  static PD_DEVICE bool is_finite(E x) { return (x.bits & kInfinity<E>) != kInfinity<E>; }
+
+  // Seldom taken: of more than two pieces sums lie in memory meanwhile, where loops can count them, as unrolled it would
+  // be half of the kernel.
+  template <int kPieces, class LanesOf>
+  PD_DEVICE void add_poison(int stage, const Sight &sight, int dim, int warp, float (&o)[kRowTiles][kPieces][4],
+                            const LanesOf &lanes_of) const {
     const int lane = thread_index() % kWarp;
-    // Seldom taken: unrolled it is half of the kernel's instructions. The largest heads lack the registers for a loop.
-    [[maybe_unused]] constexpr int kUnrolled = kHead <= 128 ? 1 : kTileRows;
+    [[maybe_unused]] constexpr int kUnrolled = kPieces <= 2 ? 2 * kRowTiles : 1;
+    float sums[kRowTiles][kPieces][4];
+    PD_UNROLL for (int i = 0; i < kRowTiles * kPieces * 4; i++) sums[0][0][i] = o[0][0][i];
     PD_UNROLL_BY(kUnrolled)
-    for (int r = 0; r < kTileRows; r++) {
-      const int row = tile * kTileRows + r;
+    for (int of = 0; of < 2 * kRowTiles; of++) {
+      const int row = of * (kTileRows / 2) + lane / 4;
       if (!sight.has_row(row)) continue;
       const auto lanes = lanes_of(row);
-      float own[4] = {o[0], o[1], o[2], o[3]};
-      uint32_t seen[4];
-      PD_UNROLL for (int i = 0; i < 4; i++) {
-        const int at = token + 8 * i + 2 * (lane % 4);
-        seen[i] = (at >= lanes.first && at < lanes.last ? b[i] & 0xffffu : 0) |
-                  (at + 1 >= lanes.first && at + 1 < lanes.last ? b[i] & 0xffff0000u : 0);
+      PD_ROLLED for (int token = lanes.first; token < lanes.last; token++) {
+        const uint32_t pair = this->p[(row * F::kProbabilityStride + token) / 2];
+        const float by = to_float(E{(uint16_t)(pair >> 16 * (token % 2))});
+        PD_UNROLL_BY(kUnrolled)
+        for (int j = 0; j < kPieces; j++) {
+          if (column_of(j, warp) >= dim) break;
+          PD_UNROLL_BY(kUnrolled)
+          for (int i = 0; i < 2; i++) {
+            const E x = kv[tile_at(stage, true) + token * kStride + column_of(j, warp) + 2 * (lane % 4) + i];
+            if (!is_finite(x)) sums[of / 2][j][of % 2 * 2 + i] += by * to_float(x);
+          }
+        }
       }
-      multiply_add<E>(own, a[0], seen[0], seen[1]);
-      multiply_add<E>(own, a[1], seen[2], seen[3]);
-      PD_UNROLL for (int i = 0; i < 4; i++)
-        if (r == lane / 4 + i / 2 * 8) o[i] = own[i];
     }
+    PD_UNROLL for (int i = 0; i < kRowTiles * kPieces * 4; i++) o[0][0][i] = sums[0][0][i];
+  }
+  PD_DEVICE void clear_poison(int stage, const Sight &sight, int dim) const {
+    sync_block();
+    PD_ROLLED for (int token = sight.first; token < sight.last; token++)
+      PD_ROLLED for (int d = thread_index(); d < dim; d += kThreads) {
+        const int at = tile_at(stage, true) + token * kStride + d;
+        if (!is_finite(kv[at])) kv[at] = E{0};
+      }
+    sync_block();
   }
 
   template <class Number>

@@ -81,14 +81,14 @@ class Engine:
         is_ahead: bool = False,
     ) -> None:
         self.scheduler, self.limits, self.vocabulary = scheduler, limits, vocabulary
-        self.seed, self.stats, self.clock = seed, EngineStats(), clock
+        self.seed, self.stats = seed, EngineStats()
         self.speculative = speculative
         if speculative is not None:
             self._check_speculation(speculative, "speculative_config")
         self.num_unseeded = 0
         """Requests admitted without a seed of their own."""
         self.grammars = None if vocabulary is None else Grammars(limits.vocab_size, *vocabulary.words)
-        self.steps = Steps(scheduler, executor, limits.vocab_size, self.stats, self._now, debug, is_ahead)
+        self.steps = Steps(scheduler, executor, limits.vocab_size, self.stats, clock, debug, is_ahead)
         self._late: list[EngineEvent] = []  # what was brought while nobody stepped
         self.sessions = Sessions(
             scheduler.parking, scheduler.new_tables, scheduler.limits.block_size, clock, sessions or SessionLimits()
@@ -106,6 +106,15 @@ class Engine:
     @executor.setter
     def executor(self, executor: Executor) -> None:
         self.steps.executor = executor
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """What tells the time, in seconds."""
+        return self.steps.clock
+
+    @clock.setter
+    def clock(self, clock: Callable[[], float]) -> None:
+        self.steps.clock = clock
 
     # ---- requests
     def admit(
@@ -248,9 +257,6 @@ class Engine:
         self.executor.stop()
 
     # ---- inside
-    def _now(self) -> float:
-        return self.clock()
-
     def _check_speculation(self, table: dict[str, Any], field: str) -> None:
         limits = self.scheduler.limits
         draft_context = limits.max_positions.get("draft") if "draft" in limits.num_blocks else None

@@ -56,7 +56,7 @@ class Steps:
         is_ahead: bool,
     ) -> None:
         self._scheduler, self.executor, self._vocab_size, self._stats = scheduler, executor, vocab_size, stats
-        self._clock, self._debug, self.is_ahead = clock, debug, is_ahead
+        self.clock, self._debug, self.is_ahead = clock, debug, is_ahead
         self._recovery = Recovery()
         self._pace: StepPace | None = None
         self._flight: Flight | None = None
@@ -74,7 +74,7 @@ class Steps:
         try:
             if flight is None:
                 plan = self._scheduler.plan(self._recovery.only, self._costs)
-                began, now = now, self._clock()
+                began, now = now, self.clock()
                 if not plan.forwards:
                     return self._scheduler.settle(plan, {}), now
                 flight = Flight(plan, self._scheduler.rules, now - began)
@@ -92,7 +92,7 @@ class Steps:
     def drain(self) -> tuple[list[Event], float]:
         """The events of the step that is out, if one is, behind which none is begun."""
         flight, self._flight = self._flight, None
-        now = self._clock()
+        now = self.clock()
         return ([], now) if flight is None else self._finish(flight, None, now)
 
     def abandon(self) -> None:
@@ -118,7 +118,7 @@ class Steps:
         plan = self._scheduler.plan_ahead(self._costs)
         if plan is None:
             return None, began
-        now, rules = self._clock(), dict(self._scheduler.rules)  # some may end before it is begun
+        now, rules = self.clock(), dict(self._scheduler.rules)  # some may end before it is begun
         self._stats.plan_seconds += now - began
         self._note_begun(plan, now)
         flight = Flight(plan, rules, -1.0)
@@ -156,14 +156,14 @@ class Steps:
             self._abandon(behind)
             self._scheduler.forget_kv()
             raise
-        executed = self._clock()
+        executed = self.clock()
         try:
             events = self._scheduler.settle(plan, answers)
         except BaseException:
             self._abandon(behind)
             self._scheduler.forget_kv()
             raise
-        settled = self._clock()
+        settled = self.clock()
         self._recovery.passed(work.request for work in plan.works if work.answers_something)
         stats.num_steps += 1
         stats.num_rows += plan.num_rows
@@ -226,7 +226,7 @@ class Steps:
             problem = kind(request.id, f"cannot be evaluated: {told(error)}")
             problem.__cause__ = error
             self._scheduler.fail(request, problem)
-        return self._scheduler.take_events(), self._clock()
+        return self._scheduler.take_events(), self.clock()
 
     def _running(self) -> list[Request]:
         """All that want to advance. Those that wait for a client lose nothing with the device but KV."""

@@ -93,6 +93,28 @@ def test_rows_that_see_no_infinity_in_fp16(isa: str, numbers: Numbers) -> None:
     assert same_bits(got[:2], want[:2]) and not got[2:, :, 5].isfinite().any()
 
 
+@pytest.mark.parametrize("dim", [48, 64, 112, 176, 256])
+@pytest.mark.parametrize("isa", cuda_library.cases())
+def test_columns_that_are_not_finite(isa: str, dim: int) -> None:
+    """Of each number of pieces, in several tokens and columns: rows that see none of a column's have their bits, and
+    the others what sums of infinities are."""
+    context = cuda_library.open_library(isa).context()
+    cache = Cache(AttentionShape(3, 1, dim, 16, 0.125), 40, Numbers(torch.bfloat16), seed=dim)
+    branch, q = cache.branch(150, 40), cache.query(40)
+    k, v = cache.random(4, 1, dim), torch.ones(4, 1, dim)
+    cache.write(branch.table, [112, 125, 127, 140], k, v)
+    want = run(context, cache, [branch], q)
+    first, last = dim - 1, dim // 2 + 1
+    v[0, 0, 3], v[1, 0, last], v[2, 0, [3, first]], v[3, 0, last] = torch.inf, torch.nan, -torch.inf, torch.inf
+    cache.write(branch.table, [112, 125, 127, 140], k, v)
+    got = run(context, cache, [branch], q)
+    finite = torch.ones(40, 3, dim, dtype=torch.bool)  # the row at i sees tokens up to 110 + i
+    finite[2:, :, 3] = finite[15:, :, last] = finite[17:, :, first] = False
+    assert same_bits(got[finite], want[finite])
+    assert (got[2:17, :, 3] == torch.inf).all() and got[17:, :, 3].isnan().all()
+    assert got[15:, :, last].isnan().all() and (got[17:, :, first] == -torch.inf).all()
+
+
 @pytest.mark.parametrize("numbers", IN_FP16, ids=str)
 @pytest.mark.parametrize("isa", cuda_library.cases())
 def test_fp16_in_the_cache(isa: str, numbers: Numbers) -> None:
