@@ -31,8 +31,8 @@ struct AmxTiles {
 
 // How much passes the unit at once. The numbers are of a loop that does nothing but load, multiply and store, timed on
 // Sapphire Rapids (L1 48 KB, L2 2 MB a core); this code has not been timed there. Four products (two tiles of rows by
-// both halves of a panel, a line of k) take 20 ns, the four loads before them 10 from L1 and 24 from L2: two of the four
-// must come from L1.
+// both halves of a panel, a line of k) take 20 ns, the four loads before them 10 from L1 and 24 from L2: two of the
+// four must come from L1.
 //
 // A part of a panel: 9 lines are 18 KB, which stay in L1 while two tiles of rows pass (18 KB more, each line once), and
 // their sums, 4 KB. Parts of 6 to 9 lines were alike, of 12 a tenth slower, a whole k of 18 a fifth.
@@ -97,8 +97,8 @@ inline void amx_configure(int height) {
 }
 
 // line(x, stride, second, panel, fetch) for every line of k; the last is padded with zeros, on both sides: behind a
-// panel may lie NaN. Behind each line beside() is called, for what the vector unit does meanwhile. Prefetches are spread
-// as thinly as can be: those that wait for memory hold the buffers that x needs on its way from L2.
+// panel may lie NaN. Behind each line beside() is called, for what the vector unit does meanwhile. Prefetches are
+// spread as thinly as can be: those that wait for memory hold the buffers that x needs on its way from L2.
 template <class Line, class Beside>
 PD_INLINE void amx_lines(const AmxArgs &t, int tiles, Line line, Beside beside) {
   const char *x = t.x, *panel = t.panel, *ahead = t.ahead;

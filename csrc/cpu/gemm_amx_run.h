@@ -1,9 +1,9 @@
 // One thread's share of a linear layer on the matrix unit.
 //
 // Order    row block > panel > group of tiles > part of k > two tiles. gemm_amx.h says where each stays meanwhile.
-// Beside   While the unit multiplies, the vector unit makes y of the sums of the group before, some rows every few lines
-//          of k, and the panel that comes next is prefetched, an equal share beside each line of k. Stores of y and
-//          prefetches wait for memory: they are spread over all the time that there is.
+// Beside   While the unit multiplies, the vector unit makes y of the sums of the group before, some rows every few
+//          lines of k, and the panel that comes next is prefetched, an equal share beside each line of k. Stores of y
+//          and prefetches wait for memory: they are spread over all the time that there is.
 #pragma once
 #include "cpu/gemm_job.h"
 
