@@ -148,18 +148,20 @@ static_assert(GROUP == AMX_LINE && GROUP_STEPS == AMX_STEPS);
 using GroupSums = int32_t[2 * AMX_ROWS][32];
 template <int TILES>
 PD_INLINE void add_group(const AmxArgs &t, const GroupSums &sums, int64_t group) {
-  const char *heads = t.heads + group * (int64_t)sizeof(GroupHead);
+  const int64_t stride = t.x_stride;
   const bool first = t.first && group == 0;
-  for (int i = 0; i < TILES; i++, heads += t.second)
-    for (int r = 0; r < t.height; r++) {
-      const char *head = heads + r * t.x_stride;
+  for (int i = 0; i < TILES; i++) {
+    const char *head = t.heads + group * (int64_t)sizeof(GroupHead) + i * t.second;
+    const int32_t(*sum)[32] = sums + i * AMX_ROWS, (*const end)[32] = sum + t.height;
+    for (float *acc = t.acc + i * AMX_ROWS * 32; sum < end; sum++, acc += 32, head += stride) {
       float scale;
       memcpy(&scale, head, 4);
       __m512i c[2];
       int8_start(c, (int32_t)load_word(head + 4));
-      for (int j = 0; j < 2; j++) c[j] = _mm512_add_epi32(c[j], _mm512_load_si512(sums[i * AMX_ROWS + r] + j * 16));
-      int8_end(c, scale, first, t.acc + (i * AMX_ROWS + r) * 32);
+      for (int j = 0; j < 2; j++) c[j] = _mm512_add_epi32(c[j], _mm512_load_si512(*sum + j * 16));
+      int8_end(c, scale, first, acc);
     }
+  }
 }
 template <int TILES, class Beside>
 __attribute__((noinline)) void amx_int8(const AmxArgs &t, Beside beside) {

@@ -12,7 +12,6 @@ namespace pagedec {
 namespace {  // private to each file that includes it
 
 constexpr int64_t SLICE_STEPS = 1024;    // 128 KB of panel; measured on Zen 4 (1 MB L2, 2 cores, 33-60 GB/s)
-constexpr bool HAS_AMX = PD_LEVEL >= 4;
 // of what does not go through the unit where there is one
 constexpr int64_t BESIDE_AMX_SLICE_STEPS = 128;
 constexpr int BESIDE_AMX_SLICE_MIN_ROWS = 128;
