@@ -119,10 +119,16 @@ void run_group(AmxBlock &b, int64_t p, int group) {
   whole = {tiles.first(first), tiles.end(end - 1), first, p, acc};
 }
 
+// What is widened and not kept would be widened for each group again: a block is one, then.
+int64_t most_rows(const Job &j) {
+  if (j.widens && !j.keeps_wide()) return AMX_GROUP_TILES * AMX_ROWS;
+  return amx_block_rows(j.int8 ? j.shape.bytes : j.row_bytes);
+}
+
 void run_amx(Job &j) {
   alignas(64) float acc[2][AMX_GROUP_TILES * AMX_ROWS * 32];
   const int64_t rows = j.row_end - j.row_begin, pair = 2 * AMX_ROWS, pairs = (rows + pair - 1) / pair;
-  const int64_t most = amx_block_rows(j.int8 ? j.shape.bytes : j.row_bytes) / pair, blocks = (pairs + most - 1) / most;
+  const int64_t most = most_rows(j) / pair, blocks = (pairs + most - 1) / most;
   const auto begin = [&](int64_t b) { return j.row_begin + std::min(rows, pairs * b / blocks * pair); };
   for (int64_t i = 0; i < blocks; i++) {
     const int64_t row = begin(i), count = begin(i + 1) - row;
