@@ -13,6 +13,7 @@
 
 namespace pagedec {
 
+constexpr bool HAS_AMX = PD_LEVEL >= 4;
 constexpr int AMX_ROWS = 16;  // of a tile
 
 #if PD_LEVEL >= 4

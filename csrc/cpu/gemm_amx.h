@@ -29,6 +29,25 @@ struct AmxTiles {
   int end(int i) const { return i + 1 < count ? (i + 1) * height : rows; }
 };
 
+// How much passes the unit at once. The numbers are of a loop that does nothing but load, multiply and store, timed on
+// Sapphire Rapids (L1 48 KB, L2 2 MB a core); this code has not been timed there. Four products (two tiles of rows by
+// both halves of a panel, a line of k) take 20 ns, the four loads before them 10 from L1 and 24 from L2: two of the
+// four must come from L1.
+//
+// A part of a panel: 9 lines are 18 KB, which stay in L1 while two tiles of rows pass (18 KB more, each line once), and
+// their sums, 4 KB. Parts of 6 to 9 lines were alike, of 12 a tenth slower, a whole k of 18 a fifth.
+constexpr int64_t AMX_PART_LINES = 9;
+// Tiles whose sums rest in memory from part to part: 16 KB, and as much of the group before, which becomes y meanwhile.
+constexpr int AMX_GROUP_TILES = 8;
+// All rows of a block pass a panel before the next, so that weights come from memory once; the block's x stays in L2
+// meanwhile: nine tenths of it hold that and two panels, which are as large as 64 rows. 512 rows of k = 1536 fit, the
+// largest that were timed.
+constexpr int64_t AMX_L2_BYTES = (2 << 20) / 10 * 9;
+inline int64_t amx_block_rows(int64_t row_bytes) {
+  constexpr int64_t group = AMX_GROUP_TILES * AMX_ROWS, pair = 2 * AMX_ROWS;
+  return std::max(group, (AMX_L2_BYTES / row_bytes - 64) / pair * pair);
+}
+
 struct AmxArgs {
   const char *x;            // first line of the first row
   int64_t x_stride;         // bytes from row to row
@@ -40,7 +59,7 @@ struct AmxArgs {
   float *acc;               // [tiles][16][32], 64-byte aligned
   const char *heads;        // int8 only: the first group's of the first row
   const char *ahead, *ahead_end;  // lines to prefetch meanwhile
-  int lines_ahead;                // for each line of k
+  int64_t bytes_ahead;            // twice for each line of k
 };
 
 #if PD_LEVEL >= 4
@@ -57,12 +76,13 @@ PD_INLINE void store_sums(E *p) {
   tile_store<T>(p, 128), tile_store<T + 1>(p + 16, 128);
 }
 // A line of k: one or two tiles of x by a panel.
-template <bool INT8, int TILES>
-PD_INLINE void multiply_line(const char *x, int64_t stride, int64_t second, const char *panel) {
+template <bool INT8, int TILES, class Fetch>
+PD_INLINE void multiply_line(const char *x, int64_t stride, int64_t second, const char *panel, Fetch fetch) {
   tile_load<6>(panel, 128), tile_load<4>(x, stride);
   tile_multiply<INT8, 0, 4, 6>();
   tile_load<7>(panel + 64, 128);
   tile_multiply<INT8, 1, 4, 7>();
+  fetch();
   if constexpr (TILES == 2) {
     tile_load<5>(x + second, stride);
     tile_multiply<INT8, 2, 5, 6>(), tile_multiply<INT8, 3, 5, 7>();
@@ -76,28 +96,35 @@ inline void amx_configure(int height) {
   load_shapes(shapes);
 }
 
-// line(x, stride, second, panel) for every line of k; the last is padded with zeros, on both sides: behind a panel may
-// lie NaN.
-template <class Line>
-PD_INLINE void amx_lines(const AmxArgs &t, int tiles, Line line) {
+// line(x, stride, second, panel, fetch) for every line of k; the last is padded with zeros, on both sides: behind a
+// panel may lie NaN. Behind each line beside() is called, for what the vector unit does meanwhile. Prefetches are
+// spread as thinly as can be: those that wait for memory hold the buffers that x needs on its way from L2.
+template <class Line, class Beside>
+PD_INLINE void amx_lines(const AmxArgs &t, int tiles, Line line, Beside beside) {
   const char *x = t.x, *panel = t.panel, *ahead = t.ahead;
+  const char *const ahead_end = t.ahead_end;
+  const int64_t stride = t.x_stride, second = t.second, bytes_ahead = t.bytes_ahead;
+  const auto fetch = [&]() __attribute__((always_inline)) {
+    for (const char *stop = std::min(ahead + bytes_ahead, ahead_end); ahead < stop; ahead += 64) prefetch_to_l2(ahead);
+  };
   int64_t left = t.x_bytes;
   for (; left >= AMX_LINE; left -= AMX_LINE, x += AMX_LINE, panel += AMX_PANEL) {
-    // a line or three too far does no harm
-    for (const char *stop = std::min(ahead + t.lines_ahead * 64, t.ahead_end); ahead < stop; ahead += 256)
-      prefetch_to_l2(ahead), prefetch_to_l2(ahead + 64), prefetch_to_l2(ahead + 128), prefetch_to_l2(ahead + 192);
-    line(x, t.x_stride, t.second, panel);
+    line(x, stride, second, panel, fetch);
+    fetch();
+    beside();
   }
   if (left == 0) return;
   alignas(64) char last_x[2][AMX_ROWS * AMX_LINE] = {}, last_panel[AMX_PANEL] = {};
   for (int i = 0; i < tiles; i++)
-    for (int r = 0; r < t.height; r++) memcpy(last_x[i] + r * AMX_LINE, x + i * t.second + r * t.x_stride, left);
+    for (int r = 0; r < t.height; r++) memcpy(last_x[i] + r * AMX_LINE, x + i * second + r * stride, left);
   memcpy(last_panel, panel, (left + 3) / 4 * 128);
-  line(last_x[0], AMX_LINE, sizeof last_x[0], last_panel);
+  line(last_x[0], AMX_LINE, sizeof last_x[0], last_panel, fetch);
+  fetch();
+  beside();
 }
 
-template <int TILES>
-void amx_bf16(const AmxArgs &t) {
+template <int TILES, class Beside>
+__attribute__((noinline)) void amx_bf16(const AmxArgs &t, Beside beside) {
   float *const second = t.acc + AMX_ROWS * 32;
   if (t.first) {
     zero_sums<0>();
@@ -106,7 +133,12 @@ void amx_bf16(const AmxArgs &t) {
     load_sums<0>(t.acc);
     if constexpr (TILES == 2) load_sums<2>(second);
   }
-  amx_lines(t, TILES, multiply_line<false, TILES>);
+  amx_lines(
+      t, TILES,
+      [](const char *x, int64_t stride, int64_t second, const char *panel, auto fetch) __attribute__((always_inline)) {
+        multiply_line<false, TILES>(x, stride, second, panel, fetch);
+      },
+      beside);
   store_sums<0>(t.acc);
   if constexpr (TILES == 2) store_sums<2>(second);
 }
@@ -116,43 +148,49 @@ static_assert(GROUP == AMX_LINE && GROUP_STEPS == AMX_STEPS);
 using GroupSums = int32_t[2 * AMX_ROWS][32];
 template <int TILES>
 PD_INLINE void add_group(const AmxArgs &t, const GroupSums &sums, int64_t group) {
-  const char *heads = t.heads + group * (int64_t)sizeof(GroupHead);
+  const int64_t stride = t.x_stride;
   const bool first = t.first && group == 0;
-  for (int i = 0; i < TILES; i++, heads += t.second)
-    for (int r = 0; r < t.height; r++) {
-      const char *head = heads + r * t.x_stride;
+  for (int i = 0; i < TILES; i++) {
+    const char *head = t.heads + group * (int64_t)sizeof(GroupHead) + i * t.second;
+    const int32_t(*sum)[32] = sums + i * AMX_ROWS, (*const end)[32] = sum + t.height;
+    for (float *acc = t.acc + i * AMX_ROWS * 32; sum < end; sum++, acc += 32, head += stride) {
       float scale;
       memcpy(&scale, head, 4);
       __m512i c[2];
       int8_start(c, (int32_t)load_word(head + 4));
-      for (int j = 0; j < 2; j++) c[j] = _mm512_add_epi32(c[j], _mm512_load_si512(sums[i * AMX_ROWS + r] + j * 16));
-      int8_end(c, scale, first, t.acc + (i * AMX_ROWS + r) * 32);
+      for (int j = 0; j < 2; j++) c[j] = _mm512_add_epi32(c[j], _mm512_load_si512(*sum + j * 16));
+      int8_end(c, scale, first, acc);
     }
+  }
 }
-template <int TILES>
-void amx_int8(const AmxArgs &t) {
+template <int TILES, class Beside>
+__attribute__((noinline)) void amx_int8(const AmxArgs &t, Beside beside) {
   alignas(64) GroupSums sums[2];
   int64_t group = 0;
-  amx_lines(t, TILES,
-            [&](const char *x, int64_t stride, int64_t second, const char *panel) __attribute__((always_inline)) {
-              zero_sums<0>();
-              if constexpr (TILES == 2) zero_sums<2>();
-              multiply_line<true, TILES>(x, stride, second, panel);
-              if (group > 0) add_group<TILES>(t, sums[(group - 1) % 2], group - 1);
-              store_sums<0>(sums[group % 2][0]);
-              if constexpr (TILES == 2) store_sums<2>(sums[group % 2][AMX_ROWS]);
-              group++;
-            });
+  amx_lines(
+      t, TILES,
+      [&](const char *x, int64_t stride, int64_t second, const char *panel, auto fetch) __attribute__((always_inline)) {
+        zero_sums<0>();
+        if constexpr (TILES == 2) zero_sums<2>();
+        multiply_line<true, TILES>(x, stride, second, panel, fetch);
+        if (group > 0) add_group<TILES>(t, sums[(group - 1) % 2], group - 1);
+        store_sums<0>(sums[group % 2][0]);
+        if constexpr (TILES == 2) store_sums<2>(sums[group % 2][AMX_ROWS]);
+        group++;
+      },
+      beside);
   add_group<TILES>(t, sums[(group - 1) % 2], group - 1);
 }
 
-PD_INLINE void amx_tiles(const AmxArgs &t, int tiles, bool int8) {
-  if (tiles == 2) int8 ? amx_int8<2>(t) : amx_bf16<2>(t);
-  else int8 ? amx_int8<1>(t) : amx_bf16<1>(t);
+template <class Beside>
+PD_INLINE void amx_tiles(const AmxArgs &t, int tiles, bool int8, Beside beside) {
+  if (tiles == 2) int8 ? amx_int8<2>(t, beside) : amx_bf16<2>(t, beside);
+  else int8 ? amx_int8<1>(t, beside) : amx_bf16<1>(t, beside);
 }
 #else  // never called: what calls them is left out by if constexpr
 PD_INLINE void amx_configure(int) {}
-PD_INLINE void amx_tiles(const AmxArgs &, int, bool) {}
+template <class Beside>
+PD_INLINE void amx_tiles(const AmxArgs &, int, bool, Beside) {}
 #endif
 
 }  // namespace pagedec

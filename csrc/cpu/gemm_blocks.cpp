@@ -1,5 +1,5 @@
 // Linear layers with weights in blocks: threads, order and slices as in gemm.cpp, with segments of several formats.
-#include "cpu/gemm_blocks.h"
+#include "cpu/gemm_blocks_amx.h"
 
 #include <algorithm>
 
@@ -19,7 +19,7 @@ constexpr int64_t NEAR = 8192;
 struct Job {
   const pd_gemm_args &a;
   Segments segments;
-  bool vnni, shared;
+  bool vnni, shared, amx;
   int64_t x_stride, num_slices;
   int64_t row_begin, row_end, panel_begin, panel_end;  // this thread's share
   FinishFn finish;
@@ -64,11 +64,13 @@ Job make_job(const pd_context &c, const pd_gemm_args &a, int thread, int num_thr
   const int groups = num_row_groups(rows, panels, num_threads), columns = num_threads / groups;
   const int column = thread % columns, group = thread / columns;
   const Segments segments(a.packed, a.segments, a.num_segments, a.n, a.k);
+  const int64_t row_begin = rows * group / groups, row_end = rows * (group + 1) / groups;
+  const bool amx = HAS_AMX && c.vnni && row_end - row_begin >= BLOCK_AMX_MIN_ROWS;
+  const int64_t slice = amx ? AMX_SLICE_VALUES : SLICE_VALUES;
   const char *next = (const char *)a.next_packed;
-  return {a, segments, c.vnni, shared, stride, ((int64_t)a.k + SLICE_VALUES - 1) / SLICE_VALUES,
-          rows * group / groups, rows * (group + 1) / groups, panel_of_part(segments, rows, column, columns),
-          panel_of_part(segments, rows, column + 1, columns), pick_finish<false>(a),
-          c.linear.get() + (shared ? 0 : thread * own_rows(a) * stride),
+  return {a, segments, c.vnni, shared, amx, stride, ((int64_t)a.k + slice - 1) / slice, row_begin, row_end,
+          panel_of_part(segments, rows, column, columns), panel_of_part(segments, rows, column + 1, columns),
+          pick_finish<false>(a), c.linear.get() + (shared ? 0 : thread * own_rows(a) * stride),
           next ? next + (a.next_bytes * thread / num_threads & -64) : nullptr,
           next ? next + a.next_bytes * (thread + 1) / num_threads : nullptr};
 }
@@ -139,19 +141,58 @@ void run_slice(const Job &j, const char *x, int64_t row, int rows, int64_t p, in
   }
 }
 
+// The same on the matrix unit, two tiles of rows at a time. acc holds each tile by itself: rows that two of them have
+// are in both.
+void run_amx_slice(const Job &j, const char *x, int64_t row, int rows, int64_t p, int64_t s, float *acc,
+                   const Ahead &ahead) {
+  alignas(64) char bytes[AMX_BYTES];
+  const BlockShape shape = j.segments.of(p).shape;
+  const AmxTiles tiles(rows);
+  const int pairs = (tiles.count + 1) / 2;
+  const int64_t lines = ahead.lines(), values = j.slice_begin(s + 1) - j.slice_begin(s);
+  const int64_t groups = values / X_GROUP * pairs;
+  AmxBlockArgs t{};
+  t.x_stride = j.x_stride, t.height = tiles.height;
+  t.panel = slice_of(j, p, s).begin, t.bytes = bytes;
+  t.num_units = values / shape.values, t.groups = shape.groups(), t.has_scales = shape.has_scales;
+  t.first = s == 0;
+  t.lines_ahead = (int)((lines + groups - 1) / groups);
+  unpack(shape, t.panel, t.num_units, bytes);
+  for (int i = 0; i < tiles.count; i += 2) {
+    const int count = std::min(2, tiles.count - i), pair = i / 2;
+    t.x = x + tiles.begin(i) * j.x_stride + j.slice_begin(s) / X_GROUP * X_BYTES;
+    t.second = (tiles.begin(i + count - 1) - tiles.begin(i)) * j.x_stride;
+    t.acc = acc + i * AMX_ROWS * 32;
+    t.ahead = {ahead.at + lines * pair / pairs * 64, ahead.at + lines * (pair + 1) / pairs * 64};
+    amx_blocks(shape.kind, t, count);
+    for (int k = i; k < i + count && s + 1 == j.num_slices; k++)
+      j.finish(j.a, row + tiles.first(k), tiles.end(k) - tiles.first(k), p,
+               acc + (k * AMX_ROWS + tiles.first(k) - tiles.begin(k)) * 32, nullptr);
+  }
+}
+
 void run(const Job &j) {
   alignas(64) float acc[BLOCK_ROWS * 32];
+  static_assert(BLOCK_ROWS % AMX_ROWS == 0);
   const int64_t rows = j.row_end - j.row_begin, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
   for (int64_t b = 0; b < blocks; b++) {
     const int64_t r0 = j.row_begin + rows * b / blocks, r1 = j.row_begin + rows * (b + 1) / blocks;
     if (!j.shared) quantize_rows(j, r0, r1, j.workspace);
     const char *x = j.workspace + (j.shared ? r0 * j.x_stride : 0);
-    for (int64_t p = j.panel_begin; p < j.panel_end; p++)
+    for (int64_t p = j.panel_begin; p < j.panel_end; p++) {
+      if (j.amx) amx_configure_blocks(AmxTiles((int)(r1 - r0)).height, j.segments.of(p).shape.kind);
       for (int64_t s = 0; s < j.num_slices; s++) {
         const Ahead ahead = r1 - r0 <= BLOCK_TILE_ROWS ? near_ahead(j, p, s) : slice_ahead(j, p, s, b + 1 < blocks);
+        if constexpr (HAS_AMX)
+          if (j.amx) {
+            run_amx_slice(j, x, r0, (int)(r1 - r0), p, s, acc, ahead);
+            continue;
+          }
         run_slice(j, x, r0, (int)(r1 - r0), p, s, acc, ahead);
       }
+    }
   }
+  if (j.amx) amx_release();
 }
 
 }  // namespace

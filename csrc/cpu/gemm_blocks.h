@@ -170,6 +170,15 @@ PD_INLINE void block_scales(const char *unit, const char *scales, bool has_scale
   }
 }
 
+// A group's sums of one vector of outputs, but for the scale of x. half: of 6 bits, of the first 16 values, and t of
+// the second; sum: of x's q.
+template <BlockKind KIND>
+PD_INLINE Floats scaled_sums(Ints t, Ints half, Floats a, Floats b, Floats sum) {
+  if constexpr (KIND == BlockKind::SIX) return add_floats(mul_floats(a, to_floats(half)), mul_floats(b, to_floats(t)));
+  const Floats s = mul_floats(a, to_floats(t));
+  return KIND == BlockKind::NIBBLES_MIN ? sub_floats(s, mul_floats(b, sum)) : s;
+}
+
 // A group's sums into acc. first_half: of 6 bits, what the first 16 values gave.
 template <BlockKind KIND, bool VNNI, int R>
 PD_INLINE void block_end(const Ints (&c)[R][VECTORS], const int32_t *first_half, const RowPointers &x,
@@ -191,14 +200,9 @@ PD_INLINE void block_end(const Ints (&c)[R][VECTORS], const int32_t *first_half,
         t = madd_shorts(t, set_ints(0x00010001));
         if constexpr (ZERO != 0) t = add_ints(t, sums_times(x[i], -ZERO, -ZERO));
       }
-      Floats s;
-      if constexpr (KIND == BlockKind::SIX) {
-        const Ints half = load_ints(first_half + i * 32 + v * (VECTOR / 4));
-        s = add_floats(mul_floats(a[v], to_floats(half)), mul_floats(b[v], to_floats(t)));
-      } else {
-        s = mul_floats(a[v], to_floats(t));
-      }
-      if constexpr (KIND == BlockKind::NIBBLES_MIN) s = sub_floats(s, mul_floats(b[v], sum));
+      Ints half = t;
+      if constexpr (KIND == BlockKind::SIX) half = load_ints(first_half + i * 32 + v * (VECTOR / 4));
+      const Floats s = scaled_sums<KIND>(t, half, a[v], b[v], sum);
       float *to = acc + i * 32 + v * (VECTOR / 4);
       store_floats(to, add_floats(load_floats(to), mul_floats(xs, s)));
     }
@@ -273,10 +277,15 @@ PD_INLINE void block_group(const char *data, const RowPointers &x, const char *u
 }
 #endif
 
+// Bytes of a unit before its groups, and of a group's values.
+template <BlockKind KIND>
+constexpr int UNIT_HEADER = KIND == BlockKind::NIBBLES_MIN ? 128 : 64;
+template <BlockKind KIND>
+constexpr int GROUP_DATA = KIND == BlockKind::BYTES ? 1024 : KIND == BlockKind::SIX ? 768 : 512;
+
 template <BlockKind KIND, bool VNNI, int R>
 void block_tile(const BlockTileArgs &t) {
-  constexpr int HEADER = KIND == BlockKind::NIBBLES_MIN ? 128 : 64;
-  constexpr int DATA = KIND == BlockKind::BYTES ? 1024 : KIND == BlockKind::SIX ? 768 : 512;
+  constexpr int HEADER = UNIT_HEADER<KIND>, DATA = GROUP_DATA<KIND>;
   const int group_header = t.has_scales ? 64 : 0;
   const char *panel = t.panel;
   Ahead ahead = t.ahead;

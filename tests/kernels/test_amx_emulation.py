@@ -14,13 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from pagedec.kernels.backend import AttentionShape
 from pagedec.kernels.library import EMULATED_ISA, Context, available_isas, load, loadable_isas
 from tests.kernels.attention_cases import Cache, run, same_bits
-from tests.kernels.calls import normal
+from tests.kernels.calls import normal, threads
 from tests.kernels.test_gemm import Linear
 from tests.kernels.test_gemm_int8 import linear
+from tests.kernels.test_gemm_weight_only import linear as weight_only
 from tests.kernels.test_library import compiler
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
@@ -258,6 +260,28 @@ def test_linear_layers_are_lines_of_the_units_products(k: int) -> None:
         want = manual(want, wide[:, line : line + 32], words[line // 2 : line // 2 + 16])
     linear_layer = Linear.pack(emulated(), torch.from_numpy(weight).bfloat16())
     assert torch.equal(linear_layer(torch.from_numpy(x).bfloat16()), torch.from_numpy(want))
+
+
+BLOCKS = [("plain", 400, 256, 2048), ("plain", 170, 40, 4101), ("int8", 200, 40, 8192)]
+BLOCKS += [("weight_only", 300, 40, 2048), ("weight_only", 200, 40, 4101)]
+
+
+@pytest.mark.parametrize(("kind", "rows", "n", "k"), BLOCKS)
+def test_blocks_of_rows_groups_of_tiles_and_parts_of_k_change_no_bit(kind: str, rows: int, n: int, k: int) -> None:
+    """Rows enough for several groups of tiles, k for several blocks of rows (but where widened weights are kept); rows
+    that are 4 KB apart are copied."""
+    context, dtype = emulated(), torch.bfloat16
+    x, weight = normal(rows, k, seed=1, dtype=dtype), normal(n, k, seed=2, dtype=dtype)
+
+    def product(first: int, end: int, num_threads: int = 1) -> Tensor:
+        threaded = threads(context, num_threads)
+        if kind == "plain":
+            return Linear.pack(threaded, weight)(x[first:end])
+        return (linear if kind == "int8" else weight_only)(threaded, x[first:end], weight)
+
+    whole = product(0, rows)
+    for first, end, num_threads in [(0, rows, 3), (0, 1, 1), (0, 32, 1), (100, 149, 1), (7, rows - 3, 2)]:
+        assert torch.equal(product(first, end, num_threads), whole[first:end])
 
 
 def test_the_processors_own_unit_gives_the_same_bits() -> None:

@@ -106,11 +106,11 @@ def test_rows_do_not_depend_on_the_threads(context: Context, epilogue: Epilogue,
 @pytest.mark.parametrize("format", KINDS)
 @pytest.mark.parametrize("k", [4096, 4352, 8448])
 def test_long_k_goes_on_where_a_slice_ended(context: Context, format: str, k: int) -> None:
-    x, expected = case(format, 14, 33, k, torch.bfloat16)
+    x, expected = case(format, 33, 33, k, torch.bfloat16)
     weight = Packed(context, [random_blocks(format, 33, k, seed=2)])
     whole = linear(context, x, weight)
     assert torch.equal(whole, expected)
-    for rows in (1, 9, 12):
+    for rows in (1, 9, 12, 14):
         assert torch.equal(linear(context, x[:rows], weight), whole[:rows])
 
 
@@ -118,8 +118,10 @@ def test_long_k_goes_on_where_a_slice_ended(context: Context, format: str, k: in
 def test_k_of_few_blocks(context: Context, format: str) -> None:
     values = LAYOUTS[format].values
     for k in (values, 5 * values, 4096 + 3 * values):
-        blocks, x = random_blocks(format, 40, k, seed=2), normal(3, k, seed=1)
-        assert torch.equal(linear(context, x, Packed(context, [blocks])), BlockLinear([blocks])(x))
+        blocks, x = random_blocks(format, 40, k, seed=2), normal(33, k, seed=1)
+        weight, expected = Packed(context, [blocks]), BlockLinear([blocks])(x)
+        for rows in (3, 33):
+            assert torch.equal(linear(context, x[:rows], weight), expected[:rows])
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -131,12 +133,14 @@ def test_the_largest_sums_do_not_overflow(context: Context, format: str) -> None
     data[:32], data[32:64], data[64:] = 0xFF, 0x00, 0x80 if format == "q8_0" else 0x7F
     first, last = (208, 210) if format == "q6_k" else (0, 4 if "zero" in format or format == "q4_k" else 2)
     data[:, :, first:last] = halves[:, :, first:last]
-    x = torch.ones(3, 512)
+    x = torch.ones(33, 512)
     x[1], x[2, ::2] = -1, -1
     expected = BlockLinear([blocks])(x)
     for other in (context, without_vnni(context)):
-        actual = linear(other, x, Packed(context, [blocks]))
-        assert torch.equal(actual, expected) and torch.equal(actual[0], -actual[1]) and actual[0].abs().max() > 1
+        weight = Packed(context, [blocks])
+        actual = linear(other, x, weight)
+        assert torch.equal(actual, expected) and torch.equal(linear(other, x[:3], weight), expected[:3])
+        assert torch.equal(actual[0], -actual[1]) and actual[0].abs().max() > 1
 
 
 @pytest.mark.parametrize("epilogue", [*GATED, Epilogue.GELU])

@@ -1,0 +1,160 @@
+// One thread's share of a linear layer (gemm.cpp): what it reads, and where it keeps its rows on the way.
+#pragma once
+#include <algorithm>
+
+#include "common/context.h"
+#include "cpu/gemm_amx.h"
+#include "cpu/gemm_finish.h"
+#include "cpu/gemm_shares.h"
+#include "cpu/gemm_weight_only.h"
+
+namespace pagedec {
+namespace {  // private to each file that includes it
+
+constexpr int64_t SLICE_STEPS = 1024;    // 128 KB of panel; measured on Zen 4 (1 MB L2, 2 cores, 33-60 GB/s)
+// of what does not go through the unit where there is one
+constexpr int64_t BESIDE_AMX_SLICE_STEPS = 128;
+constexpr int BESIDE_AMX_SLICE_MIN_ROWS = 128;
+// measured: 16 rows are faster without tiles (6.8 ms against 8), 32 with them (8 against 10.1)
+constexpr int INT8_AMX_MIN_ROWS = 24;
+
+// Weights alone in int8: a tile of all rows takes them as they are; of several the first leaves the others what it has
+// widened. Where bf16 are not multiplied a slice is widened before, for few rows in the first cache.
+constexpr int64_t WIDE_STEPS = 128;
+constexpr int64_t WIDE_ROOM_STEPS = SLICE_STEPS + 2 * GROUP_STEPS;  // slices begin at lines of k
+
+// What a thread needs to know of x in the row block in work.
+struct Rows {
+  const char *x = nullptr;  // a.x itself, a copy, or what became of it
+  int64_t stride = 0;
+};
+
+struct Job {
+  const pd_gemm_args &a;
+  const Int8Row shape;  // int8: of a row of x
+  bool int8 = false, vnni = false, amx = false;
+  bool weight_only = false, widens = false;  // int8 beside x in its dtype; and whether slices are widened before tiles
+  bool streams = false;                      // all rows are in one tile
+  // a step is a word of x (int8: four values of it) and 128 bytes of a panel, or less where only the weight is int8
+  int64_t row_bytes = 0, num_steps = 0, num_slices = 0, step_bytes = 128;
+  int64_t header = 0, panel_bytes = 0;                    // of a panel: bytes before its first step, and in all
+  int64_t row_begin = 0, row_end = 0, panel_begin = 0, panel_end = 0;     // this thread's share
+  FinishFn finish = nullptr;
+  const char *next = nullptr, *next_end = nullptr;  // what this thread will read in the following layer, or NULL
+  // for copies of this thread's rows; int8: or what all have quantised into
+  char *workspace = nullptr;
+  char *wide = nullptr;  // for a slice of a panel in x's dtype, or all slices
+  bool shared = false;
+  Rows rows{};
+
+  int64_t slice_begin(int64_t s) const {  // int8: where a group begins; amx: a line; weight only: a pair of values
+    const int64_t step = num_steps * s / num_slices;
+    return (int8 || weight_only || HAS_AMX) && s < num_slices ? step / GROUP_STEPS * GROUP_STEPS : step;
+  }
+  int64_t num_lines() const { return (num_steps + AMX_STEPS - 1) / AMX_STEPS; }
+  // in the panel; the header goes with the first
+  int64_t slice_offset(int64_t s) const { return s ? header + slice_begin(s) * step_bytes : 0; }
+  bool first_widens() const { return PD_LEVEL == 3 && widens && a.dtype == PD_BF16; }  // the first tile, not before it
+  bool keeps_wide() const { return amx && num_steps <= WIDE_ROOM_STEPS; }  // all slices of a panel, for rows to come
+  const char *panel(int64_t p) const { return (const char *)a.packed + p * panel_bytes; }
+  const char *steps(int64_t p, int64_t s) const { return panel(p) + header + slice_begin(s) * step_bytes; }
+};
+
+// x in int8, in the workspace: rows that are not L1_SET_PERIOD apart.
+int64_t int8_stride(const Int8Row &shape) { return shape.bytes % L1_SET_PERIOD ? shape.bytes : shape.bytes + 64; }
+int64_t int8_bytes(const Int8Row &shape, int64_t rows) { return rows * int8_stride(shape); }
+
+// Rows of x, so many bytes each, that a thread keeps at once.
+int64_t kept_rows(const pd_gemm_args &a, int64_t bytes) {
+  return HAS_AMX ? std::max(own_rows(a), std::min((int64_t)*a.num_rows, amx_block_rows(bytes))) : own_rows(a);
+}
+
+// A block of rows L1_SET_PERIOD apart is copied, each row a line further than it was (measured, k = 4096 and 14336:
+// 1.16-1.2 times faster at 12 and 24 rows, 1.07 at 144).
+// below these the copy costs more than it saves
+constexpr int COPY_MIN_ROWS = TILE_ROWS > 8 ? 10 : INT32_MAX, COPY_MIN_PANELS = 8;
+
+int64_t row_bytes(const pd_gemm_args &a) { return (int64_t)a.k * (a.dtype == PD_BF16 ? 2 : 4); }
+int64_t copy_bytes(const pd_gemm_args &a) {  // for a thread
+  const bool copied = row_bytes(a) % L1_SET_PERIOD == 0 && *a.num_rows >= COPY_MIN_ROWS;
+  return copied ? kept_rows(a, row_bytes(a)) * (row_bytes(a) + 64) : 0;
+}
+
+int64_t wide_bytes(const pd_gemm_args &a) {  // for a thread
+  return a.quantization == PD_INT8_WEIGHT_ONLY ? WIDE_ROOM_STEPS * 128 : 0;
+}
+
+int64_t num_slices(const Job &j) {
+  const int64_t rows = *j.a.num_rows;
+  const bool in_first_cache = j.widens && !j.first_widens() && rows <= 2 * TILE_ROWS;
+  const bool is_short = HAS_AMX ? !j.amx && rows > BESIDE_AMX_SLICE_MIN_ROWS : in_first_cache;
+  const int64_t slice = !is_short ? SLICE_STEPS : HAS_AMX ? BESIDE_AMX_SLICE_STEPS : WIDE_STEPS;
+  // two tiles of rows have a panel once: nothing of it would be found in the first cache again
+  if (j.amx && j.row_end - j.row_begin > 2 * AMX_ROWS) return (j.num_lines() + AMX_PART_LINES - 1) / AMX_PART_LINES;
+  return (j.num_steps + slice - 1) / slice;
+}
+
+Job make_job(const pd_context &c, const pd_gemm_args &a, int thread, int num_threads) {
+  const int64_t rows = *a.num_rows, panels = ((int64_t)a.n + 31) / 32;
+  Job j{a, {a.k, c.vnni}};
+  j.int8 = a.quantization == PD_INT8, j.vnni = c.vnni;
+  j.row_bytes = row_bytes(a);
+  j.num_steps = j.int8 ? ((int64_t)a.k + 3) / 4 : (j.row_bytes + 3) / 4;
+  if (j.int8) j.header = INT8_HEADER, j.shared = shares_rows(a, num_threads);
+  j.panel_bytes = j.header + j.num_steps * 128;
+  j.streams = !j.int8 && a.dtype == PD_BF16 && rows <= STREAM_ROWS;
+  if (a.quantization == PD_INT8_WEIGHT_ONLY) {
+    j.weight_only = true, j.widens = !j.streams;
+    j.header = WEIGHT_ONLY_HEADER, j.step_bytes = a.dtype == PD_BF16 ? WEIGHT_ONLY_PAIR : WEIGHT_ONLY_PAIR / 2;
+    j.panel_bytes = j.header + ((int64_t)a.k + 1) / 2 * WEIGHT_ONLY_PAIR;
+  }
+  const int64_t own_bytes = j.int8 ? int8_bytes(j.shape, kept_rows(a, j.shape.bytes)) : copy_bytes(a) + wide_bytes(a);
+  j.workspace = c.linear.get() + (j.shared ? 0 : thread * own_bytes), j.wide = j.workspace + copy_bytes(a);
+  const int groups = num_row_groups(rows, panels, num_threads), columns = num_threads / groups;
+  const int column = thread % columns, group = thread / columns;
+  j.row_begin = rows * group / groups, j.row_end = rows * (group + 1) / groups;
+  j.panel_begin = panels * column / columns, j.panel_end = panels * (column + 1) / columns;
+  if constexpr (HAS_AMX) j.amx = j.int8 ? j.vnni && j.row_end - j.row_begin >= INT8_AMX_MIN_ROWS : a.dtype == PD_BF16;
+  j.num_slices = num_slices(j);
+  j.finish = j.int8 || j.weight_only ? pick_finish<true>(a) : pick_finish<false>(a);
+  if (a.next_packed) {
+    j.next = (const char *)a.next_packed + (a.next_bytes * thread / num_threads & -64);
+    j.next_end = (const char *)a.next_packed + a.next_bytes * (thread + 1) / num_threads;
+  }
+  return j;
+}
+
+void place_plain_rows(Job &j, int64_t row, int64_t rows) {
+  const int64_t row_bytes = j.row_bytes;
+  j.rows = {(const char *)j.a.x + row * row_bytes, row_bytes};
+  if (row_bytes % L1_SET_PERIOD || rows < COPY_MIN_ROWS || j.panel_end - j.panel_begin < COPY_MIN_PANELS) return;
+  const int64_t stride = row_bytes + 64;
+  for (int64_t i = 0; i < rows; i++) memcpy(j.workspace + i * stride, j.rows.x + i * row_bytes, row_bytes);
+  j.rows = {j.workspace, stride};
+}
+
+// Rows begin .. end of x, one behind the other.
+void quantize_rows(const Job &j, int64_t begin, int64_t end, char *to) {
+  for (int64_t r = begin; r < end; r++, to += int8_stride(j.shape))
+    quantize_row((const char *)j.a.x + r * j.row_bytes, j.a.dtype, j.a.k, j.shape, to);
+}
+void place_int8_rows(Job &j, int64_t row, int64_t rows) {
+  if (!j.shared) quantize_rows(j, row, row + rows, j.workspace);
+  j.rows = {j.workspace + (j.shared ? int8_bytes(j.shape, row) : 0), int8_stride(j.shape)};
+}
+void place_rows(Job &j, int64_t row, int64_t rows) {
+  j.int8 ? place_int8_rows(j, row, rows) : place_plain_rows(j, row, rows);
+}
+
+// The steps of a slice of a panel, as tiles take them. again: other rows had this slice, and the whole panel, before.
+const char *place_slice(const Job &j, int64_t p, int64_t s, bool again = false) {
+  if (!j.widens) return j.steps(p, s);
+  const int64_t num_steps = j.slice_begin(s + 1) - j.slice_begin(s);
+  char *wide = j.wide + (j.keeps_wide() ? j.slice_begin(s) * 128 : 0);
+  if (again && j.keeps_wide()) return wide;
+  widen_panel(j.steps(p, s), j.a.dtype, j.a.dtype == PD_BF16 ? num_steps : (num_steps + 1) / 2, wide);
+  return wide;
+}
+
+}  // namespace
+}  // namespace pagedec
