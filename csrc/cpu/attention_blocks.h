@@ -31,16 +31,20 @@ void AttentionLoop<T>::copy_part(const Blocks<C> &b, int c, C *k, C *v) const {
 }
 
 // A tree node's tile in position order: whole blocks before the nodes where they are, the rest copied once a tile and
-// branch, then slot by slot as one node follows another.
+// branch, then slot by slot as one node follows another. A window may leave blocks before the nodes out of one node's
+// unit and not of the next one's.
 template <class T>
 void AttentionLoop<T>::gather(const plan::Unit &u, const plan::Row &row, int kv_head, Blocks<C> &blocks) {
   constexpr int S = T::STEP;
-  const bool fresh = s_->gathered_tile != u.tile || s_->gathered_branch != row.branch_id;
+  const int start = u.tile * TILE, words = (d_ + SCALES<T>) * size_;
+  const int before = row.begin < start + u.path_lane ? (u.path_lane + size_ - 1) / size_ : 0;  // blocks that it sees
+  const bool fresh = s_->gathered_tile != u.tile || s_->gathered_branch != row.branch_id ||
+                     !std::equal(u.blocks, u.blocks + before, s_->gathered_blocks);
   if (fresh) {
     s_->gathered_tile = u.tile, s_->gathered_branch = row.branch_id;
+    std::copy_n(u.blocks, MAX_TILE_BLOCKS, s_->gathered_blocks);
     std::fill_n(s_->gathered_slots, TILE, -1);
   }
-  const int start = u.tile * TILE, words = (d_ + SCALES<T>) * size_;
   for (int c = 0; c * size_ < TILE; c++) {
     if ((c + 1) * size_ <= u.path_lane) continue;
     C *k = s_->gathered_k + c * words, *v = s_->gathered_v + c * words;

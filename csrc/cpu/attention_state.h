@@ -35,7 +35,7 @@ struct alignas(64) AttentionState {
   alignas(64) typename T::C gathered_k[TILE * (MAX_HEAD_DIM + SCALES<T>)];
   alignas(64) typename T::C gathered_v[TILE * (MAX_HEAD_DIM + SCALES<T>)];
   Widened<T, SCALED<T>> widened;
-  int32_t gathered_slots[TILE], gathered_tile, gathered_branch;
+  int32_t gathered_slots[TILE], gathered_blocks[MAX_TILE_BLOCKS], gathered_tile, gathered_branch;
 };
 
 // (o, m, l) += (bo, bm, bl): the only way chunks are combined, always left to right.
