@@ -1,7 +1,7 @@
 // Attention on the matrix unit: every tile of 64 positions, whatever the rows see of it.
 //
-// K and V lie in the cache as the unit takes them: pairs of dimensions by token, pairs of tokens by dimension. A pass is
-// up to 32 packed rows against a tile, two tiles of rows by two of columns: four loads serve four products.
+// K and V lie in the cache as the unit takes them: pairs of dimensions by token, pairs of tokens by dimension. A pass
+// is up to 32 packed rows against a tile, two tiles of rows by two of columns: four loads serve four products.
 //
 // Bits    An instruction sums the pairs that it is given and adds that to what was there, for each row by itself. It is
 //         always given 32 dimensions of K, and of V the 32 tokens of a half of the tile (shorter blocks are joined:
@@ -221,12 +221,12 @@ template <class Pass>
 // Logits to probabilities as V is to be multiplied, rows' maxima, their lanes' sums.
 template <class T, bool MASKED, class Pass>
 void soften(const Pass &x, uint16_t *p, float scale, int head_dim) {
-  const vec::F log2_scale = vec::set1(scale), lazy = vec::set1(8.f), least = vec::set1(-FLT_MAX);
+  const vec::F log2_scale = vec::set1(scale), least = vec::set1(-FLT_MAX);
   const int rows = x.count;
   uint32_t rose = 0;
   for (int r = 0; r < rows; r++) {
-    const vec::F limit = vec::add(vec::set1(x.m[r]), lazy), top = vec::mul(top_lanes<MASKED>(x, r), log2_scale);
-    rose |= (uint32_t)(_mm512_cmp_ps_mask(top, limit, _CMP_GT_OQ) != 0) << r;
+    const vec::F above = vec::fms(top_lanes<MASKED>(x, r), log2_scale, vec::set1(x.m[r]));
+    rose |= (uint32_t)(_mm512_cmp_ps_mask(above, vec::set1(8.f), _CMP_GT_OQ) != 0) << r;
   }
   for (; __builtin_expect(rose != 0, 0); rose &= rose - 1) {
     const int r = __builtin_ctz(rose);

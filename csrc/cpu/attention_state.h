@@ -15,8 +15,8 @@ struct Blocks {
   int64_t tokens;  // of a block as it lies in memory: one step of dimensions of K has so many
 };
 
-// Blocks of bytes as elements, laid out alike, and their scales by lane. What a pass of the matrix unit needs until it is
-// finished lies apart from the next unit's.
+// Blocks of bytes as elements, laid out alike, and their scales by lane. What a pass of the matrix unit needs until it
+// is finished lies apart from the next unit's.
 template <class T, bool EXIST>
 struct Widened {};
 template <class T>
@@ -56,7 +56,7 @@ PD_INLINE void finish(typename T::E *out, const float *o, float l, int d) {
   const float w = l > 0 || l != l ? 1.f / l : 0.f;
   for (int i = 0; i < d; i += vec::W) {
     vec::F x = vec::mul(vec::load(o + i), vec::set1(w));
-    if constexpr (MatrixUnit<T>::EXIST) x = vec::add(x, vec::zero());  // -0, which +0 products made +0 beside other rows
+    if constexpr (MatrixUnit<T>::EXIST) x = vec::add(x, vec::zero());  // a -0 is +0 beside rows that see further
     T::store_out(out + i, x);
   }
 }
