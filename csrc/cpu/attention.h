@@ -15,7 +15,7 @@ struct RowArgs {
   float *o, *l, *m;
   const int32_t *lo, *hi;  // of each row, lanes
   int64_t k_stride;  // elements from one step of dimensions to the next
-  int32_t head_dim, block_size;  // tokens of a block of V: where blocks were joined, of those together
+  int32_t head_dim, block_size;  // tokens of a block of V in a tile
   bool ahead;                   // prefetch (a masked tile's V; elsewhere the template says it)
   float scale;                  // of the logits as softmax meets them, times log2(e)
   float soft_cap, inner_scale;  // soft_cap > 0: logit = soft_cap * tanh(inner_scale * q.k)

@@ -31,18 +31,22 @@ void AttentionLoop<T>::copy_part(const Blocks<C> &b, int c, C *k, C *v) const {
 }
 
 // A tree node's tile in position order: whole blocks before the nodes where they are, the rest copied once a tile and
-// branch, then slot by slot as one node follows another.
+// branch, then slot by slot as one node follows another. A window may leave blocks before the nodes out of one node's
+// unit and not of the next one's.
 template <class T>
 void AttentionLoop<T>::gather(const plan::Unit &u, const plan::Row &row, int kv_head, Blocks<C> &blocks) {
   constexpr int S = T::STEP;
-  const bool fresh = s_->gathered_tile != u.tile || s_->gathered_branch != row.branch_id;
+  const int start = u.tile * TILE, words = (d_ + SCALES<T>) * size_;
+  const int before = row.begin < start + u.path_lane ? (u.path_lane + size_ - 1) / size_ : 0;  // blocks that it sees
+  const bool fresh = s_->gathered_tile != u.tile || s_->gathered_branch != row.branch_id ||
+                     !std::equal(u.blocks, u.blocks + before, s_->gathered_blocks);
   if (fresh) {
     s_->gathered_tile = u.tile, s_->gathered_branch = row.branch_id;
+    std::copy_n(u.blocks, MAX_TILE_BLOCKS, s_->gathered_blocks);
     std::fill_n(s_->gathered_slots, TILE, -1);
   }
-  const int start = u.tile * TILE, words = (d_ + SCALES<T>) * size_;
   for (int c = 0; c * size_ < TILE; c++) {
-    if ((c + 1) * size_ <= u.path_lane) continue;
+    if (!joins() && (c + 1) * size_ <= u.path_lane) continue;
     C *k = s_->gathered_k + c * words, *v = s_->gathered_v + c * words;
     if (fresh && c * size_ < u.path_lane) copy_part(blocks, c, k, v);
     blocks.k[c] = k, blocks.v[c] = v;
@@ -82,8 +86,8 @@ Blocks<typename T::E> AttentionLoop<T>::widen(const Blocks<C> &b) {
         const int64_t from = i * b.tokens * T::STEP;
         elements(b.k[c] + from, part, to.k + c * n + i * part, next_.k[c] + from);
       }
-      elements(b.v[c], n, to.v + c * n, next_.v[c]);
-      wide.k[c] = to.k + c * n, wide.v[c] = to.v + c * n;
+      elements(b.v[c], n, to.v[turn()] + c * n, next_.v[c]);
+      wide.k[c] = to.k + c * n, wide.v[c] = to.v[turn()] + c * n;
     }
     wide.tokens = size_;
     return wide;
@@ -94,9 +98,10 @@ Blocks<typename T::E> AttentionLoop<T>::widen(const Blocks<C> &b) {
 
 template <class T>
 void AttentionLoop<T>::read_scales(const Blocks<C> &b) {
+  tile_.k_scale = s_->widened.k_scale[turn()], tile_.v_scale = s_->widened.v_scale[turn()];
   for (int c = 0; c * size_ < TILE; c++) {
-    widen_scales(b.k_scale[c], size_, s_->widened.k_scale + c * size_, next_.k_scale[c]);
-    widen_scales(b.v_scale[c], size_, s_->widened.v_scale + c * size_, next_.v_scale[c]);
+    widen_scales(b.k_scale[c], size_, s_->widened.k_scale[turn()] + c * size_, next_.k_scale[c]);
+    widen_scales(b.v_scale[c], size_, s_->widened.v_scale[turn()] + c * size_, next_.v_scale[c]);
   }
 }
 
@@ -119,16 +124,34 @@ void AttentionLoop<T>::join_k(const Blocks<M> &b, const M **k) {
   for (int c = 0; c < NT; c++) k[c] = wide + c * vec::W * d_;
 }
 
-// Blocks shorter than the matrix unit takes: V of one behind the other is V of a longer block.
+// V of blocks one behind the other is V of a longer block.
 template <class T>
-void AttentionLoop<T>::join_v(const Blocks<E> &b) {
-  const int words = d_ * size_;
-  for (int c = 0; c * size_ < TILE; c++) {
-    memcpy(s_->joined_v + c * words, b.v[c], words * sizeof(E));
-    for (int i = 0; !SCALED<T> && i < words; i += 64 / (int)sizeof(E)) prefetch<true>(tile_.next_v[c] + i);
+void AttentionLoop<T>::join_v(const Blocks<E> &b, E *to) {
+  const int words = d_ * size_, line = 64 / (int)sizeof(E);
+  for (int c = 0; c * size_ < TILE; c++)
+    for (int i = 0; i < words; i += line) {
+      memcpy(to + c * words + i, b.v[c] + i, 64);
+      prefetch<true>(tile_.next_v[c] + i);
+    }
+}
+
+// Where the halves of V lie that the matrix unit takes: in blocks, one behind the other already, or joined.
+template <class T>
+void AttentionLoop<T>::place_halves(const Blocks<E> &b, bool gathered) {
+  if constexpr (MatrixUnit<T>::EXIST) {
+    const E *joined = nullptr;
+    if constexpr (SCALED<T>)
+      joined = s_->widened.v[turn()];
+    else if (joins() && gathered)
+      joined = s_->gathered_v;
+    else if (joins())
+      join_v(b, s_->unit.joined_v[turn()]), joined = s_->unit.joined_v[turn()];
+    for (int i = 0; i < 2; i++) {
+      const int c = i * HALF / size_, at = i * HALF % size_ * d_;
+      half_[i] = joined ? joined + i * HALF * d_ : b.v[c] + at;
+      next_half_[i] = joined ? half_[i] : tile_.next_v[c] + at;
+    }
   }
-  for (int c = 0; c * tile_.block_size < TILE; c++)
-    tile_.v[c] = tile_.next_v[c] = s_->joined_v + c * tile_.block_size * d_;
 }
 
 }  // namespace pagedec

@@ -20,9 +20,6 @@ AttentionLoop<T>::AttentionLoop(const pd_attention_args &a, char *workspace, int
   float scale, soft_cap;
   memcpy(&scale, &h_.scale_bits, 4), memcpy(&soft_cap, &h_.soft_cap_bits, 4);
   tile_.head_dim = d_, tile_.block_size = size_;
-  if constexpr (WholeTiles<T>::EXIST)
-    if (WholeTiles<T>::take(d_)) tile_.block_size = std::max(size_, WholeTiles<T>::TOKENS);
-  if constexpr (SCALED<T>) tile_.k_scale = s_->widened.k_scale, tile_.v_scale = s_->widened.v_scale;
   tile_.soft_cap = soft_cap > 0 ? soft_cap * LOG2E : 0.f;
   tile_.inner_scale = soft_cap > 0 ? scale / soft_cap : 0.f;
   tile_.scale = soft_cap > 0 ? 1.f : scale * LOG2E;
@@ -91,8 +88,13 @@ PD_INLINE void attend_rows(std::integer_sequence<int, R...>, int rows, bool mask
 template <class T>
 void AttentionLoop<T>::run_unit(const plan::Unit &u, const plan::Piece &piece, int side) {
   const int start = u.tile * TILE, row0 = u.row0 * heads_, n = (u.row1 - u.row0) * heads_;
+  const bool gathered = u.path >= 0;
+  if constexpr (MatrixUnit<T>::EXIST) {
+    if (gathered && !SCALED<T>) finish_pass();  // its V may lie in what is gathered
+    turn_ = pending_ ? 1 - pending_->turn : 0;
+  }
   Blocks<C> stored = locate(u, kv_head_);
-  if (u.path >= 0) gather(u, p_.rows[piece.row0 + u.row0], kv_head_, stored);
+  if (gathered) gather(u, p_.rows[piece.row0 + u.row0], kv_head_, stored);
   if constexpr (SCALED<T>) {
     read_scales(stored);
     if constexpr (InRegisters<T, PD_KV_INT8>::EXIST)
@@ -107,20 +109,10 @@ void AttentionLoop<T>::run_unit(const plan::Unit &u, const plan::Piece &piece, i
     join_k(blocks, tile_.k);
     std::copy_n(tile_.k, NT, tile_.next_k);
   }
-  if constexpr (WholeTiles<T>::EXIST)
-    if (size_ < tile_.block_size) join_v(blocks);
   tile_.ahead = !SCALED<T>;  // of the unit's first rows
-  if constexpr (WholeTiles<T>::EXIST) {
-    if (WholeTiles<T>::take(d_)) {
-      auto whole = [&](int r) { return s_->begin[r] <= start && s_->end[r] >= start + TILE; };
-      for (int from = row0, to = row0; from < row0 + n; from = to) {
-        while (to < row0 + n && whole(to) == whole(from)) to++;
-        whole(from) ? run_whole_rows(from, to - from, side) : run_rows(from, to - from, start, side);
-      }
-      return;
-    }
-  }
-  run_rows(row0, n, start, side);
+  if (!on_unit()) return run_rows(row0, n, start, side);
+  place_halves(blocks, gathered);
+  run_passes(row0, n, start, side);
 }
 
 // A unit of few rows over a cache of bytes.
@@ -160,16 +152,57 @@ void AttentionLoop<T>::run_rows(int row0, int n, int start, int side) {
   }
 }
 
+// What packed rows from .. from+count-1 see of a tile. False: nothing.
 template <class T>
-void AttentionLoop<T>::run_whole_rows(int row0, int n, int side) {
-  const int groups = (n + WholeTiles<T>::ROWS - 1) / WholeTiles<T>::ROWS;
-  for (int g = 0; g < groups; g++) {
-    const int from = row0 + n * g / groups, count = row0 + n * (g + 1) / groups - from;
-    if (count != whole_rows_) WholeTiles<T>::configure(whole_rows_ = count);
-    place_rows(from, side);
-    WholeTiles<T>::attend(tile_, count);
-    tile_.ahead = false;
+bool AttentionLoop<T>::begin_pass(typename MatrixUnit<T>::Pass &x, int from, int count, int start) {
+  if constexpr (MatrixUnit<T>::EXIST) {
+    int begin = 0, end = start + TILE;
+    for (int r = from; r < from + count; r++) begin = std::max(begin, s_->begin[r]), end = std::min(end, s_->end[r]);
+    x.count = count, x.height = height_, x.turn = turn_, x.ahead = tile_.ahead && !joins();
+    x.all_lo = std::max(begin - start, 0), x.all_hi = std::max(end - start, 0);
+    x.masked = x.all_lo > 0 || x.all_hi < TILE;
+    for (int i = 0; i < 2; i++) x.v[i] = half_[i], x.next_v[i] = next_half_[i];
+    x.k_scale = tile_.k_scale, x.v_scale = tile_.v_scale;
+    x.s = s_->unit.s[&x - passes_], x.o = tile_.o, x.l = tile_.l, x.m = tile_.m;
+    if (!x.masked) return true;
+    uint64_t any = 0;
+    for (int r = 0; r < count; r++) {
+      const int lo = std::clamp(s_->begin[from + r] - start, 0, TILE);
+      const int hi = std::clamp(s_->end[from + r] - start, 0, TILE);
+      x.seen[r] = hi > lo ? ~0ull >> (TILE - (hi - lo)) << lo : 0;
+      any |= x.seen[r];
+    }
+    return any;
   }
+  return false;
+}
+
+// A unit's rows through the matrix unit. The last pass stays unfinished until the next one's logits are under way.
+template <class T>
+void AttentionLoop<T>::run_passes(int row0, int n, int start, int side) {
+  if constexpr (MatrixUnit<T>::EXIST) {
+    using Unit = MatrixUnit<T>;
+    const int first = Unit::first_pass(n), height = Unit::height(n);
+    if (height != height_) {
+      finish_pass();
+      Unit::configure(height_ = height);
+    }
+    for (int from = row0, count = first; from < row0 + n; from += count, count = row0 + n - from) {
+      auto &pass = passes_[pending_ == passes_];
+      place_rows(from, side);
+      if (!begin_pass(pass, from, count, start)) continue;
+      Unit::logits(tile_, pass);
+      finish_pass();
+      pending_ = &pass;
+      tile_.ahead = false;
+    }
+  }
+}
+
+template <class T>
+void AttentionLoop<T>::finish_pass() {
+  if constexpr (MatrixUnit<T>::EXIST)
+    if (pending_) MatrixUnit<T>::finish(tile_, *std::exchange(pending_, nullptr), s_->unit);
 }
 
 template <class T>
@@ -219,6 +252,7 @@ void AttentionLoop<T>::run_span(const plan::Span &span) {
       look_ahead();
       run_unit(p_.units[u], piece, side);
     }
+    finish_pass();
     end_chunk(span, item.chunk, i == 0, i + 1 == span.num_items, side);
   }
 }
@@ -248,8 +282,8 @@ void AttentionLoop<T>::run() {
     for (int i = 0; i < UNITS_AHEAD; i++) look_ahead();
     for (int i = p_.worker_indptr[w]; i < last_span_; i++) run_span(p_.spans[i]);
   }
-  if constexpr (WholeTiles<T>::EXIST)
-    if (whole_rows_) WholeTiles<T>::release();
+  if constexpr (MatrixUnit<T>::EXIST)
+    if (height_) MatrixUnit<T>::release();
   const int64_t merges = (int64_t)h_.splits.count * h_.q_heads;
   if (!merges) return;
 #pragma omp barrier

@@ -15,13 +15,15 @@ struct Blocks {
   int64_t tokens;  // of a block as it lies in memory: one step of dimensions of K has so many
 };
 
-// Blocks of bytes as elements, laid out alike, and their scales by lane.
+// Blocks of bytes as elements, laid out alike, and their scales by lane. What a pass of the matrix unit needs until it
+// is finished lies apart from the next unit's.
 template <class T, bool EXIST>
 struct Widened {};
 template <class T>
 struct alignas(64) Widened<T, true> {
-  typename T::E k[TILE * MAX_HEAD_DIM], v[TILE * MAX_HEAD_DIM];
-  float k_scale[TILE], v_scale[TILE];
+  static constexpr int TURNS = MatrixUnit<T>::EXIST ? 2 : 1;
+  typename T::E k[TILE * MAX_HEAD_DIM], v[TURNS][TILE * MAX_HEAD_DIM];
+  float k_scale[TURNS][TILE], v_scale[TURNS][TILE];
 };
 
 // What a thread carries through a piece. Side 0 of o, l, m: a row's result so far; side 1: the chunk being computed.
@@ -31,11 +33,12 @@ struct alignas(64) AttentionState {
   float o[2][ROWS_MAX * ROW], l[2][ROWS_MAX * vec::W], m[2][ROWS_MAX], sum[ROWS_MAX];
   int32_t begin[ROWS_MAX], end[ROWS_MAX], lo[ROWS_TILE],
       hi[ROWS_TILE];  // positions by packed row; lanes of a register tile
-  alignas(64) typename T::E joined_k[TILE * MAX_HEAD_DIM], joined_v[WholeTiles<T>::EXIST ? TILE * MAX_HEAD_DIM : 1];
+  alignas(64) typename T::E joined_k[TILE * MAX_HEAD_DIM];
   alignas(64) typename T::C gathered_k[TILE * (MAX_HEAD_DIM + SCALES<T>)];
   alignas(64) typename T::C gathered_v[TILE * (MAX_HEAD_DIM + SCALES<T>)];
   Widened<T, SCALED<T>> widened;
-  int32_t gathered_slots[TILE], gathered_tile, gathered_branch;
+  int32_t gathered_slots[TILE], gathered_blocks[MAX_TILE_BLOCKS], gathered_tile, gathered_branch;
+  typename MatrixUnit<T>::State unit;
 };
 
 // (o, m, l) += (bo, bm, bl): the only way chunks are combined, always left to right.
@@ -51,7 +54,11 @@ PD_INLINE void fold(float *o, float &m, float &l, const float *bo, float bm, flo
 template <class T>
 PD_INLINE void finish(typename T::E *out, const float *o, float l, int d) {
   const float w = l > 0 || l != l ? 1.f / l : 0.f;
-  for (int i = 0; i < d; i += vec::W) T::store_out(out + i, vec::mul(vec::load(o + i), vec::set1(w)));
+  for (int i = 0; i < d; i += vec::W) {
+    vec::F x = vec::mul(vec::load(o + i), vec::set1(w));
+    if constexpr (MatrixUnit<T>::EXIST) x = vec::add(x, vec::zero());  // a -0 is +0 beside rows that see further
+    T::store_out(out + i, x);
+  }
 }
 
 // A plan's words, section by section.
@@ -96,7 +103,8 @@ class AttentionLoop {
   int64_t k_stride(const Blocks<M> &b) const { return T::STEP * std::max<int64_t>(b.tokens, vec::W); }
   template <int KIND>
   void run_few(const Blocks<C> &b, int row0, int n, int start, int side);
-  void join_v(const Blocks<E> &b);
+  void join_v(const Blocks<E> &b, E *to);
+  void place_halves(const Blocks<E> &b, bool gathered);
   void look_ahead();
   void load_rows(const plan::Span &span);
   void run_span(const plan::Span &span);
@@ -104,7 +112,16 @@ class AttentionLoop {
   bool set_masks(int from, int n, int start, bool &masked);
   void place_rows(int from, int side);
   void run_rows(int row0, int n, int start, int side);
-  void run_whole_rows(int row0, int n, int side);
+  void run_passes(int row0, int n, int start, int side);
+  // All tiles go through the matrix unit.
+  bool on_unit() const {
+    if constexpr (MatrixUnit<T>::EXIST) return MatrixUnit<T>::take(d_);
+    return false;
+  }
+  bool joins() const { return on_unit() && !SCALED<T> && size_ < HALF; }  // blocks shorter than it takes of V
+  int turn() const { return MatrixUnit<T>::EXIST ? turn_ : 0; }           // of its buffers
+  bool begin_pass(typename MatrixUnit<T>::Pass &x, int from, int count, int start);
+  void finish_pass();
   void end_chunk(const plan::Span &span, int chunk, bool first_item, bool last_item, int side);
   float *partial(int record, int head) const { return partials_ + ((size_t)record * h_.q_heads + head) * (d_ + 2); }
   void merge(int split, int head);
@@ -121,7 +138,10 @@ class AttentionLoop {
   Blocks<C> next_{};  // to prefetch, of a cache of bytes
   int head_ = 0, heads_ = 1, kv_head_ = 0;   // of the span: first query head, how many
   int ahead_span_ = 0, ahead_unit_ = 0, last_span_ = 0;  // where prefetching stands
-  int whole_rows_ = 0;                                   // that the matrix unit is configured for
+  int height_ = 0, turn_ = 0;  // of the matrix unit: what it is configured for
+  typename MatrixUnit<T>::Pass passes_[2];
+  typename MatrixUnit<T>::Pass *pending_ = nullptr;  // its logits are known
+  const E *half_[2] = {}, *next_half_[2] = {};       // V as it takes it
 };
 
 }  // namespace pagedec

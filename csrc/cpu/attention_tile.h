@@ -88,12 +88,14 @@ struct OfBytes : T {
 template <class T>
 constexpr bool SCALED = sizeof(typename T::C) != sizeof(typename T::E);
 
-// How rows meet a tile that they see whole, where there is a faster way (attention_amx.h), and the tokens of the
-// shortest block it takes.
+// A matrix unit that takes every tile, where there is one (attention_amx.h).
 template <class T>
-struct WholeTiles {
+struct MatrixUnit {
   static constexpr bool EXIST = false;
+  struct Pass {};
+  struct State {};
 };
+constexpr int HALF = TILE / 2;  // tokens of V that one instruction of it sums
 
 constexpr int NC = PD_LEVEL >= 2 ? 4 : 2;  // vectors side by side: with 6 rows 24 of 32 accumulators, or 12 of 16
 constexpr int NT = TILE / vec::W;

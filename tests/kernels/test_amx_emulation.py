@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import EMULATED_ISA, Context, available_isas, load, loadable_isas
-from tests.kernels.attention_cases import Cache, run, same_bits
+from pagedec.kernels.library import EMULATED_ISA, Context, KvKind, available_isas, load, loadable_isas
+from tests.kernels.attention_cases import Cache, Numbers, run, same_bits
 from tests.kernels.calls import normal, threads
 from tests.kernels.test_gemm import Linear
 from tests.kernels.test_gemm_int8 import linear
@@ -293,8 +293,18 @@ def test_the_processors_own_unit_gives_the_same_bits() -> None:
         x, weight = normal(rows, k, seed=1, dtype=torch.bfloat16), normal(n, k, seed=2, dtype=torch.bfloat16)
         assert same_bits(Linear.pack(ours, weight)(x), Linear.pack(unit, weight)(x))
         assert same_bits(linear(ours, x, weight), linear(unit, x, weight))
-    for block_size in (8, 16, 32, 64, 256):
-        cache = Cache(AttentionShape(6, 2, 64, block_size, 0.125), 4096 // block_size, torch.bfloat16, seed=3)
-        branches = [cache.branch(700, 300), cache.branch(1100, 3), cache.branch(130)]
-        q = cache.query(304)
-        assert same_bits(run(ours, cache, branches, q), run(unit, cache, branches, q))
+    for block_size, head_dim, window, soft_cap in [
+        (8, 64, 0, 0.0),
+        (16, 64, 90, 0.0),
+        (16, 96, 0, 5.0),
+        (32, 32, 0, 0.0),
+        (64, 128, 300, 0.0),
+        (256, 64, 0, 0.0),
+    ]:
+        shape = AttentionShape(6, 2, head_dim, block_size, 0.125, window, soft_cap)
+        for kind in KvKind:
+            cache = Cache(shape, 4096 // block_size, Numbers(torch.bfloat16, kind), seed=3)
+            tree = cache.branch(150, 9, [-1, 0, 1, 2, 0, 4, 2, 0, 7])
+            branches = [cache.branch(700, 300), cache.branch(1100, 3), cache.branch(130), tree]
+            q = cache.query(313)
+            assert same_bits(run(ours, cache, branches, q), run(unit, cache, branches, q))

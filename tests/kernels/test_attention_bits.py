@@ -108,6 +108,23 @@ def test_tree_node_is_an_accepted_chain(context: Context, numbers: Numbers, kv_l
         assert same_bits(run(context, cache, [Branch(chain.table, seen)], q[row : row + 1].clone()), got[row : row + 1])
 
 
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
+def test_a_node_sees_further_back_than_the_one_before_it(context: Context, numbers: Numbers, block_size: int) -> None:
+    """Depth first, a shallow node may follow a deep one, whose window has left the blocks that the shallow one sees."""
+    window, base = 5, 70
+    cache = Cache(AttentionShape(6, 2, 64, block_size, 0.125, window), 4096 // block_size, numbers, seed=9)
+    parents = [-1, *range(30), 28, 0, 32, 1, 17]
+    tree = cache.branch(base + len(parents), len(parents), parents)
+    q = cache.query(len(parents))
+    got = run(context, cache, [tree], q)
+    chain = cache.branch(base + len(parents))
+    for row in range(1, len(parents)):
+        slots = [*range(base + 1), *(base + node for node in path_of(parents, row))]
+        copy_slots(cache, tree, slots, chain)
+        alone = run(context, cache, [Branch(chain.table, len(slots))], q[row : row + 1].clone())
+        assert same_bits(alone, got[row : row + 1]), f"row {row}"
+
+
 def copy_slots(cache: Cache, source: Branch, index: list[int], target: Branch) -> None:
     """Make target's first slots hold the source's slots `index`."""
     k, v = read_slots(cache.k, cache.v, cache.slots(source.table, index))
