@@ -48,6 +48,7 @@ struct pd_context {
 #endif
   std::atomic<bool> busy{false};
   pagedec::Ranks *ranks = nullptr;
+  std::vector<pd_recording *> recordings;  // that hold launches in this context
   pagedec::PlanDraft draft;
   pagedec::DeviceMemory partials, totals;  // of attention
   pagedec::DeviceMemory carried, answers;  // arrays of a call that pd_roll makes, and what it gives
@@ -115,6 +116,7 @@ int await_ranks(pd_context &);    // as `await`, for as long as the ranks that i
 int check_ranks(pd_context &);    // that it has not left those that it has joined
 int any_rank(pd_context &, bool &so);  // whether one of them says so
 void leave_ranks(pd_context &);
+void end_recordings(pd_context &);  // they are made anew when they are wanted again
 int upload(pd_context &, void *to, const void *from, int64_t bytes);  // host to device, in the context's stream
 int download(pd_context &, void *to, const void *from, int64_t bytes);  // and back, when all is through
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagedec.config import ATTENTION_PACKAGES
-from pagedec.errors import InvalidArgument
+from pagedec.errors import InvalidArgument, in_one_line
 
 if TYPE_CHECKING:
     from pagedec.llm import LLM
@@ -107,7 +107,9 @@ def _cuda_fact(active: str | None, reason: str) -> str:
         context = library.load(library.CUDA).context()
     except (library.KernelError, OSError) as error:
         return f"built, not usable: {error}"
-    device = f"device 0, {context.num_threads} multiprocessors, {shown_size(context.memory_room()[1])}"
+    number = library.load(library.CUDA).num_devices
+    which = "device 0" if number == 1 else f"device 0 of {number}"
+    device = f"{which}, {context.num_threads} multiprocessors, {shown_size(context.memory_room()[1])}"
     context.close()
     if active == library.CUDA:
         return f"active: {device}"
@@ -120,17 +122,13 @@ def optional_package(module: str, distribution: str, extra: str) -> str:
         return f"not installed: pip install 'pagedec[{extra}]'"
     try:
         importlib.import_module(module)
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-    ) as error:  # a wheel for another torch or CUDA fails in any of these ways
-        return f"installed, but does not import: {' '.join(str(error).split())}"
+    except Exception as error:  # a wheel for another torch or CUDA fails in any way
+        return f"installed, but does not import: {in_one_line(error)}"
     return f"installed, {package_version(distribution) or 'version unknown'}"
 
 
 def backend_facts() -> dict[str, str]:
-    """CUDA and the optional attention backends: there, or why not."""
+    """CUDA, NCCL and the optional attention backends: there, or why not."""
     import torch
 
     if torch.cuda.is_available():
@@ -141,9 +139,31 @@ def backend_facts() -> dict[str, str]:
         cuda = "not available: torch finds no device"
     return {
         "cuda": cuda,
+        "nccl": nccl_fact(),
         **{name: attention_fact(name) for name in ATTENTION_PACKAGES},
         "ray": optional_package("ray", "ray", "ray"),
     }
+
+
+def nccl_fact() -> str:
+    """Whether ranks on CUDA devices would exchange by NCCL, of which release and where it lies; why not, if not."""
+    from pagedec import environment
+    from pagedec.kernels import library, places
+    from pagedec.runtime.nccl import ADVICE
+
+    link, isa = environment.read("PAGEDEC_LINK"), environment.read("PAGEDEC_ISA")
+    if link not in (None, "nccl"):
+        return f"not used: PAGEDEC_LINK is {link}"
+    try:
+        device = library.load(isa if isa in library.DEVICES else library.CUDA)
+        path = places.nccl_path(device.path)
+        version = device.open_nccl(path)
+    except library.LibraryNotFound:
+        return "not looked for: it is for ranks on CUDA devices, whose kernels are not built"
+    except (library.KernelError, OSError) as error:
+        return f"cannot be used: {in_one_line(error)}; {ADVICE}"
+    release = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    return f"{release}, {path or 'where the system finds it'}; used by ranks on CUDA devices, with one each"
 
 
 def attention_fact(name: str) -> str:

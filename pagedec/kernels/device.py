@@ -13,7 +13,7 @@ from pagedec.errors import InvalidArgument
 from pagedec.kernels.attention_kernel import AttentionKernel, check_device, check_numbers
 from pagedec.kernels.backend import AttentionShape, CacheTensors
 from pagedec.kernels.blocks import Blocks
-from pagedec.kernels.context import Fetch
+from pagedec.kernels.context import Context, Fetch
 from pagedec.kernels.device_memory import DeviceCall, DeviceMemory, KernelCall, Staging
 from pagedec.kernels.lent_memory import CudaMemory, EmulatedMemory, LentMemory
 from pagedec.kernels.library import EMULATED_DEVICE, KvKind, Library
@@ -91,8 +91,7 @@ class DeviceBackend(NativeBackend):
         self.context.wait()
 
     def room(self) -> int | None:
-        num_free, _ = self.context.memory_room()
-        return None if num_free < 0 else int(ROOM_SHARE * num_free)
+        return room_of(self.context)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.memory.zeros(shape, dtype)
@@ -154,6 +153,12 @@ class DeviceBackend(NativeBackend):
     def _placed(self, array: np.ndarray) -> tuple[int, object]:
         tensor = self.memory.put(torch.from_numpy(array))
         return tensor.data_ptr(), tensor
+
+
+def room_of(context: Context) -> int | None:
+    """Bytes of a device's memory for weights and caches; None: the host's system tells."""
+    num_free, _ = context.memory_room()
+    return None if num_free < 0 else int(ROOM_SHARE * num_free)
 
 
 class DeviceDrawn:
