@@ -3,8 +3,8 @@
 // Grids do not depend on a step, and kernels read counts and plans where the device has them; so one graph serves steps
 // of every size. It is made anew only where memory that a launch was told of has grown since: plans and partial
 // results, which grow to what was needed most. Exchanges of ranks are recorded by all of them at a time, and repeated
-// likewise, so a list with some is made anew at all where it is at one. NCCL gives a communicator up when the last graph
-// with its exchanges has ended, and waits for that: so contexts know theirs, and end them first.
+// likewise, so a list with some is made anew at all where it is at one. NCCL waits for the end of all graphs with its
+// exchanges before it gives a communicator up: so contexts know theirs, and end them first.
 #include <algorithm>
 #include <mutex>
 #include <new>

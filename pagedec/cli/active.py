@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pagedec import environment
 from pagedec.config import ATTENTION_PACKAGES
 from pagedec.errors import InvalidArgument, in_one_line
 
@@ -28,6 +29,8 @@ ISA_FLAGS: Mapping[str, tuple[str, ...]] = {
     "amx": (*_AVX512BF16, "amx_tile", "amx_bf16", "amx_int8"),
 }
 """Instruction sets that a kernel library needs, by the names of /proc/cpuinfo."""
+
+NOTHING_RUNS, REFERENCE = "not used, nothing can run", "reference (torch)"
 
 
 def package_version(name: str) -> str | None:
@@ -66,7 +69,8 @@ def kernel_facts(flags: frozenset[str]) -> dict[str, str]:
         if active in library.DEVICES:
             loaded.context().close()  # without a device there is none
     except (library.LibraryNotFound, library.KernelError, OSError) as error:
-        active, reason, goes_on = None, str(error), isinstance(error, library.LibraryNotFound)
+        is_named = environment.read("PAGEDEC_ISA") in library.DEVICES  # then nothing else is taken
+        active, reason, goes_on = None, str(error), isinstance(error, library.LibraryNotFound) and not is_named
     try:
         loadable = library.loadable_isas()
     except (library.KernelError, OSError):
@@ -91,8 +95,8 @@ def kernel_facts(flags: frozenset[str]) -> dict[str, str]:
         facts[library.EMULATED_ISA] = (
             f"{use}: slow, for tests of the amx kernels on a processor without the matrix unit"
         )
-    no_kernels = f"active: {reason}" if goes_on else f"not used, nothing can run: {reason}"
-    facts["reference (torch)"] = f"not used: {active} is in use" if active else no_kernels
+    no_kernels = f"active: {reason}" if goes_on else f"{NOTHING_RUNS}: {reason}"
+    facts[REFERENCE] = f"not used: {active} is in use" if active else no_kernels
     return facts
 
 
@@ -147,7 +151,6 @@ def backend_facts() -> dict[str, str]:
 
 def nccl_fact() -> str:
     """Whether ranks on CUDA devices would exchange by NCCL, of which release and where it lies; why not, if not."""
-    from pagedec import environment
     from pagedec.kernels import library, places
     from pagedec.runtime.nccl import ADVICE
 

@@ -15,7 +15,7 @@ import platform
 from typing import Any
 
 from pagedec import environment
-from pagedec.cli.active import backend_facts, cpu_facts, kernel_facts, package_version
+from pagedec.cli.active import NOTHING_RUNS, REFERENCE, backend_facts, cpu_facts, kernel_facts, package_version
 from pagedec.cli.console import DONE, FAILED
 
 PACKAGES = ("pagedec", "torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "tqdm")
@@ -169,7 +169,8 @@ def examine(probe: bool) -> dict[str, Any]:
 
 def run(arguments: argparse.Namespace) -> int:
     sections = examine(arguments.probe)
-    status = FAILED if "problem" in sections else DONE
+    runs = "problem" not in sections and not sections["kernels"][REFERENCE].startswith(NOTHING_RUNS)
+    status = DONE if runs else FAILED
     if arguments.json:
         print(json.dumps(sections))
         return status

@@ -284,6 +284,11 @@ def test_each_rank_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         backends = [loading.choose_backend(own.parallel, "float32", None, place) for own, place in found]
         assert [backend.device for backend in backends] == [0, 1, 0][:world]
         assert all(backend.context.num_threads == 3 for backend in backends)
+    config = EngineConfig.from_kwargs(num_threads=1)  # where nothing is said, one would take all
+    for world, share in ((2, None), (3, 0.5)):
+        exchange = [{"machine": machine()}] * world
+        own, _ = loading._share_of(config, loading.Ranks(1, world, lambda _, e=exchange: e))
+        assert own.cache.memory_utilization == share
     with pytest.raises(KernelError, match="device is 2; it must be 0 to 1"):
         load(EMULATED_DEVICE).context(0, 2)
 

@@ -1,8 +1,8 @@
 // NCCL's functions for emulated devices, over memory that ranks share, in a library of its own. As the real one: calls
 // go on behind their return, exchanges are work of a stream, a rank that does not come is waited for until somebody
 // aborts, and one whose process is gone is told of only to those who ask. Stricter: what a rank sends must be as long
-// as what the other one expects, and recorded where that is: all ranks record an exchange at a time. And an abort beside
-// recordings with exchanges, whose end the real one waits for for ever, ends the process.
+// as what the other one expects, and recorded where that is: all ranks record an exchange at a time. And who aborts
+// beside recordings with exchanges, for whose end the real one waits, ends the process.
 #include "cuda/nccl.h"
 
 #include <fcntl.h>
@@ -193,7 +193,7 @@ int ncclCommAbort(Comm comm) {
   for (Patience patience(FOR_EVER); comm->recorded.use_count() > 1;) {
     ((emulate::Stream *)comm->stream)->is_through();  // what is under way ends, as a device's work does
     if (patience.pause()) continue;
-    fprintf(stderr, "ncclCommAbort: there are recordings with exchanges, whose end it waits for for ever\n");
+    fprintf(stderr, "ncclCommAbort: it waits for the end of recordings with exchanges, and nobody ends them\n");
     abort();
   }
   comm->self.reset();
