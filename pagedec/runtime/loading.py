@@ -167,6 +167,8 @@ def load_model(config: ModelConfig, backend: Backend, longest: int | None = None
     if size > memory.num_bytes:
         told = f"the weights of {config.model} take {shown_size(size)}, more than the {memory}"
         advice = "the system may end the process; quantization int8 takes a byte a weight, int4 half of one"
+        if isinstance(backend, DeviceBackend):
+            advice = "quantization int8 takes a byte a weight, and tensor_parallel_size shares them among devices"
         warnings.warn(f"{told}: {advice}", WeightsWarning, stacklevel=4)
     try:
         model = load_model_weights(arch, files, backend, length, config.seed)
