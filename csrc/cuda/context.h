@@ -13,7 +13,7 @@
 
 namespace pagedec {
 
-// Memory of a device, which grows to what was needed most; nothing that was there is kept.
+// Memory of a device, which grows to half more than was needed most; nothing that was there is kept.
 class DeviceMemory {
  public:
   DeviceMemory() = default;

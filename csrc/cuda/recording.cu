@@ -123,8 +123,10 @@ int repeat(pd_context &c, const pd_recording &r) {
   return launched("pd_run_program", cudaGraphLaunch(r.graph, (cudaStream_t)c.stream));
 }
 #else
+std::atomic<int64_t> num_recorded{0};
 int record(pd_context &c, const pd_program &p, pd_recording &r) {
   const emulate::Recording now;
+  num_recorded++;
   c.work.record(&r.launches);
   const int failed = carry_out(c, p.ops, p.num_ops);
   c.work.record(nullptr);
@@ -167,6 +169,10 @@ int pd_run_program(pd_context *context, pd_program *program) {
   }
   return repeat(c, *r);
 }
+#if !defined(__CUDACC__)
+// For tests: how many lists have been recorded.
+PD_EXPORT int64_t pd_emulate_num_recorded(void) { return num_recorded; }
+#endif
 void pd_program_clear(pd_program *program) {
   if (!program) return;
   delete program->recording;
