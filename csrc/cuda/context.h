@@ -163,7 +163,8 @@ struct Grid {
 inline int launched(const char *name, cudaError_t error) {
   if (error == cudaSuccess) return 0;
   cudaGetLastError();
-  return fail("%s: %s", name, cudaGetErrorString(error));
+  const char *more = error == cudaErrorInitializationError ? "; a fork cannot use the device that its parent uses" : "";
+  return fail("%s: %s%s", name, cudaGetErrorString(error), more);
 }
 // One kernel, put into the context's stream.
 template <class... P, class... A>
