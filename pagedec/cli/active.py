@@ -189,8 +189,8 @@ def active_line(llm: LLM) -> str:
         kernels += f" and {llm.config.parallel.attention_backend}"
     numbers = geometry.dtype + (f", {geometry.quantization} weights" if geometry.quantization else "")
     numbers += f", KV in {geometry.kv_cache_dtype}" if geometry.kv_cache_dtype != "auto" else ""
-    threads = f"{geometry.num_threads} threads"
+    threads = "" if geometry.isa in environment.DEVICES else f", {geometry.num_threads} threads"
     executor, world = llm.config.parallel.executor, llm.config.parallel.tensor_parallel_size
     shared = f", {world} ranks" if world > 1 else ""
     place = shared if executor in ("auto", "inline") else f", executor {executor}{shared}"
-    return f"{llm.config.model.model}: kernels {kernels}, {numbers}, {threads}{place}; KV pool: {llm.kv_cache}"
+    return f"{llm.config.model.model}: kernels {kernels}, {numbers}{threads}{place}; KV pool: {llm.kv_cache}"
