@@ -65,8 +65,9 @@ from pagedec.cli.active import kernel_facts
 from tests.kernels import host_memory
 fact = kernel_facts(frozenset())["cuda"]
 print("    cuda:", fact)
+if not fact.startswith(("active", "available")):
+    raise SystemExit(1)
 print("    memory of the host:", "in its reach" if host_memory.reaches_all("cuda") else "in its reach where it is mapped")
-raise SystemExit(not fact.startswith(("active", "available")))
 END
 }
 
@@ -96,7 +97,7 @@ kernels() {
 
 engine() {
   printf '## Tests of engines\n\n'
-  modules tests/engine/test_cuda_engine.py
+  modules tests/engine/test_cuda_engine.py tests/engine/test_attention_of_packages.py
 }
 
 # What devices exchange by NCCL: only where there are two.

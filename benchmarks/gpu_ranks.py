@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -64,6 +65,8 @@ def ranks(world: int, work: Callable[[int, Exchange], object]) -> Iterator[Excha
             try:
                 work(rank, exchange_of_other(theirs))
                 os._exit(0)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         theirs.close()

@@ -43,6 +43,11 @@ def told(error: BaseException) -> str:
         return f"a {type(error).__name__} that cannot be shown"
 
 
+def in_one_line(error: BaseException) -> str:
+    """What an exception says, without its line breaks; its class where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def counted(number: int, noun: str) -> str:
     """So many of something, as "1 token" or "2 tokens"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

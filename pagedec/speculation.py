@@ -27,7 +27,7 @@ MODEL_NAMES = {"ngram": "ngram", "[ngram]": "ngram"}
 """Names in place of a model that mean a method, as in older versions of vLLM."""
 NEUTRAL: dict[str, Rule] = {
     "draft_tensor_parallel_size": Integer("one device holds a model", choices=(1,), optional=True),
-    "enforce_eager": Flag("there are no graphs to capture", optional=True),
+    "enforce_eager": Flag("a CPU has no graphs; a device's are made anyway", optional=True),
     "disable_log_stats": Flag("nothing is logged", optional=True),
     "disable_padded_drafter_batch": Flag("drafts are not padded", optional=True),
 }

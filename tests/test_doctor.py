@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -79,6 +80,7 @@ def test_the_emulation_says_what_it_is_for_and_is_never_offered(
 
 def test_optional_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_wheel.py").write_text("raise ImportError('undefined symbol:\\n  _ZN3c10')\n")
+    (tmp_path / "of_another_triton.py").write_text("assert False\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert (
         active.optional_package("no_such_thing", "no-such-thing", "extra")
@@ -87,7 +89,38 @@ def test_optional_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert (
         active.optional_package("broken_wheel", "x", "y") == "installed, but does not import: undefined symbol: _ZN3c10"
     )
+    assert active.optional_package("of_another_triton", "x", "y") == "installed, but does not import: AssertionError"
     assert active.optional_package("numpy", "numpy", "y").startswith("installed, ")
+
+
+def test_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which there is, and where; or why ranks on devices would meet on the host."""
+    for name in ("PAGEDEC_ISA", "PAGEDEC_LINK", "PAGEDEC_NCCL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PAGEDEC_LINK", "memory")
+    assert active.nccl_fact() == "not used: PAGEDEC_LINK is memory"
+    monkeypatch.delenv("PAGEDEC_LINK")
+    if library.EMULATED_DEVICE not in library.built_isas():
+        pytest.skip("the emulated device is not built")
+    path = library.load(library.EMULATED_DEVICE).path
+    monkeypatch.setenv("PAGEDEC_ISA", library.EMULATED_DEVICE)
+    stands_in = path.with_name("libnccl_emulated.so")
+    assert active.nccl_fact() == f"2.32.3, {stands_in}; used by ranks on CUDA devices, with one each"
+    for isa in ("scalar", library.EMULATED_DEVICE):  # another library, which has opened none yet, nor finds one
+        shutil.copy(library.load(isa).path, tmp_path)
+    monkeypatch.setenv("PAGEDEC_LIB_DIR", str(tmp_path))
+    assert active.nccl_fact().startswith("cannot be used: pd_nccl_open: ")
+    assert active.nccl_fact().endswith(
+        "; install nvidia-nccl-cu12 or nvidia-nccl-cu13, or name a libnccl.so.2 in PAGEDEC_NCCL"
+    )
+    monkeypatch.delenv("PAGEDEC_ISA")
+    assert active.nccl_fact() == "not looked for: it is for ranks on CUDA devices, whose kernels are not built"
+
+
+def test_the_doctor_says_what_a_pool_on_a_device_would_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "device_room", lambda: 70 * 2**30)
+    told = "70.00 GiB, were it made now and nothing said: all of the 70.00 GiB available (of what the device has free"
+    assert doctor.memory_facts()["KV pool"] == told + ", less the weights)"
 
 
 def test_doctor_reports_every_section(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +130,7 @@ def test_doctor_reports_every_section(capsys: pytest.CaptureFixture[str]) -> Non
     assert list(sections) == titles
     assert sections["versions"]["python"].startswith(sys.version.split()[0])
     assert set(sections["debugging variables"]) == set(environment.VARIABLES)
-    assert {"cuda", "flash-attn", "xformers", "ray"} == set(sections["backends"])
+    assert {"cuda", "nccl", "flash-attn", "xformers", "ray"} == set(sections["backends"])
     assert main.main(["doctor", "--no-probe"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "kernels" in lines and any(line.startswith("  torch ") for line in lines)

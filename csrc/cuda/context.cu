@@ -7,6 +7,9 @@ namespace {
 
 constexpr int MAX_THREADS = 4096;
 
+// What needs a little more in each step, as a plan does, would be taken anew in each, and recordings with it.
+int64_t with_room(int64_t bytes) { return bytes + bytes / 2; }
+
 #if defined(__CUDACC__)
 // A thread that only frees has no device of its own yet. CUDA would give it the first, and make a context there of
 // hundreds of megabytes.
@@ -80,14 +83,13 @@ int DeviceMemory::reserve(int64_t bytes) {
   if (bytes <= size_) return 0;
   num_grown_++;
   cudaFree(data_);  // waits for what uses it
+  data_ = nullptr, size_ = with_room(bytes);
+  cudaError_t error = cudaMalloc(&data_, size_);
+  if (error != cudaSuccess) error = cudaMalloc(&data_, size_ = bytes);
+  if (error == cudaSuccess) return 0;
+  cudaGetLastError();
   data_ = nullptr, size_ = 0;
-  const cudaError_t error = cudaMalloc(&data_, bytes);
-  if (error != cudaSuccess) {
-    cudaGetLastError();
-    return fail("%lld bytes of a device's memory: %s", (long long)bytes, cudaGetErrorString(error));
-  }
-  size_ = bytes;
-  return 0;
+  return fail("%lld bytes of a device's memory: %s", (long long)bytes, cudaGetErrorString(error));
 }
 int before_checks(pd_context &) { return 0; }
 int await(pd_context &c) {
@@ -116,12 +118,11 @@ int DeviceMemory::reserve(int64_t bytes) {
     return fail("%lld bytes of a device's memory: while a list is recorded", (long long)bytes);
   num_grown_++;
   emulate::release(data_);
-  size_ = 0;
-  data_ = emulate::allocate(bytes);
-  if (!data_) return fail("%lld bytes of a device's memory: there is no room", (long long)bytes);
-  size_ = bytes;
+  size_ = with_room(bytes);
+  data_ = emulate::allocate(size_);
+  if (!data_) return size_ = 0, fail("%lld bytes of a device's memory: there is no room", (long long)bytes);
   const emulate::Opened opened;
-  memset(data_, 0xff, bytes);  // NaN
+  memset(data_, 0xff, size_);  // NaN
   return 0;
 }
 #endif

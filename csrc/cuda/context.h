@@ -13,7 +13,7 @@
 
 namespace pagedec {
 
-// Memory of a device, which grows to what was needed most; nothing that was there is kept.
+// Memory of a device, which grows to half more than was needed most; nothing that was there is kept.
 class DeviceMemory {
  public:
   DeviceMemory() = default;
@@ -48,6 +48,7 @@ struct pd_context {
 #endif
   std::atomic<bool> busy{false};
   pagedec::Ranks *ranks = nullptr;
+  std::vector<pd_recording *> recordings;  // that hold launches in this context
   pagedec::PlanDraft draft;
   pagedec::DeviceMemory partials, totals;  // of attention
   pagedec::DeviceMemory carried, answers;  // arrays of a call that pd_roll makes, and what it gives
@@ -115,6 +116,7 @@ int await_ranks(pd_context &);    // as `await`, for as long as the ranks that i
 int check_ranks(pd_context &);    // that it has not left those that it has joined
 int any_rank(pd_context &, bool &so);  // whether one of them says so
 void leave_ranks(pd_context &);
+void end_recordings(pd_context &);  // they are made anew when they are wanted again
 int upload(pd_context &, void *to, const void *from, int64_t bytes);  // host to device, in the context's stream
 int download(pd_context &, void *to, const void *from, int64_t bytes);  // and back, when all is through
 
@@ -161,7 +163,8 @@ struct Grid {
 inline int launched(const char *name, cudaError_t error) {
   if (error == cudaSuccess) return 0;
   cudaGetLastError();
-  return fail("%s: %s", name, cudaGetErrorString(error));
+  const char *more = error == cudaErrorInitializationError ? "; a fork cannot use the device that its parent uses" : "";
+  return fail("%s: %s%s", name, cudaGetErrorString(error), more);
 }
 // One kernel, put into the context's stream.
 template <class... P, class... A>

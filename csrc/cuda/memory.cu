@@ -8,11 +8,10 @@
 namespace pagedec {
 namespace {
 
-constexpr int64_t kStaging = 4 << 20;
-
 // Memory of the host that stays where it is, and a copy that the stream carries out when it comes to it: from and to
 // such memory, while the host goes on. NULL: there is none, and copies are slower.
 #if defined(__CUDACC__)
+constexpr int64_t kStaging = 32 << 20;  // of several steps: a plan of long sequences has megabytes
 char *new_staging(int64_t num_bytes) {
   char *staging = nullptr;
   return launched("cudaMallocHost", cudaMallocHost((void **)&staging, num_bytes)) ? nullptr : staging;
@@ -22,6 +21,7 @@ int enqueue_copy(pd_context &c, const char *name, void *to, const void *from, in
   return launched(name, cudaMemcpyAsync(to, from, num_bytes, way, (cudaStream_t)c.stream));
 }
 #else
+constexpr int64_t kStaging = 4 << 20;  // which tests fill
 enum { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 char *new_staging(int64_t num_bytes) { return (char *)malloc(num_bytes); }
 void free_staging(char *staging) { free(staging); }

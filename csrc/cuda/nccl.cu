@@ -15,8 +15,10 @@
 namespace pagedec {
 
 struct Ranks {
-  Ranks(int32_t rank, int32_t world, double seconds) : rank(rank), world(world), seconds(seconds) {}
+  Ranks(pd_context &context, int32_t rank, int32_t world, double seconds)
+      : context(context), rank(rank), world(world), seconds(seconds) {}
   nccl::Comm comm = nullptr;  // NULL: they were left, and why
+  pd_context &context;
   const int32_t rank, world;
   const double seconds;
   bool is_alike = false;  // all ranks' memory grows at a time
@@ -60,6 +62,7 @@ int failed(const char *name, int result, nccl::Comm comm) {
 // What the device still waits for ends, and every later exchange fails with what was said last.
 int give_up(Ranks &r) {
   snprintf(r.problem, sizeof r.problem, "%s", pd_last_error());
+  end_recordings(r.context);
   library.ncclCommAbort(std::exchange(r.comm, nullptr));
   return -1;
 }
@@ -158,6 +161,7 @@ int await_ranks(pd_context &c) {
 }
 
 void leave_ranks(pd_context &c) {
+  end_recordings(c);
   if (c.ranks && c.ranks->comm) library.ncclCommAbort(c.ranks->comm);
   delete std::exchange(c.ranks, nullptr);
 }
@@ -192,7 +196,7 @@ int pd_nccl_join(pd_context *context, const void *id, int32_t rank, int32_t worl
   const Turn turn(*context);
   if (!turn) return fail("%s: another thread works in this context", name);
   if (context->ranks) return fail("%s: the context has joined ranks already", name);
-  Ranks *ranks = new (std::nothrow) Ranks(rank, world, seconds);
+  Ranks *ranks = new (std::nothrow) Ranks(*context, rank, world, seconds);
   if (!ranks) return fail("%s: out of memory", name);
   nccl::Id own;
   memcpy(&own, id, sizeof own);

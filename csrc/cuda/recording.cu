@@ -3,7 +3,10 @@
 // Grids do not depend on a step, and kernels read counts and plans where the device has them; so one graph serves steps
 // of every size. It is made anew only where memory that a launch was told of has grown since: plans and partial
 // results, which grow to what was needed most. Exchanges of ranks are recorded by all of them at a time, and repeated
-// likewise, so a list with some is made anew at all where it is at one.
+// likewise, so a list with some is made anew at all where it is at one. NCCL waits for the end of all graphs with its
+// exchanges before it gives a communicator up: so contexts know theirs, and end them first.
+#include <algorithm>
+#include <mutex>
 #include <new>
 #include <utility>
 
@@ -15,21 +18,57 @@ using Places = std::vector<std::pair<const void *, int64_t>>;  // and how often 
 
 struct pd_recording {
   explicit pd_recording(bool has_exchanges) : has_exchanges(has_exchanges) {}
+  ~pd_recording();
   const bool has_exchanges;
-  const pd_context *context = nullptr;
-  pagedec::Places places;  // that launches were told of
+  pd_context *context = nullptr;  // NULL: it holds nothing
+  pagedec::Places places;         // that launches were told of
 #if defined(__CUDACC__)
   cudaGraphExec_t graph = nullptr;
-  void clear() {
+  void clear() {  // one that is under way ends behind this
     if (graph) cudaGraphExecDestroy(graph);
     graph = nullptr, context = nullptr;
   }
-  ~pd_recording() { clear(); }
 #else
   std::vector<pagedec::emulate::Stream::Work> launches;
   void clear() { launches.clear(), context = nullptr; }
 #endif
 };
+
+namespace pagedec {
+namespace {
+
+std::mutex belonging;  // of recordings to contexts, each of which may end first, in any thread
+
+void begin_recording(pd_context &c, pd_recording &r) {
+  const std::lock_guard lock(belonging);
+  r.context = &c;
+  c.recordings.push_back(&r);
+}
+void end_recording(pd_recording &r) {
+  const std::lock_guard lock(belonging);
+  if (r.context) std::erase(r.context->recordings, &r);
+  r.clear();
+}
+
+}  // namespace
+
+void end_recordings(pd_context &c) {
+#if defined(__CUDACC__)
+  const cudaStream_t stream = (cudaStream_t)c.stream;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cudaGraph_t graph = nullptr;  // what is being recorded holds on to exchanges, too
+  if (cudaStreamIsCapturing(stream, &status) == cudaSuccess && status != cudaStreamCaptureStatusNone)
+    cudaStreamEndCapture(stream, &graph);
+  if (graph) cudaGraphDestroy(graph);
+  cudaGetLastError();
+#endif
+  const std::lock_guard lock(belonging);
+  for (pd_recording *recording : c.recordings) recording->clear();
+  c.recordings.clear();
+}
+}  // namespace pagedec
+
+pd_recording::~pd_recording() { pagedec::end_recording(*this); }
 
 namespace pagedec {
 namespace {
@@ -74,6 +113,7 @@ int record(pd_context &c, const pd_program &p, pd_recording &r) {
   const int failed = carry_out(c, p.ops, p.num_ops);
   cudaGraph_t graph = nullptr;
   const cudaError_t ended = cudaStreamEndCapture(stream, &graph);  // also of what has failed
+  if (failed) cudaGetLastError();  // what came of that is told already
   int status = failed ? failed : launched("pd_run_program", ended);
   if (!status) status = launched("pd_run_program", cudaGraphInstantiate(&r.graph, graph, 0));
   if (graph) cudaGraphDestroy(graph);
@@ -83,8 +123,10 @@ int repeat(pd_context &c, const pd_recording &r) {
   return launched("pd_run_program", cudaGraphLaunch(r.graph, (cudaStream_t)c.stream));
 }
 #else
+std::atomic<int64_t> num_recorded{0};
 int record(pd_context &c, const pd_program &p, pd_recording &r) {
   const emulate::Recording now;
+  num_recorded++;
   c.work.record(&r.launches);
   const int failed = carry_out(c, p.ops, p.num_ops);
   c.work.record(nullptr);
@@ -120,12 +162,17 @@ int pd_run_program(pd_context *context, pd_program *program) {
   bool is_stale = r->context != &c || r->places != places;
   if (r->has_exchanges && any_rank(c, is_stale)) return -1;
   if (is_stale) {
-    r->clear();
-    if (record(c, *program, *r)) return -1;
-    r->context = &c, r->places = std::move(places);
+    end_recording(*r);
+    begin_recording(c, *r);
+    if (record(c, *program, *r)) return end_recording(*r), -1;
+    r->places = std::move(places);
   }
   return repeat(c, *r);
 }
+#if !defined(__CUDACC__)
+// For tests: how many lists have been recorded.
+PD_EXPORT int64_t pd_emulate_num_recorded(void) { return num_recorded; }
+#endif
 void pd_program_clear(pd_program *program) {
   if (!program) return;
   delete program->recording;

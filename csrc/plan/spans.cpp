@@ -2,7 +2,10 @@
 // A static partition: it depends on the plan alone, and no bit of a result depends on it.
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <numeric>
+#include <queue>
+#include <utility>
 
 #include "plan/plan.h"
 
@@ -52,24 +55,27 @@ void Spans::split_rows(const Piece &piece, int last_chunk) {
   }
 }
 
+// A device has hundreds of workers, so nothing looks at all of them for each span.
 void Spans::deal() {
   const int n = (int)p_.spans.size();
   std::vector<int> by(n), owner(n);
   std::iota(by.begin(), by.end(), 0);
   std::stable_sort(by.begin(), by.end(), [&](int x, int y) { return span_costs_[x] > span_costs_[y]; });
-  std::vector<float> load(workers_, 0.f);
+  using Load = std::pair<float, int>;  // of a worker; of equals, the first has the next span
+  std::priority_queue<Load, std::vector<Load>, std::greater<>> loads;
+  for (int w = 0; w < workers_; w++) loads.push({0.f, w});
+  p_.worker_indptr.assign(workers_ + 1, 0);
   for (int i : by) {
-    owner[i] = (int)(std::min_element(load.begin(), load.end()) - load.begin());
-    load[owner[i]] += span_costs_[i];
+    const auto [load, worker] = loads.top();
+    loads.pop();
+    owner[i] = worker;
+    p_.worker_indptr[worker + 1]++;
+    loads.push({load + span_costs_[i], worker});
   }
-  std::vector<Span> dealt;
-  dealt.reserve(n);
-  p_.worker_indptr.assign(1, 0);
-  for (int w = 0; w < workers_; w++) {
-    for (int i = 0; i < n; i++)  // in memory order: neighbouring heads of the same blocks
-      if (owner[i] == w) dealt.push_back(p_.spans[i]);
-    p_.worker_indptr.push_back((int32_t)dealt.size());
-  }
+  std::partial_sum(p_.worker_indptr.begin(), p_.worker_indptr.end(), p_.worker_indptr.begin());
+  std::vector<int> next(p_.worker_indptr.begin(), p_.worker_indptr.end() - 1);
+  std::vector<Span> dealt(n);
+  for (int i = 0; i < n; i++) dealt[next[owner[i]]++] = p_.spans[i];  // in memory order: heads of the same blocks
   p_.spans.swap(dealt);
 }
 

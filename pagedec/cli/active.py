@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pagedec import environment
 from pagedec.config import ATTENTION_PACKAGES
-from pagedec.errors import InvalidArgument
+from pagedec.errors import InvalidArgument, in_one_line
 
 if TYPE_CHECKING:
     from pagedec.llm import LLM
@@ -28,6 +29,8 @@ ISA_FLAGS: Mapping[str, tuple[str, ...]] = {
     "amx": (*_AVX512BF16, "amx_tile", "amx_bf16", "amx_int8"),
 }
 """Instruction sets that a kernel library needs, by the names of /proc/cpuinfo."""
+
+NOTHING_RUNS, REFERENCE = "not used, nothing can run", "reference (torch)"
 
 
 def package_version(name: str) -> str | None:
@@ -66,7 +69,8 @@ def kernel_facts(flags: frozenset[str]) -> dict[str, str]:
         if active in library.DEVICES:
             loaded.context().close()  # without a device there is none
     except (library.LibraryNotFound, library.KernelError, OSError) as error:
-        active, reason, goes_on = None, str(error), isinstance(error, library.LibraryNotFound)
+        is_named = environment.read("PAGEDEC_ISA") in library.DEVICES  # then nothing else is taken
+        active, reason, goes_on = None, str(error), isinstance(error, library.LibraryNotFound) and not is_named
     try:
         loadable = library.loadable_isas()
     except (library.KernelError, OSError):
@@ -91,8 +95,8 @@ def kernel_facts(flags: frozenset[str]) -> dict[str, str]:
         facts[library.EMULATED_ISA] = (
             f"{use}: slow, for tests of the amx kernels on a processor without the matrix unit"
         )
-    no_kernels = f"active: {reason}" if goes_on else f"not used, nothing can run: {reason}"
-    facts["reference (torch)"] = f"not used: {active} is in use" if active else no_kernels
+    no_kernels = f"active: {reason}" if goes_on else f"{NOTHING_RUNS}: {reason}"
+    facts[REFERENCE] = f"not used: {active} is in use" if active else no_kernels
     return facts
 
 
@@ -107,7 +111,9 @@ def _cuda_fact(active: str | None, reason: str) -> str:
         context = library.load(library.CUDA).context()
     except (library.KernelError, OSError) as error:
         return f"built, not usable: {error}"
-    device = f"device 0, {context.num_threads} multiprocessors, {shown_size(context.memory_room()[1])}"
+    number = library.load(library.CUDA).num_devices
+    which = "device 0" if number == 1 else f"device 0 of {number}"
+    device = f"{which}, {context.num_threads} multiprocessors, {shown_size(context.memory_room()[1])}"
     context.close()
     if active == library.CUDA:
         return f"active: {device}"
@@ -120,17 +126,13 @@ def optional_package(module: str, distribution: str, extra: str) -> str:
         return f"not installed: pip install 'pagedec[{extra}]'"
     try:
         importlib.import_module(module)
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-    ) as error:  # a wheel for another torch or CUDA fails in any of these ways
-        return f"installed, but does not import: {' '.join(str(error).split())}"
+    except Exception as error:  # a wheel for another torch or CUDA fails in any way
+        return f"installed, but does not import: {in_one_line(error)}"
     return f"installed, {package_version(distribution) or 'version unknown'}"
 
 
 def backend_facts() -> dict[str, str]:
-    """CUDA and the optional attention backends: there, or why not."""
+    """CUDA, NCCL and the optional attention backends: there, or why not."""
     import torch
 
     if torch.cuda.is_available():
@@ -141,9 +143,30 @@ def backend_facts() -> dict[str, str]:
         cuda = "not available: torch finds no device"
     return {
         "cuda": cuda,
+        "nccl": nccl_fact(),
         **{name: attention_fact(name) for name in ATTENTION_PACKAGES},
         "ray": optional_package("ray", "ray", "ray"),
     }
+
+
+def nccl_fact() -> str:
+    """Whether ranks on CUDA devices would exchange by NCCL, of which release and where it lies; why not, if not."""
+    from pagedec.kernels import library, places
+    from pagedec.runtime.nccl import ADVICE
+
+    link, isa = environment.read("PAGEDEC_LINK"), environment.read("PAGEDEC_ISA")
+    if link not in (None, "nccl"):
+        return f"not used: PAGEDEC_LINK is {link}"
+    try:
+        device = library.load(isa if isa in library.DEVICES else library.CUDA)
+        path = places.nccl_path(device.path)
+        version = device.open_nccl(path)
+    except library.LibraryNotFound:
+        return "not looked for: it is for ranks on CUDA devices, whose kernels are not built"
+    except (library.KernelError, OSError) as error:
+        return f"cannot be used: {in_one_line(error)}; {ADVICE}"
+    release = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    return f"{release}, {path or 'where the system finds it'}; used by ranks on CUDA devices, with one each"
 
 
 def attention_fact(name: str) -> str:
@@ -166,8 +189,8 @@ def active_line(llm: LLM) -> str:
         kernels += f" and {llm.config.parallel.attention_backend}"
     numbers = geometry.dtype + (f", {geometry.quantization} weights" if geometry.quantization else "")
     numbers += f", KV in {geometry.kv_cache_dtype}" if geometry.kv_cache_dtype != "auto" else ""
-    threads = f"{geometry.num_threads} threads"
+    threads = "" if geometry.isa in environment.DEVICES else f", {geometry.num_threads} threads"
     executor, world = llm.config.parallel.executor, llm.config.parallel.tensor_parallel_size
     shared = f", {world} ranks" if world > 1 else ""
     place = shared if executor in ("auto", "inline") else f", executor {executor}{shared}"
-    return f"{llm.config.model.model}: kernels {kernels}, {numbers}, {threads}{place}; KV pool: {llm.kv_cache}"
+    return f"{llm.config.model.model}: kernels {kernels}, {numbers}{threads}{place}; KV pool: {llm.kv_cache}"

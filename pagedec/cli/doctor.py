@@ -15,7 +15,7 @@ import platform
 from typing import Any
 
 from pagedec import environment
-from pagedec.cli.active import backend_facts, cpu_facts, kernel_facts, package_version
+from pagedec.cli.active import NOTHING_RUNS, REFERENCE, backend_facts, cpu_facts, kernel_facts, package_version
 from pagedec.cli.console import DONE, FAILED
 
 PACKAGES = ("pagedec", "torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "tqdm")
@@ -97,16 +97,32 @@ def model_facts() -> Facts:
 
 def memory_facts() -> Facts:
     """What a KV pool would get now, before a model is loaded, and why."""
-    from pagedec.runtime.memory import available_memory, shown_size, sources
-    from pagedec.runtime.pool import default_bytes
+    from pagedec.runtime.memory import Memory, available_memory, shown_size, sources
+    from pagedec.runtime.pool import default_bytes, whole_bytes
 
     machine, *limits = sources()
-    num_bytes, reason = default_bytes(available_memory())
+    room = device_room()
+    if room is None:
+        num_bytes, reason = default_bytes(available_memory())
+    else:
+        num_bytes, reason = whole_bytes(Memory(room, "of what the device has free, less the weights"))
     return {
         "machine": str(machine),
         "limits": "; ".join(map(str, limits)) or "none on this process",
         "KV pool": f"{shown_size(num_bytes)}, were it made now and nothing said: {reason}",
     }
+
+
+def device_room() -> int | None:
+    """Bytes for weights and KV where the kernels are a device's; None: they are the processor's, or cannot be used."""
+    from pagedec.kernels import library
+    from pagedec.kernels.device import room_of
+
+    try:
+        loaded = library.load()
+        return room_of(loaded.context()) if loaded.isa in library.DEVICES else None
+    except (library.LibraryNotFound, library.KernelError, OSError):
+        return None
 
 
 def invariance_facts() -> Facts:
@@ -153,7 +169,8 @@ def examine(probe: bool) -> dict[str, Any]:
 
 def run(arguments: argparse.Namespace) -> int:
     sections = examine(arguments.probe)
-    status = FAILED if "problem" in sections else DONE
+    runs = "problem" not in sections and not sections["kernels"][REFERENCE].startswith(NOTHING_RUNS)
+    status = DONE if runs else FAILED
     if arguments.json:
         print(json.dumps(sections))
         return status

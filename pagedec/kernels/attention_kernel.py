@@ -12,12 +12,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
-from pagedec.errors import InvalidArgument
+from pagedec.errors import InvalidArgument, in_one_line
 from pagedec.kernels.backend import AttentionShape
 from pagedec.kernels.records import KvKind
 
@@ -89,12 +89,8 @@ def import_package(name: str, module: str, at_least: str, below: str | None = No
         if error.name != module.partition(".")[0]:
             raise _unfit(name, f"it does not import: {error}") from error
         raise _unfit(name, f"it is not installed: {advice}") from error
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-    ) as error:  # a wheel for another torch or CUDA fails in any of these ways
-        raise _unfit(name, f"it does not import: {' '.join(str(error).split())}") from error
+    except Exception as error:  # a wheel for another torch, triton or CUDA fails in any way
+        raise _unfit(name, f"it does not import: {in_one_line(error)}") from error
     version = _version(name, module)
     numbers, least = _numbers(version), _numbers(at_least)
     if numbers < least or (below is not None and numbers >= _numbers(below)):
@@ -103,11 +99,13 @@ def import_package(name: str, module: str, at_least: str, below: str | None = No
     return found, version
 
 
-def function_of(name: str, module: ModuleType, function: str) -> Callable[..., torch.Tensor]:
-    """Raises InvalidArgument where the package has none of this name."""
-    found: Callable[..., torch.Tensor] | None = getattr(module, function, None)
-    if found is None:
-        raise _unfit(name, f"what is installed has no {function}")
+def part_of(name: str, module: ModuleType, path: str) -> Any:
+    """What a module calls by names with dots between them. Raises InvalidArgument where the package has it not."""
+    found: Any = module
+    for own in path.split("."):
+        found = getattr(found, own, None)
+        if found is None:
+            raise _unfit(name, f"what is installed has no {path}")
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -13,7 +14,7 @@ from pagedec.errors import InvalidArgument
 from pagedec.kernels.attention_kernel import AttentionKernel, check_device, check_numbers
 from pagedec.kernels.backend import AttentionShape, CacheTensors
 from pagedec.kernels.blocks import Blocks
-from pagedec.kernels.context import Fetch
+from pagedec.kernels.context import Context, Fetch
 from pagedec.kernels.device_memory import DeviceCall, DeviceMemory, KernelCall, Staging
 from pagedec.kernels.lent_memory import CudaMemory, EmulatedMemory, LentMemory
 from pagedec.kernels.library import EMULATED_DEVICE, KvKind, Library
@@ -28,6 +29,7 @@ from pagedec.kernels.split_plan import SplitPlan
 ROOM_SHARE = 0.9
 """Of a device's free memory: the rest is for a step's buffers and attention's partial results."""
 MOST_OUT = 2  # steps whose draws nobody has taken yet
+CAPABILITY = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 CHUNK = 32 << 20  # bytes of a device's memory that small tensors are cut from
 
 
@@ -56,6 +58,19 @@ class DeviceBackend(NativeBackend):
         self._given, self._wanted = Staging(self.memory), Staging(self.memory)
         self.attention: AttentionKernel | None = None
         self._lent: LentMemory | None = None
+
+    @property
+    def generation(self) -> str:
+        """What devices have in common whose tensor cores round alike: the compute capability, of an H100 9.0."""
+        if self.name == EMULATED_DEVICE:
+            return "emulated"
+        driver, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        driver.cuDeviceGet(ctypes.byref(found), self.device)
+        device, numbers = ctypes.c_int(found.value), list[int]()
+        for attribute in CAPABILITY:
+            driver.cuDeviceGetAttribute(ctypes.byref(found), attribute, device)
+            numbers.append(found.value)
+        return ".".join(map(str, numbers))
 
     def use_attention(self, kernel: AttentionKernel, block_size: int) -> None:
         """Let another package's kernel have the branches that it takes. Raises InvalidArgument where there could be
@@ -91,8 +106,7 @@ class DeviceBackend(NativeBackend):
         self.context.wait()
 
     def room(self) -> int | None:
-        num_free, _ = self.context.memory_room()
-        return None if num_free < 0 else int(ROOM_SHARE * num_free)
+        return room_of(self.context)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.memory.zeros(shape, dtype)
@@ -154,6 +168,12 @@ class DeviceBackend(NativeBackend):
     def _placed(self, array: np.ndarray) -> tuple[int, object]:
         tensor = self.memory.put(torch.from_numpy(array))
         return tensor.data_ptr(), tensor
+
+
+def room_of(context: Context) -> int | None:
+    """Bytes of a device's memory for weights and caches; None: the host's system tells."""
+    num_free, _ = context.memory_room()
+    return None if num_free < 0 else int(ROOM_SHARE * num_free)
 
 
 class DeviceDrawn:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagedec.kernels.attention_kernel import Attend, AttentionLimits, Chains, Given, function_of, import_package
+from pagedec.kernels.attention_kernel import Attend, AttentionLimits, Chains, Given, import_package, part_of
 from pagedec.kernels.backend import AttentionShape
 
 AT_LEAST, BELOW = "2.7", "3"
@@ -30,8 +30,8 @@ class FlashAttention:
 
     def __init__(self) -> None:
         package, self.version = import_package(self.name, "flash_attn", AT_LEAST, BELOW)
-        self._single = function_of(self.name, package, "flash_attn_with_kvcache")
-        self._several = function_of(self.name, package, "flash_attn_varlen_func")
+        self._single = part_of(self.name, package, "flash_attn_with_kvcache")
+        self._several = part_of(self.name, package, "flash_attn_varlen_func")
 
     def prepare(self, chains: Chains, shape: AttentionShape, given: Given) -> Attend:
         options: dict[str, Any] = {

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagedec.kernels.attention_kernel import Attend, AttentionLimits, Chains, Given, function_of, import_package
+from pagedec.kernels.attention_kernel import Attend, AttentionLimits, Chains, Given, import_package, part_of
 from pagedec.kernels.backend import AttentionShape
 
 AT_LEAST = "0.0.30"
@@ -35,19 +35,19 @@ class Xformers:
 
     def __init__(self) -> None:
         ops, self.version = import_package(self.name, "xformers.ops", AT_LEAST)
-        forward = function_of(self.name, ops.fmha, "memory_efficient_attention_forward")
-        self._single = partial(forward, op=ops.fmha.triton_splitk.FwOp)
-        self._several = partial(forward, op=ops.fmha.flash.FwOp)
-        self._masks: Any = ops.fmha.attn_bias
+        part = partial(part_of, self.name, ops)
+        forward = part("fmha.memory_efficient_attention_forward")
+        self._single = partial(forward, op=part("fmha.triton_splitk.FwOp"))
+        self._several = partial(forward, op=part("fmha.flash.FwOp"))
+        self._keys_of_one: Any = part("fmha.attn_bias.PagedBlockDiagonalPaddedKeysMask")
+        self._keys_of_several: Any = part("fmha.attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask")
 
     def prepare(self, chains: Chains, shape: AttentionShape, given: Given) -> Attend:
         heads, group = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
         pages = chains.block_table[:, None] * np.int32(heads) + np.arange(heads, dtype=np.int32)[:, None]
         tables = given(pages.reshape(-1, chains.block_table.shape[1]))
         counts, lengths = (np.repeat(numbers, heads).tolist() for numbers in (chains.counts, chains.kv_len))
-        mask_class = self._masks.PagedBlockDiagonalPaddedKeysMask
-        if not chains.is_single:
-            mask_class = self._masks.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
+        mask_class = self._keys_of_one if chains.is_single else self._keys_of_several
         mask = mask_class.from_seqlens(counts, lengths, tables, shape.block_size, device=tables.device)
         forward = partial(self._single if chains.is_single else self._several, attn_bias=mask, scale=shape.scale)
         places = None if chains.is_single else given(by_branch_and_head(chains.counts, heads))

@@ -9,7 +9,7 @@ from typing import Any
 
 from pagedec.config import engine_rules
 from pagedec.errors import DtypeWarning, FeatureNotAvailable, InvalidArgument
-from pagedec.llm.of_vllm import ALIASES, FLOAT16, LORA, NEUTRAL, ONLY, SPELLINGS, UNSET
+from pagedec.llm.of_vllm import ALIASES, FLOAT16, LORA, NEUTRAL, ON_DEVICE, ONLY, SPELLINGS, UNSET
 from pagedec.runtime.numbers import is_on_device
 
 
@@ -25,7 +25,8 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if name in NEUTRAL:
             NEUTRAL[name].check(name, value)
         elif name in ONLY:
-            ONLY[name].check(name, value)
+            is_ours = name == "device" and is_on_device(arguments.get("attention_backend"))
+            (ON_DEVICE if is_ours else ONLY[name]).check(name, value)
         elif name not in ALIASES and (value is not None or name not in UNSET):
             kept[name] = value
     for name, ours in ALIASES.items():

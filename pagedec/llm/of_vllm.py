@@ -66,9 +66,9 @@ class Only:
 
 
 _NO_MEDIA = "no prompt has images or sound: one that brings some is refused"
-_NO_GRAPHS = "there are no graphs to capture"
+_NO_GRAPHS = "a CPU has no graphs; a device's are made anyway, and serve steps of every size"
 _ONE_OF_EACH = "one engine has one model, and it tells its workers what they need of one another"
-_IN_MEMORY = "all weights are in the CPU's memory already"
+_IN_MEMORY = "all weights stay in the memory of what computes"
 NEUTRAL: dict[str, Rule] = {
     "trust_remote_code": Flag("a permission that is never used: no code that comes with a model is run"),
     "code_revision": Text("no code that comes with a model is run", optional=True),
@@ -79,7 +79,7 @@ NEUTRAL: dict[str, Rule] = {
     "compilation_config": Unread("nothing is compiled while it runs"),
     "optimization_level": Integer("nothing is compiled while it runs", high=3),
     "performance_mode": Text("there is one way to run"),
-    "enable_flashinfer_autotune": Flag("each kernel is chosen by what the CPU has", optional=True),
+    "enable_flashinfer_autotune": Flag("each kernel is chosen by what the machine has", optional=True),
     **dict.fromkeys(
         (
             "disable_log_stats",
@@ -153,8 +153,8 @@ NEUTRAL: dict[str, Rule] = {
     ),
     "disable_cascade_attn": Flag("answers do not depend on how attention is shared"),
     "gpu_memory_utilization": Number(
-        "a share of a GPU's whole memory, which nothing else needs; memory_utilization is one of what is available "
-        "here",
+        "a share of a GPU's whole memory, weights included; memory_utilization is one of what is free when they are "
+        "loaded",
         above=0,
         high=1,
     ),
@@ -267,7 +267,7 @@ ONLY: dict[str, Only] = {
     ),
     "worker_cls": Only(("auto",), _PROCESSES),
     "worker_extension_cls": Only(("",), _PROCESSES),
-    "device": Only(("cpu", "auto"), "any device but the CPU is"),
+    "device": Only(("cpu", "auto"), "any device but the CPU, or 'cuda' where PAGEDEC_ISA names it, is"),
     "tokenizer_mode": Only(("auto", "hf"), "any tokenizer but the fast kind is"),
     "config_format": Only(("auto", "hf"), "any form of configuration but Hugging Face's is"),
     "hf_config_path": Only((None,), _OWN_CONFIG),
@@ -334,6 +334,8 @@ ONLY: dict[str, Only] = {
     ),
 }
 """Those of which some values alone mean what is done here."""
+ON_DEVICE = Only(("cuda", "auto"), "any device but 'cuda', which PAGEDEC_ISA names, is")
+"""What `device` may be there."""
 _TEXT_ONLY, _ONE_PROCESS = "models write text here, and nothing else", "there are no workers; `llm.engine` is at hand"
 ABSENT = {
     **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), _TEXT_ONLY),

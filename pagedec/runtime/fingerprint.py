@@ -39,17 +39,19 @@ def model_digest(files: ModelFiles, config: ModelConfig) -> str:
 
 def numerics_digest(backend: Backend, config: ModelConfig, world: int) -> str:
     """Of all that a token's bits depend on beside the model: build, instruction set, types, quantization, of KV
-    too, in how many parts sums are made, and whose attention there is."""
+    too, in how many parts sums are made, and of a device its generation and whose attention there is."""
     parts = (
         importlib.metadata.version("pagedec"), _build_of(backend), backend.name, str(backend.dtype),
-        str(backend.quantization), backend.kv_kind.name, config.model_impl, str(world), *_attention_of(backend),
+        str(backend.quantization), backend.kv_kind.name, config.model_impl, str(world), *_device_of(backend),
     )  # fmt: skip
     return blake2b("\0".join(parts).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
-def _attention_of(backend: Backend) -> tuple[str, ...]:
-    kernel = backend.attention if isinstance(backend, DeviceBackend) else None
-    return () if kernel is None else (kernel.name, kernel.version)
+def _device_of(backend: Backend) -> tuple[str, ...]:
+    if not isinstance(backend, DeviceBackend):
+        return ()
+    kernel = backend.attention
+    return (backend.generation, *(() if kernel is None else (kernel.name, kernel.version)))
 
 
 def _build_of(backend: Backend) -> str:

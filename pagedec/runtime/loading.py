@@ -30,7 +30,7 @@ from pagedec.kernels.backend import INT8_QUANTIZATIONS, Backend
 from pagedec.kernels.device import DeviceBackend
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.flash_attn_kernel import FlashAttention
-from pagedec.kernels.library import DEVICES, LibraryNotFound, load
+from pagedec.kernels.library import DEVICES, KernelError, Library, LibraryNotFound, load
 from pagedec.kernels.link import Exchange
 from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.records import KvKind
@@ -38,22 +38,20 @@ from pagedec.kernels.xformers_kernel import Xformers
 from pagedec.models.architecture import Architecture
 from pagedec.models.model import Model
 from pagedec.models.registry import check_ranks, load_architecture, load_model_weights
-from pagedec.models.sharding import cut_shape, part_of, sharded
-from pagedec.runtime.cache import allocate_cache, block_bytes
+from pagedec.models.sharding import part_of, sharded
+from pagedec.runtime.cache import allocate_cache
 from pagedec.runtime.fingerprint import model_digest, numerics_digest
 from pagedec.runtime.follower import Follower
 from pagedec.runtime.geometry import Geometry, LaneGeometry
 from pagedec.runtime.links import connect, machine
-from pagedec.runtime.memory import Memory, available_memory, is_out_of_memory, shown_size
+from pagedec.runtime.memory import is_out_of_memory, shown_size
 from pagedec.runtime.nccl import NcclLink
-from pagedec.runtime.numbers import NAMES, chosen_dtype
-from pagedec.runtime.pool import KvPool, choose_pool, default_bytes, whole_bytes
+from pagedec.runtime.numbers import NAMES, chosen_dtype, is_on_device
+from pagedec.runtime.pool import KvPool
 from pagedec.runtime.runner import LaneRunner
+from pagedec.runtime.sizes import draft_pool, lane_pool, memory_of, offload_blocks, target_pool, weight_bytes
 from pagedec.runtime.worker import Worker
 
-WEIGHT_BYTES = {"int4": 18 / 32, "int4_128": 66 / 128, "int4_zero": 20 / 32, "int4_zero_128": 68 / 128, "awq": 0.55}
-WEIGHT_BYTES |= {"gptq": 0.55, "gguf": 0.61}
-"""Bytes of a weight where it is less than one: with its share of scales; of files about what is usual."""
 NO_SIZES = dict.fromkeys(POOL_SIZES)
 KERNELS: dict[str, Callable[[], AttentionKernel]] = {own.name: own for own in (FlashAttention, Xformers)}
 """Of other packages, by their names among `attention_backend`."""
@@ -98,23 +96,32 @@ def choose_backend(
         torch.set_num_threads(parallel.num_threads)
     if parallel.attention_backend != "reference":
         try:
-            library = load()
-            device = place % library.num_devices
-            # a device's threads are not the processor's; those of kernels are told, since torch's number is of the
-            # calling thread alone
-            kind, num_threads = NativeBackend, parallel.num_threads or 0
+            library, numbers = load(), NAMES.get(dtype, torch.bfloat16)
             if library.isa in DEVICES:
-                kind, num_threads = DeviceBackend, 0
-                if quantization not in (None, "int8"):
-                    raise InvalidArgument("quantization", quantization, "must be int8 or off on a CUDA device")
-            elif dtype == "float16":
+                return _device_backend(library, numbers, quantization, place, kv_kind)
+            if dtype == "float16":
                 raise InvalidArgument("dtype", dtype, "must be bfloat16, float32 or auto on a CPU")
-            return kind(library, NAMES.get(dtype, torch.bfloat16), quantization, num_threads, device, kv_kind)
+            # those of kernels are told, since torch's number is of the calling thread alone
+            return NativeBackend(library, numbers, quantization, parallel.num_threads or 0, 0, kv_kind)
         except LibraryNotFound as error:
+            if (isa := environment.read("PAGEDEC_ISA")) in DEVICES:
+                raise InvalidArgument("PAGEDEC_ISA", isa, f"is not available: {error}") from error
             if parallel.attention_backend == "native":
                 limit = f"is not available: {error}"
                 raise InvalidArgument("attention_backend", parallel.attention_backend, limit) from error
     return ReferenceBackend(NAMES.get(dtype, torch.float32), quantization, kv_kind)
+
+
+def _device_backend(
+    library: Library, dtype: torch.dtype, quantization: str | None, place: int, kv_kind: KvKind
+) -> DeviceBackend:
+    """Kernels of a device; its threads are not the processor's."""
+    if quantization not in (None, "int8"):
+        raise InvalidArgument("quantization", quantization, "must be int8 or off on a CUDA device")
+    try:
+        return DeviceBackend(library, dtype, quantization, 0, place % library.num_devices, kv_kind)
+    except (KernelError, MemoryError) as error:
+        raise InvalidArgument("PAGEDEC_ISA", library.isa, f"cannot be used: {error}") from error
 
 
 def own_backend(config: EngineConfig, place: int = 0) -> Backend:
@@ -157,10 +164,12 @@ def load_model(config: ModelConfig, backend: Backend, longest: int | None = None
     length = min(limit, longest or limit) if config.max_model_len is None else config.max_model_len
     if length > limit:
         raise InvalidArgument("max_model_len", length, f"must be at most {limit}, the model's context")
-    size, memory = weight_bytes(arch, backend), _memory(backend.room())
+    size, memory = weight_bytes(arch, backend), memory_of(backend)
     if size > memory.num_bytes:
         told = f"the weights of {config.model} take {shown_size(size)}, more than the {memory}"
         advice = "the system may end the process; quantization int8 takes a byte a weight, int4 half of one"
+        if isinstance(backend, DeviceBackend):
+            advice = "quantization int8 takes a byte a weight, and tensor_parallel_size shares them among devices"
         warnings.warn(f"{told}: {advice}", WeightsWarning, stacklevel=4)
     try:
         model = load_model_weights(arch, files, backend, length, config.seed)
@@ -171,55 +180,6 @@ def load_model(config: ModelConfig, backend: Backend, longest: int | None = None
         raise InvalidArgument("model", config.model, problem) from error
     backend.settle()
     return LoadedModel(model, arch, files, length)
-
-
-def weight_bytes(arch: Architecture, backend: Backend) -> int:
-    """About how much memory the weights take in a backend's form, of a rank those that it has; 0 where only their
-    modeling code knows."""
-    link = backend.link
-    cuts = {} if link is None else arch.cuts(part_of(arch, link.rank, link.world))
-    num_weights = sum(math.prod(cut_shape(shape, cuts.get(name))) for name, shape in arch.weight_shapes().items())
-    each = backend.dtype.itemsize if backend.quantization is None else WEIGHT_BYTES.get(backend.quantization, 1)
-    return int(num_weights * each)
-
-
-def lane_pool(loaded: LoadedModel, config: EngineConfig, taken: int = 0) -> KvPool:
-    """The size of a lane's cache; `taken`: bytes of the available memory that another lane will use."""
-    arch, link = loaded.arch, loaded.model.backend.link
-    if link is not None:  # all ranks have as many blocks; the first has the most KV heads
-        arch = sharded(arch, part_of(arch, 0, link.world))
-    backend = loaded.model.backend
-    size = block_bytes(arch, config.cache.block_size, backend.dtype, backend.kv_kind)
-    own, default = backend.room(), default_bytes
-    if own is not None:  # a device's
-        default = whole_bytes
-    return choose_pool(
-        config.cache, size, loaded.max_model_len, config.scheduler.max_num_seqs, lambda: _memory(own), taken, default
-    )
-
-
-def _memory(own: int | None) -> Memory:
-    """What there is for weights and caches; `own`: bytes of a device's."""
-    return available_memory() if own is None else Memory(own, "of what the device has free")
-
-
-def draft_pool(draft: LoadedModel, config: EngineConfig, target: KvPool) -> KvPool:
-    """The size of the draft lane's cache by its own configuration; where that says nothing, as many blocks as the
-    target has, or fewer where they do not fit."""
-    pool = lane_pool(draft, config, target.num_bytes)
-    is_told = any(getattr(config.cache, name) is not None for name in POOL_SIZES)
-    if is_told or pool.num_blocks <= target.num_blocks:
-        return pool
-    num_bytes = pool.num_bytes // pool.num_blocks * target.num_blocks
-    return KvPool(target.num_blocks, pool.block_size, num_bytes, "as many blocks as the target has")
-
-
-def offload_blocks(config: EngineConfig, pool: KvPool) -> int:
-    """How many blocks of a pool the host keeps. Raises InvalidArgument where it is not one."""
-    size, given = pool.num_bytes // pool.num_blocks, config.cache.kv_offload_memory
-    if given is not None and given < size:
-        raise InvalidArgument("kv_offload_memory", given, f"must be at least {size}, the bytes of a block")
-    return 0 if given is None else given // size
 
 
 def build_lane(
@@ -246,19 +206,24 @@ def build_lane(
     except OSError as error:
         limit = "must be less: this machine does not give as much"
         raise InvalidArgument("kv_offload_memory", config.cache.kv_offload_memory, limit) from error
+    except MemoryError as error:
+        limit = f"must be less, or the KV pool: the device has no room for a step beside {shown_size(pool.num_bytes)}"
+        raise InvalidArgument("max_num_batched_tokens", rows, f"{limit} of KV: {error}") from error
 
 
 def build_worker(config: EngineConfig, loaded: LoadedModel, draft: LoadedModel | None = None) -> Worker:
     """Lanes over loaded models, with caches of their own; with `draft`, rolls run on that model's lane."""
     debug = environment.read("PAGEDEC_DEBUG") == "1"
-    pool = lane_pool(loaded, config)
+    pool, drafts = target_pool(loaded, config, draft), None
     kept = offload_blocks(config, pool)
-    lanes = {"target": build_lane(loaded, config, pool, debug, num_offload_blocks=kept)}
-    known = {"target": _lane_geometry(loaded, pool, kept)}
-    if draft is not None:
-        own = draft_config(config)
+    own = config if draft is None else draft_config(config)
+    if draft is not None:  # sized before a device's memory is taken
         with within("speculative_config."):
             drafts = draft_pool(draft, own, pool)
+    lanes = {"target": build_lane(loaded, config, pool, debug, num_offload_blocks=kept)}
+    known = {"target": _lane_geometry(loaded, pool, kept)}
+    if draft is not None and drafts is not None:
+        with within("speculative_config."):
             lanes["draft"] = build_lane(draft, own, drafts, debug, loaded.arch.vocab_size)
         known["draft"] = _lane_geometry(draft, drafts)
     return Worker(lanes, _geometry(loaded, config.model, known, pool), loaded.model.backend.link)
@@ -316,10 +281,9 @@ def load_worker(config: EngineConfig, ranks: Ranks) -> Worker | Follower:
         return load_whole(config)
     config, backend = join(config, ranks)
     loaded = load_model(config.model, backend)
-    config = agree(config, ranks, loaded)
-    return (
-        build_worker(config, loaded, load_draft(config, loaded)) if ranks.rank == 0 else build_follower(config, loaded)
-    )
+    draft = load_draft(config, loaded) if ranks.rank == 0 else None  # before it is known what KV may take
+    config = agree(config, ranks, loaded, draft)
+    return build_worker(config, loaded, draft) if ranks.rank == 0 else build_follower(config, loaded)
 
 
 def join(config: EngineConfig, ranks: Ranks) -> tuple[EngineConfig, Backend]:
@@ -336,9 +300,10 @@ def join(config: EngineConfig, ranks: Ranks) -> tuple[EngineConfig, Backend]:
     return config, backend
 
 
-def agree(config: EngineConfig, ranks: Ranks, loaded: LoadedModel) -> EngineConfig:
-    """The configuration with as many blocks as all ranks have memory for."""
-    link, own = loaded.model.backend.link, dict[str, Any](num_blocks=lane_pool(loaded, config).num_blocks)
+def agree(config: EngineConfig, ranks: Ranks, loaded: LoadedModel, draft: LoadedModel | None = None) -> EngineConfig:
+    """The configuration with as many blocks as all ranks have memory for, the first one beside a draft model's."""
+    pool = target_pool(loaded, config, draft)
+    link, own = loaded.model.backend.link, dict[str, Any](num_blocks=pool.num_blocks)
     if isinstance(link, NcclLink):
         part = sharded(loaded.arch, part_of(loaded.arch, ranks.rank, ranks.world))
         own["shape"] = [part.num_attention_heads, part.num_kv_heads, link.shape_of_device]
@@ -356,13 +321,16 @@ def _share_of(config: EngineConfig, ranks: Ranks) -> tuple[EngineConfig, int]:
     told = [own["machine"] == machine() for own in ranks.exchange({"machine": machine()})]
     sharers, place = sum(told), sum(told[: ranks.rank])
     parallel, cache = config.parallel, config.cache
+    sizes = [getattr(cache, name) for name in POOL_SIZES]
     if parallel.num_threads is None:
         parallel = dataclasses.replace(parallel, num_threads=max(1, torch.get_num_threads() // sharers))
-    if cache.memory_utilization is not None:
-        # Ray lets each rank see a device of its own
-        is_alone = parallel.executor == "ray" and environment.gpus_of_a_rank() > 0
-        of_a_device = 1 if is_alone else math.ceil(sharers / _num_devices(parallel))
-        cache = dataclasses.replace(cache, memory_utilization=cache.memory_utilization / of_a_device)
+    # Ray lets each rank see a device of its own
+    is_alone = parallel.executor == "ray" and environment.gpus_of_a_rank() > 0
+    of_a_device, share = 1 if is_alone else math.ceil(sharers / _num_devices(parallel)), cache.memory_utilization
+    if of_a_device > 1 and is_on_device(parallel.attention_backend) and sizes.count(None) == len(sizes):
+        share = 1.0  # of which each would take all
+    if share is not None:
+        cache = dataclasses.replace(cache, memory_utilization=share / of_a_device)
     return dataclasses.replace(config, parallel=parallel, cache=cache), place
 
 
@@ -370,7 +338,7 @@ def _num_devices(parallel: ParallelConfig) -> int:
     """How many devices ranks of this machine have among them."""
     try:
         return 1 if parallel.attention_backend == "reference" else load().num_devices
-    except LibraryNotFound:
+    except (LibraryNotFound, KernelError):  # whoever uses it says so
         return 1
 
 

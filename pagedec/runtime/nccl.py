@@ -17,6 +17,7 @@ from pagedec.kernels.library import CUDA, EMULATED_DEVICE, AllGatherArgs, Kernel
 from pagedec.kernels.link import Exchange
 from pagedec.kernels.places import nccl_path
 
+ADVICE = "install nvidia-nccl-cu12 or nvidia-nccl-cu13, or name a libnccl.so.2 in PAGEDEC_NCCL"
 BROADCAST = 1 << 12  # values that are broadcast at once: more tokens than most steps draft
 
 
@@ -102,7 +103,7 @@ def why_not(backend: Backend | None) -> str:
     try:
         backend.library.open_nccl(nccl_path(backend.library.path))
     except KernelError as error:
-        return f"{error}; install nvidia-nccl-cu12 or nvidia-nccl-cu13, or name a libnccl.so.2 in PAGEDEC_NCCL"
+        return f"{error}; {ADVICE}"
     return ""
 
 

@@ -58,9 +58,12 @@ def default_bytes(memory: Memory) -> tuple[int, str]:
     return min(quarter, (LIMIT, f"{LIMIT // GIB} GiB are the most where nothing is said"))
 
 
-def whole_bytes(memory: Memory) -> tuple[int, str]:
-    """The same where nobody else needs the memory, and all of it is taken at once: a device's own."""
-    return memory.num_bytes, f"all of the {memory}"
+def whole_bytes(memory: Memory, part: float = 1.0) -> tuple[int, str]:
+    """The same where nobody else needs the memory, and all of it is taken at once: a device's own. `part`: what another
+    lane leaves of it."""
+    if part == 1.0:
+        return memory.num_bytes, f"all of the {memory}"
+    return int(memory.num_bytes * part), f"what a draft model's KV leaves of the {memory}"
 
 
 def choose_pool(

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from pagedec import LLM, BeamSearchParams, SamplingParams, TokenTrie
 from pagedec.config import EngineConfig
 from pagedec.errors import InvalidArgument
+from pagedec.kernels.device import DeviceBackend
 from pagedec.kernels.library import CUDA, EMULATED_DEVICE, KernelError, load
 from pagedec.models.buffers import READ_ROWS
 from pagedec.runtime import loading
@@ -284,8 +285,23 @@ def test_each_rank_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         backends = [loading.choose_backend(own.parallel, "float32", None, place) for own, place in found]
         assert [backend.device for backend in backends] == [0, 1, 0][:world]
         assert all(backend.context.num_threads == 3 for backend in backends)
+    config = EngineConfig.from_kwargs(num_threads=1)  # where nothing is said, one would take all
+    for world, share in ((2, None), (3, 0.5)):
+        exchange = [{"machine": machine()}] * world
+        own, _ = loading._share_of(config, loading.Ranks(1, world, lambda _, e=exchange: e))
+        assert own.cache.memory_utilization == share
     with pytest.raises(KernelError, match="device is 2; it must be 0 to 1"):
         load(EMULATED_DEVICE).context(0, 2)
+
+
+def test_generations_of_devices_have_bits_of_their_own(device: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor cores of an H100 round otherwise than an A100's: what was begun on one does not go on, bit for bit, on the
+    other."""
+    digests = {device().engine.executor.geometry.numerics for _ in range(2)}
+    assert len(digests) == 1
+    monkeypatch.setattr(DeviceBackend, "generation", "8.0")
+    digests.add(device().engine.executor.geometry.numerics)
+    assert len(digests) == 2
 
 
 def test_what_there_is_not(device: Tiny, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,21 @@ def test_float16_is_taken_as_it_is_on_a_device(monkeypatch: pytest.MonkeyPatch) 
         assert translated({"dtype": "half", "attention_backend": "reference"})["dtype"] == "bfloat16"
 
 
+def test_the_device_is_the_one_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGEDEC_ISA", raising=False)
+    assert translated({"device": "cpu"}) == {}
+    with pytest.raises(
+        FeatureNotAvailable, match="device is 'cuda': any device but the CPU, or 'cuda' where PAGEDEC_ISA"
+    ):
+        translated({"device": "cuda"})
+    monkeypatch.setenv("PAGEDEC_ISA", "cuda")
+    assert translated({"device": "cuda"}) == translated({"device": "auto"}) == {}
+    with pytest.raises(
+        FeatureNotAvailable, match="device is 'cpu': any device but 'cuda', which PAGEDEC_ISA names, is"
+    ):
+        translated({"device": "cpu"})
+
+
 @pytest.mark.parametrize("given", [torch.float64, torch.int8, "float64", 16])
 def test_numbers_that_there_are_not(tiny: Tiny, given: Any) -> None:
     with pytest.raises(InvalidArgument, match="^dtype is .*: must be one of auto, bfloat16, float16, float32$"):

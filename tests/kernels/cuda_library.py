@@ -44,7 +44,7 @@ OF_CONTENTS = {
 
 def on_devices() -> list[str]:
     """Files of tests that run on a real device."""
-    own = {"test_attention", "test_block_size", "test_cuda_attention", "test_cuda_readout"}
+    own = {"test_attention", "test_block_size", "test_cuda_attention", "test_cuda_fp16", "test_cuda_readout"}
     return [f"tests/kernels/{module}.py" for module in sorted(MODULES | own)]
 
 

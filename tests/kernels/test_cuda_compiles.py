@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pagedec.cli import active
+from pagedec.cli import active, main
 from pagedec.config import ParallelConfig
+from pagedec.errors import InvalidArgument
 from pagedec.kernels import library
 from pagedec.kernels.library import CUDA, KernelError, LibraryNotFound, load
 from pagedec.kernels.prototypes import PROTOTYPES
@@ -89,7 +90,7 @@ def test_it_loads_and_says_what_is_missing(directory: Path, monkeypatch: pytest.
         loaded.context()
     monkeypatch.setenv("PAGEDEC_LIB_DIR", str(directory))
     monkeypatch.setenv("PAGEDEC_ISA", CUDA)
-    with pytest.raises(KernelError, match=NO_DEVICE):
+    with pytest.raises(InvalidArgument, match=f"^PAGEDEC_ISA is 'cuda': cannot be used: {NO_DEVICE}"):
         choose_backend(ParallelConfig(), "auto")
     facts = active.kernel_facts(frozenset())
     assert re.match(f"built, not usable: {NO_DEVICE}", facts[CUDA])
@@ -101,3 +102,12 @@ def test_where_it_is_not_built_is_said_how_it_is(tmp_path: Path, monkeypatch: py
         load(CUDA, tmp_path)
     monkeypatch.setenv("PAGEDEC_LIB_DIR", str(tmp_path))
     assert active.kernel_facts(frozenset())[CUDA] == "not built: run make cuda in pagedec's sources where nvcc is"
+    monkeypatch.setenv("PAGEDEC_ISA", CUDA)  # who names it does not want a processor's torch
+    with pytest.raises(
+        InvalidArgument, match="^PAGEDEC_ISA is 'cuda': is not available: no libpagedec_cuda.so in .*: make"
+    ):
+        choose_backend(ParallelConfig(), "auto")
+    assert active.kernel_facts(frozenset())["reference (torch)"].startswith(
+        "not used, nothing can run: no libpagedec_cuda"
+    )
+    assert main.main(["doctor", "--no-probe"]) == 1

@@ -20,7 +20,19 @@ from pagedec.kernels.native import NativeBackend
 from tests.kernels import cuda_library
 
 EMULATED = pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
-SIZES = [1, 63, 64, 65, 4095, 4096, 4097, SMALL - 1, SMALL, SMALL + 1, 5 << 20]  # a real device stages 4 MiB at a time
+SIZES = [
+    1,
+    63,
+    64,
+    65,
+    4095,
+    4096,
+    4097,
+    SMALL - 1,
+    SMALL,
+    SMALL + 1,
+    5 << 20,
+]  # the emulated device stages 4 MiB at a time
 
 
 @pytest.fixture(params=cuda_library.cases())
@@ -273,6 +285,27 @@ def test_a_program_is_repeated_with_what_is_there_now(device: DeviceBackend) -> 
     got, want = attended(device), attended(NativeBackend(load("scalar"), torch.float32))
     for own, other in zip(got, want, strict=True):
         assert torch.allclose(own, other, atol=1e-5)
+
+
+@EMULATED
+def test_what_grows_with_each_step_is_not_recorded_in_each() -> None:
+    """A branch of one token more each step: its plan gets a tile longer again and again, and later in chunks, too."""
+    backend = DeviceBackend(load(EMULATED_DEVICE), torch.float32)
+    recorded = backend.library.functions.pd_emulate_num_recorded
+    plan, cache = backend.plan(AttentionShape(1, 1, 16, 64, 0.25)), backend.cache(1, 40, 1, 16, 64)
+    rows, (q, out) = backend.zeros((1,), torch.int32), (backend.zeros((1, 16), torch.float32) for _ in range(2))
+    program = backend.program()
+    for _ in range(2):
+        program.attention(rows, plan, q, cache, 0, out)
+    program.finish()
+    backend.write(rows, np.ones(1, np.int32))
+    before = recorded()
+    for tiles in range(1, 41):
+        kv_len = np.array([64 * tiles], np.int32)
+        plan.update(np.array([0, 1], np.int32), kv_len, np.arange(40, dtype=np.int32)[None], None)
+        program.run()
+    backend.wait()
+    assert 2 < recorded() - before < 12
 
 
 def test_a_list_belongs_to_one_library(device: DeviceBackend) -> None:

@@ -20,7 +20,7 @@ from pagedec.errors import InvalidArgument, InvariantError
 from pagedec.kernels import reference
 from pagedec.kernels.backend import AttentionShape
 from pagedec.kernels.device import DeviceBackend
-from pagedec.kernels.library import CUDA, EMULATED_DEVICE, AllGatherArgs, GatherArgs, KernelError, Library, load
+from pagedec.kernels.library import CUDA, EMULATED_DEVICE, AllGatherArgs, GatherArgs, KernelError, Library, OpList, load
 from pagedec.kernels.places import nccl_path
 from pagedec.kernels.sized_lists import SizedLists, SizedRecords
 from pagedec.runtime import links
@@ -161,6 +161,42 @@ def test_a_rank_that_does_not_come(seconds: float, dies: bool, problem: str) -> 
         with pytest.raises(KernelError, match="the ranks were left: " + problem.split(":")[0]):
             gathered(device)
         assert device.library.functions.pd_nccl_world(device.context.handle) == 0
+
+
+def recorded(device: DeviceBackend) -> OpList:
+    """A list with an exchange that has been recorded."""
+    own, parts = device.zeros((4,), torch.float32), device.zeros((8,), torch.float32)
+    program = OpList([AllGatherArgs(own.data_ptr(), parts.data_ptr(), 4)])
+    for _ in range(2):
+        device.context.run(program)
+    device.memory.get(parts)
+    assert program.program.recording
+    return program
+
+
+@emulated
+def test_ranks_are_left_although_there_are_recordings() -> None:
+    """NCCL waits for the end of all graphs with exchanges before it gives a communicator up, whoever has failed, and
+    also where a context ends before the lists that it has recorded."""
+
+    def second(exchange: links.Exchange) -> None:
+        recorded(linked(1, exchange)[0])
+
+    with beside(second) as (exchange, end):
+        device, _ = linked(0, exchange)
+        program = recorded(device)
+        assert end() == 0
+        with pytest.raises(KernelError, match="remote process exited"):
+            device.context.run(program)  # ranks ask one another whether it is to be recorded anew
+        with pytest.raises(KernelError, match="the ranks were left: ncclCommGetAsyncError"):
+            device.context.run(program)
+        device.context.close()
+    ended = backend()
+    ended.library.open_nccl(nccl_path(ended.library.path))
+    ended.context.join(ended.library.nccl_id(), 0, 1, 1.0)
+    program = recorded(ended)
+    ended.context.close()
+    program.belong_to(ended.library)
 
 
 @emulated

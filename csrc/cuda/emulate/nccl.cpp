@@ -1,7 +1,8 @@
 // NCCL's functions for emulated devices, over memory that ranks share, in a library of its own. As the real one: calls
 // go on behind their return, exchanges are work of a stream, a rank that does not come is waited for until somebody
 // aborts, and one whose process is gone is told of only to those who ask. Stricter: what a rank sends must be as long
-// as what the other one expects, and recorded where that is: all ranks record an exchange at a time.
+// as what the other one expects, and recorded where that is: all ranks record an exchange at a time. And who aborts
+// beside recordings with exchanges, for whose end the real one waits, ends the process.
 #include "cuda/nccl.h"
 
 #include <fcntl.h>
@@ -13,6 +14,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -30,6 +32,7 @@ namespace {
 
 constexpr int MAX_WORLD = 16, VERSION = 23203;
 constexpr size_t PIECE = 16384;  // bytes
+constexpr double FOR_EVER = 5.0;  // seconds
 using Number = std::atomic<uint64_t>;
 
 struct Box {  // from one rank to another: a piece at a time
@@ -114,6 +117,8 @@ struct Communicator {
   Shared *shared = nullptr;
   bool is_init = false, is_pending = false;
   uint64_t num_recorded = 0;
+  std::shared_ptr<int> recorded = std::make_shared<int>();  // which recordings with exchanges have, too
+  Stream stream = nullptr;
   std::atomic<bool> is_aborted{false};
   std::atomic<int> error{SUCCESS};
   std::shared_ptr<Communicator> self;  // until it is aborted; works have their own
@@ -128,12 +133,15 @@ thread_local Stream stream_of_group = nullptr;
 
 int enqueue(Comm comm, Stream stream, std::vector<Way> ways) {
   if (!comm->is_init || comm->is_pending) return INVALID_ARGUMENT;  // the call before is under way
-  comm->is_pending = true;
-  if (((emulate::Stream *)stream)->is_recorded()) {
+  comm->is_pending = true, comm->stream = stream;
+  const bool is_recorded = ((emulate::Stream *)stream)->is_recorded();
+  if (is_recorded) {
     comm->num_recorded++;
     for (Way &way : ways) way.recorded = comm->num_recorded;
   }
-  ((emulate::Stream *)stream)->put([comm = comm->self, ways] { return comm->exchange(ways); });
+  ((emulate::Stream *)stream)->put([comm = comm->self, ways, recorded = is_recorded ? comm->recorded : nullptr] {
+    return comm->exchange(ways);
+  });
   return IN_PROGRESS;
 }
 int add(Comm comm, Stream stream, Way way) {
@@ -182,6 +190,12 @@ int ncclCommAbort(Comm comm) {
   if (!comm) return SUCCESS;
   if (!comm->is_init) shm_unlink(comm->name.c_str());
   comm->is_aborted = true;
+  for (Patience patience(FOR_EVER); comm->recorded.use_count() > 1;) {
+    ((emulate::Stream *)comm->stream)->is_through();  // what is under way ends, as a device's work does
+    if (patience.pause()) continue;
+    fprintf(stderr, "ncclCommAbort: it waits for the end of recordings with exchanges, and nobody ends them\n");
+    abort();
+  }
   comm->self.reset();
   return SUCCESS;
 }

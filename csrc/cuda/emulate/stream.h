@@ -17,7 +17,7 @@ class Stream {
   Stream();
   ~Stream();
   Stream(const Stream &) = delete;
-  virtual void put(Work);  // which other libraries reach by the stream alone
+  virtual void put(Work);  // this and what else is virtual other libraries reach by the stream alone
   // What is put goes into this list instead, which is repeated later; NULL: no more.
   void record(std::vector<Work> *list) { list_ = list; }
   bool is_recorded() const { return list_; }
@@ -28,7 +28,7 @@ class Stream {
   uint64_t mark();
   // Whether all has been carried out: by a thread that is begun when it has not, and is waited for a moment, so that
   // whoever asks may give up.
-  bool is_through();
+  virtual bool is_through();
 
  private:
   friend void await_all();

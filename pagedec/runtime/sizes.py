@@ -1,0 +1,85 @@
+"""How much memory a model's weights and its lanes' KV take, and what there is for them."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pagedec.config import POOL_SIZES, EngineConfig, draft_config
+from pagedec.errors import InvalidArgument
+from pagedec.kernels.backend import Backend
+from pagedec.models.architecture import Architecture
+from pagedec.models.sharding import cut_shape, part_of, sharded
+from pagedec.runtime.cache import block_bytes
+from pagedec.runtime.memory import Memory, available_memory
+from pagedec.runtime.pool import KvPool, choose_pool, default_bytes, whole_bytes
+
+if TYPE_CHECKING:
+    from pagedec.runtime.loading import LoadedModel
+
+WEIGHT_BYTES = {"int4": 18 / 32, "int4_128": 66 / 128, "int4_zero": 20 / 32, "int4_zero_128": 68 / 128, "awq": 0.55}
+WEIGHT_BYTES |= {"gptq": 0.55, "gguf": 0.61}
+"""Bytes of a weight where it is less than one: with its share of scales; of files about what is usual."""
+
+
+def memory_of(backend: Backend) -> Memory:
+    """What there is for weights and caches."""
+    own = backend.room()
+    return available_memory() if own is None else Memory(own, "of what the device has free")
+
+
+def weight_bytes(arch: Architecture, backend: Backend) -> int:
+    """About how much memory the weights take in a backend's form, of a rank those that it has; 0 where only their
+    modeling code knows."""
+    link = backend.link
+    cuts = {} if link is None else arch.cuts(part_of(arch, link.rank, link.world))
+    num_weights = sum(math.prod(cut_shape(shape, cuts.get(name))) for name, shape in arch.weight_shapes().items())
+    each = backend.dtype.itemsize if backend.quantization is None else WEIGHT_BYTES.get(backend.quantization, 1)
+    return int(num_weights * each)
+
+
+def bytes_of_a_block(loaded: LoadedModel, config: EngineConfig) -> int:
+    """Of a lane's KV."""
+    arch, backend = loaded.arch, loaded.model.backend
+    if backend.link is not None:  # all ranks have as many blocks; the first has the most KV heads
+        arch = sharded(arch, part_of(arch, 0, backend.link.world))
+    return block_bytes(arch, config.cache.block_size, backend.dtype, backend.kv_kind)
+
+
+def lane_pool(loaded: LoadedModel, config: EngineConfig, taken: int = 0, beside: int = 0) -> KvPool:
+    """The size of a lane's cache. `taken`: bytes of the available memory that another lane will use; `beside`: bytes of
+    a block of another lane, which is to have as many of a device's memory."""
+    backend, size = loaded.model.backend, bytes_of_a_block(loaded, config)
+    default = default_bytes if backend.room() is None else partial(whole_bytes, part=size / (size + beside))
+    sizes = config.cache, size, loaded.max_model_len, config.scheduler.max_num_seqs
+    return choose_pool(*sizes, lambda: memory_of(backend), taken, default)
+
+
+def target_pool(loaded: LoadedModel, config: EngineConfig, draft: LoadedModel | None) -> KvPool:
+    """The size of the target's cache. Where it would have all of a device's memory, `draft` leaves it less."""
+    if draft is None or loaded.model.backend.room() is None:
+        return lane_pool(loaded, config)
+    own = draft_config(config)
+    size, cache = bytes_of_a_block(draft, own), own.cache
+    told = cache.kv_cache_memory or 0 if cache.num_blocks is None else cache.num_blocks * size
+    return lane_pool(loaded, config, told, 0 if told else size)
+
+
+def draft_pool(draft: LoadedModel, config: EngineConfig, target: KvPool) -> KvPool:
+    """The size of the draft lane's cache by its own configuration, before the target's is taken; where that says
+    nothing, as many blocks as the target has, or fewer where they do not fit."""
+    pool = lane_pool(draft, config, target.num_bytes)
+    is_told = any(getattr(config.cache, name) is not None for name in POOL_SIZES)
+    if is_told or pool.num_blocks <= target.num_blocks:
+        return pool
+    num_bytes = pool.num_bytes // pool.num_blocks * target.num_blocks
+    return KvPool(target.num_blocks, pool.block_size, num_bytes, "as many blocks as the target has")
+
+
+def offload_blocks(config: EngineConfig, pool: KvPool) -> int:
+    """How many blocks of a pool the host keeps. Raises InvalidArgument where it is not one."""
+    size, given = pool.num_bytes // pool.num_blocks, config.cache.kv_offload_memory
+    if given is not None and given < size:
+        raise InvalidArgument("kv_offload_memory", given, f"must be at least {size}, the bytes of a block")
+    return 0 if given is None else given // size
