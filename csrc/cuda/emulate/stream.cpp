@@ -45,13 +45,13 @@ std::string Stream::await(uint64_t mark) {
   if (!problem_.empty()) return told_ = std::exchange(problem_, {});
   return mark > lost_from_ && mark <= lost_to_ ? told_ : std::string();
 }
-bool Stream::is_through() {
+bool Stream::is_through(uint64_t mark) {
   if (!carrier_.valid()) {
     const std::lock_guard lock(turn());
-    if (waiting_.empty()) return true;
-    carrier_ = std::async(std::launch::async, [this] {
+    if (waiting_.empty() || num_done_ >= mark) return true;
+    carrier_ = std::async(std::launch::async, [this, mark] {
       const std::lock_guard lock(turn());
-      carry_out(UINT64_MAX);
+      carry_out(mark);
     });
   }
   if (carrier_.wait_for(MOMENT) != std::future_status::ready) return false;

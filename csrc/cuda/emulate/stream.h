@@ -26,9 +26,9 @@ class Stream {
   // The same of what had been put into it when `mark` was taken; also where another wait was told what went wrong.
   std::string await(uint64_t mark);
   uint64_t mark();
-  // Whether all has been carried out: by a thread that is begun when it has not, and is waited for a moment, so that
-  // whoever asks may give up.
-  bool is_through();
+  // Whether all has been carried out, or what had been put into it when `mark` was taken: by a thread that is begun when
+  // it has not, and is waited for a moment, so that whoever asks may give up.
+  bool is_through(uint64_t mark = UINT64_MAX);
 
  private:
   friend void await_all();
