@@ -203,6 +203,9 @@ int pd_nccl_join(pd_context *context, const void *id, int32_t rank, int32_t worl
     return -1;
   }
   context->ranks = ranks;
+#if !defined(__CUDACC__)
+  context->work.go_on();  // others wait for what it exchanges, whatever this host does
+#endif
   return 0;
 }
 int pd_nccl_alike(pd_context *context) {
