@@ -12,8 +12,6 @@ from enum import IntEnum
 
 import numpy as np
 
-from pagedec.errors import InvariantError
-
 _HEAD = struct.Struct("<II")
 MAX_BYTES = (1 << 32) - 1
 
@@ -41,7 +39,7 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self._end, self._sending = end, threading.Lock()
         self._left = memoryview(b"")
-        """Of a message that was posted: what the other end has not taken yet."""
+        """Of messages that were posted: what the other end has not taken yet."""
 
     def fileno(self) -> int:
         """What can be waited for."""
@@ -62,11 +60,10 @@ class Channel:
     def send(self, kind: Kind, payload: bytes | np.ndarray) -> None:
         """Send one message: bytes, or an array's."""
         head, view = _parts(kind, payload)
+        if self._left:
+            self.push(is_waited_for=True)
         try:
             with self._sending:
-                if self._left:
-                    self._end.sendall(self._left)
-                    self._left = self._left[:0]
                 sent = self._end.sendmsg([head, view])
                 if sent < len(head):  # nearly never: the first bytes alone
                     self._end.sendall(head[sent:])
@@ -79,20 +76,20 @@ class Channel:
             raise EOFError(f"the other end is gone: {error}") from error
 
     def post(self, kind: Kind, payload: bytes | np.ndarray) -> bool:
-        """The same, but of what the other end does not take at once, the rest is left to `push`. True: nothing is."""
-        head, view = _parts(kind, payload)
-        if self._left:
-            raise InvariantError(f"{kind.name} is posted, and {len(self._left)} bytes of another message are left")
-        self._left = memoryview(b"".join((head, view)))
+        """The same, but what the other end does not take at once is left to `push`. True: nothing is."""
+        self._left = memoryview(b"".join((self._left, *_parts(kind, payload))))
         return self.push()
 
-    def push(self) -> bool:
-        """Send what is left of a message that was posted, as far as the other end takes it. True: nothing is."""
+    def push(self, is_waited_for: bool = False) -> bool:
+        """Send what is left of messages that were posted, as far as the other end takes it; or all of it. True: nothing
+        is left."""
         try:
             with self._sending:
                 while self._left:
-                    self._left = self._left[self._end.send(self._left, socket.MSG_DONTWAIT) :]
+                    self._left = self._left[self._end.send(self._left, 0 if is_waited_for else socket.MSG_DONTWAIT) :]
         except BlockingIOError:
+            if is_waited_for:
+                raise TimeoutError("the other end takes nothing") from None
             return False
         except OSError as error:
             raise EOFError(f"the other end is gone: {error}") from error

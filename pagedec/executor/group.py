@@ -86,7 +86,7 @@ class WorkerGroup:
         self._holds = False
         """What asks for draws alone is answered when the next step has come, or it is due."""
         self._out: deque[_Out] = deque()
-        self._num_posted = 0
+        self._posted: set[int] = set()
         """Ranks that have not taken all of a step yet."""
         self._through = [0] * len(self.workers)
         """The last step that each rank behind the first is through with."""
@@ -150,8 +150,9 @@ class WorkerGroup:
         Raises as `answers` does."""
         message, out = pack_step(step), _Out(step.number, self._holds and asks_draws_alone(step.forwards))
         self._out.append(out)
+        say = self._send if len(self._out) == 1 else self._post
         for rank in reversed(range(len(self.workers))):  # the first has the most to do, and is looked at first
-            self._post(rank, message)
+            say(rank, Kind.STEP, message)
         target = step.forwards.get("target")
         if target is not None and len(target.masked_rows):
             rolled = self._rolled(out) if awaits_rolled(step) else NO_INTS
@@ -177,6 +178,8 @@ class WorkerGroup:
         if number != out.number:
             raise InvariantError(f"step {out.number} was due; the worker has answered step {number}")
         self._out.popleft()
+        for rank in [*self._posted]:  # the first one waits for it by now
+            self._flush(rank)
         return answers
 
     def _rolled(self, out: _Out) -> np.ndarray:
@@ -210,16 +213,27 @@ class WorkerGroup:
             worker.stop()
 
     # ---- messages
-    def _post(self, rank: int, step: np.ndarray) -> None:
-        """Send a step. A rank that is in another one need not take all of it now: it does while answers are waited
-        for."""
+    def _post(self, rank: int, kind: Kind, payload: np.ndarray | bytes) -> None:
+        """Send to a rank that is in a step, and takes what it has no room for while its answers are waited for."""
         channel = self.workers[rank].channel
         try:
-            if not channel.post(Kind.STEP, step):
+            if not channel.post(kind, payload):
                 self._selector.modify(channel, selectors.EVENT_READ | selectors.EVENT_WRITE, rank)
-                self._num_posted += 1
+                self._posted.add(rank)
         except EOFError as error:
             raise self._lost(rank) from error
+
+    def _flush(self, rank: int, is_waited_for: bool = True) -> None:
+        """Send what was posted, `is_waited_for` all of it."""
+        channel = self.workers[rank].channel
+        try:
+            if channel.push(is_waited_for):
+                self._selector.modify(channel, selectors.EVENT_READ, rank)
+                self._posted.discard(rank)
+        except EOFError as error:
+            raise self._lost(rank) from error
+        except TimeoutError as error:
+            raise self._given_up(rank, self._silent) from error
 
     def _send(self, rank: int, kind: Kind, payload: np.ndarray | bytes) -> None:
         try:
@@ -234,7 +248,7 @@ class WorkerGroup:
         until = time.monotonic() + self._step_timeout
         heard = [time.monotonic()] * len(self.workers)
         while True:
-            is_one = len(self.workers) == 1 and not self._num_posted
+            is_one = len(self.workers) == 1 and not self._posted
             for rank in (0,) if is_one else self._readable(self._silent):
                 found, payload = self._next(rank)
                 heard[rank] = time.monotonic()
@@ -265,19 +279,10 @@ class WorkerGroup:
         readable = []
         for key, events in self._selector.select(seconds):
             if events & selectors.EVENT_WRITE:
-                self._push(key.data)
+                self._flush(key.data, is_waited_for=False)
             if events & selectors.EVENT_READ:
                 readable.append(key.data)
         return sorted(readable)
-
-    def _push(self, rank: int) -> None:
-        channel = self.workers[rank].channel
-        try:
-            if channel.push():
-                self._selector.modify(channel, selectors.EVENT_READ, rank)
-                self._num_posted -= 1
-        except EOFError as error:
-            raise self._lost(rank) from error
 
     def _next(self, rank: int) -> tuple[Kind, memoryview]:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,6 @@ from pagedec.build import build_engine
 from pagedec.config import EngineConfig
 from pagedec.core.forward import Answers, LaneAnswers
 from pagedec.core.wire import Step, unpack_answers
-from pagedec.errors import InvariantError
 from pagedec.executor.channel import Channel, Kind
 from pagedec.executor.child import _Steps
 from pagedec.executor.process import ProcessExecutor
@@ -179,15 +179,15 @@ def test_a_step_that_nobody_takes_yet(
     left = [0]
 
     def post(channel: Channel, kind: Kind, payload: Any) -> bool:
-        size = payload.nbytes
-        channel._left = memoryview(kind.to_bytes(4, "little") + size.to_bytes(4, "little") + payload.tobytes())
+        head = kind.to_bytes(4, "little") + payload.nbytes.to_bytes(4, "little")
+        channel._left = memoryview(bytes(channel._left) + head + payload.tobytes())
         left[0] += 1
         return False
 
     monkeypatch.setattr(Channel, "post", post)
     with LLM(**linked("memory", tensor_parallel_size=1)) as llm:
         assert_whole(llm, expected)
-        assert left[0] == llm.engine.stats.num_steps and llm.engine.stats.num_failed_steps == 0
+        assert left[0] > 20 and llm.engine.stats.num_failed_steps == 0
 
 
 class Told:
@@ -262,24 +262,21 @@ def test_errors_are_told_in_the_order_of_steps(world: int, kind: Kind) -> None:
     assert numbers(told) == [kind, Kind.FAILED, 3]
 
 
-def test_one_message_is_posted_at_a_time() -> None:
-    import socket
-
+def test_what_is_posted_is_sent_in_its_order() -> None:
     ends = socket.socketpair()
     ours, theirs = map(Channel, ends)
     many = np.arange(1 << 20, dtype=np.int32)
-    assert ours.post(Kind.STEP, b"abc") and not ours.post(Kind.STEP, many)
-    with pytest.raises(InvariantError, match="STEP is posted, and [0-9]+ bytes of another message are left"):
-        ours.post(Kind.STEP, b"abc")
-    thread = threading.Thread(target=lambda: ours.send(Kind.DUE, b""))  # behind what is left
-    assert theirs.receive() == (Kind.STEP, b"abc")
-    thread.start()
-    kind, payload = theirs.receive()
-    assert kind == Kind.STEP and np.array_equal(np.frombuffer(payload, np.int32), many)
-    assert theirs.receive() == (Kind.DUE, b"")
-    thread.join()
-    assert ours.push()
+    assert ours.post(Kind.STEP, b"abc") and not ours.post(Kind.STEP, many) and not ours.post(Kind.STEP, b"de")
+    sending = threading.Thread(target=lambda: ours.send(Kind.DUE, b""))  # behind what is left
+    sending.start()
+    told = [theirs.receive() for _ in range(4)]
+    sending.join()
+    assert told[0] == (Kind.STEP, b"abc") and told[2:] == [(Kind.STEP, b"de"), (Kind.DUE, b"")]
+    assert np.array_equal(np.frombuffer(told[1][1], np.int32), many) and ours.push()
     assert not ours.post(Kind.STEP, many)
+    ours.wait_at_most(0.01)
+    with pytest.raises(TimeoutError, match="takes nothing"):
+        ours.push(is_waited_for=True)
     theirs.close()
     with pytest.raises(EOFError, match="is gone"):
         ours.push()
