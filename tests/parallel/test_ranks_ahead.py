@@ -26,6 +26,7 @@ from pagedec.kernels.library import EMULATED_DEVICE
 from pagedec.runtime.follower import Follower
 from pagedec.runtime.geometry import Geometry
 from pagedec.runtime.loading import Ranks, load_worker
+from pagedec.runtime.pool import KvPool
 from pagedec.runtime.worker import Begun, Worker
 from tests.engine.crowd import SMALL
 from tests.engine.deaths import executor_of
@@ -204,7 +205,8 @@ class Sleepy(Worker):
     """A worker of a device that works by itself; the steps that it is told to fail fail."""
 
     def __init__(self, failing: tuple[int, ...] = (), late: tuple[int, ...] = (), world: int = 1) -> None:
-        super().__init__({}, Geometry({}, None, (), "none", "float32", None, 1, world, overlaps=True))  # type: ignore[arg-type]
+        pool = KvPool(2, 16, 0, "")
+        super().__init__({}, Geometry({}, pool, (), "none", "float32", None, 1, world, overlaps=True))
         self.failing, self.late, self.begun, self.is_whole = failing, late, list[int](), True
 
     def begin(self, step: Step) -> Begun:

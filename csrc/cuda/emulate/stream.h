@@ -30,8 +30,8 @@ class Stream {
   // The same of what had been put into it when `mark` was taken; also where another wait was told what went wrong.
   std::string await(uint64_t mark);
   uint64_t mark();
-  // Whether all has been carried out, or what had been put into it when `mark` was taken: by a thread that is begun when
-  // it has not, and is waited for a moment, so that whoever asks may give up.
+  // Whether all has been carried out, or what had been put into it when `mark` was taken: by a thread that is begun
+  // when it has not, and is waited for a moment, so that whoever asks may give up.
   bool is_through(uint64_t mark = UINT64_MAX);
   // From now on nobody need wait: what is put is carried out a moment later, at the latest.
   void go_on();
