@@ -1,5 +1,7 @@
 #include "cuda/emulate/stream.h"
 
+#include <unistd.h>
+
 #include <chrono>
 #include <mutex>
 #include <set>
@@ -30,13 +32,14 @@ Stream::Stream() {
 }
 Stream::~Stream() {
   if (carrier_.valid()) carrier_.wait();
-  if (goer_.joinable()) {
+  if (goer_ && process_ == getpid()) {
     {
       const std::lock_guard lock(queue_);
       ends_ = true;
     }
     news_.notify_all();
-    goer_.join();
+    goer_->join();
+    delete goer_;
   }
   const std::lock_guard lock(turn());
   streams().erase(this);
@@ -77,7 +80,8 @@ uint64_t Stream::mark() {
   return num_done_ + is_under_way_ + waiting_.size();
 }
 void Stream::go_on() {
-  goer_ = std::thread([this] {
+  process_ = getpid();
+  goer_ = new std::thread([this] {
     for (std::unique_lock own(queue_); !ends_;) {
       if (waiting_.empty()) {
         news_.wait(own);

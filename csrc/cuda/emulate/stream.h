@@ -49,7 +49,8 @@ class Stream {
   std::vector<Work> *list_ = nullptr;
   std::string problem_, told_;
   std::future<void> carrier_;
-  std::thread goer_;
+  std::thread *goer_ = nullptr;
+  int process_ = 0;  // of which it is a thread: a fork has none
 };
 
 // All streams, as a device does before it gives memory up.
