@@ -3,8 +3,10 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <condition_variable>
 #include <mutex>
 #include <set>
+#include <thread>
 #include <utility>
 
 #include "cuda/emulate/memory.h"
@@ -26,19 +28,26 @@ std::set<Stream *> &streams() {
 
 }  // namespace
 
+// A fork has the object, but not the thread, and leaves both.
+struct Stream::Goer {
+  const pid_t process = getpid();
+  std::condition_variable news;
+  std::thread thread;
+};
+
 Stream::Stream() {
   const std::lock_guard lock(turn());
   streams().insert(this);
 }
 Stream::~Stream() {
   if (carrier_.valid()) carrier_.wait();
-  if (goer_ && process_ == getpid()) {
+  if (goer_ && goer_->process == getpid()) {
     {
       const std::lock_guard lock(queue_);
       ends_ = true;
     }
-    news_.notify_all();
-    goer_->join();
+    goer_->news.notify_all();
+    goer_->thread.join();
     delete goer_;
   }
   const std::lock_guard lock(turn());
@@ -50,7 +59,7 @@ void Stream::put(Work work) {
     const std::lock_guard lock(queue_);
     waiting_.push_back(std::move(work));
   }
-  news_.notify_all();
+  if (goer_) goer_->news.notify_all();
 }
 std::string Stream::await() { return await(UINT64_MAX); }
 std::string Stream::await(uint64_t mark) {
@@ -80,14 +89,14 @@ uint64_t Stream::mark() {
   return num_done_ + is_under_way_ + waiting_.size();
 }
 void Stream::go_on() {
-  process_ = getpid();
-  goer_ = new std::thread([this] {
+  goer_ = new Goer;
+  goer_->thread = std::thread([this, &news = goer_->news] {
     for (std::unique_lock own(queue_); !ends_;) {
       if (waiting_.empty()) {
-        news_.wait(own);
+        news.wait(own);
         continue;
       }
-      news_.wait_for(own, MOMENT, [this] { return ends_; });
+      news.wait_for(own, MOMENT, [this] { return ends_; });
       own.unlock();
       {
         const std::lock_guard lock(turn());

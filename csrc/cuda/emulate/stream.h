@@ -2,14 +2,12 @@
 // as that, so whoever frees, changes or reads something too early is found out. What other ranks wait for goes on by
 // itself.
 #pragma once
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <future>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
 namespace pagedec::emulate {
@@ -42,15 +40,14 @@ class Stream {
   bool next(uint64_t mark, Work &);
   uint64_t drop();  // all that waits; what has been done and dropped then
   std::mutex queue_;  // of the following, which no work under way holds
-  std::condition_variable news_;
   bool ends_ = false, is_under_way_ = false;  // a work that does not wait any more
   std::deque<Work> waiting_;
   uint64_t num_done_ = 0, lost_from_ = 0, lost_to_ = 0;  // what was lost with the last problem
   std::vector<Work> *list_ = nullptr;
   std::string problem_, told_;
   std::future<void> carrier_;
-  std::thread *goer_ = nullptr;
-  int process_ = 0;  // of which it is a thread: a fork has none
+  struct Goer;
+  Goer *goer_ = nullptr;
 };
 
 // All streams, as a device does before it gives memory up.
