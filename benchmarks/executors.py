@@ -7,7 +7,8 @@ made good.
 All decode one token of each request a step, greedily. The tokens of one rank are checked to be the same everywhere.
 The extra time is packing, two messages through a socket, and two processes waking up. It is shown on a random model so
 small that nearly nothing else is left of its steps (the control path), and on the default model. One rank has all
-threads; two ranks have half of them each. Ray is left out where it is not installed.
+threads; two ranks have half of them each. Each step is planned behind the one before (`ahead.py` has the other way).
+Ray is left out where it is not installed.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ TURN = 10  # steps of one executor before the next has its turn: who waits for l
 def contestants(executors: Sequence[str], with_ranks: bool) -> Contestants:
     """The arguments of each by its name; the first is what the others are compared with."""
     threads = os.cpu_count() or 1
-    found: Contestants = {name: {"executor": name, "num_threads": threads} for name in executors}
+    own = {"num_threads": threads, "async_scheduling": False}
+    found: Contestants = {name: {"executor": name, **own} for name in executors}
     if with_ranks:
         for name in [name for name in found if name != "inline"]:
-            half = {"tensor_parallel_size": 2, "num_threads": max(1, threads // 2)}
+            half = {**own, "tensor_parallel_size": 2, "num_threads": max(1, threads // 2)}
             found[f"{name}, 2 ranks"] = {"executor": name, **half}
     return found
 

@@ -177,8 +177,8 @@ class SchedulerConfig:
     async_scheduling: bool | None = option(
         None,
         Flag(
-            "plan a step while the one before is carried out; none: where a device works by itself; answers do not "
-            "depend on it",
+            "plan a step while the one before is carried out; none: where a device works by itself, or steps are "
+            "carried out by other processes; answers do not depend on it",
             optional=True,
         ),
     )
@@ -293,9 +293,6 @@ class EngineConfig:
         for name, group in ENGINE_GROUPS.items():
             if not isinstance(getattr(self, name), group):
                 raise InvalidArgument(name, getattr(self, name), f"must be a {group.__name__}")
-        if self.scheduler.async_scheduling and self.parallel.tensor_parallel_size > 1:
-            limit = f"must be none or false where tensor_parallel_size is {self.parallel.tensor_parallel_size}: what "
-            raise InvalidArgument("async_scheduling", True, limit + "is drawn is known to the first rank alone")
 
     @classmethod
     def from_kwargs(cls, **values: Any) -> EngineConfig:

@@ -112,7 +112,8 @@ void any_device();        // for a thread that frees memory: one that contexts a
 int before_checks(pd_context &);  // which, of an emulated device, look at what records lead to
 int await(pd_context &);  // until all is through that is in its stream
 int is_through(pd_context &);     // 1: all is, 0: not yet, -1: fail(...)
-int await_ranks(pd_context &);    // as `await`, for as long as the ranks that it has joined may take
+int is_through(pd_context &, pd_fetch &);  // the same of what came before its copy, and of that
+int await_ranks(pd_context &, pd_fetch * = nullptr);  // until one is, as long as the ranks that it has joined may take
 int check_ranks(pd_context &);    // that it has not left those that it has joined
 int any_rank(pd_context &, bool &so);  // whether one of them says so
 void leave_ranks(pd_context &);

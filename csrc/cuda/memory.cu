@@ -41,16 +41,15 @@ void free_event(pd_fetch &fetch) { cudaEventDestroy(fetch.through); }
 int mark(pd_context &c, pd_fetch &fetch) {
   return launched("pd_fetch_begin", cudaEventRecord(fetch.through, (cudaStream_t)c.stream));
 }
-int await_mark(pd_context &, pd_fetch &fetch) {
-  return launched("pd_fetch_end", cudaEventSynchronize(fetch.through));
+int await_mark(pd_context &c, pd_fetch &fetch) {
+  return c.ranks ? await_ranks(c, &fetch) : launched("pd_fetch_end", cudaEventSynchronize(fetch.through));
 }
 #else
 int new_event(pd_fetch &) { return 0; }
 void free_event(pd_fetch &) {}
 int mark(pd_context &c, pd_fetch &fetch) { return fetch.through = c.work.mark(), 0; }
 int await_mark(pd_context &c, pd_fetch &fetch) {
-  const std::string problem = c.work.await(fetch.through);
-  return problem.empty() ? 0 : fail("%s", problem.c_str());
+  return c.ranks ? await_ranks(c, &fetch) : is_through(c, fetch) < 0 ? -1 : 0;
 }
 #endif
 int check_fetch(const char *name, const pd_context *context, const pd_fetch *fetch) {
@@ -79,6 +78,21 @@ char *staged(pd_context &c, int64_t num_bytes) {
 int waits_in_driver(pd_context &c) { return c.ranks ? await(c) : 0; }
 
 }  // namespace
+
+#if defined(__CUDACC__)
+int is_through(pd_context &, pd_fetch &fetch) {
+  const cudaError_t error = cudaEventQuery(fetch.through);
+  if (error != cudaErrorNotReady) return launched("pd_fetch_end", error) ? -1 : 1;
+  cudaGetLastError();
+  return 0;
+}
+#else
+int is_through(pd_context &c, pd_fetch &fetch) {
+  if (c.ranks && !c.work.is_through(fetch.through)) return 0;
+  const std::string problem = c.work.await(fetch.through);
+  return problem.empty() ? 1 : fail("%s", problem.c_str());
+}
+#endif
 
 int download(pd_context &c, void *to, const void *from, int64_t num_bytes) {
   char *place = staged(c, num_bytes);

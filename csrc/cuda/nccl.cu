@@ -142,10 +142,10 @@ int any_rank(pd_context &c, bool &so) {
   return 0;
 }
 
-int await_ranks(pd_context &c) {
+int await_ranks(pd_context &c, pd_fetch *fetch) {
   Ranks &r = *c.ranks;
   for (Patience patience(r.seconds);;) {
-    const int through = is_through(c);
+    const int through = fetch ? is_through(c, *fetch) : is_through(c);
     if (through < 0) return -1;
     int state = nccl::SUCCESS;
     if (r.comm && library.ncclCommGetAsyncError(r.comm, &state) == nccl::SUCCESS && state != nccl::SUCCESS &&
@@ -207,6 +207,9 @@ int pd_nccl_join(pd_context *context, const void *id, int32_t rank, int32_t worl
     return -1;
   }
   context->ranks = ranks;
+#if !defined(__CUDACC__)
+  context->work.go_on();  // others wait for what it exchanges, whatever this host does
+#endif
   return 0;
 }
 int pd_nccl_alike(pd_context *context) {

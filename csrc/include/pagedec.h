@@ -97,8 +97,8 @@ PD_EXPORT int pd_memory_write(pd_context *, void *to, const void *from, int64_t 
 /* to the host, when all is through that the context was called for */
 PD_EXPORT int pd_memory_read(pd_context *, void *to, const void *from, int64_t num_bytes);
 /* A copy to the host that may be under way while the context is called for more: one at a time in each. `end` waits for
- * what came before `begin`, and for nothing that came after it; of a context that has joined ranks nobody watches that
- * wait. A `begin` without an `end` before it waits for the former copy, which is nobody's then. Freed before its
+ * what came before `begin`, and for nothing that came after it; where the context has joined ranks, as long as they may
+ * take. A `begin` without an `end` before it waits for the former copy, which is nobody's then. Freed before its
  * context */
 typedef struct pd_fetch pd_fetch;
 PD_EXPORT pd_fetch *pd_fetch_new(pd_context *, int64_t max_bytes);   /* NULL with pd_last_error() */

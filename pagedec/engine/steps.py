@@ -151,7 +151,10 @@ class Steps:
             check_answers(plan.forwards, answers, self._vocab_size)
         except Exception as error:
             self._abandon(behind)
-            return self._failed(error, list(dict.fromkeys(work.request for work in plan.works)))
+            works = [*plan.works]
+            if behind is not None and behind.answers is not None:  # it may be that one's
+                works += behind.plan.works
+            return self._failed(error, list(dict.fromkeys(work.request for work in works)))
         except BaseException:
             self._abandon(behind)
             self._scheduler.forget_kv()

@@ -17,7 +17,7 @@ MAX_BYTES = (1 << 32) - 1
 
 
 class Kind(IntEnum):
-    """What a message is. The engine sends LOAD, STEP, MASKS and TOLD, a worker the others and TOLD."""
+    """What a message is. The engine sends LOAD, STEP, MASKS, DUE and TOLD, a worker the others and TOLD."""
 
     LOAD = 1  # a configuration
     READY = 2  # a worker's geometry: it has loaded
@@ -30,6 +30,7 @@ class Kind(IntEnum):
     PULSE = 9  # the worker is at work still
     DONE = 10  # a rank that answers nothing is through with a step
     BROKEN = 11  # an error that leaves other ranks in the middle of a step
+    DUE = 12  # no step follows before the last one is answered
 
 
 class Channel:
@@ -37,6 +38,8 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._end, self._sending = end, threading.Lock()
+        self._left = memoryview(b"")
+        """Of messages that were posted: what the other end has not taken yet."""
 
     def fileno(self) -> int:
         """What can be waited for."""
@@ -56,10 +59,9 @@ class Channel:
 
     def send(self, kind: Kind, payload: bytes | np.ndarray) -> None:
         """Send one message: bytes, or an array's."""
-        view = memoryview(payload if isinstance(payload, bytes) else payload.view(np.uint8).data)
-        if view.nbytes > MAX_BYTES:
-            raise ValueError(f"a message has {view.nbytes} bytes; it must have at most {MAX_BYTES}")
-        head = _HEAD.pack(kind, view.nbytes)
+        head, view = _parts(kind, payload)
+        if self._left:
+            self.push(is_waited_for=True)
         try:
             with self._sending:
                 sent = self._end.sendmsg([head, view])
@@ -72,6 +74,26 @@ class Channel:
             raise TimeoutError("the other end takes nothing") from None
         except OSError as error:  # a broken pipe, or a connection reset
             raise EOFError(f"the other end is gone: {error}") from error
+
+    def post(self, kind: Kind, payload: bytes | np.ndarray) -> bool:
+        """The same, but what the other end does not take at once is left to `push`. True: nothing is."""
+        self._left = memoryview(b"".join((self._left, *_parts(kind, payload))))
+        return self.push()
+
+    def push(self, is_waited_for: bool = False) -> bool:
+        """Send what is left of messages that were posted, as far as the other end takes it; or all of it. True: nothing
+        is left."""
+        try:
+            with self._sending:
+                while self._left:
+                    self._left = self._left[self._end.send(self._left, 0 if is_waited_for else socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            if is_waited_for:
+                raise TimeoutError("the other end takes nothing") from None
+            return False
+        except OSError as error:
+            raise EOFError(f"the other end is gone: {error}") from error
+        return True
 
     def watch(self, seconds: float) -> None:
         """Return when a message begins to come, or after `seconds`: to be woken would take longer than most engines
@@ -110,3 +132,11 @@ class Channel:
 
     def close(self) -> None:
         self._end.close()
+
+
+def _parts(kind: Kind, payload: bytes | np.ndarray) -> tuple[bytes, memoryview]:
+    """A message's head, and its payload's bytes."""
+    view = memoryview(payload if isinstance(payload, bytes) else payload.view(np.uint8).data)
+    if view.nbytes > MAX_BYTES:
+        raise ValueError(f"a message has {view.nbytes} bytes; it must have at most {MAX_BYTES}")
+    return _HEAD.pack(kind, view.nbytes), view

@@ -13,20 +13,22 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from pagedec.config import EngineConfig
-from pagedec.core.forward import Masks
+from pagedec.core.forward import Masks, asks_draws_alone
 from pagedec.core.wire import Step, awaits_rolled, pack_answers, pack_rolled, unpack_masks, unpack_step
 from pagedec.errors import InvariantError
 from pagedec.executor.channel import Channel, Kind
 from pagedec.runtime.follower import Follower
 from pagedec.runtime.loading import Ranks
-from pagedec.runtime.worker import Worker
+from pagedec.runtime.worker import Begun, Worker
 
 LoadWorker: TypeAlias = Callable[[EngineConfig, Ranks], Worker | Follower]
+Message: TypeAlias = tuple[Kind, bytes | np.ndarray]
 
 PULSE_SECONDS = 0.5
 WATCH_SECONDS = 0.001
@@ -51,50 +53,42 @@ def serve(channel: Channel, load: str) -> None:
     nobody asks any more."""
     module, _, function = load.partition(":")
     load_worker: LoadWorker = getattr(importlib.import_module(module), function)
-    worker: Worker | Follower | None = None
+    steps: _Steps | None = None
     pulse = _Pulse(channel)
     while True:
         kind, payload = channel.receive()
+        pulse.is_on = True
         if kind == Kind.LOAD:
-            worker = None  # its memory first
-            with pulse:
-                worker = _load(channel, load_worker, json.loads(bytes(payload)))
-        elif kind == Kind.STEP and worker is not None:
-            step = unpack_step(np.frombuffer(payload, np.int32))
-            with pulse:
-                if isinstance(worker, Worker):
-                    _carry_out(channel, worker, step)
-                else:
-                    worker.execute(step)
-                    channel.send(Kind.DONE, np.array([step.number], np.int32))
-            channel.watch(WATCH_SECONDS)
+            steps = None  # its memory first
+            steps = _load(channel, load_worker, json.loads(bytes(payload)))
+        elif kind == Kind.STEP and steps is not None:
+            steps.take(unpack_step(np.frombuffer(payload, np.int32)))
+        elif kind == Kind.DUE and steps is not None:
+            steps.finish()
         else:
             raise InvariantError(f"a configuration or a step was due; the engine has sent {kind.name}")
+        pulse.is_on = False
+        if kind != Kind.LOAD:
+            channel.watch(WATCH_SECONDS)
 
 
 class _Pulse:
-    """While it is entered, tells the engine now and then that somebody is at work: a process that is stopped says
-    nothing, one that computes for long does."""
+    """While it is on, tells the engine now and then that somebody is at work: a process that is stopped says nothing,
+    one that computes for long does."""
 
     def __init__(self, channel: Channel) -> None:
-        self._channel, self._is_on = channel, False
+        self._channel, self.is_on = channel, False
         threading.Thread(target=self._tell, name="pagedec-pulse", daemon=True).start()
-
-    def __enter__(self) -> None:
-        self._is_on = True
-
-    def __exit__(self, *_: object) -> None:
-        self._is_on = False
 
     def _tell(self) -> None:
         with contextlib.suppress(EOFError):  # the engine is gone, and so is this process soon
             while True:
                 time.sleep(PULSE_SECONDS)
-                if self._is_on:
+                if self.is_on:
                     self._channel.send(Kind.PULSE, b"")
 
 
-def _load(channel: Channel, load_worker: LoadWorker, order: dict[str, Any]) -> Worker | Follower | None:
+def _load(channel: Channel, load_worker: LoadWorker, order: dict[str, Any]) -> _Steps | None:
     def exchange(told: dict[str, Any]) -> list[dict[str, Any]]:
         channel.send(Kind.TOLD, json.dumps(told).encode())
         kind, payload = channel.receive()
@@ -116,24 +110,76 @@ def _load(channel: Channel, load_worker: LoadWorker, order: dict[str, Any]) -> W
             return None
     told = [(warning.category.__name__, str(warning.message)) for warning in caught]
     channel.send(Kind.READY, json.dumps({"geometry": worker.geometry.to_json(), "warnings": told}).encode())
-    return worker
+    return _Steps(channel, worker, worker.geometry.overlaps and config.scheduler.async_scheduling is not False)
 
 
-def _carry_out(channel: Channel, worker: Worker, step: Step) -> None:
+class _Steps:
+    """Carries out steps, and answers them in their order. `holds`: what asks for draws alone is begun, and answered
+    when the next step is begun or the engine says that it is due; so the device waits for neither."""
+
+    def __init__(self, channel: Channel, worker: Worker | Follower, holds: bool) -> None:
+        self._channel, self._worker, self._holds = channel, worker, holds
+        self._begun: Callable[[], Message] | None = None
+
+    def take(self, step: Step) -> None:
+        """Carry one out, or begin it."""
+        is_late = self._holds and asks_draws_alone(step.forwards)
+        begun = self._begin(step)
+        self.finish()
+        self._begun = begun
+        if not is_late:
+            self.finish()
+
+    def finish(self) -> None:
+        """Answer the step that was begun, if one was."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self._channel.send(*begun())
+
+    def _begin(self, step: Step) -> Callable[[], Message]:
+        """What waits for a step, and then gives what there is to say of it."""
+        worker, number = self._worker, step.number
+        if not isinstance(worker, Worker):
+            return partial(_done, number, worker.begin(step))
+        if not worker.begins(step):
+            return partial(_carry_out, self._channel, worker, step)
+        try:
+            begun = worker.begin(step)
+        except Exception as error:  # the engine decides what it means
+            failure = _failure(error, worker.is_whole)
+            return lambda: failure
+        return partial(_answered, number, begun, worker.geometry.world == 1)
+
+
+def _done(number: int, wait: Callable[[], object]) -> Message:
+    wait()
+    return Kind.DONE, np.array([number], np.int32)
+
+
+def _answered(number: int, begun: Begun, is_alone: bool) -> Message:
+    try:
+        return Kind.ANSWERS, pack_answers(number, begun.result())
+    except Exception as error:
+        return _failure(error, is_alone)
+
+
+def _failure(error: Exception, is_whole: bool) -> Message:
+    error.add_note(f"in the worker process:\n{traceback.format_exc()}")
+    return Kind.FAILED if is_whole else Kind.BROKEN, _pickled(error)
+
+
+def _carry_out(channel: Channel, worker: Worker, step: Step) -> Message:
     target = step.forwards.get("target")
     due = _Due(channel, step.number, awaits_rolled(step)) if target is not None and len(target.masked_rows) else None
     worker.is_whole = worker.geometry.world == 1  # of this step nobody has been through anything
     try:
-        answers = worker.begin(step).result() if worker.begins(step) else worker.execute(step, due)
+        return Kind.ANSWERS, pack_answers(step.number, worker.execute(step, due))
     except EOFError:
         raise
-    except Exception as error:  # the engine decides what it means
+    except Exception as error:
         if due is not None and due.will_come:
             due.take()  # they come although nobody needs them: the step has failed before
-        error.add_note(f"in the worker process:\n{traceback.format_exc()}")
-        channel.send(Kind.FAILED if worker.is_whole else Kind.BROKEN, _pickled(error))
-        return
-    channel.send(Kind.ANSWERS, pack_answers(step.number, answers))
+        return _failure(error, worker.is_whole)
 
 
 class _Due:

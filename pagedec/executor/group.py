@@ -11,14 +11,16 @@ import pickle
 import selectors
 import time
 import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from pagedec import errors
 from pagedec.config import EngineConfig
-from pagedec.core.forward import NO_INTS, NO_MASKS, Answers, MakeMasks
+from pagedec.core.forward import NO_INTS, NO_MASKS, Answers, MakeMasks, asks_draws_alone
 from pagedec.core.wire import Step, awaits_rolled, pack_masks, pack_step, unpack_answers, unpack_rolled
 from pagedec.errors import InvariantError, WorkerLost
 from pagedec.executor.channel import Channel, Kind
@@ -60,6 +62,17 @@ class StepRefused(Exception):
         self.error = error
 
 
+@dataclass(slots=True)
+class _Out:
+    """A step that is not answered yet."""
+
+    number: int
+    is_held: bool
+    """Its answers come when the next step does, or when they are due."""
+    problem: Exception | None = None
+    """Why its masks could not be made."""
+
+
 class WorkerGroup:
     """Workers that make up one. Whoever is told of `WorkerLost`, or interrupted, must `kill` it."""
 
@@ -70,9 +83,13 @@ class WorkerGroup:
             self._selector.register(worker.channel, selectors.EVENT_READ, rank)
         self._step_timeout = SILENT_SECONDS
         self._silent = SILENT_SECONDS
-        self._at_work: set[int] = set()
-        """The ranks that are not through with the step."""
-        self._step = 0
+        self._holds = False
+        """What asks for draws alone is answered when the next step has come, or it is due."""
+        self._out: deque[_Out] = deque()
+        self._posted: set[int] = set()
+        """Ranks that have not taken all of a step yet."""
+        self._through = [0] * len(self.workers)
+        """The last step that each rank behind the first is through with."""
 
     def load(self, config: EngineConfig) -> Geometry:
         """Have workers made, in place of those that are there. Raises what loading raises; they have ended then."""
@@ -92,7 +109,9 @@ class WorkerGroup:
             raise
         self._step_timeout = config.parallel.step_timeout
         self._bear_silence(min(SILENT_SECONDS, self._step_timeout))
-        return Geometry.from_json(ready[0]["geometry"])
+        geometry = Geometry.from_json(ready[0]["geometry"])
+        self._holds = geometry.overlaps and config.scheduler.async_scheduling is not False
+        return geometry
 
     def _bear_silence(self, seconds: float) -> None:
         self._silent = seconds
@@ -126,32 +145,49 @@ class WorkerGroup:
                     raise self._given_up(rank, self._silent)
         return ready
 
-    def execute(self, step: Step, masks: MakeMasks | None) -> Answers:
-        """Have one step carried out. Raises `StepRefused`, and `WorkerLost` where a worker has ended."""
-        message, self._step = pack_step(step), step.number
-        self._at_work = set(range(len(self.workers)))
+    def begin(self, step: Step, masks: MakeMasks | None) -> None:
+        """Have one step carried out, behind those that are out. What asks for more than draws comes behind all answers.
+        Raises as `answers` does."""
+        message, out = pack_step(step), _Out(step.number, self._holds and asks_draws_alone(step.forwards))
+        self._out.append(out)
+        say = self._send if len(self._out) == 1 else self._post
         for rank in reversed(range(len(self.workers))):  # the first has the most to do, and is looked at first
-            self._send(rank, Kind.STEP, message)
-        target, problem = step.forwards.get("target"), None
+            say(rank, Kind.STEP, message)
+        target = step.forwards.get("target")
         if target is not None and len(target.masked_rows):
-            rolled = self._rolled() if awaits_rolled(step) else NO_INTS
+            rolled = self._rolled(out) if awaits_rolled(step) else NO_INTS
             message = pack_masks(step.number, NO_MASKS)  # which the worker refuses
             if masks is not None:
                 try:
                     message = pack_masks(step.number, masks(rolled))
                 except Exception as error:  # of whoever makes them: the worker need not die of it
-                    problem = error
+                    out.problem = error
             self._send(0, Kind.MASKS, message)
+
+    def answers(self) -> Answers:
+        """Those of the first step that is out. Raises `StepRefused`, and `WorkerLost` where a worker has ended."""
+        out = self._out[0]
+        if out.is_held and len(self._out) == 1:
+            for rank in reversed(range(len(self.workers))):
+                self._send(rank, Kind.DUE, b"")
         try:
             number, answers = unpack_answers(np.frombuffer(self._receive(Kind.ANSWERS), np.int32))
         except StepRefused as refusal:
-            raise StepRefused(problem or refusal.error) from problem
-        if number != step.number:
-            raise InvariantError(f"step {step.number} was due; the worker has answered step {number}")
+            self._out.popleft()
+            raise StepRefused(out.problem or refusal.error) from out.problem
+        if number != out.number:
+            raise InvariantError(f"step {out.number} was due; the worker has answered step {number}")
+        self._out.popleft()
+        for rank in [*self._posted]:  # the first one waits for it by now
+            self._flush(rank)
         return answers
 
-    def _rolled(self) -> np.ndarray:
-        return unpack_rolled(np.frombuffer(self._receive(Kind.ROLLED), np.int32))[1]
+    def _rolled(self, out: _Out) -> np.ndarray:
+        try:
+            return unpack_rolled(np.frombuffer(self._receive(Kind.ROLLED), np.int32))[1]
+        except StepRefused:
+            self._out.remove(out)
+            raise
 
     def abandon(self) -> None:
         """In a fork: leave them to the parent, who notices that they are gone only where no fork holds a channel."""
@@ -177,6 +213,28 @@ class WorkerGroup:
             worker.stop()
 
     # ---- messages
+    def _post(self, rank: int, kind: Kind, payload: np.ndarray | bytes) -> None:
+        """Send to a rank that is in a step, and takes what it has no room for while its answers are waited for."""
+        channel = self.workers[rank].channel
+        try:
+            if not channel.post(kind, payload):
+                self._selector.modify(channel, selectors.EVENT_READ | selectors.EVENT_WRITE, rank)
+                self._posted.add(rank)
+        except EOFError as error:
+            raise self._lost(rank) from error
+
+    def _flush(self, rank: int, is_waited_for: bool = True) -> None:
+        """Send what was posted, `is_waited_for` all of it."""
+        channel = self.workers[rank].channel
+        try:
+            if channel.push(is_waited_for):
+                self._selector.modify(channel, selectors.EVENT_READ, rank)
+                self._posted.discard(rank)
+        except EOFError as error:
+            raise self._lost(rank) from error
+        except TimeoutError as error:
+            raise self._given_up(rank, self._silent) from error
+
     def _send(self, rank: int, kind: Kind, payload: np.ndarray | bytes) -> None:
         try:
             self.workers[rank].channel.send(kind, payload)
@@ -190,15 +248,14 @@ class WorkerGroup:
         until = time.monotonic() + self._step_timeout
         heard = [time.monotonic()] * len(self.workers)
         while True:
-            ranks = (0,) if len(self.workers) == 1 else self._readable(self._silent)
-            for rank in ranks:
+            is_one = len(self.workers) == 1 and not self._posted
+            for rank in (0,) if is_one else self._readable(self._silent):
                 found, payload = self._next(rank)
                 heard[rank] = time.monotonic()
                 if found == Kind.PULSE:
                     continue
-                if found == Kind.DONE:  # it may be of the step before
-                    if int(np.frombuffer(payload, np.int32)[0]) == self._step:
-                        self._at_work.discard(rank)
+                if found == Kind.DONE:
+                    self._through[rank] = int(np.frombuffer(payload, np.int32)[0])
                     continue
                 if found == Kind.FAILED:
                     raise StepRefused(pickle.loads(payload))
@@ -212,12 +269,20 @@ class WorkerGroup:
             now = time.monotonic()
             if now > until:
                 raise self._given_up(0, self._step_timeout)
-            quiet = min(self._at_work, key=heard.__getitem__)
+            at_work = (rank for rank, number in enumerate(self._through) if number < self._out[0].number)
+            quiet = min(at_work, key=heard.__getitem__)
             if now - heard[quiet] >= self._silent:
                 raise self._given_up(quiet, self._silent)
 
-    def _readable(self, seconds: float | None) -> list[int]:
-        return sorted(key.data for key, _ in self._selector.select(seconds))
+    def _readable(self, seconds: float) -> list[int]:
+        """The ranks that say something. Meanwhile others take what is left of a step."""
+        readable = []
+        for key, events in self._selector.select(seconds):
+            if events & selectors.EVENT_WRITE:
+                self._flush(key.data, is_waited_for=False)
+            if events & selectors.EVENT_READ:
+                readable.append(key.data)
+        return sorted(readable)
 
     def _next(self, rank: int) -> tuple[Kind, memoryview]:
         try:

@@ -7,15 +7,16 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 
 from pagedec.config import POOL_SIZES, EngineConfig
 from pagedec.core.forward import Answers, Forwards, MakeMasks, Rules
 from pagedec.core.wire import Step
 from pagedec.errors import MAX_PROBLEM, InvariantError, WorkersGone, cut
-from pagedec.executor.base import RuleNews
+from pagedec.executor.base import Pending, RuleNews
 from pagedec.executor.group import StepRefused, WorkerGroup
 from pagedec.runtime.geometry import Geometry
 
@@ -27,14 +28,27 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds before one more is tried after one that could not load, or so many lost: twice as long each time."""
 
 
+class _Told:
+    """A step that a group was told of."""
+
+    __slots__ = ("_executor", "_group")
+
+    def __init__(self, executor: RemoteExecutor, group: WorkerGroup) -> None:
+        self._executor, self._group = executor, group
+
+    def result(self) -> Answers:
+        """Steps are waited for in their order."""
+        return self._executor.take(self._group)
+
+
 class RemoteExecutor:
-    """Workers elsewhere. If one is lost, the step it was in fails; the next step starts others, all of
+    """Workers elsewhere. If one is lost, all steps that are out fail; the next step starts others, all of
     them, with caches of the same size in which nothing is. Raises what loading raises.
 
     `launch` starts a group's processes, which have loaded nothing yet.
     """
 
-    overlaps = False
+    overlaps = True
 
     def __init__(self, config: EngineConfig, launch: Callable[[], WorkerGroup]) -> None:
         self._launch, self._group = launch, launch()
@@ -47,6 +61,8 @@ class RemoteExecutor:
         self.num_restarts, self.restart_seconds = 0, 0.0
         self._pause = 0.0
         self._cause: str | None = None
+        self._lost: Exception | None = None
+        """What the last group was lost with, and all its steps."""
         self._stopped = False
         self._given_up = threading.Event()
         pool = self.geometry.kv_cache
@@ -68,13 +84,12 @@ class RemoteExecutor:
         """Of the first of them."""
         return self.pids[0]
 
-    def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Future[Answers]:
-        future: Future[Answers] = Future()
+    def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Pending:
         try:
-            future.set_result(self._execute(forwards, rules, masks))
+            return _Told(self, self._begin(forwards, rules, masks))
         except Exception as error:  # the engine decides what it means
-            future.set_exception(error)
-        return future
+            (failed := Future[Answers]()).set_exception(error)
+            return failed
 
     def give_up(self) -> None:
         self._given_up.set()
@@ -85,14 +100,31 @@ class RemoteExecutor:
             self._alive.stop()
             self._alive = None
 
-    def _execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None) -> Answers:
+    def _begin(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None) -> WorkerGroup:
         if self._stopped:
             raise RuntimeError("the executor is stopped")
         self._refuse_forks()
         group = self._alive or self._restart()
         self._num_steps += 1
+        with self._lost_with(group):
+            group.begin(Step(self._num_steps, forwards, *self._news.of(rules)), masks)
+        return group
+
+    def take(self, group: WorkerGroup) -> Answers:
+        """The answers of the first step that a group has not answered yet."""
+        self._refuse_forks()
+        if group is not self._alive:
+            raise self._lost or RuntimeError("the executor is stopped")
+        with self._lost_with(group):
+            answers = group.answers()
+        self._num_lost = self._num_failed = 0
+        self._pause, self._cause = 0.0, None
+        return answers
+
+    @contextmanager
+    def _lost_with(self, group: WorkerGroup) -> Iterator[None]:
         try:
-            answers = group.execute(Step(self._num_steps, forwards, *self._news.of(rules)), masks)
+            yield
         except StepRefused as refusal:  # they live on
             raise refusal.error from None
         except BaseException as error:  # one died, or we were interrupted and do not know what they will say next
@@ -100,10 +132,8 @@ class RemoteExecutor:
             self._alive = None
             self._num_lost += 1
             self._cause = _cause_of(error)
+            self._lost = error if isinstance(error, Exception) else RuntimeError(f"it was given up: {self._cause}")
             raise
-        self._num_lost = self._num_failed = 0
-        self._pause, self._cause = 0.0, None
-        return answers
 
     def _refuse_forks(self) -> None:
         if os.getpid() != self._owner:

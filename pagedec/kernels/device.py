@@ -16,6 +16,7 @@ from pagedec.kernels.backend import AttentionShape, CacheTensors
 from pagedec.kernels.blocks import Blocks
 from pagedec.kernels.context import Context, Fetch
 from pagedec.kernels.device_memory import DeviceCall, DeviceMemory, KernelCall, Staging
+from pagedec.kernels.drawn import of_all
 from pagedec.kernels.lent_memory import CudaMemory, EmulatedMemory, LentMemory
 from pagedec.kernels.library import EMULATED_DEVICE, KvKind, Library
 from pagedec.kernels.native import NativeBackend
@@ -198,9 +199,22 @@ class DeviceDrawn:
         self._backend.sample_into(logits, draws, self._tokens[first : first + len(draws)])
 
     def put(self, token_ids: torch.Tensor, rows: np.ndarray, places: np.ndarray) -> None:
+        tokens = self._of_all(int(places.max()) + 1)
         # four bytes each, which a kernel that copies rows takes as they are
-        drawn, ids = (tensor.view(torch.float32)[:, None] for tensor in (self._tokens, token_ids))
+        drawn, ids = (tensor.view(torch.float32)[:, None] for tensor in (tokens, token_ids))
         self._backend.copy_rows(drawn, places, ids, rows)
+
+    def _of_all(self, num_tokens: int) -> torch.Tensor:
+        """The first so many, also of ranks behind the first."""
+        link, memory = self._backend.link, self._backend.memory
+        if link is None:
+            return self._tokens
+        if link.rank > 0:
+            self.begin(num_tokens)
+        own = self._tokens[:num_tokens]
+        if link.received is not None:
+            return link.spread(own)
+        return memory.put(torch.from_numpy(of_all(link, num_tokens, lambda: memory.get(own).numpy())))
 
     def later(self) -> Callable[[], np.ndarray]:
         fetch, tokens = self._fetches[0], np.empty(self._num_draws, np.int32)

@@ -13,19 +13,21 @@ from pagedec.kernels.readout import HostReadOut, within
 
 if TYPE_CHECKING:
     from pagedec.kernels.backend import Backend, CacheTensors
+    from pagedec.kernels.link import Link
 
 
 class DrawnTokens(Protocol):
     """The tokens that one forward draws. The next one's take their places."""
 
     def begin(self, num_draws: int) -> None:
-        """Room for a forward's."""
+        """Room for a forward's, in which some tokens are until they are drawn."""
 
     def sample(self, logits: torch.Tensor, draws: np.ndarray, first: int) -> None:
         """Draw tokens `first`, `first + 1`, ... as `Backend.sample` does."""
 
     def put(self, token_ids: torch.Tensor, rows: np.ndarray, places: np.ndarray) -> None:
-        """token_ids[rows] = the tokens at these places."""
+        """token_ids[rows] = the tokens at these places. All ranks that share the model call it: the first one has
+        drawn them."""
 
     def later(self) -> Callable[[], np.ndarray]:
         """Gives all of them, int32 [num_draws], when what was begun until now is through. Called once, before two more
@@ -40,17 +42,25 @@ class HostDrawn:
         self._tokens = NO_INTS
 
     def begin(self, num_draws: int) -> None:
-        self._tokens = np.empty(num_draws, np.int32)
+        self._tokens = np.zeros(num_draws, np.int32)
 
     def sample(self, logits: torch.Tensor, draws: np.ndarray, first: int) -> None:
         self._tokens[first : first + len(draws)] = self._backend.sample(logits, draws)
 
     def put(self, token_ids: torch.Tensor, rows: np.ndarray, places: np.ndarray) -> None:
-        token_ids.numpy()[rows] = self._tokens[places]
+        token_ids.numpy()[rows] = of_all(self._backend.link, len(places), lambda: self._tokens[places])
 
     def later(self) -> Callable[[], np.ndarray]:
         tokens = self._tokens
         return lambda: tokens
+
+
+def of_all(link: Link | None, num_tokens: int, drawn: Callable[[], np.ndarray]) -> np.ndarray:
+    """Tokens that the first rank has drawn, on all of them's hosts."""
+    tokens = drawn() if link is None or link.rank == 0 else np.empty(num_tokens, np.int32)
+    if link is not None:
+        link.broadcast(tokens)
+    return tokens
 
 
 class LateReadOut(HostReadOut):

@@ -46,3 +46,7 @@ class Link(Protocol):
 
     def broadcast(self, values: np.ndarray) -> None:
         """Fill an int32 array of equal length on each rank with rank 0's."""
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Rank 0's of int32 tensors of equal length, in the order of streams: to be read before the next call. Only
+        where something is `received`."""

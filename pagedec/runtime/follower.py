@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -23,16 +24,23 @@ class Follower:
 
     def execute(self, step: Step, masks: MakeMasks | None = None) -> Answers:
         """Carry out one step beside the other ranks."""
+        self.begin(step)()
+        return {}
+
+    def begin(self, step: Step) -> Callable[[], object]:
+        """Begin one. What this gives returns when it is through; the next one may be begun before."""
         target, draft = step.forwards.get("target"), step.forwards.get("draft")
         if target is None:
-            return {}
+            return _nothing
         self._target.prepare(target)
         if draft is not None and len(draft.rolls):
             rolled = np.empty(int(draft.rolls["count"].sum()), np.int32)
             self._link.broadcast(rolled)
             if rolled[0] < 0:
-                return {}  # the first rank could not roll, and says so
+                return _nothing  # the first rank could not roll, and says so
             target = with_rolled(target, draft, rolled)
-        for _ in self._target.evaluate(replace(target, processing=None)):
-            pass
-        return {}
+        return self._target.follow(replace(target, processing=None))
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""

@@ -39,6 +39,8 @@ class Geometry:
     numerics: str = ""
     """A digest of all that a token's bits depend on beside the model: see `fingerprint.py`."""
     kv_cache_dtype: str = "auto"
+    overlaps: bool = False
+    """Its device carries out steps by itself: the next one can be begun before a step is answered."""
 
     def to_json(self) -> str:
         """All of it, for another process."""

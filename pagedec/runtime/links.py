@@ -80,6 +80,9 @@ class SharedLink:
             piece[:] = self._values[: len(piece)]
             self._meet()  # nobody writes the next piece before all have read this one
 
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        raise InvariantError("ranks that meet on the host have nothing in a device's stream")
+
     def _meet(self) -> None:
         assert self.arrivals is not None
         self._context.call(MeetArgs(self.arrivals.data_ptr(), self.seconds, self.rank, self.world))
@@ -143,6 +146,9 @@ class SocketLink:
 
     def broadcast(self, values: np.ndarray) -> None:
         self._group.broadcast(torch.from_numpy(values), 0).wait()
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        raise InvariantError("ranks that send have nothing in a device's stream")
 
 
 def machine() -> str:

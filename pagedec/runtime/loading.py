@@ -249,7 +249,9 @@ def _geometry(loaded: LoadedModel, config: ModelConfig, lanes: dict[str, LaneGeo
     names = model_digest(loaded.files, config), numerics_digest(backend, config, world)
     kv = "auto" if backend.kv_kind == KvKind.PLAIN else backend.kv_kind.name.lower()
     numbers, num_threads = (backend.name, dtype, weights), torch.get_num_threads()
-    return Geometry(lanes, pool, end_ids(loaded), *numbers, num_threads, world, *names, kv)
+    # ranks that meet on the host wait there for one another
+    overlaps = backend.overlaps and (backend.link is None or backend.link.received is not None)
+    return Geometry(lanes, pool, end_ids(loaded), *numbers, num_threads, world, *names, kv, overlaps)
 
 
 def end_ids(loaded: LoadedModel) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ class NcclLink:
         self._own: dict[tuple[int, ...], torch.Tensor] = {}
         self._received: torch.Tensor | None = None
         self._told = backend.zeros((BROADCAST,), torch.int32)
-        self._heard = backend.zeros((world, BROADCAST), torch.int32)
+        self._heard = backend.zeros((world * BROADCAST,), torch.int32)
 
     @staticmethod
     def _of_all(exchange: Exchange, work: Callable[[], Any]) -> list[Any]:
@@ -82,13 +82,18 @@ class NcclLink:
         self.gather(parts, num_values)
 
     def broadcast(self, values: np.ndarray) -> None:
-        memory, context = self._backend.memory, self._backend.context
+        memory = self._backend.memory
         for first in range(0, len(values), BROADCAST):
             piece = values[first : first + BROADCAST]
             if self.rank == 0:
                 memory.write(self._told, piece)
-            context.call(AllGatherArgs(self._told.data_ptr(), self._heard.data_ptr(), len(piece)))
-            piece[:] = memory.get(self._heard.view(-1)[: len(piece)]).numpy()  # rank 0's come first
+            piece[:] = memory.get(self.spread(self._told[: len(piece)])).numpy()
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        if self.world * len(values) > len(self._heard):
+            self._heard = self._backend.zeros((self.world * len(values),), torch.int32)
+        self._backend.context.call(AllGatherArgs(values.data_ptr(), self._heard.data_ptr(), len(values)))
+        return self._heard[: len(values)]  # rank 0's come first
 
 
 def why_not(backend: Backend | None) -> str:

@@ -68,8 +68,8 @@ class LaneRunner:
         self._waits = link is not None and link.received is not None
         self._drawn = self.backend.drawn_tokens()
         self._kept, self._reported = RowBuffer(self.backend, known), RowBuffer(self.backend, known)
-        self.is_through = True
-        """All programs of the last forward have been run, whatever became of what was read."""
+        self.is_begun = self.is_through = True
+        """All programs of the last forward are on their way; have been run, whatever became of what was read."""
 
     def learn(self, rule_id: int, processing: LogitsRules) -> None:
         """Keep what a request has done to its logits under a number, as far as it is about tokens that this model
@@ -119,11 +119,28 @@ class LaneRunner:
         """As `execute` where draws alone are asked for. They are there when what this gives is called: until then the
         device works by itself, and rows of the next forward may be of tokens that it draws."""
         read_out = None  # not before the rows have the tokens that were drawn last
-        for logits, start in self.evaluate(forward):
-            self._restrict(logits)
-            read_out = read_out or LateReadOut(self.backend, forward, self.cache, self._rules, self._drawn)
-            read_out.read(logits, start)
-        return (read_out or LateReadOut(self.backend, forward, self.cache, self._rules, self._drawn)).later()
+        pieces = self.evaluate(forward, is_late=True)
+        try:
+            for logits, start in pieces:
+                self._restrict(logits)
+                read_out = read_out or LateReadOut(self.backend, forward, self.cache, self._rules, self._drawn)
+                read_out.read(logits, start)
+            return (read_out or LateReadOut(self.backend, forward, self.cache, self._rules, self._drawn)).later()
+        except Exception:
+            for _ in pieces:
+                pass
+            self.backend.wait()
+            self.is_through = self.is_begun
+            self._drawn.begin(len(forward.draws))  # for the step behind, whose rows are nobody's
+            raise
+
+    def follow(self, forward: LaneForward) -> Callable[[], object]:
+        """Evaluate rows that the first rank reads out. What this gives returns when they are through; until then the
+        device works by itself."""
+        for _ in self.evaluate(forward, is_late=True):
+            pass
+        self._drawn.begin(0)
+        return self._drawn.later()
 
     def _restrict(self, logits: torch.Tensor) -> None:
         if self.debug and self.backend.has_nan(logits):
@@ -131,10 +148,11 @@ class LaneRunner:
         if self.num_drawn < logits.shape[1]:
             self.backend.restrict(logits, num_drawn=self.num_drawn)
 
-    def evaluate(self, forward: LaneForward) -> Iterator[tuple[torch.Tensor, int]]:
-        """Evaluate the rows. Gives the logits of each piece that is to be read out, and its first row's place."""
+    def evaluate(self, forward: LaneForward, is_late: bool = False) -> Iterator[tuple[torch.Tensor, int]]:
+        """Evaluate the rows. Gives the logits of each piece that is to be read out, and its first row's place.
+        `is_late`: nobody waits for the device."""
         rows = forward.read_rows
-        self.is_through = not len(forward.token_ids)
+        self.is_begun = self.is_through = not len(forward.token_ids)
         if self.is_through:
             return
         self.buffers.load(forward.token_ids, forward.positions, forward.slots)
@@ -151,6 +169,9 @@ class LaneRunner:
             (self.programs.whole if is_one else self.programs.head).run()
             self.is_through = not self._waits and start + READ_ROWS >= len(rows)
             yield logits, start
+        self.is_begun = True
+        if self._waits and is_late:
+            return
         if self._waits:
             self.backend.wait()
         self.is_through = True

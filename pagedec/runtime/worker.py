@@ -3,7 +3,8 @@ or elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -45,18 +46,23 @@ class Worker:
     @property
     def overlaps(self) -> bool:
         """Whether what is begun is carried out while the caller goes on."""
-        return self._link is None and self.lanes["target"].backend.overlaps
+        return self.geometry.overlaps
 
     def begins(self, step: Step) -> bool:
-        """Whether `begin` takes a step: one that asks for draws alone, and no ranks share the model."""
-        return self._link is None and asks_draws_alone(step.forwards)
+        """Whether `begin` takes a step: one that asks for draws alone."""
+        return asks_draws_alone(step.forwards)
 
     def begin(self, step: Step) -> Begun:
-        """Begin a step. The next one may be begun before its answers are taken."""
+        """Begin a step. The next one may be begun before its answers are taken. Behind a step that has failed it
+        answers something, for nobody."""
+        self.is_whole = self._link is None
         self._tell_rules(step)
         runner, target = self.lanes["target"], step.forwards["target"]
         runner.prepare(target)
-        return Begun(runner.begin(target))
+        with self._through(runner):
+            answers = runner.begin(target)
+        self.is_whole = True
+        return Begun(answers)
 
     def execute(self, step: Step, masks: MakeMasks | None = None) -> Answers:
         """Carry out one step. `masks` gives those of the target's `masked_rows`, and is asked when the rows are on
@@ -107,9 +113,15 @@ class Worker:
 
     def _evaluate(self, target: LaneForward, masks: Callable[[], Masks] | None, drafted: Drafted | None) -> LaneAnswers:
         runner = self.lanes["target"]
+        with self._through(runner):
+            return runner.execute(target, masks, drafted)
+
+    @contextmanager
+    def _through(self, runner: LaneRunner) -> Iterator[None]:
+        """What is raised within leaves the other ranks where this one is."""
         runner.is_through = False  # with this step: an error may come before the first of its programs
         try:
-            return runner.execute(target, masks, drafted)
+            yield
         finally:
             self.is_whole = self.is_whole or runner.is_through
 

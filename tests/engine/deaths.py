@@ -72,18 +72,18 @@ def hang(llm: LLM, expected: list[Tokens], rank: int = 0) -> None:
 def poison(llm: LLM, expected: list[Tokens], monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> None:
     """A request kills a worker in its every step. Its neighbours have their answers; it has an error that says what
     happened to the worker."""
-    execute, ids = WorkerGroup.execute, set[str]()
+    begin, ids = WorkerGroup.begin, set[str]()
 
     def poisoned(group: WorkerGroup, *arguments: Any) -> Any:
         plan = llm.engine.scheduler.plans[-1]
         ids.update(work.request.id for work in plan.works)
         if any(work.request.id == hostile for work in plan.works):
             os.kill(group.workers[rank].pid, signal.SIGKILL)
-        return execute(group, *arguments)
+        return begin(group, *arguments)
 
     [probe] = llm.generate([[3, 4, 5]], use_tqdm=False)
     hostile = str(int(probe.request_id) + 3)  # the third of those that come now
-    monkeypatch.setattr(WorkerGroup, "execute", poisoned)
+    monkeypatch.setattr(WorkerGroup, "begin", poisoned)
     outputs = llm.generate(*workload(), use_tqdm=False, on_error="return")
     monkeypatch.undo()
     for i, output in enumerate(outputs):

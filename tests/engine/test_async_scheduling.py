@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from pagedec import LLM, SamplingParams
-from pagedec.config import EngineConfig
-from pagedec.errors import InvalidArgument, RequestError
+from pagedec.errors import RequestError
 from pagedec.kernels.library import EMULATED_DEVICE
 from pagedec.models.buffers import READ_ROWS
 from tests.engine.crowd import SMALL, Tiny, Tokens, assert_whole, right_answers, workload
@@ -242,8 +241,3 @@ def test_a_time_that_is_over_when_the_request_has_failed(tiny: Tiny) -> None:
     engine.add(engine.admit("a", [7, 8, 9], GREEDY.clone(max_time=1.0)))
     engine.fail("a", RequestError("a", "made up"))
     assert [type(event).__name__ for event in engine.step()] == ["Failed"]
-
-
-def test_ranks_are_told_by_name() -> None:
-    with pytest.raises(InvalidArgument, match="async_scheduling is True: must be none or false where tensor_parallel"):
-        EngineConfig.from_kwargs(async_scheduling=True, tensor_parallel_size=2)

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from pagedec import LLM, PoolWarning, SamplingParams, WeightsWarning
+from pagedec.core.forward import Masks
 from pagedec.environment import limit_spinning, worker_environment
 from pagedec.errors import InvalidArgument, ModelFileError, RequestError, WorkerLost
 from pagedec.executor.channel import Channel, Kind
@@ -124,13 +125,13 @@ def test_a_worker_that_hangs_while_a_large_step_comes(apart: Callable[..., LLM])
     llm = apart(**SMALL, step_timeout=0.3)
     forward, _, _ = masked_forward(3, llm.engine.limits.vocab_size)
     executor = executor_of(llm)
-    masks = np.zeros((3, 1 << 20), np.int32)
+    masks = Masks.of_words(np.zeros((3, 1 << 20), np.uint32))
     os.kill(executor.pid, signal.SIGSTOP)
     giving_up = threading.Timer(20, os.kill, (executor.pid, signal.SIGKILL))
     giving_up.start()
-    error = executor.execute({"target": forward(masked=True)}, {}, lambda: masks).exception()
+    with pytest.raises(WorkerLost, match=r"has not answered for 0\.3 s, and was killed"):
+        executor.execute({"target": forward(masked=True)}, {}, lambda rolled: masks).result()
     giving_up.cancel()
-    assert isinstance(error, WorkerLost) and "has not answered for 0.3 s, and was killed" in str(error)
     llm.engine.scheduler.forget_kv()
 
 

@@ -140,6 +140,7 @@ def run(
             case = waiting.pop(0)
             add(engine, case.name, case.prompt, case.params)
         if disturb and engine.scheduler.requests and disturb.random() < 0.3:
+            engine.drain()
             engine.scheduler.preempt(disturb.choice(engine.scheduler.requests).id)
         for finished in step(engine):
             outcome.finished[finished.request.id] = finished

@@ -67,13 +67,12 @@ class Killer:
     def is_done(self) -> bool:
         return self._due == len(self.kills)
 
-    def around(self, execute: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(group: WorkerGroup, step: Step, masks: Any) -> Any:
+    def around(self, begin: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(group: WorkerGroup, step: Step, masks: Any) -> None:
             self.pids.update(worker.pid for worker in group.workers)
             self._aim(group, step)
-            answers = execute(group, step, masks)
+            begin(group, step, masks)
             self._note(group)
-            return answers
 
         return watched
 

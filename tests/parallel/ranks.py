@@ -13,7 +13,7 @@ from pagedec.config import EngineConfig
 from pagedec.core.forward import Answers, Forwards, MakeMasks, Rules
 from pagedec.core.wire import Step, pack_step, unpack_step
 from pagedec.engine.engine import Engine
-from pagedec.executor.base import RuleNews
+from pagedec.executor.base import Pending, RuleNews
 from pagedec.kernels.link import Exchange
 from pagedec.runtime.follower import Follower
 from pagedec.runtime.loading import Ranks, load_worker
@@ -52,7 +52,7 @@ class RanksExecutor:
     def __init__(self, workers: Sequence[Worker | Follower]) -> None:
         first, *others = workers
         assert isinstance(first, Worker)
-        self.worker, self.geometry, self.overlaps = first, first.geometry, False
+        self.worker, self.geometry, self.overlaps = first, first.geometry, True
         self.problem: str | None = None
         self.num_restarts, self.restart_seconds = 0, 0.0
         self.give_up = lambda: None
@@ -71,7 +71,7 @@ class RanksExecutor:
                 self.problems.append(error)
                 raise
 
-    def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Future[Answers]:
+    def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Pending:
         future: Future[Answers] = Future()
         self._num_steps += 1
         step = Step(self._num_steps, forwards, *self._news.of(rules))
@@ -79,6 +79,8 @@ class RanksExecutor:
         for inbox in self._inboxes:
             inbox.put(message)
         try:
+            if self.worker.begins(step):
+                return self.worker.begin(step)
             future.set_result(self.worker.execute(step, masks))
         except Exception as error:
             future.set_exception(error)

@@ -135,7 +135,7 @@ def test_ten_kills_in_a_row(two: Callable[..., LLM], monkeypatch: pytest.MonkeyP
     killer = Killer(kills, seed=12)
     gc.collect()
     before = descriptors(), children(), set(os.listdir("/dev/shm")), threading.active_count()
-    monkeypatch.setattr(WorkerGroup, "execute", killer.around(WorkerGroup.execute))
+    monkeypatch.setattr(WorkerGroup, "begin", killer.around(WorkerGroup.begin))
     num_rounds = 0
     with two(step_timeout=3.0) as llm:
         while not killer.is_done or num_rounds % len(seeds):

@@ -126,11 +126,16 @@ def test_ranks_record_at_a_time() -> None:
         assert end() == 0
 
 
-def gathered(device: DeviceBackend) -> None:
-    """One exchange, waited for."""
+def gathered(device: DeviceBackend, is_late: bool = False) -> None:
+    """One exchange, waited for; `is_late`: by its own copy to the host."""
     own, parts = device.zeros((4,), torch.float32), device.zeros((8,), torch.float32)
     device.context.call(AllGatherArgs(own.data_ptr(), parts.data_ptr(), 4))
+    if is_late:
+        fetch, out = device.context.fetch(parts.nbytes), np.empty(8, np.float32)
+        fetch.begin(parts.data_ptr(), parts.nbytes)
+        return fetch.end(out.ctypes.data)
     device.memory.get(parts)
+    return None
 
 
 @emulated
@@ -142,7 +147,8 @@ def gathered(device: DeviceBackend) -> None:
     ],
     ids=["dies", "hangs"],
 )
-def test_a_rank_that_does_not_come(seconds: float, dies: bool, problem: str) -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_rank_that_does_not_come(seconds: float, dies: bool, problem: str, is_late: bool) -> None:
     """Whoever waits for it fails, and everybody who exchanges something afterwards."""
 
     def second(exchange: links.Exchange) -> None:
@@ -157,7 +163,7 @@ def test_a_rank_that_does_not_come(seconds: float, dies: bool, problem: str) -> 
         if dies:
             assert end() == 0
         with pytest.raises(KernelError, match=problem):
-            gathered(device)
+            gathered(device, is_late)
         with pytest.raises(KernelError, match="the ranks were left: " + problem.split(":")[0]):
             gathered(device)
         assert device.library.functions.pd_nccl_world(device.context.handle) == 0

@@ -1,8 +1,12 @@
 #include "cuda/emulate/stream.h"
 
+#include <unistd.h>
+
 #include <chrono>
+#include <condition_variable>
 #include <mutex>
 #include <set>
+#include <thread>
 #include <utility>
 
 #include "cuda/emulate/memory.h"
@@ -24,34 +28,56 @@ std::set<Stream *> &streams() {
 
 }  // namespace
 
+// A fork has the object, but not the thread, and leaves both.
+struct Stream::Goer {
+  const pid_t process = getpid();
+  std::condition_variable news;
+  std::thread thread;
+};
+
 Stream::Stream() {
   const std::lock_guard lock(turn());
   streams().insert(this);
 }
 Stream::~Stream() {
   if (carrier_.valid()) carrier_.wait();
+  if (goer_ && goer_->process == getpid()) {
+    {
+      const std::lock_guard lock(queue_);
+      ends_ = true;
+    }
+    goer_->news.notify_all();
+    goer_->thread.join();
+    delete goer_;
+  }
   const std::lock_guard lock(turn());
   streams().erase(this);
 }
 void Stream::put(Work work) {
   if (list_) return list_->push_back(std::move(work));
-  const std::lock_guard lock(turn());
-  waiting_.push_back(std::move(work));
+  {
+    const std::lock_guard lock(queue_);
+    waiting_.push_back(std::move(work));
+  }
+  if (goer_) goer_->news.notify_all();
 }
 std::string Stream::await() { return await(UINT64_MAX); }
 std::string Stream::await(uint64_t mark) {
   const std::lock_guard lock(turn());
   carry_out(mark);
+  const std::lock_guard own(queue_);
   if (!problem_.empty()) return told_ = std::exchange(problem_, {});
   return mark > lost_from_ && mark <= lost_to_ ? told_ : std::string();
 }
-bool Stream::is_through() {
+bool Stream::is_through(uint64_t mark) {
   if (!carrier_.valid()) {
-    const std::lock_guard lock(turn());
-    if (waiting_.empty()) return true;
-    carrier_ = std::async(std::launch::async, [this] {
+    {
+      const std::lock_guard lock(queue_);
+      if (!is_under_way_ && (waiting_.empty() || num_done_ >= mark)) return true;
+    }
+    carrier_ = std::async(std::launch::async, [this, mark] {
       const std::lock_guard lock(turn());
-      carry_out(UINT64_MAX);
+      carry_out(mark);
     });
   }
   if (carrier_.wait_for(MOMENT) != std::future_status::ready) return false;
@@ -59,19 +85,49 @@ bool Stream::is_through() {
   return true;
 }
 uint64_t Stream::mark() {
-  const std::lock_guard lock(turn());
-  return num_done_ + waiting_.size();
+  const std::lock_guard lock(queue_);
+  return num_done_ + is_under_way_ + waiting_.size();
+}
+void Stream::go_on() {
+  goer_ = new Goer;
+  goer_->thread = std::thread([this, &news = goer_->news] {
+    for (std::unique_lock own(queue_); !ends_;) {
+      if (waiting_.empty()) {
+        news.wait(own);
+        continue;
+      }
+      news.wait_for(own, MOMENT, [this] { return ends_; });
+      own.unlock();
+      {
+        const std::lock_guard lock(turn());
+        carry_out(UINT64_MAX);
+      }
+      own.lock();
+    }
+  });
 }
 void Stream::carry_out(uint64_t mark) {
-  if (!problem_.empty()) lost_to_ = drop();  // of before, which nobody was told yet
-  if (waiting_.empty() || num_done_ >= mark) return;
-  const Opened opened;
-  for (; !waiting_.empty() && num_done_ < mark; num_done_++) {
-    const Work work = std::move(waiting_.front());
-    waiting_.pop_front();
-    problem_ = work();
-    if (!problem_.empty()) lost_from_ = num_done_, lost_to_ = drop() + 1;
+  {
+    const std::lock_guard lock(queue_);
+    if (!problem_.empty()) lost_to_ = drop();  // of before, which nobody was told yet
+    if (waiting_.empty() || num_done_ >= mark) return;
   }
+  const Opened opened;
+  for (Work work; next(mark, work); work = nullptr) {
+    std::string problem = work();
+    const std::lock_guard lock(queue_);
+    is_under_way_ = false, num_done_++;
+    if (problem.empty()) continue;
+    problem_ = std::move(problem), lost_from_ = num_done_ - 1, lost_to_ = drop();
+  }
+}
+bool Stream::next(uint64_t mark, Work &work) {
+  const std::lock_guard lock(queue_);
+  is_under_way_ = !waiting_.empty() && num_done_ < mark;
+  if (!is_under_way_) return false;
+  work = std::move(waiting_.front());
+  waiting_.pop_front();
+  return true;
 }
 uint64_t Stream::drop() {
   num_done_ += waiting_.size();
