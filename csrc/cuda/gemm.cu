@@ -129,6 +129,7 @@ PD_KERNEL(kThreads) pack_kernel(const E *w, int64_t n, int64_t k, E *packed) {
 int enqueue_gemm(pd_context &c, const pd_gemm_args &a) {
   using namespace gemm;
   if (a.quantization == PD_INT8) return enqueue_int8(c, a);
+  if (a.quantization == PD_BLOCKS) return enqueue_blocks(c, a);
   constexpr int kBlocks = 2;  // what the registers have room for
   const Grid grid(kThreads, kBlocks);
   const auto kernel = of_dtype(a.dtype, [](auto e) { return gemm_kernel<decltype(e)>; });

@@ -145,18 +145,12 @@ int pd_pack_int8(pd_context *context, const void *w, int64_t n, int64_t k, int32
     return launch(*context, "pd_pack_int8", pack_int8_kernel<E>, kThreads, (const E *)w, n, k, (char *)packed);
   });
 }
-// There are no kernels for weights alone in int8, nor for weights in blocks.
+// There are no kernels for weights alone in int8.
 int64_t pd_packed_int8_weight_only_bytes(int64_t, int64_t) {
   return fail("pd_packed_int8_weight_only_bytes: a CUDA device has no weights in int8 beside rows in another dtype");
 }
 int pd_pack_int8_weight_only(pd_context *, const void *, int64_t, int64_t, int32_t, void *) {
   return fail("pd_pack_int8_weight_only: a CUDA device has no weights in int8 beside rows in another dtype");
-}
-int64_t pd_packed_blocks_bytes(int64_t, int64_t, int32_t format) {
-  return fail("pd_packed_blocks_bytes: format is %d; a CUDA device has no weights in blocks", format);
-}
-int pd_pack_blocks(pd_context *, const void *, int64_t, int64_t, int32_t format, void *) {
-  return fail("pd_pack_blocks: format is %d; a CUDA device has no weights in blocks", format);
 }
 // There is but one way here.
 int pd_allow_vnni(pd_context *context, int32_t) { return context ? 0 : fail("pd_allow_vnni: context is NULL"); }
