@@ -11,6 +11,7 @@
 namespace pagedec::gemm {
 namespace {
 
+constexpr int kBlocks = 2;       // of a multiprocessor
 constexpr int kRows = 8;         // of a step, one for each warp
 constexpr int kPlaces = 256;     // of a row and a group, or half of one, in a step
 constexpr int kPlaceFloats = kPanel + 4;  // rows that lanes write at a time begin in other banks
@@ -26,7 +27,8 @@ struct FewParts {  // of shared memory
 
 template <BlockKind kKind>
 class FewBlocks {
-  static constexpr int kSums = kSumsOf<kKind>, kSlots = kPlaces / kRows / kSums, kGroups = kSlots / kWarps;
+  static constexpr bool kIsLong = kKind == BlockKind::SIX || kKind == BlockKind::BYTES;  // has twice the registers
+  static constexpr int kSums = kSumsOf<kKind>, kSlots = kSlotsMost / (kIsLong ? 2 : 1), kGroups = kSlots / kWarps;
   static constexpr int kTasks = kSlots * kRows * (X_GROUP / 8) / kThreads;  // eights of x of a thread in a step
   static_assert(kSlots * (X_GROUP / 8) % kWarp == 0);                       // a warp's are of one row
 
@@ -53,7 +55,7 @@ class FewBlocks {
     if (step.panel >= segment_.end) return;
     load(step);
     bring(step);
-    keep(0);
+    keep(step, 0);
     sync_block();
     for (int buffer = 0; step.panel < segment_.end; buffer = 1 - buffer) {
       const Step next = after(step);
@@ -63,7 +65,7 @@ class FewBlocks {
       if (ends_round && !is_last) load(next);
       sync_block();
       add(step, buffer);
-      if (!is_last) keep(1 - buffer);
+      if (!is_last) keep(next, 1 - buffer);
       sync_block();
       step = next;
     }
@@ -92,24 +94,23 @@ class FewBlocks {
     }
   }
   // Its eights of rows of a step: four lanes have a group.
-  PD_DEVICE int row_of(int task) const { return (thread_index() + task * kThreads) / (kSlots * (X_GROUP / 8)); }
-  PD_DEVICE void bring(const Step &step) {
-    row_ = step.row;
-    PD_UNROLL for (int i = 0; i < kTasks; i++) {
-      const int row = step.row + row_of(i), group = step.first + thread_index() / 4 % kSlots;
-      eights_[i] = load_eight(a_, row, group * (int64_t)X_GROUP + thread_index() % 4 * 8,
-                              row < num_rows_ && group < num_groups_, is_aligned_);
-    }
+  static PD_DEVICE int row_of(int task) { return (thread_index() + task * kThreads) / (kSlots * (X_GROUP / 8)); }
+  PD_DEVICE RowPlace place(const Step &step, int task) const {
+    const int row = step.row + row_of(task), group = step.first + thread_index() / 4 % kSlots;
+    return {row, group * (int64_t)X_GROUP + thread_index() % 4 * 8, row < num_rows_ && group < num_groups_,
+            is_aligned_};
   }
-  PD_DEVICE void keep(int buffer) {
+  PD_DEVICE void bring(const Step &step) {
+    PD_UNROLL for (int i = 0; i < kTasks; i++) eights_[i] = load_eight(a_, place(step, i));
+  }
+  PD_DEVICE void keep(const Step &step, int buffer) {
     const int slot = thread_index() / 4 % kSlots;
     PD_UNROLL for (int i = 0; i < kTasks; i++) {
-      const int row = row_of(i);
-      if (row_ + row >= num_rows_) break;
+      if (step.row + row_of(i) >= num_rows_) break;
       uint64_t q;
-      const GroupScale scale = quantize_eight(eights_[i], a_.dtype, q);
-      x_[(slot * kRows + row) * 4 + thread_index() % 4] = q;
-      if (thread_index() % 4 == 0) scales_[buffer * kPlaces + slot * kRows + row] = scale;
+      const GroupScale scale = quantize_eight(a_, place(step, i), eights_[i], q);
+      x_[(slot * kRows + row_of(i)) * 4 + thread_index() % 4] = q;
+      if (thread_index() % 4 == 0) scales_[buffer * kPlaces + slot * kRows + row_of(i)] = scale;
     }
   }
   PD_DEVICE void multiply(const Step &step) const;
@@ -127,8 +128,7 @@ class FewBlocks {
   const SharedArray<float> totals_;        // [rows][outputs]
   LaneWeights<kKind> weights_[kGroups];
   StoredScales stored_[kGroups];
-  StoredEight eights_[kTasks];
-  int row_ = 0;  // the first of a step that eights are of
+  Piece eights_[kTasks];
 };
 
 // The integers of its groups: a lane writes eight outputs of a row side by side.
@@ -143,7 +143,7 @@ PD_DEVICE void FewBlocks<kKind>::multiply(const Step &step) const {
     const uint32_t x[4] = {(uint32_t)row, 0, (uint32_t)(row >> 32), 0};  // eight rows more would go with it
     PD_UNROLL for (int pair = 0; pair < kPanelTiles / 2; pair++) {
       int32_t sums[2][kSums][4];
-      PD_UNROLL for (int j = 0; j < 2; j++) multiply_eight<kKind>(x, weights_[i], 2 * pair + j, sums[j]);
+      PD_UNROLL for (int j = 0; j < 2; j++) multiply_eight<kKind>(x, {weights_[i], 2 * pair + j}, sums[j]);
       PD_UNROLL for (int of = 0; of < kSums; of++)
         pieces_[((slot * kSums + of) * kRows + g) * (kPlaceFloats / 4) + 2 * t + pair] = Piece{
             {(uint32_t)sums[0][of][0], (uint32_t)sums[0][of][1], (uint32_t)sums[1][of][0], (uint32_t)sums[1][of][1]}};
@@ -171,26 +171,27 @@ PD_DEVICE void FewBlocks<kKind>::add(const Step &step, int buffer) const {
   else finish(a_, row, step.panel, own, true);
 }
 
-PD_KERNEL(kThreads) gemm_blocks_kernel(pd_gemm_args a, Segments segments) {
+template <BlockKind kKind>
+PD_KERNEL_BLOCKS(kThreads, kBlocks) gemm_blocks_kernel(pd_gemm_args a, Segments segments) {
   const int num_rows = *a.num_rows;
   if (num_rows < 1 || num_rows > kFewRows) return;
   LAUNCHED_SHARED(memory);
   for (int i = 0; i < segments.count; i++) {
     const Segments::One &segment = segments.one[i];
-    with_kind(segment.shape.kind, [&](auto of) {
-      FewBlocks<decltype(of)::kKind>(a, segment, num_rows, memory).run();
-    });
+    if (segment.shape.kind == kKind) FewBlocks<kKind>(a, segment, num_rows, memory).run();
   }
 }
 
 }  // namespace
 
 int enqueue_blocks(pd_context &c, const pd_gemm_args &a) {
-  constexpr int kBlocks = 2;  // what the registers have room for
   const Segments segments(a.packed, a.segments, a.num_segments, a.n, a.k);
-  const Grid grid(kThreads, kBlocks, FewParts::kBytes);
-  // How many rows there are is known on the device only: of these two, one returns at once.
-  return launch(c, "pd_gemm", gemm_blocks_kernel, grid, a, segments) ? -1 : enqueue_blocks_many(c, a, segments);
+  // How many rows there are is known on the device only: of a kind's two kernels, one returns at once.
+  const int status = for_kinds(segments, [&](auto of) {
+    const Grid grid(kThreads, kBlocks, FewParts::kBytes);
+    return launch(c, "pd_gemm", gemm_blocks_kernel<decltype(of)::kKind>, grid, a, segments);
+  });
+  return status ? -1 : enqueue_blocks_many(c, a, segments);
 }
 
 }  // namespace pagedec::gemm

@@ -12,36 +12,29 @@
 
 namespace pagedec::gemm {
 
-// Eight values of a row as they lie in memory, of 16 bits in the first piece.
-struct StoredEight {
-  Piece pieces[2];
+// Eight values of a row, from `at` on: of 16 bits they come ahead of their use, as they lie in memory, of fp32 when they
+// are needed. Of rows that there are not, they are zeros.
+struct RowPlace {
+  int64_t row, at;
+  bool is_there, is_aligned;
 };
-PD_DEVICE StoredEight load_eight(const pd_gemm_args &a, int64_t row, int64_t at, bool is_there, bool is_aligned) {
-  StoredEight x{};
-  if (!is_there) return x;
-  const int64_t first = row * a.k + at;
-  if (a.dtype == PD_F32) {
-    const float *p = (const float *)a.x + first;
-    if (is_aligned) {
-      PD_UNROLL for (int i = 0; i < 2; i++) x.pieces[i] = load_whole<Piece>(p + 4 * i);
-    } else {
-      PD_UNROLL for (int i = 0; i < 8; i++) x.pieces[i / 4].words[i % 4] = float_bits(p[i]);
-    }
-    return x;
-  }
-  const uint16_t *p = (const uint16_t *)a.x + first;
-  if (is_aligned) {
-    x.pieces[0] = load_whole<Piece>(p);
+PD_DEVICE Piece load_eight(const pd_gemm_args &a, const RowPlace &place) {
+  Piece x{};
+  if (!place.is_there || a.dtype == PD_F32) return x;
+  const uint16_t *p = (const uint16_t *)a.x + place.row * a.k + place.at;
+  if (place.is_aligned) {
+    x = load_whole<Piece>(p);
   } else {
-    PD_UNROLL for (int i = 0; i < 8; i++) x.pieces[0].words[i / 2] |= (uint32_t)p[i] << 16 * (i % 2);
+    PD_UNROLL for (int i = 0; i < 8; i++) x.words[i / 2] |= (uint32_t)p[i] << 16 * (i % 2);
   }
   return x;
 }
-PD_DEVICE void read_eight(const StoredEight &stored, int dtype, float (&x)[8]) {
-  const auto half = [&](int i) { return (uint16_t)(stored.pieces[0].words[i / 2] >> 16 * (i % 2)); };
-  if (dtype == PD_F32) {
-    PD_UNROLL for (int i = 0; i < 8; i++) x[i] = bits_float(stored.pieces[i / 4].words[i % 4]);
-  } else if (dtype == PD_BF16) {
+PD_DEVICE void read_eight(const pd_gemm_args &a, const RowPlace &place, const Piece &halves, float (&x)[8]) {
+  const auto half = [&](int i) { return (uint16_t)(halves.words[i / 2] >> 16 * (i % 2)); };
+  if (a.dtype == PD_F32) {
+    const float *p = (const float *)a.x + place.row * a.k + place.at;
+    PD_UNROLL for (int i = 0; i < 8; i++) x[i] = place.is_there ? p[i] : 0.0f;
+  } else if (a.dtype == PD_BF16) {
     PD_UNROLL for (int i = 0; i < 8; i++) x[i] = to_float(bf16{half(i)});
   } else {
     PD_UNROLL for (int i = 0; i < 8; i++) x[i] = to_float(fp16{half(i)});
@@ -53,9 +46,9 @@ struct alignas(8) GroupScale {
   float scale, sum;
 };
 // A lane's part of a row's group becomes q; all lanes call it.
-PD_DEVICE GroupScale quantize_eight(const StoredEight &stored, int dtype, uint64_t &q) {
+PD_DEVICE GroupScale quantize_eight(const pd_gemm_args &a, const RowPlace &place, const Piece &halves, uint64_t &q) {
   float x[8];
-  read_eight(stored, dtype, x);
+  read_eight(a, place, halves, x);
   uint32_t max_bits = 0;
   PD_UNROLL for (int i = 0; i < 8; i++) max_bits = upper(max_bits, magnitude(x[i]));
   max_bits = upper(max_bits, shuffle_xor(max_bits, 1));
@@ -77,6 +70,20 @@ template <BlockKind kOne>
 struct OfKind {
   static constexpr BlockKind kKind = kOne;
 };
+// On the host: what `put` gives for each kind that some of a weight is of, up to one that is not 0. A kernel is of one
+// kind, because together they take more registers than any of them.
+template <class Put>
+int for_kinds(const Segments &segments, const Put &put) {
+  const auto has = [&](BlockKind kind) {
+    for (int i = 0; i < segments.count; i++)
+      if (segments.one[i].shape.kind == kind) return true;
+    return false;
+  };
+  if (has(BlockKind::NIBBLES) && put(OfKind<BlockKind::NIBBLES>())) return -1;
+  if (has(BlockKind::NIBBLES_MIN) && put(OfKind<BlockKind::NIBBLES_MIN>())) return -1;
+  if (has(BlockKind::SIX) && put(OfKind<BlockKind::SIX>())) return -1;
+  return has(BlockKind::BYTES) && put(OfKind<BlockKind::BYTES>()) ? -1 : 0;
+}
 
 // What a lane has of a group of a panel.
 template <BlockKind kKind>
@@ -109,26 +116,31 @@ struct LaneWeights {
   }
 };
 
-// A group's products of 16 rows and eight outputs, as bits of 1.5 * 2^23 + t: of 6 bits for each half of its values.
+// Sums of a group that have scales of their own: of 6 bits each half of its values has.
 template <BlockKind kKind>
 constexpr int kSumsOf = kKind == BlockKind::SIX ? 2 : 1;
+
+// What a lane has of outputs 8 i + g, for each of the sums. Of four lanes the first two have the first half.
 template <BlockKind kKind>
-PD_DEVICE void multiply_eight(const uint32_t (&x)[4], const LaneWeights<kKind> &w, int i,
+struct LaneBytes {
+  uint32_t words[kSumsOf<kKind>][2];
+
+  PD_DEVICE LaneBytes(const LaneWeights<kKind> &w, int i) {
+    w.unpack(i, words[0][0], words[0][1]);
+    if constexpr (kKind == BlockKind::SIX) {
+      const uint32_t is_first = thread_index() % 4 < 2 ? ~0u : 0;
+      PD_UNROLL for (int j = 0; j < 2; j++) words[1][j] = words[0][j] & ~is_first, words[0][j] &= is_first;
+    }
+  }
+};
+// A group's products of 16 rows and eight outputs, as bits of 1.5 * 2^23 + t.
+template <BlockKind kKind>
+PD_DEVICE void multiply_eight(const uint32_t (&x)[4], const LaneBytes<kKind> &w,
                               int32_t (&sums)[kSumsOf<kKind>][4]) {
   static_assert(X_GROUP * 128 * 127 < 1 << 22);  // times a unit, too
   const int32_t start[4] = {kWholeBits, kWholeBits, kWholeBits, kWholeBits};
-  uint32_t first, second;
-  w.unpack(i, first, second);
-  if constexpr (kKind != BlockKind::SIX) {
-    multiply_bytes(sums[0], x, first, second, start);
-  } else {
-    const bool is_first = thread_index() % 4 < 2;  // lanes 0 and 1 of four have the first 16 values
-    PD_UNROLL for (int half = 0; half < 2; half++) {
-      uint32_t own[4];
-      PD_UNROLL for (int word = 0; word < 4; word++) own[word] = is_first == (half == 0) ? x[word] : 0;
-      multiply_bytes(sums[half], own, first, second, start);
-    }
-  }
+  PD_UNROLL for (int of = 0; of < kSumsOf<kKind>; of++)
+    multiply_bytes(sums[of], x, w.words[of][0], w.words[of][1], start);
 }
 // a t of such a sum: one operation, as kWhole a is exact. shift: -kWhole a.
 PD_DEVICE float times(float a, float shift, float sum) { return fmaf(a, sum, shift); }
@@ -149,15 +161,6 @@ PD_DEVICE Factors unit_factors(const BlockShape &shape, StoredScales stored) {
   return by;
 }
 PD_DEVICE Factors shifts(Factors by) { return {by.a * -kWhole, by.b * -kWhole}; }
-
-// `run` for a kind that is known when the kernel runs.
-template <class Do>
-PD_DEVICE void with_kind(BlockKind kind, const Do &run) {
-  if (kind == BlockKind::NIBBLES) run(OfKind<BlockKind::NIBBLES>());
-  else if (kind == BlockKind::NIBBLES_MIN) run(OfKind<BlockKind::NIBBLES_MIN>());
-  else if (kind == BlockKind::SIX) run(OfKind<BlockKind::SIX>());
-  else run(OfKind<BlockKind::BYTES>());
-}
 
 // Where a lane's outputs 8 i + 2 t and the next lie among 32 that it reads side by side, and the place of an output.
 constexpr int kLaneOutputs = 8;

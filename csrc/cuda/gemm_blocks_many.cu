@@ -53,7 +53,6 @@ class BlockTiles {
   PD_DEVICE void run(int first) {
     if (first >= num_tiles_) return;
     next_tile_ = first;
-    find_next();
     bring(0);
     keep(0);
     bring(1);
@@ -63,12 +62,18 @@ class BlockTiles {
   }
 
  private:
+  // Of a tile's first group, and of 6 bits anew each time: their sums leave no registers to keep it in.
   PD_DEVICE void find_next() {
+    if (next_group_ && kKind != BlockKind::SIX) return;
     const TilePlace place = S::place(next_tile_, num_rows_, n_);
-    next_row_ = place.row, next_panel_ = segment_.begin + place.column / kPanel, next_group_ = 0;
+    next_row_ = place.row, next_panel_ = place.column / kPanel;
   }
-  PD_DEVICE const char *panel(int64_t index) const {
-    return segment_.base + (index - segment_.begin) * segment_.panel_bytes;
+  PD_DEVICE int num_panels() const { return n_ / kPanel; }
+  PD_DEVICE const char *panel(int index) const { return segment_.base + index * segment_.panel_bytes; }
+  // Of eights that were brought last: rows of which a quarter of the threads has one each.
+  PD_DEVICE RowPlace place(int task) const {
+    const int row = place_.row + task * (kThreads / 4);
+    return {row, place_.at, row < num_rows_, is_aligned_};
   }
   PD_DEVICE void bring(int stage);
   PD_DEVICE void keep(int buffer);
@@ -90,10 +95,10 @@ class BlockTiles {
   const SharedArray<Piece> lane_factors_;
   const SharedArray<float> sums_;
   int next_tile_ = 0, next_group_ = 0;        // whose operands come next
-  int next_row_ = 0;
-  int64_t next_panel_ = 0;
+  int next_row_ = 0, next_panel_ = 0;         // of the segment
   int stage_ = 0, buffer_ = 0;                // that are multiplied
-  StoredEight eights_[kTasks] = {};           // of rows that are not yet int8
+  struct { int row, at; } place_ = {};        // of a thread's first eight
+  Piece eights_[kTasks];                       // of rows that are not yet int8
   StoredScales stored_ = {};                  // of an output
 };
 
@@ -101,27 +106,21 @@ class BlockTiles {
 template <class S, BlockKind kKind>
 PD_DEVICE void BlockTiles<S, kKind>::bring(int stage) {
   if (next_tile_ < num_tiles_) {
+    find_next();
     PD_UNROLL for (int i = 0; i < P::kPanels * kPieces; i += kThreads) {
       const int piece = i + thread_index(), of = piece / kPieces, at = piece % kPieces;
       if (of >= P::kPanels) break;
-      const bool is_there = next_panel_ + of < segment_.end;
-      const int64_t from = is_there ? next_panel_ + of : segment_.begin;
       begin_copy(w_.at(stage * P::kWPieces + of * kLongestGroup + at),
-                 group_place(segment_.shape, panel(from), next_group_).data + at * 16, is_there);
+                 group_place(segment_.shape, panel(next_panel_ + of), next_group_).data + at * 16,
+                 next_panel_ + of < num_panels());
     }
-    PD_UNROLL for (int i = 0; i < kTasks; i++) {
-      const int64_t row = next_row_ + thread_index() / 4 + i * (kThreads / 4);
-      eights_[i] = load_eight(a_, row, next_group_ * (int64_t)X_GROUP + thread_index() % 4 * 8, row < num_rows_,
-                              is_aligned_);
-    }
-    const int64_t own = next_panel_ + thread_index() / kPanel;
+    place_ = {next_row_ + thread_index() / 4, next_group_ * X_GROUP + thread_index() % 4 * 8};
+    PD_UNROLL for (int i = 0; i < kTasks; i++) eights_[i] = load_eight(a_, place(i));
+    const int own = next_panel_ + thread_index() / kPanel;
     stored_ = {};
-    if (thread_index() < S::kColumns && own < segment_.end)
+    if (thread_index() < S::kColumns && own < num_panels())
       stored_ = load_scales<kKind>(segment_.shape, group_place(segment_.shape, panel(own), next_group_), lane());
-    if (++next_group_ == num_groups_) {
-      next_tile_ += num_grid_blocks();
-      if (next_tile_ < num_tiles_) find_next();
-    }
+    if (++next_group_ == num_groups_) next_group_ = 0, next_tile_ += num_grid_blocks();
   }
   end_copy_group();
 }
@@ -132,7 +131,7 @@ PD_DEVICE void BlockTiles<S, kKind>::keep(int buffer) {
   PD_UNROLL for (int i = 0; i < kTasks; i++) {
     const int row = buffer * S::kRows + thread_index() / 4 + i * (kThreads / 4);
     uint64_t q;
-    const GroupScale scale = quantize_eight(eights_[i], a_.dtype, q);
+    const GroupScale scale = quantize_eight(a_, place(i), eights_[i], q);
     x_[row * 4 + thread_index() % 4] = q;
     if (thread_index() % 4 == 0) scales_[row] = scale;
   }
@@ -171,9 +170,10 @@ PD_DEVICE void BlockTiles<S, kKind>::multiply_panel(int index, const uint32_t (&
     if (kKind == BlockKind::NIBBLES_MIN || kKind == BlockKind::SIX) bs = lane_factors_[at + S::kColumns / 4];
     PD_UNROLL for (int j = 0; j < 2; j++) {
       const int column = index * kPanelTiles + 2 * pair + j;
+      const LaneBytes<kKind> bytes(w, 2 * pair + j);
       PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++) {
         int32_t products[kSumsOf<kKind>][4];
-        multiply_eight<kKind>(x[tile], w, 2 * pair + j, products);
+        multiply_eight<kKind>(x[tile], bytes, products);
         PD_UNROLL for (int i = 0; i < 4; i++) {
           const Factors by = {bits_float(as.words[2 * j + i % 2]), bits_float(bs.words[2 * j + i % 2])};
           float own[kSumsOf<kKind>];
@@ -206,34 +206,36 @@ PD_DEVICE void BlockTiles<S, kKind>::run_tile(int tile) {
   finish_tile<S>(a_, num_rows_, place, sums, sums_, (int)segment_.end);
 }
 
-// A segment after the other, its tiles where those of the one before end.
-template <class S>
+// A segment after the other of those of a kind, its tiles where those of the one before end.
+template <class S, BlockKind kKind>
 PD_DEVICE void run_tiles(const pd_gemm_args &a, const Segments &segments, int num_rows, const SharedMemory &memory) {
+  const int grid = num_grid_blocks();
   int before = 0;
   for (int i = 0; i < segments.count; i++) {
     const Segments::One &segment = segments.one[i];
-    with_kind(segment.shape.kind, [&](auto of) {
-      using Own = BlockTiles<S, decltype(of)::kKind>;
-      const int grid = num_grid_blocks(), first = (block_index() - before % grid + grid) % grid;
-      Own(a, segment, num_rows, memory).run(first);
-      before += Own::num_tiles(segment, num_rows);
-    });
+    if (segment.shape.kind != kKind) continue;
+    BlockTiles<S, kKind>(a, segment, num_rows, memory).run((block_index() - before % grid + grid) % grid);
+    before += BlockTiles<S, kKind>::num_tiles(segment, num_rows);
   }
 }
 
+template <BlockKind kKind>
 PD_KERNEL(kThreads) gemm_blocks_many_kernel(pd_gemm_args a, Segments segments) {
   const int num_rows = *a.num_rows;
   if (num_rows <= kFewRows) return;
   LAUNCHED_SHARED(memory);
-  if (worth_wide(num_rows, a.n, num_grid_blocks())) run_tiles<Wide>(a, segments, num_rows, memory);
-  else run_tiles<Narrow>(a, segments, num_rows, memory);
+  if (worth_wide(num_rows, a.n, num_grid_blocks())) run_tiles<Wide, kKind>(a, segments, num_rows, memory);
+  else run_tiles<Narrow, kKind>(a, segments, num_rows, memory);
 }
 
 }  // namespace
 
 int enqueue_blocks_many(pd_context &c, const pd_gemm_args &a, const Segments &segments) {
   constexpr int kBlocks = 1;  // what the registers have room for
-  return launch(c, "pd_gemm", gemm_blocks_many_kernel, Grid(kThreads, kBlocks, kSharedBytes), a, segments);
+  return for_kinds(segments, [&](auto of) {
+    const Grid grid(kThreads, kBlocks, kSharedBytes);
+    return launch(c, "pd_gemm", gemm_blocks_many_kernel<decltype(of)::kKind>, grid, a, segments);
+  });
 }
 
 }  // namespace pagedec::gemm
