@@ -104,8 +104,6 @@ def choose_backend(
             kind, num_threads = NativeBackend, parallel.num_threads or 0
             if library.isa in DEVICES:
                 kind, num_threads = DeviceBackend, 0
-                if quantization not in (None, "int8"):
-                    raise InvalidArgument("quantization", quantization, "must be int8 or off on a CUDA device")
             elif dtype == "float16":
                 raise InvalidArgument("dtype", dtype, "must be bfloat16, float32 or auto on a CPU")
             return kind(library, NAMES.get(dtype, torch.bfloat16), quantization, num_threads, device, kv_kind)
