@@ -1,6 +1,7 @@
-// Weights in blocks: what a format's blocks are, and where the panels of 32 outputs lie that are made of them. A panel is
-// a row of units, each a block of every output: first the numbers that the block has once, then its groups of 32 values,
-// each behind scales of its own where there are some. In which order a group's values lie is the kernels' affair.
+// Weights in blocks: what a format's blocks are, and where the panels of 32 outputs lie that are made of them. A panel
+// is a row of units, each a block of every output: first the numbers that the block has once, then its groups of 32
+// values, each behind scales of its own where there are some. In which order a group's values lie is the kernels'
+// affair.
 #pragma once
 #include <cstdint>
 

@@ -1,6 +1,6 @@
-// Weights in blocks on a device: a packed weight is units in panels of 32 outputs (common/blocks.h), as long as a CPU's.
-// Lane 4 g + t of a warp has of outputs g, g + 8, g + 16 and g + 24 values 8 t ... 8 t + 7 of a group: what it reads of
-// one is 16 bytes, which lie lane by lane.
+// Weights in blocks on a device: a packed weight is units in panels of 32 outputs (common/blocks.h), as long as a
+// CPU's. Lane 4 g + t of a warp has of outputs g, g + 8, g + 16 and g + 24 values 8 t ... 8 t + 7 of a group: what it
+// reads of one is 16 bytes, which lie lane by lane.
 //
 // A unit is
 //   64 bytes    d of each output, fp16; where there are minima or zero points, 64 more: theirs

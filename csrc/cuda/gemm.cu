@@ -92,8 +92,8 @@ PD_DEVICE void run_panel(const pd_gemm_args &a, int64_t row, int num_rows, int64
   const int lane = thread_index() % kWarp, warp = thread_index() / kWarp, g = lane / 4, t = lane % 4;
   const int64_t padded_k = pad(a.k);
   constexpr int64_t kWidth = kBytes ? 1 : (int64_t)sizeof(E);
-  const Operands<E> operands{(const E *)a.x + row * a.k, (const char *)a.packed + panel * kPanel * padded_k * kWidth, a.k,
-                             padded_k, num_rows};
+  const char *w = (const char *)a.packed + panel * kPanel * padded_k * kWidth;
+  const Operands<E> operands{(const E *)a.x + row * a.k, w, a.k, padded_k, num_rows};
   const int num_chunks = (int)((padded_k + kChunk - 1) / kChunk);
   float own[kOwn];
   PD_UNROLL for (int i = 0; i < kOwn; i++) own[i] = 0.0f;

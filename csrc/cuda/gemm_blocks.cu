@@ -1,10 +1,10 @@
-// Linear layers with weights in blocks, of few rows: a block of eight warps has a panel of 32 outputs for up to 32 rows.
+// Linear layers with weights in blocks, of few rows, up to 32: a block of eight warps has a panel of 32 outputs.
 //
-// Threads  A round is some groups of k: warps have every eighth of them, straight from memory to registers, and give what
-//          tensor cores make of them, integers, to shared memory. There a thread adds those of its own outputs in order:
-//          it has a column, as numbers of blocks lie in memory, so that they become factors once.
-// x        Rows take a step for each eight, with the same weights in registers. What a step needs becomes int8 in shared
-//          memory when the step before has been added.
+// Threads  A round is some groups of k: warps have every eighth of them, straight from memory to registers, and give
+//          what tensor cores make of them, integers, to shared memory. There a thread adds those of its own outputs in
+//          order: it has a column, as numbers of blocks lie in memory, so that they become factors once.
+// x        Rows take a step for each eight, with the same weights in registers. What a step needs becomes int8 in
+//          shared memory when the step before has been added.
 // Stream   Weights of the next round and rows of the next step are under way meanwhile, over the ends of panels.
 #include "cuda/gemm_blocks.h"
 
@@ -144,7 +144,7 @@ PD_DEVICE void FewBlocks<kKind>::multiply(const Step &step) const {
     PD_UNROLL for (int pair = 0; pair < kPanelTiles / 2; pair++) {
       int32_t sums[2][kSums][4];
       PD_UNROLL for (int j = 0; j < 2; j++) multiply_eight<kKind>(x, {weights_[i], 2 * pair + j}, sums[j]);
-      PD_UNROLL for (int of = 0; of < kSums; of++)
+      PD_UNROLL for (int of = 0; of < kSums && step.row + g < num_rows_; of++)
         pieces_[((slot * kSums + of) * kRows + g) * (kPlaceFloats / 4) + 2 * t + pair] = Piece{
             {(uint32_t)sums[0][of][0], (uint32_t)sums[0][of][1], (uint32_t)sums[1][of][0], (uint32_t)sums[1][of][1]}};
     }

@@ -1,19 +1,19 @@
 // Linear layers with weights in blocks: what rows of x become, and what groups give.
 //
-// Layout   cuda/blocks.h. A group of 32 of k is one instruction, of which a lane has k = 8t ... 8t + 7 (t = lane % 4), of
-//          W and of x alike.
+// Layout   cuda/blocks.h. A group of 32 of k is one instruction, of which a lane has k = 8t ... 8t + 7 (t = lane % 4),
+//          of W and of x alike.
 // x        becomes int8 where it is multiplied, as with int8 weights: four lanes have a row's group.
 // Bits     A group's t is an integer that fp32 holds (W is signed, or without a zero, so that nothing is to be taken
-//          off); then come the operations of pagedec.h in their order, each rounded by itself: what all instruction sets
-//          of a CPU give. Only numbers of W that are infinite may give another NaN.
+//          off); then come the operations of pagedec.h in their order, each rounded by itself: what all instruction
+//          sets of a CPU give. Only numbers of W that are infinite may give another NaN.
 #pragma once
 #include "cuda/blocks.h"
 #include "cuda/gemm_int8.h"
 
 namespace pagedec::gemm {
 
-// Eight values of a row, from `at` on: of 16 bits they come ahead of their use, as they lie in memory, of fp32 when they
-// are needed. Of rows that there are not, they are zeros.
+// Eight values of a row, from `at` on: of 16 bits they come ahead of their use, as they lie in memory, of fp32 when
+// they are needed. Of rows that there are not, they are zeros.
 struct RowPlace {
   int64_t row, at;
   bool is_there, is_aligned;
@@ -142,7 +142,7 @@ PD_DEVICE void multiply_eight(const uint32_t (&x)[4], const LaneBytes<kKind> &w,
   PD_UNROLL for (int of = 0; of < kSumsOf<kKind>; of++)
     multiply_bytes(sums[of], x, w.words[of][0], w.words[of][1], start);
 }
-// a t of such a sum: one operation, as kWhole a is exact. shift: -kWhole a.
+// a t of such a sum, rounded once: kWhole a is exact, and so is what it is taken from. shift: -kWhole a.
 PD_DEVICE float times(float a, float shift, float sum) { return fmaf(a, sum, shift); }
 // What a group adds to an output: of one sum or two.
 template <BlockKind kKind>

@@ -224,7 +224,10 @@ PD_KERNEL(kThreads) gemm_blocks_many_kernel(pd_gemm_args a, Segments segments) {
   const int num_rows = *a.num_rows;
   if (num_rows <= kFewRows) return;
   LAUNCHED_SHARED(memory);
-  if (worth_wide(num_rows, a.n, num_grid_blocks())) run_tiles<Wide, kKind>(a, segments, num_rows, memory);
+  int own = 0;  // outputs
+  for (int i = 0; i < segments.count; i++)
+    if (segments.one[i].shape.kind == kKind) own += (int)(segments.one[i].end - segments.one[i].begin) * kPanel;
+  if (worth_wide(num_rows, own, num_grid_blocks())) run_tiles<Wide, kKind>(a, segments, num_rows, memory);
   else run_tiles<Narrow, kKind>(a, segments, num_rows, memory);
 }
 

@@ -48,7 +48,8 @@ class Tiles {
  private:
   PD_DEVICE void find_next() {
     const TilePlace place = S::place(next_tile_, num_rows_, a_.n);
-    next_row_ = place.row + thread_index() / kPieces, next_column_ = place.column + (kBytes ? 0 : thread_index() / kPieces);
+    next_row_ = place.row + thread_index() / kPieces;
+    next_column_ = place.column + (kBytes ? 0 : thread_index() / kPieces);
     next_step_ = 0;
   }
   PD_DEVICE void bring(int stage);
