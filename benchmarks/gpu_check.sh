@@ -96,7 +96,7 @@ kernels() {
 
 engine() {
   printf '## Tests of engines\n\n'
-  modules tests/engine/test_cuda_engine.py
+  modules tests/engine/test_cuda_engine.py tests/engine/test_cuda_small_weights.py
 }
 
 # What devices exchange by NCCL: only where there are two.

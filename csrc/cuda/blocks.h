@@ -23,6 +23,8 @@ constexpr int kPanelTiles = kPanelOutputs / 8;
 // Where a group of a panel lies.
 struct GroupPlace {
   const char *unit, *scales, *data;
+
+  PD_DEVICE void advance(int bytes) { unit += bytes, scales += bytes, data += bytes; }
 };
 PD_DEVICE GroupPlace group_place(const BlockShape &shape, const char *panel, int64_t group) {
   const int whole = shape.group_header + shape.group_data, groups = shape.values / X_GROUP;  // a power of two
@@ -30,6 +32,12 @@ PD_DEVICE GroupPlace group_place(const BlockShape &shape, const char *panel, int
   const char *unit = panel + units * (shape.header + groups * whole);
   const char *scales = unit + shape.header + (group - units * groups) * whole;
   return {unit, scales, scales + shape.group_header};
+}
+
+// From a group to the one `count` behind it, a multiple of the longest block's groups.
+PD_DEVICE int stride_of_groups(const BlockShape &shape, int count) {
+  const int whole = shape.group_header + shape.group_data, groups = shape.values / X_GROUP;
+  return count / groups * (shape.header + groups * whole);
 }
 
 // The numbers of an output's group as they are stored: d and a minimum or zero point, and whole scales.

@@ -41,7 +41,8 @@ class FewBlocks {
  public:
   PD_DEVICE FewBlocks(const pd_gemm_args &a, const Segments::One &segment, int num_rows, const SharedMemory &memory)
       : a_(a), segment_(segment), num_rows_(num_rows), num_groups_(a.k / X_GROUP),
-        is_aligned_((uintptr_t)a.x % 16 == 0), pieces_(memory.part<Piece>(0, kPlaces * kPlaceFloats / 4)),
+        stride_(stride_of_groups(segment.shape, kWarps)), is_aligned_((uintptr_t)a.x % 16 == 0),
+        pieces_(memory.part<Piece>(0, kPlaces * kPlaceFloats / 4)),
         sums_(memory.part<float>(0, kPlaces * kPlaceFloats)),
         x_(memory.part<uint64_t>(FewParts::kX, kPlaces * (X_GROUP / 8))),
         scales_(memory.part<GroupScale>(FewParts::kScales, 2 * kPlaces)),
@@ -85,10 +86,9 @@ class FewBlocks {
   // Its groups of a round.
   PD_DEVICE void load(const Step &step) {
     const char *panel = segment_.base + (step.panel - segment_.begin) * segment_.panel_bytes;
-    PD_UNROLL for (int i = 0; i < kGroups; i++) {
-      const int group = step.first + warp() + i * kWarps;
-      if (group >= num_groups_) continue;
-      const GroupPlace at = group_place(segment_.shape, panel, group);
+    GroupPlace at = group_place(segment_.shape, panel, step.first + warp());
+    PD_UNROLL for (int i = 0; i < kGroups; i++, at.advance(stride_)) {
+      if (step.first + warp() + i * kWarps >= num_groups_) break;
       weights_[i].load(at.data);
       stored_[i] = load_scales<kKind>(segment_.shape, at, lane());
     }
@@ -118,7 +118,7 @@ class FewBlocks {
 
   const pd_gemm_args &a_;
   const Segments::One &segment_;
-  const int num_rows_, num_groups_;
+  const int num_rows_, num_groups_, stride_;
   const bool is_aligned_;
   const SharedArray<Piece> pieces_;        // [slots][sums][rows][kPlaceFloats / 4], as are
   const SharedArray<float> sums_;
