@@ -97,7 +97,7 @@ kernels() {
 
 engine() {
   printf '## Tests of engines\n\n'
-  modules tests/engine/test_cuda_engine.py tests/engine/test_attention_of_packages.py
+  modules tests/engine/test_cuda_engine.py tests/engine/test_attention_of_packages.py tests/engine/test_cuda_small_weights.py
 }
 
 # What devices exchange by NCCL: only where there are two.
@@ -115,13 +115,13 @@ ranks() {
 
 copy() { "$python" benchmarks/gpu_copy.py; }
 attention() { "$python" benchmarks/gpu_attention.py; }
-linear() { "$python" benchmarks/gpu_linear.py; }
+linear() { "$python" benchmarks/gpu_linear.py --beside q4_k q6_k int8_weight_only; }
 readout() { "$python" benchmarks/gpu_readout.py; }
 decode() { "$python" benchmarks/gpu_decode.py; }
 
 # Over the smallest benchmarks: all that kernels touch there is the device's own memory, each array by itself.
 sanitizer() {
-  local tool name log status failed=0
+  local tool name log status more failed=0
   printf '## compute-sanitizer\n\n'
   command -v compute-sanitizer >/dev/null || {
     echo "    it is not there"
@@ -130,9 +130,10 @@ sanitizer() {
   printf '| tool | kernels | summary | status |\n|---|---|---|---|\n'
   for tool in memcheck racecheck synccheck; do
     for name in readout linear attention; do
-      log=$logs/$tool.$name
+      log=$logs/$tool.$name more=
+      [ $name = linear ] && more="--beside q4_k q6_k q8_0 int8_weight_only"
       timeout --kill-after=5 60 compute-sanitizer --tool $tool --error-exitcode 9 \
-        "$python" benchmarks/gpu_$name.py --smoke --isa cuda >"$log" 2>&1
+        "$python" benchmarks/gpu_$name.py --smoke --isa cuda $more >"$log" 2>&1
       status=$?
       printf '| %s | %s | %s | %s |\n' $tool $name "$(grep -E 'SUMMARY|not supported' "$log" | head -n 1 | tr -d '=|')" $status
       if grep -q 'not supported' "$log"; then

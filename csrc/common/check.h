@@ -31,12 +31,6 @@ constexpr bool kReadsRecords = false;
 #else
 constexpr bool kReadsRecords = true;
 #endif
-// Weights in blocks: CUDA's kernels do not have them.
-#if defined(PD_DEVICE_MEMORY) || defined(PD_EMULATED_DEVICE)
-constexpr bool kHasBlocks = false;
-#else
-constexpr bool kHasBlocks = true;
-#endif
 // A CPU computes in fp32 and bf16.
 #if defined(PD_DEVICE_MEMORY) || defined(PD_EMULATED_DEVICE)
 constexpr bool kHasF16 = true;

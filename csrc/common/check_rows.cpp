@@ -42,8 +42,6 @@ int check_layer_norm(const pd_layer_norm_args &a) {
 
 int check_embed(const pd_embed_args &a) {
   const char *name = "pd_embed";
-  if (!kHasBlocks && a.segments)
-    return fail("pd_embed: num_segments is %d; on a CUDA device segments must be NULL", a.num_segments);
   if (check_count(name, "num_rows", a.num_rows) || check_array(name, "token_ids", a.token_ids, a.num_rows) ||
       check_pointer(name, "table", a.table) || check_array(name, "out", a.out, a.num_rows) ||
       check_dtype(name, a.dtype) || check_range(name, "dim", a.dim, 1, INT32_MAX) ||

@@ -16,6 +16,8 @@
 #define PD_DEVICE __device__ __forceinline__
 #define PD_ROLLED _Pragma("unroll 1")  // before a loop that would take too many registers unrolled
 #define PD_KERNEL(threads) __global__ void __launch_bounds__(threads)
+// Of which a multiprocessor is to have registers for so many blocks.
+#define PD_KERNEL_BLOCKS(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
 #define SHARED_ARRAY(type, name, size)  \
   __shared__ type name##_memory[size]; \
   const pagedec::SharedArray<type> name { name##_memory }
@@ -32,6 +34,7 @@
 #define PD_DEVICE inline
 #define PD_ROLLED
 #define PD_KERNEL(threads) void
+#define PD_KERNEL_BLOCKS(threads, blocks) void
 #define SHARED_ARRAY(type, name, size) \
   static const char name##_tag = 0;    \
   const pagedec::emulate::SharedArray<type> name(&name##_tag, size)

@@ -7,6 +7,7 @@
 //          (t = lane % 4), and of x likewise: what tensor cores take as k = 2t, 2t + 1, 2t + 8, 2t + 9 of two
 //          instructions is any k, if only it is the same of both.
 #pragma once
+#include "common/blocks.h"
 #include "cuda/context.h"
 #include "cuda/matrix.h"
 
@@ -71,5 +72,8 @@ bool has_room_for_many(const pd_context &);
 // With int8 weights: any number of rows, and more than kFewRows (gemm_int8.cu, gemm_int8_many.cu).
 int enqueue_int8(pd_context &, const pd_gemm_args &);
 int enqueue_int8_many(pd_context &, const pd_gemm_args &);
+// And with weights in blocks (gemm_blocks.cu, gemm_blocks_many.cu).
+int enqueue_blocks(pd_context &, const pd_gemm_args &);
+int enqueue_blocks_many(pd_context &, const pd_gemm_args &, const Segments &);
 
 }  // namespace pagedec::gemm

@@ -6,6 +6,8 @@
 //          products are as many bytes as the weights they come from.
 #include "cuda/gemm_int8.h"
 
+#include "cuda/gemm_weight_only.h"
+
 namespace pagedec {
 namespace gemm {
 namespace {
@@ -98,10 +100,11 @@ PD_KERNEL(kThreads) gemm_int8_kernel(pd_gemm_args a) {
   }
 }
 
-// A warp an output: its largest magnitude, then its bytes.
-template <class E>
+// A warp an output: its largest magnitude, then its bytes. kOnly: as a weight beside rows in their own dtype.
+template <class E, bool kOnly>
 PD_KERNEL(kThreads) pack_int8_kernel(const E *w, int64_t n, int64_t k, char *packed) {
-  const int64_t padded_k = pad_groups(k), padded_n = pad_outputs(n), step = (int64_t)num_grid_blocks() * kWarps;
+  const int64_t padded_k = kOnly ? pad(k) : pad_groups(k), padded_n = pad_outputs(n);
+  const int64_t step = (int64_t)num_grid_blocks() * kWarps;
   const int lane = thread_index() % kWarp;
   for (int64_t row = (int64_t)block_index() * kWarps + thread_index() / kWarp; row < padded_n; row += step) {
     const E *from = w + row * k;
@@ -110,9 +113,25 @@ PD_KERNEL(kThreads) pack_int8_kernel(const E *w, int64_t n, int64_t k, char *pac
     for (int mask = kWarp / 2; mask; mask /= 2) max_bits = upper(max_bits, shuffle_xor(max_bits, mask));
     const float max = bits_float(max_bits), by = int8_factor(max);
     for (int64_t i = lane; i < padded_k; i += kWarp)
-      packed[row * padded_k + i] = row < n && i < k && by != 0.0f ? (char)int8_bits(to_float(from[i]) * by) : 0;
+      packed[kOnly ? place_of_weight(row, i, padded_k) : row * padded_k + i] =
+          row < n && i < k && by != 0.0f ? (char)int8_bits(to_float(from[i]) * by) : 0;
     if (lane == 0) ((float *)(packed + padded_n * padded_k))[row] = quotient(max, 127.0f);
   }
+}
+
+// Of either kind, in whose name.
+template <bool kOnly>
+int pack(const char *name, pd_context *context, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed) {
+  if (check_pack(name, context, w, packed) || check_dtype(name, dtype) || check_size(name, n, k)) return -1;
+  const Turn turn(*context);
+  if (!turn) return fail("%s: another thread works in this context", name);
+  return of_dtype(dtype, [&](auto e) {
+    using E = decltype(e);
+    return launch(*context, name, pack_int8_kernel<E, kOnly>, kThreads, (const E *)w, n, k, (char *)packed);
+  });
+}
+int64_t packed_bytes(int64_t n, int64_t k, int64_t unit) {  // unit: that k is padded to
+  return (n + kPanel - 1) / kPanel * kPanel * ((k + unit - 1) / unit * unit + (int64_t)sizeof(float));
 }
 
 }  // namespace
@@ -132,31 +151,16 @@ using namespace pagedec::gemm;
 
 extern "C" {
 int64_t pd_packed_int8_bytes(int64_t n, int64_t k) {
-  if (check_size("pd_packed_int8_bytes", n, k)) return -1;
-  return (n + kPanel - 1) / kPanel * kPanel * ((k + kGroup - 1) / kGroup * kGroup + (int64_t)sizeof(float));
+  return check_size("pd_packed_int8_bytes", n, k) ? -1 : packed_bytes(n, k, gemm::kGroup);
 }
 int pd_pack_int8(pd_context *context, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed) {
-  if (check_pack("pd_pack_int8", context, w, packed) || check_dtype("pd_pack_int8", dtype)) return -1;
-  if (pd_packed_int8_bytes(n, k) < 0) return -1;
-  const Turn turn(*context);
-  if (!turn) return fail("pd_pack_int8: another thread works in this context");
-  return of_dtype(dtype, [&](auto e) {
-    using E = decltype(e);
-    return launch(*context, "pd_pack_int8", pack_int8_kernel<E>, kThreads, (const E *)w, n, k, (char *)packed);
-  });
+  return pack<false>("pd_pack_int8", context, w, n, k, dtype, packed);
 }
-// There are no kernels for weights alone in int8, nor for weights in blocks.
-int64_t pd_packed_int8_weight_only_bytes(int64_t, int64_t) {
-  return fail("pd_packed_int8_weight_only_bytes: a CUDA device has no weights in int8 beside rows in another dtype");
+int64_t pd_packed_int8_weight_only_bytes(int64_t n, int64_t k) {
+  return check_size("pd_packed_int8_weight_only_bytes", n, k) ? -1 : packed_bytes(n, k, kStep);
 }
-int pd_pack_int8_weight_only(pd_context *, const void *, int64_t, int64_t, int32_t, void *) {
-  return fail("pd_pack_int8_weight_only: a CUDA device has no weights in int8 beside rows in another dtype");
-}
-int64_t pd_packed_blocks_bytes(int64_t, int64_t, int32_t format) {
-  return fail("pd_packed_blocks_bytes: format is %d; a CUDA device has no weights in blocks", format);
-}
-int pd_pack_blocks(pd_context *, const void *, int64_t, int64_t, int32_t format, void *) {
-  return fail("pd_pack_blocks: format is %d; a CUDA device has no weights in blocks", format);
+int pd_pack_int8_weight_only(pd_context *context, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed) {
+  return pack<true>("pd_pack_int8_weight_only", context, w, n, k, dtype, packed);
 }
 // There is but one way here.
 int pd_allow_vnni(pd_context *context, int32_t) { return context ? 0 : fail("pd_allow_vnni: context is NULL"); }

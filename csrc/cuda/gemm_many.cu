@@ -7,6 +7,7 @@
 //          rows at a time is 512 bytes in a row, 16 a lane, so it meets no bank twice. A stage is two steps.
 // Stream   Copies run ahead over the ends of tiles: while a tile's outputs are written, the next one's operands come.
 #include "cuda/gemm_tiles.h"
+#include "cuda/gemm_weight_only.h"
 
 namespace pagedec::gemm {
 namespace {
@@ -16,17 +17,19 @@ constexpr int kLines = kThreads / kPieces;  // rows that all threads copy at a t
 constexpr int kStageSteps = 2;
 constexpr int64_t kStagesBytes = 96 << 10, kSharedBytes = kStagesBytes + kWarps * kWarpSums * (int64_t)sizeof(float);
 
-template <class S>
+template <class S, bool kBytes>
 struct Stages {  // of shared memory, of tiles of a shape
-  static constexpr int kStepPieces = (S::kRows + S::kColumns) * kPieces, kStagePieces = kStageSteps * kStepPieces;
+  static constexpr int kWPieces = kBytes ? kPieces / 2 : kPieces;  // of an output in a step
+  static constexpr int kStepPieces = S::kRows * kPieces + S::kColumns * kWPieces;
+  static constexpr int kStagePieces = kStageSteps * kStepPieces;
   static constexpr int kNumber = kStagesBytes / (kStagePieces * (int)sizeof(Eight));
   static_assert(kNumber >= 2 && S::kRows % kLines == 0 && S::kColumns % kLines == 0);
 };
 
-template <class E, class S, bool kAligned>
+template <class E, class S, bool kAligned, bool kBytes>
 class Tiles {
   static constexpr int kRowTiles = S::kRowTiles, kColumnTiles = S::kColumnTiles;
-  using P = Stages<S>;
+  using P = Stages<S, kBytes>;
   using Sums = float[kRowTiles][kColumnTiles][4];
 
  public:
@@ -45,12 +48,30 @@ class Tiles {
  private:
   PD_DEVICE void find_next() {
     const TilePlace place = S::place(next_tile_, num_rows_, a_.n);
-    next_row_ = place.row + thread_index() / kPieces, next_column_ = place.column + thread_index() / kPieces;
+    next_row_ = place.row + thread_index() / kPieces;
+    next_column_ = place.column + (kBytes ? 0 : thread_index() / kPieces);
     next_step_ = 0;
   }
   PD_DEVICE void bring(int stage);
+  PD_DEVICE void bring_weights(int stage);
+  PD_DEVICE void bring_bytes(int stage);
+  // Of output 8 j + g of the warp's; at: of the first.
+  PD_DEVICE Eight weights(int at, int j) const {
+    if constexpr (!kBytes) return pieces_[at + j * kWarp];
+    const Eight two = pieces_[at + j / 2 * kWarp];
+    return widen_eight<E>(two.pairs[j % 2 * 2], two.pairs[j % 2 * 2 + 1]);
+  }
   PD_DEVICE void run_tile(int tile);
   PD_DEVICE void multiply(int step, Sums &sums) const;
+  PD_DEVICE void scale(TilePlace place, Sums &sums) const {
+    PD_UNROLL for (int j = 0; j < kColumnTiles; j++)
+      PD_UNROLL for (int i = 0; i < 2; i++) {
+        const int column = place.column + S::first_column() + 8 * j + lane() % 4 * 2 + i;
+        const float by = column < padded(a_.n) ? weight_scales(a_)[column] : 0.0f;
+        PD_UNROLL for (int of = 0; of < 2 * kRowTiles; of++)
+          sums[of / 2][j][of % 2 * 2 + i] = sums[of / 2][j][of % 2 * 2 + i] * by;
+      }
+  }
   static PD_DEVICE int lane() { return thread_index() % kWarp; }
 
   const pd_gemm_args &a_;
@@ -63,10 +84,10 @@ class Tiles {
 };
 
 // Begins the copies of the stage that follows the last one's.
-template <class E, class S, bool kAligned>
-PD_DEVICE void Tiles<E, S, kAligned>::bring(int stage) {
+template <class E, class S, bool kAligned, bool kBytes>
+PD_DEVICE void Tiles<E, S, kAligned, kBytes>::bring(int stage) {
   if (next_tile_ < num_tiles_) {
-    const int at = next_step_ * kStep + thread_index() % kPieces * 8, padded_k = num_steps_ * kStep;
+    const int at = next_step_ * kStep + thread_index() % kPieces * 8;
     PD_UNROLL for (int i = 0; i < S::kRows / kLines; i++) {
       const int row = next_row_ + i * kLines;
       const E *from = (const E *)a_.x + (int64_t)row * a_.k + at;
@@ -77,13 +98,8 @@ PD_DEVICE void Tiles<E, S, kAligned>::bring(int stage) {
         else pieces_[to] = load_some(from + step * kStep, left, false);
       }
     }
-    PD_UNROLL for (int i = 0; i < S::kColumns / kLines; i++) {
-      const int row = next_column_ + i * kLines;
-      const E *from = (const E *)a_.packed + (int64_t)row * padded_k + at;
-      PD_UNROLL for (int step = 0; step < kStageSteps; step++)
-        begin_copy(pieces_.at(stage + step * P::kStepPieces + S::kRows * kPieces + thread_index() + i * kThreads),
-                   from + step * kStep, row < padded(a_.n) && at + step * kStep < padded_k);
-    }
+    if constexpr (kBytes) bring_bytes(stage);
+    else bring_weights(stage);
     next_step_ += kStageSteps;
     if (next_step_ >= num_steps_) {
       next_tile_ += num_grid_blocks();
@@ -93,14 +109,39 @@ PD_DEVICE void Tiles<E, S, kAligned>::bring(int stage) {
   end_copy_group();
 }
 
-template <class E, class S, bool kAligned>
-PD_DEVICE void Tiles<E, S, kAligned>::multiply(int step, Sums &sums) const {
+template <class E, class S, bool kAligned, bool kBytes>
+PD_DEVICE void Tiles<E, S, kAligned, kBytes>::bring_weights(int stage) {
+  const int at = next_step_ * kStep + thread_index() % kPieces * 8, padded_k = num_steps_ * kStep;
+  PD_UNROLL for (int i = 0; i < S::kColumns / kLines; i++) {
+    const int row = next_column_ + i * kLines;
+    const E *from = (const E *)a_.packed + (int64_t)row * padded_k + at;
+    PD_UNROLL for (int step = 0; step < kStageSteps; step++)
+      begin_copy(pieces_.at(stage + step * P::kStepPieces + S::kRows * kPieces + thread_index() + i * kThreads),
+                 from + step * kStep, row < padded(a_.n) && at + step * kStep < padded_k);
+  }
+}
+// Panels, of which a step is one run of memory.
+template <class E, class S, bool kAligned, bool kBytes>
+PD_DEVICE void Tiles<E, S, kAligned, kBytes>::bring_bytes(int stage) {
+  constexpr int kOfPanel = kPanel * P::kWPieces;
+  PD_UNROLL for (int i = 0; i < kStageSteps * S::kColumns * P::kWPieces / kThreads; i++) {
+    const int piece = i * kThreads + thread_index(), step = piece / (S::kColumns * P::kWPieces);
+    const int in_step = piece % (S::kColumns * P::kWPieces), column = next_column_ + in_step / kOfPanel * kPanel;
+    const char *from = (const char *)a_.packed + (int64_t)column * num_steps_ * kStep +
+                       (next_step_ + step) * kStep * kPanel + in_step % kOfPanel * 16;
+    begin_copy(pieces_.at(stage + step * P::kStepPieces + S::kRows * kPieces + in_step), from,
+               column < padded(a_.n) && next_step_ + step < num_steps_);
+  }
+}
+
+template <class E, class S, bool kAligned, bool kBytes>
+PD_DEVICE void Tiles<E, S, kAligned, kBytes>::multiply(int step, Sums &sums) const {
   // An instruction takes x in four registers in a row, which two loads bring alternately. Without an operation that is
   // not a plain copy to the compiler, it copies them for every instruction anew: so they are ored with 0.
-  static_assert(PD_PLAIN == 0);
-  const uint32_t zero = (uint32_t)a_.quantization;
+  static_assert(PD_PLAIN == 0 && PD_INT8_WEIGHT_ONLY < 4);
+  const uint32_t zero = (uint32_t)a_.quantization / 4;
   const int of_x = step + S::first_row() * kPieces + lane();
-  const int of_w = step + (S::kRows + S::first_column()) * kPieces + lane();
+  const int of_w = step + S::kRows * kPieces + S::first_column() * P::kWPieces + lane();
   uint32_t x[kRowTiles][2][4];
   PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++) {
     const Eight low = pieces_[of_x + 2 * tile * kWarp], high = pieces_[of_x + (2 * tile + 1) * kWarp];
@@ -110,15 +151,15 @@ PD_DEVICE void Tiles<E, S, kAligned>::multiply(int step, Sums &sums) const {
     }
   }
   PD_UNROLL for (int j = 0; j < kColumnTiles; j++) {
-    const Eight w = pieces_[of_w + j * kWarp];
+    const Eight w = weights(of_w, j);
     PD_UNROLL for (int i = 0; i < 2; i++)
       PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++)
         multiply_add<E>(sums[tile][j], x[tile][i], w.pairs[2 * i], w.pairs[2 * i + 1]);
   }
 }
 
-template <class E, class S, bool kAligned>
-PD_DEVICE void Tiles<E, S, kAligned>::run_tile(int tile) {
+template <class E, class S, bool kAligned, bool kBytes>
+PD_DEVICE void Tiles<E, S, kAligned, kBytes>::run_tile(int tile) {
   constexpr int kOwn = kRowTiles * kColumnTiles * 4, kEnd = P::kNumber * P::kStagePieces;
   Sums own, sums;
   const auto of = [](Sums &all, int i) -> float & { return all[i / 4 / kColumnTiles][i / 4 % kColumnTiles][i % 4]; };
@@ -136,17 +177,19 @@ PD_DEVICE void Tiles<E, S, kAligned>::run_tile(int tile) {
     } while (++step % (kChunk / kStep) && step < num_steps_);
     PD_UNROLL for (int i = 0; i < kOwn; i++) of(own, i) = of(own, i) + of(sums, i);
   }
-  finish_tile<S>(a_, num_rows_, S::place(tile, num_rows_, a_.n), own, sums_);
+  const TilePlace place = S::place(tile, num_rows_, a_.n);
+  if constexpr (kBytes) scale(place, own);
+  finish_tile<S>(a_, num_rows_, place, own, sums_);
 }
 
-template <class E>
+template <class E, bool kBytes>
 PD_KERNEL(kThreads) gemm_many_kernel(pd_gemm_args a) {
   const int num_rows = *a.num_rows;
   if (num_rows <= kFewRows) return;
   LAUNCHED_SHARED(memory);
-  if (!is_aligned(a.x, a.k)) Tiles<E, Narrow, false>(a, num_rows, memory).run();
-  else if (worth_wide(num_rows, a.n, num_grid_blocks())) Tiles<E, Wide, true>(a, num_rows, memory).run();
-  else Tiles<E, Narrow, true>(a, num_rows, memory).run();
+  if (!is_aligned(a.x, a.k)) Tiles<E, Narrow, false, kBytes>(a, num_rows, memory).run();
+  else if (worth_wide(num_rows, a.n, num_grid_blocks())) Tiles<E, Wide, true, kBytes>(a, num_rows, memory).run();
+  else Tiles<E, Narrow, true, kBytes>(a, num_rows, memory).run();
 }
 
 }  // namespace
@@ -154,7 +197,10 @@ PD_KERNEL(kThreads) gemm_many_kernel(pd_gemm_args a) {
 bool has_room_for_many(const pd_context &c) { return kSharedBytes <= c.max_shared_bytes; }
 int enqueue_many(pd_context &c, const pd_gemm_args &a) {
   constexpr int kBlocks = 1;  // what the registers have room for
-  const auto kernel = a.dtype == PD_F16 ? gemm_many_kernel<fp16> : gemm_many_kernel<bf16>;
+  const bool is_bytes = a.quantization == PD_INT8_WEIGHT_ONLY;
+  const auto of_bf16 = is_bytes ? gemm_many_kernel<bf16, true> : gemm_many_kernel<bf16, false>;
+  const auto of_fp16 = is_bytes ? gemm_many_kernel<fp16, true> : gemm_many_kernel<fp16, false>;
+  const auto kernel = a.dtype == PD_F16 ? of_fp16 : of_bf16;
   return launch(c, "pd_gemm", kernel, Grid(kThreads, kBlocks, kSharedBytes), a);
 }
 

@@ -69,10 +69,11 @@ PD_DEVICE void finish_panel(const pd_gemm_args &a, int num_rows, int row, int pa
 
 // The sums of a block's tile: panel by panel through the warp's own part of shared memory [warps][kWarpSums]. Registers
 // have no index, so what is left moves up to where the first one was: one body, which fits the instructions' cache, for
-// all.
+// all. end: the panel behind the last that the tile may have.
 template <class S>
 PD_DEVICE void finish_tile(const pd_gemm_args &a, int num_rows, TilePlace place,
-                           float (&sums)[S::kRowTiles][S::kColumnTiles][4], const SharedArray<float> &shared) {
+                           float (&sums)[S::kRowTiles][S::kColumnTiles][4], const SharedArray<float> &shared,
+                           int end = INT32_MAX) {
   constexpr int kPanels = S::kColumnTiles / kPanelTiles;
   const int first = thread_index() / kWarp * kWarpSums, g = thread_index() % kWarp / 4, t = thread_index() % 4;
   PD_ROLLED for (int i = 0; i < S::kRowTiles * kPanels; i++) {
@@ -80,8 +81,9 @@ PD_DEVICE void finish_tile(const pd_gemm_args &a, int num_rows, TilePlace place,
       PD_UNROLL for (int of = 0; of < 4; of++)
         shared[first + (of / 2 * 8 + g) * kSumStride + 8 * j + 2 * t + of % 2] = sums[0][j][of];
     sync_warp();
-    finish_panel(a, num_rows, place.row + S::first_row() + i / kPanels * kTileRows,
-                 (place.column + S::first_column()) / kPanel + i % kPanels, shared, first);
+    const int panel = (place.column + S::first_column()) / kPanel + i % kPanels;
+    if (panel < end)
+      finish_panel(a, num_rows, place.row + S::first_row() + i / kPanels * kTileRows, panel, shared, first);
     sync_warp();  // nobody looks at this panel any more
     PD_UNROLL for (int n = kPanelTiles; n < S::kRowTiles * S::kColumnTiles; n++)
       PD_UNROLL for (int of = 0; of < 4; of++) {

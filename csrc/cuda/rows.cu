@@ -1,4 +1,5 @@
 // Rows into the residual stream, what ranks have computed of it, and rows copied: nothing here adds within a row.
+#include "cuda/blocks.h"
 #include "cuda/context.h"
 
 namespace pagedec {
@@ -10,8 +11,9 @@ constexpr int kThreads = 256;
 PD_DEVICE int64_t first_element() { return (int64_t)block_index() * kThreads + thread_index(); }
 PD_DEVICE int64_t num_threads_in_all() { return (int64_t)num_grid_blocks() * kThreads; }
 
-template <class E>
-PD_KERNEL(kThreads) embed_kernel(pd_embed_args a) {
+// in_blocks: the table's segments, where it is one; its values are then rounded to what a table of E would have.
+template <class E, bool kInBlocks>
+PD_KERNEL(kThreads) embed_kernel(pd_embed_args a, Segments in_blocks) {
   const float nan = bits_float(0x7fc00000u);
   const int32_t num_ids = a.num_ids ? a.num_ids : a.vocab;
   for (int64_t i = first_element(); i < *a.num_rows * (int64_t)a.dim; i += num_threads_in_all()) {
@@ -23,8 +25,10 @@ PD_KERNEL(kThreads) embed_kernel(pd_embed_args a) {
     const bool known =
         token >= 0 && token < num_ids && position >= 0 && (position < a.num_positions || !a.position_table);
     float x = known ? 0.0f : nan;  // 0: another rank's
-    if (known && place >= 0 && place < a.vocab)
-      x = to_float(((const E *)a.table)[place * (int64_t)a.dim + d]) * a.scale;
+    if (known && place >= 0 && place < a.vocab) {
+      if constexpr (kInBlocks) x = to_float(from_float<E>(value_in_blocks(in_blocks, place, d))) * a.scale;
+      else x = to_float(((const E *)a.table)[place * (int64_t)a.dim + d]) * a.scale;
+    }
     if (known && a.position_table) x = x + to_float(((const E *)a.position_table)[position * (int64_t)a.dim + d]);
     a.out[i] = x;
   }
@@ -62,7 +66,11 @@ PD_KERNEL(kThreads) copy_rows_kernel(pd_copy_rows_args a) {
 }  // namespace
 
 int enqueue_embed(pd_context &c, const pd_embed_args &a) {
-  return launch(c, "pd_embed", of_dtype(a.dtype, [](auto e) { return embed_kernel<decltype(e)>; }), kThreads, a);
+  const Segments in_blocks(a.table, a.segments, a.segments ? a.num_segments : 0, a.vocab, a.dim);
+  return of_dtype(a.dtype, [&](auto e) {
+    const auto kernel = a.segments ? embed_kernel<decltype(e), true> : embed_kernel<decltype(e), false>;
+    return launch(c, "pd_embed", kernel, kThreads, a, in_blocks);
+  });
 }
 int enqueue_add_parts(pd_context &c, const pd_add_parts_args &a) {
   return launch(c, "pd_add_parts", add_parts_kernel, kThreads, a);

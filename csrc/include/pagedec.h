@@ -142,7 +142,7 @@ PD_EXPORT int pd_pack_int8(pd_context *, const void *w, int64_t n, int64_t k, in
 
 /* The same integers and scales, but x stays in its dtype: y = epilogue((the chain of products x q over k) * scale of
  * the output + bias), where the chain is that of a plain weight whose values are q. So its bits, too, are of one
- * instruction set. A CUDA device does not have these weights yet. */
+ * instruction set, or of CUDA. */
 PD_EXPORT int64_t pd_packed_int8_weight_only_bytes(int64_t n, int64_t k);           /* as pd_packed_bytes */
 /* w [n][k] in dtype */
 PD_EXPORT int pd_pack_int8_weight_only(pd_context *, const void *w, int64_t n, int64_t k, int32_t dtype, void *packed);
@@ -159,8 +159,9 @@ PD_EXPORT int pd_pack_int8_weight_only(pd_context *, const void *w, int64_t n, i
  *   acc = acc + scale of x * (a t)               Q4_0, INT4_128, Q8_0
  *   acc = acc + scale of x * (a t - b S)         Q4_K, INT4_ZERO_*, whose t has no zero
  *   acc = acc + scale of x * (a t + a' t')       Q6_K, of its two 16 values
- * from 0 on, groups in order, each product, sum and difference rounded to fp32 by itself; y = epilogue(acc + bias).
- * Infinities, NaN and tiny values of x are as in int8. */
+ * from 0 on, groups in order, each product, sum and difference rounded to fp32 by itself; y = epilogue(acc + bias), the
+ * same on every instruction set and device. Infinities, NaN and tiny values of x are as in int8; a d, dmin or z that is
+ * no number gives some infinity or NaN. */
 typedef enum {
   PD_Q4_0 = 1, PD_Q8_0, PD_Q4_K, PD_Q6_K, PD_INT4_128, PD_INT4_ZERO_32, PD_INT4_ZERO_128
 } pd_block_format;
@@ -169,7 +170,8 @@ typedef enum {
 typedef struct { int32_t format, first_output; } pd_segment;
 #define PD_MAX_SEGMENTS 4
 PD_EXPORT int64_t pd_packed_blocks_bytes(int64_t n, int64_t k, int32_t format);     /* as pd_packed_bytes */
-/* blocks: [n][k / values of a block] blocks, without gaps. A CUDA device does not have these weights yet. */
+/* blocks: [n][k / values of a block] blocks, without gaps. In which order kernels have their bytes is a CPU's or a CUDA
+ * device's own; how many there are is not. */
 PD_EXPORT int pd_pack_blocks(pd_context *, const void *blocks, int64_t n, int64_t k, int32_t format, void *packed);
 /* for tests. 0: do as without the instruction that multiplies bytes, in a library that can; 1 if it will be used */
 PD_EXPORT int pd_allow_vnni(pd_context *, int32_t allow);

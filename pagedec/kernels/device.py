@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from pagedec.core.logits_rules import LogitsRules
 from pagedec.errors import InvalidArgument
 from pagedec.kernels.attention_kernel import AttentionKernel, check_device, check_numbers
 from pagedec.kernels.backend import AttentionShape, CacheTensors
-from pagedec.kernels.blocks import Blocks
 from pagedec.kernels.context import Context, Fetch
 from pagedec.kernels.device_memory import DeviceCall, DeviceMemory, KernelCall, Staging
 from pagedec.kernels.drawn import of_all
@@ -22,7 +21,6 @@ from pagedec.kernels.library import EMULATED_DEVICE, KvKind, Library
 from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.native_plan import NativePlan
 from pagedec.kernels.native_program import DTYPES
-from pagedec.kernels.native_weight import NativeWeight
 from pagedec.kernels.processing import FlatRules, flatten
 from pagedec.kernels.reference_cache import SCALE_BYTES, cache_dtype
 from pagedec.kernels.split_plan import SplitPlan
@@ -114,9 +112,6 @@ class DeviceBackend(NativeBackend):
 
     def storage(self, num_bytes: int) -> torch.Tensor:
         return self.memory.allocate(num_bytes)
-
-    def pack_blocks(self, parts: Sequence[Blocks], bias: torch.Tensor | None = None) -> NativeWeight:
-        raise ValueError(f"quantization is {parts[0].format}; a CUDA device has no weights in blocks")
 
     def fetch(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
         if tensor.is_contiguous() and out.is_contiguous():

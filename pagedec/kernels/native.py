@@ -109,7 +109,7 @@ class NativeBackend(HostBackend):
         data, at, first = self.storage(sum(sizes)), 0, 0
         segments = (Segment * len(joined))()
         for segment, part, size in zip(segments, joined, sizes, strict=True):
-            blocks, code = part.data.contiguous(), part.layout.code
+            blocks, code = self.place(part.data.contiguous()), part.layout.code
             segment.format, segment.first_output = int(code), first
             self.context.pack_blocks(blocks.data_ptr(), part.n, k, code, data.data_ptr() + at)
             at, first = at + size, first + part.n

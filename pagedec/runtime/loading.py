@@ -116,8 +116,6 @@ def _device_backend(
     library: Library, dtype: torch.dtype, quantization: str | None, place: int, kv_kind: KvKind
 ) -> DeviceBackend:
     """Kernels of a device; its threads are not the processor's."""
-    if quantization not in (None, "int8"):
-        raise InvalidArgument("quantization", quantization, "must be int8 or off on a CUDA device")
     try:
         return DeviceBackend(library, dtype, quantization, 0, place % library.num_devices, kv_kind)
     except (KernelError, MemoryError) as error:

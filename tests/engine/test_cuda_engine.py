@@ -307,8 +307,6 @@ def test_generations_of_devices_have_bits_of_their_own(device: Tiny, monkeypatch
 def test_what_there_is_not(device: Tiny, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidArgument, match="model is .*: must have a family of our own on a CUDA device"):
         device(model_impl="transformers")
-    with pytest.raises(InvalidArgument, match="quantization is 'int8_weight_only': must be int8 or off on a CUDA"):
-        device(quantization="int8_weight_only")
     monkeypatch.setenv("PAGEDEC_LINK", "sockets")
     with pytest.raises(InvalidArgument, match="tensor_parallel_size is 2: must be 1 on CUDA devices whose machines"):
         device(tensor_parallel_size=2)

@@ -22,6 +22,7 @@ from pagedec.kernels.library import (
     AttentionPlan,
     AttnBatch,
     AttnShape,
+    BlockFormat,
     Context,
     Dtype,
     Library,
@@ -125,6 +126,14 @@ class WaitingContext(Context):
 
     def pack_int8(self, weight_address: int, n: int, k: int, dtype: Dtype, packed_address: int) -> None:
         super().pack_int8(weight_address, n, k, dtype, packed_address)
+        self.wait()
+
+    def pack_int8_weight_only(self, weight_address: int, n: int, k: int, dtype: Dtype, packed_address: int) -> None:
+        super().pack_int8_weight_only(weight_address, n, k, dtype, packed_address)
+        self.wait()
+
+    def pack_blocks(self, blocks_address: int, n: int, k: int, format: BlockFormat, packed_address: int) -> None:
+        super().pack_blocks(blocks_address, n, k, format, packed_address)
         self.wait()
 
     def gumbel(self, seed: int, stream: int, position: int, first_token: int, num_tokens: int) -> np.ndarray:

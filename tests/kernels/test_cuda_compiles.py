@@ -57,7 +57,7 @@ def test_it_compiles_without_spills(built: Build, source: Path) -> None:
         assert set(re.findall(r"for '(sm_\d+)'", told)) == {"sm_80", "sm_90"}
 
 
-@pytest.mark.parametrize("name", ["gemm", "gemm_int8", "gemm_int8_many"])
+@pytest.mark.parametrize("name", ["gemm", "gemm_int8", "gemm_int8_many", "gemm_blocks", "gemm_blocks_many"])
 def test_sixteen_bytes_are_one_load(built: Build, tmp_path: Path, name: str) -> None:
     """Not one for each byte, as nvcc makes of a copy whose alignment it does not believe."""
     csrc, out = ROOT / "csrc", tmp_path / "code.ptx"

@@ -111,7 +111,7 @@ def test_what_is_invalid_is_named(context: Context) -> None:
     for arguments, message in [
         ((None, 32, 8, 0, storage.data_ptr()), "w is NULL"),
         ((weight.data_ptr(), 0, 8, 0, storage.data_ptr()), "n is 0"),
-        ((weight.data_ptr(), 32, 8, 2, storage.data_ptr()), "dtype is 2"),
+        ((weight.data_ptr(), 32, 8, 3, storage.data_ptr()), "dtype is 3"),
     ]:
         with pytest.raises(KernelError, match=name + message):
             context.library.check(pack(context.handle, *arguments))

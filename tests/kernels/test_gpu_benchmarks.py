@@ -17,19 +17,17 @@ from pagedec.kernels.library import EMULATED_DEVICE
 from tests.kernels import cuda_library
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-ROWS = {"copy": 9, "attention": 9, "linear": 4, "readout": 24, "decode": 4, "ranks": 2}
+ROWS = {"copy": 9, "attention": 9, "linear": 24, "readout": 24, "decode": 4, "ranks": 2}
 """Of all tables of each."""
-IN_FLOAT16 = {"linear", "decode"}
-"""Those that measure fp16 where they are told to."""
+MORE = {"linear": ["--dtype=float16", "--beside", "q6_k", "q4_k", "int8_weight_only"], "decode": ["--dtype=float16"]}
+"""What those are told that measure more where they are told to."""
 pytestmark = pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_it_prints_its_tables(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr(
-        sys, "argv", [f"gpu_{name}.py", "--smoke", *(["--dtype=float16"] if name in IN_FLOAT16 else [])]
-    )
+    monkeypatch.setattr(sys, "argv", [f"gpu_{name}.py", "--smoke", *MORE.get(name, [])])
     monkeypatch.setenv("PAGEDEC_ISA", EMULATED_DEVICE)  # decode sets it and makes weights of its own:
     monkeypatch.setattr(dummy, "_random_normal", dummy._random_normal)  # both are put back,
     monkeypatch.setenv("PAGEDEC_LINK", "memory")  # and what ranks sets

@@ -1,0 +1,244 @@
+// Linear layers with weights in blocks, of many rows: a block of eight warps has a tile of rows x outputs of a segment,
+// as gemm_int8_many.cu has. W comes to shared memory as it is packed; rows of x and the numbers of W's blocks come to
+// registers and become int8 and factors a group before they are needed.
+//
+// Shared   x [2][rows][4 lanes] of 8 bytes and its groups' scales; factors [2][outputs] in the order of lanes; W of a
+//          group [3][panels][up to 64] of 16 bytes. Lanes read side by side, so they meet no bank twice.
+// Stream   Operands run two groups ahead, over the ends of tiles.
+#include "cuda/gemm_blocks.h"
+#include "cuda/gemm_tiles.h"
+
+namespace pagedec::gemm {
+namespace {
+
+constexpr int kStages = 3, kBuffers = 2;
+constexpr int kLongestGroup = 64;  // pieces of a panel
+
+template <class S>
+struct Parts {  // of shared memory
+  static constexpr int kPanels = S::kColumns / kPanel, kWPieces = kPanels * kLongestGroup;
+  static constexpr int64_t kX = kStages * kWPieces * (int64_t)sizeof(Piece);
+  static constexpr int64_t kScales = kX + kBuffers * S::kRows * 4 * (int64_t)sizeof(uint64_t);
+  static constexpr int64_t kFactors = kScales + kBuffers * S::kRows * (int64_t)sizeof(GroupScale);
+  static constexpr int64_t kSums = kFactors + 2 * kBuffers * S::kColumns * (int64_t)sizeof(float);
+  static constexpr int64_t kBytes = kSums + kWarps * kWarpSums * (int64_t)sizeof(float);
+};
+constexpr int64_t kSharedBytes = Parts<Wide>::kBytes;  // 44 KB
+static_assert(Parts<Narrow>::kBytes <= kSharedBytes);
+
+template <class S, BlockKind kKind>
+class BlockTiles {
+  static constexpr int kRowTiles = S::kRowTiles, kColumnTiles = S::kColumnTiles, kWarpPanels = kColumnTiles / 4;
+  static constexpr int kPieces = kKind == BlockKind::BYTES ? 64 : kKind == BlockKind::SIX ? 48 : 32;  // of a panel
+  static constexpr int kTasks = S::kRows * 4 / kThreads;  // eights of x of a thread
+  using P = Parts<S>;
+  using Sums = float[kRowTiles][kColumnTiles][4];
+
+ public:
+  PD_DEVICE BlockTiles(const pd_gemm_args &a, const Segments::One &segment, int num_rows, const SharedMemory &memory)
+      : a_(a), segment_(segment), num_rows_(num_rows), num_groups_(a.k / X_GROUP), n_(num_outputs(segment)),
+        num_tiles_(num_tiles(segment, num_rows)), is_aligned_((uintptr_t)a.x % 16 == 0),
+        w_(memory.part<Piece>(0, kStages * P::kWPieces)), high_(memory.part<uint64_t>(0, kStages * P::kWPieces * 2)),
+        x_(memory.part<uint64_t>(P::kX, kBuffers * S::kRows * 4)),
+        scales_(memory.part<GroupScale>(P::kScales, kBuffers * S::kRows)),
+        factors_(memory.part<float>(P::kFactors, 2 * kBuffers * S::kColumns)),
+        lane_factors_(memory.part<Piece>(P::kFactors, 2 * kBuffers * S::kColumns / 4)),
+        sums_(memory.part<float>(P::kSums, kWarps * kWarpSums)) {}
+
+  static PD_DEVICE int num_outputs(const Segments::One &segment) { return (int)(segment.end - segment.begin) * kPanel; }
+  static PD_DEVICE int num_tiles(const Segments::One &segment, int num_rows) {
+    return S::row_tiles(num_rows) * S::column_tiles(num_outputs(segment));
+  }
+  // Tiles from `first` on.
+  PD_DEVICE void run(int first) {
+    if (first >= num_tiles_) return;
+    next_tile_ = first;
+    bring(0);
+    keep(0);
+    bring(1);
+    for (int tile = first; tile < num_tiles_; tile += num_grid_blocks()) run_tile(tile);
+    await_copies<0>();
+    sync_block();  // what comes next has this memory for itself
+  }
+
+ private:
+  // Of a tile's first group, and of 6 bits anew each time: their sums leave no registers to keep it in.
+  PD_DEVICE void find_next() {
+    if (next_group_ && kKind != BlockKind::SIX) return;
+    const TilePlace place = S::place(next_tile_, num_rows_, n_);
+    next_row_ = place.row, next_panel_ = place.column / kPanel;
+  }
+  PD_DEVICE int num_panels() const { return n_ / kPanel; }
+  PD_DEVICE const char *panel(int index) const { return segment_.base + index * segment_.panel_bytes; }
+  // Of eights that were brought last: rows of which a quarter of the threads has one each.
+  PD_DEVICE RowPlace place(int task) const {
+    const int row = place_.row + task * (kThreads / 4);
+    return {row, place_.at, row < num_rows_, is_aligned_};
+  }
+  PD_DEVICE void bring(int stage);
+  PD_DEVICE void keep(int buffer);
+  PD_DEVICE void run_tile(int tile);
+  PD_DEVICE void multiply(Sums &sums) const;
+  PD_DEVICE void multiply_panel(int index, const uint32_t (&x)[kRowTiles][4], const GroupScale (&scales)[kRowTiles][2],
+                                Sums &sums) const;
+  static PD_DEVICE int lane() { return thread_index() % kWarp; }
+
+  const pd_gemm_args &a_;
+  const Segments::One &segment_;
+  const int num_rows_, num_groups_, n_, num_tiles_;
+  const bool is_aligned_;
+  const SharedArray<Piece> w_;                // [stages][panels][kLongestGroup], as are
+  const SharedArray<uint64_t> high_;
+  const SharedArray<uint64_t> x_;             // [buffers][rows][4]
+  const SharedArray<GroupScale> scales_;      // [buffers][rows]
+  const SharedArray<float> factors_;          // [buffers][a, b][outputs], as are
+  const SharedArray<Piece> lane_factors_;
+  const SharedArray<float> sums_;
+  int next_tile_ = 0, next_group_ = 0;        // whose operands come next
+  int next_row_ = 0, next_panel_ = 0;         // of the segment
+  int stage_ = 0, buffer_ = 0;                // that are multiplied
+  struct { int row, at; } place_ = {};        // of a thread's first eight
+  Piece eights_[kTasks];                       // of rows that are not yet int8
+  StoredScales stored_ = {};                  // of an output
+};
+
+// Begins the copies of W's next group, and loads that of x and the numbers of blocks.
+template <class S, BlockKind kKind>
+PD_DEVICE void BlockTiles<S, kKind>::bring(int stage) {
+  if (next_tile_ < num_tiles_) {
+    find_next();
+    PD_UNROLL for (int i = 0; i < P::kPanels * kPieces; i += kThreads) {
+      const int piece = i + thread_index(), of = piece / kPieces, at = piece % kPieces;
+      if (of >= P::kPanels) break;
+      begin_copy(w_.at(stage * P::kWPieces + of * kLongestGroup + at),
+                 group_place(segment_.shape, panel(next_panel_ + of), next_group_).data + at * 16,
+                 next_panel_ + of < num_panels());
+    }
+    place_ = {next_row_ + thread_index() / 4, next_group_ * X_GROUP + thread_index() % 4 * 8};
+    PD_UNROLL for (int i = 0; i < kTasks; i++) eights_[i] = load_eight(a_, place(i));
+    const int own = next_panel_ + thread_index() / kPanel;
+    stored_ = {};
+    if (thread_index() < S::kColumns && own < num_panels())
+      stored_ = load_scales<kKind>(segment_.shape, group_place(segment_.shape, panel(own), next_group_), lane());
+    if (++next_group_ == num_groups_) next_group_ = 0, next_tile_ += num_grid_blocks();
+  }
+  end_copy_group();
+}
+
+// What was loaded last, as int8 and as factors.
+template <class S, BlockKind kKind>
+PD_DEVICE void BlockTiles<S, kKind>::keep(int buffer) {
+  PD_UNROLL for (int i = 0; i < kTasks; i++) {
+    const int row = buffer * S::kRows + thread_index() / 4 + i * (kThreads / 4);
+    uint64_t q;
+    const GroupScale scale = quantize_eight(a_, place(i), eights_[i], q);
+    x_[row * 4 + thread_index() % 4] = q;
+    if (thread_index() % 4 == 0) scales_[row] = scale;
+  }
+  if (thread_index() >= S::kColumns) return;
+  const Factors by = unit_factors<kKind>(segment_.shape, stored_);
+  const int at = 2 * buffer * S::kColumns + thread_index() / kPanel * kPanel + place_of_output(lane());
+  factors_[at] = by.a, factors_[at + S::kColumns] = by.b;
+}
+
+template <class S, BlockKind kKind>
+PD_DEVICE void BlockTiles<S, kKind>::multiply(Sums &sums) const {
+  uint32_t x[kRowTiles][4];
+  GroupScale scales[kRowTiles][2];
+  PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++)
+    PD_UNROLL for (int half = 0; half < 2; half++) {
+      const int row = buffer_ * S::kRows + S::first_row() + tile * kTileRows + 8 * half + lane() / 4;
+      const uint64_t q = x_[row * 4 + lane() % 4];
+      x[tile][half] = (uint32_t)q, x[tile][2 + half] = (uint32_t)(q >> 32);
+      scales[tile][half] = scales_[row];
+    }
+  PD_UNROLL for (int i = 0; i < kWarpPanels; i++) multiply_panel(i, x, scales, sums);
+}
+
+// Panel `index` of the warp's.
+template <class S, BlockKind kKind>
+PD_DEVICE void BlockTiles<S, kKind>::multiply_panel(int index, const uint32_t (&x)[kRowTiles][4],
+                                                    const GroupScale (&scales)[kRowTiles][2], Sums &sums) const {
+  const int of = S::first_column() / kPanel + index, first = stage_ * P::kWPieces + of * kLongestGroup;
+  LaneWeights<kKind> w{};
+  PD_UNROLL for (int i = 0; i < w.kPieces; i++) w.pieces[i] = w_[first + i * kWarp + lane()];
+  if constexpr (kKind == BlockKind::SIX) w.high = high_[(first + kWarp) * 2 + lane()];
+  PD_UNROLL for (int pair = 0; pair < kPanelTiles / 2; pair++) {
+    const int at = (2 * buffer_ * S::kColumns + of * kPanel) / 4 + lane() % 4 * 2 + pair;
+    const Piece as = lane_factors_[at];
+    Piece bs{};
+    if (kKind == BlockKind::NIBBLES_MIN || kKind == BlockKind::SIX) bs = lane_factors_[at + S::kColumns / 4];
+    PD_UNROLL for (int j = 0; j < 2; j++) {
+      const int column = index * kPanelTiles + 2 * pair + j;
+      const LaneBytes<kKind> bytes(w, 2 * pair + j);
+      PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++) {
+        int32_t products[kSumsOf<kKind>][4];
+        multiply_eight<kKind>(x[tile], bytes, products);
+        PD_UNROLL for (int i = 0; i < 4; i++) {
+          const Factors by = {bits_float(as.words[2 * j + i % 2]), bits_float(bs.words[2 * j + i % 2])};
+          float own[kSumsOf<kKind>];
+          PD_UNROLL for (int half = 0; half < kSumsOf<kKind>; half++)
+            own[half] = bits_float((uint32_t)products[half][i]);
+          sums[tile][column][i] =
+              sums[tile][column][i] + group_product<kKind>(by, shifts(by), own, scales[tile][i / 2]);
+        }
+      }
+    }
+  }
+}
+
+template <class S, BlockKind kKind>
+PD_DEVICE void BlockTiles<S, kKind>::run_tile(int tile) {
+  Sums sums;
+  PD_UNROLL for (int i = 0; i < kRowTiles * kColumnTiles * 4; i++)
+    sums[i / 4 / kColumnTiles][i / 4 % kColumnTiles][i % 4] = 0.0f;
+  PD_ROLLED for (int group = 0; group < num_groups_; group++) {
+    await_copies<kStages - 2>();
+    sync_block();  // what has come and what was kept is seen, and nobody looks any more at the group before
+    keep(1 - buffer_);
+    bring(stage_ ? stage_ - 1 : kStages - 1);
+    multiply(sums);
+    stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
+    buffer_ = 1 - buffer_;
+  }
+  TilePlace place = S::place(tile, num_rows_, n_);
+  place.column += (int)segment_.begin * kPanel;
+  finish_tile<S>(a_, num_rows_, place, sums, sums_, (int)segment_.end);
+}
+
+// A segment after the other of those of a kind, its tiles where those of the one before end.
+template <class S, BlockKind kKind>
+PD_DEVICE void run_tiles(const pd_gemm_args &a, const Segments &segments, int num_rows, const SharedMemory &memory) {
+  const int grid = num_grid_blocks();
+  int before = 0;
+  for (int i = 0; i < segments.count; i++) {
+    const Segments::One &segment = segments.one[i];
+    if (segment.shape.kind != kKind) continue;
+    BlockTiles<S, kKind>(a, segment, num_rows, memory).run((block_index() - before % grid + grid) % grid);
+    before += BlockTiles<S, kKind>::num_tiles(segment, num_rows);
+  }
+}
+
+template <BlockKind kKind>
+PD_KERNEL(kThreads) gemm_blocks_many_kernel(pd_gemm_args a, Segments segments) {
+  const int num_rows = *a.num_rows;
+  if (num_rows <= kFewRows) return;
+  LAUNCHED_SHARED(memory);
+  int own = 0;  // outputs
+  for (int i = 0; i < segments.count; i++)
+    if (segments.one[i].shape.kind == kKind) own += (int)(segments.one[i].end - segments.one[i].begin) * kPanel;
+  if (worth_wide(num_rows, own, num_grid_blocks())) run_tiles<Wide, kKind>(a, segments, num_rows, memory);
+  else run_tiles<Narrow, kKind>(a, segments, num_rows, memory);
+}
+
+}  // namespace
+
+int enqueue_blocks_many(pd_context &c, const pd_gemm_args &a, const Segments &segments) {
+  constexpr int kBlocks = 1;  // what the registers have room for
+  return for_kinds(segments, [&](auto of) {
+    const Grid grid(kThreads, kBlocks, kSharedBytes);
+    return launch(c, "pd_gemm", gemm_blocks_many_kernel<decltype(of)::kKind>, grid, a, segments);
+  });
+}
+
+}  // namespace pagedec::gemm
