@@ -123,8 +123,8 @@ struct HalfTiles : Factors<Element, Element, kHead> {
     // A load brings two steps of eight columns; or of the largest heads, which lack the registers, one of two pieces.
     constexpr int kSteps = kHead <= 128 ? 2 : 1, kPiecesAtATime = 2 / kSteps, kLoadedTokens = kStepTokens * kSteps;
     static_assert(kPieces % kPiecesAtATime == 0);
-    const int lane = thread_index() % kWarp, of_v = tile_at(stage, true) + lane % kLoadedTokens * kStride + 8 * warp +
-                                                    lane / kLoadedTokens * 8 * kWarps;
+    const int lane = thread_index() % kWarp, column = 8 * warp + lane / kLoadedTokens * 8 * kWarps;
+    const int of_v = tile_at(stage, true) + lane % kLoadedTokens * kStride + column;
     PD_UNROLL for (int token = 0; token < TILE; token += kLoadedTokens) {
       uint32_t a[kRowTiles][kSteps][4];
       this->load_probabilities(sight, token, a);
@@ -150,7 +150,8 @@ struct HalfTiles : Factors<Element, Element, kHead> {
     const int lane = thread_index() % kWarp;
     [[maybe_unused]] constexpr int kUnrolled = kPieces <= 2 ? 2 * kRowTiles : 1;
     float sums[kRowTiles][kPieces][4];
-    PD_UNROLL for (int i = 0; i < kRowTiles * kPieces * 4; i++) sums[0][0][i] = o[0][0][i];
+    PD_UNROLL for (int n = 0; n < kRowTiles * kPieces; n++)
+      PD_UNROLL for (int i = 0; i < 4; i++) sums[n / kPieces][n % kPieces][i] = o[n / kPieces][n % kPieces][i];
     PD_UNROLL_BY(kUnrolled)
     for (int of = 0; of < 2 * kRowTiles; of++) {
       const int row = of * (kTileRows / 2) + lane / 4;
@@ -170,7 +171,8 @@ struct HalfTiles : Factors<Element, Element, kHead> {
         }
       }
     }
-    PD_UNROLL for (int i = 0; i < kRowTiles * kPieces * 4; i++) o[0][0][i] = sums[0][0][i];
+    PD_UNROLL for (int n = 0; n < kRowTiles * kPieces; n++)
+      PD_UNROLL for (int i = 0; i < 4; i++) o[n / kPieces][n % kPieces][i] = sums[n / kPieces][n % kPieces][i];
   }
   PD_DEVICE void clear_poison(int stage, const Sight &sight, int dim) const {
     sync_block();
