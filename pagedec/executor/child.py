@@ -131,7 +131,8 @@ def _carry_out(channel: Channel, worker: Worker, step: Step) -> None:
         if due is not None and due.will_come:
             due.take()  # they come although nobody needs them: the step has failed before
         error.add_note(f"in the worker process:\n{traceback.format_exc()}")
-        channel.send(Kind.FAILED if worker.is_whole else Kind.BROKEN, _pickled(error))
+        goes_on = worker.is_whole and not worker.is_lost()
+        channel.send(Kind.FAILED if goes_on else Kind.BROKEN, _pickled(error))
         return
     channel.send(Kind.ANSWERS, pack_answers(step.number, answers))
 
