@@ -86,8 +86,8 @@ int DeviceMemory::reserve(int64_t bytes) {
   data_ = nullptr, size_ = with_room(bytes);
   cudaError_t error = cudaMalloc(&data_, size_);
   if (error != cudaSuccess) error = cudaMalloc(&data_, size_ = bytes);
+  cudaGetLastError();  // also where the second has succeeded
   if (error == cudaSuccess) return 0;
-  cudaGetLastError();
   data_ = nullptr, size_ = 0;
   return fail("%lld bytes of a device's memory: %s", (long long)bytes, cudaGetErrorString(error));
 }

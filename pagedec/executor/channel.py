@@ -29,7 +29,7 @@ class Kind(IntEnum):
     TOLD = 8  # something for all ranks; what all ranks have told
     PULSE = 9  # the worker is at work still
     DONE = 10  # a rank that answers nothing is through with a step
-    BROKEN = 11  # an error that leaves other ranks in the middle of a step
+    BROKEN = 11  # an error that leaves other ranks in the middle of a step, or a device that works no more
     DUE = 12  # no step follows before the last one is answered
 
 

@@ -146,9 +146,9 @@ class _Steps:
         try:
             begun = worker.begin(step)
         except Exception as error:  # the engine decides what it means
-            failure = _failure(error, worker.is_whole)
+            failure = _failure(error, worker, worker.is_whole)
             return lambda: failure
-        return partial(_answered, number, begun, worker.geometry.world == 1)
+        return partial(_answered, number, begun, worker)
 
 
 def _done(number: int, wait: Callable[[], object]) -> Message:
@@ -156,16 +156,16 @@ def _done(number: int, wait: Callable[[], object]) -> Message:
     return Kind.DONE, np.array([number], np.int32)
 
 
-def _answered(number: int, begun: Begun, is_alone: bool) -> Message:
+def _answered(number: int, begun: Begun, worker: Worker) -> Message:
     try:
         return Kind.ANSWERS, pack_answers(number, begun.result())
     except Exception as error:
-        return _failure(error, is_alone)
+        return _failure(error, worker, worker.geometry.world == 1)
 
 
-def _failure(error: Exception, is_whole: bool) -> Message:
+def _failure(error: Exception, worker: Worker, is_whole: bool) -> Message:
     error.add_note(f"in the worker process:\n{traceback.format_exc()}")
-    return Kind.FAILED if is_whole else Kind.BROKEN, _pickled(error)
+    return Kind.FAILED if is_whole and not worker.is_lost() else Kind.BROKEN, _pickled(error)
 
 
 def _carry_out(channel: Channel, worker: Worker, step: Step) -> Message:
@@ -179,7 +179,7 @@ def _carry_out(channel: Channel, worker: Worker, step: Step) -> Message:
     except Exception as error:
         if due is not None and due.will_come:
             due.take()  # they come although nobody needs them: the step has failed before
-        return _failure(error, worker.is_whole)
+        return _failure(error, worker, worker.is_whole)
 
 
 class _Due:

@@ -13,6 +13,7 @@ import numpy as np
 from pagedec.core.forward import NO_INTS, Answers, LaneAnswers, LaneForward, MakeMasks, Masks, asks_draws_alone
 from pagedec.core.wire import Step
 from pagedec.kernels.backend import Drafted
+from pagedec.kernels.context import KernelError
 from pagedec.kernels.link import Link
 from pagedec.runtime.geometry import Geometry
 from pagedec.runtime.runner import LaneRunner
@@ -47,6 +48,11 @@ class Worker:
     def overlaps(self) -> bool:
         """Whether what is begun is carried out while the caller goes on."""
         return self.geometry.overlaps
+
+    def is_lost(self) -> bool:
+        """Whether a device carries nothing out any more, as a GPU does not for a process that has had it fail: each
+        wait then fails, where another kind of error is told by one."""
+        return any(_fails(runner.backend.wait) and _fails(runner.backend.wait) for runner in self.lanes.values())
 
     def begins(self, step: Step) -> bool:
         """Whether `begin` takes a step: one that asks for draws alone."""
@@ -124,6 +130,14 @@ class Worker:
             yield
         finally:
             self.is_whole = self.is_whole or runner.is_through
+
+
+def _fails(wait: Callable[[], None]) -> bool:
+    try:
+        wait()
+    except KernelError:
+        return True
+    return False
 
 
 def with_rolled(target: LaneForward, draft: LaneForward, rolled: np.ndarray) -> LaneForward:

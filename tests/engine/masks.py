@@ -1,9 +1,11 @@
-"""Forwards whose rows are masked, and a worker that warns."""
+"""Forwards whose rows are masked, and workers that warn or have lost their device."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,9 @@ import numpy as np
 from pagedec.config import EngineConfig
 from pagedec.core.forward import DRAW_DTYPE, NO_INTS, LaneForward, Masks
 from pagedec.errors import WeightsWarning
+from pagedec.kernels.context import KernelError
 from pagedec.runtime.geometry import Geometry, LaneGeometry
-from pagedec.runtime.loading import Ranks
+from pagedec.runtime.loading import Ranks, load_worker
 from pagedec.runtime.pool import KvPool
 from pagedec.runtime.worker import Worker
 
@@ -55,3 +58,18 @@ def load_with_a_warning(config: EngineConfig, ranks: Ranks) -> Any:
     warnings.warn("made up", WeightsWarning, stacklevel=1)
     pool = KvPool(2, 16, 0, "")
     return Worker({}, Geometry({"target": LaneGeometry(2, 3, 4)}, pool, (), "none", "float32", None, 1))
+
+
+def load_on_a_device_that_is_lost(config: EngineConfig, ranks: Ranks) -> Any:
+    """The first process that loads: nothing is carried out there. The others are as they should be."""
+    worker, place = load_worker(config, ranks), Path(os.environ["TEST_LOST_DEVICE"])
+    if not place.exists():
+        place.touch()
+        runner = worker.lanes["target"]  # type: ignore[union-attr]
+        for owner, name in ((runner, "execute"), (runner, "begin"), (runner.backend, "wait")):
+            setattr(owner, name, _lost)
+    return worker
+
+
+def _lost(*_: Any) -> None:
+    raise KernelError("pd_run_program: an illegal memory access was encountered")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedec import LLM, PoolWarning, SamplingParams, WeightsWarning
+from pagedec import LLM, PoolWarning, SamplingParams, WeightsWarning, build
 from pagedec.core.forward import Masks
 from pagedec.environment import limit_spinning, worker_environment
 from pagedec.errors import InvalidArgument, ModelFileError, RequestError, WorkerLost
@@ -261,6 +261,19 @@ def test_a_fork_has_no_worker(crowded: LLM, expected: list[Tokens]) -> None:
     os.waitpid(child, 0)
     assert f"the worker is process {os.getpid()}'s: a fork of that has none" in told
     assert_whole(crowded, expected)
+
+
+def test_a_device_that_works_no_more_has_another_process(
+    tiny_path: Path, tmp_path: Path, expected: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a GPU that a kernel has failed on: for that process it fails for ever."""
+    monkeypatch.setenv("TEST_LOST_DEVICE", str(tmp_path / "lost"))
+    load = "tests.engine.masks:load_on_a_device_that_is_lost"
+    monkeypatch.setattr(build, "ProcessExecutor", lambda config: ProcessExecutor(config, load=load))
+    with LLM(str(tiny_path), executor="process", **{**NUMBERS, "num_blocks": 64}) as llm:
+        before = executor_of(llm).pid
+        assert right_answers(llm) == expected
+        assert llm.engine.stats.num_failed_steps == 1 and executor_of(llm).pid != before and not is_running(before)
 
 
 def test_errors_say_where_in_the_worker_they_come_from(crowded: LLM) -> None:
