@@ -97,9 +97,11 @@ demo: build model
 # Style and types are reported, then the tests run whatever they said: the last line is pytest's own.
 CHECKS = $(BIN)/ruff format --check . || status=1; $(BIN)/ruff check . || status=1; $(BIN)/mypy || status=1
 
-# As many processes as cores, each with one thread but where a test wants more; these must not wait by spinning. What they
-# compile is kept whatever the shell says: tests start hundreds of processes.
-PARALLEL = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 GOMP_SPINCOUNT=100 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+# One process more than cores, since some tests wait for servers and clusters; each has one thread but where a test wants
+# more, and these must not wait by spinning. What they compile is kept whatever the shell says: tests start hundreds of
+# processes.
+PROCESSES ?= $(shell echo $$(($(JOBS) + 1)))
+PARALLEL = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 GOMP_SPINCOUNT=100 $(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal
 
 test: build model
 	@status=0; $(CHECKS); \

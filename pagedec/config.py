@@ -177,8 +177,8 @@ class SchedulerConfig:
     async_scheduling: bool | None = option(
         None,
         Flag(
-            "plan a step while the one before is carried out; none: where a device works by itself, or steps are "
-            "carried out by other processes; answers do not depend on it",
+            "plan a step while the one before is carried out; none: where a device works by itself; answers do not "
+            "depend on it",
             optional=True,
         ),
     )

@@ -22,8 +22,9 @@ class Executor(Protocol):
 
     geometry: Geometry
     overlaps: bool
-    """It carries out what `asks_draws_alone` while its caller goes on, and takes the next step meanwhile, whose rows
-    may be of tokens that this one draws (`drawn_as`). What fails of two such steps may be told of the first."""
+    """A device carries out what `asks_draws_alone` by itself, so that the next step, whose rows may be of tokens that
+    this one draws (`drawn_as`), is best given meanwhile. All take it so. What fails of two such steps may be told of
+    the first."""
     num_restarts: int
     """Times that what was lost was brought back."""
     restart_seconds: float

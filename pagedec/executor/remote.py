@@ -48,12 +48,11 @@ class RemoteExecutor:
     `launch` starts a group's processes, which have loaded nothing yet.
     """
 
-    overlaps = True
-
     def __init__(self, config: EngineConfig, launch: Callable[[], WorkerGroup]) -> None:
         self._launch, self._group = launch, launch()
         _running.add(self._group)
         self.geometry = self._group.load(config)
+        self.overlaps = self.geometry.overlaps  # workers on processors need those that the engine would plan on
         self._alive: WorkerGroup | None = self._group
         self._news = RuleNews()
         self._num_steps, self._owner = 0, os.getpid()

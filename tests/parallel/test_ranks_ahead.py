@@ -64,7 +64,7 @@ def linked(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[st
         monkeypatch.setenv("PAGEDEC_DEBUG", "0")
         monkeypatch.setenv("PAGEDEC_LINK", "memory" if link == "host of devices" else link)
         own = {"model": str(path), "dtype": "float32", "skip_tokenizer_init": True, "step_timeout": 20.0}
-        return {**own, **SMALL, "executor": "process", "tensor_parallel_size": 2, **more}
+        return {**own, **SMALL, "executor": "process", "tensor_parallel_size": 2, "async_scheduling": True, **more}
 
     return arguments
 
