@@ -142,8 +142,8 @@ struct HalfTiles : Factors<Element, Element, kHead> {
  private:
   static PD_DEVICE bool is_finite(E x) { return (x.bits & kInfinity<E>) != kInfinity<E>; }
 
-  // Seldom taken: of more than two pieces sums lie in memory meanwhile, where loops can count them. Unrolled it would be
-  // half of the kernel.
+  // Seldom taken: of more than two pieces sums lie in memory meanwhile, where loops can count them. Unrolled it would
+  // be half of the kernel.
   template <int kPieces, class LanesOf>
   PD_DEVICE void add_poison(int stage, const Sight &sight, int dim, int warp, float (&o)[kRowTiles][kPieces][4],
                             const LanesOf &lanes_of) const {
