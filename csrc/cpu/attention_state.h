@@ -43,7 +43,7 @@ struct alignas(64) AttentionState {
 
 // (o, m, l) += (bo, bm, bl): the only way chunks are combined, always left to right.
 PD_INLINE void fold(float *o, float &m, float &l, const float *bo, float bm, float bl, int d) {
-  if (bm == -INFINITY) return;
+  if (bl == 0) return;  // not where bm is -inf: of a chunk of nothing but NaN it is, too
   const float top = m > bm ? m : bm, x = vec::exp2_one(m - top), y = vec::exp2_one(bm - top);
   for (int i = 0; i < d; i += vec::W)
     vec::store(o + i, vec::fma(vec::load(o + i), vec::set1(x), vec::mul(vec::load(bo + i), vec::set1(y))));

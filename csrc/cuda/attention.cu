@@ -25,7 +25,7 @@ PD_KERNEL(kThreads) merge_kernel(Work w) {
       float x = from[d], m = from[dim], l = from[dim + 1];
       for (int chunk = row.merge_chunk + 1; chunk <= last; chunk++) {
         from = record(chunk);
-        if (from[dim] == -INFINITY) continue;
+        if (from[dim + 1] == 0.0f) continue;
         const Fold fold(m, from[dim]);
         x = fold.of(x, from[d]), l = fold.of(l, from[dim + 1]), m = fold.top;
       }

@@ -319,7 +319,7 @@ PD_DEVICE void Walk<T>::end_row(int tile, int half, int chunk, bool is_first_ite
   if (chunk < first || chunk > last) return;
   const bool is_first_span = span_->item0 == piece_->item0, is_fresh = !is_first_span || chunk == first;
   float m = m_[tile][half], l = l_[tile][half];
-  if (!is_fresh && m == -INFINITY) {  // nothing of this chunk: what was before is all
+  if (!is_fresh && l == 0.0f) {  // nothing of this chunk: what was before is all
     m = total_m(tile, half), l = total_l(tile, half);
     PD_UNROLL for (int j = 0; j < kPieces; j++)
       PD_UNROLL for (int i = 0; i < 2; i++) o_[tile][j][2 * half + i] = total(tile, j, 2 * half + i);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -151,6 +153,19 @@ def test_later_tokens_cannot_reach_back(context: Context, numbers: Numbers) -> N
         got = run(context, cache, [branch], q)
         assert same_bits(got[:19], want[:19])
         assert torch.isnan(got[19:]).all()
+
+
+@pytest.mark.parametrize(("kv_len", "tokens"), [(513, [512]), (1030, range(512, 1024)), (600, range(512))], ids=str)
+def test_nothing_but_nan_in_a_chunk_is_nan(
+    context: Context, numbers: Numbers, kv_len: int, tokens: Sequence[int]
+) -> None:
+    """However chunks are put together: by one worker, or of several."""
+    cache = Cache(AttentionShape(3, 1, 64, 16, 0.125), 264, numbers, seed=7)
+    branches = [cache.branch(kv_len, 1) for _ in range(3)]
+    bad = torch.full((len(tokens), 1, 64), float("nan"))
+    cache.write(branches[1].table, list(tokens), bad, cache.random(len(tokens), 1, 64))
+    got = run(context, cache, branches, cache.query(3))
+    assert got[[0, 2]].isfinite().all() and got[1].isnan().all()
 
 
 def test_a_node_cannot_reach_its_siblings(context: Context, numbers: Numbers) -> None:
