@@ -20,15 +20,14 @@ from pagedec.runtime.loading import (
 from pagedec.runtime.worker import Worker
 
 LOAD = f"{__name__}:load_worker"
-DRAFT_LAYERS = {30: 16, 4: 3}  # near enough to the whole model to be accepted now and then
+DRAFT_LAYERS = {4: 3}  # near enough to the whole model to be accepted now and then
 
 
 def weights_of(config: EngineConfig) -> tuple[LoadedModel, LoadedModel]:
-    """A model, and its first layers as a draft model. In fp32, where one takes three times as long, twelve layers are
-    the model."""
+    """A model, or the first twelve layers of a deep one, and fewer of them as a draft model."""
     backend = own_backend(config)
     loaded = load_model(config.model, backend)
-    if loaded.arch.num_layers > 12 and config.model.dtype == "float32":
+    if loaded.arch.num_layers > 12:
         return first_layers(config, loaded, 12), first_layers(config, loaded, 9)
     return loaded, draft_of(config, loaded)
 
