@@ -95,7 +95,7 @@ demo: build model
 	@echo "now type: . $(BIN)/activate, and then pagedec chat, or pagedec --help"
 
 # Style and types are reported, then the tests run whatever they said: the last line is pytest's own.
-CHECKS = $(BIN)/ruff format --check . || status=1; $(BIN)/ruff check . || status=1; $(BIN)/mypy || status=1
+STYLE = $(BIN)/ruff format --check . || status=1; $(BIN)/ruff check . || status=1
 
 # One process more than cores, since some tests wait for servers and clusters; each has one thread but where a test wants
 # more, and these must not wait by spinning. What they compile is kept whatever the shell says: tests start hundreds of
@@ -104,8 +104,8 @@ PROCESSES ?= $(shell echo $$(($(JOBS) + 1)))
 PARALLEL = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 GOMP_SPINCOUNT=100 $(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal
 
 test: build model
-	@status=0; $(CHECKS); \
-	$(BIN)/python -m pytest -q tests/test_architecture.py || status=1; \
+	@status=0; $(BIN)/mypy >$(VENV)/types.log 2>&1 & types=$$!; $(STYLE); \
+	$(BIN)/python -m pytest -q tests/test_architecture.py || status=1; wait $$types || status=1; cat $(VENV)/types.log; \
 	$(PARALLEL) -m "not long and not gpu" --ignore=tests/test_architecture.py || status=1; exit $$status
 
 test-long: build model
@@ -116,7 +116,7 @@ test-gpu: build cuda model
 	PYTHONMALLOC=malloc $(BIN)/python -m pytest -m gpu tests/kernels tests/engine tests/parallel/test_nccl.py
 
 lint: $(VENV)/.packages
-	@status=0; $(CHECKS); exit $$status
+	@status=0; $(STYLE); $(BIN)/mypy || status=1; exit $$status
 
 format: $(VENV)/.packages
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .

@@ -69,8 +69,8 @@ TINY_KINDS = {
 
 @lru_cache(maxsize=len(KINDS))
 def arguments(kind: str) -> dict[str, Any]:
-    """Engine arguments: the compiled kernels on the default model in both dtypes; torch, and the kernels, on a tiny
-    one."""
+    """Engine arguments: the compiled kernels on layers of the default model in both dtypes; torch, and the kernels, on
+    a tiny one."""
     if kind not in TINY_KINDS:
         return KINDS[kind]
     directory = Path(tempfile.mkdtemp(prefix="pagedec-tiny-"))

@@ -20,20 +20,26 @@ from pagedec.runtime.loading import (
 from pagedec.runtime.worker import Worker
 
 LOAD = f"{__name__}:load_worker"
-DRAFT_LAYERS = {30: 16, 4: 3}  # near enough to the whole model to be accepted now and then
+DRAFT_LAYERS = {4: 3}  # near enough to the whole model to be accepted now and then
 
 
 def weights_of(config: EngineConfig) -> tuple[LoadedModel, LoadedModel]:
-    """A model, and its first layers as a draft model."""
+    """A model, or the first twelve layers of a deep one, and fewer of them as a draft model."""
     backend = own_backend(config)
     loaded = load_model(config.model, backend)
+    if loaded.arch.num_layers > 12:
+        return first_layers(config, loaded, 12), first_layers(config, loaded, 9)
     return loaded, draft_of(config, loaded)
 
 
 def draft_of(config: EngineConfig, loaded: LoadedModel) -> LoadedModel:
+    return first_layers(config, loaded, DRAFT_LAYERS[loaded.arch.num_layers])
+
+
+def first_layers(config: EngineConfig, loaded: LoadedModel, num_layers: int) -> LoadedModel:
     """The first layers of a model, whole, whatever part of it a rank has."""
     backend = own_backend(config)
-    arch = dataclasses.replace(loaded.arch, num_layers=DRAFT_LAYERS[loaded.arch.num_layers])
+    arch = dataclasses.replace(loaded.arch, num_layers=num_layers)
     source = open_model_weights(loaded.arch, loaded.files, backend.dtype)
     model = build_model(arch, source, backend, loaded.max_model_len)
     return dataclasses.replace(loaded, model=model, arch=arch)

@@ -1,5 +1,6 @@
 """Every instruction set of this processor, each as its own case, the emulated matrix unit, and for kernels that CUDA
-has the emulated device and, marked gpu, a real one."""
+has the emulated device and, marked gpu, a real one. What several libraries have from the same object file is tested in
+one of them (csrc/CMakeLists.txt says which files are compiled once)."""
 
 from __future__ import annotations
 
@@ -13,11 +14,26 @@ from tests.kernels import cuda_library, host_memory
 
 host_memory.prepare(cuda_library.built())
 
+BESIDE_UNIT = {"test_argmax", "test_best", "test_copy_rows", "test_embed", "test_kv_copy", "test_norm", "test_parts"}
+BESIDE_UNIT |= {"test_pick_logits", "test_process_logits", "test_restrict_logits", "test_rope", "test_sample"}
+BESIDE_UNIT |= {"test_soft_cap", "test_topk", "test_verify"}
+"""Modules of kernels that avx512bf16 and both libraries of the matrix unit have in common."""
+PORTABLE = {"test_memory", "test_meet"}
+"""Modules of what all instruction sets have in common."""
+
+
+def _isas_of(module: str, is_portable: bool) -> tuple[str, ...]:
+    isas = loadable_isas()
+    if module in PORTABLE or is_portable:
+        return isas[:1]
+    return tuple(isa for isa in isas if not (module in BESIDE_UNIT and isa.startswith("amx") and "avx512bf16" in isas))
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "library" in metafunc.fixturenames:
-        isas: tuple[Any, ...] = loadable_isas() or ("none",)
         module, name = metafunc.module.__name__.rpartition(".")[2], metafunc.function.__name__
+        is_portable = metafunc.definition.get_closest_marker("same_bits") is not None
+        isas: tuple[Any, ...] = _isas_of(module, is_portable) or ("none",)
         isas = (*isas, *cuda_library.cases_of(module, name))
         metafunc.parametrize("library", isas, indirect=True, scope="session")
 

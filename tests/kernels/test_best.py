@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,7 @@ def random_case(seed: int, most_rows: int, most_vocab: int) -> tuple[np.ndarray,
     return shaped(rng, n, vocab), rows_of(sizes, scores, seed), groups_of(sizes, ks)
 
 
+@pytest.mark.same_bits
 @pytest.mark.parametrize("part", range(4))
 def test_thousands_of_cases_equal_a_plain_sort(context: Context, part: int) -> None:
     backend = native(context)
@@ -122,6 +124,7 @@ def test_torch_ranks_alike() -> None:
         check(torch_backend(), *random_case(seed, 12, 400), given=seed % 3 == 0)
 
 
+@pytest.mark.same_bits
 @pytest.mark.parametrize("num_rows", [1, 2, 63, 64, 127, 128, 129, 300])
 def test_many_rows(context: Context, num_rows: int) -> None:
     for seed, k in enumerate((1, 2 * num_rows, 1024)):
@@ -132,6 +135,7 @@ def test_many_rows(context: Context, num_rows: int) -> None:
             check(backend, x, rows, groups)
 
 
+@pytest.mark.same_bits
 @pytest.mark.parametrize("k", [1, 8, 128, 1024])
 def test_a_large_vocabulary(context: Context, k: int) -> None:
     rng = np.random.default_rng(k)
@@ -150,10 +154,25 @@ def test_threads_change_nothing(context: Context, num_threads: int) -> None:
         assert [a.tobytes() for a in whole] == [a.tobytes() for a in shared]
 
 
-def test_every_instruction_set_gives_the_same_bits(contexts: list[Context]) -> None:
-    for seed in range(40):
-        x, rows, groups = random_case(seed, 9, 300)
+def cases_for_all() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    for seed in range(200):
+        x, rows, groups = random_case(seed, 12, 400)
         groups["is_drawn"], groups["top_p"], groups["temperature"] = seed % 2, 0.9 if seed % 4 > 1 else 1.0, 1.3
+        yield x, rows, groups
+    rng = np.random.default_rng(0)
+    for num_rows in (63, 64, 127, 128, 129, 300):
+        scores = rng.normal(-9, 3, num_rows).astype(F32)
+        for k in (1, 2 * num_rows, 1024):
+            yield shaped(rng, num_rows, 999), rows_of([num_rows], scores), groups_of([num_rows], [k])
+    for k, cut in zip((1, 8, 40, 128, 700, 1024) * len(CUTS), CUTS, strict=False):
+        x, scores = rng.normal(0, 3, (6, 5000 if k % 3 else 49153)).astype(F32), rng.normal(-9, 3, 6).astype(F32)
+        yield x, rows_of([2, 4], scores), groups_of([2, 4], [k, k])
+        yield x, rows_of([2, 4], scores), groups_of([2, 4], [k, k], is_drawn=1, seed=7, **cut)
+    yield np.zeros((6, 49153), F32), rows_of([6], np.zeros(6, F32)), groups_of([6], [700])
+
+
+def test_every_instruction_set_gives_the_same_bits(contexts: list[Context]) -> None:
+    for x, rows, groups in cases_for_all():
         first, *others = (native(context).best(torch.from_numpy(x), None, rows, groups) for context in contexts)
         for other in others:
             assert [a.tobytes() for a in first] == [b.tobytes() for b in other]
@@ -217,6 +236,7 @@ def assert_alike(got: np.ndarray, wanted: list[tuple[Any, ...]]) -> None:
                 assert abs((found.get(name) or exact[name])[0] - keys[-1]) < 4e-5
 
 
+@pytest.mark.same_bits
 @pytest.mark.parametrize("vocab", [1, 7, 64, 130, 5000])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_draws_are_the_best_of_score_plus_noise(context: Context, vocab: int, cut: dict[str, Any]) -> None:
@@ -273,6 +293,7 @@ def forward_of(rows: np.ndarray, groups: np.ndarray, num_read: int, **more: Any)
     )
 
 
+@pytest.mark.same_bits
 @pytest.mark.parametrize("num_rows", [1, 5, 127, 128, 129, 256, 300])
 @pytest.mark.parametrize("is_drawn", [0, 1])
 def test_pieces_are_merged(context: Context, num_rows: int, is_drawn: int) -> None:
