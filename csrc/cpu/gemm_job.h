@@ -15,8 +15,6 @@ constexpr int64_t SLICE_STEPS = 1024;    // 128 KB of panel; measured on Zen 4 (
 // of what does not go through the unit where there is one
 constexpr int64_t BESIDE_AMX_SLICE_STEPS = 128;
 constexpr int BESIDE_AMX_SLICE_MIN_ROWS = 128;
-// measured: 16 rows are faster without tiles (6.8 ms against 8), 32 with them (8 against 10.1)
-constexpr int INT8_AMX_MIN_ROWS = 24;
 
 // Weights alone in int8: a tile of all rows takes them as they are; of several the first leaves the others what it has
 // widened. Where bf16 are not multiplied a slice is widened before, for few rows in the first cache.
