@@ -14,7 +14,7 @@
 
 namespace pagedec {
 
-consteval int64_t tuned(const char *given, int64_t usual) {
+constexpr int64_t tuned(const char *given, int64_t usual) {
   if (*given == 'P') return usual;  // the name itself: the build says nothing of it
   int64_t n = 0;
   for (; *given; given++) {
