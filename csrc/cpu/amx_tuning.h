@@ -30,6 +30,7 @@ constexpr int64_t tuned(const char *given, int64_t usual) {
 // A part of a panel, in lines of k: 9 lines are 18 KB, which stay in L1 while two tiles of rows pass (18 KB more, each
 // line once), and their sums, 4 KB. Parts of 6 to 9 lines were alike, of 12 a tenth slower, a whole k of 18 a fifth.
 PD_TUNED(int, AMX_PART_LINES, 9);
+static_assert(AMX_PART_LINES > 0);
 // Tiles whose sums rest in memory from part to part: 16 KB, and as much of the group before, which becomes y meanwhile.
 PD_TUNED(int, AMX_GROUP_TILES, 8);
 static_assert(AMX_GROUP_TILES > 0 && AMX_GROUP_TILES % 2 == 0, "two tiles pass the unit at once");

@@ -123,7 +123,7 @@ __attribute__((noinline)) void amx_bf16(const AmxArgs &t, Beside beside) {
 }
 
 // A line of int8 is a group of values of x: its sums go to memory, and on to acc while the next group is multiplied.
-static_assert(GROUP == AMX_LINE && GROUP_STEPS == AMX_STEPS);
+static_assert(GROUP == AMX_LINE);
 using GroupSums = int32_t[2 * AMX_ROWS][32];
 template <int TILES>
 PD_INLINE void add_group(const AmxArgs &t, const GroupSums &sums, int64_t group) {

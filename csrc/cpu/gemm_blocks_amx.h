@@ -14,6 +14,7 @@ namespace pagedec {
 
 // Of a slice. It begins where a block does, so one may be longer.
 constexpr int64_t AMX_BYTES = (BLOCK_AMX_SLICE_VALUES + LONGEST_BLOCK) * 32;
+static_assert(BLOCK_AMX_SLICE_VALUES >= 2 * LONGEST_BLOCK, "of shorter slices one may be empty");
 
 struct AmxBlockArgs {
   const char *x;                 // first group of the first row

@@ -45,11 +45,13 @@ struct Job {
   bool shared = false;
   Rows rows{};
 
-  int64_t slice_begin(int64_t s) const {  // int8: where a group begins; amx: a line; weight only: a pair of values
-    const int64_t step = num_steps * s / num_slices;
-    return (int8 || weight_only || HAS_AMX) && s < num_slices ? step / GROUP_STEPS * GROUP_STEPS : step;
-  }
   int64_t num_lines() const { return (num_steps + AMX_STEPS - 1) / AMX_STEPS; }
+  // int8: where a group begins; amx: a line; weight only: a pair of values. No slice is empty.
+  int64_t slice_begin(int64_t s) const {
+    static_assert(AMX_STEPS == GROUP_STEPS);
+    if (!int8 && !weight_only && !HAS_AMX) return num_steps * s / num_slices;
+    return std::min(num_lines() * s / num_slices * AMX_STEPS, num_steps);
+  }
   // in the panel; the header goes with the first
   int64_t slice_offset(int64_t s) const { return s ? header + slice_begin(s) * step_bytes : 0; }
   bool first_widens() const { return PD_LEVEL == 3 && widens && a.dtype == PD_BF16; }  // the first tile, not before it
