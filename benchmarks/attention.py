@@ -1,11 +1,13 @@
 """Paged attention next to what bounds it: the memory bus, the dot-product unit, and torch's own attention.
 
     PYTHONPATH=. python benchmarks/attention.py [--layers 30] [--rounds 9] [--threads 0] [--only TEXT] [--kinds]
+                                                [--isa NAME]
 
 Every round times ours, a plain read of the same bytes, torch's scaled_dot_product_attention on contiguous copies, and
 ours again, one after the other in one process; ratios are taken inside a round. Printed: median [quartiles]; `self` is
-ours against itself, the noise of the machine. With --kinds: KV in bf16, int8 and fp8, one after the other in every
-round, and how many times as fast as bf16 the others are.
+ours against itself, the noise of the machine; `goal` is for matrix units, from a kernel that knew prompts alone. With
+--kinds: KV in bf16, int8 and fp8, one after the other in every round, and how many times as fast as bf16 the others
+are.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ class Case:
     kv_len: int
     shared: int = 0
     num_rows: int = 1
+    goal: float = 0.0
+    """Of matrix units: seconds of a layer and a thread."""
 
     @property
     def num_blocks(self) -> int:
@@ -64,8 +68,8 @@ CASES = (
     Case("4 beams, 1024 + 32", 4, 1056, shared=1024),
     Case("16 beams, 1024 + 32", 16, 1056, shared=1024),
     Case("64 beams, 1024 + 32", 64, 1056, shared=1024),
-    Case("prefill 256", 1, 256, num_rows=256),
-    Case("prefill 1024", 1, 1024, num_rows=1024),
+    Case("prefill 256", 1, 256, num_rows=256, goal=2 * 3.4e-3 / 30),
+    Case("prefill 1024", 1, 1024, num_rows=1024, goal=2 * 30e-3 / 30),
 )
 
 
@@ -158,6 +162,14 @@ def spread(values: Sequence[float], form: str = ".2f") -> str:
     return f"{middle:{form}} [{low:{form}} {high:{form}}]"
 
 
+def goal(case: Case, context: Context, layers: int, took: float) -> str:
+    """What this library's matrix unit should take, and whether it did; took: seconds."""
+    wanted = case.goal * layers / context.num_threads
+    if not wanted or not context.isa.startswith("amx"):
+        return "-"
+    return f"{wanted * 1e3:.1f} ms, {'met' if took <= wanted else 'missed'}"
+
+
 def measure(context: Context, case: Case, layers: int, rounds: int) -> str:
     """Return one line of the table."""
     ours, theirs = Ours(context, case, layers), torch_attention(case, layers)
@@ -173,7 +185,8 @@ def measure(context: Context, case: Case, layers: int, rounds: int) -> str:
     return (
         f"{case.name:20s} {spread([t * 1e3 for t in mine]):>24s} {spread([t[0] / t[1] for t in times]):>18s} "
         f"{spread(gflops, '.0f'):>15s} {spread([t[2] / t[0] for t in times], '.1f'):>17s} "
-        f"{spread([t[3] / t[0] for t in times]):>18s} {plan_us:8.0f}"
+        f"{spread([t[3] / t[0] for t in times]):>18s} {plan_us:8.0f} "
+        f"{goal(case, context, layers, statistics.median(mine)):>16s}"
     )
 
 
@@ -203,11 +216,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=0, help="0: torch's number")
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--isa")
     parser.add_argument("--kinds", action="store_true", help="compare kinds of KV")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    context = load().context(options.threads)
+    context = load(options.isa).context(options.threads)
     dot = context.dot_rate(Dtype.BF16, 0.5)
     print(
         f"{context.isa}, {context.num_threads} threads, {options.layers} layers, bf16, {Q_HEADS}/{KV_HEADS} heads of "
@@ -227,7 +241,7 @@ def main() -> None:
         return
     print(
         f"{'':20s} {'ours, ms':>24s} {'ours / read':>18s} {'GFLOP/s':>15s} {'torch / ours':>17s} {'self':>18s} "
-        f"{'plan, us':>8s}"
+        f"{'plan, us':>8s} {'goal':>16s}"
     )
     for case in cases:
         print(measure(context, case, options.layers, options.rounds), flush=True)

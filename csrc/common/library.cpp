@@ -21,6 +21,12 @@ int fail(const char *format, ...) {
 }
 
 #if defined(__x86_64__)
+// Older compilers' __builtin_cpu_supports does not know these.
+static bool has_f16c_and_lzcnt() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) && __get_cpuid(0x80000001, &a, &b, &c, &d) &&
+         (c & bit_LZCNT);
+}
 // Whether there is a matrix unit and Linux lets this process use it: its registers (8 KB a thread) are granted when
 // asked for.
 static bool grants_amx() {
@@ -42,7 +48,9 @@ const char *pd_isa(void) { return PD_ISA; }
 const char *pd_best_isa(void) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+  // every -m of CMakeLists.txt, though a processor with AVX2 has the others: a virtual machine may hide some
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+                    __builtin_cpu_supports("bmi2") && has_f16c_and_lzcnt();
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");

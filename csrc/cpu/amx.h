@@ -26,6 +26,7 @@ struct alignas(64) AmxShapes {  // as the processor reads it
 #endif
 
 #if PD_LEVEL < 4  // never called: what calls it is left out by if constexpr
+PD_INLINE void amx_configure(int, int = 16) {}
 PD_INLINE void amx_release() {}
 
 #elif defined(PD_EMULATE_AMX)
@@ -69,6 +70,18 @@ PD_INLINE void tile_multiply() {  // bytes: signed x, unsigned weights
   else asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(X), "i"(W));
 }
 PD_INLINE void amx_release() { asm volatile("tilerelease"); }
+#endif
+
+#if PD_LEVEL >= 4
+// Tiles 0 to 3 are sums, 4 and 5 two tiles of rows (sums 0, 1 and 2, 3), so many words each, 6 and 7 the columns that
+// these meet.
+PD_INLINE void amx_configure(int height, int words = 16) {
+  AmxShapes shapes;
+  for (int i = 0; i < 4; i++) shapes.set(i, height, 64);
+  for (int i = 4; i < 6; i++) shapes.set(i, height, words * 4);
+  for (int i = 6; i < 8; i++) shapes.set(i, words, 64);
+  load_shapes(shapes);
+}
 #endif
 
 }  // namespace pagedec

@@ -53,11 +53,7 @@ struct OnUnit {
     const int most = first_pass(n);
     return most <= AMX_ROWS ? most : (most + 1) / 2;
   }
-  static void configure(int height) {  // tiles 0 to 3 are sums, 4 and 5 rows of q or p, 6 and 7 K or V
-    AmxShapes shapes;
-    for (int i = 0; i < 8; i++) shapes.set(i, i < 6 ? height : AMX_ROWS, 64);
-    load_shapes(shapes);
-  }
+  static void configure(int height) { amx_configure(height); }
   static void release() { amx_release(); }
   static void logits(const TileArgs<T> &, const Pass &);
   static void finish(const RowArgs<Q> &, const Pass &, State &);

@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "cpu/amx.h"
+#include "cpu/amx_tuning.h"
 #include "cpu/gemm_int8.h"
 
 namespace pagedec {
@@ -29,20 +30,7 @@ struct AmxTiles {
   int end(int i) const { return i + 1 < count ? (i + 1) * height : rows; }
 };
 
-// How much passes the unit at once. The numbers are of a loop that does nothing but load, multiply and store, timed on
-// Sapphire Rapids (L1 48 KB, L2 2 MB a core); this code has not been timed there. Four products (two tiles of rows by
-// both halves of a panel, a line of k) take 20 ns, the four loads before them 10 from L1 and 24 from L2: two of the
-// four must come from L1.
-//
-// A part of a panel: 9 lines are 18 KB, which stay in L1 while two tiles of rows pass (18 KB more, each line once), and
-// their sums, 4 KB. Parts of 6 to 9 lines were alike, of 12 a tenth slower, a whole k of 18 a fifth.
-constexpr int64_t AMX_PART_LINES = 9;
-// Tiles whose sums rest in memory from part to part: 16 KB, and as much of the group before, which becomes y meanwhile.
-constexpr int AMX_GROUP_TILES = 8;
-// All rows of a block pass a panel before the next, so that weights come from memory once; the block's x stays in L2
-// meanwhile: nine tenths of it hold that and two panels, which are as large as 64 rows. 512 rows of k = 1536 fit, the
-// largest that were timed.
-constexpr int64_t AMX_L2_BYTES = (2 << 20) / 10 * 9;
+// Rows of a block, whose x stays in L2 beside two panels.
 inline int64_t amx_block_rows(int64_t row_bytes) {
   constexpr int64_t group = AMX_GROUP_TILES * AMX_ROWS, pair = 2 * AMX_ROWS;
   return std::max(group, (AMX_L2_BYTES / row_bytes - 64) / pair * pair);
@@ -58,8 +46,8 @@ struct AmxArgs {
   bool first;               // sums start at zero, not at what acc holds
   float *acc;               // [tiles][16][32], 64-byte aligned
   const char *heads;        // int8 only: the first group's of the first row
-  const char *ahead, *ahead_end;  // lines to prefetch meanwhile
-  int64_t bytes_ahead;            // twice for each line of k
+  Ahead ahead;
+  int lines_ahead;          // twice for each line of k
 };
 
 #if PD_LEVEL >= 4
@@ -89,24 +77,15 @@ PD_INLINE void multiply_line(const char *x, int64_t stride, int64_t second, cons
   }
 }
 
-// Tiles 0 to 3 are sums, 4 and 5 two tiles of x (sums 0, 1 and 2, 3), 6 and 7 the halves of a panel.
-inline void amx_configure(int height) {
-  AmxShapes shapes;
-  for (int i = 0; i < 8; i++) shapes.set(i, i < 6 ? height : AMX_ROWS, 64);
-  load_shapes(shapes);
-}
-
 // line(x, stride, second, panel, fetch) for every line of k; the last is padded with zeros, on both sides: behind a
 // panel may lie NaN. Behind each line beside() is called, for what the vector unit does meanwhile. Prefetches are
 // spread as thinly as can be: those that wait for memory hold the buffers that x needs on its way from L2.
 template <class Line, class Beside>
 PD_INLINE void amx_lines(const AmxArgs &t, int tiles, Line line, Beside beside) {
-  const char *x = t.x, *panel = t.panel, *ahead = t.ahead;
-  const char *const ahead_end = t.ahead_end;
-  const int64_t stride = t.x_stride, second = t.second, bytes_ahead = t.bytes_ahead;
-  const auto fetch = [&]() __attribute__((always_inline)) {
-    for (const char *stop = std::min(ahead + bytes_ahead, ahead_end); ahead < stop; ahead += 64) prefetch_to_l2(ahead);
-  };
+  const char *x = t.x, *panel = t.panel;
+  const int64_t stride = t.x_stride, second = t.second;
+  Ahead ahead = t.ahead;
+  const auto fetch = [&]() __attribute__((always_inline)) { ahead.fetch<false>(t.lines_ahead); };
   int64_t left = t.x_bytes;
   for (; left >= AMX_LINE; left -= AMX_LINE, x += AMX_LINE, panel += AMX_PANEL) {
     line(x, stride, second, panel, fetch);
@@ -144,7 +123,7 @@ __attribute__((noinline)) void amx_bf16(const AmxArgs &t, Beside beside) {
 }
 
 // A line of int8 is a group of values of x: its sums go to memory, and on to acc while the next group is multiplied.
-static_assert(GROUP == AMX_LINE && GROUP_STEPS == AMX_STEPS);
+static_assert(GROUP == AMX_LINE);
 using GroupSums = int32_t[2 * AMX_ROWS][32];
 template <int TILES>
 PD_INLINE void add_group(const AmxArgs &t, const GroupSums &sums, int64_t group) {
@@ -188,7 +167,6 @@ PD_INLINE void amx_tiles(const AmxArgs &t, int tiles, bool int8, Beside beside) 
   else int8 ? amx_int8<1>(t, beside) : amx_bf16<1>(t, beside);
 }
 #else  // never called: what calls them is left out by if constexpr
-PD_INLINE void amx_configure(int) {}
 template <class Beside>
 PD_INLINE void amx_tiles(const AmxArgs &, int, bool, Beside) {}
 #endif

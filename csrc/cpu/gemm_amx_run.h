@@ -10,13 +10,6 @@
 namespace pagedec {
 namespace {  // private to each file that includes it
 
-// One tile of rows leaves memory to the processor's own prefetching, which gave 1.2 times the read.
-constexpr int AMX_PREFETCH_MIN_ROWS = 17;
-// So much of a panel is prefetched before it is its turn; where it has several groups of tiles, all of it must be.
-constexpr int64_t AMX_AHEAD = 64 * 1024;
-// Of y at once, so that a call of an epilogue is worth it.
-constexpr int FINISH_ROWS = 4;
-
 // Sums that are whole: those of a group of tiles by a panel.
 struct Whole {
   int at = 0, end = 0;           // rows of the block that are left
@@ -27,7 +20,7 @@ struct Whole {
   int wait = -1;                 // lines until the next; below 0: there is none
 };
 
-struct AmxBlock {
+struct RowBlock {
   const Job &j;
   const int64_t row;             // the first
   const AmxTiles tiles;
@@ -42,7 +35,7 @@ struct AmxBlock {
   int group_begin(int g) const { return std::min(pairs() * g / groups() * 2, tiles.count); }
 };
 
-__attribute__((noinline)) void finish_rows(AmxBlock &b, int rows) {
+__attribute__((noinline)) void finish_rows(RowBlock &b, int rows) {
   Whole &w = b.whole;
   for (const int stop = std::min(w.at + rows, w.end); w.at < stop;) {
     const int tile = w.at / b.tiles.height, end = std::min(stop, b.tiles.end(tile));
@@ -57,37 +50,33 @@ __attribute__((noinline)) void finish_rows(AmxBlock &b, int rows) {
 void spread(Whole &w, int64_t lines) {
   const int64_t left = w.end - w.at;
   if (left == 0) return;
-  w.rows = (int)std::max<int64_t>(FINISH_ROWS, (left + lines - 1) / lines);
+  w.rows = (int)std::max<int64_t>(AMX_FINISH_ROWS, (left + lines - 1) / lines);
   w.every = (int)std::max<int64_t>(1, lines * w.rows / left);
   w.wait = w.every;
 }
 
-struct Range {
-  const char *begin, *end;
-};
 // Bytes from .. to of what this thread reads from panel p on: behind its last panel comes its first again, for another
 // block, or the next layer.
-Range weights_from(const AmxBlock &b, int64_t p, int64_t from, int64_t to) {
+Ahead weights_from(const RowBlock &b, int64_t p, int64_t from, int64_t to) {
   const Job &j = b.j;
   const int64_t left = (j.panel_end - p) * j.panel_bytes;
-  if (from < left) return {j.panel(p) + from, j.panel(p) + std::min(to, left)};
-  if (b.again) return {j.panel(j.panel_begin) + from - left, j.panel(j.panel_begin) + to - left};
-  const int64_t next = j.next_end - j.next;
-  return {j.next + std::min(from - left, next), j.next + std::min(to - left, next)};
+  const char *const own = j.panel(p), *const next = b.again ? j.panel(j.panel_begin) : j.next;
+  const int64_t bytes = b.again ? j.panel_bytes : j.next_end - j.next;
+  const auto behind = [&](int64_t at) { return next + std::clamp<int64_t>(at - left, 0, bytes); };
+  return {own + std::min(from, left), own + std::min(to, left), behind(from), behind(to)};
 }
 
 // What to prefetch beside the next `lines` lines of panel p: as large a share of what lies further on.
-void set_ahead(const AmxBlock &b, int64_t p, int64_t lines, AmxArgs &t) {
+void set_ahead(const RowBlock &b, int64_t p, int64_t lines, AmxArgs &t) {
   if (b.tiles.rows < AMX_PREFETCH_MIN_ROWS) return;
   const int64_t bytes = b.j.panel_bytes, distance = b.groups() > 1 ? bytes : std::min(bytes, AMX_AHEAD);
   const auto at = [&](int64_t done) { return distance + (bytes * done / b.all & -64); };
-  const auto [begin, end] = weights_from(b, p, at(b.done), at(b.done + lines));
-  t.ahead = begin, t.ahead_end = end;
-  t.bytes_ahead = (end - begin + 128 * lines - 1) / (128 * lines) * 64;
+  t.ahead = weights_from(b, p, at(b.done), at(b.done + lines));
+  t.lines_ahead = (int)((t.ahead.lines() + 2 * lines - 1) / (2 * lines));
 }
 
 // A group of tiles by a panel. acc holds each tile by itself: rows that two of them have are in both.
-void run_group(AmxBlock &b, int64_t p, int group) {
+void run_group(RowBlock &b, int64_t p, int group) {
   const Job &j = b.j;
   const AmxTiles &tiles = b.tiles;
   const int first = b.group_begin(group), end = b.group_begin(group + 1);
@@ -133,7 +122,7 @@ void run_amx(Job &j) {
   for (int64_t i = 0; i < blocks; i++) {
     const int64_t row = begin(i), count = begin(i + 1) - row;
     place_rows(j, row, count);
-    AmxBlock b{j, row, AmxTiles((int)count), i + 1 < blocks, {acc[0], acc[1]}};
+    RowBlock b{j, row, AmxTiles((int)count), i + 1 < blocks, {acc[0], acc[1]}};
     b.all = j.num_lines() * b.pairs();
     amx_configure(b.tiles.height);
     for (int64_t p = j.panel_begin; p < j.panel_end; p++) {

@@ -66,7 +66,7 @@ Job make_job(const pd_context &c, const pd_gemm_args &a, int thread, int num_thr
   const Segments segments(a.packed, a.segments, a.num_segments, a.n, a.k);
   const int64_t row_begin = rows * group / groups, row_end = rows * (group + 1) / groups;
   const bool amx = HAS_AMX && c.vnni && row_end - row_begin >= BLOCK_AMX_MIN_ROWS;
-  const int64_t slice = amx ? AMX_SLICE_VALUES : SLICE_VALUES;
+  const int64_t slice = amx ? BLOCK_AMX_SLICE_VALUES : SLICE_VALUES;
   const char *next = (const char *)a.next_packed;
   return {a, segments, c.vnni, shared, amx, stride, ((int64_t)a.k + slice - 1) / slice, row_begin, row_end,
           panel_of_part(segments, rows, column, columns), panel_of_part(segments, rows, column + 1, columns),
@@ -180,7 +180,7 @@ void run(const Job &j) {
     if (!j.shared) quantize_rows(j, r0, r1, j.workspace);
     const char *x = j.workspace + (j.shared ? r0 * j.x_stride : 0);
     for (int64_t p = j.panel_begin; p < j.panel_end; p++) {
-      if (j.amx) amx_configure_blocks(AmxTiles((int)(r1 - r0)).height, j.segments.of(p).shape.kind);
+      if (j.amx) amx_configure(AmxTiles((int)(r1 - r0)).height, amx_words(j.segments.of(p).shape.kind));
       for (int64_t s = 0; s < j.num_slices; s++) {
         const Ahead ahead = r1 - r0 <= BLOCK_TILE_ROWS ? near_ahead(j, p, s) : slice_ahead(j, p, s, b + 1 < blocks);
         if constexpr (HAS_AMX)

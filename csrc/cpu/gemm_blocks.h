@@ -36,21 +36,6 @@ void quantize_groups(const void *x, int dtype, int64_t k, XGroup *to);
 
 constexpr int BLOCK_TILE_ROWS = PD_LEVEL >= 2 ? 12 : PD_LEVEL == 1 ? 2 : 1;
 
-// Lines to prefetch: at .. end, then next .. next_end.
-struct Ahead {
-  const char *at = nullptr, *end = nullptr, *next = nullptr, *next_end = nullptr;
-  bool near = false;             // needed at once: into L1, not L2
-
-  int64_t lines() const { return (end - at + (next_end - next)) / 64; }
-  __attribute__((always_inline)) void fetch(int count) {
-    for (int i = 0; i < count; i++, at += 64) {
-      if (at >= end) at = next, end = next_end, next = next_end;
-      if (at >= end) return;
-      near ? __builtin_prefetch(at, 0, 3) : prefetch_to_l2(at);
-    }
-  }
-};
-
 struct BlockTileArgs {
   const char *x;                 // first group of the first row
   int64_t x_stride;              // bytes from row to row
@@ -295,7 +280,7 @@ void block_tile(const BlockTileArgs &t) {
     const char *unit = panel;
     panel += HEADER;
     for (int g = 0; g < t.groups; g++) {
-      ahead.fetch(t.lines_ahead);
+      ahead.near ? ahead.fetch<true>(t.lines_ahead) : ahead.fetch<false>(t.lines_ahead);
       x.pin();
       block_group<KIND, VNNI, R>(panel + group_header, x, unit, panel, t.has_scales, t.acc);
       x.advance(X_BYTES), panel += group_header + DATA;

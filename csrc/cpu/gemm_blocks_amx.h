@@ -12,10 +12,9 @@
 
 namespace pagedec {
 
-// Values of k that become bytes at once: 16 KB, which stay in L1. Slices begin where blocks do, so one may be longer.
-constexpr int64_t AMX_SLICE_VALUES = 512;
-constexpr int64_t AMX_BYTES = (AMX_SLICE_VALUES + LONGEST_BLOCK) * 32;
-constexpr int BLOCK_AMX_MIN_ROWS = 32;  // not measured; with plain int8 the unit is faster from 24 on
+// Of a slice. It begins where a block does, so one may be longer.
+constexpr int64_t AMX_BYTES = (BLOCK_AMX_SLICE_VALUES + LONGEST_BLOCK) * 32;
+static_assert(BLOCK_AMX_SLICE_VALUES >= 2 * LONGEST_BLOCK, "of shorter slices one may be empty");
 
 struct AmxBlockArgs {
   const char *x;                 // first group of the first row
@@ -33,17 +32,10 @@ struct AmxBlockArgs {
   int lines_ahead;               // in every group
 };
 
-#if PD_LEVEL >= 4
-// Tiles 0 to 3 are sums, 4 and 5 two tiles of x (sums 0, 1 and 2, 3), 6 and 7 the halves of a panel.
-inline void amx_configure_blocks(int height, BlockKind kind) {
-  const int words = kind == BlockKind::SIX ? 4 : 8;  // of a row of x
-  AmxShapes shapes;
-  for (int i = 0; i < 4; i++) shapes.set(i, height, 64);
-  shapes.set(4, height, words * 4), shapes.set(5, height, words * 4);
-  shapes.set(6, words, 64), shapes.set(7, words, 64);
-  load_shapes(shapes);
-}
+// Words of a row of x that one instruction takes: of 6 bits a half of a group, which has a scale of its own.
+inline int amx_words(BlockKind kind) { return kind == BlockKind::SIX ? 4 : 8; }
 
+#if PD_LEVEL >= 4
 template <BlockKind KIND, int... S>
 PD_INLINE void unpack_group(const char *data, char *to, std::integer_sequence<int, S...>) {
   (store_ints(to + S * 128, weights<KIND, S, 0>(data)), ...);
@@ -115,7 +107,7 @@ void amx_blocks(const AmxBlockArgs &t) {
       const char *scales = panel;
       if (t.has_scales) panel += 64;
       if constexpr (KIND == BlockKind::BYTES) bytes = panel;
-      ahead.fetch(t.lines_ahead);
+      ahead.fetch<false>(t.lines_ahead);
       for (int h = 0; h < HALVES; h++) {
         zero_sums<0>();
         if constexpr (TILES == 2) zero_sums<2>();
@@ -154,7 +146,6 @@ inline void unpack(const BlockShape &shape, const char *panel, int64_t num_units
   }
 }
 #else  // never called: what calls them is left out by if constexpr
-PD_INLINE void amx_configure_blocks(int, BlockKind) {}
 PD_INLINE void amx_blocks(BlockKind, const AmxBlockArgs &, int) {}
 PD_INLINE void unpack(const BlockShape &, const char *, int64_t, char *) {}
 #endif

@@ -15,8 +15,6 @@ constexpr int64_t SLICE_STEPS = 1024;    // 128 KB of panel; measured on Zen 4 (
 // of what does not go through the unit where there is one
 constexpr int64_t BESIDE_AMX_SLICE_STEPS = 128;
 constexpr int BESIDE_AMX_SLICE_MIN_ROWS = 128;
-// measured: 16 rows are faster without tiles (6.8 ms against 8), 32 with them (8 against 10.1)
-constexpr int INT8_AMX_MIN_ROWS = 24;
 
 // Weights alone in int8: a tile of all rows takes them as they are; of several the first leaves the others what it has
 // widened. Where bf16 are not multiplied a slice is widened before, for few rows in the first cache.
@@ -47,11 +45,13 @@ struct Job {
   bool shared = false;
   Rows rows{};
 
-  int64_t slice_begin(int64_t s) const {  // int8: where a group begins; amx: a line; weight only: a pair of values
-    const int64_t step = num_steps * s / num_slices;
-    return (int8 || weight_only || HAS_AMX) && s < num_slices ? step / GROUP_STEPS * GROUP_STEPS : step;
-  }
   int64_t num_lines() const { return (num_steps + AMX_STEPS - 1) / AMX_STEPS; }
+  // int8: where a group begins; amx: a line; weight only: a pair of values. No slice is empty.
+  int64_t slice_begin(int64_t s) const {
+    static_assert(AMX_STEPS == GROUP_STEPS);
+    if (!int8 && !weight_only && !HAS_AMX) return num_steps * s / num_slices;
+    return std::min(num_lines() * s / num_slices * AMX_STEPS, num_steps);
+  }
   // in the panel; the header goes with the first
   int64_t slice_offset(int64_t s) const { return s ? header + slice_begin(s) * step_bytes : 0; }
   bool first_widens() const { return PD_LEVEL == 3 && widens && a.dtype == PD_BF16; }  // the first tile, not before it

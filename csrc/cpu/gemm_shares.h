@@ -1,6 +1,7 @@
 // How a linear layer's rows and panels are shared among threads, whatever its weights are.
 #pragma once
 #include "common/internal.h"
+#include "cpu/amx_tuning.h"
 
 namespace pagedec {
 namespace {  // private to each file that includes it
@@ -11,7 +12,7 @@ constexpr int BLOCK_ROWS = 144;
 // g groups of threads that share the rows read the weights g times. That hides behind the arithmetic from some 32 rows
 // a group on two threads (measured: 64 rows as 2 x 32 are 3 % faster in a whole step, 32 as 2 x 16 6 % slower), and in
 // proportion on more.
-constexpr int ROW_SPLIT_MIN_ROWS = PD_LEVEL >= 4 ? 64 : 16;  // of a group, for each thread there is
+constexpr int ROW_SPLIT_MIN_ROWS = PD_LEVEL >= 4 ? AMX_ROW_SPLIT_MIN_ROWS : 16;  // of a group, for each thread there is
 // Below so many values of x (rows times k, for each thread that would repeat the work) every thread quantises for
 // itself: that costs about 0.1 ns a value, a barrier some us.
 constexpr int64_t SHARE_MIN_VALUES = 32768;

@@ -121,6 +121,21 @@ PD_INLINE void step(F16 (&c)[R][H], const char *panel, char *wide, Word word) {
 }
 
 PD_INLINE void prefetch_to_l2(const char *p) { __builtin_prefetch(p, 0, 2); }
+// Lines to prefetch: at .. end, then next .. next_end.
+struct Ahead {
+  const char *at = nullptr, *end = nullptr, *next = nullptr, *next_end = nullptr;
+  bool near = false;             // needed at once: into L1, not L2
+
+  int64_t lines() const { return (end - at + (next_end - next)) / 64; }
+  template <bool NEAR>
+  __attribute__((always_inline)) void fetch(int count) {
+    for (int i = 0; i < count; i++, at += 64) {
+      if (at >= end) at = next, end = next_end, next = next_end;
+      if (at >= end) return;
+      NEAR ? __builtin_prefetch(at, 0, 3) : prefetch_to_l2(at);
+    }
+  }
+};
 
 // The addresses of up to sixteen rows in six registers: base + {0, 1, 2, 4, 8} * stride is one addressing mode. As many
 // pointers, or offsets, would be spilled in the innermost loop (measured: 4 to 6 % of the whole).

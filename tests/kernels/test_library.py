@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -34,6 +35,18 @@ def test_library_is_what_it_was_asked_for(library: Library) -> None:
     assert library.path.name == f"libpagedec_{library.isa}.so"
     assert load(library.isa) is library
     assert library.best_isa() in ISAS
+
+
+def test_each_extension_that_compilers_may_use_is_asked_of_the_processor() -> None:
+    csrc = Path(__file__).resolve().parents[2] / "csrc"
+    flags = re.findall(r"^set\(FLAGS_\w+ (.+)\)$", (csrc / "CMakeLists.txt").read_text(encoding="utf-8"), re.M)
+    used = {name for line in flags for name in re.findall(r"-m(avx\w*|fma|bmi2?|lzcnt|f16c)\b", line)}
+    body = (csrc / "common" / "library.cpp").read_text(encoding="utf-8")
+    asked = {
+        name.lower() for pair in re.findall(r'__builtin_cpu_supports\("(\w+)"\)|& bit_(\w+)\b', body) for name in pair
+    }
+    asked.discard("")
+    assert {"avx2", "f16c", "avx512bf16"} <= used and used == asked
 
 
 def test_all_instruction_sets_load_side_by_side(libraries: list[Library]) -> None:
