@@ -5,7 +5,7 @@
 #include <new>
 #include <vector>
 
-#include "common/check.h"
+#include "common/check_fetch.h"
 
 namespace pagedec {
 int carry(pd_context *, const HostArray *arrays, int num_arrays) {
@@ -24,14 +24,6 @@ struct pd_fetch {
   std::vector<char> bytes;
   bool is_begun = false;
 };
-
-namespace {
-int check_fetch(const char *name, const pd_context *context, const pd_fetch *fetch) {
-  if (!context) return fail("%s: context is NULL", name);
-  if (!fetch) return fail("%s: fetch is NULL", name);
-  return fetch->context == context ? 0 : fail("%s: fetch is another context's", name);
-}
-}  // namespace
 
 extern "C" {
 int32_t pd_has_memory(const pd_context *context) { return context ? 0 : fail("pd_has_memory: context is NULL"); }
@@ -60,11 +52,7 @@ pd_fetch *pd_fetch_new(pd_context *context, int64_t max_bytes) {
 }
 void pd_fetch_free(pd_fetch *fetch) { delete fetch; }
 int pd_fetch_begin(pd_context *context, pd_fetch *fetch, const void *from, int64_t num_bytes) {
-  if (check_fetch("pd_fetch_begin", context, fetch) || check_copy("pd_fetch_begin", context, fetch, from, num_bytes))
-    return -1;
-  if (num_bytes > fetch->max_bytes)
-    return fail("pd_fetch_begin: num_bytes is %lld; it must be at most %lld", (long long)num_bytes,
-                (long long)fetch->max_bytes);
+  if (check_fetch_begin(context, fetch, from, num_bytes)) return -1;
   fetch->bytes.assign((const char *)from, (const char *)from + num_bytes);
   fetch->is_begun = true;
   return 0;

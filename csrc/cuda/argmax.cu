@@ -1,5 +1,5 @@
 // The largest logit of each row; the lowest token id of equals. A NaN counts as -inf.
-#include "cuda/context.h"
+#include "cuda/launch.h"
 
 namespace pagedec {
 namespace {

@@ -1,7 +1,8 @@
 // Attention's entry: what a launch needs besides the plan.
-#include "cuda/attention.h"
-
 #include <cstring>
+
+#include "cuda/attention_work.h"
+#include "cuda/context.h"
 
 namespace pagedec {
 namespace attention {
@@ -41,9 +42,8 @@ int put_walk(pd_context &c, const Work &w, const plan::Header &h) {
   return (is_bf16 ? enqueue_bf16_of_bytes : enqueue_fp16_of_bytes)(c, w, h.head_dim, h.kv_kind);
 }
 
-int64_t totals_bytes(const pd_context &c, int head_dim) {
-  const int64_t columns = head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
-  const int64_t pieces = columns / (8 * kWarps) + 1;  // and one of m and l
+int64_t totals_bytes(const pd_context &c, const plan::Header &h) {
+  const int64_t pieces = columns_of(h.dtype, h.head_dim) / (8 * kWarps) + 1;  // and one of m and l
   return (int64_t)num_blocks(c, Grid(kThreads, kBlocksAtATime)) * kRowTiles * pieces * 4 * kThreads *
          (int64_t)sizeof(float);
 }
@@ -57,7 +57,7 @@ int reserve_attention(pd_context &c, const pd_attention_args &a) {
     return fail("pd_attention: plan was made for device %d; this context is of device %d", device, c.device);
   const plan::Header &h = a.plan->header();
   const int64_t partial_bytes = (int64_t)h.num_split_partials * h.q_heads * (h.head_dim + 2) * (int64_t)sizeof(float);
-  return c.partials.reserve(partial_bytes) || c.totals.reserve(attention::totals_bytes(c, h.head_dim)) ? -1 : 0;
+  return c.partials.reserve(partial_bytes) || c.totals.reserve(attention::totals_bytes(c, h)) ? -1 : 0;
 }
 
 // What is launched, and with what, follows from the layer's shape and from where memory is, never from the step's rows:
@@ -77,7 +77,8 @@ int enqueue_attention(pd_context &c, const pd_attention_args &a) {
          (float *)c.totals.get(),
          scale * LOG2E,
          0.0f,
-         0.0f};
+         0.0f,
+         0};
   if (soft_cap > 0) w.scale = 1.0f, w.soft_cap = soft_cap * LOG2E, w.inner_scale = scale / soft_cap;
   if (put_walk(c, w, h)) return -1;
   const auto merge = of_dtype(h.dtype, [](auto e) { return merge_kernel<decltype(e)>; });

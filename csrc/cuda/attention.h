@@ -10,81 +10,10 @@
 //          warps from the first on. Chunks are folded from left to right: those of a span here, in memory where the
 //          thread that has an element put it; those of several spans by merge_kernel. Nothing depends on other rows.
 #pragma once
-#include "cuda/context.h"
+#include "cuda/attention_work.h"
 #include "cuda/kv_bytes.h"
-#include "plan/plan.h"
 
 namespace pagedec::attention {
-
-constexpr int kWarps = 4, kThreads = kWarps * kWarp;
-constexpr int kTileRows = 16, kRowTiles = ROWS_MAX / kTileRows;
-constexpr int kWarpTokens = TILE / kWarps;
-static_assert(ROWS_MAX % kTileRows == 0 && kWarpTokens == 16);
-
-struct Work {
-  const int32_t *words;
-  const void *q, *k_cache, *v_cache;
-  void *out;
-  float *partials;                     // [num_split_partials][q_heads][head_dim + 2]: o, m, l
-  float *totals;                       // what threads have folded, by block
-  float scale, soft_cap, inner_scale;  // as in cpu/attention.h: in units of log 2
-};
-
-// A plan's words, section by section.
-struct Sections {
-  const plan::Header &header;
-  const int32_t *words;
-  template <class R>
-  PD_DEVICE const R *of(const plan::Section &s) const {
-    return (const R *)(words + s.offset);
-  }
-};
-
-// Where the tokens of a unit lie, and which of them any row sees.
-struct Place {
-  const plan::Unit &unit;
-  const int32_t *paths;
-  int32_t block_size, first, last;  // lanes first .. last - 1 are seen
-  PD_DEVICE bool is_seen(int lane) const { return lane >= first && lane < last; }
-  PD_DEVICE int64_t slot(int lane) const {
-    if (unit.path >= 0 && lane >= unit.path_lane) return paths[unit.path + lane - unit.path_lane];
-    return (int64_t)unit.blocks[lane / block_size] * block_size + (unit.tile * TILE + lane) % block_size;
-  }
-};
-
-// Which packed rows of a unit see which of its lanes: all see those that all do; those in between only some.
-struct Sight {
-  int row0, row1;          // packed rows
-  int first, last;         // lanes that some row sees
-  int all_first, all_last; // lanes that all do
-  PD_DEVICE bool has_row(int row) const { return row >= row0 && row < row1; }
-  PD_DEVICE bool has_tile(int tile) const { return tile * kTileRows < row1 && (tile + 1) * kTileRows > row0; }
-  PD_DEVICE bool is_ragged() const { return first < all_first || last > all_last; }
-};
-
-// What the four logits that a thread has of a row are multiplied by, and their probabilities: of a plain cache nothing.
-struct NoScales {
-  PD_DEVICE float times(int, float x) const { return x; }
-  PD_DEVICE float times_seen(int, float x, bool) const { return x; }
-};
-struct Scales {
-  float by[4];
-  PD_DEVICE float times(int i, float x) const { return x * by[i]; }
-  // What is not seen may have any scale, and 0 times infinity is NaN.
-  PD_DEVICE float times_seen(int i, float x, bool is_seen) const { return is_seen ? x * by[i] : 0.0f; }
-};
-
-// Whether any thread of the block says so, to all of them.
-PD_DEVICE bool any_of_block(bool mine) {
-  SHARED_ARRAY(uint32_t, votes, kWarps);
-  const uint32_t vote = ballot(mine);
-  sync_block();
-  if (thread_index() % kWarp == 0) votes[thread_index() / kWarp] = vote;
-  sync_block();
-  uint32_t all = 0;
-  for (int w = 0; w < kWarps; w++) all |= votes[w];
-  return all != 0;
-}
 
 template <class T>
 class Walk {
@@ -95,11 +24,10 @@ class Walk {
 
   PD_DEVICE Walk(const Work &w, const SharedMemory &memory)
       : w_(w), p_{*(const plan::Header *)w.words, w.words}, h_(p_.header), dim_(h_.head_dim),
-        warp_(thread_index() / kWarp), lane_(thread_index() % kWarp), tiles_(memory),
-        begins_(memory.part<int32_t>(T::kBytes, ROWS_MAX)),
-        ends_(memory.part<int32_t>(T::kBytes + 4 * ROWS_MAX, ROWS_MAX)),
-        tops_(memory.part<float>(T::kBytes + 8 * ROWS_MAX, kWarps * ROWS_MAX)) {}
-  static constexpr int64_t kBytes = T::kBytes + (8 + 4 * kWarps) * ROWS_MAX;
+        warp_(thread_index() / kWarp), lane_(thread_index() % kWarp),
+        tiles_(memory, num_stages(), h_),
+        begins_(memory.part<int32_t>(0, ROWS_MAX)), ends_(memory.part<int32_t>(4 * ROWS_MAX, ROWS_MAX)),
+        tops_(memory.part<float>(8 * ROWS_MAX, kWarps * ROWS_MAX)) {}
 
   PD_DEVICE void run() {
     const int32_t *indptr = p_.template of<int32_t>(h_.worker_indptr);
@@ -114,11 +42,18 @@ class Walk {
   PD_DEVICE Sight sight_of(const plan::Unit &u) const;
   PD_DEVICE void bring(const plan::Unit &u, int stage) const;
   PD_DEVICE void run_unit(const plan::Unit &u, int stage);
-  PD_DEVICE void find_tops(const plan::Unit &u, int stage, const Sight &sight, float (&s)[kRowTiles][2][4]) const;
+  PD_DEVICE void scale_logits(int stage, float (&s)[kRowTiles][2][4]) const;
+  PD_DEVICE void find_tops(const plan::Unit &u, const Sight &sight, float (&s)[kRowTiles][2][4]) const;
   PD_DEVICE void weigh(const plan::Unit &u, int stage, const Sight &sight, float (&s)[kRowTiles][2][4]);
   PD_DEVICE void sum_up();
   PD_DEVICE void end_chunk(int chunk, bool is_first_item, bool is_last_item);
   PD_DEVICE void end_row(int tile, int half, int chunk, bool is_first_item, bool is_last_item);
+  PD_DEVICE void move_rows();
+  // What is seldom needed is found anew: registers are scarce.
+  PD_DEVICE const plan::Piece &piece_of_span() const { return p_.template of<plan::Piece>(h_.pieces)[span_->piece]; }
+  PD_DEVICE int first_head() const {
+    return kv_head_ * h_.group + h_.group * (span_->head % h_.head_parts) / h_.head_parts;
+  }
   PD_DEVICE float *partial(int record, int head) const {
     return w_.partials + ((int64_t)record * h_.q_heads + head) * (dim_ + 2);
   }
@@ -129,6 +64,8 @@ class Walk {
   }
   PD_DEVICE float &total_m(int tile, int half) const { return total(tile, kPieces, half); }
   PD_DEVICE float &total_l(int tile, int half) const { return total(tile, kPieces, 2 + half); }
+  PD_DEVICE int num_stages() const { return T::kAnyStages ? w_.num_stages : T::kStages; }
+  PD_DEVICE int stage_of(int i) const { return T::kAnyStages ? i & (w_.num_stages - 1) : i % T::kStages; }
   PD_DEVICE int row_of(int tile, int half) const { return tile * kTileRows + half * 8 + lane_ / 4; }
   PD_DEVICE int column_of(int piece) const { return T::column_of(piece, warp_) + 2 * (lane_ % 4); }
 
@@ -140,26 +77,25 @@ class Walk {
   const SharedArray<int32_t> begins_, ends_;  // positions that packed rows see
   const SharedArray<float> tops_;             // what warps have found of each row
   const plan::Span *span_ = nullptr;
-  const plan::Piece *piece_ = nullptr;
-  int kv_head_ = 0, head_ = 0, heads_ = 1, num_packed_ = 0;
+  int kv_head_ = 0, heads_ = 1;  // of a packed row: the part that its virtual head is
   float o_[kRowTiles][kPieces][4], m_[kRowTiles][2], l_[kRowTiles][2];  // of the chunk
 };
 
 template <class T>
 PD_DEVICE void Walk<T>::load_rows() {
-  const int part = span_->head % h_.head_parts, from = h_.group * part / h_.head_parts;
+  const int part = span_->head % h_.head_parts;
   kv_head_ = span_->head / h_.head_parts;
-  head_ = kv_head_ * h_.group + from;
-  heads_ = h_.group * (part + 1) / h_.head_parts - from;
-  num_packed_ = piece_->num_rows * heads_;
+  heads_ = h_.group * (part + 1) / h_.head_parts - h_.group * part / h_.head_parts;
+  const plan::Piece &piece = piece_of_span();
+  const int head = first_head(), num_packed = piece.num_rows * heads_;
   sync_block();  // of the span before
-  const plan::Row *rows = p_.template of<plan::Row>(h_.rows) + piece_->row0;
+  const plan::Row *rows = p_.template of<plan::Row>(h_.rows) + piece.row0;
   for (int r = warp_; r < ROWS_MAX; r += kWarps) {
-    const bool is_there = r < num_packed_;
+    const bool is_there = r < num_packed;
     const plan::Row &row = rows[is_there ? r / heads_ : 0];
     if (lane_ == 0) begins_[r] = is_there ? row.begin : 0;
     if (lane_ == 0) ends_[r] = is_there ? row.end : 0;
-    const E *q = (const E *)w_.q + ((int64_t)row.row_id * h_.q_heads + head_ + r % heads_) * dim_;
+    const E *q = (const E *)w_.q + ((int64_t)row.row_id * h_.q_heads + head + r % heads_) * dim_;
     for (int d = lane_; d < dim_; d += kWarp) tiles_.put_query(r, d, is_there ? q[d] : from_float<E>(0.0f));
   }
   sync_block();
@@ -206,11 +142,34 @@ PD_DEVICE void Walk<T>::bring(const plan::Unit &u, int stage) const {
     }, (const M *)w_.k_cache, (const M *)w_.v_cache);
 }
 
-// Logits in units of log 2, -inf where they are not seen; each warp's largest of a row into `tops_`.
+// Logits in units of log 2. A soft cap is long: its code is that of a tile, to whose registers the others move.
 template <class T>
-PD_DEVICE void Walk<T>::find_tops(const plan::Unit &u, int stage, const Sight &sight,
-                                  float (&s)[kRowTiles][2][4]) const {
+PD_DEVICE void Walk<T>::scale_logits(int stage, float (&s)[kRowTiles][2][4]) const {
   const auto scales = tiles_.scales(stage, false, warp_);
+  const auto each = [&](int tiles, const auto &change) {
+    PD_UNROLL for (int tile = 0; tile < tiles; tile++)
+      PD_UNROLL for (int i = 0; i < 4; i++)
+        PD_UNROLL for (int half = 0; half < 2; half++) change(i, s[tile][i / 2][2 * half + i % 2]);
+  };
+  if (w_.soft_cap > 0.0f) {
+    PD_ROLLED for (int n = 0; n < kRowTiles; n++) {
+      each(1, [&](int i, float &x) {
+        x = w_.soft_cap * hyperbolic_tangent(scales.times(i, x) * w_.inner_scale);
+      });
+      PD_UNROLL for (int i = 0; i < 8; i++) {
+        const float first = s[0][i / 4][i % 4];
+        PD_UNROLL for (int tile = 1; tile < kRowTiles; tile++) s[tile - 1][i / 4][i % 4] = s[tile][i / 4][i % 4];
+        s[kRowTiles - 1][i / 4][i % 4] = first;
+      }
+    }
+  } else {
+    each(kRowTiles, [&](int i, float &x) { x = scales.times(i, x) * w_.scale; });
+  }
+}
+
+// What rows do not see becomes -inf; each warp's largest of a row into `tops_`.
+template <class T>
+PD_DEVICE void Walk<T>::find_tops(const plan::Unit &u, const Sight &sight, float (&s)[kRowTiles][2][4]) const {
   const int start = u.tile * TILE + warp_ * kWarpTokens + 2 * (lane_ % 4);
   PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++) {
     if (!sight.has_tile(tile)) continue;
@@ -221,8 +180,6 @@ PD_DEVICE void Walk<T>::find_tops(const plan::Unit &u, int stage, const Sight &s
       PD_UNROLL for (int i = 0; i < 4; i++) {
         const int at = start + 8 * (i / 2) + i % 2;
         float &x = s[tile][i / 2][2 * half + i % 2];
-        x = scales.times(i, x);
-        x = w_.soft_cap > 0.0f ? w_.soft_cap * hyperbolic_tangent(x * w_.inner_scale) : x * w_.scale;
         if (at < begin || at >= end) x = -INFINITY;
         top = fmaxf(top, x);
       }
@@ -270,7 +227,8 @@ PD_DEVICE void Walk<T>::run_unit(const plan::Unit &u, int stage) {
   PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++)
     PD_UNROLL for (int i = 0; i < 8; i++) s[tile][i / 4][i % 4] = 0.0f;
   tiles_.add_logits(stage, sight, dim_, warp_, s);
-  find_tops(u, stage, sight, s);
+  scale_logits(stage, s);
+  find_tops(u, sight, s);
   // What a row does not see may be anything, and 0 times infinity is NaN.
   const bool is_poisoned = sight.is_ragged() && any_of_block(tiles_.has_poison(stage, sight, dim_));
   sync_block();
@@ -302,33 +260,27 @@ PD_DEVICE void Walk<T>::sum_up() {
     }
 }
 
-// (o, m, l) += (bo, bm, bl): how chunks are put together, always from left to right.
-struct Fold {
-  float top, x, y;
-  PD_DEVICE Fold(float m, float bm) : top(m > bm ? m : bm), x(exp2f(m - top)), y(exp2f(bm - top)) {}
-  PD_DEVICE float of(float a, float b) const { return a * x + b * y; }
-};
-PD_DEVICE float weight_of(float l) { return l > 0.0f || l != l ? quotient(1.0f, l) : 0.0f; }
-
+// Of the first row that is in this thread's registers: `half` of `tile`.
 template <class T>
 PD_DEVICE void Walk<T>::end_row(int tile, int half, int chunk, bool is_first_item, bool is_last_item) {
   const int packed = row_of(tile, half);
-  if (packed >= num_packed_) return;
-  const plan::Row &row = p_.template of<plan::Row>(h_.rows)[piece_->row0 + packed / heads_];
-  const int first = row.begin / CHUNK, last = (row.end - 1) / CHUNK, head = head_ + packed % heads_;
+  const plan::Piece &piece = piece_of_span();
+  if (packed >= piece.num_rows * heads_) return;
+  const plan::Row &row = p_.template of<plan::Row>(h_.rows)[piece.row0 + packed / heads_];
+  const int first = row.begin / CHUNK, last = (row.end - 1) / CHUNK, head = first_head() + packed % heads_;
   if (chunk < first || chunk > last) return;
-  const bool is_first_span = span_->item0 == piece_->item0, is_fresh = !is_first_span || chunk == first;
-  float m = m_[tile][half], l = l_[tile][half];
+  const bool is_first_span = span_->item0 == piece.item0, is_fresh = !is_first_span || chunk == first;
+  float m = m_[0][0], l = l_[0][0];
   if (!is_fresh && l == 0.0f) {  // nothing of this chunk: what was before is all
     m = total_m(tile, half), l = total_l(tile, half);
     PD_UNROLL for (int j = 0; j < kPieces; j++)
-      PD_UNROLL for (int i = 0; i < 2; i++) o_[tile][j][2 * half + i] = total(tile, j, 2 * half + i);
+      PD_UNROLL for (int i = 0; i < 2; i++) o_[0][j][i] = total(tile, j, 2 * half + i);
   } else if (!is_fresh) {
     const Fold fold(total_m(tile, half), m);
     m = fold.top, l = fold.of(total_l(tile, half), l);
     PD_UNROLL for (int j = 0; j < kPieces; j++)
       PD_UNROLL for (int i = 0; i < 2; i++) {
-        float &x = o_[tile][j][2 * half + i];
+        float &x = o_[0][j][i];
         x = fold.of(total(tile, j, 2 * half + i), x);
       }
   }
@@ -343,7 +295,7 @@ PD_DEVICE void Walk<T>::end_row(int tile, int half, int chunk, bool is_first_ite
     const int column = column_of(j);
     if (column >= dim_) continue;
     PD_UNROLL for (int i = 0; i < 2; i++) {
-      const float x = o_[tile][j][2 * half + i];
+      const float x = o_[0][j][i];
       if (is_over) out[column + i] = from_float<E>(x * by);
       else if (record) record[column + i] = x;
       else total(tile, j, 2 * half + i) = x;
@@ -355,44 +307,50 @@ PD_DEVICE void Walk<T>::end_row(int tile, int half, int chunk, bool is_first_ite
 template <class T>
 PD_DEVICE void Walk<T>::end_chunk(int chunk, bool is_first_item, bool is_last_item) {
   sum_up();
-  PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++)
-    PD_UNROLL for (int half = 0; half < 2; half++) end_row(tile, half, chunk, is_first_item, is_last_item);
+  // Registers have no index, so rows move up to where the first one was: one body for all.
+  PD_ROLLED for (int i = 0; i < 2 * kRowTiles; i++) {
+    end_row(i / 2, i % 2, chunk, is_first_item, is_last_item);
+    move_rows();
+  }
+}
+template <class T>
+PD_DEVICE void Walk<T>::move_rows() {
+  PD_UNROLL for (int from = 1; from < 2 * kRowTiles; from++) {
+    const int to = from - 1;
+    m_[to / 2][to % 2] = m_[from / 2][from % 2], l_[to / 2][to % 2] = l_[from / 2][from % 2];
+    PD_UNROLL for (int j = 0; j < kPieces; j++)
+      PD_UNROLL for (int i = 0; i < 2; i++) o_[to / 2][j][to % 2 * 2 + i] = o_[from / 2][j][from % 2 * 2 + i];
+  }
 }
 
 template <class T>
 PD_DEVICE void Walk<T>::run_span(const plan::Span &span) {
-  span_ = &span, piece_ = p_.template of<plan::Piece>(h_.pieces) + span.piece;
+  span_ = &span;
   load_rows();
   const plan::Item *items = p_.template of<plan::Item>(h_.items) + span.item0;
   const plan::Unit *units = p_.template of<plan::Unit>(h_.units) + items[0].unit0;
   const plan::Item &end = items[span.num_items - 1];
   const int num_units = end.unit0 + end.num_units - items[0].unit0;
-  for (int i = 0; i < T::kStages - 1; i++) {
+  for (int i = 0; i < num_stages() - 1; i++) {
     if (i < num_units) bring(units[i], i);
     T::end_bringing();
   }
   for (int i = 0, item = 0; i < num_units; i++) {
     if (i == items[item].unit0 - items[0].unit0) begin_chunk();
-    const int next = i + T::kStages - 1;
-    if (T::kStages > 1) T::await();
+    const int next = i + num_stages() - 1;
+    if (num_stages() > 1) T::await();
     sync_block();  // what has been brought is seen, and nobody looks any more where the next will be
-    if (next < num_units) bring(units[next], next % T::kStages);
+    if (next < num_units) bring(units[next], stage_of(next));
     T::end_bringing();
-    if (T::kStages == 1) {
+    if (num_stages() == 1) {
       T::await();
       sync_block();
     }
-    run_unit(units[i], i % T::kStages);
+    run_unit(units[i], stage_of(i));
     if (i + 1 < items[item].unit0 + items[item].num_units - items[0].unit0) continue;
     end_chunk(items[item].chunk, item == 0, item + 1 == span.num_items);
     item++;
   }
 }
-
-int enqueue_bf16(pd_context &, const Work &, int head_dim);
-int enqueue_fp16(pd_context &, const Work &, int head_dim);
-int enqueue_bf16_of_bytes(pd_context &, const Work &, int head_dim, int kv_kind);
-int enqueue_fp16_of_bytes(pd_context &, const Work &, int head_dim, int kv_kind);
-int enqueue_fp32(pd_context &, const Work &, int head_dim, int kv_kind);
 
 }  // namespace pagedec::attention

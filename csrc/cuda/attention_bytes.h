@@ -15,11 +15,13 @@ struct ByteTiles : Factors<Element, bf16, kHead> {
   using F = Factors<E, bf16, kHead>;
   static constexpr bool kHasScales = true;
   static constexpr int kColumns = kHead, kStages = kNumStages, kStride = kHead + 16;
-  static constexpr int64_t kTilesAt = F::kFactorBytes, kWordsAt = kTilesAt + 2 * kStages * TILE * kStride;
-  static constexpr int64_t kShiftsAt = kWordsAt + 2 * kStages * TILE * 4, kBytes = kShiftsAt + 2 * kStages * TILE * 4;
+  static constexpr bool kAnyStages = kHead > 128;
+  static constexpr int64_t kWordsAt = F::kEnd, kShiftsAt = kWordsAt + 2 * kStages * TILE * 4;
+  static constexpr int64_t kBytesAt = kShiftsAt + 2 * kStages * TILE * 4;
+  static constexpr int64_t bytes(int stages) { return kBytesAt + 2 * stages * TILE * kStride; }
 
-  PD_DEVICE explicit ByteTiles(const SharedMemory &memory)
-      : F(memory), kv(memory.part<uint8_t>(kTilesAt, 2 * kStages * TILE * kStride)),
+  PD_DEVICE ByteTiles(const SharedMemory &memory, int num_stages, const plan::Header &)
+      : F(memory), kv(memory.part<uint8_t>(kBytesAt, 2 * num_stages * TILE * kStride)),
         words(memory.part<uint32_t>(kWordsAt, 2 * kStages * TILE)),
         shifts(memory.part<uint32_t>(kShiftsAt, 2 * kStages * TILE)) {}
 
@@ -118,9 +120,7 @@ struct ByteTiles : Factors<Element, bf16, kHead> {
 template <class E, int kKind>
 int put_kind(pd_context &c, const Work &w, int head_dim) {
   if (head_dim <= 64) return put<ByteTiles<E, 64, 4, kKind>>(c, w);
-  if (head_dim <= 128) return put<ByteTiles<E, 128, 3, kKind>>(c, w);
-  const bool has_room = Walk<ByteTiles<E, 256, 2, kKind>>::kBytes <= c.max_shared_bytes;  // an SM86 has not
-  return has_room ? put<ByteTiles<E, 256, 2, kKind>>(c, w) : put<ByteTiles<E, 256, 1, kKind>>(c, w);
+  return head_dim <= 128 ? put<ByteTiles<E, 128, 3, kKind>>(c, w) : put<ByteTiles<E, 256, 2, kKind>>(c, w);
 }
 
 template <class E>

@@ -1,23 +1,25 @@
-// Attention in fp32, for tests of what must be equal: each logit and each result is one chain of products.
+// Attention in fp32, for tests of what must be equal: each logit and each result is one chain of products. It need
+// not be fast, so there are two sizes of heads, and of bytes each is asked what it is.
 #include "cuda/attention.h"
 
 namespace pagedec::attention {
 namespace {
 
 // K and V are read where they lie; a unit's stage says where that is.
-template <int kHead, int kKind>
+template <int kHead, bool kBytes>
 struct Fp32Tiles {
   using E = float;
-  using M = std::conditional_t<kKind == PD_KV_PLAIN, float, uint8_t>;
-  static constexpr bool kHasScales = kKind != PD_KV_PLAIN;
+  using M = std::conditional_t<kBytes, uint8_t, float>;
+  static constexpr bool kHasScales = kBytes, kAnyStages = false;
   static constexpr int kColumns = kHead, kStages = 1;
   static constexpr int kStride = kHead + 1, kProbabilityStride = TILE + 1;
-  static constexpr int64_t kPlacesAt = 0, kQueryAt = 16 * TILE, kProbabilityAt = kQueryAt + ROWS_MAX * kStride * 4;
+  static constexpr int64_t kQueryAt = kTilesAt + 16 * TILE, kProbabilityAt = kQueryAt + ROWS_MAX * kStride * 4;
   static constexpr int64_t kScalesAt = kProbabilityAt + ROWS_MAX * kProbabilityStride * 4;
-  static constexpr int64_t kBytes = (kScalesAt + (kHasScales ? 2 * TILE * 4 : 0) + 15) / 16 * 16;
+  static constexpr int64_t kEnd = kScalesAt + (kHasScales ? 2 * TILE * 4 : 0);
 
-  PD_DEVICE explicit Fp32Tiles(const SharedMemory &memory)
-      : ks(memory.part<const M *>(kPlacesAt, TILE)), vs(memory.part<const M *>(kPlacesAt + 8 * TILE, TILE)),
+  PD_DEVICE Fp32Tiles(const SharedMemory &memory, int, const plan::Header &header)
+      : is_int8(header.kv_kind == PD_KV_INT8), ks(memory.part<const M *>(kTilesAt, TILE)),
+        vs(memory.part<const M *>(kTilesAt + 8 * TILE, TILE)),
         q(memory.part<float>(kQueryAt, ROWS_MAX * kStride)),
         p(memory.part<float>(kProbabilityAt, ROWS_MAX * kProbabilityStride)),
         by(memory.part<float>(kScalesAt, kHasScales ? 2 * TILE : 0)) {}
@@ -51,9 +53,9 @@ struct Fp32Tiles {
       return NoScales{};
     }
   }
-  static PD_DEVICE float number(const M *head, int d) {
-    if constexpr (kHasScales) return to_number<kKind>(head[place_of_byte(d)]);
-    else return head[d];
+  PD_DEVICE float number(const M *head, int d) const {
+    if constexpr (!kBytes) return head[d];
+    else return is_int8 ? to_number<PD_KV_INT8>(head[place_of_byte(d)]) : to_number<PD_KV_FP8>(head[place_of_byte(d)]);
   }
   static PD_DEVICE void end_bringing() {}
   static PD_DEVICE void await() {}
@@ -102,31 +104,28 @@ struct Fp32Tiles {
   }
 
  private:
+  const bool is_int8;
   const SharedArray<const M *> ks, vs;  // of each token; NULL where no row sees it
   const SharedArray<float> q, p, by;    // by: scales of K, then of V
 };
 
-template <int kHead, int kKind>
+template <int kHead, bool kBytes>
 PD_KERNEL(kThreads) fp32_kernel(Work w) {
   LAUNCHED_SHARED(memory);
-  Walk<Fp32Tiles<kHead, kKind>>(w, memory).run();
+  Walk<Fp32Tiles<kHead, kBytes>>(w, memory).run();
 }
 
-template <int kHead, int kKind>
+template <int kHead, bool kBytes>
 int put(pd_context &c, const Work &w) {
-  const Grid grid(kThreads, kBlocksAtATime, Walk<Fp32Tiles<kHead, kKind>>::kBytes);
-  return launch(c, "pd_attention", fp32_kernel<kHead, kKind>, grid, w);
-}
-template <int kKind>
-int put_kind(pd_context &c, const Work &w, int head_dim) {
-  return (head_dim <= 64 ? put<64, kKind> : head_dim <= 128 ? put<128, kKind> : put<256, kKind>)(c, w);
+  const Grid grid(kThreads, kBlocksAtATime, Fp32Tiles<kHead, kBytes>::kEnd);
+  return launch(c, "pd_attention", fp32_kernel<kHead, kBytes>, grid, w);
 }
 
 }  // namespace
 
 int enqueue_fp32(pd_context &c, const Work &w, int head_dim, int kv_kind) {
-  if (kv_kind == PD_KV_PLAIN) return put_kind<PD_KV_PLAIN>(c, w, head_dim);
-  return (kv_kind == PD_KV_INT8 ? put_kind<PD_KV_INT8> : put_kind<PD_KV_FP8>)(c, w, head_dim);
+  if (kv_kind == PD_KV_PLAIN) return (columns_of(PD_F32, head_dim) == 64 ? put<64, false> : put<256, false>)(c, w);
+  return (columns_of(PD_F32, head_dim) == 64 ? put<64, true> : put<256, true>)(c, w);
 }
 
 }  // namespace pagedec::attention

@@ -15,12 +15,12 @@ constexpr int kStepTokens = 16;  // of V, that one instruction multiplies
 template <class E, class P, int kHead>
 struct Factors {
   static constexpr int kQueryStride = kHead + 8, kProbabilityStride = TILE + 8;
-  static constexpr int64_t kQueryBytes = ROWS_MAX * kQueryStride * 2;
-  static constexpr int64_t kFactorBytes = kQueryBytes + ROWS_MAX * kProbabilityStride * 2;
+  static constexpr int64_t kProbabilityAt = kTilesAt + ROWS_MAX * kQueryStride * 2;
+  static constexpr int64_t kEnd = kProbabilityAt + ROWS_MAX * kProbabilityStride * 2;
 
   PD_DEVICE explicit Factors(const SharedMemory &memory)
-      : q(memory.part<E>(0, ROWS_MAX * kQueryStride)),
-        p(memory.part<uint32_t>(kQueryBytes, ROWS_MAX * kProbabilityStride / 2)) {}
+      : q(memory.part<E>(kTilesAt, ROWS_MAX * kQueryStride)),
+        p(memory.part<uint32_t>(kProbabilityAt, ROWS_MAX * kProbabilityStride / 2)) {}
 
   PD_DEVICE void put_query(int row, int d, E x) const { q[row * kQueryStride + d] = x; }
   PD_DEVICE void put_probabilities(int row, int token, float first, float second) const {
@@ -58,10 +58,11 @@ struct HalfTiles : Factors<Element, Element, kHead> {
   using F = Factors<E, E, kHead>;
   static constexpr bool kHasScales = false;
   static constexpr int kColumns = kHead, kStages = kNumStages, kStride = kHead + 8, kCopied = kCopiedBytes / 2;
-  static constexpr int64_t kTilesAt = F::kFactorBytes, kBytes = kTilesAt + 2 * kStages * TILE * kStride * 2;
+  static constexpr bool kAnyStages = kHead > 128;
+  static constexpr int64_t bytes(int stages) { return F::kEnd + 2 * stages * TILE * kStride * 2; }
 
-  PD_DEVICE explicit HalfTiles(const SharedMemory &memory)
-      : F(memory), kv(memory.part<E>(kTilesAt, 2 * kStages * TILE * kStride)) {}
+  PD_DEVICE HalfTiles(const SharedMemory &memory, int num_stages, const plan::Header &)
+      : F(memory), kv(memory.part<E>(F::kEnd, 2 * num_stages * TILE * kStride)) {}
 
   static PD_DEVICE int tile_at(int stage, bool is_v) { return (2 * stage + is_v) * TILE * kStride; }
   static PD_DEVICE int column_of(int piece, int warp) { return 8 * (kWarps * piece + warp); }
@@ -189,25 +190,25 @@ struct HalfTiles : Factors<Element, Element, kHead> {
   const SharedArray<E> kv;  // [stages][K, V][TILE][kStride]
 };
 
-// What T says of its shared memory is what a launch gives.
 template <class T>
 PD_KERNEL(kThreads) half_kernel(Work w) {
   LAUNCHED_SHARED(memory);
   Walk<T>(w, memory).run();
 }
 
+// What T says of its shared memory is what a launch gives. For two stages of the largest heads an SM80 has no room, nor
+// have most later ones that are not an H100 or B200.
 template <class T>
-int put(pd_context &c, const Work &w) {
-  return launch(c, "pd_attention", half_kernel<T>, Grid(kThreads, kBlocksAtATime, Walk<T>::kBytes), w);
+int put(pd_context &c, Work w) {
+  const bool has_room = !T::kAnyStages || T::bytes(T::kStages) <= target(c).max_shared_bytes;
+  w.num_stages = has_room ? T::kStages : 1;
+  return launch(c, "pd_attention", half_kernel<T>, Grid(kThreads, kBlocksAtATime, T::bytes(w.num_stages)), w);
 }
 
 template <class E>
 int put_plain(pd_context &c, const Work &w, int head_dim) {
   if (head_dim <= 64) return put<HalfTiles<E, 64, 3>>(c, w);
-  if (head_dim <= 128) return put<HalfTiles<E, 128, 2>>(c, w);
-  // An SM80 has no room for two stages, nor have most later ones that are not an H100 or B200.
-  const bool has_room = Walk<HalfTiles<E, 256, 2>>::kBytes <= c.max_shared_bytes;
-  return has_room ? put<HalfTiles<E, 256, 2>>(c, w) : put<HalfTiles<E, 256, 1>>(c, w);
+  return head_dim <= 128 ? put<HalfTiles<E, 128, 2>>(c, w) : put<HalfTiles<E, 256, 2>>(c, w);
 }
 
 }  // namespace

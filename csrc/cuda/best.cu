@@ -3,7 +3,7 @@
 // threads' first ones and what is not behind the k-th of them; a large one runs of as many as find room (select.h).
 // Where continuations are drawn, each pass cuts each row anew (kept.h): there may be any number of rows, and what is
 // kept of them lies nowhere.
-#include "cuda/context.h"
+#include "cuda/launch.h"
 #include "cuda/kept.h"
 
 namespace pagedec {

@@ -1,7 +1,7 @@
 // Weights in blocks, packed for kernels (blocks.h).
 #include "cuda/blocks.h"
 
-#include "cuda/context.h"
+#include "cuda/launch.h"
 
 namespace pagedec {
 namespace {

@@ -1,6 +1,6 @@
 // What is written to the KV cache. On a device K and V lie alike, [block][kv_head][block_size][head_dim], so that a
 // token's head is one run of memory.
-#include "cuda/context.h"
+#include "cuda/launch.h"
 #include "cuda/kv_bytes.h"
 
 namespace pagedec {

@@ -1,6 +1,7 @@
 #include "cuda/context.h"
 
 #include <new>
+#include <utility>
 
 namespace pagedec {
 namespace {
@@ -71,6 +72,24 @@ void end(pd_context &c) {
 #endif
 
 }  // namespace
+
+const Target &target(const pd_context &c) { return c; }
+
+#if defined(__CUDACC__)
+Turn::Turn(pd_context &context, bool)
+    : context_(context), taken_(!context.busy.exchange(true, std::memory_order_acquire)) {
+  cudaSetDevice(context.device);
+}
+#else
+Turn::Turn(pd_context &context, bool records)
+    : context_(context),
+      taken_(!context.busy.exchange(true, std::memory_order_acquire)),
+      access_(context.device, records && context.is_alone) {}
+void put(pd_context &c, std::function<std::string()> work) { c.work.put(std::move(work)); }
+#endif
+Turn::~Turn() {
+  if (taken_) context_.busy.store(false, std::memory_order_release);
+}
 
 DeviceMemory::~DeviceMemory() { clear(); }
 void DeviceMemory::clear() {

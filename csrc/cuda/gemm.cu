@@ -132,7 +132,8 @@ PD_KERNEL(kThreads) gemm_kernel(pd_gemm_args a, int most_rows) {
   for (int64_t i = block_index(); i < groups * panels; i += num_grid_blocks()) {
     const int64_t row = i % groups * kFewRows, left = *a.num_rows - row;
     const int num_rows = left < kFewRows ? (int)left : kFewRows;
-    if (num_rows <= kTileRows) run_panel<E, kBytes, 1>(a, row, num_rows, i / groups, partial);
+    const bool is_short = sizeof(E) == 2 && num_rows <= kTileRows;  // fp32 need not be fast
+    if (is_short) run_panel<E, kBytes, 1>(a, row, num_rows, i / groups, partial);
     else run_panel<E, kBytes, 2>(a, row, num_rows, i / groups, partial);
   }
 }

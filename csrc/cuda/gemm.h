@@ -8,7 +8,7 @@
 //          instructions is any k, if only it is the same of both.
 #pragma once
 #include "common/blocks.h"
-#include "cuda/context.h"
+#include "cuda/launch.h"
 #include "cuda/matrix.h"
 
 namespace pagedec::gemm {
@@ -29,8 +29,10 @@ template <class E>
 PD_DEVICE Eight load_some(const E *p, int64_t num_left, bool is_aligned) {
   if (is_aligned && num_left >= 8) return load_whole<Eight>(p);
   Eight x{};
-  PD_UNROLL for (int i = 0; i < 8; i++)
-    if (i < num_left) x.pairs[i / 2] |= (uint32_t)p[i].bits << 16 * (i % 2);
+  PD_ROLLED for (int i = 7; i >= 0; i--) {  // seldom taken, and inlined for every step
+    PD_UNROLL for (int pair = 3; pair > 0; pair--) x.pairs[pair] = x.pairs[pair] << 16 | x.pairs[pair - 1] >> 16;
+    x.pairs[0] = x.pairs[0] << 16 | (i < num_left ? p[i].bits : 0u);
+  }
   return x;
 }
 PD_DEVICE bool is_aligned(const void *x, int64_t k) { return k % 8 == 0 && (uintptr_t)x % 16 == 0; }

@@ -5,7 +5,7 @@
 // x        becomes int8 where it is multiplied, as with int8 weights: four lanes have a row's group.
 // Bits     A group's t is an integer that fp32 holds (W is signed, or without a zero, so that nothing is to be taken
 //          off); then come the operations of pagedec.h in their order, each rounded by itself: what all instruction
-//          sets of a CPU give. Only numbers of W that are infinite may give another NaN.
+//          sets of a CPU give. An infinite d gives NaN where a CPU may have an infinity: who reads files refuses it.
 #pragma once
 #include "cuda/blocks.h"
 #include "cuda/gemm_int8.h"

@@ -11,7 +11,6 @@
 namespace pagedec::gemm {
 namespace {
 
-constexpr int kStages = 3, kBuffers = 2;
 constexpr int kLongestGroup = 64;  // pieces of a panel
 
 template <class S>
@@ -60,6 +59,9 @@ class BlockTiles {
     await_copies<0>();
     sync_block();  // what comes next has this memory for itself
   }
+  PD_DEVICE void bring(int stage);
+  PD_DEVICE void keep(int buffer);
+  PD_DEVICE void multiply(Current current, Sums &sums) const;
 
  private:
   // Of a tile's first group, and of 6 bits anew each time: their sums leave no registers to keep it in.
@@ -75,12 +77,9 @@ class BlockTiles {
     const int row = place_.row + task * (kThreads / 4);
     return {row, place_.at, row < num_rows_, is_aligned_};
   }
-  PD_DEVICE void bring(int stage);
-  PD_DEVICE void keep(int buffer);
   PD_DEVICE void run_tile(int tile);
-  PD_DEVICE void multiply(Sums &sums) const;
-  PD_DEVICE void multiply_panel(int index, const uint32_t (&x)[kRowTiles][4], const GroupScale (&scales)[kRowTiles][2],
-                                Sums &sums) const;
+  PD_DEVICE void multiply_panel(Current current, int index, const uint32_t (&x)[kRowTiles][4],
+                                const GroupScale (&scales)[kRowTiles][2], Sums &sums) const;
   static PD_DEVICE int lane() { return thread_index() % kWarp; }
 
   const pd_gemm_args &a_;
@@ -96,7 +95,7 @@ class BlockTiles {
   const SharedArray<float> sums_;
   int next_tile_ = 0, next_group_ = 0;        // whose operands come next
   int next_row_ = 0, next_panel_ = 0;         // of the segment
-  int stage_ = 0, buffer_ = 0;                // that are multiplied
+  Current current_;
   struct { int row, at; } place_ = {};        // of a thread's first eight
   Piece eights_[kTasks];                       // of rows that are not yet int8
   StoredScales stored_ = {};                  // of an output
@@ -142,29 +141,29 @@ PD_DEVICE void BlockTiles<S, kKind>::keep(int buffer) {
 }
 
 template <class S, BlockKind kKind>
-PD_DEVICE void BlockTiles<S, kKind>::multiply(Sums &sums) const {
+PD_DEVICE void BlockTiles<S, kKind>::multiply(Current current, Sums &sums) const {
   uint32_t x[kRowTiles][4];
   GroupScale scales[kRowTiles][2];
   PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++)
     PD_UNROLL for (int half = 0; half < 2; half++) {
-      const int row = buffer_ * S::kRows + S::first_row() + tile * kTileRows + 8 * half + lane() / 4;
+      const int row = current.buffer * S::kRows + S::first_row() + tile * kTileRows + 8 * half + lane() / 4;
       const uint64_t q = x_[row * 4 + lane() % 4];
       x[tile][half] = (uint32_t)q, x[tile][2 + half] = (uint32_t)(q >> 32);
       scales[tile][half] = scales_[row];
     }
-  PD_UNROLL for (int i = 0; i < kWarpPanels; i++) multiply_panel(i, x, scales, sums);
+  PD_UNROLL for (int i = 0; i < kWarpPanels; i++) multiply_panel(current, i, x, scales, sums);
 }
 
 // Panel `index` of the warp's.
 template <class S, BlockKind kKind>
-PD_DEVICE void BlockTiles<S, kKind>::multiply_panel(int index, const uint32_t (&x)[kRowTiles][4],
+PD_DEVICE void BlockTiles<S, kKind>::multiply_panel(Current current, int index, const uint32_t (&x)[kRowTiles][4],
                                                     const GroupScale (&scales)[kRowTiles][2], Sums &sums) const {
-  const int of = S::first_column() / kPanel + index, first = stage_ * P::kWPieces + of * kLongestGroup;
+  const int of = S::first_column() / kPanel + index, first = current.stage * P::kWPieces + of * kLongestGroup;
   LaneWeights<kKind> w{};
   PD_UNROLL for (int i = 0; i < w.kPieces; i++) w.pieces[i] = w_[first + i * kWarp + lane()];
   if constexpr (kKind == BlockKind::SIX) w.high = high_[(first + kWarp) * 2 + lane()];
   PD_UNROLL for (int pair = 0; pair < kPanelTiles / 2; pair++) {
-    const int at = (2 * buffer_ * S::kColumns + of * kPanel) / 4 + lane() % 4 * 2 + pair;
+    const int at = (2 * current.buffer * S::kColumns + of * kPanel) / 4 + lane() % 4 * 2 + pair;
     const Piece as = lane_factors_[at];
     Piece bs{};
     if (kKind == BlockKind::NIBBLES_MIN || kKind == BlockKind::SIX) bs = lane_factors_[at + S::kColumns / 4];
@@ -190,17 +189,7 @@ PD_DEVICE void BlockTiles<S, kKind>::multiply_panel(int index, const uint32_t (&
 template <class S, BlockKind kKind>
 PD_DEVICE void BlockTiles<S, kKind>::run_tile(int tile) {
   Sums sums;
-  PD_UNROLL for (int i = 0; i < kRowTiles * kColumnTiles * 4; i++)
-    sums[i / 4 / kColumnTiles][i / 4 % kColumnTiles][i % 4] = 0.0f;
-  PD_ROLLED for (int group = 0; group < num_groups_; group++) {
-    await_copies<kStages - 2>();
-    sync_block();  // what has come and what was kept is seen, and nobody looks any more at the group before
-    keep(1 - buffer_);
-    bring(stage_ ? stage_ - 1 : kStages - 1);
-    multiply(sums);
-    stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
-    buffer_ = 1 - buffer_;
-  }
+  multiply_groups(*this, num_groups_, current_, sums);
   TilePlace place = S::place(tile, num_rows_, n_);
   place.column += (int)segment_.begin * kPanel;
   finish_tile<S>(a_, num_rows_, place, sums, sums_, (int)segment_.end);

@@ -13,7 +13,6 @@ namespace {
 
 constexpr int kPieces = kGroup / 16;        // of an output's group
 constexpr int kLines = kThreads / kPieces;  // outputs whose group all threads copy at a time
-constexpr int kStages = 3, kBuffers = 2;
 
 template <class S>
 struct Parts {  // of shared memory
@@ -48,6 +47,9 @@ class Int8Tiles {
     bring(1);
     for (int tile = block_index(); tile < num_tiles_; tile += num_grid_blocks()) run_tile(tile);
   }
+  PD_DEVICE void bring(int stage);
+  PD_DEVICE void keep(int buffer);
+  PD_DEVICE void multiply(Current current, Sums &sums) const;
 
  private:
   PD_DEVICE void find_next() {
@@ -55,10 +57,7 @@ class Int8Tiles {
     next_row_ = place.row + warp() * kTileRows + lane() / 4, next_column_ = place.column + thread_index() / kPieces;
     next_group_ = 0;
   }
-  PD_DEVICE void bring(int stage);
-  PD_DEVICE void keep(int buffer);
   PD_DEVICE void run_tile(int tile);
-  PD_DEVICE void multiply(Sums &sums) const;
   static PD_DEVICE int lane() { return thread_index() % kWarp; }
   static PD_DEVICE int warp() { return thread_index() / kWarp; }
   static PD_DEVICE bool has_rows() { return warp() < S::kRows / kTileRows; }  // that it makes int8: 16 of the tile
@@ -70,7 +69,7 @@ class Int8Tiles {
   const SharedArray<float> scales_, sums_;
   int next_tile_, next_group_ = 0;         // whose operands come next
   int next_row_ = 0, next_column_ = 0;     // of those, this thread's first
-  int stage_ = 0, buffer_ = 0;             // that are multiplied
+  Current current_;
   Values<E> values_[2] = {};               // of rows that are not yet int8
 };
 
@@ -112,19 +111,19 @@ PD_DEVICE void Int8Tiles<S, E>::keep(int buffer) {
 }
 
 template <class S, class E>
-PD_DEVICE void Int8Tiles<S, E>::multiply(Sums &sums) const {
+PD_DEVICE void Int8Tiles<S, E>::multiply(Current current, Sums &sums) const {
   uint32_t x[kRowTiles][2][4];
   float scales[kRowTiles][2];
   PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++) {
     const int first = S::first_row() / kTileRows + tile;
     PD_UNROLL for (int i = 0; i < 2; i++) {
-      const Piece piece = x_[buffer_ * P::kXPieces + (first * 2 + i) * kWarp + lane()];
+      const Piece piece = x_[current.buffer * P::kXPieces + (first * 2 + i) * kWarp + lane()];
       PD_UNROLL for (int word = 0; word < 4; word++) x[tile][i][word] = piece.words[word];
-      scales[tile][i] = scales_[buffer_ * S::kRows + first * kTileRows + 8 * i + lane() / 4];
+      scales[tile][i] = scales_[current.buffer * S::kRows + first * kTileRows + 8 * i + lane() / 4];
     }
   }
   PD_UNROLL for (int j = 0; j < kColumnTiles; j++) {
-    const Piece w = w_[stage_ * P::kWPieces + (S::first_column() + 8 * j) * kPieces + lane()];
+    const Piece w = w_[current.stage * P::kWPieces + (S::first_column() + 8 * j) * kPieces + lane()];
     PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++) {
       float products[4];
       multiply_group(x[tile], scales[tile], w, products);
@@ -136,25 +135,9 @@ PD_DEVICE void Int8Tiles<S, E>::multiply(Sums &sums) const {
 template <class S, class E>
 PD_DEVICE void Int8Tiles<S, E>::run_tile(int tile) {
   Sums sums;
-  PD_UNROLL for (int i = 0; i < kRowTiles * kColumnTiles * 4; i++)
-    sums[i / 4 / kColumnTiles][i / 4 % kColumnTiles][i % 4] = 0.0f;
-  PD_ROLLED for (int group = 0; group < num_groups_; group++) {
-    await_copies<kStages - 2>();
-    sync_block();  // what has come and what was kept is seen, and nobody looks any more at the group before
-    keep(1 - buffer_);
-    bring(stage_ ? stage_ - 1 : kStages - 1);
-    multiply(sums);
-    stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
-    buffer_ = 1 - buffer_;
-  }
+  multiply_groups(*this, num_groups_, current_, sums);
   const TilePlace place = S::place(tile, num_rows_, a_.n);
-  PD_UNROLL for (int j = 0; j < kColumnTiles; j++)
-    PD_UNROLL for (int i = 0; i < 2; i++) {
-      const int column = place.column + S::first_column() + 8 * j + lane() % 4 * 2 + i;
-      const float scale = column < pad_outputs(a_.n) ? scales_of(a_)[column] : 0.0f;
-      PD_UNROLL for (int of = 0; of < 2 * kRowTiles; of++)
-        sums[of / 2][j][of % 2 * 2 + i] = sums[of / 2][j][of % 2 * 2 + i] * scale;
-    }
+  scale_outputs<S>(scales_of(a_), a_.n, place, sums);
   finish_tile<S>(a_, num_rows_, place, sums, sums_);
 }
 

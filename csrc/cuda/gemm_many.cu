@@ -63,15 +63,6 @@ class Tiles {
   }
   PD_DEVICE void run_tile(int tile);
   PD_DEVICE void multiply(int step, Sums &sums) const;
-  PD_DEVICE void scale(TilePlace place, Sums &sums) const {
-    PD_UNROLL for (int j = 0; j < kColumnTiles; j++)
-      PD_UNROLL for (int i = 0; i < 2; i++) {
-        const int column = place.column + S::first_column() + 8 * j + lane() % 4 * 2 + i;
-        const float by = column < padded(a_.n) ? weight_scales(a_)[column] : 0.0f;
-        PD_UNROLL for (int of = 0; of < 2 * kRowTiles; of++)
-          sums[of / 2][j][of % 2 * 2 + i] = sums[of / 2][j][of % 2 * 2 + i] * by;
-      }
-  }
   static PD_DEVICE int lane() { return thread_index() % kWarp; }
 
   const pd_gemm_args &a_;
@@ -163,9 +154,9 @@ PD_DEVICE void Tiles<E, S, kAligned, kBytes>::run_tile(int tile) {
   constexpr int kOwn = kRowTiles * kColumnTiles * 4, kEnd = P::kNumber * P::kStagePieces;
   Sums own, sums;
   const auto of = [](Sums &all, int i) -> float & { return all[i / 4 / kColumnTiles][i / 4 % kColumnTiles][i % 4]; };
-  PD_UNROLL for (int i = 0; i < kOwn; i++) of(own, i) = 0.0f;
+  clear(own);
   for (int step = 0; step < num_steps_;) {
-    PD_UNROLL for (int i = 0; i < kOwn; i++) of(sums, i) = 0.0f;
+    clear(sums);
     PD_ROLLED do {
       if (step % kStageSteps == 0) {
         await_copies<P::kNumber - 2>();
@@ -178,7 +169,7 @@ PD_DEVICE void Tiles<E, S, kAligned, kBytes>::run_tile(int tile) {
     PD_UNROLL for (int i = 0; i < kOwn; i++) of(own, i) = of(own, i) + of(sums, i);
   }
   const TilePlace place = S::place(tile, num_rows_, a_.n);
-  if constexpr (kBytes) scale(place, own);
+  if constexpr (kBytes) scale_outputs<S>(weight_scales(a_), a_.n, place, own);
   finish_tile<S>(a_, num_rows_, place, own, sums_);
 }
 
@@ -194,7 +185,7 @@ PD_KERNEL(kThreads) gemm_many_kernel(pd_gemm_args a) {
 
 }  // namespace
 
-bool has_room_for_many(const pd_context &c) { return kSharedBytes <= c.max_shared_bytes; }
+bool has_room_for_many(const pd_context &c) { return kSharedBytes <= target(c).max_shared_bytes; }
 int enqueue_many(pd_context &c, const pd_gemm_args &a) {
   constexpr int kBlocks = 1;  // what the registers have room for
   const bool is_bytes = a.quantization == PD_INT8_WEIGHT_ONLY;

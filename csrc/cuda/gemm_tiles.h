@@ -41,6 +41,50 @@ PD_DEVICE bool worth_wide(int num_rows, int n, int blocks) {
   return 2 * ((wide + blocks - 1) / blocks) <= (narrow + blocks - 1) / blocks;
 }
 
+// The sums of a warp's tile.
+template <int kRowTiles, int kColumnTiles>
+PD_DEVICE void clear(float (&sums)[kRowTiles][kColumnTiles][4]) {
+  PD_UNROLL for (int i = 0; i < kRowTiles * kColumnTiles * 4; i++)
+    sums[i / 4 / kColumnTiles][i / 4 % kColumnTiles][i % 4] = 0.0f;
+}
+// Times the outputs' scales.
+template <class S>
+PD_DEVICE void scale_outputs(const float *scales, int n, TilePlace place,
+                             float (&sums)[S::kRowTiles][S::kColumnTiles][4]) {
+  PD_UNROLL for (int j = 0; j < S::kColumnTiles; j++)
+    PD_UNROLL for (int i = 0; i < 2; i++) {
+      const int column = place.column + S::first_column() + 8 * j + thread_index() % 4 * 2 + i;
+      const float scale = column < padded(n) ? scales[column] : 0.0f;
+      PD_UNROLL for (int of = 0; of < 2 * S::kRowTiles; of++)
+        sums[of / 2][j][of % 2 * 2 + i] = sums[of / 2][j][of % 2 * 2 + i] * scale;
+    }
+}
+
+// How groups of k follow one another where x becomes int8 on its way: W is copied to stages of shared memory and x
+// loaded to registers two groups ahead, what x becomes lies in buffers one group ahead.
+constexpr int kStages = 3, kBuffers = 2;
+struct Current {  // what is multiplied
+  int stage = 0, buffer = 0;
+
+  PD_DEVICE int last_stage() const { return stage ? stage - 1 : kStages - 1; }  // that was multiplied before
+  PD_DEVICE void advance() {
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    buffer = 1 - buffer;
+  }
+};
+template <class Tiles, class Sums>
+PD_DEVICE void multiply_groups(Tiles &tiles, int num_groups, Current &current, Sums &sums) {
+  clear(sums);
+  PD_ROLLED for (int group = 0; group < num_groups; group++) {
+    await_copies<kStages - 2>();
+    sync_block();  // what has come and what was kept is seen, and nobody looks any more at the group before
+    tiles.keep(1 - current.buffer);
+    tiles.bring(current.last_stage());
+    tiles.multiply(current, sums);
+    current.advance();
+  }
+}
+
 // What becomes of a warp's 16 rows of a panel: `sums` [16][kSumStride], from `first` on. A lane has a column of y, and
 // where it is gated, as y has half as many, of every other row.
 PD_DEVICE void finish_panel(const pd_gemm_args &a, int num_rows, int row, int panel, const SharedArray<float> &sums,
@@ -52,18 +96,23 @@ PD_DEVICE void finish_panel(const pd_gemm_args &a, int num_rows, int row, int pa
   const float *bias = a.bias ? a.bias + panel * kPanel + place : nullptr;
   const float of_x = bias ? bias[0] : 0.0f, of_up = bias && gated ? bias[kPanel / 2] : 0.0f;
   const int64_t start = (int64_t)row * width + column;
-  float before[kTileRows];  // what is added to: all under way before the first is needed
-  PD_UNROLL for (int i = 0; i < kTileRows; i++)
-    before[i] = a.epilogue == PD_ADD && row + i < num_rows ? ((const float *)a.y)[start + (int64_t)i * width] : 0.0f;
-  PD_UNROLL for (int i = 0; i < kTileRows; i++) {
-    const int r = gated ? 2 * i + above : i;
-    if (r >= kTileRows || row + r >= num_rows) break;
-    float x = sums[first + r * kSumStride + place], up = 0.0f;
-    if (gated) up = sums[first + r * kSumStride + place + kPanel / 2];
-    if (bias) x = x + of_x, up = up + of_up;
-    x = activated(a.epilogue, x, up);
-    if (a.epilogue == PD_ADD) x = before[i] + x;
-    store(a, start + (int64_t)r * width, x);
+  const auto sum = [&](int r, int at, float of) {
+    const float x = sums[first + r * kSumStride + at];
+    return bias ? x + of : x;
+  };
+  if (a.epilogue == PD_ADD) {
+    float *y = (float *)a.y + start, before[kTileRows];  // all under way before the first is needed
+    PD_UNROLL for (int r = 0; r < kTileRows; r++) before[r] = row + r < num_rows ? y[(int64_t)r * width] : 0.0f;
+    PD_UNROLL for (int r = 0; r < kTileRows; r++) {
+      if (row + r >= num_rows) break;
+      y[(int64_t)r * width] = before[r] + sum(r, place, of_x);
+    }
+    return;
+  }
+  PD_UNROLL_BY(2)  // activations are long, and this is inlined for every tile
+  for (int r = above; r < kTileRows && row + r < num_rows; r += gated ? 2 : 1) {
+    const float up = gated ? sum(r, place + kPanel / 2, of_up) : 0.0f;
+    store(a, start + (int64_t)r * width, activated(a.epilogue, sum(r, place, of_x), up));
   }
 }
 

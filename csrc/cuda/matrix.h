@@ -43,12 +43,14 @@ PD_DEVICE void multiply_bytes(int32_t (&d)[4], const uint32_t (&a)[4], uint32_t 
 PD_DEVICE void load_matrices(uint32_t (&r)[4], const void *row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row)));
+               : "r"(shared_address(row))
+               : "memory");
 }
 PD_DEVICE void load_transposed(uint32_t (&r)[4], const void *row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row)));
+               : "r"(shared_address(row))
+               : "memory");
 }
 // 16 or 4 bytes into shared memory, or zeros; they are there when the thread has waited for the group they are in, and
 // for the others when they have met it since.

@@ -3,6 +3,7 @@
 #include <new>
 #include <utility>
 
+#include "common/check_fetch.h"
 #include "cuda/context.h"
 
 namespace pagedec {
@@ -52,11 +53,6 @@ int await_mark(pd_context &c, pd_fetch &fetch) {
   return c.ranks ? await_ranks(c, &fetch) : is_through(c, fetch) < 0 ? -1 : 0;
 }
 #endif
-int check_fetch(const char *name, const pd_context *context, const pd_fetch *fetch) {
-  if (!context) return fail("%s: context is NULL", name);
-  if (!fetch) return fail("%s: fetch is NULL", name);
-  return fetch->context == context ? 0 : fail("%s: fetch is another context's", name);
-}
 
 // A place there that no copy under way uses; NULL: there is none.
 char *staged(pd_context &c, int64_t num_bytes) {
@@ -206,11 +202,7 @@ void pd_fetch_free(pd_fetch *fetch) {
   delete fetch;
 }
 int pd_fetch_begin(pd_context *context, pd_fetch *fetch, const void *from, int64_t num_bytes) {
-  if (check_fetch("pd_fetch_begin", context, fetch) || check_copy("pd_fetch_begin", context, fetch, from, num_bytes))
-    return -1;
-  if (num_bytes > fetch->max_bytes)
-    return fail("pd_fetch_begin: num_bytes is %lld; it must be at most %lld", (long long)num_bytes,
-                (long long)fetch->max_bytes);
+  if (check_fetch_begin(context, fetch, from, num_bytes)) return -1;
   const Turn turn(*context);
   if (!turn) return fail("pd_fetch_begin: another thread works in this context");
   // The former one, which nobody asks for any more.

@@ -1,5 +1,5 @@
 // RMS norm and layer norm of rows of the residual stream: a block a row, whose sums have one order for each width.
-#include "cuda/context.h"
+#include "cuda/launch.h"
 
 namespace pagedec {
 namespace {

@@ -1,5 +1,5 @@
 // Single logits, and their ranks: a block an entry, which goes through the entry's row.
-#include "cuda/context.h"
+#include "cuda/launch.h"
 #include "cuda/readout.h"
 
 namespace pagedec {

@@ -5,7 +5,7 @@
 // are allowed, which were met, how often) lies in shared memory for a part of the vocabulary at a time: 262,144 tokens
 // of one bit, or 8,192 counts. History is read where it lies, through the block table, once for each part. An n-gram
 // is compared from its end on, at each place of the history by itself: one token mostly, n where all repeats itself.
-#include "cuda/context.h"
+#include "cuda/launch.h"
 
 namespace pagedec {
 namespace {

@@ -1,6 +1,6 @@
 // What may not be drawn becomes -inf: a warp has a word of a row at a time, a lane the token of a bit. Nothing is read
 // but bits, and each thread writes the same value, so who comes first does not matter.
-#include "cuda/context.h"
+#include "cuda/launch.h"
 
 namespace pagedec {
 namespace {

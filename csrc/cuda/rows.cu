@@ -1,6 +1,6 @@
 // Rows into the residual stream, what ranks have computed of it, and rows copied: nothing here adds within a row.
 #include "cuda/blocks.h"
-#include "cuda/context.h"
+#include "cuda/launch.h"
 
 namespace pagedec {
 namespace {

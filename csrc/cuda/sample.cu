@@ -1,5 +1,5 @@
 // Gumbel-max draws: a block a draw, whose tokens that are kept (kept.h) get their noise; the highest sum wins.
-#include "cuda/context.h"
+#include "cuda/launch.h"
 #include "cuda/kept.h"
 
 namespace pagedec {

@@ -2,7 +2,7 @@
 // first finds each thread's largest logit, the second collects what is not below the k-th of those (select.h). A large
 // one, up to the whole vocabulary, is answered in runs of as many as find room in shared memory: of each run the last
 // key is found in its bits, then its keys are collected and sorted; so the passes grow with k, and nothing else does.
-#include "cuda/context.h"
+#include "cuda/launch.h"
 #include "cuda/select.h"
 
 namespace pagedec {

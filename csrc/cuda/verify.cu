@@ -1,7 +1,7 @@
 // Verification by rejection: a drafted token is kept with probability min(1, p / q), else replaced by a draw from
 // norm(max(0, p - q)) (Leviathan et al. 2023, Chen et al. 2023). A block a draft: first q is cut, then p, whose list
 // stays for the draw; of q nothing but its cuts is needed then.
-#include "cuda/context.h"
+#include "cuda/launch.h"
 #include "cuda/kept.h"
 
 namespace pagedec {

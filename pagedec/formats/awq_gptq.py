@@ -123,7 +123,7 @@ class Int4Source:
     def blocks(self, name: str) -> Blocks | None:
         """Return a quantised weight, None for another tensor.
 
-        Raises ModelFileError where its parts do not fit each other.
+        Raises ModelFileError where its parts do not fit each other, or a scale is more than fp16 has.
         """
         if name not in self._packed:
             return self._source.blocks(name)
@@ -142,7 +142,10 @@ class Int4Source:
         order = IN_ORDER if is_gptq else AWQ_ORDER
         values = (_unpacked(q.T, IN_ORDER) if is_gptq else _unpacked(q, order).T).reshape(n, k)
         zeros = (_unpacked(zero, order).T + self._config.zero_shift) & 15  # [n, k / group]
-        return _blocks(values, scale.T, zeros, group)
+        blocks = _blocks(values, scale.T, zeros, group)
+        if not blocks.is_finite:
+            raise ModelFileError(self.path, f"tensor {self._part(name, 'scales')} has a scale that is infinite or NaN")
+        return blocks
 
     def _check_order(self, name: str, k: int, group: int) -> None:
         """GPTQ may have gone through the inputs in an order of its own, whose groups are scattered."""

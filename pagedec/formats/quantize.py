@@ -17,6 +17,7 @@ from pagedec.kernels.blocks import Blocks
 SHRINKS = (1.0, 0.93, 0.86)
 """Shares of a group's range that its integers may span; the best is taken."""
 PIECE = 1 << 20  # values at once: a few megabytes of fp32
+MOST_ZERO = 65504.0  # that fp16 has
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,10 @@ def quantize_int4(weight: torch.Tensor, form: Int4) -> Blocks:
 
 def from_q4_1(raw: torch.Tensor, k: int) -> Blocks:
     """Return rows of GGUF's Q4_1, uint8 [n, bytes], whose values are d q + m, as scale * (q - zero) with zero = -m / d
-    rounded to fp16: by 2^-11 of m at most."""
+    rounded to fp16: by 2^-11 of m at most. Where that is more than fp16 has, all values are m, as near."""
     blocks = raw.reshape(-1, 20).clone()
     scale, least = (blocks[:, at : at + 2].clone().view(torch.float16).float()[:, 0] for at in (0, 2))
-    is_one = scale == 0  # one value only: that many times 0 - (-1)
+    is_one = (scale == 0) | (least.abs() > MOST_ZERO * scale.abs())  # one value only: that many times 0 - (-1)
     zero = torch.where(is_one, torch.full_like(scale, -1), -least / scale)
     scale = torch.where(is_one, least, scale)
     for at, value in ((0, scale), (2, zero)):

@@ -28,22 +28,23 @@ from pagedec.kernels.records import BlockFormat
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """How long a block is, and how the kernels call its format."""
+    """How long a block is, how the kernels call its format, and at which bytes it has numbers in fp16."""
 
     values: int
     num_bytes: int
     code: BlockFormat
+    halves: tuple[int, ...] = (0,)
 
 
 LAYOUTS = {
     "q4_0": BlockLayout(32, 18, BlockFormat.Q4_0),
     "int4_32": BlockLayout(32, 18, BlockFormat.Q4_0),
     "int4_128": BlockLayout(128, 66, BlockFormat.INT4_128),
-    "int4_zero_32": BlockLayout(32, 20, BlockFormat.INT4_ZERO_32),
-    "int4_zero_128": BlockLayout(128, 68, BlockFormat.INT4_ZERO_128),
+    "int4_zero_32": BlockLayout(32, 20, BlockFormat.INT4_ZERO_32, (0, 2)),
+    "int4_zero_128": BlockLayout(128, 68, BlockFormat.INT4_ZERO_128, (0, 2)),
     "q8_0": BlockLayout(32, 34, BlockFormat.Q8_0),
-    "q4_k": BlockLayout(256, 144, BlockFormat.Q4_K),
-    "q6_k": BlockLayout(256, 210, BlockFormat.Q6_K),
+    "q4_k": BlockLayout(256, 144, BlockFormat.Q4_K, (0, 2)),
+    "q6_k": BlockLayout(256, 210, BlockFormat.Q6_K, (208,)),
 }
 
 
@@ -89,6 +90,12 @@ class Blocks:
     @property
     def layout(self) -> BlockLayout:
         return LAYOUTS[self.format]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all numbers of blocks are: what one that is not makes of values differs between devices."""
+        blocks = self.data.unflatten(1, (-1, self.layout.num_bytes))
+        return all(bool(((blocks[:, :, at + 1] & 0x7C) != 0x7C).all()) for at in self.layout.halves)
 
     def rows(self, index: int | slice | Tensor | Sequence[int] | np.ndarray) -> Blocks:
         """The rows of an index, a slice, or a list of indices."""

@@ -208,7 +208,7 @@ class Context:
         """Copy to the host, when all calls are through."""
         self.library.check(self._functions.pd_memory_read(self.handle, to, source, num_bytes))
 
-    def fetch(self, max_bytes: int) -> Fetch:
+    def new_fetch(self, max_bytes: int) -> Fetch:
         """Return what copies to the host while others calls follow. Raises MemoryError."""
         return Fetch(self, max_bytes)
 

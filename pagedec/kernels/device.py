@@ -187,7 +187,7 @@ class DeviceDrawn:
             self._backend.wait()  # nothing is on its way to the host from what is given up
             room = max(num_draws, 2 * self._room, 1)
             tokens = self._backend.zeros((room,), torch.int32)
-            fetches = [self._backend.context.fetch(tokens.nbytes) for _ in range(MOST_OUT)]
+            fetches = [self._backend.context.new_fetch(tokens.nbytes) for _ in range(MOST_OUT)]
             self._room, self._tokens, self._fetches = room, tokens, fetches
 
     def sample(self, logits: torch.Tensor, draws: np.ndarray, first: int) -> None:

@@ -149,7 +149,7 @@ class Staging:
         for (device, host), used in zip(self._pieces, self._used, strict=True):
             self._memory.write(device, host[:used])
 
-    def fetch(self) -> None:
+    def receive(self) -> None:
         """Copy all that lies there from the device."""
         for (device, host), used in zip(self._pieces, self._used, strict=True):
             host[:used] = self._memory.get(device[:used]).numpy()
@@ -180,7 +180,7 @@ class DeviceCall:
         self._given.send()
         self._context.call(record)
         if self._out:
-            self._wanted.fetch()
+            self._wanted.receive()
         for array, room in self._out:
             array[:] = room
 

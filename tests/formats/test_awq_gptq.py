@@ -102,6 +102,7 @@ def changed(tensors: dict[str, torch.Tensor], part: str, value: torch.Tensor | N
         ("qweight", torch.zeros(K // 8, N), f"{NAME}.qweight is torch.float32, not torch.int32"),
         ("qweight", torch.zeros(65, N, dtype=torch.int32), r"is \[48, 520\], which groups of 128"),
         ("qweight", torch.zeros(65, dtype=torch.int32), f"{NAME}.qweight has 1 dimensions, not 2"),
+        ("scales", torch.full((4, N), 65520.0), f"{NAME}.scales has a scale that is infinite or NaN"),
         ("g_idx", torch.arange(K, dtype=torch.int32).flip(0) // 128, r"g_idx scatters groups \(desc_act\)"),
     ],
 )

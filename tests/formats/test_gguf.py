@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from pagedec.errors import ModelFileError
 from pagedec.formats.gguf.reader import GgufSource, unpermute
@@ -93,6 +93,24 @@ def test_simple_quants_come_back_within_half_a_step(write_gguf: WriteGguf, name:
     steps = {"4": 16, "5": 32, "8": 255}[name[1]]
     limit = 2 * np.abs(values).max() / steps * (1.05 if name.endswith("_0") else 0.55)
     assert float(np.abs(loaded.numpy() - values).max()) <= limit
+
+
+@pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E01])
+@pytest.mark.parametrize(
+    ("name", "at"), [("Q4_0", 0), ("Q4_1", 0), ("Q4_1", 2), ("Q8_0", 0), ("Q4_K", 2), ("Q6_K", 208)]
+)
+def test_scales_that_are_no_numbers_are_named(write_gguf: WriteGguf, name: str, at: int, bits: int) -> None:
+    values, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    data, weight = np.zeros((3, 512 // values, num_bytes), np.uint8), "model.layers.0.mlp.up_proj.weight"
+    for wrong in (False, True):
+        data[2, -1, at : at + 2] = np.array([bits if wrong else 0x7BFF], np.uint16).view(np.uint8)
+        raw = data.reshape(3, -1), GGMLQuantizationType[name]
+        source = GgufSource(write_gguf({"blk.0.ffn_up.weight": raw}))
+        if not wrong:
+            assert source.blocks(weight) is not None
+            continue
+        with pytest.raises(ModelFileError, match=r"blk\.0\.ffn_up\.weight has a scale that is infinite or NaN"):
+            source.blocks(weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

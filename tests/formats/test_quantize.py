@@ -107,3 +107,15 @@ def test_q4_1_is_all_but_the_same() -> None:
     least = torch.from_numpy(raw.numpy().reshape(9, 8, 20)[:, :, 2:4].copy()).view(torch.float16).float()
     error = (blocks.dequantize() - expected).abs().view(9, 8, 32).amax(-1)
     assert bool((error <= least[..., 0].abs() * 2.0**-11 + 1e-9).all())
+
+
+def test_q4_1_of_values_that_hardly_differ() -> None:
+    """Whose zero points fp16 does not have."""
+    raw = torch.zeros(1, 3 * 20, dtype=torch.uint8)
+    for i, least in enumerate((0.5, -3.0, 0.004)):
+        numbers = torch.tensor([2.0**-24, least], dtype=torch.float16)
+        raw[0, 20 * i : 20 * i + 4], raw[0, 20 * i + 4 : 20 * i + 20] = numbers.view(torch.uint8), 0xF3
+    expected = torch.from_numpy(gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType.Q4_1))
+    blocks = from_q4_1(raw, 96)
+    assert blocks.is_finite
+    assert bool(((blocks.dequantize() - expected).abs() <= expected.abs() * 2.0**-11).all())

@@ -15,8 +15,6 @@ from tests.kernels.calls import CODES, count, pointer
 from tests.kernels.test_gemm import aligned
 
 FORMATS = list(LAYOUTS)
-HALVES = {"q4_k": (0, 2), "q6_k": (208,), "int4_zero_32": (0, 2), "int4_zero_128": (0, 2)}
-"""Where a block has numbers in fp16; of other formats at byte 0 alone."""
 GATED = (Epilogue.SILU_MUL, Epilogue.GELU_MUL)
 
 
@@ -24,7 +22,7 @@ def random_blocks(format: str, n: int, k: int, seed: int) -> Blocks:
     """Every bit is drawn but those of fp16 numbers, which are of one size, with either sign."""
     layout, rng = LAYOUTS[format], np.random.default_rng(seed)
     data = rng.integers(0, 256, (n, k // layout.values, layout.num_bytes), np.uint8)
-    for at in HALVES.get(format, (0,)):
+    for at in layout.halves:
         halves = rng.normal(0, 0.02, data.shape[:2]).astype(np.float16)
         if "zero" in format and at == 2:
             halves = rng.integers(-3, 19, data.shape[:2]).astype(np.float16) + rng.integers(0, 2, data.shape[:2]) / 4

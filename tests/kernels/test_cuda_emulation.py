@@ -215,6 +215,26 @@ void zeros_askew(float *out) {  // a device may look at the address even so
 struct alignas(16) Four { float values[4]; };
 void loaded_whole(float *out) { out[thread_index()] = load_whole<Four>(given + 4 * lane()).values[thread_index() % 4]; }
 void loaded_askew(float *out) { out[thread_index()] = load_whole<Four>(given + 4 * lane() + 2).values[0]; }
+void eight_askew(float *out) {  // in the device's memory, as this processor would read it
+  out[thread_index()] = (float)((const uint64_t *)(given + 1))[lane()];
+}
+void shared_askew(float *out) {
+  LAUNCHED_SHARED(memory);
+  out[thread_index()] = memory.part<double>(4, 32)[lane()];
+}
+void shifted_too_far(float *out) { out[thread_index()] = (float)(1u << (thread_index() + 1)); }
+void overflown(float *out) { out[thread_index()] = (float)((thread_index() + 1) * (1 << 30)); }
+void no_integer(float *out) { out[thread_index()] = (float)(int)(given[255] * 1e9f * thread_index()); }
+void outside_of_registers(float *out) {
+  float own[4] = {};
+  for (int i = 0; i < 4; i++) own[(thread_index() + i) % 5] = 1.0f;
+  out[thread_index()] = own[0];
+}
+void both_too_much(float *out) {  // no more than each may be alone
+  LAUNCHED_SHARED(memory);
+  SHARED_ARRAY(float, values, 12 << 10);
+  values[0] = memory.part<float>(0, 1)[0];
+}
 void met_elsewhere(float *out) {
   if (lane() < 16) out[thread_index()] = shuffle(1.0f, lane());
   else sync_warp();
@@ -229,7 +249,8 @@ void too_much(float *out) { SHARED_ARRAY(float, values, 1 << 20); values[0] = 1.
   X(shuffled) X(crossed) X(voted) X(summed) X(begins) X(reversed) X(halved) X(turned) X(counted) X(drawn)    \\
   X(copied) X(multiplied) X(transposed) X(rounded) X(copied_too_soon) X(copied_over) X(copies_left)          \\
   X(copied_askew) X(row_askew) X(zeros_askew) X(loaded_whole) X(loaded_askew) X(met_elsewhere)               \\
-  X(launched_with_less) X(rounded_fp16)                                                                      \\
+  X(launched_with_less) X(rounded_fp16) X(eight_askew) X(shared_askew) X(shifted_too_far) X(overflown)         \\
+  X(no_integer) X(outside_of_registers) X(both_too_much)                                                     \\
   X(some_leave) X(counted_too_soon) X(looked_at_too_soon) X(changed_while_read)                              \\
   X(read_too_soon) X(written_too_soon) X(written_twice) X(lanes_race) X(warps_race) X(outside) X(half_wait)  \\
   X(lanes_left) X(too_much)
@@ -251,9 +272,15 @@ Run = Callable[..., tuple[str, np.ndarray]]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     place = tmp_path_factory.mktemp("device")
     (place / "kernels.cpp").write_text(SOURCE)
+    checks = re.search(r"PAGEDEC_SANITIZE ([a-z,-]+)", (CSRC / "CMakeLists.txt").read_text())
+    assert checks is not None
     flags = ["-std=gnu++20", "-O1", "-shared", "-fPIC", f"-I{CSRC}", f"-I{CSRC / 'include'}"]
-    sources = [str(place / "kernels.cpp"), str(CSRC / "cuda/emulate/machine.cpp")]
-    subprocess.run([compiler(), *flags, *sources, "-o", str(place / "kernels.so")], check=True)
+    compiled = [compiler(), *flags, f"-fsanitize={checks[1]}", "-c", str(place / "kernels.cpp")]
+    subprocess.run([*compiled, "-o", str(place / "kernels.o")], check=True)
+    sources = [str(CSRC / "cuda/emulate" / f"{name}.cpp") for name in ("machine", "undefined")]
+    subprocess.run(
+        [compiler(), *flags, str(place / "kernels.o"), *sources, "-o", str(place / "kernels.so")], check=True
+    )
     function = ctypes.CDLL(str(place / "kernels.so")).run
     function.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p)
     function.restype = ctypes.c_char_p
@@ -322,9 +349,16 @@ WRONG = {
     "row_askew": "a matrix row that is not aligned",
     "zeros_askew": "a copy that is not aligned",
     "loaded_askew": "a load of 16 bytes that is not aligned",
+    "eight_askew": "a value that is not aligned, at kernels.cpp:[0-9]+",
+    "shared_askew": "a value that is not aligned",
+    "shifted_too_far": "a shift that is too far",
+    "overflown": "a product that overflows",
+    "no_integer": "a float that no integer is",
+    "outside_of_registers": "an index outside an array",
+    "both_too_much": "53248 bytes of shared memory, of 49152",
     "met_elsewhere": "lanes of a warp meet in different instructions",
     "launched_with_less": "bytes 4000 to 4100 of 4096 that were launched with",
-    "too_much": "4194304 bytes of shared memory",
+    "too_much": "4194304 bytes of shared memory, of 49152",
 }
 
 

@@ -64,7 +64,7 @@ def test_a_copy_that_others_follow(library: Library) -> None:
     context = library.context()
     memory = DeviceMemory(context, 0)
     tensor = memory.zeros((1000,), torch.int32)
-    fetches, found = [context.fetch(4000), context.fetch(4000)], np.zeros((2, 1000), np.int32)
+    fetches, found = [context.new_fetch(4000), context.new_fetch(4000)], np.zeros((2, 1000), np.int32)
     for i in range(40):
         memory.write(tensor, np.full(1000, 2 * i + 1, np.int32))
         fetches[0].begin(tensor.data_ptr(), 4000)
@@ -79,7 +79,7 @@ def test_a_copy_that_others_follow(library: Library) -> None:
     with pytest.raises(KernelError, match="pd_fetch_begin: from is NULL; it must point to 8 bytes"):
         fetches[0].begin(0, 8)
     with pytest.raises(MemoryError, match="pd_fetch_new: num_bytes is -1; it must be 0 to"):
-        context.fetch(-1)
+        context.new_fetch(-1)
 
 
 def test_copies_out_of_turn(library: Library) -> None:
@@ -87,7 +87,7 @@ def test_copies_out_of_turn(library: Library) -> None:
     context, other = library.context(), library.context()
     memory = DeviceMemory(context, 0)
     tensor, out = memory.zeros((16,), torch.int32), np.zeros(16, np.int32)
-    fetch, foreign = context.fetch(64), other.fetch(64)
+    fetch, foreign = context.new_fetch(64), other.new_fetch(64)
     with pytest.raises(KernelError, match="pd_fetch_end: no copy is under way"):
         fetch.end(out.ctypes.data)
     with pytest.raises(KernelError, match="pd_fetch_begin: num_bytes is 65; it must be at most 64"):
@@ -137,7 +137,7 @@ def test_arrays_of_a_call_travel_together(library: Library) -> None:
         staging.send()
         for _, room in places:
             room[:] = 0
-        staging.fetch()
+        staging.receive()
         assert [len(room) for _, room in places] == sizes
         assert all((room == i + 1).all() for i, (_, room) in enumerate(places))
         assert len({address for address, _ in places}) == len(places)

@@ -131,7 +131,7 @@ def gathered(device: DeviceBackend, is_late: bool = False) -> None:
     own, parts = device.zeros((4,), torch.float32), device.zeros((8,), torch.float32)
     device.context.call(AllGatherArgs(own.data_ptr(), parts.data_ptr(), 4))
     if is_late:
-        fetch, out = device.context.fetch(parts.nbytes), np.empty(8, np.float32)
+        fetch, out = device.context.new_fetch(parts.nbytes), np.empty(8, np.float32)
         fetch.begin(parts.data_ptr(), parts.nbytes)
         return fetch.end(out.ctypes.data)
     device.memory.get(parts)

@@ -111,6 +111,7 @@ struct Machine {
 
 Machine m;        // not of each thread: to find it would cost more than most of what is done with it
 std::mutex turn;  // of those who launch
+thread_local bool is_running_now = false;
 
 void to_home() { pd_emulate_switch(&m.fiber().stack_pointer, m.home); }
 
@@ -222,6 +223,7 @@ void note(Changes &all) {  // one more, by this thread
 
 const Place &place() { return m.place; }
 void set_seed(uint64_t seed) { m.seed = seed; }
+bool is_running() { return is_running_now; }
 
 std::string run(int num_blocks, int num_threads, int64_t shared_bytes, const std::function<void()> &body) {
   if (num_threads < 1 || num_threads > MAX_THREADS) return "a block of " + std::to_string(num_threads) + " threads";
@@ -238,7 +240,9 @@ std::string run(int num_blocks, int num_threads, int64_t shared_bytes, const std
   for (int i = 0; i < num_blocks; i++) order[i] = i;
   if (m.seed) std::shuffle(order.begin(), order.end(), m.draw);
   for (int block : order) {
+    is_running_now = true;
     run_block(block, num_threads);
+    is_running_now = false;
     if (!m.problem.empty()) return "block " + std::to_string(block) + ": " + m.problem;
   }
   return "";
@@ -300,7 +304,10 @@ char *shared(const void *tag, int64_t bytes) {
     if (region.tag == tag) return m.memory.data() + region.begin;
   if (m.memory.capacity() < (size_t)MAX_SHARED_BYTES) m.memory.reserve(MAX_SHARED_BYTES);  // addresses must last
   const int64_t begin = (int64_t)m.memory.size(), padded = (bytes + 15) / 16 * 16;
-  if (begin + padded > MAX_SHARED_BYTES) fault("%lld bytes of shared memory", (long long)(begin + padded));
+  // Both together: a launch asks for more than a kernel may have otherwise only if what it gives is more by itself.
+  const int64_t most = m.launch_bytes > DECLARED_BYTES ? MAX_SHARED_BYTES : DECLARED_BYTES;
+  const int64_t end = begin + padded;
+  if (end > most) fault("%lld bytes of shared memory, of %lld", (long long)end, (long long)most);
   m.memory.resize(begin + padded, (char)0xff);
   m.shadows.resize((begin + padded) / GRANULE);
   m.regions.push_back({tag, begin, bytes});

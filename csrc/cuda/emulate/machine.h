@@ -2,7 +2,8 @@
 // drawn at random, so that orders nobody thought of are tried. Blocks run one after another, in an order that is drawn,
 // too. What a kernel does wrong ends its launch with a message: threads that wait for ever, an index outside shared
 // memory, a shared value that two threads use, one of them writing, with no barrier in between, lanes that meet in
-// different instructions, and loads of 16 bytes that do not begin at a multiple of 16.
+// different instructions, values that do not lie at a multiple of their size, and what else C++ leaves undefined
+// (undefined.cpp).
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -15,6 +16,7 @@ namespace pagedec::emulate {
 constexpr int WARP = 32;
 constexpr int MAX_THREADS = 1024;
 constexpr int64_t MAX_SHARED_BYTES = 227 << 10;  // of a block on sm_90
+constexpr int64_t DECLARED_BYTES = 48 << 10;     // of those, what a kernel has without asking for more
 
 struct Place {  // of the thread that runs
   int thread, block, num_threads, num_blocks;
@@ -27,6 +29,9 @@ std::string run(int num_blocks, int num_threads, int64_t shared_bytes, const std
 
 // Who runs next, from now on, of this process. 0: threads run in their order, each until it waits.
 void set_seed(uint64_t seed);
+
+// Whether this thread carries out a kernel.
+bool is_running();
 
 // The launch is over, with this message.
 [[noreturn]] void fault(const char *format, ...) __attribute__((format(printf, 1, 2)));

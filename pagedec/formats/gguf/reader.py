@@ -167,14 +167,17 @@ class GgufSource:
 
     def blocks(self, name: str) -> Blocks | None:
         """Return a matrix as the file has it, its rows in Hugging Face's order; None where it is no such matrix, or
-        lies the other way round."""
+        lies the other way round. Raises ModelFileError where a scale is no finite number."""
         stored = self._stored[name]
-        name = stored.tensor.encoding.name
-        if name not in BLOCKS or len(stored.shape) != 2 or stored.offset or stored.transposed:
+        encoding = stored.tensor.encoding.name
+        if encoding not in BLOCKS or len(stored.shape) != 2 or stored.offset or stored.transposed:
             return None
         num_rows, k = stored.shape
         raw = stored.restore(stored.bytes_of(self._file())[0].view(num_rows, -1))
-        return from_q4_1(raw, k) if name == "Q4_1" else Blocks(BLOCKS[name], raw, k)
+        blocks = from_q4_1(raw, k) if encoding == "Q4_1" else Blocks(BLOCKS[encoding], raw, k)
+        if not blocks.is_finite:
+            raise ModelFileError(self._path, f"tensor {stored.tensor.name} has a scale that is infinite or NaN")
+        return blocks
 
     def release(self) -> None:
         """Give up the memory of what was read."""

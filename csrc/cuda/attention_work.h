@@ -1,0 +1,102 @@
+// What a launch of attention is given, and what walks (attention.h) and merges have in common.
+#pragma once
+#include "cuda/launch.h"
+#include "plan/words.h"
+
+namespace pagedec::attention {
+
+constexpr int kWarps = 4, kThreads = kWarps * kWarp;
+constexpr int kTileRows = 16, kRowTiles = ROWS_MAX / kTileRows;
+constexpr int kWarpTokens = TILE / kWarps;
+static_assert(ROWS_MAX % kTileRows == 0 && kWarpTokens == 16);
+
+// Where tiles begin in shared memory, behind what walks have of packed rows: which positions they see, and what warps
+// have found of each.
+constexpr int64_t kTilesAt = (8 + 4 * kWarps) * ROWS_MAX;
+static_assert(kTilesAt % 128 == 0);
+
+struct Work {
+  const int32_t *words;
+  const void *q, *k_cache, *v_cache;
+  void *out;
+  float *partials;                     // [num_split_partials][q_heads][head_dim + 2]: o, m, l
+  float *totals;                       // what threads have folded, by block
+  float scale, soft_cap, inner_scale;  // as in cpu/attention.h: in units of log 2
+  int num_stages;                      // of tiles that have kAnyStages: two, or one where a device has no room
+};
+
+// A plan's words, section by section.
+struct Sections {
+  const plan::Header &header;
+  const int32_t *words;
+  template <class R>
+  PD_DEVICE const R *of(const plan::Section &s) const {
+    return (const R *)(words + s.offset);
+  }
+};
+
+// Where the tokens of a unit lie, and which of them any row sees.
+struct Place {
+  const plan::Unit &unit;
+  const int32_t *paths;
+  int32_t block_size, first, last;  // lanes first .. last - 1 are seen
+  PD_DEVICE bool is_seen(int lane) const { return lane >= first && lane < last; }
+  PD_DEVICE int64_t slot(int lane) const {
+    if (unit.path >= 0 && lane >= unit.path_lane) return paths[unit.path + lane - unit.path_lane];
+    return (int64_t)unit.blocks[lane / block_size] * block_size + (unit.tile * TILE + lane) % block_size;
+  }
+};
+
+// Which packed rows of a unit see which of its lanes: all see those that all do; those in between only some.
+struct Sight {
+  int row0, row1;          // packed rows
+  int first, last;         // lanes that some row sees
+  int all_first, all_last; // lanes that all do
+  PD_DEVICE bool has_row(int row) const { return row >= row0 && row < row1; }
+  PD_DEVICE bool has_tile(int tile) const { return tile * kTileRows < row1 && (tile + 1) * kTileRows > row0; }
+  PD_DEVICE bool is_ragged() const { return first < all_first || last > all_last; }
+};
+
+// What the four logits that a thread has of a row are multiplied by, and their probabilities: of a plain cache nothing.
+struct NoScales {
+  PD_DEVICE float times(int, float x) const { return x; }
+  PD_DEVICE float times_seen(int, float x, bool) const { return x; }
+};
+struct Scales {
+  float by[4];
+  PD_DEVICE float times(int i, float x) const { return x * by[i]; }
+  // What is not seen may have any scale, and 0 times infinity is NaN.
+  PD_DEVICE float times_seen(int i, float x, bool is_seen) const { return is_seen ? x * by[i] : 0.0f; }
+};
+
+// Whether any thread of the block says so, to all of them.
+PD_DEVICE bool any_of_block(bool mine) {
+  SHARED_ARRAY(uint32_t, votes, kWarps);
+  const uint32_t vote = ballot(mine);
+  sync_block();
+  if (thread_index() % kWarp == 0) votes[thread_index() / kWarp] = vote;
+  sync_block();
+  uint32_t all = 0;
+  for (int w = 0; w < kWarps; w++) all |= votes[w];
+  return all != 0;
+}
+
+// (o, m, l) += (bo, bm, bl): how chunks are put together, always from left to right.
+struct Fold {
+  float top, x, y;
+  PD_DEVICE Fold(float m, float bm) : top(m > bm ? m : bm), x(exp2f(m - top)), y(exp2f(bm - top)) {}
+  PD_DEVICE float of(float a, float b) const { return a * x + b * y; }
+};
+PD_DEVICE float weight_of(float l) { return l > 0.0f || l != l ? quotient(1.0f, l) : 0.0f; }
+
+// That a kernel of a dtype and such heads has.
+inline int columns_of(int dtype, int head_dim) {
+  return head_dim <= 64 ? 64 : head_dim <= 128 && dtype != PD_F32 ? 128 : 256;
+}
+int enqueue_bf16(pd_context &, const Work &, int head_dim);
+int enqueue_fp16(pd_context &, const Work &, int head_dim);
+int enqueue_bf16_of_bytes(pd_context &, const Work &, int head_dim, int kv_kind);
+int enqueue_fp16_of_bytes(pd_context &, const Work &, int head_dim, int kv_kind);
+int enqueue_fp32(pd_context &, const Work &, int head_dim, int kv_kind);
+
+}  // namespace pagedec::attention
