@@ -147,11 +147,14 @@ bool gemm_quantize_part(const pd_context &c, const pd_gemm_args &a, int thread, 
 
 void gemm_part(const pd_context &c, const pd_gemm_args &a, int thread, int num_threads) {
   if (*a.num_rows == 0) return;
-  if (a.quantization == PD_BLOCKS) return blocks_part(c, a, thread, num_threads);
-  Job job = make_job(c, a, thread, num_threads);
-  if constexpr (HAS_AMX)
-    if (job.amx) return run_amx(job);
-  run(job);
+  if (a.quantization == PD_BLOCKS) {
+    blocks_part(c, a, thread, num_threads);
+  } else {
+    Job job = make_job(c, a, thread, num_threads);
+    if (HAS_AMX && job.amx) run_amx(job);
+    else run(job);
+  }
+  if (goes_past_caches(a)) fence_past_caches();
 }
 
 }  // namespace pagedec

@@ -51,6 +51,8 @@ PD_INLINE void store16_part(float *p, F16 a, int count) {  // masked stores are 
   if (count >= 16) _mm512_storeu_ps(p, a);
   else _mm512_mask_storeu_ps(p, mask16(count), a);
 }
+PD_INLINE void store16_past_caches(float *p, F16 a) { _mm512_stream_ps(p, a); }  // a line
+PD_INLINE void fence_past_caches() { _mm_sfence(); }  // others may read what was stored so
 PD_INLINE void store16_bf16(uint16_t *p, F16 a, int count) {
 #if PD_LEVEL >= 3
   const __m256i b = (__m256i)_mm512_cvtneps_pbh(a);
@@ -151,6 +153,8 @@ PD_INLINE F16 odd16(F16 a) { return each([&](int i) { return (F4)((U4)a.v[i] & 0
 
 // ---------------------------------------------------------------------------------------------------- for all of them
 #if PD_LEVEL < 2
+PD_INLINE void store16_past_caches(float *p, F16 a) { store16(p, a); }
+PD_INLINE void fence_past_caches() {}
 PD_INLINE F16 load16_part(const float *p, int count) {
   if (count >= 16) return load16(p);
   float lane[16] = {};

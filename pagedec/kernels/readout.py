@@ -74,8 +74,9 @@ class HostReadOut:
         )
 
     def _raw_rows(self, logits: torch.Tensor, start: int) -> RawRows:
-        self._room = self._room or RowBuffer(self._backend, logits.shape[1])
-        return RawRows(self._backend, self._forward, logits, start, self._room)
+        if self._changes_logits:
+            self._room = self._room or RowBuffer(self._backend, logits.shape[1])
+        return RawRows(self._backend, self._forward, logits, start, self._room if self._changes_logits else None)
 
     def _read_probabilities(self, logits: torch.Tensor, start: int, whole: bool, raw: RawRows | None) -> None:
         backend, forward, stop = self._backend, self._forward, start + len(logits)

@@ -1,4 +1,4 @@
-"""Reported log-probabilities of read-out rows, from a copy of the model's own logits: processing changes those in
+"""Reported log-probabilities of read-out rows, from the model's own logits: a copy, where processing changes those in
 place."""
 
 from __future__ import annotations
@@ -33,21 +33,26 @@ def empty_report(forward: LaneForward) -> Reported | None:
 
 
 class RawRows:
-    """The reported rows among one piece of read-out rows: their logits before anything is done to them, in `room`."""
+    """The reported rows among one piece of read-out rows: their logits before anything is done to them, copied to
+    `room`; None: nothing is done, and they are read where they lie."""
 
     def __init__(
-        self, backend: Backend, forward: LaneForward, logits: torch.Tensor, start: int, room: RowBuffer
+        self, backend: Backend, forward: LaneForward, logits: torch.Tensor, start: int, room: RowBuffer | None
     ) -> None:
         assert forward.report is not None
         self.backend, self.forward, self.report = backend, forward, forward.report
         rows = self.report.rows
         self.first, self.stop = np.searchsorted(rows, [start, start + len(logits)]).tolist()
         self.rows = rows[self.first : self.stop]
-        if len(self.rows):
+        self.logits, self._places = logits, (self.rows - start).astype(np.int32)
+        if not len(self.rows):
+            return
+        if room is not None:
             own = np.arange(len(self.rows), dtype=np.int32)
             self.logits = room.reserve(len(own))[: len(own)]
-            backend.copy_rows(logits, self.rows - start, self.logits, own)
-            self.lse = backend.topk(self.logits, own, 0)[2]
+            backend.copy_rows(logits, self._places, self.logits, own)
+            self._places = own
+        self._find_top()
 
     def fill(
         self, out: Reported, drawn: np.ndarray, draws: np.ndarray, picked: np.ndarray, topk_tokens: np.ndarray
@@ -97,17 +102,22 @@ class RawRows:
         """Log-probability and rank of a token for each row of `at`."""
         if not len(at):
             return NO_FLOATS, NO_INTS
-        values, ranks = self.backend.pick_ranked(self.logits, at, tokens)
+        values, ranks = self.backend.pick_ranked(self.logits, self._places[at], tokens)
         return values - self.lse[at], ranks
 
+    def _find_top(self) -> None:
+        """The log-sum-exp of each row, and its top tokens, which come in the same pass."""
+        num_top = self.report.num_top[self.first : self.stop]
+        self.lse, self._top = np.empty(len(self.rows)), []  # some backends' are doubles, whose difference is rounded
+        for k in np.unique(num_top).tolist():
+            wanted = np.nonzero(num_top == k)[0]
+            tokens, values, self.lse[wanted] = self.backend.topk(self.logits, self._places[wanted], k)
+            self._top.append((wanted, tokens, values))
+
     def _fill_top(self, out: Reported) -> None:
-        num_top = self.report.num_top
-        ends = np.cumsum(num_top)
-        for k in np.unique(num_top[self.first : self.stop]).tolist():
-            if not k:
-                continue
-            wanted = np.nonzero(num_top[self.first : self.stop] == k)[0].astype(np.int32)
-            tokens, values, _ = self.backend.topk(self.logits, wanted, k)
+        ends = np.cumsum(self.report.num_top)
+        for wanted, tokens, values in self._top:
+            k = tokens.shape[1]
             places = (ends[self.first + wanted] - k)[:, None] + np.arange(k)
             out.top_ids[places] = tokens
             out.top_logprobs[places] = values - self.lse[wanted, None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -111,6 +113,30 @@ def test_spans_cover_the_items_once(best: Context) -> None:
         split = [plan.sections["rows"][word["row"]]["end"] for word in plan.sections["splits"]]
         assert (threads == 1) == (not split)
         assert all(end > CHUNK for end in split)
+
+
+def owners_of(plan: FlatPlan) -> list[list[int]]:
+    """Each worker's rows of the batch, in the order of its spans; a row of several heads or chunks more than once."""
+    sections = plan.sections
+    ends = [word["span"] for word in sections["worker_indptr"]]
+    pieces = [sections["pieces"][span["piece"]] for span in sections["spans"]]
+    rows = [[sections["rows"][piece["row0"] + i]["row_id"] for i in range(piece["num_rows"])] for piece in pieces]
+    return [list(itertools.chain(*rows[first:stop])) for first, stop in itertools.pairwise(ends)]
+
+
+@pytest.mark.parametrize("threads", [2, 3, 4])
+def test_rows_side_by_side_have_one_worker(best: Context, threads: int) -> None:
+    """It finds what it wrote of them in the kernel before in its own cache."""
+    cache = Cache(AttentionShape(9, 3, 64, 16, 0.125), 256, torch.bfloat16, seed=7)
+    shares = owners_of(flat(best, cache, [cache.branch(50) for _ in range(24)], threads=threads))
+    runs = [[row for row in range(24) if row * threads // 24 == worker] for worker in range(threads)]
+    assert [sorted(share) for share in shares] == [sorted(run * 3) for run in runs]
+
+
+def test_a_long_row_among_short_ones_is_not_added_to_its_neighbours(best: Context) -> None:
+    cache = Cache(AttentionShape(2, 1, 64, 16, 0.125), 256, torch.bfloat16, seed=8)
+    shares = owners_of(flat(best, cache, [cache.branch(length) for length in (100, 100, 480, 100, 100)]))
+    assert sorted(map(sorted, shares)) == [[0, 1, 3, 4], [2]]  # 8 tiles each
 
 
 def test_depth_first_rows_share_a_gathered_tile(best: Context) -> None:

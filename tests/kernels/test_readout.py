@@ -181,6 +181,19 @@ def test_reports_are_of_the_models_own_logits(context: Context, seed: int) -> No
     ]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_reports_have_the_bits_of_a_copy_where_nothing_changes_logits(context: Context, seed: int) -> None:
+    asked, none = case(seed), np.zeros(0, np.int32)
+    plain = dataclasses.replace(asked[0], processing=None, banned_rows=none, banned_tokens=none, masked_rows=none)
+    for backend in (NativeBackend(context.library, torch.float32), ReferenceBackend(torch.float32)):
+        copied = read(backend, asked, ROWS, sealed=False).report
+        whole = read(backend, (plain, *asked[1:]), ROWS, sealed=False)
+        assert copied is not None and whole.report is not None
+        for field in ("top_ids", "top_logprobs", "given_logprobs", "given_ranks", "logprob_ranks"):
+            assert np.array_equal(getattr(whole.report, field), getattr(copied, field)), field
+        assert_same(read(backend, (plain, *asked[1:]), 10, sealed=True), whole)
+
+
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_nan_is_found(context: Context, backend: str) -> None:
     own: Backend = ReferenceBackend(torch.float32)
