@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pagedec import LLM, SamplingParams
+from pagedec.engine.steps import Steps
 from pagedec.errors import RequestError
 from pagedec.kernels.library import EMULATED_DEVICE
 from pagedec.models.buffers import READ_ROWS
@@ -85,6 +86,27 @@ def test_an_interrupt_while_two_steps_are_out(tiny: Tiny, expected: list[Tokens]
     with pytest.raises(KeyboardInterrupt):
         right_answers(llm)
     assert_whole(llm, expected)
+
+
+@pytest.mark.parametrize("where", ["_note_begun", "_finish"])
+def test_a_second_interrupt_beside_the_steps_that_are_out(
+    tiny: Tiny, expected: list[Tokens], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """It comes anywhere, here before the next step is begun, and when it is and nobody waits for the first yet."""
+    llm, inner, left = tiny(**SMALL, **AHEAD), getattr(Steps, where), [9]
+
+    def interrupted(steps: Steps, *arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return inner(steps, *arguments)
+
+    monkeypatch.setattr(Steps, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        right_answers(llm)
+    assert not llm.engine.scheduler.plans
+    assert_whole(llm, expected)
+    assert llm.engine.stats.num_failed_steps == 0
 
 
 @pytest.mark.parametrize("poisonous", ["0", "23"])

@@ -4,6 +4,7 @@ step stands behind another."""
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
 import threading
@@ -18,9 +19,10 @@ from pagedec import LLM, SamplingParams
 from pagedec.build import build_engine
 from pagedec.config import EngineConfig
 from pagedec.core.forward import Answers, LaneAnswers
-from pagedec.core.wire import Step, unpack_answers
+from pagedec.core.wire import Step, pack_answers, unpack_answers
 from pagedec.executor.channel import Channel, Kind
 from pagedec.executor.child import _Steps
+from pagedec.executor.group import WorkerGroup
 from pagedec.executor.process import ProcessExecutor
 from pagedec.kernels.library import EMULATED_DEVICE
 from pagedec.runtime.follower import Follower
@@ -189,6 +191,49 @@ def test_a_step_that_nobody_takes_yet(
         assert left[0] > 20 and llm.engine.stats.num_failed_steps == 0
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+def test_answers_that_nobody_asks_for_are_not_those_of_the_next_step(is_held: bool) -> None:
+    """Whoever is interrupted right behind `begin` forgets the step, which is answered all the same."""
+    ours, theirs = map(Channel, socket.socketpair())
+    group = WorkerGroup([Known(ours)])
+    group._holds = is_held
+    for number, kind in ((1, Kind.ANSWERS), (2, Kind.FAILED), (3, Kind.ANSWERS)):
+        group.begin(step_of(number), None)
+        failure = pickle.dumps(ValueError("made up"))
+        theirs.send(kind, failure if kind == Kind.FAILED else pack_answers(number, {"target": drawn(number)}))
+    assert group.answers(3)["target"].draws.tolist() == [3]
+    group.begin(step_of(4), None)
+    theirs.send(Kind.ANSWERS, pack_answers(4, {"target": drawn(4)}))
+    assert group.answers(4)["target"].draws.tolist() == [4]
+    theirs.close()
+    group.stop()
+
+
+class Known:
+    """A worker of which there is its channel alone."""
+
+    pid = 1
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+
+    def has_ended(self) -> bool:
+        return False
+
+    def end(self) -> str:
+        return "has ended"
+
+    def kill(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+def drawn(number: int) -> LaneAnswers:
+    return LaneAnswers(np.array([number], np.int32))
+
+
 class Told:
     """A channel's end that notes what is sent."""
 
@@ -215,12 +260,12 @@ class Sleepy(Worker):
         def answers() -> LaneAnswers:
             if step.number in self.late:
                 raise ValueError("later")
-            return LaneAnswers(np.array([step.number], np.int32))
+            return drawn(step.number)
 
         return Begun(answers)
 
     def execute(self, step: Step, masks: Any = None) -> Answers:
-        return {"target": LaneAnswers(np.array([-step.number], np.int32))}
+        return {"target": drawn(-step.number)}
 
 
 def step_of(number: int, *, masked: bool = False) -> Step:
