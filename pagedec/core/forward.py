@@ -132,10 +132,10 @@ def drawn_as(draw: int) -> int:
 
 
 def asks_draws_alone(forwards: Mapping[str, LaneForward]) -> bool:
-    """Whether a step's answers are draws from rows that may be processed, and nothing else; then nobody but the next
-    step needs them at once."""
+    """Whether a step's answers are draws from rows that may be processed, with reports, and nothing else; then nobody
+    but the next step needs the draws at once, and nobody the reports."""
     target = forwards.get("target")
-    if target is None or len(forwards) > 1 or target.report is not None:
+    if target is None or len(forwards) > 1:
         return False
     others = (target.topk_rows, target.logprob_rows, target.best_rows, target.masked_rows, target.verified_draws)
     return not any(map(len, others))

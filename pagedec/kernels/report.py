@@ -3,10 +3,13 @@ place."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import numpy as np
 import torch
 
-from pagedec.core.forward import NO_FLOATS, NO_INTS, LaneForward, Reported
+from pagedec.core.forward import LaneForward, Reported
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.row_buffer import RowBuffer
 
@@ -32,6 +35,10 @@ def empty_report(forward: LaneForward) -> Reported | None:
     )
 
 
+Put: TypeAlias = Callable[[], None]
+"""Puts a part of a report where it belongs, when what kernels were asked for is there."""
+
+
 class RawRows:
     """The reported rows among one piece of read-out rows: their logits before anything is done to them, in `room`."""
 
@@ -49,40 +56,41 @@ class RawRows:
             backend.copy_rows(logits, self.rows - start, self.logits, own)
             self.lse = backend.topk(self.logits, own, 0)[2]
 
-    def fill(
-        self, out: Reported, drawn: np.ndarray, draws: np.ndarray, picked: np.ndarray, topk_tokens: np.ndarray
-    ) -> None:
-        """Report the piece's top tokens, given tokens, draws `drawn` of `draws`, and top k entries `picked` of
-        `topk_tokens`."""
+    def ask(
+        self,
+        out: Reported,
+        drawn: np.ndarray,
+        tokens: Callable[[np.ndarray], np.ndarray | torch.Tensor],
+        picked: np.ndarray,
+        topk_tokens: np.ndarray,
+    ) -> list[Put]:
+        """Have kernels report the piece's top tokens, given tokens, draws `drawn`, of which `tokens` says where they
+        stand, and top k entries `picked` of `topk_tokens`. Each of these is put into `out` when it is there."""
         if not len(self.rows):
-            return
-        self._fill_top(out)
+            return []
         forward, report, k = self.forward, self.report, topk_tokens.shape[1]
         of_given, given = self._reported(report.given_rows, np.arange(len(report.given_rows)))
         of_drawn, drawn = self._reported(forward.draws["row"], drawn)
         of_asked, asked = self._reported(forward.logprob_rows, np.arange(len(forward.logprob_rows)))
         of_picked, picked = self._reported(forward.topk_rows, picked)
-        at = [of_given, of_drawn, of_asked, np.repeat(of_picked, k)]
-        tokens = [
-            report.given_tokens[given], draws[drawn], forward.logprob_tokens[asked], topk_tokens[picked].reshape(-1)
-        ]  # fmt: skip
-        found = self._chosen(np.concatenate(at), np.concatenate(tokens))
-        ends = np.cumsum([len(rows) for rows in at])[:-1]
-        logprobs, ranks = (np.split(values, ends) for values in found)
-        out.given_logprobs[given], out.given_ranks[given] = logprobs[0], ranks[0]
-        out.draw_logprobs[drawn], out.draw_ranks[drawn] = logprobs[1], ranks[1]
-        out.logprob_ranks[asked] = ranks[2]
-        out.topk_logprobs[picked], out.topk_ranks[picked] = (
-            logprobs[3].reshape(len(picked), k),
-            ranks[3].reshape(len(picked), k),
-        )
+        puts = self._ask_top(out)
+        if len(given):
+            puts.append(self._ask(of_given, report.given_tokens[given], given, out.given_logprobs, out.given_ranks))
+        if len(drawn):
+            puts.append(self._ask(of_drawn, tokens(drawn), drawn, out.draw_logprobs, out.draw_ranks))
+        if len(asked):
+            puts.append(self._ask(of_asked, forward.logprob_tokens[asked], asked, None, out.logprob_ranks))
+        if len(picked):
+            own = topk_tokens[picked].reshape(-1)
+            puts.append(self._ask(np.repeat(of_picked, k), own, picked, out.topk_logprobs, out.topk_ranks))
+        return puts
 
     def chosen(self, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Log-probability and rank of a token for each of some read-out rows; zeros for rows that are not reported."""
         logprobs, ranks = np.zeros(len(rows), np.float32), np.zeros(len(rows), np.int32)
         at, inside = self._reported(rows, np.arange(len(rows)))
         if len(inside):
-            logprobs[inside], ranks[inside] = self._chosen(at, tokens[inside])
+            self._ask(at, tokens[inside], inside, logprobs, ranks)()
         return logprobs, ranks
 
     def _reported(self, rows: np.ndarray, among: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -93,21 +101,39 @@ class RawRows:
         inside[inside] = self.rows[places[inside]] == rows[among[inside]]
         return places[inside], among[inside]
 
-    def _chosen(self, at: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probability and rank of a token for each row of `at`."""
-        if not len(at):
-            return NO_FLOATS, NO_INTS
-        values, ranks = self.backend.pick_ranked(self.logits, at, tokens)
-        return values - self.lse[at], ranks
+    def _ask(
+        self,
+        at: np.ndarray,
+        tokens: np.ndarray | torch.Tensor,
+        places: np.ndarray,
+        logprobs: np.ndarray | None,
+        ranks: np.ndarray,
+    ) -> Put:
+        """Log-probability and rank of a token for each row of `at`, into these arrays' `places`."""
+        values, found = self.backend.pick_ranked(self.logits, at, tokens)
 
-    def _fill_top(self, out: Reported) -> None:
+        def put() -> None:
+            if logprobs is not None:
+                logprobs[places] = (values - self.lse[at]).reshape(logprobs[places].shape)
+            ranks[places] = found.reshape(ranks[places].shape)
+
+        return put
+
+    def _ask_top(self, out: Reported) -> list[Put]:
         num_top = self.report.num_top
         ends = np.cumsum(num_top)
-        for k in np.unique(num_top[self.first : self.stop]).tolist():
-            if not k:
-                continue
-            wanted = np.nonzero(num_top[self.first : self.stop] == k)[0].astype(np.int32)
-            tokens, values, _ = self.backend.topk(self.logits, wanted, k)
-            places = (ends[self.first + wanted] - k)[:, None] + np.arange(k)
+        return [
+            self._ask_best(out, ends, np.nonzero(num_top[self.first : self.stop] == k)[0].astype(np.int32), k)
+            for k in np.unique(num_top[self.first : self.stop]).tolist()
+            if k
+        ]
+
+    def _ask_best(self, out: Reported, ends: np.ndarray, wanted: np.ndarray, k: int) -> Put:
+        tokens, values, _ = self.backend.topk(self.logits, wanted, k)
+        places = (ends[self.first + wanted] - k)[:, None] + np.arange(k)
+
+        def put() -> None:
             out.top_ids[places] = tokens
             out.top_logprobs[places] = values - self.lse[wanted, None]
+
+        return put

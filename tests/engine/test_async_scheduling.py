@@ -236,8 +236,8 @@ def test_nothing_is_begun_behind_a_step_that_could_not_be_begun(tiny: Tiny, expe
 def test_room_for_draws_that_there_is_not_at_once(device: Tiny, expected: list[Tokens]) -> None:
     """The step is tried again, and there is nothing left of the first try."""
     llm = device(**SMALL)
-    backend = llm.engine.executor.worker.lanes["target"].backend
-    fetch, left = backend.context.fetch, [1]
+    room = llm.engine.executor.worker.lanes["target"]._drawn._room
+    context, left = room._context, [1]
 
     class Once:
         def __getattr__(self, name: str) -> Any:
@@ -247,12 +247,10 @@ def test_room_for_draws_that_there_is_not_at_once(device: Tiny, expected: list[T
             if left[0]:
                 left[0] -= 1
                 raise MemoryError("for once")
-            return fetch(max_bytes)
+            return context.fetch(max_bytes)
 
-    context = backend.context
-    backend.context = Once()
+    room._context = Once()
     assert right_answers(llm) == expected
-    backend.context = context
     assert llm.engine.stats.num_failed_steps == 1 and not left[0]
 
 
