@@ -245,10 +245,9 @@ class Scheduler:
     def plan_ahead(self, costs: StepCosts | None = None) -> StepPlan | None:
         """What to evaluate behind the step that is out, before its answers are there. None: that must wait for them.
 
-        Only where nothing of it is `unforeseen`: each answer is one token that is drawn. A branch ends or goes on with
-        that token's row, which the plan names by its draw; of one that has ended it is computed for nobody. Nobody is
-        preempted: who finds no room waits for a plan behind all answers. Blocks given up meanwhile go to later steps,
-        which run later.
+        Only where nothing of it is `unforeseen`: a branch ends or goes on with the row of a token that the plan names
+        by its draw; of one that has ended it is computed for nobody. Nobody is preempted: who finds no room waits for a
+        plan behind all answers. Blocks given up meanwhile go to later steps, which run later.
         """
         if len(self.plans) != 1 or self.plans[0].is_short or unforeseen(self.plans[0]) is not None:
             return None

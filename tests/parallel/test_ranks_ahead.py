@@ -49,7 +49,7 @@ PARAMS = [
     SamplingParams(seed=3, n=2, top_p=0.9, **PLAIN),
     SamplingParams(seed=4, repetition_penalty=1.3, min_tokens=3, max_tokens=9),
     SamplingParams(seed=5, stop_token_ids=[*range(3, 131, 4)], max_tokens=14),
-    SamplingParams(seed=6, logprobs=2, **PLAIN),
+    SamplingParams(seed=6, logprobs=2, prompt_logprobs=1, **PLAIN),
 ]
 PROMPTS = [[7, 9, 11, 13, 7, 9, 11], [3] * 30, [*range(5, 26)], [50, 60, 70], [9, 8]]
 
@@ -93,6 +93,16 @@ def answered(llm: LLM) -> Any:
     return said, [[answer.token_ids for answer in output.outputs] for output in outputs]
 
 
+def reported(llm: LLM, is_ahead: bool) -> list[Any]:
+    """All that is told, reports among it, of steps that are planned ahead or in turn."""
+    llm.engine.drain()
+    llm.engine.steps.is_ahead, before = is_ahead, llm.engine.stats.num_steps_ahead
+    outputs = llm.generate(PROMPTS[:3], [own.clone(logprobs=1) for own in PARAMS[2:]], use_tqdm=False)
+    llm.engine.steps.is_ahead = True
+    assert (llm.engine.stats.num_steps_ahead - before > 5) == is_ahead
+    return [(output.outputs, output.prompt_logprobs) for output in outputs]
+
+
 def assert_whole(llm: LLM, expected: Any) -> None:
     assert answered(llm) == expected
     llm.engine.drain()
@@ -108,6 +118,7 @@ def test_ranks_say_what_one_says(linked: Callable[..., Any], expected: Any, link
         assert_whole(llm, expected)
         stats = llm.engine.stats
         assert stats.num_failed_steps == 0 and stats.num_steps_ahead > 20
+        assert reported(llm, True) == reported(llm, False)
         for rank in KILLED[link]:
             before = executor_of(llm).pids
             timer = threading.Timer(0.03, os.kill, (before[rank], signal.SIGKILL))
@@ -130,6 +141,7 @@ def test_a_device_in_a_process(path: Path, expected: Any, isa: str, monkeypatch:
     with LLM(str(path), executor="process", **settings) as llm:
         assert llm.engine.executor.geometry.overlaps
         assert_whole(llm, expected)
+        assert reported(llm, True) == reported(llm, False)
         assert llm.engine.stats.num_steps_ahead > 20 and llm.engine.stats.num_failed_steps == 0
 
 
