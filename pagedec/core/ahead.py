@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from pagedec.core.cached import note_cached
+from pagedec.core.forward import asks_draws_alone
 from pagedec.core.plan import StepPlan
 from pagedec.core.request import LAST
 from pagedec.core.stopping import COUNT
@@ -20,6 +21,7 @@ class Unforeseen(Enum):
     RESUMED = "what was told of an answer before takes the place of the token"
     MASKS = "what may follow depends on the token, and whether anything may"
     ROLLS = "the draft lane has rows, which are no draws of the target's"
+    SIZE = "there is no room for all that is reported, so it is read piece by piece"
     NOTHING = "it has no rows of the target: there are copies alone"
 
 
@@ -41,7 +43,7 @@ def unforeseen(plan: StepPlan) -> Unforeseen | None:
             return Unforeseen.WIDTH
         if work.request.resume is not None:
             return Unforeseen.RESUMED
-    return None
+    return None if asks_draws_alone(plan.forwards) else Unforeseen.SIZE
 
 
 def foresee(plan: StepPlan, publishes: bool) -> None:
