@@ -97,7 +97,7 @@ def test_more_reports_than_can_wait(tiny: Tiny, device: Tiny, monkeypatch: pytes
     """Such steps are read piece by piece, and waited for, between others that are not."""
     seen: list[Any] = []
     monkeypatch.setattr(scheduler, "unforeseen", lambda plan: seen.append(unforeseen(plan)) or seen[-1])
-    monkeypatch.setattr(forward, "MOST_REPORTED", 140)
+    monkeypatch.setattr(forward, "MOST_REPORTED", 130)
     llm = (device if where == "device" else tiny)(**NARROW)
     want, got = in_turn(llm, *reported()), told(llm, *reported())
     assert got == want
