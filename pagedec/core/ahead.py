@@ -3,25 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 
 from pagedec.core.cached import note_cached
+from pagedec.core.forward import asks_draws_alone
 from pagedec.core.plan import StepPlan
 from pagedec.core.request import LAST
 from pagedec.core.stopping import COUNT
 from pagedec.core.table import BlockTable
 
 
-def can_foresee(plan: StepPlan) -> bool:
-    """Whether all that a step leaves is known before its answers, but for one token of each branch that is answered,
-    and whether that is its last: what it answers is drawn for plain sampling. Requests that draft as widely as pays
-    are left out: what they do next depends on the token."""
+class Unforeseen(Enum):
+    """Why the step behind one that is out must wait for its answers: what it evaluates depends on them."""
+
+    VERDICT = "a decoder says what lives on: beams, drafts, forks, several streams of one branch"
+    WIDTH = "a request drafts as widely as pays: whether it does, and what, depends on the token"
+    RESUMED = "what was told of an answer before takes the place of the token"
+    MASKS = "what may follow depends on the token, and whether anything may"
+    ROLLS = "the draft lane has rows, which are no draws of the target's"
+    SIZE = "there is no room for all that is reported, so it is read piece by piece"
+    NOTHING = "it has no rows of the target: there are copies alone"
+
+
+def unforeseen(plan: StepPlan) -> Unforeseen | None:
+    """What of a step must be known before the one behind it is planned; None: it leaves what can be said before its
+    answers, but for one token of each branch that is answered, and whether that is its last. Reports are read when the
+    next step is on its way: nobody plans by them."""
     target = plan.forwards.get("target")
-    if target is None or len(plan.forwards) > 1 or target.report is not None or plan.masks is not None:
-        return False
+    if target is None:
+        return Unforeseen.NOTHING
+    if len(plan.forwards) > 1:
+        return Unforeseen.ROLLS
+    if plan.masks is not None:
+        return Unforeseen.MASKS
     for work in plan.works:
-        if work.query is not None or work.request.standing is not None or work.request.resume is not None:
-            return False
-    return True
+        if work.query is not None:
+            return Unforeseen.VERDICT
+        if work.request.standing is not None:
+            return Unforeseen.WIDTH
+        if work.request.resume is not None:
+            return Unforeseen.RESUMED
+    return None if asks_draws_alone(plan.forwards) else Unforeseen.SIZE
 
 
 def foresee(plan: StepPlan, publishes: bool) -> None:

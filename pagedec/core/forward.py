@@ -46,6 +46,8 @@ BEST_GROUP_DTYPE = np.dtype(
 """Rows `first` .. `stop - 1` that are ranked together, and how: their `k` best by score where `is_drawn` is 0; else of
 what the sampler keeps in each row, by score and noise."""
 
+MOST_REPORTED = 1 << 20
+"""Top tokens of a step, 8 bytes each, that wait until they are asked for; of more, some are read before others."""
 NO_INTS = np.empty(0, np.int32)
 NO_DRAWS = np.empty(0, DRAW_DTYPE)
 NO_ROLLS = np.empty(0, ROLL_DTYPE)
@@ -132,10 +134,12 @@ def drawn_as(draw: int) -> int:
 
 
 def asks_draws_alone(forwards: Mapping[str, LaneForward]) -> bool:
-    """Whether a step's answers are draws from rows that may be processed, and nothing else; then nobody but the next
-    step needs them at once."""
+    """Whether a step's answers are draws from rows that may be processed, with reports, and nothing else; then nobody
+    but the next step needs the draws at once, and nobody the reports. There must be room for these until then."""
     target = forwards.get("target")
-    if target is None or len(forwards) > 1 or target.report is not None:
+    if target is None or len(forwards) > 1:
+        return False
+    if target.report is not None and int(target.report.num_top.sum()) > MOST_REPORTED:
         return False
     others = (target.topk_rows, target.logprob_rows, target.best_rows, target.masked_rows, target.verified_draws)
     return not any(map(len, others))

@@ -9,7 +9,7 @@ from bisect import insort
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from pagedec.core.ahead import can_foresee, foresee, written_by
+from pagedec.core.ahead import foresee, unforeseen, written_by
 from pagedec.core.block import BlockPool
 from pagedec.core.checks import check_decoder, check_verdict
 from pagedec.core.conclusion import conclusion
@@ -245,11 +245,11 @@ class Scheduler:
     def plan_ahead(self, costs: StepCosts | None = None) -> StepPlan | None:
         """What to evaluate behind the step that is out, before its answers are there. None: that must wait for them.
 
-        Only where each answer is one token that is drawn (`can_foresee`): a branch ends or goes on with that token's
-        row, which the plan names by its draw; of one that has ended it is computed for nobody. Nobody is preempted: who
-        finds no room waits for a plan behind all answers. Blocks given up meanwhile go to later steps, which run later.
+        Only where nothing of it is `unforeseen`: a branch ends or goes on with the row of a token that the plan names
+        by its draw; of one that has ended it is computed for nobody. Nobody is preempted: who finds no room waits for a
+        plan behind all answers. Blocks given up meanwhile go to later steps, which run later.
         """
-        if len(self.plans) != 1 or self.plans[0].is_short or not can_foresee(self.plans[0]):
+        if len(self.plans) != 1 or self.plans[0].is_short or unforeseen(self.plans[0]) is not None:
             return None
         foresee(self.plans[0], self.limits.enable_prefix_caching)
         plan = self._make_plan(None, costs, is_ahead=True)

@@ -59,7 +59,7 @@ class Steps:
         self.clock, self._debug, self.is_ahead = clock, debug, is_ahead
         self._recovery = Recovery()
         self._pace: StepPace | None = None
-        self._flight: Flight | None = None
+        self._out: list[Flight] = []
         self.begun: dict[Request, float] = {}
         """When requests had their first rows."""
 
@@ -70,35 +70,28 @@ class Steps:
     def step(self, now: float) -> tuple[list[Event], float]:
         """One step's events, and when it was over. Interrupts are raised: what is out is then as if it had not been
         begun, its KV lost."""
-        flight, self._flight = self._flight, None
         try:
-            if flight is None:
-                plan = self._scheduler.plan(self._recovery.only, self._costs)
-                began, now = now, self.clock()
-                if not plan.forwards:
-                    return self._scheduler.settle(plan, {}), now
-                flight = Flight(plan, self._scheduler.rules, now - began)
-                self._begin(flight, now)
-            behind, now = (None, now) if flight.has_failed else self._plan_ahead(now)
-        except Exception as error:  # our own mistake, and nobody knows yet by whom
-            self._abandon(flight)
-            return self._failed(error, list(self._recovery.only or self._running()))
+            return self._step(now)
         except BaseException:
-            self._abandon(flight)
-            self._scheduler.forget_kv()
+            self.forget_kv()
             raise
-        return self._finish(flight, behind, now)
 
     def drain(self) -> tuple[list[Event], float]:
         """The events of the step that is out, if one is, behind which none is begun."""
-        flight, self._flight = self._flight, None
         now = self.clock()
-        return ([], now) if flight is None else self._finish(flight, None, now)
+        try:
+            return self._finish(now) if self._out else ([], now)
+        except BaseException:
+            self.forget_kv()
+            raise
 
     def abandon(self) -> None:
         """Wait for what is out; nobody needs its answers."""
-        flight, self._flight = self._flight, None
-        self._abandon(flight)
+        out, self._out = self._out, []
+        for flight in out:
+            if flight.answers is not None:
+                with contextlib.suppress(Exception):  # of what nobody asks for any more
+                    flight.answers.result()
 
     def forget_kv(self) -> None:
         """The same, and its KV is nobody's any more."""
@@ -110,21 +103,36 @@ class Steps:
     def _costs(self) -> StepCosts | None:
         return None if self._pace is None else self._pace.costs
 
-    def _plan_ahead(self, began: float) -> tuple[Flight | None, float]:
-        """Plan the step behind the one that is out, where that can be; and when that was done. It is begun at once
-        where only the step behind it needs its answers; others want the host beside them."""
+    def _step(self, now: float) -> tuple[list[Event], float]:
+        try:
+            if not self._out:
+                plan = self._scheduler.plan(self._recovery.only, self._costs)
+                began, now = now, self.clock()
+                if not plan.forwards:
+                    return self._scheduler.settle(plan, {}), now
+                self._out.append(Flight(plan, self._scheduler.rules, now - began))
+                self._begin(self._out[0], now)
+            if not self._out[0].has_failed:
+                now = self._plan_ahead(now)
+        except Exception as error:  # our own mistake, and nobody knows yet by whom
+            return self._failed(error, list(self._recovery.only or self._running()))
+        return self._finish(now)
+
+    def _plan_ahead(self, began: float) -> float:
+        """Plan the step behind the one that is out, where that can be. It is begun at once where only the step behind
+        it needs its answers; others want the host beside them. Returns when that was done."""
         if not self.is_ahead or self._recovery.only is not None:
-            return None, began
+            return began
         plan = self._scheduler.plan_ahead(self._costs)
         if plan is None:
-            return None, began
+            return began
         now, rules = self.clock(), dict(self._scheduler.rules)  # some may end before it is begun
         self._stats.plan_seconds += now - began
         self._note_begun(plan, now)
-        flight = Flight(plan, rules, -1.0)
+        self._out.append(Flight(plan, rules, -1.0))
         if asks_draws_alone(plan.forwards):
-            self._begin(flight, now)
-        return flight, now
+            self._begin(self._out[1], now)
+        return now
 
     def _begin(self, flight: Flight, now: float) -> None:
         """Give a step to the executor."""
@@ -142,30 +150,22 @@ class Steps:
         for request in plan.begun:
             self.begun.setdefault(request, now)
 
-    def _finish(self, flight: Flight, behind: Flight | None, now: float) -> tuple[list[Event], float]:
-        """Wait for a step and settle it; the one behind it is the next to be waited for."""
+    def _finish(self, now: float) -> tuple[list[Event], float]:
+        """Wait for the first step that is out and settle it; the one behind it is the next to be waited for."""
+        flight = self._out.pop(0)
+        behind = self._out[0] if self._out else None
         plan, stats = flight.plan, self._stats
         assert flight.answers is not None
         try:
             answers = flight.answers.result()
             check_answers(plan.forwards, answers, self._vocab_size)
         except Exception as error:
-            self._abandon(behind)
             works = [*plan.works]
             if behind is not None and behind.answers is not None:  # it may be that one's
                 works += behind.plan.works
             return self._failed(error, list(dict.fromkeys(work.request for work in works)))
-        except BaseException:
-            self._abandon(behind)
-            self._scheduler.forget_kv()
-            raise
         executed = self.clock()
-        try:
-            events = self._scheduler.settle(plan, answers)
-        except BaseException:
-            self._abandon(behind)
-            self._scheduler.forget_kv()
-            raise
+        events = self._scheduler.settle(plan, answers)
         settled = self.clock()
         self._recovery.passed(work.request for work in plan.works if work.answers_something)
         stats.num_steps += 1
@@ -176,23 +176,13 @@ class Steps:
             self._learn(flight, settled - executed, executed - now)
         else:
             stats.num_steps_ahead += 1
-            self._go_on(behind, settled)
+            if not self._scheduler.plans:  # settling has given up all KV
+                self.abandon()
+            elif behind.answers is None:
+                self._begin(behind, settled)
         if self._debug:
             self._scheduler.check()
         return events, settled
-
-    def _go_on(self, behind: Flight, now: float) -> None:
-        """The step behind one that is settled is the one that is out."""
-        if not self._scheduler.plans:  # settling has given up all KV
-            return self._abandon(behind)
-        if behind.answers is None:
-            self._begin(behind, now)
-        self._flight = behind
-
-    def _abandon(self, flight: Flight | None) -> None:
-        if flight is not None and flight.answers is not None:
-            with contextlib.suppress(Exception):  # of what nobody asks for any more
-                flight.answers.result()
 
     def _learn(self, flight: Flight, settle: float, execute: float) -> None:
         """What a step took; from the first request on that drafts as widely as pays."""
@@ -219,7 +209,7 @@ class Steps:
         """All KV is given up: nobody knows what the device has written. Whoever has had every chance fails with the
         cause."""
         self._stats.num_failed_steps += 1
-        self._scheduler.forget_kv()
+        self.forget_kv()
         running = self._running()
         hopeless = None
         if not isinstance(error, WorkersGone):

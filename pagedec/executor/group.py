@@ -13,6 +13,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -164,8 +165,15 @@ class WorkerGroup:
                     out.problem = error
             self._send(0, Kind.MASKS, message)
 
-    def answers(self) -> Answers:
-        """Those of the first step that is out. Raises `StepRefused`, and `WorkerLost` where a worker has ended."""
+    def answers(self, number: int) -> Answers:
+        """Those of a step that is out. Nobody asks for those of the ones before it any more: whoever was interrupted
+        does not. Raises `StepRefused`, and `WorkerLost` where a worker has ended."""
+        while self._out[0].number < number:
+            with suppress(StepRefused):
+                self._first_answers()
+        return self._first_answers()
+
+    def _first_answers(self) -> Answers:
         out = self._out[0]
         if out.is_held and len(self._out) == 1:
             for rank in reversed(range(len(self.workers))):

@@ -31,14 +31,14 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 class _Told:
     """A step that a group was told of."""
 
-    __slots__ = ("_executor", "_group")
+    __slots__ = ("_executor", "_group", "_number")
 
-    def __init__(self, executor: RemoteExecutor, group: WorkerGroup) -> None:
-        self._executor, self._group = executor, group
+    def __init__(self, executor: RemoteExecutor, group: WorkerGroup, number: int) -> None:
+        self._executor, self._group, self._number = executor, group, number
 
     def result(self) -> Answers:
         """Steps are waited for in their order."""
-        return self._executor.take(self._group)
+        return self._executor.take(self._group, self._number)
 
 
 class RemoteExecutor:
@@ -85,7 +85,7 @@ class RemoteExecutor:
 
     def execute(self, forwards: Forwards, rules: Rules, masks: MakeMasks | None = None) -> Pending:
         try:
-            return _Told(self, self._begin(forwards, rules, masks))
+            return _Told(self, self._begin(forwards, rules, masks), self._num_steps)
         except Exception as error:  # the engine decides what it means
             (failed := Future[Answers]()).set_exception(error)
             return failed
@@ -109,13 +109,13 @@ class RemoteExecutor:
             group.begin(Step(self._num_steps, forwards, *self._news.of(rules)), masks)
         return group
 
-    def take(self, group: WorkerGroup) -> Answers:
-        """The answers of the first step that a group has not answered yet."""
+    def take(self, group: WorkerGroup, number: int) -> Answers:
+        """The answers of a step that a group was told of."""
         self._refuse_forks()
         if group is not self._alive:
             raise self._lost or RuntimeError("the executor is stopped")
         with self._lost_with(group):
-            answers = group.answers()
+            answers = group.answers(number)
         self._num_lost = self._num_failed = 0
         self._pause, self._cause = 0.0, None
         return answers

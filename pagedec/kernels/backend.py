@@ -366,9 +366,12 @@ class Backend(Protocol):
     def pick(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """logits[rows, tokens]: fp32 [num_picked]."""
 
-    def pick_ranked(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def pick_ranked(
+        self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray | torch.Tensor
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The same, and each one's rank int32 [num_picked]: 1 + how many of its row are greater. Nothing is greater
-        than a NaN, which is greater than nothing. Fastest where a row's stand side by side."""
+        than a NaN, which is greater than nothing. Fastest where a row's stand side by side. `tokens` may be where the
+        kernels work."""
 
     def process_logits(
         self, logits: torch.Tensor, start: int, forward: LaneForward, cache: CacheTensors, rules: Mapping[int, Any]

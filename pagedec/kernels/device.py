@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
 
+from pagedec.core.forward import NO_INTS
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.errors import InvalidArgument
 from pagedec.kernels.attention_kernel import AttentionKernel, check_device, check_numbers
 from pagedec.kernels.backend import AttentionShape, CacheTensors
-from pagedec.kernels.context import Context, Fetch
-from pagedec.kernels.device_memory import DeviceCall, DeviceMemory, KernelCall, Staging
+from pagedec.kernels.context import Context
+from pagedec.kernels.device_memory import SMALL, DeviceCall, DeviceMemory, KernelCall, LateCall, LateRoom, Staging
 from pagedec.kernels.drawn import of_all
 from pagedec.kernels.lent_memory import CudaMemory, EmulatedMemory, LentMemory
 from pagedec.kernels.library import EMULATED_DEVICE, KvKind, Library
@@ -57,6 +59,20 @@ class DeviceBackend(NativeBackend):
         self._given, self._wanted = Staging(self.memory), Staging(self.memory)
         self.attention: AttentionKernel | None = None
         self._lent: LentMemory | None = None
+        self._late: LateRoom | None = None
+
+    @contextmanager
+    def late(self, room: LateRoom) -> Iterator[None]:
+        """Within it, what calls answer lies in that room, and is in their arrays when that was asked for."""
+        self._late = room
+        try:
+            yield
+        finally:
+            self._late = None
+
+    def late_room(self) -> LateRoom:
+        """Room for what up to `MOST_OUT` steps answer."""
+        return LateRoom(self.context, self.memory, 0 if self.name == EMULATED_DEVICE else SMALL, MOST_OUT)
 
     @property
     def generation(self) -> str:
@@ -91,6 +107,8 @@ class DeviceBackend(NativeBackend):
         return SplitPlan(self, shape, self.attention, self._lent)
 
     def call(self) -> KernelCall:
+        if self._late is not None:
+            return LateCall(self.context, self._given, self._late)
         return DeviceCall(self.context, self._given, self._wanted)
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -178,26 +196,35 @@ class DeviceDrawn:
 
     def __init__(self, backend: DeviceBackend) -> None:
         self._backend = backend
-        self._num_draws = self._room = 0
-        self._fetches: list[Fetch] = []
+        self._room = backend.late_room()
+        self._drawn = NO_INTS
 
     def begin(self, num_draws: int) -> None:
-        self._num_draws = num_draws
-        if num_draws > self._room or not self._fetches:
-            self._backend.wait()  # nothing is on its way to the host from what is given up
-            room = max(num_draws, 2 * self._room, 1)
-            tokens = self._backend.zeros((room,), torch.int32)
-            fetches = [self._backend.context.new_fetch(tokens.nbytes) for _ in range(MOST_OUT)]
-            self._room, self._tokens, self._fetches = room, tokens, fetches
+        self._room.reset()
+        self._drawn = np.empty(num_draws, np.int32)
+        self._tokens = self._room.want(self._drawn).view(torch.int32)
 
     def sample(self, logits: torch.Tensor, draws: np.ndarray, first: int) -> None:
         self._backend.sample_into(logits, draws, self._tokens[first : first + len(draws)])
 
+    def tokens(self, places: np.ndarray) -> torch.Tensor:
+        first, num = int(places[0]), len(places)
+        if int(places[-1]) - first == num - 1:
+            return self._tokens[first : first + num]
+        own = self._room.place(4 * num).view(torch.int32)
+        self._copy(self._tokens, places, own, np.arange(num, dtype=np.int32))
+        return own
+
+    def asking(self) -> AbstractContextManager[None]:
+        return self._backend.late(self._room)
+
+    def _copy(self, tokens: torch.Tensor, places: np.ndarray, ids: torch.Tensor, rows: np.ndarray) -> None:
+        """ids[rows] = tokens[places]: four bytes each, which a kernel that copies rows takes as they are."""
+        drawn, own = (tensor.view(torch.float32)[:, None] for tensor in (tokens, ids))
+        self._backend.copy_rows(drawn, places, own, rows)
+
     def put(self, token_ids: torch.Tensor, rows: np.ndarray, places: np.ndarray) -> None:
-        tokens = self._of_all(int(places.max()) + 1)
-        # four bytes each, which a kernel that copies rows takes as they are
-        drawn, ids = (tensor.view(torch.float32)[:, None] for tensor in (tokens, token_ids))
-        self._backend.copy_rows(drawn, places, ids, rows)
+        self._copy(self._of_all(int(places.max()) + 1), places, token_ids, rows)
 
     def _of_all(self, num_tokens: int) -> torch.Tensor:
         """The first so many, also of ranks behind the first."""
@@ -212,12 +239,10 @@ class DeviceDrawn:
         return memory.put(torch.from_numpy(of_all(link, num_tokens, lambda: memory.get(own).numpy())))
 
     def later(self) -> Callable[[], np.ndarray]:
-        fetch, tokens = self._fetches[0], np.empty(self._num_draws, np.int32)
-        self._fetches.reverse()
-        fetch.begin(self._tokens.data_ptr(), tokens.nbytes)
+        take, drawn = self._room.later(), self._drawn
 
-        def take() -> np.ndarray:
-            fetch.end(tokens.ctypes.data)
-            return tokens
+        def taken() -> np.ndarray:
+            take()
+            return drawn
 
-        return take
+        return taken

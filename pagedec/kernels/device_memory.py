@@ -6,12 +6,14 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
+from collections.abc import Callable
 from ctypes import Structure
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from pagedec.kernels.context import Fetch
 from pagedec.kernels.library import Context
 
 ALIGNMENT = 64  # bytes, as kernels may read
@@ -155,6 +157,65 @@ class Staging:
             host[:used] = self._memory.get(device[:used]).numpy()
 
 
+class LateRoom:
+    """Room in a device's memory for what kernels leave there until the host asks for it, by copies which other calls
+    may follow: at most `most_out` times before it takes the first. It grows to what was needed, from `smallest` bytes
+    on."""
+
+    def __init__(self, context: Context, memory: DeviceMemory, smallest: int, most_out: int) -> None:
+        self._context, self._memory, self._smallest, self._most_out = context, memory, smallest, most_out
+        self._pieces: list[tuple[torch.Tensor, list[Fetch]]] = []
+        self._used: list[int] = []
+        self._wanted: list[tuple[np.ndarray, int, int]] = []  # arrays, the pieces that they are in, and where
+
+    def reset(self) -> None:
+        """What lies there is on its way to the host already, or nobody's."""
+        if len(self._pieces) > 1:
+            self._context.wait()  # nothing is on its way from what is given up
+            del self._pieces[:-1]
+        self._used, self._wanted = [0] * len(self._pieces), []
+
+    def place(self, num_bytes: int) -> torch.Tensor:
+        """Room for an array, uint8 [num_bytes]. Raises MemoryError."""
+        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        if not self._pieces or self._used[-1] + size > len(self._pieces[-1][0]):
+            self._grow(size)
+        (memory, _), start = self._pieces[-1], self._used[-1]
+        self._used[-1] += size
+        return memory[start : start + num_bytes]
+
+    def _grow(self, size: int) -> None:
+        self._context.wait()
+        size = max(size, 2 * len(self._pieces[-1][0]) if self._pieces else self._smallest, ALIGNMENT)
+        fetches = [self._context.new_fetch(size) for _ in range(self._most_out)]
+        self._pieces.append((self._memory.allocate(size), fetches))
+        self._used.append(0)
+
+    def want(self, array: np.ndarray) -> torch.Tensor:
+        """Room for what a contiguous array is to have. Raises MemoryError."""
+        room = self.place(array.nbytes)
+        start = room.data_ptr() - self._pieces[-1][0].data_ptr()
+        self._wanted.append((_bytes_of(array), len(self._pieces) - 1, start))
+        return room
+
+    def later(self) -> Callable[[], None]:
+        """Gives what fills the arrays that are wanted, when what was called until now is through."""
+        wanted, under_way = self._wanted, list[tuple[Fetch, np.ndarray]]()
+        for (memory, fetches), used in zip(self._pieces, self._used, strict=True):
+            fetch = fetches[0]
+            fetches.reverse()
+            fetch.begin(memory.data_ptr(), used)
+            under_way.append((fetch, np.empty(used, np.uint8)))
+
+        def take() -> None:
+            for fetch, host in under_way:
+                fetch.end(host.ctypes.data)
+            for array, piece, start in wanted:
+                array[:] = under_way[piece][1][start : start + len(array)]
+
+        return take
+
+
 class DeviceCall:
     """Arrays are copied to the device before the kernel runs, and from there when it is through."""
 
@@ -183,6 +244,23 @@ class DeviceCall:
             self._wanted.receive()
         for array, room in self._out:
             array[:] = room
+
+
+class LateCall(DeviceCall):
+    """What is wanted stays where the kernel leaves it, until the room that it lies in is asked for."""
+
+    __slots__ = ("_room",)
+
+    def __init__(self, context: Context, given: Staging, room: LateRoom) -> None:
+        self._context, self._given, self._room = context, given, room
+        given.reset()
+
+    def wanted(self, array: np.ndarray) -> int:
+        return self._room.want(array).data_ptr()
+
+    def run(self, record: Structure) -> None:
+        self._given.send()
+        self._context.call(record)
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -14,6 +15,7 @@ from pagedec.kernels.readout import HostReadOut, within
 if TYPE_CHECKING:
     from pagedec.kernels.backend import Backend, CacheTensors
     from pagedec.kernels.link import Link
+    from pagedec.kernels.row_buffer import RowBuffer
 
 
 class DrawnTokens(Protocol):
@@ -24,6 +26,12 @@ class DrawnTokens(Protocol):
 
     def sample(self, logits: torch.Tensor, draws: np.ndarray, first: int) -> None:
         """Draw tokens `first`, `first + 1`, ... as `Backend.sample` does."""
+
+    def tokens(self, places: np.ndarray) -> np.ndarray | torch.Tensor:
+        """Those at these places, where kernels find them: int32 [num_places]."""
+
+    def asking(self) -> AbstractContextManager[None]:
+        """Within it, what kernels are asked for is in its arrays when `later` is answered, or before."""
 
     def put(self, token_ids: torch.Tensor, rows: np.ndarray, places: np.ndarray) -> None:
         """token_ids[rows] = the tokens at these places. All ranks that share the model call it: the first one has
@@ -47,6 +55,12 @@ class HostDrawn:
     def sample(self, logits: torch.Tensor, draws: np.ndarray, first: int) -> None:
         self._tokens[first : first + len(draws)] = self._backend.sample(logits, draws)
 
+    def tokens(self, places: np.ndarray) -> np.ndarray:
+        return self._tokens[places]
+
+    def asking(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def put(self, token_ids: torch.Tensor, rows: np.ndarray, places: np.ndarray) -> None:
         token_ids.numpy()[rows] = of_all(self._backend.link, len(places), lambda: self._tokens[places])
 
@@ -64,14 +78,27 @@ def of_all(link: Link | None, num_tokens: int, drawn: Callable[[], np.ndarray]) 
 
 
 class LateReadOut(HostReadOut):
-    """The read-out of a forward that asks for draws alone: they stay where they are drawn until somebody asks."""
+    """The read-out of a forward that asks for draws alone, and for reports of them and of given tokens: all of it stays
+    where kernels leave it until somebody asks."""
 
     def __init__(
-        self, backend: Backend, forward: LaneForward, cache: CacheTensors, rules: Mapping[int, Any], drawn: DrawnTokens
+        self,
+        backend: Backend,
+        forward: LaneForward,
+        cache: CacheTensors,
+        rules: Mapping[int, Any],
+        drawn: DrawnTokens,
+        room: RowBuffer,
     ) -> None:
-        super().__init__(backend, forward, cache, rules, None)
+        super().__init__(backend, forward, cache, rules, None, room=room)
         self._drawn = drawn
         drawn.begin(len(forward.draws))
+
+    def _asking(self) -> AbstractContextManager[None]:
+        return self._drawn.asking()
+
+    def _tokens(self, drawn: np.ndarray) -> np.ndarray | torch.Tensor:
+        return self._drawn.tokens(drawn)
 
     def _draw(self, logits: torch.Tensor, start: int, whole: bool) -> np.ndarray:
         draws = self._forward.draws
@@ -84,4 +111,9 @@ class LateReadOut(HostReadOut):
     def later(self) -> Callable[[], LaneAnswers]:
         """Gives the answers, when all that was begun until now is through."""
         tokens = self._drawn.later()
-        return lambda: LaneAnswers(tokens())
+
+        def answers() -> LaneAnswers:
+            self._draws = tokens()
+            return self.answers()
+
+        return answers

@@ -338,8 +338,11 @@ class ReferenceBackend(HostBackend):
     def pick(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         return logits.numpy()[rows, tokens]
 
-    def pick_ranked(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self.pick(logits, rows, tokens), reference_readout.ranks(logits.numpy(), rows, tokens)
+    def pick_ranked(
+        self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray | torch.Tensor
+    ) -> tuple[np.ndarray, np.ndarray]:
+        own = np.asarray(tokens)
+        return self.pick(logits, rows, own), reference_readout.ranks(logits.numpy(), rows, own)
 
     def sample(self, logits: torch.Tensor, draws: np.ndarray) -> np.ndarray:
         return reference_readout.sample(logits.numpy(), draws)

@@ -251,18 +251,26 @@ class NativeBackend(HostBackend):
     def pick(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         return self._pick(logits, rows, tokens, None)
 
-    def pick_ranked(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def pick_ranked(
+        self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray | torch.Tensor
+    ) -> tuple[np.ndarray, np.ndarray]:
         ranks = np.empty(len(rows), np.int32)
         return self._pick(logits, rows, tokens, ranks), ranks
 
-    def _pick(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, ranks: np.ndarray | None) -> np.ndarray:
+    def _pick(
+        self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray | torch.Tensor, ranks: np.ndarray | None
+    ) -> np.ndarray:
         values, call = np.empty(len(rows), np.float32), self.call()
+        if isinstance(tokens, torch.Tensor):
+            own = address(tokens, torch.int32, "tokens")
+        else:
+            own = call.given(int32(tokens))
         call.run(
             PickLogitsArgs(
                 call.given(np.array([len(rows)], np.int32)),
                 address(logits, torch.float32, "logits"),
                 call.given(int32(rows)),
-                call.given(int32(tokens)),
+                own,
                 call.wanted(values),
                 None if ranks is None else call.wanted(ranks),
                 logits.shape[1],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from pagedec.core.forward import NO_FLOATS, NO_INTS, LaneAnswers, LaneForward, M
 from pagedec.kernels.backend import Backend, CacheTensors, Drafted
 from pagedec.kernels.best import BestRows
 from pagedec.kernels.masked import check_masks, mask_words
-from pagedec.kernels.report import RawRows, empty_report
+from pagedec.kernels.report import Put, RawRows, empty_report
 from pagedec.kernels.row_buffer import RowBuffer
 
 
@@ -38,6 +39,7 @@ class HostReadOut:
         self._logprobs = np.empty(len(forward.logprob_rows), np.float32) if len(forward.logprob_rows) else NO_FLOATS
         self._best = BestRows(backend, forward)
         self._report, self._room = empty_report(forward), room
+        self._puts: list[Put] = []  # what is left of the report when kernels have answered
         self._words: tuple[np.ndarray, np.ndarray] | None = None  # of masks: places and words, made once
         self._changes_logits = (
             forward.processing is not None or len(forward.banned_rows) > 0 or len(forward.masked_rows) > 0
@@ -61,11 +63,14 @@ class HostReadOut:
         drawn = self._draw(logits, start, whole)
         if raw is not None and self._report is not None:
             picked = within(forward.topk_rows, start, stop, whole)
-            raw.fill(self._report, drawn, self._draws, picked, self._topk_tokens)
+            with self._asking():
+                self._puts += raw.ask(self._report, drawn, self._tokens, picked, self._topk_tokens)
 
     def answers(self) -> LaneAnswers:
         """All of them, when every piece has been read."""
         report = self._report
+        for put in self._puts:
+            put()
         if report is not None:
             logprobs, ranks = self._best.report()
             report = replace(report, best_logprobs=logprobs, best_ranks=ranks)
@@ -76,7 +81,16 @@ class HostReadOut:
     def _raw_rows(self, logits: torch.Tensor, start: int) -> RawRows:
         if self._changes_logits:
             self._room = self._room or RowBuffer(self._backend, logits.shape[1])
-        return RawRows(self._backend, self._forward, logits, start, self._room if self._changes_logits else None)
+        with self._asking():
+            return RawRows(self._backend, self._forward, logits, start, self._room if self._changes_logits else None)
+
+    def _asking(self) -> AbstractContextManager[None]:
+        """Within it, kernels are asked for what nobody looks at before all pieces are read."""
+        return nullcontext()
+
+    def _tokens(self, drawn: np.ndarray) -> np.ndarray | torch.Tensor:
+        """The tokens of some draws, where kernels find them."""
+        return self._draws[drawn]
 
     def _read_probabilities(self, logits: torch.Tensor, start: int, whole: bool, raw: RawRows | None) -> None:
         backend, forward, stop = self._backend, self._forward, start + len(logits)

@@ -3,10 +3,14 @@ place."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import TypeAlias
+
 import numpy as np
 import torch
 
-from pagedec.core.forward import NO_FLOATS, NO_INTS, LaneForward, Reported
+from pagedec.core.forward import LaneForward, Reported
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.row_buffer import RowBuffer
 
@@ -32,6 +36,10 @@ def empty_report(forward: LaneForward) -> Reported | None:
     )
 
 
+Put: TypeAlias = Callable[[], None]
+"""Puts a part of a report where it belongs, when what kernels were asked for is there."""
+
+
 class RawRows:
     """The reported rows among one piece of read-out rows: their logits before anything is done to them, copied to
     `room`; None: nothing is done, and they are read where they lie."""
@@ -52,42 +60,54 @@ class RawRows:
             self.logits = room.reserve(len(own))[: len(own)]
             backend.copy_rows(logits, self._places, self.logits, own)
             self._places = own
-        self._find_top()
+        num_top = self.report.num_top[self.first : self.stop]
+        places = [np.nonzero(num_top == k)[0] for k in np.unique(num_top)]
+        # the sum of a row's exponentials comes in the pass that finds its top tokens
+        self._top = [(at, *backend.topk(self.logits, self._places[at], int(num_top[at[0]]))) for at in places]
 
-    def fill(
-        self, out: Reported, drawn: np.ndarray, draws: np.ndarray, picked: np.ndarray, topk_tokens: np.ndarray
-    ) -> None:
-        """Report the piece's top tokens, given tokens, draws `drawn` of `draws`, and top k entries `picked` of
-        `topk_tokens`."""
+    @cached_property
+    def lse(self) -> np.ndarray:
+        """Of each row, when kernels have answered; some backends' are doubles, whose difference is rounded."""
+        found = np.empty(len(self.rows))
+        for at, _, _, lse in self._top:
+            found[at] = lse
+        return found
+
+    def ask(
+        self,
+        out: Reported,
+        drawn: np.ndarray,
+        tokens: Callable[[np.ndarray], np.ndarray | torch.Tensor],
+        picked: np.ndarray,
+        topk_tokens: np.ndarray,
+    ) -> list[Put]:
+        """Have kernels report the piece's top tokens, given tokens, draws `drawn`, of which `tokens` says where they
+        stand, and top k entries `picked` of `topk_tokens`. Each of these is put into `out` when it is there."""
         if not len(self.rows):
-            return
-        self._fill_top(out)
+            return []
         forward, report, k = self.forward, self.report, topk_tokens.shape[1]
         of_given, given = self._reported(report.given_rows, np.arange(len(report.given_rows)))
         of_drawn, drawn = self._reported(forward.draws["row"], drawn)
         of_asked, asked = self._reported(forward.logprob_rows, np.arange(len(forward.logprob_rows)))
         of_picked, picked = self._reported(forward.topk_rows, picked)
-        at = [of_given, of_drawn, of_asked, np.repeat(of_picked, k)]
-        tokens = [
-            report.given_tokens[given], draws[drawn], forward.logprob_tokens[asked], topk_tokens[picked].reshape(-1)
-        ]  # fmt: skip
-        found = self._chosen(np.concatenate(at), np.concatenate(tokens))
-        ends = np.cumsum([len(rows) for rows in at])[:-1]
-        logprobs, ranks = (np.split(values, ends) for values in found)
-        out.given_logprobs[given], out.given_ranks[given] = logprobs[0], ranks[0]
-        out.draw_logprobs[drawn], out.draw_ranks[drawn] = logprobs[1], ranks[1]
-        out.logprob_ranks[asked] = ranks[2]
-        out.topk_logprobs[picked], out.topk_ranks[picked] = (
-            logprobs[3].reshape(len(picked), k),
-            ranks[3].reshape(len(picked), k),
-        )
+        puts: list[Put] = [partial(self._put_top, out)]
+        if len(given):
+            puts.append(self._ask(of_given, report.given_tokens[given], given, out.given_logprobs, out.given_ranks))
+        if len(drawn):
+            puts.append(self._ask(of_drawn, tokens(drawn), drawn, out.draw_logprobs, out.draw_ranks))
+        if len(asked):
+            puts.append(self._ask(of_asked, forward.logprob_tokens[asked], asked, None, out.logprob_ranks))
+        if len(picked):
+            own = topk_tokens[picked].reshape(-1)
+            puts.append(self._ask(np.repeat(of_picked, k), own, picked, out.topk_logprobs, out.topk_ranks))
+        return puts
 
     def chosen(self, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Log-probability and rank of a token for each of some read-out rows; zeros for rows that are not reported."""
         logprobs, ranks = np.zeros(len(rows), np.float32), np.zeros(len(rows), np.int32)
         at, inside = self._reported(rows, np.arange(len(rows)))
         if len(inside):
-            logprobs[inside], ranks[inside] = self._chosen(at, tokens[inside])
+            self._ask(at, tokens[inside], inside, logprobs, ranks)()
         return logprobs, ranks
 
     def _reported(self, rows: np.ndarray, among: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -98,26 +118,28 @@ class RawRows:
         inside[inside] = self.rows[places[inside]] == rows[among[inside]]
         return places[inside], among[inside]
 
-    def _chosen(self, at: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probability and rank of a token for each row of `at`."""
-        if not len(at):
-            return NO_FLOATS, NO_INTS
-        values, ranks = self.backend.pick_ranked(self.logits, self._places[at], tokens)
-        return values - self.lse[at], ranks
+    def _ask(
+        self,
+        at: np.ndarray,
+        tokens: np.ndarray | torch.Tensor,
+        places: np.ndarray,
+        logprobs: np.ndarray | None,
+        ranks: np.ndarray,
+    ) -> Put:
+        """Log-probability and rank of a token for each row of `at`, into these arrays' `places`."""
+        values, found = self.backend.pick_ranked(self.logits, self._places[at], tokens)
 
-    def _find_top(self) -> None:
-        """The log-sum-exp of each row, and its top tokens, which come in the same pass."""
-        num_top = self.report.num_top[self.first : self.stop]
-        self.lse, self._top = np.empty(len(self.rows)), []  # some backends' are doubles, whose difference is rounded
-        for k in np.unique(num_top).tolist():
-            wanted = np.nonzero(num_top == k)[0]
-            tokens, values, self.lse[wanted] = self.backend.topk(self.logits, self._places[wanted], k)
-            self._top.append((wanted, tokens, values))
+        def put() -> None:
+            if logprobs is not None:
+                logprobs[places] = (values - self.lse[at]).reshape(logprobs[places].shape)
+            ranks[places] = found.reshape(ranks[places].shape)
 
-    def _fill_top(self, out: Reported) -> None:
+        return put
+
+    def _put_top(self, out: Reported) -> None:
         ends = np.cumsum(self.report.num_top)
-        for wanted, tokens, values in self._top:
+        for at, tokens, values, _ in self._top:
             k = tokens.shape[1]
-            places = (ends[self.first + wanted] - k)[:, None] + np.arange(k)
+            places = (ends[self.first + at] - k)[:, None] + np.arange(k)
             out.top_ids[places] = tokens
-            out.top_logprobs[places] = values - self.lse[wanted, None]
+            out.top_logprobs[places] = values - self.lse[at, None]

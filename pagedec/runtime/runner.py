@@ -116,16 +116,16 @@ class LaneRunner:
         return (read_out or self._read_out(forward)).answers()
 
     def begin(self, forward: LaneForward) -> Callable[[], LaneAnswers]:
-        """As `execute` where draws alone are asked for. They are there when what this gives is called: until then the
-        device works by itself, and rows of the next forward may be of tokens that it draws."""
+        """As `execute` where draws alone are asked for, and reports. They are there when what this gives is called:
+        until then the device works by itself, and rows of the next forward may be of tokens that it draws."""
         read_out = None  # not before the rows have the tokens that were drawn last
         pieces = self.evaluate(forward, is_late=True)
         try:
             for logits, start in pieces:
                 self._restrict(logits)
-                read_out = read_out or LateReadOut(self.backend, forward, self.cache, self._rules, self._drawn)
+                read_out = read_out or self._late_read_out(forward)
                 read_out.read(logits, start)
-            return (read_out or LateReadOut(self.backend, forward, self.cache, self._rules, self._drawn)).later()
+            return (read_out or self._late_read_out(forward)).later()
         except Exception:
             for _ in pieces:
                 pass
@@ -181,6 +181,9 @@ class LaneRunner:
     ) -> ReadOut:
         given = masks() if masks is not None and len(forward.masked_rows) else None
         return self.backend.read_out(forward, self.cache, self._rules, given, drafted, self._reported)
+
+    def _late_read_out(self, forward: LaneForward) -> LateReadOut:
+        return LateReadOut(self.backend, forward, self.cache, self._rules, self._drawn, self._reported)
 
     # ---- chains
     def roll(self, forward: LaneForward) -> np.ndarray:

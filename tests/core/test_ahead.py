@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedec.core.forward import NO_INTS, Answers, LaneForward
+from pagedec.core.ahead import Unforeseen, unforeseen
+from pagedec.core.forward import NO_INTS, Answers, LaneForward, Rules
 from pagedec.core.limits import SchedulerLimits
 from pagedec.core.plan import StepPlan
 from pagedec.core.request import KNOWN, Event, Failed, Progress
@@ -18,7 +20,8 @@ from pagedec.core.stopping import Stopping
 from pagedec.errors import InvariantError
 from pagedec.params import SamplingParams
 from tests.core.fake import FakeEngine, FakeRunner
-from tests.core.world import Case, World, limits, results
+from tests.core.test_rules import ruled, run
+from tests.core.world import METHODS, Case, World, limits, results
 
 
 class LateRunner(FakeRunner):
@@ -48,26 +51,44 @@ class LateEngine(FakeEngine):
         super().__init__(*arguments)
         self.runner = LateRunner(self.runner.models, self.scheduler.limits, self.scheduler.rules)
         self.out: StepPlan | None = None
-        self.num_ahead = 0
+        self.num_ahead = self.num_behind_reports = 0
+        self.waits: Counter[Unforeseen] = Counter()
+        self._rules: dict[int, Rules] = {}
+        self._late: list[Event] = []  # what was brought while nobody stepped
         for name in ("preempt", "edit", "conclude"):
             setattr(self.scheduler, name, self._behind_all(getattr(self.scheduler, name)))
 
     def _behind_all(self, call: Any) -> Any:
         def drained(*arguments: Any) -> Any:
             if self.out is not None:
-                self._settle(self.out)
+                self._late += self._settle(self.out)
                 self.out = None
+                if arguments[0] not in self.scheduler._by_id and call.__name__ == "preempt":
+                    return None  # it has ended with what was out
             return call(*arguments)
 
         return drained
 
     def step(self) -> list[Event]:
-        plan = self.out or self.scheduler.plan(costs=self.costs())
-        self.out = self.scheduler.plan_ahead(self.costs())
+        late, self._late = self._late, []
+        plan = self.out or self._planned(self.scheduler.plan(costs=self.costs()))
+        if (reason := unforeseen(plan)) is not None and plan.forwards:
+            self.waits[reason] += 1
+        self.out = self._planned(self.scheduler.plan_ahead(self.costs()))
+        assert self.out is None or reason is None
         self.num_ahead += self.out is not None
-        return self._settle(plan)
+        target = plan.forwards.get("target")
+        self.num_behind_reports += self.out is not None and target is not None and target.report is not None
+        return [*late, *self._settle(plan)]
+
+    def _planned(self, plan: Any) -> Any:
+        """The same plan, when it is noted whose rules it may name: some end before it is carried out."""
+        if plan is not None:
+            self._rules[plan.step] = dict(self.scheduler.rules)
+        return plan
 
     def _settle(self, plan: StepPlan) -> list[Event]:
+        self.runner._live = self._rules.pop(plan.step)
         events = self.scheduler.settle(plan, self.runner.execute(plan))
         self.failed |= {event.request.id: event.error for event in events if isinstance(event, Failed)}
         self.num_steps += 1
@@ -91,6 +112,32 @@ def test_all_decoders_in_a_crowd(seed: int) -> None:
     plain = [case for case in world.cases if case.name.startswith("sampling")]
     engine = world.compare(plain, shape)
     assert isinstance(engine, LateEngine) and engine.num_ahead > 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_reports_in_a_crowd(seed: int) -> None:
+    """Of answers and of prompts, told as they come, chunked, preempted, with stop strings and rules; of plain ones no
+    step waits for them."""
+    world, rng = World(seed), random.Random(seed)
+    plain = [ruled(world, str(i), SamplingParams, rng) for i in range(5)]
+    others = [ruled(world, str(i), method, rng) for i, method in enumerate(METHODS[1:])]
+    chunk = rng.choice([1, 3, None])
+    engine = run(world, plain, seed, LateEngine, num_blocks=24 + seed % 3, max_chunk=chunk)
+    assert isinstance(engine, LateEngine) and engine.num_behind_reports > 0
+    assert engine.waits.keys() <= {Unforeseen.VERDICT}  # of the first tokens of several streams
+    run(world, [*plain, *others], seed, LateEngine, num_blocks=24 + seed % 3, max_chunk=chunk)
+
+
+def test_what_a_step_behind_must_wait_for() -> None:
+    """Each has a name."""
+    world, seen = LateWorld(3), Counter[Unforeseen]()
+    for case in world.cases:
+        engine = LateEngine(world.models, limits(60))
+        if not case.is_session:
+            case.add(engine.scheduler)
+            engine.run()
+        seen += engine.waits
+    assert seen.keys() == {Unforeseen.VERDICT, Unforeseen.ROLLS}
 
 
 PROMPT = [1, 2, 3, 4, 5]

@@ -96,9 +96,11 @@ def ruled(world: World, name: str, method: type[SamplingParams], rng: random.Ran
     )
 
 
-def run(world: World, cases: Sequence[Ruled], seed: int | None, **changes: Any) -> FakeEngine:
+def run(
+    world: World, cases: Sequence[Ruled], seed: int | None, made: type[FakeEngine] = FakeEngine, **changes: Any
+) -> FakeEngine:
     """All of them in one batch; everything that they report is compared."""
-    engine = FakeEngine(world.models, limits(**changes))
+    engine = made(world.models, limits(**changes))
     rng = random.Random(seed)
     requests: dict[str, Request] = {}
     streamed: dict[tuple[str, int], list[TokenLogprobs | None]] = {}

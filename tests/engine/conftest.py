@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pagedec import LLM
+from pagedec.kernels.library import EMULATED_DEVICE
 from tests.engine.crowd import Tokens, workload
 from tests.models.checkpoints import VOCAB, make_checkpoint, variant
 
@@ -45,6 +47,20 @@ def tiny(tiny_path: Path) -> Iterator[Callable[..., LLM]]:
     for llm in made:
         llm.engine.scheduler.check()
         llm.close()
+
+
+@pytest.fixture
+def device(tiny: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+    """Makes engines on the emulated device, which carries out nothing before somebody waits for it. Without checks of
+    each step's logits, which wait."""
+
+    def make(**arguments: Any) -> LLM:
+        with monkeypatch.context() as patch:
+            patch.setenv("PAGEDEC_ISA", EMULATED_DEVICE)
+            patch.setenv("PAGEDEC_DEBUG", "0")
+            return tiny(**arguments)
+
+    return make
 
 
 @pytest.fixture(scope="session")

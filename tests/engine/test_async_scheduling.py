@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pagedec import LLM, SamplingParams
+from pagedec import SamplingParams
+from pagedec.engine.steps import Steps
 from pagedec.errors import RequestError
-from pagedec.kernels.library import EMULATED_DEVICE
 from pagedec.models.buffers import READ_ROWS
 from tests.engine.crowd import SMALL, Tiny, Tokens, assert_whole, right_answers, workload
 from tests.engine.test_failures import DeviceLost, Unwell, break_at, raising
@@ -17,20 +17,6 @@ from tests.kernels import cuda_library
 AHEAD: dict[str, Any] = {"async_scheduling": True}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 EMULATED = pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
-
-
-@pytest.fixture
-def device(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Tiny:
-    """Makes engines on the emulated device, which carries out nothing before somebody waits for it. Without checks of
-    each step's logits, which wait."""
-
-    def make(**arguments: Any) -> LLM:
-        with monkeypatch.context() as patch:
-            patch.setenv("PAGEDEC_ISA", EMULATED_DEVICE)
-            patch.setenv("PAGEDEC_DEBUG", "0")
-            return tiny(**arguments)
-
-    return make
 
 
 @pytest.mark.parametrize("executor", ["inline", "process"])
@@ -85,6 +71,27 @@ def test_an_interrupt_while_two_steps_are_out(tiny: Tiny, expected: list[Tokens]
     with pytest.raises(KeyboardInterrupt):
         right_answers(llm)
     assert_whole(llm, expected)
+
+
+@pytest.mark.parametrize("where", ["_note_begun", "_finish"])
+def test_a_second_interrupt_beside_the_steps_that_are_out(
+    tiny: Tiny, expected: list[Tokens], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """It comes anywhere, here before the next step is begun, and when it is and nobody waits for the first yet."""
+    llm, inner, left = tiny(**SMALL, **AHEAD), getattr(Steps, where), [9]
+
+    def interrupted(steps: Steps, *arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return inner(steps, *arguments)
+
+    monkeypatch.setattr(Steps, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        right_answers(llm)
+    assert not llm.engine.scheduler.plans
+    assert_whole(llm, expected)
+    assert llm.engine.stats.num_failed_steps == 0
 
 
 @pytest.mark.parametrize("poisonous", ["0", "23"])
@@ -214,23 +221,21 @@ def test_nothing_is_begun_behind_a_step_that_could_not_be_begun(tiny: Tiny, expe
 def test_room_for_draws_that_there_is_not_at_once(device: Tiny, expected: list[Tokens]) -> None:
     """The step is tried again, and there is nothing left of the first try."""
     llm = device(**SMALL)
-    backend = llm.engine.executor.worker.lanes["target"].backend
-    fetch, left = backend.context.fetch, [1]
+    room = llm.engine.executor.worker.lanes["target"]._drawn._room
+    context, left = room._context, [1]
 
     class Once:
         def __getattr__(self, name: str) -> Any:
             return getattr(context, name)
 
-        def fetch(self, max_bytes: int) -> Any:
+        def new_fetch(self, max_bytes: int) -> Any:
             if left[0]:
                 left[0] -= 1
                 raise MemoryError("for once")
-            return fetch(max_bytes)
+            return context.new_fetch(max_bytes)
 
-    context = backend.context
-    backend.context = Once()
+    room._context = Once()
     assert right_answers(llm) == expected
-    backend.context = context
     assert llm.engine.stats.num_failed_steps == 1 and not left[0]
 
 

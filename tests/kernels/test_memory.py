@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import torch
 from pagedec.kernels.arena import zeros
 from pagedec.kernels.backend import AttentionShape
 from pagedec.kernels.device import DeviceBackend
-from pagedec.kernels.device_memory import SMALL, DeviceMemory, Staging
+from pagedec.kernels.device_memory import SMALL, DeviceMemory, LateCall, LateRoom, Staging
 from pagedec.kernels.library import CUDA, EMULATED_DEVICE, ArgmaxArgs, KernelError, Library, load
 from pagedec.kernels.native import NativeBackend
 from tests.kernels import cuda_library
@@ -80,6 +81,37 @@ def test_a_copy_that_others_follow(library: Library) -> None:
         fetches[0].begin(0, 8)
     with pytest.raises(MemoryError, match="pd_fetch_new: num_bytes is -1; it must be 0 to"):
         context.new_fetch(-1)
+
+
+@pytest.mark.parametrize("smallest", [0, 1 << 12])
+def test_room_for_what_comes_later(library: Library, smallest: int) -> None:
+    """It grows while arrays lie in it; two lots may be under way, of which one may never be asked for."""
+    context = library.context()
+    memory = DeviceMemory(context, 0)
+    room, lots = LateRoom(context, memory, smallest, 2), list[tuple[Any, list[np.ndarray]]]()
+    for lot, sizes in enumerate([(1,), (3, 0, 40), (1000, 16, 17), (), (16,), (5000, 1), (2, 2)]):
+        room.reset()
+        arrays = [np.empty(size, np.int32) for size in sizes]
+        for i, array in enumerate(arrays):
+            place = room.want(array)
+            assert place.data_ptr() % 64 == 0 and place.nbytes == array.nbytes
+            memory.write(place, np.full(array.nbytes, 10 * lot + i, np.uint8))
+            memory.fill(room.place(3), 0xEE)  # what nobody wants
+        lots.append((room.later(), arrays))
+        if lot in (0, 3):
+            continue  # one more is under way; of the fourth nobody takes anything
+        for taken, (take, own) in enumerate(lots[-2:], lot - 1):
+            if taken in (0, lot):
+                take()
+                for i, array in enumerate(own):
+                    assert (array.view(np.uint8) == 10 * taken + i).all()
+    call = LateCall(context, Staging(memory), room)
+    x, found = memory.put(torch.tensor([[1.0, 5.0, 2.0], [7.0, 5.0, 2.0]])), np.full(2, -1, np.int32)
+    room.reset()
+    call.run(ArgmaxArgs(call.given(np.array([2], np.int32)), x.data_ptr(), call.wanted(found), 3, 0))
+    assert found.tolist() == [-1, -1]
+    room.later()()
+    assert found.tolist() == [1, 0]
 
 
 def test_copies_out_of_turn(library: Library) -> None:

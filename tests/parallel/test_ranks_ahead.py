@@ -4,6 +4,7 @@ step stands behind another."""
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
 import threading
@@ -18,9 +19,10 @@ from pagedec import LLM, SamplingParams
 from pagedec.build import build_engine
 from pagedec.config import EngineConfig
 from pagedec.core.forward import Answers, LaneAnswers
-from pagedec.core.wire import Step, unpack_answers
+from pagedec.core.wire import Step, pack_answers, unpack_answers
 from pagedec.executor.channel import Channel, Kind
 from pagedec.executor.child import _Steps
+from pagedec.executor.group import WorkerGroup
 from pagedec.executor.process import ProcessExecutor
 from pagedec.kernels.library import EMULATED_DEVICE
 from pagedec.runtime.follower import Follower
@@ -47,7 +49,7 @@ PARAMS = [
     SamplingParams(seed=3, n=2, top_p=0.9, **PLAIN),
     SamplingParams(seed=4, repetition_penalty=1.3, min_tokens=3, max_tokens=9),
     SamplingParams(seed=5, stop_token_ids=[*range(3, 131, 4)], max_tokens=14),
-    SamplingParams(seed=6, logprobs=2, **PLAIN),
+    SamplingParams(seed=6, logprobs=2, prompt_logprobs=1, **PLAIN),
 ]
 PROMPTS = [[7, 9, 11, 13, 7, 9, 11], [3] * 30, [*range(5, 26)], [50, 60, 70], [9, 8]]
 
@@ -91,6 +93,16 @@ def answered(llm: LLM) -> Any:
     return said, [[answer.token_ids for answer in output.outputs] for output in outputs]
 
 
+def reported(llm: LLM, is_ahead: bool) -> list[Any]:
+    """All that is told, reports among it, of steps that are planned ahead or in turn."""
+    llm.engine.drain()
+    llm.engine.steps.is_ahead, before = is_ahead, llm.engine.stats.num_steps_ahead
+    outputs = llm.generate(PROMPTS[:3], [own.clone(logprobs=1) for own in PARAMS[2:]], use_tqdm=False)
+    llm.engine.steps.is_ahead = True
+    assert (llm.engine.stats.num_steps_ahead - before > 5) == is_ahead
+    return [(output.outputs, output.prompt_logprobs) for output in outputs]
+
+
 def assert_whole(llm: LLM, expected: Any) -> None:
     assert answered(llm) == expected
     llm.engine.drain()
@@ -106,6 +118,7 @@ def test_ranks_say_what_one_says(linked: Callable[..., Any], expected: Any, link
         assert_whole(llm, expected)
         stats = llm.engine.stats
         assert stats.num_failed_steps == 0 and stats.num_steps_ahead > 20
+        assert reported(llm, True) == reported(llm, False)
         for rank in KILLED[link]:
             before = executor_of(llm).pids
             timer = threading.Timer(0.03, os.kill, (before[rank], signal.SIGKILL))
@@ -128,6 +141,7 @@ def test_a_device_in_a_process(path: Path, expected: Any, isa: str, monkeypatch:
     with LLM(str(path), executor="process", **settings) as llm:
         assert llm.engine.executor.geometry.overlaps
         assert_whole(llm, expected)
+        assert reported(llm, True) == reported(llm, False)
         assert llm.engine.stats.num_steps_ahead > 20 and llm.engine.stats.num_failed_steps == 0
 
 
@@ -189,6 +203,49 @@ def test_a_step_that_nobody_takes_yet(
         assert left[0] > 20 and llm.engine.stats.num_failed_steps == 0
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+def test_answers_that_nobody_asks_for_are_not_those_of_the_next_step(is_held: bool) -> None:
+    """Whoever is interrupted right behind `begin` forgets the step, which is answered all the same."""
+    ours, theirs = map(Channel, socket.socketpair())
+    group = WorkerGroup([Known(ours)])
+    group._holds = is_held
+    for number, kind in ((1, Kind.ANSWERS), (2, Kind.FAILED), (3, Kind.ANSWERS)):
+        group.begin(step_of(number), None)
+        failure = pickle.dumps(ValueError("made up"))
+        theirs.send(kind, failure if kind == Kind.FAILED else pack_answers(number, {"target": drawn(number)}))
+    assert group.answers(3)["target"].draws.tolist() == [3]
+    group.begin(step_of(4), None)
+    theirs.send(Kind.ANSWERS, pack_answers(4, {"target": drawn(4)}))
+    assert group.answers(4)["target"].draws.tolist() == [4]
+    theirs.close()
+    group.stop()
+
+
+class Known:
+    """A worker of which there is its channel alone."""
+
+    pid = 1
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+
+    def has_ended(self) -> bool:
+        return False
+
+    def end(self) -> str:
+        return "has ended"
+
+    def kill(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+def drawn(number: int) -> LaneAnswers:
+    return LaneAnswers(np.array([number], np.int32))
+
+
 class Told:
     """A channel's end that notes what is sent."""
 
@@ -215,12 +272,12 @@ class Sleepy(Worker):
         def answers() -> LaneAnswers:
             if step.number in self.late:
                 raise ValueError("later")
-            return LaneAnswers(np.array([step.number], np.int32))
+            return drawn(step.number)
 
         return Begun(answers)
 
     def execute(self, step: Step, masks: Any = None) -> Answers:
-        return {"target": LaneAnswers(np.array([-step.number], np.int32))}
+        return {"target": drawn(-step.number)}
 
 
 def step_of(number: int, *, masked: bool = False) -> Step:
