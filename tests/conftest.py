@@ -25,6 +25,6 @@ def _same_random_numbers() -> None:
     random.seed(0)
     np.random.seed(0)
     if "torch" in sys.modules:  # not imported for its own sake: the tests of the core run without it
-        sys.modules["torch"].manual_seed(0)
+        sys.modules["torch"].default_generator.manual_seed(0)  # of the CPU: manual_seed writes stacks for other devices
         if "OMP_NUM_THREADS" in os.environ:  # an engine that was told a number has set it for all that come later
             sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

@@ -67,7 +67,9 @@ std::vector<int> Spans::longest_first() const {
   const int n = (int)span_costs_.size();
   std::vector<int> by(n), owners(n);
   std::iota(by.begin(), by.end(), 0);
-  std::stable_sort(by.begin(), by.end(), [&](int x, int y) { return span_costs_[x] > span_costs_[y]; });
+  std::sort(by.begin(), by.end(), [&](int x, int y) {
+    return span_costs_[x] != span_costs_[y] ? span_costs_[x] > span_costs_[y] : x < y;
+  });
   using Load = std::pair<float, int>;  // of a worker; of equals, the first has the next span
   std::priority_queue<Load, std::vector<Load>, std::greater<>> loads;
   for (int w = 0; w < workers_; w++) loads.push({0.f, w});
@@ -87,7 +89,7 @@ std::vector<int> Spans::neighbours() const {
   std::vector<int> by(n), owners(n);
   std::iota(by.begin(), by.end(), 0);
   auto row = [&](int i) { return p_.rows[p_.pieces[p_.spans[i].piece].row0].row_id; };
-  std::stable_sort(by.begin(), by.end(), [&](int x, int y) { return row(x) < row(y); });
+  std::sort(by.begin(), by.end(), [&](int x, int y) { return row(x) != row(y) ? row(x) < row(y) : x < y; });
   float before = 0;
   for (int i : by) {
     owners[i] = std::min(workers_ - 1, (int)((before + span_costs_[i] / 2) / total * (float)workers_));

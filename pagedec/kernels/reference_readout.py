@@ -17,6 +17,8 @@ Ints = npt.NDArray[np.int32]
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
+FEW = 1024
+"""Tokens that mostly have the mass of a nucleus."""
 
 
 def _clean(logits: Floats) -> npt.NDArray[np.float64]:
@@ -108,6 +110,19 @@ def gumbel(seed: int, stream: int, position: int, first_token: int, num_tokens: 
     return noise
 
 
+def _nucleus(
+    row: Floats, z: npt.NDArray[np.float64], kept: npt.NDArray[np.int64], top_p: float
+) -> npt.NDArray[np.int64]:
+    """Of the ids kept, in order unless they are all, the fewest of the largest whose mass reaches a share of all."""
+    mass = top_p * np.exp(z[kept]).sum()
+    for num in (min(FEW, len(row)), len(row)):  # the whole row is sorted only where the mass is spread so far
+        ordered = kept if len(kept) < len(row) else largest(row, num)
+        cumulative = np.cumsum(np.exp(z[ordered]))
+        if cumulative[-1] >= mass:
+            break
+    return ordered[: int(np.searchsorted(cumulative, mass)) + 1]
+
+
 def log_probabilities(row: Floats, draw: np.void) -> npt.NDArray[np.float64]:
     """Return the log of the distribution that a draw (DRAW_DTYPE) with a temperature above 0 is taken from."""
     finite = np.minimum(_clean(row), float(np.finfo(np.float32).max))
@@ -117,10 +132,7 @@ def log_probabilities(row: Floats, draw: np.void) -> npt.NDArray[np.float64]:
     if 0 < draw["top_k"] < len(row):
         kept = largest(row, int(draw["top_k"]))
     if draw["top_p"] < 1.0:
-        kept = kept if len(kept) < len(row) else largest(row, len(row))
-        cumulative = np.cumsum(np.exp(z[kept]))
-        reached = np.searchsorted(cumulative, float(draw["top_p"]) * cumulative[-1])
-        kept = kept[: int(reached) + 1]
+        kept = _nucleus(row, z, kept, float(draw["top_p"]))
     kept = kept[np.exp(z[kept]) >= float(draw["min_p"])]
     result = np.full(len(row), -np.inf)
     result[kept] = z[kept] - np.log(np.exp(z[kept]).sum())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pagedec.kernels.library import DEVICES, Context, Library, library_directories, load, loadable_isas
+from pagedec.kernels.library import DEVICES, EMULATED_DEVICE, Context, Library, library_directories, load, loadable_isas
 from tests.kernels import cuda_library, host_memory
 
 host_memory.prepare(cuda_library.built())
@@ -70,3 +70,18 @@ def context(library: Library) -> Context:
 def contexts(libraries: list[Library]) -> list[Context]:
     """One of each library, in their order, of two threads."""
     return [library.context(2) for library in libraries]
+
+
+@pytest.fixture(scope="session")
+def emulated() -> Library:
+    """CUDA's, on the emulated device."""
+    if cuda_library.path() is None:
+        pytest.skip("the emulated device is not built")
+    return cuda_library.open_library(EMULATED_DEVICE)
+
+
+@pytest.fixture(scope="session")
+def cpu() -> Context:
+    """Of the portable library."""
+    _need_libraries()
+    return load(loadable_isas()[0]).context()

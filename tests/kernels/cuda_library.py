@@ -43,6 +43,10 @@ OF_CONTENTS = {
 """Mistakes in what pointers lead to, which nobody looks for in a real device's memory."""
 
 
+LARGE, SMALL = 1, 64
+"""Blocks with which products of more than 64 rows and outputs go by tiles of 128 x 128 or of 64 x 64."""
+
+
 def on_devices() -> list[str]:
     """Files of tests that run on a real device."""
     own = {"test_attention", "test_block_size", "test_cuda_attention", "test_cuda_fp16", "test_cuda_readout"}

@@ -33,7 +33,7 @@ SHAPE = AttentionShape(6, 2, 32, 256, 0.18)
 
 
 def test_a_tile_is_as_long_as_the_plan_says() -> None:
-    assert f"constexpr int TILE = {TILE}," in (ROOT / "csrc" / "plan" / "plan.h").read_text(encoding="utf-8")
+    assert f"constexpr int TILE = {TILE}," in (ROOT / "csrc" / "plan" / "words.h").read_text(encoding="utf-8")
 
 
 def device(kernel: AttentionKernel | None = None, block_size: int = 256) -> DeviceBackend:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagedec.kernels import reference
-from pagedec.kernels.library import EMULATED_DEVICE, Context, Dtype, Epilogue, KernelError, Library, load, loadable_isas
+from pagedec.kernels.library import EMULATED_DEVICE, Context, Dtype, Epilogue, KernelError, Library
 from tests.kernels import calls, cuda_library, test_gemm_int8
 from tests.kernels.calls import CODES, count, ints, normal, pointer, same_bits
 from tests.kernels.test_gemm import GATED, Linear, aligned, assert_near
@@ -97,10 +97,8 @@ def test_what_becomes_of_sums(device: Library, epilogue: Epilogue) -> None:
         assert same_bits(torch.cat([linear(part, epilogue, y_dtype=HALF) for part in x.split(FEW)]), half)
 
 
-@pytest.mark.skipif(not loadable_isas(), reason="the CPU's library is not built")
-def test_int8_has_the_bits_of_a_cpu(device: Library) -> None:
+def test_int8_has_the_bits_of_a_cpu(device: Library, cpu: Context) -> None:
     """Of the same numbers in fp32; weights are made integers from fp16, too."""
-    cpu = load(loadable_isas()[0]).context()
     for rows, n, k in ((1, 33, 70), (20, 7, 1090), (70, 65, 257), (129, 130, 192)):
         x, weight = normal(rows, k, seed=1, dtype=HALF), normal(n, k, seed=2, dtype=HALF)
         x[:, 1::2] *= 2.0**-12

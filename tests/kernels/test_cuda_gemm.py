@@ -8,23 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagedec.kernels.library import EMULATED_DEVICE, Context, Epilogue, Library
-from tests.kernels import cuda_library
+from pagedec.kernels.library import Context, Epilogue, Library
 from tests.kernels.calls import count, normal, same_bits
+from tests.kernels.cuda_library import LARGE, SMALL
 from tests.kernels.test_gemm import GATED, Linear, assert_near
 from tests.kernels.test_guard_pages import guarded
 
-pytestmark = pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
 FEW = 32
 """Rows that the other kernel takes. More go by tiles of 128 x 128, or of 64 x 64 where there are few of the others for
 the blocks that there are."""
-LARGE, SMALL = 1, 64
-"""Blocks with which the products below, of more than 64 rows and outputs, go by tiles of 128 x 128 or of 64 x 64."""
-
-
-@pytest.fixture
-def device() -> Library:
-    return cuda_library.open_library(EMULATED_DEVICE)
 
 
 def linear_of(context: Context, n: int, k: int, *, bias: bool = False) -> Linear:
@@ -58,68 +50,68 @@ CASES = [
 
 
 @pytest.mark.parametrize(("blocks", "rows", "n", "k"), CASES)
-def test_many_rows_have_the_bits_of_few(device: Library, blocks: int, rows: int, n: int, k: int) -> None:
-    x, linear = normal(rows, k, seed=1, dtype=torch.bfloat16), linear_of(device.context(blocks), n, k, bias=True)
+def test_many_rows_have_the_bits_of_few(emulated: Library, blocks: int, rows: int, n: int, k: int) -> None:
+    x, linear = normal(rows, k, seed=1, dtype=torch.bfloat16), linear_of(emulated.context(blocks), n, k, bias=True)
     assert linear.bias is not None
     assert_near(assert_bits(linear, x), x, linear.weight, linear.bias[:n])
 
 
 @pytest.mark.parametrize("k", [1, 33, 70, 301])
-def test_rows_that_begin_anywhere(device: Library, k: int) -> None:
-    x, linear = normal(100, k, seed=1, dtype=torch.bfloat16), linear_of(device.context(2), 70, k)
+def test_rows_that_begin_anywhere(emulated: Library, k: int) -> None:
+    x, linear = normal(100, k, seed=1, dtype=torch.bfloat16), linear_of(emulated.context(2), 70, k)
     assert_near(assert_bits(linear, x), x, linear.weight, None)
 
 
-def test_x_that_begins_anywhere(device: Library) -> None:
-    linear = linear_of(device.context(LARGE), 66, 64)
+def test_x_that_begins_anywhere(emulated: Library) -> None:
+    linear = linear_of(emulated.context(LARGE), 66, 64)
     flat = normal(66 * 64 + 1, seed=1, dtype=torch.bfloat16)
     x, odd = flat[1:].view(66, 64).clone(), flat[1:].view(66, 64)
     assert odd.data_ptr() % 16 and odd.is_contiguous()
     assert same_bits(linear(odd), linear(x))
 
 
-def test_less_shared_memory_changes_no_bit(device: Library) -> None:
+def test_less_shared_memory_changes_no_bit(emulated: Library) -> None:
     """The second emulated device has as much as an SM86, too little for tiles."""
     x, weight = normal(70, 300, seed=1, dtype=torch.bfloat16), normal(65, 300, seed=2, dtype=torch.bfloat16)
-    found = [Linear.pack(device.context(0, number), weight)(x) for number in range(2)]
+    found = [Linear.pack(emulated.context(0, number), weight)(x) for number in range(2)]
     assert same_bits(*found)
 
 
 @pytest.mark.parametrize("blocks", [LARGE, SMALL])
 @pytest.mark.parametrize("epilogue", list(Epilogue))
 @pytest.mark.parametrize("n", [66, 96, 130])
-def test_what_becomes_of_sums(device: Library, blocks: int, epilogue: Epilogue, n: int) -> None:
+def test_what_becomes_of_sums(emulated: Library, blocks: int, epilogue: Epilogue, n: int) -> None:
     x = normal(67, 40, seed=1, dtype=torch.bfloat16)
     for bias in (False, True):
-        linear = linear_of(device.context(blocks), n, 40, bias=bias)
+        linear = linear_of(emulated.context(blocks), n, 40, bias=bias)
         whole = assert_bits(linear, x, epilogue)
         assert whole.shape == (67, n // 2 if epilogue in GATED else n)
         if epilogue != Epilogue.ADD:
             assert same_bits(assert_bits(linear, x, epilogue, torch.bfloat16), whole.bfloat16())
 
 
-def test_an_odd_number_of_outputs(device: Library) -> None:
-    x, linear = normal(70, 40, seed=1, dtype=torch.bfloat16), linear_of(device.context(LARGE), 67, 40, bias=True)
+def test_an_odd_number_of_outputs(emulated: Library) -> None:
+    x, linear = normal(70, 40, seed=1, dtype=torch.bfloat16), linear_of(emulated.context(LARGE), 67, 40, bias=True)
     for epilogue in (Epilogue.STORE, Epilogue.ADD, Epilogue.GELU):
         assert_bits(linear, x, epilogue)
 
 
 @pytest.mark.parametrize(("blocks", "rows", "n", "k"), [(LARGE, 140, 140, 296), (SMALL, 70, 70, 576), (3, 70, 65, 33)])
-def test_no_order_of_threads_changes_a_bit(device: Library, blocks: int, rows: int, n: int, k: int) -> None:
-    x, linear = normal(rows, k, seed=1, dtype=torch.bfloat16), linear_of(device.context(blocks), n, k)
+def test_no_order_of_threads_changes_a_bit(emulated: Library, blocks: int, rows: int, n: int, k: int) -> None:
+    x, linear = normal(rows, k, seed=1, dtype=torch.bfloat16), linear_of(emulated.context(blocks), n, k)
     found = []
     for seed in (0, 1, 5, 6):
-        device.functions.pd_emulate_seed(ctypes.c_uint64(seed))
+        emulated.functions.pd_emulate_seed(ctypes.c_uint64(seed))
         found.append(linear(x))
-    device.functions.pd_emulate_seed(ctypes.c_uint64(1))
+    emulated.functions.pd_emulate_seed(ctypes.c_uint64(1))
     assert all(same_bits(found[0], other) for other in found[1:])
 
 
 @pytest.mark.parametrize("k", [72, 73])
 @pytest.mark.parametrize("blocks", [LARGE, SMALL])
-def test_nothing_outside_is_touched(device: Library, blocks: int, k: int) -> None:
+def test_nothing_outside_is_touched(emulated: Library, blocks: int, k: int) -> None:
     """x ends with its last row, W with its last panel, y and the bias with their last output."""
-    linear, x = linear_of(device.context(blocks), 67, k, bias=True), normal(70, k, seed=1, dtype=torch.bfloat16)
+    linear, x = linear_of(emulated.context(blocks), 67, k, bias=True), normal(70, k, seed=1, dtype=torch.bfloat16)
     assert linear.bias is not None
     expected = linear(x)
     rows, x, y = count(70), guarded(x), guarded(torch.zeros(70, 67))
@@ -128,9 +120,9 @@ def test_nothing_outside_is_touched(device: Library, blocks: int, k: int) -> Non
     assert same_bits(y, expected)
 
 
-def test_one_record_serves_any_number_of_rows(device: Library) -> None:
+def test_one_record_serves_any_number_of_rows(emulated: Library) -> None:
     """As in a recorded graph: the device reads how many there are."""
-    linear, x = linear_of(device.context(2), 40, 40), normal(200, 40, seed=1, dtype=torch.bfloat16)
+    linear, x = linear_of(emulated.context(2), 40, 40), normal(200, 40, seed=1, dtype=torch.bfloat16)
     y, rows, whole = torch.empty(200, 40), count(0), linear(x)
     record = linear.record(rows, x, y)
     for num in (200, 0, 32, 33, 1, 31, 64, 129):
@@ -142,8 +134,8 @@ def test_one_record_serves_any_number_of_rows(device: Library) -> None:
 
 
 @pytest.mark.parametrize("blocks", [LARGE, SMALL])
-def test_what_is_not_finite_stays_where_it_is(device: Library, blocks: int) -> None:
-    linear, x = linear_of(device.context(blocks), 70, 48), normal(70, 48, seed=1, dtype=torch.bfloat16)
+def test_what_is_not_finite_stays_where_it_is(emulated: Library, blocks: int) -> None:
+    linear, x = linear_of(emulated.context(blocks), 70, 48), normal(70, 48, seed=1, dtype=torch.bfloat16)
     clean = linear(x)
     x[3, 47], x[66, 0] = torch.nan, torch.inf
     dirty, others = assert_bits(linear, x), [i for i in range(70) if i not in (3, 66)]

@@ -3,7 +3,6 @@ one another and the order of threads; and weights alone in int8 in every tile.""
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import pytest
@@ -12,32 +11,17 @@ from torch import Tensor
 
 from pagedec.kernels.blocks import Blocks
 from pagedec.kernels.device import DeviceBackend
-from pagedec.kernels.library import EMULATED_DEVICE, Context, Epilogue, Library, load, loadable_isas
-from tests.kernels import cuda_library, test_gemm_weight_only
+from pagedec.kernels.library import EMULATED_DEVICE, Context, Epilogue, Library, load
+from tests.kernels import test_gemm_weight_only
 from tests.kernels.block_cases import GATED, Packed, linear, random_blocks, record
 from tests.kernels.calls import DTYPES, count, normal, same_bits, threads
+from tests.kernels.cuda_library import LARGE, SMALL, shuffle
 from tests.kernels.test_embed_blocks import embed_blocks
 from tests.kernels.test_gemm import Linear
 from tests.kernels.test_guard_pages import guarded
 
-pytestmark = pytest.mark.skipif(
-    cuda_library.path() is None or not loadable_isas(), reason="the emulated device or the CPU's library is not built"
-)
-LARGE, SMALL = 1, 64
-"""Blocks with which products of more than 64 rows and outputs go by tiles of 128 x 128 or of 64 x 64."""
 KINDS = ["q4_0", "int4_zero_128", "q4_k", "q6_k", "q8_0"]
 ALL = [*DTYPES, torch.float16]
-
-
-@pytest.fixture(scope="module")
-def device() -> Library:
-    return cuda_library.open_library(EMULATED_DEVICE)
-
-
-@pytest.fixture(scope="module")
-def cpu() -> Context:
-    """Of the portable library."""
-    return load(loadable_isas()[0]).context()
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -64,36 +48,38 @@ def assert_bits(
 
 # groups: fewer than warps, more than a round has; panels: fewer than blocks, more, with an end inside
 @pytest.mark.parametrize("format", KINDS)
-def test_few_rows(device: Library, cpu: Context, format: str) -> None:
+def test_few_rows(emulated: Library, cpu: Context, format: str) -> None:
     for i, rows in enumerate((1, 7, 8, 9, 16, 17, 24, 25, 32)):
         for n, k in ((33, 256), (140, 256), (7, 1280)):
             more = {"epilogue": (Epilogue.STORE, Epilogue.ADD)[i % 2]}
-            assert_bits(device.context(), cpu, [random_blocks(format, n, k, seed=2)], rows, ALL[i % 3], **more)
+            assert_bits(emulated.context(), cpu, [random_blocks(format, n, k, seed=2)], rows, ALL[i % 3], **more)
 
 
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize(("blocks", "rows"), [(LARGE, 33), (LARGE, 129), (SMALL, 33), (SMALL, 70), (2, 300)])
-def test_formats_beside_one_another(device: Library, cpu: Context, blocks: int, rows: int, dtype: torch.dtype) -> None:
-    assert_bits(device.context(blocks), cpu, parts_of(256, 32, 96, 64, 45), rows, dtype)
+def test_formats_beside_one_another(
+    emulated: Library, cpu: Context, blocks: int, rows: int, dtype: torch.dtype
+) -> None:
+    assert_bits(emulated.context(blocks), cpu, parts_of(256, 32, 96, 64, 45), rows, dtype)
 
 
 @pytest.mark.parametrize("format", KINDS)
-def test_many_rows(device: Library, cpu: Context, format: str) -> None:
+def test_many_rows(emulated: Library, cpu: Context, format: str) -> None:
     for blocks, rows, n, k in ((LARGE, 140, 129, 256), (SMALL, 65, 65, 512)):
         for dtype in (torch.bfloat16, torch.float32):
-            assert_bits(device.context(blocks), cpu, [random_blocks(format, n, k, seed=2)], rows, dtype)
+            assert_bits(emulated.context(blocks), cpu, [random_blocks(format, n, k, seed=2)], rows, dtype)
 
 
-def test_a_group_of_a_k(device: Library, cpu: Context) -> None:
+def test_a_group_of_a_k(emulated: Library, cpu: Context) -> None:
     for rows in (3, 40):
         for format in ("q8_0", "q4_0", "int4_zero_32"):
-            assert_bits(device.context(2), cpu, [random_blocks(format, 200, 32, seed=2)], rows, torch.bfloat16)
+            assert_bits(emulated.context(2), cpu, [random_blocks(format, 200, 32, seed=2)], rows, torch.bfloat16)
 
 
 @pytest.mark.parametrize("epilogue", [*GATED, Epilogue.GELU])
-def test_activations_are_the_same_in_every_tile(device: Library, epilogue: Epilogue) -> None:
+def test_activations_are_the_same_in_every_tile(emulated: Library, epilogue: Epilogue) -> None:
     parts, x, bias = parts_of(256, 64, 32, 64), normal(70, 256, seed=1), normal(160, seed=3)
-    contexts = [device.context(blocks) for blocks in (SMALL, LARGE, 3)]
+    contexts = [emulated.context(blocks) for blocks in (SMALL, LARGE, 3)]
     weights = [Packed(context, parts) for context in contexts]
     small, large, few = (
         torch.cat([linear(context, rows, weight, bias, epilogue) for rows in x.split(size)])
@@ -103,11 +89,11 @@ def test_activations_are_the_same_in_every_tile(device: Library, epilogue: Epilo
 
 
 @pytest.mark.parametrize("rows", [20, 70])
-def test_what_is_not_finite_or_tiny_is_as_on_a_cpu(device: Library, cpu: Context, rows: int) -> None:
+def test_what_is_not_finite_or_tiny_is_as_on_a_cpu(emulated: Library, cpu: Context, rows: int) -> None:
     x, parts = normal(rows, 512, seed=1), parts_of(512, 32, 40)
     x[3, 511], x[8, 0], x[16, 70] = torch.nan, torch.inf, -torch.inf
     x[5, :64], x[6, 64:], x[17], x[19] = 2.0**-121, 2.0**-120, 0, 1e30
-    got, want = (linear(context, x, Packed(context, parts)) for context in (device.context(), cpu))
+    got, want = (linear(context, x, Packed(context, parts)) for context in (emulated.context(), cpu))
     lost = [3, 8, 16]
     others = [i for i in range(rows) if i not in lost]
     assert got[lost].isnan().all() and want[lost].isnan().all()
@@ -115,21 +101,21 @@ def test_what_is_not_finite_or_tiny_is_as_on_a_cpu(device: Library, cpu: Context
 
 
 @pytest.mark.parametrize(("blocks", "rows"), [(LARGE, 140), (SMALL, 70), (3, 30), (2, 9)])
-def test_no_order_of_threads_changes_a_bit(device: Library, cpu: Context, blocks: int, rows: int) -> None:
+def test_no_order_of_threads_changes_a_bit(emulated: Library, cpu: Context, blocks: int, rows: int) -> None:
     x, parts = normal(rows, 512, seed=1, dtype=torch.bfloat16), parts_of(512, 64, 32, 32)
     want = linear(cpu, x, Packed(cpu, parts))
     for seed in (0, 5, 1):
-        device.functions.pd_emulate_seed(ctypes.c_uint64(seed))
-        context = device.context(blocks)
+        shuffle(emulated, seed)
+        context = emulated.context(blocks)
         assert same_bits(linear(context, x, Packed(context, parts)), want)
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_nothing_outside_is_touched(device: Library, cpu: Context, dtype: torch.dtype) -> None:
+def test_nothing_outside_is_touched(emulated: Library, cpu: Context, dtype: torch.dtype) -> None:
     """x ends with its last row, W with its last unit, y and the bias with their last output; x begins anywhere."""
     for rows in (20, 70):
         for blocks in (LARGE, SMALL):
-            context, parts = device.context(blocks), parts_of(256, 32, 35)
+            context, parts = emulated.context(blocks), parts_of(256, 32, 35)
             own, x = Packed(context, parts), normal(rows, 256, seed=1, dtype=dtype)
             own.data, num, y = guarded(own.data), count(rows), guarded(torch.zeros(rows, 67))
             operands = guarded(x), guarded(torch.zeros(67))
@@ -163,9 +149,9 @@ def test_a_recording_serves_steps_that_grow(cpu: Context) -> None:
         assert same_bits(got[:num], want[:num]) and got[num:].isnan().all()
 
 
-def test_a_table_in_fp16(device: Library) -> None:
+def test_a_table_in_fp16(emulated: Library) -> None:
     blocks, ids = random_blocks("q6_k", 40, 256, seed=1), torch.arange(40, dtype=torch.int32)
-    context = device.context()
+    context = emulated.context()
     got = embed_blocks(context, ids, Packed(context, [blocks]), torch.float16, 1.0)
     assert same_bits(got, blocks.dequantize().half().float())
 
@@ -175,9 +161,9 @@ def test_a_table_in_fp16(device: Library) -> None:
 @pytest.mark.parametrize(
     ("blocks", "rows", "n", "k"), [(LARGE, 140, 130, 328), (SMALL, 70, 70, 264), (LARGE, 65, 33, 71), (3, 17, 40, 600)]
 )
-def test_weights_alone_in_int8(device: Library, blocks: int, rows: int, n: int, k: int, dtype: torch.dtype) -> None:
+def test_weights_alone_in_int8(emulated: Library, blocks: int, rows: int, n: int, k: int, dtype: torch.dtype) -> None:
     """Bit for bit a plain layer whose weights are the integers, in the same tiles and in others."""
-    context, x = device.context(blocks), normal(rows, k, seed=1, dtype=dtype)
+    context, x = emulated.context(blocks), normal(rows, k, seed=1, dtype=dtype)
     q = torch.randint(-127, 128, (n, k), generator=torch.Generator().manual_seed(2)).float()
     q[:, 0] = 127
     product = Linear.pack(context, q.to(dtype))(x)

@@ -3,36 +3,16 @@ of threads."""
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
 from torch import Tensor
 
 from pagedec.kernels.device import DeviceBackend
-from pagedec.kernels.library import EMULATED_DEVICE, Context, Epilogue, Library, load, loadable_isas
-from tests.kernels import cuda_library
+from pagedec.kernels.library import EMULATED_DEVICE, Context, Epilogue, Library, load
 from tests.kernels.calls import DTYPES, count, normal, same_bits, threads
+from tests.kernels.cuda_library import LARGE, SMALL, shuffle
 from tests.kernels.test_gemm_int8 import GATED, linear, packed, record
 from tests.kernels.test_guard_pages import guarded
-
-pytestmark = pytest.mark.skipif(
-    cuda_library.path() is None or not loadable_isas(), reason="the emulated device or the CPU's library is not built"
-)
-LARGE, SMALL = 1, 64
-"""Blocks with which products of more than 64 rows and outputs go by tiles of 128 x 128 or of 64 x 64."""
-
-
-@pytest.fixture(scope="module")
-def device() -> Library:
-    return cuda_library.open_library(EMULATED_DEVICE)
-
-
-@pytest.fixture(scope="module")
-def cpu() -> Context:
-    """Of the portable library."""
-    return load(loadable_isas()[0]).context()
-
 
 # up to 32 rows, in tiles of 16: groups of k that are cut, one for each warp, more than are in shared memory at a time
 ROWS = [1, 7, 8, 9, 15, 16, 17, 31, 32]
@@ -42,9 +22,11 @@ FEW += [(3, 32, 8 * 64), (20, 64, 17 * 64), (32, 1, 1), (5, 100, 16 * 64 + 1), (
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("epilogue", [Epilogue.STORE, Epilogue.ADD])
-def test_few_rows_have_the_bits_of_a_cpu(device: Library, cpu: Context, dtype: torch.dtype, epilogue: Epilogue) -> None:
+def test_few_rows_have_the_bits_of_a_cpu(
+    emulated: Library, cpu: Context, dtype: torch.dtype, epilogue: Epilogue
+) -> None:
     for rows, n, k in FEW:
-        assert_bits(device.context(), cpu, (rows, n, k), dtype, epilogue)
+        assert_bits(emulated.context(), cpu, (rows, n, k), dtype, epilogue)
 
 
 def assert_bits(
@@ -72,25 +54,25 @@ MANY = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("blocks", "rows", "n", "k"), MANY)
 def test_many_rows_have_the_bits_of_a_cpu(
-    device: Library, cpu: Context, dtype: torch.dtype, blocks: int, rows: int, n: int, k: int
+    emulated: Library, cpu: Context, dtype: torch.dtype, blocks: int, rows: int, n: int, k: int
 ) -> None:
     for epilogue in (Epilogue.STORE, Epilogue.ADD):
-        assert_bits(device.context(blocks), cpu, (rows, n, k), dtype, epilogue)
+        assert_bits(emulated.context(blocks), cpu, (rows, n, k), dtype, epilogue)
 
 
 @pytest.mark.parametrize("epilogue", [*GATED, Epilogue.GELU])
 @pytest.mark.parametrize("y_dtype", DTYPES)
-def test_activations_are_the_same_in_every_tile(device: Library, epilogue: Epilogue, y_dtype: torch.dtype) -> None:
+def test_activations_are_the_same_in_every_tile(emulated: Library, epilogue: Epilogue, y_dtype: torch.dtype) -> None:
     for n in (66, 96):
         x, weight, bias = normal(70, 90, seed=1), normal(n, 90, seed=2), normal(96, seed=3)
-        small = linear(device.context(SMALL), x, weight, bias, epilogue, y_dtype=y_dtype)
-        assert same_bits(linear(device.context(LARGE), x, weight, bias, epilogue, y_dtype=y_dtype), small)
-        parts = [linear(device.context(), rows, weight, bias, epilogue, y_dtype=y_dtype) for rows in x.split(32)]
+        small = linear(emulated.context(SMALL), x, weight, bias, epilogue, y_dtype=y_dtype)
+        assert same_bits(linear(emulated.context(LARGE), x, weight, bias, epilogue, y_dtype=y_dtype), small)
+        parts = [linear(emulated.context(), rows, weight, bias, epilogue, y_dtype=y_dtype) for rows in x.split(32)]
         assert same_bits(torch.cat(parts), small)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_packing_quantises_as_a_cpu_does(device: Library, cpu: Context, dtype: torch.dtype) -> None:
+def test_packing_quantises_as_a_cpu_does(emulated: Library, cpu: Context, dtype: torch.dtype) -> None:
     """Also what is no number, tiny, or halfway between two integers; by as many warps as there are, and fewer."""
     n, k = 70, 133
     weight = normal(n, k, seed=2, dtype=dtype) * torch.logspace(-38, 38, n)[:, None].to(dtype)
@@ -101,7 +83,7 @@ def test_packing_quantises_as_a_cpu_does(device: Library, cpu: Context, dtype: t
     scales = panels[:, :128].contiguous().view(torch.float32).flatten()[:n]
     q = panels[:, 128:].reshape(len(panels), -1, 32, 4).transpose(1, 2).reshape(len(panels) * 32, -1)[:n, :k]
     for blocks in (1, 3, 20):
-        own = packed(device.context(blocks), weight)
+        own = packed(emulated.context(blocks), weight)
         rows, own_scales = own[: 96 * 192].view(96, 192), own[96 * 192 :].view(torch.float32)
         assert torch.equal(rows[:n, :k].view(torch.int8).int(), q.int() - 128)
         assert not rows[n:].any() and not rows[:, k:].any() and not own_scales[n:].any()
@@ -113,12 +95,12 @@ def test_packing_quantises_as_a_cpu_does(device: Library, cpu: Context, dtype: t
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [20, 70])
 def test_what_is_not_finite_or_tiny_is_as_on_a_cpu(
-    device: Library, cpu: Context, dtype: torch.dtype, rows: int
+    emulated: Library, cpu: Context, dtype: torch.dtype, rows: int
 ) -> None:
     x, weight = normal(rows, 150, seed=1, dtype=dtype), normal(40, 150, seed=2)
     x[3, 149], x[8, 0], x[16, 70] = torch.nan, torch.inf, -torch.inf
     x[5, :64], x[6, 64:], x[17], x[19] = 2.0**-121, 2.0**-120, 0, 1e30
-    got, want = linear(device.context(), x, weight), linear(cpu, x, weight)
+    got, want = linear(emulated.context(), x, weight), linear(cpu, x, weight)
     lost = [3, 8, 16]
     others = [i for i in range(rows) if i not in lost]
     assert got[lost].isnan().all() and want[lost].isnan().all()
@@ -126,22 +108,22 @@ def test_what_is_not_finite_or_tiny_is_as_on_a_cpu(
 
 
 @pytest.mark.parametrize(("blocks", "rows"), [(LARGE, 140), (SMALL, 70), (3, 30), (2, 9)])
-def test_no_order_of_threads_changes_a_bit(device: Library, cpu: Context, blocks: int, rows: int) -> None:
+def test_no_order_of_threads_changes_a_bit(emulated: Library, cpu: Context, blocks: int, rows: int) -> None:
     x, weight = normal(rows, 300, seed=1, dtype=torch.bfloat16), normal(140, 300, seed=2)
     want = linear(cpu, x, weight)
     for seed in (0, 5, 6, 1):
-        device.functions.pd_emulate_seed(ctypes.c_uint64(seed))
-        assert same_bits(linear(device.context(blocks), x, weight), want)
+        shuffle(emulated, seed)
+        assert same_bits(linear(emulated.context(blocks), x, weight), want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [72, 73])
 @pytest.mark.parametrize("rows", [20, 70])
-def test_nothing_outside_is_touched(device: Library, dtype: torch.dtype, rows: int, k: int) -> None:
+def test_nothing_outside_is_touched(emulated: Library, dtype: torch.dtype, rows: int, k: int) -> None:
     """x ends with its last row, W with its last scale, y and the bias with their last output."""
     x, weight, bias = normal(rows, k, seed=1, dtype=dtype), normal(67, k, seed=2), normal(67, seed=3)
     for blocks in (LARGE, SMALL):
-        context = device.context(blocks)
+        context = emulated.context(blocks)
         expected = linear(context, x, weight, bias)
         num, y = count(rows), guarded(torch.zeros(rows, 67))
         operands = guarded(x), guarded(packed(context, weight)), guarded(bias)
@@ -149,20 +131,20 @@ def test_nothing_outside_is_touched(device: Library, dtype: torch.dtype, rows: i
         assert same_bits(y, expected)
 
 
-def test_x_that_begins_anywhere(device: Library, cpu: Context) -> None:
+def test_x_that_begins_anywhere(emulated: Library, cpu: Context) -> None:
     weight = normal(66, 64, seed=2)
     for dtype in DTYPES:
         x = normal(66 * 64 + 1, seed=1, dtype=dtype)[1:].view(66, 64)
         assert x.data_ptr() % 16 and x.is_contiguous()
         for rows in (20, 66):
             got = torch.empty(rows, 66)
-            num, panels = count(rows), packed(device.context(), weight)
-            device.context().call(record(num, x, panels, (66, 64), got))
+            num, panels = count(rows), packed(emulated.context(), weight)
+            emulated.context().call(record(num, x, panels, (66, 64), got))
             assert same_bits(got, linear(cpu, x[:rows], weight))
 
 
-def test_one_record_serves_any_number_of_rows(device: Library, cpu: Context) -> None:
-    context = threads(device.context(), 2)
+def test_one_record_serves_any_number_of_rows(emulated: Library, cpu: Context) -> None:
+    context = threads(emulated.context(), 2)
     x, weight = normal(200, 140, seed=1, dtype=torch.bfloat16), normal(40, 140, seed=2)
     y, rows, panels, whole = torch.empty(200, 40), count(0), packed(context, weight), linear(cpu, x, weight)
     own = record(rows, x, panels, (40, 140), y)
