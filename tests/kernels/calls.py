@@ -74,6 +74,13 @@ def either(context: Context, n: int, on_emulated_device: int) -> int:
     return on_emulated_device if context.library.isa == EMULATED_DEVICE else n
 
 
+def assert_lost_alone(got: Tensor, want: Tensor, lost: list[int]) -> None:
+    """Of rows [rows, n], these are NaN in both, and all others finite and of the same bits."""
+    others = [i for i in range(len(got)) if i not in lost]
+    assert got[lost].isnan().all() and want[lost].isnan().all()
+    assert same_bits(got[others], want[others]) and got[others].isfinite().all()
+
+
 def embed(
     context: Context,
     token_ids: Tensor,

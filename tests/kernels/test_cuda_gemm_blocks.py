@@ -14,7 +14,7 @@ from pagedec.kernels.device import DeviceBackend
 from pagedec.kernels.library import EMULATED_DEVICE, Context, Epilogue, Library, load
 from tests.kernels import test_gemm_weight_only
 from tests.kernels.block_cases import GATED, Packed, linear, random_blocks, record
-from tests.kernels.calls import DTYPES, count, normal, same_bits, threads
+from tests.kernels.calls import DTYPES, assert_lost_alone, count, normal, same_bits, threads
 from tests.kernels.cuda_library import LARGE, SMALL, shuffle
 from tests.kernels.test_embed_blocks import embed_blocks
 from tests.kernels.test_gemm import Linear
@@ -94,10 +94,7 @@ def test_what_is_not_finite_or_tiny_is_as_on_a_cpu(emulated: Library, cpu: Conte
     x[3, 511], x[8, 0], x[16, 70] = torch.nan, torch.inf, -torch.inf
     x[5, :64], x[6, 64:], x[17], x[19] = 2.0**-121, 2.0**-120, 0, 1e30
     got, want = (linear(context, x, Packed(context, parts)) for context in (emulated.context(), cpu))
-    lost = [3, 8, 16]
-    others = [i for i in range(rows) if i not in lost]
-    assert got[lost].isnan().all() and want[lost].isnan().all()
-    assert same_bits(got[others], want[others]) and got[others].isfinite().all()
+    assert_lost_alone(got, want, [3, 8, 16])
 
 
 @pytest.mark.parametrize(("blocks", "rows"), [(LARGE, 140), (SMALL, 70), (3, 30), (2, 9)])

@@ -132,6 +132,20 @@ def test_draw_is_the_argmax_of_log_p_plus_noise(context: Context, vocab: int, ki
     assert calls.sample(context, x, draws).tolist() == expected_tokens(context, x, draws).tolist()
 
 
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("vocab", [reference.FEW - 1, reference.FEW, reference.FEW + 1, 3000])
+def test_the_reference_keeps_what_sorting_everything_does(vocab: int, kind: str) -> None:
+    """Whether the mass of a nucleus lies in the few largest or not."""
+    row = shaped(kind, vocab, 3)[0]
+    for top_p in (1e-6, 0.3, 0.9, 0.9999, 1 - 1e-7):
+        [draw] = calls.draws(1, top_p=top_p)
+        found = np.flatnonzero(reference.log_probabilities(row, draw) > -np.inf)
+        ordered = np.lexsort((np.arange(vocab), -row))
+        mass = np.cumsum(np.exp(row[ordered].astype(float) - float(row.max())))
+        wanted = ordered[: int(np.searchsorted(mass, float(draw["top_p"]) * mass[-1])) + 1]
+        assert found.tolist() == sorted(wanted.tolist()), top_p
+
+
 def test_every_instruction_set_draws_the_same(contexts: list[Context]) -> None:
     for kind, vocab in [*itertools.product(SHAPES, (1, 7, 64, 130, 3001, 5000)), ("normal", 49_152), ("ties", 49_152)]:
         x = shaped(kind, vocab, 4)
