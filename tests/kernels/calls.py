@@ -76,9 +76,8 @@ def either(context: Context, n: int, on_emulated_device: int) -> int:
 
 def assert_lost_alone(got: Tensor, want: Tensor, lost: list[int]) -> None:
     """Of rows [rows, n], these are NaN in both, and all others finite and of the same bits."""
-    others = [i for i in range(len(got)) if i not in lost]
-    assert got[lost].isnan().all() and want[lost].isnan().all()
-    assert same_bits(got[others], want[others]) and got[others].isfinite().all()
+    own, other = (torch.stack([t for i, t in enumerate(y) if i not in lost]) for y in (got, want))
+    assert torch.stack([got[lost], want[lost]]).isnan().all() and own.isfinite().all() and same_bits(own, other)
 
 
 def embed(
