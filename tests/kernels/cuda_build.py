@@ -14,18 +14,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "cuda-test"
-FLAGS = "-Xptxas -v -Werror all-warnings"
-"""Besides those of the build: what each kernel takes of a multiprocessor is told, and a warning is an error."""
+FLAGS = "-Xptxas -v -Werror all-warnings --keep"
+"""Besides those of the build: what each kernel takes of a multiprocessor is told, a warning is an error, and what comes
+between is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Its library's folder, and what was said in all; `logs`: of each source when it was compiled last."""
+    """Its library's folder, and what was said in all; `logs`: of each source when it was compiled last; `kept`: PTX."""
 
     status: int
     told: str
     directory: Path
     logs: Path
+    kept: Path
 
     def log(self, source: Path) -> str:
         path = self.logs / f"{source.name}.txt"
@@ -52,17 +54,22 @@ def _run(*command: str) -> tuple[int, str]:
 def build() -> Build:
     """Compile what has changed. Processes of one run wait for each other."""
     cmake, ninja = str(tool("cmake")), str(tool("ninja"))
-    logs, directory = FOLDER / "logs", FOLDER / "lib"
-    logs.mkdir(parents=True, exist_ok=True)
+    logs, directory, kept = FOLDER / "logs", FOLDER / "lib", FOLDER / "kept"
+    for folder in (logs, kept):
+        folder.mkdir(parents=True, exist_ok=True)
     with open(FOLDER / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        options = ["-DPAGEDEC_CUDA=ON", f"-DPAGEDEC_LIB_DIR={directory}", f"-DCMAKE_CUDA_FLAGS={FLAGS}", "-Wno-dev"]
+        options = ["-DPAGEDEC_CUDA=ON", f"-DPAGEDEC_LIB_DIR={directory}", "-Wno-dev"]
+        options.append(f"-DCMAKE_CUDA_FLAGS={FLAGS} --keep-dir {kept}")
         places = ["-S", str(ROOT / "csrc"), "-B", str(FOLDER), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
         status, told = _run(cmake, *places, *options)
         if status == 0:
             status, told = _run(ninja, "-C", str(FOLDER), "-k0", "-j2", "pagedec_cuda")
+        for path in kept.iterdir():
+            if path.suffix != ".ptx":  # 200 MB
+                path.unlink()
         for part in re.split(r"^\[\d+/\d+\] ", told, flags=re.MULTILINE):
             found = re.match(r"Building CUDA object \S*/(\S+\.cu)\.o\n", part)
             if found:
                 (logs / f"{found[1]}.txt").write_text(part, encoding="utf-8")
-    return Build(status, told, directory, logs)
+    return Build(status, told, directory, logs, kept)
