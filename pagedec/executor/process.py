@@ -47,7 +47,8 @@ class WorkerProcess:
     def __init__(self, load: str = LOAD_WORKER) -> None:
         ours, theirs = socket.socketpair()
         path = json.dumps(sys.path)  # the worker finds what we found, and runs nothing of the caller's script
-        deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"  # Ctrl-C is ours, also while it imports
+        deaf = "import gc, signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"  # Ctrl-C is ours, always
+        deaf += "; gc.disable()"  # until it has imported torch: nothing of that is garbage, and to look takes 0.1 s
         begin = f"{deaf}; import json, sys; sys.path[:] = json.loads({path!r})"
         code = f"{begin}; from pagedec.executor.child import main; main({theirs.fileno()}, {load!r})"
         try:
