@@ -43,12 +43,14 @@ $(VENV)/.torch: $(VENV)/.cmake
 	  { echo "installing $(TORCH)"; $(PIP) install -q --no-compile $(TORCH); }
 	@touch $@
 
-# Editable and without compiling: tests see the sources, and `make build` puts the libraries beside them.
+# Editable and without compiling: tests see the sources, and `make build` puts the libraries beside them. uv takes 7 s of
+# CPU where pip takes 37; what only pip's own settings find (a company's index, say) is installed by pip.
+EDITABLE = --no-build-isolation --config-settings=wheel.cmake=false --config-settings=editable.mode=inplace -e ".[dev]"
 $(VENV)/.packages: pyproject.toml $(VENV)/.torch
 	@echo "installing pagedec, what it needs, and the tools"
 	@$(PIP) install -q --no-compile "scikit-build-core>=0.11"
-	@$(PIP) install -q --no-compile --no-build-isolation --config-settings=wheel.cmake=false \
-	  --config-settings=editable.mode=inplace -e ".[dev]"
+	@{ $(PIP) install -q --no-compile uv && $(BIN)/uv pip install -q --no-cache --python $(BIN)/python $(EDITABLE); } || \
+	  $(PIP) install -q --no-compile $(EDITABLE)
 	@touch $@
 
 $(VENV)/.model: $(VENV)/.packages

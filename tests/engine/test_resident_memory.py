@@ -48,12 +48,11 @@ def now():
     return {name: int(value.split()[0]) << 10 for name, value in lines if name in ("VmRSS", "VmHWM", "RssFile")}
 before = now()
 llm = LLM(sys.argv[1], dtype="bfloat16", skip_tokenizer_init=True, **json.loads(sys.argv[2]))
-loaded = now()
-params = SamplingParams(max_tokens=2, ignore_eos=True)
-llm.generate([list(range(3, 67))], params, use_tqdm=False)
-short = now()
-llm.generate([list(range(3, 2051))], params, use_tqdm=False)
-print(json.dumps([before, loaded, short, now()]))
+found = [before, now()]
+for length in json.loads(sys.argv[3]):
+    llm.generate([list(range(3, 3 + length))], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    found.append(now())
+print(json.dumps(found))
 """
 
 
@@ -98,12 +97,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def measure(model: Path, cache: Path, **arguments: Any) -> list[dict[str, int]]:
-    """Before loading, after it, after 4 blocks of the pool were used, and after 128."""
+def measure(model: Path, cache: Path, lengths: tuple[int, ...] = (), **arguments: Any) -> list[dict[str, int]]:
+    """Before loading, after it, and after prompts of these lengths."""
     environment = {**os.environ, "PAGEDEC_CACHE": str(cache), "PAGEDEC_DEBUG": "0"}
     settings = json.dumps({"num_blocks": 4096, **arguments})
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(model), settings],
+        [sys.executable, "-c", MEASURE, str(model), settings, json.dumps(lengths)],
         env=environment,
         capture_output=True,
         text=True,
@@ -124,7 +123,7 @@ def test_weights_are_in_memory_once(form: str, models: dict[str, Path], tmp_path
     """Packed, and nothing of the file beside it; and loading has needed little more."""
     if form == "quantised gguf":
         measure(models[form], tmp_path)  # converts
-    before, loaded, *_ = measure(models[form], tmp_path)
+    before, loaded = measure(models[form], tmp_path)
     kept = PACKED + (EMBEDDING if form == "gguf" else 0)  # in the file's own numbers it is read in place
     assert grown(before, loaded, "RssFile") < LIBRARIES
     assert kept < grown(before, loaded, "VmRSS") < kept + LIBRARIES + REST
@@ -132,7 +131,7 @@ def test_weights_are_in_memory_once(form: str, models: dict[str, Path], tmp_path
 
 
 def test_int8_weights_are_in_memory_once(models: dict[str, Path], tmp_path: Path) -> None:
-    before, loaded, *_ = measure(models["safetensors"], tmp_path, quantization="int8")
+    before, loaded = measure(models["safetensors"], tmp_path, quantization="int8")
     assert grown(before, loaded, "RssFile") < LIBRARIES
     assert PACKED / 2 < grown(before, loaded, "VmRSS") < PACKED / 2 + LIBRARIES + REST
 
@@ -140,7 +139,8 @@ def test_int8_weights_are_in_memory_once(models: dict[str, Path], tmp_path: Path
 def test_the_pool_takes_memory_as_blocks_are_used(models: dict[str, Path], tmp_path: Path) -> None:
     """A pool of 8 GiB costs what its used blocks hold."""
     block = 2 * 2 * LAYERS * 16 * KV_WIDTH
-    before, loaded, short, long = measure(models["safetensors"], tmp_path, num_blocks=(8 << 30) // block)
+    pool = (8 << 30) // block
+    before, loaded, short, long = measure(models["safetensors"], tmp_path, (64, 2048), num_blocks=pool)
     assert grown(before, loaded, "VmRSS") < PACKED + LIBRARIES + REST
     assert grown(loaded, short, "VmRSS") < 4 * block + 48 * MIB
     assert 128 * block < grown(loaded, long, "VmRSS") < 128 * block + 64 * MIB
