@@ -17,6 +17,8 @@ settings.load_profile("pagedec")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Ray's processes, too: they run at 15, and by itself a proxy of Ray Serve has 5 seconds to answer for the first time.
 os.environ |= {"RAY_worker_niceness": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30"}
+# Nor do workers start before anybody asks for them: nobody asks for so plain ones.
+os.environ |= {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
 os.environ |= {"RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "30", "RAY_USAGE_STATS_ENABLED": "0"}
 
 

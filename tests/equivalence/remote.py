@@ -20,15 +20,18 @@ from pagedec.runtime.loading import (
 from pagedec.runtime.worker import Worker
 
 LOAD = f"{__name__}:load_worker"
-DRAFT_LAYERS = {4: 3}  # near enough to the whole model to be accepted now and then
+LAYERS = {"bfloat16": 12, "float32": 4}
+"""Of a deep model; fp32's kernels take three times as long."""
+DRAFT_LAYERS = {12: 9, 4: 3}  # near enough to the whole model to be accepted now and then
 
 
 def weights_of(config: EngineConfig) -> tuple[LoadedModel, LoadedModel]:
-    """A model, or the first twelve layers of a deep one, and fewer of them as a draft model."""
+    """A model, or the first layers of a deep one, and fewer of them as a draft model."""
     backend = own_backend(config)
     loaded = load_model(config.model, backend)
-    if loaded.arch.num_layers > 12:
-        return first_layers(config, loaded, 12), first_layers(config, loaded, 9)
+    if loaded.arch.num_layers > max(DRAFT_LAYERS):
+        num = LAYERS[config.model.dtype]
+        return first_layers(config, loaded, num), first_layers(config, loaded, DRAFT_LAYERS[num])
     return loaded, draft_of(config, loaded)
 
 
