@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import Context
+from pagedec.kernels.library import Context, Library
 from tests.kernels.attention_cases import Batch, Branch, Cache, make_plan, random_tree, read_slots, reference
 from tests.kernels.plan_emulation import CHUNK, Emulation, FlatPlan
 
@@ -137,6 +137,15 @@ def test_a_long_row_among_short_ones_is_not_added_to_its_neighbours(best: Contex
     cache = Cache(AttentionShape(2, 1, 64, 16, 0.125), 256, torch.bfloat16, seed=8)
     shares = owners_of(flat(best, cache, [cache.branch(length) for length in (100, 100, 480, 100, 100)]))
     assert sorted(map(sorted, shares)) == [[0, 1, 3, 4], [2]]  # 8 tiles each
+
+
+def test_a_device_has_one_cache_and_even_shares(best: Context, emulated: Library) -> None:
+    """Where a CPU's threads keep the rows that they wrote, and one has 4 tiles and the other 6."""
+    cache = Cache(AttentionShape(2, 1, 64, 16, 0.125), 256, torch.bfloat16, seed=9)
+    branches = [cache.branch(length) for length in (50, 50, 100, 100, 100, 100)]
+    threads, blocks = flat(best, cache, branches), flat(emulated.context(1), cache, branches, threads=1)
+    tiles = [[sum(1 if row < 2 else 2 for row in share) for share in owners_of(plan)] for plan in (threads, blocks)]
+    assert tiles == [[4, 6], [5, 5]]
 
 
 def test_depth_first_rows_share_a_gathered_tile(best: Context) -> None:
