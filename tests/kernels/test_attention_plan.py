@@ -96,6 +96,15 @@ def test_items_tile_every_row_exactly_once(best: Context) -> None:
         assert sorted(row["row_id"] for row in plan.sections["rows"]) == list(range(Batch(branches).num_rows))
 
 
+def test_those_who_share_a_prompt_are_cut_evenly(best: Context) -> None:
+    """Pieces are of as many rows as are left for them, whoever shares another prompt beside."""
+    cache = Cache(AttentionShape(3, 1, 64, 16, 0.125), 256, torch.bfloat16, seed=10)
+    prompts = [cache.branch(64), cache.branch(64)]
+    beams = [cache.fork(prompt, 4, 70) for prompt, num in zip(prompts, (41, 5), strict=True) for _ in range(num)]
+    pieces = flat(best, cache, [*beams, cache.branch(20)], threads=1).sections["pieces"]
+    assert sorted(piece["num_rows"] for piece in pieces) == [1, 5, 10, 10, 10, 11]
+
+
 def test_spans_cover_the_items_once(best: Context) -> None:
     cache = Cache(AttentionShape(4, 2, 64, 16, 0.125), 1024, torch.bfloat16, seed=5)
     branches = [cache.branch(5000, 2), cache.branch(100)]
