@@ -21,6 +21,6 @@ int pd_attn_plan(pd_context *context, pd_plan *p, const pd_attn_shape *s, const 
     p->words.clear();
     return fail("pd_attn_plan: another thread works in this context");
   }
-  return make_plan(context->draft, p->words, s, b, num_threads(*context));
+  return make_plan(context->draft, p->words, s, b, {num_threads(*context), true});
 }
 }

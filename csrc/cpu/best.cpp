@@ -166,10 +166,13 @@ void best_part(pd_context &c, const pd_best_args &a, int thread, int num_threads
     if (g < groups.begin) continue;
     const pd_best_group &group = a.groups[g];
     merged.clear();
-    for (int t = 0; t < num_threads; t++)
-      for (const BestRun &run : c.scratch[t].runs)
-        if (run.group == g)
-          merged.insert(merged.end(), c.scratch[t].found.begin() + run.first, c.scratch[t].found.begin() + run.stop);
+    for (int t = 0; t < num_threads; t++) {  // of its runs, which ascend, one at most is the group's
+      const ThreadScratch &own = c.scratch[t];
+      const auto comes_before = [](const BestRun &run, int32_t group) { return run.group < group; };
+      const auto run = std::lower_bound(own.runs.begin(), own.runs.end(), g, comes_before);
+      if (run == own.runs.end() || run->group != g) continue;
+      merged.insert(merged.end(), own.found.begin() + run->first, own.found.begin() + run->stop);
+    }
     if ((int64_t)merged.size() > group.k) {
       std::nth_element(merged.begin(), merged.begin() + (group.k - 1), merged.end());
       merged.resize(group.k);

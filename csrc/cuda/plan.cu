@@ -24,7 +24,7 @@ int pd_attn_plan(pd_context *context, pd_plan *p, const pd_attn_shape *s, const 
     p->words.clear();
     return fail("pd_attn_plan: another thread works in this context");
   }
-  if (make_plan(context->draft, p->words, s, b, context->num_multiprocessors * kBlocksAtATime)) return -1;
+  if (make_plan(context->draft, p->words, s, b, {context->num_multiprocessors * kBlocksAtATime, false})) return -1;
   const int64_t bytes = (int64_t)p->words.size() * (int64_t)sizeof(int32_t);
   if (!resident.reserve(bytes) && !upload(*context, resident.get(), p->words.data(), bytes)) return 0;
   p->words.clear();

@@ -226,9 +226,10 @@ void Builder::cut_pieces() {
   const int heads = (h_.group + h_.head_parts - 1) / h_.head_parts;
   const int even = (int)((int64_t)b_.num_rows * s_.q_heads / ((int64_t)SPANS_A_WORKER * workers_));
   const int step = std::max(1, std::min(ROWS_MAX, std::max(ROWS_MIN, even)) / heads), n = (int)order_.size();
+  auto rows = [&](int k) { return num_rows(order_[k]); };
+  int end = 0, total = 0;  // of the run of neighbours at i: where it stops, and its rows that are in no piece yet
   for (int i = 0; i < n;) {
-    auto rows = [&](int k) { return num_rows(order_[k]); };
-    int r = rows(i), total = r, j = i + 1, end = i + 1;
+    int r = rows(i), j = i + 1;
     if (r > step) {
       const int pieces = (r + step - 1) / step;
       for (int x = 0; x < pieces; x++)
@@ -236,11 +237,12 @@ void Builder::cut_pieces() {
       i++;
       continue;
     }
-    while (end < n && shared_tiles_[end] > 0 && rows(end) <= step) total += rows(end++);
+    if (i >= end)
+      for (end = j, total = r; end < n && shared_tiles_[end] > 0 && rows(end) <= step;) total += rows(end++);
     const int pieces = (total + step - 1) / step, want = (total + pieces - 1) / pieces;
     while (j < end && r + rows(j) <= want) r += rows(j++);
     add_piece(i, j, 0, rows(i));
-    i = j;
+    i = j, total -= r;
   }
 }
 
@@ -261,8 +263,8 @@ int Builder::build() {
 
 }  // namespace
 
-int build_plan(PlanDraft &p, plan::Header &h, const pd_attn_shape &s, const pd_attn_batch &b, int workers) {
-  if (Builder(p, h, s, b, workers).build()) return -1;
+int build_plan(PlanDraft &p, plan::Header &h, const pd_attn_shape &s, const pd_attn_batch &b, Workers workers) {
+  if (Builder(p, h, s, b, workers.num).build()) return -1;
   cut_spans(p, h, workers);
   return 0;
 }

@@ -40,7 +40,7 @@ void flatten(const PlanDraft &p, plan::Header &h, std::vector<int32_t> &words) {
 }  // namespace
 
 int make_plan(PlanDraft &draft, std::vector<int32_t> &words, const pd_attn_shape *s, const pd_attn_batch *b,
-              int workers) {
+              Workers workers) {
   words.clear();
   if (!s) return fail("pd_attn_plan: shape is NULL");
   if (!b) return fail("pd_attn_plan: batch is NULL");

@@ -57,12 +57,19 @@ struct pd_plan {
 
 namespace pagedec {
 
+// Who carries a plan out: so many. A CPU's threads find what they wrote in caches of their own; a device's blocks have
+// one for all of them.
+struct Workers {
+  int num;
+  bool have_caches;
+};
+
 int check_shape(const pd_attn_shape &);
 int check_batch(const pd_attn_shape &, const pd_attn_batch &);
 // Of checked arguments, which the header tells of already; fails on a visible block id that there cannot be.
-int build_plan(PlanDraft &, plan::Header &, const pd_attn_shape &, const pd_attn_batch &, int workers);
-void cut_spans(PlanDraft &, plan::Header &, int workers);
+int build_plan(PlanDraft &, plan::Header &, const pd_attn_shape &, const pd_attn_batch &, Workers);
+void cut_spans(PlanDraft &, plan::Header &, Workers);
 // All of it: the words, or none and an error.
-int make_plan(PlanDraft &, std::vector<int32_t> &words, const pd_attn_shape *, const pd_attn_batch *, int workers);
+int make_plan(PlanDraft &, std::vector<int32_t> &words, const pd_attn_shape *, const pd_attn_batch *, Workers);
 
 }  // namespace pagedec

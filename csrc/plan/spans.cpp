@@ -1,5 +1,5 @@
-// How a CPU's threads share a plan: long pieces are cut at chunk boundaries, and the parts are dealt out, neighbours to
-// one thread where that shares the work about as well, else longest first.
+// How workers share a plan: long pieces are cut at chunk boundaries, and the parts are dealt out, longest first; among
+// a CPU's threads neighbours to one of them, where that shares the work about as well.
 // A static partition: it depends on the plan alone, and no bit of a result depends on it.
 #include <algorithm>
 #include <cmath>
@@ -17,13 +17,13 @@ using namespace plan;
 
 constexpr int UNIT_FLOOR = 12;  // packed rows; below, a unit costs its reading and not its arithmetic
 constexpr int PIECE_COST = 2;
-// What a span costs more where another thread wrote its rows of q, and K and V of these: some 0.3 of a unit of few rows
-// (measured on Zen 4, 2 threads: 16 and 64 branches of 50 tokens take 1.3 and 1.5 times as long).
+// What a span costs a CPU's thread more where another one wrote its rows of q, and K and V of these: some 0.3 of a unit
+// of few rows (measured on Zen 4, 2 threads: 16 and 64 branches of 50 tokens take 1.3 and 1.5 times as long).
 constexpr float FAR_COST = 4;
 
 class Spans {
  public:
-  Spans(PlanDraft &p, Header &h, int workers) : p_(p), h_(h), workers_(workers) {}
+  Spans(PlanDraft &p, Header &h, Workers w) : p_(p), h_(h), workers_(w.num), have_caches_(w.have_caches) {}
   void cut();
 
  private:
@@ -41,11 +41,13 @@ class Spans {
   std::vector<int> longest_first() const;
   std::vector<int> neighbours() const;
   float longest_share(const std::vector<int> &owners) const;
+  std::vector<int> owners() const;
   void deal();
 
   PlanDraft &p_;
   Header &h_;
   const int workers_;
+  const bool have_caches_;
   std::vector<float> costs_, span_costs_;  // by item; by span
 };
 
@@ -82,19 +84,19 @@ std::vector<int> Spans::longest_first() const {
   return owners;
 }
 
-// Each worker has a run of the batch's rows, as the kernels beside attention give each thread one.
+// Each worker has a run of the batch's rows, as the kernels beside attention give each thread one. The spans of a piece
+// follow each other.
 std::vector<int> Spans::neighbours() const {
   const int n = (int)span_costs_.size();
   const float total = std::accumulate(span_costs_.begin(), span_costs_.end(), 0.f);
-  std::vector<int> by(n), owners(n);
-  std::iota(by.begin(), by.end(), 0);
-  auto row = [&](int i) { return p_.rows[p_.pieces[p_.spans[i].piece].row0].row_id; };
-  std::sort(by.begin(), by.end(), [&](int x, int y) { return row(x) != row(y) ? row(x) < row(y) : x < y; });
+  std::vector<int> first(h_.num_rows, n), owners(n);  // by row of the batch, where it is a piece's first
+  for (int i = n - 1; i >= 0; i--) first[p_.rows[p_.pieces[p_.spans[i].piece].row0].row_id] = i;
   float before = 0;
-  for (int i : by) {
-    owners[i] = std::min(workers_ - 1, (int)((before + span_costs_[i] / 2) / total * (float)workers_));
-    before += span_costs_[i];
-  }
+  for (int at : first)
+    for (int i = at; i < n && p_.spans[i].piece == p_.spans[at].piece; i++) {
+      owners[i] = std::min(workers_ - 1, (int)((before + span_costs_[i] / 2) / total * (float)workers_));
+      before += span_costs_[i];
+    }
   return owners;
 }
 
@@ -104,10 +106,19 @@ float Spans::longest_share(const std::vector<int> &owners) const {
   return *std::max_element(loads.begin(), loads.end());
 }
 
+std::vector<int> Spans::owners() const {
+  if (!have_caches_) return longest_first();
+  const std::vector<int> near = neighbours();
+  const float far = FAR_COST * (float)(near.size() / workers_), longest = longest_share(near);
+  // however spans are dealt, the longest share is no shorter than an even one: mostly that is answer enough
+  if (longest <= std::accumulate(span_costs_.begin(), span_costs_.end(), 0.f) / (float)workers_ + far) return near;
+  const std::vector<int> even = longest_first();
+  return longest <= longest_share(even) + far ? near : even;
+}
+
 void Spans::deal() {
   const int n = (int)p_.spans.size();
-  std::vector<int> owners = longest_first(), near = neighbours();
-  if (longest_share(near) <= longest_share(owners) + FAR_COST * (float)(n / workers_)) owners.swap(near);
+  const std::vector<int> owners = this->owners();
   p_.worker_indptr.assign(workers_ + 1, 0);
   for (int worker : owners) p_.worker_indptr[worker + 1]++;
   std::partial_sum(p_.worker_indptr.begin(), p_.worker_indptr.end(), p_.worker_indptr.begin());
@@ -145,6 +156,6 @@ void Spans::cut() {
 
 }  // namespace
 
-void cut_spans(PlanDraft &p, plan::Header &h, int workers) { Spans(p, h, workers).cut(); }
+void cut_spans(PlanDraft &p, plan::Header &h, Workers workers) { Spans(p, h, workers).cut(); }
 
 }  // namespace pagedec

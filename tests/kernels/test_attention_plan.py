@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagedec.kernels.backend import AttentionShape
-from pagedec.kernels.library import Context
+from pagedec.kernels.library import Context, Library
 from tests.kernels.attention_cases import Batch, Branch, Cache, make_plan, random_tree, read_slots, reference
 from tests.kernels.plan_emulation import CHUNK, Emulation, FlatPlan
 
@@ -96,6 +96,15 @@ def test_items_tile_every_row_exactly_once(best: Context) -> None:
         assert sorted(row["row_id"] for row in plan.sections["rows"]) == list(range(Batch(branches).num_rows))
 
 
+def test_those_who_share_a_prompt_are_cut_evenly(best: Context) -> None:
+    """Pieces are of as many rows as are left for them, whoever shares another prompt beside."""
+    cache = Cache(AttentionShape(3, 1, 64, 16, 0.125), 256, torch.bfloat16, seed=10)
+    prompts = [cache.branch(64), cache.branch(64)]
+    beams = [cache.fork(prompt, 4, 70) for prompt, num in zip(prompts, (41, 5), strict=True) for _ in range(num)]
+    pieces = flat(best, cache, [*beams, cache.branch(20)], threads=1).sections["pieces"]
+    assert sorted(piece["num_rows"] for piece in pieces) == [1, 5, 10, 10, 10, 11]
+
+
 def test_spans_cover_the_items_once(best: Context) -> None:
     cache = Cache(AttentionShape(4, 2, 64, 16, 0.125), 1024, torch.bfloat16, seed=5)
     branches = [cache.branch(5000, 2), cache.branch(100)]
@@ -137,6 +146,15 @@ def test_a_long_row_among_short_ones_is_not_added_to_its_neighbours(best: Contex
     cache = Cache(AttentionShape(2, 1, 64, 16, 0.125), 256, torch.bfloat16, seed=8)
     shares = owners_of(flat(best, cache, [cache.branch(length) for length in (100, 100, 480, 100, 100)]))
     assert sorted(map(sorted, shares)) == [[0, 1, 3, 4], [2]]  # 8 tiles each
+
+
+def test_a_device_has_one_cache_and_even_shares(best: Context, emulated: Library) -> None:
+    """Where a CPU's threads keep the rows that they wrote, and one has 4 tiles and the other 6."""
+    cache = Cache(AttentionShape(2, 1, 64, 16, 0.125), 256, torch.bfloat16, seed=9)
+    branches = [cache.branch(length) for length in (50, 50, 100, 100, 100, 100)]
+    threads, blocks = flat(best, cache, branches), flat(emulated.context(1), cache, branches, threads=1)
+    tiles = [[sum(1 if row < 2 else 2 for row in share) for share in owners_of(plan)] for plan in (threads, blocks)]
+    assert tiles == [[4, 6], [5, 5]]
 
 
 def test_depth_first_rows_share_a_gathered_tile(best: Context) -> None:

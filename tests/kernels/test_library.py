@@ -49,6 +49,33 @@ def test_each_extension_that_compilers_may_use_is_asked_of_the_processor() -> No
     assert {"avx2", "f16c", "avx512bf16"} <= used and used == asked
 
 
+BMI = r"(andn|bextr|bls(i|r|msk)|bzhi|lzcnt|mulx|pdep|pext|rorx|sarx|shlx|shrx)[lqw]?"
+MATRIX = r"(t(dp|ile)|(ld|st)tile)\w+"
+RICHER = {
+    "scalar": rf"\t(v\w+|{BMI}) ",
+    "avx2": r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|[23]\d)",
+    "avx512": rf"\t(vdpbf16ps|vcvtne2?ps2bf16\w?|{MATRIX}) ",  # a processor is asked for VNNI there
+    "avx512bf16": rf"\t{MATRIX} ",
+    "amx_emulated": rf"\t{MATRIX} ",
+}
+"""Instructions of processors that a library is not for."""
+
+
+@pytest.mark.parametrize("isa", RICHER)
+def test_no_library_has_instructions_of_richer_processors(libraries: list[Library], isa: str) -> None:
+    """Object files of several instruction sets are linked into each, and of equal functions the linker takes one."""
+    path, objdump = libraries[0].path.with_name(f"libpagedec_{isa}.so"), shutil.which("objdump")
+    if objdump is None or not path.is_file():
+        pytest.skip(f"no {path.name} or no objdump")
+    text = subprocess.run(
+        [objdump, "-d", "--no-show-raw-insn", path], check=True, capture_output=True, text=True
+    ).stdout
+    found = re.search(f"^.*(?:{RICHER[isa]}).*$", text, re.M)
+    assert found is None, found[0]
+    if isa != "scalar":  # and they are looked for rightly
+        assert re.search(RICHER["scalar"], text)
+
+
 def test_all_instruction_sets_load_side_by_side(libraries: list[Library]) -> None:
     assert [library.isa for library in libraries] == list(loadable_isas())
     assert libraries[0].isa == "scalar"
