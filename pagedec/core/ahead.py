@@ -54,6 +54,8 @@ def foresee(plan: StepPlan, publishes: bool) -> None:
         if not work.lives:
             continue
         note_cached(work, publishes)
+        if work.report is not None and work.report.num_given and work.request.reports is not None:
+            work.request.reports.num_coming = work.report.position + work.report.num_given
         if work.draw < 0:
             continue
         request, branch = work.request, work.branch
