@@ -129,6 +129,25 @@ def test_a_step_with_reports_fails(tiny: Tiny, step: int) -> None:
     assert llm.engine.stats.num_failed_steps == 1
 
 
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+def test_reports_that_do_not_come(tiny: Tiny, step: int) -> None:
+    """Of a step that fails when it is asked for them, with the next one behind it: parts of prompts run again."""
+    llm, left = tiny(**NARROW), [step]
+    want, inner = in_turn(llm, *reported()), llm.engine.executor.execute
+
+    class Lost:
+        def result(self) -> Any:
+            raise DeviceLost("gone")
+
+    def execute(*arguments: Any) -> Any:
+        pending, left[0] = inner(*arguments), left[0] - 1
+        return Lost() if left[0] == 0 else pending
+
+    llm.engine.executor.execute = execute  # type: ignore[method-assign]
+    assert told(llm, *reported()) == want
+    assert llm.engine.stats.num_failed_steps == 1
+
+
 def test_reports_beside_who_leaves(tiny: Tiny) -> None:
     """Answers of rows that are nobody's any more are left out, also where their neighbours' reports stand behind."""
     llm = tiny(**NARROW)
