@@ -28,7 +28,7 @@ class Unforeseen(Enum):
 def unforeseen(plan: StepPlan) -> Unforeseen | None:
     """What of a step must be known before the one behind it is planned; None: it leaves what can be said before its
     answers, but for one token of each branch that is answered, and whether that is its last. Reports are read when the
-    next step is on its way: nobody plans by them."""
+    next step is on its way: nobody plans by what they say."""
     target = plan.forwards.get("target")
     if target is None:
         return Unforeseen.NOTHING
@@ -54,6 +54,8 @@ def foresee(plan: StepPlan, publishes: bool) -> None:
         if not work.lives:
             continue
         note_cached(work, publishes)
+        if work.report is not None and work.report.num_given and work.request.reports is not None:
+            work.request.reports.num_coming = work.report.position + work.report.num_given
         if work.draw < 0:
             continue
         request, branch = work.request, work.branch

@@ -70,6 +70,14 @@ class Reports:
     """Of the tokens that came of a row: history node << 32 | the token behind it."""
     room: int = FEWEST_EDGES
     """A gang's `edges` are looked through when there are more."""
+    num_coming: int = 0
+    """The first prompt tokens whose reports are there when the steps that are out are settled; or fewer than there
+    are."""
+
+    @property
+    def num_evaluated(self) -> int:
+        """The first prompt tokens whose reports are there or on their way."""
+        return max(len(self.prompt), self.num_coming)
 
     def forget(self, history: History, tips: Iterable[int], waiting: Iterable[Hypothesis]) -> None:
         """Keep only the edges that lead to `tips` and to `waiting`. It is done when there are twice as many as were

@@ -126,6 +126,8 @@ def lose_kv(request: Request) -> None:
     """The device has lost what a request's tables held: it begins with empty ones, from its history."""
     request.num_preemptions += holds_blocks(request)
     request.started = False
+    if request.reports is not None:
+        request.reports.num_coming = 0
     for branch in request.branches:
         branch.tables = {lane: BlockTable(table.pool) for lane, table in branch.tables.items()}
         branch.awaits = KNOWN

@@ -154,7 +154,7 @@ class Request:
         reports = self.reports
         if reports is None or reports.reporting.num_prompt_logprobs is None:
             return False
-        return len(reports.prompt) < branch.prompt_length
+        return reports.num_evaluated < branch.prompt_length
 
     @property
     def order(self) -> tuple[int, int]:

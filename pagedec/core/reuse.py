@@ -26,7 +26,7 @@ class Reuse:
         history, table = request.history, branch.table
         if request.reports is not None and request.awaits_prompt_report(branch):
             # a fork may hold what was found in the cache
-            table.truncate(min(table.length, len(request.reports.prompt) - 1))
+            table.truncate(min(table.length, request.reports.num_evaluated - 1))
             return False
         length = history.depth[branch.tip]
         if table.length >= length - 1:

@@ -198,7 +198,7 @@ class Rows:
         """Have the prompt tokens that follow a work's rows reported, as far as they were not before."""
         request, branch = work.request, work.branch
         assert request.reports is not None and request.reports.reporting.num_prompt_logprobs is not None
-        position = max(work.start + 1, len(request.reports.prompt))
+        position = max(work.start + 1, request.reports.num_evaluated)
         tokens = request.history.slice(branch.tip, position, min(work.start + count + 1, branch.prompt_length))
         if not tokens:
             return

@@ -158,14 +158,11 @@ class Scheduler:
         """
         self._require_between_steps("edit")
         request = self.get(request_id)
-        history = request.history
-        check_verdict(history, request.branches, {}, verdict, self.limits.vocab_size, request.decoder)
+        check_verdict(request.history, request.branches, {}, verdict, self.limits.vocab_size, request.decoder)
         for i, child in enumerate(verdict.live):
-            length = history.depth[child.parent.tip] if child.keep is None else child.keep
+            length = request.history.depth[child.parent.tip] if child.keep is None else child.keep
             if length + len(child.tokens) > request.limit:
-                text = (
-                    f"must be at most {request.limit - length}: the request's sequences end at {request.limit} tokens"
-                )
+                text = f"must be at most {request.limit - length}: its sequences end at {request.limit} tokens"
                 raise InvalidArgument(f"live[{i}].tokens", len(child.tokens), text)
         ranks = ranks_of(request, verdict)
         events: list[Event] = []
@@ -316,6 +313,10 @@ class Scheduler:
         events, self._events = self._events, []
         return events
 
+    def put_back(self, events: Sequence[Event]) -> None:
+        """Have events taken once more: nobody was told of them."""
+        self._events[:0] = events
+
     def check(self) -> None:
         """Raise `InvariantError` unless every block is accounted for."""
         for lane, pool in self.pools.items():
@@ -365,8 +366,7 @@ class Scheduler:
         fit it."""
         wanting = (request for request in self.requests if not request.idle and (only is None or request in only))
         if (first := next(wanting, None)) is not None:
-            problem = "nothing of it can be evaluated, with the whole device to itself"
-            self.fail(first, RequestError(first.id, problem))
+            self.fail(first, RequestError(first.id, "nothing of it can be evaluated, with the whole device to itself"))
 
     def _close_all(self, over: Sequence[Request], events: list[Event]) -> None:
         for request in over:

@@ -154,7 +154,7 @@ class Steps:
         """Wait for the first step that is out and settle it; the one behind it is the next to be waited for."""
         flight = self._out.pop(0)
         behind = self._out[0] if self._out else None
-        plan, stats = flight.plan, self._stats
+        plan = flight.plan
         assert flight.answers is not None
         try:
             answers = flight.answers.result()
@@ -166,7 +166,15 @@ class Steps:
             return self._failed(error, list(dict.fromkeys(work.request for work in works)))
         executed = self.clock()
         events = self._scheduler.settle(plan, answers)
-        settled = self.clock()
+        try:
+            return events, self._go_on(flight, behind, now, executed)
+        except BaseException:  # an interrupt: what is settled has happened, and is told later
+            self._scheduler.put_back(events)
+            raise
+
+    def _go_on(self, flight: Flight, behind: Flight | None, now: float, executed: float) -> float:
+        """Behind a step that is settled. Returns when that was done."""
+        plan, stats, settled = flight.plan, self._stats, self.clock()
         self._recovery.passed(work.request for work in plan.works if work.answers_something)
         stats.num_steps += 1
         stats.num_rows += plan.num_rows
@@ -182,7 +190,7 @@ class Steps:
                 self._begin(behind, settled)
         if self._debug:
             self._scheduler.check()
-        return events, settled
+        return settled
 
     def _learn(self, flight: Flight, settle: float, execute: float) -> None:
         """What a step took; from the first request on that drafts as widely as pays."""

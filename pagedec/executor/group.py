@@ -149,7 +149,10 @@ class WorkerGroup:
     def begin(self, step: Step, masks: MakeMasks | None) -> None:
         """Have one step carried out, behind those that are out. What asks for more than draws comes behind all answers.
         Raises as `answers` does."""
-        message, out = pack_step(step), _Out(step.number, self._holds and asks_draws_alone(step.forwards))
+        is_late = asks_draws_alone(step.forwards)
+        if not is_late:
+            self._pass_over(step.number)
+        message, out = pack_step(step), _Out(step.number, self._holds and is_late)
         self._out.append(out)
         say = self._send if len(self._out) == 1 else self._post
         for rank in reversed(range(len(self.workers))):  # the first has the most to do, and is looked at first
@@ -166,12 +169,15 @@ class WorkerGroup:
             self._send(0, Kind.MASKS, message)
 
     def answers(self, number: int) -> Answers:
-        """Those of a step that is out. Nobody asks for those of the ones before it any more: whoever was interrupted
-        does not. Raises `StepRefused`, and `WorkerLost` where a worker has ended."""
-        while self._out[0].number < number:
+        """Those of a step that is out. Raises `StepRefused`, and `WorkerLost` where a worker has ended."""
+        self._pass_over(number)
+        return self._first_answers()
+
+    def _pass_over(self, number: int) -> None:
+        """Take the answers of steps before that one: nobody asks for them any more, who was interrupted does not."""
+        while self._out and self._out[0].number < number:
             with suppress(StepRefused):
                 self._first_answers()
-        return self._first_answers()
 
     def _first_answers(self) -> Answers:
         out = self._out[0]

@@ -33,6 +33,9 @@ class InlineExecutor:
             future.set_result(self.worker.execute(step, masks))
         except Exception as error:  # the engine decides what a failed step means
             future.set_exception(error)
+        except BaseException:  # an interrupt: nobody knows which rules the worker was told
+            self._news = RuleNews()
+            raise
         return future
 
     @property

@@ -7,6 +7,7 @@ import ctypes
 import math
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from ctypes import Structure
 from typing import Protocol
 
@@ -208,8 +209,9 @@ class LateRoom:
             under_way.append((fetch, np.empty(used, np.uint8)))
 
         def take() -> None:
-            for fetch, host in under_way:
-                fetch.end(host.ctypes.data)
+            with ExitStack() as ends:  # all of them, or what goes wrong with one is told again of a later step
+                for fetch, host in under_way:
+                    ends.callback(fetch.end, host.ctypes.data)
             for array, piece, start in wanted:
                 array[:] = under_way[piece][1][start : start + len(array)]
 

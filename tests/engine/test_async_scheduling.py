@@ -10,6 +10,7 @@ from pagedec import SamplingParams
 from pagedec.engine.steps import Steps
 from pagedec.errors import RequestError
 from pagedec.models.buffers import READ_ROWS
+from pagedec.runtime.worker import Worker
 from tests.engine.crowd import SMALL, Tiny, Tokens, assert_whole, right_answers, workload
 from tests.engine.test_failures import DeviceLost, Unwell, break_at, raising
 from tests.kernels import cuda_library
@@ -92,6 +93,65 @@ def test_a_second_interrupt_beside_the_steps_that_are_out(
     assert not llm.engine.scheduler.plans
     assert_whole(llm, expected)
     assert llm.engine.stats.num_failed_steps == 0
+
+
+class Heard:
+    """A sink that keeps the tokens that it is told."""
+
+    def __init__(self) -> None:
+        self.tokens_told, self.is_over = list[int](), False
+
+    def tokens(self, rank: int, token_ids: Any, logprobs: Any) -> None:
+        self.tokens_told += token_ids
+
+    def settled(self, token_ids: Any, logprobs: Any) -> None: ...
+
+    def ended(self, event: Any) -> None: ...
+
+    def finished(self, result: Any) -> None:
+        self.is_over = True
+
+    def failed(self, error: RequestError) -> None:
+        self.is_over = True
+
+
+def test_an_interrupt_in_a_step_that_is_begun_behind_one(tiny: Tiny) -> None:
+    """One that waits for what is settled is begun before anybody is told of that: its tokens and ends are told later,
+    or who waits for them would wait for ever."""
+    masked = GREEDY.clone(allowed_tokens_fn=lambda tokens: [*range(3, 90)])
+    [want] = tiny().generate([[7, 8, 9]], GREEDY, use_tqdm=False)
+    for num_tokens in (1, 2, 3):  # until the prompt beside it is evaluated, which takes as many steps and one more
+        llm, heard = tiny(max_num_batched_tokens=24, **AHEAD), Heard()
+        [(_, request)] = llm.prepare([[7, 8, 9]], GREEDY.clone(max_tokens=num_tokens))
+        llm.loop.submit(request, heard)
+        break_at(llm, num_tokens + 1, raising(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5] * (20 + 22 * num_tokens)], masked, use_tqdm=False)
+        assert llm.engine.stats.num_steps_ahead == num_tokens
+        llm.loop.drive(lambda heard=heard, llm=llm: heard.is_over or llm.engine.idle)
+        assert heard.is_over and heard.tokens_told == want.outputs[0].token_ids[:num_tokens]
+
+
+def test_an_interrupt_before_a_worker_knows_the_rules_of_a_step(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told them with the next one."""
+    own, inner, left = GREEDY.clone(repetition_penalty=1.4), Worker._tell_rules, [0]
+    [want] = tiny().generate([[7, 8, 9]], own, use_tqdm=False)
+
+    def tell(worker: Worker, step: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        inner(worker, step)
+
+    monkeypatch.setattr(Worker, "_tell_rules", tell)
+    for step in (1, 2):
+        llm, heard, left[0] = tiny(**AHEAD), Heard(), step
+        [(_, request)] = llm.prepare([[7, 8, 9]], own)
+        llm.loop.submit(request, heard)
+        with pytest.raises(KeyboardInterrupt):
+            llm.loop.drive(lambda heard=heard: heard.is_over)
+        llm.loop.drive(lambda heard=heard: heard.is_over)
+        assert heard.tokens_told == want.outputs[0].token_ids and llm.engine.stats.num_failed_steps == 0
 
 
 @pytest.mark.parametrize("poisonous", ["0", "23"])

@@ -74,6 +74,21 @@ def test_reports_of_a_crowd(tiny: Tiny, device: Tiny, where: str) -> None:
     llm.engine.scheduler.check()
 
 
+@pytest.mark.parametrize("caching", [False, True])
+def test_rows_of_prompts_are_evaluated_once(tiny: Tiny, caching: bool) -> None:
+    """Also where the reports of the rows before are on their way still; those of a prompt that is known, all again."""
+    llm = tiny(**NARROW | {"num_blocks": 64}, enable_prefix_caching=caching)
+    prompts = [[5 + i % 100, *range(3, 100)] for i in range(3)]
+    params = [GREEDY.clone(prompt_logprobs=i, logprobs=i, max_tokens=3 + i) for i in range(3)]
+    rows, said = list[int](), list[Any]()
+    for tell in (in_turn, told, told):
+        before = llm.engine.stats.num_rows
+        said.append(tell(llm, prompts, params))
+        rows.append(llm.engine.stats.num_rows - before)
+    assert said[0] == said[1] == said[2]
+    assert rows == [sum(98 + 2 + i for i in range(3))] * 3 and llm.engine.stats.num_steps_ahead > 20
+
+
 @EMULATED
 def test_no_call_waits_for_what_is_reported(device: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it comes with the draws, of which the device has room for more and more, or in as many pieces as it
@@ -110,6 +125,25 @@ def test_a_step_with_reports_fails(tiny: Tiny, step: int) -> None:
     llm = tiny(**NARROW)
     want = in_turn(llm, *reported())
     break_at(llm, step, raising(DeviceLost("gone")), late=True)
+    assert told(llm, *reported()) == want
+    assert llm.engine.stats.num_failed_steps == 1
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+def test_reports_that_do_not_come(tiny: Tiny, step: int) -> None:
+    """Of a step that fails when it is asked for them, with the next one behind it: parts of prompts run again."""
+    llm, left = tiny(**NARROW), [step]
+    want, inner = in_turn(llm, *reported()), llm.engine.executor.execute
+
+    class Lost:
+        def result(self) -> Any:
+            raise DeviceLost("gone")
+
+    def execute(*arguments: Any) -> Any:
+        pending, left[0] = inner(*arguments), left[0] - 1
+        return Lost() if left[0] == 0 else pending
+
+    llm.engine.executor.execute = execute  # type: ignore[method-assign]
     assert told(llm, *reported()) == want
     assert llm.engine.stats.num_failed_steps == 1
 

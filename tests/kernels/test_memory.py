@@ -16,7 +16,7 @@ from pagedec.kernels.arena import zeros
 from pagedec.kernels.backend import AttentionShape
 from pagedec.kernels.device import DeviceBackend
 from pagedec.kernels.device_memory import SMALL, DeviceMemory, LateCall, LateRoom, Staging
-from pagedec.kernels.library import CUDA, EMULATED_DEVICE, ArgmaxArgs, KernelError, Library, load
+from pagedec.kernels.library import CUDA, EMULATED_DEVICE, ArgmaxArgs, CopyRowsArgs, KernelError, Library, load
 from pagedec.kernels.native import NativeBackend
 from tests.kernels import cuda_library
 
@@ -112,6 +112,28 @@ def test_room_for_what_comes_later(library: Library, smallest: int) -> None:
     assert found.tolist() == [-1, -1]
     room.later()()
     assert found.tolist() == [1, 0]
+
+
+@EMULATED
+def test_what_goes_wrong_is_told_of_one_lot() -> None:
+    """Whose arrays lie in several pieces; not of a later one again, which uses one of these."""
+    context = load(EMULATED_DEVICE).context()
+    memory = DeviceMemory(context, 0)
+    room, one = LateRoom(context, memory, 0, 2), memory.put(torch.ones(1, dtype=torch.int32))
+    rows, values = memory.zeros((1,), torch.int32), memory.zeros((4,), torch.float32)
+    for lot in range(4):
+        room.reset()
+        arrays = [np.empty(size, np.int32) for size in ((1000,) if lot else (16, 1000))]
+        for array in arrays:
+            memory.write(room.want(array), np.full(array.nbytes, lot, np.uint8))
+        if lot == 0:
+            row, own = rows.data_ptr(), values.data_ptr()
+            context.call(CopyRowsArgs(one.data_ptr(), own + 2, own, row, row, 2, 0))  # not where floats can lie
+            with pytest.raises(KernelError, match="pd_copy_rows"):
+                room.later()()
+            continue
+        room.later()()
+        assert all((array.view(np.uint8) == lot).all() for array in arrays)
 
 
 def test_copies_out_of_turn(library: Library) -> None:

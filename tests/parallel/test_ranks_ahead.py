@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ import pytest
 from pagedec import LLM, SamplingParams
 from pagedec.build import build_engine
 from pagedec.config import EngineConfig
-from pagedec.core.forward import Answers, LaneAnswers
-from pagedec.core.wire import Step, pack_answers, unpack_answers
+from pagedec.core.forward import NO_MASKS, ROLL_DTYPE, Answers, LaneAnswers
+from pagedec.core.wire import Step, pack_answers, pack_rolled, unpack_answers
 from pagedec.executor.channel import Channel, Kind
 from pagedec.executor.child import _Steps
 from pagedec.executor.group import WorkerGroup
@@ -221,6 +222,24 @@ def test_answers_that_nobody_asks_for_are_not_those_of_the_next_step(is_held: bo
     group.stop()
 
 
+@pytest.mark.parametrize("kind", [Kind.ANSWERS, Kind.FAILED])
+def test_what_is_rolled_comes_behind_answers_that_nobody_asks_for(kind: Kind) -> None:
+    """Masks are made of it while the step is begun, so what was said before is taken by then."""
+    ours, theirs = map(Channel, socket.socketpair())
+    group = WorkerGroup([Known(ours)])
+    group._holds = True
+    group.begin(step_of(1), None)
+    failure = pickle.dumps(ValueError("made up"))
+    theirs.send(kind, failure if kind == Kind.FAILED else pack_answers(1, {"target": drawn(1)}))
+    theirs.send(Kind.ROLLED, pack_rolled(2, np.array([7], np.int32)))
+    seen: list[Any] = []
+    group.begin(step_of(2, masked=True, rolls=1), lambda rolled: seen.extend(rolled.tolist()) or NO_MASKS)
+    theirs.send(Kind.ANSWERS, pack_answers(2, {"target": drawn(2)}))
+    assert group.answers(2)["target"].draws.tolist() == [2] and seen == [7]
+    theirs.close()
+    group.stop()
+
+
 class Known:
     """A worker of which there is its channel alone."""
 
@@ -280,9 +299,10 @@ class Sleepy(Worker):
         return {"target": drawn(-step.number)}
 
 
-def step_of(number: int, *, masked: bool = False) -> Step:
+def step_of(number: int, *, masked: bool = False, rolls: int = 0) -> Step:
     forward, _, _ = masked_forward(3, 131)
-    return Step(number, {"target": forward(masked=masked)}, {}, ())
+    draft = replace(forward(masked=False), lane="draft", rolls=np.zeros(rolls, ROLL_DTYPE))
+    return Step(number, {**({"draft": draft} if rolls else {}), "target": forward(masked=masked)}, {}, ())
 
 
 def numbers(told: Told) -> list[Any]:
