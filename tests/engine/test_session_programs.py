@@ -73,7 +73,7 @@ def test_random_programs(tiny: Tiny, pool: int) -> None:
     run(llm, plain, range(3), 56, crowd)
     crowd.end()
     assert_nothing_left(llm)
-    assert own_threads() == before
+    assert own_threads() <= before  # one that collapses pages may have ended
 
 
 @pytest.mark.long
