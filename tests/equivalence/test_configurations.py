@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -115,6 +117,10 @@ def configuration(rng: random.Random, directory: Path) -> dict[str, Any]:
     }
 
 
+TIGHT = {"block_size": 8, "num_blocks": CONTEXT // 8 + 81, "max_num_seqs": 256}
+"""Where a crowd does not fit, whatever else is drawn."""
+
+
 def load(directory: Path, numbers: str, **arguments: Any) -> LLM:
     config, own = NUMBERS[numbers]
     (directory / "config.json").write_text(json.dumps(config))
@@ -170,14 +176,15 @@ def compare(
     count: int,
     configurations: int,
     executors: tuple[str, ...] = ("inline",),
+    last: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
-    """Returns how many preemptions there were."""
+    """Returns how many preemptions there were. `last`: what the last configuration has in any case."""
     work, want = cases(seed, count), alone(directory, numbers, isa, seed, count)
     rng = random.Random(f"{numbers}/{isa}/{seed}")
     num_preemptions = 0
-    for _ in range(configurations):
+    for left in reversed(range(configurations)):
         executor = rng.choice(executors) if len(executors) > 1 else executors[0]
-        arguments = configuration(rng, directory) | {"executor": executor}
+        arguments = configuration(rng, directory) | {"executor": executor} | (last if left == 0 else {})
         llm = load(directory, numbers, **arguments)
         for again in range(2):
             for i, output in enumerate(crowd(llm, work, rng)):
@@ -227,6 +234,6 @@ def test_many_configurations(isa: str, numbers: str, tmp_path: Path, monkeypatch
     num_preemptions = 0
     for seed in range(10, 12 if slow else 16):
         num_preemptions += compare(
-            tmp_path, numbers, chosen, seed, 18 if slow else 36, 2 if slow else 5, ("inline", "process")
+            tmp_path, numbers, chosen, seed, 18 if slow else 36, 2 if slow else 5, ("inline", "process"), TIGHT
         )
     assert num_preemptions > 0
