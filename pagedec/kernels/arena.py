@@ -7,7 +7,9 @@ import ctypes
 import errno
 import mmap
 import threading
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -53,17 +55,31 @@ def trim() -> None:
         release(0)
 
 
-def collapse(pieces: Sequence[torch.Tensor]) -> None:
-    """Put the whole huge pages of mapped storage where they are: one by one, so that nobody who reads them waits for
-    long. Where the system has no such call (Linux before 6.1), it does so by itself within minutes."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Whole huge pages of a mapping that somebody else keeps."""
+
+    memory: weakref.ref[mmap.mmap]
+    address: int
+    num_bytes: int
+
+
+def collapse(pieces: Sequence[Piece]) -> None:
+    """Put mapped storage into huge pages where it is: one by one, so that nobody who reads them waits for long, and only
+    as long as somebody keeps it. Where the system has no such call (Linux before 6.1), it does so by itself within
+    minutes."""
     if not pieces:
         return
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for piece in pieces:
-        for at in range(0, len(piece) // HUGE_PAGE * HUGE_PAGE, HUGE_PAGE):
-            if madvise(piece.data_ptr() + at, HUGE_PAGE, MADV_COLLAPSE) and ctypes.get_errno() == errno.EINVAL:
+        for at in range(0, piece.num_bytes, HUGE_PAGE):
+            kept = piece.memory()  # for this page: an engine that is dropped is to free its weights at once
+            if kept is None:
+                break
+            if madvise(piece.address + at, HUGE_PAGE, MADV_COLLAPSE) and ctypes.get_errno() == errno.EINVAL:
                 return
+            del kept
 
 
 class Arena:
@@ -96,7 +112,11 @@ class Arena:
         self._close()
         for memory, _ in self._mappings:
             advise(memory, "MADV_HUGEPAGE")
-        pieces = [storage for _, storage in self._mappings if PRIVATE and len(storage) >= HUGE_PAGE]
+        pieces = [
+            Piece(weakref.ref(memory), storage.data_ptr(), len(storage) // HUGE_PAGE * HUGE_PAGE)
+            for memory, storage in self._mappings
+            if PRIVATE
+        ]
         self._mappings.clear()
         thread = threading.Thread(target=collapse, args=(pieces,), name="pagedec-huge-pages", daemon=True)
         thread.start()

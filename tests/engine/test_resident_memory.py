@@ -147,12 +147,15 @@ def test_the_pool_takes_memory_as_blocks_are_used(models: dict[str, Path], tmp_p
 
 
 STARVED = """
-import resource, sys, warnings
+import resource, sys, threading, warnings
 from pathlib import Path
 import pagedec.llm
 from pagedec import LLM
 from pagedec.errors import InvalidArgument
 LLM(sys.argv[1], skip_tokenizer_init=True, num_blocks=2)  # all libraries are loaded, all threads run
+for thread in threading.enumerate():
+    if thread.name == "pagedec-huge-pages":
+        thread.join()  # it holds a mapping as long as it moves a page of it
 used = 4096 * int(Path("/proc/self/statm").read_text().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[2]), -1))
 with warnings.catch_warnings(record=True) as caught:
