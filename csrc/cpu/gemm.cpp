@@ -7,7 +7,8 @@
 //          for the threads and rows enough, threads split the rows as well.
 // Order    row block > panel > slice of k > tile. A slice of the panel stays in L1/L2 while the tiles of the block pass
 //          it, and meanwhile they prefetch the next slice, an equal share each, so that memory is never idle. Few rows
-//          of bf16 are one tile, which prefetches as it goes. On the matrix unit: gemm_amx_run.h.
+//          of bf16 are one tile, which prefetches as it goes. On the matrix unit: gemm_amx_run.h. On AVX2 many rows of
+//          bf16 become fp32 first, and so does each slice.
 #include <algorithm>
 
 #include "cpu/gemm_amx_run.h"
@@ -81,18 +82,19 @@ void run_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float 
   TileArgs t{};
   t.x_stride = j.rows.stride;
   t.panel = j.first_widens() ? j.steps(p, s) : place_slice(j, p, s), t.wide = j.wide;
-  t.half_step = last && !j.int8 && j.row_bytes % 4, t.first = s == 0;
-  t.num_steps = j.slice_begin(s + 1) - j.slice_begin(s) - t.half_step;
+  const bool is_odd = last && !j.int8 && j.row_bytes % 4;
+  t.half_step = is_odd && !j.as_floats, t.first = s == 0;
+  t.num_steps = (j.slice_begin(s + 1) - j.slice_begin(s)) * (j.as_floats ? 2 : 1) - is_odd;
   t.lines_ahead = (8 + tiles - 1) / tiles;
   for (int i = 0; i < tiles; i++) {
     const int r0 = tile_begin(j.int8, i, tiles, rows), r1 = tile_begin(j.int8, i + 1, tiles, rows);
     const char *x = j.rows.x + r0 * j.rows.stride;
-    t.x = x + j.slice_begin(s) * (j.int8 ? j.shape.step_bytes : 4);
+    t.x = x + j.slice_begin(s) * j.x_step_bytes;
     t.heads = x + j.shape.heads + j.slice_begin(s) / GROUP_STEPS * (int64_t)sizeof(GroupHead);
     t.acc = j.num_slices > 1 ? acc + r0 * 32 : acc;  // nothing to keep: stay in L1
     t.ahead = ahead + lines * i / tiles * 64, t.ahead_end = ahead + lines * (i + 1) / tiles * 64;
     if (j.first_widens() && i == 0) pick_widening_tile(r1 - r0)(t), t.panel = j.wide;
-    else (j.int8 ? pick_int8_tile(r1 - r0, j.vnni) : pick_tile(j.a.dtype, r1 - r0))(t);
+    else (j.int8 ? pick_int8_tile(r1 - r0, j.vnni) : pick_tile(j.as_floats ? PD_F32 : j.a.dtype, r1 - r0))(t);
     if (last) j.finish(j.a, row + r0, r1 - r0, p, t.acc, scales);
   }
 }

@@ -21,6 +21,11 @@ constexpr int BESIDE_AMX_SLICE_MIN_ROWS = 128;
 constexpr int64_t WIDE_STEPS = 128;
 constexpr int64_t WIDE_ROOM_STEPS = SLICE_STEPS + 2 * GROUP_STEPS;  // slices begin at lines of k
 
+// From so many rows of bf16 on, where they are not multiplied, rows and slices become fp32 before the tiles: each tile
+// would widen them again. The chains are the same. A slice is in the first cache then.
+constexpr int FLOATS_MIN_ROWS = PD_LEVEL == 1 ? 24 : INT32_MAX;
+constexpr int64_t FLOATS_STEPS = 64;
+
 // What a thread needs to know of x in the row block in work.
 struct Rows {
   const char *x = nullptr;  // a.x itself, a copy, or what became of it
@@ -33,8 +38,10 @@ struct Job {
   bool int8 = false, vnni = false, amx = false;
   bool weight_only = false, widens = false;  // int8 beside x in its dtype; and whether slices are widened before tiles
   bool streams = false;                      // all rows are in one tile
+  bool as_floats = false;                    // x and W are bf16 (W perhaps int8), and multiplied as fp32
   // a step is a word of x (int8: four values of it) and 128 bytes of a panel, or less where only the weight is int8
   int64_t row_bytes = 0, num_steps = 0, num_slices = 0, step_bytes = 128;
+  int64_t x_step_bytes = 4;  // of a row as tiles take it
   int64_t header = 0, panel_bytes = 0;                    // of a panel: bytes before its first step, and in all
   int64_t row_begin = 0, row_end = 0, panel_begin = 0, panel_end = 0;     // this thread's share
   FinishFn finish = nullptr;
@@ -75,17 +82,26 @@ int64_t kept_rows(const pd_gemm_args &a, int64_t bytes) {
 constexpr int COPY_MIN_ROWS = TILE_ROWS > 8 ? 10 : INT32_MAX, COPY_MIN_PANELS = 8;
 
 int64_t row_bytes(const pd_gemm_args &a) { return (int64_t)a.k * (a.dtype == PD_BF16 ? 2 : 4); }
+int64_t floats_stride(int64_t k) {
+  const int64_t bytes = (k * 4 + 63) & -64;
+  return bytes % L1_SET_PERIOD ? bytes : bytes + 64;
+}
+bool goes_as_floats(const pd_gemm_args &a) {
+  return a.dtype == PD_BF16 && a.quantization != PD_INT8 && *a.num_rows >= FLOATS_MIN_ROWS;
+}
 int64_t copy_bytes(const pd_gemm_args &a) {  // for a thread
+  if (goes_as_floats(a)) return own_rows(a) * floats_stride(a.k);
   const bool copied = row_bytes(a) % L1_SET_PERIOD == 0 && *a.num_rows >= COPY_MIN_ROWS;
   return copied ? kept_rows(a, row_bytes(a)) * (row_bytes(a) + 64) : 0;
 }
 
 int64_t wide_bytes(const pd_gemm_args &a) {  // for a thread
-  return a.quantization == PD_INT8_WEIGHT_ONLY ? WIDE_ROOM_STEPS * 128 : 0;
+  return a.quantization == PD_INT8_WEIGHT_ONLY || goes_as_floats(a) ? WIDE_ROOM_STEPS * 128 : 0;
 }
 
 int64_t num_slices(const Job &j) {
   const int64_t rows = *j.a.num_rows;
+  if (j.as_floats) return (j.num_steps + FLOATS_STEPS - 1) / FLOATS_STEPS;
   const bool in_first_cache = j.widens && !j.first_widens() && rows <= 2 * TILE_ROWS;
   const bool is_short = HAS_AMX ? !j.amx && rows > BESIDE_AMX_SLICE_MIN_ROWS : in_first_cache;
   const int64_t slice = !is_short ? SLICE_STEPS : HAS_AMX ? BESIDE_AMX_SLICE_STEPS : WIDE_STEPS;
@@ -99,6 +115,7 @@ Job make_job(const pd_context &c, const pd_gemm_args &a, int thread, int num_thr
   Job j{a, {a.k, c.vnni}};
   j.int8 = a.quantization == PD_INT8, j.vnni = c.vnni;
   j.row_bytes = row_bytes(a);
+  j.as_floats = goes_as_floats(a), j.x_step_bytes = j.int8 ? j.shape.step_bytes : j.as_floats ? 8 : 4;
   j.num_steps = j.int8 ? ((int64_t)a.k + 3) / 4 : (j.row_bytes + 3) / 4;
   if (j.int8) j.header = INT8_HEADER, j.shared = shares_rows(a, num_threads);
   j.panel_bytes = j.header + j.num_steps * 128;
@@ -142,14 +159,25 @@ void place_int8_rows(Job &j, int64_t row, int64_t rows) {
   if (!j.shared) quantize_rows(j, row, row + rows, j.workspace);
   j.rows = {j.workspace + (j.shared ? int8_bytes(j.shape, row) : 0), int8_stride(j.shape)};
 }
+void place_floats(Job &j, int64_t row, int64_t rows) {
+  j.rows = {j.workspace, floats_stride(j.a.k)};
+  for (int64_t i = 0; i < rows; i++)
+    floats_of_row((const uint16_t *)j.a.x + (row + i) * j.a.k, j.a.k, (float *)(j.workspace + i * j.rows.stride));
+}
 void place_rows(Job &j, int64_t row, int64_t rows) {
-  j.int8 ? place_int8_rows(j, row, rows) : place_plain_rows(j, row, rows);
+  if (j.as_floats) place_floats(j, row, rows);
+  else j.int8 ? place_int8_rows(j, row, rows) : place_plain_rows(j, row, rows);
 }
 
 // The steps of a slice of a panel, as tiles take them. again: other rows had this slice, and the whole panel, before.
 const char *place_slice(const Job &j, int64_t p, int64_t s, bool again = false) {
-  if (!j.widens) return j.steps(p, s);
+  if (!j.widens && !j.as_floats) return j.steps(p, s);
   const int64_t num_steps = j.slice_begin(s + 1) - j.slice_begin(s);
+  if (j.as_floats) {
+    if (j.weight_only) widen_panel(j.steps(p, s), PD_F32, num_steps, j.wide);
+    else floats_of_panel(j.steps(p, s), num_steps, j.wide);
+    return j.wide;
+  }
   char *wide = j.wide + (j.keeps_wide() ? j.slice_begin(s) * 128 : 0);
   if (again && j.keeps_wide()) return wide;
   widen_panel(j.steps(p, s), j.a.dtype, j.a.dtype == PD_BF16 ? num_steps : (num_steps + 1) / 2, wide);
