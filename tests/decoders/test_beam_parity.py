@@ -124,10 +124,9 @@ def assert_equal(case: Case, want: dict[str, Any], semantics: str) -> Search:
     got = padded(case, found, len(sequences[0]), old)
     assert got == sequences, case
     scores = [np.float32(answer.score).item() for answer in found.done]
-    if grouped and case.get("repetition_penalty"):  # what is taken for diversity is rounded elsewhere
-        assert scores == pytest.approx(want["scores"], rel=1e-5, abs=1e-5), case
-    else:
-        assert scores == want["scores"], case
+    # torch rounds a log_softmax by the processor's vectors, a bit a token; what is taken for diversity, elsewhere
+    near = 1e-5 if grouped and case.get("repetition_penalty") else 1e-6
+    assert scores == pytest.approx(want["scores"], rel=near, abs=near), case
     if not grouped:  # 4.38.2 mixes up the beam indices of groups
         indices = [[index for index in row if index >= 0] for row in want["beam_indices"]]
         assert [list(answer.ancestry) for answer in found.done] == indices, case

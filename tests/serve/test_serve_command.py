@@ -95,8 +95,8 @@ def long(num_tokens: int) -> pb.GenerateStreamRequest:
 
 def test_a_drain(started: Callable[..., Process]) -> None:
     """Not serving; a grace in which requests are let in; then none; what runs ends, or is aborted; status 0."""
-    process = started("--drain-grace", "1.0", "--drain-timeout", "1.5", "--log-format", "json").ready()
-    short = process.generation.GenerateStream(long(300))
+    process = started("--drain-grace", "1.0", "--drain-timeout", "3.0", "--log-format", "json").ready()
+    short = process.generation.GenerateStream(long(100))
     endless = long(16000)
     endless.client_request_id = "endless"
     call = process.generation.GenerateStream(endless)
