@@ -88,8 +88,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     limited_by: str | None = None
-    """What was reached where `finish_reason` is "length": "max_tokens", "max_time", "max_model_len", or "kv_pool",
-    which holds no more."""
+    """What was reached where `finish_reason` is "length": "max_tokens", "max_time", "max_model_len", "kv_pool", which
+    holds no more, or "rules", which leave nothing to draw."""
     score: float | None = None
     ancestry: list[int] | None = None
     item_id: int | None = None

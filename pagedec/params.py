@@ -106,7 +106,9 @@ class RequestParams:
     allowed_token_ids: Sequence[int] | None = option(
         None, TokenIds("draw none but these tokens", filled=True, optional=True)
     )
-    bad_words: Sequence[str] | None = option((), Texts("text that no answer has"))
+    bad_words: Sequence[str] | None = option(
+        (), Texts("words whose own tokens, with a space before them or not, never come together; others may spell one")
+    )
     logprobs: int | None = option(
         None,
         Integer(

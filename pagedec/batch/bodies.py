@@ -84,6 +84,8 @@ def parse_body(
     check_names(kind, body, fields, body)
     given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
     for name, allowed in neutral.items():
+        if name == "best_of" and "n" in given:  # all of them, as OpenAI has it where nothing is said
+            allowed = (*allowed, given["n"])
         if name in given and (value := given.pop(name)) not in allowed:
             only = f", only {' or '.join(map(repr, allowed))}" if allowed else ""
             raise FeatureNotAvailable(name, value, f"not available in a batch{only}")

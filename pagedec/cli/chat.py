@@ -181,6 +181,8 @@ def why_cut(output: RequestOutput, params: RequestParams, max_model_len: int) ->
         reason = f"max_time is {params.max_time:g} seconds"
     elif answer.limited_by == "max_model_len":
         reason = f"the context of {max_model_len} tokens is full; /undo and /reset make room"
+    elif answer.limited_by == "rules":
+        reason = "allowed_token_ids, bad_words and no_repeat_ngram_size leave nothing to draw"
     else:
         sized = "--kv-cache-memory and --num-blocks size it, /undo and /reset make room"
         reason = f"the KV pool is full with {num_all}; {sized}"

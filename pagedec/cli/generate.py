@@ -38,7 +38,11 @@ if TYPE_CHECKING:
     from pagedec.llm import LLM
 
 Prompt = str | dict[str, Any]
-LIMITS = {"kv_pool": " (the KV pool holds no more)", "max_time": " (its time is over)"}
+LIMITS = {
+    "kv_pool": " (the KV pool holds no more)",
+    "max_time": " (its time is over)",
+    "rules": " (its rules leave nothing to draw)",
+}
 SAMPLING = rules(SamplingParams)
 USAGE = "pagedec generate [PROMPT ...] [-f FILE] [--chat] [sampling flags] [beam flags] [engine flags]"
 EPILOG = """\

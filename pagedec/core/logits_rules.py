@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+from pagedec.core.stopping import Stopping
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,8 +13,8 @@ class LogitsRules:
     """A request's rules, applied in the order of the fields to every row that it reads out.
 
     A row's history is the tokens that it sees, itself included: those of its branch and, in a draft, its ancestors'.
-    Where bad words and n-grams ban all that is allowed, token 0 is drawn: rules that are met one by one can meet
-    nothing together.
+    Where bad words and n-grams ban all that is allowed, token 0 is drawn, as rules that are met one by one can meet
+    nothing together: it is no part of an answer, which ends there.
 
     1. `allowed_token_ids`: all others are banned (logit -inf); None: no such rule.
     2. `bad_words`: where the history ends with all but the last token of one, its last is banned; one token alone
@@ -32,6 +35,19 @@ class LogitsRules:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
 
+    def ban(self, text: Sequence[int], token: int) -> bool:
+        """Whether `token` is banned behind a sequence, the prompt included."""
+        if self.allowed_token_ids is not None and token not in self.allowed_token_ids:
+            return True
+        for *before, last in self.bad_words:
+            if last == token and (not before or list(text[-len(before) :]) == before):
+                return True
+        size = self.no_repeat_ngram_size
+        if not 0 < size <= len(text):
+            return False
+        gram = [*text[len(text) - size + 1 :], token]
+        return any(list(text[i : i + size]) == gram for i in range(len(text) - size + 1))
+
     def within(self, vocab_size: int) -> LogitsRules:
         """The rules without what they say of token ids from `vocab_size` on; itself if that is nothing."""
         allowed = self.allowed_token_ids
@@ -45,3 +61,13 @@ class LogitsRules:
 
 
 NO_RULES = LogitsRules()
+
+
+def num_meant(
+    rules: LogitsRules, stopping: Stopping, text: Sequence[int], stop_state: int, tokens: Sequence[int]
+) -> int:
+    """How many of the tokens drawn behind `text` come before a token 0 that says that nothing was left to draw."""
+    for i, token in enumerate(tokens):
+        if token == 0 and (0 in stopping.banned(stop_state, i) or rules.ban([*text, *tokens[:i]], 0)):
+            return i
+    return len(tokens)

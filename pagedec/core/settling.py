@@ -16,6 +16,7 @@ from pagedec.core.demand import Demand
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.forward import LaneAnswers, split_rolled
 from pagedec.core.limits import SchedulerLimits
+from pagedec.core.logits_rules import num_meant
 from pagedec.core.logprobs import Recorder, TokenLogprobs, reported
 from pagedec.core.plan import StepPlan, Work
 from pagedec.core.protocol import Answer, Child, Children, Hypothesis, Query, Sample, Verdict
@@ -122,13 +123,14 @@ class Settler:
         depth, limit, state_of, reason_of = history.depth, request.limit, stopping.next, stopping.reason
         constraint = request.constraint
         simple = stopping.strings is None and request.reports is None and constraint is None
+        simple = simple and request.rules.allowed_token_ids is None
         over: dict[Branch, Hypothesis] = {}
         for work in works:
             branch, token = work.branch, draws[work.draw]
             tip, state = branch.tip, branch.stop_state
             rank = branch.state[0]
             if not simple:
-                cut, after = feed(request, state, branch.constraint_state, (token,), limit - depth[tip])
+                cut, after = feed(request, tip, state, branch.constraint_state, (token,), limit - depth[tip])
                 if cut.tokens:
                     events.append(Progress(request, rank, cut.tokens, _logprobs(request, tip, cut.tokens)))
                 if cut.reason is None:
@@ -304,7 +306,8 @@ class Settler:
                 if request.constraint is not None:
                     behind = request.constraint.start([*history.slice(parent.tip, 0, length), *tokens])
             else:
-                cut, behind = feed(request, state, behind, tokens, request.limit - length)
+                at = parent.tip if child.keep is None else history.ancestor(parent.tip, length)
+                cut, behind = feed(request, at, state, behind, tokens, request.limit - length)
             if cut.tokens and child.keep is None and tells:
                 out.progress.append(_progress(request, child, rank, cut.tokens))
             if cut.reason is None:
@@ -338,13 +341,17 @@ class Generation(NamedTuple):
     progress: list[Event]
 
 
-def feed(request: Request, stop_state: int, state: Any, tokens: Sequence[int], room: int) -> tuple[Cut, Any]:
-    """What is left of generated tokens, and the constraint's state behind them. Raises `RequestError` for tokens that
-    the constraint does not allow."""
+def feed(request: Request, tip: int, stop_state: int, state: Any, tokens: Sequence[int], room: int) -> tuple[Cut, Any]:
+    """What is left of generated tokens, which stand behind `tip`, and the constraint's state behind them. Raises
+    `RequestError` for tokens that the constraint does not allow."""
+    rules, stopping, history = request.rules, request.stopping, request.history
     if request.constraint is None:
-        return request.stopping.cut(stop_state, tokens, room), None
+        if rules.allowed_token_ids is not None and 0 in tokens:
+            text = history.slice(tip, 0, history.depth[tip])
+            room = min(room, num_meant(rules, stopping, text, stop_state, tokens))
+        return stopping.cut(stop_state, tokens, room), None
     try:
-        return cut_within(request.constraint, request.stopping, stop_state, state, tokens, room)
+        return cut_within(request.constraint, stopping, stop_state, state, tokens, room)
     except Exception as error:
         raise RequestError(request.id, str(error) if isinstance(error, Forbidden) else told(error)) from error
 

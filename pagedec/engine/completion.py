@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagedec.core.logits_rules import NO_RULES
 from pagedec.core.logprobs import TokenLogprobs, answer_reports
 from pagedec.core.protocol import Hypothesis
 from pagedec.core.request import Request
@@ -52,4 +53,8 @@ def answer_of(request: Request, hypothesis: Hypothesis) -> Completion:
 
 def _limited_by(request: Request, hypothesis: Hypothesis) -> str:
     length = request.history.depth[hypothesis.tip] + len(hypothesis.tokens)
-    return "max_time" if request.concluded and length < request.limit else request.limited_by
+    if length >= request.limit:
+        return request.limited_by
+    if request.concluded:
+        return "max_time"
+    return request.limited_by if request.rules is NO_RULES else "rules"

@@ -123,7 +123,8 @@ def bad_word_ids(words: Sequence[str], vocab_size: int, vocabulary: Vocabulary |
     for word in words:
         bare = vocabulary.encode(word.lstrip()) if isinstance(word, str) else []
         if not bare:
-            raise InvalidArgument("bad_words", word, "must be text with at least one token")
+            limit = "must be text with more in it than white space; logit_bias -100 keeps a token of that away"
+            raise InvalidArgument("bad_words", word, limit)
         spaced = vocabulary.encode(" " + word.lstrip())
         ways = [bare, spaced] if len(spaced) == len(bare) and spaced[0] != bare[0] else [bare]
         for ids in ways:

@@ -69,7 +69,7 @@ class Finish(_message.Message):
     stop_text: _builtins.str
     """A stop text."""
     limited_by: _builtins.str
-    """Where the reason is length: "max_tokens", "max_model_len" or "kv_pool"."""
+    """Where the reason is length: "max_tokens", "max_model_len", "kv_pool" or "rules", which leave nothing to draw."""
     def __init__(
         self,
         *,

@@ -440,7 +440,7 @@ class LogitsRules(_message.Message):
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that no answer has."""
+        """Words whose own tokens, with a space before them or not, never come together. Others may spell one."""
 
     def __init__(
         self,

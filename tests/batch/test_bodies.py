@@ -188,6 +188,12 @@ def test_what_a_batch_cannot_do_is_refused_by_name(is_chat: bool, body: dict[str
     assert (caught.value.field, caught.value.value) == (name, value)
 
 
+def test_the_best_of_as_many_as_are_returned_are_all() -> None:
+    assert completion(n=2, best_of=2).params == completion(n=2).params
+    with pytest.raises(FeatureNotAvailable, match="^best_of is 3: not available in a batch, only 1 or 2$"):
+        completion(n=2, best_of=3)
+
+
 def test_every_sampling_parameter_has_a_field() -> None:
     for fields in (COMPLETION_FIELDS, CHAT_FIELDS):
         assert set(rules(SamplingParams)) | set(rules(BeamSearchParams)) <= set(fields)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pagedec import LLM, SamplingParams
+from pagedec import LLM, BeamSearchParams, RequestParams, SamplingParams
 from pagedec.errors import InvalidArgument
 
 PROMPT = "The capital of France is"
@@ -33,6 +33,30 @@ def test_rules_reach_the_draw(text_llm: LLM) -> None:
     assert len(set(said)) < len(said), "the free answer repeats itself, so that penalties matter"
     for answer in penalised:
         assert answer.token_ids != said and len(set(answer.token_ids)) > len(set(said))
+
+
+@pytest.mark.parametrize("allowed", [(11, 30, 28), (0, 30, 28)], ids=["without token 0", "with token 0"])
+def test_an_answer_ends_where_rules_leave_nothing(text_llm: LLM, allowed: tuple[int, ...]) -> None:
+    """Nothing that is forbidden comes, and what came is kept, whoever decodes."""
+    rules: dict[str, Any] = {"allowed_token_ids": allowed, "no_repeat_ngram_size": 1, "max_tokens": 8}
+    greedy = SamplingParams(temperature=0, **rules)
+    every: list[RequestParams] = [
+        greedy, greedy.clone(logprobs=1, stop="zzz"), SamplingParams(n=3, seed=1, **rules),
+        greedy.clone(speculative={"method": "lookahead", "adaptive": False}), greedy.clone(min_tokens=6),
+        BeamSearchParams(beam_width=2, **rules),
+    ]  # fmt: skip
+    for output in text_llm.generate([PROMPT] * len(every), every, use_tqdm=False):
+        for answer in output.outputs:
+            assert sorted(answer.token_ids) == sorted(allowed)
+            assert (answer.finish_reason, answer.limited_by) == ("length", "rules")
+
+
+def test_a_first_token_that_rules_forbid_leaves_an_empty_answer(text_llm: LLM) -> None:
+    known = text_llm.get_tokenizer().encode(PROMPT)[0]
+    params = SamplingParams(temperature=0, allowed_token_ids=[known], no_repeat_ngram_size=1, max_tokens=8)
+    [output] = text_llm.generate(PROMPT, params, use_tqdm=False)
+    [answer] = output.outputs
+    assert (answer.text, answer.token_ids, answer.limited_by) == ("", [], "rules")
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_reports(fields: dict[str, Any], want: Reporting) -> None:
         ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size is -1"),
         ({"logprobs": 11}, "logprobs is 11: must be from 0 to 10"),
         ({"prompt_logprobs": -2}, "prompt_logprobs is -2"),
-        ({"bad_words": [" "]}, "bad_words is ' '"),
+        ({"bad_words": ["\n"]}, r"bad_words is '\\n': must be text with more in it than white space"),
         ({"bad_words": ["big"]}, "bad_words is 'big': must be of tokens from 0 to 9; it has token 99"),
         ({"bad_words": ["a", "b" * 262144]}, "bad_words is 262145 bytes: must be at most 262144 in all"),
         ({"stop": [""]}, "stop is ''"),
