@@ -49,7 +49,7 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
             async for output in outputs:
                 if self._gateway.lifecycle.refusal is DRAINING and _is_aborted(output):
                     raise DRAINING  # the server goes, not the request: its client has another one go on with it
-                message = events.message(output, _written(request, output))
+                message = await events.message(output, _written(request, output))
                 if seeds:
                     message.resume.CopyFrom(pb.Resume(seed=seeds.pop(), fingerprint=own))
                 elif resume is not None and not message.ListFields():

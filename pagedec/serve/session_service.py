@@ -93,7 +93,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             )  # fmt: skip
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
-                    message = events.message(output)
+                    message = await events.message(output)
                     if output.finished:
                         self._leases.add(lease, output.branches)
                         stands = await _stand(branch, [branch, *output.branches])

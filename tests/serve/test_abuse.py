@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from pagedec.errors import InvalidArgument, NotFound
-from pagedec.serve import orders
+from pagedec.serve import answers, orders
 from pagedec.serve.statuses import MAX_MESSAGE, status_of
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import model_service_pb2, open_inference_service_pb2, parameters_pb2, prompt_pb2, session_service_pb2
@@ -199,6 +199,21 @@ def test_long_messages_are_read_where_nobody_waits(abused: Serving, monkeypatch:
     refused(abused.sessions.OpenSession, opening)
     assert threads and "servers" not in threads
     abused.sessions.CloseSession(session_service_pb2.CloseSessionRequest(session_id=opened.session_id))
+
+
+def test_many_reports_are_written_where_nobody_waits(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    serving = serve(engine={"max_logprobs": -1})
+    threads, write = set[str](), answers.as_logprobs
+
+    def noted(*given: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return write(*given)
+
+    monkeypatch.setattr(answers, "as_logprobs", noted)
+    asked = pb.GenerateStreamRequest(prompt=prompt([5] * 100), parameters=greedy(2))
+    asked.parameters.reports.prompt_logprobs = -1
+    assert sum(len(message.prompt_logprobs) for message in serving.generation.GenerateStream(asked)) == 100
+    assert any(name != "servers" for name in threads)
 
 
 @pytest.fixture
