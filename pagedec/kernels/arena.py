@@ -65,8 +65,8 @@ class Piece:
 
 
 def collapse(pieces: Sequence[Piece]) -> None:
-    """Put mapped storage into huge pages where it is: one by one, so that nobody who reads them waits for long, and only
-    as long as somebody keeps it. Where the system has no such call (Linux before 6.1), it does so by itself within
+    """Put mapped storage into huge pages where it is: one by one, so that nobody who reads them waits for long, and
+    only as long as somebody keeps it. Where the system has no such call (Linux before 6.1), it does so by itself within
     minutes."""
     if not pieces:
         return
