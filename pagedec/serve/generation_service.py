@@ -12,7 +12,7 @@ from pagedec.llm.async_llm import LONG_PROMPT
 from pagedec.outputs import RequestOutput
 from pagedec.params import RequestOutputKind
 from pagedec.serve.answers import Events, as_response
-from pagedec.serve.calls import echo
+from pagedec.serve.calls import RPC, echo, failure
 from pagedec.serve.gateway import Gateway
 from pagedec.serve.interrupted import fingerprint_of, read_resume
 from pagedec.serve.lifecycle import DRAINING
@@ -79,7 +79,7 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         try:
             made = pb.GenerateBatchResponse(item_id=name, response=await self._generated(item.request))
         except Exception as error:
-            made = pb.GenerateBatchResponse(item_id=name, error=status_of(error))
+            made = pb.GenerateBatchResponse(item_id=name, error=failure(error, RPC.get()))
         finally:
             running.discard(name)
         yield made
