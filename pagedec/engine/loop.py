@@ -185,6 +185,7 @@ class EngineLoop:
             self._thread = threading.Thread(target=self._run, name="pagedec-engine", daemon=True)
             self._thread.start()
 
+    @held_interrupts()  # it is done once: what half of it has left would stay
     def close(self) -> None:
         """Fail what still runs, and give up the device. May be called again, from any thread, and in a callback of the
         loop: that one is closed when the callback has returned."""
@@ -266,13 +267,13 @@ class EngineLoop:
     def _tidy(self) -> None:
         """Carry out what was posted while somebody else drove, who may have stopped: perhaps nobody ever drives
         again."""
-        while self._inbox and self._take():
-            try:
-                with held_interrupts():
+        with held_interrupts():  # of taking it, too: nobody would ever give it back
+            while self._inbox and self._take():
+                try:
                     self._empty_inbox()
                     self._finish_turn()
-            finally:
-                self._release()
+                finally:
+                    self._release()
 
     def _tidy_closed(self) -> None:
         """Carry out what was posted while the loop was being closed: nobody else will."""

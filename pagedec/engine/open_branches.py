@@ -76,13 +76,15 @@ class OpenBranch(Parked):
 class OpenCall(Call):
     """A client's call. `kept`: the new branches, where all answers are kept."""
 
-    __slots__ = ("keep", "kept", "num_promised", "request_id", "waits")
+    __slots__ = ("keep", "kept", "num_promised", "owner", "request_id", "waits")
 
     def __init__(self, branch: OpenBranch, parking: Parking, request_id: str, keep: str | int, waits: bool) -> None:
         """`waits`: when it has ended nothing is kept until somebody has read it to its end."""
         super().__init__(branch, parking, keep not in ("none", SCORES))
         self.request_id, self.keep, self.waits = request_id, keep, waits
         self.kept: list[OpenBranch] = []
+        self.owner: Owner | None = None
+        """Whose it counts as, which may outlive its branch; None: it does not, or no more."""
         self.num_promised = 0
         """Tokens that its answers may add."""
 

@@ -167,7 +167,7 @@ class Sessions:
         if isinstance(call, OpenCall) and not self.give_up(call.request_id):
             name = call.request_id
             engine.fail(name, RequestError(name, f"branch {branch.name}, from which it went out, {why}"))
-            self._uncount(owner, call)
+            self._uncount(call)
         branch.owner, branch.why_closed = None, why
         owner.num_loose += max(0, branch.length - branch.num_given)
         del owner.branches[branch.name]
@@ -222,9 +222,9 @@ class Sessions:
         if owner is not None and call.keeps and done:
             chosen = list(done) if keep == "all" else [done[0 if keep == "first" else min(int(keep), len(done) - 1)]]
         held = call.end(chosen)
+        self._uncount(call)
         if owner is None:
             return
-        self._uncount(owner, call)
         for hypothesis, answer in zip(chosen, held, strict=True):
             self._bring(owner, request, hypothesis, answer)
             if keep == "all":
@@ -246,11 +246,11 @@ class Sessions:
 
     def abandoned(self, request: Request) -> None:
         """A call was aborted, or has failed: its branch is as it was."""
-        branch = None if request.home is None else request.home.parked
-        if isinstance(branch, OpenBranch) and branch.owner is not None:
-            assert isinstance(request.home, OpenCall)
-            self._uncount(branch.owner, request.home)
-            self._used(branch.owner)
+        call = request.home
+        if isinstance(call, OpenCall):
+            self._uncount(call)
+            if isinstance(call.parked, OpenBranch) and call.parked.owner is not None:
+                self._used(call.parked.owner)
 
     def tidy(self, engine: Engine) -> None:
         """Close what nobody holds, and what nobody has used for too long."""
@@ -274,13 +274,16 @@ class Sessions:
     # ---- inside
     def _count(self, owner: Owner, call: OpenCall, num_promised: int) -> None:
         """A call goes out, whose answers may add so many tokens."""
-        call.num_promised = num_promised
+        call.owner, call.num_promised = owner, num_promised
         owner.num_calls += 1
         owner.num_promised += num_promised
         self._num_promised += num_promised
 
-    def _uncount(self, owner: Owner, call: OpenCall) -> None:
-        """It is over."""
+    def _uncount(self, call: OpenCall) -> None:
+        """It is over; perhaps it was before."""
+        owner, call.owner = call.owner, None
+        if owner is None:
+            return
         owner.num_calls -= 1
         owner.num_promised -= call.num_promised
         self._num_promised -= call.num_promised

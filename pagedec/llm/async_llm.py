@@ -27,6 +27,9 @@ from pagedec.text.chat_template import Message, Tool
 LONG_PROMPT = 20_000
 """Characters, or token ids, from which on a prompt is read in a thread: a text takes some 5 ms, for which an event loop
 should not be held up."""
+TABLES = ("bad_words", "logit_bias", "allowed_token_ids", "stop_token_ids")
+LONG_TABLES = 1000
+"""Entries of parameters from which on they are read in a thread: bad words take some 25 us each."""
 
 
 @listed
@@ -94,7 +97,7 @@ class AsyncLLM(Front):
         to come anew from their beginning (of beams), as soon as it is seen.
         """
         given = prompt, sampling_params, priority, cache_salt, request_id, resume
-        is_slow = _is_long(prompt) or getattr(sampling_params, "structured_outputs", None) is not None
+        is_slow = _is_long(prompt) or _is_heavy(sampling_params)
         if is_slow or self._admitting.locked():  # by a thread which prepares what is slow
             prepared = await asyncio.to_thread(self.prepare_one, *given)
         else:
@@ -193,8 +196,7 @@ class AsyncLLM(Front):
                 if reader.stream.is_aborted:  # by another thread, which found nothing in the inbox
                     self.loop.abort(job.request_id)
                 while True:
-                    await reader.news()
-                    for output in reader.stream.read():
+                    for output in await reader.read():
                         yield output
                         if output.finished:
                             return
@@ -251,6 +253,14 @@ class AsyncLLM(Front):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _is_heavy(params: Any) -> bool:
+    """To look at these parameters takes long: a grammar, or tables that are as large as the vocabulary."""
+    if getattr(params, "structured_outputs", None) is not None:
+        return True
+    tables = [getattr(params, name, None) or () for name in TABLES]
+    return sum(map(len, tables)) > LONG_TABLES or sum(map(len, tables[0])) > LONG_PROMPT
 
 
 def _is_long(prompt: Any) -> bool:

@@ -136,8 +136,7 @@ class AsyncSessionBranch(Handle):
                 await self._do(going.begin)
                 self._abort_if_aborted(reader)
                 while True:
-                    await reader.news()
-                    for output in going.stream.read():
+                    for output in await reader.read():
                         if streams and output.finished:
                             await self._do(going.read)
                         yield going.written(output)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from pagedec.errors import RequestError
 from pagedec.llm.streams import Stream
+from pagedec.outputs import RequestOutput
+
+MANY_REPORTED = 1000
+"""Log-probabilities from which on outputs are made in a thread: a million of them take seconds."""
 
 
 class Mailbox:
@@ -61,6 +66,13 @@ class Reader:
                 self._waiter = None
             self._posted = False
 
+    async def read(self) -> Iterator[RequestOutput]:
+        """The outputs that the news make, when there is news; see `Stream.read`."""
+        await self.news()
+        if self.stream.num_reported < MANY_REPORTED:
+            return self.stream.read()
+        return _again(*await asyncio.to_thread(_all_of, self.stream))
+
     def wake(self) -> None:
         """Have it look again. Called in any thread."""
         self._mailbox.wake([self])
@@ -74,6 +86,23 @@ class Reader:
         if not self._posted:
             self._posted = True
             self._mailbox.put(self)
+
+
+def _all_of(stream: Stream) -> tuple[list[RequestOutput], RequestError | None]:
+    """What is read, and what that raises at its end."""
+    outputs: list[RequestOutput] = []
+    try:
+        for output in stream.read():
+            outputs.append(output)
+    except RequestError as error:
+        return outputs, error
+    return outputs, None
+
+
+def _again(outputs: Sequence[RequestOutput], error: RequestError | None) -> Iterator[RequestOutput]:
+    yield from outputs
+    if error is not None:
+        raise error
 
 
 def _go_on(readers: Sequence[Reader]) -> None:

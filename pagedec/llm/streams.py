@@ -20,6 +20,8 @@ from pagedec.text.streaming import TextStream
 
 _Tokens = tuple[int | None, Sequence[int], Sequence[TokenLogprobs | None] | None]
 """New tokens of the answer of a rank, or for None of all answers."""
+ALL_REPORTED = 1 << 16
+"""As many log-probabilities are taken to be reported of a token of which all are."""
 _News = _Tokens | tuple[int, Completion] | FinishedRequest | RequestError | None
 
 
@@ -39,6 +41,9 @@ class Stream:
         self._interval = job.params.stream_interval
         self._untold: dict[int | None, int] = {}  # tokens of each answer since its reader was last woken for it
         self._is_due = False
+        self._widths = [_width(job.params.logprobs), _width(job.params.prompt_logprobs)]
+        self.num_reported = 0
+        """About how many log-probabilities there are to read: each takes microseconds."""
         self.is_over = False
         """Nothing more will come; what has come may still be unread."""
         self.is_aborted = False
@@ -50,9 +55,11 @@ class Stream:
 
     # ---- the engine's side
     def tokens(self, rank: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> None:
+        self.num_reported += len(token_ids) * self._widths[0]
         self._put((rank, token_ids, logprobs), is_quiet=not self._is_worth(rank, len(token_ids)))
 
     def settled(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> None:
+        self.num_reported += len(token_ids) * self._widths[0] * self.job.params.num_answers
         self._put((None, token_ids, logprobs), is_quiet=not self._is_worth(None, len(token_ids)))
 
     def ended(self, event: Finished) -> None:
@@ -60,6 +67,8 @@ class Stream:
 
     def finished(self, result: FinishedRequest) -> None:
         self.is_over = True
+        self.num_reported += sum(len(answer.token_ids) for answer in result.answers) * self._widths[0]
+        self.num_reported += len(result.prompt_logprobs or ()) * self._widths[1]
         self._put(result)
 
     def failed(self, error: RequestError) -> None:
@@ -98,7 +107,7 @@ class Stream:
         job, is_delta = self.job, self.job.params.output_kind is RequestOutputKind.DELTA
         touched: dict[int, _Growing] = {}
         failure: RequestError | None = None
-        self._is_due = False  # before looking: what comes from now on is due again
+        self._is_due, self.num_reported = False, 0  # before looking: what comes from now on is due again
         for news in self._taken():
             if isinstance(news, FinishedRequest):
                 final = self.writer.request(job, news)
@@ -170,6 +179,11 @@ class Stream:
         if self._common is not None:
             growing.follow(self._common.so_far)
         return growing
+
+
+def _width(count: int | None) -> int:
+    """How many log-probabilities a token's report has."""
+    return 0 if count is None else ALL_REPORTED if count < 0 else count + 1
 
 
 def _joined(pieces: Sequence[_Tokens]) -> _Tokens:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+from pagedec.llm.readers import MANY_REPORTED
 from pagedec.messages import REASONS, TIME_LIMIT, as_duration
 from pagedec.outputs import (
     BranchBlocks,
@@ -35,8 +38,13 @@ class Events(Generic[M]):
         self._is_first = True
         self._told: set[int] = set()  # answers whose end was told of
 
-    def message(self, output: RequestOutput, text: str = "") -> M:
-        """The next message. `text`: what a conversation became."""
+    async def message(self, output: RequestOutput, text: str = "") -> M:
+        """The next message, made in a thread where it is large. `text`: what a conversation became."""
+        if is_large(output):
+            return await asyncio.to_thread(self._message, output, text)
+        return self._message(output, text)
+
+    def _message(self, output: RequestOutput, text: str) -> M:
         message = self._kind()
         made: Any = message
         if self._is_first:
@@ -64,6 +72,12 @@ class Events(Generic[M]):
             return False
         first = answers[0]
         return all(answer.token_ids == first.token_ids and answer.text == first.text for answer in answers)
+
+
+def is_large(output: RequestOutput) -> bool:
+    """It has so many log-probabilities that an event loop should not wait for its message."""
+    tables = itertools.chain(output.prompt_logprobs or (), *(answer.logprobs or () for answer in output.outputs))
+    return sum(len(table) for table in tables if table is not None) > MANY_REPORTED
 
 
 def as_response(output: RequestOutput, text: str = "") -> generation_service_pb2.GenerateResponse:

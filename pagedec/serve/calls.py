@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import grpc
 import grpc.aio
+from google.rpc import status_pb2
 
 from pagedec.messages import DETAILS
 from pagedec.serve.access import Client, Keys
@@ -117,10 +118,8 @@ class Calls(grpc.aio.ServerInterceptor):
         except grpc.aio.AbortError:  # of a service that is not ours
             raise
         except Exception as error:
-            status = status_of(error)
+            status = failure(error, call)
             code = code_of(status).name
-            if code == "INTERNAL":
-                LOG.exception("%s", call.method, extra={"fields": {"request_ids": call.request_ids}})
             await context.abort(code_of(status), status.message, ((DETAILS, status.SerializeToString()),))
         finally:
             self._ended(call, _said(context) if code == "OK" else code)
@@ -185,6 +184,14 @@ def _reader(parse: Callable[[bytes], Any], streams: bool) -> Callable[[Any], Any
             yield one(data)
 
     return many if streams else one
+
+
+def failure(error: Exception, call: Rpc) -> status_pb2.Status:
+    """The status of an error that is being handled. What is our own is logged: whoever asked is told no more of it."""
+    status = status_of(error)
+    if code_of(status) is grpc.StatusCode.INTERNAL:
+        LOG.exception("%s", call.method, extra={"fields": {"request_ids": call.request_ids}})
+    return status
 
 
 async def echo(request_id: str) -> None:

@@ -12,7 +12,7 @@ from pagedec.llm.async_llm import LONG_PROMPT
 from pagedec.outputs import RequestOutput
 from pagedec.params import RequestOutputKind
 from pagedec.serve.answers import Events, as_response
-from pagedec.serve.calls import echo
+from pagedec.serve.calls import RPC, echo, failure
 from pagedec.serve.gateway import Gateway
 from pagedec.serve.interrupted import fingerprint_of, read_resume
 from pagedec.serve.lifecycle import DRAINING
@@ -49,7 +49,7 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
             async for output in outputs:
                 if self._gateway.lifecycle.refusal is DRAINING and _is_aborted(output):
                     raise DRAINING  # the server goes, not the request: its client has another one go on with it
-                message = events.message(output, _written(request, output))
+                message = await events.message(output, _written(request, output))
                 if seeds:
                     message.resume.CopyFrom(pb.Resume(seed=seeds.pop(), fingerprint=own))
                 elif resume is not None and not message.ListFields():
@@ -79,7 +79,7 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         try:
             made = pb.GenerateBatchResponse(item_id=name, response=await self._generated(item.request))
         except Exception as error:
-            made = pb.GenerateBatchResponse(item_id=name, error=status_of(error))
+            made = pb.GenerateBatchResponse(item_id=name, error=failure(error, RPC.get()))
         finally:
             running.discard(name)
         yield made

@@ -15,11 +15,12 @@ from typing import Any
 from pagedec.errors import InvalidArgument, Shown
 from pagedec.outputs import RequestOutput
 from pagedec.params import BeamSearchParams, RequestOutputKind, RequestParams, SamplingParams
+from pagedec.serve.calls import RPC, failure
 from pagedec.serve.gateway import Gateway
 from pagedec.serve.lifecycle import State
 from pagedec.serve.orders import Order, check_bounds
 from pagedec.serve.side_by_side import side_by_side
-from pagedec.serve.statuses import Refusal, status_of
+from pagedec.serve.statuses import Refusal
 from pagedec.serve.tensors import INPUTS, OUTPUTS, read_inputs, write_output
 from pagedec.v1 import open_inference_service_pb2 as pb
 from pagedec.v1 import open_inference_service_pb2_grpc
@@ -91,7 +92,8 @@ class OpenInferenceService(open_inference_service_pb2_grpc.GRPCInferenceServiceS
                 yield pb.ModelStreamInferResponse(infer_response=self._response(request, True))
         except Exception as error:
             failed = self._response(request, True)
-            yield pb.ModelStreamInferResponse(error_message=status_of(error).message, infer_response=failed)
+            message = failure(error, RPC.get()).message
+            yield pb.ModelStreamInferResponse(error_message=message, infer_response=failed)
 
     async def _answered(
         self, request: pb.ModelInferRequest, given: Mapping[str, Any]

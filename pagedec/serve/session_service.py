@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from pagedec.decoders.scoring import ScoreParams
 from pagedec.errors import InvalidArgument, Shown
@@ -24,8 +26,11 @@ from pagedec.serve.orders import Limits, Order, read_chat, read_ids, read_messag
 from pagedec.v1 import prompt_pb2, session_service_pb2_grpc
 from pagedec.v1 import session_service_pb2 as pb
 
+T = TypeVar("T")
 PAGE, MOST_PAGE = 100, 1000
 """Sessions of an answer to ListSessions, where nothing is said and at most."""
+MOST_DIGITS = 20
+"""Of a page's token, which is a session's number."""
 MOST_COLUMNS = 1000
 """Of a drawing."""
 MOST_SCORED = 1 << 16
@@ -46,7 +51,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         gateway.check_model(request.model)
         gateway.require_serving()
         ttl = self._leases.ttl(seconds_of(request.ttl) if request.HasField("ttl") else None)
-        given = _beginning(request.prompt, gateway.limits)
+        given = await _read(request.prompt, lambda: _beginning(request.prompt, gateway.limits))
         options: dict[str, Any] = {
             "seed": request.seed if request.HasField("seed") else None,
             "priority": request.priority,
@@ -88,7 +93,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             )  # fmt: skip
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
-                    message = events.message(output)
+                    message = await events.message(output)
                     if output.finished:
                         self._leases.add(lease, output.branches)
                         stands = await _stand(branch, [branch, *output.branches])
@@ -100,14 +105,13 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         """Goes on with a client's own text, tokens or message."""
         _, branch = self._branch(request)
         form = request.WhichOneof("what")
-        what: Any = {
-            None: None,
-            "text": request.text,
-            "token_ids": read_ids(request.token_ids.ids, "token_ids.ids", self._gateway.limits),
-            "message": read_message(request.message) if form == "message" else None,
-        }[form]
-        if what is None or form is None:
+        if form is None:
             raise InvalidArgument("what", None, "must be text, token_ids or message")
+        what: Any = request.text
+        if form == "token_ids":
+            what = read_ids(request.token_ids.ids, "token_ids.ids", self._gateway.limits)
+        elif form == "message":
+            what = await _read(request.message, lambda: read_message(request.message))
         field = {"token_ids": "token_ids.ids"}.get(form, form)
         tokens = len(what) if form != "message" else len(request.message.content)
         with self._leases.room(RPC.get().client, 0, tokens), renamed("append", field), renamed("messages[0]", field):
@@ -143,7 +147,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         most, count = self._gateway.config.max_request_tokens, len(request.continuations)
         if count > MOST_SCORED:
             raise InvalidArgument("continuations", Shown(f"{count} of them"), f"must be at most {MOST_SCORED}")
-        rows = read_continuations(request.continuations)
+        rows = await _read(request, lambda: read_continuations(request.continuations))
         size = sum(map(len, rows))
         if size > most:
             limit = f"must come to at most {most} tokens or characters, the server's max_request_tokens"
@@ -183,9 +187,10 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
     async def ListSessions(self, request: pb.ListSessionsRequest, context: Any) -> pb.ListSessionsResponse:
         """The client's own sessions."""
         count = min(request.page_size or PAGE, MOST_PAGE)
-        if request.page_token and not (request.page_token.isascii() and request.page_token.isdecimal()):
+        token = request.page_token
+        if token and not (len(token) <= MOST_DIGITS and token.isascii() and token.isdecimal()):
             raise InvalidArgument("page_token", Shown("no such token"), "must be next_page_token of the answer before")
-        found = self._leases.listed(RPC.get().client, int(request.page_token or 0), count + 1)
+        found = self._leases.listed(RPC.get().client, int(token or 0), count + 1)
         more = str(found[count - 1].number) if len(found) > count else ""
         return pb.ListSessionsResponse(sessions=map(_session, found[:count]), next_page_token=more)
 
@@ -249,6 +254,11 @@ def read_continuations(given: Sequence[pb.Continuation]) -> list[str | list[int]
     return [one.text if one.WhichOneof("form") == "text" else list(one.token_ids.ids) for one in given]
 
 
+async def _read(message: Message, read: Callable[[], T]) -> T:
+    """What `read` makes of a message: in a thread where it is long, since it may have a million fields."""
+    return await asyncio.to_thread(read) if message.ByteSize() > LONG_PROMPT else read()
+
+
 def _beginning(prompt: prompt_pb2.Prompt, limits: Limits) -> dict[str, Any]:
     """What `AsyncLLM.session` is given for a prompt. Raises `InvalidArgument`."""
     given = read_prompt(prompt, limits)
@@ -262,8 +272,8 @@ def _beginning(prompt: prompt_pb2.Prompt, limits: Limits) -> dict[str, Any]:
 
 
 def _chosen(lease: Lease, names: Sequence[str]) -> list[AsyncSessionBranch]:
-    """Branches of a session, all where none is named. Raises `NotFound`."""
-    return [lease.find(name) for name in names] if names else list(lease.branches.values())
+    """Branches of a session, each once; all where none is named. Raises `NotFound`."""
+    return [lease.find(name) for name in dict.fromkeys(names)] if names else list(lease.branches.values())
 
 
 def _session(lease: Lease) -> pb.Session:

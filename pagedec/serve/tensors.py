@@ -29,10 +29,15 @@ OUTPUTS = {
     "num_output_tokens": "UINT32",
 }
 PACKED = {"FP32": "f", "UINT32": "I"}
+MOST_DIMENSIONS = 8
+"""Of a tensor that is read: each is 1."""
 
 
 def read_inputs(request: pb.ModelInferRequest) -> dict[str, Any]:
     """The one element of each tensor of a request, as text or bool. Raises `InvalidArgument` naming the tensor."""
+    if len(request.inputs) > len(INPUTS):  # before they are read: a message may have a million of them
+        limit = f"must be at most {len(INPUTS)}: each is given once"
+        raise InvalidArgument("inputs", Shown(f"{len(request.inputs)} of them"), limit)
     raw: Iterator[bytes] = iter(request.raw_input_contents)
     found: dict[str, Any] = {}
     for tensor in request.inputs:
@@ -41,10 +46,12 @@ def read_inputs(request: pb.ModelInferRequest) -> dict[str, Any]:
             raise InvalidArgument("inputs", name, f"must be of {', '.join(INPUTS)}")
         if tensor.datatype != INPUTS[name]:
             raise InvalidArgument(f"inputs.{name}.datatype", tensor.datatype, f"must be {INPUTS[name]}")
-        size = 1
-        for length in tensor.shape:
-            size *= length
-        if size != 1:
+        if name in found:
+            raise InvalidArgument("inputs", name, "must have each tensor once")
+        if len(tensor.shape) > MOST_DIMENSIONS:
+            limit = f"must have at most {MOST_DIMENSIONS} dimensions"
+            raise InvalidArgument(f"inputs.{name}.shape", Shown(f"{len(tensor.shape)} of them"), limit)
+        if any(length != 1 for length in tensor.shape):
             raise InvalidArgument(f"inputs.{name}.shape", list(tensor.shape), "must be of one element")
         if tensor.HasField("contents"):
             contents = tensor.contents

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from pagedec import SamplingParams
 from pagedec.core.forward import Answers, Forwards, Rules
 from pagedec.engine.interrupts import held_interrupts
 from pagedec.errors import NotFound
@@ -95,6 +96,58 @@ def test_ctrl_c_at_any_line(tiny: Tiny, expected: list[Tokens], num_lines: int) 
         sys.settrace(previous)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert_whole(llm, expected)
+
+
+def press(num_lines: int, what: Callable[[], object]) -> bool:
+    """Ctrl-C when so many lines of it have run. False: it had fewer."""
+    previous = sys.gettrace()
+    sys.settrace(interrupt_after(num_lines))
+    try:
+        what()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(previous)
+    return False
+
+
+def test_ctrl_c_at_any_line_of_a_sessions_edit(tiny: Tiny, expected: list[Tokens]) -> None:
+    """The engine is nobody's afterwards: whoever comes next has it."""
+    llm = tiny(**SMALL)
+    session = llm.session([5, 6, 7])
+    num_lines = 1
+    while press(num_lines, session.fork):
+        assert not llm.loop._driving.locked() and llm.loop._driver is None
+        num_lines += 1
+    assert num_lines > 40
+    session.close()
+    assert_whole(llm, expected)
+
+
+def test_ctrl_c_at_any_line_of_a_streams_end(tiny: Tiny, expected: list[Tokens]) -> None:
+    llm, num_lines, was_pressed = tiny(**SMALL), 1, True
+    while was_pressed:
+        stream = llm.stream([5, 6, 7], SamplingParams(max_tokens=30, ignore_eos=True))
+        next(stream)
+        was_pressed = press(num_lines, stream.close)
+        assert not llm.loop._driving.locked() and llm.loop._driver is None
+        num_lines += 1
+    assert num_lines > 40
+    llm.loop.drive(lambda: llm.engine.idle)
+    assert_whole(llm, expected)
+
+
+def test_ctrl_c_at_any_line_of_close(tiny: Tiny) -> None:
+    """It is closed all the same."""
+    num_lines, was_pressed = 1, True
+    while was_pressed:
+        llm = tiny(**SMALL)
+        was_pressed = press(num_lines, llm.close)
+        llm.close()
+        executor = llm.engine.executor
+        assert isinstance(executor, InlineExecutor) and executor.worker is None
+        num_lines += 1
+    assert num_lines > 20
 
 
 def test_a_held_interrupt_comes_when_asked_for() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pagedec import SamplingParams
 from pagedec.errors import InvalidArgument, SessionLimit
 from tests.engine.crowd import Tiny
 
@@ -44,3 +45,21 @@ def test_what_is_refused_takes_nothing_back(tiny: Tiny) -> None:
     assert session.token_ids == [5] * 30
     llm.loop.at_once(lambda engine: sessions.append(engine, session._branch, [9] * 20, 10))
     assert session.token_ids == [5] * 10 + [9] * 20
+
+
+@pytest.mark.parametrize("keeps_another", [False, True])
+def test_a_call_that_is_dropped_with_its_branch_counts_no_more(tiny: Tiny, keeps_another: bool) -> None:
+    """Both are found in the same look: the call has failed, and its branch is gone when that is told."""
+    llm = tiny()
+    session = llm.session([5, 6, 7], ttl=1000.0)
+    other = session.fork() if keeps_another else None
+    stream = session.stream(max_tokens=200, ignore_eos=True)
+    owner, sessions = session._owner, llm.engine.sessions
+    assert owner.num_calls == 1 and sessions._num_promised == 200
+    del stream, session
+    llm.generate([[3]], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert (owner.num_calls, owner.num_promised, sessions._num_promised) == (0, 0, 0)
+    assert list(owner.branches) == (["0.0"] if keeps_another else [])
+    if other is not None:
+        other.close()
+    assert sessions.num_tokens == 0

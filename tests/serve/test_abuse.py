@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from pagedec.errors import InvalidArgument, NotFound
+from pagedec.serve import answers, orders
 from pagedec.serve.statuses import MAX_MESSAGE, status_of
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import model_service_pb2, open_inference_service_pb2, parameters_pb2, prompt_pb2, session_service_pb2
@@ -169,6 +170,50 @@ def test_a_grammar_that_is_being_compiled_holds_up_nobody(
     go_on.set()
     assert time.monotonic() - began < 15
     future.result()
+
+
+def test_branches_that_are_named_a_million_times_are_told_of_once(abused: Serving) -> None:
+    opened = abused.sessions.OpenSession(session_service_pb2.OpenSessionRequest(prompt=prompt([5])))
+    named: dict[str, Any] = {"session_id": opened.session_id, "branches": ["0"] * 1_000_000}
+    session = abused.sessions.GetSession(session_service_pb2.GetSessionRequest(**named), timeout=30)
+    tree = abused.sessions.GetTree(session_service_pb2.GetTreeRequest(**named), timeout=30)
+    assert [branch.name for branch in (*session.branches, *tree.branches)] == ["0", "0"]
+    abused.sessions.CloseSession(session_service_pb2.CloseSessionRequest(session_id=opened.session_id))
+
+
+def test_long_messages_are_read_where_nobody_waits(abused: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million fields take seconds."""
+    opened = abused.sessions.OpenSession(session_service_pb2.OpenSessionRequest(prompt=prompt([5])))
+    asked = session_service_pb2.AppendRequest(session_id=opened.session_id, branch="0")
+    asked.message.fields.update({"x": [1.5] * 20_000})
+    chat = prompt_pb2.Chat(messages=[asked.message])
+    opening = session_service_pb2.OpenSessionRequest(prompt=prompt_pb2.Prompt(chat=chat))
+    threads, read = set[str](), orders.as_table
+
+    def noted(*given: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return read(*given)
+
+    monkeypatch.setattr(orders, "as_table", noted)
+    refused(abused.sessions.Append, asked)
+    refused(abused.sessions.OpenSession, opening)
+    assert threads and "servers" not in threads
+    abused.sessions.CloseSession(session_service_pb2.CloseSessionRequest(session_id=opened.session_id))
+
+
+def test_many_reports_are_written_where_nobody_waits(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    serving = serve(engine={"max_logprobs": -1})
+    threads, write = set[str](), answers.as_logprobs
+
+    def noted(*given: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return write(*given)
+
+    monkeypatch.setattr(answers, "as_logprobs", noted)
+    asked = pb.GenerateStreamRequest(prompt=prompt([5] * 100), parameters=greedy(2))
+    asked.parameters.reports.prompt_logprobs = -1
+    assert sum(len(message.prompt_logprobs) for message in serving.generation.GenerateStream(asked)) == 100
+    assert any(name != "servers" for name in threads)
 
 
 @pytest.fixture

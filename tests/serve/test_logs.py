@@ -40,6 +40,31 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], io.StringIO
     logger.handlers[:], logger.level, logger.propagate = before
 
 
+@pytest.mark.parametrize("protocol", ["batch", "triton"])
+def test_our_own_mistakes_with_one_of_many_are_told_of(
+    text_server: Serving, log: Callable[[str], io.StringIO], monkeypatch: pytest.MonkeyPatch, protocol: str
+) -> None:
+    """The stream goes on, and its own status says nothing of them."""
+    written = log("json")
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError(MARKER)
+
+    monkeypatch.setattr(text_server.server.gateway, "outputs", broken)
+    if protocol == "batch":
+        item = pb.GenerateBatchRequest(item_id="a", request=pb.GenerateRequest(prompt=prompt("Hi")))
+        [answer] = text_server.generation.GenerateBatch(iter([item]))
+        assert answer.error.code == grpc.StatusCode.INTERNAL.value[0]
+    else:
+        asked = ob.ModelInferRequest(model_name=text_server.server.gateway.model)
+        asked.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"Hi")
+        [response] = oip.GRPCInferenceServiceStub(text_server.channel).ModelStreamInfer(iter([asked]))
+        assert "an error of the server, which its log tells of" in response.error_message
+    lines = [json.loads(line) for line in written.getvalue().splitlines()]
+    [trace] = [line["exception"] for line in lines if "exception" in line]
+    assert "ZeroDivisionError" in trace and MARKER not in written.getvalue()
+
+
 def test_no_line_holds_a_prompt(
     text_server: Serving, log: Callable[[str], io.StringIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,10 @@ TEXT = struct.pack("<I", 2) + b"Hi"
         ([TEXT], [tensor("text_input", "INT32")], "inputs.text_input.datatype: must be BYTES"),
         ([TEXT], [tensor("text_input", shape=(2,))], "inputs.text_input.shape: must be of one element"),
         ([TEXT], [tensor("text_input", shape=(-1, -1, 2**40))], "must be of one element"),
+        ([TEXT], [tensor("text_input", shape=(-1, -1))], "must be of one element"),
+        ([TEXT], [tensor("text_input", shape=(2,) * 4_000_000)], "is 4000000 of them: must have at most 8 dimensions"),
+        ([TEXT, TEXT], [tensor("text_input")] * 2, "inputs: must have each tensor once"),
+        ([], [tensor("text_input")] * 9, "inputs is 9 of them: must be at most 8: each is given once"),
         ([TEXT, b"12"], [tensor("text_input"), tensor("stream", "BOOL")], "inputs.stream is 2 bytes"),
         ([TEXT, b"\1"], [tensor("text_input"), tensor("stream", "BOOL")], "inputs.stream is True: must be false"),
         (

@@ -260,8 +260,12 @@ def test_sessions_are_listed_in_pages(serve: Serve) -> None:
     assert [session.session_id for session in found] == [one.id for one in held]
     assert [session.num_branches for session in found] == [1, 3, 1, 1, 1]
     assert all(590 < s.expire_time.seconds - s.open_time.seconds < 610 for s in found)
-    wrong = pb.ListSessionsRequest(page_token="x")
-    assert refused(lambda: serving.sessions.ListSessions(wrong)) == ("INVALID_ARGUMENT", "INVALID_FIELD")
+    for wrong in ("x", "-1", "9" * 5000):
+        asked = pb.ListSessionsRequest(page_token=wrong)
+        assert refused(lambda asked=asked: serving.sessions.ListSessions(asked)) == (
+            "INVALID_ARGUMENT",
+            "INVALID_FIELD",
+        )
     for one in held:
         one.close()
 

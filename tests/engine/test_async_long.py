@@ -1,0 +1,97 @@
+"""What takes long is not done in an event loop: other coroutines would wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagedec import LLM, AsyncLLM, BeamSearchParams, RequestOutput, RequestOutputKind, SamplingParams
+from pagedec.engine import options
+from pagedec.llm.readers import MANY_REPORTED
+from pagedec.llm.writer import Writer
+from tests.models.checkpoints import VOCAB
+
+IDS = [5, 17, 40, 99, 3]
+LOOP = "the loop"
+MANY: dict[str, Any] = {
+    "answer": SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=-1),
+    "answers": SamplingParams(n=40, seed=1, max_tokens=20, ignore_eos=True, logprobs=1),
+    "prompt": SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1),
+    "beams": BeamSearchParams(beam_width=4, max_tokens=20, ignore_eos=True, logprobs=50),
+}
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> set[bool]:
+    """Whether it was in an event loop's thread that tables were made."""
+    found, table = set[bool](), Writer._table
+
+    def noted(*given: Any) -> Any:
+        found.add(threading.current_thread().name == LOOP)
+        return table(*given)
+
+    monkeypatch.setattr(Writer, "_table", noted)
+    return found
+
+
+def run(what: Callable[[AsyncLLM], Any], path: Path) -> Any:
+    results: list[Any] = []
+
+    async def asked() -> None:
+        settings: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "num_blocks": 128}
+        async with AsyncLLM(str(path), max_logprobs=VOCAB, **settings) as llm:
+            results.append(await asyncio.wait_for(what(llm), 120))
+
+    thread = threading.Thread(target=lambda: asyncio.run(asked()), name=LOOP)
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+async def last(llm: AsyncLLM, params: Any) -> RequestOutput:
+    return [output async for output in llm.generate([*IDS, *range(3, 30)], params)][-1]
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_many_reports_are_read_in_a_thread(tiny_path: Path, threads: set[bool], name: str) -> None:
+    params = MANY[name].clone(output_kind=RequestOutputKind.FINAL_ONLY)
+    got = run(lambda llm: last(llm, params), tiny_path)
+    assert threads == {False}
+    with LLM(str(tiny_path), dtype="float32", skip_tokenizer_init=True, num_blocks=128, max_logprobs=VOCAB) as llm:
+        [want] = llm.generate([[*IDS, *range(3, 30)]], params, use_tqdm=False)
+    assert got.outputs == want.outputs and got.prompt_logprobs == want.prompt_logprobs
+
+
+def test_few_are_read_where_they_are_wanted(tiny_path: Path, threads: set[bool]) -> None:
+    params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=5, output_kind=RequestOutputKind.DELTA)
+    assert MANY_REPORTED > 6 * 20
+    run(lambda llm: last(llm, params), tiny_path)
+    assert threads == {True}
+
+
+def test_many_reports_of_a_session(tiny_path: Path, threads: set[bool]) -> None:
+    async def asked(llm: AsyncLLM) -> Any:
+        async with llm.session(IDS) as session:
+            return await session.generate(MANY["answer"])
+
+    assert len(run(asked, tiny_path).outputs[0].logprobs) == 20 and threads == {False}
+
+
+@pytest.mark.parametrize("field", ["logit_bias", "allowed_token_ids", "stop_token_ids"])
+def test_long_tables_are_read_in_a_thread(tiny_path: Path, monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    found, read = set[str](), options._token_ids
+
+    def noted(*given: Any) -> Any:
+        found.add(threading.current_thread().name)
+        return read(*given)
+
+    monkeypatch.setattr(options, "_token_ids", noted)
+    table: Any = dict.fromkeys(range(VOCAB), 0.5) if field == "logit_bias" else list(range(3, VOCAB)) * 10
+    monkeypatch.setattr("pagedec.llm.async_llm.LONG_TABLES", 100)
+    run(lambda llm: last(llm, SamplingParams(max_tokens=2, **{field: table})), tiny_path)
+    assert found and LOOP not in found
