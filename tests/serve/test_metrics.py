@@ -141,7 +141,7 @@ def test_times_are_those_of_the_requests(serve: Serve) -> None:
     assert whole >= sum(last.usage.latency.ToSeconds() for last in lasts) and 0 < first < whole
     assert 0 < of(values, "inter_token_latency_seconds_sum") <= whole - first
     assert 0 < of(values, "request_queue_time_seconds_sum") < whole
-    assert of(values, "engine_step_rows_total") == serving.llm.engine.stats.num_rows > 2 * len(LONG)
+    assert of(values, "engine_step_rows_total") == serving.llm.engine.stats.num_rows > len(LONG)
 
 
 def test_what_is_taken_back_and_given_up(serve: Serve) -> None:
