@@ -114,9 +114,14 @@ class Layers:
         )
 
     def pack_for_torch(self) -> None:
-        """A copy for each layer, or torch would read from cache."""
+        """A copy for each layer, or torch would read from cache. Packed, where torch packs such numbers."""
+        bf16 = self.code == Dtype.BF16
+        self.is_packed_for_torch = not bf16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
         reorder = torch.ops.mkldnn._reorder_linear_weight
-        self.torch_weights = [reorder(self.weights[shape], 16) for shape in self.shapes]
+        self.torch_weights = [
+            reorder(self.weights[shape], 16) if self.is_packed_for_torch else self.weights[shape].clone()
+            for shape in self.shapes
+        ]
 
     def run(self) -> None:
         self.context.run(self.program)
@@ -127,7 +132,10 @@ class Layers:
 
         def packed_torch() -> None:
             for (_, k), weight in zip(self.shapes, self.torch_weights, strict=True):
-                torch.ops.mkldnn._linear_pointwise(x[k], weight, None, "none", [], "")
+                if self.is_packed_for_torch:
+                    torch.ops.mkldnn._linear_pointwise(x[k], weight, None, "none", [], "")
+                else:
+                    torch.nn.functional.linear(x[k], weight)
 
         def read() -> None:
             self.context.read_rate(self.storage.data_ptr(), self.num_bytes)

@@ -22,8 +22,9 @@ DEFAULT_LOGPROBS = 20
 MAX_REPORTED = 1 << 20
 """Log-probabilities that a request may have where it asks for more of each token: some 300 MB, told in Python's
 numbers."""
-MAX_BAD_WORD_BYTES = 1 << 18
-"""Of all bad words of a request: they are tokenised twice each, in some 0.5 s then."""
+MAX_BAD_WORD_BYTES, MAX_BAD_WORDS = 1 << 18, 10_000
+"""Of all bad words of a request: they are tokenised twice each, in some 0.5 s then, of a session in the engine's
+thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,8 @@ def bad_word_ids(words: Sequence[str], vocab_size: int, vocabulary: Vocabulary |
     a text, and as it follows a space, where that is another first token and as many tokens."""
     if vocabulary is None:
         raise InvalidArgument("bad_words", list(words), "must be empty: the engine has no tokenizer")
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidArgument("bad_words", Shown(f"{len(words)} words"), f"must be at most {MAX_BAD_WORDS}")
     num_bytes = sum(len(word.encode("utf-8", "replace")) for word in words if isinstance(word, str))
     if num_bytes > MAX_BAD_WORD_BYTES:
         raise InvalidArgument("bad_words", Shown(f"{num_bytes} bytes"), f"must be at most {MAX_BAD_WORD_BYTES} in all")

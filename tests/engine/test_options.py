@@ -107,6 +107,7 @@ def test_reports(fields: dict[str, Any], want: Reporting) -> None:
         ({"prompt_logprobs": -2}, "prompt_logprobs is -2"),
         ({"bad_words": ["\n"]}, r"bad_words is '\\n': must be text with more in it than white space"),
         ({"bad_words": ["big"]}, "bad_words is 'big': must be of tokens from 0 to 9; it has token 99"),
+        ({"bad_words": ["a"] * 10_001}, "bad_words is 10001 words: must be at most 10000"),
         ({"bad_words": ["a", "b" * 262144]}, "bad_words is 262145 bytes: must be at most 262144 in all"),
         ({"stop": [""]}, "stop is ''"),
         ({"allowed_token_ids": (1, 2), "bad_words": ["a"]}, "allowed_token_ids is 2 tokens"),
