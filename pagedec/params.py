@@ -106,9 +106,7 @@ class RequestParams:
     allowed_token_ids: Sequence[int] | None = option(
         None, TokenIds("draw none but these tokens", filled=True, optional=True)
     )
-    bad_words: Sequence[str] | None = option(
-        (), Texts("words whose own tokens, with a space before them or not, never come together; others may spell one")
-    )
+    bad_words: Sequence[str] | None = option((), Texts("words whose tokens never come in a row; others may spell one"))
     logprobs: int | None = option(
         None,
         Integer(
