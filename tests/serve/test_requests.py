@@ -156,6 +156,8 @@ def test_who_reads_slowly_gets_what_came_meanwhile_in_one_message(serve: Serve, 
         messages = [await anext(stream)]
         while not serving.llm.engine.idle or serving.llm.engine.unfinished:
             time.sleep(0.01)  # the event loop is held up: nobody reads
+        for paused in (True, False):  # what the last step brought has been told
+            serving.llm.loop.pause(paused).result(10)
         return messages + [message async for message in stream]
 
     messages = serving.loop.run(slowly())
