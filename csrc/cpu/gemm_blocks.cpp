@@ -31,11 +31,7 @@ struct Job {
   }
 };
 
-// Rows not L1_SET_PERIOD apart.
-int64_t stride_of(int64_t k) {
-  const int64_t bytes = (k / X_GROUP * X_BYTES + 63) / 64 * 64;
-  return bytes % L1_SET_PERIOD ? bytes : bytes + 64;
-}
+int64_t stride_of(int64_t k) { return stride_past_period((k / X_GROUP * X_BYTES + 63) & -64); }
 
 // Of a panel's 256 values by so many rows: what memory, or multiplying, takes; in bytes that memory gives meanwhile.
 int64_t cost_of(const BlockShape &shape, int64_t rows) {

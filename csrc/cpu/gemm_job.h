@@ -48,7 +48,7 @@ struct Job {
   const char *next = nullptr, *next_end = nullptr;  // what this thread will read in the following layer, or NULL
   // for copies of this thread's rows; int8: or what all have quantised into
   char *workspace = nullptr;
-  char *wide = nullptr;  // for a slice of a panel in x's dtype, or all slices
+  char *wide = nullptr;  // for a slice of a panel as tiles take it, or all slices
   bool shared = false;
   Rows rows{};
 
@@ -68,7 +68,7 @@ struct Job {
 };
 
 // x in int8, in the workspace: rows that are not L1_SET_PERIOD apart.
-int64_t int8_stride(const Int8Row &shape) { return shape.bytes % L1_SET_PERIOD ? shape.bytes : shape.bytes + 64; }
+int64_t int8_stride(const Int8Row &shape) { return stride_past_period(shape.bytes); }
 int64_t int8_bytes(const Int8Row &shape, int64_t rows) { return rows * int8_stride(shape); }
 
 // Rows of x, so many bytes each, that a thread keeps at once.
@@ -82,10 +82,7 @@ int64_t kept_rows(const pd_gemm_args &a, int64_t bytes) {
 constexpr int COPY_MIN_ROWS = TILE_ROWS > 8 ? 10 : INT32_MAX, COPY_MIN_PANELS = 8;
 
 int64_t row_bytes(const pd_gemm_args &a) { return (int64_t)a.k * (a.dtype == PD_BF16 ? 2 : 4); }
-int64_t floats_stride(int64_t k) {
-  const int64_t bytes = (k * 4 + 63) & -64;
-  return bytes % L1_SET_PERIOD ? bytes : bytes + 64;
-}
+int64_t floats_stride(int64_t k) { return stride_past_period((k * 4 + 63) & -64); }
 bool goes_as_floats(const pd_gemm_args &a) {
   return a.dtype == PD_BF16 && a.quantization != PD_INT8 && *a.num_rows >= FLOATS_MIN_ROWS;
 }

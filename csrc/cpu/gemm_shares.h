@@ -19,6 +19,8 @@ constexpr int64_t SHARE_MIN_VALUES = 32768;
 
 // Rows a multiple of 4 KB apart fall into one set of an 8-way L1, which cannot hold a tall tile's.
 constexpr int64_t L1_SET_PERIOD = 4096;
+// The distance of rows of so many bytes (whole lines) that does not make them fall so.
+inline int64_t stride_past_period(int64_t bytes) { return bytes % L1_SET_PERIOD ? bytes : bytes + 64; }
 
 // Into how many groups the threads split the rows; each group's threads split the panels. As many as the weights may be
 // read: a thread then finds in its own cache the rows that it wrote in the kernel before, where half of each row would
