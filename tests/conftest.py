@@ -6,10 +6,14 @@ import os
 import random
 import signal
 import sys
+from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import settings
+
+from pagedec.executor import fork_server
 
 settings.register_profile("pagedec", derandomize=True, deadline=None)
 settings.load_profile("pagedec")
@@ -20,6 +24,28 @@ os.environ |= {"RAY_worker_niceness": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_
 # Nor do workers start before anybody asks for them: nobody asks for so plain ones.
 os.environ |= {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
 os.environ |= {"RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "30", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_servers_stay() -> Iterator[None]:
+    """The last two, so that a worker process of a test need not wait for torch's import. Which test runs is no reason
+    for another."""
+    kept: deque[fork_server.ForkServer] = deque(maxlen=2)
+    choose, environment = fork_server.current, fork_server.worker_environment
+
+    def without_the_test() -> dict[str, str]:
+        return {name: value for name, value in environment().items() if name != "PYTEST_CURRENT_TEST"}
+
+    def current() -> fork_server.ForkServer:
+        server = choose()
+        if server not in kept:
+            kept.append(server)
+        return server
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_server, "current", current)
+        patch.setattr(fork_server, "worker_environment", without_the_test)
+        yield
 
 
 @pytest.fixture(autouse=True)

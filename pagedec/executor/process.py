@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import socket
-import subprocess
-import sys
 import weakref
 
 from pagedec.config import EngineConfig
-from pagedec.environment import worker_environment
+from pagedec.executor import fork_server
 from pagedec.executor.channel import Channel
+from pagedec.executor.fork_server import ForkedProcess, ForkServer
 from pagedec.executor.group import WorkerGroup
 from pagedec.executor.remote import RemoteExecutor
 
@@ -26,7 +24,17 @@ class ProcessExecutor(RemoteExecutor):
     """
 
     def __init__(self, config: EngineConfig, load: str = LOAD_WORKER) -> None:
-        super().__init__(config, lambda: start_group(config.parallel.tensor_parallel_size, load))
+        self._servers = servers = list[ForkServer]()
+
+        def launch() -> WorkerGroup:
+            servers[:] = [fork_server.current()]  # stays, however many workers end
+            return start_group(config.parallel.tensor_parallel_size, load)
+
+        super().__init__(config, launch)
+
+    def stop(self) -> None:
+        super().stop()
+        self._servers.clear()
 
 
 def start_group(world: int, load: str = LOAD_WORKER) -> WorkerGroup:
@@ -45,20 +53,10 @@ class WorkerProcess:
     """A process that loads what it is told to, and then carries out steps. It ends with the channel to it."""
 
     def __init__(self, load: str = LOAD_WORKER) -> None:
+        server = fork_server.current()
         ours, theirs = socket.socketpair()
-        path = json.dumps(sys.path)  # the worker finds what we found, and runs nothing of the caller's script
-        deaf = "import gc, signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"  # Ctrl-C is ours, always
-        deaf += "; gc.disable()"  # until it has imported torch: nothing of that is garbage, and to look takes 0.1 s
-        begin = f"{deaf}; import json, sys; sys.path[:] = json.loads({path!r})"
-        code = f"{begin}; from pagedec.executor.child import main; main({theirs.fileno()}, {load!r})"
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=worker_environment(),
-            )
+            self._process = server.fork(load, theirs)
         except BaseException:
             ours.close()
             raise
@@ -66,16 +64,15 @@ class WorkerProcess:
             theirs.close()
         self.channel = Channel(ours)
         self.pid = self._process.pid
-        self._end = weakref.finalize(self, _end, self._process, self.channel)  # also where it is dropped
+        self._end = weakref.finalize(self, _end, self._process, self.channel, server)  # also where it is dropped
         self._end.atexit = False  # the kernel closes the channel then
 
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
     def end(self) -> str:
-        try:
-            status = self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
+        status = self._process.wait(STOP_SECONDS)
+        if status is None:
             return "does not answer any more"
         return f"was ended by signal {-status}" if status < 0 else f"has ended with status {status}"
 
@@ -88,12 +85,12 @@ class WorkerProcess:
 
     def abandon(self) -> None:
         self._end.detach()
+        self._process.close()
 
 
-def _end(process: subprocess.Popen[bytes], channel: Channel) -> None:
+def _end(process: ForkedProcess, channel: Channel, _: ForkServer) -> None:
     channel.close()
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
+    if process.wait(STOP_SECONDS) is None:
         process.kill()
-        process.wait()
+        process.wait(STOP_SECONDS)
+    process.close()

@@ -146,7 +146,8 @@ def test_an_engine_that_is_dropped_leaves_no_process(tiny_path: Path) -> None:
             patch.setattr(sys, "unraisablehook", unraisable.append)
             del llm
             gc.collect()
-        assert not Path(f"/proc/{pid}").exists() and not unraisable
+        assert not is_running(pid) and not unraisable
+    wait_for(lambda: not Path(f"/proc/{pid}").exists())
 
 
 def test_a_channel_says_how_it_ends() -> None:
@@ -335,6 +336,7 @@ def test_a_process_that_cannot_begin_leaves_no_socket(monkeypatch: pytest.Monkey
         raise BlockingIOError("Resource temporarily unavailable")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setenv("TEST_OF_ANOTHER_SERVER", "1")
     before = os.listdir("/proc/self/fd")
     with pytest.raises(BlockingIOError) as raised:
         WorkerProcess()
