@@ -82,6 +82,78 @@ def test_many_reports_of_a_session(tiny_path: Path, threads: set[bool]) -> None:
     assert len(run(asked, tiny_path).outputs[0].logprobs) == 20 and threads == {False}
 
 
+async def generated_all(branches: list[Any]) -> int:
+    return sum(len(one.outputs[0].logprobs) for one in await branches[0].generate_all(branches, MANY["answer"]))
+
+
+async def scored(branches: list[Any]) -> int:
+    return sum(len(one.logprobs) for one in await branches[0].score([IDS, IDS[:1]], logprobs=-1))
+
+
+async def scored_all(branches: list[Any]) -> int:
+    many = await branches[0].score_all(branches, [[IDS], [IDS]], logprobs=-1)
+    return sum(len(one.logprobs) for each in many for one in each)
+
+
+@pytest.mark.parametrize(("what", "count"), [(generated_all, 40), (scored, 6), (scored_all, 10)])
+def test_many_reports_of_calls_on_several_branches(
+    tiny_path: Path, threads: set[bool], what: Callable[[list[Any]], Any], count: int
+) -> None:
+    async def asked(llm: AsyncLLM) -> Any:
+        async with llm.session(IDS) as session:
+            return await what([session, await session.fork()])
+
+    assert run(asked, tiny_path) == count and threads == {False}
+
+
+def test_a_call_that_is_cancelled_while_its_reports_are_read_leaves_its_branch_as_it_was(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, table = threading.Event(), threading.Event(), Writer._table
+
+    def waiting(*given: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return table(*given)
+
+    async def asked(llm: AsyncLLM) -> Any:
+        async with llm.session(IDS) as session:
+            monkeypatch.setattr(Writer, "_table", waiting)
+            task = asyncio.create_task(session.generate(MANY["answer"]))
+            await asyncio.to_thread(begun.wait, 60)
+            task.cancel()
+            await asyncio.wait([task])
+            go_on.set()
+            held = await session.blocks()
+            after = await session.generate(MANY["answer"])
+            return task.cancelled(), held.branches[0].num_tokens, len(after.outputs[0].token_ids), session.num_tokens
+
+    assert run(asked, tiny_path) == (True, len(IDS), 20, len(IDS) + 20)
+
+
+def test_a_call_that_is_aborted_when_it_was_over_is_kept(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its output says nothing of an abort, so the branch stands where the output ends."""
+    begun, go_on, table = threading.Event(), threading.Event(), Writer._table
+
+    def waiting(*given: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return table(*given)
+
+    async def asked(llm: AsyncLLM) -> Any:
+        async with llm.session(IDS) as session:
+            monkeypatch.setattr(Writer, "_table", waiting)
+            task = asyncio.create_task(session.generate(MANY["answer"], request_id="mine"))
+            await asyncio.to_thread(begun.wait, 60)
+            await llm.abort("mine")
+            await session.blocks()  # the loop has seen it
+            go_on.set()
+            [answer] = (await task).outputs
+            return answer.finish_reason, session.num_tokens
+
+    assert run(asked, tiny_path) == ("length", len(IDS) + 20)
+
+
 @pytest.mark.parametrize("field", ["logit_bias", "allowed_token_ids", "stop_token_ids"])
 def test_long_tables_are_read_in_a_thread(tiny_path: Path, monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     found, read = set[str](), options._token_ids
