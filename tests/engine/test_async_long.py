@@ -12,6 +12,7 @@ import pytest
 
 from pagedec import LLM, AsyncLLM, BeamSearchParams, RequestOutput, RequestOutputKind, SamplingParams
 from pagedec.engine import options
+from pagedec.engine.completion import Completion
 from pagedec.llm.readers import MANY_REPORTED
 from pagedec.llm.writer import Writer
 from tests.models.checkpoints import VOCAB
@@ -65,6 +66,22 @@ def test_many_reports_are_read_in_a_thread(tiny_path: Path, threads: set[bool], 
     with LLM(str(tiny_path), dtype="float32", skip_tokenizer_init=True, num_blocks=128, max_logprobs=VOCAB) as llm:
         [want] = llm.generate([[*IDS, *range(3, 30)]], params, use_tqdm=False)
     assert got.outputs == want.outputs and got.prompt_logprobs == want.prompt_logprobs
+
+
+def test_an_answers_own_end_is_read_in_a_thread_too(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others still run: what each token has told before comes once more, in one piece."""
+    found, completion = set[str](), Writer.completion
+
+    def noted(self: Writer, index: int, answer: Completion, params: Any) -> Any:
+        if len(answer.logprobs or ()) * 61 >= MANY_REPORTED:
+            found.add(threading.current_thread().name)
+        return completion(self, index, answer, params)
+
+    monkeypatch.setattr(Writer, "completion", noted)
+    params = SamplingParams(n=2, seed=1, max_tokens=60, logprobs=60, ignore_eos=True, min_tokens=17)
+    ends = params.clone(stop_token_ids=range(3, 40), output_kind=RequestOutputKind.DELTA)
+    run(lambda llm: last(llm, ends), tiny_path)
+    assert found and LOOP not in found
 
 
 def test_few_are_read_where_they_are_wanted(tiny_path: Path, threads: set[bool]) -> None:
