@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pagedec.core.stopping import Stopping
-
 
 @dataclass(frozen=True, slots=True)
 class LogitsRules:
@@ -35,7 +33,12 @@ class LogitsRules:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
 
-    def ban(self, text: Sequence[int], token: int) -> bool:
+    @property
+    def can_ban_all(self) -> bool:
+        """They may leave nothing to draw: the others change logits, and leave each finite."""
+        return self.allowed_token_ids is not None or bool(self.bad_words) or self.no_repeat_ngram_size > 0
+
+    def bans(self, text: Sequence[int], token: int) -> bool:
         """Whether `token` is banned behind a sequence, the prompt included."""
         if self.allowed_token_ids is not None and token not in self.allowed_token_ids:
             return True
@@ -61,13 +64,3 @@ class LogitsRules:
 
 
 NO_RULES = LogitsRules()
-
-
-def num_meant(
-    rules: LogitsRules, stopping: Stopping, text: Sequence[int], stop_state: int, tokens: Sequence[int]
-) -> int:
-    """How many of the tokens drawn behind `text` come before a token 0 that says that nothing was left to draw."""
-    for i, token in enumerate(tokens):
-        if token == 0 and (0 in stopping.banned(stop_state, i) or rules.ban([*text, *tokens[:i]], 0)):
-            return i
-    return len(tokens)

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from pagedec.core.constraint import MAX_FORCED, Constraint, cut_within
+from pagedec.core.constraint import MAX_FORCED, Constraint
+from pagedec.core.cutting import cut_drawn
 from pagedec.core.draft import EMPTY, Draft
+from pagedec.core.logits_rules import NO_RULES, LogitsRules
 from pagedec.core.stopping import NO_STOPPING, Cut, Stopping
 from pagedec.errors import InvalidArgument
 from pagedec.fields import MAX_INT32
@@ -233,7 +235,8 @@ class Hypothesis:
     """A finished answer: the history of `tip` followed by `tokens`. Never a table, so it costs no block while it waits.
 
     `rank` orders a request's answers. `reason` is "stop" or "length"; `stop_token` the token id that ended it, if one
-    did; `stop_string` the string that did, behind which the answer's text has `excess_bytes` more.
+    did; `stop_string` the string that did, behind which the answer's text has `excess_bytes` more. `is_stranded`: rules
+    left nothing to go on with.
     """
 
     tip: int
@@ -246,12 +249,13 @@ class Hypothesis:
     excess_bytes: int = 0
     ancestry: tuple[int, ...] = ()
     """Of a gang's: which branch of its generation, by place, each generated token was chosen behind."""
+    is_stranded: bool = False
 
     @staticmethod
     def ended(tip: int, cut: Cut, rank: int = 0, score: float = 0.0) -> Hypothesis:
         """The answer that ends behind `tip` as `cut` says."""
-        reason = cut.reason or "stop"
-        return Hypothesis(tip, cut.tokens, rank, score, reason, cut.stop_token, cut.stop_string, cut.excess_bytes)
+        reason, ended_by = cut.reason or "stop", (cut.stop_token, cut.stop_string, cut.excess_bytes)
+        return Hypothesis(tip, cut.tokens, rank, score, reason, *ended_by, is_stranded=cut.is_stranded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,19 +288,18 @@ class DecoderContext:
     constraint: Constraint | None = None
     drafts_forced: bool = True
     """`forced` may be asked."""
+    rules: LogitsRules = NO_RULES
 
     def ending(self, branch: Branch, token: int) -> Cut | None:
-        """How `branch` ends with `token`: at a stop token, a stop string, or a length. None: it goes on.
+        """How `branch` ends with `token`: at a stop token, a stop string, or a length; or before it, where rules
+        left nothing to draw. None: it goes on.
 
         Other branches are ended by the scheduler. A gang's are not: their decoder ranks what ends among what goes on,
         and keeps no branch alive behind its end. Raises `Forbidden` for a token that the constraint does not allow:
         its log-probability among an answer's is minus infinity.
         """
-        room, own = self.max_length - self.history.depth[branch.tip], self.constraint
-        if own is None:
-            cut = self.stopping.cut(branch.stop_state, (token,), room)
-        else:
-            cut, _ = cut_within(own, self.stopping, branch.stop_state, branch.constraint_state, (token,), room)
+        room = self.max_length - self.history.depth[branch.tip]
+        cut, _ = cut_drawn(self, branch.tip, branch.stop_state, branch.constraint_state, (token,), room)
         return cut if cut.reason is not None else None
 
     def continued(self, branch: Branch, token: int, score: float, state: Any) -> Branch:

@@ -92,7 +92,7 @@ class Scheduler:
         history, tip = self._root(prompt, salt) if home is None else home.parked.place
         eos = stopping.eos_token_ids if eos_token_ids is None else eos_token_ids
         context = DecoderContext(
-            history, len(prompt), limit, limits.vocab_size, eos, stopping, constraint, limits.draft_forced
+            history, len(prompt), limit, limits.vocab_size, eos, stopping, constraint, limits.draft_forced, rules
         )
         decoder = make_decoder(context)
         check_decoder(decoder)

@@ -11,12 +11,12 @@ from pagedec.core.cached import note_cached, offer
 from pagedec.core.checks import check_rank, check_verdict
 from pagedec.core.children import as_objects, check_children, check_generation, is_plain
 from pagedec.core.common import forget_sides, note_common
-from pagedec.core.constraint import Forbidden, cut_within
+from pagedec.core.constraint import Forbidden
+from pagedec.core.cutting import cut_drawn
 from pagedec.core.demand import Demand
 from pagedec.core.draft import EMPTY, Draft
 from pagedec.core.forward import LaneAnswers, split_rolled
 from pagedec.core.limits import SchedulerLimits
-from pagedec.core.logits_rules import num_meant
 from pagedec.core.logprobs import Recorder, TokenLogprobs, reported
 from pagedec.core.plan import StepPlan, Work
 from pagedec.core.protocol import Answer, Child, Children, Hypothesis, Query, Sample, Verdict
@@ -123,13 +123,13 @@ class Settler:
         depth, limit, state_of, reason_of = history.depth, request.limit, stopping.next, stopping.reason
         constraint = request.constraint
         simple = stopping.strings is None and request.reports is None and constraint is None
-        simple = simple and request.rules.allowed_token_ids is None
+        can_ban_all = request.rules.can_ban_all
         over: dict[Branch, Hypothesis] = {}
         for work in works:
             branch, token = work.branch, draws[work.draw]
             tip, state = branch.tip, branch.stop_state
             rank = branch.state[0]
-            if not simple:
+            if not simple or (token == 0 and can_ban_all):
                 cut, after = feed(request, tip, state, branch.constraint_state, (token,), limit - depth[tip])
                 if cut.tokens:
                     events.append(Progress(request, rank, cut.tokens, _logprobs(request, tip, cut.tokens)))
@@ -342,17 +342,12 @@ class Generation(NamedTuple):
 
 
 def feed(request: Request, tip: int, stop_state: int, state: Any, tokens: Sequence[int], room: int) -> tuple[Cut, Any]:
-    """What is left of generated tokens, which stand behind `tip`, and the constraint's state behind them. Raises
-    `RequestError` for tokens that the constraint does not allow."""
-    rules, stopping, history = request.rules, request.stopping, request.history
-    if request.constraint is None:
-        if rules.allowed_token_ids is not None and 0 in tokens:
-            text = history.slice(tip, 0, history.depth[tip])
-            room = min(room, num_meant(rules, stopping, text, stop_state, tokens))
-        return stopping.cut(stop_state, tokens, room), None
+    """As `cut_drawn`. Raises `RequestError` for tokens that the constraint does not allow."""
     try:
-        return cut_within(request.constraint, stopping, stop_state, state, tokens, room)
+        return cut_drawn(request, tip, stop_state, state, tokens, room)
     except Exception as error:
+        if request.constraint is None:
+            raise
         raise RequestError(request.id, str(error) if isinstance(error, Forbidden) else told(error)) from error
 
 

@@ -20,6 +20,7 @@ class Cut:
     """What is left of fed tokens. `reason` None: no stop among them.
 
     A stop string ends inside the last token or with it: `excess_bytes` of the tokens' text are behind its end.
+    `is_stranded`: rules left no token to follow.
     """
 
     state: int
@@ -28,6 +29,7 @@ class Cut:
     stop_token: int | None = None
     stop_string: str | None = None
     excess_bytes: int = 0
+    is_stranded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -262,7 +262,7 @@ class Beam(Decoder):
         self.length -= 1
         for group in self.groups:
             group.done = False
-        return tuple(self.conclude(branches))
+        return tuple(replace(answer, is_stranded=True) for answer in self.conclude(branches))
 
     def _answers(self, pools: Sequence[Pool]) -> tuple[Hypothesis, ...]:
         """The best of all pools; of equal ones the later group's first, as in 4.38."""

@@ -51,11 +51,11 @@ class Census:
     """Of all lanes: held by nobody, and still not free. Anything but 0 is a bug."""
     num_copied_blocks: int = 0
     num_evicted_blocks: int = 0
+    """Cached blocks that were given up for others."""
     num_offloaded_blocks: int = 0
     """Evicted ones that the host has taken."""
     num_restored_blocks: int = 0
     """Blocks that it has given back."""
-    """Cached blocks that were given up for others."""
     forks: Mapping[str, int] | None = None
     """Block tables that were forked, by who had it done."""
     num_steps: int = 0

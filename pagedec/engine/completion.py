@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagedec.core.logits_rules import NO_RULES
 from pagedec.core.logprobs import TokenLogprobs, answer_reports
 from pagedec.core.protocol import Hypothesis
 from pagedec.core.request import Request
@@ -55,6 +54,6 @@ def _limited_by(request: Request, hypothesis: Hypothesis) -> str:
     length = request.history.depth[hypothesis.tip] + len(hypothesis.tokens)
     if length >= request.limit:
         return request.limited_by
-    if request.concluded:
-        return "max_time"
-    return request.limited_by if request.rules is NO_RULES else "rules"
+    if hypothesis.is_stranded:
+        return "rules"
+    return "max_time" if request.concluded else request.limited_by

@@ -177,7 +177,8 @@ class AsyncLLM(Front):
             reader = self._readers.get(one)
             if reader is not None:
                 reader.stream.aborted()  # first: one that is just being submitted sees it then, or is in the inbox
-                self.loop.abort(one)
+                if reader.stream.is_aborted:
+                    self.loop.abort(one)
                 reader.wake()
 
     async def check_health(self) -> None:

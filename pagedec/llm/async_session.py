@@ -12,7 +12,7 @@ from pagedec.engine.engine import Engine
 from pagedec.engine.open_branches import OpenBranch, closing
 from pagedec.llm.branches import Handle, Turns
 from pagedec.llm.going import Going, Scored
-from pagedec.llm.readers import Reader
+from pagedec.llm.readers import Reader, outputs_of
 from pagedec.llm.several import all_at_once, generating, scoring
 from pagedec.outputs import BranchOutput, ContinuationScore, Mark, SessionBlocks
 from pagedec.text.chat_template import Message
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from pagedec.llm.async_llm import AsyncLLM
 
 T = TypeVar("T")
-MANY = 1000
-"""Continuations from which on their scores are brought together in a thread."""
 LONG = 20_000
 """Characters, or token ids, from which on they are read in a thread, for which an event loop should not be held up."""
 
@@ -78,7 +76,7 @@ class AsyncSessionBranch(Handle):
         """How probable the model takes each of these continuations to be; see `SessionBranch.score`."""
         scored = await asyncio.to_thread(self._scoring, continuations, logprobs, request_id=request_id)
         await self._run([] if scored.is_empty else [scored])
-        return await asyncio.to_thread(scored.results) if len(continuations) > MANY else scored.results()
+        return await asyncio.to_thread(scored.results)
 
     async def blocks(self, branches: Sequence[AsyncSessionBranch] | None = None) -> SessionBlocks:
         """KV blocks that these branches hold now, by default this one alone."""
@@ -96,7 +94,7 @@ class AsyncSessionBranch(Handle):
         Begins all of the calls or none."""
         calls = generating(self, branches, sampling_params, keep, fields)
         await self._run(calls)
-        return [call.written(next(call.stream.read())) for call in calls]
+        return [call.written(next(await outputs_of(call.stream))) for call in calls]
 
     async def score_all(
         self,
@@ -108,7 +106,7 @@ class AsyncSessionBranch(Handle):
         """`score` on several branches in one batch: a list of continuations for each."""
         calls = scoring(self, branches, continuations, logprobs)
         await self._run([call for call in calls if not call.is_empty])
-        return [call.results() for call in calls]
+        return await asyncio.to_thread(lambda: [call.results() for call in calls])
 
     async def close(self) -> None:
         """Let the branch go; a call on it fails. May be called again."""
@@ -126,7 +124,7 @@ class AsyncSessionBranch(Handle):
     async def _read(
         self, sampling_params: Any, keep: str | int, fields: dict[str, Any], streams: bool, name: str | None
     ) -> AsyncGenerator[BranchOutput[AsyncSessionBranch], None]:
-        given = sampling_params, keep, fields, streams, name
+        given = sampling_params, keep, fields, streams, name, True  # it may be cancelled while it is read
         if "structured_outputs" in fields or getattr(sampling_params, "structured_outputs", None) is not None:
             going = await asyncio.to_thread(self._generating, *given)
         else:
@@ -137,7 +135,7 @@ class AsyncSessionBranch(Handle):
                 self._abort_if_aborted(reader)
                 while True:
                     for output in await reader.read():
-                        if streams and output.finished:
+                        if output.finished:
                             await self._do(going.read)
                         yield going.written(output)
                         if output.finished:

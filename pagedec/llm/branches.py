@@ -219,7 +219,13 @@ class Handle:
         return closing([self._branch])
 
     def _generating(
-        self, sampling_params: Any, keep: str | int, fields: Mapping[str, Any], streams: bool, name: str | None = None
+        self,
+        sampling_params: Any,
+        keep: str | int,
+        fields: Mapping[str, Any],
+        streams: bool,
+        name: str | None = None,
+        waits: bool = False,
     ) -> Going[Self]:
         params = self._front.get_default_sampling_params() if sampling_params is None else sampling_params
         if not isinstance(params, RequestParams):
@@ -229,7 +235,7 @@ class Handle:
             self._front.prepare_grammar(params.clone(**fields))
         if not streams:
             fields = {**fields, "output_kind": RequestOutputKind.FINAL_ONLY}
-        return Going(self, params.clone(**fields) if fields else copy.copy(params), keep, streams, name)
+        return Going(self, params.clone(**fields) if fields else copy.copy(params), keep, streams or waits, name)
 
     def _scoring(
         self, continuations: Any, logprobs: int, field: str = "continuations", request_id: str | None = None

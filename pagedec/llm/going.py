@@ -25,13 +25,11 @@ B = TypeVar("B", bound="Handle")
 class Going(Generic[B]):
     """A call on its way, and its stream."""
 
-    def __init__(
-        self, handle: B, params: RequestParams, keep: str | int, streams: bool, name: str | None = None
-    ) -> None:
-        """`streams`: what it ends with is kept when it was read to its end (`read`). `name`: of the request."""
+    def __init__(self, handle: B, params: RequestParams, keep: str | int, waits: bool, name: str | None = None) -> None:
+        """`waits`: what it ends with is kept when it was read to its end (`read`). `name`: of the request."""
         front = handle._front
         job = Job(_named(handle, name), None, [], params)
-        self.handle, self.keep, self.streams, self.stream = handle, keep, streams, Stream(job, front.writer)
+        self.handle, self.keep, self.waits, self.stream = handle, keep, waits, Stream(job, front.writer)
         self._calls: list[OpenCall] = []
         unclaimed = weakref.finalize(self, _let_go, self._calls, front.engine.sessions.dropped)
         unclaimed.atexit = False  # nobody waits for it any more, or for what it has kept
@@ -39,7 +37,7 @@ class Going(Generic[B]):
     def begin(self, engine: Engine) -> None:
         """Send it out. Called in the loop."""
         branch, job = self.handle._branch, self.stream.job
-        request = engine.sessions.begin(engine, branch, job.request_id, job.params, self.keep, self.streams)
+        request = engine.sessions.begin(engine, branch, job.request_id, job.params, self.keep, self.waits)
         assert isinstance(request.home, OpenCall)
         self._calls.append(request.home)
         job.token_ids[:] = branch.tokens()
@@ -47,7 +45,7 @@ class Going(Generic[B]):
 
     def leave(self) -> None:
         """If it was not read to its end, nobody will."""
-        if self.streams or not self.stream.is_over:
+        if self.waits or not self.stream.is_over:
             self.handle._front.loop.abort(self.stream.job.request_id)
 
     def read(self, engine: Engine) -> None:

@@ -69,9 +69,7 @@ class Reader:
     async def read(self) -> Iterator[RequestOutput]:
         """The outputs that the news make, when there is news; see `Stream.read`."""
         await self.news()
-        if self.stream.num_reported < MANY_REPORTED:
-            return self.stream.read()
-        return _again(*await asyncio.to_thread(_all_of, self.stream))
+        return await outputs_of(self.stream)
 
     def wake(self) -> None:
         """Have it look again. Called in any thread."""
@@ -86,6 +84,13 @@ class Reader:
         if not self._posted:
             self._posted = True
             self._mailbox.put(self)
+
+
+async def outputs_of(stream: Stream) -> Iterator[RequestOutput]:
+    """What `Stream.read` gives, made in a thread where there is much to read."""
+    if stream.num_reported < MANY_REPORTED:
+        return stream.read()
+    return _again(*await asyncio.to_thread(_all_of, stream))
 
 
 def _all_of(stream: Stream) -> tuple[list[RequestOutput], RequestError | None]:

@@ -42,8 +42,6 @@ class Stream:
         self._untold: dict[int | None, int] = {}  # tokens of each answer since its reader was last woken for it
         self._is_due = False
         self._widths = [_width(job.params.logprobs), _width(job.params.prompt_logprobs)]
-        self.num_reported = 0
-        """About how many log-probabilities there are to read: each takes microseconds."""
         self.is_over = False
         """Nothing more will come; what has come may still be unread."""
         self.is_aborted = False
@@ -55,28 +53,24 @@ class Stream:
 
     # ---- the engine's side
     def tokens(self, rank: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> None:
-        self.num_reported += len(token_ids) * self._widths[0]
         self._put((rank, token_ids, logprobs), is_quiet=not self._is_worth(rank, len(token_ids)))
 
     def settled(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None) -> None:
-        self.num_reported += len(token_ids) * self._widths[0] * self.job.params.num_answers
         self._put((None, token_ids, logprobs), is_quiet=not self._is_worth(None, len(token_ids)))
 
     def ended(self, event: Finished) -> None:
         self._put((event.hypothesis.rank, answer_of(event.request, event.hypothesis)))
 
     def finished(self, result: FinishedRequest) -> None:
-        self.is_over = True
-        self.num_reported += sum(len(answer.token_ids) for answer in result.answers) * self._widths[0]
-        self.num_reported += len(result.prompt_logprobs or ()) * self._widths[1]
-        self._put(result)
+        self._put(result, is_last=True)
 
     def failed(self, error: RequestError) -> None:
-        self.is_over = True
-        self._put(error)
+        self._put(error, is_last=True)
 
-    def _put(self, news: _News, is_quiet: bool = False) -> None:
+    def _put(self, news: _News, is_quiet: bool = False, is_last: bool = False) -> None:
         self._news.append(news)
+        if is_last:
+            self.is_over = True  # behind it: who finds a stream over finds its end
         if not is_quiet:
             self._is_due = True
             if self.notify is not None:
@@ -94,20 +88,34 @@ class Stream:
     def aborted(self) -> None:
         """The request was aborted: what there is will be its last output."""
         if not self.is_over:
-            self.is_over = self.is_aborted = True
             self._news.append(None)
+            self.is_over = self.is_aborted = True
 
     @property
     def has_news(self) -> bool:
         return self.is_over or (self._is_due and not self._is_final_only)
 
+    @property
+    def num_reported(self) -> int:
+        """About how many log-probabilities there are to read: each takes microseconds."""
+        return sum(map(self._num_reported, list(self._news))) if any(self._widths) else 0
+
+    def _num_reported(self, news: _News) -> int:
+        own, prompts = self._widths
+        if isinstance(news, FinishedRequest):
+            num_tokens = sum(len(answer.token_ids) for answer in news.answers)
+            return num_tokens * own + len(news.prompt_logprobs or ()) * prompts
+        if not isinstance(news, tuple):
+            return 0
+        return len(news[1].token_ids if isinstance(news[1], Completion) else news[1]) * own
+
     def read(self) -> Iterator[RequestOutput]:
-        """The outputs that the news make, of the kind that the request asks for: usually one, none where only the final
-        one is wanted. Raises `RequestError` behind them if the request has failed."""
+        """The outputs that the news make which are there by now, of the kind that the request asks for: usually one,
+        none where only the final one is wanted. Raises `RequestError` behind them if the request has failed."""
         job, is_delta = self.job, self.job.params.output_kind is RequestOutputKind.DELTA
         touched: dict[int, _Growing] = {}
         failure: RequestError | None = None
-        self._is_due, self.num_reported = False, 0  # before looking: what comes from now on is due again
+        self._is_due = False  # before looking: what comes from now on is due again
         for news in self._taken():
             if isinstance(news, FinishedRequest):
                 final = self.writer.request(job, news)
@@ -140,7 +148,7 @@ class Stream:
     def _taken(self) -> Iterator[_News]:
         """The news, an answer's tokens in one piece as far as nothing but other answers' tokens lies between."""
         pieces: dict[int, list[_Tokens]] = {}
-        while self._news:
+        for _ in range(len(self._news)):
             news = self._news.popleft()
             if isinstance(news, tuple) and len(news) == 3 and news[0] is not None:
                 pieces.setdefault(news[0], []).append(news)

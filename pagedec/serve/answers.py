@@ -11,6 +11,7 @@ from pagedec.llm.readers import MANY_REPORTED
 from pagedec.messages import REASONS, TIME_LIMIT, as_duration
 from pagedec.outputs import (
     BranchBlocks,
+    BranchState,
     CompletionOutput,
     ContinuationScore,
     Logprob,
@@ -177,6 +178,20 @@ def as_branch(name: str, blocks: BranchBlocks, room: int) -> session_service_pb2
         num_blocks=blocks.num_blocks,
         num_shared_blocks=blocks.num_shared_blocks,
         room=room,
+    )
+
+
+def as_state(
+    stands: session_service_pb2.Branch, state: BranchState, has_logprobs: bool
+) -> session_service_pb2.GetBranchResponse:
+    """A branch with its text and tokens, and their reports where these are asked for."""
+    stands.num_tokens = len(state.token_ids)
+    return session_service_pb2.GetBranchResponse(
+        branch=stands,
+        text=state.text,
+        token_ids=state.token_ids,
+        logprobs=as_logprobs(state.logprobs) if has_logprobs else (),
+        mark=session_service_pb2.Mark(num_tokens=state.mark.num_tokens, digest=state.mark.digest),
     )
 
 

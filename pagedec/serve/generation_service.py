@@ -8,15 +8,14 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from pagedec.errors import InvalidArgument
-from pagedec.llm.async_llm import LONG_PROMPT
 from pagedec.outputs import RequestOutput
 from pagedec.params import RequestOutputKind
-from pagedec.serve.answers import Events, as_response
+from pagedec.serve.answers import Events, as_response, is_large
 from pagedec.serve.calls import RPC, echo, failure
 from pagedec.serve.gateway import Gateway
 from pagedec.serve.interrupted import fingerprint_of, read_resume
 from pagedec.serve.lifecycle import DRAINING
-from pagedec.serve.orders import Order, read_order
+from pagedec.serve.orders import Order, read_order, where_nobody_waits
 from pagedec.serve.side_by_side import side_by_side
 from pagedec.serve.statuses import status_of
 from pagedec.v1 import generation_service_pb2 as pb
@@ -88,16 +87,14 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         order = await self._read(request, RequestOutputKind.FINAL_ONLY, None)
         async with contextlib.aclosing(self._outputs(request, order)) as outputs:
             output = [output async for output in outputs][-1]
-            if order.params.logprobs is None and order.params.prompt_logprobs is None:
-                return as_response(output, _written(request, output))
-            return await asyncio.to_thread(as_response, output, _written(request, output))  # perhaps a million
+            if is_large(output):
+                return await asyncio.to_thread(as_response, output, _written(request, output))
+            return as_response(output, _written(request, output))
 
     async def _read(self, request: Any, kind: RequestOutputKind, interval: int | None) -> Order:
         self._gateway.check_model(request.model)
         given = request.parameters, self._gateway.limits, kind, interval, _is_chat(request)
-        if request.parameters.ByteSize() > LONG_PROMPT:
-            return await asyncio.to_thread(read_order, *given)
-        return read_order(*given)
+        return await where_nobody_waits(request.parameters, lambda: read_order(*given))
 
     async def _outputs(self, request: Any, order: Order, **told: Any) -> Any:
         prompt = await self._gateway.tokens(request.prompt)

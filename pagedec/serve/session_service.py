@@ -5,28 +5,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, TypeVar
-
-from google.protobuf.message import Message
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from pagedec.decoders.scoring import ScoreParams
 from pagedec.errors import InvalidArgument, Shown
 from pagedec.llm import AsyncSessionBranch
-from pagedec.llm.async_llm import LONG_PROMPT
 from pagedec.llm.front import renamed
 from pagedec.messages import as_duration, seconds_of
 from pagedec.outputs import Mark, SessionBlocks
 from pagedec.params import RequestOutputKind
-from pagedec.serve.answers import Events, as_branch, as_logprobs, as_nodes, as_score
+from pagedec.serve.answers import Events, as_branch, as_nodes, as_score, as_state
 from pagedec.serve.calls import RPC, echo
 from pagedec.serve.gateway import Gateway
 from pagedec.serve.leases import Lease, Leases
-from pagedec.serve.orders import Limits, Order, read_chat, read_ids, read_message, read_order, read_prompt
+from pagedec.serve.orders import (
+    Limits,
+    Order,
+    read_chat,
+    read_ids,
+    read_message,
+    read_order,
+    read_prompt,
+    where_nobody_waits,
+)
 from pagedec.v1 import prompt_pb2, session_service_pb2_grpc
 from pagedec.v1 import session_service_pb2 as pb
 
-T = TypeVar("T")
 PAGE, MOST_PAGE = 100, 1000
 """Sessions of an answer to ListSessions, where nothing is said and at most."""
 MOST_DIGITS = 20
@@ -51,7 +56,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         gateway.check_model(request.model)
         gateway.require_serving()
         ttl = self._leases.ttl(seconds_of(request.ttl) if request.HasField("ttl") else None)
-        given = await _read(request.prompt, lambda: _beginning(request.prompt, gateway.limits))
+        given = await where_nobody_waits(request.prompt, lambda: _beginning(request.prompt, gateway.limits))
         options: dict[str, Any] = {
             "seed": request.seed if request.HasField("seed") else None,
             "priority": request.priority,
@@ -77,7 +82,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         await echo(request.client_request_id)
         lease, branch = self._branch(request)
         keep = read_keep(request.keep)
-        order = self._order(request, branch.is_chat)
+        order = await where_nobody_waits(request.parameters, lambda: self._order(request, branch.is_chat))
         params = order.params
         longest = max(0, self._gateway.limits.max_model_len - branch.num_tokens)
         room = self._leases.room(
@@ -111,7 +116,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         if form == "token_ids":
             what = read_ids(request.token_ids.ids, "token_ids.ids", self._gateway.limits)
         elif form == "message":
-            what = await _read(request.message, lambda: read_message(request.message))
+            what = await where_nobody_waits(request.message, lambda: read_message(request.message))
         field = {"token_ids": "token_ids.ids"}.get(form, form)
         tokens = len(what) if form != "message" else len(request.message.content)
         with self._leases.room(RPC.get().client, 0, tokens), renamed("append", field), renamed("messages[0]", field):
@@ -147,7 +152,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         most, count = self._gateway.config.max_request_tokens, len(request.continuations)
         if count > MOST_SCORED:
             raise InvalidArgument("continuations", Shown(f"{count} of them"), f"must be at most {MOST_SCORED}")
-        rows = await _read(request, lambda: read_continuations(request.continuations))
+        rows = await where_nobody_waits(request, lambda: read_continuations(request.continuations))
         size = sum(map(len, rows))
         if size > most:
             limit = f"must come to at most {most} tokens or characters, the server's max_request_tokens"
@@ -162,15 +167,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         """A branch with its text, tokens and reports."""
         _, branch = self._branch(request)
         [stands] = await _stand(branch, [branch])
-        state = await asyncio.to_thread(branch.state) if branch.num_tokens > LONG_PROMPT else branch.state()
-        stands.num_tokens = len(state.token_ids)
-        return pb.GetBranchResponse(
-            branch=stands,
-            text=state.text,
-            token_ids=state.token_ids,
-            logprobs=as_logprobs(state.logprobs) if request.logprobs else (),
-            mark=pb.Mark(num_tokens=state.mark.num_tokens, digest=state.mark.digest),
-        )
+        return await asyncio.to_thread(lambda: as_state(stands, branch.state(), request.logprobs))
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.GetSessionResponse:
         """What a session holds, and how long it lives."""
@@ -252,11 +249,6 @@ def read_continuations(given: Sequence[pb.Continuation]) -> list[str | list[int]
         if one.WhichOneof("form") is None:
             raise InvalidArgument(f"continuations[{i}]", None, "must have text or token_ids")
     return [one.text if one.WhichOneof("form") == "text" else list(one.token_ids.ids) for one in given]
-
-
-async def _read(message: Message, read: Callable[[], T]) -> T:
-    """What `read` makes of a message: in a thread where it is long, since it may have a million fields."""
-    return await asyncio.to_thread(read) if message.ByteSize() > LONG_PROMPT else read()
 
 
 def _beginning(prompt: prompt_pb2.Prompt, limits: Limits) -> dict[str, Any]:

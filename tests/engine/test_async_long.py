@@ -12,6 +12,7 @@ import pytest
 
 from pagedec import LLM, AsyncLLM, BeamSearchParams, RequestOutput, RequestOutputKind, SamplingParams
 from pagedec.engine import options
+from pagedec.engine.completion import Completion
 from pagedec.llm.readers import MANY_REPORTED
 from pagedec.llm.writer import Writer
 from tests.models.checkpoints import VOCAB
@@ -67,6 +68,22 @@ def test_many_reports_are_read_in_a_thread(tiny_path: Path, threads: set[bool], 
     assert got.outputs == want.outputs and got.prompt_logprobs == want.prompt_logprobs
 
 
+def test_an_answers_own_end_is_read_in_a_thread_too(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others still run: what each token has told before comes once more, in one piece."""
+    found, completion = set[str](), Writer.completion
+
+    def noted(self: Writer, index: int, answer: Completion, params: Any) -> Any:
+        if len(answer.logprobs or ()) * 61 >= MANY_REPORTED:
+            found.add(threading.current_thread().name)
+        return completion(self, index, answer, params)
+
+    monkeypatch.setattr(Writer, "completion", noted)
+    params = SamplingParams(n=2, seed=1, max_tokens=60, logprobs=60, ignore_eos=True, min_tokens=17)
+    ends = params.clone(stop_token_ids=range(3, 40), output_kind=RequestOutputKind.DELTA)
+    run(lambda llm: last(llm, ends), tiny_path)
+    assert found and LOOP not in found
+
+
 def test_few_are_read_where_they_are_wanted(tiny_path: Path, threads: set[bool]) -> None:
     params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=5, output_kind=RequestOutputKind.DELTA)
     assert MANY_REPORTED > 6 * 20
@@ -80,6 +97,78 @@ def test_many_reports_of_a_session(tiny_path: Path, threads: set[bool]) -> None:
             return await session.generate(MANY["answer"])
 
     assert len(run(asked, tiny_path).outputs[0].logprobs) == 20 and threads == {False}
+
+
+async def generated_all(branches: list[Any]) -> int:
+    return sum(len(one.outputs[0].logprobs) for one in await branches[0].generate_all(branches, MANY["answer"]))
+
+
+async def scored(branches: list[Any]) -> int:
+    return sum(len(one.logprobs) for one in await branches[0].score([IDS, IDS[:1]], logprobs=-1))
+
+
+async def scored_all(branches: list[Any]) -> int:
+    many = await branches[0].score_all(branches, [[IDS], [IDS]], logprobs=-1)
+    return sum(len(one.logprobs) for each in many for one in each)
+
+
+@pytest.mark.parametrize(("what", "count"), [(generated_all, 40), (scored, 6), (scored_all, 10)])
+def test_many_reports_of_calls_on_several_branches(
+    tiny_path: Path, threads: set[bool], what: Callable[[list[Any]], Any], count: int
+) -> None:
+    async def asked(llm: AsyncLLM) -> Any:
+        async with llm.session(IDS) as session:
+            return await what([session, await session.fork()])
+
+    assert run(asked, tiny_path) == count and threads == {False}
+
+
+def test_a_call_that_is_cancelled_while_its_reports_are_read_leaves_its_branch_as_it_was(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, table = threading.Event(), threading.Event(), Writer._table
+
+    def waiting(*given: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return table(*given)
+
+    async def asked(llm: AsyncLLM) -> Any:
+        async with llm.session(IDS) as session:
+            monkeypatch.setattr(Writer, "_table", waiting)
+            task = asyncio.create_task(session.generate(MANY["answer"]))
+            await asyncio.to_thread(begun.wait, 60)
+            task.cancel()
+            await asyncio.wait([task])
+            go_on.set()
+            held = await session.blocks()
+            after = await session.generate(MANY["answer"])
+            return task.cancelled(), held.branches[0].num_tokens, len(after.outputs[0].token_ids), session.num_tokens
+
+    assert run(asked, tiny_path) == (True, len(IDS), 20, len(IDS) + 20)
+
+
+def test_a_call_that_is_aborted_when_it_was_over_is_kept(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its output says nothing of an abort, so the branch stands where the output ends."""
+    begun, go_on, table = threading.Event(), threading.Event(), Writer._table
+
+    def waiting(*given: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return table(*given)
+
+    async def asked(llm: AsyncLLM) -> Any:
+        async with llm.session(IDS) as session:
+            monkeypatch.setattr(Writer, "_table", waiting)
+            task = asyncio.create_task(session.generate(MANY["answer"], request_id="mine"))
+            await asyncio.to_thread(begun.wait, 60)
+            await llm.abort("mine")
+            await session.blocks()  # the loop has seen it
+            go_on.set()
+            [answer] = (await task).outputs
+            return answer.finish_reason, session.num_tokens
+
+    assert run(asked, tiny_path) == ("length", len(IDS) + 20)
 
 
 @pytest.mark.parametrize("field", ["logit_bias", "allowed_token_ids", "stop_token_ids"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import struct_pb2
 
 from pagedec.errors import InvalidArgument, NotFound
 from pagedec.serve import answers, orders
@@ -197,7 +198,13 @@ def test_long_messages_are_read_where_nobody_waits(abused: Serving, monkeypatch:
     monkeypatch.setattr(orders, "as_table", noted)
     refused(abused.sessions.Append, asked)
     refused(abused.sessions.OpenSession, opening)
-    assert threads and "servers" not in threads
+    assert len(threads) > 0 and "servers" not in threads
+    given = session_service_pb2.GenerateOnBranchRequest(session_id=opened.session_id, branch="0", parameters=greedy(2))
+    table = given.parameters.speculation.table
+    table.fields["method"].list_value.values.extend([struct_pb2.Value(number_value=1.0)] * 5000)
+    threads.clear()
+    refused(lambda message, timeout: list(abused.sessions.GenerateOnBranch(message, timeout=timeout)), given)
+    assert len(threads) > 0 and "servers" not in threads
     abused.sessions.CloseSession(session_service_pb2.CloseSessionRequest(session_id=opened.session_id))
 
 
@@ -214,6 +221,14 @@ def test_many_reports_are_written_where_nobody_waits(serve: Serve, monkeypatch: 
     asked.parameters.reports.prompt_logprobs = -1
     assert sum(len(message.prompt_logprobs) for message in serving.generation.GenerateStream(asked)) == 100
     assert any(name != "servers" for name in threads)
+    sessions, many = serving.sessions, greedy(20)
+    many.stopping.ignore_eos, many.reports.logprobs = True, -1
+    session_id = sessions.OpenSession(session_service_pb2.OpenSessionRequest(prompt=prompt([5]))).session_id
+    named: dict[str, Any] = {"session_id": session_id, "branch": "0"}
+    list(sessions.GenerateOnBranch(session_service_pb2.GenerateOnBranchRequest(**named, parameters=many)))
+    threads.clear()
+    branch = sessions.GetBranch(session_service_pb2.GetBranchRequest(**named, logprobs=True))
+    assert len(branch.logprobs) == 21 and len(threads) > 0 and "servers" not in threads
 
 
 @pytest.fixture

@@ -1,0 +1,44 @@
+"""What stands of the tokens that were drawn behind a branch: what follows its end was never accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pagedec.core.constraint import Forbidden, cut_within
+from pagedec.core.stopping import COUNT, NO_STOPPING, Cut
+
+if TYPE_CHECKING:
+    from pagedec.core.protocol import DecoderContext
+    from pagedec.core.request import Request
+
+
+def cut_drawn(
+    own: Request | DecoderContext, tip: int, stop_state: int, state: Any, tokens: Sequence[int], room: int
+) -> tuple[Cut, Any]:
+    """What is left of tokens drawn behind `tip`, by a request's stops, its room and its rules, and its constraint's
+    state behind them, None where it has none. Raises `Forbidden` for what the constraint does not allow or rules leave
+    nothing of, and what the constraint raises."""
+    constraint, num = own.constraint, _num_meant(own, tip, stop_state, tokens)
+    if constraint is None:
+        cut, after = own.stopping.cut(stop_state, tokens[:num], room), None
+    else:
+        cut, after = cut_within(constraint, own.stopping, stop_state, state, tokens[:num], room)
+    if num == len(tokens) or cut.reason is not None:
+        return cut, after
+    if constraint is not None:
+        raise Forbidden(0, (stop_state & COUNT) + num)
+    return replace(cut, reason="length", is_stranded=True), after
+
+
+def _num_meant(own: Request | DecoderContext, tip: int, stop_state: int, tokens: Sequence[int]) -> int:
+    """How many tokens come before a token 0 that says that nothing was left to draw."""
+    if not own.rules.can_ban_all or 0 not in tokens:
+        return len(tokens)
+    stopping = own.stopping if own.constraint is None else NO_STOPPING  # beside a constraint `min_tokens` gives way
+    text = own.history.tokens(tip)
+    for i, token in enumerate(tokens):
+        if token == 0 and (0 in stopping.banned(stop_state, i) or own.rules.bans([*text, *tokens[:i]], 0)):
+            return i
+    return len(tokens)
