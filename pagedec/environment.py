@@ -116,6 +116,19 @@ def worker_environment() -> dict[str, str]:
     return {**os.environ, "GOMP_SPINCOUNT": WORKER_SPINS} if spins == SPINS else dict(os.environ)
 
 
+def own_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Those of our own."""
+    source = os.environ if environ is None else environ
+    return {name: value for name, value in source.items() if name.startswith(PREFIX)}
+
+
+def set_own_variables(variables: Mapping[str, str]) -> None:
+    """In a worker: those of the engine's process, and no others."""
+    for name in own_variables():
+        del os.environ[name]
+    os.environ |= variables
+
+
 def told_to_actors() -> dict[str, str]:
     """Those of our variables, and of libraries that we use, that an actor of a cluster is started with."""
     prefixes = (PREFIX, "GOMP_", "OMP_", "NCCL_")

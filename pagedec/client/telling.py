@@ -62,6 +62,8 @@ class Growing:
                 continue  # it was told before
             parts[answer.index] = self._end(answer, parts.get(answer.index))
         is_last, kind = message.HasField("usage"), self.params.output_kind
+        if is_last:  # of beams, fewer may have come than were asked for
+            self.answers = {index: whole for index, whole in self.answers.items() if self._has_ended(index)}
         if not is_last and (kind is RequestOutputKind.FINAL_ONLY or (goes_on and not parts)):
             return None
         if kind is not RequestOutputKind.DELTA:

@@ -263,7 +263,8 @@ class Recorder:
         top = None
         for token, logprob, rank in self._found(work, node):
             edge = tip << 32 | token
-            if edge not in reports.edges:
+            known = reports.edges.get(edge)
+            if known is None or not known.rank:  # what was told of an answer before it was resumed has no rank
                 top = top or self._top(work.report.rows[node])
                 reports.edges[edge] = TokenLogprobs(token, logprob, rank, *top)
 

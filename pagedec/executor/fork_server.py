@@ -24,10 +24,9 @@ import threading
 import traceback
 import warnings
 import weakref
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from pagedec.environment import PREFIX, worker_environment
+from pagedec.environment import own_variables, set_own_variables, worker_environment
 
 PRELOADED = ("pagedec.runtime.loading", "pagedec.executor.child")
 BEGIN_SECONDS = 120.0
@@ -75,7 +74,7 @@ class ForkServer:
         life, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
-                order = json.dumps({"load": load, "environ": _own(os.environ)}).encode()
+                order = json.dumps({"load": load, "environ": own_variables()}).encode()
                 # What it writes goes where our own errors go now.
                 socket.send_fds(self._control, [order], [channel.fileno(), theirs.fileno(), 2])
             if not _is_readable(life, BEGIN_SECONDS):
@@ -136,7 +135,7 @@ def current() -> ForkServer:
     """A server of this process with its environment, path, directory and processors as they are now. Variables of our
     own are read when a worker loads; what others read is theirs to know."""
     environ = worker_environment()
-    rest = {name: environ[name] for name in environ.keys() - _own(environ)}
+    rest = {name: environ[name] for name in environ.keys() - own_variables(environ).keys()}
     given = rest, list(sys.path), _directory(), os.sched_getaffinity(0)
     with _choosing:
         for server in _servers:
@@ -145,10 +144,6 @@ def current() -> ForkServer:
         server = ForkServer(given)
         _servers.add(server)
         return server
-
-
-def _own(environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if name.startswith(PREFIX)}
 
 
 def _directory() -> str:
@@ -282,9 +277,7 @@ class _Forking:
             os.close(life)
             os.dup2(errors, 2)
             os.close(errors)
-            for name in _own(os.environ):
-                del os.environ[name]
-            os.environ |= order["environ"]
+            set_own_variables(order["environ"])
             from pagedec.executor.child import main as work
 
             if os.getppid() == self._pid:  # alive when prctl was called

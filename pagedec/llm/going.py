@@ -12,6 +12,7 @@ from pagedec.engine.engine import Engine, FinishedRequest
 from pagedec.engine.open_branches import SCORES, OpenBranch, OpenCall
 from pagedec.errors import RequestError
 from pagedec.llm.prompts import Job
+from pagedec.llm.room import within_pool
 from pagedec.llm.streams import Stream
 from pagedec.outputs import BranchOutput, ContinuationScore, RequestOutput
 from pagedec.params import RequestOutputKind, RequestParams
@@ -37,7 +38,8 @@ class Going(Generic[B]):
     def begin(self, engine: Engine) -> None:
         """Send it out. Called in the loop."""
         branch, job = self.handle._branch, self.stream.job
-        request = engine.sessions.begin(engine, branch, job.request_id, job.params, self.keep, self.waits)
+        with within_pool(engine.scheduler.limits, job.params, branch.length):
+            request = engine.sessions.begin(engine, branch, job.request_id, job.params, self.keep, self.waits)
         assert isinstance(request.home, OpenCall)
         self._calls.append(request.home)
         job.token_ids[:] = branch.tokens()

@@ -45,3 +45,15 @@ def test_too_many_beams_for_the_pool(tiny: Tiny) -> None:
 def test_too_many_beams_for_a_step(tiny: Tiny) -> None:
     with pytest.raises(InvalidArgument, match="^beam_width is 9: must be at most max_num_batched_tokens, 8$"):
         ask(tiny(num_blocks=64, max_num_batched_tokens=8), 9, 2)
+
+
+def test_a_session_s_beams(tiny: Tiny) -> None:
+    with tiny(num_blocks=20, block_size=16).session(PROMPT) as session:
+        for width, max_tokens, message in (
+            (6, 40, "^max_tokens is 40: must be at most 28 with beam_width 6 behind 20 tokens: the KV pool has 20"),
+            (12, 4, "^beam_width is 12: must be at most 9 behind 20 tokens: the KV pool has 20 blocks of 16 tokens"),
+        ):
+            with pytest.raises(InvalidArgument, match=message):
+                session.generate(BeamSearchParams(beam_width=width, max_tokens=max_tokens))
+        output = session.generate(BeamSearchParams(beam_width=6, max_tokens=28, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 28

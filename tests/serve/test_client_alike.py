@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pagedec import LLM, AsyncLLM, BeamSearchParams, BranchClosed, PagedecError, SamplingParams
+from pagedec import LLM, AsyncLLM, BeamSearchParams, BranchClosed, PagedecError, RequestOutputKind, SamplingParams
 from pagedec.client import AsyncClient, AsyncRemoteBranch, Client, RemoteBranch
 from pagedec.llm import AsyncSessionBranch, SessionBranch
 from tests.serve.serving import Serving, client_of, plain
@@ -76,6 +76,20 @@ def test_what_sessions_hold(serve: Serve, llm: LLM) -> None:
     assert left.closed
     with pytest.raises(PagedecError, match="^Client is closed: must be open: its connection was given up$"):
         client.generate(PROMPT)
+
+
+def test_fewer_beams_than_were_asked_for(serve: Serve, llm: LLM) -> None:
+    """Streamed until then is what all of them would have begun with."""
+    params = BeamSearchParams(beam_width=4, max_tokens=5, allowed_token_ids=[5], ignore_eos=True)
+    [want] = llm.generate([PROMPT], params, use_tqdm=False)
+    assert len(want.outputs) == 1
+    with client_of(serve()) as client, client.session(PROMPT) as far:
+        for kind in RequestOutputKind:
+            *_, own = llm.stream(PROMPT, params.clone(output_kind=kind))
+            *_, last = client.stream(PROMPT, params.clone(output_kind=kind))
+            assert last.finished and plain(last) == plain(own)
+        *_, last = far.stream(params)
+        assert last.outputs == want.outputs
 
 
 def said(what: Callable[[Any], Any], asked: Any) -> tuple[str, str]:

@@ -14,6 +14,7 @@ import pytest
 
 from pagedec import BeamSearchParams, RequestOutput, SamplingParams
 from pagedec.client import AsyncClient, Client, ServerError
+from pagedec.core.resuming import Resume, ToldAnswer
 from pagedec.params import RequestOutputKind, RequestParams
 from pagedec.serve.generation_service import GenerationService
 from pagedec.serve.lifecycle import DRAINING
@@ -172,6 +173,23 @@ def test_for_coroutines(serve: Serve, breaking: Breaking) -> None:
     want = asyncio.run(last(CASES["several"]))  # type: ignore[arg-type]
     breaking.after = 2
     assert plain(asyncio.run(last(CASES["several"]))) == plain(want)  # type: ignore[arg-type]
+
+
+def test_answers_alike_of_which_one_was_told_further(serve: Serve) -> None:
+    """What was told of the one are reports of its own: the other's tokens, which are the same, have theirs."""
+    llm = serve().llm
+    params = SamplingParams(n=2, top_k=1, seed=3, max_tokens=12, ignore_eos=True, logprobs=2)
+
+    async def answers(resume: Resume | None = None) -> list[Any]:
+        stream = llm.resumable(PROMPT, params.clone(output_kind=RequestOutputKind.FINAL_ONLY), resume=resume)
+        return [output async for output in stream][-1].outputs
+
+    want, _ = whole = asyncio.run(answers())
+    own = [table[token].logprob for token, table in zip(want.token_ids, want.logprobs, strict=True)]
+    known = [ToldAnswer(tuple(want.token_ids[:count]), 0, tuple(own[:count])) for count in (8, 3)]
+    found = asyncio.run(answers(Resume(tuple(known))))
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in whole]
+    assert found[1].logprobs[3:] == want.logprobs[3:] and found[0].logprobs[8:] == want.logprobs[8:]
 
 
 def test_where_it_does_not_go_on_what_had_come_is_told(serve: Serve, breaking: Breaking) -> None:
