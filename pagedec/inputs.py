@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, Protocol, TypeAlias, TypedDict
+from typing import Any, Protocol, TypeAlias, TypedDict, TypeGuard
 
 from pagedec.errors import FeatureNotAvailable, InvalidArgument, Shown
 from pagedec.fields import check_encodable
@@ -60,6 +60,13 @@ def are_ids(tokens: Iterable[object]) -> bool:
     return all(kind is int or (issubclass(kind, Integral) and kind is not bool) for kind in set(map(type, tokens)))
 
 
+def is_listed(value: object, *others: type) -> TypeGuard[Iterable[Any]]:
+    """Whether it is several things in a row: no text, none of `others`, and no array without a dimension."""
+    return (
+        isinstance(value, Iterable) and not isinstance(value, (str, bytes, *others)) and getattr(value, "ndim", 1) > 0
+    )
+
+
 def is_array(value: object) -> bool:
     """Whether it is a numpy array, a torch tensor or the like, of numbers: one of texts or of objects is but a list of
     them."""
@@ -93,7 +100,7 @@ def as_list(prompts: object, field: str = "prompts") -> list[Any]:
     if is_array(prompts):
         rows = unpacked(field, prompts, (1, 2))
         return [rows] if getattr(prompts, "ndim", 1) == 1 else rows
-    if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
+    if not is_listed(prompts, bytearray):
         raise InvalidArgument(field, prompts, "must be a prompt or a list of them: text, token ids, or mappings")
     many: list[Any] = list(prompts)
     return [many] if many and are_ids(many) else many
@@ -105,7 +112,7 @@ def with_token_ids(prompts: object, prompt_token_ids: object) -> list[Any]:
     field = "prompt_token_ids"
     if prompt_token_ids is None:
         return as_list(prompts)
-    if isinstance(prompt_token_ids, (str, Mapping)) or not isinstance(prompt_token_ids, Iterable):
+    if not is_listed(prompt_token_ids, Mapping) and not is_array(prompt_token_ids):
         raise InvalidArgument(field, prompt_token_ids, "must be token ids, or a list of such lists")
     rows = as_list(prompt_token_ids, field)
     each = [read_token_ids(f"{field}[{i}]", row) for i, row in enumerate(rows)]
@@ -154,7 +161,7 @@ def as_priority(priority: object) -> int:
 
 def as_conversations(messages: object) -> tuple[list[Any], bool]:
     """The conversations, and whether they were several: a list of messages is one, a list of such lists is several."""
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
+    if not is_listed(messages, Mapping):
         limit = 'must be a list of messages such as {"role": "user", "content": "Hi"}, or a list of such lists'
         raise InvalidArgument("messages", messages, limit)
     many = list(messages)
@@ -189,6 +196,6 @@ def read_mapping(prompt: Mapping[str, Any], field: str) -> tuple[str | None, Any
 
 def as_continuations(continuations: Any, field: str = "continuations") -> list[Any]:
     """What `score` is given, as a list."""
-    if isinstance(continuations, (str, bytes, Mapping)) or not isinstance(continuations, Iterable):
+    if not is_listed(continuations, Mapping):
         raise InvalidArgument(field, continuations, "must be a list of texts, or of lists of token ids")
     return list(continuations)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from google.protobuf.struct_pb2 import Struct
 
 from pagedec.errors import InvalidArgument, Shown
 from pagedec.fields import Integer, Table, Text, check_encodable, field_names, option
-from pagedec.inputs import are_ids, as_priority, is_array, read_mapping, read_token_ids
+from pagedec.inputs import are_ids, as_priority, is_array, is_listed, read_mapping, read_token_ids
 from pagedec.messages import (
     BEAMS,
     CONSTRAINTS,
@@ -151,7 +151,7 @@ def as_ids(field: str, token_ids: Any) -> prompt_pb2.TokenIds:
 
 def as_chat(messages: Any, field: str = "messages", **options: Any) -> prompt_pb2.Chat:
     """A conversation as a message. Raises `InvalidArgument`."""
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
+    if not is_listed(messages, Mapping):
         raise InvalidArgument(field, messages, 'must be a list of messages such as {"role": "user", "content": "Hi"}')
     if options.get("chat_template") is not None:
         limit = "must be None: the server writes conversations by the template that it was started with"

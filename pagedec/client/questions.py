@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from google.protobuf import json_format
@@ -12,7 +12,7 @@ from pagedec.client.connection import Inquiry
 from pagedec.client.failures import code_name, exception_of, recalled
 from pagedec.client.telling import Growing
 from pagedec.errors import InvalidArgument, RequestError
-from pagedec.inputs import read_salt
+from pagedec.inputs import is_listed, read_salt
 from pagedec.outputs import RequestOutput
 from pagedec.params import SamplingParams
 from pagedec.v1 import generation_service_pb2 as pb
@@ -60,9 +60,7 @@ class Question:
     @classmethod
     def of_chat(cls, messages: Any, params: Any, options: Mapping[str, Any], field: str = "messages") -> Question:
         """Of a conversation."""
-        many = (
-            list(messages) if isinstance(messages, Iterable) and not isinstance(messages, (str, Mapping)) else messages
-        )
+        many = list(messages) if is_listed(messages, Mapping) else messages
         chat = as_chat(many, field, **options)
         names = {path: name.replace("messages", field) for path, name in CHAT.items()}
         given = {field: many, "tools": options.get("tools"), "chat_template_kwargs": options.get("template_kwargs")}

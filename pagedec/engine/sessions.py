@@ -138,11 +138,12 @@ class Sessions:
         if params.truncate_prompt_tokens is not None:
             limit = "must be None: a branch is continued as it is"
             raise InvalidArgument("truncate_prompt_tokens", params.truncate_prompt_tokens, limit)
-        if keep == "all":
+        name = keep if isinstance(keep, str) else None
+        if name == "all":
             self._check_branches(owner, params.num_answers)
         elif (
             not isinstance(params, ScoreParams)
-            and keep not in KEEPS
+            and name not in KEEPS
             and not (type(keep) is int and 0 <= keep < params.num_answers)
         ):
             limit = f"must be one of {', '.join(KEEPS)}, or an answer's number below {params.num_answers}"

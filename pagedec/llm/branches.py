@@ -135,7 +135,7 @@ class Handle:
         if branches is None:
             own = [branch for branch in list(owner.branches.values()) if id(branch) not in gone]
         else:
-            own = [handle._branch for handle in branches]
+            own = [handle._branch for handle in branches_of(self._front, branches)]
         return branch_tree(self._front, own or [self._branch], owner.prompt_length)
 
     # ---- what is to happen to it, for the loop
@@ -208,7 +208,7 @@ class Handle:
 
     def _counting(self, branches: Sequence[Handle]) -> Callable[[Engine], SessionBlocks]:
         """What `branches` hold. They count as used."""
-        own = [handle._branch for handle in branches]
+        own = [handle._branch for handle in branches_of(self._front, branches)]
         return lambda engine: engine.sessions.blocks(own)
 
     def _closing_all(self) -> Callable[[Engine], Any]:
@@ -273,3 +273,13 @@ def check_turn(field: str, message: Mapping[str, Any]) -> None:
 
 def _digest(tokens: Sequence[int]) -> bytes:
     return blake2b(np.array(tokens, np.int32).tobytes(), digest_size=16).digest()
+
+
+def branches_of(front: Front, branches: Any) -> list[Any]:
+    """Handles that a caller has listed, of sessions of one LLM."""
+    if not isinstance(branches, (list, tuple)):
+        raise InvalidArgument("branches", branches, "must be a list of branches")
+    for i, branch in enumerate(branches):
+        if not isinstance(branch, Handle) or branch._front is not front:
+            raise InvalidArgument(f"branches[{i}]", branch, "must be a branch of a session of the same LLM")
+    return list(branches)

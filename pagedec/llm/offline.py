@@ -218,11 +218,11 @@ class LLM(Front):
         self.close()
 
 
-def _checked(use_tqdm: object, lora_request: object, on_error: str) -> bool:
+def _checked(use_tqdm: object, lora_request: object, on_error: object) -> bool:
     """Whether errors are to be returned; raises `InvalidArgument` for what a call for many prompts may not be told."""
     if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
         raise InvalidArgument("use_tqdm", use_tqdm, "must be true, false, or what makes a bar as tqdm does")
     check_no_lora(lora_request)
-    if on_error not in ON_ERROR:
+    if not isinstance(on_error, str) or on_error not in ON_ERROR:
         raise InvalidArgument("on_error", on_error, f"must be one of {', '.join(ON_ERROR)}")
     return on_error == "return"

@@ -7,7 +7,7 @@ from typing import Any
 
 from pagedec.engine.engine import Engine
 from pagedec.errors import InvalidArgument, Shown
-from pagedec.llm.branches import Handle
+from pagedec.llm.branches import Handle, branches_of
 from pagedec.llm.going import B, Going, Scored
 
 
@@ -54,14 +54,11 @@ def all_at_once(going: Sequence[Going[B] | Scored]) -> Callable[[Engine], None]:
 
 
 def _branches(handle: B, branches: Any) -> list[B]:
-    if not isinstance(branches, (list, tuple)):
-        raise InvalidArgument("branches", branches, "must be a list of branches")
-    for i, branch in enumerate(branches):
-        if not isinstance(branch, Handle) or branch._front is not handle._front:
-            raise InvalidArgument(f"branches[{i}]", branch, "must be a branch of a session of the same LLM")
-        if any(branch._branch is other._branch for other in branches[:i]):
+    many: list[B] = branches_of(handle._front, branches)
+    for i, branch in enumerate(many):
+        if any(branch._branch is other._branch for other in many[:i]):
             raise InvalidArgument(f"branches[{i}]", branch, "must be in the list once: one call at a time runs on it")
-    return list(branches)
+    return many
 
 
 def _counted(branches: Sequence[Handle]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from jinja2.ext import Extension
 
 from pagedec.errors import FeatureNotAvailable, InvalidArgument, Shown
 from pagedec.fields import check_encodable
+from pagedec.inputs import is_listed
 from pagedec.text.bounded_template import BoundedEnvironment
 from pagedec.text.budget import MAX_CHARACTERS, MAX_STEPS, Budget, Exhausted, spending
 
@@ -180,7 +181,7 @@ def _tool_calls(field: str, calls: Any) -> list[Any]:
 
 def check_messages(messages: object, field: str = "messages") -> list[dict[str, Any]]:
     """The messages as plain values. Raises `InvalidArgument` naming `field[i]` for what is no message."""
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
+    if not is_listed(messages, Mapping):
         raise InvalidArgument(field, messages, 'must be a list of messages such as {"role": "user", "content": "Hi"}')
     checked = []
     for i, message in enumerate(messages):
@@ -224,7 +225,7 @@ def _schemas(tools: Sequence[Tool] | None) -> list[Any] | None:
     """Tools as JSON schemas; a function's own is read from its types and its docstring."""
     if tools is None:
         return None
-    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
+    if not is_listed(tools, Mapping):
         raise InvalidArgument("tools", tools, "must be a list of JSON schemas or functions, or None")
     schemas = []
     for i, tool in enumerate(tools):
@@ -340,6 +341,11 @@ def render_chat(
     and for a template that takes more than a million steps or makes a text of more than 16 Mi characters (see
     `budget`).
     """
+    for field, flag in (
+        ("add_generation_prompt", add_generation_prompt), ("continue_final_message", continue_final_message),
+    ):  # fmt: skip
+        if not isinstance(flag, bool):
+            raise InvalidArgument(field, flag, "must be true or false")
     if add_generation_prompt and continue_final_message:
         limit = (
             "must be false where add_generation_prompt is true: the answer is a new message, or goes on with the last"

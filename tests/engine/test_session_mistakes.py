@@ -10,10 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pagedec import AsyncLLM
 from pagedec.errors import BranchBusy, InvalidArgument, SessionLimit
+from pagedec.inputs import as_conversations
+from pagedec.text.chat_template import check_messages, render_chat
 from tests.engine.crowd import Tiny
 
 PROMPT = list(range(3, 40))
@@ -39,6 +42,37 @@ def test_a_prompt_s_mistakes(tiny: Tiny) -> None:
         (lambda: session.rollback("0"), "rollback is '0': must be a whole number from 0 to 2147483647, or a mark"),
     ])  # fmt: skip
     assert session.token_ids == PROMPT
+
+
+@pytest.mark.parametrize("odd", [np.array(3), np.array("x"), np.array(["x", "y"]), 3.5, np.array([[1.5]])], ids=repr)
+def test_odd_arrays_are_named_as_all_that_is_wrong(tiny: Tiny, odd: Any) -> None:
+    """One without a dimension can be iterated over by its type alone; one of texts equals none of them."""
+    llm: Any = tiny()
+    session = llm.session(PROMPT, seed=3)
+    acts = {
+        "messages": [lambda: check_messages(as_conversations(odd)[0][0]), lambda: check_messages(odd)],
+        "on_error": [lambda: llm.generate([PROMPT], on_error=odd)],
+        "prompt_token_ids": [lambda: llm.generate(prompt_token_ids=odd)],
+        "keep": [lambda: session.generate(keep=odd, max_tokens=1), lambda: list(session.stream(keep=odd))],
+        "continuations": [lambda: session.score(odd)],
+        "branches": [
+            lambda: session.tree(odd), lambda: session.blocks(odd), lambda: session.generate_all(odd),
+            lambda: session.score_all(odd, [[[5]]]), lambda: session.tree([odd]), lambda: session.blocks([odd]),
+        ],
+    }  # fmt: skip
+    for field, several in acts.items():
+        for act in several:
+            with pytest.raises(InvalidArgument, match=rf"^{field}(\[0\])?(\.role)? is .*(must|token ids)"):
+                act()
+    assert session.token_ids == PROMPT
+
+
+@pytest.mark.parametrize("odd", [np.array(3), np.array(["x", "y"]), "yes", 1], ids=repr)
+def test_odd_values_for_a_chat(odd: Any) -> None:
+    tokenizer: Any = None
+    for field in ("add_generation_prompt", "continue_final_message"):
+        with pytest.raises(InvalidArgument, match=f"^{field} is .*must be true or false"):
+            render_chat(tokenizer, [{"role": "user", "content": "Hi"}], **{field: odd})
 
 
 def test_several_branches(tiny: Tiny) -> None:

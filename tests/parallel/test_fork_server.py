@@ -177,7 +177,6 @@ def test_what_cannot_be_forked_is_told() -> None:
 
 def test_a_server_that_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so where it writes its errors; who has asked for a worker is told which process was to fork it."""
-    monkeypatch.setattr(fork_server, "PREFIX", "PAGEDEC_")
     monkeypatch.setenv("PYTHONOPTIMIZE", "2")  # another server than before
     monkeypatch.setattr(subprocess, "Popen", _of_a_broken_program)
     ours, theirs = socket.socketpair()
