@@ -159,7 +159,7 @@ def resolve_model(
         return _from_gguf(name, path, load_format)
     if name == DEFAULT_MODEL:
         if load_format == "dummy":
-            return ModelFiles(name, "dummy", preset=DEFAULT_PRESET)
+            return ModelFiles(name, "dummy", tokenizer=default_model_path(), preset=DEFAULT_PRESET)
         return _from_gguf(name, _default_file(), load_format)
     if is_preset:
         return ModelFiles(name, "dummy", preset=name)

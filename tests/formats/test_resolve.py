@@ -11,7 +11,7 @@ import pytest
 
 from pagedec.errors import InvalidArgument, ModelFileError
 from pagedec.formats import resolve
-from pagedec.formats.resolve import ModelFiles, resolve_model, resolve_tokenizer
+from pagedec.formats.resolve import ModelFiles, default_model_path, resolve_model, resolve_tokenizer
 
 
 def make_directory(path: Path, *names: str) -> Path:
@@ -106,6 +106,7 @@ def test_unknown_load_format() -> None:
 def test_presets_are_names_of_dummy_models() -> None:
     assert resolve_model("llama-3.1-8b", "dummy") == ModelFiles("llama-3.1-8b", "dummy", preset="llama-3.1-8b")
     assert resolve_model(None, "dummy").preset == "smollm2-135m"
+    assert resolve_model(None, "dummy").tokenizer == default_model_path()  # which may be missing: it needs no weights
 
 
 def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
