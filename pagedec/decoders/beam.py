@@ -188,7 +188,8 @@ class Beam(Decoder):
     def _diversified(self, candidates: Candidates, taken: Sequence[int], branches: Sequence[Branch]) -> Candidates:
         """The candidates as the tokens of earlier groups leave them."""
         counts = np.bincount(np.array(taken), minlength=self.context.vocab_size)[candidates.tokens]
-        amounts = np.float32(self.params.diversity_penalty) * counts.astype(np.float32)
+        with np.errstate(over="ignore"):  # as large as that, it forbids
+            amounts = np.float32(self.params.diversity_penalty) * counts.astype(np.float32)
         if self.params.repetition_penalty != 1:
             if not self.written:
                 self.written = [bits_of(self.context.history.tokens(branch.tip)) for branch in branches]

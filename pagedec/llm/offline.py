@@ -135,10 +135,10 @@ class LLM(Front):
         all of the text so far. The last one is `finished`.
 
         Text never ends within a character or with what may be the beginning of a stop string. Of beams all answers grow
-        by what no step can change any more, which they have in common, and the rest comes at the end. Closing the
-        iterator aborts the request. Several streams may be open at once, in any threads, and `generate` may run
-        between; all are carried on by whichever is asked. Invalid arguments are raised here, not by the iterator;
-        `RequestError` where the request fails.
+        by what no step can change any more, which they have in common, and the rest comes at the end, of fewer answers
+        where rules leave fewer. Closing the iterator aborts the request. Several streams may be open at once, in any
+        threads, and `generate` may run between; all are carried on by whichever is asked. Invalid arguments are raised
+        here, not by the iterator; `RequestError` where the request fails.
         """
         check_no_lora(lora_request)
         return self._stream(self.prepare_one(prompt, sampling_params, priority, cache_salt))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -156,6 +157,15 @@ def test_groups_that_are_done_without_any_end_token() -> None:
         for answer, text in zip(search.done, texts, strict=True):
             assert (text[-1] == 4) == (answer.stop_string == "e")
     assert one_by_one > 3
+
+
+def test_a_penalty_as_large_as_numbers_forbids() -> None:
+    """Of two beams that want the same token the second has another, and numpy has no warning for anybody."""
+    own = params(beam_width=3, num_beam_groups=3, diversity_penalty=3e38)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        texts = Search(own, [1, 2], table(1, 12), 12).run().texts()
+    assert len(texts) == 3 and len({text[0] for text in texts}) == 3
 
 
 def test_several_ends_and_ignored_ones() -> None:
