@@ -176,7 +176,7 @@ def main() -> None:
             for history in dict.fromkeys((100, arguments.history)):
                 rows += compare("one layer of 64", small, num_rows, history, arguments.rounds, alone)
     for num_rows in arguments.rows:
-        rows += compare("SmolLM2-135M", default, num_rows, 100, arguments.rounds // 4, shared)
+        rows += compare("SmolLM2-135M", default, num_rows, 100, max(2 * TURN, arguments.rounds // 4), shared)
     columns = ["model", "rows", "history", "executor", "inline, ms", "ms", "of inline", "more, ms", "quartiles"]
     table([*columns, "message, KiB"], rows)
     print("Reach: at most 0.3 ms more at 64 rows; at most 1.05 of inline at 16 rows of the default model.\n")
