@@ -1,6 +1,6 @@
 """`python -m pagedec`."""
 
-from pagedec.cli.main import main
+from pagedec.cli.main import command
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    command()

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -297,3 +298,16 @@ def test_an_interrupt_keeps_the_answers_that_are_finished(
     assert "2 prompts of 3 tokens, 2 answers of 3 tokens" in shown.err
     assert shown.err.splitlines()[-1] == "pagedec: interrupted: 2 of 4 prompts answered"
     assert StandIn.calls[-1]["closed"]
+
+
+def test_the_process_ends_at_once_but_not_before_others_have_had_their_say() -> None:
+    """Threads are waited for and exit handlers run; the status is `main`'s; what was written is there."""
+    program = (
+        "import atexit, sys, threading, time; from pagedec.cli import main as cli\n"
+        "def late(): time.sleep(0.3); sys.stdout.write('thread ')\n"
+        "def main():\n"
+        "    threading.Thread(target=late).start(); atexit.register(sys.stdout.write, 'handler'); return 3\n"
+        "cli.main = main; cli.command()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "thread handler", "")

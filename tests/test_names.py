@@ -85,3 +85,17 @@ def test_checkers_read_the_package_s_types(tmp_path: Path) -> None:
     told = [line.partition(": note: ")[2] for line in done.stdout.splitlines() if ": note: " in line]
     assert told[0] == 'Revealed type is "str"' and told[1].endswith('pagedec.llm.async_llm.AsyncLLM"'), done.stdout
     assert "py.typed" not in done.stdout
+
+
+@pytest.mark.parametrize("before", ["enable", "disable"])
+def test_importing_leaves_the_collector_as_it_was(before: str) -> None:
+    """While torch is imported nothing is looked at, and afterwards what came with it counts as old."""
+    program = (
+        f"import gc; gc.collect(); gc.{before}(); seen = []\n"
+        "def note(phase, _): phase == 'start' and seen.append(len(gc.get_objects(generation=0)))\n"
+        "gc.callbacks.append(note)\n"
+        "import pagedec.runtime.torch_first, sys; assert 'torch' in sys.modules\n"
+        "gc.callbacks.clear(); old = len(gc.get_objects(generation=2))\n"
+        "print(gc.isenabled(), old > 100_000, max(seen, default=0) < 10_000)"
+    )
+    assert in_a_new_process(program) == f"{before == 'enable'} {before == 'enable'} True"

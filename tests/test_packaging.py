@@ -121,7 +121,7 @@ def test_with_a_compiler_the_wheel_has_the_libraries(sdist: Path, tmp_path: Path
 def test_what_the_metadata_promises() -> None:
     project = tomllib.loads((SOURCES / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["requires-python"] == ">=3.11"
-    assert project["scripts"] == {"pagedec": "pagedec.cli.main:main"}
+    assert project["scripts"] == {"pagedec": "pagedec.cli.main:command"}
     assert {"ray", "flash-attn", "xformers", "otel", "dev"} <= set(project["optional-dependencies"])
     needed = {name.split(">")[0] for name in project["dependencies"]}
     assert {"torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "tqdm"} <= needed

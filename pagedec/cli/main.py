@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import importlib
 import importlib.metadata
+import os
 import sys
+import threading
 from collections.abc import Sequence
+from typing import NoReturn
 
 from pagedec import environment
 from pagedec.cli.console import FAILED, INTERRUPTED, USER_ERROR, mute, open_streams, say, spelled, warnings_as_lines
@@ -95,3 +99,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"error: the output cannot be written: {error.strerror}")
         mute(sys.stdout)
         return FAILED
+
+
+def command() -> NoReturn:
+    """`main` as a process, which ends as `multiprocessing`'s do: threads and exit handlers have their say, and what is
+    left is the kernel's to clear. Python would take apart torch first, for half a second."""
+    status = main()
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in sys.stdout, sys.stderr:
+        stream.flush()
+    os._exit(status)

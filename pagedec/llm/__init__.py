@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pagedec.runtime import torch_first  # noqa: F401
+
+# isort: split
 from pagedec.inputs import Prompt, TextPrompt, TokensPrompt
 from pagedec.llm.async_llm import AsyncLLM
 from pagedec.llm.async_session import AsyncSession, AsyncSessionBranch
