@@ -23,6 +23,7 @@ from tests.constraints.schemas import random_schema
 from tests.equivalence.conftest import make_engine, vocabulary
 from tests.equivalence.features import FEW, SCHEMA, TRIE, every_third
 from tests.equivalence.harness import SPECULATIONS, Case, prompts, run
+from tests.equivalence.remote import VOCABULARY
 from tests.support import add
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -160,7 +161,7 @@ def _validated(engine: Engine, seeds: Sequence[int], methods: Sequence[Any], max
         drawn = {"temperature": float(seed // 2 % 2), "seed": seed, "n": 1 + seed % 2}
         params = method(4, **common) if method is BeamParams else method(**common, **drawn)
         schemas[f"{seed}"] = schema
-        cases.append(Case(f"{seed}", (*vocabulary().encode("A value as JSON: "),), params))
+        cases.append(Case(f"{seed}", tuple(vocabulary().encode("A value as JSON: ")), params))
     count = 0
     for name, request in finished(engine, cases).items():
         for answer in request.answers:
@@ -240,7 +241,10 @@ def test_without_end_tokens_an_answer_ends_where_nothing_follows() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"token_trie": TokenTrie([[3, 49152]])}, "must be of token ids from 0 to 49151; it has token 49152"),
+        (
+            {"token_trie": TokenTrie([[3, VOCABULARY]])},
+            f"from 0 to {VOCABULARY - 1}; it has token {VOCABULARY}",
+        ),
         (
             {"token_trie": TokenTrie([[1, 2], [3, 4, 5]]), "max_tokens": 1},
             "max_tokens is 1: must be 2 or more: the shortest sequence of token_trie has 2 tokens",

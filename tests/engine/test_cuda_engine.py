@@ -63,10 +63,10 @@ def prompts() -> list[list[int]]:
 
 
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=12, logprobs=3, prompt_logprobs=2, ignore_eos=True),
-    SamplingParams(seed=3, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.2, max_tokens=12, ignore_eos=True),
-    SamplingParams(seed=4, n=2, presence_penalty=0.5, logit_bias={5: 3.0}, max_tokens=9, ignore_eos=True),
-    SamplingParams(temperature=0, frequency_penalty=0.3, bad_words=None, max_tokens=12, logprobs=1, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=7, logprobs=3, prompt_logprobs=2, ignore_eos=True),
+    SamplingParams(seed=3, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.2, max_tokens=7, ignore_eos=True),
+    SamplingParams(seed=4, n=2, presence_penalty=0.5, logit_bias={5: 3.0}, max_tokens=6, ignore_eos=True),
+    SamplingParams(temperature=0, frequency_penalty=0.3, bad_words=None, max_tokens=7, logprobs=1, ignore_eos=True),
 ]
 
 

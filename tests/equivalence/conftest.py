@@ -20,25 +20,25 @@ from pagedec.formats.resolve import resolve_model
 from pagedec.runtime.loading import LoadedModel
 from pagedec.text.tokenizer import Tokenizer
 from tests.equivalence.harness import Case, Scratch, run
-from tests.equivalence.remote import LOAD, weights_of
+from tests.equivalence.remote import LOAD, VOCABULARY, weights_of
 
-# Small enough for torch, with the default model's vocabulary, so that the same prompts serve.
+# Small enough for torch, with the first tokens of the default model's vocabulary, so that the same prompts serve.
 TINY = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 96,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 96,
     "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
     "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 GEMMA3 = {
-    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 49152, "hidden_size": 96,
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": VOCABULARY, "hidden_size": 96,
     "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": 1024, "sliding_window": 20, "sliding_window_pattern": 3, "query_pre_attn_scalar": 32,
     "final_logit_softcapping": 30.0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 GPT2 = {
-    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 49152, "n_embd": 96, "n_inner": 160,
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 96, "n_inner": 160,
     "n_layer": 4, "n_head": 6, "n_positions": 1024, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 KINDS = {
@@ -86,7 +86,7 @@ def weights(kind: str) -> tuple[LoadedModel, LoadedModel]:
 
 @lru_cache(maxsize=1)
 def vocabulary() -> Vocabulary:
-    """The default model's: the tiny ones have as many tokens."""
+    """The default model's, of which the tiny ones know the first tokens."""
     path = resolve_model().tokenizer
     assert path is not None
     return vocabulary_of(Tokenizer.from_path(path))

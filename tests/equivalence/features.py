@@ -18,6 +18,7 @@ from pagedec.params import BeamSearchParams
 from tests.algorithms.random_tree import RandomTreeParams
 from tests.equivalence.conftest import make_engine, vocabulary
 from tests.equivalence.harness import Case, prompts, run
+from tests.equivalence.remote import VOCABULARY
 from tests.support import add
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
@@ -47,7 +48,7 @@ class Feature:
     """Of engine; what is alone is alone in such a one, too."""
 
 
-STOP_TOKEN, STOP_TEXT, BAD_TEXT = "the fifth token", "text across two tokens", "text of the second token"
+STOP_TOKEN, STOP_TEXT, BAD_TEXT = "the fifth token", "text across two tokens", "text of one of the tokens"
 _known: dict[str, FinishedRequest] = {}
 FEW = tuple(sorted({*PROMPT[:8], *(token for token in OTHERS[0].prompt if token not in PROMPT)}))[:16]
 """With so few tokens to draw, every rule about repetition has something to do, and drafts are often right."""
@@ -70,7 +71,7 @@ TRIE = TokenTrie([[*FEW[:3], *path] for path in itertools.product(FEW[3:7], FEW[
 
 def every_third(tokens: list[int]) -> list[int]:
     """Another third of the vocabulary behind each text, and never the last token again."""
-    return [token for token in range(sum(tokens) % 3, 49152, 3) if token != tokens[-1]]
+    return [token for token in range(sum(tokens) % 3, VOCABULARY, 3) if token != tokens[-1]]
 
 
 FEATURES = {
@@ -145,7 +146,7 @@ REFUSED: dict[tuple[str, str], tuple[type[Exception], str]] = {
 
 
 def with_features(params: Any, changes: dict[str, Any]) -> Any:
-    """The decoder's parameters with a feature; what depends on the text is taken from plain decoding's."""
+    """The decoder's parameters with a feature; what depends on the text is taken from its answer alone."""
     changes = dict(changes)
     if isinstance(params, BeamSearchParams):
         changes |= {"do_sample": True} if "temperature" in changes else {}
@@ -155,13 +156,18 @@ def with_features(params: Any, changes: dict[str, Any]) -> Any:
     if changes.get("stop") == STOP_TEXT:
         changes["stop"] = (_across(alone(params).answers[0].token_ids),)
     if changes.get("bad_words") == BAD_TEXT:
-        tokens = alone(DECODERS["greedy and sampling"]).answers[0].token_ids
-        changes["bad_words"] = (_text(tokens[1]),)
+        changes["bad_words"] = (_word(alone(params).answers[0].token_ids),)
     return replace(params, **changes)
 
 
-def _text(token: int) -> str:
-    return bytes(vocabulary().pieces[token]).decode(errors="strict")
+def _word(tokens: list[int]) -> str:
+    """The text of the first token behind the first that is spelled in tokens of the model, after a space, too."""
+    for token in tokens[1:]:
+        text = bytes(vocabulary().pieces[token]).decode(errors="replace")
+        ways = [vocabulary().encode(space + text.lstrip()) for space in ("", " ")]
+        if text.strip() and [token] in ways and max(*ways[0], *ways[1]) < VOCABULARY:
+            return text
+    raise AssertionError("no token is a word")
 
 
 def _across(tokens: list[int]) -> str:

@@ -23,6 +23,7 @@ from pagedec.models.model import Model
 from pagedec.params import RequestParams
 from pagedec.runtime.cache import allocate_cache
 from pagedec.runtime.runner import LaneRunner
+from tests.equivalence.remote import VOCABULARY
 from tests.support import add, step
 
 SPECULATIONS: dict[str, dict[str, Any]] = {
@@ -53,14 +54,14 @@ class Case:
 
 @lru_cache(maxsize=1)
 def text_ids() -> tuple[int, ...]:
-    """All texts in the default model's tokens."""
+    """All texts in the default model's tokens; one that only it knows is another."""
     from pagedec.formats.resolve import resolve_model
     from pagedec.text.tokenizer import Tokenizer
 
     path = resolve_model().tokenizer
     assert path is not None
     tokenizer = Tokenizer.from_path(path)
-    return tuple(token for text in TEXTS for token in tokenizer.encode(text))
+    return tuple(token % VOCABULARY for text in TEXTS for token in tokenizer.encode(text))
 
 
 def prompts(count: int, low: int, high: int, seed: int = 0) -> list[tuple[int, ...]]:

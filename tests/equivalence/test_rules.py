@@ -41,7 +41,7 @@ RULES = (
 
 def loop(scratch: Scratch, prompt: Sequence[int], params: SamplingParams) -> tuple[list[int], list[TokenLogprobs]]:
     """One whole text after the other: the model's logits, reported; the rules, applied on the host; a draw."""
-    rules: LogitsRules = read_options(params, 49152, (), vocabulary()).rules
+    rules: LogitsRules = read_options(params, scratch.model.arch.vocab_size, (), vocabulary()).rules
     tokens, reports, sampler, backend = list(prompt), [], sampler_of(params), scratch.model.backend
     for _ in range(params.max_tokens or 0):
         raw = scratch.logits(tokens)
