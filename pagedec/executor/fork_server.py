@@ -31,6 +31,8 @@ from pagedec.environment import own_variables, set_own_variables, worker_environ
 PRELOADED = ("pagedec.runtime.loading", "pagedec.executor.child")
 BEGIN_SECONDS = 120.0
 """How long a server may take to begin: it imports torch, perhaps from a cold disk."""
+SILENT_SECONDS = 10.0
+"""How long it may take to answer later. One that has not is stopped, and another takes its place."""
 END_SECONDS = 5.0
 _MAX_ORDER_BYTES = 65536
 _NUMBER = struct.Struct("<i")
@@ -63,11 +65,12 @@ class ForkServer:
         finally:
             theirs.close()
         self.pid = self._process.pid
+        self._patience, self._is_silent = BEGIN_SECONDS, False
         self._end = weakref.finalize(self, _end, self._process, self._control)
         self._end.atexit = False  # the kernel closes the socket then
 
     def is_running(self) -> bool:
-        return self._process.poll() is None
+        return self._process.poll() is None and not self._is_silent
 
     def fork(self, load: str, channel: socket.socket) -> ForkedProcess:
         """A process that runs `pagedec.executor.child.main` with `channel`. Raises `OSError` where there is none."""
@@ -77,8 +80,10 @@ class ForkServer:
                 order = json.dumps({"load": load, "environ": own_variables()}).encode()
                 # What it writes goes where our own errors go now.
                 socket.send_fds(self._control, [order], [channel.fileno(), theirs.fileno(), 2])
-            if not _is_readable(life, BEGIN_SECONDS):
-                raise TimeoutError(f"process {self.pid}, which forks workers, has said nothing for {BEGIN_SECONDS:g} s")
+            if not _is_readable(life, seconds := self._patience):
+                self._is_silent = True
+                raise TimeoutError(f"process {self.pid}, which forks workers, has said nothing for {seconds:g} s")
+            self._patience = SILENT_SECONDS
             answer = life.recv(_NUMBER.size)
             if not answer:
                 raise ChildProcessError(

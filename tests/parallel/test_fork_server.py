@@ -112,6 +112,24 @@ def test_the_server_is_killed(llm: LLM) -> None:
     assert_whole(llm, expected)
 
 
+def test_the_server_is_stopped(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers no more: a failed attempt, and the next one is another server's."""
+    monkeypatch.setattr(fork_server, "SILENT_SECONDS", 0.3)
+    expected = right_answers(llm)
+    worker = executor_of(llm).pid
+    server = parent(worker)
+    [known] = (one for one in fork_server._servers if one.pid == server)
+    monkeypatch.setattr(known, "_patience", 0.3)
+    os.kill(server, signal.SIGSTOP)
+    try:
+        os.kill(worker, signal.SIGKILL)
+        assert right_answers(llm) == expected
+        assert parent(executor_of(llm).pid) not in (server, os.getpid())
+        assert executor_of(llm).num_restarts == 1
+    finally:
+        os.kill(server, signal.SIGKILL)
+
+
 def test_a_killed_worker_s_successor_is_forked_by_the_same(llm: LLM) -> None:
     expected = right_answers(llm)
     worker = executor_of(llm).pid
