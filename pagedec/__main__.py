@@ -1,6 +1,6 @@
 """`python -m pagedec`."""
 
-from pagedec.cli.main import command
+from pagedec.cli.main import main
 
 if __name__ == "__main__":
-    command()
+    raise SystemExit(main())

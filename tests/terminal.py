@@ -19,7 +19,8 @@ from types import TracebackType
 SOURCES = Path(__file__).resolve().parent.parent
 PASTE, PASTE_END = "\x1b[200~", "\x1b[201~"
 CTRL_C, CTRL_D, ENTER = "\x03", "\x04", "\r"
-PAGEDEC = (sys.executable, "-m", "pagedec")
+PAGEDEC = (sys.executable, "-c", "from pagedec.cli.main import command; command()")
+"""As the installed script does."""
 
 
 class Terminal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import importlib
 import importlib.metadata
@@ -13,7 +14,17 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from pagedec import environment
-from pagedec.cli.console import FAILED, INTERRUPTED, USER_ERROR, mute, open_streams, say, spelled, warnings_as_lines
+from pagedec.cli.console import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    USER_ERROR,
+    mute,
+    open_streams,
+    say,
+    spelled,
+    warnings_as_lines,
+)
 from pagedec.cli.parser import Parser
 from pagedec.errors import PagedecError
 
@@ -105,8 +116,16 @@ def command() -> NoReturn:
     """`main` as a process, which ends as `multiprocessing`'s do: threads and exit handlers have their say, and what is
     left is the kernel's to clear. Python would take apart torch first, for half a second."""
     status = main()
-    threading._shutdown()  # type: ignore[attr-defined]
+    if sys.flags.interactive or sys.gettrace() or sys.getprofile():
+        raise SystemExit(status)  # to whoever watches
+    with contextlib.suppress(KeyboardInterrupt):
+        threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in sys.stdout, sys.stderr:
-        stream.flush()
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            pass
+        except OSError:
+            status = status or (FAILED if stream is sys.stdout else DONE)
     os._exit(status)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import gc
 import importlib
 import json
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -21,6 +23,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import warnings
 import weakref
@@ -45,7 +48,7 @@ class ForkServer:
     def __init__(self, given: Any) -> None:
         self.given = given
         """What workers take over from this process. Where that has changed, they need another server."""
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, theirs = pair(socket.SOCK_SEQPACKET)
         path = json.dumps(sys.path)  # workers find what we find
         deaf = "import gc, signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"  # Ctrl-C is the engine's, always
         deaf += "; gc.disable()"  # nothing of what is imported is garbage, and to look takes 0.1 s
@@ -74,12 +77,14 @@ class ForkServer:
 
     def fork(self, load: str, channel: socket.socket) -> ForkedProcess:
         """A process that runs `pagedec.executor.child.main` with `channel`. Raises `OSError` where there is none."""
-        life, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        life, theirs = pair(socket.SOCK_SEQPACKET)
         try:
-            with theirs:
+            with theirs, open(os.devnull, "wb") as nowhere:
                 order = json.dumps({"load": load, "environ": own_variables()}).encode()
                 # What it writes goes where our own errors go now.
-                socket.send_fds(self._control, [order], [channel.fileno(), theirs.fileno(), 2])
+                errors = nowhere.fileno() if sys.__stderr__ is None else 2
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended: nothing will come
+                    socket.send_fds(self._control, [order], [channel.fileno(), theirs.fileno(), errors])
             if not _is_readable(life, seconds := self._patience):
                 self._is_silent = True
                 raise TimeoutError(f"process {self.pid}, which forks workers, has said nothing for {seconds:g} s")
@@ -110,38 +115,55 @@ class ForkedProcess:
     def __init__(self, pid: int, life: socket.socket) -> None:
         self.pid, self._life = pid, life
         self._status: int | None = None
+        self._is_orphan = False
+        """Its server was killed, and it with that: where this process takes in orphans, it must be waited for here."""
 
     def poll(self) -> int | None:
         """Its exit status, negative for a signal; None while it runs. Any thread may ask."""
         if self._status is None:
             with contextlib.suppress(OSError):  # nothing is told yet, or never will be
                 told = self._life.recv(_NUMBER.size, socket.MSG_DONTWAIT | socket.MSG_PEEK)
-                # Where nothing is told its server was killed, and it with that.
+                self._is_orphan = not told
                 self._status = _NUMBER.unpack(told)[0] if told else -signal.SIGKILL
         return self._status
 
     def wait(self, seconds: float) -> int | None:
         """Its exit status; None where it runs for longer than that."""
-        return self.poll() if _is_readable(self._life, seconds) else None
+        if self.poll() is None and self._is_held:
+            _is_readable(self._life, seconds)
+        return self.poll()
 
     def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+        if self.poll() is None and self._is_held:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
         self._life.close()
+        for _ in range(10 if self._is_orphan else 0):  # it may not have fallen to this process yet
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(self.pid, os.WNOHANG)[0]:
+                    break
+            time.sleep(0.01)
+
+    @property
+    def _is_held(self) -> bool:
+        return self._life.fileno() >= 0
 
 
+_ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _servers: weakref.WeakSet[ForkServer] = weakref.WeakSet()
 _choosing = threading.Lock()
 
 
 def current() -> ForkServer:
-    """A server of this process with its environment, path, directory and processors as they are now. Variables of our
-    own are read when a worker loads; what others read is theirs to know."""
+    """A server of this process as it is now: its environment, path, directory, processors, user and limits. Variables
+    of our own are read when a worker loads; what others read is theirs to know."""
     environ = worker_environment()
     rest = {name: environ[name] for name in environ.keys() - own_variables(environ).keys()}
-    given = rest, list(sys.path), _directory(), os.sched_getaffinity(0)
+    limits = [resource.getrlimit(kind) for name, kind in vars(resource).items() if name.startswith("RLIMIT_")]
+    user = os.getresuid(), os.getresgid(), os.getgroups(), os.getpriority(os.PRIO_PROCESS, 0)
+    given = rest, list(sys.path), _directory(), os.sched_getaffinity(0), user, limits
     with _choosing:
         for server in _servers:
             if server.given == given and server.is_running():
@@ -154,7 +176,7 @@ def current() -> ForkServer:
 def _directory() -> str:
     try:
         return os.getcwd()
-    except FileNotFoundError:  # removed
+    except OSError:  # removed, or no longer ours to read
         return ""
 
 
@@ -167,11 +189,28 @@ def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
         process.wait()
 
 
+def pair(kind: int = socket.SOCK_STREAM) -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets that a fork does not keep open, even one of another thread's while they are made use of."""
+    ours, theirs = map(_above_streams, socket.socketpair(socket.AF_UNIX, kind))
+    _ends.update((ours, theirs))
+    return ours, theirs
+
+
+def _above_streams(end: socket.socket) -> socket.socket:
+    """One that is no standard stream, where the program was started without some of these."""
+    if end.fileno() > 2:
+        return end
+    with end:
+        return socket.socket(fileno=fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3))
+
+
 def _let_go() -> None:
     global _choosing
     _choosing = threading.Lock()  # another thread may have held it
     for server in _servers:
         server.let_go()
+    for end in list(_ends):
+        end.close()
     _servers.clear()
 
 
@@ -179,7 +218,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def _is_readable(end: socket.socket, seconds: float) -> bool:
-    with selectors.DefaultSelector() as selector:
+    with selectors.PollSelector() as selector:  # which needs no descriptor
         selector.register(end, selectors.EVENT_READ)
         return bool(selector.select(seconds))
 
@@ -205,6 +244,7 @@ class _Forking:
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(waking.fileno())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # whoever has started us may have blocked it
         self._waking = waking
         self._selector.register(control, selectors.EVENT_READ, self._take)
         self._selector.register(self._woken, selectors.EVENT_READ, self._tell)
@@ -287,7 +327,11 @@ class _Forking:
 
             if os.getppid() == self._pid:  # alive when prctl was called
                 work(channel, order["load"])
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else 1
         except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-        os._exit(status)
+            with contextlib.suppress(Exception):  # perhaps nobody reads it
+                traceback.print_exc()
+                sys.stderr.flush()
+        finally:
+            os._exit(status)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import weakref
 
 from pagedec.config import EngineConfig
@@ -54,7 +53,7 @@ class WorkerProcess:
 
     def __init__(self, load: str = LOAD_WORKER) -> None:
         server = fork_server.current()
-        ours, theirs = socket.socketpair()
+        ours, theirs = fork_server.pair()
         try:
             self._process = server.fork(load, theirs)
         except BaseException:

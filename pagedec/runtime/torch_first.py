@@ -9,7 +9,8 @@ gc.disable()
 try:
     import torch  # noqa: F401
 finally:
-    if _was_enabled:
+    if _was_enabled and not gc.get_freeze_count():  # what the program has frozen stays so
         gc.freeze()
         gc.unfreeze()  # what there is counts as old now: not looked at three times before it does
+    if _was_enabled:
         gc.enable()
