@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -311,3 +312,47 @@ def test_the_process_ends_at_once_but_not_before_others_have_had_their_say() -> 
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (3, "thread handler", "")
+
+
+COMMAND = (
+    "import sys, types; from pagedec.cli import main as cli; from pagedec.errors import InvalidArgument\n"
+    "def run(_):\n"
+    "    print('an answer'); sys.stderr.write('told')\n"
+    "    if {fails}: raise InvalidArgument('prompt', 'x', 'is bad')\n"
+    "    return 0\n"
+    "cli.parser = lambda: types.SimpleNamespace(parse_args=lambda _: types.SimpleNamespace(run=run))\n"
+    "cli.command()\n"
+)
+
+
+@pytest.mark.parametrize(("fails", "out", "status"), [
+    (False, "/dev/full", 1), (True, "/dev/full", 2), (False, "closed", 0), (True, "closed", 2), (False, "/dev/null", 0),
+])  # fmt: skip
+def test_the_last_flush_fails_without_a_traceback(fails: bool, out: str, status: int) -> None:
+    """A full disk, and a reader who has left."""
+    if out == "closed":
+        reading, writing = os.pipe()
+        os.close(reading)
+    else:
+        writing = os.open(out, os.O_WRONLY)
+    command = [sys.executable, "-c", COMMAND.format(fails=fails)]
+    held_back = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, env=held_back)
+    os.close(writing)
+    assert done.returncode == status and "Traceback" not in done.stderr and "told" in done.stderr
+
+
+def test_who_runs_the_command_inside_goes_on(tmp_path: Path) -> None:
+    """A host of `python -m pagedec`, and a profiler."""
+    host = (
+        "import runpy, sys; sys.argv = ['pagedec', '--version']\n"
+        "try: runpy.run_module('pagedec', run_name='__main__', alter_sys=True)\n"
+        "except SystemExit as end: print('goes on', end.code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", host], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "goes on 0"
+    program, profile = tmp_path / "program.py", tmp_path / "profile"
+    program.write_text(COMMAND.format(fails=False))
+    watched = [sys.executable, "-m", "cProfile", "-o", str(profile), str(program)]
+    assert subprocess.run(watched, capture_output=True, timeout=120).returncode == 0
+    assert profile.stat().st_size > 0

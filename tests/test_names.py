@@ -99,3 +99,12 @@ def test_importing_leaves_the_collector_as_it_was(before: str) -> None:
         "print(gc.isenabled(), old > 100_000, max(seen, default=0) < 10_000)"
     )
     assert in_a_new_process(program) == f"{before == 'enable'} {before == 'enable'} True"
+
+
+def test_importing_thaws_nothing_that_was_frozen() -> None:
+    """As programs do that fork after they have loaded what they need."""
+    program = (
+        "import gc; gc.freeze(); frozen = gc.get_freeze_count(); import pagedec.runtime.torch_first\n"
+        "print(gc.get_freeze_count() > 0.9 * frozen > 0, gc.isenabled())"
+    )
+    assert in_a_new_process(program) == "True True"
