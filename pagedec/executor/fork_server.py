@@ -60,6 +60,7 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL if sys.__stderr__ is None else None,
                 env=worker_environment(),
             )
         except BaseException:

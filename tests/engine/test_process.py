@@ -282,6 +282,7 @@ def test_errors_say_where_in_the_worker_they_come_from(crowded: LLM) -> None:
     with pytest.raises(ValueError, match="masks of .* are due") as caught:
         executor_of(crowded).execute({"target": forward(masked=True)}, {}).result()
     assert "in the worker process:" in caught.value.__notes__[0] and "readout.py" in caught.value.__notes__[0]
+    crowded.engine.scheduler.forget_kv()  # blocks were written that it did not know of
 
 
 # -------------------------------------------------------------------------------------------------------------- loading

@@ -183,7 +183,7 @@ def test_what_cannot_be_forked_is_told() -> None:
         "if not pid:\n"
         "    ours.close(); os.fork = refuse; fork_server._Forking(theirs).run(); os._exit(0)\n"
         "theirs.close(); server = fork_server.ForkServer.__new__(fork_server.ForkServer)\n"
-        "server._control, server.pid = ours, pid\n"
+        "server._control, server.pid, server._patience = ours, pid, 60\n"
         "for _ in range(2):\n"
         "    channel, other = socket.socketpair()\n"
         "    try: server.fork('nowhere:nothing', channel)\n"
