@@ -22,7 +22,10 @@ llm = LLM(dtype="bfloat16", max_model_len=2048)
 params = SamplingParams(temperature=0, max_tokens=1)
 print(llm.generate("The capital of France is", params, use_tqdm=False)[0].outputs[0].text)
 """
-COMMAND = ["-m", "pagedec", "generate", "The capital of France is", "--max-tokens", "1", "--max-model-len", "2048"]
+SCRIPT = (
+    "import sys; from pagedec.cli import main as cli; sys.exit(getattr(cli, 'command', cli.main)())"  # as installed
+)
+COMMAND = ["-c", SCRIPT, "generate", "The capital of France is", "--max-tokens", "1", "--max-model-len", "2048"]
 STARTS = {"cold": ["-c", PROGRAM], "converted form cached": ["-c", PROGRAM], "the command, cached": COMMAND}
 REACH = {"cold": 10, "converted form cached": 5, "the command, cached": 5}
 
