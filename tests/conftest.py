@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -24,6 +25,17 @@ os.environ |= {"RAY_worker_niceness": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_
 # Nor do workers start before anybody asks for them: nobody asks for so plain ones.
 os.environ |= {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
 os.environ |= {"RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "30", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+# Of what is collected nothing goes before the end: garbage is not looked for there, neither now (half of the time that
+# collecting takes) nor in what tests leave.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
