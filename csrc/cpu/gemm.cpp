@@ -7,8 +7,8 @@
 //          for the threads and rows enough, threads split the rows as well.
 // Order    row block > panel > slice of k > tile. A slice of the panel stays in L1/L2 while the tiles of the block pass
 //          it, and meanwhile they prefetch the next slice, an equal share each, so that memory is never idle. Few rows
-//          of bf16 are one tile, which prefetches as it goes. On the matrix unit: gemm_amx_run.h. On AVX2 many rows of
-//          bf16 become fp32 first, and so does each slice.
+//          of bf16 are one tile, which prefetches as it goes. On the matrix unit: gemm_amx_run.h. On AVX2 rows of bf16
+//          become fp32 first, and where they are many each slice does.
 #include <algorithm>
 
 #include "cpu/gemm_amx_run.h"
@@ -24,12 +24,12 @@ namespace {
 // would be idle from the second on. The 512-bit FMA kernel is never so short of memory (prefetching costs it 4-15 %).
 // fp32: up to here the first tile is as tall as can be (in bf16, before that streamed, 14 + 2 beat 8 + 8 by 5 %)
 constexpr int TALL_ROWS = TILE_ROWS + 2;
-constexpr int PREFETCH_MIN_ROWS = PD_LEVEL == 3 ? TALL_ROWS + 1 : PD_LEVEL == 2 ? INT32_MAX : 7;
+constexpr int PREFETCH_MIN_ROWS = PD_LEVEL == 3 ? TALL_ROWS + 1 : PD_LEVEL == 2 ? INT32_MAX : 1;
 // Up to 16 rows of bf16 are one tile (two of half a panel from 15 on), which prefetches its panels by so many bytes:
 // 2 KB are worse than none, 4 KB up to 5 % worse. Measured with weights in huge pages: 8, 12 and 16 rows gain 22, 17
 // and 17 %; in small ones, where each prefetch walks the page table, they lose 3, 1 and 7 %.
 constexpr int64_t STREAM_AHEAD = 8192, HALF_STREAM_AHEAD = 16384;
-constexpr int INT8_PREFETCH_MIN_ROWS = 7;
+constexpr int INT8_PREFETCH_MIN_ROWS = PD_LEVEL == 1 ? 1 : 7;
 // Where tile i of a block begins: equal heights, but where hardware prefetching makes one tall tile better.
 int tile_begin(bool int8, int i, int tiles, int rows) {
   if (!int8 && PD_LEVEL == 3 && tiles == 2 && rows <= TALL_ROWS) return i == 0 ? 0 : i == 1 ? TILE_ROWS : rows;
@@ -72,20 +72,25 @@ void stream_panel(const Job &j, int64_t row, int rows, int64_t p, float *acc) {
   j.finish(j.a, row, rows, p, acc, (const float *)panel);
 }
 
+TileFn pick_tile_of(const Job &j, int rows) {
+  if (j.int8) return pick_int8_tile(rows, j.vnni);
+  return j.as_floats ? pick_tile_of_pairs(rows) : pick_tile(j.a.dtype, rows);
+}
+
 // One slice of one panel by a block of rows. ahead: what to prefetch meanwhile.
 void run_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float *acc, const char *ahead,
                const char *ahead_end) {
   const bool last = s + 1 == j.num_slices;
-  const int height = j.int8 ? INT8_TILE_ROWS : TILE_ROWS, tiles = (rows + height - 1) / height;
+  const int height = j.tile_rows(), tiles = (rows + height - 1) / height;
   const float *scales = (const float *)j.panel(p);
   const int64_t lines = (ahead_end - ahead) / 64;
   TileArgs t{};
   t.x_stride = j.rows.stride;
   t.panel = j.first_widens() ? j.steps(p, s) : place_slice(j, p, s), t.wide = j.wide;
-  const bool is_odd = last && !j.int8 && j.row_bytes % 4;
-  t.half_step = is_odd && !j.as_floats, t.first = s == 0;
-  t.num_steps = (j.slice_begin(s + 1) - j.slice_begin(s)) * (j.as_floats ? 2 : 1) - is_odd;
-  t.lines_ahead = (8 + tiles - 1) / tiles;
+  t.half_step = last && !j.int8 && j.row_bytes % 4, t.first = s == 0;
+  t.num_steps = j.slice_begin(s + 1) - j.slice_begin(s) - t.half_step;
+  const int passes = tiles * (height == PAIRS_TILE_ROWS && j.as_floats ? 2 : 1);
+  t.lines_ahead = (8 + passes - 1) / passes;
   for (int i = 0; i < tiles; i++) {
     const int r0 = tile_begin(j.int8, i, tiles, rows), r1 = tile_begin(j.int8, i + 1, tiles, rows);
     const char *x = j.rows.x + r0 * j.rows.stride;
@@ -94,7 +99,7 @@ void run_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float 
     t.acc = j.num_slices > 1 ? acc + r0 * 32 : acc;  // nothing to keep: stay in L1
     t.ahead = ahead + lines * i / tiles * 64, t.ahead_end = ahead + lines * (i + 1) / tiles * 64;
     if (j.first_widens() && i == 0) pick_widening_tile(r1 - r0)(t), t.panel = j.wide;
-    else (j.int8 ? pick_int8_tile(r1 - r0, j.vnni) : pick_tile(j.as_floats ? PD_F32 : j.a.dtype, r1 - r0))(t);
+    else pick_tile_of(j, r1 - r0)(t);
     if (last) j.finish(j.a, row + r0, r1 - r0, p, t.acc, scales);
   }
 }

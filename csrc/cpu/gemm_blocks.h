@@ -34,7 +34,7 @@ void blocks_part(const pd_context &, const pd_gemm_args &, int thread, int num_t
 // k / 32 groups of a row of x in dtype.
 void quantize_groups(const void *x, int dtype, int64_t k, XGroup *to);
 
-constexpr int BLOCK_TILE_ROWS = PD_LEVEL >= 2 ? 12 : PD_LEVEL == 1 ? 2 : 1;
+constexpr int BLOCK_TILE_ROWS = PD_LEVEL >= 2 ? 12 : PD_LEVEL == 1 ? 6 : 1;
 
 struct BlockTileArgs {
   const char *x;                 // first group of the first row
@@ -52,6 +52,9 @@ struct BlockTileArgs {
 #if PD_LEVEL >= 1
 constexpr int VECTOR = sizeof(Ints);               // bytes; so many outputs times 4
 constexpr int VECTORS = 128 / VECTOR, LOADS = 64 / VECTOR;  // of 32 outputs, and of their nibbles in a step
+// Vectors of outputs that a tile has at once: of 16 registers 6 rows of half a panel take 12.
+template <int R>
+constexpr int TOGETHER = PD_LEVEL == 1 && R > 2 ? 2 : VECTORS;
 
 // Vector V of step S of a group: q without a sign, 4 values of each of its outputs.
 template <BlockKind KIND, int S, int V>
@@ -80,28 +83,24 @@ PD_INLINE void add_products(Ints &sum, Ints w, Ints word) {
   sum = WIDE ? add_ints(sum, madd_shorts(pairs, set_ints(0x00010001))) : add_shorts(sum, pairs);
 }
 
-template <BlockKind KIND, bool VNNI, int R, int S>
-PD_INLINE void block_step(Ints (&c)[R][VECTORS], const char *group, const RowPointers &x) {
-  const auto rows = [&](int v, Ints w) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-    for (int i = 0; i < R; i++) add_products<KIND, VNNI>(c[i][v], w, set_ints((int32_t)load_word(x[i] + S * 4)));
-  };
-  if constexpr (VECTORS == 2) {
-    const Ints w0 = weights<KIND, S, 0>(group), w1 = weights<KIND, S, 1>(group);
+// By N vectors of outputs from V on.
+template <BlockKind KIND, bool VNNI, int S, int V, int R, int N>
+PD_INLINE void block_step(Ints (&c)[R][N], const char *group, const RowPointers &x) {
+  const auto pair = [&](int j, Ints w0, Ints w1) __attribute__((always_inline)) {
 #pragma GCC unroll 16
     for (int i = 0; i < R; i++) {
       const Ints word = set_ints((int32_t)load_word(x[i] + S * 4));
-      add_products<KIND, VNNI>(c[i][0], w0, word), add_products<KIND, VNNI>(c[i][1], w1, word);
+      add_products<KIND, VNNI>(c[i][j], w0, word), add_products<KIND, VNNI>(c[i][j + 1], w1, word);
+      if constexpr (R > 1 && !VNNI) add_now(c[i][j], c[i][j + 1]);
     }
-  } else {
-    rows(0, weights<KIND, S, 0>(group)), rows(1, weights<KIND, S, 1>(group));
-    rows(2, weights<KIND, S, 2 % VECTORS>(group)), rows(3, weights<KIND, S, 3 % VECTORS>(group));
-  }
+  };
+  pair(0, weights<KIND, S, V>(group), weights<KIND, S, V + 1>(group));
+  if constexpr (N == 4) pair(2, weights<KIND, S, 2>(group), weights<KIND, S, 3>(group));
 }
-template <BlockKind KIND, bool VNNI, int R, int S>
-PD_INLINE void four_steps(Ints (&c)[R][VECTORS], const char *group, const RowPointers &x) {
-  block_step<KIND, VNNI, R, S>(c, group, x), block_step<KIND, VNNI, R, S + 1>(c, group, x);
-  block_step<KIND, VNNI, R, S + 2>(c, group, x), block_step<KIND, VNNI, R, S + 3>(c, group, x);
+template <BlockKind KIND, bool VNNI, int S, int V, int R, int N>
+PD_INLINE void four_steps(Ints (&c)[R][N], const char *group, const RowPointers &x) {
+  block_step<KIND, VNNI, S, V>(c, group, x), block_step<KIND, VNNI, S + 1, V>(c, group, x);
+  block_step<KIND, VNNI, S + 2, V>(c, group, x), block_step<KIND, VNNI, S + 3, V>(c, group, x);
 }
 
 // first * (the first sum of q_x) + second * (the second), in every lane.
@@ -119,35 +118,35 @@ constexpr int zero_of() {
 template <BlockKind KIND, bool VNNI>
 constexpr bool sums_16 = !VNNI && (KIND == BlockKind::NIBBLES || KIND == BlockKind::NIBBLES_MIN);
 
-template <BlockKind KIND, bool VNNI, int R>
-PD_INLINE void block_start(Ints (&c)[R][VECTORS], const RowPointers &x, bool first, bool second) {
+template <BlockKind KIND, bool VNNI, int R, int N>
+PD_INLINE void block_start(Ints (&c)[R][N], const RowPointers &x, bool first, bool second) {
   constexpr int ZERO = zero_of<KIND, VNNI>();
 #pragma GCC unroll 16
   for (int i = 0; i < R; i++) {
     const bool zero = ZERO == 0 || sums_16<KIND, VNNI>;
     const Ints start = zero ? set_ints(0) : sums_times(x[i], first ? -ZERO : 0, second ? -ZERO : 0);
 #pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; v++) c[i][v] = start;
+    for (int v = 0; v < N; v++) c[i][v] = start;
   }
 }
 
-// A group's scales: a, and a' or b.
-template <BlockKind KIND>
-PD_INLINE void block_scales(const char *unit, const char *scales, bool has_scales, Floats (&a)[VECTORS],
-                            Floats (&b)[VECTORS]) {
+// A group's scales of N vectors of outputs from V on: a, and a' or b.
+template <BlockKind KIND, int V, int N>
+PD_INLINE void block_scales(const char *unit, const char *scales, bool has_scales, Floats (&a)[N], Floats (&b)[N]) {
   constexpr int LANES = VECTOR / 4;
 #pragma GCC unroll 4
-  for (int v = 0; v < VECTORS; v++) {
-    a[v] = load_halves(unit + v * LANES * 2);
+  for (int v = 0; v < N; v++) {
+    const int at = (V + v) * LANES;
+    a[v] = load_halves(unit + at * 2);
     if constexpr (KIND == BlockKind::SIX) {
-      b[v] = mul_floats(a[v], load_signed(scales + 32 + v * LANES));
-      a[v] = mul_floats(a[v], load_signed(scales + v * LANES));
+      b[v] = mul_floats(a[v], load_signed(scales + 32 + at));
+      a[v] = mul_floats(a[v], load_signed(scales + at));
     }
     if constexpr (KIND == BlockKind::NIBBLES_MIN) {
-      b[v] = load_halves(unit + 64 + v * LANES * 2);
+      b[v] = load_halves(unit + 64 + at * 2);
       if (has_scales) {
-        a[v] = mul_floats(a[v], load_bytes(scales + v * LANES));
-        b[v] = mul_floats(b[v], load_bytes(scales + 32 + v * LANES));
+        a[v] = mul_floats(a[v], load_bytes(scales + at));
+        b[v] = mul_floats(b[v], load_bytes(scales + 32 + at));
       } else {
         b[v] = mul_floats(a[v], b[v]);
       }
@@ -165,11 +164,11 @@ PD_INLINE Floats scaled_sums(Ints t, Ints half, Floats a, Floats b, Floats sum) 
 }
 
 // A group's sums into acc. first_half: of 6 bits, what the first 16 values gave.
-template <BlockKind KIND, bool VNNI, int R>
-PD_INLINE void block_end(const Ints (&c)[R][VECTORS], const int32_t *first_half, const RowPointers &x,
-                         const char *unit, const char *scales, bool has_scales, float *acc) {
-  Floats a[VECTORS], b[VECTORS];
-  block_scales<KIND>(unit, scales, has_scales, a, b);
+template <BlockKind KIND, bool VNNI, int V, int R, int N>
+PD_INLINE void block_end(const Ints (&c)[R][N], const int32_t *first_half, const RowPointers &x, const char *unit,
+                         const char *scales, bool has_scales, float *acc) {
+  Floats a[N], b[N];
+  block_scales<KIND, V>(unit, scales, has_scales, a, b);
 #pragma GCC unroll 16
   for (int i = 0; i < R; i++) {
     float x_scale;
@@ -179,36 +178,38 @@ PD_INLINE void block_end(const Ints (&c)[R][VECTORS], const int32_t *first_half,
     Floats sum = xs;
     if constexpr (KIND == BlockKind::NIBBLES_MIN) sum = to_floats(sums_times(x[i], 1, 1));
 #pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; v++) {
+    for (int v = 0; v < N; v++) {
       Ints t = c[i][v];
       if constexpr (sums_16<KIND, VNNI>) {
         t = madd_shorts(t, set_ints(0x00010001));
         if constexpr (ZERO != 0) t = add_ints(t, sums_times(x[i], -ZERO, -ZERO));
       }
       Ints half = t;
-      if constexpr (KIND == BlockKind::SIX) half = load_ints(first_half + i * 32 + v * (VECTOR / 4));
+      if constexpr (KIND == BlockKind::SIX) half = load_ints(first_half + i * 32 + (V + v) * (VECTOR / 4));
       const Floats s = scaled_sums<KIND>(t, half, a[v], b[v], sum);
-      float *to = acc + i * 32 + v * (VECTOR / 4);
+      float *to = acc + i * 32 + (V + v) * (VECTOR / 4);
       store_floats(to, add_floats(load_floats(to), mul_floats(xs, s)));
     }
   }
 }
 
-template <BlockKind KIND, bool VNNI, int R>
+template <BlockKind KIND, bool VNNI, int R, int V = 0>
 PD_INLINE void block_group(const char *data, const RowPointers &x, const char *unit, const char *scales,
                            bool has_scales, float *acc) {
-  Ints c[R][VECTORS];
+  constexpr int N = TOGETHER<R>;
+  Ints c[R][N];
   alignas(64) int32_t first_half[KIND == BlockKind::SIX ? R * 32 : 1];
-  block_start<KIND, VNNI, R>(c, x, true, KIND != BlockKind::SIX);
-  four_steps<KIND, VNNI, R, 0>(c, data, x);
+  block_start<KIND, VNNI>(c, x, true, KIND != BlockKind::SIX);
+  four_steps<KIND, VNNI, 0, V>(c, data, x);
   if constexpr (KIND == BlockKind::SIX) {
 #pragma GCC unroll 16
     for (int i = 0; i < R; i++)
-      for (int v = 0; v < VECTORS; v++) store_ints(first_half + i * 32 + v * (VECTOR / 4), c[i][v]);
-    block_start<KIND, VNNI, R>(c, x, false, true);
+      for (int v = 0; v < N; v++) store_ints(first_half + i * 32 + (V + v) * (VECTOR / 4), c[i][v]);
+    block_start<KIND, VNNI>(c, x, false, true);
   }
-  four_steps<KIND, VNNI, R, 4>(c, data, x);
-  block_end<KIND, VNNI, R>(c, first_half, x, unit, scales, has_scales, acc);
+  four_steps<KIND, VNNI, 4, V>(c, data, x);
+  block_end<KIND, VNNI, V>(c, first_half, x, unit, scales, has_scales, acc);
+  if constexpr (V + N < VECTORS) block_group<KIND, VNNI, R, V + N>(data, x, unit, scales, has_scales, acc);
 }
 
 #else

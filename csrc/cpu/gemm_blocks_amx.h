@@ -65,7 +65,7 @@ PD_INLINE void add_sums(const AmxBlockArgs &t, const AmxGroup &group, const int3
   constexpr int ZERO = zero_of<KIND, true>();
   const int64_t stride = t.x_stride;
   Floats a[VECTORS], b[VECTORS];
-  block_scales<KIND>(group.unit, group.scales, t.has_scales, a, b);
+  block_scales<KIND, 0>(group.unit, group.scales, t.has_scales, a, b);
   for (int i = 0; i < TILES; i++) {
     const char *x = group.x + i * t.second;
     const int32_t(*sum)[32] = sums[0] + i * AMX_ROWS, (*const end)[32] = sum + t.height;

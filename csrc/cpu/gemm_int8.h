@@ -18,7 +18,11 @@ namespace pagedec {
 constexpr int GROUP = 64;                // values of x that share a scale
 constexpr int GROUP_STEPS = GROUP / 4;
 constexpr int64_t INT8_HEADER = 128;     // bytes of a panel before its weights
-constexpr int INT8_TILE_ROWS = PD_LEVEL >= 2 ? 12 : PD_LEVEL == 1 ? 3 : 1;
+constexpr int INT8_TILE_ROWS = PD_LEVEL >= 2 ? 12 : PD_LEVEL == 1 ? 6 : 1;
+// Outputs of a panel that a tile has at once. Of 16 registers 6 rows of half a panel take 12, which leaves the panel's
+// bytes, a word of x and a product.
+template <int R>
+constexpr int INT8_OUTPUTS = PD_LEVEL == 1 && R > 3 ? 16 : 32;
 
 struct GroupHead {
   float scale;
@@ -73,6 +77,7 @@ PD_INLINE void int8_step(Int8Sums<R> &c, const char *panel, const RowPointers &x
       const __m512i odd = _mm512_set1_epi32((int)load_word(x[i] + s * 8 + 4));
       c[i][0] = _mm512_add_epi32(c[i][0], _mm512_madd_epi16(odd, o0));
       c[i][1] = _mm512_add_epi32(c[i][1], _mm512_madd_epi16(odd, o1));
+      add_now(c[i][0], c[i][1]);
     }
   }
 }
@@ -86,27 +91,40 @@ PD_INLINE void int8_end(const __m512i (&c)[2], float scale, bool first, float *a
 
 #elif PD_LEVEL == 1
 template <int R>
-using Int8Sums = __m256i[R][4];
-template <bool VNNI, int R>
-PD_INLINE void int8_step(Int8Sums<R> &c, const char *panel, const RowPointers &x, int s) {
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; j++) {
-    const __m256i w = _mm256_loadu_si256((const __m256i *)(panel + j * 32));
-    const __m256i even = _mm256_and_si256(w, _mm256_set1_epi16(0xff)), odd = _mm256_srli_epi16(w, 8);
-#pragma GCC unroll 4
+using Int8Sums = __m256i[R][INT8_OUTPUTS<R> / 8];
+// q0 and q2 of a step, or q1 and q3, in 16 bits each
+template <bool ODD>
+PD_INLINE __m256i int8_pairs(const char *panel) {
+  const __m256i bytes = _mm256_loadu_si256((const __m256i *)panel);
+  return ODD ? _mm256_srli_epi16(bytes, 8) : _mm256_and_si256(bytes, _mm256_set1_epi16(0xff));
+}
+template <bool ODD, int R, int V>
+PD_INLINE void int8_half_step(__m256i (&c)[R][V], const char *panel, const RowPointers &x, int s) {
+#pragma GCC unroll 2
+  for (int j = 0; j < V; j += 2) {
+    const __m256i w0 = int8_pairs<ODD>(panel + j * 32), w1 = int8_pairs<ODD>(panel + j * 32 + 32);
+#pragma GCC unroll 6
     for (int i = 0; i < R; i++) {
-      const __m256i xe = _mm256_set1_epi32((int)load_word(x[i] + s * 8));
-      c[i][j] = _mm256_add_epi32(c[i][j], _mm256_madd_epi16(xe, even));
-      const __m256i xo = _mm256_set1_epi32((int)load_word(x[i] + s * 8 + 4));
-      c[i][j] = _mm256_add_epi32(c[i][j], _mm256_madd_epi16(xo, odd));
+      const __m256i word = _mm256_set1_epi32((int)load_word(x[i] + s * 8 + ODD * 4));
+      c[i][j] = _mm256_add_epi32(c[i][j], _mm256_madd_epi16(word, w0));
+      c[i][j + 1] = _mm256_add_epi32(c[i][j + 1], _mm256_madd_epi16(word, w1));
+      add_now(c[i][j], c[i][j + 1]);
     }
   }
 }
-PD_INLINE void int8_start(__m256i (&c)[4], int32_t start) {
-  for (int j = 0; j < 4; j++) c[j] = _mm256_set1_epi32(start);
+template <bool VNNI, int R>
+PD_INLINE void int8_step(Int8Sums<R> &c, const char *panel, const RowPointers &x, int s) {
+  int8_half_step<false>(c, panel, x, s);
+  asm("" ::: "memory");  // the bytes are loaded again rather than kept: there is no register for them
+  int8_half_step<true>(c, panel, x, s);
 }
-PD_INLINE void int8_end(const __m256i (&c)[4], float scale, bool first, float *acc) {
-  for (int j = 0; j < 4; j++) {
+template <int V>
+PD_INLINE void int8_start(__m256i (&c)[V], int32_t start) {
+  for (int j = 0; j < V; j++) c[j] = _mm256_set1_epi32(start);
+}
+template <int V>
+PD_INLINE void int8_end(const __m256i (&c)[V], float scale, bool first, float *acc) {
+  for (int j = 0; j < V; j++) {
     const __m256 sum = _mm256_mul_ps(_mm256_cvtepi32_ps(c[j]), _mm256_set1_ps(scale));
     _mm256_storeu_ps(acc + j * 8, first ? sum : _mm256_add_ps(_mm256_loadu_ps(acc + j * 8), sum));
   }
@@ -137,6 +155,21 @@ PD_INLINE void int8_end(const int32_t (&c)[32], float scale, bool first, float *
 }
 #endif
 
+// A group's sums of some outputs of a panel, and what to prefetch meanwhile; ahead moves on.
+template <bool VNNI, int R>
+PD_INLINE void int8_group(Int8Sums<R> &c, const TileArgs &t, RowPointers x, const char *panel, int steps,
+                          const char *&ahead) {
+  constexpr int STEP = VNNI ? 4 : 8;
+  for (; steps >= 4; steps -= 4) {
+    for (int j = 0; j < t.lines_ahead && ahead < t.ahead_end; j++, ahead += 64) prefetch_to_l2(ahead);
+    x.pin();
+    int8_step<VNNI, R>(c, panel, x, 0), int8_step<VNNI, R>(c, panel + 128, x, 1);
+    int8_step<VNNI, R>(c, panel + 256, x, 2), int8_step<VNNI, R>(c, panel + 384, x, 3);
+    x.advance(4 * STEP), panel += 512;
+  }
+  for (; steps > 0; steps--, x.advance(STEP), panel += 128) int8_step<VNNI, R>(c, panel, x, 0);
+}
+
 // As tile<DTYPE, R>, with steps of quantised x from the beginning of a group on. heads: the first row's, of that group.
 template <bool VNNI, int R>
 void int8_tile(const TileArgs &t) {
@@ -145,24 +178,20 @@ void int8_tile(const TileArgs &t) {
   RowPointers x(t.x, t.x_stride);
   bool first = t.first;
   for (int64_t left = t.num_steps; left > 0; left -= GROUP_STEPS, heads += sizeof(GroupHead), first = false) {
-    Int8Sums<R> c;
+    const int steps = left < GROUP_STEPS ? (int)left : GROUP_STEPS;
+    for (int output = 0; output < 32; output += INT8_OUTPUTS<R>) {
+      Int8Sums<R> c;
 #pragma GCC unroll 16
-    for (int i = 0; i < R; i++) int8_start(c[i], (int32_t)load_word(heads + i * t.x_stride + 4));
-    int steps = left < GROUP_STEPS ? (int)left : GROUP_STEPS;
-    for (; steps >= 4; steps -= 4) {
-      for (int j = 0; j < t.lines_ahead && ahead < t.ahead_end; j++, ahead += 64) prefetch_to_l2(ahead);
-      x.pin();
-      int8_step<VNNI, R>(c, panel, x, 0), int8_step<VNNI, R>(c, panel + 128, x, 1);
-      int8_step<VNNI, R>(c, panel + 256, x, 2), int8_step<VNNI, R>(c, panel + 384, x, 3);
-      x.advance(4 * STEP), panel += 512;
-    }
-    for (; steps > 0; steps--, x.advance(STEP), panel += 128) int8_step<VNNI, R>(c, panel, x, 0);
+      for (int i = 0; i < R; i++) int8_start(c[i], (int32_t)load_word(heads + i * t.x_stride + 4));
+      int8_group<VNNI, R>(c, t, x, panel + output * 4, steps, ahead);
 #pragma GCC unroll 16
-    for (int i = 0; i < R; i++) {
-      float scale;
-      memcpy(&scale, heads + i * t.x_stride, 4);
-      int8_end(c[i], scale, first, t.acc + i * 32);
+      for (int i = 0; i < R; i++) {
+        float scale;
+        memcpy(&scale, heads + i * t.x_stride, 4);
+        int8_end(c[i], scale, first, t.acc + i * 32 + output);
+      }
     }
+    x.advance(steps * STEP), panel += steps * 128;
   }
 }
 

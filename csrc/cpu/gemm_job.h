@@ -5,6 +5,7 @@
 #include "common/context.h"
 #include "cpu/gemm_amx.h"
 #include "cpu/gemm_finish.h"
+#include "cpu/gemm_pairs.h"
 #include "cpu/gemm_shares.h"
 #include "cpu/gemm_weight_only.h"
 
@@ -21,10 +22,8 @@ constexpr int BESIDE_AMX_SLICE_MIN_ROWS = 128;
 constexpr int64_t WIDE_STEPS = 128;
 constexpr int64_t WIDE_ROOM_STEPS = SLICE_STEPS + 2 * GROUP_STEPS;  // slices begin at lines of k
 
-// From so many rows of bf16 on, where they are not multiplied, rows and slices become fp32 before the tiles: each tile
-// would widen them again. The chains are the same. A slice is in the first cache then.
-constexpr int FLOATS_MIN_ROWS = PD_LEVEL == 1 ? 24 : INT32_MAX;
-constexpr int64_t FLOATS_STEPS = 64;
+// On AVX2 rows of bf16 become fp32 before the tiles, which would widen them again with each panel.
+constexpr int TALL_PAIRS_MIN_ROWS = 4;  // below, a panel is read once for all outputs
 
 // What a thread needs to know of x in the row block in work.
 struct Rows {
@@ -38,7 +37,7 @@ struct Job {
   bool int8 = false, vnni = false, amx = false;
   bool weight_only = false, widens = false;  // int8 beside x in its dtype; and whether slices are widened before tiles
   bool streams = false;                      // all rows are in one tile
-  bool as_floats = false;                    // x and W are bf16 (W perhaps int8), and multiplied as fp32
+  bool as_floats = false;  // AVX2: x in bf16 becomes fp32, once for all panels; each tile widens what it takes of W
   // a step is a word of x (int8: four values of it) and 128 bytes of a panel, or less where only the weight is int8
   int64_t row_bytes = 0, num_steps = 0, num_slices = 0, step_bytes = 128;
   int64_t x_step_bytes = 4;  // of a row as tiles take it
@@ -52,6 +51,10 @@ struct Job {
   bool shared = false;
   Rows rows{};
 
+  int tile_rows() const {
+    if (int8) return INT8_TILE_ROWS;
+    return as_floats && *a.num_rows > TILE_ROWS ? PAIRS_TILE_ROWS : TILE_ROWS;
+  }
   int64_t num_lines() const { return (num_steps + AMX_STEPS - 1) / AMX_STEPS; }
   // int8: where a group begins; amx: a line; weight only: a pair of values. No slice is empty.
   int64_t slice_begin(int64_t s) const {
@@ -84,7 +87,7 @@ constexpr int COPY_MIN_ROWS = TILE_ROWS > 8 ? 10 : INT32_MAX, COPY_MIN_PANELS = 
 int64_t row_bytes(const pd_gemm_args &a) { return (int64_t)a.k * (a.dtype == PD_BF16 ? 2 : 4); }
 int64_t floats_stride(int64_t k) { return stride_past_period((k * 4 + 63) & -64); }
 bool goes_as_floats(const pd_gemm_args &a) {
-  return a.dtype == PD_BF16 && a.quantization != PD_INT8 && *a.num_rows >= FLOATS_MIN_ROWS;
+  return PD_LEVEL == 1 && a.dtype == PD_BF16 && a.quantization != PD_INT8;
 }
 int64_t copy_bytes(const pd_gemm_args &a) {  // for a thread
   if (goes_as_floats(a)) return own_rows(a) * floats_stride(a.k);
@@ -93,12 +96,11 @@ int64_t copy_bytes(const pd_gemm_args &a) {  // for a thread
 }
 
 int64_t wide_bytes(const pd_gemm_args &a) {  // for a thread
-  return a.quantization == PD_INT8_WEIGHT_ONLY || goes_as_floats(a) ? WIDE_ROOM_STEPS * 128 : 0;
+  return a.quantization == PD_INT8_WEIGHT_ONLY ? WIDE_ROOM_STEPS * 128 : 0;
 }
 
 int64_t num_slices(const Job &j) {
   const int64_t rows = *j.a.num_rows;
-  if (j.as_floats) return (j.num_steps + FLOATS_STEPS - 1) / FLOATS_STEPS;
   const bool in_first_cache = j.widens && !j.first_widens() && rows <= 2 * TILE_ROWS;
   const bool is_short = HAS_AMX ? !j.amx && rows > BESIDE_AMX_SLICE_MIN_ROWS : in_first_cache;
   const int64_t slice = !is_short ? SLICE_STEPS : HAS_AMX ? BESIDE_AMX_SLICE_STEPS : WIDE_STEPS;
@@ -168,13 +170,8 @@ void place_rows(Job &j, int64_t row, int64_t rows) {
 
 // The steps of a slice of a panel, as tiles take them. again: other rows had this slice, and the whole panel, before.
 const char *place_slice(const Job &j, int64_t p, int64_t s, bool again = false) {
-  if (!j.widens && !j.as_floats) return j.steps(p, s);
+  if (!j.widens) return j.steps(p, s);
   const int64_t num_steps = j.slice_begin(s + 1) - j.slice_begin(s);
-  if (j.as_floats) {
-    if (j.weight_only) widen_panel(j.steps(p, s), PD_F32, num_steps, j.wide);
-    else floats_of_panel(j.steps(p, s), num_steps, j.wide);
-    return j.wide;
-  }
   char *wide = j.wide + (j.keeps_wide() ? j.slice_begin(s) * 128 : 0);
   if (again && j.keeps_wide()) return wide;
   widen_panel(j.steps(p, s), j.a.dtype, j.a.dtype == PD_BF16 ? num_steps : (num_steps + 1) / 2, wide);

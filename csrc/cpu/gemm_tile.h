@@ -32,33 +32,6 @@ struct TileArgs {
   char *wide;            // of a panel of int8: where its words are left, 128 bytes a step
 };
 
-#if PD_LEVEL == 1
-alignas(32) static const uint32_t odd_mask[8] = {0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
-                                                 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000};
-PD_INLINE __m256 odd8_by_memory(__m256 a) {  // odd8 without a register for the mask
-  asm("vandps %1, %0, %0" : "+x"(a) : "m"(odd_mask));
-  return a;
-}
-// Half of a bf16 step (`widen` picks the even or the odd products) in 16 registers: 12 accumulators, 3 of x and one of
-// the panel.
-template <int R, class Word, class Widen>
-PD_INLINE void half_step8(F16 (&c)[R][2], const char *panel, Word word, Widen widen) {
-  __m256 x[R];
-#pragma GCC unroll 16
-  for (int i = 0; i < R; i++) x[i] = widen(_mm256_castsi256_ps(_mm256_set1_epi32((int)word(i))));
-#pragma GCC unroll 16
-  for (int j = 0; j < 2; j++) {
-    const __m256 w0 = widen(_mm256_loadu_ps((const float *)(panel + j * 64)));
-#pragma GCC unroll 16
-    for (int i = 0; i < R; i++) c[i][j].lo = _mm256_fmadd_ps(x[i], w0, c[i][j].lo);
-    const __m256 w1 = widen(_mm256_loadu_ps((const float *)(panel + j * 64 + 32)));
-#pragma GCC unroll 16
-    for (int i = 0; i < R; i++) c[i][j].hi = _mm256_fmadd_ps(x[i], w1, c[i][j].hi);
-  }
-  asm("" ::: "memory");  // what was loaded is loaded again rather than kept: there is no register for it
-}
-#endif
-
 // What a panel has: words of x's dtype; or int8, which become words, that may be left for the tiles that follow.
 enum Panel { WORDS, BYTES, WIDENED };
 #if PD_LEVEL >= 3
@@ -87,12 +60,6 @@ PD_INLINE void step(F16 (&c)[R][H], const char *panel, char *wide, Word word) {
 #pragma GCC unroll 2
       for (int j = 0; j < H; j++) c[i][j] = _mm512_dpbf16_ps(c[i][j], x, w[j]);
     }
-    return;
-  }
-#elif PD_LEVEL == 1
-  if constexpr (DTYPE == PD_BF16) {
-    half_step8<R>(c, panel, word, [](__m256 a) __attribute__((always_inline)) { return even8(a); });
-    half_step8<R>(c, panel, word, [](__m256 a) __attribute__((always_inline)) { return odd8_by_memory(a); });
     return;
   }
 #endif
@@ -224,7 +191,9 @@ TileFn pick_tile(std::index_sequence<R...>, int rows) {
 }
 PD_INLINE TileFn pick_tile(int dtype, int rows) {
   constexpr auto heights = std::make_index_sequence<TILE_ROWS>();
-  return dtype == PD_BF16 ? pick_tile<PD_BF16>(heights, rows) : pick_tile<PD_F32>(heights, rows);
+  if constexpr (PD_LEVEL != 1)  // there bf16 has tiles of its own: gemm_pairs.h
+    if (dtype == PD_BF16) return pick_tile<PD_BF16>(heights, rows);
+  return pick_tile<PD_F32>(heights, rows);
 }
 
 #if PD_LEVEL == 3
