@@ -15,10 +15,12 @@ folder, precision, threads = sys.argv[1], sys.argv[2], int(sys.argv[3])
 scheduling = genai.SchedulerConfig()
 scheduling.cache_size, scheduling.max_num_seqs, scheduling.max_num_batched_tokens = 3, 64, 512
 scheduling.dynamic_split_fuse, scheduling.enable_prefix_caching = True, False
-# By itself it keeps KV in 8 bits; beside bf16 it gets bf16, in 4 bits what it takes by itself.
-properties = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "bf16"}
+# By itself it keeps KV in 8 bits; beside bf16 it gets bf16, in 4 bits what it takes by itself. Where bf16 are not
+# multiplied it computes in fp32 whatever it is told, and takes no KV of another kind.
+computes = "bf16" if "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES") else "f32"
+properties = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": computes}
 if precision == "bf16":
-    properties["KV_CACHE_PRECISION"] = "bf16"
+    properties["KV_CACHE_PRECISION"] = computes
 pipeline = genai.ContinuousBatchingPipeline(folder, scheduling, "CPU", properties)
 
 
@@ -33,4 +35,4 @@ def generate(prompts: list[list[int]], new: list[int]) -> list[list[int]]:
     return [list(result.m_generation_ids[0]) for result in results]
 
 
-serve(answers, f"OpenVINO GenAI {genai.get_version()}, OpenVINO {openvino.get_version()}", generate)
+serve(answers, f"OpenVINO GenAI {genai.get_version()}, OpenVINO {openvino.get_version()}, in {computes}", generate)

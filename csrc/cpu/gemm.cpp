@@ -7,8 +7,8 @@
 //          for the threads and rows enough, threads split the rows as well.
 // Order    row block > panel > slice of k > tile. A slice of the panel stays in L1/L2 while the tiles of the block pass
 //          it, and meanwhile they prefetch the next slice, an equal share each, so that memory is never idle. Few rows
-//          of bf16 are one tile, which prefetches as it goes. On the matrix unit: gemm_amx_run.h. On AVX2 rows of bf16
-//          become fp32 first, and where they are many each slice does.
+//          of bf16 are one tile, which prefetches as it goes. On the matrix unit: gemm_amx_run.h. Where bf16 are not
+//          multiplied, rows of them become fp32 first (gemm_pairs.h).
 #include <algorithm>
 
 #include "cpu/gemm_amx_run.h"
@@ -89,7 +89,7 @@ void run_slice(const Job &j, int64_t row, int rows, int64_t p, int64_t s, float 
   t.panel = j.first_widens() ? j.steps(p, s) : place_slice(j, p, s), t.wide = j.wide;
   t.half_step = last && !j.int8 && j.row_bytes % 4, t.first = s == 0;
   t.num_steps = j.slice_begin(s + 1) - j.slice_begin(s) - t.half_step;
-  const int passes = tiles * (height == PAIRS_TILE_ROWS && j.as_floats ? 2 : 1);
+  const int passes = tiles * (j.as_floats ? 2 / pair_halves((rows + tiles - 1) / tiles) : 1);
   t.lines_ahead = (8 + passes - 1) / passes;
   for (int i = 0; i < tiles; i++) {
     const int r0 = tile_begin(j.int8, i, tiles, rows), r1 = tile_begin(j.int8, i + 1, tiles, rows);

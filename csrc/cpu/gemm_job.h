@@ -37,7 +37,7 @@ struct Job {
   bool int8 = false, vnni = false, amx = false;
   bool weight_only = false, widens = false;  // int8 beside x in its dtype; and whether slices are widened before tiles
   bool streams = false;                      // all rows are in one tile
-  bool as_floats = false;  // AVX2: x in bf16 becomes fp32, once for all panels; each tile widens what it takes of W
+  bool as_floats = false;  // x in bf16 becomes fp32, once for all panels; each tile widens what it takes of W
   // a step is a word of x (int8: four values of it) and 128 bytes of a panel, or less where only the weight is int8
   int64_t row_bytes = 0, num_steps = 0, num_slices = 0, step_bytes = 128;
   int64_t x_step_bytes = 4;  // of a row as tiles take it
@@ -52,8 +52,7 @@ struct Job {
   Rows rows{};
 
   int tile_rows() const {
-    if (int8) return INT8_TILE_ROWS;
-    return as_floats && *a.num_rows > TILE_ROWS ? PAIRS_TILE_ROWS : TILE_ROWS;
+    return int8 ? INT8_TILE_ROWS : as_floats ? PAIRS_TILE_ROWS : TILE_ROWS;
   }
   int64_t num_lines() const { return (num_steps + AMX_STEPS - 1) / AMX_STEPS; }
   // int8: where a group begins; amx: a line; weight only: a pair of values. No slice is empty.
@@ -87,7 +86,7 @@ constexpr int COPY_MIN_ROWS = TILE_ROWS > 8 ? 10 : INT32_MAX, COPY_MIN_PANELS = 
 int64_t row_bytes(const pd_gemm_args &a) { return (int64_t)a.k * (a.dtype == PD_BF16 ? 2 : 4); }
 int64_t floats_stride(int64_t k) { return stride_past_period((k * 4 + 63) & -64); }
 bool goes_as_floats(const pd_gemm_args &a) {
-  return PD_LEVEL == 1 && a.dtype == PD_BF16 && a.quantization != PD_INT8;
+  return PD_LEVEL <= 2 && a.dtype == PD_BF16 && a.quantization != PD_INT8;
 }
 int64_t copy_bytes(const pd_gemm_args &a) {  // for a thread
   if (goes_as_floats(a)) return own_rows(a) * floats_stride(a.k);

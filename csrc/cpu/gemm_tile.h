@@ -13,8 +13,7 @@
 namespace pagedec {
 
 // Registers: 14 rows x 2 zmm leave room for the panel, where a dot product takes its word of x from memory; 12 where it
-// must be widened first; 3 rows x 4 ymm (the same 12 accumulators as 6 x 2, with fewer loads and half of the widening
-// of x for each product); 1 row x 8 xmm.
+// does not; 3 rows x 4 ymm (the same 12 accumulators as 6 x 2, with fewer loads); 1 row x 8 xmm.
 constexpr int TILE_ROWS = PD_LEVEL >= 3 ? 14 : PD_LEVEL >= 2 ? 12 : PD_LEVEL == 1 ? 3 : 1;
 
 struct TileArgs {
@@ -64,26 +63,10 @@ PD_INLINE void step(F16 (&c)[R][H], const char *panel, char *wide, Word word) {
   }
 #endif
   const F16 w0 = load16(panel), w1 = load16(panel + 64);
-  if constexpr (DTYPE == PD_F32) {
 #pragma GCC unroll 16
-    for (int i = 0; i < R; i++) {
-      const F16 x = set_word16(word(i));
-      c[i][0] = fma16(x, w0, c[i][0]), c[i][1] = fma16(x, w1, c[i][1]);
-    }
-  } else {
-    const F16 e0 = even16(w0), e1 = even16(w1);
-#pragma GCC unroll 16
-    for (int i = 0; i < R; i++) {
-      const F16 x = even16(set_word16(word(i)));
-      c[i][0] = fma16(x, e0, c[i][0]), c[i][1] = fma16(x, e1, c[i][1]);
-    }
-    asm("" ::: "memory");  // load the words again: there are no registers to keep them in
-    const F16 o0 = odd16(load16(panel)), o1 = odd16(load16(panel + 64));
-#pragma GCC unroll 16
-    for (int i = 0; i < R; i++) {
-      const F16 x = odd16(set_word16(word(i)));
-      c[i][0] = fma16(x, o0, c[i][0]), c[i][1] = fma16(x, o1, c[i][1]);
-    }
+  for (int i = 0; i < R; i++) {
+    const F16 x = set_word16(word(i));
+    c[i][0] = fma16(x, w0, c[i][0]), c[i][1] = fma16(x, w1, c[i][1]);
   }
 }
 
@@ -191,7 +174,7 @@ TileFn pick_tile(std::index_sequence<R...>, int rows) {
 }
 PD_INLINE TileFn pick_tile(int dtype, int rows) {
   constexpr auto heights = std::make_index_sequence<TILE_ROWS>();
-  if constexpr (PD_LEVEL != 1)  // there bf16 has tiles of its own: gemm_pairs.h
+  if constexpr (PD_LEVEL >= 3)  // elsewhere bf16 has tiles of its own: gemm_pairs.h
     if (dtype == PD_BF16) return pick_tile<PD_BF16>(heights, rows);
   return pick_tile<PD_F32>(heights, rows);
 }

@@ -42,8 +42,10 @@ PD_INLINE F16 fma16(F16 a, F16 b, F16 c) { return _mm512_fmadd_ps(a, b, c); }
 PD_INLINE F16 set_word16(uint32_t w) { return _mm512_castsi512_ps(_mm512_set1_epi32((int)w)); }
 // 16 pairs of bf16: the even (first) and the odd (second) of each, widened
 PD_INLINE F16 even16(F16 a) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a), 16)); }
-PD_INLINE F16 odd16(F16 a) {
-  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32((int)0xffff0000)));
+using OddMask = __m512i;
+PD_INLINE OddMask odd_mask() { return _mm512_set1_epi32((int)0xffff0000); }
+PD_INLINE F16 odd16(F16 a, OddMask mask) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), mask));
 }
 PD_INLINE __mmask16 mask16(int count) { return count >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << count) - 1); }
 PD_INLINE F16 load16_part(const float *p, int count) { return _mm512_maskz_loadu_ps(mask16(count), p); }
@@ -91,13 +93,14 @@ PD_INLINE F16 fma16(F16 a, F16 b, F16 c) {
   return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
 }
 PD_INLINE __m256 even8(__m256 a) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a), 16)); }
-PD_INLINE __m256 odd8(__m256 a) { return _mm256_and_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32((int)0xffff0000))); }
+using OddMask = __m256;
+PD_INLINE OddMask odd_mask() { return _mm256_castsi256_ps(_mm256_set1_epi32((int)0xffff0000)); }
 PD_INLINE F16 set_word16(uint32_t w) {
   const __m256 a = _mm256_castsi256_ps(_mm256_set1_epi32((int)w));
   return {a, a};
 }
 PD_INLINE F16 even16(F16 a) { return {even8(a.lo), even8(a.hi)}; }
-PD_INLINE F16 odd16(F16 a) { return {odd8(a.lo), odd8(a.hi)}; }
+PD_INLINE F16 odd16(F16 a, OddMask mask) { return {_mm256_and_ps(a.lo, mask), _mm256_and_ps(a.hi, mask)}; }
 PD_INLINE __m256i bf16_words8(__m256 a) {  // eight bf16, each in 32 bits
   const __m256i u = _mm256_castps_si256(a), high = _mm256_srli_epi32(u, 16);
   const __m256i lsb = _mm256_and_si256(high, _mm256_set1_epi32(1));
@@ -148,7 +151,9 @@ PD_INLINE F16 fma16(F16 a, F16 b, F16 c) {  // two roundings: there may be no fm
 }
 PD_INLINE F16 set_word16(uint32_t w) { return each([&](int) { return (F4)(U4{} + w); }); }
 PD_INLINE F16 even16(F16 a) { return each([&](int i) { return (F4)((U4)a.v[i] << 16); }); }
-PD_INLINE F16 odd16(F16 a) { return each([&](int i) { return (F4)((U4)a.v[i] & 0xffff0000u); }); }
+using OddMask = U4;
+PD_INLINE OddMask odd_mask() { return U4{} + 0xffff0000u; }
+PD_INLINE F16 odd16(F16 a, OddMask mask) { return each([&](int i) { return (F4)((U4)a.v[i] & mask); }); }
 #endif
 
 // ---------------------------------------------------------------------------------------------------- for all of them
@@ -189,8 +194,8 @@ inline void floats_of_row(const uint16_t *x, int64_t k, float *to) {
 }
 
 #if PD_LEVEL >= 1
-// Sums of integers so far. The compiler would take the products of several steps first, and keep them in memory until it
-// adds them up.
+// Sums of integers so far. The compiler would take the products of several steps first, and keep them in memory until
+// it adds them up.
 template <class Ints>
 PD_INLINE void add_now(Ints &a, Ints &b) {
   asm("" : "+v"(a), "+v"(b));
