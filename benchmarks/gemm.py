@@ -10,7 +10,7 @@ ratios are taken inside a round. `ours / read` is the measure for few rows, GFLO
 bf16 on matrix units should reach of either. `roof` is what the slower of memory and dot products allows, over what we
 took. int8 is next to torch's bf16, and its roof is bf16's dot products.
 With `--beside`, every round times ours of that dtype and those of the other kinds of weights, int8 with inputs in int8
-or as they are and blocks of any format, and a plain read of the first; with `--against`, the same program by the
+or as they are and blocks of any format, and a plain read of the first; with `--against`, the same programs by the
 library of another build, too. Weights are in huge pages, as an engine's are soon after it was made.
 """
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -175,22 +175,24 @@ def report(layers: Layers, num_rows: int, rounds: int, dot_rate: float) -> list[
     ]  # fmt: skip
 
 
-def compare(
-    kinds: dict[str, Layers], num_rows: int, rounds: int, builds: Mapping[str, Context] | None = None
-) -> list[object]:
-    """One line of the table: milliseconds of each, and how often it is as fast as the first. `builds`: others, by name,
-    which the first is timed with as well."""
-    base = next(iter(kinds.values()))
-    for layers in kinds.values():
+def compare(kinds: dict[str, Layers], num_rows: int, rounds: int, other: Context | None = None) -> list[object]:
+    """One line of the table: milliseconds of each kind, and by `other`, another build; in brackets how often a kind is
+    as fast as the first one, and the other build as ours of the same kind."""
+    base, *_ = kinds
+    runs: dict[str, Callable[[], object]] = {}
+    for kind, layers in kinds.items():
         layers.rows[0] = num_rows
-    runs: dict[str, Callable[[], object]] = {name: layers.run for name, layers in kinds.items()}
-    for name, other in (builds or {}).items():
-        runs[name] = functools.partial(other.run, OpList(base.records))
-    runs["read"] = lambda: base.context.read_rate(base.storage.data_ptr(), base.num_bytes)
+        runs[kind] = layers.run
+        if other is not None:
+            runs[f"{kind}, other build"] = functools.partial(other.run, OpList(layers.records))
+    layers = kinds[base]
+    runs["read"] = lambda: layers.context.read_rate(layers.storage.data_ptr(), layers.num_bytes)
     timings = interleave(runs, rounds)
-    first, *others = timings.values()
-    cells = [f"{other.median * 1e3:.2f} ({ratio(first, other)[0]:.2f})" for other in others]
-    return [num_rows, f"{first.median * 1e3:.2f}", *cells]
+    cells = [f"{timings[base].median * 1e3:.2f}"]
+    for name, timing in list(timings.items())[1:]:
+        own = name.removesuffix(", other build")
+        cells.append(f"{timing.median * 1e3:.2f} ({ratio(timings[own if own != name else base], timing)[0]:.2f})")
+    return [num_rows, *cells]
 
 
 def main() -> None:
@@ -212,16 +214,15 @@ def main() -> None:
     layers = Layers(context, shapes, dtype, most, "int8" if int8 else "plain")
     heading(f"Linear layers: {arguments.model}, {len(shapes)} layers, {arguments.dtype}, {context.isa}")
     if arguments.beside or arguments.against:
-        builds = {}
-        if arguments.against:
-            builds["other build"] = load(context.isa, arguments.against).context(arguments.threads)
+        other = load(context.isa, arguments.against).context(arguments.threads) if arguments.against else None
         kinds = {arguments.dtype: layers} | {
             kind: Layers(context, shapes, dtype, most, kind) for kind in arguments.beside
         }
         sizes = [f"{name} {kind.num_bytes / layers.num_bytes:.3f}" for name, kind in kinds.items()]
         print(f"{context.num_threads} threads; bytes of weights: {', '.join(sizes)}\n")
-        columns = ["rows", *(f"{name} ms" for name in [*kinds, *builds, "read"])]
-        table(columns, [compare(kinds, n, arguments.rounds, builds) for n in arguments.rows])
+        names = [name for kind in kinds for name in (kind, f"{kind}, other build")[: 1 + (other is not None)]]
+        columns = ["rows", *(f"{name} ms" for name in [*names, "read"])]
+        table(columns, [compare(kinds, n, arguments.rounds, other) for n in arguments.rows])
         return
     layers.pack_for_torch()
     dot_rate = max(context.dot_rate(layers.code, 0.2) for _ in range(5))

@@ -7,7 +7,7 @@
 namespace pagedec {
 
 #if PD_LEVEL <= 2
-// Of 16 registers 6 rows of half a panel or 3 of a whole one take 12. That leaves two of the panel, one of x and a mask.
+// Of 16 registers 6 rows of half a panel or 3 of a whole one take 12. That leaves two of the panel, one of x, a mask.
 constexpr int PAIRS_TILE_ROWS = PD_LEVEL == 1 ? 6 : TILE_ROWS;
 constexpr int pair_halves(int rows) { return PD_LEVEL == 1 && rows > 3 ? 1 : 2; }
 
