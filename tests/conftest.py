@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import numpy as np
 import pytest
@@ -27,15 +27,17 @@ os.environ |= {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prest
 os.environ |= {"RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "30", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
-# Of what is collected nothing goes before the end: garbage is not looked for there, neither now (half of the time that
-# collecting takes) nor in what tests leave.
-gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    gc.enable()
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Of what is collected nothing goes before the end: garbage is not looked for there, neither now (half of the time
+    that collecting takes) nor in what tests leave."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

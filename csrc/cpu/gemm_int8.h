@@ -19,10 +19,8 @@ constexpr int GROUP = 64;                // values of x that share a scale
 constexpr int GROUP_STEPS = GROUP / 4;
 constexpr int64_t INT8_HEADER = 128;     // bytes of a panel before its weights
 constexpr int INT8_TILE_ROWS = PD_LEVEL >= 2 ? 12 : PD_LEVEL == 1 ? 6 : 1;
-// Outputs of a panel that a tile has at once. Of 16 registers 6 rows of half a panel take 12, which leaves the panel's
-// bytes, a word of x and a product.
 template <int R>
-constexpr int INT8_OUTPUTS = PD_LEVEL == 1 && R > 3 ? 16 : 32;
+constexpr int INT8_OUTPUTS = 32 / num_passes(R);  // of a panel, that a tile has at once
 
 struct GroupHead {
   float scale;
@@ -155,9 +153,9 @@ PD_INLINE void int8_end(const int32_t (&c)[32], float scale, bool first, float *
 }
 #endif
 
-// A group's sums of some outputs of a panel, and what to prefetch meanwhile; ahead moves on.
+// A group's sums of some outputs of a panel, and what to prefetch meanwhile; x and ahead move on.
 template <bool VNNI, int R>
-PD_INLINE void int8_group(Int8Sums<R> &c, const TileArgs &t, RowPointers x, const char *panel, int steps,
+PD_INLINE void int8_group(Int8Sums<R> &c, const TileArgs &t, RowPointers &x, const char *panel, int steps,
                           const char *&ahead) {
   constexpr int STEP = VNNI ? 4 : 8;
   for (; steps >= 4; steps -= 4) {
@@ -183,7 +181,8 @@ void int8_tile(const TileArgs &t) {
       Int8Sums<R> c;
 #pragma GCC unroll 16
       for (int i = 0; i < R; i++) int8_start(c[i], (int32_t)load_word(heads + i * t.x_stride + 4));
-      int8_group<VNNI, R>(c, t, x, panel + output * 4, steps, ahead);
+      RowPointers own = x;  // where there are several passes
+      int8_group<VNNI, R>(c, t, num_passes(R) == 1 ? x : own, panel + output * 4, steps, ahead);
 #pragma GCC unroll 16
       for (int i = 0; i < R; i++) {
         float scale;
@@ -191,7 +190,8 @@ void int8_tile(const TileArgs &t) {
         int8_end(c[i], scale, first, t.acc + i * 32 + output);
       }
     }
-    x.advance(steps * STEP), panel += steps * 128;
+    if (num_passes(R) > 1) x.advance(steps * STEP);
+    panel += steps * 128;
   }
 }
 

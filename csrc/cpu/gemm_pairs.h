@@ -7,9 +7,7 @@
 namespace pagedec {
 
 #if PD_LEVEL <= 2
-// Of 16 registers 6 rows of half a panel or 3 of a whole one take 12. That leaves two of the panel, one of x, a mask.
-constexpr int PAIRS_TILE_ROWS = PD_LEVEL == 1 ? 6 : TILE_ROWS;
-constexpr int pair_halves(int rows) { return PD_LEVEL == 1 && rows > 3 ? 1 : 2; }
+constexpr int PAIRS_TILE_ROWS = PD_LEVEL == 1 ? 6 : TILE_ROWS;  // beside 12 sums: two of the panel, one of x, a mask
 
 template <bool ODD>
 PD_INLINE F16 value_of_pair(const char *panel, OddMask mask) {
@@ -17,7 +15,7 @@ PD_INLINE F16 value_of_pair(const char *panel, OddMask mask) {
 }
 // The even or the odd values of a step, by H halves of the panel.
 template <bool ODD, int R, int H>
-PD_INLINE void half_step(F16 (&c)[R][H], const char *panel, const RowPointers &rows, int at, OddMask mask) {
+PD_INLINE void add_values(F16 (&c)[R][H], const char *panel, const RowPointers &rows, int at, OddMask mask) {
   const auto word = [&](int i) __attribute__((always_inline)) {
     return set_word16(load_word(rows[i] + at + ODD * 4));
   };
@@ -41,13 +39,12 @@ PD_INLINE void half_step(F16 (&c)[R][H], const char *panel, const RowPointers &r
 }
 template <int R, int H>
 PD_INLINE void step_of_pairs(F16 (&c)[R][H], const char *panel, const RowPointers &rows, int at, OddMask mask) {
-  half_step<false>(c, panel, rows, at, mask), half_step<true>(c, panel, rows, at, mask);
+  add_values<false>(c, panel, rows, at, mask), add_values<true>(c, panel, rows, at, mask);
 }
 
-// half_step: one more step, of which there is the even value alone.
 template <int R>
 void tile_of_pairs(const TileArgs &t) {
-  constexpr int H = pair_halves(R);
+  constexpr int H = 2 / num_passes(R);
   const char *ahead = t.ahead;
   OddMask mask = odd_mask();
 #if PD_LEVEL == 1
@@ -69,7 +66,7 @@ void tile_of_pairs(const TileArgs &t) {
       for (int s = 0; s < 4; s++) step_of_pairs(c, panel + s * 128, x, s * 8, mask);
     }
     for (; left > 0; left--, x.advance(8), panel += 128) step_of_pairs(c, panel, x, 0, mask);
-    if (t.half_step) half_step<false>(c, panel, x, 0, mask);
+    if (t.half_step) add_values<false>(c, panel, x, 0, mask);
 #pragma GCC unroll 16
     for (int i = 0; i < R; i++)
       for (int j = 0; j < H; j++) store16(acc + i * 32 + j * 16, c[i][j]);
@@ -86,7 +83,6 @@ PD_INLINE TileFn pick_tile_of_pairs(int rows) {
 }
 #else
 constexpr int PAIRS_TILE_ROWS = TILE_ROWS;
-constexpr int pair_halves(int) { return 2; }
 PD_INLINE TileFn pick_tile_of_pairs(int) { return nullptr; }
 #endif
 

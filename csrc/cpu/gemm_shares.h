@@ -7,7 +7,7 @@ namespace pagedec {
 namespace {  // private to each file that includes it
 
 // Measured on Zen 4 (1 MB L2, 2 cores, 33-60 GB/s).
-// x of a block and two slices of panel fit L2 up to k = 2048; larger blocks gain nothing
+// x of a block and two slices of panel fit L2 up to k = 2048 (x in fp32: 1024); larger blocks gain nothing
 constexpr int BLOCK_ROWS = 144;
 // g groups of threads that share the rows read the weights g times. That hides behind the arithmetic from some 32 rows
 // a group on two threads (measured: 64 rows as 2 x 32 are 3 % faster in a whole step, 32 as 2 x 16 6 % slower), and in

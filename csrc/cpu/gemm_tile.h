@@ -15,13 +15,16 @@ namespace pagedec {
 // Registers: 14 rows x 2 zmm leave room for the panel, where a dot product takes its word of x from memory; 12 where it
 // does not; 3 rows x 4 ymm (the same 12 accumulators as 6 x 2, with fewer loads); 1 row x 8 xmm.
 constexpr int TILE_ROWS = PD_LEVEL >= 3 ? 14 : PD_LEVEL >= 2 ? 12 : PD_LEVEL == 1 ? 3 : 1;
+// How often a tile of so many rows goes through a panel, each time for its share of the outputs: of 16 registers 6 rows
+// of half a panel or 3 of a whole one take 12.
+constexpr int num_passes(int rows) { return PD_LEVEL == 1 && rows > 3 ? 2 : 1; }
 
 struct TileArgs {
   const char *x;         // first word of the first row
   int64_t x_stride;      // bytes from row to row
   const char *panel;     // 128 bytes a step
   int64_t num_steps;     // of whole words
-  bool half_step;        // one more step, whose word of x is a single bf16 (k is odd, and here it ends)
+  bool half_step;        // one more step, of a single bf16 (k is odd, and here it ends)
   bool first;            // accumulators start at zero, not at what acc holds
   float *acc;            // [R][32], 64-byte aligned
   const char *heads;     // int8 only: the first group's of the first row
@@ -47,7 +50,8 @@ PD_INLINE __m512bh panel_words(const char *p, char *wide) {
 // only where bf16 are multiplied.
 template <int DTYPE, int R, int PANEL, int H, class Word>
 PD_INLINE void step(F16 (&c)[R][H], const char *panel, char *wide, Word word) {
-  static_assert((PANEL == WORDS && H == 2) || (PD_LEVEL >= 3 && DTYPE == PD_BF16));
+  static_assert(PD_LEVEL >= 3 || DTYPE == PD_F32);  // elsewhere bf16 has tiles of its own: gemm_pairs.h
+  static_assert((PANEL == WORDS && H == 2) || DTYPE == PD_BF16);
 #if PD_LEVEL >= 3
   if constexpr (DTYPE == PD_BF16) {
     __m512bh w[H];
@@ -174,7 +178,7 @@ TileFn pick_tile(std::index_sequence<R...>, int rows) {
 }
 PD_INLINE TileFn pick_tile(int dtype, int rows) {
   constexpr auto heights = std::make_index_sequence<TILE_ROWS>();
-  if constexpr (PD_LEVEL >= 3)  // elsewhere bf16 has tiles of its own: gemm_pairs.h
+  if constexpr (PD_LEVEL >= 3)
     if (dtype == PD_BF16) return pick_tile<PD_BF16>(heights, rows);
   return pick_tile<PD_F32>(heights, rows);
 }

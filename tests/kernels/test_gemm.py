@@ -143,7 +143,7 @@ def test_long_k_goes_on_where_a_slice_ended(context: Context, k: int) -> None:
     linear = Linear.pack(threads(context, 1), weight)
     whole = linear(x)
     assert_near(whole, x, weight, None)
-    for rows in (1, 9, 12, 23):
+    for rows in (1, 2, 3, 4, 9, 12, 23):
         assert torch.equal(linear(x[:rows]), whole[:rows])
 
 
