@@ -1,13 +1,13 @@
 """Paged attention next to what bounds it: the memory bus, the dot-product unit, and torch's own attention.
 
     PYTHONPATH=. python benchmarks/attention.py [--layers 30] [--rounds 9] [--threads 0] [--only TEXT] [--kinds]
-                                                [--isa NAME]
+                                                [--isa NAME] [--against DIRECTORY]
 
 Every round times ours, a plain read of the same bytes, torch's scaled_dot_product_attention on contiguous copies, and
 ours again, one after the other in one process; ratios are taken inside a round. Printed: median [quartiles]; `self` is
 ours against itself, the noise of the machine; `goal` is for matrix units, from a kernel that knew prompts alone. With
 --kinds: KV in bf16, int8 and fp8, one after the other in every round, and how many times as fast as bf16 the others
-are.
+are. `other / ours`: the library of another build, in the same rounds.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -170,22 +171,24 @@ def goal(case: Case, context: Context, layers: int, took: float) -> str:
     return f"{wanted * 1e3:.1f} ms, {'met' if took <= wanted else 'missed'}"
 
 
-def measure(context: Context, case: Case, layers: int, rounds: int) -> str:
+def measure(context: Context, case: Case, layers: int, rounds: int, other_context: Context | None) -> str:
     """Return one line of the table."""
     ours, theirs = Ours(context, case, layers), torch_attention(case, layers)
-    theirs(), ours.run()
+    other = Ours(other_context, case, layers) if other_context is not None else ours
+    theirs(), ours.run(), other.run()
     plan_us = min(seconds(ours.replan, 1e-4) for _ in range(20)) * 1e6
-    times: list[tuple[float, float, float, float]] = []
+    times: list[tuple[float, float, float, float, float]] = []
     for _ in range(rounds):
         first = seconds(ours.run)
         read = layers * case.kv_bytes() / (context.read_rate(ours.cache.data_ptr(), ours.cache.nbytes, 3) * 1e9)
-        times.append((first, read, seconds(theirs), seconds(ours.run)))
-    mine = [first for first, _, _, _ in times]
+        times.append((first, read, seconds(theirs), seconds(ours.run), seconds(other.run)))
+    mine = [first for first, *_ in times]
     gflops = [layers * case.flops / first / 1e9 for first in mine]
     return (
         f"{case.name:20s} {spread([t * 1e3 for t in mine]):>24s} {spread([t[0] / t[1] for t in times]):>18s} "
         f"{spread(gflops, '.0f'):>15s} {spread([t[2] / t[0] for t in times], '.1f'):>17s} "
-        f"{spread([t[3] / t[0] for t in times]):>18s} {plan_us:8.0f} "
+        f"{spread([t[3] / t[0] for t in times]):>18s} "
+        f"{'-' if other is ours else spread([t[4] / t[0] for t in times]):>18s} {plan_us:8.0f} "
         f"{goal(case, context, layers, statistics.median(mine)):>16s}"
     )
 
@@ -218,10 +221,12 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--isa")
     parser.add_argument("--kinds", action="store_true", help="compare kinds of KV")
+    parser.add_argument("--against", type=Path, help="a folder with the libraries of another build")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
     context = load(options.isa).context(options.threads)
+    other = load(context.isa, options.against).context(options.threads) if options.against else None
     dot = context.dot_rate(Dtype.BF16, 0.5)
     print(
         f"{context.isa}, {context.num_threads} threads, {options.layers} layers, bf16, {Q_HEADS}/{KV_HEADS} heads of "
@@ -241,10 +246,10 @@ def main() -> None:
         return
     print(
         f"{'':20s} {'ours, ms':>24s} {'ours / read':>18s} {'GFLOP/s':>15s} {'torch / ours':>17s} {'self':>18s} "
-        f"{'plan, us':>8s} {'goal':>16s}"
+        f"{'other / ours':>18s} {'plan, us':>8s} {'goal':>16s}"
     )
     for case in cases:
-        print(measure(context, case, options.layers, options.rounds), flush=True)
+        print(measure(context, case, options.layers, options.rounds, other), flush=True)
 
 
 if __name__ == "__main__":

@@ -106,37 +106,75 @@ PD_INLINE void prefetch(const void *p) {
     __builtin_prefetch(p, 0, 2);  // into L2: into L1 is no better than none (13.6 against 18-19 GB/s on one core)
 }
 
+// The sums of products stay in registers, which is all that these hold: gcc 12 would keep five of AVX2's twelve in
+// memory, and a tile took half as long again. So a loop is a function of its own, a row's products are written out, and a
+// vector that has two parts is loaded for each.
+#if PD_LEVEL == 1 || PD_LEVEL == 2
+#define PD_LOOP inline __attribute__((noinline))
+constexpr int UNROLL = 1;
+#else
+#define PD_LOOP PD_INLINE
+constexpr int UNROLL = 2;
+#endif
+
+// acc[c] += x[c] * p of a row
+template <class T, int N>
+PD_INLINE void add_products(const typename T::X (&x)[N], const typename T::Q *p, int sub, vec::F (&acc)[N]) {
+#if PD_LEVEL == 1 || PD_LEVEL == 2
+  if constexpr (N > 1) {
+    vec::F b;
+    asm volatile("vbroadcastss %3, %2\n\tvfmadd231ps %4, %2, %0\n\tvfmadd231ps %5, %2, %1"
+        : "+v"(acc[0]), "+v"(acc[1]), "=&v"(b)
+        : "m"(p[sub]), "v"(x[0]), "v"(x[1]));
+    if constexpr (N == 4)
+      asm volatile("vfmadd231ps %3, %2, %0\n\tvfmadd231ps %4, %2, %1"
+          : "+v"(acc[2]), "+v"(acc[3])
+          : "v"(b), "v"(x[2]), "v"(x[3]));
+    return;
+  }
+#endif
+  const typename T::B b = T::broadcast(p, sub);
+#pragma GCC unroll 4
+  for (int c = 0; c < N; c++) acc[c] = T::mac(x[c], b, acc[c]);
+}
+
+template <class T, int N>
+PD_INLINE void load_parts(const typename T::M *const (&from)[N], int sub, typename T::X (&x)[N]) {
+#pragma GCC unroll 4
+  for (int c = 0; c < N; c++) {
+    const typename T::M *p = from[c];
+    if (sub) asm("" : "+r"(p));  // as another, so that what is loaded is not kept for it
+    x[c] = T::part(T::load(p), sub);
+  }
+}
+
+// Of lanes from .. to-1: the others are seen by no row.
 template <class T, int R, bool PREFETCH>
-PD_INLINE void logits(const TileArgs<T> &a, vec::F (&s)[R][NT]) {
+PD_LOOP void logits(const TileArgs<T> &a, int from, int to, vec::F (&s)[R][NT]) {
   const int steps = a.head_dim / T::STEP;
   const int64_t stride = a.k_stride;
   const typename T::Q *const query = a.q;
-#pragma GCC unroll 8
   for (int g = 0; g < NT; g += NC) {
     vec::F acc[R][NC];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
       for (int c = 0; c < NC; c++) acc[r][c] = vec::zero();
-#pragma GCC unroll 2
-    for (int d = 0; d < steps; d++) {
-      vec::I raw[NC];
+    const bool seen = NC == NT || (g * vec::W < to && (g + NC) * vec::W > from);
+#pragma GCC unroll UNROLL
+    for (int d = 0; seen && d < steps; d++) {
+      const typename T::M *k[NC];
 #pragma GCC unroll 4
       for (int c = 0; c < NC; c++) {
-        raw[c] = T::load(a.k[g + c] + d * stride);
+        k[c] = a.k[g + c] + d * stride;
         prefetch<PREFETCH>(a.next_k[g + c] + d * stride);
       }
 #pragma GCC unroll 2
       for (int sub = 0; sub < T::SUB; sub++) {
         typename T::X x[NC];
-#pragma GCC unroll 4
-        for (int c = 0; c < NC; c++) x[c] = T::part(raw[c], sub);
+        load_parts<T>(k, sub, x);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-          const typename T::B q = T::broadcast(query + r * ROW + d * T::STEP, sub);
-#pragma GCC unroll 4
-          for (int c = 0; c < NC; c++) acc[r][c] = T::mac(x[c], q, acc[r][c]);
-        }
+        for (int r = 0; r < R; r++) add_products<T>(x, query + r * ROW + d * T::STEP, sub, acc[r]);
       }
     }
 #pragma GCC unroll 8
@@ -200,13 +238,16 @@ PD_INLINE void store_probabilities(vec::F (&s)[NT], const TileArgs<T> &a, int lo
 template <class T, int R, int NV, bool PREFETCH>
 PD_INLINE void pv_step(const typename T::M *v, const typename T::M *next, const typename T::Q *p, const uint8_t *rows,
                        vec::F (&acc)[R][NV]) {
-  vec::I raw[NV];
+  const typename T::M *from[NV];
 #pragma GCC unroll 4
   for (int c = 0; c < NV; c++) {
-    raw[c] = T::load(v + c * vec::W * T::STEP);
+    from[c] = v + c * vec::W * T::STEP;
     prefetch<PREFETCH>(next + c * vec::W * T::STEP);
   }
   if (rows) {
+    vec::I raw[NV];
+#pragma GCC unroll 4
+    for (int c = 0; c < NV; c++) raw[c] = T::load(from[c]);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       if (!rows[r]) continue;
@@ -221,14 +262,9 @@ PD_INLINE void pv_step(const typename T::M *v, const typename T::M *next, const 
 #pragma GCC unroll 2
   for (int sub = 0; sub < T::SUB; sub++) {
     typename T::X x[NV];
-#pragma GCC unroll 4
-    for (int c = 0; c < NV; c++) x[c] = T::part(raw[c], sub);
+    load_parts<T>(from, sub, x);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      const typename T::B b = T::broadcast(p + r * TILE, sub);
-#pragma GCC unroll 4
-      for (int c = 0; c < NV; c++) acc[r][c] = T::mac(x[c], b, acc[r][c]);
-    }
+    for (int r = 0; r < R; r++) add_products<T>(x, p + r * TILE, sub, acc[r]);
   }
 }
 
@@ -238,7 +274,7 @@ struct Steps {  // of V, in a masked tile: [first, last) are seen by some row, [
 };
 
 template <class T, int R, int NV, bool MASKED, bool PREFETCH>
-PD_INLINE void pv_columns(const TileArgs<T> &a, const typename T::Q *p, const Steps &steps, int h) {
+PD_LOOP void pv_columns(const TileArgs<T> &a, const typename T::Q *p, const Steps &steps, int h) {
   float *const o = a.o + h;
   vec::F acc[R][NV];
 #pragma GCC unroll 8
@@ -251,7 +287,7 @@ PD_INLINE void pv_columns(const TileArgs<T> &a, const typename T::Q *p, const St
     for (int b = 0; b * a.block_size < TILE; b++) {
       const typename T::M *v = a.v[b] + T::STEP * h, *n = a.next_v[b] + T::STEP * h;
       const typename T::Q *pb = p + b * a.block_size;
-#pragma GCC unroll 2
+#pragma GCC unroll UNROLL
       for (int t = 0; t < per_block; t++)
         pv_step<T, R, NV, PREFETCH>(v + t * stride, n + t * stride, pb + t * T::STEP, nullptr, acc);
     }
@@ -299,7 +335,8 @@ void attend(const TileArgs<T> &a) {
   alignas(64) typename T::Q p[R * TILE];
   {
     vec::F s[R][NT];
-    logits<T, R, PREFETCH>(a, s);
+    const int from = MASKED ? *std::min_element(a.lo, a.lo + R) : 0;
+    logits<T, R, PREFETCH>(a, from, MASKED ? *std::max_element(a.hi, a.hi + R) : TILE, s);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) scale_logits(s[r], a);
     if (__builtin_expect(a.soft_cap > 0, 0)) {
