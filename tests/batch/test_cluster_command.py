@@ -61,6 +61,7 @@ def engines() -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_a_job_is_killed_interrupted_and_ended(tiny: Path, tmp_path: Path, expected: list[dict[str, Any]]) -> None:
     kill_after(begin(tiny, tmp_path), tmp_path / "out", 25)
     wait_for(lambda: not engines())

@@ -229,6 +229,7 @@ def check_kills(tiny: Path, llm: LLM, place: Path, num_good: int, num_bad: int, 
     assert list(map(stable, read_output(out))) == list(map(stable, read_output(place / "whole")))
 
 
+@pytest.mark.long
 def test_a_killed_retry_goes_on(llm: LLM, tiny: Path, tmp_path: Path) -> None:
     check_kills(tiny, llm, tmp_path, 40, 30, 1)
 

@@ -99,6 +99,7 @@ def seconds_of(
 
 
 # ------------------------------------------------------------------------------------------------------------ what pays
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_requests", [1, 8])
 def test_where_rows_are_dear_it_is_plain(num_requests: int) -> None:
     plain, want = seconds_of(linear, False, num_requests)
@@ -106,6 +107,7 @@ def test_where_rows_are_dear_it_is_plain(num_requests: int) -> None:
     assert got == want and took < plain * (1 + SHARE) + MOST_ALLOWED * linear(num_requests) * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_requests", [1, 8])
 def test_where_rows_are_cheap_it_is_as_fast_as_the_best_width(num_requests: int) -> None:
     plain, want = seconds_of(flat, False, num_requests)
@@ -272,6 +274,7 @@ class Caprice:
         return standing._rests
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(12))
 def test_no_token_follows_from_what_is_granted(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All methods, beams and sessions in one crowd with too few blocks, late, preempted and aborted: with grants at

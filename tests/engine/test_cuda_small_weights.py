@@ -82,6 +82,7 @@ def test_integers_made_of_numbers(
     assert got == said(mixed.path, None, monkeypatch, quantization=form) and got[1] == {kind}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", ["int4", "int8_weight_only"])
 def test_a_row_has_its_bits_whatever_stands_beside_it(
     isa: str, form: str, mixed: Checkpoint, monkeypatch: pytest.MonkeyPatch

@@ -106,6 +106,7 @@ def test_the_example_of_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert numbers["three groups"] > numbers["one search"]
 
 
+@pytest.mark.long
 def test_the_example_of_a_tree_search(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "tree_search.py"))["main"]()
     lines = capsys.readouterr().out.splitlines()

@@ -19,6 +19,7 @@ from pagedec.models.registry import architecture_of_gguf
 WriteGguf = Callable[..., Path]
 
 
+@pytest.mark.long
 def test_the_embedded_model_by_the_processor_of_transformers(smollm2: Path) -> None:
     """All 272 tensors, renamed by the gguf package and reordered by transformers' code, equal ours in every bit."""
     source = GgufSource(smollm2)

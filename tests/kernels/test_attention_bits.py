@@ -92,6 +92,7 @@ def test_chunked_is_whole(context: Context, numbers: Numbers, head_dim: int) -> 
         )
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("kv_len", "window"), [(40, 0), (64, 0), (130, 0), (515, 0), (130, 33), (515, 70)])
 def test_tree_node_is_an_accepted_chain(context: Context, numbers: Numbers, kv_len: int, window: int) -> None:
     """Each node's row equals the row of a plain chain that holds its ancestors in order."""
@@ -110,6 +111,7 @@ def test_tree_node_is_an_accepted_chain(context: Context, numbers: Numbers, kv_l
         assert same_bits(run(context, cache, [Branch(chain.table, seen)], q[row : row + 1].clone()), got[row : row + 1])
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64])
 def test_a_node_sees_further_back_than_the_one_before_it(context: Context, numbers: Numbers, block_size: int) -> None:
     """Depth first, a shallow node may follow a deep one, whose window has left the blocks that the shallow one sees."""
@@ -155,6 +157,7 @@ def test_later_tokens_cannot_reach_back(context: Context, numbers: Numbers) -> N
         assert torch.isnan(got[19:]).all()
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("kv_len", "tokens"), [(513, [512]), (1030, range(512, 1024)), (600, range(512))], ids=str)
 def test_nothing_but_nan_in_a_chunk_is_nan(
     context: Context, numbers: Numbers, kv_len: int, tokens: Sequence[int]
@@ -181,6 +184,7 @@ def test_a_node_cannot_reach_its_siblings(context: Context, numbers: Numbers) ->
     assert torch.isnan(got[[3, 5, 7]]).all()
 
 
+@pytest.mark.sampled(4)
 def test_threads_may_change_after_planning(context: Context, numbers: Numbers) -> None:
     cache = Cache(AttentionShape(6, 2, 64, 16, 0.125), 768, numbers, seed=7)
     branches = crowd(cache)
@@ -192,6 +196,7 @@ def test_threads_may_change_after_planning(context: Context, numbers: Numbers) -
         assert same_bits(run_plan(context.library.context(threads), plan, cache, q), want)
 
 
+@pytest.mark.sampled(4)
 def test_a_plan_serves_again(context: Context, numbers: Numbers) -> None:
     """Neither a smaller batch in between nor running twice leaves anything behind."""
     cache = Cache(AttentionShape(6, 2, 64, 16, 0.125), 768, numbers, seed=8)

@@ -53,6 +53,7 @@ def test_tensors_of_all_sizes_and_threads_lie_in_it() -> None:
     assert told.stdout == "pd_argmax: logits points to memory that is not the device's\n"
 
 
+@pytest.mark.long
 def test_modules_run_as_they_are() -> None:
     modules = [f"tests/kernels/test_{name}.py" for name in ("embed", "topk")]
     command = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "cuda_emulated", *modules]

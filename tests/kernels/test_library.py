@@ -41,7 +41,7 @@ def test_each_extension_that_compilers_may_use_is_asked_of_the_processor() -> No
     csrc = Path(__file__).resolve().parents[2] / "csrc"
     flags = re.findall(r"^set\(FLAGS_\w+ (.+)\)$", (csrc / "CMakeLists.txt").read_text(encoding="utf-8"), re.M)
     used = {name for line in flags for name in re.findall(r"-m(avx\w*|fma|bmi2?|lzcnt|f16c)\b", line)}
-    body = (csrc / "common" / "library.cpp").read_text(encoding="utf-8")
+    body = (csrc / "common" / "best_isa.cpp").read_text(encoding="utf-8")
     asked = {
         name.lower() for pair in re.findall(r'__builtin_cpu_supports\("(\w+)"\)|& bit_(\w+)\b', body) for name in pair
     }

@@ -79,6 +79,7 @@ def error(chosen: Variant, checkpoint: Checkpoint, path: Path) -> float:
     return float((ours - checkpoint.logits).abs().max() / checkpoint.logits.abs().max())
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("chosen", VARIANTS, ids=lambda chosen: chosen.name)
 def test_logits(chosen: Variant, checkpoints: Checkpoints, tmp_path: Path) -> None:
     checkpoint = checkpoints(chosen.name)

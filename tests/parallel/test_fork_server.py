@@ -167,6 +167,7 @@ def test_it_ends_with_the_last_engine(path: Path) -> None:
 @pytest.mark.parametrize(
     "last", ["os.kill(os.getpid(), 9)", "raise SystemExit", "os.fork() or __import__('time').sleep(3)"]
 )
+@pytest.mark.sampled(3)
 def test_it_ends_with_its_process(path: Path, last: str) -> None:
     """However that ends; a fork of it does not hold it."""
     worker, server = in_a_process(MAKES.format(path=str(path)) + last)[:2]

@@ -59,6 +59,7 @@ def free() -> float:
 MORE_DEATHS = [(1, signal.SIGSTOP), (1, signal.SIGKILL)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("link", "deaths"),
     [
@@ -82,7 +83,9 @@ def test_two_actors_say_what_one_process_says(
         if cuda_library.path() is None:
             pytest.skip("the emulated device is not built")
         monkeypatch.setenv("PAGEDEC_ISA", EMULATED_DEVICE)
-    with engine(path, **SMALL, tensor_parallel_size=2, executor="ray", step_timeout=3.0) as llm:
+    # who is stopped is found by it alone; a step may wait for long where other tests run
+    limit = 3.0 if any(number == signal.SIGSTOP for _, number in deaths) else 30.0
+    with engine(path, **SMALL, tensor_parallel_size=2, executor="ray", step_timeout=limit) as llm:
         assert_whole(llm, expected)
         assert len(set(pids(llm))) == 2 and os.getpid() not in pids(llm)
         if os.geteuid() == 0:  # who may lower a niceness; Ray's own is 15
