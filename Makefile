@@ -84,7 +84,7 @@ build:
 .PHONY: compile libraries
 test test-long test-gpu amx: export EMULATED = yes
 compile: $(BUILD)/build.ninja
-	@$(BIN)/cmake --build $(BUILD) --target best_isa >$(BUILD).log || { cat $(BUILD).log; exit 1; }; isa=$$($(BUILD)/best_isa); \
+	@$(BIN)/cmake --build $(BUILD) -j1 --target best_isa >$(BUILD).log || { cat $(BUILD).log; exit 1; }; isa=$$($(BUILD)/best_isa); \
 	$(BIN)/cmake --build $(BUILD) -j$(JOBS) --target run_by_$$isa $${EMULATED:+emulated_by_$$isa}
 
 libraries: $(BUILD)/build.ninja
