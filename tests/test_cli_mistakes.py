@@ -35,7 +35,6 @@ def run(*arguments: str) -> int:
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -96,7 +96,6 @@ def outcome(make: Any) -> Any:
         return type(error), error.field, error.limit
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("name", "value"), cases(engine_rules()), ids=repr)
 def test_engine_arguments(name: str, value: Any, tmp_path: Path) -> None:
     file = tmp_path / "config.toml"

@@ -121,14 +121,15 @@ constexpr int UNROLL = 2;
 template <class T, int N>
 PD_INLINE void add_products(const typename T::X (&x)[N], const typename T::Q *p, int sub, vec::F (&acc)[N]) {
 #if PD_LEVEL == 1 || PD_LEVEL == 2
+  static_assert(N == 1 || N == 2 || N == 4);
   if constexpr (N > 1) {
     vec::F b;
     asm volatile("vbroadcastss %3, %2\n\tvfmadd231ps %4, %2, %0\n\tvfmadd231ps %5, %2, %1"
-        : "+v"(acc[0]), "+v"(acc[1]), "=&v"(b)
+        : "+&v"(acc[0]), "+&v"(acc[1]), "=&v"(b)
         : "m"(p[sub]), "v"(x[0]), "v"(x[1]));
     if constexpr (N == 4)
       asm volatile("vfmadd231ps %3, %2, %0\n\tvfmadd231ps %4, %2, %1"
-          : "+v"(acc[2]), "+v"(acc[3])
+          : "+&v"(acc[2]), "+&v"(acc[3])
           : "v"(b), "v"(x[2]), "v"(x[3]));
     return;
   }
@@ -143,7 +144,9 @@ PD_INLINE void load_parts(const typename T::M *const (&from)[N], int sub, typena
 #pragma GCC unroll 4
   for (int c = 0; c < N; c++) {
     const typename T::M *p = from[c];
+#if PD_LEVEL == 1 || PD_LEVEL == 2
     if (sub) asm("" : "+r"(p));  // as another, so that what is loaded is not kept for it
+#endif
     x[c] = T::part(T::load(p), sub);
   }
 }

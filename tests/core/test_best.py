@@ -304,7 +304,6 @@ def replaced(**fields: Any) -> Any:
     return change
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

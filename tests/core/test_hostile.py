@@ -224,7 +224,6 @@ def run_beside(make: Callable[[DecoderContext], Any]) -> tuple[FakeEngine, Reque
     return engine, engine.failed["bad"]
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", QUERIES)
 def test_a_wrong_query(name: str) -> None:
     change, message = QUERIES[name]
@@ -234,7 +233,6 @@ def test_a_wrong_query(name: str) -> None:
         raise error
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", VERDICTS)
 def test_a_wrong_verdict(name: str) -> None:
     change, message = VERDICTS[name]

@@ -23,7 +23,6 @@ from tests.support import add, drain, step
 
 
 # --------------------------------------------------------------------------------------------------------------- aborts
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(6))
 def test_aborts_at_any_moment(tiny: Tiny, expected: list[Tokens], seed: int) -> None:
     """Between steps, while a step is out, and from whoever watches the events; the others do not notice."""
@@ -85,7 +84,6 @@ def interrupt_after(num_lines: int) -> Callable[[FrameType, str, Any], Any]:
     return trace
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("num_lines", [1, 40, *random.Random(3).sample(range(100, 13_000), 40)])
 def test_ctrl_c_at_any_line(tiny: Tiny, expected: list[Tokens], num_lines: int) -> None:
     """It ends the call, and the step it fell into is whole."""

@@ -274,7 +274,6 @@ class Caprice:
         return standing._rests
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(12))
 def test_no_token_follows_from_what_is_granted(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All methods, beams and sessions in one crowd with too few blocks, late, preempted and aborted: with grants at

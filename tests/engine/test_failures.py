@@ -74,7 +74,6 @@ def test_the_small_engine_is_right_to_begin_with(tiny: Tiny, expected: list[Toke
     assert llm.engine.stats.num_steps > 30
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("late", [False, True], ids=["before the step", "answers lost"])
 @pytest.mark.parametrize("error", [DeviceLost("gone"), MemoryError(), InvariantError("made up")], ids=repr)
 @pytest.mark.parametrize("step", [1, 2, 5, 19])
@@ -87,7 +86,6 @@ def test_the_device_fails_once(tiny: Tiny, expected: list[Tokens], step: int, er
     assert_whole(llm, expected)
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("late", [False, True], ids=["before the step", "answers lost"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1)], ids=repr)
 @pytest.mark.parametrize("step", [1, 2, 5, 19])
@@ -326,7 +324,6 @@ def test_planning_fails(
     assert_whole(llm, expected)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("poisonous", [range(10), range(16, 48), range(60), range(0, 64, 2)], ids=str)
 def test_many_poisonous_requests_stand_in_the_way(tiny: Tiny, poisonous: range) -> None:
     """More of them in a row than there are tries: whoever is innocent is answered all the same."""

@@ -50,7 +50,6 @@ def fails_alone(tiny: Tiny, expected: Sequence[Tokens], params: Any, message: st
     assert_whole(llm, list(expected))
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("error", "message"),

@@ -98,7 +98,6 @@ def test_numbers_change_and_stay_near(tiny: Tiny) -> None:
         assert len(known) >= 3 and 0 < off < 0.3, kind
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -129,7 +128,6 @@ def test_a_hit_has_the_bits_of_a_miss(tiny: Tiny, numbers: dict[str, Any]) -> No
     assert several[0] == several[1]
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("method", TABLES)
 def test_drafts_change_no_token(tiny: Tiny, tiny_path: Path, numbers: dict[str, Any], method: str) -> None:
     table = {"model": str(tiny_path), **TABLES[method]} if method == "draft_model" else TABLES[method]

@@ -53,7 +53,6 @@ def refused(llm: LLM, prompts: Any, params: Any = GREEDY, **others: Any) -> Inva
     return error
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("prompts", "field", "value", "limit"),
     [

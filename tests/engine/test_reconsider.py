@@ -111,7 +111,6 @@ def test_seeds(tiny: Tiny) -> None:
     assert first != second
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", RequestOutputKind)
 def test_a_stream_never_shows_what_is_taken_back(tiny: Tiny, kind: RequestOutputKind) -> None:
     llm, own = tiny(), params(2, n=2, threshold=-0.5)

@@ -61,7 +61,6 @@ def reported() -> tuple[list[list[int]], list[Any]]:
     return prompts, params
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("where", ["inline", "process", pytest.param("device", marks=EMULATED)])
 def test_reports_of_a_crowd(tiny: Tiny, device: Tiny, where: str) -> None:
     """To the bit, and nobody waits for them; where there is too little room for all."""
@@ -168,7 +167,6 @@ def test_reports_beside_who_leaves(tiny: Tiny) -> None:
     assert pool.num_available == pool.num_blocks and not any(pool.refs)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("budget", [24, 512, 600])
 def test_prompts_and_answers_across_a_chunk_of_attention(tmp_path: Path, budget: int) -> None:
     """512 positions, which a prompt ends right before, at and behind, and which answers cross."""

@@ -103,7 +103,6 @@ def first_tokens(llm: LLM, prompt: str | list[int], params: SamplingParams) -> l
     return [answer.token_ids[0] for output in outputs for answer in output.outputs]
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("params", CASES, ids=lambda p: f"T{p.temperature} k{p.top_k} p{p.top_p} m{p.min_p}")
 def test_first_token_of_the_tiny_model(tiny: Tiny, params: SamplingParams) -> None:
     llm = tiny(max_num_seqs=512)
@@ -113,7 +112,6 @@ def test_first_token_of_the_tiny_model(tiny: Tiny, params: SamplingParams) -> No
     assert p_value(drawn, p) > LEAST_P
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("params", [CASES[0], CASES[4], CASES[8]], ids=["plain", "top-p", "all"])
 def test_first_token_of_the_default_model(text_llm: LLM, params: SamplingParams) -> None:
     assert text_llm.tokenizer is not None

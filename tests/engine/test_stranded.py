@@ -56,7 +56,6 @@ class Three(Decoder):
         return 0
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "params",
     [

@@ -122,7 +122,6 @@ def test_beams_equal_beam_search_on_lists(engine: Make, scratch: Scratch) -> Non
     assert {case.name: outcome.tokens[case.name] for case in cases} == want
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_blocks", [64, 6])
 def test_sessions_equal_plain_lists(engine: Make, scratch: Scratch, num_blocks: int) -> None:
     """Forks, rollbacks and appends in a client's own hands, beside requests that fight for the blocks."""

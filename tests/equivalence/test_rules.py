@@ -97,7 +97,6 @@ def test_ruled_sampling_is_a_loop_over_whole_texts(engine: Make, scratch: Scratc
         assert answer.logprobs == reports, f"{name}: reports differ"
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("rows", [7, 64])
 def test_prompts_are_reported_with_the_same_bits_in_any_chunks(engine: Make, rows: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2, logprobs=1)

@@ -57,7 +57,6 @@ def mixed_branches(cache: Cache, generator: np.random.Generator) -> list[Branch]
     ]
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("numbers", NUMBERS, ids=str)
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64, 256])
 def test_layouts(contexts: list[Context], numbers: Numbers, block_size: int) -> None:
@@ -122,7 +121,6 @@ def test_trees(contexts: list[Context], seed: int) -> None:
     check(contexts, cache, branches, threads=1 + seed % 3)
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_batches(contexts: list[Context], seed: int) -> None:
     generator = np.random.default_rng(100 + seed)

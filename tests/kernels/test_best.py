@@ -116,7 +116,6 @@ def random_case(seed: int, most_rows: int, most_vocab: int) -> tuple[np.ndarray,
     return shaped(rng, n, vocab), rows_of(sizes, scores, seed), groups_of(sizes, ks)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.same_bits
 @pytest.mark.parametrize("part", range(4))
 def test_thousands_of_cases_equal_a_plain_sort(context: Context, part: int) -> None:
@@ -142,7 +141,6 @@ def test_many_rows(context: Context, num_rows: int) -> None:
             check(backend, x, rows, groups)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.same_bits
 @pytest.mark.parametrize("k", [1, 8, 128, 1024])
 def test_a_large_vocabulary(context: Context, k: int) -> None:
@@ -244,7 +242,6 @@ def assert_alike(got: np.ndarray, wanted: list[tuple[Any, ...]]) -> None:
             assert abs((found.get(name) or exact[name])[0] - keys[-1]) < 4e-5
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.same_bits
 @pytest.mark.parametrize("vocab", [1, 7, 64, 130, 5000])
 @pytest.mark.parametrize("cut", CUTS, ids=str)

@@ -124,7 +124,6 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return kind
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("window", [0, 90, 300])
 @pytest.mark.parametrize("build", [decoding, prefill, forks, trees])
 def test_attention(contexts: list[Context], dtype: torch.dtype, build: Build, window: int) -> None:
@@ -132,7 +131,6 @@ def test_attention(contexts: list[Context], dtype: torch.dtype, build: Build, wi
     check(contexts, shape, dtype, build, threads=2, others=SIZES)
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("head_dim", [16, 32, 80, 96, 128, 160, 256])
 def test_attention_of_any_head(contexts: list[Context], dtype: torch.dtype, head_dim: int) -> None:
     shape = AttentionShape(4, 2, head_dim, 16, head_dim**-0.5)

@@ -51,7 +51,6 @@ MANY = [
 ]
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("blocks", "rows", "n", "k"), MANY)
 def test_many_rows_have_the_bits_of_a_cpu(

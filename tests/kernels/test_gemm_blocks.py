@@ -79,7 +79,7 @@ def test_results_and_weights_are_the_same_on_every_instruction_set(contexts: lis
         assert all(torch.equal(results[0].view(torch.int32), other.view(torch.int32)) for other in results[1:])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("format", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_do_not_depend_on_the_batch(context: Context, format: str, dtype: torch.dtype) -> None:
@@ -108,7 +108,6 @@ def test_rows_do_not_depend_on_the_threads(context: Context, epilogue: Epilogue,
         assert torch.equal(results[0], BlockLinear(parts)(x))
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("format", KINDS)
 @pytest.mark.parametrize("k", [4096, 4352, 8448])
 def test_long_k_goes_on_where_a_slice_ended(context: Context, format: str, k: int) -> None:
@@ -121,7 +120,6 @@ def test_long_k_goes_on_where_a_slice_ended(context: Context, format: str, k: in
         assert torch.equal(linear(context, x[:rows], weight), whole[:rows])
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("format", ["q4_0", "int4_zero_32", "q8_0", "int4_128"])
 def test_k_of_few_blocks(context: Context, format: str) -> None:
     values = LAYOUTS[format].values
@@ -132,7 +130,6 @@ def test_k_of_few_blocks(context: Context, format: str) -> None:
             assert torch.equal(linear(context, x[:rows], weight), expected[:rows])
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_largest_sums_do_not_overflow(context: Context, format: str) -> None:
     """Every nibble, byte and scale at its end, x at both."""

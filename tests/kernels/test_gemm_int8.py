@@ -84,7 +84,6 @@ def exact(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return product @ w.T, product.abs() @ w.abs().T
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "n", "k"), SHAPES)
 def test_product_equals_the_reference_and_is_near_float64(
@@ -152,7 +151,6 @@ def test_rows_do_not_depend_on_the_threads(context: Context, epilogue: Epilogue,
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("k", [4096, 5051, 33000])
 def test_long_k_goes_on_where_a_slice_ended(context: Context, k: int) -> None:
     x, weight = normal(23, k, seed=1, dtype=torch.bfloat16), normal(40, k, seed=2, dtype=torch.bfloat16)

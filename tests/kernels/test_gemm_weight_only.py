@@ -45,7 +45,6 @@ def linear(
     return out[:-1].clone()
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "n", "k"), SHAPES)
 def test_the_product_is_that_of_a_plain_layer(context: Context, dtype: torch.dtype, rows: int, n: int, k: int) -> None:

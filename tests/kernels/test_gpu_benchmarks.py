@@ -24,7 +24,6 @@ MORE = {"linear": ["--dtype=float16", "--beside", "q6_k", "q4_k", "int8_weight_o
 pytestmark = pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ROWS)
 def test_it_prints_its_tables(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))

@@ -332,7 +332,7 @@ def powers_of_two(cache: Cache) -> tuple[Cache, Cache]:
     return cache, plain
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("isa", cuda_library.cases())
 @pytest.mark.parametrize("numbers", IN_BYTES, ids=str)
 @pytest.mark.parametrize("shape", [(6, 2, 48, 8, 70, 0.0), (3, 1, 144, 16, 0, 5.0), (4, 2, 80, 64, 0, 0.0)], ids=str)

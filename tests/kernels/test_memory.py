@@ -275,7 +275,6 @@ call.run(ArgmaxArgs(call.given(np.array([3], np.int32)), x.data_ptr(), call.want
 }
 
 
-@pytest.mark.sampled(4)
 @EMULATED
 @pytest.mark.parametrize("hand", HANDS)
 def test_a_hand_that_must_not(hand: str) -> None:

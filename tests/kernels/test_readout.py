@@ -138,7 +138,6 @@ def test_logits_are_never_looked_at(context: Context, seed: int) -> None:
             assert_same(read(backend, asked, piece, sealed=True, room=True), whole)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(5))
 def test_backends_agree(context: Context, seed: int) -> None:
     """All but the last bits of a sum of exponentials."""
@@ -151,7 +150,6 @@ def test_backends_agree(context: Context, seed: int) -> None:
     assert_same(first, second, names)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(5))
 def test_reports_are_of_the_models_own_logits(context: Context, seed: int) -> None:
     forward, x, *_ = asked = case(seed)
@@ -184,7 +182,6 @@ def test_reports_are_of_the_models_own_logits(context: Context, seed: int) -> No
     ]
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(5))
 def test_reports_have_the_bits_of_a_copy_where_nothing_changes_logits(context: Context, seed: int) -> None:
     asked, none = case(seed), np.zeros(0, np.int32)

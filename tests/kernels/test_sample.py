@@ -261,7 +261,6 @@ def test_temperature_zero_is_argmax(context: Context, vocab: int) -> None:
 # ---- edges
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("parameters", [{}, {"top_k": 2}, {"top_p": 0.7}, {"min_p": 0.2}], ids=str)
 def test_nan_and_minus_infinity_are_never_drawn(context: Context, parameters: dict[str, Any]) -> None:
     x = np.full((1, 300), -np.inf, np.float32)

@@ -164,10 +164,10 @@ def test_it_ends_with_the_last_engine(path: Path) -> None:
     assert server not in rest and worker not in rest and not is_running(server)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "last", ["os.kill(os.getpid(), 9)", "raise SystemExit", "os.fork() or __import__('time').sleep(3)"]
 )
-@pytest.mark.sampled(3)
 def test_it_ends_with_its_process(path: Path, last: str) -> None:
     """However that ends; a fork of it does not hold it."""
     worker, server = in_a_process(MAKES.format(path=str(path)) + last)[:2]

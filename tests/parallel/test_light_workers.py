@@ -31,7 +31,6 @@ def test_a_process_that_has_sigchld_blocked() -> None:
     assert output(program) == ["was ended by signal 9", "True"]
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("end", ["die", "stop", "kill"])
 def test_a_fork_while_a_worker_is_started(end: str) -> None:
     """By another thread, in the seconds that a server takes to begin: it holds nothing of the worker open."""

@@ -59,7 +59,6 @@ def free() -> float:
 MORE_DEATHS = [(1, signal.SIGSTOP), (1, signal.SIGKILL)]
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("link", "deaths"),
     [

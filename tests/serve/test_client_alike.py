@@ -115,7 +115,6 @@ MISTAKES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_with_branches(serve: Serve, llm: LLM, name: str) -> None:
     with client_of(serve()) as client, llm.session(PROMPT) as own, client.session(PROMPT) as far:

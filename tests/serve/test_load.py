@@ -107,7 +107,6 @@ def test_a_server_with_tls_and_tokens(serve: Serve, tmp_path: Path) -> None:
     assert "UNAUTHENTICATED" in bench(*flags, *known).stdout
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -43,7 +43,6 @@ def test_its_questions_about_the_server(told: Any) -> None:
     assert [tensor["name"] for tensor in told["metadata"]["inputs"]][:2] == ["text_input", "stream"]
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_its_answers_are_those_of_offline(told: Any, text_server: Serving, name: str) -> None:
     want = offline(text_server, PROMPT, CASES[name])

@@ -144,7 +144,6 @@ def test_what_beams_have_in_common_is_told_before_the_end(serve: Serve, llm: LLM
     assert [tokens for _, tokens in streamed(messages, 2)] == [answer.token_ids for answer in want.outputs]
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("own", [greedy(400), parameters(200, n=3, temperature=1.0), beams()], ids=["1", "3", "beams"])
 def test_who_reads_slowly_gets_what_came_meanwhile_in_one_message(serve: Serve, own: pp.Parameters) -> None:
     serving = serve(engine=LARGE)

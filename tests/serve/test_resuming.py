@@ -129,7 +129,6 @@ TEXTS: dict[str, RequestParams] = {
 }
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", TEXTS)
 def test_texts_end_as_if_nothing_had_happened(text_server_breaking: Serving, breaking: Breaking, name: str) -> None:
     params = TEXTS[name]

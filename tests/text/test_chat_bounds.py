@@ -91,7 +91,6 @@ def test_a_conversation_of_a_hundred_megabytes_is_refused(tmp_path: Path) -> Non
     )
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", EVERY)
 def test_ten_thousand_messages_are_no_trouble(name: str, tmp_path: Path) -> None:
     messages = [{"role": ("user", "assistant")[i % 2], "content": "hello " * 50} for i in range(9_999)]

@@ -81,7 +81,6 @@ def draw_ids(data: st.DataObject, ours: Tokenizer) -> list[int]:
     return data.draw(st.lists(one, max_size=30))
 
 
-@pytest.mark.sampled(4)
 @settings(max_examples=80)
 @given(st.data(), st.booleans(), st.booleans())
 def test_any_chunks_say_the_same_and_never_half_a_character(
@@ -103,7 +102,6 @@ def test_any_chunks_say_the_same_and_never_half_a_character(
         assert ours.decode(ids, skip) == whole
 
 
-@pytest.mark.sampled(4)
 @settings(max_examples=80)
 @given(st.data(), st.booleans())
 def test_equal_to_the_librarys_decoder(

@@ -61,7 +61,6 @@ PIECES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", CERTAIN)
 def test_what_exceeds_the_bound_has_more_tokens(kind: str) -> None:
     make, spelling = CERTAIN[kind]
