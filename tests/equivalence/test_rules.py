@@ -26,7 +26,7 @@ from tests.equivalence.harness import SPECULATIONS, Case, Scratch, prompts, run
 Make = Callable[..., Engine]
 PROMPTS = prompts(4, 12, 24, seed=31)
 FEW = tuple(sorted(set(PROMPTS[0])))[:12]
-MAX_TOKENS = 6
+MAX_TOKENS = 8
 NEAR = 2e-4  # of a log-probability
 RULES = (
     SamplingParams(temperature=0, max_tokens=MAX_TOKENS, repetition_penalty=1.4, presence_penalty=0.5, logprobs=4),
