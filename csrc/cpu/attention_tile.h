@@ -108,7 +108,7 @@ PD_INLINE void prefetch(const void *p) {
 
 // The sums of products stay in registers, which is all that these hold: gcc 12 would keep five of AVX2's twelve in
 // memory, and a tile took half as long again. So a loop is a function of its own, a row's products are written out, and
-// a vector that has two parts is loaded for each.
+// a vector that has two parts is loaded for each. Steps of V that rows see in parts are few, and not written so.
 #if PD_LEVEL == 1 || PD_LEVEL == 2
 #define PD_LOOP inline __attribute__((noinline))
 constexpr int UNROLL = 1;
