@@ -98,6 +98,7 @@ def test_it_grows_before_it_is_complete_and_ctrl_c_keeps_it(tiny: Path, llm: LLM
     assert len(shown.replace("\n", " ")) >= count - 2 * shown.count("\n") - 2, "all that came is shown"
 
 
+@pytest.mark.long
 def test_a_chat_of_one_turn_and_an_answer_of_several(tiny: Path, llm: LLM, words: SamplingParams) -> None:
     [output] = llm.chat([{"role": "user", "content": "Hi"}], words, use_tqdm=False)
     with Terminal([*PAGEDEC, "generate", "--chat", "Hi", *flags(tiny, words)], COLUMNS) as terminal:
@@ -122,6 +123,7 @@ def test_a_log_has_no_bar(tiny: Path, words: SamplingParams, tmp_path: Path) -> 
     assert len(lines) == 2 and all(line.startswith("pagedec: ") for line in lines)
 
 
+@pytest.mark.long
 def test_what_is_piped_is_as_it_was(tiny: Path, llm: LLM, words: SamplingParams, tmp_path: Path) -> None:
     with open(tmp_path / "out", "w") as out:
         command = [*PAGEDEC, "generate", "x", *flags(tiny, words)]
@@ -157,7 +159,7 @@ def test_ctrl_c_keeps_the_answers_that_are_finished(
     prompts = [f"prompt {i}" for i in range(6)]
     (tmp_path / "prompts.txt").write_text("".join(f"{prompt}\n" for prompt in prompts))
     one_by_one = ["--max-num-seqs", "1", "-f", str(tmp_path / "prompts.txt")]
-    long = words.clone(max_tokens=1500)
+    long = words.clone(max_tokens=400)
     with open(tmp_path / "out", "w") as out:
         command = [*PAGEDEC, "generate", *one_by_one, *flags(tiny, long)]
         with Terminal(command, 120, stdout=out.fileno()) as terminal:
@@ -165,9 +167,9 @@ def test_ctrl_c_keeps_the_answers_that_are_finished(
             terminal.send(CTRL_C)
             assert terminal.wait() == 130
     count = int(re.findall(r"pagedec: interrupted: (\d) of 6 prompts answered\n$", terminal.shown)[0])
-    assert 2 <= count < 6 and f"{count} answers of {1500 * count} tokens in " in terminal.shown
+    assert 2 <= count < 6 and f"{count} answers of {400 * count} tokens in " in terminal.shown
     texts = [answer(llm, prompt, long) for prompt in prompts[:2]]
-    expected = "".join(f"=== {p}\n--- 1500 tokens, length\n{text}\n" for p, text in zip(prompts, texts, strict=False))
+    expected = "".join(f"=== {p}\n--- 400 tokens, length\n{text}\n" for p, text in zip(prompts, texts, strict=False))
     shown = (tmp_path / "out").read_text()
     assert shown.startswith(expected) and shown.count("=== ") == count
 
@@ -245,6 +247,7 @@ def test_a_paste_is_one_turn(command: tuple[str, ...], tiny: Path, words: Sampli
     assert terminal.shown.rindex("\x1b[?2004l") > terminal.shown.rindex("\x1b[?2004h"), "the terminal is left as it was"
 
 
+@pytest.mark.long
 def test_pastes_and_quotes(tiny: Path, words: SamplingParams) -> None:
     cases = [
         (['"""', PASTE + "one\rtwo" + PASTE_END, '"""'], "one\ntwo"),
@@ -264,6 +267,7 @@ def test_pastes_and_quotes(tiny: Path, words: SamplingParams) -> None:
         assert "/undo is no command is no command; known are /reset" in terminal.shown
 
 
+@pytest.mark.long
 def test_a_dumb_terminal_gets_no_escapes(tiny: Path, words: SamplingParams) -> None:
     for command in (PAGEDEC, (sys.executable, "-c", WITHOUT_READLINE)):
         with Terminal([*command, *chat(tiny, words)], term="dumb") as terminal:

@@ -98,6 +98,7 @@ def test_without_a_compiler_the_wheel_is_pure_python(plain_wheel: Path) -> None:
     assert "pagedec-0.1.0.dist-info/licenses/LICENSE" in names
 
 
+@pytest.mark.long
 def test_without_a_compiler_the_doctor_says_so(plain_wheel: Path, tmp_path: Path) -> None:
     facts = doctor(plain_wheel, tmp_path)
     assert facts["versions"]["pagedec"] == "0.1.0"

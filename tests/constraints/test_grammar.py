@@ -122,7 +122,7 @@ def test_walks_end_with_an_end_token_and_hold_no_special_token(asked: dict[str, 
     """Any walk along allowed tokens is text of the grammar; special tokens stand for no text."""
     constraint, rng = constraint_of(asked), random.Random(1)
     special, vocabulary = words().special_ids, words()
-    for _ in range(20):
+    for _ in range(8):
         state, tokens = constraint.start(()), list[int]()
         while len(tokens) < 60:
             allowed = bits(constraint.allowed(state)).tolist()

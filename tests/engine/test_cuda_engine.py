@@ -87,6 +87,7 @@ def test_a_row_has_its_bits_whatever_stands_beside_it(device: Tiny) -> None:
     assert told(device(dtype="bfloat16", block_size=32, num_blocks=12), [0, 1, 2, 3]) == want
 
 
+@pytest.mark.long
 def test_float16(device: Tiny, tiny: Tiny) -> None:
     """A row's own bits, alone, together, in parts of a prompt, preempted; and nearer to float32 than bfloat16 is."""
     want = told(device(dtype="float16"), [0, 1, 3])
@@ -102,6 +103,7 @@ def test_float16(device: Tiny, tiny: Tiny) -> None:
     assert 0 < wrong[0] < 0.5 * wrong[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "table",
     [
@@ -163,6 +165,7 @@ def test_what_drafts_were_drawn_from_is_there(device: Tiny, tiny: Tiny, tiny_pat
     assert said[0] == said[1]
 
 
+@pytest.mark.long
 def test_masks_and_a_prompt_that_is_read_in_pieces(device: Tiny, tiny: Tiny) -> None:
     """As on the processor's kernels, in fp32: sampling, beams and drafts among token sequences that are allowed, and
     the log-probabilities of more prompt tokens than logits are held at once."""
@@ -192,6 +195,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("isa", cuda_library.cases())
 def test_other_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isa: str, family: str) -> None:

@@ -62,6 +62,7 @@ def test_a_file_in_blocks(isa: str, tiny_path: Path, tmp_path: Path, monkeypatch
     assert got == said(path, None, monkeypatch, quantization="gguf") and got[1] == {"BLOCKS1"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", [1, 2])
 def test_formats_that_differ_within_a_weight(
     isa: str, world: int, mixed: Checkpoint, monkeypatch: pytest.MonkeyPatch

@@ -81,6 +81,7 @@ def test_the_example_of_coroutines(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+@pytest.mark.long
 def test_the_example_of_beams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "tree.svg"
     runpy.run_path(str(EXAMPLES / "beams.py"))["main"](str(path))
@@ -98,6 +99,7 @@ def test_the_example_of_beams(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert int(re.findall(r"\(in (\d+) pieces\)", lines[-1])[0]) > 1
 
 
+@pytest.mark.long
 def test_the_example_of_groups(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "beam_groups.py"))["main"]()
     found = re.findall(r"== ([a-z ]+): (\d) beginnings", capsys.readouterr().out)
@@ -121,6 +123,7 @@ def test_the_example_of_a_tree_search(capsys: pytest.CaptureFixture[str]) -> Non
     assert "18 visits: " in "\n".join(lines)
 
 
+@pytest.mark.long
 def test_the_example_of_speculation(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "speculation.py"))["main"]()
     lines = capsys.readouterr().out.splitlines()

@@ -77,6 +77,7 @@ def test_tokens_are_distributed_as_the_targets(tiny: Tiny, other_path: Path, own
         assert p_value(seconds, processed(next_logits(llm, [*PROMPT, first]), params)) > LEAST_P / 2
 
 
+@pytest.mark.long
 def test_penalties_are_in_both_distributions(tiny: Tiny, other_path: Path) -> None:
     """p and q are what is left after the request's own rules; a banned token is never answered."""
     llm = engine(tiny, other_path)

@@ -131,12 +131,14 @@ def test_weights_are_in_memory_once(form: str, models: dict[str, Path], tmp_path
     assert loaded["VmHWM"] < loaded["VmRSS"] + 128 * MIB
 
 
+@pytest.mark.long
 def test_int8_weights_are_in_memory_once(models: dict[str, Path], tmp_path: Path) -> None:
     before, loaded = measure(models["safetensors"], tmp_path, quantization="int8")
     assert grown(before, loaded, "RssFile") < LIBRARIES
     assert PACKED / 2 < grown(before, loaded, "VmRSS") < PACKED / 2 + LIBRARIES + REST
 
 
+@pytest.mark.long
 def test_the_pool_takes_memory_as_blocks_are_used(models: dict[str, Path], tmp_path: Path) -> None:
     """A pool of 8 GiB costs what its used blocks hold."""
     block = 2 * 2 * LAYERS * 16 * KV_WIDTH
@@ -182,6 +184,7 @@ def starved(model: Path, num_bytes: int, **arguments: object) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.long
 def test_weights_that_do_not_fit_are_told(models: dict[str, Path]) -> None:
     error, warning = starved(models["safetensors"], 150 * MIB, num_blocks=2)
     size = "has weights of 276 MiB, which this machine does not give; 150 MiB available (limit of "

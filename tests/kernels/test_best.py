@@ -242,6 +242,7 @@ def assert_alike(got: np.ndarray, wanted: list[tuple[Any, ...]]) -> None:
             assert abs((found.get(name) or exact[name])[0] - keys[-1]) < 4e-5
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.same_bits
 @pytest.mark.parametrize("vocab", [1, 7, 64, 130, 5000])
 @pytest.mark.parametrize("cut", CUTS, ids=str)

@@ -316,7 +316,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3))])
 @pytest.mark.parametrize("kernel", RIGHT)
 def test_what_is_right(run: Run, kernel: str, seed: int) -> None:
     problem, out = run(kernel, seed=seed, blocks=3, threads=32 if kernel in ("multiplied", "transposed") else 128)

@@ -77,6 +77,7 @@ def test_less_shared_memory_changes_no_bit(emulated: Library) -> None:
     assert same_bits(*found)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("blocks", [LARGE, SMALL])
 @pytest.mark.parametrize("epilogue", list(Epilogue))
 @pytest.mark.parametrize("n", [66, 96, 130])

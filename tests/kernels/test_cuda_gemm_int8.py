@@ -51,6 +51,7 @@ MANY = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("blocks", "rows", "n", "k"), MANY)
 def test_many_rows_have_the_bits_of_a_cpu(

@@ -56,6 +56,7 @@ def check(context: Context, x: np.ndarray, rows: np.ndarray, tokens: np.ndarray,
         assert each.pick(torch.from_numpy(x), rows, tokens).tobytes() == wanted.tobytes()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_values_and_ranks(context: Context, vocab: int, kind: str) -> None:

@@ -156,6 +156,7 @@ print(worker, server, flush=True)
 """
 
 
+@pytest.mark.long
 def test_it_ends_with_the_last_engine(path: Path) -> None:
     """Closed, it is gone, and waited for."""
     program = MAKES.format(path=str(path)) + "llm.close(); print(*os.listdir('/proc/self/task'))\n"
