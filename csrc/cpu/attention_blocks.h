@@ -6,16 +6,20 @@
 
 namespace pagedec {
 
+// A head of a unit's block, as one of b.
+template <class T>
+void AttentionLoop<T>::place(const plan::Unit &u, int block, int kv_head, Blocks<C> &b, int c) const {
+  const int64_t first = (int64_t)u.tile * TILE % block_;  // token of the part
+  const int64_t at = ((int64_t)u.blocks[block] * h_.kv_heads + kv_head) * words_;
+  const int64_t scales = at + d_ * block_ + first * SCALES<T>;
+  b.k[c] = k_ + at + first * T::STEP, b.v[c] = v_ + at + first * d_;
+  b.k_scale[c] = k_ + scales, b.v_scale[c] = v_ + scales;
+}
+
 template <class T>
 Blocks<typename T::C> AttentionLoop<T>::locate(const plan::Unit &u, int kv_head) const {
   Blocks<C> b;
-  const int64_t first = (int64_t)u.tile * TILE % block_;  // token of the part
-  for (int c = 0; c * size_ < TILE; c++) {
-    const int64_t at = ((int64_t)u.blocks[c] * h_.kv_heads + kv_head) * words_;
-    const int64_t scales = at + d_ * block_ + first * SCALES<T>;
-    b.k[c] = k_ + at + first * T::STEP, b.v[c] = v_ + at + first * d_;
-    b.k_scale[c] = k_ + scales, b.v_scale[c] = v_ + scales;
-  }
+  for (int c = 0; c * size_ < TILE; c++) place(u, c, kv_head, b, c);
   b.tokens = block_;
   return b;
 }

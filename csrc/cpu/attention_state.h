@@ -89,6 +89,7 @@ class AttentionLoop {
   void run();
 
  private:
+  void place(const plan::Unit &u, int block, int kv_head, Blocks<C> &b, int c) const;
   Blocks<C> locate(const plan::Unit &u, int kv_head) const;
   void copy_part(const Blocks<C> &b, int c, C *k, C *v) const;
   void gather(const plan::Unit &u, const plan::Row &row, int kv_head, Blocks<C> &blocks);
@@ -105,9 +106,15 @@ class AttentionLoop {
   void run_few(const Blocks<C> &b, int row0, int n, int start, int side);
   void join_v(const Blocks<E> &b, E *to);
   void place_halves(const Blocks<E> &b, bool gathered);
+  int together(int at) const;
+  void begin_ahead(int span);
   void look_ahead();
-  void load_rows(const plan::Span &span);
-  void run_span(const plan::Span &span);
+  void choose(const plan::Span &span);
+  void choose_next(const plan::Piece &piece);
+  void load_rows(const plan::Piece &piece);
+  template <class Step>
+  void for_each(const plan::Span &first, int num, Step step);
+  void run_spans(const plan::Span &first, int num);
   void run_unit(const plan::Unit &u, const plan::Piece &piece, int side);
   bool set_masks(int from, int n, int start, bool &masked);
   void place_rows(int from, int side);
@@ -136,8 +143,15 @@ class AttentionLoop {
   float *const partials_;
   TileArgs<T> tile_{};
   Blocks<C> next_{};  // to prefetch, of a cache of bytes
-  int head_ = 0, heads_ = 1, kv_head_ = 0;   // of the span: first query head, how many
-  int ahead_span_ = 0, ahead_unit_ = 0, last_span_ = 0;  // where prefetching stands
+  int head_ = 0, heads_ = 1, kv_head_ = 0;  // of the span: first query head, how many
+  int row0_ = 0;                            // its first row in the state
+  int last_span_ = 0, most_together_ = 1;
+  struct {
+    int span, heads;        // the first of spans that are taken together, how many
+    int first_head;
+    int unit, unit_end;     // of them
+    int block, head;        // of the unit
+  } ahead_{};               // where prefetching stands
   int height_ = 0, turn_ = 0;  // of the matrix unit: what it is configured for
   typename MatrixUnit<T>::Pass passes_[2];
   typename MatrixUnit<T>::Pass *pending_ = nullptr;  // its logits are known

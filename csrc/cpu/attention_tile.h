@@ -287,12 +287,16 @@ PD_LOOP void pv_columns(const TileArgs<T> &a, const typename T::Q *p, const Step
   const int per_block = a.block_size / T::STEP;
   const int64_t stride = (int64_t)a.head_dim * T::STEP;
   if (!MASKED) {
+    // What is to come is fetched in the order in which it lies in memory, this column's share of it.
+    const int words = a.block_size * a.head_dim;
+    int block = h * TILE / words, at = h * TILE % words;
     for (int b = 0; b * a.block_size < TILE; b++) {
-      const typename T::M *v = a.v[b] + T::STEP * h, *n = a.next_v[b] + T::STEP * h;
+      const typename T::M *v = a.v[b] + T::STEP * h, *n = a.next_v[block] + at;
       const typename T::Q *pb = p + b * a.block_size;
 #pragma GCC unroll UNROLL
       for (int t = 0; t < per_block; t++)
-        pv_step<T, R, NV, PREFETCH>(v + t * stride, n + t * stride, pb + t * T::STEP, nullptr, acc);
+        pv_step<T, R, NV, PREFETCH>(v + t * stride, n + t * NV * vec::W * T::STEP, pb + t * T::STEP, nullptr, acc);
+      if ((at += a.block_size * NV * vec::W) >= words) at -= words, block++;
     }
   } else {
     auto at = [&](int t) { return a.v[t / per_block] + (t % per_block) * stride + T::STEP * h; };
