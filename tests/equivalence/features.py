@@ -90,7 +90,7 @@ FEATURES = {
     "cache salt": Feature(twice=True, salt="tenant"),
     "min_tokens": Feature(params={"min_tokens": 6}),
     "seed, temperature, top_p": Feature(params=SEEDED, others=True),
-    "n = 3": Feature(params={**SEEDED, "n": 3}, others=True),
+    "3 answers, drawn": Feature(params={**SEEDED, "n": 3}, others=True),
     "stop_token_ids": Feature(params={"stop_token_ids": STOP_TOKEN}),
     "max_time": Feature(params={"max_time": 3, "max_tokens": 20}, others=True, counts_steps=True),
     "ignore_eos": Feature(params={"ignore_eos": True}),
@@ -105,14 +105,14 @@ FEATURES = {
     "allowed_tokens_fn": Feature(params={"allowed_tokens_fn": every_third}, others=True),
     "token_trie": Feature(params={"token_trie": TRIE, "logprobs": 2}, others=True),
     "structured_outputs": Feature(params=STRUCTURED, others=True),
-    "constraints and rules, n = 3": Feature(
+    "constraints and rules, 3 answers drawn": Feature(
         params={**STRUCTURED, **SEEDED, "n": 3, "min_tokens": 4, "repetition_penalty": 1.3, "logprobs": 2}, others=True
     ),
     "constraints, chunked": Feature({"max_num_batched_tokens": 7}, {"token_trie": TRIE}, twice=True),
     "constraints, preempted": Feature({"num_blocks": 14}, {**STRUCTURED, "logprobs": 2}, others=True, disturb=True),
     "logprobs": Feature(params={"logprobs": 3}, others=True),
     "prompt_logprobs": Feature({"max_num_batched_tokens": 11}, {"prompt_logprobs": 2}, twice=True),
-    "rules and reports, n = 3": Feature(params={**ALL_RULES, **SEEDED, "n": 3}, others=True),
+    "rules and reports, 3 answers drawn": Feature(params={**ALL_RULES, **SEEDED, "n": 3}, others=True),
     "rules and reports, preempted": Feature({"num_blocks": 14, "max_num_batched_tokens": 19}, ALL_RULES, True, True),
 }
 
@@ -138,9 +138,9 @@ DECODERS: dict[str, Any] = {
 }
 REFUSED: dict[tuple[str, str], tuple[type[Exception], str]] = {
     ("beam groups", "seed, temperature, top_p"): (InvalidArgument, "groups are never drawn, in Hugging Face's neither"),
-    ("beam groups", "n = 3"): (InvalidArgument, "as seed, temperature, top_p"),
-    ("beam groups", "constraints and rules, n = 3"): (InvalidArgument, "as seed, temperature, top_p"),
-    ("beam groups", "rules and reports, n = 3"): (InvalidArgument, "as seed, temperature, top_p"),
+    ("beam groups", "3 answers, drawn"): (InvalidArgument, "as seed, temperature, top_p"),
+    ("beam groups", "constraints and rules, 3 answers drawn"): (InvalidArgument, "as seed, temperature, top_p"),
+    ("beam groups", "rules and reports, 3 answers drawn"): (InvalidArgument, "as seed, temperature, top_p"),
 }
 """Each with the error that it gives, and why."""
 
