@@ -28,8 +28,8 @@ AttentionLoop<T>::AttentionLoop(const pd_attention_args &a, char *workspace, int
 }
 
 // How many spans from `at` on are taken together, unit by unit: of one piece and the same items, each of the head behind
-// the one before. A block holds its heads one behind the other, and memory is read faster along them (on Zen 3, 2 KB
-// of every 6 KB at two thirds of the rate). Trees are not: what is gathered is a head's.
+// the one before. A block holds its heads one behind the other, and memory is read faster along them than 2 KB here and
+// there. Trees are not: what is gathered is a head's.
 template <class T>
 int AttentionLoop<T>::together(int at) const {
   const plan::Span &first = p_.spans[at];

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,6 +47,27 @@ def crowd(cache: Cache) -> list[Branch]:
     ]
     trees = [cache.branch(n, 20, random_tree(generator, 2, 18)) for n in (60, 140, 525)]
     return [prompt, *forks, cache.branch(200, 200), *trees, cache.branch(1), cache.branch(2048)]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("window", [0, 90])
+@pytest.mark.parametrize(("group", "kv_heads", "head_dim"), [(1, 7, 128), (4, 8, 64), (5, 13, 16), (3, 2, 256)])
+def test_a_head_is_the_same_beside_any_others(
+    context: Context, numbers: Numbers, group: int, kv_heads: int, head_dim: int, window: int
+) -> None:
+    """Threads of a CPU read a tile for as many heads as fit before the next tile: here for one or all, or their number
+    is no multiple of how many that are."""
+    cache = Cache(AttentionShape(group * kv_heads, kv_heads, head_dim, 16, 0.125, window), 256, numbers, seed=1)
+    long = cache.branch(1100)
+    branches = [long, cache.fork(long, 32, 700), cache.fork(long, 60, 961), cache.branch(64, 2), cache.branch(1)]
+    q = cache.query(Batch(branches).num_rows)
+    together = run(context, cache, branches, q, threads=2)
+    for head in range(kv_heads):
+        alone = Cache(replace(cache.shape, num_heads=group, num_kv_heads=1), 256, numbers, seed=1)
+        alone.k, alone.v = (x[:, head : head + 1].contiguous() for x in (cache.k, cache.v))
+        own = slice(head * group, (head + 1) * group)
+        got = run(context, alone, branches, q[:, own].contiguous(), threads=1)
+        assert same_bits(got, together[:, own].contiguous()), f"head {head}"
 
 
 @pytest.mark.parametrize("window", [0, 90])
