@@ -97,8 +97,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser, hidden: Container[str]
         "--config",
         metavar="FILE",
         help="TOML file of engine arguments, named as below with underscores (but seed for --engine-seed), of sampling "
-        "parameters in its table [sampling], and for generate, chat and batch of beam search in its table [beams], "
-        "where a beam_width asks for one; flags win over it",
+        "parameters in its table [sampling], which for serve are those of --override-generation-config, and for "
+        "generate, chat and batch of beam search in its table [beams], where a beam_width asks for one; flags win over "
+        "it",
     )
     for name, group in ENGINE_GROUPS.items():
         add_fields(parser, ENGINE_TITLES[name], rules(group), ENGINE, RENAMED, hidden)

@@ -9,15 +9,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
 
-from pagedec.cli.arguments import add_engine_arguments, add_options, engine_config, given_options
+from pagedec.cli.arguments import (
+    ENGINE,
+    add_engine_arguments,
+    add_options,
+    engine_config,
+    given_options,
+    given_sampling,
+)
 from pagedec.cli.console import DONE, FAILED, say
 from pagedec.config import EngineConfig
-from pagedec.errors import counted
+from pagedec.errors import InvalidArgument, counted
+from pagedec.formats.generation import WRITTEN
 from pagedec.serve.server_config import ServerConfig
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -37,13 +46,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal."""
-    options, config = given_options(arguments, ServerConfig), engine_config(arguments)
+    options, config = given_options(arguments, ServerConfig), recommending(arguments)
     with _ended_by_signals():
         from pagedec.serve.logs import begin_logging
 
         begin_logging(options.log_level, options.log_format)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_serve(options, config))
+
+
+def recommending(arguments: argparse.Namespace) -> EngineConfig:
+    """The engine's configuration, which recommends to clients what the file's table [sampling] says. Raises
+    `InvalidArgument` for what cannot be recommended."""
+    config, table = engine_config(arguments), {}
+    for name, value in given_sampling(arguments).items():
+        if name not in WRITTEN:
+            limit = (
+                f"must not be in the table [sampling] of {arguments.config}: a server's requests say it themselves. "
+                f"It may have what --override-generation-config takes: {', '.join(WRITTEN)}"
+            )
+            raise InvalidArgument(name, value, limit)
+        table[WRITTEN[name]] = value
+    own = config.model.override_generation_config or {}
+    is_flag = hasattr(arguments, f"{ENGINE}override_generation_config")
+    merged = {**table, **own} if is_flag else {**own, **table}
+    model = dataclasses.replace(config.model, override_generation_config=merged or None)
+    return dataclasses.replace(config, model=model)
 
 
 @contextlib.contextmanager

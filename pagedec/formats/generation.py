@@ -27,6 +27,10 @@ KNOWN = tuple(_FIELDS)
 """The fields that mean something here, but for do_sample, which is another way to say temperature 0."""
 
 
+WRITTEN = {field: name for name, (field, _) in _FIELDS.items()}
+"""What the fields of SamplingParams are called there."""
+
+
 def recommended(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return a generation configuration's values by the names of SamplingParams' fields.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -19,6 +20,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pagedec.cli.serve import add_arguments, recommending
+from pagedec.client import Client
+from pagedec.config import EngineConfig
+from pagedec.errors import InvalidArgument
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import generation_service_pb2_grpc
 from tests.serve.serving import greedy, parameters, prompt, reason
@@ -203,6 +208,37 @@ def test_an_engine_that_has_failed_for_good_ends_it_with_1(started: Callable[...
     assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
     assert process.wait() == 1
     assert "pagedec: error: the engine has failed; its log says why\n" in process.lines
+
+
+def configured(tmp_path: Path, text: str, *flags: str) -> EngineConfig:
+    file, parser = tmp_path / "engine.toml", argparse.ArgumentParser()
+    file.write_text(text)
+    add_arguments(parser)
+    return recommending(parser.parse_args(["--config", str(file), *flags]))
+
+
+def test_the_table_sampling_of_the_file_is_what_the_server_recommends(
+    started: Callable[..., Process], tmp_path: Path
+) -> None:
+    file = tmp_path / "engine.toml"
+    file.write_text("seed = 5\n[sampling]\ntemperature = 0.25\ntop_k = 7\nmax_tokens = 3\n")
+    process = started("--config", str(file), "--override-generation-config", '{"top_k": 9}').ready()
+    with Client(f"127.0.0.1:{process.port}") as client:
+        own = client.get_default_sampling_params()
+        [output] = client.generate([[5, 9]], use_tqdm=False)
+    assert (own.temperature, own.top_k, own.max_tokens) == (0.25, 9, 3)
+    assert len(output.outputs[0].token_ids) == 3
+    both = "override_generation_config = {top_k = 4, top_p = 0.5}\n[sampling]\ntop_k = 7\n"
+    assert configured(tmp_path, both).model.override_generation_config == {"top_k": 7, "top_p": 0.5}
+    assert configured(tmp_path, "seed = 5\n").model.override_generation_config is None
+
+
+def test_what_a_server_cannot_recommend_is_refused(tmp_path: Path) -> None:
+    said = (
+        r"^n is 3: must not be in the table \[sampling\] of .*engine.toml: .*--override-generation-config takes: temp"
+    )
+    with pytest.raises(InvalidArgument, match=said):
+        configured(tmp_path, "[sampling]\nn = 3\n")
 
 
 def test_a_port_that_is_taken_is_one_line(tiny_path: Path) -> None:
