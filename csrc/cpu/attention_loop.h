@@ -27,9 +27,9 @@ AttentionLoop<T>::AttentionLoop(const pd_attention_args &a, char *workspace, int
   most_together_ = on_unit() || h_.head_parts > 1 ? 1 : std::clamp(BYTES_TOGETHER / tile_bytes, 1, h_.kv_heads);
 }
 
-// How many spans from `at` on are taken together, unit by unit: of one piece and the same items, each of the head behind
-// the one before. A block holds its heads one behind the other, and memory is read faster along them than 2 KB here and
-// there. Trees are not: what is gathered is a head's.
+// How many spans from `at` on are taken together, unit by unit: of one piece and the same items, each of the head
+// behind the one before. A block holds its heads one behind the other, and memory is read faster along them than 2 KB
+// here and there. Trees are not: what is gathered is a head's.
 template <class T>
 int AttentionLoop<T>::together(int at) const {
   const plan::Span &first = p_.spans[at];

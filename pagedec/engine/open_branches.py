@@ -50,6 +50,8 @@ class Owner:
     num_calls: int = 0
     num_promised: int = 0
     """Tokens that the answers of its calls may add; what they have added already is counted twice."""
+    num_coming: int = 0
+    """Branches that its calls may add."""
     counted: int = 0
     """Tokens as they were last counted."""
     size_before: int = FEW_TOKENS
@@ -76,7 +78,7 @@ class OpenBranch(Parked):
 class OpenCall(Call):
     """A client's call. `kept`: the new branches, where all answers are kept."""
 
-    __slots__ = ("keep", "kept", "num_promised", "owner", "request_id", "waits")
+    __slots__ = ("keep", "kept", "num_coming", "num_promised", "owner", "request_id", "waits")
 
     def __init__(self, branch: OpenBranch, parking: Parking, request_id: str, keep: str | int, waits: bool) -> None:
         """`waits`: when it has ended nothing is kept until somebody has read it to its end."""
@@ -85,8 +87,8 @@ class OpenCall(Call):
         self.kept: list[OpenBranch] = []
         self.owner: Owner | None = None
         """Whose it counts as, which may outlive its branch; None: it does not, or no more."""
-        self.num_promised = 0
-        """Tokens that its answers may add."""
+        self.num_promised = self.num_coming = 0
+        """Tokens and branches that its answers may add."""
 
 
 def seed_of(seed: int, name: str, epoch: int) -> int:

@@ -52,7 +52,7 @@ class Sessions:
         here anywhere: nothing is locked or woken."""
         self._unread: dict[str, tuple[OpenCall, Request, Sequence[Hypothesis]]] = {}  # calls that have ended, and wait
         self._next_expiry = math.inf  # not later than the first
-        self.num_branches = self.num_tokens = self._num_promised = 0
+        self.num_branches = self.num_tokens = self._num_promised = self._num_coming = 0
         self.num_forks = self.num_taken_back = 0
         """Branches that clients have had forked, and tokens that they have taken back, so far."""
 
@@ -155,7 +155,8 @@ class Sessions:
         call = OpenCall(branch, self._parking, request_id, keep, waits)
         request = engine.admit(request_id, branch.tokens(), named, owner.priority, owner.salt, call)
         branch.call = call
-        self._count(owner, call, num_promised)
+        call.owner, call.num_promised, call.num_coming = owner, num_promised, params.num_answers if name == "all" else 0
+        self._count(owner, call, 1)
         self._used(owner)
         return request
 
@@ -273,21 +274,19 @@ class Sessions:
         self._next_expiry = min(map(_expiry, self.owners), default=math.inf)
 
     # ---- inside
-    def _count(self, owner: Owner, call: OpenCall, num_promised: int) -> None:
-        """A call goes out, whose answers may add so many tokens."""
-        call.owner, call.num_promised = owner, num_promised
-        owner.num_calls += 1
-        owner.num_promised += num_promised
-        self._num_promised += num_promised
+    def _count(self, owner: Owner, call: OpenCall, sign: int) -> None:
+        """A call goes out (1), or is over (-1), with the tokens and the branches that it may add."""
+        owner.num_calls += sign
+        owner.num_promised += sign * call.num_promised
+        self._num_promised += sign * call.num_promised
+        owner.num_coming += sign * call.num_coming
+        self._num_coming += sign * call.num_coming
 
     def _uncount(self, call: OpenCall) -> None:
         """It is over; perhaps it was before."""
         owner, call.owner = call.owner, None
-        if owner is None:
-            return
-        owner.num_calls -= 1
-        owner.num_promised -= call.num_promised
-        self._num_promised -= call.num_promised
+        if owner is not None:
+            self._count(owner, call, -1)
 
     def _of(self, engine: Engine, branch: OpenBranch, what: str) -> Owner:
         self.tidy(engine)
@@ -356,11 +355,13 @@ class Sessions:
 
     def _check_branches(self, owner: Owner | None, count: int) -> None:
         limits = self.limits
-        if owner is not None and len(owner.branches) + count > limits.max_session_branches:
-            have = f"{len(owner.branches)} branches, and {count} more"
+        num = 0 if owner is None else len(owner.branches) + owner.num_coming
+        if num + count > limits.max_session_branches:
+            have = f"{num} branches, and {count} more"
             raise SessionLimit("max_session_branches", Shown(have), f"a session may have {limits.max_session_branches}")
-        if self.num_branches + count > limits.max_parked_branches:
-            have = f"{self.num_branches} branches, and {count} more"
+        num = self.num_branches + self._num_coming
+        if num + count > limits.max_parked_branches:
+            have = f"{num} branches, and {count} more"
             limit = f"all sessions together may have {limits.max_parked_branches}"
             raise SessionLimit("max_parked_branches", Shown(have), limit)
 

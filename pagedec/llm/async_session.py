@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, overload
 from pagedec.engine.engine import Engine
 from pagedec.engine.open_branches import OpenBranch, closing
 from pagedec.llm.branches import Handle, Turns
-from pagedec.llm.going import Going, Scored
+from pagedec.llm.going import Going, Scored, all_written
 from pagedec.llm.readers import Reader, outputs_of
 from pagedec.llm.several import all_at_once, generating, scoring
 from pagedec.outputs import BranchOutput, ContinuationScore, Mark, SessionBlocks
@@ -94,7 +94,7 @@ class AsyncSessionBranch(Handle):
         Begins all of the calls or none."""
         calls = generating(self, branches, sampling_params, keep, fields)
         await self._run(calls)
-        return [call.written(next(await outputs_of(call.stream))) for call in calls]
+        return all_written(calls, [await outputs_of(call.stream) for call in calls])
 
     async def score_all(
         self,

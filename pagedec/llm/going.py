@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pagedec.decoders.scoring import ScoreParams
 from pagedec.engine.engine import Engine, FinishedRequest
 from pagedec.engine.open_branches import SCORES, OpenBranch, OpenCall
-from pagedec.errors import RequestError
+from pagedec.errors import RequestError, RequestsFailed
 from pagedec.llm.prompts import Job
 from pagedec.llm.room import within_pool
 from pagedec.llm.streams import Stream
@@ -65,6 +65,25 @@ class Going(Generic[B]):
         if output.finished and self._calls:
             kept, self._calls[0].kept = self._calls[0].kept, []
         return BranchOutput.of(output, [self.handle._again(branch) for branch in kept])
+
+
+def all_written(calls: Sequence[Going[B]], read: Iterable[Iterator[RequestOutput]]) -> list[BranchOutput[B]]:
+    """What calls have ended with, in their order. Raises a single one's `RequestError`, and of several, where any have
+    failed, `RequestsFailed` with the outputs of all."""
+    outputs: list[BranchOutput[B]] = []
+    errors: list[RequestError] = []
+    for call, news in zip(calls, read, strict=True):
+        try:
+            outputs.append(call.written(next(news)))
+        except RequestError as error:
+            if len(calls) == 1:
+                raise
+            job = call.stream.job
+            errors.append(error)
+            outputs.append(BranchOutput(job.request_id, job.prompt, job.token_ids, [], True, error=error))
+    if errors:
+        raise RequestsFailed(errors, outputs) from errors[0]
+    return outputs
 
 
 class Scored:

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Self, overload
 
 from pagedec.llm.branches import Handle
-from pagedec.llm.going import Going, Scored
+from pagedec.llm.going import Going, Scored, all_written
 from pagedec.llm.several import all_at_once, generating, scoring
 from pagedec.outputs import BranchOutput, ContinuationScore, Mark, SessionBlocks
 from pagedec.text.chat_template import Message
@@ -131,7 +131,7 @@ class SessionBranch(Handle):
         try:
             loop.at_once(all_at_once(calls))
             loop.drive(lambda: all(call.stream.is_over for call in calls))
-            return [call.written(next(call.stream.read())) for call in calls]
+            return all_written(calls, (call.stream.read() for call in calls))
         finally:
             for call in calls:
                 call.leave()

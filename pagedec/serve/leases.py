@@ -155,8 +155,8 @@ class Leases:
         return lease
 
     def add(self, lease: Lease, branches: Iterable[AsyncSessionBranch]) -> None:
-        """A session has new branches."""
-        for branch in branches:
+        """A session has new branches. Where it was closed meanwhile they were, too, or nobody holds them."""
+        for branch in branches if self._leases.get(lease.session_id) is lease else ():
             lease.branches[branch.name] = branch
             self._branches[lease.client] += 1
 

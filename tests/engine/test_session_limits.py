@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagedec import SamplingParams
-from pagedec.errors import InvalidArgument, SessionLimit
+from pagedec.errors import InvalidArgument, RequestError, RequestsFailed, SessionLimit
 from tests.engine.crowd import Tiny
 
 
@@ -63,3 +63,46 @@ def test_a_call_that_is_dropped_with_its_branch_counts_no_more(tiny: Tiny, keeps
     if other is not None:
         other.close()
     assert sessions.num_tokens == 0
+
+
+@pytest.mark.parametrize(("limit", "who"), [("max_session_branches", "a session"), ("max_parked_branches", "all")])
+def test_branches_that_calls_may_add_count_while_they_run(tiny: Tiny, limit: str, who: str) -> None:
+    llm = tiny(**{limit: 5})
+    session = llm.session([5, 6, 7])
+    other, params = session.fork(), SamplingParams(n=2, max_tokens=3, ignore_eos=True)
+    with pytest.raises(SessionLimit, match=f"^{limit} is 4 branches, and 2 more: {who}"):
+        session.generate_all([session, other], params, keep="all")
+    stream = session.stream(params, keep="all")
+    next(stream)
+    with pytest.raises(SessionLimit, match=f"^{limit} is 4 branches, and 2 more"):
+        other.fork(2)
+    [fork] = other.fork(1)
+    [*_, last] = stream
+    assert len(last.branches) == 2 and session.session_state().num_branches == 5
+    for branch in (fork, *last.branches):
+        branch.close()
+    stream = session.stream(params, keep="all")
+    del stream  # what is given up adds nothing
+    assert other.generate(max_tokens=1, keep="all").branches[0].num_tokens == 4
+    assert llm.engine.sessions._num_coming == session._owner.num_coming == 0
+
+
+def test_of_several_calls_of_which_one_fails_the_others_are_told(tiny: Tiny) -> None:
+    llm = tiny()
+    session = llm.session([5, 6, 7])
+    other, third = session.fork(2)
+
+    def fails(tokens: list[int]) -> list[int]:
+        raise ValueError("no")
+
+    good = SamplingParams(max_tokens=4, ignore_eos=True)
+    with pytest.raises(RequestsFailed, match=r"^outputs\[1\], request .*: its constraint .*'no'") as caught:
+        session.generate_all([session, other, third], [good, good.clone(allowed_tokens_fn=fails), good], keep="all")
+    first, failed, last = caught.value.outputs
+    assert isinstance(failed.error, RequestError) and failed.outputs == [] and other.num_tokens == 3
+    for output in (first, last):
+        assert [branch.num_tokens for branch in output.branches] == [7] and output.error is None
+    with pytest.raises(RequestError, match="its constraint") as alone:
+        other.generate(good.clone(allowed_tokens_fn=fails))
+    assert not isinstance(alone.value, RequestsFailed)
+    assert [output.error for output in session.generate_all([session, other], good)] == [None, None]
