@@ -113,8 +113,8 @@ class SessionBranch(Handle):
         **fields: Any,
     ) -> list[BranchOutput[SessionBranch]]:
         """`generate` on several branches, of this session or of others, in one batch; `sampling_params` is one object
-        for all or one for each. Begins all of the calls or none; raises `RequestsFailed`, with the outputs of all, where
-        some fail."""
+        for all or one for each. Begins all of the calls or none; raises `RequestsFailed`, with the outputs of all,
+        where some fail."""
         return self._generate_all(generating(self, branches, sampling_params, keep, fields))
 
     def score_all(
