@@ -20,6 +20,7 @@ from pagedec.engine.sessions import compile_grammar
 from pagedec.errors import AbsentFeature, InvalidArgument, NotFound, Shown
 from pagedec.fields import Number
 from pagedec.inputs import Prompt, as_conversations, as_priorities, as_priority, read_salt
+from pagedec.llm.blame import of_params
 from pagedec.llm.branches import Turns, check_turn
 from pagedec.llm.compatibility import translated
 from pagedec.llm.defaults import sampling_defaults
@@ -135,7 +136,9 @@ class Front:
         """
         self.loop.require_open()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        each, names = [params] * len(prompts), [""] * len(prompts)
+        if isinstance(params, (list, tuple)):
+            each, names = list(params), [f"sampling_params[{i}]" for i in range(len(params))]
         if len(each) != len(prompts):
             raise InvalidArgument(
                 "sampling_params",
@@ -149,15 +152,18 @@ class Front:
             self._read(f"prompts[{i}]", prompt, own, special_tokens)
             for i, (prompt, own) in enumerate(zip(prompts, each, strict=True))
         ]  # before anybody has to wait: a long text takes long
-        for own in each:
+        for called, own in zip(names, each, strict=True):
             if isinstance(own, RequestParams) and own.structured_outputs is not None:
-                self.prepare_grammar(own)  # while others may be admitted
+                with _among(called, own):
+                    self.prepare_grammar(own)  # while others may be admitted
         with self._numbered(len(prompts)) as first:
             return [
                 self._admitted(
-                    name or self._named(first + i), i, text, token_ids, own, order, salt or cache_salt, resume
+                    name or self._named(first + i), i, text, token_ids, own, order, salt or cache_salt, resume, called
                 )
-                for i, ((text, token_ids, salt), own, order) in enumerate(zip(read, each, orders, strict=True))
+                for i, ((text, token_ids, salt), own, order, called) in enumerate(
+                    zip(read, each, orders, names, strict=True)
+                )
             ]
 
     def prepare_one(
@@ -215,10 +221,12 @@ class Front:
 
     def _admitted(
         self, request_id: str, i: int, text: str | None, token_ids: list[int], params: Any, priority: int, salt: str,
-        resume: Resume | None,
+        resume: Resume | None, called: str,
     ) -> Prepared:  # fmt: skip
+        """`called`: what the parameters are, of a list; "" of what all prompts share."""
         room = within_pool(self.engine.scheduler.limits, params, len(token_ids))
-        with _blamed(f"prompts[{i}]", f"sampling_params[{i}]", params), room:
+        blamed = _blamed(f"prompts[{i}]", called or "sampling_params", params)
+        with _among(called, params), blamed, room:
             request = self.engine.admit(request_id, token_ids, params, priority, salt, resume=resume)
             self.writer.check_told(resume, params)
         return Prepared(Job(request.id, text, token_ids, params), request)
@@ -258,6 +266,10 @@ class Front:
     def close(self) -> None:
         """Give up the device, the memory and the threads. What runs fails. May be called again."""
         self.loop.close()
+
+
+def _among(called: str, params: object) -> contextlib.AbstractContextManager[None]:
+    return of_params(called, params) if called else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

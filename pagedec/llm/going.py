@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pagedec.decoders.scoring import ScoreParams
@@ -32,13 +33,15 @@ class Going(Generic[B]):
         job = Job(_named(handle, name), None, [], params)
         self.handle, self.keep, self.waits, self.stream = handle, keep, waits, Stream(job, front.writer)
         self._calls: list[OpenCall] = []
+        self.blamed: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Has errors say which of several calls they are about."""
         unclaimed = weakref.finalize(self, _let_go, self._calls, front.engine.sessions.dropped)
         unclaimed.atexit = False  # nobody waits for it any more, or for what it has kept
 
     def begin(self, engine: Engine) -> None:
         """Send it out. Called in the loop."""
         branch, job = self.handle._branch, self.stream.job
-        with within_pool(engine.scheduler.limits, job.params, branch.length):
+        with self.blamed(), within_pool(engine.scheduler.limits, job.params, branch.length):
             request = engine.sessions.begin(engine, branch, job.request_id, job.params, self.keep, self.waits)
         assert isinstance(request.home, OpenCall)
         self._calls.append(request.home)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from pagedec.engine.engine import Engine
 from pagedec.errors import InvalidArgument, Shown
+from pagedec.llm.blame import of_params
 from pagedec.llm.branches import Handle, branches_of
 from pagedec.llm.going import B, Going, Scored
 
@@ -22,7 +25,13 @@ def generating(
     if len(each) != len(many):
         limit = f"must be one, or one for each of {_counted(many)}"
         raise InvalidArgument("sampling_params", Shown(f"a list of {len(each)}"), limit)
-    return [branch._generating(own, keep, fields, False) for branch, own in zip(many, each, strict=True)]
+    calls = []
+    for i, (branch, own) in enumerate(zip(many, each, strict=True)):
+        blamed = partial(of_params, f"sampling_params[{i}]", own, fields) if is_list else contextlib.nullcontext
+        with blamed():
+            calls.append(branch._generating(own, keep, fields, False))
+        calls[-1].blamed = blamed
+    return calls
 
 
 def scoring(handle: B, branches: Sequence[B], continuations: Any, logprobs: int) -> list[Scored]:

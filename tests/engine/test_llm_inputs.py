@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedec import LLM, SamplingParams, build
+from pagedec import LLM, BeamSearchParams, SamplingParams, build
 from pagedec.errors import InvalidArgument, ModelFileError, PagedecError
 from pagedec.runtime import loading
 from pagedec.text.tokenizer import Tokenizer
@@ -126,10 +126,18 @@ def test_the_longest_prompt_that_fits_is_taken(tiny: Tiny) -> None:
             None,
             "must be a SamplingParams, a BeamSearchParams, or of another decoder",
         ),
-        ({"temperature": 0}, "sampling_params[0]", {"temperature": 0}, "; SamplingParams(**...) makes one"),
-        ("greedy", "sampling_params[0]", "greedy", "sampling (SamplingParams)"),
-        (SamplingParams, "sampling_params[0]", SamplingParams, "sampling (SamplingParams)"),
+        ([GREEDY, {"temperature": 0}], "sampling_params[1]", {"temperature": 0}, "; SamplingParams(**...) makes one"),
+        ({"temperature": 0}, "sampling_params", {"temperature": 0}, "; SamplingParams(**...) makes one"),
+        ("greedy", "sampling_params", "greedy", "sampling (SamplingParams)"),
+        (SamplingParams, "sampling_params", SamplingParams, "sampling (SamplingParams)"),
         (SamplingParams(stop_token_ids=[3, 131]), "stop_token_ids", 131, "token ids must be from 0 to 130"),
+        ([GREEDY, SamplingParams(stop_token_ids=[131])], "sampling_params[1].stop_token_ids", 131, "token ids must be"),
+        (
+            [GREEDY, BeamSearchParams(beam_width=400, max_tokens=3)],
+            "sampling_params[1].beam_width",
+            400,
+            "must be at most ",
+        ),
         (SamplingParams(stop_token_ids=range(131), min_tokens=1), "stop_token_ids", "131 tokens", "must leave a token"),
     ],
     ids=lambda value: repr(value)[:40],
@@ -138,6 +146,15 @@ def test_wrong_params(llm: LLM, params: Any, field: str, value: Any, limit: str)
     error = refused(llm, [PROMPT, PROMPT], params)
     assert (error.field, error.value) == (field, value)
     assert limit in error.limit
+
+
+def test_a_list_of_params_has_the_wrong_one_named(text_llm: LLM) -> None:
+    wrong = SamplingParams(structured_outputs={"regex": "(a"})  # type: ignore[arg-type]
+    assert refused(text_llm, ["x", "y"], [GREEDY, wrong]).field == "sampling_params[1].structured_outputs.regex"
+    assert refused(text_llm, ["x", "y"], wrong).field == "structured_outputs.regex"
+    talk = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(InvalidArgument, match=r"^sampling_params\[1\]\.structured_outputs\.regex is '\(a': "):
+        text_llm.chat([talk, talk], [GREEDY, wrong])
 
 
 @pytest.mark.parametrize("priority", [[1], [1, 2, 3], 5, "12", [1, "2"], [1, None], [0.5, 1], [True, 1]], ids=repr)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedec import AsyncLLM
+from pagedec import AsyncLLM, SamplingParams
 from pagedec.errors import BranchBusy, InvalidArgument, SessionLimit
 from pagedec.inputs import as_conversations
 from pagedec.text.chat_template import check_messages, render_chat
@@ -40,6 +40,22 @@ def test_a_prompt_s_mistakes(tiny: Tiny) -> None:
         (lambda: session.append(5), "append is 5: must be text, a chat's next message, or token ids: whole"),
         (lambda: session.score([[5], 5]), "continuations[1] is 5: must be text, or token ids: whole numbers"),
         (lambda: session.rollback("0"), "rollback is '0': must be a whole number from 0 to 2147483647, or a mark"),
+    ])  # fmt: skip
+    assert session.token_ids == PROMPT
+
+
+def test_of_several_calls_the_wrong_params_are_named(tiny: Tiny) -> None:
+    llm: Any = tiny()
+    session = llm.session(PROMPT, seed=3)
+    both, good = [session, *session.fork(1)], SamplingParams(max_tokens=2, min_tokens=2)
+    wrong = good.clone(stop_token_ids=[999])
+    assert_told([
+        (lambda: session.generate_all(both, [good, wrong]), "sampling_params[1].stop_token_ids is 999: "),
+        (lambda: session.generate_all(both, [good, {"n": 1}]), "sampling_params[1] is {'n': 1}: must be a "),
+        (lambda: session.generate_all(both, [good, good.clone(max_tokens=4)], min_tokens=3), "min_tokens is 3: "),
+        (lambda: session.generate_all(both, [good, good], max_tokens=1), "sampling_params[0].min_tokens is 2: "),
+        (lambda: session.generate_all(both, wrong), "stop_token_ids is 999: "),
+        (lambda: session.generate_all(both, [good, good], stop_token_ids=[999]), "stop_token_ids is 999: "),
     ])  # fmt: skip
     assert session.token_ids == PROMPT
 
