@@ -238,6 +238,20 @@ def test_bench_throughput_counts_all(stand_in: type[StandIn], capsys: pytest.Cap
     assert len(stand_in.calls[0]["prompts"]) == 1, "a first request warms up"
 
 
+@pytest.mark.parametrize(
+    ("flags", "length"),
+    [((), 5), (("--output-len", "4"), 4), (("--max-tokens", "3"), 3), (("--output-len", "4", "--max-tokens", "3"), 3)],
+)
+def test_a_flag_for_the_length_of_answers_wins_over_the_file(
+    flags: tuple[str, ...], length: int, stand_in: type[StandIn], tmp_path: Path
+) -> None:
+    file = tmp_path / "b.toml"
+    file.write_text("[sampling]\nmax_tokens = 5\n")
+    assert run("bench", "throughput", "--config", str(file), "--num-prompts", "2", *flags) == 0
+    assert run("bench", "latency", "--config", str(file), "--num-iters", "1", *flags) == 0
+    assert {call["params"].max_tokens for call in stand_in.calls} == {length}
+
+
 def test_bench_prints_lines(stand_in: type[StandIn], capsys: pytest.CaptureFixture[str]) -> None:
     assert run("bench", "latency", "--num-iters", "1") == 0
     out = capsys.readouterr().out

@@ -20,6 +20,8 @@ import numpy as np
 
 from pagedec.cli import bench_serve
 from pagedec.cli.arguments import (
+    OPTIONS,
+    SAMPLING,
     add_engine_arguments,
     add_options,
     add_sampling_arguments,
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
 
 
 UNLESS = (
-    "Requests are greedy, ignore the end token and have answers of --output-len tokens, unless flags say otherwise."
+    "Requests are greedy, ignore the end token and have answers of --output-len tokens, unless sampling flags or "
+    "--config say otherwise; --output-len wins over --config."
 )
 
 
@@ -128,7 +131,11 @@ def _num_tokens(outputs: Sequence[RequestOutput]) -> int:
 
 
 def workload_params(arguments: argparse.Namespace, options: LatencyOptions | ThroughputOptions) -> SamplingParams:
-    """How the answers of a workload are drawn and how long they are, unless flags say otherwise."""
+    """How the answers of a workload are drawn and how long they are, unless file or flags say otherwise. A flag for the
+    length wins over the file, that of the parameter itself over that of the workload."""
+    given, length = vars(arguments), f"{SAMPLING}max_tokens"
+    if f"{OPTIONS}output_len" in given and length not in given:
+        arguments = argparse.Namespace(**given, **{length: options.output_len})
     return sampling_params(arguments, temperature=0.0, ignore_eos=True, max_tokens=options.output_len)
 
 
