@@ -53,6 +53,10 @@ class Admission:
         ahead = self.num_inside + 1 - self._num_seats
         return max(0, ahead) * self._interval
 
+    def most_tokens(self, client: Client) -> int | None:
+        """Tokens that a client's requests may come to together; None: any."""
+        return client.max_tokens or self._config.max_client_tokens
+
     # ---- inside
     def _check(self, client: Client, num_tokens: int, seconds_left: float | None) -> None:
         config = self._config
@@ -63,7 +67,7 @@ class Admission:
         if self._requests[client.name] >= most:
             problem = f"{self._requests[client.name]} requests of this client run or wait, which is max_client_requests"
             raise Refusal("RESOURCE_EXHAUSTED", "CLIENT_REQUESTS", problem, self._retry(), "max_client_requests")
-        limit = client.max_tokens or config.max_client_tokens or math.inf
+        limit = self.most_tokens(client) or math.inf
         have = self._tokens[client.name]
         if have + num_tokens > limit:
             problem = f"this client's requests come to {have} tokens, and this one to {num_tokens}: at most {limit}"

@@ -21,7 +21,7 @@ from pagedec.serve.access import Client
 from pagedec.serve.admission import Admission
 from pagedec.serve.calls import RPC, SHOWN_ID
 from pagedec.serve.lifecycle import FAILED, LOADING, Lifecycle
-from pagedec.serve.orders import Limits, Order, check_chat, read_chat, read_prompt, width_of
+from pagedec.serve.orders import Limits, Order, check_chat, oversized, read_chat, read_prompt, width_of
 from pagedec.serve.server_config import ServerConfig
 from pagedec.serve.statuses import Refusal
 from pagedec.text.chat_template import render_chat
@@ -192,11 +192,15 @@ class Gateway:
     @contextlib.contextmanager
     def begun(self, order: Order, num_prompt_tokens: int, name: str = "") -> Iterator[str]:
         """Let in one request of the call that runs, until this is left. Gives the engine's name for it; `name` is the
-        client's. Raises `Refusal`."""
+        client's. Raises `Refusal`, and `InvalidArgument` for one that is never let in."""
         self.require_serving()
         call = RPC.get()
         engine_name = self._named(call.client, name)
         most = num_prompt_tokens + width_of(order.params) * self._longest(order.params, num_prompt_tokens)
+        allowed = self.admission.most_tokens(call.client)
+        if allowed is not None and most > allowed:
+            with order.named():
+                raise oversized(order.params, num_prompt_tokens, allowed)
         with self.admission.seat(call.client, most, call.seconds_left):
             self.running[engine_name] = call.client
             self._idle.clear()

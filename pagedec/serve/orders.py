@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 
 from pagedec.decoders.registry import decoder_for
-from pagedec.errors import InvalidArgument, NotFound, Shown
+from pagedec.errors import InvalidArgument, NotFound, Shown, counted
 from pagedec.fields import check_names, field_names
 from pagedec.messages import (
     BEAMS,
@@ -278,12 +278,29 @@ def check_bounds(params: RequestParams, limits: Limits) -> None:
     config = limits.config
     width = width_of(params)
     if width > config.max_answers:
-        field = "beam_width" if hasattr(params, "beam_width") else "n"
-        raise InvalidArgument(field, width, f"must be at most {config.max_answers}, the server's max_answers")
+        limit = f"must be at most {config.max_answers}, the server's max_answers"
+        raise InvalidArgument(_width_field(params), width, limit)
     tokens = width * (params.max_tokens or limits.max_model_len)
     if tokens > config.max_request_tokens:
         limit = f"must be at most {config.max_request_tokens // width}: {width} answers, or beams, may together have "
         raise InvalidArgument("max_tokens", params.max_tokens, f"{limit}{config.max_request_tokens} tokens")
+
+
+def oversized(params: RequestParams, num_prompt_tokens: int, most: int) -> InvalidArgument:
+    """Of a request that comes to more tokens than all of a client's may, `most`: what it has too much of."""
+    width, room = width_of(params), most - num_prompt_tokens
+    why = f"a client's requests, prompts included, may together come to {counted(most, 'token')} (max_client_tokens)"
+    if room < 1:
+        limit = f"must be at most {counted(most - 1, 'token')} long: {why}"
+        return InvalidArgument("prompt", Shown(counted(num_prompt_tokens, "token")), limit)
+    why = f"{why}, of which this one's prompt has {num_prompt_tokens}"
+    if room < width:
+        return InvalidArgument(_width_field(params), width, f"must be at most {room}: {why}")
+    return InvalidArgument("max_tokens", params.max_tokens, f"must be at most {room // width}: {why}")
+
+
+def _width_field(params: RequestParams) -> str:
+    return "beam_width" if hasattr(params, "beam_width") else "n"
 
 
 @contextlib.contextmanager

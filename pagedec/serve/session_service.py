@@ -91,7 +91,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             0 if keep == "none" else params.num_answers * min(params.max_tokens or longest, longest),
         )
         events = Events(params, pb.GenerateOnBranchResponse)
-        with room:
+        with room, renamed("prompt", "branch"):
             outputs = self._gateway.followed(
                 lambda name: branch.stream(params, keep=keep, request_id=name),
                 order, branch.num_tokens, request.client_request_id,
@@ -158,8 +158,13 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             limit = f"must come to at most {most} tokens or characters, the server's max_request_tokens"
             raise InvalidArgument("continuations", Shown(f"{len(rows)} of {size} together"), limit)
         params = ScoreParams(continuations=(), max_tokens=max(1, size), logprobs=request.logprobs)
-        order = Order(params, {"continuations": "continuations", "logprobs": "logprobs"})
-        with self._gateway.begun(order, branch.num_tokens, request.client_request_id) as name, order.named():
+        paths = {"continuations": "continuations", "logprobs": "logprobs", "max_tokens": "continuations"}
+        order, begun = Order(params, paths), self._gateway.begun
+        with (
+            renamed("prompt", "branch"),
+            begun(order, branch.num_tokens, request.client_request_id) as name,
+            order.named(),
+        ):
             scores = await branch.score(rows, logprobs=request.logprobs, request_id=name)
         return await asyncio.to_thread(lambda: pb.ScoreResponse(scores=map(as_score, scores)))
 
@@ -222,6 +227,8 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         names = [name for name in dict.fromkeys(request.branches) if name in lease.branches]
         await lease.session.close_all([lease.branches[name] for name in names])
         self._leases.drop(lease, names)
+        if not lease.branches:
+            await lease.session.close()  # with what a call has just kept, and nobody was told of
         return pb.CloseSessionResponse(num_branches=len(lease.branches))
 
     # ---- inside

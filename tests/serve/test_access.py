@@ -17,6 +17,7 @@ from pagedec.v1 import admin_service_pb2 as ab
 from pagedec.v1 import admin_service_pb2_grpc
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import model_service_pb2 as mb
+from pagedec.v1 import session_service_pb2 as sb
 from tests.serve.serving import Serving, details, greedy, parameters, prompt, reason
 
 Serve = Callable[..., Serving]
@@ -122,11 +123,50 @@ def test_limits_of_one_client_are_no_other_s(serve: Serve, keys: Path) -> None:
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and reason(caught.value) == "CLIENT_REQUESTS"
     assert [violation.subject for violation in found["QuotaFailure"].violations] == ["max_client_requests"]
     assert found["RetryInfo"].retry_delay.ToMilliseconds() >= 100
-    assert refused(lambda: ask(serving, BOB, 100)) == ("RESOURCE_EXHAUSTED", "CLIENT_TOKENS")
+    with serving.server.gateway.admission.seat(Client(name="bob"), 50, None):
+        assert refused(lambda: ask(serving, BOB, 40)) == ("RESOURCE_EXHAUSTED", "CLIENT_TOKENS")
     assert ask(serving, BOB, 40).answers and ask(serving, ROOT).answers
     call.cancel()
     serving.whole()
     assert ask(serving, ALICE).answers
+
+
+def test_what_alone_is_more_than_a_client_may_have_is_never_let_in(serve: Serve, keys: Path) -> None:
+    """No later try would end otherwise, so none is asked for."""
+    serving = serve(api_keys=str(keys))
+    more = "may together come to 100 tokens (max_client_tokens)"
+    stopping, drawn = "parameters.stopping.max_tokens", "parameters.sampling.n"
+    for num_tokens, own, field, said in (
+        (40, greedy(61), stopping, f"is 61: must be at most 60: a client's requests, prompts included, {more}, of"),
+        (40, parameters(31, n=2), stopping, "is 31: must be at most 30: "),
+        (97, parameters(1, n=4), drawn, "is 4: must be at most 3: "),
+        (100, greedy(1), "prompt", "is 100 tokens: must be at most 99 tokens long: "),
+    ):  # fmt: skip
+        asked = {"prompt": prompt([5] * num_tokens), "parameters": own}
+        with pytest.raises(grpc.RpcError) as once:
+            serving.generation.Generate(pb.GenerateRequest(**asked), metadata=of(BOB))
+        with pytest.raises(grpc.RpcError) as growing:
+            list(serving.generation.GenerateStream(pb.GenerateStreamRequest(**asked), metadata=of(BOB)))
+        for error in (once.value, growing.value):
+            found = details(error)
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and "RetryInfo" not in found
+            [violation] = found["BadRequest"].field_violations
+            assert violation.field == field and str(error.details()).startswith(f"{field} {said}")
+    opened = serving.sessions.OpenSession(sb.OpenSessionRequest(prompt=prompt(PROMPT)), metadata=of(BOB))
+    named = {"session_id": opened.session_id, "branch": opened.branch.name}
+    going = sb.GenerateOnBranchRequest(**named, parameters=greedy(61))
+    scored = sb.ScoreRequest(**named, continuations=[sb.Continuation(text="a" * 61)])
+    whole = sb.AppendRequest(**named, token_ids=prompt([5] * 60).token_ids)
+    say = serving.sessions
+    for ask_it, field in (
+        (lambda: list(say.GenerateOnBranch(going, metadata=of(BOB))), stopping),
+        (lambda: say.Score(scored, metadata=of(BOB)), "continuations"),
+        (lambda: say.Append(whole, metadata=of(BOB)) and list(say.GenerateOnBranch(going, metadata=of(BOB))), "branch"),
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            ask_it()
+        assert [entry.field for entry in details(caught.value)["BadRequest"].field_violations] == [field]
+    serving.whole()
 
 
 def test_clients_share_no_prefixes(serve: Serve, keys: Path) -> None:
