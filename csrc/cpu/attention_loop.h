@@ -140,9 +140,9 @@ void AttentionLoop<T>::run_unit(const plan::Unit &u, const plan::Piece &piece, i
   if constexpr (SCALED<T>) {
     read_scales(stored);
     if constexpr (InRegisters<T, PD_KV_INT8>::EXIST)
-      if (n <= ROWS_TILE)
-        return h_.kv_kind == PD_KV_INT8 ? run_few<PD_KV_INT8>(stored, row0, n, start, side)
-                                        : run_few<PD_KV_FP8>(stored, row0, n, start, side);
+      if (n <= ROWS_TILE && h_.kv_kind == PD_KV_INT8) return run_few<PD_KV_INT8>(stored, row0, n, start, side);
+    if constexpr (InRegisters<T, PD_KV_FP8>::EXIST)
+      if (n <= ROWS_TILE && h_.kv_kind == PD_KV_FP8) return run_few<PD_KV_FP8>(stored, row0, n, start, side);
   }
   const Blocks<E> blocks = widen(stored);
   vectors(blocks, tile_.k, tile_.v);

@@ -60,6 +60,17 @@ PD_INLINE void store_exact(float *p, vec::F a, vec::F b) { vec::store(p, a), vec
 PD_INLINE void store_exact(uint16_t *p, vec::F a, vec::F b) {
   _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b, a));
 }
+#elif PD_LEVEL == 2
+PD_INLINE void store_exact(uint16_t *p, vec::F a, vec::F b) {
+  const __m512i x = _mm512_srli_epi32(_mm512_castps_si512(a), 16), y = _mm512_srli_epi32(_mm512_castps_si512(b), 16);
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(x));
+  _mm256_storeu_si256((__m256i *)(p + 16), _mm512_cvtepi32_epi16(y));
+}
+#elif PD_LEVEL == 1
+PD_INLINE void store_exact(uint16_t *p, vec::F a, vec::F b) {
+  const __m256i x = _mm256_srli_epi32(_mm256_castps_si256(a), 16), y = _mm256_srli_epi32(_mm256_castps_si256(b), 16);
+  _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(_mm256_packus_epi32(x, y), 0xd8));
+}
 #else
 PD_INLINE void store_exact(uint16_t *p, vec::F a, vec::F b) {
   uint32_t bits[2 * vec::W];
@@ -87,6 +98,21 @@ PD_INLINE vec::I widen_e4m3(const uint8_t *p) {
   const __m512i sign = _mm512_set1_epi16((int16_t)0x8000);
   return _mm512_ternarylogic_epi32(value, _mm512_slli_epi16(x, 8), sign, 0xf8);  // value | (shifted & sign)
 }
+#elif PD_LEVEL == 1
+// 16 bytes as bf16: their bits, without arithmetic.
+PD_INLINE __m256i widen_e4m3(const uint8_t *p) {
+  const __m256i small_bits = _mm256_broadcastsi128_si256(
+      _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+  const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p));
+  const __m256i size = _mm256_and_si256(x, _mm256_set1_epi16(0x7f));
+  const __m256i normal = _mm256_add_epi16(_mm256_slli_epi16(size, 4), _mm256_set1_epi16(E4M3_BIAS << 7));
+  // both bytes of word `size`
+  const __m256i place = _mm256_add_epi16(_mm256_mullo_epi16(size, _mm256_set1_epi16(0x202)), _mm256_set1_epi16(0x100));
+  const __m256i small = _mm256_shuffle_epi8(small_bits, place);
+  const __m256i is_small = _mm256_cmpgt_epi16(_mm256_set1_epi16(8), size);
+  const __m256i sign = _mm256_and_si256(_mm256_slli_epi16(x, 8), _mm256_set1_epi16((int16_t)0x8000));
+  return _mm256_or_si256(_mm256_blendv_epi8(normal, small, is_small), sign);
+}
 #endif
 
 // `count` bytes, a multiple of 64; `next`: as many to prefetch.
@@ -96,6 +122,10 @@ void widen_bytes(const uint8_t *from, int count, E *to, const uint8_t *next) {
 #if PD_LEVEL >= 2
     if constexpr (KIND == PD_KV_FP8 && sizeof(E) == 2)
       _mm512_storeu_si512(to + i, widen_e4m3(from + i)), _mm512_storeu_si512(to + i + 32, widen_e4m3(from + i + 32));
+    else
+#elif PD_LEVEL == 1
+    if constexpr (KIND == PD_KV_FP8 && sizeof(E) == 2)
+      for (int j = i; j < i + 64; j += 16) _mm256_storeu_si256((__m256i *)(to + j), widen_e4m3(from + j));
     else
 #endif
       widen_line<KIND>(from + i, to + i);
@@ -116,6 +146,22 @@ struct InRegisters<OfBytes<Bf16>, KIND> : OfBytes<Bf16> {
   PD_INLINE vec::I load(const M *p) {
     if constexpr (KIND == PD_KV_FP8) return widen_e4m3(p);
     return (__m512i)_mm512_cvtne2ps_pbh(widen_lanes<KIND>(p + vec::W), widen_lanes<KIND>(p));
+  }
+};
+#endif
+
+#if PD_LEVEL == 1
+template <>
+struct InRegisters<OfBytes<Bf16>, PD_KV_INT8> : OfBytes<Bf16> {
+  static constexpr bool EXIST = true;
+  using M = uint8_t;
+  PD_INLINE vec::I load(const M *p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)); }
+  PD_INLINE vec::F part(vec::I raw, int sub) {
+    const __m256i high = sub ? _mm256_slli_epi32(raw, 16) : _mm256_slli_epi32(raw, 24);
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(high, 24));
+  }
+  PD_INLINE vec::I keep(vec::I raw, int visible) {
+    return vec::and_raw(raw, visible == 1 ? 0xffu : visible == 2 ? 0xff00u : ~0u);
   }
 };
 #endif
