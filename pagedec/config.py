@@ -308,7 +308,7 @@ class EngineConfig:
     @classmethod
     def from_file(cls, path: str | Path, **values: Any) -> EngineConfig:
         """Make one from a TOML file of engine arguments; `values` win over the file."""
-        return cls.from_kwargs(**{**read_file(path), **values})
+        return cls.from_kwargs(**over_file(read_file(path), values))
 
     def to_kwargs(self) -> dict[str, Any]:
         """The engine arguments that make an equal configuration."""
@@ -343,6 +343,12 @@ def draft_config(config: EngineConfig) -> EngineConfig:
 def names_draft_model(config: EngineConfig) -> bool:
     """Whether there is a draft model."""
     return "model" in (config.scheduler.speculative_config or {})
+
+
+def over_file(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Engine arguments over those of a file. One that sizes the pool is instead of whichever the file has."""
+    is_sized = any(given.get(name) is not None for name in POOL_SIZES)
+    return {name: value for name, value in file.items() if not (is_sized and name in POOL_SIZES)} | dict(given)
 
 
 def read_file(path: str | Path) -> Mapping[str, Any]:

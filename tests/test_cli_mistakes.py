@@ -184,6 +184,24 @@ def test_what_help_does_not_list_is_refused_by_name(
     assert capsys.readouterr().err == "pagedec: error: executor is mp: must be one of auto, inline, process, ray\n"
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('num_blocks = "600"', "num_blocks is '600': must be a whole number"),
+        ('dtype = "half"', "dtype is 'half': must be one of"),
+        ('[sampling]\nmax_tokens = "6"', "max_tokens is '6': must be a whole number"),
+        ('[beams]\nbeam_width = "6"', "beam_width is '6': must be a whole number"),
+    ],
+)
+def test_a_text_in_the_file_is_shown_as_it_is_written_there(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "b.toml"
+    file.write_text(text + "\n")
+    assert run("generate", "a", "--config", str(file)) == 2
+    assert capsys.readouterr().err.startswith(f"pagedec: error: {message}")
+
+
 @pytest.mark.parametrize("line", ["{", "[1]", '{"prompt": "a", "prompt_token_ids": [1]}', '{"text": "a"}'])
 def test_a_bad_json_line_is_named(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "p.jsonl"

@@ -181,6 +181,27 @@ def test_flags_and_keywords_win_over_the_file(tmp_path: Path) -> None:
         assert (config.cache.block_size, config.scheduler.max_num_seqs) == (32, 8)
 
 
+@pytest.mark.parametrize(
+    ("of_file", "flags", "expected"),
+    [
+        ('kv_cache_memory = "512MiB"', ("--num-blocks", "500"), (500, None, None)),
+        ("num_blocks = 500", ("--kv-cache-memory", "512MiB"), (None, 512 << 20, None)),
+        ("memory_utilization = 0.5", ("--num-blocks", "500"), (500, None, None)),
+        ("num_blocks = 500", ("--memory-utilization", "0.5"), (None, None, 0.5)),
+        ("num_blocks = 500", ("--kv-cache-memory", "none"), (500, None, None)),
+    ],
+)
+def test_a_size_of_the_pool_wins_over_another_in_the_file(
+    of_file: str, flags: tuple[str, ...], expected: tuple[object, ...], tmp_path: Path
+) -> None:
+    file = tmp_path / "engine.toml"
+    file.write_text(of_file)
+    given = {flags[0].strip("-").replace("-", "_"): {"none": None, "500": 500, "0.5": 0.5}.get(flags[1], flags[1])}
+    for config in (from_flags("--config", str(file), *flags), EngineConfig.from_file(file, **given)):
+        cache = config.cache
+        assert (cache.num_blocks, cache.kv_cache_memory, cache.memory_utilization) == expected
+
+
 @pytest.mark.parametrize(("field", "value"), [case for case in [*WRONG, *NOT_YET] if case[1] is not None])
 def test_a_file_is_as_strict_as_python(field: str, value: Any, tmp_path: Path) -> None:
     file = tmp_path / "engine.toml"

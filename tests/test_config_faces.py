@@ -16,8 +16,10 @@ import pytest
 
 from pagedec.cli.arguments import (
     RENAMED,
+    add_beam_arguments,
     add_engine_arguments,
     add_sampling_arguments,
+    beam_params,
     engine_config,
     given_sampling,
     sampling_params,
@@ -144,6 +146,34 @@ def test_flags_win_over_the_file_and_defaults_over_nothing(tmp_path: Path) -> No
     assert sampling_params(arguments, top_k=3, temperature=1.5) == SamplingParams(
         temperature=0.5, max_tokens=9, top_k=3
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "message"),
+    [
+        ('kv_offload_memory = "1GiB"', "--no-enable-prefix-caching",
+         "kv_offload_memory is .*; it is in .*config.toml, and --kv-offload-memory none lifts it"),
+        ('executor = "inline"', "--tensor-parallel-size=2",
+         "executor is 'inline': .*; it is in .*config.toml, and the flag --executor wins over it"),
+        ("[sampling]\nmin_tokens = 10", "--max-tokens=2",
+         "min_tokens is 10: .*; it is in .*config.toml, and the flag --min-tokens wins over it"),
+        ("[beams]\nnum_return_sequences = 3", "--beam-width=2",
+         "num_return_sequences is 3: .*; it is in .*config.toml, and --num-return-sequences none lifts it"),
+        ("[beams]\nnum_return_sequences = 3\nbeam_width=2", "--max-tokens=5",
+         "num_return_sequences is 3: must be at most beam_width, 2"),
+    ],
+)  # fmt: skip
+def test_what_flags_are_against_is_said_to_be_in_the_file(text: str, given: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(text + "\n")
+    parser = Parser(prog="test")
+    add_sampling_arguments(parser)
+    add_beam_arguments(parser)
+    add_engine_arguments(parser)
+    arguments = parser.parse_args(["--config", str(file), given])
+    with pytest.raises(InvalidArgument, match=f"^{message}$"):
+        engine_config(arguments)
+        beam_params(arguments, SamplingParams(**given_sampling(arguments)))
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pagedec.cli.structured_flags import add_structured_arguments, given_structured
 from pagedec.cli.texts import unescaped
-from pagedec.config import ENGINE_GROUPS, EngineConfig, engine_rules, read_tables
-from pagedec.errors import InvalidArgument
+from pagedec.config import ENGINE_GROUPS, EngineConfig, engine_rules, over_file, read_tables
+from pagedec.errors import InvalidArgument, Shown
 from pagedec.fields import Flag, Rule, Texts, field_names, rules
 from pagedec.params import BeamSearchParams, RequestParams, SamplingParams
 
@@ -126,7 +127,13 @@ def given_beams(arguments: argparse.Namespace) -> dict[str, Any]:
     """The parameters in the file's table [beams], each checked, by name; those that a sampling flag gives, as it
     does."""
     known, flags = rules(BeamSearchParams), _given(arguments, SAMPLING, rules(SamplingParams))
-    return {name: flags.get(name, known[name][0].check(name, value)) for name, value in _file(arguments)[2].items()}
+    table = _file(arguments)[2]
+
+    def check(**values: Any) -> dict[str, Any]:
+        return {name: known[name][0].check(name, value) for name, value in values.items()}
+
+    with _of_file(arguments, check, table, {}, known):
+        return {name: flags.get(name, value) for name, value in check(**table).items()}
 
 
 def beam_params(
@@ -157,7 +164,8 @@ def beam_params(
     values |= {name: flags[name] for name in ("speculative",) if name in flags}
     if values["max_tokens"] is None:
         values["max_tokens"] = BEAM_TOKENS
-    return BeamSearchParams(**values | beams)
+    with _of_file(arguments, lambda **own: BeamSearchParams(**values | own), table, given, rules(BeamSearchParams)):
+        return BeamSearchParams(**values | beams)
 
 
 def _given(
@@ -194,10 +202,48 @@ def _file(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], Mapping[str
     return tables
 
 
+@contextlib.contextmanager
+def _of_file(
+    arguments: argparse.Namespace,
+    make: Callable[..., object],
+    file: Mapping[str, Any],
+    flags: Mapping[str, Any],
+    fields: Mapping[str, tuple[Rule, Any]],
+) -> Iterator[None]:
+    """Errors about what the file says, and flags say nothing of, say so where flags are against it: `make` takes the
+    file's values alone."""
+    try:
+        yield
+    except InvalidArgument as error:
+        name = error.field.partition(".")[0]
+        if name not in file or name in flags:
+            raise
+        limit = error.limit
+        if _is_taken(make, file):
+            flag, rule = RENAMED.get(name, name).replace("_", "-"), fields[name][0]
+            lift = f"--{flag} none lifts it" if rule.optional else f"the flag --{flag} wins over it"
+            limit += f"; it is in {arguments.config}, and {lift}"
+        raise type(error)(error.field, quoted(error.value), limit) from error.__cause__
+
+
+def quoted(value: object) -> object:
+    """A value of a file as it is written there: a text in quotes is no number."""
+    return Shown(repr(value)) if isinstance(value, str) and value else value
+
+
+def _is_taken(make: Callable[..., object], values: Mapping[str, Any]) -> bool:
+    try:
+        make(**values)
+    except InvalidArgument:
+        return False
+    return True
+
+
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     """The engine's configuration: file first, flags over it, all of it checked."""
-    values = dict(_file(arguments)[0])
-    return EngineConfig.from_kwargs(**{**values, **_given(arguments, ENGINE, engine_rules(), RENAMED)})
+    values, flags = _file(arguments)[0], _given(arguments, ENGINE, engine_rules(), RENAMED)
+    with _of_file(arguments, EngineConfig.from_kwargs, values, flags, engine_rules()):
+        return EngineConfig.from_kwargs(**over_file(values, flags))
 
 
 def has_engine_seed(arguments: argparse.Namespace) -> bool:
@@ -207,13 +253,13 @@ def has_engine_seed(arguments: argparse.Namespace) -> bool:
 
 def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters that the file and the flags give, the flags over the file, each checked, by name."""
-    values = dict(_file(arguments)[1])
-    values |= _given(arguments, SAMPLING, rules(SamplingParams))
+    table, flags = _file(arguments)[1], _given(arguments, SAMPLING, rules(SamplingParams))
     structured = given_structured(arguments)
     if structured is not None:
-        values["structured_outputs"] = structured
-    SamplingParams(**values)
-    return values
+        flags["structured_outputs"] = structured
+    with _of_file(arguments, SamplingParams, table, flags, rules(SamplingParams)):
+        SamplingParams(**{**table, **flags})
+    return {**table, **flags}
 
 
 def sampling_params(arguments: argparse.Namespace, **defaults: Any) -> SamplingParams:
