@@ -356,9 +356,11 @@ def read_file(path: str | Path) -> Mapping[str, Any]:
     return read_tables(path)[0]
 
 
-def read_tables(path: str | Path) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
+def read_tables(
+    path: str | Path, elsewhere: Mapping[str, str] | None = None
+) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
     """The engine arguments in a TOML file, the sampling parameters of its table [sampling], and those of beam search of
-    its table [beams]; names checked, values not yet."""
+    its table [beams]; names checked, values not yet. `elsewhere`: of names that are something else, what they are."""
     try:
         with open(path, "rb") as file:
             values = tomllib.load(file)
@@ -369,7 +371,7 @@ def read_tables(path: str | Path) -> tuple[Mapping[str, Any], Mapping[str, Any],
     except RecursionError:
         raise InvalidArgument("config", str(path), "is not TOML that can be read: it is nested too deeply") from None
     known, drawn, searched = engine_rules(), rules(SamplingParams), rules(BeamSearchParams)
-    tables = {}
+    tables, others = {}, elsewhere or {}
     for title, kind, fields in (("sampling", "sampling", drawn), ("beams", "beam search", searched)):
         table = tables[title] = values.pop(title, {})
         if not isinstance(table, dict):
@@ -381,11 +383,11 @@ def read_tables(path: str | Path) -> tuple[Mapping[str, Any], Mapping[str, Any],
             if name in searched:
                 limit = f"must be in the table [beams] of {path}, as beam search parameters are"
                 raise InvalidArgument(name, table[name], limit)
-        check_names(f"[{title}] in {path}", table, fields, table)
+        check_names(f"[{title}] in {path}", table, fields, table, others)
     for name in (name for name in values if name not in known):
         title, kind = ("sampling", "sampling") if name in drawn else ("beams", "beam search")
         if name in drawn or name in searched:
             limit = f"must be in the table [{title}] of {path}, as {kind} parameters are"
             raise InvalidArgument(name, values[name], limit)
-    check_names(f"{path}", values, known, values)
+    check_names(f"{path}", values, (*known, *tables), values, others)
     return values, tables["sampling"], tables["beams"]

@@ -202,6 +202,52 @@ def test_a_text_in_the_file_is_shown_as_it_is_written_there(
     assert capsys.readouterr().err.startswith(f"pagedec: error: {message}")
 
 
+@pytest.mark.parametrize(
+    ("command", "text", "message"),
+    [
+        ("serve", "port = 5", "port is 5: not a field of {file}; it is a flag of pagedec serve: --port"),
+        (
+            "serve",
+            "admin-port = 5",
+            "admin-port is 5: not a field of {file}; it is a flag of pagedec serve: --admin-port",
+        ),
+        (
+            "serve",
+            "[sampling]\nport = 5",
+            "port is 5: not a field of [sampling] in {file}; it is a flag of pagedec serve",
+        ),
+        ("generate", "json = true", "json is true: not a field of {file}; it is a flag of pagedec generate: --json"),
+        ("generate", "[beam]\nx = 1", "beam is {{'x': 1}}: not a field of {file}; known are model, "),
+        ("generate", 'qqq = "1"', "qqq is '1': not a field of {file}; known are model, "),
+        ("tokenize", "lines = 1", "lines is 1: not a field of {file}; it is a flag of pagedec tokenize: --lines"),
+    ],
+    ids=str,
+)
+def test_a_name_in_the_file_that_is_a_flag_is_said_to_be_one(
+    command: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "b.toml"
+    file.write_text(text + "\n")
+    assert run(command, "--config", str(file), *([] if command == "serve" else ["a"])) == 2
+    assert capsys.readouterr().err.startswith(f"pagedec: error: {message.format(file=file)}")
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("[beam]\nx = 1", "beams"), ("[samplings]\nx = 1", "sampling"), ("engine_seed = 1", "seed"),
+        ("engine-seed = 1", "seed"), ("kv-cache-memory = 1", "kv_cache_memory"),
+    ],
+)  # fmt: skip
+def test_a_name_in_the_file_has_the_nearest_told(
+    text: str, meant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "b.toml"
+    file.write_text(text + "\n")
+    assert run("generate", "a", "--config", str(file)) == 2
+    assert capsys.readouterr().err.endswith(f", num_threads, sampling, beams; did you mean {meant}?\n")
+
+
 @pytest.mark.parametrize("line", ["{", "[1]", '{"prompt": "a", "prompt_token_ids": [1]}', '{"text": "a"}'])
 def test_a_bad_json_line_is_named(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "p.jsonl"

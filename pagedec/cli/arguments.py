@@ -127,7 +127,7 @@ def given_beams(arguments: argparse.Namespace) -> dict[str, Any]:
     """The parameters in the file's table [beams], each checked, by name; those that a sampling flag gives, as it
     does."""
     known, flags = rules(BeamSearchParams), _given(arguments, SAMPLING, rules(SamplingParams))
-    table = _file(arguments)[2]
+    table = file_tables(arguments)[2]
 
     def check(**values: Any) -> dict[str, Any]:
         return {name: known[name][0].check(name, value) for name, value in values.items()}
@@ -192,12 +192,12 @@ def _texts(name: str, rule: Rule, text: str) -> tuple[str, ...]:
     return texts
 
 
-def _file(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
+def file_tables(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
     """The engine arguments of --config, if it was given, and its tables [sampling] and [beams]."""
     if getattr(arguments, "config", None) is None:
         return {}, {}, {}
     if not hasattr(arguments, "tables"):  # a pipe can be read only once
-        arguments.tables = read_tables(arguments.config)
+        arguments.tables = _read(arguments.config, getattr(arguments, "flags", {}))
     tables: tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]] = arguments.tables
     return tables
 
@@ -239,21 +239,33 @@ def _is_taken(make: Callable[..., object], values: Mapping[str, Any]) -> bool:
     return True
 
 
+def _read(path: str, flags: Mapping[str, str]) -> tuple[Mapping[str, Any], ...]:
+    """A file's tables. `flags`: what each of the command's is."""
+    fields = {*engine_rules(), *rules(SamplingParams), *rules(BeamSearchParams), *RENAMED.values()}
+    elsewhere = {name: text for name, text in flags.items() if name not in fields}
+    elsewhere |= {name.replace("_", "-"): text for name, text in elsewhere.items()}
+    try:
+        return read_tables(path, elsewhere)
+    except InvalidArgument as error:
+        value = error.value if error.field == "config" else quoted(error.value)
+        raise type(error)(error.field, value, error.limit) from error.__cause__
+
+
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     """The engine's configuration: file first, flags over it, all of it checked."""
-    values, flags = _file(arguments)[0], _given(arguments, ENGINE, engine_rules(), RENAMED)
+    values, flags = file_tables(arguments)[0], _given(arguments, ENGINE, engine_rules(), RENAMED)
     with _of_file(arguments, EngineConfig.from_kwargs, values, flags, engine_rules()):
         return EngineConfig.from_kwargs(**over_file(values, flags))
 
 
 def has_engine_seed(arguments: argparse.Namespace) -> bool:
     """Whether the file or a flag gives the engine's seed."""
-    return "seed" in _file(arguments)[0] or hasattr(arguments, ENGINE + "seed")
+    return "seed" in file_tables(arguments)[0] or hasattr(arguments, ENGINE + "seed")
 
 
 def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters that the file and the flags give, the flags over the file, each checked, by name."""
-    table, flags = _file(arguments)[1], _given(arguments, SAMPLING, rules(SamplingParams))
+    table, flags = file_tables(arguments)[1], _given(arguments, SAMPLING, rules(SamplingParams))
     structured = given_structured(arguments)
     if structured is not None:
         flags["structured_outputs"] = structured

@@ -42,7 +42,15 @@ class Parser(argparse.ArgumentParser):
         self._check_names(given)  # before argparse misses a required argument that was misspelled
         namespace, rest = super().parse_known_args(given, namespace)
         self._place(namespace, rest)
+        if not hasattr(namespace, "flags"):  # of a command within this one
+            namespace.flags = self._flags()
         return namespace, []
+
+    def _flags(self) -> dict[str, str]:
+        """What every flag is, by its name as files and Python have names."""
+        actions = self._option_string_actions.items()
+        flags = [flag for flag, action in actions if flag[:2] == "--" and action.help is not argparse.SUPPRESS]
+        return {flag.strip("-").replace("-", "_"): f"it is a flag of {self.prog}: {flag}" for flag in flags}
 
     def _check_names(self, given: Sequence[str]) -> None:
         """Look for flags and commands that do not exist, as far as argparse would take them for such."""

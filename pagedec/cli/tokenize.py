@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pagedec.cli.arguments import file_tables
 from pagedec.cli.console import DONE
 from pagedec.cli.texts import read_stdin, read_text
-from pagedec.config import ModelConfig, read_tables
+from pagedec.config import ModelConfig
 from pagedec.errors import InvalidArgument
 from pagedec.fields import TokenIds, rules
 
@@ -158,7 +159,7 @@ def _show(tokenizer: Tokenizer, text: str, token_ids: list[int], arguments: argp
 
 
 def run(arguments: argparse.Namespace) -> int:
-    values = dict(read_tables(arguments.config)[0]) if arguments.config is not None else {}
+    values = dict(file_tables(arguments)[0])
     given = {name: getattr(arguments, name) for name in READ}
     values |= {name: value for name, value in given.items() if value is not None}
     config = ModelConfig(**{name: value for name, value in values.items() if name in given})
