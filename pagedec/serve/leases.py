@@ -10,9 +10,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pagedec.engine.sessions import Sessions
-from pagedec.errors import InvalidArgument, NotFound, SessionLimit, Shown
+from pagedec.errors import InvalidArgument, NotFound, SessionLimit, Shown, counted
 from pagedec.llm import AsyncLLM, AsyncSession, AsyncSessionBranch
 from pagedec.serve.access import Client
 from pagedec.serve.server_config import ServerConfig
@@ -67,6 +68,19 @@ class Lease:
         return branch
 
 
+class Asked(NamedTuple):
+    """What a call may add. `field`: what of its message asks for so much; `beside`: branches that are there already,
+    whatever else the client holds."""
+
+    number: int = 0
+    field: str = ""
+    unit: str = "tokens"
+    beside: int = 0
+
+
+NOTHING = Asked()
+
+
 class Leases:
     """All sessions of a server. Belongs to its event loop.
 
@@ -116,31 +130,37 @@ class Leases:
 
     # ---- what comes and goes
     @contextlib.contextmanager
-    def room(self, client: Client, branches: int = 0, tokens: int = 0) -> Iterator[None]:
+    def room(self, client: Client, branches: Asked, tokens: Asked) -> Iterator[None]:
         """Until this is left, a client has so many branches and tokens more than his sessions hold. Raises
-        `SessionLimit` where he may not."""
+        `SessionLimit` where he may not, and `InvalidArgument` where he never may."""
         config, name, sessions = self._config, client.name, self._sessions
         assert sessions is not None, "a model is loaded before it is asked"
         allowed = sessions.limits
         most = client.max_branches or config.max_client_branches or max(1, allowed.max_parked_branches // SHARE)
-        if branches and self._branches[name] + branches > most:
-            have = Shown(f"{self._branches[name]} branches, and {branches} more")
-            raise SessionLimit("max_client_branches", have, f"a client's sessions may have {most}")
+        held = self._branches[name]
+        if branches.number > most - branches.beside:
+            problem = f"must be at most {most - branches.beside}: a client's sessions may have {_branches(most)}"
+            problem += " (max_client_branches), the one that it goes on from included"
+            raise InvalidArgument(branches.field, branches.number, problem)
+        if branches.number and held + branches.number > most:
+            raise SessionLimit("max_client_branches", most, _too_many(_branches(held), branches.number))
         limit = client.max_session_tokens or config.max_client_session_tokens
         limit = limit or max(1, allowed.max_parked_tokens // SHARE)
-        coming = self._tokens[name] + tokens
-        if tokens and sessions.num_tokens + coming > limit:  # else it is not much, whosever it is
+        if tokens.number > limit:
+            problem = f"must come to at most {limit}: a client's sessions may hold no more (max_client_session_tokens)"
+            raise InvalidArgument(tokens.field, Shown(f"{tokens.number} {tokens.unit}"), problem)
+        coming = self._tokens[name] + tokens.number
+        if tokens.number and sessions.num_tokens + coming > limit:  # else it is not much, whosever it is
             held = self._tokens[name] + sum(lease.num_tokens for lease in self._of.get(name, {}).values())
-            if held + tokens > limit:
-                have = Shown(f"{held} tokens, and {tokens} more")
-                raise SessionLimit("max_client_session_tokens", have, f"a client's sessions may hold {limit}")
-        self._branches[name] += branches
-        self._tokens[name] += tokens
+            if held + tokens.number > limit:
+                raise SessionLimit("max_client_session_tokens", limit, _too_many(counted(held, "token"), tokens.number))
+        self._branches[name] += branches.number
+        self._tokens[name] += tokens.number
         try:
             yield
         finally:
-            self._branches[name] -= branches
-            self._tokens[name] -= tokens
+            self._branches[name] -= branches.number
+            self._tokens[name] -= tokens.number
             self._forget(name)
 
     def open(self, session: AsyncSession, client: Client, ttl: float) -> Lease:
@@ -191,3 +211,12 @@ class Leases:
         for counter in (self._branches, self._tokens):
             if not counter[name]:
                 del counter[name]
+
+
+def _branches(number: int) -> str:
+    return f"{number} branch{'' if number == 1 else 'es'}"
+
+
+def _too_many(held: str, more: int) -> str:
+    asked = f"{more} more {'is' if more == 1 else 'are'} asked for"
+    return f"a client's sessions may hold no more; they hold {held}, and {asked}"

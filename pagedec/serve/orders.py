@@ -299,6 +299,11 @@ def oversized(params: RequestParams, num_prompt_tokens: int, most: int) -> Inval
     return InvalidArgument("max_tokens", params.max_tokens, f"must be at most {room // width}: {why}")
 
 
+def answers_field(params: RequestParams) -> str:
+    """The parameter that says how many answers there are."""
+    return "num_return_sequences" if hasattr(params, "beam_width") else "n"
+
+
 def _width_field(params: RequestParams) -> str:
     return "beam_width" if hasattr(params, "beam_width") else "n"
 

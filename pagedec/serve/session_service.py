@@ -18,10 +18,11 @@ from pagedec.params import RequestOutputKind
 from pagedec.serve.answers import Events, as_branch, as_nodes, as_score, as_state
 from pagedec.serve.calls import RPC, echo
 from pagedec.serve.gateway import Gateway
-from pagedec.serve.leases import Lease, Leases
+from pagedec.serve.leases import NOTHING, Asked, Lease, Leases
 from pagedec.serve.orders import (
     Limits,
     Order,
+    answers_field,
     read_chat,
     read_ids,
     read_message,
@@ -69,7 +70,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             renamed("chat_template_kwargs", "prompt.chat.template_variables"),
         ):
             opening = await asyncio.to_thread(gateway.llm.session, **given, **options)
-            with self._leases.room(client, 1, opening.num_tokens):
+            with self._leases.room(client, Asked(1, "prompt"), Asked(opening.num_tokens, "prompt")):
                 session = await opening
                 lease = self._leases.open(session, client, ttl)
         [branch] = await _stand(session, [session])
@@ -85,13 +86,14 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         order = await where_nobody_waits(request.parameters, lambda: self._order(request, branch.is_chat))
         params = order.params
         longest = max(0, self._gateway.limits.max_model_len - branch.num_tokens)
+        num_tokens = params.num_answers * min(params.max_tokens or longest, longest)
         room = self._leases.room(
             RPC.get().client,
-            params.num_answers if keep == "all" else 0,
-            0 if keep == "none" else params.num_answers * min(params.max_tokens or longest, longest),
+            Asked(params.num_answers, answers_field(params), beside=1) if keep == "all" else NOTHING,
+            NOTHING if keep == "none" else Asked(num_tokens, "max_tokens", "tokens in all answers"),
         )
         events = Events(params, pb.GenerateOnBranchResponse)
-        with room, renamed("prompt", "branch"):
+        with order.named(), room, renamed("prompt", "branch"):
             outputs = self._gateway.followed(
                 lambda name: branch.stream(params, keep=keep, request_id=name),
                 order, branch.num_tokens, request.client_request_id,
@@ -119,7 +121,12 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             what = await where_nobody_waits(request.message, lambda: read_message(request.message))
         field = {"token_ids": "token_ids.ids"}.get(form, form)
         tokens = len(what) if form != "message" else len(request.message.content)
-        with self._leases.room(RPC.get().client, 0, tokens), renamed("append", field), renamed("messages[0]", field):
+        asked = Asked(tokens, field, "tokens" if form == "token_ids" else "characters")
+        with (
+            self._leases.room(RPC.get().client, NOTHING, asked),
+            renamed("append", field),
+            renamed("messages[0]", field),
+        ):
             await branch.append(what)
         [stands] = await _stand(branch, [branch])
         return pb.AppendResponse(branch=stands)
@@ -128,7 +135,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         """New branches that are where one is."""
         lease, branch = self._branch(request)
         count = request.count if request.HasField("count") else 1
-        with self._leases.room(RPC.get().client, count), renamed("k", "count"):
+        with self._leases.room(RPC.get().client, Asked(count, "count", beside=1), NOTHING), renamed("k", "count"):
             made = await branch.fork(count)
             self._leases.add(lease, made)
         return pb.ForkResponse(branches=await _stand(branch, made))

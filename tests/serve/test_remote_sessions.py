@@ -109,6 +109,31 @@ def test_errors_are_as_offline(serve: Serve, llm: LLM) -> None:
             client.generate([PROMPT, [5] * 400], use_tqdm=False)
 
 
+def test_what_a_client_s_sessions_can_never_hold_is_told_by_the_argument_s_name(serve: Serve) -> None:
+    """A later try would end as this one does."""
+    with client_of(serve(max_client_branches=4, max_client_session_tokens=100)) as client:
+        session = client.session(PROMPT)
+        for what, said in (
+            (
+                lambda: session.fork(4),
+                "^k is 4: must be at most 3: a client's sessions may have 4 branches .*included$",
+            ),
+            (lambda: session.generate(n=4, keep="all", max_tokens=1), "^n is 4: must be at most 3: "),
+            (lambda: session.generate(n=2, max_tokens=51), "^max_tokens is 102 tokens in all answers: must come "),
+            (lambda: session.append([5] * 101), "^append is .*: must come to at most 100: a client's sessions may "),
+            (lambda: client.session([5] * 101), "^prompt is .*: must come to at most 100: "),
+        ):
+            with pytest.raises(InvalidArgument, match=said) as never:
+                what()
+            assert not isinstance(never.value, SessionLimit)
+        forks = session.fork(3)
+        with pytest.raises(
+            SessionLimit, match="^max_client_branches is 4: .* hold 4 branches, and 1 more is asked for$"
+        ):
+            session.fork()
+        assert not any(fork.closed for fork in forks)
+
+
 def test_one_call_at_a_time(serve: Serve) -> None:
     with client_of(serve(engine={"num_blocks": 1024, "max_model_len": 16384})) as client:
         session = client.session(PROMPT)
