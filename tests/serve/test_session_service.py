@@ -153,7 +153,9 @@ def test_quotas_are_each_client_s_own(serve: Serve, tmp_path: Path) -> None:
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and reason(caught.value) == "SESSION_LIMIT"
     [violation] = details(caught.value)["QuotaFailure"].violations
     assert violation.subject == "max_client_branches"
-    assert violation.description == "max_client_branches is 3 branches, and 2 more: a client's sessions may have 4"
+    assert violation.description == (
+        "max_client_branches is 4: a client's sessions may hold no more; they hold 3 branches, and 2 more are asked for"
+    )
     full = ("RESOURCE_EXHAUSTED", "SESSION_LIMIT")
     assert refused(lambda: ada.generate(parameters(2, n=2), keep=pb.Keep(all=True))) == full
     ada.generate(parameters(2, n=1), keep=pb.Keep(all=True))
@@ -183,7 +185,10 @@ def test_without_quotas_a_client_may_have_half_of_what_there_is(serve: Serve, tm
     first.call("Fork", pb.ForkRequest, count=2)
     with pytest.raises(grpc.RpcError) as caught:
         second.call("Fork", pb.ForkRequest, count=1)
-    assert caught.value.details() == "max_client_branches is 4 branches, and 1 more: a client's sessions may have 4"
+    said = (
+        "max_client_branches is 4: a client's sessions may hold no more; they hold 4 branches, and 1 more is asked for"
+    )
+    assert caught.value.details() == said
     other = Held(serving, metadata=ann)
     other.call("Fork", pb.ForkRequest, count=3)
     for held in (first, second, other):
