@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,12 @@ import grpc
 import pytest
 
 from pagedec import LLM
+from pagedec.serve.answers import Events
 from pagedec.v1 import parameters_pb2 as pp
 from pagedec.v1 import prompt_pb2
 from pagedec.v1 import session_service_pb2 as pb
 from tests.serve.serving import Serving, details, greedy, parameters, prompt, reason
+from tests.support import wait_for
 
 Serve = Callable[..., Serving]
 PROMPT = [5 + i * 7 % 120 for i in range(40)]
@@ -207,6 +210,38 @@ def test_what_a_cancelled_close_has_closed_is_found(serve: Serve) -> None:
         time.sleep(0.05)
     assert list(lease.branches) == ["0"]
     held.close()
+
+
+def test_a_session_that_is_closed_while_its_last_message_is_made_counts_no_more(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is done in a thread where much is reported."""
+    making, going_on, make = threading.Event(), threading.Event(), Events._message
+
+    def waits(events: Events, output: Any, text: Any) -> Any:
+        if output.finished:
+            making.set()
+            assert going_on.wait(60)
+        return make(events, output, text)
+
+    monkeypatch.setattr(Events, "_message", waits)
+    serving = serve(max_client_branches=5)
+    own = parameters(60, n=4)
+    own.reports.logprobs = 20
+    for closed in ((), ("0",)):
+        held = Held(serving)
+        answers = held.call(
+            "GenerateOnBranch", pb.GenerateOnBranchRequest, parameters=own, keep=pb.Keep(all=True), final_only=True
+        )
+        assert making.wait(60)
+        held.close(*closed)
+        going_on.set()
+        assert refused(functools.partial(list, answers))[0] in ("NOT_FOUND", "FAILED_PRECONDITION")
+        leases = serving.server.leases
+        assert not leases._leases and not leases._branches
+        wait_for(lambda: not serving.llm.engine.sessions.num_branches)
+        making.clear(), going_on.clear()
+    Held(serving).close()
 
 
 def test_a_lease_ends_though_nothing_runs(serve: Serve) -> None:
