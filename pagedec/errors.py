@@ -73,7 +73,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 class PagedecError(ValueError):
     """The caller's fault, raised before any state has changed."""
 
-    code: ClassVar[str] = "INVALID_ARGUMENT"
+    code: str = "INVALID_ARGUMENT"
 
 
 class InvalidArgument(PagedecError):
@@ -148,17 +148,20 @@ class AbsentFeature(FeatureNotAvailable, AttributeError):
 
 
 class ModelFileError(PagedecError):
-    """A model's file is missing, damaged, or not what it says it is."""
+    """A model's file is missing, damaged, or not what it says it is. `field` is the argument that `given` was given to,
+    which names the file or what it is in; "" where it is not known."""
 
     code = "MODEL_FILE"
 
-    def __init__(self, path: str | Path, problem: str) -> None:
-        super().__init__(path, problem)
+    def __init__(self, path: str | Path, problem: str, field: str = "", given: str = "") -> None:
+        super().__init__(path, problem, field, given)
         self.path = path
         self.problem = problem
+        self.field, self.given = field, given
 
     def __str__(self) -> str:
-        return f"{self.path}: {cut(self.problem, MAX_PROBLEM)}"  # a hostile file may repeat anything
+        where = f"{self.field} is {shown(self.given)}" if self.field else self.path
+        return f"{where}: {cut(self.problem, MAX_PROBLEM)}"  # a hostile file may repeat anything
 
 
 class NotFound(PagedecError):

@@ -47,9 +47,9 @@ WHY_GONE = "was closed, or its session was not used for as long as its lease"
 
 
 class ServerError(RequestError):
-    """A server, or the way to it, has failed a call. `status` is the gRPC status by name, `reason` which of its causes
-    it was ("" where nobody says), `retry` after how many seconds it may be tried again (None: not known), `output` what
-    had come of a stream that was interrupted."""
+    """A server, or the way to it, has failed a call. `status`, and `code`, is the gRPC status by name, `reason` which of
+    its causes it was ("" where nobody says), `retry` after how many seconds it may be tried again (None: not known),
+    `output` what had come of a stream that was interrupted."""
 
     output: RequestOutput | None = None
 
@@ -59,6 +59,7 @@ class ServerError(RequestError):
         super().__init__(request_id, problem)
         self.args = status, reason, problem, retry, request_id  # so that it survives pickling between processes
         self.status, self.reason, self.retry = status, reason, retry
+        self.code = status
 
     def __str__(self) -> str:
         return f"{self.status}{', ' if self.reason else ''}{self.reason}: {self.problem}"

@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pagedec.errors import InvalidArgument, NotFound, PagedecError
 from pagedec.fields import Integer, Number, check_fields, option
@@ -27,7 +27,7 @@ _PRESSURE = attrgetter("pressure")
 class NoReplica(PagedecError):
     """There is nobody to send a request to."""
 
-    code: ClassVar[str] = "UNAVAILABLE"
+    code = "UNAVAILABLE"
 
     def __str__(self) -> str:
         return "no replica is there to take the request"

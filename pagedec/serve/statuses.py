@@ -39,6 +39,7 @@ class Refusal(PagedecError):
         """`retry`: seconds after which it may be tried again. `quota`: whose limit was reached."""
         super().__init__(code, reason, problem, retry, quota)
         self.status, self.reason, self.problem, self.retry, self.quota = code, reason, problem, retry, quota
+        self.code = code
 
     def __str__(self) -> str:
         return self.problem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import threading
@@ -198,7 +199,8 @@ def test_deadlines_and_retries(serve: Serve) -> None:
     with client_of(serving) as client:
         with pytest.raises(ServerError) as caught:
             client.generate(PROMPT, SamplingParams(ignore_eos=True), timeout=0.2)
-        assert caught.value.status == "DEADLINE_EXCEEDED"
+        assert caught.value.status == caught.value.code == "DEADLINE_EXCEEDED"
+        assert pickle.loads(pickle.dumps(caught.value)).code == "DEADLINE_EXCEEDED"
         serving.server.lifecycle.refusal = refusal = DRAINING_SOON
         began = time.monotonic()
         threading.Timer(0.3, lambda: setattr(serving.server.lifecycle, "refusal", None)).start()
@@ -215,7 +217,7 @@ def test_deadlines_and_retries(serve: Serve) -> None:
     nobody = Client("127.0.0.1:1", retries=5)
     with pytest.raises(ServerError) as caught, nobody:
         nobody.models()
-    assert (caught.value.status, caught.value.reason) == ("UNAVAILABLE", "")
+    assert (caught.value.status, caught.value.code, caught.value.reason) == ("UNAVAILABLE", "UNAVAILABLE", "")
 
 
 def test_tokens_and_failures(serve: Serve, tmp_path: Path) -> None:
