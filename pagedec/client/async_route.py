@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
-from pagedec.client.connection import SERVICES, Inquiry, Steady, Way, find, remaining, require_open
+from pagedec.client.connection import SERVICES, Deadline, Inquiry, Steady, Way, find, remaining, require_open
 from pagedec.client.token_pieces import Out, TokenPieces
 from pagedec.params import RequestParams
 
@@ -33,7 +33,7 @@ class AsyncRoute:
             try:
                 return ask.read(await self._call(ask, deadline))
             except grpc.aio.AioRpcError as error:
-                failure = ask.failure(error)
+                failure = ask.failure(error, deadline)
                 pause = self.way.pause(failure, pauses, deadline, ask.is_safe)
                 if pause is None:
                     raise failure from None
@@ -58,7 +58,7 @@ class AsyncRoute:
                         yield ask.read(answer)
                     return
                 except grpc.aio.AioRpcError as error:
-                    failure = ask.failure(error)
+                    failure = ask.failure(error, deadline)
                 pause, again = steady.again(failure)
                 await asyncio.sleep(pause)
                 call = self._call(again, deadline)
@@ -71,7 +71,7 @@ class AsyncRoute:
         if self._channel is not None:
             await self._channel.close()
 
-    def _call(self, ask: Inquiry[T], deadline: float | None) -> Any:
+    def _call(self, ask: Inquiry[T], deadline: Deadline | None) -> Any:
         require_open(self.is_closed)
         if self._channel is None:
             way = self.way

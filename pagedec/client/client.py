@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from pagedec.client import questions
 from pagedec.client.asking import as_order
-from pagedec.client.connection import RESUME_SECONDS, TARGET, Inquiry, Route, Way, remaining
+from pagedec.client.connection import RESUME_SECONDS, TARGET, Inquiry, Route, Way
 from pagedec.client.failures import ServerError
 from pagedec.client.handle import Held, opening
 from pagedec.client.questions import Question
@@ -265,7 +265,7 @@ class Client:
         for pauses in itertools.count():
             again: dict[int, RequestOutput] = {}
             pause = 0.0
-            for place, output in self._batch(asked, orders, places, remaining(deadline)):
+            for place, output in self._batch(asked, orders, places, deadline):
                 own = None if output.error is None else self._way.pause(output.error, pauses, deadline, is_safe=True)
                 if own is None:
                     yield place, self._spelled(output, asked[place])

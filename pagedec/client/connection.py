@@ -43,6 +43,19 @@ SERVICES: tuple[Any, ...] = (
 )
 
 
+class Deadline(float):
+    """When a call must have ended, by the monotonic clock. `seconds`: what was asked for."""
+
+    seconds: float
+
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        """So many seconds from now."""
+        made = cls(time.monotonic() + seconds)
+        made.seconds = seconds
+        return made
+
+
 @dataclass(frozen=True, slots=True)
 class Inquiry(Generic[T]):
     """One call: what is asked, a message or a list of them, and what its answers are read as. `names`: what the
@@ -59,9 +72,13 @@ class Inquiry(Generic[T]):
     given: Mapping[str, Any] = field(default_factory=dict)
     growing: Growing | None = None
 
-    def failure(self, error: Any) -> PagedecError:
-        """The exception of a call that has failed."""
-        return recalled(failure_of(error, {**FIELDS, **self.names}, self.branch), self.given)
+    def failure(self, error: Any, deadline: Deadline | None = None) -> PagedecError:
+        """The exception of a call that has failed, which had to end by a deadline."""
+        found = failure_of(error, {**FIELDS, **self.names}, self.branch)
+        if isinstance(found, ServerError) and found.status == "DEADLINE_EXCEEDED" and deadline is not None:
+            problem = f"timeout is {deadline.seconds:g}: the call had not ended after so many seconds"
+            return ServerError(found.status, found.reason, problem, found.retry, found.request_id)
+        return recalled(found, self.given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +124,17 @@ class Way:
             _read("tls_ca", self.tls_ca), _read("tls_key", self.tls_key), _read("tls_cert", self.tls_cert)
         )
 
-    def deadline(self, timeout: float | None) -> float | None:
-        """When a call must have ended, by the monotonic clock."""
+    def deadline(self, timeout: float | None) -> Deadline | None:
+        """When a call must have ended: what it is given, or after so many seconds."""
+        if isinstance(timeout, Deadline):
+            return timeout
         seconds = Number("seconds", above=0, optional=True).check("timeout", timeout)
         seconds = self.timeout if seconds is None else seconds
-        return None if seconds is None else time.monotonic() + seconds
+        return None if seconds is None else Deadline.after(seconds)
 
-    def pause(self, failure: PagedecError, pauses: int, deadline: float | None, is_safe: bool = False) -> float | None:
+    def pause(
+        self, failure: PagedecError, pauses: int, deadline: Deadline | None, is_safe: bool = False
+    ) -> float | None:
         """Seconds until a call that has failed is tried again, after so many pauses before; None: it is not."""
         pause = pause_after(failure, pauses, is_safe) if pauses < self.retries else None
         if pause is None or (deadline is not None and time.monotonic() + pause >= deadline):
@@ -125,7 +146,7 @@ class Steady(Generic[T]):
     """A call whose answers come one by one, and what becomes of it when it fails: it is asked again, goes on where it
     was, or raises."""
 
-    def __init__(self, way: Way, ask: Inquiry[T], deadline: float | None) -> None:
+    def __init__(self, way: Way, ask: Inquiry[T], deadline: Deadline | None) -> None:
         self._way, self._ask, self._deadline = way, ask, deadline
         self.has_begun = False
         """An answer has come."""
@@ -186,7 +207,7 @@ class Route:
             try:
                 return ask.read(self._call(ask, deadline))
             except grpc.RpcError as error:
-                failure = ask.failure(error)
+                failure = ask.failure(error, deadline)
                 pause = self.way.pause(failure, pauses, deadline, ask.is_safe)
                 if pause is None:
                     raise failure from None
@@ -206,7 +227,7 @@ class Route:
         deadline = self.way.deadline(timeout)
         return self._read(ask, self._call(ask, deadline), deadline)
 
-    def _read(self, ask: Inquiry[T], call: Any, deadline: float | None) -> Generator[T, None, None]:
+    def _read(self, ask: Inquiry[T], call: Any, deadline: Deadline | None) -> Generator[T, None, None]:
         steady = Steady(self.way, ask, deadline)
         try:
             while True:
@@ -218,14 +239,14 @@ class Route:
                         yield ask.read(answer)
                     return
                 except grpc.RpcError as error:
-                    failure = ask.failure(error)
+                    failure = ask.failure(error, deadline)
                 pause, again = steady.again(failure)
                 time.sleep(pause)
                 call = self._call(again, deadline)
         finally:
             call.cancel()
 
-    def _call(self, ask: Inquiry[T], deadline: float | None) -> Any:
+    def _call(self, ask: Inquiry[T], deadline: Deadline | None) -> Any:
         require_open(self.is_closed)
         message = iter(ask.message) if isinstance(ask.message, list) else ask.message
         return find(self._stubs, ask.rpc)(message, timeout=remaining(deadline), metadata=self.way.metadata)
@@ -247,7 +268,7 @@ def find(stubs: list[Any], rpc: str) -> Any:
     return next(getattr(stub, rpc) for stub in stubs if hasattr(stub, rpc))
 
 
-def remaining(deadline: float | None) -> float | None:
+def remaining(deadline: Deadline | None) -> float | None:
     """Seconds until a deadline, a moment at least: the call ends by it."""
     return None if deadline is None else max(deadline - time.monotonic(), 0.001)
 

@@ -47,8 +47,8 @@ WHY_GONE = "was closed, or its session was not used for as long as its lease"
 
 
 class ServerError(RequestError):
-    """A server, or the way to it, has failed a call. `status`, and `code`, is the gRPC status by name, `reason` which of
-    its causes it was ("" where nobody says), `retry` after how many seconds it may be tried again (None: not known),
+    """A server, or the way to it, has failed a call. `status`, and `code`, is the gRPC status by name, `reason` which
+    of its causes it was ("" where nobody says), `retry` after how many seconds it may be tried again (None: not known),
     `output` what had come of a stream that was interrupted."""
 
     output: RequestOutput | None = None

@@ -200,6 +200,12 @@ def test_deadlines_and_retries(serve: Serve) -> None:
         with pytest.raises(ServerError) as caught:
             client.generate(PROMPT, SamplingParams(ignore_eos=True), timeout=0.2)
         assert caught.value.status == caught.value.code == "DEADLINE_EXCEEDED"
+        said = "^DEADLINE_EXCEEDED: timeout is 0.2: the call had not ended after so many seconds$"
+        for num_prompts in (1, 2):
+            with pytest.raises(ServerError, match=said):
+                client.generate([PROMPT] * num_prompts, SamplingParams(ignore_eos=True), use_tqdm=False, timeout=0.2)
+        with pytest.raises(ServerError, match=said):
+            list(client.stream(PROMPT, SamplingParams(ignore_eos=True), timeout=0.2))
         assert pickle.loads(pickle.dumps(caught.value)).code == "DEADLINE_EXCEEDED"
         serving.server.lifecycle.refusal = refusal = DRAINING_SOON
         began = time.monotonic()
