@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ def bind(
             return int(server.add_insecure_port(address))
         return int(server.add_secure_port(address, credentials))
     except RuntimeError as error:
-        raise InvalidArgument(field, port, f"cannot be listened on at {host}: {error}") from None
+        why = _refused(host, port) or str(error)
+        raise InvalidArgument(field, port, f"cannot be listened on at {host}: {why}") from None
 
 
 def add_channelz(server: grpc.aio.Server) -> str:
@@ -95,6 +97,19 @@ def credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
     return grpc.dynamic_ssl_server_credentials(
         _certificates(config), changed, require_client_authentication=config.tls_client_ca is not None
     )
+
+
+def _refused(host: str, port: int) -> str | None:
+    """What keeps anybody from listening there, which gRPC does not tell; None: nothing, now."""
+    try:
+        for family, kind, number, _, address in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, number) as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind(address)
+                tried.listen()
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def _certificates(config: ServerConfig) -> grpc.ServerCertificateConfiguration:

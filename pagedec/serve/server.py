@@ -27,7 +27,7 @@ from pagedec.serve.metrics import Metrics
 from pagedec.serve.model_service import ModelService
 from pagedec.serve.open_inference_service import OpenInferenceService
 from pagedec.serve.own_decoders import load_decoders
-from pagedec.serve.server_config import ServerConfig
+from pagedec.serve.server_config import LOOPBACK, ServerConfig
 from pagedec.serve.session_service import SessionService
 from pagedec.serve.tracing import Tracer, tracer
 from pagedec.serve.watching import CensusTaker
@@ -47,7 +47,6 @@ from pagedec.v1 import (
 LOG = logging.getLogger("pagedec.serve")
 LAST_SECONDS = 2.0
 """For calls that were aborted to be told so."""
-LOOPBACK = "127.0.0.1"
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 ADMIN = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 FRONT = (

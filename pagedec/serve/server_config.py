@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
 from dataclasses import dataclass
 
 from pagedec.errors import InvalidArgument
 from pagedec.fields import Flag, Integer, Number, Size, Text, Texts, check_fields, option, strict
 
-LOOPBACK_NAMES = ("localhost",)
+LOOPBACK, LOOPBACK_NAMES = "127.0.0.1", ("localhost",)
+EVERYWHERE = ("0.0.0.0", "::")
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -133,8 +135,22 @@ class ServerConfig:
             raise InvalidArgument("host", self.host, limit)
         if self.channelz and self.admin_port is None:
             raise InvalidArgument("admin_port", None, "must be given, since channelz is")
+        self._check_ports()
         if self.lease > self.max_lease:
             raise InvalidArgument("lease", self.lease, f"must be at most max_lease, which is {self.max_lease:g}")
+
+    def _check_ports(self) -> None:
+        """Raise `InvalidArgument` where two are the same one."""
+        places = (
+            ("port", self.host, self.port),
+            ("admin_port", LOOPBACK, self.admin_port),
+            ("probe_port", self.host, self.probe_port),
+            ("metrics_port", self.metrics_host, self.metrics_port),
+        )
+        for (one, here, port), (other, there, own) in itertools.combinations(places, 2):
+            hosts = {LOOPBACK if host in LOOPBACK_NAMES else host.strip("[]") for host in (here, there)}
+            if port and port == own and (len(hosts) == 1 or hosts & set(EVERYWHERE)):
+                raise InvalidArgument(other, own, f"must be another one than {one}, which is {port}, too")
 
 
 def is_loopback(host: str) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import pytest
 
+from pagedec.errors import InvalidArgument
 from pagedec.serve.ports import options
 from pagedec.serve.server_config import ServerConfig
 from pagedec.v1 import model_service_pb2 as pb
@@ -36,3 +38,19 @@ def test_metadata_is_bounded(serve: Callable[..., Serving]) -> None:
         serving.models.ListModels(pb.ListModelsRequest(), metadata=(("x-large", "x" * 40_000),))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert serving.models.ListModels(pb.ListModelsRequest(), metadata=(("x-small", "x" * 4000),)).models
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"port": 50051, "probe_port": 50051}, "^probe_port is 50051: must be another one than port, which is "),
+        ({"port": 1234, "admin_port": 1234}, "^admin_port is 1234: must be another one than port, "),
+        ({"port": 1234, "host": "localhost", "metrics_port": 1234}, "^metrics_port is 1234: must be another one than p"),
+        ({"admin_port": 9, "metrics_port": 9, "metrics_host": "0.0.0.0"}, "^metrics_port is 9: .* than admin_port, "),
+    ],
+)  # fmt: skip
+def test_no_two_ports_are_the_same(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidArgument, match=said):
+        ServerConfig(**given)
+    ServerConfig(port=0, admin_port=0, probe_port=0, metrics_port=0)
+    ServerConfig(port=9, host="10.0.0.1", insecure=True, metrics_port=9)

@@ -249,4 +249,5 @@ def test_a_port_that_is_taken_is_one_line(tiny_path: Path) -> None:
         command = [sys.executable, "-m", "pagedec", "serve", "--model", str(tiny_path), "--port", str(port)]
         done = subprocess.run(command, cwd=SOURCES, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(f"pagedec: error: port is {port}: cannot be listened on")
+    said = f"pagedec: error: port is {port}: cannot be listened on at 127.0.0.1: Address already in use"
+    assert done.stderr.splitlines()[-1] == said
