@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pagedec.cli import main
+from pagedec.errors import ModelFileError
 from pagedec.fields import rules
 from pagedec.params import SamplingParams
 
@@ -246,6 +247,22 @@ def test_a_name_in_the_file_has_the_nearest_told(
     file.write_text(text + "\n")
     assert run("generate", "a", "--config", str(file)) == 2
     assert capsys.readouterr().err.endswith(f", num_threads, sampling, beams; did you mean {meant}?\n")
+
+
+def test_the_flag_that_names_a_file_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("tokenize", "a", "--model", "./none") == 2
+    assert capsys.readouterr().err == "pagedec: error: model is ./none: does not exist\n"
+    assert run("tokenize", "a", "--tokenizer", "./none") == 2
+    assert capsys.readouterr().err == "pagedec: error: tokenizer is ./none: does not exist\n"
+
+    async def serve(*_: object) -> int:
+        raise ModelFileError(Path("none.txt"), "is no file of token sequences")
+
+    monkeypatch.setattr("pagedec.cli.serve._serve", serve)
+    assert run("serve", "--trie", "a=./none.txt") == 2
+    assert capsys.readouterr().err == "pagedec: error: trie is ./none.txt: is no file of token sequences\n"
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"prompt": "a", "prompt_token_ids": [1]}', '{"text": "a"}'])

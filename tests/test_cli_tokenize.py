@@ -90,8 +90,8 @@ def test_the_chat_template(shown: Any) -> None:
         (["--chat", '[{"role": "user"}]'], "messages[0].content is none: must be text"),
         (["-f", "none"], "file is none: cannot be read: No such file or directory"),
         (["a", "--model", ""], "model is empty: must be a text that is not empty"),
-        (["a", "--model", "none.gguf"], "none.gguf: "),
-        (["a", "--tokenizer", "none.json"], "none.json"),
+        (["a", "--model", "none.gguf"], "model is none.gguf: does not exist"),
+        (["a", "--tokenizer", "none.json"], "tokenizer is none.json: tokenizer.json: does not exist; "),
         (["--count", "--pieces", "a"], "argument --pieces: not allowed with argument --count"),
     ],
 )

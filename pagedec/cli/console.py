@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TextIO
 
-from pagedec.errors import InvalidArgument, cut, shown
+from pagedec.errors import MAX_PROBLEM, InvalidArgument, ModelFileError, cut, shown
 
 DONE = 0
 FAILED = 1
@@ -37,11 +37,16 @@ def open_streams() -> None:
 
 def spelled(error: Exception) -> str:
     """An error in the words of the command line: values as they are typed there, and Python's keywords as flags."""
+    if isinstance(error, ModelFileError) and error.field:
+        return f"{error.field} is {_typed(error.given)}: {_as_flags(cut(error.problem, MAX_PROBLEM))}"
     if not isinstance(error, InvalidArgument):
         return str(error)
-    limit = re.sub(r"\b([a-z_]+)=True\b", lambda match: f"--{match[1].replace('_', '-')}", error.limit)
-    limit = re.sub(r"\bNone\b", "none", limit)
+    limit = re.sub(r"\bNone\b", "none", _as_flags(error.limit))
     return f"{error.field} is {_typed(error.value)}: {limit}"
+
+
+def _as_flags(text: str) -> str:
+    return re.sub(r"\b([a-z_]+)=True\b", lambda match: f"--{match[1].replace('_', '-')}", text)
 
 
 def _typed(value: object) -> str:

@@ -27,6 +27,7 @@ from pagedec.cli.console import DONE, FAILED, say
 from pagedec.config import EngineConfig
 from pagedec.errors import InvalidArgument, counted
 from pagedec.formats.generation import WRITTEN
+from pagedec.formats.named import files_of
 from pagedec.serve.server_config import ServerConfig
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -47,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal."""
     options, config = given_options(arguments, ServerConfig), recommending(arguments)
-    with _ended_by_signals():
+    tries = [("trie", text.partition("=")[2]) for text in options.trie]
+    with _ended_by_signals(), files_of(*tries):
         from pagedec.serve.logs import begin_logging
 
         begin_logging(options.log_level, options.log_format)

@@ -18,6 +18,7 @@ from pagedec.cli.texts import read_stdin, read_text
 from pagedec.config import ModelConfig
 from pagedec.errors import InvalidArgument
 from pagedec.fields import TokenIds, rules
+from pagedec.formats.named import files_of
 
 if TYPE_CHECKING:
     from pagedec.text.tokenizer import Tokenizer
@@ -164,7 +165,8 @@ def run(arguments: argparse.Namespace) -> int:
     values |= {name: value for name, value in given.items() if value is not None}
     config = ModelConfig(**{name: value for name, value in values.items() if name in given})
     texts = read_texts(arguments)
-    tokenizer = open_tokenizer(config)
+    with files_of(("model", config.model), ("tokenizer", config.tokenizer)):
+        tokenizer = open_tokenizer(config)
     for text in texts:
         _show(tokenizer, *_read(tokenizer, text, arguments), arguments)
     return DONE

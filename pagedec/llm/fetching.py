@@ -16,6 +16,13 @@ def fetched(config: EngineConfig) -> EngineConfig:
     return _fetched_target(_fetched_draft(config))
 
 
+def named_files(config: EngineConfig) -> tuple[tuple[str, str | None], ...]:
+    """The arguments that may name files, and what they say."""
+    model, table = config.model, config.scheduler.speculative_config or {}
+    of_draft = "speculative_config.model", table.get("model")
+    return *((name, getattr(model, name)) for name in ("model", "tokenizer", "generation_config")), of_draft
+
+
 def _fetched_draft(config: EngineConfig) -> EngineConfig:
     """The same of the draft model alone."""
     own, table = draft_config(config).model, config.scheduler.speculative_config

@@ -19,12 +19,13 @@ from pagedec.engine.open_branches import OpenBranch
 from pagedec.engine.sessions import compile_grammar
 from pagedec.errors import AbsentFeature, InvalidArgument, NotFound, Shown
 from pagedec.fields import Number
+from pagedec.formats.named import files_of
 from pagedec.inputs import Prompt, as_conversations, as_priorities, as_priority, read_salt
 from pagedec.llm.blame import of_params
 from pagedec.llm.branches import Turns, check_turn
 from pagedec.llm.compatibility import translated
 from pagedec.llm.defaults import sampling_defaults
-from pagedec.llm.fetching import fetched
+from pagedec.llm.fetching import fetched, named_files
 from pagedec.llm.of_vllm import ABSENT
 from pagedec.llm.prompts import Job, Prepared, read_prompt
 from pagedec.llm.room import within_pool
@@ -47,10 +48,11 @@ class Front:
         if model is not None:
             given["model"] = model
         self.config = EngineConfig.from_kwargs(**translated(given))
-        local = fetched(self.config)
-        self._defaults = sampling_defaults(local.model)
         self.engine: Engine
-        self.engine, self.tokenizer = load_engine(local)
+        with files_of(*named_files(self.config)):
+            local = fetched(self.config)
+            self._defaults = sampling_defaults(local.model)
+            self.engine, self.tokenizer = load_engine(local)
         self.writer = Writer(self.tokenizer, self.engine.limits.eos_token_ids, self.engine.scheduler.limits.block_size)
         self.loop = EngineLoop(self.engine)
         self._num_requests = 0

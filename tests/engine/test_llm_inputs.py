@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -279,7 +280,28 @@ def test_a_pool_that_the_machine_has_no_memory_for(
 def test_missing_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (tmp_path / "nowhere", tmp_path / "nowhere.gguf", tmp_path):
         error = not_made(monkeypatch, name)
-        assert isinstance(error, ModelFileError) and str(tmp_path) in str(error)
+        assert isinstance(error, ModelFileError) and str(error).startswith(f"model is {str(name)!r}: ")
+    assert str(error).endswith(": config.json: does not exist: a model directory needs a config.json")
+
+
+def test_the_argument_that_names_a_file_is_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    junk = copy / "junk.gguf"
+    junk.write_bytes(b"junkjunk")
+    nowhere = str(copy / "nowhere")
+    cases = [
+        ({"tokenizer": nowhere, "skip_tokenizer_init": False}, "tokenizer", nowhere, "does not exist"),
+        ({"tokenizer": str(junk), "skip_tokenizer_init": False}, "tokenizer", str(junk), "begins with b'junk', "),
+        ({"generation_config": nowhere}, "generation_config", nowhere, "does not exist; "),
+        ({"speculative_config": {"model": nowhere}}, "speculative_config.model", nowhere, "does not exist"),
+    ]
+    for arguments, field, given, problem in cases:
+        error = not_made(monkeypatch, copy, **arguments)  # type: ignore[arg-type]
+        assert isinstance(error, ModelFileError) and (error.field, error.given) == (field, given)
+        assert str(error).startswith(f"{field} is {given!r}: {problem}")
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert str(not_made(monkeypatch, junk)).startswith(f"model is {str(junk)!r}: begins with b'junk', ")
+    (copy / "model.safetensors").unlink()
+    assert str(not_made(monkeypatch, copy)) == f"model is {str(copy)!r}: has no safetensors weights"
 
 
 def test_missing_tokenizer_is_noticed_before_the_weights_are_read(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
