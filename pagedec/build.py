@@ -20,7 +20,7 @@ from pagedec.executor.inline import InlineExecutor
 from pagedec.executor.process import ProcessExecutor
 from pagedec.formats.resolve import ModelFiles, resolve_model, resolve_tokenizer
 from pagedec.runtime.geometry import Geometry
-from pagedec.runtime.loading import LoadedModel, build_worker, check_shares, load_whole
+from pagedec.runtime.loading import LoadedModel, build_worker, check_configuration, check_shares, load_whole
 from pagedec.text.tokenizer import Tokenizer
 
 
@@ -31,7 +31,7 @@ def load_tokenizer(config: ModelConfig, files: ModelFiles) -> Tokenizer | None:
     if config.tokenizer is not None:
         return Tokenizer.from_path(resolve_tokenizer(config.tokenizer))
     if files.tokenizer is None:
-        raise ModelFileError(files.model, "has no tokenizer; name one with tokenizer, or set skip_tokenizer_init")
+        raise ModelFileError(files.model, "has no tokenizer; name one with tokenizer, or set skip_tokenizer_init=True")
     return Tokenizer.from_path(files.tokenizer)
 
 
@@ -158,7 +158,12 @@ def check_vocabularies(geometry: Geometry, config: EngineConfig, is_alike: bool)
 def load_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
     """An engine ready for requests, and its tokenizer. Raises what loading raises; nothing is left of the executor
     then."""
-    tokenizer = load_tokenizer(config.model, resolve_model(config.model.model, config.model.load_format))
+    files = resolve_model(config.model.model, config.model.load_format)
+    try:
+        tokenizer = load_tokenizer(config.model, files)
+    except ModelFileError:
+        check_configuration(config.model, files)  # where no model can be run, no tokenizer is what is missing
+        raise
     is_alike = not names_draft_model(config) or writes_alike(tokenizer, draft_config(config).model)
     executor = start_executor(config)
     try:

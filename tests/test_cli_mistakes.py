@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pagedec.cli import main
+from pagedec.cli.console import spelled
 from pagedec.errors import ModelFileError
 from pagedec.fields import rules
 from pagedec.params import SamplingParams
@@ -263,6 +264,17 @@ def test_the_flag_that_names_a_file_is_named(
     monkeypatch.setattr("pagedec.cli.serve._serve", serve)
     assert run("serve", "--trie", "a=./none.txt") == 2
     assert capsys.readouterr().err == "pagedec: error: trie is ./none.txt: is no file of token sequences\n"
+
+
+def test_keywords_in_errors_about_files_are_spelled_as_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert run("tokenize", "a", "--model", str(tmp_path)) == 2
+    told = "name a tokenizer directory, or set --skip-tokenizer-init and pass token ids"
+    assert capsys.readouterr().err == f"pagedec: error: model is {tmp_path}: tokenizer.json: does not exist; {told}\n"
+    error = ModelFileError("a.gguf", "has no tokenizer; name one with tokenizer, or set skip_tokenizer_init=True")
+    assert spelled(error) == "a.gguf: has no tokenizer; name one with tokenizer, or set --skip-tokenizer-init"
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"prompt": "a", "prompt_token_ids": [1]}', '{"text": "a"}'])

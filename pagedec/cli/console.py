@@ -37,8 +37,9 @@ def open_streams() -> None:
 
 def spelled(error: Exception) -> str:
     """An error in the words of the command line: values as they are typed there, and Python's keywords as flags."""
-    if isinstance(error, ModelFileError) and error.field:
-        return f"{error.field} is {_typed(error.given)}: {_as_flags(cut(error.problem, MAX_PROBLEM))}"
+    if isinstance(error, ModelFileError):
+        where = f"{error.field} is {_typed(error.given)}" if error.field else error.path
+        return f"{where}: {_as_flags(cut(error.problem, MAX_PROBLEM))}"
     if not isinstance(error, InvalidArgument):
         return str(error)
     limit = re.sub(r"\bNone\b", "none", _as_flags(error.limit))

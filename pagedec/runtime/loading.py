@@ -259,6 +259,11 @@ def end_ids(loaded: LoadedModel) -> tuple[int, ...]:
     return tuple(own or loaded.arch.eos_token_ids)
 
 
+def check_configuration(config: ModelConfig, files: ModelFiles) -> None:
+    """Raise what loading raises for a configuration that is damaged, or of a model that cannot be run."""
+    load_architecture(files, config.model_impl)
+
+
 def check_shares(config: EngineConfig) -> None:
     """Raise `InvalidArgument` where the model cannot be shared by as many ranks as the configuration says. Reads no
     weights."""

@@ -311,6 +311,17 @@ def test_missing_tokenizer_is_noticed_before_the_weights_are_read(copy: Path, mo
     assert "tokenizer.json" in str(error) and "skip_tokenizer_init" in str(error)
 
 
+def test_a_model_that_cannot_be_run_is_told_of_before_its_tokenizer(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not (copy / "tokenizer.json").exists()
+    change(copy / "config.json", architectures=["NoSuchForCausalLM"])
+    assert "architectures is NoSuch" in str(not_made(monkeypatch, copy, skip_tokenizer_init=False)).replace("'", "")
+    (copy / "config.json").write_text("{")
+    error = not_made(monkeypatch, copy, skip_tokenizer_init=False)
+    assert str(error).startswith(f"model is {str(copy)!r}: config.json: ")
+
+
 def cut(path: Path, share: float) -> None:
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * share)])
