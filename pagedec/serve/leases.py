@@ -68,7 +68,7 @@ class Lease:
         return branch
 
 
-class Asked(NamedTuple):
+class Addition(NamedTuple):
     """What a call may add. `field`: what of its message asks for so much; `beside`: branches that are there already,
     whatever else the client holds."""
 
@@ -78,7 +78,7 @@ class Asked(NamedTuple):
     beside: int = 0
 
 
-NOTHING = Asked()
+NOTHING = Addition()
 
 
 class Leases:
@@ -130,7 +130,7 @@ class Leases:
 
     # ---- what comes and goes
     @contextlib.contextmanager
-    def room(self, client: Client, branches: Asked, tokens: Asked) -> Iterator[None]:
+    def room(self, client: Client, branches: Addition, tokens: Addition) -> Iterator[None]:
         """Until this is left, a client has so many branches and tokens more than his sessions hold. Raises
         `SessionLimit` where he may not, and `InvalidArgument` where he never may."""
         config, name, sessions = self._config, client.name, self._sessions

@@ -18,7 +18,7 @@ from pagedec.params import RequestOutputKind
 from pagedec.serve.answers import Events, as_branch, as_nodes, as_score, as_state
 from pagedec.serve.calls import RPC, echo
 from pagedec.serve.gateway import Gateway
-from pagedec.serve.leases import NOTHING, Asked, Lease, Leases
+from pagedec.serve.leases import NOTHING, Addition, Lease, Leases
 from pagedec.serve.orders import (
     Limits,
     Order,
@@ -70,7 +70,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             renamed("chat_template_kwargs", "prompt.chat.template_variables"),
         ):
             opening = await asyncio.to_thread(gateway.llm.session, **given, **options)
-            with self._leases.room(client, Asked(1, "prompt"), Asked(opening.num_tokens, "prompt")):
+            with self._leases.room(client, Addition(1, "prompt"), Addition(opening.num_tokens, "prompt")):
                 session = await opening
                 lease = self._leases.open(session, client, ttl)
         [branch] = await _stand(session, [session])
@@ -89,8 +89,8 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         num_tokens = params.num_answers * min(params.max_tokens or longest, longest)
         room = self._leases.room(
             RPC.get().client,
-            Asked(params.num_answers, answers_field(params), beside=1) if keep == "all" else NOTHING,
-            NOTHING if keep == "none" else Asked(num_tokens, "max_tokens", "tokens in all answers"),
+            Addition(params.num_answers, answers_field(params), beside=1) if keep == "all" else NOTHING,
+            NOTHING if keep == "none" else Addition(num_tokens, "max_tokens", "tokens in all answers"),
         )
         events = Events(params, pb.GenerateOnBranchResponse)
         with order.named(), room, renamed("prompt", "branch"):
@@ -121,7 +121,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             what = await where_nobody_waits(request.message, lambda: read_message(request.message))
         field = {"token_ids": "token_ids.ids"}.get(form, form)
         tokens = len(what) if form != "message" else len(request.message.content)
-        asked = Asked(tokens, field, "tokens" if form == "token_ids" else "characters")
+        asked = Addition(tokens, field, "tokens" if form == "token_ids" else "characters")
         with (
             self._leases.room(RPC.get().client, NOTHING, asked),
             renamed("append", field),
@@ -135,7 +135,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         """New branches that are where one is."""
         lease, branch = self._branch(request)
         count = request.count if request.HasField("count") else 1
-        with self._leases.room(RPC.get().client, Asked(count, "count", beside=1), NOTHING), renamed("k", "count"):
+        with self._leases.room(RPC.get().client, Addition(count, "count", beside=1), NOTHING), renamed("k", "count"):
             made = await branch.fork(count)
             self._leases.add(lease, made)
         return pb.ForkResponse(branches=await _stand(branch, made))

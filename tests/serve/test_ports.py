@@ -45,7 +45,7 @@ def test_metadata_is_bounded(serve: Callable[..., Serving]) -> None:
     [
         ({"port": 50051, "probe_port": 50051}, "^probe_port is 50051: must be another one than port, which is "),
         ({"port": 1234, "admin_port": 1234}, "^admin_port is 1234: must be another one than port, "),
-        ({"port": 1234, "host": "localhost", "metrics_port": 1234}, "^metrics_port is 1234: must be another one than p"),
+        ({"port": 1234, "host": "localhost", "metrics_port": 1234}, "^metrics_port is 1234: must be another one than "),
         ({"admin_port": 9, "metrics_port": 9, "metrics_host": "0.0.0.0"}, "^metrics_port is 9: .* than admin_port, "),
     ],
 )  # fmt: skip
