@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pagedec import (
     LLM,
     BeamSearchParams,
     InvalidArgument,
+    RequestOutput,
     RequestOutputKind,
     RequestsFailed,
     SamplingParams,
@@ -26,6 +28,8 @@ from pagedec.client.asking import as_parameters
 from pagedec.constraints import TokenTrie
 from pagedec.fields import field_names
 from pagedec.params import RequestParams
+from pagedec.serve import queueing
+from pagedec.serve.access import Client as Somebody
 from pagedec.serve.orders import Limits, read_order
 from pagedec.serve.server_config import ServerConfig
 from pagedec.serve.statuses import Refusal
@@ -234,7 +238,40 @@ def test_tokens_and_failures(serve: Serve, tmp_path: Path) -> None:
     with client_of(serving) as client, pytest.raises(ServerError, match="^UNAUTHENTICATED, TOKEN_MISSING: "):
         client.models()
     with client_of(serving, token="ada-0123456789abcdef") as client:
+        outputs = client.generate([PROMPT] * 4, SamplingParams(max_tokens=40, ignore_eos=True), use_tqdm=False)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [40] * 4, "one after the other"
+
+
+@pytest.mark.parametrize("limits", [{"max_requests": 4}, {"max_requests": 1}, {"max_client_tokens": 100}])
+def test_a_batch_has_no_more_running_than_it_may(serve: Serve, limits: dict[str, int]) -> None:
+    serving = serve(**limits)
+    few = SamplingParams(max_tokens=8, temperature=0)
+    with client_of(serving) as client, client_of(serving) as other:
+        alone = client.generate([PROMPT], few)
+        done: list[list[RequestOutput]] = []
+
+        def batch() -> None:
+            done.append(client.generate([PROMPT] * 40, few, use_tqdm=False))
+
+        running = threading.Thread(target=batch)
+        running.start()
+        deadline, num_others = time.monotonic() + 60, 0
+        while running.is_alive() and time.monotonic() < deadline:
+            with contextlib.suppress(ServerError):
+                other.generate([PROMPT], few)
+                num_others += 1
+        running.join(60)
+        [outputs] = done
+        assert {tuple(output.outputs[0].token_ids) for output in outputs} == {tuple(alone[0].outputs[0].token_ids)}
+        assert num_others > 0, "others find a place meanwhile"
+    serving.whole()
+
+
+def test_a_batch_waits_for_others_for_a_while_only(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queueing, "PATIENCE", 0.3)
+    serving = serve(max_requests=1)
+    with client_of(serving) as client, serving.server.gateway.admission.seat(Somebody(name="x"), 1, None):
         with pytest.raises(RequestsFailed) as caught:
-            client.generate([PROMPT] * 4, SamplingParams(max_tokens=40, ignore_eos=True), use_tqdm=False)
-        assert 1 <= len(caught.value.errors) <= 3 and len(caught.value.outputs) == 4
-        assert {error.reason for error in caught.value.errors if isinstance(error, ServerError)} == {"CLIENT_REQUESTS"}
+            client.generate([PROMPT] * 3, SamplingParams(max_tokens=2), use_tqdm=False)
+        assert [error.reason for error in caught.value.errors if isinstance(error, ServerError)] == ["QUEUE_FULL"] * 3
+    serving.whole()
