@@ -148,7 +148,9 @@ def test_beams_count_as_tokens_of_their_client(serve: Serve) -> None:
     asked.parameters.stopping.max_tokens = 20
     asked.parameters.beam_search.beam_width = 8
     asked.parameters.beam_search.num_return_sequences = 1
-    assert reason(refused(serving.generation.Generate, asked)) == "CLIENT_TOKENS"
+    error = refused(serving.generation.Generate, asked)
+    assert reason(error) == "INVALID_FIELD"
+    assert str(error.details()).startswith("parameters.stopping.max_tokens is 20: must be at most 12: ")
 
 
 def test_a_grammar_that_is_being_compiled_holds_up_nobody(
