@@ -262,6 +262,7 @@ def test_the_flag_that_names_a_file_is_named(
         raise ModelFileError(Path("none.txt"), "is no file of token sequences")
 
     monkeypatch.setattr("pagedec.cli.serve._serve", serve)
+    monkeypatch.setattr("pagedec.serve.logs.begin_logging", lambda *_: None)  # into what is closed when this ends
     assert run("serve", "--trie", "a=./none.txt") == 2
     assert capsys.readouterr().err == "pagedec: error: trie is ./none.txt: is no file of token sequences\n"
 
