@@ -186,6 +186,13 @@ def test_what_help_does_not_list_is_refused_by_name(
     assert capsys.readouterr().err == "pagedec: error: executor is mp: must be one of auto, inline, process, ray\n"
 
 
+def told_of(file: Path, text: str, capsys: pytest.CaptureFixture[str], command: str = "generate") -> str:
+    """What a command says that refuses a file of engine arguments."""
+    file.write_text(text + "\n")
+    assert run(command, "--config", str(file), *([] if command == "serve" else ["a"])) == 2
+    return capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -198,10 +205,7 @@ def test_what_help_does_not_list_is_refused_by_name(
 def test_a_text_in_the_file_is_shown_as_it_is_written_there(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "b.toml"
-    file.write_text(text + "\n")
-    assert run("generate", "a", "--config", str(file)) == 2
-    assert capsys.readouterr().err.startswith(f"pagedec: error: {message}")
+    assert told_of(tmp_path / "b.toml", text, capsys).startswith(f"pagedec: error: {message}")
 
 
 @pytest.mark.parametrize(
@@ -229,9 +233,7 @@ def test_a_name_in_the_file_that_is_a_flag_is_said_to_be_one(
     command: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "b.toml"
-    file.write_text(text + "\n")
-    assert run(command, "--config", str(file), *([] if command == "serve" else ["a"])) == 2
-    assert capsys.readouterr().err.startswith(f"pagedec: error: {message.format(file=file)}")
+    assert told_of(file, text, capsys, command).startswith(f"pagedec: error: {message.format(file=file)}")
 
 
 @pytest.mark.parametrize(
@@ -244,10 +246,9 @@ def test_a_name_in_the_file_that_is_a_flag_is_said_to_be_one(
 def test_a_name_in_the_file_has_the_nearest_told(
     text: str, meant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "b.toml"
-    file.write_text(text + "\n")
-    assert run("generate", "a", "--config", str(file)) == 2
-    assert capsys.readouterr().err.endswith(f", num_threads, sampling, beams; did you mean {meant}?\n")
+    assert told_of(tmp_path / "b.toml", text, capsys).endswith(
+        f", num_threads, sampling, beams; did you mean {meant}?\n"
+    )
 
 
 def test_the_flag_that_names_a_file_is_named(
