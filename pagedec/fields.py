@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -22,6 +23,7 @@ T = TypeVar("T")
 RULE = "rule"
 MAX_INT32 = 2**31 - 1
 MAX_UINT64 = 2**64 - 1
+HALF = "must be text, has half a surrogate pair at character {}"
 SIZE_UNITS = {"": 1, "b": 1}
 for _exponent, _letter in enumerate("kmgt", start=1):
     SIZE_UNITS |= {_letter: 1024**_exponent, f"{_letter}ib": 1024**_exponent, f"{_letter}b": 1000**_exponent}
@@ -64,6 +66,8 @@ class Rule(ABC):
             return None
         try:
             accepted = self.accept(value)
+        except UnicodeEncodeError as error:
+            raise InvalidArgument(name, value, HALF.format(error.start)) from None
         except (ValueError, TypeError, OverflowError):
             raise InvalidArgument(name, value, f"must be {self.limit}{' or None' if self.optional else ''}") from None
         if self.available and accepted not in self.available:
@@ -102,8 +106,7 @@ def check_encodable(field: str, text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        limit = f"must be text, has half a surrogate pair at character {error.start}"
-        raise InvalidArgument(field, text, limit) from error
+        raise InvalidArgument(field, text, HALF.format(error.start)) from error
 
 
 def float32(number: float) -> float:
@@ -264,17 +267,14 @@ class Texts(Rule):
         for text in texts:
             if not isinstance(text, str):
                 raise TypeError
-            if not text.encode("utf-8"):  # half a surrogate pair is no text either
+            if not text.encode("utf-8"):
                 raise ValueError
         return texts
 
     def read(self, text: str) -> object:
-        if not text.startswith("["):
-            return text
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError:
-            return text
+        with contextlib.suppress(json.JSONDecodeError):
+            return json.loads(text) if text.startswith("[") else text
+        return text
 
 
 @dataclass(frozen=True, slots=True)

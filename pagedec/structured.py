@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from pagedec.errors import FeatureNotAvailable, InvalidArgument
-from pagedec.fields import check_names
+from pagedec.fields import check_encodable, check_names
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 ELSEWHERE = {
@@ -73,6 +73,7 @@ class StructuredOutputsParams:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise InvalidArgument(f"{_FIELD}.{name}", value, "must be a text that is not empty, or None")
+            check_encodable(f"{_FIELD}.{name}", value or "")
         if self.regex is not None and (len(self.regex) - len(self.regex.rstrip("\\"))) % 2:
             raise InvalidArgument(f"{_FIELD}.regex", self.regex, "must not end in a backslash that escapes nothing")
         for name in ("json_object", "disable_fallback", "disable_any_whitespace", "disable_additional_properties"):
@@ -84,6 +85,8 @@ class StructuredOutputsParams:
             texts = isinstance(given, (list, tuple)) and all(isinstance(text, str) and text for text in given)
             if not texts or not given:
                 raise InvalidArgument(f"{_FIELD}.choice", given, "must be a list of texts, none of them empty")
+            for i, text in enumerate(given):
+                check_encodable(f"{_FIELD}.choice[{i}]", text)
             object.__setattr__(self, "choice", tuple(given))
         if self.json is not None:
             object.__setattr__(self, "json", _schema(self.json))
@@ -125,7 +128,7 @@ def _schema(given: Any) -> dict[str, Any] | bool:
         except (ValueError, RecursionError) as error:
             raise InvalidArgument(f"{_FIELD}.json", given, f"must be JSON: {error}") from None
     try:
-        json.dumps([[schema]])
+        json.dumps([[schema]], ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"{_FIELD}.json", given, f"must be what JSON can say: {error}") from None
     if not isinstance(schema, (Mapping, bool)):

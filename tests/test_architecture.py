@@ -18,7 +18,7 @@ MAX_CPP_LINES = 500
 MAX_FUNCTION_LINES = 60
 CPP_SUFFIXES = {".cpp", ".h", ".cu", ".cuh"}
 
-VALUES = {"errors", "fields", "params", "inputs", "outputs", "speculation", "structured"}
+VALUES = {"blame", "errors", "fields", "params", "inputs", "outputs", "speculation", "structured"}
 """Leaves that anyone may import: they hold values and know nothing of the rest."""
 CHAIN = ("engine", "executor", "runtime", "models", "kernels")
 """From left to right: each may import those to its right."""
@@ -27,6 +27,7 @@ EXTRA: dict[str, set[str]] = {
     "fields": set(),
     "params": {"speculation", "structured"},
     "inputs": set(),
+    "blame": {"params"},
     "outputs": {"tree"},
     "tree": {"outputs"},
     "speculation": set(),

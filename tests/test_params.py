@@ -126,6 +126,24 @@ def test_stop_strings_need_text() -> None:
         SamplingParams(stop="a", detokenize=False)
 
 
+HALVES = [
+    ({"stop": ["a", "b\ud800"]}, r"^stop is .*: must be text, has half a surrogate pair at character 1$"),
+    ({"bad_words": "\udc00"}, r"^bad_words is .* half a surrogate pair at character 0$"),
+    *(
+        ({"structured_outputs": {name: "ab\ud800"}}, rf"^structured_outputs\.{name} is .* pair at character 2$")
+        for name in ("regex", "grammar")
+    ),
+    ({"structured_outputs": {"choice": ["a", "\ud800"]}}, r"^structured_outputs\.choice\[1\] is .* character 0$"),
+    ({"structured_outputs": {"json": '{"enum": ["\\ud800"]}'}}, r"^structured_outputs\.json is .* what JSON can say"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), HALVES)
+def test_half_a_surrogate_pair_is_no_text(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        SamplingParams(**given)
+
+
 def test_a_copy_with_changes_is_checked_as_a_new_one() -> None:
     params = SamplingParams(stop="a", logit_bias={1: 2}, seed=3)
     assert params.clone() == params and params.clone() is not params

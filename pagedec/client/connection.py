@@ -61,7 +61,7 @@ class Inquiry(Generic[T]):
     """One call: what is asked, a message or a list of them, and what its answers are read as. `names`: what the
     message's fields are called in Python; `is_safe`: it has no effects, so it may be asked again; `branch`: what it is
     about; `given`: what the caller gave, by the names of fields, and as "" the parameters; `growing`: what has come of
-    a stream that may go on where it is interrupted."""
+    a stream that may go on where it is interrupted; `blamed`: an error as the one that the caller is to see."""
 
     rpc: str
     message: Any
@@ -71,6 +71,7 @@ class Inquiry(Generic[T]):
     branch: str = ""
     given: Mapping[str, Any] = field(default_factory=dict)
     growing: Growing | None = None
+    blamed: Callable[[PagedecError], PagedecError] = lambda error: error
 
     def failure(self, error: Any, deadline: Deadline | None = None) -> PagedecError:
         """The exception of a call that has failed, which had to end by a deadline."""
@@ -78,7 +79,7 @@ class Inquiry(Generic[T]):
         if isinstance(found, ServerError) and found.status == "DEADLINE_EXCEEDED" and deadline is not None:
             problem = f"timeout is {deadline.seconds:g}: the call had not ended after so many seconds"
             return ServerError(found.status, found.reason, problem, found.retry, found.request_id)
-        return recalled(found, self.given)
+        return self.blamed(recalled(found, self.given))
 
 
 @dataclass(frozen=True, slots=True)

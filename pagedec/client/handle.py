@@ -7,9 +7,11 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
+from pagedec.blame import about_params, of_params
 from pagedec.client.asking import as_chat, as_ids, as_keep, as_message, as_order, as_prompt, with_fields
 from pagedec.client.connection import Inquiry
 from pagedec.client.telling import Growing, as_blocks, as_score, as_session, as_state, as_tree
@@ -230,7 +232,16 @@ class RemoteHandle:
         if len(each) != len(many):
             limit = f"must be one, or one for each of {_counted(many)}"
             raise InvalidArgument("sampling_params", Shown(f"a list of {len(each)}"), limit)
-        return [branch._generating(own, keep, fields, False) for branch, own in zip(many, each, strict=True)]
+        asks = []
+        for i, (branch, own) in enumerate(zip(many, each, strict=True)):
+            if not is_list:
+                asks.append(branch._generating(own, keep, fields, False))
+                continue
+            name = f"sampling_params[{i}]"
+            with of_params(name, own, fields):
+                ask = branch._generating(own, keep, fields, False)
+            asks.append(replace(ask, blamed=partial(about_params, name=name, params=own, apart=fields)))
+        return asks
 
     def _scoring_all(self, branches: Any, continuations: Any, logprobs: int) -> list[Inquiry[Any]]:
         many = self._several(branches)

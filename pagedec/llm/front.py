@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
+from pagedec.blame import of_params
 from pagedec.build import load_engine
 from pagedec.config import EngineConfig
 from pagedec.core.resuming import Resume
@@ -21,7 +22,6 @@ from pagedec.errors import AbsentFeature, InvalidArgument, NotFound, Shown
 from pagedec.fields import Number
 from pagedec.formats.named import files_of
 from pagedec.inputs import Prompt, as_conversations, as_priorities, as_priority, read_salt
-from pagedec.llm.blame import of_params
 from pagedec.llm.branches import Turns, check_turn
 from pagedec.llm.compatibility import translated
 from pagedec.llm.defaults import sampling_defaults

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from pagedec.blame import of_params
 from pagedec.engine.engine import Engine
 from pagedec.errors import InvalidArgument, Shown
-from pagedec.llm.blame import of_params
 from pagedec.llm.branches import Handle, branches_of
 from pagedec.llm.going import B, Going, Scored
 

@@ -112,6 +112,13 @@ MISTAKES: dict[str, Callable[[Any], Any]] = {
     "a continuation of many": lambda s: s.score_all([s, s.fork()], [[[5]], [[5], [9999]]]),
     "no list for each": lambda s: s.score_all([s], []),
     "no parameters for each": lambda s: s.generate_all([s], [None, None]),
+    "of the second one's parameters": lambda s: s.generate_all(
+        [s.fork(), s], [SamplingParams(max_tokens=2), SamplingParams(stop_token_ids=[999])]
+    ),
+    "parameters for all": lambda s: s.generate_all([s, s.fork()], [SamplingParams()] * 2, stop_token_ids=[999]),
+    "parameters that go ill with one's own": lambda s: s.generate_all(
+        [s], [SamplingParams(min_tokens=3)], max_tokens=2
+    ),
     "no branches": lambda s: s.generate_all(5),
     "no branch": lambda s: s.generate_all([1]),
     "twice": lambda s: s.generate_all([s, s], max_tokens=2),
