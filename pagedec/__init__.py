@@ -19,6 +19,7 @@ from pagedec.errors import (
     RequestError,
     RequestsFailed,
     SessionLimit,
+    SessionTooSmall,
     WeightsWarning,
 )
 from pagedec.inputs import TextPrompt, TokensPrompt
@@ -73,6 +74,7 @@ __all__ = [
     "Session",
     "SessionBranch",
     "SessionLimit",
+    "SessionTooSmall",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokenTrie",

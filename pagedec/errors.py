@@ -107,6 +107,12 @@ class SessionLimit(InvalidArgument):
     code = "RESOURCE_EXHAUSTED"
 
 
+class SessionTooSmall(SessionLimit):
+    """One call asks for more than sessions may ever hold: nothing that ends or is closed makes room for it."""
+
+    code = "INVALID_ARGUMENT"
+
+
 class BranchBusy(PagedecError):
     """A call on this branch of a session has not ended; others may run at the same time, on others."""
 

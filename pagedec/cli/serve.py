@@ -25,7 +25,7 @@ from pagedec.cli.arguments import (
 )
 from pagedec.cli.console import DONE, FAILED, say
 from pagedec.config import EngineConfig
-from pagedec.errors import InvalidArgument, counted
+from pagedec.errors import InvalidArgument
 from pagedec.formats.generation import WRITTEN
 from pagedec.formats.named import files_of
 from pagedec.serve.server_config import ServerConfig
@@ -125,9 +125,7 @@ async def _serve(options: ServerConfig, config: EngineConfig) -> int:
         say("error: the engine has failed; its log says why")
         await server.stop()
         return FAILED
-    num_aborted = await server.end()
-    if num_aborted:
-        say(f"{counted(num_aborted, 'request')} {'was' if num_aborted == 1 else 'were'} aborted")
+    await server.end()
     return DONE
 
 

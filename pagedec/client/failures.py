@@ -19,6 +19,7 @@ from pagedec.errors import (
     PagedecError,
     RequestError,
     SessionLimit,
+    SessionTooSmall,
     Shown,
 )
 from pagedec.messages import DETAILS, DOMAIN
@@ -29,6 +30,7 @@ KINDS: dict[str, type[InvalidArgument]] = {
     "INVALID_FIELD": InvalidArgument,
     "FEATURE_NOT_AVAILABLE": FeatureNotAvailable,
     "SESSION_LIMIT": SessionLimit,
+    "SESSION_TOO_SMALL": SessionTooSmall,
 }
 GONE = ("SESSION_NOT_FOUND", "BRANCH_NOT_FOUND")
 REFUSED = ("LOADING", "DRAINING")

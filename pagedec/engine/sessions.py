@@ -27,7 +27,7 @@ from pagedec.engine.open_branches import (
     seed_of,
 )
 from pagedec.engine.options import read_options
-from pagedec.errors import BranchBusy, BranchClosed, InvalidArgument, RequestError, SessionLimit, Shown
+from pagedec.errors import BranchBusy, BranchClosed, InvalidArgument, RequestError, SessionLimit, SessionTooSmall, Shown
 from pagedec.outputs import BranchBlocks, SessionBlocks
 from pagedec.params import RequestParams
 
@@ -354,16 +354,19 @@ class Sessions:
             raise InvalidArgument(field, wrong, f"token ids must be from 0 to {size - 1}")
 
     def _check_branches(self, owner: Owner | None, count: int) -> None:
-        limits = self.limits
-        num = 0 if owner is None else len(owner.branches) + owner.num_coming
-        if num + count > limits.max_session_branches:
-            have = f"{num} branches, and {count} more"
-            raise SessionLimit("max_session_branches", Shown(have), f"a session may have {limits.max_session_branches}")
-        num = self.num_branches + self._num_coming
-        if num + count > limits.max_parked_branches:
-            have = f"{num} branches, and {count} more"
-            limit = f"all sessions together may have {limits.max_parked_branches}"
-            raise SessionLimit("max_parked_branches", Shown(have), limit)
+        have = 0 if owner is None else len(owner.branches) + owner.num_coming
+        self._check_limit("max_session_branches", owner, have, count, "a session may have")
+        have = self.num_branches + self._num_coming
+        self._check_limit("max_parked_branches", owner, have, count, "all sessions together may have")
+
+    def _check_limit(self, name: str, owner: Owner | None, have: int, count: int, who: str) -> None:
+        most: int = getattr(self.limits, name)
+        if have + count <= most:
+            return
+        unit = name.rpartition("_")[2]
+        is_never = count + (owner is not None) > most  # the branch itself stays, and a token of it
+        kind = SessionTooSmall if is_never else SessionLimit
+        raise kind(name, Shown(f"{have} {unit}, and {count} more"), f"{who} {most}")
 
     def _most_tokens(self, engine: Engine, branch: OpenBranch, params: RequestParams) -> int:
         """How many tokens a call's answers, or its continuations, may add."""
@@ -373,19 +376,14 @@ class Sessions:
         return params.num_answers * (room if params.max_tokens is None else min(params.max_tokens, room))
 
     def _check_size(self, owner: Owner | None, count: int) -> None:
-        limits = self.limits
         have = 0 if owner is None else len(owner.history) + owner.num_promised
-        if have + count > limits.max_session_tokens and owner is not None:
+        if have + count > self.limits.max_session_tokens and owner is not None:
             owner.size_before = 0
             self._used(owner)  # perhaps much of it is dead
             have = len(owner.history) + owner.num_promised
-        if have + count > limits.max_session_tokens:
-            value = Shown(f"{have} tokens, and {count} more")
-            raise SessionLimit("max_session_tokens", value, f"a session may hold {limits.max_session_tokens}")
+        self._check_limit("max_session_tokens", owner, have, count, "a session may hold")
         have = self.num_tokens + self._num_promised
-        if have + count > limits.max_parked_tokens:
-            value = Shown(f"{have} tokens, and {count} more")
-            raise SessionLimit("max_parked_tokens", value, f"all sessions together may hold {limits.max_parked_tokens}")
+        self._check_limit("max_parked_tokens", owner, have, count, "all sessions together may hold")
 
 
 def compile_grammar(engine: Engine, params: RequestParams) -> None:

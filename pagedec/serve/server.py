@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pagedec.engine.census import Census
+from pagedec.errors import counted
 from pagedec.llm.async_llm import AsyncLLM
 from pagedec.serve import ports
 from pagedec.serve.access import Keys
@@ -154,6 +155,7 @@ class Server:
         meanwhile ends this, too."""
         lifecycle = self.lifecycle
         lifecycle.set(State.DRAINING)
+        LOG.info("draining: %s; what runs may end within %g s", counted(len(self.gateway.running), "request"), timeout)
         await asyncio.sleep(grace)
         if lifecycle.state is not State.DRAINING:
             return 0
@@ -162,18 +164,18 @@ class Server:
         if await self._idle_within(timeout) or lifecycle.state is not State.DRAINING:
             return 0
         left = list(self.gateway.running)
+        LOG.warning("draining: %s left after %g s, aborted", counted(len(left), "request"), timeout)
         await self.gateway.llm.abort(left)
         await self._idle_within(LAST_SECONDS)
         return len(left)
 
-    async def end(self) -> int:
-        """What a termination signal asks for: drain for good, then stop. How many requests were aborted."""
+    async def end(self) -> None:
+        """What a termination signal asks for: drain for good, then stop."""
         self.lifecycle.is_ending = True
-        num_aborted = 0
         if self.lifecycle.state is not State.FAILED:
-            num_aborted = await self.drain(self.config.drain_grace, self.config.drain_timeout)
+            await self.drain(self.config.drain_grace, self.config.drain_timeout)
         await self.stop()
-        return num_aborted
+        LOG.info("stopped")
 
     async def stop(self, grace: float = LAST_SECONDS) -> None:
         """Close the ports and give up the model. May be called again."""

@@ -20,6 +20,7 @@ from pagedec.errors import (
     PagedecError,
     RequestError,
     SessionLimit,
+    SessionTooSmall,
     Shown,
     shown,
 )
@@ -93,6 +94,9 @@ def _bounded(text: str) -> str:
 def _read(error: BaseException) -> _Status:
     if isinstance(error, Refusal):
         return _Status(error.status, error.reason, str(error), retry=error.retry, quota=error.quota)
+    if isinstance(error, SessionTooSmall):
+        limit = {"field": error.field, **_value(error)}
+        return _Status("INVALID_ARGUMENT", "SESSION_TOO_SMALL", _told(error), quota=error.field, told=limit)
     if isinstance(error, SessionLimit):
         limit = {"field": error.field, **_value(error)}
         return _Status(

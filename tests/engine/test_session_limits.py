@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from pagedec import SamplingParams
-from pagedec.errors import InvalidArgument, RequestError, RequestsFailed, SessionLimit
+from pagedec.errors import InvalidArgument, RequestError, RequestsFailed, SessionLimit, SessionTooSmall
 from tests.engine.crowd import Tiny
 
 
@@ -106,3 +109,29 @@ def test_of_several_calls_of_which_one_fails_the_others_are_told(tiny: Tiny) -> 
         other.generate(good.clone(allowed_tokens_fn=fails))
     assert not isinstance(alone.value, RequestsFailed)
     assert [output.error for output in session.generate_all([session, other], good)] == [None, None]
+
+
+@pytest.mark.parametrize("kind", ["session", "parked"])
+def test_what_one_call_can_never_have_is_told_from_what_others_hold(tiny: Tiny, kind: str) -> None:
+    """Of a session with a branch of 3 tokens: 7 branches of 8 and 20 tokens of 24 may come when others have gone."""
+    llm = tiny(**{f"max_{kind}_branches": 8, f"max_{kind}_tokens": 24})
+    session = llm.session([5, 6, 7])
+    forks = session.fork(6)
+    session.append([5] * 2)
+    cases: list[tuple[Callable[[], Any], type[SessionLimit]]] = [
+        (lambda: session.fork(8), SessionTooSmall),
+        (lambda: session.fork(7), SessionLimit),
+        (lambda: session.append([5] * 24), SessionTooSmall),
+        (lambda: session.append([5] * 23), SessionLimit),
+        (lambda: session.generate(max_tokens=6, n=4), SessionTooSmall),
+        (lambda: session.generate(max_tokens=5, n=4), SessionLimit),
+        (lambda: session.generate(max_tokens=1, n=8, keep="all"), SessionTooSmall),
+        (lambda: llm.session([5] * 25), SessionTooSmall),
+    ]
+    for act, error in cases:
+        with pytest.raises(SessionLimit) as caught:
+            act()
+        assert type(caught.value) is error and caught.value.code == error.code
+    for fork in forks:
+        fork.close()
+    assert len(session.fork(7)) == 7

@@ -19,6 +19,7 @@ from pagedec import (
     RequestError,
     SamplingParams,
     SessionLimit,
+    SessionTooSmall,
 )
 from pagedec.client import AsyncClient
 from tests.serve.serving import Serving, client_of, plain
@@ -93,8 +94,12 @@ def test_errors_are_as_offline(serve: Serve, llm: LLM) -> None:
                         wrong(session)
                     errors.append((type(caught.value), str(caught.value)))
                 assert errors[0] == errors[1]
-            with pytest.raises(SessionLimit, match="^max_session_branches is 1 branches, and 9 more"):
+            with pytest.raises(SessionTooSmall, match="^max_session_branches is 1 branches, and 9 more"):
                 far.fork(9)
+            forks = far.fork(7)
+            with pytest.raises(SessionLimit, match="^max_session_branches is 8 branches, and 1 more") as full:
+                far.fork(1)
+            assert type(full.value) is SessionLimit and not any(fork.closed for fork in forks)
         for params in (
             SamplingParams(allowed_token_ids=[999]),
             SamplingParams(n=4, max_tokens=300, logit_bias={999: 1}),

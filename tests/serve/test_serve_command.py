@@ -100,7 +100,7 @@ def long(num_tokens: int) -> pb.GenerateStreamRequest:
 
 def test_a_drain(started: Callable[..., Process]) -> None:
     """Not serving; a grace in which requests are let in; then none; what runs ends, or is aborted; status 0."""
-    process = started("--drain-grace", "1.0", "--drain-timeout", "3.0", "--log-format", "json").ready()
+    process = started("--drain-grace", "2.0", "--drain-timeout", "3.0", "--log-format", "json").ready()
     short = process.generation.GenerateStream(long(100))
     endless = long(16000)
     endless.client_request_id = "endless"
@@ -125,8 +125,10 @@ def test_a_drain(started: Callable[..., Process]) -> None:
     )
     watch.cancel()
     assert process.wait() == 0
-    assert "pagedec: 1 request was aborted\n" in process.lines
     calls = [json.loads(line) for line in process.lines if line.startswith("{")]
+    said = [entry["message"] for entry in calls if entry["logger"] == "pagedec.serve"]
+    assert "draining: 2 requests; what runs may end within 3 s" in said
+    assert "draining: 1 request left after 3 s, aborted" in said and said[-1] == "stopped"
     told = [entry for entry in calls if entry.get("request_ids")]
     assert any(name.endswith("/endless") for entry in told for name in entry["request_ids"])
 
@@ -136,6 +138,7 @@ def test_nothing_to_drain_ends_at_once(started: Callable[..., Process]) -> None:
     process.signal(signal.SIGINT)
     assert process.wait() == 0
     assert not any("aborted" in line or "Traceback" in line for line in process.lines)
+    assert any("draining: 0 requests" in line for line in process.lines) and "stopped" in process.lines[-1]
 
 
 def test_a_second_signal_ends_it_at_once(started: Callable[..., Process]) -> None:

@@ -22,6 +22,7 @@ from pagedec.errors import (
     NotFound,
     RequestError,
     SessionLimit,
+    SessionTooSmall,
 )
 from pagedec.serve.statuses import Refusal, code_of, status_of
 from pagedec.v1 import admin_service_pb2 as ab
@@ -220,6 +221,7 @@ def test_unavailable_when_the_engine_has_failed(server_loop: Loop, tiny_path: Pa
         (InvalidArgument("n", 0, "must be more"), "INVALID_ARGUMENT", "INVALID_FIELD"),
         (FeatureNotAvailable("lora", "x", "is not there"), "UNIMPLEMENTED", "FEATURE_NOT_AVAILABLE"),
         (SessionLimit("max_parked_branches", 3, "no more"), "RESOURCE_EXHAUSTED", "SESSION_LIMIT"),
+        (SessionTooSmall("max_session_branches", 3, "never"), "INVALID_ARGUMENT", "SESSION_TOO_SMALL"),
         (NotFound("request", "x"), "NOT_FOUND", "REQUEST_NOT_FOUND"),
         (BranchBusy("0", "fork"), "FAILED_PRECONDITION", "BRANCH_BUSY"),
         (BranchClosed("0", "was closed"), "NOT_FOUND", "BRANCH_CLOSED"),
