@@ -47,7 +47,7 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         """Ends requests."""
         names = self._gateway.named(None if request.all else request.request_ids)
-        await self._gateway.llm.abort(names)
+        await self._gateway.abort(names)
         return pb.AbortResponse(num_aborted=len(names))
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Any) -> pb.FlushCacheResponse:

@@ -16,6 +16,8 @@ GAIN = 0.1
 """How much of a new interval between two ends is taken in."""
 LEAST_RETRY, MOST_RETRY = 0.1, 60.0
 """Seconds after which a refused client is told to try again."""
+KEPT = 1.5
+"""Seconds for which the last place is kept for one that was refused: a little longer than it is told to wait."""
 
 
 class Admission:
@@ -29,11 +31,19 @@ class Admission:
         self._tokens: Counter[str] = Counter()
         self._interval = 0.0  # seconds between the ends of two requests while all seats are taken
         self._last_end: float | None = None
+        self._wakes: list[Callable[[], None]] = []
+        self._last_refused = -math.inf  # when one that does not wait found no place
+        self._is_others_turn = False  # a stream had the last place the last time
 
     @contextlib.contextmanager
-    def seat(self, client: Client, num_tokens: int, seconds_left: float | None) -> Iterator[None]:
-        """A place for one request of at most `num_tokens`, until it has ended. Raises `Refusal`."""
-        self._check(client, num_tokens, seconds_left)
+    def seat(
+        self, client: Client, num_tokens: int, seconds_left: float | None, num_of_stream: int | None = None
+    ) -> Iterator[None]:
+        """A place for one request of at most `num_tokens`, until it has ended. `num_of_stream`: how many requests of
+        its stream have one, if it is of a stream whose requests wait. Raises `Refusal`."""
+        self._check(client, num_tokens, seconds_left, num_of_stream)
+        if self.num_inside + 1 == self._config.max_requests:
+            self._is_others_turn = num_of_stream is not None
         self.num_inside += 1
         self._requests[client.name] += 1
         self._tokens[client.name] += num_tokens
@@ -46,6 +56,26 @@ class Admission:
             self._tokens[client.name] -= num_tokens
             if not self._requests[client.name]:
                 del self._requests[client.name], self._tokens[client.name]
+            for wake in self._wakes:
+                wake()
+
+    @contextlib.contextmanager
+    def waiting(self, wake: Callable[[], None]) -> Iterator[None]:
+        """Have `wake` called whenever a place is given up, after those that came before."""
+        self._wakes.append(wake)
+        try:
+            yield
+        finally:
+            self._wakes.remove(wake)
+
+    def has_spare(self, num_of_stream: int) -> bool:
+        """Whether a stream may have one more place. It leaves the last one to those who do not wait; where it has none
+        at all it takes turns with them."""
+        num_free = self._config.max_requests - self.num_inside
+        if num_free != 1:
+            return num_free > 1
+        is_kept = self._is_others_turn and self._clock() - self._last_refused < KEPT
+        return not num_of_stream and not is_kept
 
     @property
     def wait(self) -> float:
@@ -58,10 +88,15 @@ class Admission:
         return client.max_tokens or self._config.max_client_tokens
 
     # ---- inside
-    def _check(self, client: Client, num_tokens: int, seconds_left: float | None) -> None:
+    def _check(self, client: Client, num_tokens: int, seconds_left: float | None, num_of_stream: int | None) -> None:
         config = self._config
         if self.num_inside >= config.max_requests:
+            if num_of_stream is None:
+                self._last_refused = self._clock()
             problem = f"{self.num_inside} requests run or wait, which is max_requests"
+            raise Refusal("RESOURCE_EXHAUSTED", "QUEUE_FULL", problem, self._retry())
+        if num_of_stream is not None and not self.has_spare(num_of_stream):
+            problem = f"{self.num_inside} requests run or wait, and the last place is left to others"
             raise Refusal("RESOURCE_EXHAUSTED", "QUEUE_FULL", problem, self._retry())
         most = client.max_requests or config.max_client_requests or math.inf
         if self._requests[client.name] >= most:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pagedec.constraints import TokenTrie
@@ -15,13 +15,13 @@ from pagedec.errors import InvalidArgument, NotFound
 from pagedec.llm.async_llm import LONG_PROMPT, AsyncLLM
 from pagedec.llm.front import renamed
 from pagedec.llm.prompts import read_prompt as prompt_of
-from pagedec.outputs import RequestOutput
-from pagedec.params import RequestParams
+from pagedec.outputs import CompletionOutput, RequestOutput
 from pagedec.serve.access import Client
 from pagedec.serve.admission import Admission
 from pagedec.serve.calls import RPC, SHOWN_ID
 from pagedec.serve.lifecycle import FAILED, LOADING, Lifecycle
 from pagedec.serve.orders import Limits, Order, check_chat, oversized, read_chat, read_prompt, width_of
+from pagedec.serve.queueing import Queued, Queueing
 from pagedec.serve.server_config import ServerConfig
 from pagedec.serve.statuses import Refusal
 from pagedec.text.chat_template import render_chat
@@ -44,6 +44,9 @@ class Watcher(Protocol):
     def over(self, name: str, error: BaseException | None) -> None:
         """Nothing more comes of it. `error`: why, where it did not end by itself."""
 
+    def waiting(self, count: int) -> None:
+        """So many requests of streams wait to be let in."""
+
 
 class _Open(NamedTuple):
     llm: AsyncLLM
@@ -62,6 +65,8 @@ class Gateway:
         self._open: _Open | None = None
         self.running: dict[str, Client] = {}
         """What runs or waits, by the engine's name for it."""
+        self._waiting: dict[str, Queued] = {}
+        """Of these, what waits for its turn in a stream's line."""
         self._numbers = itertools.count()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -91,6 +96,14 @@ class Gateway:
             return list(self.running)
         wanted = set(names)
         return [own for own, client in self.running.items() if {own, own.removeprefix(f"{client.name}/")} & wanted]
+
+    async def abort(self, names: Iterable[str]) -> None:
+        """End requests, by the engine's names. Those that wait for their turn as well: they are let in no more."""
+        names = list(names)
+        for name in names:
+            if name in self._waiting:
+                self._waiting[name].abort()
+        await self.llm.abort(names)
 
     # ---- what there is. Raises `Refusal` while the model is loaded
     @property
@@ -158,31 +171,46 @@ class Gateway:
         salt: str = "",
         name: str = "",
         *,
+        queueing: Queueing | None = None,
         resume: Resume | None = None,
         begun: Callable[[int], None] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one request of the call that runs; of the kind that the order's parameters say. Closing the
-        generator aborts the request before the next step. Raises `PagedecError` of every kind. `resume`, `begun`: see
-        `AsyncLLM.resumable`."""
+        generator aborts the request before the next step. Raises `PagedecError` of every kind. `queueing`: the line in
+        which it waits for its turn; None: one too many is refused. `resume`, `begun`: see `AsyncLLM.resumable`."""
         text, token_ids = prompt
         given = {"prompt": text, "prompt_token_ids": token_ids}
         whose = RPC.get().client.salted(salt)
+        queued = None if queueing is None else Queued(queueing)
 
         def begin(engine_name: str) -> AsyncGenerator[RequestOutput, None]:
+            if queued is not None and queued.is_aborted:
+                return self._aborted(engine_name, text, token_ids, order.params.num_answers)
             told = given, order.params, priority, whose, engine_name
             return self.llm.resumable(*told, resume=resume, begun=begun)
 
         with renamed("prompt.prompt_token_ids", "prompt"):
-            async with contextlib.aclosing(self.followed(begin, order, len(token_ids), name)) as outputs:
+            async with contextlib.aclosing(self.followed(begin, order, len(token_ids), name, queued)) as outputs:
                 async for output in outputs:
                     yield output
 
     async def followed(
-        self, begin: Callable[[str], AsyncGenerator[Out, None]], order: Order, num_prompt_tokens: int, name: str = ""
+        self,
+        begin: Callable[[str], AsyncGenerator[Out, None]],
+        order: Order,
+        num_prompt_tokens: int,
+        name: str = "",
+        queued: Queued | None = None,
     ) -> AsyncGenerator[Out, None]:
-        """The outputs of a request that `begin` begins under the name that it is given: let in, watched, and with the
-        client's own name."""
-        with self.begun(order, num_prompt_tokens, name) as engine_name, order.named():
+        """The outputs of a request that `begin` begins under the name that it is given: let in, when its turn in a
+        line has come (`queued`) or at once, watched, and with the client's own name."""
+        async with contextlib.AsyncExitStack() as held:
+            if queued is None:
+                engine_name = held.enter_context(self.begun(order, num_prompt_tokens, name))
+            else:
+                begun = self._begun_in_turn(queued, order, num_prompt_tokens, name)
+                engine_name = await held.enter_async_context(begun)
+            held.enter_context(order.named())
             async with contextlib.aclosing(begin(engine_name)) as outputs:
                 async for output in outputs:
                     for watcher in self.watchers:
@@ -195,29 +223,13 @@ class Gateway:
         client's. Raises `Refusal`, and `InvalidArgument` for one that is never let in."""
         self.require_serving()
         call = RPC.get()
-        engine_name = self._named(call.client, name)
-        most = num_prompt_tokens + width_of(order.params) * self._longest(order.params, num_prompt_tokens)
-        allowed = self.admission.most_tokens(call.client)
-        if allowed is not None and most > allowed:
-            with order.named():
-                raise oversized(order.params, num_prompt_tokens, allowed)
-        with self.admission.seat(call.client, most, call.seconds_left):
-            self.running[engine_name] = call.client
-            self._idle.clear()
-            for watcher in self.watchers:
-                watcher.begun(engine_name, order, num_prompt_tokens)
-            error: BaseException | None = None
-            try:
+        with self._known(name) as engine_name:
+            most = self._most_tokens(order, num_prompt_tokens)
+            with (
+                self.admission.seat(call.client, most, call.seconds_left),
+                self._watched(engine_name, order, num_prompt_tokens),
+            ):
                 yield engine_name
-            except BaseException as caught:
-                error = caught
-                raise
-            finally:
-                del self.running[engine_name]
-                if not self.running:
-                    self._idle.set()
-                for watcher in self.watchers:
-                    watcher.over(engine_name, error)
 
     def require_serving(self) -> None:
         """Raise `Refusal` where nothing more is let in."""
@@ -232,25 +244,85 @@ class Gateway:
             raise self.lifecycle.refusal or LOADING
         return self._open
 
-    def _longest(self, params: RequestParams, num_prompt_tokens: int) -> int:
-        room = max(0, self.limits.max_model_len - num_prompt_tokens)
-        return room if params.max_tokens is None else min(params.max_tokens, room)
+    @contextlib.asynccontextmanager
+    async def _begun_in_turn(
+        self, queued: Queued, order: Order, num_prompt_tokens: int, name: str
+    ) -> AsyncIterator[str]:
+        """As `begun`, when it is its turn; without a seat where that was aborted."""
+        self.require_serving()
+        call = RPC.get()
+        with self._known(name) as engine_name, contextlib.ExitStack() as held:
+            most = self._most_tokens(order, num_prompt_tokens)
 
-    def _named(self, client: Client, name: str) -> str:
-        """What the engine calls a request: clients may give theirs the same names."""
+            def seat(num_of_stream: int) -> contextlib.AbstractContextManager[None]:
+                self.require_serving()
+                return self.admission.seat(call.client, most, call.seconds_left, num_of_stream)
+
+            self._waiting[engine_name] = queued
+            self._tell_waiting()
+            try:
+                await queued.queueing.enter(queued, held, self.admission, seat)
+            finally:
+                del self._waiting[engine_name]
+                self._tell_waiting()
+            with self._watched(engine_name, order, num_prompt_tokens):
+                yield engine_name
+
+    def _tell_waiting(self) -> None:
+        for watcher in self.watchers:
+            watcher.waiting(len(self._waiting))
+
+    @contextlib.contextmanager
+    def _known(self, name: str) -> Iterator[str]:
+        """What the engine calls a request of the call that runs, until this is left: clients may give theirs the same
+        names."""
         if len(name) > SHOWN_ID:
             raise InvalidArgument("client_request_id", len(name), f"must have at most {SHOWN_ID} characters")
         call = RPC.get()
-        if not name:
-            engine_name = f"request-{next(self._numbers)}"
-        else:
-            engine_name = f"{client.name}/{name}"
-            if engine_name in self.running:
-                raise Refusal(
-                    "ALREADY_EXISTS", "REQUEST_EXISTS", "client_request_id is that of a request that still runs"
-                )
+        engine_name = f"{call.client.name}/{name}" if name else f"request-{next(self._numbers)}"
+        if engine_name in self.running:
+            raise Refusal("ALREADY_EXISTS", "REQUEST_EXISTS", "client_request_id is that of a request that still runs")
         call.note(engine_name)
-        return engine_name
+        self.running[engine_name] = call.client
+        self._idle.clear()
+        try:
+            yield engine_name
+        finally:
+            del self.running[engine_name]
+            if not self.running:
+                self._idle.set()
+
+    @contextlib.contextmanager
+    def _watched(self, engine_name: str, order: Order, num_prompt_tokens: int) -> Iterator[None]:
+        for watcher in self.watchers:
+            watcher.begun(engine_name, order, num_prompt_tokens)
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            for watcher in self.watchers:
+                watcher.over(engine_name, error)
+
+    async def _aborted(
+        self, name: str, text: str | None, token_ids: list[int], num_answers: int
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """What there is of a request that the engine was never told of."""
+        answers = [CompletionOutput(i, "", [], finish_reason="abort") for i in range(num_answers)]
+        yield RequestOutput(name, text, token_ids, answers, True, block_size=self.llm.kv_cache.block_size)
+
+    def _most_tokens(self, order: Order, num_prompt_tokens: int) -> int:
+        """Tokens that a request of the call that runs may come to. Raises `InvalidArgument` where it never may."""
+        params, room = order.params, max(0, self.limits.max_model_len - num_prompt_tokens)
+        longest = room if params.max_tokens is None else min(params.max_tokens, room)
+        most = num_prompt_tokens + width_of(params) * longest
+        allowed = self.admission.most_tokens(RPC.get().client)
+        if allowed is not None and most > allowed:
+            with order.named():
+                raise oversized(params, num_prompt_tokens, allowed)
+        return most
 
     def _text_tokens(self, text: str) -> tuple[str, list[int]]:
         _, token_ids, _ = prompt_of(text, "prompt.text", self.llm.tokenizer, self.limits.max_model_len - 1)

@@ -18,7 +18,7 @@ from pagedec.serve.lifecycle import DRAINING
 from pagedec.serve.orders import Order, read_order, where_nobody_waits
 from pagedec.serve.queueing import Queueing
 from pagedec.serve.side_by_side import side_by_side
-from pagedec.serve.statuses import Refusal, status_of
+from pagedec.serve.statuses import status_of
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import generation_service_pb2_grpc
 
@@ -61,7 +61,7 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[pb.GenerateBatchResponse]:
         """Many requests over one stream."""
         running: set[str] = set()
-        queueing = Queueing(lambda: self._gateway.admission.num_inside + 1 < self._gateway.config.max_requests)
+        queueing = Queueing()
         answers = side_by_side(request_iterator, lambda item: self._item(item, running, queueing))
         async with contextlib.aclosing(answers) as all_:
             async for answer in all_:
@@ -78,21 +78,17 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
             yield pb.GenerateBatchResponse(item_id=name, error=status_of(error))
             return
         running.add(name)
-        queueing.begin()
-        is_answered = False
         try:
             made = pb.GenerateBatchResponse(item_id=name, response=await self._generated(item.request, queueing))
-            is_answered = True
         except Exception as error:
             made = pb.GenerateBatchResponse(item_id=name, error=failure(error, RPC.get()))
         finally:
             running.discard(name)
-            queueing.end(is_answered)
         yield made
 
     async def _generated(self, request: pb.GenerateRequest, queueing: Queueing | None = None) -> pb.GenerateResponse:
         order = await self._read(request, RequestOutputKind.FINAL_ONLY, None)
-        async with contextlib.aclosing(self._outputs(request, order, queueing)) as outputs:
+        async with contextlib.aclosing(self._outputs(request, order, queueing=queueing)) as outputs:
             output = [output async for output in outputs][-1]
             if is_large(output):
                 return await asyncio.to_thread(as_response, output, _written(request, output))
@@ -103,19 +99,12 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         given = request.parameters, self._gateway.limits, kind, interval, _is_chat(request)
         return await where_nobody_waits(request.parameters, lambda: read_order(*given))
 
-    async def _outputs(self, request: Any, order: Order, queueing: Queueing | None = None, **told: Any) -> Any:
+    async def _outputs(self, request: Any, order: Order, **told: Any) -> AsyncGenerator[RequestOutput, None]:
         prompt = await self._gateway.tokens(request.prompt)
         given = prompt, order, request.priority, request.cache_salt, request.client_request_id
-        while True:
-            try:
-                async with contextlib.aclosing(self._gateway.outputs(*given, **told)) as outputs:
-                    async for output in outputs:
-                        yield output
-                return
-            except Refusal as refusal:
-                if queueing is None:
-                    raise
-                await queueing.wait(refusal)
+        async with contextlib.aclosing(self._gateway.outputs(*given, **told)) as outputs:
+            async for output in outputs:
+                yield output
 
 
 def _written(request: Any, output: RequestOutput) -> str:

@@ -80,6 +80,8 @@ class Metrics:
         )
         self._calls = Counter(PREFIX + "calls", "Calls that are over", ["method", "code"], registry=registry)
         self._model = Gauge(PREFIX + "cache_config_info", "What is served", INFO, registry=registry)
+        waiting = "Requests of GenerateBatch streams that wait to be let in"
+        self._waiting = Gauge(PREFIX + "num_batch_requests_waiting", waiting, registry=registry)
         states = Gauge(PREFIX + "server_state", "1 of the state that the server is in", ["state"], registry=registry)
         for state in State:
             states.labels(state.value).set_function(functools.partial(_is_in, lifecycle, state))
@@ -154,6 +156,10 @@ class Metrics:
         if end in (STOP, LENGTH, LATE):
             self._whole.observe(time.monotonic() - course.began)
             self._answered.observe(course.num_tokens)
+
+    def waiting(self, count: int) -> None:
+        """So many requests of streams wait to be let in."""
+        self._waiting.set(count)
 
     # ---- inside
     def _count(self, course: _Course, num_tokens: int) -> None:

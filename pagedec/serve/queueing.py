@@ -3,76 +3,105 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
 
+from pagedec.serve.admission import Admission
 from pagedec.serve.statuses import Refusal
 
 WAITED_FOR = ("QUEUE_FULL", "CLIENT_REQUESTS", "CLIENT_TOKENS")
 """Reasons that end when other requests do."""
 PAUSE = 0.1
-"""Seconds until it is asked again where nothing of the stream runs."""
+"""Seconds until it is asked again although no place was given up: limits and the server's state may have changed."""
 PATIENCE = 10.0
-"""Seconds for which nothing of the stream may have run before it is refused."""
-WOKEN = 2
-"""That wait are woken where one has ended: its place is one's, and there may be room for one more."""
+"""Seconds for which nothing of the stream may have run before those that wait are refused."""
+
+
+class Queued:
+    """One request of a stream that wants a place, in its stream's line."""
+
+    def __init__(self, queueing: Queueing) -> None:
+        self.queueing = queueing
+        self.is_aborted = False
+        self._woken = asyncio.Event()
+
+    def abort(self) -> None:
+        """Wait no more, and take no place."""
+        self.is_aborted = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Have it look whether it may go on."""
+        self._woken.set()
+
+    async def woken(self, seconds: float | None = None) -> None:
+        """Return when it is woken, or after so many seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._woken.wait()
+        self._woken.clear()
 
 
 class Queueing:
-    """Who of a stream runs, and who waits. Whoever waits is woken by one that ends, or looks himself where none runs.
+    """The line of one stream: first come, first served. The first in it alone asks, when a place was given up."""
 
-    Once all of the server's places were taken the stream leaves one free: others would never find any.
-    """
-
-    def __init__(self, has_spare: Callable[[], bool]) -> None:
-        """`has_spare`: whether the server has more than one place."""
-        self._has_spare = has_spare
-        self._present = self._under_way = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+    def __init__(self) -> None:
+        self._line: deque[Queued] = deque()
+        self._num_inside = 0
         self._idle_since: float | None = None
-        """Since when whoever is there has waited while none ran, and none was answered."""
+        """Since when there has been a line while nothing of the stream ran."""
 
-    def begin(self) -> None:
-        """One comes."""
-        self._present += 1
-        self._under_way += 1
-
-    def end(self, is_answered: bool) -> None:
-        """One is over."""
-        self._present -= 1
-        self._under_way -= 1
-        if is_answered or not self._present:
-            self._idle_since = None
-        self._wake()
-
-    async def wait(self, refusal: Refusal) -> None:
-        """Return when one that was refused may be asked again. Raises the refusal where no waiting helps."""
-        if refusal.reason not in WAITED_FOR:
-            raise refusal
-        is_full = refusal.reason == "QUEUE_FULL"
-        self._under_way -= 1
+    async def enter(
+        self,
+        queued: Queued,
+        held: contextlib.ExitStack,
+        admission: Admission,
+        seat: Callable[[int], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        """Return when a place is on `held`, or the request was aborted. `seat` is told how many of the stream have one.
+        Raises its `Refusal` where no waiting helps, or has helped."""
+        self._line.append(queued)
         try:
-            while self._under_way:
-                turn = asyncio.get_running_loop().create_future()
-                self._waiting.append(turn)
-                try:
-                    await turn
-                finally:
-                    if turn in self._waiting:
-                        self._waiting.remove(turn)
-                if not is_full or self._has_spare():
-                    return
-            now = time.monotonic()
-            self._idle_since = now if self._idle_since is None else self._idle_since
-            if now - self._idle_since > PATIENCE:
-                raise refusal
-            await asyncio.sleep(PAUSE)
+            while self._line[0] is not queued and not queued.is_aborted:
+                await queued.woken()
+            with admission.waiting(queued.wake):
+                while not queued.is_aborted and not self._has_entered(held, seat):
+                    await queued.woken(PAUSE)
         finally:
-            self._under_way += 1
+            self._leave(queued)
 
-    def _wake(self) -> None:
-        for _ in range(min(WOKEN, len(self._waiting))):
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
+    # ---- inside
+    def _has_entered(
+        self, held: contextlib.ExitStack, seat: Callable[[int], contextlib.AbstractContextManager[None]]
+    ) -> bool:
+        try:
+            held.enter_context(seat(self._num_inside))
+        except Refusal as refusal:
+            if refusal.reason not in WAITED_FOR or self._is_out_of_patience():
+                raise
+            return False
+        self._num_inside += 1
+        self._idle_since = None
+        held.callback(self._end)  # before the place is given up, and others look
+        return True
+
+    def _end(self) -> None:
+        self._num_inside -= 1
+
+    def _is_out_of_patience(self) -> bool:
+        if self._num_inside:
+            return False
+        now = time.monotonic()
+        if self._idle_since is None:
+            self._idle_since = now
+        return now - self._idle_since > PATIENCE
+
+    def _leave(self, queued: Queued) -> None:
+        was_first = self._line[0] is queued
+        self._line.remove(queued)
+        if not self._line:
+            self._idle_since = None
+        elif was_first:
+            self._line[0].wake()

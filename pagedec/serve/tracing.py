@@ -118,6 +118,9 @@ class Tracer:
             span.set_status(Status(StatusCode.ERROR, kind))  # its text may hold what a client has sent
         span.end()
 
+    def waiting(self, count: int) -> None:
+        """So many requests of streams wait to be let in: spans begin behind that."""
+
     def close(self) -> None:
         """Send what is left. Takes as long as the endpoint does."""
         self._provider.shutdown()

@@ -115,3 +115,37 @@ def test_a_client_s_own_limits_win() -> None:
     assert crowd.refused(Client(name="ada", max_requests=3, max_tokens=30)).reason == "CLIENT_REQUESTS"
     crowd.come(BOB)
     assert crowd.refused(BOB).reason == "CLIENT_REQUESTS"
+
+
+def test_the_last_place_is_left_to_those_who_do_not_wait() -> None:
+    """Unless nothing of a stream is inside; then they take turns."""
+    crowd = Crowd(max_requests=2)
+    own = crowd.admission
+    assert own.has_spare(0) and own.has_spare(1)
+    with own.seat(ADA, 1, None, 0):
+        assert own.has_spare(0) and not own.has_spare(1)
+        with pytest.raises(Refusal, match="^1 requests run or wait, and the last place is left to others$"):
+            own.seat(ADA, 1, None, 1).__enter__()
+        with own.seat(BOB, 1, None, 0):
+            assert not own.has_spare(0) and crowd.refused().reason == "QUEUE_FULL"
+        assert not own.has_spare(0), "the one who was refused may come again"
+        crowd.clock.now += 2
+        assert own.has_spare(0)
+        with own.seat(BOB, 1, None, 0):
+            crowd.refused()
+        crowd.come()
+        crowd.refused()
+        crowd.end(0)
+        assert own.has_spare(0), "others had it"
+
+
+def test_who_waits_is_woken_when_a_place_is_given_up() -> None:
+    crowd, woken = Crowd(max_requests=1), list[int]()
+    crowd.come()
+    with crowd.admission.waiting(lambda: woken.append(1)), crowd.admission.waiting(lambda: woken.append(2)):
+        crowd.refused()
+        assert not woken
+        crowd.end(0)
+    crowd.come()
+    crowd.end(0)
+    assert woken == [1, 2]

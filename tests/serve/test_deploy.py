@@ -74,7 +74,7 @@ def test_the_dashboard_shows_what_is_measured() -> None:
     for name in (
         "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket",
         "e2e_request_latency_seconds_bucket", "request_queue_time_seconds_bucket", "num_requests_running",
-        "num_requests_waiting", "kv_cache_usage_perc",
+        "num_requests_waiting", "num_batch_requests_waiting", "kv_cache_usage_perc",
         "kv_blocks", "prefix_cache_hits_total", "num_preemptions_total", "forks_total", "copied_blocks_total",
         "kv_blocks_shared", "kv_blocks_saved", "rollback_tokens_total", "leaked_blocks",
         "spec_decode_num_accepted_tokens_per_pos_total", "requests_finished_total", "calls_total", "sessions",
