@@ -7,8 +7,9 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+T = TypeVar("T")
 MAX_PROBLEM = 4000
 """Characters of what is wrong with a file, long lists of names included."""
 MAX_SHOWN = 200
@@ -49,8 +50,9 @@ def in_one_line(error: BaseException) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """So many of something, as "1 token" or "2 tokens"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """So many of something, as "1 token", "2 tokens" or "2 branches"."""
+    plural = f"{noun}es" if noun.endswith(("ch", "s", "sh", "x")) else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
 
 
 def cut(text: str, most: int = MAX_SHOWN) -> str:
@@ -208,8 +210,9 @@ class DeviceError(RequestError):
 class RequestsFailed(RequestError):
     """Some requests of a call could not be carried out; it is raised when the others are done.
 
-    `outputs` has one output for each prompt, in their order: of those that failed with `error` set, and no answers.
-    `errors` are all that went wrong; this one says what the first of them says.
+    `outputs` has one output for each prompt, in their order: of those that failed with `error` set, and no answers; of
+    scores, which have no `error`, the error itself. `errors` are all that went wrong; this one says what the first of
+    them says.
     """
 
     def __init__(self, errors: Sequence[RequestError], outputs: Sequence[object]) -> None:
@@ -218,14 +221,24 @@ class RequestsFailed(RequestError):
         self.errors, self.outputs = list(errors), list(outputs)
 
     def __str__(self) -> str:
-        first = next(
-            (i for i, output in enumerate(self.outputs) if getattr(output, "error", None) is self.errors[0]), None
-        )
+        first = next((i for i, output in enumerate(self.outputs) if _error_of(output) is self.errors[0]), None)
         where = "" if first is None else f"outputs[{first}], "
         more = (
             f"; and {len(self.errors) - 1} more of {len(self.outputs)} requests failed" if len(self.errors) > 1 else ""
         )
-        return f"{where}{super().__str__()}{more}"
+        return f"{where}{self.errors[0]}{more}"
+
+
+def unless_failed(outputs: Sequence[T | RequestError]) -> list[T]:
+    """The outputs of several requests. Raises `RequestsFailed` with all of them where some have failed."""
+    errors = [error for error in map(_error_of, outputs) if error is not None]
+    if errors:
+        raise RequestsFailed(errors, outputs) from errors[0]
+    return [output for output in outputs if not isinstance(output, RequestError)]
+
+
+def _error_of(output: object) -> RequestError | None:
+    return output if isinstance(output, RequestError) else getattr(output, "error", None)
 
 
 class CallInterrupted(KeyboardInterrupt):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, overload
 from pagedec.engine.engine import Engine
 from pagedec.engine.open_branches import OpenBranch, closing
 from pagedec.llm.branches import Handle, Turns
-from pagedec.llm.going import Going, Scored, all_written
+from pagedec.llm.going import Going, Scored, all_scored, all_written
 from pagedec.llm.readers import Reader, outputs_of
 from pagedec.llm.several import all_at_once, generating, scoring
 from pagedec.outputs import BranchOutput, ContinuationScore, Mark, SessionBlocks
@@ -103,10 +103,10 @@ class AsyncSessionBranch(Handle):
         *,
         logprobs: int = 0,
     ) -> list[list[ContinuationScore]]:
-        """`score` on several branches in one batch: a list of continuations for each."""
+        """`score` on several branches in one batch; see `SessionBranch.score_all`."""
         calls = scoring(self, branches, continuations, logprobs)
         await self._run([call for call in calls if not call.is_empty])
-        return await asyncio.to_thread(lambda: [call.results() for call in calls])
+        return await asyncio.to_thread(all_scored, calls)
 
     async def close(self) -> None:
         """Let the branch go; a call on it fails. May be called again."""

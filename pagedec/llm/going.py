@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pagedec.decoders.scoring import ScoreParams
 from pagedec.engine.engine import Engine, FinishedRequest
 from pagedec.engine.open_branches import SCORES, OpenBranch, OpenCall
-from pagedec.errors import RequestError, RequestsFailed
+from pagedec.errors import RequestError, unless_failed
 from pagedec.llm.prompts import Job
 from pagedec.llm.room import within_pool
 from pagedec.llm.streams import Stream
@@ -71,22 +72,39 @@ class Going(Generic[B]):
 
 
 def all_written(calls: Sequence[Going[B]], read: Iterable[Iterator[RequestOutput]]) -> list[BranchOutput[B]]:
-    """What calls have ended with, in their order. Raises a single one's `RequestError`, and of several, where any have
-    failed, `RequestsFailed` with the outputs of all."""
+    """What calls have ended with, in their order. Raises `RequestsFailed`, with the outputs of all, where any have
+    failed."""
     outputs: list[BranchOutput[B]] = []
-    errors: list[RequestError] = []
     for call, news in zip(calls, read, strict=True):
         try:
             outputs.append(call.written(next(news)))
         except RequestError as error:
-            if len(calls) == 1:
-                raise
             job = call.stream.job
-            errors.append(error)
             outputs.append(BranchOutput(job.request_id, job.prompt, job.token_ids, [], True, error=error))
-    if errors:
-        raise RequestsFailed(errors, outputs) from errors[0]
-    return outputs
+    return unless_failed(outputs)
+
+
+class Outputs(Generator[BranchOutput[B], None, None]):
+    """The outputs of a call that has begun. `close` ends the call, also where none was read: a generator's own skips
+    the `finally` of what it has not begun to run."""
+
+    def __init__(self, call: Going[B], read: Generator[BranchOutput[B], None, None]) -> None:
+        self._call, self._read = call, read
+
+    def send(self, value: None = None) -> BranchOutput[B]:
+        """The next output."""
+        return self._read.send(value)
+
+    def throw(self, typ: Any, val: Any = None, tb: Any = None) -> BranchOutput[B]:
+        """End the call, and raise."""
+        self.close()
+        return super().throw(typ, val, tb)
+
+    def close(self) -> None:
+        """End the call. May be called again."""
+        if inspect.getgeneratorstate(self._read) == inspect.GEN_CREATED:
+            self._call.leave()
+        self._read.close()
 
 
 class Scored:
@@ -150,6 +168,18 @@ class Scored:
             total = float(sum(entry.logprob for entry in found))
             scores.append(ContinuationScore(text, list(row), total, [table for table in tables if table is not None]))
         return scores
+
+
+def all_scored(calls: Sequence[Scored]) -> list[list[ContinuationScore]]:
+    """What calls have ended with, in their order. Raises `RequestsFailed`, with the scores of the others, where any
+    have failed."""
+    found: list[list[ContinuationScore] | RequestError] = []
+    for call in calls:
+        try:
+            found.append(call.results())
+        except RequestError as error:
+            found.append(error)
+    return unless_failed(found)
 
 
 class Ending(Stream):

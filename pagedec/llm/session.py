@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import contextlib
+from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, overload
 
 from pagedec.llm.branches import Handle
-from pagedec.llm.going import Going, Scored, all_written
+from pagedec.llm.going import Going, Outputs, Scored, all_scored, all_written
 from pagedec.llm.several import all_at_once, generating, scoring
 from pagedec.outputs import BranchOutput, ContinuationScore, Mark, SessionBlocks
 from pagedec.text.chat_template import Message
@@ -34,8 +35,9 @@ class SessionBranch(Handle):
         Raises `InvalidArgument` before anything has changed, and `RequestError` where the request fails; the branch is
         then as before.
         """
-        [output] = self._generate_all([self._generating(sampling_params, keep, fields, False)])
-        return output
+        going = self._generating(sampling_params, keep, fields, False)
+        with self._run([going]):
+            return going.written(next(going.stream.read()))
 
     def stream(
         self, sampling_params: Any = None, *, keep: str | int = "first", **fields: Any
@@ -44,7 +46,7 @@ class SessionBranch(Handle):
         was."""
         going = self._generating(sampling_params, keep, fields, True)
         self._front.loop.at_once(going.begin)
-        return self._read(going)
+        return Outputs(going, self._read(going))
 
     def _read(self, going: Going[SessionBranch]) -> Generator[BranchOutput[SessionBranch], None, None]:
         try:
@@ -83,8 +85,9 @@ class SessionBranch(Handle):
         """How probable the model takes each of these continuations to be, one result each. Nothing is appended; what
         they share is evaluated once. `logprobs`: so many of the most probable tokens are reported beside each token,
         -1: all."""
-        [scores] = self._score_all([self._scoring(continuations, logprobs)])
-        return scores
+        scored = self._scoring(continuations, logprobs)
+        with self._run([] if scored.is_empty else [scored]):
+            return scored.results()
 
     def blocks(self, branches: Sequence[SessionBranch] | None = None) -> SessionBlocks:
         """KV blocks that these branches hold now, by default this one alone."""
@@ -115,7 +118,9 @@ class SessionBranch(Handle):
         """`generate` on several branches, of this session or of others, in one batch; `sampling_params` is one object
         for all or one for each. Begins all of the calls or none; raises `RequestsFailed`, with the outputs of all,
         where some fail."""
-        return self._generate_all(generating(self, branches, sampling_params, keep, fields))
+        calls = generating(self, branches, sampling_params, keep, fields)
+        with self._run(calls):
+            return all_written(calls, (call.stream.read() for call in calls))
 
     def score_all(
         self,
@@ -124,27 +129,22 @@ class SessionBranch(Handle):
         *,
         logprobs: int = 0,
     ) -> list[list[ContinuationScore]]:
-        """`score` on several branches in one batch: a list of continuations for each."""
-        return self._score_all(scoring(self, branches, continuations, logprobs))
+        """`score` on several branches in one batch: a list of continuations for each. Begins all of the calls or none;
+        raises `RequestsFailed` where some fail: in its `outputs` their errors stand among the others' scores."""
+        calls = scoring(self, branches, continuations, logprobs)
+        with self._run([call for call in calls if not call.is_empty]):
+            return all_scored(calls)
 
-    def _generate_all(self, calls: Sequence[Going[SessionBranch]]) -> list[BranchOutput[SessionBranch]]:
+    @contextlib.contextmanager
+    def _run(self, calls: Sequence[Going[SessionBranch]] | Sequence[Scored]) -> Iterator[None]:
+        """Begin calls together, and wait until all are over. Left, those that are not are ended."""
         loop = self._front.loop
         try:
             loop.at_once(all_at_once(calls))
             loop.drive(lambda: all(call.stream.is_over for call in calls))
-            return all_written(calls, (call.stream.read() for call in calls))
+            yield
         finally:
             for call in calls:
-                call.leave()
-
-    def _score_all(self, calls: Sequence[Scored]) -> list[list[ContinuationScore]]:
-        loop, going = self._front.loop, [call for call in calls if not call.is_empty]
-        try:
-            loop.at_once(all_at_once(going))
-            loop.drive(lambda: all(call.stream.is_over for call in going))
-            return [call.results() for call in calls]
-        finally:
-            for call in going:
                 call.leave()
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from pagedec.blame import of_params
 from pagedec.engine.engine import Engine
-from pagedec.errors import InvalidArgument, Shown
-from pagedec.llm.branches import Handle, branches_of
+from pagedec.errors import InvalidArgument, Shown, counted
+from pagedec.llm.branches import branches_of
 from pagedec.llm.going import B, Going, Scored
 
 
@@ -23,7 +23,7 @@ def generating(
     is_list = isinstance(sampling_params, (list, tuple))
     each = list(sampling_params) if is_list else [sampling_params] * len(many)
     if len(each) != len(many):
-        limit = f"must be one, or one for each of {_counted(many)}"
+        limit = f"must be one, or one for each of {counted(len(many), 'branch')}"
         raise InvalidArgument("sampling_params", Shown(f"a list of {len(each)}"), limit)
     calls = []
     for i, (branch, own) in enumerate(zip(many, each, strict=True)):
@@ -40,7 +40,8 @@ def scoring(handle: B, branches: Sequence[B], continuations: Any, logprobs: int)
     is_list = isinstance(continuations, Sequence) and not isinstance(continuations, (str, bytes))
     if not is_list or len(continuations) != len(many):
         value = Shown(f"a list of {len(continuations)}") if is_list else continuations
-        raise InvalidArgument("continuations", value, f"must hold a list for each of {_counted(many)}")
+        limit = f"must hold a list for each of {counted(len(many), 'branch')}"
+        raise InvalidArgument("continuations", value, limit)
     named = zip(many, continuations, (f"continuations[{i}]" for i in range(len(many))), strict=True)
     return [branch._scoring(own, logprobs, field) for branch, own, field in named]
 
@@ -68,7 +69,3 @@ def _branches(handle: B, branches: Any) -> list[B]:
         if any(branch._branch is other._branch for other in many[:i]):
             raise InvalidArgument(f"branches[{i}]", branch, "must be in the list once: one call at a time runs on it")
     return many
-
-
-def _counted(branches: Sequence[Handle]) -> str:
-    return f"{len(branches)} branch{'' if len(branches) == 1 else 'es'}"

@@ -40,7 +40,7 @@ def summary(tree: AnswerTree) -> str:
     if tree.names is None:
         parts = [f"{counted(num, 'answer')} to a prompt of {counted(tokens, 'token')}"]
     else:
-        parts = [f"{num} branch{'' if num == 1 else 'es'} behind {counted(tokens, 'token')}"]
+        parts = [f"{counted(num, 'branch')} behind {counted(tokens, 'token')}"]
     parts.append(counted(tree.num_forks, "fork"))
     if tree.block_size is not None:
         blocks, apart = tree.num_blocks, tree.num_blocks_unshared

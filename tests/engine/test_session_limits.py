@@ -108,7 +108,25 @@ def test_of_several_calls_of_which_one_fails_the_others_are_told(tiny: Tiny) -> 
     with pytest.raises(RequestError, match="its constraint") as alone:
         other.generate(good.clone(allowed_tokens_fn=fails))
     assert not isinstance(alone.value, RequestsFailed)
+    with pytest.raises(RequestsFailed, match=r"^outputs\[0\], request .*: its constraint") as only:
+        session.generate_all([other], good.clone(allowed_tokens_fn=fails))
+    assert [output.error for output in only.value.outputs] == only.value.errors
     assert [output.error for output in session.generate_all([session, other], good)] == [None, None]
+
+
+def test_of_several_scores_of_which_one_fails_the_others_are_told(tiny: Tiny) -> None:
+    llm = tiny(max_num_batched_tokens=16)
+    session = llm.session([5] * 40)
+    other, third = session.fork(2)
+    lists = [[[5, 6], [7]], [[8] * 9], [[9]]]
+    wanted = [session.score(lists[0]), third.score(lists[2])]
+    ending = [lambda: llm.engine.sessions.close(llm.engine, other._branch)]
+    llm.loop.after_step.append(lambda: ending.pop()() if ending else None)
+    with pytest.raises(RequestsFailed, match=r"^outputs\[1\], request .*: branch 0.0, from which it ") as caught:
+        session.score_all([session, other, third], lists)
+    first, failed, last = caught.value.outputs
+    assert [first, last] == wanted and [failed] == caught.value.errors and isinstance(failed, RequestError)
+    assert not isinstance(failed, RequestsFailed) and session.num_tokens == 40
 
 
 @pytest.mark.parametrize("kind", ["session", "parked"])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pagedec import LLM, AsyncLLM, SamplingParams
-from pagedec.errors import BranchBusy, InvalidArgument, PagedecError
+from pagedec.errors import BranchBusy, InvalidArgument, PagedecError, RequestsFailed
 from pagedec.llm.async_session import AsyncSessionBranch
 from tests.engine.crowd import Tiny
 from tests.engine.test_session_programs import assert_nothing_left
@@ -155,6 +155,33 @@ def test_several_branches_of_coroutines(asynchronous: AsyncLLM) -> None:
             with pytest.raises(InvalidArgument, match="branches is .*: must be a list of branches"):
                 await session.generate_all(one, PARAMS)  # type: ignore[arg-type]
             assert (await one.generate(PARAMS)).finished
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("what", ["generate", "score"])
+def test_of_several_coroutines_of_which_one_fails_the_others_are_told(asynchronous: AsyncLLM, what: str) -> None:
+    loop = asynchronous.loop
+
+    async def main() -> None:
+        async with asynchronous.session([5, 6, 7], seed=7) as session:
+            branches = await session.fork(2)
+            [wanted] = await session.score_all(branches[:1], [[[5, 6]]])
+            await asyncio.wrap_future(loop.pause())
+            lists = [[[5, 6]], [[7]]]
+            both = session.score_all(branches, lists) if what == "score" else session.generate_all(branches, PARAMS)
+            call = asyncio.create_task(both)
+            while len(asynchronous.engine.scheduler.requests) < 2:
+                await asyncio.sleep(0.005)
+            await branches[1].close()
+            loop.pause(False)
+            with pytest.raises(RequestsFailed, match=r"^outputs\[1\], request .*: branch 0.1, from which it") as caught:
+                await call
+            told, failed = caught.value.outputs
+            if what == "score":
+                assert told == wanted and [failed] == caught.value.errors
+            else:
+                assert told.finished and branches[0].num_tokens == 9 and [failed.error] == caught.value.errors
 
     asyncio.run(main())
 
