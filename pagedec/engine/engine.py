@@ -127,7 +127,8 @@ class Engine:
         home: Call | None = None,
         resume: Resume | None = None,
     ) -> Request:
-        """Check a request and make all it needs; `add` takes it as it is. May be called by any thread, one at a time.
+        """Check a request and make all it needs; `add` takes it as it is. Any thread may call it: several at the same
+        time where all but one of them bring a seed, since those without are numbered.
 
         `params` is of a registered decoder's parameter type, and kept. Where its seed is None, the engine's seed and
         the number of such requests before it name the randomness. Lower `priority` runs earlier; prefix cache blocks
