@@ -10,8 +10,8 @@ from typing import Any, Self, TypeVar, overload
 from pagedec.client.async_route import learned, together
 from pagedec.client.connection import Inquiry
 from pagedec.client.failures import last_of
-from pagedec.client.handle import RemoteHandle
-from pagedec.errors import BranchClosed
+from pagedec.client.handle import RemoteHandle, output_of
+from pagedec.errors import BranchClosed, unless_failed
 from pagedec.outputs import BranchOutput, BranchState, ContinuationScore, Mark, SessionBlocks, SessionState
 from pagedec.tree import AnswerTree
 
@@ -96,7 +96,8 @@ class AsyncRemoteBranch(RemoteHandle):
         """`generate` on several branches at the same time; see `RemoteBranch.generate_all`."""
         asks = self._generating_all(branches, sampling_params, keep, fields)
         await self._tidy()
-        return await together([self._whole(ask, timeout) for ask in asks])
+        found = await together([self._whole(ask, timeout) for ask in asks])
+        return unless_failed([output_of(one) for one in found])
 
     async def score_all(
         self,
@@ -105,11 +106,10 @@ class AsyncRemoteBranch(RemoteHandle):
         *,
         logprobs: int = 0,
     ) -> list[list[ContinuationScore]]:
-        """`score` on several branches at the same time: a list of continuations for each."""
+        """`score` on several branches at the same time; see `RemoteBranch.score_all`."""
         asks = self._scoring_all(branches, continuations, logprobs)
         await self._tidy()
-        scores: list[list[ContinuationScore]] = await self._held.line.ask_all(asks)
-        return scores
+        return unless_failed(await together([self._held.line.ask(ask) for ask in asks]))
 
     async def close(self) -> None:
         """Let the branch go; a call on it fails. May be called again."""

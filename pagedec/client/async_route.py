@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import grpc.aio
 
 from pagedec.client.connection import SERVICES, Deadline, Inquiry, Steady, Way, find, remaining, require_open
 from pagedec.client.token_pieces import Out, TokenPieces
+from pagedec.errors import RequestError
 from pagedec.params import RequestParams
 
 T = TypeVar("T")
@@ -39,10 +40,6 @@ class AsyncRoute:
                     raise failure from None
                 await asyncio.sleep(pause)
         raise AssertionError
-
-    async def ask_all(self, asks: Sequence[Inquiry[T]]) -> list[T]:
-        """The answers of several unary calls that go out together."""
-        return await together([self.ask(ask) for ask in asks])
 
     async def read(self, ask: Inquiry[T], timeout: float | None = None) -> AsyncGenerator[T, None]:
         """The answers of a call, one by one; see `Route.begin`. Leaving them ends the call."""
@@ -84,15 +81,22 @@ class AsyncRoute:
         return method(ask.message, timeout=remaining(deadline), metadata=self.way.metadata)
 
 
-async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What calls bring that run at the same time. Where one fails the others are ended."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
+async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T | RequestError]:
+    """What calls bring that run at the same time; see `Route.together`."""
+    tasks = [asyncio.ensure_future(_or_failure(call)) for call in calls]
     try:
         return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _or_failure(call: Awaitable[T]) -> T | RequestError:
+    try:
+        return await call
+    except RequestError as error:
+        return error
 
 
 async def learned(line: AsyncRoute, pieces: TokenPieces, output: Out, params: RequestParams) -> Out:

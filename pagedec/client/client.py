@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -147,15 +148,13 @@ class Client:
     ) -> Generator[RequestOutput, None, None]:
         """The answers to one prompt as they grow; see `LLM.stream`. Closing the iterator ends the request."""
         order, question = as_order(priority), Question.of("prompt", prompt, sampling_params, cache_salt)
-        return self._stream(question, self._line.begin(question.growing(self._model, order, request_id), timeout))
+        ask = question.growing(self._model, order, request_id)
 
-    def _stream(
-        self, question: Question, outputs: Generator[RequestOutput | None, None, None]
-    ) -> Generator[RequestOutput, None, None]:
-        with contextlib.closing(outputs):
-            for output in outputs:
-                if output is not None:
-                    yield self._spelled(output, question)
+        def read(told: pb.GenerateStreamResponse) -> RequestOutput | None:
+            output = ask.read(told)
+            return None if output is None else self._spelled(output, question)
+
+        return self._line.begin(replace(ask, read=read), timeout)
 
     # ---- branches
     def session(

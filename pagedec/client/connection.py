@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -13,15 +13,14 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from pagedec.client.asking import FIELDS
-from pagedec.client.failures import UNTOLD, ServerError, failure_of, pause_after, pause_between, recalled
+from pagedec.client.failures import UNTOLD, ServerError, failure_of, last_of, pause_after, pause_between, recalled
 from pagedec.client.telling import Growing
-from pagedec.errors import InvalidArgument, PagedecError, Shown
+from pagedec.errors import InvalidArgument, PagedecError, RequestError, Shown
 from pagedec.fields import Integer, Number
 from pagedec.v1 import generation_service_pb2_grpc, model_service_pb2_grpc, session_service_pb2_grpc
 
 T = TypeVar("T")
 TARGET = "127.0.0.1:50051"
-MOST_THREADS = 64
 KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS = 30_000, 10_000
 """While calls run: a server that is gone without a word is noticed so."""
 RESUME_SECONDS = 60.0
@@ -160,7 +159,8 @@ class Steady(Generic[T]):
         """After how many seconds to ask what. Raises the failure, with what has come, where nothing helps."""
         growing = self._growing
         if not self.has_begun:
-            pause = self._way.pause(failure, self._pauses, self._deadline, is_safe=growing is not None)
+            is_safe = self._ask.is_safe or growing is not None
+            pause = self._way.pause(failure, self._pauses, self._deadline, is_safe)
             if pause is None:
                 raise failure from None
             self._pauses += 1
@@ -215,47 +215,129 @@ class Route:
                 time.sleep(pause)
         raise AssertionError
 
-    def ask_all(self, asks: Sequence[Inquiry[T]]) -> list[T]:
-        """The answers of several unary calls that go out together."""
-        if len(asks) < 2:
-            return [self.ask(ask) for ask in asks]
-        with ThreadPoolExecutor(min(len(asks), MOST_THREADS), thread_name_prefix="pagedec-client") as threads:
-            return list(threads.map(self.ask, asks))
+    def begin(self, ask: Inquiry[T] | Inquiry[T | None], timeout: float | None = None) -> Answers[T]:
+        """Begin a call whose answers come one by one; what is read as None is left out. Leaving them ends the call. It
+        is asked again where the server has refused it for now."""
+        return Answers(self, ask, self.way.deadline(timeout))
 
-    def begin(self, ask: Inquiry[T], timeout: float | None = None) -> Generator[T, None, None]:
-        """Begin a call whose answers come one by one. Leaving them ends the call. It is asked again where the server
-        has refused it for now."""
-        deadline = self.way.deadline(timeout)
-        return self._read(ask, self._call(ask, deadline), deadline)
+    def together(self, asks: Sequence[Inquiry[T]], timeout: float | None = None) -> list[T | RequestError]:
+        """What calls bring that go out at the same time: the last answer of each, or the `RequestError` that it has
+        failed with. Any other failure is of all: it is raised as soon as it is known, and the others are ended."""
+        calls: list[Answers[T]] = []
+        refusals: list[PagedecError] = []
 
-    def _read(self, ask: Inquiry[T], call: Any, deadline: Deadline | None) -> Generator[T, None, None]:
-        steady = Steady(self.way, ask, deadline)
+        def refused(failure: PagedecError) -> None:  # perhaps while an earlier one is read
+            refusals.append(failure)
+            for call in list(calls):
+                call.close()
+
+        deadline, found = self.way.deadline(timeout), list[T | RequestError]()
         try:
-            while True:
+            for ask in asks:
+                if not refusals:
+                    calls.append(Answers(self, ask, deadline, refused))
+            for call in calls:
                 try:
-                    for answer in call:
-                        if not answer.ByteSize():
-                            continue  # it says nothing: what a proxy had to send before an error
-                        steady.has_begun = True
-                        yield ask.read(answer)
-                    return
-                except grpc.RpcError as error:
-                    failure = ask.failure(error, deadline)
-                pause, again = steady.again(failure)
-                time.sleep(pause)
-                call = self._call(again, deadline)
+                    found.append(last_of(call))
+                except RequestError as error:
+                    found.append(error)
         finally:
-            call.cancel()
+            for call in calls:
+                call.close()
+        if refusals:
+            raise refusals[0]
+        return found
 
-    def _call(self, ask: Inquiry[T], deadline: Deadline | None) -> Any:
+    def start(self, ask: Inquiry[Any], deadline: Deadline | None) -> tuple[Any, Iterator[Any]]:
+        """A call, and its answers as they come."""
+        method, message, told = self._prepared(ask, deadline)
+        if isinstance(method, grpc.UnaryUnaryMultiCallable):
+            call = method.future(message, **told)
+            return call, (done.result() for done in [call])
+        call = method(message, **told)
+        return call, (answer for answer in call if answer.ByteSize())  # a proxy may send nothing before an error
+
+    def _call(self, ask: Inquiry[Any], deadline: Deadline | None) -> Any:
+        method, message, told = self._prepared(ask, deadline)
+        return method(message, **told)
+
+    def _prepared(self, ask: Inquiry[Any], deadline: Deadline | None) -> tuple[Any, Any, dict[str, Any]]:
         require_open(self.is_closed)
         message = iter(ask.message) if isinstance(ask.message, list) else ask.message
-        return find(self._stubs, ask.rpc)(message, timeout=remaining(deadline), metadata=self.way.metadata)
+        return find(self._stubs, ask.rpc), message, {"timeout": remaining(deadline), "metadata": self.way.metadata}
 
     def close(self) -> None:
         """Give up the channel; what runs is cancelled."""
         self.is_closed = True
         self.channel.close()
+
+
+class Answers(Generator[T, None, None]):
+    """A call's answers, one by one. `close` ends the call, in any thread, and where none was read, too: a generator's
+    own would skip the `finally` of what it has not begun to run."""
+
+    def __init__(
+        self,
+        route: Route,
+        ask: Inquiry[T] | Inquiry[T | None],
+        deadline: Deadline | None,
+        refused: Callable[[PagedecError], None] | None = None,
+    ) -> None:
+        """`refused` is told, by another thread, of a failure that is no `RequestError`, also where nobody reads."""
+        self._route, self._ask, self._deadline, self._refused = route, ask, deadline, refused
+        self._steady: Steady[Any] = Steady(route.way, ask, deadline)
+        self._closed = threading.Event()
+        self._start(ask)
+
+    def send(self, value: None = None) -> T:
+        """The next answer."""
+        try:
+            while not self._closed.is_set():
+                try:
+                    answer = next(self._answers, None)
+                except (grpc.RpcError, grpc.FutureCancelledError) as error:
+                    self._go_on(error)
+                    continue
+                if answer is None:
+                    break
+                self._steady.has_begun = True
+                if (found := self._ask.read(answer)) is not None:
+                    return found
+        except BaseException:
+            self.close()
+            raise
+        self.close()
+        raise StopIteration
+
+    def throw(self, typ: Any, val: Any = None, tb: Any = None) -> T:
+        """End the call, and raise."""
+        self.close()
+        return super().throw(typ, val, tb)
+
+    def close(self) -> None:
+        """End the call. May be called again."""
+        self._closed.set()
+        self._call.cancel()
+
+    def _go_on(self, error: Any) -> None:
+        """Ask again. Raises the failure where that is no use."""
+        if self._closed.is_set():
+            return
+        pause, again = self._steady.again(self._ask.failure(error, self._deadline))
+        if not self._closed.wait(pause):
+            self._start(again)
+
+    def _start(self, ask: Inquiry[Any]) -> None:
+        self._call, self._answers = self._route.start(ask, self._deadline)
+        if self._refused is not None:
+            self._call.add_done_callback(self._note)
+
+    def _note(self, call: Any) -> None:
+        if self._refused is None or self._closed.is_set() or call.code() is grpc.StatusCode.OK:
+            return
+        failure = self._ask.failure(call, self._deadline)
+        if not isinstance(failure, RequestError):
+            self._refused(failure)
 
 
 def require_open(is_closed: bool) -> None:

@@ -16,7 +16,7 @@ from pagedec.client.asking import as_chat, as_ids, as_keep, as_message, as_order
 from pagedec.client.connection import Inquiry
 from pagedec.client.telling import Growing, as_blocks, as_score, as_session, as_state, as_tree
 from pagedec.client.token_pieces import TokenPieces
-from pagedec.errors import BranchClosed, InvalidArgument, Shown, counted
+from pagedec.errors import BranchClosed, InvalidArgument, RequestError, Shown, counted
 from pagedec.fields import Integer, Number, check_encodable
 from pagedec.inputs import as_continuations, read_salt
 from pagedec.outputs import (
@@ -230,7 +230,7 @@ class RemoteHandle:
         is_list = isinstance(params, (list, tuple))
         each = list(params) if is_list else [params] * len(many)
         if len(each) != len(many):
-            limit = f"must be one, or one for each of {_counted(many)}"
+            limit = f"must be one, or one for each of {counted(len(many), 'branch')}"
             raise InvalidArgument("sampling_params", Shown(f"a list of {len(each)}"), limit)
         asks = []
         for i, (branch, own) in enumerate(zip(many, each, strict=True)):
@@ -248,7 +248,8 @@ class RemoteHandle:
         is_list = isinstance(continuations, Sequence) and not isinstance(continuations, (str, bytes))
         if not is_list or len(continuations) != len(many):
             value = Shown(f"a list of {len(continuations)}") if is_list else continuations
-            raise InvalidArgument("continuations", value, f"must hold a list for each of {_counted(many)}")
+            limit = f"must hold a list for each of {counted(len(many), 'branch')}"
+            raise InvalidArgument("continuations", value, limit)
         named = zip(many, continuations, (f"continuations[{i}]" for i in range(len(many))), strict=True)
         return [branch._scoring(own, logprobs, field) for branch, own, field in named]
 
@@ -324,5 +325,6 @@ def _or(what: str) -> Iterator[None]:
         raise InvalidArgument(error.field, error.value, limit) from None
 
 
-def _counted(branches: Sequence[RemoteHandle]) -> str:
-    return f"{len(branches)} branch{'' if len(branches) == 1 else 'es'}"
+def output_of(found: BranchOutput[Any] | RequestError) -> BranchOutput[Any]:
+    """The output of one of several calls, which may have failed."""
+    return BranchOutput(found.request_id, None, [], [], True, error=found) if isinstance(found, RequestError) else found

@@ -9,8 +9,8 @@ from typing import Any, Self, TypeVar, overload
 
 from pagedec.client.connection import Inquiry, Route
 from pagedec.client.failures import last_of
-from pagedec.client.handle import RemoteHandle
-from pagedec.errors import BranchClosed
+from pagedec.client.handle import RemoteHandle, output_of
+from pagedec.errors import BranchClosed, unless_failed
 from pagedec.outputs import (
     BranchOutput,
     BranchState,
@@ -39,8 +39,10 @@ class RemoteBranch(RemoteHandle):
     ) -> BranchOutput[RemoteBranch]:
         """The answers of a request that goes on from here; see `SessionBranch.generate`. Never tried again: who does
         not hear of the end may ask with `state` what has become of the branch."""
-        [output] = self._run([self._generating(sampling_params, keep, fields, False)], timeout)
-        return output
+        ask = self._generating(sampling_params, keep, fields, False)
+        self._tidy()
+        with contextlib.closing(self._line.begin(ask, timeout)) as outputs:
+            return last_of(outputs)
 
     def stream(
         self, sampling_params: Any = None, *, keep: str | int = "first", timeout: float | None = None, **fields: Any
@@ -49,15 +51,7 @@ class RemoteBranch(RemoteHandle):
         was."""
         ask = self._generating(sampling_params, keep, fields, True)
         self._tidy()
-        return self._read(self._line.begin(ask, timeout))
-
-    def _read(
-        self, outputs: Generator[BranchOutput[RemoteBranch] | None, None, None]
-    ) -> Generator[BranchOutput[RemoteBranch], None, None]:
-        with contextlib.closing(outputs):
-            for output in outputs:
-                if output is not None:
-                    yield output
+        return self._line.begin(ask, timeout)
 
     def append(self, what: str | Sequence[int] | Mapping[str, Any]) -> None:
         """Go on with a text, with token ids, or, where the session began with messages, with a chat's next message."""
@@ -141,9 +135,12 @@ class RemoteBranch(RemoteHandle):
         **fields: Any,
     ) -> list[BranchOutput[RemoteBranch]]:
         """`generate` on several branches, of this session or of others, at the same time; `sampling_params` is one
-        object for all or one for each. Where one fails the others are ended: those that had not come to their end are
-        as they were."""
-        return self._run(self._generating_all(branches, sampling_params, keep, fields), timeout)
+        object for all or one for each. Raises `RequestsFailed`, with the outputs of all, where some fail. Where one may
+        not be asked at all, as on a branch that is busy, that is raised, and the others are ended: those that had not
+        come to their end are as they were."""
+        asks = self._generating_all(branches, sampling_params, keep, fields)
+        self._tidy()
+        return unless_failed([output_of(one) for one in self._line.together(asks, timeout)])
 
     def score_all(
         self,
@@ -152,26 +149,17 @@ class RemoteBranch(RemoteHandle):
         *,
         logprobs: int = 0,
     ) -> list[list[ContinuationScore]]:
-        """`score` on several branches at the same time: a list of continuations for each."""
+        """`score` on several branches at the same time: a list of continuations for each. Raises `RequestsFailed` where
+        some fail: in its `outputs` their errors stand among the others' scores."""
         asks = self._scoring_all(branches, continuations, logprobs)
         self._tidy()
-        return self._line.ask_all(asks)
+        return unless_failed(self._line.together(asks))
 
     # ---- inside
     @property
     def _line(self) -> Route:
         line: Route = self._held.line
         return line
-
-    def _run(self, asks: Sequence[Inquiry[Any]], timeout: float | None) -> list[BranchOutput[RemoteBranch]]:
-        self._tidy()
-        calls: list[Generator[Any, None, None]] = []
-        try:
-            calls += (self._line.begin(ask, timeout) for ask in asks)
-            return [last_of(call) for call in calls]
-        finally:
-            for call in calls:
-                call.close()
 
     def _spelled(self, output: RequestOutput, params: RequestParams) -> RequestOutput:
         return self._held.pieces.spelled(output, params, self._line.ask)
