@@ -17,6 +17,7 @@ class Workspace {
  public:
   bool reserve(int64_t bytes) {
     if (bytes <= size_) return true;
+    data_.reset();  // first: what it held is read by nobody any more
     data_.reset((char *)std::aligned_alloc(64, (size_t)(bytes + 63) / 64 * 64));
     size_ = data_ ? bytes : 0;
     return data_ != nullptr;

@@ -9,7 +9,7 @@ namespace pagedec {
 // A head of a unit's block, as one of b.
 template <class T>
 void AttentionLoop<T>::place(const plan::Unit &u, int block, int kv_head, Blocks<C> &b, int c) const {
-  const int64_t first = (int64_t)u.tile * TILE % block_;  // token of the part
+  const int64_t first = u.tile * TILE & (block_ - 1);  // token of the part: block sizes are powers of 2
   const int64_t at = ((int64_t)u.blocks[block] * h_.kv_heads + kv_head) * words_;
   const int64_t scales = at + d_ * block_ + first * SCALES<T>;
   b.k[c] = k_ + at + first * T::STEP, b.v[c] = v_ + at + first * d_;
@@ -112,7 +112,7 @@ void AttentionLoop<T>::read_scales(const Blocks<C> &b) {
 template <class T>
 template <class M>
 void AttentionLoop<T>::vectors(const Blocks<M> &b, const M **k, const M **v) const {
-  for (int c = 0; c < NT; c++) k[c] = b.k[c * vec::W / size_] + c * vec::W % size_ * T::STEP;
+  for (int c = 0; c < NT; c++) k[c] = b.k[c * vec::W >> shift_] + (c * vec::W & (size_ - 1)) * T::STEP;
   for (int c = 0; c * size_ < TILE; c++) v[c] = b.v[c];
 }
 

@@ -1,7 +1,5 @@
 // A thread's walk over its spans of a plan: rows in, tiles, ends of chunks, rows out. See plan/plan.h for the words.
 #pragma once
-#include <omp.h>
-
 #include <utility>
 
 #include "cpu/attention_blocks.h"
@@ -13,8 +11,8 @@ constexpr int BYTES_TOGETHER = 96 << 10;  // of K and V, at most, that heads of 
 template <class T>
 AttentionLoop<T>::AttentionLoop(const pd_attention_args &a, char *workspace, int thread, int num_threads)
     : a_(a), p_(*a.plan), h_(p_.header), d_(h_.head_dim), block_(h_.block_size), size_(std::min(block_, TILE)),
-      words_((d_ + SCALES<T>) * block_), thread_(thread), num_threads_(num_threads), k_((const C *)a.k_cache),
-      v_((const C *)a.v_cache), s_((State *)workspace + thread),
+      shift_(__builtin_ctz(size_)), words_((d_ + SCALES<T>) * block_), thread_(thread), num_threads_(num_threads),
+      k_((const C *)a.k_cache), v_((const C *)a.v_cache), s_((State *)workspace + thread),
       partials_((float *)((State *)workspace + num_threads)) {
   constexpr float LOG2E = 1.44269504f;
   float scale, soft_cap;
@@ -54,7 +52,6 @@ void AttentionLoop<T>::look_ahead() {
     place(unit, ahead_.block, ahead_.first_head + ahead_.head, blocks, c);
     if (++ahead_.head == ahead_.heads) ahead_.head = 0, ahead_.block++;
   }
-  blocks.tokens = block_;
   if constexpr (SCALED<T>)
     next_ = blocks;
   else
@@ -259,7 +256,7 @@ void AttentionLoop<T>::end_chunk(const plan::Span &span, int chunk, bool first_i
     float *o = s_->o[side] + at * ROW, m = s_->m[side][at],
           l = vec::reduce_sum(vec::load(s_->l[side] + at * vec::W));
     if (!first_span) {  // every chunk apart
-      float *to = partial(row.split + chunk - first, head);
+      float *to = partial(row.split + chunk - row.merge_chunk, head);
       memcpy(to, o, d_ * sizeof(float));
       to[d_] = m, to[d_ + 1] = l;
       continue;
@@ -274,7 +271,7 @@ void AttentionLoop<T>::end_chunk(const plan::Span &span, int chunk, bool first_i
     if (chunk == last) {
       finish<T>((E *)a_.out + ((int64_t)row.row_id * h_.q_heads + head) * d_, all, s_->sum[at], d_);
     } else if (last_item && row.split >= 0) {
-      float *to = partial(row.split + chunk - first, head);
+      float *to = partial(row.split + chunk - row.merge_chunk, head);
       memcpy(to, all, d_ * sizeof(float));
       to[d_] = s_->m[0][at], to[d_ + 1] = s_->sum[at];
     }
@@ -297,7 +294,7 @@ void AttentionLoop<T>::run_spans(const plan::Span &span, int num) {
   const plan::Piece &piece = p_.pieces[span.piece];
   for_each(span, num, [&] { load_rows(piece); });
   s_->gathered_tile = -1;
-  const int n = row0_ + piece.num_rows * heads_;  // of all of them
+  const int n = num * piece.num_rows * heads_;
   for (int i = 0; i < span.num_items; i++) {
     const plan::Item &item = p_.items[span.item0 + i];
     const int side = i > 0;
@@ -314,13 +311,13 @@ void AttentionLoop<T>::run_spans(const plan::Span &span, int num) {
 template <class T>
 void AttentionLoop<T>::merge(int split, int head) {
   const plan::Row &row = p_.rows[p_.splits[split]];
-  const int first = row.begin / CHUNK, last = (row.end - 1) / CHUNK;
+  const int last = (row.end - 1) / CHUNK;
   alignas(64) float o[MAX_HEAD_DIM];
-  const float *from = partial(row.split + row.merge_chunk - first, head);
+  const float *from = partial(row.split, head);
   float m = from[d_], l = from[d_ + 1];
   memcpy(o, from, d_ * sizeof(float));
   for (int c = row.merge_chunk + 1; c <= last; c++) {
-    from = partial(row.split + c - first, head);
+    from = partial(row.split + c - row.merge_chunk, head);
     fold(o, m, l, from, from[d_], from[d_ + 1], d_);
   }
   finish<T>((E *)a_.out + ((int64_t)row.row_id * h_.q_heads + head) * d_, o, l, d_);
@@ -334,7 +331,7 @@ void AttentionLoop<T>::run() {
     last_span_ = p_.worker_indptr[w + 1];
     if (first == last_span_) continue;
     begin_ahead(first);
-    for (int i = 0; i <= most_together_; i++) look_ahead();
+    for (int i = 0; i <= most_together_; i++) look_ahead();  // a unit's heads and one more: so far ahead it stays
     for (int i = first, n; i < last_span_; i += n) run_spans(p_.spans[i], n = together(i));
   }
   if constexpr (MatrixUnit<T>::EXIST)

@@ -136,7 +136,7 @@ class AttentionLoop {
   const pd_attention_args &a_;
   const PlanSections p_;
   const plan::Header &h_;
-  const int d_, block_, size_;  // tokens of a block; of it in a tile, all of them up to blocks of 64
+  const int d_, block_, size_, shift_;  // tokens of a block; of it in a tile, all up to blocks of 64: 2^shift_
   const int words_, thread_, num_threads_;  // words: of a block of one head
   const C *k_, *v_;
   State *const s_;

@@ -17,9 +17,9 @@ PD_KERNEL(kThreads) merge_kernel(Work w) {
   const int64_t merges = (int64_t)h.splits.count * h.q_heads, step = (int64_t)num_grid_blocks() * kWarps;
   for (int64_t i = (int64_t)block_index() * kWarps + thread_index() / kWarp; i < merges; i += step) {
     const plan::Row &row = p.of<plan::Row>(h.rows)[p.of<int32_t>(h.splits)[i / h.q_heads]];
-    const int first = row.begin / CHUNK, last = (row.end - 1) / CHUNK, head = (int)(i % h.q_heads), dim = h.head_dim;
+    const int last = (row.end - 1) / CHUNK, head = (int)(i % h.q_heads), dim = h.head_dim;
     const auto record = [&](int chunk) {
-      return w.partials + ((int64_t)(row.split + chunk - first) * h.q_heads + head) * (dim + 2);
+      return w.partials + ((int64_t)(row.split + chunk - row.merge_chunk) * h.q_heads + head) * (dim + 2);
     };
     for (int d = lane; d < dim; d += kWarp) {
       const float *from = record(row.merge_chunk);

@@ -288,7 +288,7 @@ PD_DEVICE void Walk<T>::end_row(int tile, int half, int chunk, bool is_first_ite
   const bool is_over = is_first_span && chunk == last;
   float *record = is_over || row.split < 0 || (is_first_span && !is_last_item)
                       ? nullptr
-                      : partial(row.split + chunk - first, head);
+                      : partial(row.split + chunk - row.merge_chunk, head);
   E *out = (E *)w_.out + ((int64_t)row.row_id * h_.q_heads + head) * dim_;
   const float by = weight_of(l);
   PD_UNROLL for (int j = 0; j < kPieces; j++) {

@@ -38,6 +38,7 @@ class Builder {
   void add_units(int tile, int i, int j);
   void add_unit(int tile, int branch, int row0, int row1, int begin, int end);
   void add_path_unit(int tile, int branch, int row);
+  int visible_block(int branch, int i);
   void fill_blocks(Unit &u, int branch, int first, int last);
 
   PlanDraft &p_;
@@ -72,7 +73,7 @@ void Builder::place_rows(int branch) {
 void Builder::place_tree(int branch, int chain) {
   const int row0 = b_.row_indptr[branch], nodes = num_rows(branch) - chain, base = b_.kv_len[branch] - nodes,
             size = s_.block_size;
-  const int32_t *parents = b_.parents + row0 + chain, *blocks = table(branch);
+  const int32_t *parents = b_.parents + row0 + chain;
   std::vector<int> first(nodes + 1, -1), next(nodes, -1), depth(nodes, 0),
       stack;  // first[0]: of the last chain row, then by node
   auto up = [&](int k) { return parents[k] - chain; };                             // -1: the last chain row
@@ -90,7 +91,7 @@ void Builder::place_tree(int branch, int chain) {
       paths_[at] = (int)p_.paths.size();
       p_.paths.resize(p_.paths.size() + depth[k] + 1);
       for (int v = k, d = depth[k]; d >= 0; d--, v = up(v))
-        p_.paths[paths_[at] + d] = blocks[(base + v) / size] * size + (base + v) % size;
+        p_.paths[paths_[at] + d] = visible_block(branch, (base + v) / size) * size + (base + v) % size;
     }
     at++;
     if (next[k] >= 0) stack.push_back(next[k]);
@@ -127,14 +128,18 @@ void Builder::order_branches() {
   }
 }
 
+// A branch's block that a row sees. Where there cannot be one like it the plan fails in the end.
+int Builder::visible_block(int branch, int i) {
+  const int block = table(branch)[i];
+  if (block >= 0 && block < INT_MAX / s_.block_size) return block;
+  bad_branch_ = branch, bad_block_ = i;
+  return 0;
+}
+
 // The blocks of a tile that hold positions first .. last; its other places repeat the nearest of them.
 void Builder::fill_blocks(Unit &u, int branch, int first, int last) {
   const int at = u.tile * TILE / s_.block_size, lo = first / s_.block_size, hi = last / s_.block_size;
-  for (int c = 0; c < num_blocks(TILE); c++) {
-    const int i = std::clamp(at + c, lo, hi);
-    u.blocks[c] = table(branch)[i];
-    if (u.blocks[c] < 0 || u.blocks[c] >= INT_MAX / s_.block_size) bad_branch_ = branch, bad_block_ = i;
-  }
+  for (int c = 0; c < num_blocks(TILE); c++) u.blocks[c] = visible_block(branch, std::clamp(at + c, lo, hi));
 }
 
 void Builder::add_unit(int tile, int branch, int row0, int row1, int begin, int end) {

@@ -32,8 +32,7 @@
 
 namespace pagedec {
 
-// A plan in the making: its sections apart. Of a context, so that planning a step allocates nothing that the step
-// before had.
+// A plan in the making: its sections apart. Of a context, so that a step's sections have the memory of those before.
 struct PlanDraft {
   std::vector<plan::Row> rows;
   std::vector<plan::Piece> pieces;

@@ -59,7 +59,7 @@ void Spans::split_rows(const Piece &piece, int last_chunk) {
     if (last <= last_chunk) continue;
     r.split = h_.num_split_partials;
     r.merge_chunk = std::max(first, last_chunk);
-    h_.num_split_partials += last - first + 1;
+    h_.num_split_partials += last - r.merge_chunk + 1;
     p_.splits.push_back(i);
   }
 }

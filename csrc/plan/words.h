@@ -36,8 +36,8 @@ struct Row {
   int32_t begin, end;   // positions it sees; its own is end - 1
   int32_t branch_id;
   int32_t partial;      // first record in the item workspace, -1: one chunk, nothing to merge
-  int32_t split;        // first record in the span workspace, -1: in one span
-  int32_t merge_chunk;  // the first chunk of `split` that holds a record: the first span's chunks are folded into one
+  int32_t split;        // first record in the span workspace, that of merge_chunk; -1: in one span
+  int32_t merge_chunk;  // the first chunk that has a record: what the first span has of a row is folded into one
 };
 struct Piece { int32_t row0, num_rows, unit0, num_units, item0, num_items; };
 struct Unit {

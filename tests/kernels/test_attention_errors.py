@@ -81,6 +81,16 @@ def test_batch(best: Context, change: Callable[[Batch], None], message: str) -> 
         best.plan(best.library.plan(), shape_record(SHAPE, torch.bfloat16), record)
 
 
+@pytest.mark.parametrize("wrong", [-1, 2**28])
+def test_a_block_that_a_tree_s_node_alone_sees(best: Context, wrong: int) -> None:
+    """Behind all plain rows' positions: nine nodes of one parent, of which the last stands in a third block."""
+    batch = Batch([Branch([0, 1, wrong], 17, 10, [-1, *[0] * 9])])
+    shape = shape_record(AttentionShape(4, 2, 64, 8, 0.125), torch.bfloat16)
+    message = f"block_table[0][2] is {wrong}; a block that a row sees must be 0 to 268435454"
+    with pytest.raises(KernelError, match="^pd_attn_plan: " + re.escape(message) + "$"):
+        best.plan(best.library.plan(), shape, batch.record())
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
