@@ -277,12 +277,8 @@ struct Steps {  // of V, in a masked tile: [first, last) are seen by some row, [
   uint8_t visible[TILE][8];  // by step and row: bit i: token i of the step is seen
 };
 
-struct Fetched {  // of V to come: the blocks before this one, and so many elements of it
-  int block = 0, at = 0;
-};
-
 template <class T, int R, int NV, bool MASKED, bool PREFETCH>
-PD_LOOP void pv_columns(const TileArgs<T> &a, const typename T::Q *p, const Steps &steps, int h, Fetched &fetched) {
+PD_LOOP void pv_columns(const TileArgs<T> &a, const typename T::Q *p, const Steps &steps, int h) {
   float *const o = a.o + h;
   vec::F acc[R][NV];
 #pragma GCC unroll 8
@@ -295,7 +291,7 @@ PD_LOOP void pv_columns(const TileArgs<T> &a, const typename T::Q *p, const Step
     // What is to come is fetched in the order in which it lies in memory, this column's share of it.
     // Where no whole number of shares is a block the last of them ends behind it: AVX-512, head sizes off 64.
     const int of_block = a.block_size * a.head_dim;
-    auto [block, at] = fetched;
+    int block = h * TILE / of_block, at = h * TILE % of_block;
     for (int b = 0; b * a.block_size < TILE; b++) {
       const typename T::M *v = a.v[b] + T::STEP * h, *n = a.next_v[block] + at;
       const typename T::Q *pb = p + b * a.block_size;
@@ -304,7 +300,6 @@ PD_LOOP void pv_columns(const TileArgs<T> &a, const typename T::Q *p, const Step
         pv_step<T, R, NV, PREFETCH>(v + t * stride, n + t * NV * vec::W * T::STEP, pb + t * T::STEP, nullptr, acc);
       if ((at += a.block_size * NV * vec::W) >= of_block) at -= of_block, block++;
     }
-    fetched = {block, at};
   } else {
     const int shift = __builtin_ctz(per_block);  // block sizes are powers of 2
     auto at = [&](int t) { return a.v[t >> shift] + (t & (per_block - 1)) * stride + T::STEP * h; };
@@ -387,11 +382,9 @@ void attend(const TileArgs<T> &a) {
       for (int i = 0; i < lines; i++) prefetch<true>((const char *)a.next_v[b] + 64 * i);
   }
   int h = 0;
-  Fetched fetched;
-  for (; h + NC * vec::W <= a.head_dim; h += NC * vec::W)
-    pv_columns<T, R, NC, MASKED, PREFETCH>(a, p, steps, h, fetched);
+  for (; h + NC * vec::W <= a.head_dim; h += NC * vec::W) pv_columns<T, R, NC, MASKED, PREFETCH>(a, p, steps, h);
   if constexpr (NC * vec::W > 16)  // head sizes are multiples of 16
-    for (; h < a.head_dim; h += vec::W) pv_columns<T, R, 1, MASKED, PREFETCH>(a, p, steps, h, fetched);
+    for (; h < a.head_dim; h += vec::W) pv_columns<T, R, 1, MASKED, PREFETCH>(a, p, steps, h);
 }
 
 }  // namespace pagedec
