@@ -45,10 +45,11 @@ KERNELS = ("kind", "isa", "library", "backend", "kernels", "dtype", "device")
 """Parameters in which cases are not alike: other code answers them."""
 
 
-def _group(item: pytest.Item) -> tuple[str, ...]:
-    """Of cases that are much alike: a test, and what computes."""
+def _group(item: pytest.Item, mark: pytest.Mark) -> tuple[str, ...]:
+    """Of cases that are much alike: a test, and what computes, but for what the mark says is `alike` there, too."""
     values = item.callspec.params  # type: ignore[attr-defined]
-    return item.nodeid.partition("[")[0], *(str(values[name]) for name in KERNELS if name in values)
+    apart = [name for name in KERNELS if name in values and name not in mark.kwargs.get("alike", ())]
+    return item.nodeid.partition("[")[0], *(str(values[name]) for name in apart)
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks are asked for
@@ -57,8 +58,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     a test of kernel libraries those of emulated ones are sampled: they take the time."""
     groups = defaultdict[tuple[str, ...], list[pytest.Item]](list)
     for item in items:
-        if item.get_closest_marker("sampled") and not any(map(item.get_closest_marker, ("long", "gpu"))):
-            groups[_group(item)].append(item)
+        mark = item.get_closest_marker("sampled")
+        if mark is not None and not any(map(item.get_closest_marker, ("long", "gpu"))):
+            groups[_group(item, mark)].append(item)
     for (_, *kernels), group in groups.items():
         is_of_libraries = "library" in group[0].callspec.params  # type: ignore[attr-defined]
         if is_of_libraries and not any("emulated" in name for name in kernels):

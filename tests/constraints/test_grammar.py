@@ -28,8 +28,7 @@ PERSON = {
         "name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 0, "maximum": 150},
         "tags": {"type": "array", "items": {"type": "string"}}, "kind": {"enum": ["cat", "dog"]},
     },
-    "required": ["name", "age", "tags", "kind"],
-    "additionalProperties": False,
+    "required": ["name", "age", "tags", "kind"], "additionalProperties": False,
 }  # fmt: skip
 ASKED: list[dict[str, Any]] = [
     {"json": PERSON},
@@ -117,6 +116,7 @@ def test_many_states_fork_as_matchers_that_are_fed_anew(data: st.DataObject, whi
     fork_at_random(data, which, 40)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: "+".join(asked))
 def test_walks_end_with_an_end_token_and_hold_no_special_token(asked: dict[str, Any]) -> None:
     """Any walk along allowed tokens is text of the grammar; special tokens stand for no text."""

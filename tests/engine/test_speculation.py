@@ -53,8 +53,7 @@ def drafted_by(path: Path, **own: Any) -> dict[str, Any]:
 def test_a_crowd_gets_the_same(tiny: Tiny, expected: list[Tokens], method: str, settings: dict[str, Any]) -> None:
     llm = tiny(**settings, speculative_config=TABLES[method])
     assert right_answers(llm) == expected
-    drafts = llm.engine.stats.drafts[method]
-    assert drafts.num_drafts > 0 or settings is SMALL
+    assert llm.engine.stats.drafts[method].num_drafts > 0 or settings is SMALL
     assert_whole(llm, expected)
 
 
@@ -197,6 +196,7 @@ def test_more_rows_than_are_read_out_at_once(tiny: Tiny, tiny_path: Path) -> Non
     assert max(most) == 32 * 8
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("method", [*TABLES, "draft_model"])
 def test_ends_inside_an_accepted_path(tiny: Tiny, tiny_path: Path, method: str) -> None:
     """max_tokens is never overshot; min_tokens and stop tokens count token by token, whatever a step accepts."""

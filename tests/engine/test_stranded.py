@@ -56,6 +56,7 @@ class Three(Decoder):
         return 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "params",
     [

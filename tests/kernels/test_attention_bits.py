@@ -96,6 +96,7 @@ def test_order_of_branches(context: Context, numbers: Numbers) -> None:
     assert same_bits(run(context, cache, [branches[i] for i in order], q[rows]), want[rows])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_chunked_is_whole(context: Context, numbers: Numbers, head_dim: int) -> None:
     """A row of a long prefill, of any chunk of it, and read again later by itself."""

@@ -116,6 +116,7 @@ def random_case(seed: int, most_rows: int, most_vocab: int) -> tuple[np.ndarray,
     return shaped(rng, n, vocab), rows_of(sizes, scores, seed), groups_of(sizes, ks)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.same_bits
 @pytest.mark.parametrize("part", range(4))
 def test_thousands_of_cases_equal_a_plain_sort(context: Context, part: int) -> None:
@@ -141,6 +142,7 @@ def test_many_rows(context: Context, num_rows: int) -> None:
             check(backend, x, rows, groups)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.same_bits
 @pytest.mark.parametrize("k", [1, 8, 128, 1024])
 def test_a_large_vocabulary(context: Context, k: int) -> None:
@@ -300,6 +302,7 @@ def forward_of(rows: np.ndarray, groups: np.ndarray, num_read: int, **more: Any)
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.same_bits
 @pytest.mark.parametrize("num_rows", [1, 5, 127, 128, 129, 256, 300])
 @pytest.mark.parametrize("is_drawn", [0, 1])

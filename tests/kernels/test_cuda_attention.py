@@ -63,6 +63,7 @@ def test_attention_of_a_row_is_its_own(isa: str, numbers: Numbers) -> None:
         assert same_bits(run(library.context(), cache, [part], q[rows].clone()), want[rows])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("numbers", [*IN_BYTES, *IN_FP16], ids=str)
 @pytest.mark.parametrize("isa", cuda_library.cases())
 def test_attention_is_near_its_meaning(isa: str, numbers: Numbers) -> None:

@@ -77,6 +77,7 @@ def ranked(context: Context) -> list[torch.Tensor]:
     return [torch.from_numpy(candidates.view(np.int32)) for candidates in found]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernel", [top, drawn, verified, ruled, ranked], ids=lambda kernel: kernel.__name__)
 def test_no_order_changes_a_bit(device: Library, kernel: Kernel) -> None:
     """Nor how many blocks there are."""
@@ -159,6 +160,7 @@ def test_top_of_rows_with_equals_everywhere(device: Library) -> None:
 
 
 # ---- nothing in front of an array and nothing behind it is touched: an error is a segmentation fault
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("at_front", [False, True])
 @pytest.mark.parametrize("vocab", [1, 5, 1001])
 def test_ends_of_arrays(device: Library, vocab: int, at_front: bool) -> None:

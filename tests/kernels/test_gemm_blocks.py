@@ -108,6 +108,7 @@ def test_rows_do_not_depend_on_the_threads(context: Context, epilogue: Epilogue,
         assert torch.equal(results[0], BlockLinear(parts)(x))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("format", KINDS)
 @pytest.mark.parametrize("k", [4096, 4352, 8448])
 def test_long_k_goes_on_where_a_slice_ended(context: Context, format: str, k: int) -> None:

@@ -65,6 +65,7 @@ def test_values_and_ranks(context: Context, vocab: int, kind: str) -> None:
         check(context, x, *entries(x, n, n))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_token_of_a_row(context: Context, kind: str) -> None:
     x = logits(kind, 2, 200, 3)

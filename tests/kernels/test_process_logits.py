@@ -249,6 +249,7 @@ def test_allowed_tokens_are_those_of_transformers(context: Context) -> None:
 # ---- rules that change log-probabilities, as under beams
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_rows_become_log_probabilities_before_their_rules(context: Context, seed: int) -> None:
     case = random_case(seed, trees=True)

@@ -182,6 +182,7 @@ def test_reports_are_of_the_models_own_logits(context: Context, seed: int) -> No
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(5))
 def test_reports_have_the_bits_of_a_copy_where_nothing_changes_logits(context: Context, seed: int) -> None:
     asked, none = case(seed), np.zeros(0, np.int32)

@@ -116,6 +116,7 @@ def test_every_encoding(family: str, name: str, checkpoints: Checkpoints, tmp_pa
 CROSS_CHECKED = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-window", "gpt2-large-context"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CROSS_CHECKED)
 def test_weights_as_transformers_loads_the_file(name: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
     """Transformers' own reading of the same file, where it knows the architecture; both equal the model it was made

@@ -174,6 +174,7 @@ def test_more_rows_are_read_out_than_fit_the_buffer(family: str, checkpoints: Ch
     assert runner.cache.tokens[:200].tolist() == tokens.tolist()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "qwen2"])
 def test_native_families_agree_with_their_hosted_selves(family: str, tmp_path: Path) -> None:
     windows = {"sliding_window": 24} if family == "mistral" else {}

@@ -39,6 +39,7 @@ def ends() -> dict[str, tuple[float, str, str]]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [*STEPS, *SIZES])
 def test_a_template_that_explodes_is_stopped(name: str, ends: dict[str, tuple[float, str, str]]) -> None:
     seconds, field, limit = ends[name]
@@ -91,6 +92,7 @@ def test_a_conversation_of_a_hundred_megabytes_is_refused(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EVERY)
 def test_ten_thousand_messages_are_no_trouble(name: str, tmp_path: Path) -> None:
     messages = [{"role": ("user", "assistant")[i % 2], "content": "hello " * 50} for i in range(9_999)]
