@@ -64,7 +64,7 @@ def test_flags_are_values(flags: list[str], values: dict[str, Any]) -> None:
         ),
         (["--bad-words", "a\\"], r"bad_words is 'a\\': has \, which is no escape: "),
         (["--stop", r"\u12"], r"stop is '\\u12': has \u, which is no escape"),
-        (["--stop", r"\ud800"], r"stop is '\ud800': must be a text that is not empty"),
+        (["--stop", r"\ud800"], r"stop is '\ud800': must be text, has half a surrogate pair"),
         (["--stop", '["a", 3]'], "stop is ['a', 3]: must be a text that is not empty, or a list of them"),
         (["--logit-bias", "17"], "logit_bias is 17: must be a table of token ids and numbers from -100 to 100"),
         (["--logit-bias", "{17: 1}"], "logit_bias is '{17: 1}': must be a table of token ids"),
