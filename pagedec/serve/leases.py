@@ -139,11 +139,13 @@ class Leases:
         most = client.max_branches or config.max_client_branches or max(1, allowed.max_parked_branches // SHARE)
         held = self._branches[name]
         if branches.number > most - branches.beside:
-            problem = f"must be at most {most - branches.beside}: a client's sessions may have {_branches(most)}"
+            problem = (
+                f"must be at most {most - branches.beside}: a client's sessions may have {counted(most, 'branch')}"
+            )
             problem += " (max_client_branches), the one that it goes on from included"
             raise InvalidArgument(branches.field, branches.number, problem)
         if branches.number and held + branches.number > most:
-            raise SessionLimit("max_client_branches", most, _too_many(_branches(held), branches.number))
+            raise SessionLimit("max_client_branches", most, _too_many(counted(held, "branch"), branches.number))
         limit = client.max_session_tokens or config.max_client_session_tokens
         limit = limit or max(1, allowed.max_parked_tokens // SHARE)
         if tokens.number > limit:
@@ -211,10 +213,6 @@ class Leases:
         for counter in (self._branches, self._tokens):
             if not counter[name]:
                 del counter[name]
-
-
-def _branches(number: int) -> str:
-    return f"{number} branch{'' if number == 1 else 'es'}"
 
 
 def _too_many(held: str, more: int) -> str:

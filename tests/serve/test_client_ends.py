@@ -127,24 +127,28 @@ def scores(branches: list[Any]) -> Callable[[], Any]:
     return lambda: branches[0].score_all(branches, [[[5] * 9, [7]]] * len(branches))
 
 
+async def second_closed(serving: Serving, second: Any, call: Callable[[], Any]) -> Any:
+    """What a call on three branches raises of which the second is closed while it runs."""
+    await pause(serving)
+    task = asyncio.create_task(asked(call))
+    await running(serving, 3)
+    await asked(second.close)
+    await pause(serving, False)
+    with pytest.raises(RequestsFailed, match=r"^outputs\[1\], request .*: branch 0.0, from which it ") as caught:
+        await task
+    return caught.value
+
+
 @KINDS
 def test_of_several_calls_of_which_one_fails_the_others_are_told(serve: Serve, kind: Any) -> None:
     serving = serve(engine=ROOM)
 
     async def run() -> None:
         async with forks(serving, kind) as (first, second, third):
-            await pause(serving)
             given = [SHORT, LONG, SHORT]
-            call = asyncio.create_task(asked(lambda: first.generate_all([first, second, third], given)))
-            await running(serving, 3)
-            await asked(second.close)
-            await pause(serving, False)
-            with pytest.raises(
-                RequestsFailed, match=r"^outputs\[1\], request .*: branch 0.0, from which it "
-            ) as caught:
-                await call
-            one, failed, two = caught.value.outputs
-            assert failed.error is caught.value.errors[0] and failed.outputs == [] and failed.finished
+            found = await second_closed(serving, second, lambda: first.generate_all([first, second, third], given))
+            one, failed, two = found.outputs
+            assert failed.error is found.errors[0] and failed.outputs == [] and failed.finished
             for branch, output in ((first, one), (third, two)):
                 assert output.error is None
                 assert (await asked(branch.state)).token_ids == PROMPT + output.outputs[0].token_ids
@@ -159,17 +163,9 @@ def test_of_several_scores_of_which_one_fails_the_others_are_told(serve: Serve, 
     async def run() -> None:
         async with forks(serving, kind) as (first, second, third):
             wanted = await asked(scores([first, third]))
-            await pause(serving)
-            call = asyncio.create_task(asked(scores([first, second, third])))
-            await running(serving, 3)
-            await asked(second.close)
-            await pause(serving, False)
-            with pytest.raises(
-                RequestsFailed, match=r"^outputs\[1\], request .*: branch 0.0, from which it "
-            ) as caught:
-                await call
-            one, failed, two = caught.value.outputs
-            assert [one, two] == wanted and [failed] == caught.value.errors and isinstance(failed, RequestError)
+            found = await second_closed(serving, second, scores([first, second, third]))
+            one, failed, two = found.outputs
+            assert [one, two] == wanted and [failed] == found.errors and isinstance(failed, RequestError)
 
     serving.loop.run(run())
 
