@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import platform
 import threading
@@ -16,8 +17,12 @@ import torch
 from pagedec.kernels.arena import HUGE_PAGE, Arena, Piece, collapse
 
 
-def huge_bytes(address: int) -> int:
-    """Of the mapping at an address: what of it is in huge pages."""
+def huge_bytes(address: int, num_pages: int) -> int:
+    """Of so many huge pages from an aligned address on: the bytes that are in huge pages. The system shows anonymous
+    mappings that touch and are alike as one, and what is kept out of dumps is not like the rest."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert madvise(address, num_pages * HUGE_PAGE, mmap.MADV_DONTDUMP) == 0
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, _, rest = line.partition(" ")
@@ -42,16 +47,22 @@ def test_what_was_written_goes_into_huge_pages_and_stays() -> None:
     version = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
     if platform.system() != "Linux" or version < (6, 1):
         pytest.skip("the system does it when it likes")
-    found = huge_bytes(large.data_ptr())  # the third, written in part, the system takes when its own thread comes by
+    # The third, written in part, the system takes when its own thread comes by.
+    found = huge_bytes(large.data_ptr(), 3)
     assert found in (2 * HUGE_PAGE, 3 * HUGE_PAGE), "whole ones, and none that nobody has written"
 
 
 def test_little_or_nothing_is_left_alone() -> None:
+    others = [Arena() for _ in range(4)]  # what the last one has lies right beside, most likely
+    beside = [other.allocate(2 * HUGE_PAGE).fill_(1) for other in others]
+    for other in others:
+        other.settle().join()
     arena = Arena()
     arena.settle().join()
     storage = arena.allocate(1000)
     arena.settle().join()
-    assert huge_bytes(storage.data_ptr()) == 0
+    assert huge_bytes(storage.data_ptr(), 1) == 0
+    assert all(bool(memory.all()) for memory in beside)
 
 
 def test_who_puts_it_into_huge_pages_does_not_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
