@@ -54,8 +54,13 @@ class AsyncSessionBranch(Handle):
 
     async def append(self, what: str | Sequence[int] | Message) -> None:
         """Go on with a text, with token ids, or with a chat's next message; see `SessionBranch.append`."""
+        await (await self.appending(what))
+
+    async def appending(self, what: str | Sequence[int] | Message) -> Appending:
+        """What `append` is about to do: to be awaited."""
         is_slow = not isinstance(what, (str, Sequence)) or len(what) > LONG
-        await self._do(await asyncio.to_thread(self._appending, what) if is_slow else self._appending(what))
+        append, num_tokens = await asyncio.to_thread(self._appending, what) if is_slow else self._appending(what)
+        return Appending(self, append, num_tokens)
 
     @overload
     async def fork(self) -> Self: ...
@@ -164,6 +169,16 @@ class AsyncSessionBranch(Handle):
 
     async def _do(self, function: Callable[[Engine], T]) -> T:
         return await asyncio.wrap_future(self._front.loop.call(function))
+
+
+class Appending:
+    """What is about to be appended to a branch: to be awaited."""
+
+    def __init__(self, branch: AsyncSessionBranch, append: Callable[[Engine], None], num_tokens: int) -> None:
+        self._branch, self._append, self.num_tokens = branch, append, num_tokens
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self._branch._do(self._append).__await__()
 
 
 class AsyncSession(AsyncSessionBranch):

@@ -151,13 +151,14 @@ class Handle:
 
         return fork
 
-    def _appending(self, what: str | Sequence[int] | Message) -> Callable[[Engine], None]:
+    def _appending(self, what: str | Sequence[int] | Message) -> tuple[Callable[[Engine], None], int]:
+        """And how many tokens it appends."""
         if isinstance(what, Mapping):
             return self._chatting(what)
         tokens = self._tokens("append", what)
-        return lambda engine: engine.sessions.append(engine, self._branch, tokens)
+        return lambda engine: engine.sessions.append(engine, self._branch, tokens), len(tokens)
 
-    def _chatting(self, message: Message) -> Callable[[Engine], None]:
+    def _chatting(self, message: Message) -> tuple[Callable[[Engine], None], int]:
         """A chat's next message: what stands behind the last one is its answer. A template that writes what was said
         before in another way has the branch taken back to where they part."""
         if not self._turns:
@@ -180,7 +181,7 @@ class Handle:
             engine.sessions.append(engine, self._branch, wanted[same:], same)
             self._turns = turns
 
-        return chat
+        return chat, len(wanted) - same
 
     def _cutting(self, to: int | Mark) -> Callable[[Engine], None]:
         if isinstance(to, Mark):

@@ -120,14 +120,10 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         elif form == "message":
             what = await where_nobody_waits(request.message, lambda: read_message(request.message))
         field = {"token_ids": "token_ids.ids"}.get(form, form)
-        tokens = len(what) if form != "message" else len(request.message.content)
-        asked = Addition(tokens, field, "tokens" if form == "token_ids" else "characters")
-        with (
-            self._leases.room(RPC.get().client, NOTHING, asked),
-            renamed("append", field),
-            renamed("messages[0]", field),
-        ):
-            await branch.append(what)
+        with renamed("append", field), renamed("messages[0]", field):
+            appending = await branch.appending(what)
+            with self._leases.room(RPC.get().client, NOTHING, Addition(appending.num_tokens, field)):
+                await appending
         [stands] = await _stand(branch, [branch])
         return pb.AppendResponse(branch=stands)
 

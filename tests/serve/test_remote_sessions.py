@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -137,6 +138,28 @@ def test_what_a_client_s_sessions_can_never_hold_is_told_by_the_argument_s_name(
         ):
             session.fork()
         assert not any(fork.closed for fork in forks)
+
+
+def test_what_is_appended_is_counted_in_tokens(text_server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many characters a text or a message has that fits a client's sessions."""
+    config = text_server.server.leases._config
+    monkeypatch.setattr(text_server.server.leases, "_config", replace(config, max_client_session_tokens=160))
+    long = " a story of words," * 20  # five tokens each, and eighteen characters
+    never = "^append is 250 tokens: must come to at most 160: a client's sessions may hold no more"
+    with client_of(text_server) as client:
+        with client.session("Tell me") as session:
+            with pytest.raises(InvalidArgument, match=never):
+                session.append(" a story of words," * 50)
+            session.append(long)
+            assert session.text == "Tell me" + long and len(long) > 160
+            with pytest.raises(SessionLimit, match="^max_client_session_tokens is 160: .* and 100 more are asked for$"):
+                session.append(long)
+            assert session.text == "Tell me" + long
+        with client.session(messages=[{"role": "user", "content": "Hello."}]) as chat:
+            chat.generate(max_tokens=4, ignore_eos=True)
+            chat.append({"role": "user", "content": long[:250]})
+            with pytest.raises(InvalidArgument, match="^append is .* tokens: must come to at most 160: "):
+                chat.append({"role": "user", "content": long * 2})
 
 
 def test_one_call_at_a_time(serve: Serve) -> None:
