@@ -109,6 +109,12 @@ def limit_spinning() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
+def quiet_grpc() -> None:
+    """Keep gRPC's library from writing lines of its own to standard error, unless the user has said how much it writes.
+    It reads this when it is imported, so it must be set before."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
 def worker_environment() -> dict[str, str]:
     """What a worker process is started with: ours, with a tenth of the turns. The engine wakes up when a step is over;
     while the worker's threads wait for the next one awake, it finds no processor free."""

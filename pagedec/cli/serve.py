@@ -15,6 +15,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 
+from pagedec import environment
 from pagedec.cli.arguments import (
     ENGINE,
     add_engine_arguments,
@@ -49,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal."""
     options, config = given_options(arguments, ServerConfig), recommending(arguments)
     tries = [("trie", text.partition("=")[2]) for text in options.trie]
+    if options.log_format == "json":
+        environment.quiet_grpc()
     with _ended_by_signals(), files_of(*tries):
         from pagedec.serve.logs import begin_logging
 

@@ -245,13 +245,27 @@ def test_what_a_server_cannot_recommend_is_refused(tmp_path: Path) -> None:
         configured(tmp_path, "[sampling]\nn = 3\n")
 
 
-def test_a_port_that_is_taken_is_one_line(tiny_path: Path) -> None:
+def refused_port(tiny_path: Path, *flags: str, **environ: str) -> tuple[list[str], str]:
+    """The lines of a server that finds its port taken, and what it says of that."""
+    own = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"} | environ
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        command = [sys.executable, "-m", "pagedec", "serve", "--model", str(tiny_path), "--port", str(port)]
-        done = subprocess.run(command, cwd=SOURCES, capture_output=True, text=True, timeout=60)
+        command = [sys.executable, "-m", "pagedec", "serve", "--model", str(tiny_path), "--port", str(port), *flags]
+        done = subprocess.run(command, cwd=SOURCES, capture_output=True, text=True, timeout=60, env=own)
     assert done.returncode == 2
     said = f"pagedec: error: port is {port}: cannot be listened on at 127.0.0.1: Address already in use"
-    assert done.stderr.splitlines()[-1] == said
+    return done.stderr.splitlines(), said
+
+
+def test_a_port_that_is_taken_is_one_line(tiny_path: Path) -> None:
+    lines, said = refused_port(tiny_path)
+    assert lines[-1] == said
+
+
+def test_nobody_writes_between_lines_of_json_unless_he_is_asked_to(tiny_path: Path) -> None:
+    lines, said = refused_port(tiny_path, "--log-format", "json")
+    assert lines == [said]
+    lines, said = refused_port(tiny_path, "--log-format", "json", GRPC_VERBOSITY="ERROR")
+    assert lines[-1] == said and any("Failed to add port" in line for line in lines[:-1])
