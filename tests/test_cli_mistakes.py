@@ -251,21 +251,11 @@ def test_a_name_in_the_file_has_the_nearest_told(
     )
 
 
-def test_the_flag_that_names_a_file_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_flag_that_names_a_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("tokenize", "a", "--model", "./none") == 2
     assert capsys.readouterr().err == "pagedec: error: model is ./none: does not exist\n"
     assert run("tokenize", "a", "--tokenizer", "./none") == 2
     assert capsys.readouterr().err == "pagedec: error: tokenizer is ./none: does not exist\n"
-
-    async def serve(*_: object) -> int:
-        raise ModelFileError(Path("none.txt"), "is no file of token sequences")
-
-    monkeypatch.setattr("pagedec.cli.serve._serve", serve)
-    monkeypatch.setattr("pagedec.serve.logs.begin_logging", lambda *_: None)  # into what is closed when this ends
-    assert run("serve", "--trie", "a=./none.txt") == 2
-    assert capsys.readouterr().err == "pagedec: error: trie is ./none.txt: is no file of token sequences\n"
 
 
 def test_keywords_in_errors_about_files_are_spelled_as_flags(

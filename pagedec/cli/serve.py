@@ -28,7 +28,6 @@ from pagedec.cli.console import DONE, FAILED, say
 from pagedec.config import EngineConfig
 from pagedec.errors import InvalidArgument
 from pagedec.formats.generation import WRITTEN
-from pagedec.formats.named import files_of
 from pagedec.serve.server_config import ServerConfig
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -49,10 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal."""
     options, config = given_options(arguments, ServerConfig), recommending(arguments)
-    tries = [("trie", text.partition("=")[2]) for text in options.trie]
     if options.log_format == "json":
         environment.quiet_grpc()
-    with _ended_by_signals(), files_of(*tries):
+    with _ended_by_signals():
         from pagedec.serve.logs import begin_logging
 
         begin_logging(options.log_level, options.log_format)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pagedec.constraints import TokenTrie
 from pagedec.core.resuming import Resume
-from pagedec.errors import InvalidArgument, NotFound
+from pagedec.errors import InvalidArgument, ModelFileError, NotFound
 from pagedec.llm.async_llm import LONG_PROMPT, AsyncLLM
 from pagedec.llm.front import renamed
 from pagedec.llm.prompts import read_prompt as prompt_of
@@ -59,7 +59,7 @@ class Gateway:
     """All requests of a server. Belongs to its event loop."""
 
     def __init__(self, config: ServerConfig, lifecycle: Lifecycle, watchers: tuple[Watcher, ...] = ()) -> None:
-        """Raises `InvalidArgument` for a trie that cannot be loaded."""
+        """Raises `InvalidArgument` and `ModelFileError` for a trie that cannot be loaded."""
         self.config, self.lifecycle, self.watchers = config, lifecycle, watchers
         self._tries = load_tries(config.trie)
         self._open: _Open | None = None
@@ -330,11 +330,17 @@ class Gateway:
 
 
 def load_tries(named: tuple[str, ...]) -> Mapping[str, TokenTrie]:
-    """Tries by their names, from texts NAME=FILE. Raises `InvalidArgument`."""
+    """Tries by their names, from texts NAME=FILE. Raises `InvalidArgument` and `ModelFileError`, which say which text
+    of the option it is."""
     found: dict[str, Any] = {}
     for text in named:
         name, equals, path = text.partition("=")
         if not name or not equals or not path or name in found:
             raise InvalidArgument("trie", text, "must be NAME=FILE, each name once")
-        found[name] = TokenTrie.open(path) if path.endswith(TRIE_ENDING) else TokenTrie.from_file(path)
+        try:
+            found[name] = TokenTrie.open(path) if path.endswith(TRIE_ENDING) else TokenTrie.from_file(path)
+        except ModelFileError as error:
+            raise ModelFileError(error.path, error.problem, "trie", text) from error
+        except InvalidArgument as error:
+            raise InvalidArgument("trie", text, str(error)) from error
     return found

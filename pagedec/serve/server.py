@@ -77,7 +77,7 @@ class Server:
 
     def __init__(self, config: ServerConfig, load: Callable[[], AsyncLLM], tag: str = "") -> None:
         """`tag`: what the names of its sessions begin with, for those who look for this server among several. Raises
-        `InvalidArgument` for files that are not as they should be."""
+        `InvalidArgument`, and for a trie `ModelFileError`, for files that are not as they should be."""
         load_decoders(config.decoder)
         self.config, self._load = config, load
         self._keys = None if config.api_keys is None else Keys(config.api_keys)

@@ -11,10 +11,14 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from pagedec import AsyncLLM
+from pagedec.cli.console import spelled
 from pagedec.cli.serve import _loop_factory
 from pagedec.constraints import TokenTrie
-from pagedec.errors import InvalidArgument
+from pagedec.errors import InvalidArgument, PagedecError
 from pagedec.serve.lifecycle import Lifecycle, State
+from pagedec.serve.server import Server
+from pagedec.serve.server_config import ServerConfig
 from pagedec.v1 import admin_service_pb2 as ab
 from pagedec.v1 import admin_service_pb2_grpc
 from pagedec.v1 import generation_service_pb2 as pb
@@ -45,6 +49,21 @@ def test_tries_by_their_names(serve: Serve, tmp_path: Path) -> None:
     for wrong in ("few", "=x", "few=", f"few={tmp_path / 'few.txt'}"):
         with pytest.raises(InvalidArgument, match="trie"):
             serve(trie=(f"few={tmp_path / 'few.txt'}", wrong))
+
+
+def test_a_trie_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("9 8 7\n,\n")
+    (tmp_path / "text.trie").write_text("9 8 7\n")
+    for name, said in (
+        ("empty.txt", "sequences[1] is []: must have at least one token"),
+        ("text.trie", "is no trie that TokenTrie.save has written"),
+        ("none.trie", "cannot be read: No such file or directory"),
+    ):
+        given = f"few={tmp_path / name}"
+        with pytest.raises(PagedecError) as caught:
+            Server(ServerConfig(trie=(given,)), AsyncLLM)
+        assert str(caught.value) == f"trie is '{given}': {said}"
+        assert spelled(caught.value) == f"trie is {given}: {said}"
 
 
 def test_the_contract_may_be_kept(serve: Serve) -> None:
