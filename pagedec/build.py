@@ -28,11 +28,14 @@ def load_tokenizer(config: ModelConfig, files: ModelFiles) -> Tokenizer | None:
     """The model's tokenizer, or the one that is named; None with skip_tokenizer_init."""
     if config.skip_tokenizer_init:
         return None
-    if config.tokenizer is not None:
-        return Tokenizer.from_path(resolve_tokenizer(config.tokenizer))
-    if files.tokenizer is None:
+    path = files.tokenizer if config.tokenizer is None else resolve_tokenizer(config.tokenizer)
+    if path is None:
         raise ModelFileError(files.model, "has no tokenizer; name one with tokenizer, or set skip_tokenizer_init=True")
-    return Tokenizer.from_path(files.tokenizer)
+    try:
+        return Tokenizer.from_path(path)
+    except ModelFileError as error:
+        problem = f"{error.problem}; or set skip_tokenizer_init=True and pass token ids"
+        raise ModelFileError(error.path, problem) from error.__cause__
 
 
 def start_executor(config: EngineConfig) -> Executor:

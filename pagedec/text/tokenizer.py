@@ -24,7 +24,6 @@ from pagedec.text.detokenizer import Detokenizer
 from pagedec.text.encoding import Encoding, check_call, numbers
 from pagedec.text.token_bound import TokenBound, token_bound
 
-WITHOUT = "or set skip_tokenizer_init=True and pass token ids"
 GGUF_KINDS = {"bos_token": "bos", "eos_token": "eos"}
 """What templates call a special token, and what a GGUF header does."""
 
@@ -293,9 +292,7 @@ def _spelling(decoder: Any, path: Path) -> tuple[Spelling, bool]:
         strip = by_type.get("Strip", {})
         return Spelling.SENTENCEPIECE, strip.get("content") == " " and strip.get("start", 0) > 0
     kinds = ", ".join(by_type)
-    raise ModelFileError(
-        path, f"has the decoder {kinds}; supported are byte-level and sentencepiece vocabularies; {WITHOUT}"
-    )
+    raise ModelFileError(path, f"has the decoder {kinds}; supported are byte-level and sentencepiece vocabularies")
 
 
 def _token_name(value: Any) -> str | None:
@@ -320,13 +317,12 @@ def _from_directory(directory: Path) -> Tokenizer:
     if not path.is_file():
         slow = [name for name in ("tokenizer.model", "vocab.json") if (directory / name).is_file()]
         hint = f"; {slow[0]} alone is not enough, save the tokenizer in its fast form" if slow else ""
-        raise ModelFileError(path, f"does not exist{hint}; name a tokenizer directory, {WITHOUT}")
+        raise ModelFileError(path, f"does not exist{hint}; name a tokenizer directory")
     try:
         inner = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
-        raise ModelFileError(
-            path, f"is no tokenizer: {str(error)[:MAX_SHOWN]}; name a tokenizer directory, {WITHOUT}"
-        ) from error
+        problem = f"is no tokenizer: {str(error)[:MAX_SHOWN]}; name a tokenizer directory"
+        raise ModelFileError(path, problem) from error
     config = _optional_json(directory / "tokenizer_config.json")
     special = _special_tokens(directory, config)
     bos = special.get("bos_token")
