@@ -104,7 +104,7 @@ def within(prefix: str) -> Iterator[None]:
 
 
 class SessionLimit(InvalidArgument):
-    """Sessions hold as much as they may: `field` is the engine argument that says so."""
+    """Sessions hold as much as they may: `field` is the engine argument, or the server's limit, that says so."""
 
     code = "RESOURCE_EXHAUSTED"
 

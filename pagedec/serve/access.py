@@ -12,10 +12,11 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from pagedec.errors import InvalidArgument, Shown, within
 from pagedec.fields import Flag, Integer, Text, Texts, check_fields, check_names, field_names, option
+from pagedec.serve.server_config import ServerConfig
 from pagedec.serve.statuses import Refusal
 
 SHORTEST_TOKEN = 16
@@ -23,6 +24,13 @@ SHORTEST_TOKEN = 16
 LOOK_SECONDS = 1.0
 """How often the file is looked at."""
 LOG = logging.getLogger("pagedec.access")
+
+
+class Quota(NamedTuple):
+    """How much a client may have, None: nobody has said; and the name of what says so."""
+
+    most: int | None
+    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +51,14 @@ class Client:
     def __post_init__(self) -> None:
         if self.name:
             check_fields(self)
+
+    def quota(self, what: Literal["requests", "branches", "tokens", "session_tokens"], config: ServerConfig) -> Quota:
+        """How much of something he may have: as his own limit says, or else the server's."""
+        own: int | None = getattr(self, f"max_{what}")
+        if own is not None:
+            return Quota(own, f"api_keys.{self.name}.max_{what}")
+        name = f"max_client_{what}"
+        return Quota(getattr(config, name), name)
 
     def salted(self, salt: str) -> str:
         """A request's salt, which no other client can have."""

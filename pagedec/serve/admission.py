@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from pagedec.serve.access import Client
+from pagedec.serve.access import Client, Quota
 from pagedec.serve.server_config import ServerConfig
 from pagedec.serve.statuses import BUSY_SECONDS, Refusal
 
@@ -83,9 +83,9 @@ class Admission:
         ahead = self.num_inside + 1 - self._num_seats
         return max(0, ahead) * self._interval
 
-    def most_tokens(self, client: Client) -> int | None:
+    def most_tokens(self, client: Client) -> Quota:
         """Tokens that a client's requests may come to together; None: any."""
-        return client.max_tokens or self._config.max_client_tokens
+        return client.quota("tokens", self._config)
 
     # ---- inside
     def _check(self, client: Client, num_tokens: int, seconds_left: float | None, num_of_stream: int | None) -> None:
@@ -98,15 +98,15 @@ class Admission:
         if num_of_stream is not None and not self.has_spare(num_of_stream):
             problem = f"{self.num_inside} requests run or wait, and the last place is left to others"
             raise Refusal("RESOURCE_EXHAUSTED", "QUEUE_FULL", problem, self._retry())
-        most = client.max_requests or config.max_client_requests or math.inf
-        if self._requests[client.name] >= most:
-            problem = f"{self._requests[client.name]} requests of this client run or wait, which is max_client_requests"
-            raise Refusal("RESOURCE_EXHAUSTED", "CLIENT_REQUESTS", problem, self._retry(), "max_client_requests")
-        limit = self.most_tokens(client) or math.inf
+        most, name = client.quota("requests", config)
+        if most is not None and self._requests[client.name] >= most:
+            problem = f"{self._requests[client.name]} requests of this client run or wait, which is {name}"
+            raise Refusal("RESOURCE_EXHAUSTED", "CLIENT_REQUESTS", problem, self._retry(), name)
+        most, name = self.most_tokens(client)
         have = self._tokens[client.name]
-        if have + num_tokens > limit:
-            problem = f"this client's requests come to {have} tokens, and this one to {num_tokens}: at most {limit}"
-            raise Refusal("RESOURCE_EXHAUSTED", "CLIENT_TOKENS", problem, self._retry(), "max_client_tokens")
+        if most is not None and have + num_tokens > most:
+            problem = f"this client's requests come to {have} tokens, and this one to {num_tokens}: at most {most}"
+            raise Refusal("RESOURCE_EXHAUSTED", "CLIENT_TOKENS", problem, self._retry(), name)
         if seconds_left is not None and self.wait > seconds_left:
             problem = f"it would wait some {self.wait:.1f} seconds, and its deadline is in {max(0.0, seconds_left):.1f}"
             raise Refusal("RESOURCE_EXHAUSTED", "DEADLINE_TOO_SHORT", problem, self._retry())

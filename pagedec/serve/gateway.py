@@ -319,9 +319,9 @@ class Gateway:
         longest = room if params.max_tokens is None else min(params.max_tokens, room)
         most = num_prompt_tokens + width_of(params) * longest
         allowed = self.admission.most_tokens(RPC.get().client)
-        if allowed is not None and most > allowed:
+        if allowed.most is not None and most > allowed.most:
             with order.named():
-                raise oversized(params, num_prompt_tokens, allowed)
+                raise oversized(params, num_prompt_tokens, allowed.most, allowed.name)
         return most
 
     def _text_tokens(self, text: str) -> tuple[str, list[int]]:

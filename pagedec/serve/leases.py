@@ -136,26 +136,27 @@ class Leases:
         config, name, sessions = self._config, client.name, self._sessions
         assert sessions is not None, "a model is loaded before it is asked"
         allowed = sessions.limits
-        most = client.max_branches or config.max_client_branches or max(1, allowed.max_parked_branches // SHARE)
+        most, quota = client.quota("branches", config)
+        most = most or max(1, allowed.max_parked_branches // SHARE)
         held = self._branches[name]
         if branches.number > most - branches.beside:
             problem = (
                 f"must be at most {most - branches.beside}: a client's sessions may have {counted(most, 'branch')}"
             )
-            problem += " (max_client_branches), the one that it goes on from included"
+            problem += f" ({quota}), the one that it goes on from included"
             raise InvalidArgument(branches.field, branches.number, problem)
         if branches.number and held + branches.number > most:
-            raise SessionLimit("max_client_branches", most, _too_many(counted(held, "branch"), branches.number))
-        limit = client.max_session_tokens or config.max_client_session_tokens
+            raise SessionLimit(quota, most, _too_many(counted(held, "branch"), branches.number))
+        limit, quota = client.quota("session_tokens", config)
         limit = limit or max(1, allowed.max_parked_tokens // SHARE)
         if tokens.number > limit:
-            problem = f"must come to at most {limit}: a client's sessions may hold no more (max_client_session_tokens)"
+            problem = f"must come to at most {limit}: a client's sessions may hold no more ({quota})"
             raise InvalidArgument(tokens.field, Shown(f"{tokens.number} {tokens.unit}"), problem)
         coming = self._tokens[name] + tokens.number
         if tokens.number and sessions.num_tokens + coming > limit:  # else it is not much, whosever it is
             held = self._tokens[name] + sum(lease.num_tokens for lease in self._of.get(name, {}).values())
             if held + tokens.number > limit:
-                raise SessionLimit("max_client_session_tokens", limit, _too_many(counted(held, "token"), tokens.number))
+                raise SessionLimit(quota, limit, _too_many(counted(held, "token"), tokens.number))
         self._branches[name] += branches.number
         self._tokens[name] += tokens.number
         try:

@@ -286,10 +286,11 @@ def check_bounds(params: RequestParams, limits: Limits) -> None:
         raise InvalidArgument("max_tokens", params.max_tokens, f"{limit}{config.max_request_tokens} tokens")
 
 
-def oversized(params: RequestParams, num_prompt_tokens: int, most: int) -> InvalidArgument:
-    """Of a request that comes to more tokens than all of a client's may, `most`: what it has too much of."""
+def oversized(params: RequestParams, num_prompt_tokens: int, most: int, quota: str) -> InvalidArgument:
+    """Of a request that comes to more tokens than all of a client's may, `most`, as `quota` says: what it has too much
+    of."""
     width, room = width_of(params), most - num_prompt_tokens
-    why = f"a client's requests, prompts included, may together come to {counted(most, 'token')} (max_client_tokens)"
+    why = f"a client's requests, prompts included, may together come to {counted(most, 'token')} ({quota})"
     if room < 1:
         limit = f"must be at most {counted(most - 1, 'token')} long: {why}"
         return InvalidArgument("prompt", Shown(counted(num_prompt_tokens, "token")), limit)

@@ -121,7 +121,7 @@ def test_limits_of_one_client_are_no_other_s(serve: Serve, keys: Path) -> None:
         ask(serving, OLD_ALICE)
     found = details(caught.value)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and reason(caught.value) == "CLIENT_REQUESTS"
-    assert [violation.subject for violation in found["QuotaFailure"].violations] == ["max_client_requests"]
+    assert [violation.subject for violation in found["QuotaFailure"].violations] == ["api_keys.alice.max_requests"]
     assert found["RetryInfo"].retry_delay.ToMilliseconds() >= 100
     with serving.server.gateway.admission.seat(Client(name="bob"), 50, None):
         assert refused(lambda: ask(serving, BOB, 40)) == ("RESOURCE_EXHAUSTED", "CLIENT_TOKENS")
@@ -134,7 +134,7 @@ def test_limits_of_one_client_are_no_other_s(serve: Serve, keys: Path) -> None:
 def test_what_alone_is_more_than_a_client_may_have_is_never_let_in(serve: Serve, keys: Path) -> None:
     """No later try would end otherwise, so none is asked for."""
     serving = serve(api_keys=str(keys))
-    more = "may together come to 100 tokens (max_client_tokens)"
+    more = "may together come to 100 tokens (api_keys.bob.max_tokens)"
     stopping, drawn = "parameters.stopping.max_tokens", "parameters.sampling.n"
     for num_tokens, own, field, said in (
         (40, greedy(61), stopping, f"is 61: must be at most 60: a client's requests, prompts included, {more}, of"),

@@ -112,9 +112,13 @@ def test_a_client_s_own_limits_win() -> None:
     crowd = Crowd(max_client_requests=1, max_client_tokens=10)
     for _ in range(3):
         crowd.come(Client(name="ada", max_requests=3, max_tokens=30))
-    assert crowd.refused(Client(name="ada", max_requests=3, max_tokens=30)).reason == "CLIENT_REQUESTS"
+    refusal = crowd.refused(Client(name="ada", max_requests=3, max_tokens=30))
+    assert (refusal.reason, refusal.quota) == ("CLIENT_REQUESTS", "api_keys.ada.max_requests")
+    refusal = crowd.refused(Client(name="ada", max_requests=4, max_tokens=30))
+    assert (refusal.reason, refusal.quota) == ("CLIENT_TOKENS", "api_keys.ada.max_tokens")
     crowd.come(BOB)
-    assert crowd.refused(BOB).reason == "CLIENT_REQUESTS"
+    refusal = crowd.refused(BOB)
+    assert (refusal.reason, refusal.quota) == ("CLIENT_REQUESTS", "max_client_requests")
 
 
 def test_the_last_place_is_left_to_those_who_do_not_wait() -> None:

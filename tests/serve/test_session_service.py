@@ -155,17 +155,17 @@ def test_quotas_are_each_client_s_own(serve: Serve, tmp_path: Path) -> None:
         ada.call("Fork", pb.ForkRequest, count=2)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and reason(caught.value) == "SESSION_LIMIT"
     [violation] = details(caught.value)["QuotaFailure"].violations
-    assert violation.subject == "max_client_branches"
-    assert violation.description == (
-        "max_client_branches is 4: a client's sessions may hold no more; they hold 3 branches, and 2 more are asked for"
-    )
+    quota, more = "api_keys.ada.max_branches", "they hold 3 branches, and 2 more are asked for"
+    assert violation.subject == quota
+    assert violation.description == f"{quota} is 4: a client's sessions may hold no more; {more}"
     full = ("RESOURCE_EXHAUSTED", "SESSION_LIMIT")
     assert refused(lambda: ada.generate(parameters(2, n=2), keep=pb.Keep(all=True))) == full
     ada.generate(parameters(2, n=1), keep=pb.Keep(all=True))
     assert refused(lambda: Held(serving, metadata=ADA)) == full
     bob.call("Fork", pb.ForkRequest, count=9)
     assert refused(lambda: bob.call("Append", pb.AppendRequest, token_ids=ids(*PROMPT, *PROMPT))) == full
-    assert refused(lambda: bob.generate(greedy(61))) == full
+    with pytest.raises(grpc.RpcError, match="api_keys.bob.max_session_tokens is 100: "):
+        bob.generate(greedy(61))
     bob.generate(greedy(60))
     ada.close("0.0", "0.1", "0.2")
     ada.call("Fork", pb.ForkRequest, count=3)
