@@ -26,6 +26,11 @@ NUM_PLAIN_IDS = 256
 """Prompt tokens are drawn from this many ids: every vocabulary has them."""
 SENT = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "ignore_eos")
 """Sampling flags that are sent with each request."""
+UNITS = {
+    "duration": "s", "request_throughput": "requests/s", "output_throughput": "tokens/s",
+    "request_goodput": "requests/s",
+}  # fmt: skip
+"""Of what a load amounts to, where vLLM's names for it say none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +93,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(result))
     else:
         for name, value in result.items():
+            label = name.replace("_", " ") + (f" ({UNITS[name]})" if name in UNITS else "")
             number = f"{value:12.2f}" if isinstance(value, float) else f"{value!s:>9}   "
-            print(f"{name.replace('_', ' '):32} {number}".rstrip())
+            print(f"{label:32} {number}".rstrip())
     for code, problem in {outcome.code: outcome.problem for outcome in outcomes if outcome.problem}.items():
         say(f"{code}: {problem}")
     return DONE if result["completed"] else FAILED

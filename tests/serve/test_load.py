@@ -86,6 +86,9 @@ def test_random_prompts_and_a_server_that_refuses(serve: Serve) -> None:
     done = bench("--address", f"127.0.0.1:{serve().server.port}", "--num-prompts", "8", "--input-len", "200")
     assert done.returncode == 1 and "INVALID_ARGUMENT" in done.stdout, done.stderr
     assert re.fullmatch(r"pagedec: INVALID_ARGUMENT: prompt.*: token ids must be from 0 to 130\n", done.stderr)
+    units = {"duration": "s", "request throughput": "requests/s", "output throughput": "tokens/s"}
+    for name, unit in (units | {"request goodput": "requests/s"}).items():
+        assert re.search(rf"^{name} \({unit}\) +[0-9.]+$", done.stdout, re.M), done.stdout
 
 
 def test_a_server_with_tls_and_tokens(serve: Serve, tmp_path: Path) -> None:
