@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
             number = f"{value:12.2f}" if isinstance(value, float) else f"{value!s:>9}   "
             print(f"{label:32} {number}".rstrip())
     for code, problem in {outcome.code: outcome.problem for outcome in outcomes if outcome.problem}.items():
-        say(f"{code}: {problem}")
+        say(f"{code}: {problem}{reach.hint(problem)}")
     return DONE if result["completed"] else FAILED
 
 

@@ -9,6 +9,7 @@ import argparse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pagedec import environment
 from pagedec.cli.arguments import add_options, given_options
 from pagedec.cli.console import DONE, FAILED, say
 from pagedec.cli.reach import ADDRESS, Reach
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Ask once, and say the answer."""
     options, reach = given_options(arguments, HealthOptions), given_options(arguments, Reach)
+    environment.quiet_grpc()  # the answer is one line
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -62,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
                 health_pb2.HealthCheckRequest(service=options.service or ""), timeout=options.timeout, metadata=metadata
             )
         except grpc.RpcError as error:
-            say(f"{arguments.address}: {error.code().name}: {error.details()}")
+            say(f"{arguments.address}: {error.code().name}: {error.details()}{reach.hint(error.details() or '')}")
             return FAILED
     print(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
     return DONE if answer.status == health_pb2.HealthCheckResponse.SERVING else FAILED

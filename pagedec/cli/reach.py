@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import grpc
 
 ADDRESS = "127.0.0.1:50051"
+CLOSED = ("Socket closed", "Connection reset")
+"""What gRPC says of a server that hangs up before it has said anything."""
 
 
 @strict
@@ -39,7 +41,7 @@ class Reach:
         """TLS, or None. Raises `InvalidArgument` for a file that cannot be read."""
         import grpc
 
-        if not (self.tls or self.tls_ca or self.tls_cert):
+        if not self._has_tls:
             return None
         files = ("tls_ca", self.tls_ca), ("tls_key", self.tls_key), ("tls_cert", self.tls_cert)
         return grpc.ssl_channel_credentials(*(None if path is None else _read(field, path) for field, path in files))
@@ -48,12 +50,30 @@ class Reach:
         """What the channel is told."""
         return [] if self.server_name is None else [("grpc.ssl_target_name_override", self.server_name)]
 
+    def hint(self, problem: str) -> str:
+        """What TLS may have to do with it that a server cannot be reached, behind what gRPC says of that; "" where it
+        has nothing."""
+        if self._has_tls and "WRONG_VERSION_NUMBER" in problem:
+            return "; the server does not speak TLS: ask without --tls, --tls-ca and --tls-cert"
+        if self._has_tls and "CERTIFICATE_VERIFY_FAILED" in problem:
+            return "; its certificate is of no authority that is trusted: --tls-ca names a file of those to trust"
+        if any(text in problem for text in CLOSED):
+            if not self._has_tls:
+                return "; the server may want TLS: --tls or --tls-ca"
+            if self.tls_cert is None:
+                return "; the server may want a certificate of its clients: --tls-cert and --tls-key"
+        return ""
+
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What goes with each call. Raises `InvalidArgument` for a file that cannot be read."""
         if self.token_file is None:
             return ()
         token = _read("token_file", self.token_file).decode("utf-8", "replace").strip()
         return (("authorization", f"Bearer {token}"),)
+
+    @property
+    def _has_tls(self) -> bool:
+        return bool(self.tls or self.tls_ca or self.tls_cert)
 
 
 def _read(field: str, path: str) -> bytes:

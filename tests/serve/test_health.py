@@ -107,7 +107,9 @@ def test_what_ends_a_watch_is_told(
 
 # ---- the command
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    status = main(["health", *arguments])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRPC_VERBOSITY", "NONE")  # the command sets it where nobody has
+        status = main(["health", *arguments])
     out, err = capsys.readouterr()
     return status, out, err
 
@@ -147,3 +149,25 @@ def test_the_command_over_tls_with_a_token(serve: Serve, tmp_path: Path, capsys:
     assert status == 1 and "UNAVAILABLE" in err
     status, _, err = said(capsys, address, "--tls-ca", str(tmp_path / "none.pem"))
     assert status == 2 and err.startswith("pagedec: error: tls_ca is ") and "cannot be read" in err
+
+
+def test_the_command_says_where_tls_is_the_reason(
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = Authority("ours")
+    cert, key = ours.write("server", tmp_path)
+    (tmp_path / "ca.pem").write_bytes(ours.pem)
+    ca = str(tmp_path / "ca.pem")
+    plain, secure, mutual = (
+        f"127.0.0.1:{serve(**options).server.port}"
+        for options in ({}, {"tls_cert": cert, "tls_key": key}, {"tls_cert": cert, "tls_key": key, "tls_client_ca": ca})
+    )
+    for address, flags, hint in (
+        (plain, ["--tls"], "; the server does not speak TLS: ask without --tls, --tls-ca and --tls-cert\n"),
+        (secure, [], "; the server may want TLS: --tls or --tls-ca\n"),
+        (secure, ["--tls"], "; its certificate is of no authority that is trusted: --tls-ca names a file of those to "),
+        (mutual, ["--tls-ca", ca], "; the server may want a certificate of its clients: --tls-cert and --tls-key\n"),
+    ):
+        status, out, err = said(capsys, address, *flags)
+        assert (status, out) == (1, "") and err.startswith(f"pagedec: {address}: UNAVAILABLE: ") and hint in err, err
+    assert "TLS" not in said(capsys, "127.0.0.1:1")[2]
