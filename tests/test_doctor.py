@@ -126,10 +126,10 @@ def test_the_doctor_says_what_a_pool_on_a_device_would_get(monkeypatch: pytest.M
 def test_doctor_reports_every_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["doctor", "--json", "--no-probe"]) == 0
     sections = json.loads(capsys.readouterr().out)
-    titles = ["versions", "machine", "memory", "kernels", "backends", "default model", "debugging variables"]
+    titles = ["versions", "machine", "memory", "kernels", "backends", "default model", "environment variables"]
     assert list(sections) == titles
     assert sections["versions"]["python"].startswith(sys.version.split()[0])
-    assert set(sections["debugging variables"]) == set(environment.VARIABLES)
+    assert set(sections["environment variables"]) == set(environment.VARIABLES)
     assert {"cuda", "nccl", "flash-attn", "xformers", "ray"} == set(sections["backends"])
     assert main.main(["doctor", "--no-probe"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -161,9 +161,9 @@ def examine(probe: bool) -> dict[str, Any]:
     sections["kernels"] = kernel_facts(cpu_facts()[1])
     sections["backends"] = backend_facts()
     sections["default model"] = model_facts()
-    sections["debugging variables"] = variable_facts()
+    sections["environment variables"] = variable_facts()
     if probe:
-        sections["fallback linear is batch-invariant"] = invariance_facts()
+        sections["batch invariance of the fallback linear"] = invariance_facts()
     return sections
 
 
