@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from pagedec.core.draft import Draft
 from pagedec.core.protocol import Query
+from pagedec.errors import counted
 
 
 class Acceptance:
@@ -21,6 +22,10 @@ class Acceptance:
     def __init__(self, whole: Acceptance | None = None) -> None:
         self.whole, self.num_drafts, self.num_drafted = whole, 0, 0
         self._depths, self._lengths = Counter[int](), Counter[int]()  # of drafts, and of what was taken of them
+
+    def __repr__(self) -> str:
+        drafted = f"{counted(self.num_drafted, 'token')} in {counted(self.num_drafts, 'draft')}"
+        return f"<Acceptance: {self.num_accepted} of {drafted}>"
 
     @property
     def drafted(self) -> list[int]:

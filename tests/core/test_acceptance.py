@@ -22,6 +22,9 @@ def test_a_chain() -> None:
     assert (one.num_drafts, one.num_drafted, one.drafted, one.accepted) == (2, 4, [2, 1, 1], [1, 1, 0])
     assert (whole.num_drafts, whole.num_drafted, whole.drafted, whole.accepted) == (3, 6, [3, 2, 1], [2, 2, 0])
     assert (one.num_accepted, other.num_accepted, whole.num_accepted) == (2, 2, 4)
+    assert [repr(counts) for counts in (whole, other)] == [
+        "<Acceptance: 4 of 6 tokens in 3 drafts>", "<Acceptance: 2 of 2 tokens in 1 draft>",
+    ]  # fmt: skip
 
 
 def test_a_tree_that_several_go_on_from() -> None:
