@@ -42,7 +42,7 @@ FIRST_PAUSE, LONG_PAUSE = 0.2, 1.0
 UNTOLD = Shown("what was given")
 """In place of a value: what somebody has sent is not sent back."""
 UNNAMED = Shown("of that name")
-NAMES = {"decoder": "decoder", "trie": "token_trie.name"}
+NAMES = {"model": "model", "decoder": "decoder", "trie": "token_trie.name"}
 """Fields that name what a server may not have."""
 STEPS = re.compile(r"\.(\w+)|\[(\d+)\]")
 WHY_GONE = "was closed, or its session was not used for as long as its lease"

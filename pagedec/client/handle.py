@@ -309,7 +309,7 @@ def opening(
     if seconds is not None:
         request.ttl.FromNanoseconds(round(seconds * 1e9))
     table = {
-        "prompt": prompt, "messages": messages, "tools": template["tools"],
+        "model": model, "prompt": prompt, "messages": messages, "tools": template["tools"],
         "chat_template_kwargs": template["template_kwargs"],
     }  # fmt: skip
     return Inquiry("OpenSession", request, lambda told: told, OPENING, given=table)

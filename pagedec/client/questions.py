@@ -74,6 +74,7 @@ class Question:
 
     def request(self, model: str, priority: int = 0, request_id: str = "") -> pb.GenerateRequest:
         """What `Generate` is asked."""
+        self.given["model"] = model
         return pb.GenerateRequest(**self._message, model=model, priority=priority, client_request_id=request_id)
 
     def at_once(self, model: str, priority: int = 0) -> Inquiry[RequestOutput]:
@@ -82,6 +83,7 @@ class Question:
 
     def growing(self, model: str, priority: int = 0, request_id: str = "") -> Inquiry[RequestOutput | None]:
         """The answers as they grow."""
+        self.given["model"] = model
         request = pb.GenerateStreamRequest(
             **self._message, model=model, priority=priority, client_request_id=request_id,
             stream_interval=self.params.stream_interval,
@@ -128,7 +130,8 @@ def default_params(model: str) -> Inquiry[SamplingParams]:
         whole = {name: int(own) if isinstance(own, float) and own.is_integer() else own for name, own in given.items()}
         return SamplingParams.from_dict(whole)
 
-    return Inquiry("GetModel", model_service_pb2.GetModelRequest(name=model), read, is_safe=True)
+    request = model_service_pb2.GetModelRequest(name=model)
+    return Inquiry("GetModel", request, read, is_safe=True, given={"model": model})
 
 
 def tokenize(prompt: Any, messages: Any, special_tokens: bool, model: str) -> Inquiry[list[int]]:
@@ -138,11 +141,11 @@ def tokenize(prompt: Any, messages: Any, special_tokens: bool, model: str) -> In
     message = as_prompt("prompt", prompt)[0] if messages is None else prompt_pb2.Prompt(chat=as_chat(messages))
     request = model_service_pb2.TokenizeRequest(prompt=message, no_special_tokens=not special_tokens, model=model)
     names = {"prompt.text": "prompt"} if messages is None else CHAT
-    return Inquiry("Tokenize", request, lambda told: list(told.token_ids), names, is_safe=True)
+    return Inquiry("Tokenize", request, lambda told: list(told.token_ids), names, True, given={"model": model})
 
 
 def detokenize(token_ids: Sequence[int], skip_special_tokens: bool, model: str) -> Inquiry[str]:
     """The text of tokens."""
     ids = as_ids("token_ids", token_ids).ids
     request = model_service_pb2.DetokenizeRequest(token_ids=ids, special_tokens=not skip_special_tokens, model=model)
-    return Inquiry("Detokenize", request, lambda told: told.text, is_safe=True)
+    return Inquiry("Detokenize", request, lambda told: told.text, is_safe=True, given={"model": model})

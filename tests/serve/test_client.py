@@ -26,6 +26,7 @@ from pagedec import (
 from pagedec.client import Client, ServedTrie, ServerError
 from pagedec.client.asking import as_parameters
 from pagedec.constraints import TokenTrie
+from pagedec.errors import NotFound
 from pagedec.fields import field_names
 from pagedec.params import RequestParams
 from pagedec.serve import queueing
@@ -240,6 +241,23 @@ def test_tokens_and_failures(serve: Serve, tmp_path: Path) -> None:
     with client_of(serving, token="ada-0123456789abcdef") as client:
         outputs = client.generate([PROMPT] * 4, SamplingParams(max_tokens=40, ignore_eos=True), use_tqdm=False)
         assert [len(output.outputs[0].token_ids) for output in outputs] == [40] * 4, "one after the other"
+
+
+def test_a_model_that_the_server_has_not_is_named(serve: Serve) -> None:
+    serving = serve(served_model_name="mine")
+    few = SamplingParams(max_tokens=2)
+    with client_of(serving, model="yours") as client:
+        for ask in (
+            lambda: client.generate(PROMPT, few),
+            lambda: client.generate([PROMPT] * 2, few, use_tqdm=False),
+            lambda: list(client.stream(PROMPT, few)),
+            lambda: client.session(PROMPT),
+            lambda: client.tokenize("a"),
+            lambda: client.detokenize([5]),
+            client.get_default_sampling_params,
+        ):
+            with pytest.raises(NotFound, match="^model 'yours' does not exist; known are mine$"):
+                ask()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("limits", [{"max_requests": 4}, {"max_requests": 1}, {"max_client_tokens": 100}])
