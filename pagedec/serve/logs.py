@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,13 +50,18 @@ class _Json(_Frames):
 
 
 def begin_logging(level: str, form: str) -> None:
-    """Log what is at least as grave as `level` to standard error, in the form "text" or "json"."""
+    """Log what is at least as grave as `level` to standard error, in the form "text" or "json"; warnings, too."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if form == "json" else _Line())
     logger = logging.getLogger("pagedec")
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+
+    def show(message: object, category: type[Warning], *place: object, **where: object) -> None:
+        logger.warning("%s", message)
+
+    warnings.showwarning = show
 
 
 def quiet_tasks(events: asyncio.AbstractEventLoop) -> None:

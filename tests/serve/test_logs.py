@@ -7,6 +7,7 @@ import json
 import logging
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -217,6 +218,13 @@ def test_a_name_makes_no_lines_of_its_own(
         serving.generation.Generate(named)
     assert "all is lost" in written.getvalue()
     assert not any(line.startswith("error: all") for line in written.getvalue().splitlines())
+
+
+def test_warnings_are_lines_too(log: Callable[[str], io.StringIO]) -> None:
+    written = log("json")
+    warnings.warn("the pool is small", UserWarning, stacklevel=1)
+    [line] = [json.loads(line) for line in written.getvalue().splitlines()]
+    assert (line["level"], line["message"]) == ("warning", "the pool is small")
 
 
 def test_a_long_stream_has_a_short_line(serve: Serve, log: Callable[[str], io.StringIO]) -> None:
