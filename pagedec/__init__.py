@@ -20,6 +20,7 @@ from pagedec.errors import (
     RequestsFailed,
     SessionLimit,
     SessionTooSmall,
+    UnusedWarning,
     WeightsWarning,
 )
 from pagedec.inputs import TextPrompt, TokensPrompt
@@ -79,6 +80,7 @@ __all__ = [
     "TextPrompt",
     "TokenTrie",
     "TokensPrompt",
+    "UnusedWarning",
     "WeightsWarning",
 ]
 

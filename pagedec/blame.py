@@ -1,14 +1,18 @@
-"""Errors say which of a call's parameters they are about."""
+"""Errors and warnings say which of a call's parameters they are about."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import re
+import warnings
 from collections.abc import Container, Iterator
 
-from pagedec.errors import InvalidArgument, PagedecError
-from pagedec.params import RequestParams
+from pagedec.errors import InvalidArgument, PagedecError, UnusedWarning
+from pagedec.params import BeamSearchParams, RequestParams
+
+DRAWING = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+"""Parameters of a beam search that count where it draws, and what they are where nothing is said."""
 
 
 @contextlib.contextmanager
@@ -34,3 +38,12 @@ def about_params(error: PagedecError, name: str, params: object, apart: Containe
         return error
     field = name if error.field == "sampling_params" else f"{name}.{error.field}"
     return type(error)(field, error.value, error.limit)
+
+
+def warn_of_unused(params: object) -> None:
+    """Warn, once in a process for each of them, of what would draw in a beam search that does not draw."""
+    if isinstance(params, BeamSearchParams) and not params.do_sample:
+        for name, default in DRAWING.items():
+            if getattr(params, name) != default:
+                problem = f"{name} changes nothing in a beam search without do_sample"
+                warnings.warn(problem, UnusedWarning, stacklevel=1)  # one place for all: else each is told of anew

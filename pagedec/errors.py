@@ -268,6 +268,10 @@ class LinkWarning(UserWarning):
     """CUDA devices that share a model exchange their parts over the host: NCCL is faster, and is not there."""
 
 
+class UnusedWarning(UserWarning):
+    """A parameter of a request changes nothing beside the others."""
+
+
 class WorkerLost(RuntimeError):
     """A worker process has ended in the middle of its work. The engine goes on with another one."""
 

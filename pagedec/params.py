@@ -337,7 +337,7 @@ class BeamSearchParams(RequestParams):
     temperature: float = option(
         0.0,
         Number(
-            "of beam sampling, where 0 is taken for 1; without do_sample it changes nothing",
+            "of beam sampling, where 0 is taken for 1; without do_sample it changes nothing, which is warned of",
             low=MIN_TEMPERATURE,
             zero=True,
         ),

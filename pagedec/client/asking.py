@@ -9,6 +9,7 @@ from typing import Any
 
 from google.protobuf.struct_pb2 import Struct
 
+from pagedec.blame import warn_of_unused
 from pagedec.errors import InvalidArgument, Shown
 from pagedec.fields import Integer, Table, Text, check_encodable, field_names, option
 from pagedec.inputs import are_ids, as_priority, is_array, is_listed, read_mapping, read_token_ids
@@ -71,8 +72,9 @@ class CustomParams(RequestParams):
 
 def as_parameters(params: RequestParams, only: Collection[str] | None = None) -> parameters_pb2.Parameters:
     """Parameters as a message; `only` of these fields, where the others are to be as the model recommends. Raises
-    `InvalidArgument` for what cannot travel."""
+    `InvalidArgument` for what cannot travel, and warns of what changes nothing."""
     check_params(params)
+    warn_of_unused(params)
     names = field_names(type(params)) if only is None else only
     given = {name: value for name in names if (value := getattr(params, name)) is not None}
     made = parameters_pb2.Parameters(no_recommendations=only is None)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from pagedec.blame import warn_of_unused
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
 from pagedec.core.logprobs import NO_REPORTING, Reporting
 from pagedec.core.stop_strings import StopStrings
@@ -55,7 +56,8 @@ def read_options(
     params: RequestParams, vocab_size: int, eos_token_ids: tuple[int, ...], vocabulary: Vocabulary | None
 ) -> Options:
     """The rules that `params` ask for. Raises `InvalidArgument` for ids that the model does not know, for text without
-    a vocabulary, and for rules that leave nothing to draw."""
+    a vocabulary, and for rules that leave nothing to draw. Warns of parameters that change nothing."""
+    warn_of_unused(params)
     stopping = _stopping(params, vocab_size, eos_token_ids, vocabulary)
     rules = _rules(params, vocab_size, vocabulary)
     _check_something_is_left(stopping, rules, vocab_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from pagedec import (
     InvalidArgument,
     RequestsFailed,
     SamplingParams,
+    UnusedWarning,
 )
 from pagedec.decoders.beam import Beam
 from pagedec.errors import FeatureNotAvailable
@@ -81,6 +83,18 @@ def test_kinds_of_requests_are_mixed_in_one_call(tiny: Tiny) -> None:
     assert [output.outputs for output in together] == alone
     assert [len(answers) for answers in alone] == [3, 2, 2, 1, 2]
     assert [answers[0].score is None for answers in alone] == [False, True, False, True, False]
+
+
+def test_what_would_draw_is_warned_of_where_nothing_draws(tiny: Tiny) -> None:
+    llm, plain = tiny(), BeamSearchParams(beam_width=2, max_tokens=4)
+    for name, value in {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1}.items():
+        with pytest.warns(UnusedWarning, match=f"^{name} changes nothing in a beam search without do_sample$"):
+            [drawn] = llm.generate([5, 17], plain.clone(**{name: value}), use_tqdm=False)
+        assert drawn.outputs == llm.generate([5, 17], plain, use_tqdm=False)[0].outputs
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnusedWarning)
+        llm.generate([5, 17], plain.clone(do_sample=True, temperature=0.5, top_p=0.9), use_tqdm=False)
+        llm.generate([5, 17], plain.clone(temperature=0.0, top_k=-1), use_tqdm=False)
 
 
 def test_a_limit_of_prompts_at_a_time_changes_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

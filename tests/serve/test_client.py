@@ -22,6 +22,7 @@ from pagedec import (
     RequestsFailed,
     SamplingParams,
     StructuredOutputsParams,
+    UnusedWarning,
 )
 from pagedec.client import Client, ServedTrie, ServerError
 from pagedec.client.asking import as_parameters
@@ -112,6 +113,8 @@ def test_what_cannot_travel_is_said() -> None:
     assert there_and_back(SamplingParams(token_trie=ServedTrie("items"))).token_trie is TRIE
     with pytest.raises(InvalidArgument, match="^token_trie is .*: must be a ServedTrie"):
         as_parameters(SamplingParams(token_trie=TRIE))
+    with pytest.warns(UnusedWarning, match="^temperature changes nothing in a beam search without do_sample$"):
+        as_parameters(BeamSearchParams(max_tokens=4, temperature=0.5))
     with pytest.raises(InvalidArgument, match="^allowed_tokens_fn is a function: must be None"):
         as_parameters(SamplingParams(allowed_tokens_fn=lambda tokens: None))
     with pytest.raises(
