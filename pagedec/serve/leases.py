@@ -69,13 +69,18 @@ class Lease:
 
 
 class Addition(NamedTuple):
-    """What a call may add. `field`: what of its message asks for so much; `beside`: branches that are there already,
-    whatever else the client holds."""
+    """What a call may add. `field`: what of its message asks for so much; `words`: what the field comes to, where it is
+    not that number; `beside`: branches that are there already, whatever else the client holds."""
 
     number: int = 0
     field: str = ""
-    unit: str = "tokens"
+    words: str = ""
     beside: int = 0
+
+    @property
+    def shown(self) -> int | Shown:
+        """What an error says that the field is."""
+        return Shown(self.words) if self.words else self.number
 
 
 NOTHING = Addition()
@@ -144,14 +149,14 @@ class Leases:
                 f"must be at most {most - branches.beside}: a client's sessions may have {counted(most, 'branch')}"
             )
             problem += f" ({quota}), the one that it goes on from included"
-            raise InvalidArgument(branches.field, branches.number, problem)
+            raise InvalidArgument(branches.field, branches.shown, problem)
         if branches.number and held + branches.number > most:
             raise SessionLimit(quota, most, _too_many(counted(held, "branch"), branches.number))
         limit, quota = client.quota("session_tokens", config)
         limit = limit or max(1, allowed.max_parked_tokens // SHARE)
         if tokens.number > limit:
             problem = f"must come to at most {limit}: a client's sessions may hold no more ({quota})"
-            raise InvalidArgument(tokens.field, Shown(f"{tokens.number} {tokens.unit}"), problem)
+            raise InvalidArgument(tokens.field, tokens.shown, problem)
         coming = self._tokens[name] + tokens.number
         if tokens.number and sessions.num_tokens + coming > limit:  # else it is not much, whosever it is
             held = self._tokens[name] + sum(lease.num_tokens for lease in self._of.get(name, {}).values())

@@ -37,6 +37,8 @@ LONG_MESSAGE = 20_000
 """Bytes from which on a message is read in a thread: it may have a million fields, which take seconds."""
 TOLD = ("output_kind", "stream_interval")
 """Parameters that say how outputs come, which the RPC says."""
+UNSAID = "num_answers"
+"""How many answers there are, where no parameter says it alone: decoders of one's own compute it."""
 EVERYWHERE = {
     **{name: f"parameters.{field}" for field, name in WHOLE.items()},
     **{name: f"parameters.stopping.{field}" for field, name in STOPPING.items()},
@@ -269,6 +271,7 @@ def _custom(given: parameters_pb2.CustomDecoder, values: dict[str, Any], paths: 
     known = [name for name in field_names(made) if name not in TOLD]
     for name in (*own, *(name for name in known if name not in paths)):
         paths[name] = f"parameters.custom.parameters.{name}"
+    paths[UNSAID] = "parameters.custom.parameters"
     check_names(f"the decoder {given.name}", own, known, own)
     return made.from_dict({**values, **own})
 
@@ -279,7 +282,7 @@ def check_bounds(params: RequestParams, limits: Limits) -> None:
     width = width_of(params)
     if width > config.max_answers:
         limit = f"must be at most {config.max_answers}, the server's max_answers"
-        raise InvalidArgument(_width_field(params), width, limit)
+        raise _too_wide(params, width, limit)
     tokens = width * (params.max_tokens or limits.max_model_len)
     if tokens > config.max_request_tokens:
         limit = f"must be at most {config.max_request_tokens // width}: {width} answers, or beams, may together have "
@@ -296,17 +299,22 @@ def oversized(params: RequestParams, num_prompt_tokens: int, most: int, quota: s
         return InvalidArgument("prompt", Shown(counted(num_prompt_tokens, "token")), limit)
     why = f"{why}, of which this one's prompt has {num_prompt_tokens}"
     if room < width:
-        return InvalidArgument(_width_field(params), width, f"must be at most {room}: {why}")
+        return _too_wide(params, width, f"must be at most {room}: {why}")
     return InvalidArgument("max_tokens", params.max_tokens, f"must be at most {room // width}: {why}")
 
 
 def answers_field(params: RequestParams) -> str:
-    """The parameter that says how many answers there are."""
-    return "num_return_sequences" if hasattr(params, "beam_width") else "n"
+    """The parameter that says how many answers there are; `UNSAID` of a decoder of which it is not known."""
+    return _first(params, "num_return_sequences", "n")
 
 
-def _width_field(params: RequestParams) -> str:
-    return "beam_width" if hasattr(params, "beam_width") else "n"
+def _too_wide(params: RequestParams, width: int, limit: str) -> InvalidArgument:
+    field = _first(params, "beam_width", "n")
+    return InvalidArgument(field, Shown(counted(width, "answer")) if field == UNSAID else width, limit)
+
+
+def _first(params: RequestParams, *names: str) -> str:
+    return next((name for name in names if hasattr(params, name)), UNSAID)
 
 
 @contextlib.contextmanager

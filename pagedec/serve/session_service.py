@@ -9,17 +9,18 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from pagedec.decoders.scoring import ScoreParams
-from pagedec.errors import InvalidArgument, Shown
+from pagedec.errors import InvalidArgument, Shown, counted
 from pagedec.llm import AsyncSessionBranch
 from pagedec.llm.front import renamed
 from pagedec.messages import as_duration, seconds_of
 from pagedec.outputs import Mark, SessionBlocks
-from pagedec.params import RequestOutputKind
+from pagedec.params import RequestOutputKind, RequestParams
 from pagedec.serve.answers import Events, as_branch, as_nodes, as_score, as_state
 from pagedec.serve.calls import RPC, echo
 from pagedec.serve.gateway import Gateway
 from pagedec.serve.leases import NOTHING, Addition, Lease, Leases
 from pagedec.serve.orders import (
+    UNSAID,
     Limits,
     Order,
     answers_field,
@@ -70,7 +71,8 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             renamed("chat_template_kwargs", "prompt.chat.template_variables"),
         ):
             opening = await asyncio.to_thread(gateway.llm.session, **given, **options)
-            with self._leases.room(client, Addition(1, "prompt"), Addition(opening.num_tokens, "prompt")):
+            tokens = Addition(opening.num_tokens, "prompt", counted(opening.num_tokens, "token"))
+            with self._leases.room(client, Addition(1, "prompt"), tokens):
                 session = await opening
                 lease = self._leases.open(session, client, ttl)
         [branch] = await _stand(session, [session])
@@ -89,8 +91,8 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         num_tokens = params.num_answers * min(params.max_tokens or longest, longest)
         room = self._leases.room(
             RPC.get().client,
-            Addition(params.num_answers, answers_field(params), beside=1) if keep == "all" else NOTHING,
-            NOTHING if keep == "none" else Addition(num_tokens, "max_tokens", "tokens in all answers"),
+            _answers(params) if keep == "all" else NOTHING,
+            NOTHING if keep == "none" else Addition(num_tokens, "max_tokens", f"{num_tokens} tokens in all answers"),
         )
         events = Events(params, pb.GenerateOnBranchResponse)
         with order.named(), room, renamed("prompt", "branch"):
@@ -122,7 +124,8 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         field = {"token_ids": "token_ids.ids"}.get(form, form)
         with renamed("append", field), renamed("messages[0]", field):
             appending = await branch.appending(what)
-            with self._leases.room(RPC.get().client, NOTHING, Addition(appending.num_tokens, field)):
+            words = counted(appending.num_tokens, "token")
+            with self._leases.room(RPC.get().client, NOTHING, Addition(appending.num_tokens, field, words)):
                 await appending
         [stands] = await _stand(branch, [branch])
         return pb.AppendResponse(branch=stands)
@@ -251,6 +254,12 @@ def read_keep(keep: pb.Keep) -> str | int:
     if what == "answer":
         return keep.answer
     return what if what is not None and getattr(keep, what) else "first"
+
+
+def _answers(params: RequestParams) -> Addition:
+    """The branches that all answers of a request come to, beside the one that it goes on from."""
+    field, count = answers_field(params), params.num_answers
+    return Addition(count, field, counted(count, "answer") if field == UNSAID else "", beside=1)
 
 
 def read_continuations(given: Sequence[pb.Continuation]) -> list[str | list[int]]:

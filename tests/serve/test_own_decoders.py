@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from pagedec import LLM, InvalidArgument, RequestOutputKind
 from pagedec.client import AsyncClient, CustomParams
-from pagedec.decoders.registry import decoder_for
+from pagedec.core.protocol import Decoder
+from pagedec.decoders.registry import decoder, decoder_for
 from pagedec.errors import NotFound
+from pagedec.fields import Integer, option
+from pagedec.params import RequestParams
 from pagedec.serve.own_decoders import load_decoders
 from tests.serve.serving import Serving, client_of, plain
 
@@ -64,6 +68,39 @@ def test_a_decoder_by_its_name(serve: Serve, llm: LLM, race: str) -> None:
             assert plain(last) == plain(want)
 
     serving.loop.run(run())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairsParams(RequestParams):
+    """Two answers a pair: no parameter says how many there are."""
+
+    pairs: int = option(1, Integer("pairs of answers", low=1))
+
+    @property
+    def num_answers(self) -> int:
+        return 2 * self.pairs
+
+
+@decoder("served pairs", params=PairsParams)
+class Pairs(Decoder):
+    """It is never let in."""
+
+
+def test_too_many_answers_of_a_decoder_that_computes_their_number(serve: Serve) -> None:
+    """No error names a parameter that there is not."""
+    serving = serve(max_answers=8, max_client_branches=4, max_client_tokens=len(PROMPT) + 5)
+
+    def asked(pairs: int) -> CustomParams:
+        return CustomParams(decoder="served pairs", parameters={"pairs": pairs}, answers=2 * pairs, max_tokens=1)
+
+    with client_of(serving) as client, client.session(PROMPT) as session:
+        for ask, said in (
+            (lambda: client.generate(PROMPT, asked(5)), "10 answers: must be at most 8, the server's max_answers$"),
+            (lambda: client.generate(PROMPT, asked(3)), "6 answers: must be at most 5: a client's requests, prompts "),
+            (lambda: session.generate(asked(2), keep="all"), "4 answers: must be at most 3: a client's sessions may "),
+        ):
+            with pytest.raises(InvalidArgument, match=f"^parameters is {said}"):
+                ask()  # type: ignore[no-untyped-call]
 
 
 def test_what_cannot_be_imported(tmp_path: Path) -> None:
