@@ -86,6 +86,7 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
             start_time=began,
             num_running=now.num_running,
             num_waiting=now.num_waiting,
+            num_batch_requests_waiting=self._gateway.num_waiting,
             num_sessions=now.num_sessions,
             num_parked_branches=now.num_parked_branches,
             num_blocks=now.num_blocks,

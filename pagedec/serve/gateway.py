@@ -97,6 +97,11 @@ class Gateway:
         wanted = set(names)
         return [own for own, client in self.running.items() if {own, own.removeprefix(f"{client.name}/")} & wanted]
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests of streams that wait to be let in."""
+        return len(self._waiting)
+
     async def abort(self, names: Iterable[str]) -> None:
         """End requests, by the engine's names. Those that wait for their turn as well: they are let in no more."""
         names = list(names)
@@ -270,7 +275,7 @@ class Gateway:
 
     def _tell_waiting(self) -> None:
         for watcher in self.watchers:
-            watcher.waiting(len(self._waiting))
+            watcher.waiting(self.num_waiting)
 
     @contextlib.contextmanager
     def _known(self, name: str) -> Iterator[str]:

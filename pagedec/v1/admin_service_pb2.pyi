@@ -295,6 +295,7 @@ class GetStatsResponse(_message.Message):
     START_TIME_FIELD_NUMBER: _builtins.int
     NUM_RUNNING_FIELD_NUMBER: _builtins.int
     NUM_WAITING_FIELD_NUMBER: _builtins.int
+    NUM_BATCH_REQUESTS_WAITING_FIELD_NUMBER: _builtins.int
     NUM_SESSIONS_FIELD_NUMBER: _builtins.int
     NUM_PARKED_BRANCHES_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
@@ -317,7 +318,9 @@ class GetStatsResponse(_message.Message):
     num_running: _builtins.int
     """Requests that run."""
     num_waiting: _builtins.int
-    """Requests that wait to run."""
+    """Requests that wait to run, in the engine: those that were not let in are not among them."""
+    num_batch_requests_waiting: _builtins.int
+    """Requests of GenerateBatch streams that wait to be let in."""
     num_sessions: _builtins.int
     """Open sessions."""
     num_parked_branches: _builtins.int
@@ -363,6 +366,7 @@ class GetStatsResponse(_message.Message):
         start_time: _timestamp_pb2.Timestamp | None = ...,
         num_running: _builtins.int = ...,
         num_waiting: _builtins.int = ...,
+        num_batch_requests_waiting: _builtins.int = ...,
         num_sessions: _builtins.int = ...,
         num_parked_branches: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
@@ -383,7 +387,7 @@ class GetStatsResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_blocks_cached", b"num_blocks_cached", "num_blocks_leaked", b"num_blocks_leaked", "num_blocks_saved", b"num_blocks_saved", "num_blocks_shared", b"num_blocks_shared", "num_blocks_used", b"num_blocks_used", "num_cached_tokens", b"num_cached_tokens", "num_copied_blocks", b"num_copied_blocks", "num_failed", b"num_failed", "num_finished", b"num_finished", "num_forks", b"num_forks", "num_output_tokens", b"num_output_tokens", "num_parked_branches", b"num_parked_branches", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_sessions", b"num_sessions", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "start_time", b"start_time", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_batch_requests_waiting", b"num_batch_requests_waiting", "num_blocks", b"num_blocks", "num_blocks_cached", b"num_blocks_cached", "num_blocks_leaked", b"num_blocks_leaked", "num_blocks_saved", b"num_blocks_saved", "num_blocks_shared", b"num_blocks_shared", "num_blocks_used", b"num_blocks_used", "num_cached_tokens", b"num_cached_tokens", "num_copied_blocks", b"num_copied_blocks", "num_failed", b"num_failed", "num_finished", b"num_finished", "num_forks", b"num_forks", "num_output_tokens", b"num_output_tokens", "num_parked_branches", b"num_parked_branches", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_sessions", b"num_sessions", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "start_time", b"start_time", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

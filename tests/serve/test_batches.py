@@ -145,6 +145,8 @@ def test_operators_see_and_end_what_waits(serve: Serve) -> None:
         assert of(scraped(serving), "num_batch_requests_waiting") == 0
         batch = Batch(serving, [long(16000)] * 6, "mine-")
         waits(serving, 5)
+        told = admin.GetStats(ab.GetStatsRequest())
+        assert (told.num_running + told.num_waiting, told.num_batch_requests_waiting) == (1, 5)
         named = pb.GenerateRequest(prompt=prompt(PROMPT), parameters=long(2), client_request_id="mine-3")
         with pytest.raises(grpc.RpcError) as caught:
             serving.generation.Generate(named)
