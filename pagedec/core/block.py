@@ -236,24 +236,28 @@ class BlockPool:
                 if counts[node] > 1:
                     break
                 node = node.parent
-        refs = Counter(node.block for node in counts)
+        refs = [0] * self.num_blocks
+        for node in counts:
+            refs[node.block] += 1
         where = f"lane {self.lane}"
         for node, count in counts.items():
             if node.count != count:
                 raise InvariantError(
                     f"{where}: a node of block {node.block} counts {node.count}, but {count} stand on it"
                 )
-        if self.refs != [refs[block] for block in range(self.num_blocks)]:
+        if self.refs != refs:
             raise InvariantError(f"{where}: references differ from reachability")
-        idle = [block for block in range(self.num_blocks) if not refs[block] and not self.pins[block]]
-        if sorted([*self.free, *self.evictable]) != idle:
+        idle = np.flatnonzero((np.array(refs) == 0) & (np.array(self.pins) == 0))
+        if sorted([*self.free, *self.evictable]) != idle.tolist():
             raise InvariantError(f"{where}: a block leaked")
-        if any(pins < 0 for pins in self.pins):
+        if min(self.pins) < 0:
             raise InvariantError(f"{where}: a block has a negative number of pins")
-        published = {block: key for block, key in enumerate(self.key_of) if key is not None}
-        if {block: key for key, block in self.block_of.items()} != published:
+        num_published = self.num_blocks - self.key_of.count(None)
+        if len(self.block_of) != num_published or any(
+            self.key_of[block] != key for key, block in self.block_of.items()
+        ):
             raise InvariantError(f"{where}: the prefix cache and its blocks disagree")
-        if not all(block in published for block in self.evictable):
+        if any(self.key_of[block] is None for block in self.evictable):
             raise InvariantError(f"{where}: a block is evictable that nobody can find")
         if self.offload is not None:
             self.offload.check()

@@ -179,11 +179,11 @@ class FakeRunner:
         path = self.ancestors(parents, row)
         num_chain = next((i for i, parent in enumerate(parents) if parent >= 0), len(parents))
         prefix = range(start + (row + 1 if parents[row] < 0 else num_chain))
-        table = forward.block_table[branch]
-        size = self.block_size
-        indices = [*prefix, *(start + node for node in path)]
-        content = [self.kv[lane][int(table[index // size]) * size + index % size] for index in indices]
-        assert all(entry is not None for entry in content), "a row sees what was never written"
+        numbers, offsets = np.divmod([*prefix, *(start + node for node in path)], self.block_size)
+        slots = forward.block_table[branch][numbers] * self.block_size + offsets
+        kv = self.kv[lane]
+        content = [kv[slot] for slot in slots.tolist()]
+        assert None not in content, "a row sees what was never written"
         seen = [entry for entry in content if entry is not None]
         assert [position for _, position in seen] == list(range(len(seen))), "position slip"
         assert forward.positions[first + row] == len(seen) - 1, "a row's position is not its depth"
