@@ -98,6 +98,11 @@ class Gateway:
         return [own for own, client in self.running.items() if {own, own.removeprefix(f"{client.name}/")} & wanted]
 
     @property
+    def inside(self) -> list[str]:
+        """What was let in, by the engine's names."""
+        return [name for name in self.running if name not in self._waiting]
+
+    @property
     def num_waiting(self) -> int:
         """Requests of streams that wait to be let in."""
         return len(self._waiting)

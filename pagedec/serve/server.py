@@ -163,9 +163,10 @@ class Server:
         self.gateway.llm.loop.pause(False)
         if await self._idle_within(timeout) or lifecycle.state is not State.DRAINING:
             return 0
-        left = list(self.gateway.running)
-        LOG.warning("draining: %s left after %g s, aborted", counted(len(left), "request"), timeout)
-        await self.gateway.llm.abort(left)
+        left = self.gateway.inside  # what waits to be let in is refused
+        if left:
+            LOG.warning("draining: %s left after %g s, aborted", counted(len(left), "request"), timeout)
+            await self.gateway.llm.abort(left)
         await self._idle_within(LAST_SECONDS)
         return len(left)
 

@@ -202,6 +202,20 @@ def test_a_drain_refuses_what_waits(serve: Serve) -> None:
     assert len(Batch(serving, [long(2)] * 9).read()) == 9
 
 
+def test_a_drain_without_time_counts_what_was_let_in_alone(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    """What has waited was refused, and may be asked of another server."""
+    serving = serve(engine=LARGE, max_requests=3, metrics_port=0)
+    batch = Batch(serving, [long(16000)] * 20)
+    waits(serving, 18)
+    assert serving.loop.run(serving.server.drain(0.0, 0.0)) == 2
+    answers = {answer.item_id: answer for answer in batch.read()}
+    assert [answers[f"{i}"].response.answers[0].finish.reason for i in range(2)] == [ABORTED] * 2
+    assert all(answers[f"{i}"].error.code == grpc.StatusCode.UNAVAILABLE.value[0] for i in range(2, 20))
+    assert "draining: 2 requests left after 0 s, aborted" in caplog.messages
+    assert of(scraped(serving), "requests_finished_total", finished_reason="abort") == 2
+    nothing_left(serving)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_has_failed(server_loop: Loop, tiny_path: object) -> None:
     engine = {"dtype": "float32", "skip_tokenizer_init": True, **LARGE}
