@@ -104,8 +104,8 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
                 async for output in outputs:
                     message = await events.message(output)
                     if output.finished:
-                        self._leases.add(lease, output.branches)
                         stands = await _stand(branch, [branch, *output.branches])
+                        self._leases.add(lease, output.branches)  # of a client who is gone before, nobody has them
                         message.branch.CopyFrom(stands[0])
                         message.branches.extend(stands[1:])
                     yield message

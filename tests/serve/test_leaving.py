@@ -3,14 +3,23 @@ engine before its next step finds it whole."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import Callable
+from typing import Any
+
+import pytest
 
 import tests.algorithms.reconsider  # noqa: F401  it registers a decoder
+from pagedec.serve import session_service
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import parameters_pb2 as pp
+from pagedec.v1 import session_service_pb2 as sb
 from tests.in_step import slow_down
 from tests.serve.serving import Serving, greedy, parameters, prompt
+from tests.serve.test_session_service import Held
+from tests.support import wait_for
 
 Serve = Callable[..., Serving]
 PROMPT = [5 + i * 7 % 120 for i in range(40)]
@@ -97,3 +106,24 @@ def test_while_it_waits(serve: Serve) -> None:
     left(serving, 1)
     first.cancel()
     left(serving)
+
+
+def test_branches_of_which_no_client_could_be_told_are_closed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call had ended, and was cancelled before its last message was sent."""
+    serving, telling, stand = serve(), threading.Event(), session_service._stand
+
+    async def waits(branch: Any, branches: Any) -> Any:
+        if len(branches) > 1:
+            telling.set()
+            await asyncio.sleep(60)
+        return await stand(branch, branches)
+
+    held = Held(serving)
+    monkeypatch.setattr(session_service, "_stand", waits)
+    call = held.call("GenerateOnBranch", sb.GenerateOnBranchRequest, parameters=parameters(2, n=4), keep={"all": True})
+    assert telling.wait(60)
+    call.cancel()
+    [lease] = serving.server.leases._leases.values()
+    wait_for(lambda: serving.llm.engine.sessions.num_branches == 1)
+    assert list(lease.branches) == ["0"] and held.tokens() == PROMPT
+    held.close()
