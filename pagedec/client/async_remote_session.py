@@ -33,7 +33,8 @@ class AsyncRemoteBranch(RemoteHandle):
     async def stream(
         self, sampling_params: Any = None, *, keep: str | int = "first", timeout: float | None = None, **fields: Any
     ) -> AsyncGenerator[BranchOutput[AsyncRemoteBranch], None]:
-        """The same as the answers grow. Leaving the iterator before its end leaves the branch as it was."""
+        """The same as the answers grow. Leaving the iterator before its end leaves the branch as it was, unless the
+        server had come to the end; see `RemoteBranch.stream`."""
         ask = self._generating(sampling_params, keep, fields, True)
         await self._tidy()
         async with contextlib.aclosing(self._held.line.read(ask, timeout)) as outputs:

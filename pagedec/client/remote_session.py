@@ -48,7 +48,8 @@ class RemoteBranch(RemoteHandle):
         self, sampling_params: Any = None, *, keep: str | int = "first", timeout: float | None = None, **fields: Any
     ) -> Generator[BranchOutput[RemoteBranch], None, None]:
         """The same as the answers grow, see `LLM.stream`. Closing the iterator before its end leaves the branch as it
-        was."""
+        was, unless the server had come to the end: `state` says what has become of it, and branches of `keep="all"`
+        that were not read of live as long as the session."""
         ask = self._generating(sampling_params, keep, fields, True)
         self._tidy()
         return self._line.begin(ask, timeout)
