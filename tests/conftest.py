@@ -55,7 +55,7 @@ def _group(item: pytest.Item, mark: pytest.Mark) -> tuple[str, ...]:
 @pytest.hookimpl(tryfirst=True)  # before marks are asked for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of n like cases of a test that is `sampled(n)` all but one are long, the same ones until they are named anew. Of
-    a test of kernel libraries those of emulated ones are sampled: they take the time."""
+    a test of kernel libraries those of the emulated ones and the slow one are sampled: they take the time."""
     groups = defaultdict[tuple[str, ...], list[pytest.Item]](list)
     for item in items:
         mark = item.get_closest_marker("sampled")
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             groups[_group(item, mark)].append(item)
     for (_, *kernels), group in groups.items():
         is_of_libraries = "library" in group[0].callspec.params  # type: ignore[attr-defined]
-        if is_of_libraries and not any("emulated" in name for name in kernels):
+        if is_of_libraries and not any("emulated" in name or name == "scalar" for name in kernels):
             continue
         kept = -(-len(group) // group[0].get_closest_marker("sampled").args[0])  # type: ignore[union-attr]
         for item in sorted(group, key=lambda item: blake2b(item.nodeid.encode()).digest())[kept:]:

@@ -220,7 +220,7 @@ AROUND = 3
 """Tokens of the tiny model's template around what a user says first; the rest are bytes."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("command", [PAGEDEC, (sys.executable, "-c", WITHOUT_READLINE)], ids=["readline", "plain"])
 def test_a_paste_is_one_turn(command: tuple[str, ...], tiny: Path, words: SamplingParams) -> None:
     pasted = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 from pathlib import Path
@@ -14,12 +15,18 @@ def library_directories() -> list[Path]:
     forced = environment.read("PAGEDEC_LIB_DIR")
     if forced is not None:
         return [Path(forced)]
-    found = [Path(__file__).resolve().parents[1] / "lib"]
-    try:  # an editable install keeps its libraries in site-packages, away from the sources
+    return list(_own_directories())
+
+
+@functools.cache
+def _own_directories() -> tuple[Path, ...]:
+    """Return the package's own, and where an editable install keeps its libraries, away from the sources."""
+    own = Path(__file__).resolve().parents[1] / "lib"
+    try:
         installed = Path(str(importlib.metadata.distribution("pagedec").locate_file("pagedec/lib"))).resolve()
     except importlib.metadata.PackageNotFoundError:
-        return found
-    return found if installed in found else [*found, installed]
+        return (own,)
+    return (own,) if installed == own else (own, installed)
 
 
 def library_paths(directory: Path | None) -> dict[str, Path]:

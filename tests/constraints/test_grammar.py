@@ -116,7 +116,7 @@ def test_many_states_fork_as_matchers_that_are_fed_anew(data: st.DataObject, whi
     fork_at_random(data, which, 40)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: "+".join(asked))
 def test_walks_end_with_an_end_token_and_hold_no_special_token(asked: dict[str, Any]) -> None:
     """Any walk along allowed tokens is text of the grammar; special tokens stand for no text."""

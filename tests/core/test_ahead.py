@@ -114,7 +114,7 @@ def test_all_decoders_in_a_crowd(seed: int) -> None:
     assert isinstance(engine, LateEngine) and engine.num_ahead > 0
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(12))
 def test_reports_in_a_crowd(seed: int) -> None:
     """Of answers and of prompts, told as they come, chunked, preempted, with stop strings and rules; of plain ones no

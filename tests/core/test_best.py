@@ -44,7 +44,7 @@ from tests.core.oracle import warp
 from tests.core.world import Case, World, limits
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("width", [1, 2, 4, 5, 16, 64, 130])
 @pytest.mark.parametrize("num_groups", [1, 3])
 def test_the_best_of_a_gang_are_the_best_of_all_its_rows(width: int, num_groups: int) -> None:
@@ -259,7 +259,7 @@ def test_what_was_settled_before_is_not_looked_at_again(monkeypatch: pytest.Monk
 
 
 # ---- generations as arrays
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("width", "num_groups"), [(1, 1), (2, 1), (5, 1), (17, 1), (3, 4), (64, 1)])
 def test_arrays_and_objects_are_the_same(seed: int, width: int, num_groups: int) -> None:

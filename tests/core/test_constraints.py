@@ -140,7 +140,7 @@ def request_of(engine: FakeEngine, name: str, params: Any, prompt: list[int], ru
     return request
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("seed", range(25))
 @pytest.mark.parametrize("forced", [True, False], ids=["forced chains", "one by one"])
 def test_every_sampling_decoder_returns_what_lists_return(seed: int, forced: bool) -> None:

@@ -103,7 +103,7 @@ class Run:
         return LaneAnswers(draws, empty, NONE.astype(np.float32), np.empty(0, np.float32))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("share", [0.5, 0.25])
 @pytest.mark.parametrize("name", WORKS)
 def test_little_is_computed_twice(name: str, share: float) -> None:
@@ -119,7 +119,7 @@ def test_little_is_computed_twice(name: str, share: float) -> None:
     assert tight.num_preemptions <= 4
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["long prompts, uniform answers", "exponential answers"])
 def test_the_pool_is_not_left_empty(name: str) -> None:
     """Caution must not cost more than it saves, where a step takes 8 ms and a row 0.6 (the default model on two

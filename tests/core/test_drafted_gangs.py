@@ -41,7 +41,7 @@ def search(
     return told, request.decoder
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("changes", [{}, {"do_sample": True, "temperature": 1.3}, {"num_beam_groups": 2}], ids=str)
 @pytest.mark.parametrize("method", ["ngram", "lookahead"])
 def test_drafts_change_nothing_where_scores_are_often_equal(

@@ -164,7 +164,7 @@ class Checked(FakeRunner):
         return super()._read_out(lane, forward)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("longest", [1, 12, 13, 16, 17, 31, 64])
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_a_draft_model_with_a_short_context(longest: int, count: int) -> None:

@@ -40,7 +40,7 @@ def own_bound(request: Request, size: int) -> int:
     return -(-prompt // size) + sum(-(-length // size) + 1 for length in suffixes)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("block_size", "length"), SIZES)
 @pytest.mark.parametrize("width", [1, 4, 64])
 @pytest.mark.parametrize("arrays", [False, True])
@@ -60,7 +60,7 @@ def test_kv_in_use_is_the_prompt_and_what_the_beams_have_of_their_own(
     assert pool.num_copied <= pool.num_forks
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("arrays", [False, True])
 def test_a_preempted_gang_comes_back_with_the_blocks_that_it_had(caching: bool, arrays: bool) -> None:
@@ -86,7 +86,7 @@ def test_a_preempted_gang_comes_back_with_the_blocks_that_it_had(caching: bool, 
         assert size <= whole[length], f"at {length} tokens"
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("width", [256, 257, 512])
 def test_a_gang_may_be_as_wide_as_a_step_has_rows(width: int) -> None:
     """Whatever `max_num_seqs` says: it counts as one, and its neighbours keep their bits."""

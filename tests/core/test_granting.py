@@ -106,7 +106,7 @@ def random_tree(rng: random.Random, size: int) -> tuple[Draft, Wish]:
     return Draft(tuple(range(size)), tuple(parents)), Wish(gains[1:], is_roll=False)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(200))
 def test_no_other_choice_is_faster(seed: int) -> None:
     """Of small trees all subsets that hold every parent are tried. What is granted holds every parent, too, fits the

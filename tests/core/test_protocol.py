@@ -57,7 +57,7 @@ def streams(seed: int) -> None:
         assert len({tuple(sample) for sample in samples}) > 1, "n=4 gave equal samples"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "seed", [*range(14), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(14, 40)), 1239]
 )

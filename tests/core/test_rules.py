@@ -147,7 +147,7 @@ def reports(world: World, tokens: Sequence[int], start: int, num_top: int | None
     return [report(world.target(tokens[:i]), tokens[i], num_top) for i in range(start, len(tokens))]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(12))
 def test_rules_alone_and_mixed(seed: int) -> None:
     world, rng = World(seed), random.Random(seed)

@@ -109,7 +109,7 @@ def exact(settings: Settings) -> dict[tuple[tuple[int, ...], ...], float]:
     return out
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("semantics", ["5", "4.38"])
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.6, "top_k": 4}, {"temperature": 1.5, "top_p": 0.9}], ids=str)
 def test_outcomes_come_as_often_as_they_should(semantics: str, changes: Settings) -> None:

@@ -84,7 +84,7 @@ def interrupt_after(num_lines: int) -> Callable[[FrameType, str, Any], Any]:
     return trace
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("num_lines", [1, 40, *random.Random(3).sample(range(100, 13_000), 40)])
 def test_ctrl_c_at_any_line(tiny: Tiny, expected: list[Tokens], num_lines: int) -> None:
     """It ends the call, and the step it fell into is whole."""

@@ -99,7 +99,7 @@ def seconds_of(
 
 
 # ------------------------------------------------------------------------------------------------------------ what pays
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_requests", [1, 8])
 def test_where_rows_are_dear_it_is_plain(num_requests: int) -> None:
     plain, want = seconds_of(linear, False, num_requests)
@@ -107,7 +107,7 @@ def test_where_rows_are_dear_it_is_plain(num_requests: int) -> None:
     assert got == want and took < plain * (1 + SHARE) + MOST_ALLOWED * linear(num_requests) * 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_requests", [1, 8])
 def test_where_rows_are_cheap_it_is_as_fast_as_the_best_width(num_requests: int) -> None:
     plain, want = seconds_of(flat, False, num_requests)

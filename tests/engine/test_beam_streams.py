@@ -54,7 +54,7 @@ def check_last(last: RequestOutput, whole: RequestOutput) -> RequestOutput:
     return last
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("letters", ["abcd", "é→a", "漢字"])
 def test_all_answers_grow_by_what_they_have_in_common(llm: LLM, letters: str) -> None:
     num_early = 0

@@ -103,7 +103,7 @@ def test_float16(device: Tiny, tiny: Tiny) -> None:
     assert 0 < wrong[0] < 0.5 * wrong[1]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "table",
     [
@@ -138,7 +138,7 @@ def test_beams_and_sessions(device: Tiny, tiny: Tiny) -> None:
     assert found[0][1] == pytest.approx(found[1][1], abs=1e-4)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num", [5, pytest.param(READ_ROWS + 9, marks=pytest.mark.long)])
 def test_chains_of_drafts(device: Tiny, tiny_path: Path, monkeypatch: pytest.MonkeyPatch, num: int) -> None:
     """Of a draft model, in one call: the tokens, the KV and the kept logits of a call for each token. More of them than
@@ -195,7 +195,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("isa", cuda_library.cases())
 def test_other_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isa: str, family: str) -> None:

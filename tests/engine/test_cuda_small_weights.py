@@ -62,7 +62,7 @@ def test_a_file_in_blocks(isa: str, tiny_path: Path, tmp_path: Path, monkeypatch
     assert got == said(path, None, monkeypatch, quantization="gguf") and got[1] == {"BLOCKS1"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("world", [1, 2])
 def test_formats_that_differ_within_a_weight(
     isa: str, world: int, mixed: Checkpoint, monkeypatch: pytest.MonkeyPatch
@@ -83,7 +83,7 @@ def test_integers_made_of_numbers(
     assert got == said(mixed.path, None, monkeypatch, quantization=form) and got[1] == {kind}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", ["int4", "int8_weight_only"])
 def test_a_row_has_its_bits_whatever_stands_beside_it(
     isa: str, form: str, mixed: Checkpoint, monkeypatch: pytest.MonkeyPatch

@@ -49,7 +49,7 @@ def engine_of(target: LoadedModel, draft: LoadedModel | None, **changes: Any) ->
     return assemble(config, target, (), draft)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "rules", [{}, RULES, {"allowed_token_ids": (KNOWN - 1, KNOWN - 2)}], ids=["plain", "rules", "few"]
 )

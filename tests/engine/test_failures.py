@@ -74,7 +74,7 @@ def test_the_small_engine_is_right_to_begin_with(tiny: Tiny, expected: list[Toke
     assert llm.engine.stats.num_steps > 30
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("late", [False, True], ids=["before the step", "answers lost"])
 @pytest.mark.parametrize("error", [DeviceLost("gone"), MemoryError(), InvariantError("made up")], ids=repr)
 @pytest.mark.parametrize("step", [1, 2, 5, 19])
@@ -87,7 +87,7 @@ def test_the_device_fails_once(tiny: Tiny, expected: list[Tokens], step: int, er
     assert_whole(llm, expected)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("late", [False, True], ids=["before the step", "answers lost"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1)], ids=repr)
 @pytest.mark.parametrize("step", [1, 2, 5, 19])

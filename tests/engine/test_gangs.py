@@ -67,7 +67,7 @@ RULES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("rules", RULES, ids=str)
 @pytest.mark.parametrize("width", [1, 3, 130])
 def test_the_best_are_those_of_all_rows(tiny: Tiny, width: int, rules: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ def test_rules_on_log_probabilities_are_other_rules(tiny: Tiny) -> None:
     assert of_logits != ruled
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("width", [4, 130])
 def test_bits_do_not_depend_on_company_chunks_blocks_or_reports(tiny: Tiny, width: int, draws: bool) -> None:

@@ -12,7 +12,7 @@ from pagedec.kernels.native_weight import INT8_KINDS
 GREEDY = SamplingParams(temperature=0, max_tokens=1)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("quantization", "dtype"), [("int8", "bfloat16"), ("int8", "float32"), ("int8_weight_only", "bfloat16")]
 )

@@ -98,7 +98,7 @@ def test_numbers_change_and_stay_near(tiny: Tiny) -> None:
         assert len(known) >= 3 and 0 < off < 0.3, kind
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "settings",
     [

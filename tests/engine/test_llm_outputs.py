@@ -56,7 +56,7 @@ def test_sixty_prompts_through_four_seats_keep_their_order(tiny: Tiny) -> None:
     assert reasons == {"length", "stop"}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "arguments",
     [

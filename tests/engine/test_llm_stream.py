@@ -39,7 +39,7 @@ def settled(llm: LLM) -> bool:
     return llm.engine.scheduler.requests == [] and not llm.loop._sinks and not llm.engine._arrived
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "params",
     [
@@ -161,7 +161,7 @@ def test_a_device_that_is_gone_ends_all_streams(tiny: Tiny, monkeypatch: pytest.
     assert settled(llm)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("params", [
     SamplingParams(temperature=0, max_tokens=20), SamplingParams(n=3, seed=4, max_tokens=14, logprobs=2),
     SamplingParams(temperature=0, max_tokens=24, stop=["\n\nThe", ". It"], include_stop_str_in_output=True),

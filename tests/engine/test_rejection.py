@@ -59,7 +59,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("own", CASES, ids=str)
 def test_tokens_are_distributed_as_the_targets(tiny: Tiny, other_path: Path, own: dict[str, Any]) -> None:
     """The first token, which was drafted; and the second behind the commonest first ones."""

@@ -61,7 +61,7 @@ def reported() -> tuple[list[list[int]], list[Any]]:
     return prompts, params
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("where", ["inline", "process", pytest.param("device", marks=EMULATED)])
 def test_reports_of_a_crowd(tiny: Tiny, device: Tiny, where: str) -> None:
     """To the bit, and nobody waits for them; where there is too little room for all."""
@@ -108,7 +108,7 @@ def test_no_call_waits_for_what_is_reported(device: Tiny, monkeypatch: pytest.Mo
     assert not num and llm.engine.stats.num_steps_ahead > 5 and llm.engine.stats.num_failed_steps == 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("where", ["inline", pytest.param("device", marks=EMULATED)])
 def test_more_reports_than_can_wait(tiny: Tiny, device: Tiny, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """Such steps are read piece by piece, and waited for, between others that are not."""
@@ -169,7 +169,7 @@ def test_reports_beside_who_leaves(tiny: Tiny) -> None:
     assert pool.num_available == pool.num_blocks and not any(pool.refs)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("budget", [24, 512, 600])
 def test_prompts_and_answers_across_a_chunk_of_attention(tmp_path: Path, budget: int) -> None:
     """512 positions, which a prompt ends right before, at and behind, and which answers cross."""

@@ -103,7 +103,7 @@ def first_tokens(llm: LLM, prompt: str | list[int], params: SamplingParams) -> l
     return [answer.token_ids[0] for output in outputs for answer in output.outputs]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("params", CASES, ids=lambda p: f"T{p.temperature} k{p.top_k} p{p.top_p} m{p.min_p}")
 def test_first_token_of_the_tiny_model(tiny: Tiny, params: SamplingParams) -> None:
     llm = tiny(max_num_seqs=512)

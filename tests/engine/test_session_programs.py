@@ -66,7 +66,7 @@ class Crowd:
             stream.close()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("pool", range(len(POOLS)))
 def test_random_programs(tiny: Tiny, pool: int) -> None:
     llm, plain, before = tiny(**POOLS[pool]), tiny(num_blocks=400), own_threads()

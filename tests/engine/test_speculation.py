@@ -196,7 +196,7 @@ def test_more_rows_than_are_read_out_at_once(tiny: Tiny, tiny_path: Path) -> Non
     assert max(most) == 32 * 8
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("method", [*TABLES, "draft_model"])
 def test_ends_inside_an_accepted_path(tiny: Tiny, tiny_path: Path, method: str) -> None:
     """max_tokens is never overshot; min_tokens and stop tokens count token by token, whatever a step accepts."""

@@ -56,7 +56,7 @@ class Three(Decoder):
         return 0
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "params",
     [

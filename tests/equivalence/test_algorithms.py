@@ -59,14 +59,14 @@ def assert_plain(cases: list[Case], tokens: dict[str, list[list[int]]], plain: P
         assert tokens[case.name] == want, f"{case.name} differs from plain decoding"
 
 
-@pytest.mark.sampled(4, alike=["kind"])
+@pytest.mark.sampled(10, alike=["kind"])
 def test_each_method_alone_equals_plain_decoding(engine: Make, plain: Plain) -> None:
     own = engine()
     for case in lossless():
         assert_plain([case], run(own, [case]).tokens, plain)
 
 
-@pytest.mark.sampled(4, alike=["kind"])
+@pytest.mark.sampled(10, alike=["kind"])
 @pytest.mark.parametrize(("num_blocks", "rows"), [(14, 64), (16, 16)])
 def test_all_methods_in_one_batch_under_preemption(engine: Make, plain: Plain, num_blocks: int, rows: int) -> None:
     cases = lossless()
@@ -75,7 +75,7 @@ def test_all_methods_in_one_batch_under_preemption(engine: Make, plain: Plain, n
     assert_plain(cases, outcome.tokens, plain)
 
 
-@pytest.mark.sampled(4, alike=["kind"])
+@pytest.mark.sampled(10, alike=["kind"])
 def test_interleaved_true_continuations_settle_by_compaction(engine: Make, scratch: Scratch, plain: Plain) -> None:
     """Several streams accept different paths of one tree in one step, none of them a chain."""
     own = engine()
@@ -108,7 +108,7 @@ def beams(count: int) -> list[Case]:
     ]
 
 
-@pytest.mark.sampled(4, alike=["kind"])
+@pytest.mark.sampled(10, alike=["kind"])
 def test_beams_equal_beam_search_on_lists(engine: Make, scratch: Scratch) -> None:
     roomy, tight = engine(), engine(num_blocks=17, max_num_batched_tokens=24)
     cases, eos = beams(2), roomy.limits.eos_token_ids
@@ -122,7 +122,7 @@ def test_beams_equal_beam_search_on_lists(engine: Make, scratch: Scratch) -> Non
     assert {case.name: outcome.tokens[case.name] for case in cases} == want
 
 
-@pytest.mark.sampled(3, alike=["kind"])
+@pytest.mark.sampled(8, alike=["kind"])
 @pytest.mark.parametrize("num_blocks", [64, 6])
 def test_sessions_equal_plain_lists(engine: Make, scratch: Scratch, num_blocks: int) -> None:
     """Forks, rollbacks and appends in a client's own hands, beside requests that fight for the blocks."""
@@ -152,7 +152,7 @@ def test_sessions_equal_plain_lists(engine: Make, scratch: Scratch, num_blocks: 
     own.scheduler.check()
 
 
-@pytest.mark.sampled(4, alike=["kind"])
+@pytest.mark.sampled(10, alike=["kind"])
 def test_one_row_is_enough_to_advance_every_method(engine: Make, plain: Plain) -> None:
     """With the smallest budget nothing can be drafted, and everything still ends, with the same tokens."""
     cases = [replace(case, name=f"{case.name}, one row") for case in lossless()[:6]]

@@ -54,7 +54,7 @@ def alone(engine: Engine, cases: list[Case]) -> dict[str, Any]:
     return {case.name: told(run(engine, [case]).finished[case.name]) for case in cases}
 
 
-@pytest.mark.sampled(4, alike=["kind"])
+@pytest.mark.sampled(10, alike=["kind"])
 @pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_search_is_the_same_in_any_company(engine: Make, half: int) -> None:
     """Reported and not, alone without the prefix cache; then with others, in chunks, on hits, and preempted."""
@@ -80,7 +80,7 @@ def test_a_search_is_the_same_in_any_company(engine: Make, half: int) -> None:
     assert preempted > 0
 
 
-@pytest.mark.sampled(4, alike=["kind"])
+@pytest.mark.sampled(10, alike=["kind"])
 @pytest.mark.parametrize("early_stopping", [True, False])
 def test_one_beam_is_greedy(engine: Make, early_stopping: bool) -> None:
     own = engine()

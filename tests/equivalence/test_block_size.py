@@ -52,7 +52,7 @@ def answers(directory: Path, size: int, arguments: dict[str, Any]) -> list[Reque
     return outputs
 
 
-@pytest.mark.sampled(4, alike=["kind"])
+@pytest.mark.sampled(10, alike=["kind"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("isa", ["own", EMULATED_ISA])
 def test_every_block_size_gives_the_same(isa: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

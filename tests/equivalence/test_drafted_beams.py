@@ -47,7 +47,7 @@ def decoder_of(finished: FinishedRequest) -> DraftedBeam:
     return finished.request.decoder
 
 
-@pytest.mark.sampled(3, alike=["kind"])
+@pytest.mark.sampled(8, alike=["kind"])
 @pytest.mark.parametrize("own", [
     {"beam_width": 1}, {"beam_width": 4}, {"beam_width": 8, "hf_semantics": "4.38"},
     {"beam_width": 6, "num_beam_groups": 3, "diversity_penalty": 0.6},

@@ -85,20 +85,20 @@ def once(kind: str) -> Once:
     return result
 
 
-@pytest.mark.sampled(4, alike=["kind"])
+@pytest.mark.sampled(10, alike=["kind"])
 def test_alone_equals_in_a_crowd_of_16_mixed_lengths(engine: Make) -> None:
     one, crowd = cases(16), cases(16)
     assert_same(one, crowd, alone(engine(enable_prefix_caching=False), one), run(engine(), crowd))
 
 
-@pytest.mark.sampled(4, alike=["kind"])
+@pytest.mark.sampled(10, alike=["kind"])
 @pytest.mark.parametrize("rows", [5, 33])
 def test_chunked_equals_whole(engine: Make, rows: int) -> None:
     whole, chunked = cases(5, 40, 150), cases(5, 40, 150)
     assert_same(whole, chunked, run(engine(), whole), run(engine(max_num_batched_tokens=rows), chunked))
 
 
-@pytest.mark.sampled(4, alike=["kind"])
+@pytest.mark.sampled(10, alike=["kind"])
 def test_preempted_equals_not(engine: Make) -> None:
     calm, tossed = cases(8), cases(8)
     outcome = run(engine(num_blocks=12), tossed, random.Random(1))
@@ -128,7 +128,7 @@ def test_four_samples_equal_their_streams_alone(engine: Make) -> None:
     assert trace == together.params.trace
 
 
-@pytest.mark.sampled(3, alike=["kind"])
+@pytest.mark.sampled(8, alike=["kind"])
 @pytest.mark.parametrize("method", [*SPECULATIONS, "a random tree"])
 def test_speculated_equals_not(engine: Make, once: Once, method: str) -> None:
     def calm() -> Calm:
@@ -153,7 +153,7 @@ LENGTHS = (63, 64, 65, 127, 129, 511, 512, 513, 550)
 """Around the ends of tiles of 64 positions and of the chunk of 512; some end in the answer."""
 
 
-@pytest.mark.sampled(8, alike=["kind"])
+@pytest.mark.sampled(20, alike=["kind"])
 @pytest.mark.parametrize("shape", [
     {"max_num_batched_tokens": 64, "block_size": 8}, {"max_num_batched_tokens": 300, "block_size": 64},
     {"max_num_batched_tokens": 513, "num_blocks": 80}, {"max_num_batched_tokens": 129, "enable_prefix_caching": False},

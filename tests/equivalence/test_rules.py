@@ -70,7 +70,7 @@ def assert_near(found: Sequence[TokenLogprobs], whole: Sequence[TokenLogprobs]) 
         assert (ours.logprob, *ours.top_logprobs) == pytest.approx((theirs.logprob, *theirs.top_logprobs), abs=NEAR)
 
 
-@pytest.mark.sampled(4, alike=["kind"])
+@pytest.mark.sampled(10, alike=["kind"])
 def test_ruled_sampling_is_a_loop_over_whole_texts(engine: Make, scratch: Scratch, kind: str) -> None:
     """All of it bitwise, from a batch under preemption, with and without drafts. Ranks: the loop's tokens, and the bits
     of one request alone."""
@@ -97,7 +97,7 @@ def test_ruled_sampling_is_a_loop_over_whole_texts(engine: Make, scratch: Scratc
         assert answer.logprobs == reports, f"{name}: reports differ"
 
 
-@pytest.mark.sampled(3, alike=["kind"])
+@pytest.mark.sampled(8, alike=["kind"])
 @pytest.mark.parametrize("rows", [7, 64])
 def test_prompts_are_reported_with_the_same_bits_in_any_chunks(engine: Make, rows: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2, logprobs=1)

@@ -27,7 +27,7 @@ from tests.equivalence.features import (
 )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_cell(decoder: str, feature: str, monkeypatch: pytest.MonkeyPatch) -> None:

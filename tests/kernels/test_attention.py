@@ -57,7 +57,7 @@ def mixed_branches(cache: Cache, generator: np.random.Generator) -> list[Branch]
     ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("numbers", NUMBERS, ids=str)
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64, 256])
 def test_layouts(contexts: list[Context], numbers: Numbers, block_size: int) -> None:
@@ -66,7 +66,7 @@ def test_layouts(contexts: list[Context], numbers: Numbers, block_size: int) -> 
     check(contexts, cache, mixed_branches(cache, generator))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("numbers", NUMBERS, ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_head_dims(contexts: list[Context], numbers: Numbers, head_dim: int) -> None:
@@ -81,7 +81,7 @@ def test_group_sizes(contexts: list[Context], heads: tuple[int, int]) -> None:
     check(contexts, cache, [cache.branch(100, 2), cache.branch(9, 3, [-1, 0, 0])])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("numbers", NUMBERS, ids=str)
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 300])
 def test_windows(contexts: list[Context], numbers: Numbers, window: int) -> None:
@@ -124,7 +124,7 @@ def test_trees(contexts: list[Context], seed: int) -> None:
     check(contexts, cache, branches, threads=1 + seed % 3)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_batches(contexts: list[Context], seed: int) -> None:
     generator = np.random.default_rng(100 + seed)

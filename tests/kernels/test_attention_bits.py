@@ -49,7 +49,7 @@ def crowd(cache: Cache) -> list[Branch]:
     return [prompt, *forks, cache.branch(200, 200), *trees, cache.branch(1), cache.branch(2048)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("window", [0, 90])
 @pytest.mark.parametrize(("group", "kv_heads", "head_dim"), [(1, 7, 128), (4, 8, 64), (5, 13, 16), (3, 2, 256)])
 def test_a_head_is_the_same_beside_any_others(
@@ -96,7 +96,7 @@ def test_order_of_branches(context: Context, numbers: Numbers) -> None:
     assert same_bits(run(context, cache, [branches[i] for i in order], q[rows]), want[rows])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_chunked_is_whole(context: Context, numbers: Numbers, head_dim: int) -> None:
     """A row of a long prefill, of any chunk of it, and read again later by itself."""
@@ -115,7 +115,7 @@ def test_chunked_is_whole(context: Context, numbers: Numbers, head_dim: int) -> 
         )
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("kv_len", "window"), [(40, 0), (64, 0), (130, 0), (515, 0), (130, 33), (515, 70)])
 def test_tree_node_is_an_accepted_chain(context: Context, numbers: Numbers, kv_len: int, window: int) -> None:
     """Each node's row equals the row of a plain chain that holds its ancestors in order."""
@@ -134,7 +134,7 @@ def test_tree_node_is_an_accepted_chain(context: Context, numbers: Numbers, kv_l
         assert same_bits(run(context, cache, [Branch(chain.table, seen)], q[row : row + 1].clone()), got[row : row + 1])
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64])
 def test_a_node_sees_further_back_than_the_one_before_it(context: Context, numbers: Numbers, block_size: int) -> None:
     """Depth first, a shallow node may follow a deep one, whose window has left the blocks that the shallow one sees."""
@@ -206,7 +206,7 @@ def test_a_node_cannot_reach_its_siblings(context: Context, numbers: Numbers) ->
     assert torch.isnan(got[[3, 5, 7]]).all()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 def test_threads_may_change_after_planning(context: Context, numbers: Numbers) -> None:
     cache = Cache(AttentionShape(6, 2, 64, 16, 0.125), 768, numbers, seed=7)
     branches = crowd(cache)
@@ -218,7 +218,7 @@ def test_threads_may_change_after_planning(context: Context, numbers: Numbers) -
         assert same_bits(run_plan(context.library.context(threads), plan, cache, q), want)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 def test_a_plan_serves_again(context: Context, numbers: Numbers) -> None:
     """Neither a smaller batch in between nor running twice leaves anything behind."""
     cache = Cache(AttentionShape(6, 2, 64, 16, 0.125), 768, numbers, seed=8)

@@ -106,7 +106,7 @@ CASES: dict[str, tuple[type[Any], AttentionShape, list[tuple[str, int]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("case", CASES)
 def test_all_rows_are_what_our_kernel_makes_of_them(stand_ins: list[tuple[str, int]], case: str) -> None:
     """To bf16's rounding; those of our own kernel to the bit, whoever has the others."""

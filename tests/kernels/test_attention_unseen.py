@@ -71,7 +71,7 @@ def test_behind_the_ends(context: Context, numbers: Numbers, block_size: int, wi
     assert all(same_bits(other, found[0]) for other in found)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("numbers", CASES, ids=str)

@@ -116,7 +116,7 @@ def random_case(seed: int, most_rows: int, most_vocab: int) -> tuple[np.ndarray,
     return shaped(rng, n, vocab), rows_of(sizes, scores, seed), groups_of(sizes, ks)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.same_bits
 @pytest.mark.parametrize("part", range(4))
 def test_thousands_of_cases_equal_a_plain_sort(context: Context, part: int) -> None:
@@ -130,7 +130,7 @@ def test_torch_ranks_alike() -> None:
         check(torch_backend(), *random_case(seed, 12, 400), given=seed % 3 == 0)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.same_bits
 @pytest.mark.parametrize("num_rows", [1, 2, 63, 64, 127, 128, 129, 300])
 def test_many_rows(context: Context, num_rows: int) -> None:
@@ -142,7 +142,7 @@ def test_many_rows(context: Context, num_rows: int) -> None:
             check(backend, x, rows, groups)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.same_bits
 @pytest.mark.parametrize("k", [1, 8, 128, 1024])
 def test_a_large_vocabulary(context: Context, k: int) -> None:
@@ -152,7 +152,7 @@ def test_a_large_vocabulary(context: Context, k: int) -> None:
     check(native(context), np.zeros((6, 49153), F32), rows_of([6], np.zeros(6, F32)), groups_of([6], [k]))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
 def test_threads_change_nothing(context: Context, num_threads: int) -> None:
     for seed in range(calls.either(context, 60, 10)):
@@ -244,7 +244,7 @@ def assert_alike(got: np.ndarray, wanted: list[tuple[Any, ...]]) -> None:
             assert abs((found.get(name) or exact[name])[0] - keys[-1]) < 4e-5
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.same_bits
 @pytest.mark.parametrize("vocab", [1, 7, 64, 130, 5000])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
@@ -302,7 +302,7 @@ def forward_of(rows: np.ndarray, groups: np.ndarray, num_read: int, **more: Any)
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.same_bits
 @pytest.mark.parametrize("num_rows", [1, 5, 127, 128, 129, 256, 300])
 @pytest.mark.parametrize("is_drawn", [0, 1])

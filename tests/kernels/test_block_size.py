@@ -124,7 +124,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return kind
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("window", [0, 90, 300])
 @pytest.mark.parametrize("build", [decoding, prefill, forks, trees])
 def test_attention(contexts: list[Context], dtype: torch.dtype, build: Build, window: int) -> None:
@@ -132,7 +132,7 @@ def test_attention(contexts: list[Context], dtype: torch.dtype, build: Build, wi
     check(contexts, shape, dtype, build, threads=2, others=SIZES)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("head_dim", [16, 32, 80, 96, 128, 160, 256])
 def test_attention_of_any_head(contexts: list[Context], dtype: torch.dtype, head_dim: int) -> None:
     shape = AttentionShape(4, 2, head_dim, 16, head_dim**-0.5)
@@ -140,7 +140,7 @@ def test_attention_of_any_head(contexts: list[Context], dtype: torch.dtype, head
         check(contexts, shape, dtype, build, threads=1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("heads", [(1, 1), (7, 7), (16, 1), (17, 1), (49, 1)])
 def test_attention_of_any_group(contexts: list[Context], dtype: torch.dtype, heads: tuple[int, int]) -> None:
     shape = AttentionShape(heads[0], heads[1], 64, 16, 0.125)

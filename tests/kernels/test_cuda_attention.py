@@ -40,7 +40,7 @@ def attention_crowd(numbers: Numbers) -> tuple[Cache, list[Branch], torch.Tensor
     return cache, branches, cache.query(sum(branch.num_rows for branch in branches))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("numbers", [*PLAIN, Numbers(torch.bfloat16, KvKind.INT8), *IN_FP16], ids=str)
 @pytest.mark.parametrize("isa", cuda_library.cases())
 def test_attention_of_a_row_is_its_own(isa: str, numbers: Numbers) -> None:
@@ -63,7 +63,7 @@ def test_attention_of_a_row_is_its_own(isa: str, numbers: Numbers) -> None:
         assert same_bits(run(library.context(), cache, [part], q[rows].clone()), want[rows])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("numbers", [*IN_BYTES, *IN_FP16], ids=str)
 @pytest.mark.parametrize("isa", cuda_library.cases())
 def test_attention_is_near_its_meaning(isa: str, numbers: Numbers) -> None:

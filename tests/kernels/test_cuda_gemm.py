@@ -49,7 +49,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("blocks", "rows", "n", "k"), CASES)
 def test_many_rows_have_the_bits_of_few(emulated: Library, blocks: int, rows: int, n: int, k: int) -> None:
     x, linear = normal(rows, k, seed=1, dtype=torch.bfloat16), linear_of(emulated.context(blocks), n, k, bias=True)
@@ -78,7 +78,7 @@ def test_less_shared_memory_changes_no_bit(emulated: Library) -> None:
     assert same_bits(*found)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("blocks", [LARGE, SMALL])
 @pytest.mark.parametrize("epilogue", list(Epilogue))
 @pytest.mark.parametrize("n", [66, 96, 130])
@@ -98,7 +98,7 @@ def test_an_odd_number_of_outputs(emulated: Library) -> None:
         assert_bits(linear, x, epilogue)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("blocks", "rows", "n", "k"), [(LARGE, 140, 140, 296), (SMALL, 70, 70, 576), (3, 70, 65, 33)])
 def test_no_order_of_threads_changes_a_bit(emulated: Library, blocks: int, rows: int, n: int, k: int) -> None:
     x, linear = normal(rows, k, seed=1, dtype=torch.bfloat16), linear_of(emulated.context(blocks), n, k)

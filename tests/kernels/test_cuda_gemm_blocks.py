@@ -47,7 +47,7 @@ def assert_bits(
 
 
 # groups: fewer than warps, more than a round has; panels: fewer than blocks, more, with an end inside
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("format", KINDS)
 def test_few_rows(emulated: Library, cpu: Context, format: str) -> None:
     for i, rows in enumerate((1, 7, 8, 9, 16, 17, 24, 25, 32)):
@@ -56,7 +56,7 @@ def test_few_rows(emulated: Library, cpu: Context, format: str) -> None:
             assert_bits(emulated.context(), cpu, [random_blocks(format, n, k, seed=2)], rows, ALL[i % 3], **more)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize(("blocks", "rows"), [(LARGE, 33), (LARGE, 129), (SMALL, 33), (SMALL, 70), (2, 300)])
 def test_formats_beside_one_another(
@@ -65,7 +65,7 @@ def test_formats_beside_one_another(
     assert_bits(emulated.context(blocks), cpu, parts_of(256, 32, 96, 64, 45), rows, dtype)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("format", KINDS)
 def test_many_rows(emulated: Library, cpu: Context, format: str) -> None:
     for blocks, rows, n, k in ((LARGE, 140, 129, 256), (SMALL, 65, 65, 512)):
@@ -157,7 +157,7 @@ def test_a_table_in_fp16(emulated: Library) -> None:
 
 
 # k: no step whole, a step, a stage, more, with an end inside; unaligned rows
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize(
     ("blocks", "rows", "n", "k"), [(LARGE, 140, 130, 328), (SMALL, 70, 70, 264), (LARGE, 65, 33, 71), (3, 17, 40, 600)]

@@ -20,7 +20,7 @@ FEW = [(rows, n, k) for rows in ROWS for n, k in ((33, 70), (7, 1090))]
 FEW += [(3, 32, 8 * 64), (20, 64, 17 * 64), (32, 1, 1), (5, 100, 16 * 64 + 1), (1, 31, 64)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("epilogue", [Epilogue.STORE, Epilogue.ADD])
 def test_few_rows_have_the_bits_of_a_cpu(
@@ -52,7 +52,7 @@ MANY = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("blocks", "rows", "n", "k"), MANY)
 def test_many_rows_have_the_bits_of_a_cpu(

@@ -77,7 +77,7 @@ def ranked(context: Context) -> list[torch.Tensor]:
     return [torch.from_numpy(candidates.view(np.int32)) for candidates in found]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kernel", [top, drawn, verified, ruled, ranked], ids=lambda kernel: kernel.__name__)
 def test_no_order_changes_a_bit(device: Library, kernel: Kernel) -> None:
     """Nor how many blocks there are."""
@@ -99,7 +99,7 @@ CUTS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind", [*SHAPES, "zeros"])
 @pytest.mark.parametrize("vocab", [700, 3000])
 def test_the_tokens_kept_are_those_of_the_definition(device: Library, vocab: int, kind: str) -> None:
@@ -160,7 +160,7 @@ def test_top_of_rows_with_equals_everywhere(device: Library) -> None:
 
 
 # ---- nothing in front of an array and nothing behind it is touched: an error is a segmentation fault
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("at_front", [False, True])
 @pytest.mark.parametrize("vocab", [1, 5, 1001])
 def test_ends_of_arrays(device: Library, vocab: int, at_front: bool) -> None:

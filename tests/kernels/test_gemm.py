@@ -81,7 +81,7 @@ SHAPES = [(1, 32, 2), (1, 1, 1), (3, 33, 7), (5, 31, 64), (13, 100, 129), (40, 6
 SHAPES += [(200, 65, 901), (24, 70, 127), (50, 33, 256)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "n", "k"), SHAPES)
 def test_product_is_near_float64(context: Context, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
@@ -109,7 +109,7 @@ def test_any_size_on_every_instruction_set(
         assert_near(Linear.pack(threaded, weight, bias)(x, Epilogue.ADD, y), x, weight, bias, y)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_rows_and_few_agree_where_k_is_cut_differently(context: Context, dtype: torch.dtype) -> None:
     x, weight = normal(300, 1301, seed=1, dtype=dtype), normal(70, 1301, seed=2, dtype=dtype)
@@ -132,7 +132,7 @@ def test_an_outputs_nan_and_infinity_stay_in_it(context: Context, dtype: torch.d
     assert torch.equal(dirty[:, others], clean[:, others])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("k", [4096, 4099, 6144])
 def test_long_k_goes_on_where_a_slice_ended(context: Context, k: int) -> None:
     x, weight = normal(30, k, seed=1, dtype=torch.bfloat16), normal(300, k, seed=2, dtype=torch.bfloat16)
@@ -143,7 +143,7 @@ def test_long_k_goes_on_where_a_slice_ended(context: Context, k: int) -> None:
         assert torch.equal(linear(x[:rows]), whole[:rows])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_do_not_depend_on_the_batch(context: Context, dtype: torch.dtype) -> None:
     x, weight = normal(331, 131, seed=1, dtype=dtype), normal(97, 131, seed=2, dtype=dtype)
@@ -156,7 +156,7 @@ def test_rows_do_not_depend_on_the_batch(context: Context, dtype: torch.dtype) -
         assert torch.equal(linear(x[-rows:]), whole[-rows:])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("epilogue", list(Epilogue))
 @pytest.mark.parametrize("rows", [1, 16, 200])
 def test_rows_do_not_depend_on_the_threads(context: Context, epilogue: Epilogue, rows: int) -> None:

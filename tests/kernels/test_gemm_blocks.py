@@ -48,7 +48,7 @@ def case(format: str, rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[Te
     return x, BlockLinear([random_blocks(format, n, k, seed=2)])(x)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("rows", "n", "k"), SHAPES)
 def test_product_equals_the_reference_and_is_near_float64(
@@ -79,7 +79,7 @@ def test_results_and_weights_are_the_same_on_every_instruction_set(contexts: lis
         assert all(torch.equal(results[0].view(torch.int32), other.view(torch.int32)) for other in results[1:])
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("format", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_do_not_depend_on_the_batch(context: Context, format: str, dtype: torch.dtype) -> None:
@@ -92,7 +92,7 @@ def test_rows_do_not_depend_on_the_batch(context: Context, format: str, dtype: t
         assert torch.equal(linear(threaded, x[-rows:], weight), whole[-rows:])
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("epilogue", list(Epilogue))
 @pytest.mark.parametrize(("rows", "k"), [(1, 256), (16, 256), (70, 256), (200, 768)])
 def test_rows_do_not_depend_on_the_threads(context: Context, epilogue: Epilogue, rows: int, k: int) -> None:
@@ -108,7 +108,7 @@ def test_rows_do_not_depend_on_the_threads(context: Context, epilogue: Epilogue,
         assert torch.equal(results[0], BlockLinear(parts)(x))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("format", KINDS)
 @pytest.mark.parametrize("k", [4096, 4352, 8448])
 def test_long_k_goes_on_where_a_slice_ended(context: Context, format: str, k: int) -> None:

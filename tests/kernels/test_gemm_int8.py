@@ -84,7 +84,7 @@ def exact(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return product @ w.T, product.abs() @ w.abs().T
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "n", "k"), SHAPES)
 def test_product_equals_the_reference_and_is_near_float64(
@@ -127,7 +127,7 @@ def test_a_packed_panel_is_laid_out_as_the_header_says(context: Context) -> None
     assert torch.equal(steps.float() - 128, q)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_do_not_depend_on_the_batch(context: Context, dtype: torch.dtype) -> None:
     x, weight = normal(331, 131, seed=1, dtype=dtype), normal(97, 131, seed=2, dtype=dtype)
@@ -139,7 +139,7 @@ def test_rows_do_not_depend_on_the_batch(context: Context, dtype: torch.dtype) -
         assert torch.equal(linear(threaded, x[-rows:], weight), whole[-rows:])
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("epilogue", list(Epilogue))
 @pytest.mark.parametrize(("rows", "k"), [(1, 70), (16, 70), (70, 70), (200, 700)])
 def test_rows_do_not_depend_on_the_threads(context: Context, epilogue: Epilogue, rows: int, k: int) -> None:
@@ -153,7 +153,7 @@ def test_rows_do_not_depend_on_the_threads(context: Context, epilogue: Epilogue,
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("k", [4096, 5051, 33000])
 def test_long_k_goes_on_where_a_slice_ended(context: Context, k: int) -> None:
     x, weight = normal(23, k, seed=1, dtype=torch.bfloat16), normal(40, k, seed=2, dtype=torch.bfloat16)
@@ -163,7 +163,7 @@ def test_long_k_goes_on_where_a_slice_ended(context: Context, k: int) -> None:
         assert torch.equal(linear(context, x[:rows], weight), whole[:rows])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("k", [64, 131072])
 def test_the_largest_sums_do_not_overflow(context: Context, k: int) -> None:
     x, weight = torch.ones(2, k), torch.ones(32, k)

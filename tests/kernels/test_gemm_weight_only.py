@@ -45,7 +45,7 @@ def linear(
     return out[:-1].clone()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "n", "k"), SHAPES)
 def test_the_product_is_that_of_a_plain_layer(context: Context, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
@@ -61,7 +61,7 @@ def test_the_product_is_that_of_a_plain_layer(context: Context, dtype: torch.dty
         assert torch.equal(linear(threads(context, 1), x, weight, None, Epilogue.ADD, y), y + product)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_depend_on_neither_the_batch_nor_the_threads(context: Context, dtype: torch.dtype) -> None:
     """Every height of a tile, blocks, slices of k in the first cache and in the second."""

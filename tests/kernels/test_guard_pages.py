@@ -92,7 +92,7 @@ def product(context: Context, x: Tensor, weight: Tensor, kind: Quantization) -> 
     return y.clone()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", [kind for kind in Quantization if kind != Quantization.BLOCKS], ids=lambda k: k.name)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [1, 2, 31, 33, 63, 64, 95, 2079])

@@ -175,7 +175,7 @@ def test_every_byte_is_read_as_what_it_is(contexts: list[Context], numbers: Numb
         assert torch.equal(got.float(), value.to(numbers.dtype).float().expand(2, 8, dim)), context.isa
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("numbers", IN_BYTES, ids=str)
 @pytest.mark.parametrize("rows", [2, 24])
 def test_nothing_of_stale_memory_shows(contexts: list[Context], numbers: Numbers, rows: int) -> None:
@@ -332,7 +332,7 @@ def powers_of_two(cache: Cache) -> tuple[Cache, Cache]:
     return cache, plain
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("isa", cuda_library.cases())
 @pytest.mark.parametrize("numbers", IN_BYTES, ids=str)
 @pytest.mark.parametrize("shape", [(6, 2, 48, 8, 70, 0.0), (3, 1, 144, 16, 0, 5.0), (4, 2, 80, 64, 0, 0.0)], ids=str)

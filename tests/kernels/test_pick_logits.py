@@ -56,7 +56,7 @@ def check(context: Context, x: np.ndarray, rows: np.ndarray, tokens: np.ndarray,
         assert each.pick(torch.from_numpy(x), rows, tokens).tobytes() == wanted.tobytes()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_values_and_ranks(context: Context, vocab: int, kind: str) -> None:
@@ -65,7 +65,7 @@ def test_values_and_ranks(context: Context, vocab: int, kind: str) -> None:
         check(context, x, *entries(x, n, n))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_token_of_a_row(context: Context, kind: str) -> None:
     x = logits(kind, 2, 200, 3)

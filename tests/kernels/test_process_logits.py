@@ -146,7 +146,7 @@ def test_bans(context: Context, rules: LogitsRules, history: list[int], banned: 
         assert_exact(case, backend)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("n", [2, 3, 5, 6, 7])
 def test_ngrams_of_every_history_of_two_tokens(context: Context, n: int) -> None:
     """Histories that overlap with themselves in every way there is."""
@@ -249,7 +249,7 @@ def test_allowed_tokens_are_those_of_transformers(context: Context) -> None:
 # ---- rules that change log-probabilities, as under beams
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_rows_become_log_probabilities_before_their_rules(context: Context, seed: int) -> None:
     case = random_case(seed, trees=True)

@@ -126,7 +126,7 @@ def assert_same(a: Any, b: Any, but: tuple[str, ...] = ()) -> None:
             assert first.dtype == second.dtype and np.array_equal(first, second), field.name
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("seed", range(5))
 def test_logits_are_never_looked_at(context: Context, seed: int) -> None:
     """And pieces change nothing, whoever has the room for copies."""
@@ -182,7 +182,7 @@ def test_reports_are_of_the_models_own_logits(context: Context, seed: int) -> No
     ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(5))
 def test_reports_have_the_bits_of_a_copy_where_nothing_changes_logits(context: Context, seed: int) -> None:
     asked, none = case(seed), np.zeros(0, np.int32)

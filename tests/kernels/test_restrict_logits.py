@@ -79,7 +79,7 @@ def check(context: Context, rows: int, vocab: int, seed: int, num_threads: int =
     assert calls.same_bits(x, wanted)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("rows", [0, 1, 17])
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_every_kernel_restricts_alike(context: Context, rows: int, vocab: int) -> None:

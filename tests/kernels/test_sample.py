@@ -122,7 +122,7 @@ def shaped(kind: str, vocab: int, seed: int) -> np.ndarray:
     return x
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 @pytest.mark.same_bits
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("vocab", [1, 7, 64, 130, 5000, 49152])
@@ -287,7 +287,7 @@ def test_infinite_logits_share_the_draw(context: Context) -> None:
         assert set(tokens.tolist()) == {3, 150}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.same_bits
 @pytest.mark.parametrize("parameters", [{"top_p": 0.0999}, {"top_p": 0.45}, {"top_k": 3}, {"top_k": 1500}], ids=str)
 def test_exactly_the_lowest_ids_of_equals_are_kept(context: Context, parameters: dict[str, Any]) -> None:

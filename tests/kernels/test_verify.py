@@ -230,7 +230,7 @@ def cases(sizes: tuple[int, int], n: int) -> Iterator[tuple[Table, Table, Table,
 SIZES = [(7, 7), (130, 130), (3000, 2900), (64, 300)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_kernels_do_as_the_reference_says(contexts: list[Context], sizes: tuple[int, int]) -> None:
     """The same tokens on every instruction set and any threads; and the reference's, but where a number stands within
@@ -245,7 +245,7 @@ def test_kernels_do_as_the_reference_says(contexts: list[Context], sizes: tuple[
     assert equal >= 0.995 * total
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.same_bits
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_each_library_does_as_the_reference_says(context: Context, sizes: tuple[int, int]) -> None:
@@ -258,7 +258,7 @@ def test_each_library_does_as_the_reference_says(context: Context, sizes: tuple[
     assert different <= 1
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("own", SAMPLERS[:-1], ids=str)
 def test_kernels_answer_the_targets_distribution(contexts: list[Context], own: dict[str, Any]) -> None:
     rng, n = np.random.default_rng(2), 6000

@@ -60,7 +60,7 @@ def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 # ----------------------------------------------------------------------------------------------------------------- GGUF
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("reference", [False, True], ids=["native", "reference"])
 @pytest.mark.parametrize("encoding", ["Q8_0", "Q4_0", "Q4_1"])
 @pytest.mark.parametrize("name", BY_NAME)
@@ -221,7 +221,7 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
         yield made
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 def test_the_default_model_knows_its_capitals(llm: LLM) -> None:
     prompts = ["The capital of France is", "The capital of Italy is"]
     texts = [output.outputs[0].text for output in llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0))]

@@ -87,7 +87,7 @@ def assert_same(first: list[Case], left: Outcome, second: list[Case], right: Out
         assert one.params.trace and one.params.trace.items() <= other.params.trace.items(), one.name
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 def test_the_same_bits_in_every_way(make: Make) -> None:
     alone, outcome = cases(), Outcome({})
     own = make(enable_prefix_caching=False)
@@ -107,7 +107,7 @@ def test_the_same_bits_in_every_way(make: Make) -> None:
     assert_same(alone, outcome, tossed, disturbed)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 def test_drafted_trees_change_nothing(make: Make) -> None:
     plain, drafted = cases(), []
     for case in cases():

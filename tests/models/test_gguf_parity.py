@@ -79,7 +79,7 @@ def error(chosen: Variant, checkpoint: Checkpoint, path: Path) -> float:
     return float((ours - checkpoint.logits).abs().max() / checkpoint.logits.abs().max())
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("chosen", VARIANTS, ids=lambda chosen: chosen.name)
 def test_logits(chosen: Variant, checkpoints: Checkpoints, tmp_path: Path) -> None:
     checkpoint = checkpoints(chosen.name)
@@ -116,7 +116,7 @@ def test_every_encoding(family: str, name: str, checkpoints: Checkpoints, tmp_pa
 CROSS_CHECKED = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-window", "gpt2-large-context"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CROSS_CHECKED)
 def test_weights_as_transformers_loads_the_file(name: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
     """Transformers' own reading of the same file, where it knows the architecture; both equal the model it was made

@@ -95,11 +95,13 @@ def assert_greedy(model: LlamaForCausalLM, llm: LLM, prompts: Sequence[str | Seq
     return sum(count_ties(model, output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs)
 
 
-def test_twelve_prompts(theirs: LlamaForCausalLM, ours: LLM) -> None:
+@pytest.mark.parametrize("number", [4, pytest.param(8, marks=pytest.mark.long)])
+def test_twelve_prompts(theirs: LlamaForCausalLM, ours: LLM, number: int) -> None:
+    """The first so many, or the last."""
     texts = [json.loads(line)["prompt"] for line in DATA.open(encoding="utf-8")]
     assert len(texts) == 12
-    num_ties = assert_greedy(theirs, ours, texts)
-    assert num_ties <= 2, f"{num_ties} of {12 * NUM_TOKENS} positions are ties: too many to be chance"
+    num_ties = assert_greedy(theirs, ours, texts[:4] if number == 4 else texts[4:])
+    assert num_ties <= 1, f"{num_ties} of {number * NUM_TOKENS} positions are ties: too many to be chance"
 
 
 def test_generate_itself(theirs: LlamaForCausalLM, ours: LLM) -> None:

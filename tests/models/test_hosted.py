@@ -67,7 +67,7 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("family", "backend"), CASES)
 def test_logits_at_every_position(family: str, backend: str, checkpoints: Checkpoints) -> None:
     checkpoint = checkpoints(family)
@@ -89,7 +89,7 @@ def make_llm(path: Path, **changes: Any) -> LLM:
     return LLM(str(path), **arguments)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_texts_through_the_engine(
     family: str, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
@@ -174,7 +174,7 @@ def test_more_rows_are_read_out_than_fit_the_buffer(family: str, checkpoints: Ch
     assert runner.cache.tokens[:200].tolist() == tokens.tolist()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "qwen2"])
 def test_native_families_agree_with_their_hosted_selves(family: str, tmp_path: Path) -> None:
     windows = {"sliding_window": 24} if family == "mistral" else {}

@@ -51,7 +51,7 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("chosen", VARIANTS, ids=lambda chosen: chosen.name)
 def test_logits_at_every_position(chosen: Variant, backend: str, checkpoints: Checkpoints) -> None:
@@ -61,7 +61,7 @@ def test_logits_at_every_position(chosen: Variant, backend: str, checkpoints: Ch
     assert relative_error(all_logits(model, checkpoint.tokens[:count]), checkpoint.logits[:count]) < RELATIVE
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("chosen", [v for v in VARIANTS if v.length < 100], ids=lambda chosen: chosen.name)
 def test_logits_in_bfloat16(chosen: Variant, backend: str, checkpoints: Checkpoints) -> None:
@@ -80,7 +80,7 @@ def test_logits_in_small_pieces(backend: str, checkpoints: Checkpoints) -> None:
     assert relative_error(all_logits(model, checkpoint.tokens, chunk=7), checkpoint.logits) < RELATIVE
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("backend", TEXT_BACKENDS)
 @pytest.mark.parametrize("chosen", VARIANTS, ids=lambda chosen: chosen.name)
 def test_greedy_texts(chosen: Variant, backend: str, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:

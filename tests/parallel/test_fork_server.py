@@ -165,7 +165,7 @@ def test_it_ends_with_the_last_engine(path: Path) -> None:
     assert server not in rest and worker not in rest and not is_running(server)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "last", ["os.kill(os.getpid(), 9)", "raise SystemExit", "os.fork() or __import__('time').sleep(3)"]
 )

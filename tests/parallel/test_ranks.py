@@ -161,7 +161,7 @@ def assert_same(one: list[Case], left: Outcome, other: list[Case], right: Outcom
             assert a.params.trace and a.params.trace.items() <= b.params.trace.items(), a.name
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 def test_ranks_say_what_one_says(make: Callable[..., Engine], setting: Setting) -> None:
     whole, shared = cases(), cases()
     left, right = run(make(1), whole), run(make(), shared)
@@ -170,7 +170,7 @@ def test_ranks_say_what_one_says(make: Callable[..., Engine], setting: Setting) 
     assert len({tuple(text) for texts in right.tokens.values() for text in texts}) > 6
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 def test_the_same_bits_in_every_way(make: Callable[..., Engine]) -> None:
     """Alone, in a crowd, chunked and preempted, from the prefix cache, with drafted trees."""
     alone, outcome = cases(), Outcome({})

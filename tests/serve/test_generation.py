@@ -80,7 +80,7 @@ CASES: dict[str, tuple[pp.Parameters, SamplingParams | BeamSearchParams]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("interval", [1, 7])
 def test_the_same_as_offline(serve: Serve, tiny_path: Path, name: str, interval: int) -> None:

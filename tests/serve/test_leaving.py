@@ -108,22 +108,37 @@ def test_while_it_waits(serve: Serve) -> None:
     left(serving)
 
 
-def test_branches_of_which_no_client_could_be_told_are_closed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call had ended, and was cancelled before its last message was sent."""
+KEPT = {"parameters": parameters(2, n=4), "keep": {"all": True}}
+
+
+@pytest.mark.parametrize(
+    ("rpc", "kind", "given"),
+    [
+        ("GenerateOnBranch", sb.GenerateOnBranchRequest, KEPT),
+        ("Fork", sb.ForkRequest, {"count": 3}),
+        ("OpenSession", sb.OpenSessionRequest, {"prompt": prompt(PROMPT)}),
+    ],
+)
+def test_branches_of_which_no_client_could_be_told_are_closed(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, rpc: str, kind: Any, given: dict[str, Any]
+) -> None:
+    """The call was cancelled when all was done, before its last message was sent."""
     serving, telling, stand = serve(), threading.Event(), session_service._stand
 
     async def waits(branch: Any, branches: Any) -> Any:
-        if len(branches) > 1:
-            telling.set()
-            await asyncio.sleep(60)
-        return await stand(branch, branches)
+        telling.set()
+        await asyncio.sleep(60)
 
     held = Held(serving)
+    named = {} if rpc == "OpenSession" else {"session_id": held.id, "branch": "0"}
     monkeypatch.setattr(session_service, "_stand", waits)
-    call = held.call("GenerateOnBranch", sb.GenerateOnBranchRequest, parameters=parameters(2, n=4), keep={"all": True})
+    method = getattr(serving.sessions, rpc)
+    call = getattr(method, "future", method)(kind(**named, **given))
     assert telling.wait(60)
     call.cancel()
-    [lease] = serving.server.leases._leases.values()
+    monkeypatch.setattr(session_service, "_stand", stand)
     wait_for(lambda: serving.llm.engine.sessions.num_branches == 1)
+    [lease] = serving.server.leases._leases.values()
     assert list(lease.branches) == ["0"] and held.tokens() == PROMPT
     held.close()
+    assert not serving.server.leases._branches

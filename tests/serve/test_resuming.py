@@ -106,7 +106,7 @@ CASES: dict[str, RequestParams] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CASES)
 def test_it_ends_as_if_nothing_had_happened(serve: Serve, breaking: Breaking, name: str) -> None:
     params = CASES[name]
@@ -130,7 +130,7 @@ TEXTS: dict[str, RequestParams] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", TEXTS)
 def test_texts_end_as_if_nothing_had_happened(text_server_breaking: Serving, breaking: Breaking, name: str) -> None:
     params = TEXTS[name]

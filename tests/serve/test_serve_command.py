@@ -167,7 +167,7 @@ sys.exit(main(sys.argv[1:]))
 """A model that takes long to load."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_the_model_is_loaded_ends_it_at_once(started: Callable[..., Process], number: int) -> None:
     process = started(program=("-c", SLOW))

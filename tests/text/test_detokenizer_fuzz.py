@@ -81,7 +81,7 @@ def draw_ids(data: st.DataObject, ours: Tokenizer) -> list[int]:
     return data.draw(st.lists(one, max_size=30))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @settings(max_examples=80)
 @given(st.data(), st.booleans(), st.booleans())
 def test_any_chunks_say_the_same_and_never_half_a_character(
