@@ -74,8 +74,8 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             tokens = Addition(opening.num_tokens, "prompt", counted(opening.num_tokens, "token"))
             with self._leases.room(client, Addition(1, "prompt"), tokens):
                 session = await opening
+                [branch] = await _stand(session, [session])
                 lease = self._leases.open(session, client, ttl)
-        [branch] = await _stand(session, [session])
         return pb.OpenSessionResponse(session_id=lease.session_id, branch=branch, ttl=as_duration(ttl))
 
     async def GenerateOnBranch(
@@ -136,8 +136,9 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         count = request.count if request.HasField("count") else 1
         with self._leases.room(RPC.get().client, Addition(count, "count", beside=1), NOTHING), renamed("k", "count"):
             made = await branch.fork(count)
+            stands = await _stand(branch, made)
             self._leases.add(lease, made)
-        return pb.ForkResponse(branches=await _stand(branch, made))
+        return pb.ForkResponse(branches=stands)
 
     async def Rollback(self, request: pb.RollbackRequest, context: Any) -> pb.RollbackResponse:
         """Takes back what a branch ends with."""
