@@ -87,6 +87,7 @@ def test_checkers_read_the_package_s_types(tmp_path: Path) -> None:
     assert "py.typed" not in done.stdout
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("before", ["enable", "disable"])
 def test_importing_leaves_the_collector_as_it_was(before: str) -> None:
     """While torch is imported nothing is looked at, and afterwards what came with it counts as old."""

@@ -64,7 +64,7 @@ MORE_DEATHS = [(1, signal.SIGSTOP), (1, signal.SIGKILL)]
     [
         pytest.param("memory", [(0, signal.SIGKILL)], id="memory"),
         pytest.param("sockets", [], id="sockets"),
-        pytest.param("nccl", [], id="nccl"),
+        pytest.param("nccl", [], id="nccl", marks=pytest.mark.long),
         pytest.param("memory", MORE_DEATHS, id="memory, more deaths", marks=pytest.mark.long),
         pytest.param("sockets", MORE_DEATHS, id="sockets, deaths", marks=pytest.mark.long),
     ],
