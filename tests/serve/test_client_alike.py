@@ -24,6 +24,8 @@ SERVERS = {"resumable"}
 """What a client does by itself where its server is gone."""
 TOLD = {"is_chat"}
 """What a server's traces say of a branch."""
+COUNTED = {"appending"}
+"""What a server counts before it happens."""
 AWAITED = {"text", "token_ids", "logprobs"}
 """Properties that ask the server: for coroutines `state` brings them."""
 
@@ -36,7 +38,7 @@ def test_names() -> None:
     assert public(LLM) - public(Client) == HERE | {"reset_prefix_cache"}
     assert public(AsyncLLM) - public(AsyncClient) == HERE | OPERATORS | SERVERS
     assert public(SessionBranch) - public(RemoteBranch) == TOLD
-    assert public(AsyncSessionBranch) - public(AsyncRemoteBranch) == AWAITED | TOLD
+    assert public(AsyncSessionBranch) - public(AsyncRemoteBranch) == AWAITED | TOLD | COUNTED
 
 
 def test_what_sessions_hold(serve: Serve, llm: LLM) -> None:

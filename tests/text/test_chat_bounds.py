@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import pytest
 
@@ -26,7 +26,7 @@ STEPS_USED_UP = f"must be rendered in at most {MAX_STEPS} steps; its loops, call
 @pytest.fixture(scope="module")
 def ends(request: pytest.FixtureRequest) -> dict[str, tuple[float, str, str]]:
     """How each hostile template that is tested ended, in a process that may take two gigabytes for all of them."""
-    tested = [item.callspec.params["name"] for item in request.session.items if _is_of(item)]  # type: ignore[attr-defined]
+    tested = [item.callspec.params["name"] for item in request.session.items if _is_one(item)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.text.hostile_templates", *tested],
         capture_output=True,
@@ -40,7 +40,7 @@ def ends(request: pytest.FixtureRequest) -> dict[str, tuple[float, str, str]]:
     return found
 
 
-def _is_of(item: pytest.Item) -> bool:
+def _is_one(item: pytest.Item) -> TypeGuard[pytest.Function]:
     return isinstance(item, pytest.Function) and item.function is test_a_template_that_explodes_is_stopped
 
 
