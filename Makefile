@@ -79,7 +79,7 @@ $(BUILD)/build.ninja: csrc/CMakeLists.txt $(VENV)/.cmake
 EMULATED := $(filter test test-long test-gpu amx,$(MAKECMDGOALS))
 build:
 	@if command -v $(CXX) >/dev/null; then \
-	  $(MAKE) --no-print-directory -j2 EMULATED="$(EMULATED)" $(VENV)/.packages compile; \
+	  $(MAKE) --no-print-directory -j2 EMULATED="$(EMULATED)" $(if $(EMULATED),$(VENV)/.model,$(VENV)/.packages) compile; \
 	else $(MAKE) --no-print-directory $(VENV)/.packages; \
 	  echo "no C++ compiler ($(CXX)): going on with the reference kernels"; fi
 
@@ -88,7 +88,7 @@ build:
 THERE = $(patsubst lib%.so,%,$(notdir $(filter-out %/libpagedec_cuda.so,$(wildcard $(LIB)/lib*.so))))
 .PHONY: compile libraries
 compile: $(BUILD)/build.ninja
-	@$(if $(EMULATED),$(BIN)/cmake -DPAGEDEC_OVERFLOW=$(if $(filter test-long,$(EMULATED)),ON,OFF) $(BUILD) >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; };) \
+	@$(if $(EMULATED),$(BIN)/cmake -DPAGEDEC_ALL_CHECKS=$(if $(filter test-long,$(EMULATED)),ON,OFF) $(BUILD) >$(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; };) \
 	$(BIN)/cmake --build $(BUILD) -j1 --target best_isa >$(BUILD).log || { cat $(BUILD).log; exit 1; }; \
 	isa=$$($(BUILD)/best_isa) || exit 1; \
 	$(BIN)/cmake --build $(BUILD) -j$(JOBS) --target run_by_$$isa $(if $(EMULATED),emulated_by_$$isa) $(THERE)
@@ -111,7 +111,7 @@ demo: build model
 	@echo "now type: . $(BIN)/activate, and then pagedec chat, or pagedec --help"
 
 # Style and types are reported, then the tests run whatever they said: the last line is pytest's own. Those of the
-# architecture come first, with all others collected beside them: what these import is compiled once, by one process.
+# architecture come first, with all others collected beside them, from both ends: what these import is compiled once.
 STYLE = $(BIN)/ruff format --check . || status=1; $(BIN)/ruff check . || status=1
 
 # One process more than cores, since some tests wait for servers and clusters; each has one thread but where a test wants
@@ -122,7 +122,8 @@ SINGLE = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 GOMP_SPINCOUNT=100 $(BIN)/py
 PARALLEL = $(SINGLE) -n $(PROCESSES) --dist worksteal
 
 test: build model
-	@status=0; $(BIN)/mypy >$(VENV)/types.log 2>&1 & types=$$!; $(STYLE); \
+	@status=0; { $(BIN)/mypy >$(VENV)/types.log 2>&1; typed=$$?; \
+	  $(SINGLE) -q --collect-only $$(ls -d tests/*/ | tac) >/dev/null 2>&1; exit $$typed; } & types=$$!; $(STYLE); \
 	$(SINGLE) -q -k test_architecture || status=1; wait $$types || status=1; cat $(VENV)/types.log; \
 	$(PARALLEL) -m "not long and not gpu" --ignore=tests/test_architecture.py || status=1; exit $$status
 

@@ -339,6 +339,7 @@ COMMAND = (
 )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("fails", "out", "status"), [
     (False, "/dev/full", 1), (True, "/dev/full", 2), (False, "closed", 0), (True, "closed", 2), (False, "/dev/null", 0),
 ])  # fmt: skip

@@ -239,6 +239,7 @@ def answers_of(
     return outs
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("arguments", "same"),
     [([], False), (["--seed", "none"], False), (["--seed", "3"], True), (["--engine-seed", "0"], True),

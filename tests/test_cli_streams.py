@@ -35,6 +35,7 @@ def test_text_is_utf_8_whatever_the_locale(tiny: Path) -> None:
     assert done.stdout == '{"text": "é", "token_ids": [127, 102], "count": 2}\n'.encode()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("encoding", ["utf-8:surrogateescape", "utf-8:strict", "latin-1"])
 def test_prompts_that_are_not_utf_8(encoding: str, tiny: Path) -> None:
     done = shell(f"generate --model {tiny}", data=b"ab\n\xff\n", PYTHONIOENCODING=encoding)
@@ -42,6 +43,7 @@ def test_prompts_that_are_not_utf_8(encoding: str, tiny: Path) -> None:
     assert done.stderr == b"pagedec: error: file is 'standard input': is not UTF-8: invalid start byte at byte 3\n"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("closed", "out"), [("<&-", b"64\n"), (">&-", b""), ("2>&-", b"64\n"), ("<&- >&- 2>&-", b"")])
 def test_a_closed_stream_leads_nowhere(closed: str, out: bytes, tiny: Path) -> None:
     done = shell(f"tokenize a --model {tiny}", closed)

@@ -64,6 +64,7 @@ def test_the_modules_of_vllm_are_where_scripts_look_for_them() -> None:
         from pagedec.sampling_params import StructuredOutputsParams  # noqa: F401
 
 
+@pytest.mark.long
 def test_checkers_read_the_package_s_types(tmp_path: Path) -> None:
     """A checker outside of the checkout takes the package for typed, and knows the names that are loaded late. It is
     spared torch, half a minute of work that says nothing of ours."""

@@ -23,6 +23,7 @@ def sequences_of(seed: int) -> list[list[int]]:
     return rng.sample([list(sequence) for sequence in sorted(some)], len(some))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(30))
 def test_a_trie_is_the_sequences_that_it_was_given(seed: int, tmp_path: Path) -> None:
     sequences = sequences_of(seed)

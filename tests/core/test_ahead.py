@@ -101,6 +101,7 @@ class LateWorld(World):
         return LateEngine(self.models, limits, self.costs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_all_decoders_in_a_crowd(seed: int) -> None:
     """Beside those who add late, are preempted and aborted, in pools that are too small; and plain ones alone, whose

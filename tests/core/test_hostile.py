@@ -224,6 +224,7 @@ def run_beside(make: Callable[[DecoderContext], Any]) -> tuple[FakeEngine, Reque
     return engine, engine.failed["bad"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", QUERIES)
 def test_a_wrong_query(name: str) -> None:
     change, message = QUERIES[name]
@@ -233,6 +234,7 @@ def test_a_wrong_query(name: str) -> None:
         raise error
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", VERDICTS)
 def test_a_wrong_verdict(name: str) -> None:
     change, message = VERDICTS[name]

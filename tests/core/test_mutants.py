@@ -51,6 +51,7 @@ MUTANTS: dict[str, list[Change]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_dies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, attribute, mutant in MUTANTS[name]:

@@ -37,6 +37,7 @@ def ranked(logits: np.ndarray, totals: np.ndarray, k: int, sampler: Sampler | No
     return [Candidates(f["place"], f["token"], f["score"], f["logprob"], f["key"]) for f in found]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sampler", [None, Sampler(0.7, seed=3), Sampler(1.0, top_k=5, top_p=0.9, seed=4)], ids=str)
 def test_the_order_is_that_of_ranking_all_at_once(sampler: Sampler | None) -> None:
     """Numbers are coarse every other time, so that some are equal."""

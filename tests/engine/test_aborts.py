@@ -23,6 +23,7 @@ from tests.support import add, drain, step
 
 
 # --------------------------------------------------------------------------------------------------------------- aborts
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_aborts_at_any_moment(tiny: Tiny, expected: list[Tokens], seed: int) -> None:
     """Between steps, while a step is out, and from whoever watches the events; the others do not notice."""

@@ -55,6 +55,7 @@ def test_more_rows_than_are_read_out_at_once(device: Tiny, tiny: Tiny) -> None:
     assert said[0] == said[1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("late", [False, True], ids=["before the step", "answers lost"])
 @pytest.mark.parametrize("step", [1, 2, 3, 8, 19])
 def test_the_device_fails_once(tiny: Tiny, expected: list[Tokens], step: int, late: bool) -> None:

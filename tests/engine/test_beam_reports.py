@@ -21,6 +21,7 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ASKED)
 @pytest.mark.parametrize("semantics", ["5", "4.38"])
 def test_every_token_of_every_answer_is_reported(tiny: Tiny, name: str, semantics: str) -> None:

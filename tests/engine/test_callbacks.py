@@ -99,6 +99,7 @@ def test_a_bar_that_breaks_at_its_end_leaves_nothing(tiny: Tiny, expected: list[
     assert_whole(llm, expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), GeneratorExit()], ids=repr)
 def test_a_callback_that_wants_to_leave(tiny: Tiny, expected: list[Tokens], error: BaseException) -> None:
     """Whoever drives is another call, and both come back."""

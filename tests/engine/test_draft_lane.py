@@ -69,6 +69,7 @@ def test_vocabularies(model: Callable[..., LoadedModel], vocab_size: int, rules:
     assert answers[0] == answers[1]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("context", [1, 16, 30, 64])
 def test_a_short_context(model: Callable[..., LoadedModel], context: int) -> None:
     """A draft model with 64 positions under a request of 200: it drafts while it can, and is never asked beyond."""

@@ -52,6 +52,7 @@ def test_ids_are_names_of_running_requests(tiny: Tiny) -> None:
     assert list(drain(engine)) == ["a"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_requests_that_arrive_late_are_answered_as_alone(tiny: Tiny, seed: int) -> None:
     rng = random.Random(seed)

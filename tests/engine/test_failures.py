@@ -140,6 +140,7 @@ def test_the_device_fails_now_and_then(tiny: Tiny, expected: list[Tokens], seed:
     assert_whole(llm, expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("poisonous", ["0", "3", "23", "06", "135"])
 @pytest.mark.parametrize("roomy", [False, True], ids=["small", "roomy"])
 def test_poisonous_requests_are_told_apart(tiny: Tiny, expected: list[Tokens], poisonous: str, roomy: bool) -> None:
@@ -326,6 +327,7 @@ def test_planning_fails(
     assert_whole(llm, expected)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("poisonous", [range(10), range(16, 48), range(60), range(0, 64, 2)], ids=str)
 def test_many_poisonous_requests_stand_in_the_way(tiny: Tiny, poisonous: range) -> None:
     """More of them in a row than there are tries: whoever is innocent is answered all the same."""

@@ -129,6 +129,7 @@ def test_a_hit_has_the_bits_of_a_miss(tiny: Tiny, numbers: dict[str, Any]) -> No
     assert several[0] == several[1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", TABLES)
 def test_drafts_change_no_token(tiny: Tiny, tiny_path: Path, numbers: dict[str, Any], method: str) -> None:
     table = {"model": str(tiny_path), **TABLES[method]} if method == "draft_model" else TABLES[method]

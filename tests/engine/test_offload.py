@@ -40,6 +40,7 @@ def tier(llm: LLM) -> OffloadTier:
 
 
 # -------------------------------------------------------------------------------------------------------- the same bits
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("own", [{}, {"executor": "process"}, {"tensor_parallel_size": 2}], ids=str)
 def test_what_was_given_up_comes_back(tiny: Tiny, own: dict[str, Any]) -> None:
     """A pool for two of eight prompts, asked twice: the second time nothing but their last blocks is computed."""

@@ -198,6 +198,10 @@ def test_weights_that_do_not_fit_are_told(models: dict[str, Path]) -> None:
 def test_a_pool_that_does_not_fit_is_told(models: dict[str, Path]) -> None:
     error, *_ = starved(models["safetensors"], 1024 * MIB, kv_cache_memory="4GiB")
     assert error.startswith("kv_cache_memory is 4294967296: must be less: the KV pool would take 4.00 GiB, which this ")
+
+
+@pytest.mark.long
+def test_a_pool_that_fits_is_not(models: dict[str, Path]) -> None:
     assert not [line for line in starved(models["safetensors"], 1024 * MIB) if "must be less" in line]
 
 

@@ -113,6 +113,7 @@ def test_first_token_of_the_tiny_model(tiny: Tiny, params: SamplingParams) -> No
     assert p_value(drawn, p) > LEAST_P
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("params", [CASES[0], CASES[4], CASES[8]], ids=["plain", "top-p", "all"])
 def test_first_token_of_the_default_model(text_llm: LLM, params: SamplingParams) -> None:
     assert text_llm.tokenizer is not None

@@ -106,6 +106,7 @@ def test_preempted_equals_not(engine: Make) -> None:
     assert_same(calm, tossed, run(engine(), calm), outcome)
 
 
+@pytest.mark.sampled(3)
 def test_prefix_hit_equals_miss(engine: Make) -> None:
     miss, hit, warm = cases(5, 33, 90), cases(5, 33, 90), engine()
     first = run(warm, miss)
@@ -114,6 +115,7 @@ def test_prefix_hit_equals_miss(engine: Make) -> None:
     assert_same(miss, hit, first, second)
 
 
+@pytest.mark.sampled(3)
 def test_four_samples_equal_their_streams_alone(engine: Make) -> None:
     prompt = prompts(1, 20, 40)[0]
     together = Case("n=4", prompt, traced(replace(SEEDED, n=4)))

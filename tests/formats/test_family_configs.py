@@ -237,6 +237,7 @@ def test_unknown_names_list_the_known() -> None:
     assert len(ARCHITECTURES) == len({name for family in FAMILIES.values() for name in family.architectures})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_dummy_weights(name: str) -> None:
     """Random weights give logits that differ and are neither nearly equal nor huge."""

@@ -34,6 +34,7 @@ def yarn(**changes: Any) -> dict[str, Any]:
     return {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, **changes}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize("theta", [10000.0, 100000.0, 500000.0, 1e6])
 @pytest.mark.parametrize(

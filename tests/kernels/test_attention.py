@@ -110,6 +110,7 @@ def test_soft_cap(contexts: list[Context], numbers: Numbers) -> None:
     check(contexts, cache, mixed_branches(cache, generator))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(4))
 def test_trees(contexts: list[Context], seed: int) -> None:
     """Trees as wide as a lookahead's, deeper than a tile, on both sides of a chunk boundary."""

@@ -70,6 +70,7 @@ def test_a_head_is_the_same_beside_any_others(
         assert same_bits(got, together[:, own].contiguous()), f"head {head}"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("window", [0, 90])
 def test_alone_is_in_a_crowd(context: Context, numbers: Numbers, window: int) -> None:
     cache = Cache(AttentionShape(6, 2, 64, 16, 0.125, window), 768, numbers, seed=1)
@@ -180,6 +181,7 @@ def test_later_tokens_cannot_reach_back(context: Context, numbers: Numbers) -> N
         assert torch.isnan(got[19:]).all()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kv_len", "tokens"), [(513, [512]), (1030, range(512, 1024)), (600, range(512))], ids=str)
 def test_nothing_but_nan_in_a_chunk_is_nan(
     context: Context, numbers: Numbers, kv_len: int, tokens: Sequence[int]

@@ -56,6 +56,7 @@ def make_cache(shape: AttentionShape, numbers: Numbers, num_tokens: int = 1536, 
     return Cache(shape, num_tokens // shape.block_size, numbers, seed)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("numbers", CASES, ids=str)

@@ -168,6 +168,7 @@ def test_what_is_written_and_moved(context: Context, dtype: torch.dtype) -> None
     assert all(same_bits(other, found[0]) for other in found)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", SIZES)
 def test_processed_logits(context: Context, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(processing_cases, "BLOCK_SIZE", size)

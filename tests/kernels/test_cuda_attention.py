@@ -95,6 +95,7 @@ def test_rows_that_see_no_infinity_in_fp16(isa: str, numbers: Numbers) -> None:
     assert same_bits(got[:2], want[:2]) and not got[2:, :, 5].isfinite().any()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dim", [48, 64, 112, 176, 256])
 @pytest.mark.parametrize("isa", cuda_library.cases())
 def test_columns_that_are_not_finite(isa: str, dim: int) -> None:

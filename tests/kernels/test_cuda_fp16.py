@@ -63,6 +63,7 @@ def test_norms(device: Library) -> None:
     assert ((got.double() - exact).abs() <= exact.abs() * 2.0**-10 + 2.0**-24)[:4, 8:].all()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("blocks", "rows", "n", "k"),
     [(1, 130, 100, 552), (1, 257, 129, 96), (64, 65, 33, 776), (64, 33, 31, 40), (2, 70, 65, 301)],

@@ -79,6 +79,7 @@ def test_a_group_of_a_k(emulated: Library, cpu: Context) -> None:
             assert_bits(emulated.context(2), cpu, [random_blocks(format, 200, 32, seed=2)], rows, torch.bfloat16)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("epilogue", [*GATED, Epilogue.GELU])
 def test_activations_are_the_same_in_every_tile(emulated: Library, epilogue: Epilogue) -> None:
     parts, x, bias = parts_of(256, 64, 32, 64), normal(70, 256, seed=1), normal(160, seed=3)
@@ -100,6 +101,7 @@ def test_what_is_not_finite_or_tiny_is_as_on_a_cpu(emulated: Library, cpu: Conte
     assert_lost_alone(got, want, [3, 8, 16])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("blocks", "rows"), [(LARGE, 140), (SMALL, 70), (3, 30), (2, 9)])
 def test_no_order_of_threads_changes_a_bit(emulated: Library, cpu: Context, blocks: int, rows: int) -> None:
     x, parts = normal(rows, 512, seed=1, dtype=torch.bfloat16), parts_of(512, 64, 32, 32)
@@ -110,6 +112,7 @@ def test_no_order_of_threads_changes_a_bit(emulated: Library, cpu: Context, bloc
         assert same_bits(linear(context, x, Packed(context, parts)), want)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", ALL)
 def test_nothing_outside_is_touched(emulated: Library, cpu: Context, dtype: torch.dtype) -> None:
     """x ends with its last row, W with its last unit, y and the bias with their last output; x begins anywhere."""

@@ -62,6 +62,7 @@ def test_many_rows_have_the_bits_of_a_cpu(
         assert_bits(emulated.context(blocks), cpu, (rows, n, k), dtype, epilogue)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("epilogue", [*GATED, Epilogue.GELU])
 @pytest.mark.parametrize("y_dtype", DTYPES)
 def test_activations_are_the_same_in_every_tile(emulated: Library, epilogue: Epilogue, y_dtype: torch.dtype) -> None:
@@ -106,6 +107,7 @@ def test_what_is_not_finite_or_tiny_is_as_on_a_cpu(
     assert_lost_alone(got, want, [3, 8, 16])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("blocks", "rows"), [(LARGE, 140), (SMALL, 70), (3, 30), (2, 9)])
 def test_no_order_of_threads_changes_a_bit(emulated: Library, cpu: Context, blocks: int, rows: int) -> None:
     x, weight = normal(rows, 300, seed=1, dtype=torch.bfloat16), normal(140, 300, seed=2)

@@ -121,6 +121,7 @@ def test_long_k_goes_on_where_a_slice_ended(context: Context, format: str, k: in
         assert torch.equal(linear(context, x[:rows], weight), whole[:rows])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("format", ["q4_0", "int4_zero_32", "q8_0", "int4_128"])
 def test_k_of_few_blocks(context: Context, format: str) -> None:
     values = LAYOUTS[format].values
@@ -131,6 +132,7 @@ def test_k_of_few_blocks(context: Context, format: str) -> None:
             assert torch.equal(linear(context, x[:rows], weight), expected[:rows])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_largest_sums_do_not_overflow(context: Context, format: str) -> None:
     """Every nibble, byte and scale at its end, x at both."""

@@ -162,6 +162,7 @@ def test_cache_writes_and_moves(guards: GuardedContext, dtype: torch.dtype, head
     assert guards.num_guarded > 20
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64, 256])
 @pytest.mark.parametrize("head_dim", [16, 64, 96])

@@ -217,6 +217,7 @@ def test_a_row_that_sees_what_is_no_number(contexts: list[Context], numbers: Num
             assert torch.isfinite(got[:2]).all() and torch.isnan(got[2:]).all(), context.isa
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("numbers", IN_BYTES, ids=str)
 @pytest.mark.parametrize("shape", [(3, 7, 2, 16, 16), (2, 9, 3, 64, 8), (1, 5, 1, 6, 2), (2, 3, 2, 80, 64)], ids=str)
 def test_moves(contexts: list[Context], numbers: Numbers, shape: tuple[int, ...]) -> None:
@@ -271,6 +272,7 @@ def test_nothing_beside_a_cache_is_touched(libraries: list[Library], numbers: Nu
                 calls.kv_copy(context, k[None], v[None], calls.ints([318, 319, 0]), calls.ints([0, 1, 319]))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("numbers", IN_BYTES, ids=str)
 @pytest.mark.parametrize("window", [0, 90])
 def test_no_bit_depends_on_the_size_of_a_block(context: Context, numbers: Numbers, window: int) -> None:
@@ -287,6 +289,7 @@ def test_no_bit_depends_on_the_size_of_a_block(context: Context, numbers: Number
     assert all(same_bits(other, found[0]) for other in found[1:])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("numbers", IN_BYTES, ids=str)
 @pytest.mark.parametrize("size", [8, 16])
 def test_few_rows_and_many(context: Context, numbers: Numbers, size: int) -> None:

@@ -28,6 +28,7 @@ def check_moves(context: Context, dtype: torch.dtype, shape: tuple[int, ...], sr
     assert torch.equal(plane, plane_true)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", calls.DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("seed", range(3))
@@ -37,6 +38,7 @@ def test_random_moves_happen_in_order(context: Context, dtype: torch.dtype, shap
     check_moves(context, dtype, shape, src.contiguous(), dst.contiguous())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", calls.DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_runs_of_every_begin_and_length(context: Context, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -61,6 +61,7 @@ def test_add_adds_the_norm_to_what_is_there(context: Context, dim: int) -> None:
         assert calls.same_bits(added, out + normed)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", calls.DTYPES)
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("biased", [False, True])

@@ -138,6 +138,7 @@ def test_logits_are_never_looked_at(context: Context, seed: int) -> None:
             assert_same(read(backend, asked, piece, sealed=True, room=True), whole)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(5))
 def test_backends_agree(context: Context, seed: int) -> None:
     """All but the last bits of a sum of exponentials."""
@@ -150,6 +151,7 @@ def test_backends_agree(context: Context, seed: int) -> None:
     assert_same(first, second, names)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(5))
 def test_reports_are_of_the_models_own_logits(context: Context, seed: int) -> None:
     forward, x, *_ = asked = case(seed)

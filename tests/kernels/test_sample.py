@@ -179,6 +179,7 @@ DISTRIBUTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.same_bits
 @pytest.mark.parametrize("parameters", DISTRIBUTIONS, ids=str)
 @pytest.mark.parametrize("vocab", [23, 700])
@@ -233,6 +234,7 @@ def mixed_draws(num_rows: int, seed: int) -> np.ndarray:
     return draws
 
 
+@pytest.mark.sampled(4)
 def test_order_neighbours_and_threads_do_not_matter(context: Context) -> None:
     x, draws = logits(1500, 6, rows=5), mixed_draws(5, 7)
     alone = np.concatenate([calls.sample(context, x, draw.reshape(1)) for draw in draws])

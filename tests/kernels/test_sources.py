@@ -13,7 +13,7 @@ import pytest
 
 COMMANDS = Path(__file__).resolve().parents[2] / "build" / "dev" / "compile_commands.json"
 TARGETS = (
-    "pagedec_avx512",
+    pytest.param("pagedec_avx512", marks=pytest.mark.long),
     pytest.param("pagedec_avx512bf16", marks=pytest.mark.long),  # the unit's are these and more
     "pagedec_amx",
     pytest.param("pagedec_amx_emulated", marks=pytest.mark.long),

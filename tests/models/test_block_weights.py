@@ -200,6 +200,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return make_checkpoint(chosen, tmp_path_factory.mktemp("wide"))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_four_bits_of_numbers(form: str, wide: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(wide.path, quantization=form)
@@ -228,6 +229,7 @@ def test_the_default_model_knows_its_capitals(llm: LLM) -> None:
     assert texts == [" Paris", " Rome"]
 
 
+@pytest.mark.sampled(3)
 def test_alone_and_in_a_crowd_are_the_same_bits(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
     prompts = ["The capital of France is", "Once upon a time there was a" * 20, "1, 1, 2, 3, 5, 8,"]

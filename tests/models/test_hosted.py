@@ -76,6 +76,7 @@ def test_logits_at_every_position(family: str, backend: str, checkpoints: Checkp
     assert relative_error(all_logits(model, checkpoint.tokens, chunk=7), checkpoint.logits) < RELATIVE
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["olmo2", "gemma2", "gpt_neox"])
 def test_logits_in_bfloat16(family: str, checkpoints: Checkpoints) -> None:
     checkpoint = checkpoints(family)

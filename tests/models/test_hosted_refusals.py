@@ -43,6 +43,7 @@ def look(config: dict[str, Any], path: Path) -> None:
     hosted_architecture(config, path)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("names", "reason"), REFUSED.items(), ids=[names[0] for names in REFUSED])
 def test_refused_by_name(names: tuple[str, str], reason: str) -> None:
     model_type, declared = names

@@ -70,6 +70,7 @@ MODES: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_what_one_process_says(one: LLM, two: LLM, mode: str) -> None:
     left, right = (llm.generate(PROMPTS, MODES[mode], use_tqdm=False) for llm in (one, two))

@@ -112,6 +112,7 @@ def chaos(model: Path, log: Path, rounds: int, seconds: float, processes: int, c
     return counts
 
 
+@pytest.mark.long
 def test_clients_that_vanish(tiny_path: Path, tmp_path: Path) -> None:
     counts = chaos(tiny_path, tmp_path / "log", 1, 3.0, 2, 24)
     assert all(counts[name] for name in ("ask", "stream", "hold", "forget", "interrupt", "snatch"))

@@ -44,6 +44,7 @@ def theirs(template: Any) -> Any:
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize(
     "messages", [[HI], [HI, HELLO, MORE], [SYSTEM, HI], [SYSTEM, HI, HELLO, MORE], [HI, HELLO], [HI, MORE]],

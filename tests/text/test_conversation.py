@@ -75,6 +75,7 @@ def test_a_cut_answer_and_one_that_is_called_otherwise(tokenizer: Tokenizer) -> 
     assert "Snow<|im_end|>" in tokenizer.decode(chat.ask("More"), False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
 @pytest.mark.parametrize("name", ["CHATML", "LLAMA3", "GEMMA", "MISTRAL", "TOOLS", "THINKING"])
 def test_every_prompt_says_what_the_template_says(tmp_path: Path, make: Any, name: str) -> None:

@@ -103,6 +103,7 @@ def test_any_chunks_say_the_same_and_never_half_a_character(
         assert ours.decode(ids, skip) == whole
 
 
+@pytest.mark.sampled(3)
 @settings(max_examples=80)
 @given(st.data(), st.booleans())
 def test_equal_to_the_librarys_decoder(

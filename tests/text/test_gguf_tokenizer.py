@@ -181,6 +181,7 @@ SPLITS = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("pre", "split"), SPLITS)
 def test_cuts_equal_another_regex_engine(pre: str, split: str, text: str) -> None:
     assert words(small(pre=pre), text) == regex.findall(split, text)

@@ -61,6 +61,7 @@ PIECES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", CERTAIN)
 def test_what_exceeds_the_bound_has_more_tokens(kind: str) -> None:
     make, spelling = CERTAIN[kind]
@@ -149,6 +150,7 @@ def test_a_hundred_megabytes_are_refused_at_once(tokenizer: Tokenizer) -> None:
         )
 
 
+@pytest.mark.sampled(4)
 def test_the_embedded_vocabulary_has_a_bound_of_its_own(tokenizer: Tokenizer, text: str) -> None:
     longest = max(tokenizer.byte_table.pieces, key=len).decode()
     repeated = (text + longest) * 500
