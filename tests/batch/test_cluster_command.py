@@ -80,7 +80,8 @@ def test_a_job_is_killed_interrupted_and_ended(tiny: Path, tmp_path: Path, expec
     wait_for(lambda: not engines())
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_is_lost(tiny: Path, tmp_path: Path, expected: list[dict[str, Any]], number: signal.Signals) -> None:
     """By a signal; one that is stopped is noticed when it has not answered for step_timeout."""
     process = begin(tiny, tmp_path, "--step-timeout", "5")

@@ -33,6 +33,7 @@ def parts(llm: LLM) -> list[object]:
     return [llm, engine, engine.scheduler, engine.executor, engine.executor.worker]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ending", [lambda llm: None, LLM.close], ids=["dropped", "closed"])
 def test_an_llm(ending: Callable[[LLM], None]) -> None:
     llm = whole_llm()

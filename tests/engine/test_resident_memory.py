@@ -118,6 +118,7 @@ def grown(before: dict[str, int], after: dict[str, int], name: str) -> int:
     return after[name] - before[name]
 
 
+@pytest.mark.long
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("form", ["safetensors", "sharded", "gguf", "quantised gguf"])
 def test_weights_are_in_memory_once(form: str, models: dict[str, Path], tmp_path: Path) -> None:

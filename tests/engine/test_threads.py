@@ -223,7 +223,7 @@ llm.close()
 """
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, alike=["kind"])
 @pytest.mark.parametrize(("kind", "num_forks"), [("LLM", 3), ("AsyncLLM", 2)])
 def test_a_fork_of_what_another_thread_drives_is_told_so(tiny_path: Path, kind: str, num_forks: int) -> None:
     """That thread is not there, and nobody knows how far it came: to wait for it would be for ever."""

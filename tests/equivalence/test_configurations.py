@@ -209,7 +209,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch, isa: str) -> str | None:
     return isa
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_configurations_give_the_same_bits(numbers: str, tmp_path: Path) -> None:
     compare(tmp_path, numbers, None, seed=1, count=27, configurations=3)

@@ -40,6 +40,7 @@ def gguf_file(
     return path
 
 
+@pytest.mark.long
 def test_the_embedded_file_reads_as_the_gguf_package_reads_it(smollm2: Path) -> None:
     reader = GGUFReader(smollm2)
     header = read_gguf_header(smollm2)

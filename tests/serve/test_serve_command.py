@@ -264,8 +264,12 @@ def test_a_port_that_is_taken_is_one_line(tiny_path: Path) -> None:
     assert lines[-1] == said
 
 
-def test_nobody_writes_between_lines_of_json_unless_he_is_asked_to(tiny_path: Path) -> None:
+def test_nobody_writes_between_lines_of_json(tiny_path: Path) -> None:
     lines, said = refused_port(tiny_path, "--log-format", "json")
     assert lines == [said]
+
+
+@pytest.mark.long
+def test_nobody_does_unless_he_is_asked_to(tiny_path: Path) -> None:
     lines, said = refused_port(tiny_path, "--log-format", "json", GRPC_VERBOSITY="ERROR")
     assert lines[-1] == said and any("Failed to add port" in line for line in lines[:-1])

@@ -106,6 +106,7 @@ def test_equal_to_plain_bpe_on_any_text(tokenizer: Tokenizer, plain: PlainBpe, v
     assert tokenizer.encode(value) == plain.encode(value)
 
 
+@pytest.mark.long
 def test_equal_to_transformers(tokenizer: Tokenizer, smollm2: Path, texts: list[str]) -> None:
     """Transformers does not know the rule about digits, which only matters for spaces before them."""
     theirs = AutoTokenizer.from_pretrained(str(smollm2.parent), gguf_file=smollm2.name)
