@@ -28,6 +28,8 @@ STATES = {
     State.FAILED: pb.SERVER_STATE_FAILED,
     State.LOST: pb.SERVER_STATE_LOST,
 }
+OPEN = (State.SERVING, State.PAUSED, State.STALLED)
+"""Requests are let in."""
 
 
 class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
@@ -56,23 +58,26 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         """Refuses new requests, and answers when none runs."""
-        self._lifecycle.require(State.SERVING, State.PAUSED, State.STALLED, State.LOST, State.DRAINING)
+        self._lifecycle.require(*OPEN, State.LOST, State.DRAINING)
         seconds = self._gateway.config.drain_timeout
         if request.HasField("timeout"):
             seconds = max(0.0, seconds_of(request.timeout))
         return pb.DrainResponse(num_aborted=await self._drain(seconds))
 
     async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseResponse:
-        """Stops stepping."""
-        self._lifecycle.require(State.SERVING, State.PAUSED, State.STALLED)
+        """Stops stepping. Raises `Refusal` where a drain has begun before the step that ran was over."""
+        self._lifecycle.require(*OPEN)
         await asyncio.wrap_future(self._gateway.llm.loop.pause())
+        self._lifecycle.require(*OPEN, State.LOST)
         self._lifecycle.set(State.PAUSED)
         return pb.PauseResponse()
 
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeResponse:
-        """Ends a pause, or a drain."""
-        self._lifecycle.require(State.SERVING, State.PAUSED, State.STALLED, State.DRAINING)
+        """Ends a pause, or a drain. Raises `Refusal` where a drain has begun before the step that ran was over."""
+        self._lifecycle.require(*OPEN, State.DRAINING)
+        before = self._lifecycle.state
         await asyncio.wrap_future(self._gateway.llm.loop.pause(False))
+        self._lifecycle.require(*OPEN, State.LOST, before)
         self._lifecycle.open()
         return pb.ResumeResponse()
 

@@ -105,23 +105,24 @@ class Lifecycle:
         return self.state in READY
 
     def set(self, state: State) -> None:
-        """Stand so from now on."""
+        """Stand so from now on. Raises `Refusal` for a state that lets requests in where the server was told to end."""
+        if self.is_ending and state in READY:
+            raise self._wrong_state()
         self.state = state
         for service in self._services:
             self.health.set(service, SERVING if state in READY else NOT_SERVING)
 
     def open(self) -> None:
-        """Let requests in from now on."""
-        self.refusal = None
+        """Let requests in from now on. Raises `Refusal` where the server was told to end."""
         self.set(State.SERVING)
+        self.refusal = None
 
     def require(self, *states: State) -> None:
         """Raise `Refusal` in any other state, and where the server was told to end."""
         if self.state is State.LOADING and State.LOADING not in states:
             raise LOADING
         if self.state not in states or self.is_ending:
-            problem = f"the server is {'ending' if self.is_ending else self.state.value}"
-            raise Refusal("FAILED_PRECONDITION", "WRONG_STATE", problem)
+            raise self._wrong_state()
 
     async def watch(
         self,
@@ -162,3 +163,7 @@ class Lifecycle:
                     self.set(State.SERVING)
             elif self.state is State.SERVING and time.monotonic() - since > self._stall_timeout:
                 self.set(State.STALLED)
+
+    def _wrong_state(self) -> Refusal:
+        problem = f"the server is {'ending' if self.is_ending else self.state.value}"
+        return Refusal("FAILED_PRECONDITION", "WRONG_STATE", problem)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
 
 import grpc
 import pytest
 
+from pagedec.serve.lifecycle import Lifecycle, State
+from pagedec.serve.statuses import Refusal
 from pagedec.v1 import admin_service_pb2 as ab
 from pagedec.v1 import admin_service_pb2_grpc
 from pagedec.v1 import generation_service_pb2 as pb
 from tests.serve.serving import Serving, greedy, parameters, prompt, reason, streamed
+from tests.support import wait_for
 
 Serve = Callable[..., Serving]
 PROMPT = [5, 9, 33, 21]
@@ -102,6 +107,44 @@ def test_a_drain_lets_end_what_runs_and_may_be_taken_back(administered: Administ
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE and reason(caught.value) == "DRAINING"
+
+
+@pytest.mark.parametrize("by_signal", [True, False])
+@pytest.mark.parametrize(("rpc", "request_of"), [("Resume", ab.ResumeRequest), ("Pause", ab.PauseRequest)])
+def test_a_drain_that_begins_meanwhile_goes_on(
+    administered: Administered, monkeypatch: pytest.MonkeyPatch, rpc: str, request_of: Any, by_signal: bool
+) -> None:
+    """A step is long, and the call that waits for its end was let in before."""
+    serving, admin = administered
+    lifecycle, step, asked = serving.server.lifecycle, Future[None](), list[bool]()
+
+    def pause(is_paused: bool = True) -> Future[None]:
+        asked.append(is_paused)
+        return step
+
+    running = serving.generation.GenerateStream(endless())
+    next(running)
+    monkeypatch.setattr(serving.llm.loop, "pause", pause)
+    waiting = getattr(admin, rpc).future(request_of())
+    wait_for(lambda: asked == [rpc == "Pause"])
+    ended = serving.loop.begin(serving.server.end()) if by_signal else admin.Drain.future(ab.DrainRequest())
+    wait_for(lambda: len(asked) == 2)
+    step.set_result(None)
+    with pytest.raises(grpc.RpcError, match="the server is ending" if by_signal else "the server is draining"):
+        waiting.result(20)
+    assert lifecycle.state is State.DRAINING and lifecycle.refusal is not None and not ended.done()
+    running.cancel()
+    ended.result(20)
+    serving.is_closed = by_signal
+
+
+def test_nothing_opens_a_server_that_was_told_to_end() -> None:
+    lifecycle = Lifecycle(("a",), 10.0)
+    lifecycle.is_ending = True
+    for open_it in (lifecycle.open, lambda: lifecycle.set(State.PAUSED), lambda: lifecycle.set(State.SERVING)):
+        with pytest.raises(Refusal, match="the server is ending"):
+            open_it()
+    assert lifecycle.state is State.LOADING and lifecycle.refusal is not None
 
 
 def test_a_server_whose_workers_are_lost_can_be_drained(
