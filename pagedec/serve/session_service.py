@@ -89,13 +89,13 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         params = order.params
         longest = max(0, self._gateway.limits.max_model_len - branch.num_tokens)
         num_tokens = params.num_answers * min(params.max_tokens or longest, longest)
-        room = self._leases.room(
-            RPC.get().client,
+        kept = (
             _answers(params) if keep == "all" else NOTHING,
             NOTHING if keep == "none" else Addition(num_tokens, "max_tokens", f"{num_tokens} tokens in all answers"),
         )
         events = Events(params, pb.GenerateOnBranchResponse)
-        with order.named(), room, renamed("prompt", "branch"):
+        with order.named(), renamed("prompt", "branch"), contextlib.ExitStack() as room:
+            room.enter_context(self._leases.room(RPC.get().client, *kept))
             outputs = self._gateway.followed(
                 lambda name: branch.stream(params, keep=keep, request_id=name),
                 order, branch.num_tokens, request.client_request_id,
@@ -105,6 +105,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
                     message = await events.message(output)
                     if output.finished:
                         stands = await _stand(branch, [branch, *output.branches])
+                        room.close()  # what was kept is counted from here on: the last message may take long to send
                         self._leases.add(lease, output.branches)  # of a client who is gone before, nobody has them
                         message.branch.CopyFrom(stands[0])
                         message.branches.extend(stands[1:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +12,10 @@ import grpc
 import pytest
 
 from pagedec import LLM
-from pagedec.serve.answers import Events
 from pagedec.v1 import parameters_pb2 as pp
 from pagedec.v1 import prompt_pb2
 from pagedec.v1 import session_service_pb2 as pb
-from tests.serve.serving import Serving, details, greedy, parameters, prompt, reason
-from tests.support import wait_for
+from tests.serve.serving import Serving, greedy, parameters, prompt, reason
 
 Serve = Callable[..., Serving]
 PROMPT = [5 + i * 7 % 120 for i in range(40)]
@@ -146,58 +143,6 @@ def test_another_s_session_is_none(serve: Serve, tmp_path: Path) -> None:
     assert held.close() == 0 and other.close() == 0
 
 
-def test_quotas_are_each_client_s_own(serve: Serve, tmp_path: Path) -> None:
-    (tmp_path / "keys.toml").write_text(KEYS, encoding="utf-8")
-    serving = serve(api_keys=str(tmp_path / "keys.toml"))
-    ada, bob = Held(serving, metadata=ADA), Held(serving, metadata=BOB)
-    ada.call("Fork", pb.ForkRequest, count=2)
-    with pytest.raises(grpc.RpcError) as caught:
-        ada.call("Fork", pb.ForkRequest, count=2)
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and reason(caught.value) == "SESSION_LIMIT"
-    [violation] = details(caught.value)["QuotaFailure"].violations
-    quota, more = "api_keys.ada.max_branches", "they hold 3 branches, and 2 more are asked for"
-    assert violation.subject == quota
-    assert violation.description == f"{quota} is 4: a client's sessions may hold no more; {more}"
-    full = ("RESOURCE_EXHAUSTED", "SESSION_LIMIT")
-    assert refused(lambda: ada.generate(parameters(2, n=2), keep=pb.Keep(all=True))) == full
-    ada.generate(parameters(2, n=1), keep=pb.Keep(all=True))
-    assert refused(lambda: Held(serving, metadata=ADA)) == full
-    bob.call("Fork", pb.ForkRequest, count=9)
-    assert refused(lambda: bob.call("Append", pb.AppendRequest, token_ids=ids(*PROMPT, *PROMPT))) == full
-    with pytest.raises(grpc.RpcError, match="api_keys.bob.max_session_tokens is 100: "):
-        bob.generate(greedy(61))
-    bob.generate(greedy(60))
-    ada.close("0.0", "0.1", "0.2")
-    ada.call("Fork", pb.ForkRequest, count=3)
-    ada.close()
-    Held(serving, metadata=ADA).close()
-    bob.close()
-    assert len(serving.server.leases) == 0 and not serving.server.leases._branches
-
-
-def test_without_quotas_a_client_may_have_half_of_what_there_is(serve: Serve, tmp_path: Path) -> None:
-    keys = "[eve]\ntokens = ['0123456789abcdef-eve']\n[ann]\ntokens = ['0123456789abcdef-ann']\n"
-    (tmp_path / "keys.toml").write_text(keys, encoding="utf-8")
-    engine = {"max_parked_branches": 9, "max_parked_tokens": 4 * len(PROMPT)}
-    serving = serve(engine, api_keys=str(tmp_path / "keys.toml"))
-    eve = (("authorization", "Bearer 0123456789abcdef-eve"),)
-    ann = (("authorization", "Bearer 0123456789abcdef-ann"),)
-    first, second = Held(serving, metadata=eve), Held(serving, metadata=eve)
-    full = ("RESOURCE_EXHAUSTED", "SESSION_LIMIT")
-    assert refused(lambda: Held(serving, metadata=eve)) == full, "of tokens"
-    first.call("Fork", pb.ForkRequest, count=2)
-    with pytest.raises(grpc.RpcError) as caught:
-        second.call("Fork", pb.ForkRequest, count=1)
-    said = (
-        "max_client_branches is 4: a client's sessions may hold no more; they hold 4 branches, and 1 more is asked for"
-    )
-    assert caught.value.details() == said
-    other = Held(serving, metadata=ann)
-    other.call("Fork", pb.ForkRequest, count=3)
-    for held in (first, second, other):
-        held.close()
-
-
 def test_what_a_cancelled_close_has_closed_is_found(serve: Serve) -> None:
     """The client's quota counts it no more, and the tree is drawn without it."""
     serving = serve()
@@ -210,38 +155,6 @@ def test_what_a_cancelled_close_has_closed_is_found(serve: Serve) -> None:
         time.sleep(0.05)
     assert list(lease.branches) == ["0"]
     held.close()
-
-
-def test_a_session_that_is_closed_while_its_last_message_is_made_counts_no_more(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That is done in a thread where much is reported."""
-    making, going_on, make = threading.Event(), threading.Event(), Events._message
-
-    def waits(events: Events, output: Any, text: Any) -> Any:
-        if output.finished:
-            making.set()
-            assert going_on.wait(60)
-        return make(events, output, text)
-
-    monkeypatch.setattr(Events, "_message", waits)
-    serving = serve(max_client_branches=5)
-    own = parameters(60, n=4)
-    own.reports.logprobs = 20
-    for closed in ((), ("0",)):
-        held = Held(serving)
-        answers = held.call(
-            "GenerateOnBranch", pb.GenerateOnBranchRequest, parameters=own, keep=pb.Keep(all=True), final_only=True
-        )
-        assert making.wait(60)
-        held.close(*closed)
-        going_on.set()
-        assert refused(functools.partial(list, answers))[0] in ("NOT_FOUND", "FAILED_PRECONDITION")
-        leases = serving.server.leases
-        assert not leases._leases and not leases._branches
-        wait_for(lambda: not serving.llm.engine.sessions.num_branches)
-        making.clear(), going_on.clear()
-    Held(serving).close()
 
 
 def test_a_lease_ends_though_nothing_runs(serve: Serve) -> None:
