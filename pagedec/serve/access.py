@@ -49,8 +49,7 @@ class Client:
     is_admin: bool = option(False, Flag("he may use AdminService"))
 
     def __post_init__(self) -> None:
-        if self.name:
-            check_fields(self)
+        check_fields(self)
 
     def quota(self, what: Literal["requests", "branches", "tokens", "session_tokens"], config: ServerConfig) -> Quota:
         """How much of something he may have: as his own limit says, or else the server's."""
@@ -116,34 +115,48 @@ class Keys:
 
 def read_clients(path: Path) -> list[tuple[bytes, Client]]:
     """Every token's digest with its client. Raises `InvalidArgument`, which shows no token."""
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidArgument("api_keys", str(path), f"cannot be read: {error.strerror}") from error
-    except ValueError:
-        raise InvalidArgument("api_keys", str(path), "is not TOML") from None
     found: dict[bytes, Client] = {}
-    known = [name for name in field_names(Client) if name != "name"]
-    for name, table in tables.items():
+    for name, table in _tables(path).items():
+        if not name or "/" in name or not name.isprintable():  # up to / or \0 it is whose a request's name or salt is
+            limit = f"must name each client by a text that is not empty, has no / and can be printed, in {path}"
+            raise InvalidArgument("api_keys", name, limit)
         with within(f"api_keys.{name}."):
-            if not isinstance(table, dict):
-                raise InvalidArgument(
-                    "table", Shown("not a table"), f"must hold a client's tokens and limits in {path}"
-                )
-            check_names("a client", table, known, dict.fromkeys(table, Shown("given")))
-            texts = table.get("tokens", ())
-            if isinstance(texts, str) or not texts or any(len(str(text)) < SHORTEST_TOKEN for text in texts):
-                limit = f"must be a list of at least one token, each of at least {SHORTEST_TOKEN} characters"
-                raise InvalidArgument("tokens", Shown("given"), limit)
-            try:
-                client = Client(**{**table, "name": name})
-            except InvalidArgument as error:  # a token among others that are none, perhaps
-                value = error.value if isinstance(error.value, (int, float)) else Shown("given")
-                raise InvalidArgument(error.field, value, error.limit) from None
+            client = _client(name, table, path)
         for text in client.tokens:
             if found.setdefault(_digest(text), client) is not client:
                 raise InvalidArgument(f"api_keys.{name}.tokens", Shown("a token"), "must be of one client only")
     return [(digest, dataclasses.replace(client, tokens=("given",))) for digest, client in found.items()]
+
+
+def _tables(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidArgument("api_keys", str(path), f"cannot be read: {error.strerror}") from error
+    except ValueError:
+        raise InvalidArgument("api_keys", str(path), "is not TOML") from None
+    except RecursionError:
+        raise InvalidArgument("api_keys", str(path), "is nested too deeply to be read") from None
+
+
+def _client(name: str, table: Any, path: Path) -> Client:
+    if not isinstance(table, dict):
+        raise InvalidArgument("table", Shown("not a table"), f"must hold a client's tokens and limits in {path}")
+    known = [field for field in field_names(Client) if field != "name"]
+    check_names("a client", table, known, dict.fromkeys(table, Shown("given")))
+    texts = table.get("tokens")
+    if not isinstance(texts, list) or not texts or not all(map(_is_token, texts)):
+        limit = f"must be a list of at least one token, each of at least {SHORTEST_TOKEN} characters"
+        raise InvalidArgument("tokens", Shown("given"), limit)
+    try:
+        return Client(**{**table, "name": name})
+    except InvalidArgument as error:  # a token in the place of another value, perhaps
+        value = error.value if isinstance(error.value, (int, float)) else Shown("given")
+        raise InvalidArgument(error.field, value, error.limit) from None
+
+
+def _is_token(text: object) -> bool:
+    return isinstance(text, str) and len(text) >= SHORTEST_TOKEN
 
 
 def _digest(token: str) -> bytes:

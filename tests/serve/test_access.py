@@ -188,6 +188,12 @@ def test_requests_of_two_clients_may_have_the_same_name(serve: Serve, keys: Path
 
 
 # ---- the file
+NONE = ("5", "1.5", "true", "1979-05-27T07:32:00Z", "[]", "{}", "[12345678901234567]", "[[['sixteencharacters']]]")
+"""What are no tokens."""
+NAMES = ("", "a/b", "a\\u0000b", "a\\nb")
+"""What cannot be clients' names, as TOML has them."""
+
+
 def test_the_file_is_read_anew(keys: Path, caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     known = Keys(str(keys), lambda: now[0])
@@ -197,9 +203,12 @@ def test_the_file_is_read_anew(keys: Path, caplog: pytest.LogCaptureFixture) -> 
     assert known.client(dict(of("bobsnewtoken1234"))).max_tokens == 100
     with pytest.raises(ValueError, match="the token is nobody's"):
         known.client(dict(of(BOB)))
-    keys.write_text("[bob")
-    now[0] += 2
-    assert known.client(dict(of("bobsnewtoken1234"))).name == "bob", "a file that cannot be read changes nothing"
+    for wrong in ("[bob", "[bob]\ntokens = 5", f'[""]\ntokens = ["{BOB}"]', "a = " + "[" * 5000):
+        caplog.clear()
+        keys.write_text(wrong)
+        now[0] += 2
+        assert known.client(dict(of("bobsnewtoken1234"))).name == "bob", "a file that cannot be read changes nothing"
+        assert "the tokens of before stay in force" in caplog.text
     keys.unlink()
     now[0] += 2
     assert known.client(dict(of("bobsnewtoken1234"))).name == "bob"
@@ -230,14 +239,32 @@ def test_a_revoked_token_is_refused_by_a_running_server(serve: Serve, keys: Path
         (f'[a]\ntokens = ["{ALICE}"]\nmax_request = 3', "did you mean max_requests?"),
         (f'[a]\ntokens = ["{ALICE}"]\nmax_requests = 0', "api_keys.a.max_requests is 0"),
         (f'[a]\ntokens = ["{ALICE}"]\n[b]\ntokens = ["{ALICE}"]', "must be of one client only"),
+        *((f"[a]\ntokens = {tokens}", "must be a list of at least one token, each of at least 16") for tokens in NONE),
+        ("[[a]]", "api_keys.a.table is not a table"),
+        ("[[a.tokens]]\nname = 3", "must be a list of at least one token, each of at least 16 characters"),
+        (f'[a]\ntokens = ["{ALICE}"]\n[a.max_requests]', "api_keys.a.max_requests is given: must be a whole number"),
+        (f'[a]\ntokens = ["{ALICE}"]\nmax_requests = 0x{"f" * 5000}', "api_keys.a.max_requests is a int that cannot"),
+        (f'[a]\ntokens = ["{ALICE}"]\nmax_requests = {"9" * 5000}', "is not TOML"),
+        (f'[a]\ntokens = ["{ALICE}"]\nis_admin = "no"', "api_keys.a.is_admin is given: must be true or false"),
+        ("a = " + "[" * 5000, "is nested too deeply to be read"),
+        ('[a]\ntokens = ["\udcff"]', "is not TOML"),
+        *((f'["{name}"]\ntokens = ["{ALICE}"]', "must name each client by a text that is not empty") for name in NAMES),
     ],
 )
 def test_files_that_are_not_as_they_should_be(tmp_path: Path, text: str, message: str) -> None:
     """No message shows a token."""
-    (tmp_path / "keys.toml").write_text(text)
+    (tmp_path / "keys.toml").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(InvalidArgument) as caught:
         read_clients(tmp_path / "keys.toml")
     assert message in str(caught.value) and ALICE not in str(caught.value) and "short" not in str(caught.value)
+
+
+def test_nobody_has_no_name() -> None:
+    """What a client may is checked whatever he is called."""
+    with pytest.raises(InvalidArgument, match="name is '': must be a text that is not empty"):
+        Client(name="")
+    with pytest.raises(InvalidArgument, match="is_admin is 'no': must be true or false"):
+        Client(name="ann", is_admin="no")  # type: ignore[arg-type]
 
 
 def test_a_client_s_salt_is_nobody_else_s() -> None:
