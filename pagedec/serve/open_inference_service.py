@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from pagedec.errors import InvalidArgument, Shown
@@ -105,14 +105,17 @@ class OpenInferenceService(open_inference_service_pb2_grpc.GRPCInferenceServiceS
             raise InvalidArgument("inputs.exclude_input_in_output", False, limit)
         order = Order(self._params(given, streams), {})
         prompt = await gateway.text_tokens(given["text_input"])
-        is_first = True
+        is_first, before = True, given["text_input"] if repeats else ""
+        num_tokens = [0] * order.params.num_answers
         async with contextlib.aclosing(gateway.outputs(prompt, order, name=request.id)) as outputs:
             async for output in outputs:
-                response = self._response(request, output.finished and not request.parameters[WANTS_FINAL].bool_param)
-                _write(response, output, given, order.params.num_answers, given["text_input"] if repeats else "")
+                for answer in output.outputs:
+                    num_tokens[answer.index] += len(answer.token_ids)
                 if streams and not is_first and not output.finished and not any(a.text for a in output.outputs):
-                    continue
-                is_first = False
+                    continue  # its tokens count with the next text
+                response = self._response(request, output.finished and not request.parameters[WANTS_FINAL].bool_param)
+                _write(response, output, given, num_tokens, before)
+                is_first, num_tokens = False, [0] * len(num_tokens)
                 yield response
 
     def _inputs(self, request: pb.ModelInferRequest) -> dict[str, Any]:
@@ -121,9 +124,12 @@ class OpenInferenceService(open_inference_service_pb2_grpc.GRPCInferenceServiceS
 
     def _params(self, given: Mapping[str, Any], streams: bool) -> RequestParams:
         text, most = given.get("sampling_parameters") or "{}", self._gateway.config.max_constraint_size
-        if len(text) > most:
+        size, unit = len(text), "characters"  # bytes are no fewer: a huge text is not encoded
+        if size <= most:
+            size, unit = len(text.encode()), "bytes"
+        if size > most:
             limit = f"must be at most {most} bytes, the server's max_constraint_size"
-            raise InvalidArgument(PARAMETERS, Shown(f"{len(text)} characters"), limit)
+            raise InvalidArgument(PARAMETERS, Shown(f"{size} {unit}"), limit)
         try:
             values = json.loads(text)
         except (ValueError, RecursionError):
@@ -151,11 +157,16 @@ class OpenInferenceService(open_inference_service_pb2_grpc.GRPCInferenceServiceS
 
 
 def _write(
-    response: pb.ModelInferResponse, output: RequestOutput, given: Mapping[str, Any], num_answers: int, before: str
+    response: pb.ModelInferResponse,
+    output: RequestOutput,
+    given: Mapping[str, Any],
+    num_tokens: Sequence[int],
+    before: str,
 ) -> None:
-    """An output's tensors: an element for each answer, "" of one that has nothing new."""
+    """An output's tensors: an element for each answer, "" of one that has nothing new. `num_tokens`: of each answer,
+    since the response before."""
     answers = {answer.index: answer for answer in output.outputs}
-    each = [answers.get(i) for i in range(num_answers)]
+    each = [answers.get(i) for i in range(len(num_tokens))]
     write_output(response, "text_output", [before + (answer.text if answer else "") for answer in each])
     if given.get("return_finish_reason"):
         reasons = [answer.finish_reason if answer else None for answer in each]
@@ -166,4 +177,4 @@ def _write(
     if given.get("return_num_input_tokens"):
         write_output(response, "num_input_tokens", [len(output.prompt_token_ids)])
     if given.get("return_num_output_tokens"):
-        write_output(response, "num_output_tokens", [len(answer.token_ids) if answer else 0 for answer in each])
+        write_output(response, "num_output_tokens", num_tokens)

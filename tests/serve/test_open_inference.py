@@ -6,13 +6,14 @@ import json
 import struct
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from pagedec import BeamSearchParams, SamplingParams
+from pagedec import BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams
 from pagedec.params import RequestParams
 from pagedec.v1 import open_inference_service_pb2 as pb
 from pagedec.v1 import open_inference_service_pb2_grpc
@@ -51,6 +52,7 @@ def test_its_answers_are_those_of_offline(told: Any, text_server: Serving, name:
     pieces = told[f"{name} streamed"]["pieces"]
     assert len(pieces) > 3 and told[f"{name} streamed"]["error"] is None
     assert ["".join(own) for own in zip(*pieces, strict=True)] == [answer.text for answer in want.outputs]
+    assert [sum(own) for own in zip(*told[f"{name} streamed"]["tokens"], strict=True)] == told[name]["tokens"]
 
 
 def test_the_prompt_stands_before_an_answer_unless_it_is_left_out(told: Any) -> None:
@@ -73,6 +75,35 @@ def tensor(name: str, kind: str = "BYTES", shape: tuple[int, ...] = (1,)) -> pb.
 
 
 TEXT = struct.pack("<I", 2) + b"Hi"
+
+
+def test_tokens_of_pieces_without_text_are_counted_with_the_next(
+    text_server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the first half of a character."""
+    grown = [
+        [("a", [1]), ("b", [7])], [("", [2]), ("", [8, 9])], [("é", [3])], [("", [4])], [("", []), ("c", [5])],
+        [("", [6]), ("", [])],
+    ]  # fmt: skip
+
+    async def outputs(*_: Any, **__: Any) -> AsyncIterator[RequestOutput]:
+        for i, answers in enumerate(grown):
+            parts = [CompletionOutput(rank, text, tokens) for rank, (text, tokens) in enumerate(answers)]
+            yield RequestOutput("", "Hi", [5], parts, i == len(grown) - 1)
+
+    monkeypatch.setattr(text_server.server.gateway, "outputs", outputs)
+    parameters = b'{"n": 2}'
+    names = [tensor("text_input"), tensor("stream", "BOOL"), tensor("sampling_parameters")]
+    request = pb.ModelInferRequest(
+        model_name="smollm2",
+        inputs=[*names, tensor("return_num_output_tokens", "BOOL")],
+        raw_input_contents=[TEXT, b"\1", struct.pack("<I", len(parameters)) + parameters, b"\1"],
+    )
+    stub = open_inference_service_pb2_grpc.GRPCInferenceServiceStub(text_server.channel)
+    responses = [answer.infer_response for answer in stub.ModelStreamInfer(iter([request]))]
+    assert [response.outputs[1].name for response in responses] == ["num_output_tokens"] * 4
+    counts = [struct.unpack("<2I", response.raw_output_contents[1]) for response in responses]
+    assert counts == [(1, 1), (2, 2), (1, 1), (1, 0)]
 
 
 @pytest.mark.parametrize(
@@ -107,6 +138,11 @@ TEXT = struct.pack("<I", 2) + b"Hi"
             [TEXT, struct.pack("<I", 100_000) + b"[" * 100_000],
             [tensor("text_input"), tensor("sampling_parameters")],
             "inputs.sampling_parameters is 100000 characters: must be at most 65536 bytes",
+        ),
+        (
+            [TEXT, struct.pack("<I", 80_000) + "é".encode() * 40_000],
+            [tensor("text_input"), tensor("sampling_parameters")],
+            "inputs.sampling_parameters is 80000 bytes: must be at most 65536 bytes",
         ),
     ],
 )

@@ -32,20 +32,22 @@ def texts(result: triton.InferResult) -> list[str]:
 def streamed(
     client: triton.InferenceServerClient, model: str, prompt: str, parameters: dict[str, Any], request_id: str
 ) -> Any:
-    """The pieces of each answer, and what went wrong."""
+    """The pieces of each answer and how many tokens they have, and what went wrong."""
     arrived: queue.Queue[Any] = queue.Queue()
     client.start_stream(lambda result, error: arrived.put((result, error)))
-    client.async_stream_infer(model, inputs(prompt, True, parameters), request_id=request_id)
-    pieces, error = [], None
+    asked = inputs(prompt, True, parameters, return_num_output_tokens=True)
+    client.async_stream_infer(model, asked, request_id=request_id)
+    pieces, tokens, error = [], [], None
     while True:
         result, error = arrived.get(timeout=60)
         if error is not None:
             break
         pieces.append(texts(result))
+        tokens.append(result.as_numpy("num_output_tokens").tolist())
         if result.get_response().parameters["triton_final_response"].bool_param:
             break
     client.stop_stream()
-    return {"pieces": pieces, "error": None if error is None else str(error)}
+    return {"pieces": pieces, "tokens": tokens, "error": None if error is None else str(error)}
 
 
 def main(address: str, model: str, prompt: str) -> None:
