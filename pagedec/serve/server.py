@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pagedec.engine.census import Census
-from pagedec.errors import counted
+from pagedec.errors import InvalidArgument, counted
 from pagedec.llm.async_llm import AsyncLLM
 from pagedec.serve import ports
 from pagedec.serve.access import Keys
@@ -160,7 +160,7 @@ class Server:
         if lifecycle.state is not State.DRAINING:
             return 0
         lifecycle.refusal = DRAINING
-        self.gateway.llm.loop.pause(False)
+        _resume(self.gateway.llm)
         if await self._idle_within(timeout) or lifecycle.state is not State.DRAINING:
             return 0
         left = self.gateway.inside  # what waits to be let in is refused
@@ -171,12 +171,15 @@ class Server:
         return len(left)
 
     async def end(self) -> None:
-        """What a termination signal asks for: drain for good, then stop."""
+        """What a termination signal asks for: drain for good, then stop. Raises what a drain does, when all is
+        closed."""
         self.lifecycle.is_ending = True
-        if self.lifecycle.state is not State.FAILED:
-            await self.drain(self.config.drain_grace, self.config.drain_timeout)
-        await self.stop()
-        LOG.info("stopped")
+        try:
+            if self.lifecycle.state is not State.FAILED:
+                await self.drain(self.config.drain_grace, self.config.drain_timeout)
+        finally:
+            await self.stop()
+            LOG.info("stopped")
 
     async def stop(self, grace: float = LAST_SECONDS) -> None:
         """Close the ports and give up the model. May be called again."""
@@ -283,6 +286,15 @@ def _tell(task: asyncio.Task[None]) -> None:
     """Of a task that nobody waits for: what has ended it."""
     if not task.cancelled() and (error := task.exception()) is not None:
         LOG.error("a watch has ended: %s", error, exc_info=error)
+
+
+def _resume(llm: AsyncLLM) -> None:
+    """End a pause. Where the engine has just failed, nothing is left that could go on."""
+    try:
+        llm.loop.pause(False)
+    except InvalidArgument:
+        if not llm.loop.closed:
+            raise
 
 
 async def _mend(llm: AsyncLLM) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+from pagedec.errors import InvariantError
 from pagedec.serve.lifecycle import Lifecycle, State
 from pagedec.serve.statuses import Refusal
 from pagedec.v1 import admin_service_pb2 as ab
@@ -135,7 +136,8 @@ def test_a_drain_that_begins_meanwhile_goes_on(
     assert lifecycle.state is State.DRAINING and lifecycle.refusal is not None and not ended.done()
     running.cancel()
     ended.result(20)
-    serving.is_closed = by_signal
+    if by_signal:
+        serving.close()
 
 
 def test_nothing_opens_a_server_that_was_told_to_end() -> None:
@@ -145,6 +147,34 @@ def test_nothing_opens_a_server_that_was_told_to_end() -> None:
         with pytest.raises(Refusal, match="the server is ending"):
             open_it()
     assert lifecycle.state is State.LOADING and lifecycle.refusal is not None
+
+
+def is_closed(serving: Serving) -> bool:
+    """Its ports, and its model."""
+    with pytest.raises(grpc.RpcError) as caught:
+        serving.generation.Generate(pb.GenerateRequest())
+    return caught.value.code() is grpc.StatusCode.UNAVAILABLE and serving.llm.loop.closed
+
+
+def test_a_server_whose_engine_has_just_ended_can_be_ended(serve: Serve) -> None:
+    """Nobody has looked at it since."""
+    serving = serve()
+    serving.llm.close()
+    serving.loop.run(serving.server.end())
+    assert is_closed(serving)
+    serving.close()
+
+
+def test_what_keeps_a_server_from_draining_keeps_it_from_no_end(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(grace: float, timeout: float) -> int:
+        raise InvariantError("made up")
+
+    serving = serve()
+    monkeypatch.setattr(serving.server, "drain", fail)
+    with pytest.raises(InvariantError, match="made up"):
+        serving.loop.run(serving.server.end())
+    assert is_closed(serving)
+    serving.close()
 
 
 def test_a_server_whose_workers_are_lost_can_be_drained(
