@@ -226,9 +226,9 @@ class Engine:
         self._late += self._collect(*self.steps.drain())
 
     def take_late(self) -> list[EngineEvent]:
-        """What was brought while nobody stepped."""
+        """What was brought, and who has failed, while nobody stepped."""
         events, self._late = self._late, []
-        return events
+        return events + self._collect(self.scheduler.take_events(), self.clock())
 
     def reset_prefix_cache(self) -> bool:
         """Let nothing be found that was computed so far; requests go on with what they hold. True: nobody holds any

@@ -242,6 +242,8 @@ class EngineLoop:
     # ---- one turn, by whoever holds `_driving`
     def _turn(self) -> None:
         self._empty_inbox()
+        if self._is_paused:  # no step tells of who was failed meanwhile
+            self._untold.extend(self.engine.take_late())
         if self._untold:
             self._tell()
         elif self.engine.idle or self._is_paused:
@@ -256,8 +258,7 @@ class EngineLoop:
     def _finish_turn(self) -> None:
         for hook in self.after_step:
             hook()
-        if self._waiting:
-            self._wake()
+        self._wake()
 
     def _empty_inbox(self) -> None:
         self._filled.clear()

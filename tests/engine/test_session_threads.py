@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pagedec import LLM, AsyncLLM, SamplingParams
-from pagedec.errors import BranchBusy, InvalidArgument, PagedecError, RequestsFailed
+from pagedec.errors import BranchBusy, InvalidArgument, PagedecError, RequestError, RequestsFailed
 from pagedec.llm.async_session import AsyncSessionBranch
 from tests.engine.crowd import Tiny
 from tests.engine.test_session_programs import assert_nothing_left
@@ -182,6 +182,29 @@ def test_of_several_coroutines_of_which_one_fails_the_others_are_told(asynchrono
                 assert told == wanted and [failed] == caught.value.errors
             else:
                 assert told.finished and branches[0].num_tokens == 9 and [failed.error] == caught.value.errors
+
+    asyncio.run(main())
+
+
+def test_a_call_that_fails_while_the_loop_is_paused_is_told_at_once(asynchronous: AsyncLLM) -> None:
+    """No step tells of it; a neighbour waits for the pause to end, and has the tokens that it would have had."""
+    loop = asynchronous.loop
+
+    async def main() -> None:
+        async with asynchronous.session([5, 6, 7], seed=7) as session:
+            branches = await session.fork(2)
+            greedy = PARAMS.clone(temperature=0)
+            wanted = await (await branches[0].fork()).generate(greedy)
+            await asyncio.wrap_future(loop.pause())
+            calls = [asyncio.create_task(branch.generate(greedy)) for branch in branches]
+            while len(asynchronous.engine.scheduler.requests) < 2:
+                await asyncio.sleep(0.005)
+            await branches[1].close()
+            with pytest.raises(RequestError, match="branch 0.1, from which it"):
+                await asyncio.wait_for(calls[1], 10)
+            assert not calls[0].done()
+            loop.pause(False)
+            assert (await calls[0]).outputs[0].token_ids == wanted.outputs[0].token_ids
 
     asyncio.run(main())
 
