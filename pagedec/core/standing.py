@@ -92,7 +92,7 @@ class Standing:
         if step != self._rested_in:
             self._rested_in = step
             self._since = self._since or num_running
-            if self.rest_left and not self._since < 2 * num_running <= 4 * self._since:
+            if self.rest_left and not self._since < 2 * num_running < 4 * self._since:
                 self.rest_left, self._rest = 0, 0
                 self._wake()
             elif self.rest_left:
