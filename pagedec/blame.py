@@ -11,8 +11,8 @@ from collections.abc import Container, Iterator
 from pagedec.errors import InvalidArgument, PagedecError, UnusedWarning
 from pagedec.params import BeamSearchParams, RequestParams
 
-DRAWING = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-"""Parameters of a beam search that count where it draws, and what they are where nothing is said."""
+DRAWING = ("temperature", "top_p", "top_k", "min_p")
+"""Parameters of a beam search that count where it draws."""
 
 
 @contextlib.contextmanager
@@ -43,7 +43,8 @@ def about_params(error: PagedecError, name: str, params: object, apart: Containe
 def warn_of_unused(params: object) -> None:
     """Warn, once in a process for each of them, of what would draw in a beam search that does not draw."""
     if isinstance(params, BeamSearchParams) and not params.do_sample:
-        for name, default in DRAWING.items():
-            if getattr(params, name) != default:
+        defaults = {field.name: field.default for field in dataclasses.fields(params)}
+        for name in DRAWING:
+            if getattr(params, name) != defaults[name]:
                 problem = f"{name} changes nothing in a beam search without do_sample"
                 warnings.warn(problem, UnusedWarning, stacklevel=1)  # one place for all: else each is told of anew

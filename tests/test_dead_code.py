@@ -21,6 +21,15 @@ OUTSIDE = {
     "dot_rate": "for benchmarks",
     "run_batch": "what people import",
     "GenerateStage": "what people import",
+    "greedy": "what people ask of parameters",
+    "token_logprobs": "what people ask of a score",
+    "eos_token": "of transformers' tokenizers",
+    "bos_token": "of transformers' tokenizers",
+    "pad_token": "of transformers' tokenizers",
+    "pad_token_id": "of transformers' tokenizers",
+    "all_special_ids": "of transformers' tokenizers",
+    "input_ids": "of transformers' encodings",
+    "num_chunks": "what a router remembers, for tests",
     "_lists": "C has their addresses",
     "_plans": "C has their addresses",
     "best_of_n": "what people import",
@@ -40,6 +49,8 @@ OUTSIDE = {
     "on_request_routed": "Ray Serve calls it",
     "on_request_completed": "Ray Serve calls it",
 }
+TRANSPARENT = {"property", "classmethod", "staticmethod", "functools.cached_property", "functools.cache"}
+"""Decorators that call nothing by themselves."""
 CALLED_BY_NAME = "visit_"
 """Methods of syntax-tree visitors."""
 
@@ -51,7 +62,7 @@ def is_of_a_service(node: ast.AST | None) -> bool:
 
 def unused(sources: dict[str, str]) -> list[str]:
     """Functions, classes, methods and constants whose name is read nowhere, and private attributes that are only
-    written or added to. Names under a decorator belong to whoever decorates."""
+    written or added to. Names under a decorator belong to whoever decorates, but for properties and the like."""
     reads, defined, written = Counter[str](), list[tuple[str, str]](), dict[str, str]()
     for path, text in sources.items():
         tree = ast.parse(text)
@@ -66,8 +77,9 @@ def unused(sources: dict[str, str]) -> list[str]:
                     reads[node.attr] += 1
             elif is_of_a_service(above.get(node)):
                 continue
-            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and not node.decorator_list:
-                defined.append((node.name, path))
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                if {ast.unparse(decorator) for decorator in node.decorator_list} <= TRANSPARENT:
+                    defined.append((node.name, path))
         for node in tree.body:
             targets = node.targets if isinstance(node, ast.Assign) else []
             defined += [(target.id, path) for target in targets if isinstance(target, ast.Name)]
@@ -107,7 +119,11 @@ def test_the_scan_finds_what_is_dead() -> None:
             "class Box:",
             "    def __init__(self): self._kept, self._lost = [], []",
             "    def add(self, x): self._kept.append(x); self._lost.append(x); return self._kept",
+            "    @property",
+            "    def size(self): return 1",
+            "    @hook",
+            "    def on_change(self): return 1",
             "Box().add(1)",
         ]
     )
-    assert unused({"a.py": text}) == ["a.py: forgotten", "a.py: LIMIT", "a.py: _lost"]
+    assert unused({"a.py": text}) == ["a.py: forgotten", "a.py: size", "a.py: LIMIT", "a.py: _lost"]

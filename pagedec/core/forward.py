@@ -174,12 +174,6 @@ class Masks:
     indptr: np.ndarray  # int32 [num_masked + 1]: where each row's listed tokens begin
     tokens: np.ndarray  # int32 [indptr[-1]]
 
-    @classmethod
-    def of_words(cls, words: np.ndarray) -> Masks:
-        """Masks that all are rows of bits."""
-        num_rows = len(words)
-        return cls(np.arange(num_rows, dtype=np.int32), words, np.zeros(num_rows + 1, np.int32), NO_INTS)
-
 
 MakeMasks: TypeAlias = Callable[[np.ndarray], Masks]
 """Gives a step's masks for the tokens that its draft lane has rolled: int32, as in `LaneAnswers.rolled`."""

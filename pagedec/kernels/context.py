@@ -188,11 +188,6 @@ class Context:
         """Return when all calls are through; a processor's are when they return."""
         self.library.check(self._functions.pd_await(self.handle))
 
-    @property
-    def has_memory(self) -> bool:
-        """Whether kernels reach only what `new_memory` gives and `map_memory` shows them."""
-        return bool(self._functions.pd_has_memory(self.handle))
-
     def new_memory(self, num_bytes: int) -> int:
         """Return the address of zeros where kernels work, 64-byte aligned. Raises MemoryError."""
         address: int | None = self._functions.pd_memory_new(self.handle, num_bytes)

@@ -37,6 +37,7 @@ from pagedec.core.wire import (
     unpack_step,
 )
 from pagedec.errors import InvariantError
+from tests.masks import of_words
 
 DTYPES = {
     "draws": DRAW_DTYPE, "rolls": ROLL_DTYPE, "rule_ids": np.dtype(np.int64), "best_groups": BEST_GROUP_DTYPE,
@@ -181,4 +182,4 @@ def test_another_kind_of_message_is_refused(place: int, value: int) -> None:
     with pytest.raises(InvariantError, match="kind 1 was due"):
         unpack_step(words)
     with pytest.raises(InvariantError, match="kind 3 was due"):
-        unpack_answers(pack_masks(1, Masks.of_words(np.zeros((1, 1), np.uint32))))
+        unpack_answers(pack_masks(1, of_words(np.zeros((1, 1), np.uint32))))

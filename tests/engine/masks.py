@@ -18,6 +18,7 @@ from pagedec.runtime.geometry import Geometry, LaneGeometry
 from pagedec.runtime.loading import Ranks, load_worker
 from pagedec.runtime.pool import KvPool
 from pagedec.runtime.worker import Worker
+from tests.masks import of_words
 
 
 def masked_forward(num_rows: int, vocab: int) -> tuple[Callable[..., LaneForward], Masks, dict[int, set[int]]]:
@@ -32,7 +33,7 @@ def masked_forward(num_rows: int, vocab: int) -> tuple[Callable[..., LaneForward
         tokens = rng.choice(vocab, 3, replace=False)
         bits[i, tokens] = 1
         allowed[row] = set(tokens.tolist())
-    masks = Masks.of_words(np.packbits(bits, axis=1, bitorder="little").view(np.uint32))
+    masks = of_words(np.packbits(bits, axis=1, bitorder="little").view(np.uint32))
     draws = np.zeros(num_rows, DRAW_DTYPE)
     draws["row"], draws["position"] = rows, rows + 1
     tokens = rng.integers(0, vocab, num_rows).astype(np.int32)

@@ -13,6 +13,7 @@ from pagedec.core.forward import Masks
 from pagedec.errors import InvariantError
 from tests.engine.crowd import SMALL, Tiny, Tokens, assert_whole
 from tests.engine.masks import masked_forward
+from tests.masks import of_words
 from tests.support import wait_for
 
 
@@ -40,7 +41,7 @@ def test_masks_follow_a_forward(tiny: Tiny, executor: str, num_rows: int) -> Non
     with pytest.raises((InvariantError, ValueError), match="masks of .* are due"):
         runner.execute({"target": forward(masked=True)}, {}).result()
     with pytest.raises(ValueError, match="masks of .* are due"):
-        few = Masks.of_words(masks.words[:, :1].copy())
+        few = of_words(masks.words[:, :1].copy())
         runner.execute({"target": forward(masked=True)}, {}, lambda _: few).result()
     again = runner.execute({"target": forward(masked=True)}, {}, late).result()["target"].draws
     assert again.tolist() == draws.tolist(), "a step that was refused leaves nothing behind in the channel"

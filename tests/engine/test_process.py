@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 
 from pagedec import LLM, PoolWarning, SamplingParams, WeightsWarning, build
-from pagedec.core.forward import Masks
 from pagedec.environment import limit_spinning, worker_environment
 from pagedec.errors import InvalidArgument, ModelFileError, RequestError, WorkerLost
 from pagedec.executor.channel import Channel, Kind
@@ -29,6 +28,7 @@ from pagedec.executor.process import ProcessExecutor, WorkerProcess, start_group
 from tests.engine.crowd import SMALL, Tiny, Tokens, assert_whole, right_answers
 from tests.engine.deaths import executor_of, hang, is_running, kill_at_any_time, poison
 from tests.engine.masks import masked_forward
+from tests.masks import of_words
 from tests.support import wait_for
 
 NUMBERS: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True}
@@ -125,7 +125,7 @@ def test_a_worker_that_hangs_while_a_large_step_comes(apart: Callable[..., LLM])
     llm = apart(**SMALL, step_timeout=0.3)
     forward, _, _ = masked_forward(3, llm.engine.limits.vocab_size)
     executor = executor_of(llm)
-    masks = Masks.of_words(np.zeros((3, 1 << 20), np.uint32))
+    masks = of_words(np.zeros((3, 1 << 20), np.uint32))
     os.kill(executor.pid, signal.SIGSTOP)
     giving_up = threading.Timer(20, os.kill, (executor.pid, signal.SIGKILL))
     giving_up.start()

@@ -119,7 +119,6 @@ def grown(before: dict[str, int], after: dict[str, int], name: str) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize("form", ["safetensors", "sharded", "gguf", "quantised gguf"])
 def test_weights_are_in_memory_once(form: str, models: dict[str, Path], tmp_path: Path) -> None:
     """Packed, and nothing of the file beside it; and loading has needed little more."""

@@ -16,6 +16,7 @@ from pagedec.kernels.masked import check_masks, mask_words
 from pagedec.kernels.native import NativeBackend
 from tests.kernels import calls
 from tests.kernels.test_guard_pages import guarded
+from tests.masks import of_words
 
 VOCABS = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 1000, 4095, 4096, 4097, 8225]
 
@@ -192,4 +193,4 @@ def test_lists_become_words(vocab: int) -> None:
 
 def test_words_alone_are_not_copied() -> None:
     words = np.ones((2, 4), np.uint32)
-    assert mask_words(Masks.of_words(words), 128)[1] is words
+    assert mask_words(of_words(words), 128)[1] is words
