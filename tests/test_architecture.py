@@ -18,73 +18,37 @@ MAX_CPP_LINES = 500
 MAX_FUNCTION_LINES = 60
 CPP_SUFFIXES = {".cpp", ".h", ".cu", ".cuh"}
 
-VALUES = {"blame", "errors", "fields", "params", "inputs", "outputs", "speculation", "structured"}
-"""Leaves that anyone may import: they hold values and know nothing of the rest."""
-CHAIN = ("engine", "executor", "runtime", "models", "kernels")
-"""From left to right: each may import those to its right."""
-EXTRA: dict[str, set[str]] = {
+LEAVES: dict[str, set[str]] = {
     "errors": set(),
-    "fields": set(),
-    "params": {"speculation", "structured"},
-    "inputs": set(),
-    "blame": {"params"},
-    "outputs": {"tree"},
-    "tree": {"outputs"},
-    "speculation": set(),
-    "structured": set(),
-    "sampling_params": set(),
     "environment": set(),
-    "config": set(),
-    "core": {"config"},
-    "constraints": {"core"},
-    "decoders": {"core"},
-    "text": {"environment", "formats", "core"},
-    "formats": {"environment", "kernels"},
-    "kernels": {"environment", "core"},
-    "models": {"formats"},
-    "runtime": {"core", "config", "formats", "environment"},
-    "executor": {"core", "config", "environment"},
-    "engine": {"core", "constraints", "decoders", "config", "text", "formats", "environment"},
-    "build": {"engine", "executor", "runtime", "core", "config", "text", "formats", "environment"},
-    "llm": {"build", "engine", "runtime", "config", "text", "formats", "core", "decoders", "tree"},
-    "search": set(),
-    "batch": {"llm", "engine", "executor", "config", "environment", "text", "core", "decoders"},
-    "messages": {"v1"},
-    "serve": {
-        "llm",
-        "engine",
-        "config",
-        "environment",
-        "core",
-        "constraints",
-        "decoders",
-        "text",
-        "messages",
-        "tree",
-        "v1",
-    },
-    "client": {"messages", "tree", "v1"},
-    "cli": {
-        "llm",
-        "batch",
-        "text",
-        "formats",
-        "engine",
-        "runtime",
-        "config",
-        "environment",
-        "serve",
-        "tree",
-        "v1",
-    },
-    "v1": set(),
-    "__main__": {"cli"},
-    "__init__": {"llm", "batch", "config", "constraints", "decoders", "environment"},
+    "fields": {"errors"},
+    "structured": {"errors", "fields"},
+    "speculation": {"errors", "fields"},
+    "params": {"errors", "fields", "speculation", "structured"},
+    "sampling_params": {"params"},
+    "blame": {"errors", "params"},
+    "config": {"errors", "fields", "params", "speculation"},
+    "inputs": {"errors", "fields"},
+    "outputs": {"errors", "tree"},
 }
-TO_THE_RIGHT = {part: set(CHAIN[i + 1 :]) for i, part in enumerate(CHAIN)}
+"""They hold values and know nothing of the rest: each with what it imports."""
+PURE = ("core", "constraints", "decoders")
+"""They read no environment."""
+
+
+def arrows_of(page: str) -> dict[str, set[str]]:
+    """What each package imports, by the table of a page. The leaves are not in it."""
+    section = page.partition("## Packages and arrows")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \|.*\|(.*)\|$", section, re.MULTILINE)
+    return {part: set(re.findall(r"`(\w+)`", imports)) for part, imports in rows}
+
+
+ARROWS = arrows_of((ROOT / "docs/design.md").read_text(encoding="utf-8"))
 ALLOWED = {
-    part: extra | TO_THE_RIGHT.get(part, set()) | ({"errors", "fields"} if part in VALUES else VALUES)
-    for part, extra in EXTRA.items()
+    **{part: imports | set(LEAVES) - ({"environment"} if part in PURE else set()) for part, imports in ARROWS.items()},
+    **LEAVES,
+    "__main__": {"cli"},
+    "__init__": {"llm", "batch", "constraints", *LEAVES},
 }
 TORCH = {"runtime", "models", "kernels", "formats"}
 EXEMPT = {
@@ -136,7 +100,7 @@ def wrong_imports(part: str, source: str, package: str = "pagedec") -> set[str]:
     for name in imported(ast.parse(source), package):
         top, _, rest = name.partition(".")
         target = rest.partition(".")[0]
-        if top == "pagedec" and target in EXTRA and target != part and target not in ALLOWED[part]:
+        if top == "pagedec" and target in ALLOWED and target != part and target not in ALLOWED[part]:
             wrong.add(target)
         if top == "torch" and part not in TORCH:
             wrong.add("torch")
@@ -238,7 +202,18 @@ def circles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
 
 
 def test_every_part_has_its_arrows() -> None:
-    assert {part_of(path) for path in python_files("pagedec")} <= set(EXTRA)
+    assert {part_of(path) for path in python_files("pagedec")} <= set(ALLOWED)
+
+
+def test_every_arrow_is_used() -> None:
+    """The table has no more than there is."""
+    used: dict[str, set[str]] = defaultdict(set)
+    for path in python_files("pagedec"):
+        package = ".".join(path.parent.relative_to(ROOT).parts)
+        names = imported(ast.parse(path.read_text(encoding="utf-8")), package)
+        used[part_of(path)] |= {name.split(".")[1] for name in names if name.startswith("pagedec.")}
+    unused = {part: imports - used[part] for part, imports in (ARROWS | LEAVES).items()}
+    assert {part: imports for part, imports in unused.items() if imports} == {}
 
 
 @pytest.mark.parametrize("path", python_files("pagedec"), ids=lambda path: str(path.relative_to(PACKAGE)))
