@@ -1,7 +1,8 @@
-"""The debugging variables of the process, and the only place where they are read."""
+"""The debugging variables of the process, and the only place where they are read; and versions of what is installed."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -89,6 +90,19 @@ def read(name: str) -> str | None:
         raise KeyError(name)
     check()
     return os.environ.get(name)
+
+
+def package_version(name: str) -> str | None:
+    """The installed version of a distribution; None where there is none."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def own_version() -> str:
+    """pagedec's; "source" where it runs from its sources and is not installed."""
+    return package_version("pagedec") or "source"
 
 
 def has_terminal() -> bool:

@@ -4,7 +4,6 @@ line."""
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import platform
 from collections.abc import Mapping
@@ -31,14 +30,6 @@ ISA_FLAGS: Mapping[str, tuple[str, ...]] = {
 """Instruction sets that a kernel library needs, by the names of /proc/cpuinfo."""
 
 NOTHING_RUNS, REFERENCE = "not used, nothing can run", "reference (torch)"
-
-
-def package_version(name: str) -> str | None:
-    """The installed version of a distribution; None where there is none."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def cpu_facts(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, frozenset[str]]:
@@ -128,7 +119,7 @@ def optional_package(module: str, distribution: str, extra: str) -> str:
         importlib.import_module(module)
     except Exception as error:  # a wheel for another torch or CUDA fails in any way
         return f"installed, but does not import: {in_one_line(error)}"
-    return f"installed, {package_version(distribution) or 'version unknown'}"
+    return f"installed, {environment.package_version(distribution) or 'version unknown'}"
 
 
 def backend_facts() -> dict[str, str]:

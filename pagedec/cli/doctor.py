@@ -15,7 +15,7 @@ import platform
 from typing import Any
 
 from pagedec import environment
-from pagedec.cli.active import NOTHING_RUNS, REFERENCE, backend_facts, cpu_facts, kernel_facts, package_version
+from pagedec.cli.active import NOTHING_RUNS, REFERENCE, backend_facts, cpu_facts, kernel_facts
 from pagedec.cli.console import DONE, FAILED
 
 PACKAGES = ("pagedec", "torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "tqdm")
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def version_facts() -> Facts:
     facts = {"python": f"{platform.python_version()} on {platform.platform()}"}
-    return facts | {name: package_version(name) or "not installed" for name in PACKAGES}
+    return facts | {name: environment.package_version(name) or "not installed" for name in PACKAGES}
 
 
 def processor_facts() -> Facts:

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import errno
 import importlib
-import importlib.metadata
 import os
 import sys
 import threading
@@ -55,17 +54,10 @@ pagedec COMMAND --help says everything about a command.
 """
 
 
-def version() -> str:
-    try:
-        return importlib.metadata.version("pagedec")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed (run from its sources)"
-
-
 def parser() -> Parser:
     """The whole command line. Needs no torch, so that --help answers at once."""
     top = Parser(prog="pagedec", description=DESCRIPTION, epilog=EPILOG)
-    top.add_argument("--version", action="version", version=f"pagedec {version()}")
+    top.add_argument("--version", action="version", version=f"pagedec {environment.own_version()}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", title="commands", required=True)
     for name, summary in COMMANDS.items():
         module = importlib.import_module(f"pagedec.cli.{name}")

@@ -7,7 +7,6 @@ branches that read blocks in common) are our own kernel's.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import torch
 
+from pagedec import environment
 from pagedec.errors import InvalidArgument, in_one_line
 from pagedec.kernels.backend import AttentionShape
 from pagedec.kernels.records import KvKind
@@ -150,10 +150,7 @@ def _unfit(name: str, reason: str) -> InvalidArgument:
 
 def _version(name: str, module: str) -> str:
     package = importlib.import_module(module.partition(".")[0])
-    try:
-        return str(getattr(package, "__version__", None) or importlib.metadata.version(name))
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+    return str(getattr(package, "__version__", None) or environment.package_version(name) or "unknown")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

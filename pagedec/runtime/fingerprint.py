@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 from hashlib import blake2b
 from pathlib import Path
 
 import torch
 
+from pagedec import environment
 from pagedec.config import ModelConfig
 from pagedec.formats.resolve import ModelFiles
 from pagedec.kernels.backend import Backend
@@ -41,7 +41,7 @@ def numerics_digest(backend: Backend, config: ModelConfig, world: int) -> str:
     """Of all that a token's bits depend on beside the model: build, instruction set, types, quantization, of KV
     too, in how many parts sums are made, and of a device its generation and whose attention there is."""
     parts = (
-        importlib.metadata.version("pagedec"), _build_of(backend), backend.name, str(backend.dtype),
+        environment.own_version(), _build_of(backend), backend.name, str(backend.dtype),
         str(backend.quantization), backend.kv_kind.name, config.model_impl, str(world), *_device_of(backend),
     )  # fmt: skip
     return blake2b("\0".join(parts).encode(), digest_size=DIGEST_BYTES).hexdigest()

@@ -7,11 +7,11 @@ Parameters are JSON in `sampling_parameters`, by the names of `SamplingParams`, 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
+from pagedec import environment
 from pagedec.errors import InvalidArgument, Shown
 from pagedec.outputs import RequestOutput
 from pagedec.params import BeamSearchParams, RequestOutputKind, RequestParams, SamplingParams
@@ -52,7 +52,7 @@ class OpenInferenceService(open_inference_service_pb2_grpc.GRPCInferenceServiceS
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Any) -> pb.ServerMetadataResponse:
         """What it is."""
-        return pb.ServerMetadataResponse(name=PLATFORM, version=importlib.metadata.version(PLATFORM))
+        return pb.ServerMetadataResponse(name=PLATFORM, version=environment.own_version())
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Any) -> pb.ModelMetadataResponse:
         """The tensors of a model."""
