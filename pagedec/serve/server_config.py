@@ -12,6 +12,8 @@ from pagedec.fields import Flag, Integer, Number, Size, Text, Texts, check_field
 LOOPBACK, LOOPBACK_NAMES = "127.0.0.1", ("localhost",)
 EVERYWHERE = ("0.0.0.0", "::")
 LEVELS = ("debug", "info", "warning", "error")
+FILES = ("tls_cert", "tls_key", "tls_client_ca", "api_keys")
+"""Fields that are paths."""
 
 
 @strict
@@ -125,6 +127,9 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for name in FILES:
+            if "\0" in (getattr(self, name) or ""):
+                raise InvalidArgument(name, getattr(self, name), "must be a path, which has no NUL character")
         for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_client_ca", "tls_cert")):
             if getattr(self, one) is not None and getattr(self, other) is None:
                 raise InvalidArgument(other, None, f"must be given, since {one} is")

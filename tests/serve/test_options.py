@@ -66,6 +66,15 @@ def test_a_trie_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
         assert spelled(caught.value) == f"trie is {given}: {said}"
 
 
+@pytest.mark.parametrize("field", ["api_keys", "tls_cert", "tls_key", "tls_client_ca"])
+def test_a_path_has_no_nul(field: str) -> None:
+    """The system's own error of it names nothing."""
+    files = {"tls_cert": "cert.pem", "tls_key": "key.pem", field: "keys\0.toml"}
+    with pytest.raises(InvalidArgument, match="must be a path, which has no NUL character") as caught:
+        ServerConfig(**files)
+    assert (caught.value.field, caught.value.value) == (field, "keys\0.toml")
+
+
 def test_the_contract_may_be_kept(serve: Serve) -> None:
     wanted = reflection_pb2.ServerReflectionRequest(list_services="")
     stub = reflection_pb2_grpc.ServerReflectionStub(serve(reflection=False).channel)
