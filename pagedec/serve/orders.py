@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 
 from pagedec.decoders.registry import decoder_for
-from pagedec.errors import InvalidArgument, NotFound, Shown, counted
+from pagedec.errors import InvalidArgument, NotFound, RequestError, Shown, counted
 from pagedec.fields import check_names, field_names
 from pagedec.messages import (
     BEAMS,
@@ -322,8 +322,18 @@ def _named(paths: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InvalidArgument as error:
-        name, dot, rest = error.field.partition(".")
-        path = paths.get(error.field) or (f"{paths[name]}{dot}{rest}" if name in paths else None)
-        if path is None:
+        found = _at_its_path(error, paths)
+        if found is error:
             raise
-        raise type(error)(path, error.value, error.limit) from error.__cause__
+        raise found from error.__cause__
+    except RequestError as error:  # of a grammar that runs: what it may not be is the cause, which clients are told of
+        if isinstance(error.__cause__, InvalidArgument):
+            raise error from _at_its_path(error.__cause__, paths)
+        raise
+
+
+def _at_its_path(error: InvalidArgument, paths: Mapping[str, str]) -> InvalidArgument:
+    """The same error about the message's field, where a parameter stands in one."""
+    name, dot, rest = error.field.partition(".")
+    path = paths.get(error.field) or (f"{paths[name]}{dot}{rest}" if name in paths else None)
+    return error if path is None else type(error)(path, error.value, error.limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from pagedec import LLM, BeamSearchParams, SamplingParams
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import parameters_pb2 as pp
+from pagedec.v1 import session_service_pb2 as sb
 from tests.in_step import step_when_read
 from tests.serve.serving import WAIT, Serving, details, greedy, parameters, prompt, reason, streamed
 
@@ -157,6 +159,25 @@ def test_an_error_names_the_message_s_field(serve: Serve) -> None:
     [violation] = details(caught.value)["BadRequest"].field_violations
     assert violation.field == "parameters.sampling.temperature"
     assert "-1.0" in violation.description and "1e-05" in violation.description
+
+
+def test_an_error_of_a_grammar_that_runs_names_the_message_s_field(text_server: Serving) -> None:
+    """It comes as the cause of a request's failure."""
+    own = greedy(3)
+    field = {"type": "string", "maxLength": 9999}
+    own.constraint.json_schema = json.dumps({"type": "object", "properties": {f"p{i}": field for i in range(1200)}})
+    opened = text_server.sessions.OpenSession(sb.OpenSessionRequest(prompt=prompt("Hello")))
+    branch = {"session_id": opened.session_id, "branch": "0"}
+    for call in (
+        lambda: text_server.generation.Generate(pb.GenerateRequest(prompt=prompt("Hello"), parameters=own)),
+        lambda: list(text_server.sessions.GenerateOnBranch(sb.GenerateOnBranchRequest(parameters=own, **branch))),
+    ):
+        with pytest.raises(grpc.RpcError, match="must be what llguidance can carry out") as caught:
+            call()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and reason(caught.value) == "INVALID_FIELD"
+        [violation] = details(caught.value)["BadRequest"].field_violations
+        assert violation.field == "parameters.constraint.json_schema"
+    text_server.sessions.CloseSession(sb.CloseSessionRequest(session_id=opened.session_id))
 
 
 def test_a_client_that_leaves_frees_all_within_a_step(serve: Serve) -> None:
