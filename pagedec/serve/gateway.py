@@ -245,8 +245,12 @@ class Gateway:
         """Raise `Refusal` where nothing more is let in."""
         if self.lifecycle.refusal is not None:
             raise self.lifecycle.refusal
-        if self.llm.loop.closed:  # before anybody has looked
-            raise FAILED
+        self.require_engine()
+
+    def require_engine(self) -> None:
+        """Raise `Refusal` where there is no engine yet, or no more: also before anybody has looked."""
+        if self.llm.loop.closed:
+            raise self.lifecycle.refusal or FAILED
 
     # ---- inside
     def _opened(self) -> _Open:

@@ -123,11 +123,6 @@ class Leases:
             raise NotFound("session", session_id[:SHOWN_ID], "it was closed, or was not used for as long as its lease")
         return lease
 
-    def branch(self, session_id: str, name: str, client: Client) -> tuple[Lease, AsyncSessionBranch]:
-        """A branch of a client's own session. Raises `NotFound`."""
-        lease = self.find(session_id, client)
-        return lease, lease.find(name)
-
     def listed(self, client: Client, behind: int, count: int) -> list[Lease]:
         """A client's sessions in the order in which they were opened, those after number `behind`."""
         own = (lease for lease in self._of.get(client.name, {}).values() if lease.number > behind)

@@ -184,7 +184,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.GetSessionResponse:
         """What a session holds, and how long it lives."""
-        lease = self._leases.find(request.session_id, RPC.get().client)
+        lease = self._lease(request)
         branches = _chosen(lease, request.branches)
         held = await lease.session.blocks(branches)
         return pb.GetSessionResponse(
@@ -200,13 +200,14 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         token = request.page_token
         if token and not (len(token) <= MOST_DIGITS and token.isascii() and token.isdecimal()):
             raise InvalidArgument("page_token", Shown("no such token"), "must be next_page_token of the answer before")
+        self._gateway.require_engine()
         found = self._leases.listed(RPC.get().client, int(token or 0), count + 1)
         more = str(found[count - 1].number) if len(found) > count else ""
         return pb.ListSessionsResponse(sessions=map(_session, found[:count]), next_page_token=more)
 
     async def GetTree(self, request: pb.GetTreeRequest, context: Any) -> pb.GetTreeResponse:
         """All branches of a session with what they share, as a tree."""
-        lease = self._leases.find(request.session_id, RPC.get().client)
+        lease = self._lease(request)
         if request.columns > MOST_COLUMNS:
             raise InvalidArgument("columns", request.columns, f"must be at most {MOST_COLUMNS}")
         branches = _chosen(lease, request.branches)
@@ -232,6 +233,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             await lease.session.close()
             self._leases.drop(lease)
             return pb.CloseSessionResponse()
+        self._gateway.require_engine()
         names = [name for name in dict.fromkeys(request.branches) if name in lease.branches]
         await lease.session.close_all([lease.branches[name] for name in names])
         self._leases.drop(lease, names)
@@ -240,8 +242,14 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         return pb.CloseSessionResponse(num_branches=len(lease.branches))
 
     # ---- inside
+    def _lease(self, request: Any) -> Lease:
+        """The session of a call, which cannot do without the engine."""
+        self._gateway.require_engine()
+        return self._leases.find(request.session_id, RPC.get().client)
+
     def _branch(self, request: Any) -> tuple[Lease, AsyncSessionBranch]:
-        return self._leases.branch(request.session_id, request.branch, RPC.get().client)
+        lease = self._lease(request)
+        return lease, lease.find(request.branch)
 
     def _order(self, request: pb.GenerateOnBranchRequest, is_chat: bool) -> Order:
         given, limits = request.parameters, self._gateway.limits

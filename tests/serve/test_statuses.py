@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import Message
 
 from pagedec import AsyncLLM
 from pagedec.errors import (
@@ -26,10 +29,11 @@ from pagedec.errors import (
 )
 from pagedec.serve.statuses import Refusal, code_of, status_of
 from pagedec.v1 import admin_service_pb2 as ab
-from pagedec.v1 import admin_service_pb2_grpc, open_inference_service_pb2_grpc
+from pagedec.v1 import admin_service_pb2_grpc, open_inference_service_pb2_grpc, prompt_pb2
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import model_service_pb2 as mb
 from pagedec.v1 import open_inference_service_pb2 as ob
+from pagedec.v1 import session_service_pb2 as sb
 from tests.serve.serving import Loop, Serving, details, greedy, parameters, prompt, reason
 
 Serve = Callable[..., Serving]
@@ -190,6 +194,7 @@ def test_unavailable_when_the_engine_has_failed(server_loop: Loop, tiny_path: Pa
 
     engine = {"dtype": "float32", "skip_tokenizer_init": True, **LARGE}
     serving = Serving(server_loop, lambda: AsyncLLM(str(tiny_path), **engine), admin_port=0).ready()
+    opened = serving.sessions.OpenSession(sb.OpenSessionRequest(prompt=prompt(PROMPT)))
     call = serving.generation.GenerateStream(endless())
     next(call)
 
@@ -204,6 +209,7 @@ def test_unavailable_when_the_engine_has_failed(server_loop: Loop, tiny_path: Pa
         time.sleep(0.05)
     error = failed(lambda: serving.generation.Generate(simple()))
     assert error.code() is grpc.StatusCode.UNAVAILABLE and reason(error) == "ENGINE_FAILED"
+    _calls_on_sessions_say_so(serving, opened.session_id)
     with grpc.insecure_channel(f"127.0.0.1:{serving.server.admin_port}") as channel:
         stats = admin_service_pb2_grpc.AdminServiceStub(channel).GetStats(ab.GetStatsRequest())
         assert stats.state == ab.SERVER_STATE_FAILED
@@ -212,6 +218,36 @@ def test_unavailable_when_the_engine_has_failed(server_loop: Loop, tiny_path: Pa
     assert not triton.ServerReady(ob.ServerReadyRequest()).ready
     serving.loop.run(serving.server.wait())
     serving.close()
+
+
+def _asked(call: Callable[..., Any], request: Message) -> None:
+    answer = call(request)
+    if hasattr(answer, "__next__"):
+        list(answer)
+
+
+def _calls_on_sessions_say_so(serving: Serving, session_id: str) -> None:
+    own: dict[str, Any] = {"session_id": session_id}
+    branch: dict[str, Any] = {**own, "branch": "0"}
+    calls: dict[str, Message] = {
+        "OpenSession": sb.OpenSessionRequest(prompt=prompt(PROMPT)),
+        "Append": sb.AppendRequest(token_ids=prompt_pb2.TokenIds(ids=[5]), **branch),
+        "Fork": sb.ForkRequest(**branch),
+        "Rollback": sb.RollbackRequest(num_tokens=1, **branch),
+        "Score": sb.ScoreRequest(continuations=[sb.Continuation(token_ids=prompt_pb2.TokenIds(ids=[5]))], **branch),
+        "GetBranch": sb.GetBranchRequest(**branch),
+        "GetSession": sb.GetSessionRequest(**own),
+        "GetTree": sb.GetTreeRequest(**own),
+        "ListSessions": sb.ListSessionsRequest(),
+        "CloseSession": sb.CloseSessionRequest(branches=["0"], **own),
+        "GenerateOnBranch": sb.GenerateOnBranchRequest(parameters=greedy(2), **branch),
+    }
+    assert set(calls) == set(sb.DESCRIPTOR.services_by_name["SessionService"].methods_by_name)
+    for name, request in calls.items():
+        ask = getattr(serving.sessions, name)
+        error = failed(functools.partial(_asked, ask, request))
+        assert (error.code(), reason(error)) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_FAILED"), name
+    serving.sessions.CloseSession(sb.CloseSessionRequest(**own))  # it has ended with its engine
 
 
 # ---- every error of the package
