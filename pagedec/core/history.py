@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -126,19 +126,41 @@ class History:
             a = self.parent[self._run[a]]
         return a
 
-    def pruned(self, tips: Iterable[int]) -> tuple[History, dict[int, int]]:
-        """A history of these tips and what is before them alone, and each node's number there."""
-        alive: set[int] = {0}
+    def _reached(self, tips: Iterable[int]) -> dict[int, int]:
+        """Of each run, by its first node, the last one that is one of these tips or before one."""
+        reached = {0: 0}
         for tip in tips:
-            while tip not in alive:
-                alive.add(tip)
-                tip = self.parent[tip]
-        new = History(self.block_size)
-        number = {0: 0}
-        for node in sorted(alive)[1:]:  # a parent is older than what continues it
-            number[node] = new.append_one(number[self.parent[node]], self.token[node])
-        new.notes = {number[node]: note for node, note in self.notes.items() if node in alive}
-        new._key = {number[node]: key for node, key in self._key.items() if node in alive}
+            while True:
+                first = self._run[tip]
+                last = reached.get(first, -1)
+                reached[first] = max(last, tip)
+                if last >= 0:  # what is before was looked at, or is nothing
+                    break
+                tip = self.parent[first]
+        return reached
+
+    def num_alive(self, tips: Iterable[int]) -> int:
+        """How many tokens are kept for these tips. Takes as long as there are runs and tips."""
+        return sum(last - first + 1 for first, last in self._reached(tips).items()) - 1
+
+    def pruned(self, tips: Iterable[int]) -> tuple[History, Callable[[int], int]]:
+        """A history of these tips and what is before them alone, and what says the number there of a node that is."""
+        reached, new, begin = self._reached(tips), History(self.block_size), {0: 0}
+
+        def number(node: int) -> int:
+            first = self._run[node]
+            return begin[first] + node - first
+
+        for first, last in sorted(reached.items()):  # a parent is older than what continues it
+            if first:
+                begin[first] = new.append_one(number(self.parent[first]), self.token[first])
+            if last > first:
+                new._append_run(begin[first], self.token[first + 1 : last + 1])
+
+        def alive(of: dict[int, Any]) -> dict[int, Any]:
+            return {number(node): kept for node, kept in of.items() if node <= reached.get(self._run[node], -1)}
+
+        new.notes, new._key = alive(self.notes), alive(self._key)
         return new, number
 
     def block_key(self, tip: int, end: int) -> bytes:

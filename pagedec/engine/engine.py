@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from pagedec.core.scheduler import Scheduler
 from pagedec.decoders.registry import decoder_for, decoder_of
 from pagedec.engine.completion import Completion, answer_of
 from pagedec.engine.open_branches import SessionLimits
-from pagedec.engine.options import DEFAULT_LOGPROBS, Vocabulary, check_reports, read_options
+from pagedec.engine.options import DEFAULT_LOGPROBS, Options, Vocabulary, check_reports, read_options, with_seed
 from pagedec.engine.sessions import Sessions
 from pagedec.engine.speculating import DRAFTING, TABLE, check_speculation, with_speculation
 from pagedec.engine.stats import EngineStats
@@ -126,6 +125,7 @@ class Engine:
         cache_salt: str = "",
         home: Call | None = None,
         resume: Resume | None = None,
+        options: Options | None = None,
     ) -> Request:
         """Check a request and make all it needs; `add` takes it as it is. Any thread may call it: several at the same
         time where all but one of them bring a seed, since those without are numbered.
@@ -133,8 +133,9 @@ class Engine:
         `params` is of a registered decoder's parameter type, and kept. Where its seed is None, the engine's seed and
         the number of such requests before it name the randomness. Lower `priority` runs earlier; prefix cache blocks
         are shared only under the same `cache_salt`. With a `home` it goes out from that parked branch, whose tokens are
-        the `prompt`. With `resume` its answers go on where that says, if its decoder `resumes`, else begin anew. Raises
-        `InvalidArgument` for what could not run alone, `NotFound` for parameters that no decoder has registered.
+        the `prompt`. With `resume` its answers go on where that says, if its decoder `resumes`, else begin anew.
+        `options`: of the same parameters. Raises `InvalidArgument` for what could not run alone, `NotFound` for
+        parameters that no decoder has registered.
         """
         decoder_for(type(params))  # before anything is read from what may be no parameters at all
         params = with_speculation(params, self.speculative)
@@ -143,12 +144,11 @@ class Engine:
             self._check_speculation(table, "speculative")
         chosen = decoder_of(params)
         limit, limited_by = self._limit(prompt, params.max_tokens)
-        limits = self.limits
-        options = read_options(params, limits.vocab_size, limits.eos_token_ids, self.vocabulary)
+        limits, options = self.limits, options or self.options(params)
         check_reports(options.reporting, params, len(prompt), limit, limits.max_logprobs)
         constraint = constraint_of(params, options.stopping, limits.vocab_size, self.grammars, limit - len(prompt))
         ordinal = self.num_unseeded
-        seeded = params if params.seed is not None else dataclasses.replace(params, seed=self._seed_of(ordinal))
+        seeded = params if params.seed is not None else with_seed(params, self._seed_of(ordinal))
         request = self.scheduler.admit(
             request_id,
             lambda context: chosen.make(seeded, context),
@@ -176,6 +176,16 @@ class Engine:
         if params.seed is None:
             self.num_unseeded = ordinal + 1
         return request
+
+    def options(self, params: RequestParams) -> Options:
+        """What a request's parameters ask for. Takes long where they have tables as large as the vocabulary, or as many
+        words; any thread may ask. Raises `InvalidArgument`."""
+        return read_options(params, self.limits.vocab_size, self.limits.eos_token_ids, self.vocabulary)
+
+    def compile_grammar(self, params: RequestParams, options: Options) -> None:
+        """Compile what answers may be, as `admit` would."""
+        limits = self.limits
+        constraint_of(params, options.stopping, limits.vocab_size, self.grammars, limits.max_model_len)
 
     def add(self, request: Request) -> None:
         """Queue what `admit` has made, once. Raises `InvalidArgument` if a request of its id still runs."""
@@ -288,6 +298,13 @@ class Engine:
             limit = f"must be at most {longest - room - before} tokens long: {what} holds {longest}"
             limit += f", and {before} stand before it" if before else ", and one must be new" if room else ""
             raise InvalidArgument(field, Shown(counted(num_tokens, "token")), limit + advice)
+
+    def check_tokens(self, field: str, tokens: Sequence[int]) -> None:
+        """Raise `InvalidArgument` for a token that the model does not know."""
+        size = self.limits.vocab_size
+        if len(tokens) and not (min(tokens) >= 0 and max(tokens) < size):
+            wrong = next(token for token in tokens if not 0 <= token < size)
+            raise InvalidArgument(field, wrong, f"token ids must be from 0 to {size - 1}")
 
     def room(self, num_tokens: int) -> int:
         """How many more tokens there can be behind so many."""

@@ -53,11 +53,18 @@ class Owner:
     num_coming: int = 0
     """Branches that its calls may add."""
     counted: int = 0
-    """Tokens as they were last counted."""
+    """Tokens as they were last counted: of the history, but for those that are known to be dead."""
     size_before: int = FEW_TOKENS
-    """The history's size when it was last looked at whether much of it is dead, ..."""
+    """The history's size when it was last looked at what of it is dead, ..."""
+    num_dead: int = 0
+    """... how many tokens were, of those that are still in it and that nobody can have come back to, ..."""
     num_loose: int = 0
-    """... and about how many tokens branches have let go of since."""
+    """... and how many at most have died since."""
+
+    @property
+    def tips(self) -> list[int]:
+        """Where its branches are."""
+        return [branch.place[1] for branch in self.branches.values()]
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +85,7 @@ class OpenBranch(Parked):
 class OpenCall(Call):
     """A client's call. `kept`: the new branches, where all answers are kept."""
 
-    __slots__ = ("keep", "kept", "num_coming", "num_promised", "owner", "request_id", "waits")
+    __slots__ = ("keep", "kept", "num_coming", "num_promised", "owner", "request_id", "size_before", "waits")
 
     def __init__(self, branch: OpenBranch, parking: Parking, request_id: str, keep: str | int, waits: bool) -> None:
         """`waits`: when it has ended nothing is kept until somebody has read it to its end."""
@@ -89,6 +96,8 @@ class OpenCall(Call):
         """Whose it counts as, which may outlive its branch; None: it does not, or no more."""
         self.num_promised = self.num_coming = 0
         """Tokens and branches that its answers may add."""
+        self.size_before = 0
+        """Tokens of its session when it was begun."""
 
 
 def seed_of(seed: int, name: str, epoch: int) -> int:

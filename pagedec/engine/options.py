@@ -5,9 +5,11 @@ Every error is an `InvalidArgument` naming the field, the value and the limit.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from pagedec.blame import warn_of_unused
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
@@ -24,8 +26,8 @@ MAX_REPORTED = 1 << 20
 """Log-probabilities that a request may have where it asks for more of each token: some 300 MB, told in Python's
 numbers."""
 MAX_BAD_WORD_BYTES, MAX_BAD_WORDS = 1 << 18, 10_000
-"""Of all bad words of a request: they are tokenised twice each, in some 0.5 s then, of a session in the engine's
-thread."""
+"""Of all bad words of a request: they are tokenised twice each, in some 0.5 s then."""
+P = TypeVar("P", bound=RequestParams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,13 @@ def read_options(
     rules = _rules(params, vocab_size, vocabulary)
     _check_something_is_left(stopping, rules, vocab_size)
     return Options(stopping, rules, _reporting(params, vocab_size))
+
+
+def with_seed(params: P, seed: int) -> P:
+    """The same parameters but for the seed. Nothing else of them is looked at: that may take long."""
+    own = copy.copy(params)
+    object.__setattr__(own, "seed", seed)
+    return own
 
 
 def _stopping(params: RequestParams, vocab_size: int, eos: tuple[int, ...], vocabulary: Vocabulary | None) -> Stopping:

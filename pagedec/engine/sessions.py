@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from pagedec.constraints import constraint_of
 from pagedec.core.history import History
 from pagedec.core.logprobs import answer_reports
 from pagedec.core.parked import Parked, Parking
@@ -16,17 +14,8 @@ from pagedec.core.protocol import Hypothesis
 from pagedec.core.request import Request
 from pagedec.core.table import BlockTable, num_blocks_of
 from pagedec.decoders.scoring import ScoreParams
-from pagedec.engine.open_branches import (
-    FEW_TOKENS,
-    KEEPS,
-    ROOT,
-    OpenBranch,
-    OpenCall,
-    Owner,
-    SessionLimits,
-    seed_of,
-)
-from pagedec.engine.options import read_options
+from pagedec.engine.open_branches import FEW_TOKENS, KEEPS, ROOT, OpenBranch, OpenCall, Owner, SessionLimits, seed_of
+from pagedec.engine.options import Options, with_seed
 from pagedec.errors import BranchBusy, BranchClosed, InvalidArgument, RequestError, SessionLimit, SessionTooSmall, Shown
 from pagedec.outputs import BranchBlocks, SessionBlocks
 from pagedec.params import RequestParams
@@ -65,7 +54,7 @@ class Sessions:
         if not tokens:
             raise InvalidArgument("prompt", Shown("empty"), "must have at least one token")
         engine.check_room("prompt", len(tokens), 1)
-        self.check_tokens(engine, "prompt", tokens)
+        engine.check_tokens("prompt", tokens)
         self._check_branches(None, 1)
         self._check_size(None, len(tokens))
         history = History(self._block_size, salt)
@@ -96,12 +85,14 @@ class Sessions:
         owner = self._of(engine, branch, "append")
         length = branch.length if behind is None else behind
         engine.check_room("append", len(tokens), 0, length)
-        self.check_tokens(engine, "append", tokens)
+        engine.check_tokens("append", tokens)
         self._check_size(owner, len(tokens))
         if length < branch.length:
             self.cut(engine, branch, length)
-        history, tip = branch.place
+        (history, tip), size = branch.place, len(owner.history)
         branch.place = history, history.append(tip, tokens)
+        if len(owner.history) - size < len(tokens):
+            self._revive(owner)
         self._used(owner)
 
     def cut(self, engine: Engine, branch: OpenBranch, length: int) -> None:
@@ -130,9 +121,11 @@ class Sessions:
         params: RequestParams,
         keep: str | int,
         waits: bool = False,
+        options: Options | None = None,
     ) -> Request:
         """A request that goes out from `branch`, for the loop to take in this very turn. `waits`: `read` or `give_up`
-        must follow when it has ended. Raises as `Engine.admit` does; nothing has changed then."""
+        must follow when it has ended. `options`: what the engine has made of the parameters, if it has. Raises as
+        `Engine.admit` does; nothing has changed then."""
         owner = self._of(engine, branch, "another call")
         engine.check_room(f"branch {branch.name}", branch.length, 1, advice="; roll it back first")
         if params.truncate_prompt_tokens is not None:
@@ -151,11 +144,12 @@ class Sessions:
         num_promised = self._most_tokens(engine, branch, params)
         self._check_size(owner, num_promised)
         seed = owner.seed if params.seed is None else params.seed
-        named = dataclasses.replace(params, seed=seed_of(seed, branch.name, branch.epoch))
+        named = with_seed(params, seed_of(seed, branch.name, branch.epoch))
         call = OpenCall(branch, self._parking, request_id, keep, waits)
-        request = engine.admit(request_id, branch.tokens(), named, owner.priority, owner.salt, call)
+        request = engine.admit(request_id, branch.tokens(), named, owner.priority, owner.salt, call, options=options)
         branch.call = call
         call.owner, call.num_promised, call.num_coming = owner, num_promised, params.num_answers if name == "all" else 0
+        call.size_before = len(owner.history)
         self._count(owner, call, 1)
         self._used(owner)
         return request
@@ -287,6 +281,9 @@ class Sessions:
         owner, call.owner = call.owner, None
         if owner is not None:
             self._count(owner, call, -1)
+            self._revive(owner)
+            grown = len(owner.history) - call.size_before
+            owner.num_loose += max(0, min(call.num_promised, grown))  # perhaps none of it is kept
 
     def _of(self, engine: Engine, branch: OpenBranch, what: str) -> Owner:
         self.tidy(engine)
@@ -331,28 +328,38 @@ class Sessions:
             self._next_expiry = min(self._next_expiry, owner.last_used + owner.ttl)
         size = len(owner.history)
         if size >= 2 * owner.size_before or 2 * owner.num_loose > size > FEW_TOKENS:
-            self._prune(owner)
-        self.num_tokens += len(owner.history) - owner.counted
-        owner.counted = len(owner.history)
+            self._bury(owner)
+        self._recount(owner)
 
-    def _prune(self, owner: Owner) -> None:
-        """Write a history anew of which more is dead than alive. Requests that still run keep the old one."""
+    def _revive(self, owner: Owner) -> None:
+        """Perhaps tokens were added that had been there, and died."""
+        owner.num_loose, owner.num_dead = owner.num_loose + owner.num_dead, 0
+
+    def _recount(self, owner: Owner) -> None:
+        counted = len(owner.history) - owner.num_dead
+        self.num_tokens += counted - owner.counted
+        owner.counted = counted
+
+    def _bury(self, owner: Owner) -> None:
+        """Count a history's dead; write one anew of which more is dead than alive. Requests that still run keep the
+        old one."""
         history = owner.history
-        new, number = history.pruned(branch.place[1] for branch in owner.branches.values())
-        if 2 * len(new) <= len(history):
-            owner.history = new
+        num_alive = history.num_alive(owner.tips)
+        if 2 * num_alive <= len(history):
+            owner.history, number = history.pruned(owner.tips)
             for branch in owner.branches.values():
-                branch.place = new, number[branch.place[1]]
-        owner.size_before, owner.num_loose = max(FEW_TOKENS, len(owner.history)), 0
+                branch.place = owner.history, number(branch.place[1])
+        owner.num_dead, owner.num_loose = len(owner.history) - num_alive, 0
+        owner.size_before = max(FEW_TOKENS, len(owner.history))
+
+    def bury(self, owners: Iterable[Owner]) -> None:
+        """Count sessions' dead where there may be more than are known: before somebody is refused for them."""
+        for owner in owners:
+            if owner.num_loose and owner.branches:
+                self._bury(owner)
+                self._recount(owner)
 
     # ---- what is refused
-    def check_tokens(self, engine: Engine, field: str, tokens: Sequence[int]) -> None:
-        """Raise `InvalidArgument` for a token that the model does not know."""
-        size = engine.limits.vocab_size
-        if len(tokens) and not (min(tokens) >= 0 and max(tokens) < size):
-            wrong = next(token for token in tokens if not 0 <= token < size)
-            raise InvalidArgument(field, wrong, f"token ids must be from 0 to {size - 1}")
-
     def _check_branches(self, owner: Owner | None, count: int) -> None:
         have = 0 if owner is None else len(owner.branches) + owner.num_coming
         self._check_limit("max_session_branches", owner, have, count, "a session may have")
@@ -376,21 +383,15 @@ class Sessions:
         return params.num_answers * (room if params.max_tokens is None else min(params.max_tokens, room))
 
     def _check_size(self, owner: Owner | None, count: int) -> None:
-        have = 0 if owner is None else len(owner.history) + owner.num_promised
-        if have + count > self.limits.max_session_tokens and owner is not None:
-            owner.size_before = 0
-            self._used(owner)  # perhaps much of it is dead
-            have = len(owner.history) + owner.num_promised
+        promised = 0 if owner is None else owner.num_promised
+        if owner is not None and owner.counted + promised + count > self.limits.max_session_tokens:
+            self.bury([owner])
+        if self.num_tokens + self._num_promised + count > self.limits.max_parked_tokens:
+            self.bury(self.owners)
+        have = promised + (0 if owner is None else owner.counted)
         self._check_limit("max_session_tokens", owner, have, count, "a session may hold")
         have = self.num_tokens + self._num_promised
         self._check_limit("max_parked_tokens", owner, have, count, "all sessions together may hold")
-
-
-def compile_grammar(engine: Engine, params: RequestParams) -> None:
-    """Compile what answers may be, as `Engine.admit` would."""
-    limits = engine.limits
-    stopping = read_options(params, limits.vocab_size, limits.eos_token_ids, engine.vocabulary).stopping
-    constraint_of(params, stopping, limits.vocab_size, engine.grammars, limits.max_model_len)
 
 
 def _expiry(owner: Owner) -> float:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -19,17 +19,11 @@ from pagedec.llm.front import Front
 from pagedec.llm.prompts import Prepared
 from pagedec.llm.readers import Mailbox, Reader
 from pagedec.llm.signature import listed
+from pagedec.llm.slow import is_heavy, is_long
 from pagedec.llm.streams import Stream
 from pagedec.outputs import RequestOutput
 from pagedec.params import BeamSearchParams, RequestOutputKind, as_beams
 from pagedec.text.chat_template import Message, Tool
-
-LONG_PROMPT = 20_000
-"""Characters, or token ids, from which on a prompt is read in a thread: a text takes some 5 ms, for which an event loop
-should not be held up."""
-TABLES = ("bad_words", "logit_bias", "allowed_token_ids", "stop_token_ids")
-LONG_TABLES = 1000
-"""Entries of parameters from which on they are read in a thread: bad words take some 25 us each."""
 
 
 @listed
@@ -97,7 +91,7 @@ class AsyncLLM(Front):
         to come anew from their beginning (of beams), as soon as it is seen.
         """
         given = prompt, sampling_params, priority, cache_salt, request_id, resume
-        is_slow = _is_long(prompt) or _is_heavy(sampling_params)
+        is_slow = is_long(prompt) or is_heavy(sampling_params)
         if is_slow or self._admitting.locked():  # by a thread which prepares what is slow
             prepared = await asyncio.to_thread(self.prepare_one, *given)
         else:
@@ -254,17 +248,3 @@ class AsyncLLM(Front):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _is_heavy(params: Any) -> bool:
-    """To look at these parameters takes long: a grammar, or tables that are as large as the vocabulary."""
-    if getattr(params, "structured_outputs", None) is not None:
-        return True
-    tables = [getattr(params, name, None) or () for name in TABLES]
-    return sum(map(len, tables)) > LONG_TABLES or sum(map(len, tables[0])) > LONG_PROMPT
-
-
-def _is_long(prompt: Any) -> bool:
-    if isinstance(prompt, Mapping):
-        return any(map(_is_long, prompt.values()))
-    return isinstance(prompt, Sized) and len(prompt) > LONG_PROMPT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, overload
@@ -14,6 +15,7 @@ from pagedec.llm.branches import Handle, Turns
 from pagedec.llm.going import Going, Scored, all_scored, all_written
 from pagedec.llm.readers import Reader, outputs_of
 from pagedec.llm.several import all_at_once, generating, scoring
+from pagedec.llm.slow import is_heavy, is_long
 from pagedec.outputs import BranchOutput, ContinuationScore, Mark, SessionBlocks
 from pagedec.text.chat_template import Message
 
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from pagedec.llm.async_llm import AsyncLLM
 
 T = TypeVar("T")
-LONG = 20_000
-"""Characters, or token ids, from which on they are read in a thread, for which an event loop should not be held up."""
 
 
 class AsyncSessionBranch(Handle):
@@ -58,7 +58,7 @@ class AsyncSessionBranch(Handle):
 
     async def appending(self, what: str | Sequence[int] | Message) -> Appending:
         """What `append` is about to do: to be awaited."""
-        is_slow = not isinstance(what, (str, Sequence)) or len(what) > LONG
+        is_slow = not isinstance(what, (str, Sequence)) or is_long(what)
         append, num_tokens = await asyncio.to_thread(self._appending, what) if is_slow else self._appending(what)
         return Appending(self, append, num_tokens)
 
@@ -97,7 +97,10 @@ class AsyncSessionBranch(Handle):
     ) -> list[BranchOutput[AsyncSessionBranch]]:
         """`generate` on several branches, of this session or of others, in one batch; see `SessionBranch.generate_all`.
         Begins all of the calls or none."""
-        calls = generating(self, branches, sampling_params, keep, fields)
+        begin = functools.partial(generating, self, branches, sampling_params, keep, fields)
+        each = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params]
+        is_slow = is_heavy(fields) or any(map(is_heavy, each))
+        calls = await asyncio.to_thread(begin) if is_slow else begin()
         await self._run(calls)
         return all_written(calls, [await outputs_of(call.stream) for call in calls])
 
@@ -130,7 +133,7 @@ class AsyncSessionBranch(Handle):
         self, sampling_params: Any, keep: str | int, fields: dict[str, Any], streams: bool, name: str | None
     ) -> AsyncGenerator[BranchOutput[AsyncSessionBranch], None]:
         given = sampling_params, keep, fields, streams, name, True  # it may be cancelled while it is read
-        if "structured_outputs" in fields or getattr(sampling_params, "structured_outputs", None) is not None:
+        if is_heavy(sampling_params) or is_heavy(fields):
             going = await asyncio.to_thread(self._generating, *given)
         else:
             going = self._generating(*given)

@@ -164,7 +164,8 @@ class Handle:
         if not self._turns:
             limit = "must be text or tokens: the session did not begin with messages, or was taken back behind them"
             raise InvalidArgument("append", dict(message), limit)
-        length, before = self._turns[-1]
+        turns = self._turns
+        length, before = turns[-1]
         conversation, now = before.fork(), self._branch.tokens()
         conversation.answer(now[length:])
         check_turn("append", message)
@@ -172,14 +173,14 @@ class Handle:
             wanted = conversation.ask(message)
         except InvalidArgument as error:  # about the message, wherever it stands
             raise type(error)("append" + error.field.partition("]")[2], error.value, error.limit) from error.__cause__
-        turns = (*self._turns, (len(wanted), conversation))
         same = len(shared([now, wanted]))
 
         def chat(engine: Engine) -> None:
-            if self._branch.tokens() != now:  # somebody else was faster: what is wanted follows from what is no more
+            # somebody else was faster: what is wanted follows from what is no more
+            if self._turns is not turns or self._branch.tokens() != now:
                 raise BranchBusy(self.name, "append")
             engine.sessions.append(engine, self._branch, wanted[same:], same)
-            self._turns = turns
+            self._turns = (*turns, (len(wanted), conversation))
 
         return chat, len(wanted) - same
 
@@ -195,7 +196,8 @@ class Handle:
         def cut(engine: Engine) -> None:  # counted here: another thread may have changed the branch meanwhile
             keep = self._marked(what) if isinstance(what, Mark) else self._branch.length - what
             engine.sessions.cut(engine, self._branch, keep)
-            self._turns = tuple(turn for turn in self._turns if turn[0] <= keep)
+            if self._turns and self._turns[-1][0] > keep:
+                self._turns = tuple(turn for turn in self._turns if turn[0] <= keep)
 
         return cut
 
@@ -232,11 +234,14 @@ class Handle:
         if not isinstance(params, RequestParams):
             limit = "must be a SamplingParams, a BeamSearchParams, or of another decoder that is registered"
             raise InvalidArgument("sampling_params", params, limit)
-        if params.structured_outputs is not None or fields.get("structured_outputs") is not None:
-            self._front.prepare_grammar(params.clone(**fields))
         if not streams:
             fields = {**fields, "output_kind": RequestOutputKind.FINAL_ONLY}
-        return Going(self, params.clone(**fields) if fields else copy.copy(params), keep, streams or waits, name)
+        own = params.clone(**fields) if fields else copy.copy(params)
+        engine = self._front.engine
+        options = engine.options(own)  # all that may take long, before the engine's thread has it
+        if own.structured_outputs is not None:
+            engine.compile_grammar(own, options)
+        return Going(self, own, keep, streams or waits, name, options)
 
     def _scoring(
         self, continuations: Any, logprobs: int, field: str = "continuations", request_id: str | None = None

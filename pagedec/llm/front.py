@@ -17,7 +17,6 @@ from pagedec.core.resuming import Resume
 from pagedec.engine.engine import Engine
 from pagedec.engine.loop import EngineLoop
 from pagedec.engine.open_branches import OpenBranch
-from pagedec.engine.sessions import compile_grammar
 from pagedec.errors import AbsentFeature, InvalidArgument, NotFound, Shown
 from pagedec.fields import Number
 from pagedec.formats.named import files_of
@@ -236,7 +235,7 @@ class Front:
     # ---- sessions
     def prepare_grammar(self, params: RequestParams) -> None:
         """Have a grammar compiled, so that whoever admits the request will find it: it may take seconds."""
-        compile_grammar(self.engine, params)
+        self.engine.compile_grammar(params, self.engine.options(params))
 
     def _opening(
         self, prompt: Prompt | None, messages: Sequence[Message] | None, seed: int | None, priority: int, salt: str,

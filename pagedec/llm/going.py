@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pagedec.decoders.scoring import ScoreParams
 from pagedec.engine.engine import Engine, FinishedRequest
 from pagedec.engine.open_branches import SCORES, OpenBranch, OpenCall
+from pagedec.engine.options import Options
 from pagedec.errors import RequestError, unless_failed
 from pagedec.llm.prompts import Job
 from pagedec.llm.room import within_pool
@@ -28,11 +29,15 @@ B = TypeVar("B", bound="Handle")
 class Going(Generic[B]):
     """A call on its way, and its stream."""
 
-    def __init__(self, handle: B, params: RequestParams, keep: str | int, waits: bool, name: str | None = None) -> None:
-        """`waits`: what it ends with is kept when it was read to its end (`read`). `name`: of the request."""
+    def __init__(
+        self, handle: B, params: RequestParams, keep: str | int, waits: bool, name: str | None, options: Options
+    ) -> None:
+        """`waits`: what it ends with is kept when it was read to its end (`read`). `name`: of the request. `options`:
+        what the engine makes of `params`."""
         front = handle._front
         job = Job(_named(handle, name), None, [], params)
         self.handle, self.keep, self.waits, self.stream = handle, keep, waits, Stream(job, front.writer)
+        self._options = options
         self._calls: list[OpenCall] = []
         self.blamed: Callable[[], AbstractContextManager[None]] = nullcontext
         """Has errors say which of several calls they are about."""
@@ -43,7 +48,9 @@ class Going(Generic[B]):
         """Send it out. Called in the loop."""
         branch, job = self.handle._branch, self.stream.job
         with self.blamed(), within_pool(engine.scheduler.limits, job.params, branch.length):
-            request = engine.sessions.begin(engine, branch, job.request_id, job.params, self.keep, self.waits)
+            request = engine.sessions.begin(
+                engine, branch, job.request_id, job.params, self.keep, self.waits, self._options
+            )
         assert isinstance(request.home, OpenCall)
         self._calls.append(request.home)
         job.token_ids[:] = branch.tokens()
@@ -136,7 +143,7 @@ class Scored:
         assert isinstance(job.params, ScoreParams)
         for i, row in enumerate(self._rows):
             engine.check_room(f"{self._field}[{i}]", len(row), 0, branch.length)
-            engine.sessions.check_tokens(engine, f"{self._field}[{i}]", row)
+            engine.check_tokens(f"{self._field}[{i}]", row)
         self._root = branch.place[1]
         request = engine.sessions.begin(engine, branch, job.request_id, job.params, SCORES)
         self._handle._front.loop.join(request, self.stream)

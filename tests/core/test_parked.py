@@ -113,13 +113,14 @@ def test_a_history_without_its_dead() -> None:
         alive = rng.sample(tips[1:], 3)
         keys = {tip: [history.block_key(tip, end) for end in range(0, history.depth[tip], SIZE)] for tip in alive}
         new, number = history.pruned(alive)
-        assert len(new) <= len(history)
+        nodes = {tuple(history.tokens(tip)[:length]) for tip in alive for length in range(1, history.depth[tip] + 1)}
+        assert len(new) == len(nodes) == history.num_alive(alive) <= len(history)
         for tip in alive:
-            moved = number[tip]
+            moved = number(tip)
             assert new.tokens(moved) == history.tokens(tip) == new.notes[moved]
             assert keys[tip] == [new.block_key(moved, end) for end in range(0, new.depth[moved], SIZE)]
             assert new.append(0, history.tokens(tip)) == moved
-        again, _ = new.pruned(number[tip] for tip in alive)
+        again, _ = new.pruned(number(tip) for tip in alive)
         assert len(again) == len(new)
 
 

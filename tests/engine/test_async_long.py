@@ -181,6 +181,34 @@ def test_long_tables_are_read_in_a_thread(tiny_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(options, "_token_ids", noted)
     table: Any = dict.fromkeys(range(VOCAB), 0.5) if field == "logit_bias" else list(range(3, VOCAB)) * 10
-    monkeypatch.setattr("pagedec.llm.async_llm.LONG_TABLES", 100)
+    monkeypatch.setattr("pagedec.llm.slow.LONG_TABLES", 100)
     run(lambda llm: last(llm, SamplingParams(max_tokens=2, **{field: table})), tiny_path)
     assert found and LOOP not in found
+
+
+@pytest.mark.parametrize("given", ["as fields", "as parameters", "for all"])
+def test_a_session_s_are_too_and_not_by_the_engine(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    """Whoever is in the same batch would wait for them."""
+    found, read = set[str](), options._token_ids
+
+    def noted(*values: Any) -> Any:
+        found.add(threading.current_thread().name)
+        return read(*values)
+
+    async def ask(llm: AsyncLLM) -> None:
+        table = dict.fromkeys(range(VOCAB), 0.5)
+        async with llm.session(IDS) as session:
+            found.clear()
+            if given == "for all":
+                await session.generate_all([session], SamplingParams(max_tokens=2, logit_bias=table))
+            elif given == "as fields":
+                await session.generate(max_tokens=2, logit_bias=table)
+            else:
+                await session.generate(SamplingParams(max_tokens=2, logit_bias=table))
+
+    monkeypatch.setattr(options, "_token_ids", noted)
+    monkeypatch.setattr("pagedec.llm.slow.LONG_TABLES", 100)
+    run(ask, tiny_path)
+    assert found and not found & {LOOP, "pagedec-engine"}

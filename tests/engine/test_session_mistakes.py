@@ -17,6 +17,7 @@ from pagedec import AsyncLLM, SamplingParams
 from pagedec.errors import BranchBusy, InvalidArgument, SessionLimit
 from pagedec.inputs import as_conversations
 from pagedec.text.chat_template import check_messages, render_chat
+from pagedec.text.conversation import Conversation
 from tests.engine.crowd import Tiny
 
 PROMPT = list(range(3, 40))
@@ -174,6 +175,28 @@ def test_chats(text_llm: Any) -> None:
         assert chat.token_ids == before
         chat.append(user("And?"))
         assert chat.text.endswith("And?\nassistant\n")
+
+
+def test_a_chat_s_message_behind_what_was_taken_back_meanwhile(text_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing comes back with it that was taken back while it was rendered."""
+    with text_llm.session(messages=[{"role": "user", "content": "Hi"}], seed=3) as chat:
+        mark = chat.mark()
+        chat.generate(max_tokens=2)
+        chat.append({"role": "user", "content": "SECRET"})
+        fork = Conversation.fork
+
+        def meanwhile(self: Conversation) -> Conversation:
+            monkeypatch.undo()
+            chat.rollback(mark)
+            return fork(self)
+
+        monkeypatch.setattr(Conversation, "fork", meanwhile)
+        with pytest.raises(BranchBusy):
+            chat.append({"role": "user", "content": "And?"})
+        assert "SECRET" not in chat.text and chat.num_tokens == mark.num_tokens
+        chat.generate(max_tokens=2)
+        chat.append({"role": "user", "content": "And?"})
+        assert "SECRET" not in chat.text and "And?" in chat.text
 
 
 def test_a_session_that_nobody_awaited(tiny_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from pagedec import SamplingParams
+from pagedec.core.history import History
 from pagedec.errors import SessionLimit
 from tests.engine.crowd import Tiny
 from tests.engine.test_session_programs import assert_nothing_left
@@ -27,7 +29,7 @@ def test_who_closes_or_takes_back_makes_room_for_others(tiny: Tiny, how: str) ->
             llm.session([7] * 200)
         for fork in forks[:39]:
             fork.close() if how == "close" else fork.rollback(100)
-        assert llm.engine.sessions.num_tokens == len(session._branch.place[0]) < 2 * 1024
+        assert llm.engine.sessions.num_tokens <= len(session._branch.place[0]) < 2 * 1024
         llm.session([7] * 200).close()
         assert forks[39].token_ids == PROMPT + [89] * 100
         forks[39].generate(DRAWN)
@@ -63,9 +65,79 @@ def test_dead_history_is_pruned(tiny: Tiny) -> None:
             session.rollback(session.num_tokens - len(PROMPT))
         *_, output = stream
         sizes = len(session._branch.place[0]), llm.engine.sessions.num_tokens
-        assert sizes[0] == sizes[1] < 4096 + 1000
+        assert sizes[1] <= sizes[0] < 4096 + 1000
         assert other.token_ids == PROMPT + output.outputs[0].token_ids
         assert other.generate(DRAWN, max_tokens=5).finished
+    assert_nothing_left(llm)
+
+
+def alive_of(session: Any) -> int:
+    """Tokens of a session, each counted once, found by looking at all of them."""
+    branches = session._owner.branches.values()
+    return len({tuple(tokens[:i]) for tokens in (b.tokens() for b in branches) for i in range(1, len(tokens) + 1)})
+
+
+def test_who_is_refused_is_not_looked_at_again_before_something_dies(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session that is full of what lives is not gone through once more for each token that it asks for."""
+    llm, looks, look = tiny(max_session_tokens=500), list[int](), History.num_alive
+    full = "max_session_tokens is 500 tokens, and 1 more"
+    monkeypatch.setattr(History, "num_alive", lambda self, tips: looks.append(1) or look(self, tips))
+    with llm.session(PROMPT, seed=3) as session:
+        other, last = session.fork(2)
+        for branch, token, count in ((session, 7, 200), (other, 8, 200), (last, 9, 100 - len(PROMPT))):
+            branch.append([token] * count)
+        looks.clear()
+        for _ in range(3):
+            with pytest.raises(SessionLimit, match=full):
+                last.append([5])
+        assert not looks
+        last.rollback(60)
+        last.append([10] * 60)  # 60 that are dead make room: they are few, and still in the history
+        assert len(looks) == 1 and session.session_state().num_tokens == 500 < len(session._owner.history)
+        with pytest.raises(SessionLimit, match=full):
+            last.append([5])
+        assert len(looks) == 1
+        last.rollback(60)
+        last.append([9] * 60)  # the dead come back
+        assert session.session_state().num_tokens >= alive_of(session) == 500
+        with pytest.raises(SessionLimit, match=full):
+            last.append([5])
+    assert_nothing_left(llm)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_lives_is_counted(tiny: Tiny, seed: int) -> None:
+    """Never less than lives; just that, when it is looked at. Tokens are few, so that what is dead comes back."""
+    llm, rng = tiny(), random.Random(seed)
+    with llm.session(PROMPT, seed=seed) as session:
+        branches, sessions = [session], llm.engine.sessions
+        for _ in range(60):
+            branch = rng.choice(branches)
+            if branch.room < 80:
+                branch.rollback(100)
+            match rng.choice(["append", "append", "rollback", "fork", "close", "score", "generate", "none"]):
+                case "append":
+                    branch.append([rng.choice([5, 6])] * rng.choice([1, 9, 70]))
+                case "rollback":
+                    branch.rollback(rng.randrange(branch.num_tokens))
+                case "fork":
+                    branches += branch.fork(2)
+                case "close" if branch is not session:
+                    branches.remove(branch)
+                    branch.close()
+                case "score":
+                    branch.score([[5] * rng.randrange(1, 30), [6] * 40])
+                case "generate":
+                    branches += branch.generate(DRAWN, n=2, max_tokens=9, keep="all").branches
+                case "none":
+                    branch.generate(DRAWN, n=2, max_tokens=9, keep="none")
+            counted = session.session_state().num_tokens
+            assert alive_of(session) <= counted <= len(session._owner.history)
+            if rng.random() < 0.3:
+                sessions.bury([session._owner])
+                assert session.session_state().num_tokens == sessions.num_tokens == alive_of(session)
     assert_nothing_left(llm)
 
 
