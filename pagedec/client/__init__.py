@@ -1,7 +1,7 @@
 """A server's model from Python, without torch: `Client` is what `LLM` is, `AsyncClient` what `AsyncLLM` is.
 
 Read `client` first, then `questions` and `handle` (what is asked), `asking` and `telling` (objects to messages and
-back), `connection` and `failures`.
+back), `connection` and `failures`, `dropped`.
 """
 
 from pagedec.client.asking import CustomParams, ServedTrie
