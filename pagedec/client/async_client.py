@@ -161,7 +161,7 @@ class AsyncClient:
 
     # ---- the end
     async def close(self) -> None:
-        """Give up the connection; what runs is cancelled."""
+        """Give up the connection; see `Client.close`."""
         await self._line.close()
 
     async def __aenter__(self) -> AsyncClient:

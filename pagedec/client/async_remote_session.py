@@ -20,14 +20,13 @@ T = TypeVar("T")
 
 class AsyncRemoteBranch(RemoteHandle):
     """A branch of a server's session, as `RemoteBranch`, for coroutines: what that one does is awaited here, and what
-    it has as properties, text, tokens and reports, `state` brings."""
+    it has as properties, text, tokens and reports, `state` brings. Dropping it closes it in the same way."""
 
     async def generate(
         self, sampling_params: Any = None, *, keep: str | int = "first", timeout: float | None = None, **fields: Any
     ) -> BranchOutput[AsyncRemoteBranch]:
         """The answers of a request that goes on from here; see `SessionBranch.generate`."""
         ask = self._generating(sampling_params, keep, fields, False)
-        await self._tidy()
         return await self._whole(ask, timeout)
 
     async def stream(
@@ -36,7 +35,6 @@ class AsyncRemoteBranch(RemoteHandle):
         """The same as the answers grow. Leaving the iterator before its end leaves the branch as it was, unless the
         server had come to the end; see `RemoteBranch.stream`."""
         ask = self._generating(sampling_params, keep, fields, True)
-        await self._tidy()
         async with contextlib.aclosing(self._held.line.read(ask, timeout)) as outputs:
             async for output in outputs:
                 if output is not None:
@@ -96,7 +94,6 @@ class AsyncRemoteBranch(RemoteHandle):
     ) -> list[BranchOutput[AsyncRemoteBranch]]:
         """`generate` on several branches at the same time; see `RemoteBranch.generate_all`."""
         asks = self._generating_all(branches, sampling_params, keep, fields)
-        await self._tidy()
         found = await together([self._whole(ask, timeout) for ask in asks])
         return unless_failed([output_of(one) for one in found])
 
@@ -109,7 +106,6 @@ class AsyncRemoteBranch(RemoteHandle):
     ) -> list[list[ContinuationScore]]:
         """`score` on several branches at the same time; see `RemoteBranch.score_all`."""
         asks = self._scoring_all(branches, continuations, logprobs)
-        await self._tidy()
         return unless_failed(await together([self._held.line.ask(ask) for ask in asks]))
 
     async def close(self) -> None:
@@ -138,20 +134,13 @@ class AsyncRemoteBranch(RemoteHandle):
         return await learned(self._held.line, self._held.pieces, output, ask.given[""])
 
     async def _do(self, ask: Inquiry[T]) -> T:
-        await self._tidy()
         answer: T = await self._held.line.ask(ask)
         return answer
-
-    async def _tidy(self) -> None:
-        names = self._forgotten()
-        if names and not self._held.is_closed:
-            with contextlib.suppress(BranchClosed):
-                await self._held.line.ask(self._closing(names))
 
 
 class AsyncRemoteSession(AsyncRemoteBranch):
     """A session: its first branch, and what is common to all of them. As a context manager, and by `close`, all of its
-    branches are closed. `AsyncClient.session` makes it."""
+    branches are closed; dropped, its first branch alone. `AsyncClient.session` makes it."""
 
     def _again(self, branch: Any) -> Any:
         return AsyncRemoteBranch(self._held, branch)

@@ -9,7 +9,18 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
-from pagedec.client.connection import SERVICES, Deadline, Inquiry, Steady, Way, find, remaining, require_open
+from pagedec.client.connection import (
+    SERVICES,
+    Deadline,
+    Inquiry,
+    Steady,
+    Way,
+    closing_seconds,
+    find,
+    remaining,
+    require_open,
+)
+from pagedec.client.dropped import Closing, DroppedBranches
 from pagedec.client.token_pieces import Out, TokenPieces
 from pagedec.errors import RequestError
 from pagedec.params import RequestParams
@@ -26,10 +37,13 @@ class AsyncRoute:
         self._channel: grpc.aio.Channel | None = None  # made in the event loop that uses it
         self._stubs: list[Any] = []
         self.is_closed = False
+        self.dropped = DroppedBranches()
+        self._closing = asyncio.Lock()
 
     async def ask(self, ask: Inquiry[T], timeout: float | None = None) -> T:
         """The answer of a unary call; see `Route.ask`."""
         deadline = self.way.deadline(timeout)
+        await self._close_dropped(deadline)
         for pauses in itertools.count():
             try:
                 return ask.read(await self._call(ask, deadline))
@@ -44,6 +58,7 @@ class AsyncRoute:
     async def read(self, ask: Inquiry[T], timeout: float | None = None) -> AsyncGenerator[T, None]:
         """The answers of a call, one by one; see `Route.begin`. Leaving them ends the call."""
         deadline = self.way.deadline(timeout)
+        await self._close_dropped(deadline)
         steady, call = Steady(self.way, ask, deadline), self._call(ask, deadline)
         try:
             while True:
@@ -64,9 +79,33 @@ class AsyncRoute:
 
     async def close(self) -> None:
         """Give up the channel; what runs is cancelled."""
-        self.is_closed = True
-        if self._channel is not None:
-            await self._channel.close()
+        try:
+            await self._close_dropped()
+        finally:
+            self.is_closed = True
+            if self._channel is not None:
+                await self._channel.close()
+
+    async def _close_dropped(self, deadline: Deadline | None = None) -> None:
+        """Close what nobody holds any more; see `Route`."""
+        if self.is_closed or not (self.dropped or self._closing.locked()):
+            return
+        seconds = closing_seconds(deadline)
+        try:
+            async with asyncio.timeout(seconds), self._closing:
+                with self.dropped.closings() as closings:
+                    await asyncio.gather(*(self._end(closing, seconds) for closing in closings))
+        except TimeoutError:
+            return  # the next call goes on with it
+
+    async def _end(self, closing: Closing, seconds: float) -> None:
+        close = find(self._stubs, "CloseSession")
+        try:
+            await close(closing.request, timeout=seconds, metadata=self.way.metadata)
+        except grpc.aio.AioRpcError as error:
+            closing.end(error)
+        else:
+            closing.end()
 
     def _call(self, ask: Inquiry[T], deadline: Deadline | None) -> Any:
         require_open(self.is_closed)

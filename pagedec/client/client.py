@@ -170,7 +170,8 @@ class Client:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteSession:
         """Branches in your own hands, on the server; see `LLM.session`. `ttl`: seconds after which the server closes
-        the session if it is not used; by default, and at most, what the server allows."""
+        the session if it is not used; by default, and at most, what the server allows. What is dropped the client's
+        next call of any kind closes, before all else."""
         template = {"tools": tools, "template_kwargs": chat_template_kwargs}
         ask = opening(prompt, messages, seed, priority, cache_salt, ttl, self._model, template)
         opened = self._line.ask(ask)
@@ -210,7 +211,8 @@ class Client:
 
     # ---- the end
     def close(self) -> None:
-        """Give up the connection; what runs is cancelled."""
+        """Give up the connection. What runs is cancelled, branches that were dropped are closed, and sessions that are
+        still held live until their leases end."""
         self._line.close()
 
     def __enter__(self) -> Client:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from pagedec.client.asking import FIELDS
+from pagedec.client.dropped import CLOSING_SECONDS, DroppedBranches
 from pagedec.client.failures import UNTOLD, ServerError, failure_of, last_of, pause_after, pause_between, recalled
 from pagedec.client.telling import Growing
 from pagedec.errors import InvalidArgument, PagedecError, RequestError, Shown
@@ -199,11 +201,14 @@ class Route:
             self.channel = grpc.secure_channel(way.target, credentials, way.all_options)
         self._stubs = [service(self.channel) for service in SERVICES]
         self.is_closed = False
+        self.dropped = DroppedBranches()
+        self._closing = threading.RLock()  # a finalizer of somebody's may call in the midst of a closing
 
     def ask(self, ask: Inquiry[T], timeout: float | None = None) -> T:
         """The answer of a unary call. It is asked again where the server has refused it for now, and one without
         effects where the server was not reached, too. Raises the call's error as an exception."""
         deadline = self.way.deadline(timeout)
+        self._close_dropped(deadline)
         for pauses in itertools.count():
             try:
                 return ask.read(self._call(ask, deadline))
@@ -218,7 +223,9 @@ class Route:
     def begin(self, ask: Inquiry[T] | Inquiry[T | None], timeout: float | None = None) -> Answers[T]:
         """Begin a call whose answers come one by one; what is read as None is left out. Leaving them ends the call. It
         is asked again where the server has refused it for now."""
-        return Answers(self, ask, self.way.deadline(timeout))
+        deadline = self.way.deadline(timeout)
+        self._close_dropped(deadline)
+        return Answers(self, ask, deadline)
 
     def together(self, asks: Sequence[Inquiry[T]], timeout: float | None = None) -> list[T | RequestError]:
         """What calls bring that go out at the same time: the last answer of each, or the `RequestError` that it has
@@ -232,6 +239,7 @@ class Route:
                 call.close()
 
         deadline, found = self.way.deadline(timeout), list[T | RequestError]()
+        self._close_dropped(deadline)
         try:
             for ask in asks:
                 if not refusals:
@@ -266,10 +274,32 @@ class Route:
         message = iter(ask.message) if isinstance(ask.message, list) else ask.message
         return find(self._stubs, ask.rpc), message, {"timeout": remaining(deadline), "metadata": self.way.metadata}
 
+    def _close_dropped(self, deadline: Deadline | None = None) -> None:
+        """Close what nobody holds any more, so that it counts no more in what is asked next. Whoever comes meanwhile
+        waits for that. Its failures are nobody's."""
+        seconds = closing_seconds(deadline)
+        if self.is_closed or not self._closing.acquire(timeout=seconds):
+            return
+        try:
+            if not self.dropped:
+                return
+            close = find(self._stubs, "CloseSession")
+            with self.dropped.closings() as closings:
+                told = {"timeout": seconds, "metadata": self.way.metadata}
+                calls = [close.future(closing.request, **told) for closing in closings]
+                for closing, call in zip(closings, calls, strict=True):
+                    with contextlib.suppress(grpc.FutureCancelledError):  # by the client's end
+                        closing.end(call.exception())
+        finally:
+            self._closing.release()
+
     def close(self) -> None:
         """Give up the channel; what runs is cancelled."""
-        self.is_closed = True
-        self.channel.close()
+        try:
+            self._close_dropped()
+        finally:
+            self.is_closed = True
+            self.channel.close()
 
 
 class Answers(Generator[T, None, None]):
@@ -354,6 +384,11 @@ def find(stubs: list[Any], rpc: str) -> Any:
 def remaining(deadline: Deadline | None) -> float | None:
     """Seconds until a deadline, a moment at least: the call ends by it."""
     return None if deadline is None else max(deadline - time.monotonic(), 0.001)
+
+
+def closing_seconds(deadline: Deadline | None) -> float:
+    """How long a call that must have ended by a deadline may wait until what was dropped is closed."""
+    return min(CLOSING_SECONDS, remaining(deadline) or CLOSING_SECONDS)
 
 
 def _read(name: str, path: str | Path | None) -> bytes | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -44,14 +43,17 @@ CUTTING = dict.fromkeys(("num_tokens", "mark"), "rollback")
 
 @dataclass(slots=True)
 class Held:
-    """A session in this program's hands. `dropped`: branches whose handles are gone, which the next call closes; a
-    collector may put them here anywhere."""
+    """A session in this program's hands."""
 
     line: Any
     session_id: str
     pieces: TokenPieces
-    dropped: deque[str] = field(default_factory=deque)
     is_closed: bool = False
+
+    def drop(self, name: str) -> None:
+        """A branch's handle is gone: the client's next call closes it. A collector may say so anywhere."""
+        if not self.is_closed:
+            self.line.dropped.add(self.session_id, name)
 
 
 class RemoteHandle:
@@ -60,7 +62,7 @@ class RemoteHandle:
     def __init__(self, held: Held, branch: pb.Branch) -> None:
         """Sessions and branches make these."""
         self._held, self._branch, self._is_closed = held, branch, False
-        self._let_go = weakref.finalize(self, held.dropped.append, branch.name)
+        self._let_go = weakref.finalize(self, held.drop, branch.name)
         self._let_go.atexit = False
 
     def __repr__(self) -> str:
@@ -279,13 +281,6 @@ class RemoteHandle:
     def _shut(self) -> None:
         self._is_closed = True
         self._let_go.detach()
-
-    def _forgotten(self) -> list[str]:
-        """Branches that nobody holds any more, to be closed now."""
-        names = []
-        while self._held.dropped:
-            names.append(self._held.dropped.popleft())
-        return names
 
 
 def opening(

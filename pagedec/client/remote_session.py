@@ -31,7 +31,8 @@ class RemoteBranch(RemoteHandle):
     """A branch of a server's session: what `SessionBranch` does, by the same names.
 
     `text`, `token_ids`, `logprobs` and `mark` ask the server each time; `state` brings all of them at once. A branch is
-    closed by `close`, as a context manager, or by dropping it: the session's next call tells the server then.
+    closed by `close`, as a context manager, or by dropping it, in any thread: the client's next call of any kind, or
+    its `close`, tells the server of that first.
     """
 
     def generate(
@@ -40,7 +41,6 @@ class RemoteBranch(RemoteHandle):
         """The answers of a request that goes on from here; see `SessionBranch.generate`. Never tried again: who does
         not hear of the end may ask with `state` what has become of the branch."""
         ask = self._generating(sampling_params, keep, fields, False)
-        self._tidy()
         with contextlib.closing(self._line.begin(ask, timeout)) as outputs:
             return last_of(outputs)
 
@@ -51,7 +51,6 @@ class RemoteBranch(RemoteHandle):
         was, unless the server had come to the end: `state` says what has become of it, and branches of `keep="all"`
         that were not read of live as long as the session."""
         ask = self._generating(sampling_params, keep, fields, True)
-        self._tidy()
         return self._line.begin(ask, timeout)
 
     def append(self, what: str | Sequence[int] | Mapping[str, Any]) -> None:
@@ -140,7 +139,6 @@ class RemoteBranch(RemoteHandle):
         not be asked at all, as on a branch that is busy, that is raised, and the others are ended: those that had not
         come to their end are as they were."""
         asks = self._generating_all(branches, sampling_params, keep, fields)
-        self._tidy()
         return unless_failed([output_of(one) for one in self._line.together(asks, timeout)])
 
     def score_all(
@@ -153,7 +151,6 @@ class RemoteBranch(RemoteHandle):
         """`score` on several branches at the same time: a list of continuations for each. Raises `RequestsFailed` where
         some fail: in its `outputs` their errors stand among the others' scores."""
         asks = self._scoring_all(branches, continuations, logprobs)
-        self._tidy()
         return unless_failed(self._line.together(asks))
 
     # ---- inside
@@ -166,14 +163,7 @@ class RemoteBranch(RemoteHandle):
         return self._held.pieces.spelled(output, params, self._line.ask)
 
     def _do(self, ask: Inquiry[T]) -> T:
-        self._tidy()
         return self._line.ask(ask)
-
-    def _tidy(self) -> None:
-        names = self._forgotten()
-        if names and not self._held.is_closed:
-            with contextlib.suppress(BranchClosed):
-                self._line.ask(self._closing(names))
 
 
 class RemoteSession(RemoteBranch):
