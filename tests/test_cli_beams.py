@@ -212,6 +212,7 @@ def test_trees_are_saved(stand_in: type[StandIn], tmp_path: Path, capsys: pytest
 
 
 # ----------------------------------------------------------------------------------------------------- a real engine
+@pytest.mark.long
 def test_on_a_terminal(tmp_path: Path) -> None:
     """The best answer of a search grows as it settles; a tree is as wide as the terminal."""
     model = [*"--load-format dummy --num-blocks 99 --max-tokens 40 --ignore-eos --allowed-token-ids 64,65,66".split()]

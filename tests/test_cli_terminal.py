@@ -80,6 +80,7 @@ def test_the_only_answer_grows_on_the_screen(tiny: Path, llm: LLM, words: Sampli
     assert "loaded in" in ending and "1 answer of 300 tokens" in ending and "%" not in ending
 
 
+@pytest.mark.long
 def test_it_grows_before_it_is_complete_and_ctrl_c_keeps_it(tiny: Path, llm: LLM, words: SamplingParams) -> None:
     with Terminal([*PAGEDEC, "generate", "x", *flags(tiny, words, max_tokens=90_000)], COLUMNS) as terminal:
         terminal.until("=== x\n")
@@ -114,6 +115,7 @@ def test_a_chat_of_one_turn_and_an_answer_of_several(tiny: Path, llm: LLM, words
     assert "prompts: 100%" in parts[0], "they come at the end, after a bar"
 
 
+@pytest.mark.long
 def test_a_log_has_no_bar(tiny: Path, words: SamplingParams, tmp_path: Path) -> None:
     with open(tmp_path / "log", "w") as log:
         command = [*PAGEDEC, "generate", "x", "y", *flags(tiny, words, max_tokens=5)]
@@ -153,6 +155,7 @@ def test_an_interrupt_leaves_nothing_in_the_pool(
     assert capsys.readouterr().out == expected
 
 
+@pytest.mark.long
 def test_ctrl_c_keeps_the_answers_that_are_finished(
     tiny: Path, llm: LLM, words: SamplingParams, tmp_path: Path
 ) -> None:

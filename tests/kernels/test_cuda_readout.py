@@ -126,10 +126,11 @@ def test_tokens_that_are_always_kept(device: Library, always: int) -> None:
 
 
 # ---- many rows, large vocabularies
-def test_six_hundred_rows(device: Library) -> None:
+@pytest.mark.parametrize("rows", [140, pytest.param(600, marks=pytest.mark.long)])
+def test_many_rows(device: Library, rows: int) -> None:
     context, plain = device.context(), NativeBackend(load("scalar"), torch.float32).context
-    x = np.floor(calls.normal(600, 37, seed=4, scale=3.0).numpy())
-    draws = calls.draws(600, row=np.arange(600), stream=np.arange(600), top_p=0.9, temperature=1.3)
+    x = np.floor(calls.normal(rows, 37, seed=4, scale=3.0).numpy())
+    draws = calls.draws(rows, row=np.arange(rows), stream=np.arange(rows), top_p=0.9, temperature=1.3)
     assert np.array_equal(calls.sample(context, x, draws), calls.sample(plain, x, draws))
     for mine, theirs in zip(calls.topk_lse(context, x, 5)[:2], calls.topk_lse(plain, x, 5)[:2], strict=True):
         assert np.array_equal(mine, theirs)

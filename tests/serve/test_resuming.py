@@ -314,6 +314,7 @@ async def _opened(serving: Serving) -> None:
     serving.server.lifecycle.open()
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_and_started_anew(tiny_path: Path) -> None:
     params = SamplingParams(n=2, seed=1, max_tokens=400, ignore_eos=True)
     server = Process(tiny_path).ready()

@@ -266,6 +266,7 @@ def test_a_port_that_is_taken_is_one_line(tiny_path: Path) -> None:
     assert [line for line in lines if not of_grpc.match(line)] == [said]
 
 
+@pytest.mark.long
 def test_nobody_writes_between_lines_of_json(tiny_path: Path) -> None:
     lines, said = refused_port(tiny_path, "--log-format", "json")
     assert lines == [said]
