@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from pagedec.core.protocol import Decoder, DecoderContext
 from pagedec.errors import InvalidArgument, NotFound
+from pagedec.fields import field_names, strict
 from pagedec.params import RequestParams
 from pagedec.speculation import Speculation, add_method
 
@@ -39,13 +41,16 @@ def decoder(
     name: str, *, params: type[RequestParams], speculation: type[Speculation] | None = None
 ) -> Callable[[_Class], _Class]:
     """Register a class as the decoder `name`; requests whose parameters are of type `params`, a subclass of
-    `RequestParams`, use it. With `speculation`: those of them that draft in this way, which tables may then name.
+    `RequestParams`, use it. With `speculation`: those of them that draft in this way, which tables may then name. From
+    then on a field that `params` does not have is an `InvalidArgument` that lists those which it has.
 
     Registering the same class again (a reloaded module) replaces it; another class under a taken name is refused.
     """
 
     if not (isinstance(params, type) and issubclass(params, RequestParams)):
         raise InvalidArgument("params", params, "must be a subclass of RequestParams: what any request may ask for")
+    if _is_made_of_fields(params):
+        strict(params)
 
     def register(cls: _Class) -> _Class:
         entry, asked = Registered(name, cls, params, speculation), (params, speculation)
@@ -79,6 +84,11 @@ def registered_names() -> list[str]:
     return [name for name, entry in _by_name.items() if entry.speculation is None]
 
 
+def decoder_classes() -> list[DecoderClass]:
+    """The classes of all decoders that are registered."""
+    return [entry.make for entry in _by_name.values()]
+
+
 def drafting_names() -> list[str]:
     """The names of all decoders that draft."""
     return [name for name, entry in _by_name.items() if entry.speculation is not None]
@@ -100,6 +110,13 @@ def decoder_of(params: Any) -> Registered:
 def make_decoder(params: Any, context: DecoderContext) -> Decoder:
     """A decoder for one request with these parameters, as `decoder_of` finds it."""
     return decoder_of(params).make(params, context)
+
+
+def _is_made_of_fields(params: type[Any]) -> bool:
+    """A dataclass's own constructor makes one, and nothing is around it yet."""
+    init = params.__init__
+    known = inspect.signature(init).parameters.keys() - {"self"}
+    return not hasattr(init, "__wrapped__") and known <= set(field_names(params))
 
 
 def _path(cls: Any) -> tuple[str, str]:

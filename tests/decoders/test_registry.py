@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from pagedec.core.request import Branch
 from pagedec.decoders import NGram, Sampling, decoder, decoder_for, make_decoder, registry
 from pagedec.errors import InvalidArgument, NotFound
 from pagedec.fields import Integer, option
-from pagedec.params import SamplingParams
+from pagedec.params import RequestParams, SamplingParams
 from pagedec.speculation import JacobiSpeculation, NGramSpeculation, Speculation
 
 
@@ -64,6 +64,37 @@ def test_taken_names_and_types_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="params"):
         decoder("own", params=SamplingParams)(Own)
     assert decoder_for("sampling").make is Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotedParams(RequestParams):
+    """Its constructor takes what is no field."""
+
+    width: int = option(4, Integer("samples", low=1))
+    note: InitVar[str] = ""
+
+    def __post_init__(self, note: str) -> None:
+        RequestParams.__post_init__(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TripleParams(RequestParams):
+    """As documented: nothing is done to refuse what it does not have."""
+
+    width: int = option(4, Integer("samples", low=1))
+
+
+def test_fields_that_parameters_of_one_s_own_do_not_have_are_told_with_those_that_they_have() -> None:
+    for _ in range(2):  # as a module that is loaded again
+        decoder("triple", params=TripleParams)(Own)
+    with pytest.raises(InvalidArgument, match="^foo is 0: not a field of TripleParams; known are width, max_tokens, "):
+        TripleParams(foo=0)  # type: ignore[call-arg]
+    with pytest.raises(InvalidArgument, match="^widht is 3: .*; did you mean width[?]$"):
+        TripleParams(widht=3)  # type: ignore[call-arg]
+    assert TripleParams(width=2, max_tokens=5).clone(width=3) == TripleParams(width=3, max_tokens=5)
+    assert not hasattr(TripleParams.__init__.__wrapped__, "__wrapped__")  # type: ignore[attr-defined]
+    decoder("noted", params=NotedParams)(Own)
+    assert NotedParams(note="mine").width == 4
 
 
 def test_a_reloaded_module_replaces_its_decoder() -> None:
