@@ -9,18 +9,36 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from pagedec.decoders.registry import decoder_classes
 from pagedec.errors import InvalidArgument
 
 ENDING = ".py"
+BUILT_IN = "pagedec."
 
 
 def load_decoders(places: Sequence[str]) -> None:
-    """Import files and modules that register decoders. Raises `InvalidArgument` for what cannot be imported."""
+    """Import files and modules that register decoders. Raises `InvalidArgument` for what cannot be imported, or
+    registers none."""
     for place in places:
         try:
-            _of_file(place) if place.endswith(ENDING) else importlib.import_module(place)
+            module = _of_file(place) if place.endswith(ENDING) else importlib.import_module(place)
         except Exception as error:  # somebody's own code may raise anything
             raise InvalidArgument("decoder", place, f"cannot be imported: {type(error).__name__}: {error}") from error
+        if not _registers(module):
+            raise InvalidArgument("decoder", place, "must register a decoder; it registers none")
+
+
+def _registers(module: ModuleType) -> bool:
+    """It has defined a decoder, or one below it has, or it has imported one of another file. Those that there are
+    anyway do not count: one's own may be derived of them."""
+    held = {id(value) for value in vars(module).values()}
+    for kind in decoder_classes():
+        origin = kind.__module__
+        if f"{origin}.".startswith(f"{module.__name__}."):
+            return True
+        if not origin.startswith(BUILT_IN) and held & {id(kind), id(sys.modules.get(origin))}:
+            return True
+    return False
 
 
 def _of_file(place: str) -> ModuleType:

@@ -42,6 +42,8 @@ def test_a_decoder_by_its_name(serve: Serve, llm: LLM, race: str) -> None:
     params = CustomParams(
         decoder="served race", parameters={"width": 3, "stride": 4}, max_tokens=16, seed=5, logprobs=1
     )
+    with pytest.raises(InvalidArgument, match="^widht is 3: not a field of ServedRaceParams; known are width, .*width"):
+        made(widht=3)
     with client_of(serving) as client:
         assert "served race" in client.models()[0].decoders
         [alone] = client.generate(PROMPT, params)
@@ -113,3 +115,20 @@ def test_what_cannot_be_imported(tmp_path: Path) -> None:
         with pytest.raises(InvalidArgument) as caught:
             load_decoders([place])
         assert caught.value.field == "decoder" and caught.value.limit == why
+
+
+def test_a_file_that_registers_nothing(race: str, tmp_path: Path) -> None:
+    """A forgotten decorator is told of at the start, not by the first request. What another file has registered may be
+    imported from it."""
+    source = Path(race).read_text("utf-8").replace("ServedRace", "OtherRace").replace("served race", "other race")
+    (tmp_path / "other_race.py").write_text(source)
+    (tmp_path / "same_race.py").write_text("from other_race import OtherRace\n")
+    (tmp_path / "whole_race.py").write_text("import other_race\n")
+    load_decoders([str(tmp_path / f"{name}.py") for name in ("other_race", "same_race", "whole_race", "other_race")])
+    load_decoders(["other_race"])
+    forgotten = source.replace('@decoder("other race", params=OtherRaceParams)', "")
+    (tmp_path / "bare_race.py").write_text(f"from pagedec.decoders import Sampling\n{forgotten}")
+    for place in (str(tmp_path / "bare_race.py"), "bare_race"):
+        with pytest.raises(InvalidArgument) as caught:
+            load_decoders([place])
+        assert str(caught.value) == f"decoder is {place!r}: must register a decoder; it registers none"
