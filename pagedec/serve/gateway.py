@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from pagedec.constraints import TokenTrie
 from pagedec.core.resuming import Resume
 from pagedec.errors import InvalidArgument, ModelFileError, NotFound
-from pagedec.llm.async_llm import LONG_PROMPT, AsyncLLM
+from pagedec.llm.async_llm import AsyncLLM
 from pagedec.llm.front import renamed
 from pagedec.llm.prompts import read_prompt as prompt_of
+from pagedec.llm.slow import LONG_PROMPT
 from pagedec.outputs import CompletionOutput, RequestOutput
 from pagedec.serve.access import Client
 from pagedec.serve.admission import Admission

@@ -9,7 +9,7 @@ from google.protobuf.struct_pb2 import Struct
 
 from pagedec.decoders.registry import registered_names
 from pagedec.errors import InvalidArgument
-from pagedec.llm.async_llm import LONG_PROMPT
+from pagedec.llm.slow import LONG_PROMPT
 from pagedec.serve.gateway import Gateway
 from pagedec.serve.orders import read_ids
 from pagedec.speculation import METHODS
