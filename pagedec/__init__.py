@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from pagedec.environment import limit_spinning
 from pagedec.errors import (
+    AbsentFeature,
     BranchBusy,
     BranchClosed,
     CallInterrupted,
@@ -89,11 +91,25 @@ LAZY = {
     "TokenTrie": "constraints",
 }
 """torch takes seconds to import, and --help must not wait for it."""
+_BY_NAME = "engine arguments are given by name: `LLM(model, dtype=...)`, `AsyncLLM(model, dtype=...)`"
+ABSENT_NAMES = {
+    **dict.fromkeys(("EngineArgs", "AsyncEngineArgs"), _BY_NAME),
+    "LLMEngine": "`LLM` has the engine in it, and any thread may use it",
+    "AsyncLLMEngine": "`AsyncLLM` is the same by its newer name",
+    "PoolingParams": "models write text here, and nothing else",
+    "LoRARequest": "there are no LoRA adapters",
+}
+"""Names of vLLM's package that there are not, with what there is."""
+IMPORTING = "importlib._bootstrap"
 
 
 def __getattr__(name: str) -> Any:
     if name in LAZY:
         return getattr(importlib.import_module(f"pagedec.{LAZY[name]}"), name)
+    if name in ABSENT_NAMES:
+        if sys._getframe(1).f_globals.get("__name__") == IMPORTING:  # `from pagedec import` would not show the other
+            raise ImportError(f"cannot import name {name!r} from 'pagedec': {ABSENT_NAMES[name]}", name=__name__)
+        raise AbsentFeature(name, ABSENT_NAMES[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

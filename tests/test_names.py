@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import pagedec
+from pagedec.errors import AbsentFeature
 
 LAZY = ("LLM", "AsyncLLM")
 
@@ -45,6 +46,23 @@ def test_every_name_is_there(name: str) -> None:
 def test_unknown_names_are_said_as_python_says_them() -> None:
     with pytest.raises(AttributeError, match="^module 'pagedec' has no attribute 'LLMM'$"):
         _ = pagedec.LLMM
+
+
+@pytest.mark.parametrize("name", pagedec.ABSENT_NAMES)
+def test_names_of_vllm_that_there_are_not_are_said_with_what_there_is(name: str) -> None:
+    """Whichever way they are looked for."""
+    instead = pagedec.ABSENT_NAMES[name]
+    with pytest.raises(ImportError) as caught:
+        exec(f"from pagedec import SamplingParams, {name}")
+    assert str(caught.value) == f"cannot import name {name!r} from 'pagedec': {instead}"
+    assert not hasattr(pagedec, name) and getattr(pagedec, name, 3) == 3 and name not in dir(pagedec)
+    with pytest.raises(AbsentFeature, match=f"^{name} is not available in this version: "):
+        getattr(pagedec, name)
+
+
+def test_a_name_that_nobody_knows_is_imported_as_python_says_it() -> None:
+    with pytest.raises(ImportError, match=r"^cannot import name 'LLMM' from 'pagedec' \("):
+        exec("from pagedec import LLMM")
 
 
 def test_the_modules_of_vllm_are_where_scripts_look_for_them() -> None:

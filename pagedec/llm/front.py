@@ -38,7 +38,18 @@ from pagedec.text.conversation import Conversation
 from pagedec.text.tokenizer import Tokenizer
 
 
-class Front:
+class FrontType(type):
+    """Also the class says of vLLM's class methods that there are none."""
+
+    if not TYPE_CHECKING:  # or every name would be one to a checker
+
+        def __getattr__(cls, name: str) -> NoReturn:
+            if name in ABSENT:
+                raise AbsentFeature(name, ABSENT[name])
+            raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}", name=name, obj=cls)
+
+
+class Front(metaclass=FrontType):
     """A model with its engine, tokenizer and defaults. Everything here may be called from any thread."""
 
     @signed
@@ -77,7 +88,7 @@ class Front:
         kind = type(self).__name__
         raise TypeError(f"an {kind} cannot be copied or pickled: it holds a device; make one in each process")
 
-    if not TYPE_CHECKING:  # or every name would be one to a checker
+    if not TYPE_CHECKING:  # as above
 
         def __getattr__(self, name: str) -> NoReturn:
             """Say of vLLM's methods that there are none, and what there is instead."""

@@ -338,6 +338,9 @@ ON_DEVICE = Only(("cuda", "auto"), "any device but 'cuda', which PAGEDEC_ISA nam
 """What `device` may be there."""
 _TEXT_ONLY, _ONE_PROCESS = "models write text here, and nothing else", "there are no workers; `llm.engine` is at hand"
 ABSENT = {
+    **dict.fromkeys(
+        ("from_engine_args", "from_vllm_config"), "engine arguments are given by name: `AsyncLLM(model, dtype=...)`"
+    ),
     **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), _TEXT_ONLY),
     **dict.fromkeys(
         ("sleep", "wake_up", "is_sleeping"), "`close` gives all memory back, and a new one loads the model again"

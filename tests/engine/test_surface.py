@@ -148,6 +148,18 @@ def test_absent_methods_are_said_by_name(tiny: Tiny, name: str) -> None:
     assert (str(again), again.field, again.code) == (str(error), name, "UNIMPLEMENTED")
 
 
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_absent_class_methods_are_said_by_name(kind: Any) -> None:
+    """`AsyncLLM.from_engine_args(...)` is how scripts for vLLM begin."""
+    for name in ABSENT:
+        assert not hasattr(kind, name) and name not in dir(kind)
+    with pytest.raises(AbsentFeature, match="^from_engine_args is not available in this version: .* `AsyncLLM.model, "):
+        kind.from_engine_args(None)
+    with pytest.raises(AttributeError, match=f"^type object '{kind.__name__}' has no attribute 'generat'$") as caught:
+        kind.generat  # noqa: B018
+    assert not isinstance(caught.value, InvalidArgument)
+
+
 def test_other_names_are_said_as_python_says_them(tiny: Tiny, asynchronous: AsyncLLM) -> None:
     with pytest.raises(AttributeError, match="^'LLM' object has no attribute 'generat'$") as caught:
         tiny().generat  # noqa: B018

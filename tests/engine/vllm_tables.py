@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pagedec import ABSENT_NAMES
 from pagedec.config import engine_rules
 from pagedec.fields import Rule
 from pagedec.llm.of_vllm import ABSENT, ALIASES, FLOAT16, NEUTRAL, ONLY, SPELLINGS, UNSET
@@ -70,6 +71,7 @@ HEADS = {
     "neutral": ("arguments", "values", "why nothing depends on it"),
     "only": ("not available", "what may be said"),
     "absent": ("of `LLM` and `AsyncLLM`", "instead"),
+    "names": ("of `vllm`", "instead"),
 }
 
 
@@ -84,6 +86,7 @@ def tables() -> dict[str, str]:
         "neutral": _grouped((name, (_values(rule), rule.help)) for name, rule in NEUTRAL.items()),
         "only": _only(),
         "absent": _grouped((name, (instead,)) for name, instead in ABSENT.items()),
+        "names": _grouped((name, (instead,)) for name, instead in ABSENT_NAMES.items()),
     }
     return {name: _table(HEADS[name], rows[name]) for name in HEADS}
 
