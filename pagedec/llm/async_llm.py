@@ -175,6 +175,10 @@ class AsyncLLM(Front):
                     self.loop.abort(one)
                 reader.wake()
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all KV that no request holds, behind the step that runs; see `LLM.reset_prefix_cache`."""
+        return await asyncio.wrap_future(self._resetting())
+
     async def check_health(self) -> None:
         """Raise what has ended the engine's thread, if anything has."""
         if self.loop.broken is not None:

@@ -7,6 +7,7 @@ import copy
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
@@ -102,7 +103,7 @@ class Front(metaclass=FrontType):
         return SamplingParams.from_dict(self._defaults)
 
     def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises `InvalidArgument` with skip_tokenizer_init."""
+        """The tokenizer, at once: it is not awaited. Raises `InvalidArgument` with skip_tokenizer_init."""
         if self.tokenizer is None:
             raise InvalidArgument("skip_tokenizer_init", True, "must be false: this needs the tokenizer")
         return self.tokenizer
@@ -112,13 +113,9 @@ class Front(metaclass=FrontType):
         """How large the KV pool is, and why: `num_blocks`, `block_size`, `num_tokens`, `num_bytes`, `reason`."""
         return self.engine.executor.geometry.kv_cache
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all KV that no request holds: no later prompt finds what was computed before. What runs goes on with
-        its own, which nobody else finds any more. True: the pool is empty; False: requests that run hold blocks of
-        it."""
-        done = self.loop.call(lambda engine: engine.reset_prefix_cache())
-        self.loop.drive(done.done)
-        return done.result()
+    def _resetting(self) -> Future[bool]:
+        """Have the prefix cache emptied between two steps."""
+        return self.loop.call(lambda engine: engine.reset_prefix_cache())
 
     def conversation(self, messages: Sequence[Message] = (), **options: Any) -> Conversation:
         """A chat whose prompts grow by appending, so that the prefix cache holds all that was said. See

@@ -169,6 +169,16 @@ class LLM(Front):
         opening, turns, _ = self._opening(prompt, messages, seed, priority, cache_salt, ttl, template)
         return self.loop.at_once(lambda engine: Session(self, opening(engine), turns))
 
+    # ---- what goes with a model
+    def reset_prefix_cache(self) -> bool:
+        """Forget all KV that no request holds: no later prompt finds what was computed before. What runs goes on with
+        its own, which nobody else finds any more. True: the pool is empty; False: requests that run hold blocks of
+        it."""
+        done = self._resetting()
+        self.loop.drive(done.done)
+        return done.result()
+
+    # ---- inside
     def _stream(self, prepared: list[Prepared]) -> Generator[RequestOutput, None, None]:
         job, request = prepared.pop()
         stream = Stream(job, self.writer)

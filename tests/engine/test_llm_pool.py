@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pagedec import LLM, PoolWarning, SamplingParams
+from pagedec import LLM, AsyncLLM, PoolWarning, SamplingParams
 from pagedec.cli import active
 from pagedec.cli.main import main
 from pagedec.errors import InvalidArgument, InvariantError
@@ -139,6 +141,32 @@ def test_running_requests_keep_what_they_hold(tiny: Tiny) -> None:
     assert [answer.token_ids for answer in last.outputs] == [answer.token_ids for answer in expected.outputs]
     llm.engine.scheduler.check()
     assert llm.reset_prefix_cache() is True
+
+
+def test_coroutines_await_that_the_prefix_cache_is_emptied(tiny_path: Path) -> None:
+    """As in vLLM; an event loop goes on while a step is out."""
+    settings: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "num_blocks": 16, "max_model_len": 128}
+    turning, going_on = threading.Event(), threading.Event()
+
+    async def run() -> None:
+        with AsyncLLM(str(tiny_path), **settings) as llm:
+            requests = llm.engine.scheduler.requests
+            llm.loop.after_step.append(lambda: requests and (turning.set(), going_on.wait(60)))
+            outputs = llm.generate(IDS, FREE.clone(max_tokens=60))
+            first = asyncio.ensure_future(anext(outputs))
+            await asyncio.to_thread(turning.wait, 60)
+            resetting = asyncio.ensure_future(llm.reset_prefix_cache())
+            await asyncio.sleep(0)
+            assert not resetting.done()
+            going_on.set()
+            assert await resetting is False and await first
+            await outputs.aclose()
+            while not await llm.reset_prefix_cache():
+                await asyncio.sleep(0.01)
+            [again] = [output async for output in llm.generate(IDS, FREE.clone(max_tokens=1))]
+            assert again.num_cached_tokens == 0
+
+    asyncio.run(run())
 
 
 def test_a_closed_engine_has_no_prefix_cache(tiny: Tiny) -> None:

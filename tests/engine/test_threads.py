@@ -217,7 +217,7 @@ if sys.argv[2] == "LLM":
 else:
     llm = AsyncLLM(sys.argv[1], **settings)
     child(llm, lambda: asyncio.run(last(llm, FOREVER)))
-    child(llm, llm.reset_prefix_cache)
+    child(llm, lambda: asyncio.run(llm.reset_prefix_cache()))
     print(len(asyncio.run(last(llm, FOREVER)).outputs[0].token_ids))
 llm.close()
 """
