@@ -1,4 +1,4 @@
-"""What a request returns. Field names follow vLLM. Times are seconds of one monotonic clock."""
+"""What a request returns. Field names follow vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When a request's events happened and what it cost. None: it has not happened."""
+    """When a request's events happened and what it cost. None: it has not happened.
+
+    `arrival_time`, `first_scheduled_time`, `first_token_time` and `finished_time` are seconds of the engine's monotonic
+    clock, `time.perf_counter()`, whose zero means nothing: only differences do, and no time of day is among them. Of a
+    server's requests they are seconds since the request arrived there. The properties are seconds, too.
+    """
 
     arrival_time: float
     first_token_time: float | None = None

@@ -8,6 +8,7 @@ import copy
 import inspect
 import pickle
 import pydoc
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -132,6 +133,16 @@ def test_outputs_have_the_names_of_what_there_is_not(tiny: Tiny) -> None:
     assert answer.lora_request is answer.kv_transfer_params is answer.routed_experts is None
     assert answer.logprobs is not None and answer.cumulative_logprob is not None and output.metrics is not None
     assert "lora" not in repr(output) and output.num_cached_tokens == 0
+
+
+def test_times_are_of_the_clock_that_is_told(tiny: Tiny) -> None:
+    before = time.perf_counter()
+    [output] = tiny().generate(PROMPT, GREEDY, use_tqdm=False)
+    own = output.metrics
+    assert own is not None and own.first_scheduled_time and own.first_token_time and own.finished_time
+    times = [before, own.arrival_time, own.first_scheduled_time, own.first_token_time, own.finished_time]
+    assert sorted(times) == times and times[-1] <= time.perf_counter()
+    assert "`time.perf_counter()`" in (inspect.getdoc(type(own)) or "")
 
 
 # ---------------------------------------------------------------------------------------------------- what there is not
