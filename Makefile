@@ -130,9 +130,10 @@ test: build model
 test-long: build model
 	$(PARALLEL) -m "long and not gpu"
 
-# A device may reach no memory of the tests but what malloc gives (tests/kernels/host_memory.py).
+# Each module in a process of its own, as in benchmarks/gpu_check.sh.
 test-gpu: build cuda model
-	PYTHONMALLOC=malloc $(BIN)/python -m pytest -m gpu tests/kernels tests/engine tests/parallel/test_nccl.py
+	PYTHON=$(BIN)/python GPU_TESTS_SECONDS=900 GPU_TESTS_AT_ONCE=$(JOBS) \
+	  benchmarks/gpu_tests.sh tests/kernels tests/engine tests/parallel/test_nccl.py
 
 # What a machine with a matrix unit is asked first. PAGEDEC_ISA: without the unit there is nothing to measure. Each part
 # runs whatever the one before it said. benchmarks/amx_sweep.py tries other numbers than csrc/cpu/amx_tuning.h has.

@@ -4,21 +4,29 @@
 #   benchmarks/gpu_check.sh RESULTS.md [STAGE...]
 #
 # Needs Python 3.11 with torch, numpy, transformers, hypothesis and pytest ($PYTHON names it; python3), and either nvcc,
-# cmake 3.26 and a C++ compiler or the libraries in $PAGEDEC_LIB_DIR: libpagedec_cuda.so, and libpagedec_scalar.so, which the
-# tests compare with.
+# cmake 3.26 and a C++ compiler or the libraries in $PAGEDEC_LIB_DIR: libpagedec_cuda.so, and libpagedec_scalar.so,
+# which the tests compare with.
 #
-# Each stage has a time limit, and what it prints goes to RESULTS.md as it comes: a run that is cut keeps what it has. A
-# stage that fails says so, and the next begins; the exit status is the number of those that failed.
+# Stages are in the order of what must be known first: whether it builds and loads; whether linear layers, attention and
+# an engine say what a processor says; the tests of engines; how fast it is; the other tests of kernels; whether memory
+# is in order. Each has a time limit that leaves those behind it the least that they need, and what it prints goes to
+# RESULTS.md as it comes: a run that is cut keeps what it has. A stage that fails says so, and the next begins; the exit
+# status is the number of those that failed.
 set -uo pipefail
 
-STAGES="device build kernels copy attention linear readout engine decode ranks sanitizer"
+STAGES="device build smoke engine copy attention linear decode kernels readout ranks sanitizer"
+# Seconds: with less a stage is not begun, and after the most it is stopped.
+declare -A LEAST=([device]=5 [build]=100 [smoke]=25 [engine]=40 [copy]=10 [attention]=30 [linear]=25 [decode]=50
+  [kernels]=45 [readout]=15 [ranks]=5 [sanitizer]=30)
+declare -A MOST=([device]=20 [build]=150 [smoke]=60 [engine]=90 [copy]=30 [attention]=80 [linear]=70 [decode]=100
+  [kernels]=150 [readout]=40 [ranks]=100 [sanitizer]=120)
 TOTAL=${GPU_CHECK_SECONDS:-570}
-MODULE_SECONDS=100 # of one module of tests
-PARALLEL=6         # modules at a time
+# What is near a processor's in seconds: of linear layers, of attention, and tokens of an engine in need of room.
+SMOKE="tests/kernels/test_gemm.py tests/kernels/test_cuda_attention.py
+  tests/engine/test_cuda_engine.py::test_a_crowd_that_is_preempted"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=$(command -v "${PYTHON:-python3}") || exit 2
+. "$root/benchmarks/gpu_tests.sh"
 PATH=$(dirname "$python"):$PATH:/usr/local/cuda/bin # its cmake and ninja before the system's, which may be too old
-export PYTHONPATH=$root PYTHONUNBUFFERED=1
 
 device() {
   printf '## Device\n\n'
@@ -67,37 +75,28 @@ fact = kernel_facts(frozenset())["cuda"]
 print("    cuda:", fact)
 if not fact.startswith(("active", "available")):
     raise SystemExit(1)
-print("    memory of the host:", "in its reach" if host_memory.reaches_all("cuda") else "in its reach where it is mapped")
+print("    memory of the host: in its reach" + ("" if host_memory.reaches_all("cuda") else " where it is mapped"))
 END
 }
 
-# A kernel that fails takes the device from its whole process, so each module has a process of its own.
-module() { # FILE
-  local log=$logs/$(basename "$1").log status
-  # Python's small objects from malloc: a device may reach no other memory of the tests (tests/kernels/host_memory.py)
-  PYTHONMALLOC=malloc timeout --kill-after=5 $MODULE_SECONDS "$python" -m pytest -q --maxfail=20 -m gpu -p no:cacheprovider "$1" \
-    >"$log" 2>&1
-  status=$?
-  printf '| %s | %s | %s |\n' "$1" "$(tail -n 1 "$log" | tr -d '=|' | cut -c1-100)" $status
-  grep -E '^(FAILED|ERROR|E   )' "$log" | sort | uniq -c | sort -rn | head -n 12 | cut -c1-240 >&2
-  return $status
-}
+tests() { bash "$root/benchmarks/gpu_tests.sh" "$@"; }
 
-modules() { # FILE...
-  printf '| module | tests | status |\n|---|---|---|\n'
-  printf '%s\n' "$@" | xargs -P $PARALLEL -I{} bash "$root/benchmarks/gpu_check.sh" --inside module {}
+smoke() {
+  printf '## Near a processor\n\n'
+  tests $SMOKE
 }
 
 kernels() {
   printf '## Tests of kernels\n\n'
   local files
-  files=$("$python" -c 'from tests.kernels.cuda_library import on_devices; print(*on_devices())') || return 1
-  modules $files
+  files=$("$python" -c 'from tests.kernels.cuda_library import on_devices; print(*on_devices(), sep="\n")') || return 1
+  tests $(grep -vxF "$(printf '%s\n' $SMOKE)" <<<"$files")
 }
 
 engine() {
   printf '## Tests of engines\n\n'
-  modules tests/engine/test_cuda_engine.py tests/engine/test_attention_of_packages.py tests/engine/test_cuda_small_weights.py
+  tests tests/engine/test_cuda_engine.py tests/engine/test_cuda_small_weights.py \
+    tests/engine/test_attention_of_packages.py
 }
 
 # What devices exchange by NCCL: only where there are two.
@@ -109,7 +108,7 @@ ranks() {
     echo "    one device: nobody to exchange anything with"
     return 0
   fi
-  modules tests/parallel/test_nccl.py || return 1
+  tests tests/parallel/test_nccl.py || return 1
   "$python" benchmarks/gpu_ranks.py --world "$devices"
 }
 
@@ -121,7 +120,7 @@ decode() { "$python" benchmarks/gpu_decode.py; }
 
 # Over the smallest benchmarks: all that kernels touch there is the device's own memory, each array by itself.
 sanitizer() {
-  local tool name log status more failed=0
+  local tool name log status more said failed=0
   printf '## compute-sanitizer\n\n'
   command -v compute-sanitizer >/dev/null || {
     echo "    it is not there"
@@ -132,10 +131,11 @@ sanitizer() {
     for name in readout linear attention; do
       log=$logs/$tool.$name more=
       [ $name = linear ] && more="--beside q4_k q6_k q8_0 int8_weight_only"
-      timeout --kill-after=5 60 compute-sanitizer --tool $tool --error-exitcode 9 \
+      limited 60 compute-sanitizer --tool $tool --error-exitcode 9 \
         "$python" benchmarks/gpu_$name.py --smoke --isa cuda $more >"$log" 2>&1
       status=$?
-      printf '| %s | %s | %s | %s |\n' $tool $name "$(grep -E 'SUMMARY|not supported' "$log" | head -n 1 | tr -d '=|')" $status
+      said=$(grep -E 'SUMMARY|not supported' "$log" | head -n 1 | tr -d '=|')
+      printf '| %s | %s | %s | %s |\n' $tool $name "$said" $status
       if grep -q 'not supported' "$log"; then
         echo
         echo "    compute-sanitizer does not run on this machine"
@@ -162,6 +162,7 @@ results=$(realpath -m "$1")
 command_line="benchmarks/gpu_check.sh $*"
 shift
 stages=${*:-$STAGES}
+[ ! -f "${PAGEDEC_LIB_DIR:-/nowhere}/libpagedec_cuda.so" ] || LEAST[build]=20 MOST[build]=50
 for name in $stages; do
   [[ " $STAGES " == *" $name "* ]] || {
     echo "$name is no stage; there are $STAGES" >&2
@@ -171,26 +172,26 @@ done
 cd "$root" || exit 2
 mkdir -p "$(dirname "$results")"
 logs=$(mktemp -d)
-export logs
+export GPU_TESTS_LOGS=$logs
 trap 'rm -rf "$logs"' EXIT
 failed=()
 write() { tee -a "$results"; }
 
 printf '# On a GPU, %s\n\n    %s\n\n' "$(date -u '+%Y-%m-%d %H:%M UTC')" "$command_line" | write
+behind=0
+for name in $stages; do behind=$((behind + LEAST[$name])); done
 for name in $stages; do
-  case $name in
-  device) limit=20 ;; build) limit=150 ;; kernels) limit=180 ;; copy) limit=30 ;; attention) limit=90 ;;
-  linear) limit=75 ;; readout) limit=45 ;; engine) limit=90 ;; decode) limit=120 ;; ranks) limit=120 ;;
-  sanitizer) limit=120 ;;
-  esac
-  left=$((TOTAL - SECONDS)) from=$SECONDS
-  [ $limit -le $left ] || limit=$left
-  if [ $limit -lt 5 ]; then
+  behind=$((behind - LEAST[$name])) limit=${MOST[$name]} left=$((TOTAL - SECONDS)) from=$SECONDS
+  [ $limit -le $((left - behind)) ] || limit=$((left - behind))
+  [ $limit -ge ${LEAST[$name]} ] || limit=${LEAST[$name]} # a build that has taken its time costs the last ones
+  if [ $limit -gt $left ]; then
     printf '_%s: left out, no time_\n\n' "$name" | write
     failed+=("$name")
     continue
   fi
-  timeout --kill-after=5 $limit bash "$root/benchmarks/gpu_check.sh" --inside "$name" 2>"$logs/complaints" | write
+  # modules end before their stage does, and say how far they came
+  export GPU_TESTS_SECONDS=$((limit > 103 ? 100 : limit - 3))
+  limited $limit bash "$root/benchmarks/gpu_check.sh" --inside "$name" 2>"$logs/complaints" | write
   status=${PIPESTATUS[0]}
   if [ "$status" -ne 0 ]; then
     failed+=("$name")
