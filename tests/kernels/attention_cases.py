@@ -14,6 +14,7 @@ from pagedec.kernels.backend import AttentionShape
 from pagedec.kernels.library import AttentionArgs, AttentionPlan, AttnBatch, AttnShape, Context, KvKind
 from pagedec.kernels.reference_attention import paged_attention
 from pagedec.kernels.reference_cache import as_bytes, cache_dtype, cache_shapes, read_numbers, write_slots
+from tests.kernels import calls
 from tests.kernels.calls import CODES, laid_out
 
 
@@ -193,7 +194,7 @@ def run(
     context: Context, cache: Cache, branches: Sequence[Branch], q: torch.Tensor, *, threads: int = 2, share: bool = True
 ) -> torch.Tensor:
     """Return what the kernel makes of these branches, [num_rows, num_heads, head_dim]."""
-    context = context.library.context(threads)
+    context = calls.threads(context, threads)
     return run_plan(context, make_plan(context, cache, Batch(branches), share), cache, q)
 
 

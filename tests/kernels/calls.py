@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from pagedec.core.forward import DRAW_DTYPE
 from pagedec.kernels.library import (
+    CUDA,
     EMULATED_DEVICE,
     ArgmaxArgs,
     Context,
@@ -20,12 +22,14 @@ from pagedec.kernels.library import (
     KvCopyArgs,
     KvKind,
     LayerNormArgs,
+    Library,
     RmsNormArgs,
     RopeKvWriteArgs,
     SampleArgs,
     SoftCapArgs,
     TopkLseArgs,
 )
+from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.reference import RopeShape
 from pagedec.kernels.reference_cache import KV_KINDS, SCALE_BYTES, parts
 from tests.kernels import host_memory
@@ -57,8 +61,28 @@ def count(n: int) -> Tensor:
 
 
 def threads(context: Context, num_threads: int) -> Context:
-    """The same kernels, in a new context with so many threads."""
-    return context.library.context(num_threads)
+    """The same kernels, in a new context with so many threads; a real device, which takes its time to make one, has one
+    for all who ask."""
+    library = context.library
+    return _kept(library, num_threads) if library.isa == CUDA else library.context(num_threads)
+
+
+@functools.cache
+def _kept(library: Library, num_threads: int) -> Context:
+    return library.context(num_threads)
+
+
+def native(context: Context, num_threads: int = 0) -> NativeBackend:
+    """A backend of the same kernels, in fp32; likewise."""
+    library = context.library
+    if library.isa == CUDA:
+        return _kept_backend(library, num_threads)
+    return NativeBackend(library, torch.float32, num_threads=num_threads)
+
+
+@functools.cache
+def _kept_backend(library: Library, num_threads: int) -> NativeBackend:
+    return NativeBackend(library, torch.float32, num_threads=num_threads)
 
 
 def without_vnni(context: Context) -> Context:

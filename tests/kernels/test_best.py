@@ -13,7 +13,6 @@ from pagedec.core.forward import BEST_GROUP_DTYPE, BEST_ROW_DTYPE, LaneForward, 
 from pagedec.kernels.backend import Backend, CacheTensors
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import BestArgs, Context, KernelError
-from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.reference_best import CANDIDATE_DTYPE
 from tests.kernels import calls
 
@@ -21,7 +20,7 @@ F32 = np.float32
 
 
 def native(context: Context, num_threads: int = 0) -> Backend:
-    return NativeBackend(context.library, torch.float32, num_threads=num_threads)
+    return calls.native(context, num_threads)
 
 
 def torch_backend() -> Backend:

@@ -10,7 +10,6 @@ import torch
 
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import Context, CopyRowsArgs, KernelError
-from pagedec.kernels.native import NativeBackend
 from tests.kernels import calls
 from tests.kernels.test_guard_pages import guarded
 
@@ -30,7 +29,7 @@ def check(context: Context, rows: int, width: int, num_threads: int = 0) -> None
         expected[dst_rows[i]] = src[src_rows[i]]
     plain = dst.clone()
     ReferenceBackend(torch.float32).copy_rows(src, src_rows, plain, dst_rows)
-    NativeBackend(context.library, torch.float32, num_threads=num_threads).copy_rows(src, src_rows, dst, dst_rows)
+    calls.native(context, num_threads).copy_rows(src, src_rows, dst, dst_rows)
     assert calls.same_bits(dst, expected) and calls.same_bits(plain, expected) and calls.same_bits(src, before)
 
 
@@ -92,4 +91,4 @@ def test_mistakes_are_named(context: Context, field: str, value: Any, message: s
 def test_rows_of_one_array_are_refused(context: Context) -> None:
     x, rows = torch.ones(2, 4), np.array([0], np.int32)
     with pytest.raises(KernelError, match="^pd_copy_rows: dst is src; they must be two arrays"):
-        NativeBackend(context.library, torch.float32).copy_rows(x, rows, x, rows + 1)
+        calls.native(context).copy_rows(x, rows, x, rows + 1)

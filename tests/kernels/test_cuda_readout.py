@@ -42,7 +42,7 @@ def device(request: pytest.FixtureRequest) -> Library:
 
 
 def native(context: Context, num_threads: int = 0) -> NativeBackend:
-    return NativeBackend(context.library, torch.float32, num_threads=num_threads)
+    return calls.native(context, num_threads)
 
 
 # ---- the order of threads

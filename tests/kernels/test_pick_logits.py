@@ -10,7 +10,6 @@ import torch
 
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import Context, KernelError, PickLogitsArgs
-from pagedec.kernels.native import NativeBackend
 from tests.kernels import calls
 from tests.kernels.test_guard_pages import guarded
 
@@ -46,7 +45,7 @@ def entries(x: np.ndarray, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check(context: Context, x: np.ndarray, rows: np.ndarray, tokens: np.ndarray, num_threads: int = 0) -> None:
-    backend = NativeBackend(context.library, torch.float32, num_threads=num_threads)
+    backend = calls.native(context, num_threads)
     wanted = x[rows, tokens]
     ranks = [1 + int((x[row] > value).sum()) for row, value in zip(rows.tolist(), wanted, strict=True)]
     for each in (backend, ReferenceBackend(torch.float32)):
@@ -79,7 +78,7 @@ def test_many_entries_and_a_large_vocabulary(context: Context) -> None:
     order = np.argsort(-x[1])
     tokens = order[[0, 1, 7, 1000, 30000, 49152]].astype(np.int32)
     check(context, x, np.ones(6, np.int32), tokens)
-    backend = NativeBackend(context.library, torch.float32)
+    backend = calls.native(context)
     assert backend.pick_ranked(torch.from_numpy(x), np.ones(6, np.int32), tokens)[1].tolist() == [
         1, 2, 8, 1001, 30001, 49153
     ]  # fmt: skip

@@ -15,7 +15,6 @@ from pagedec.errors import InvalidArgument
 from pagedec.kernels.backend import Backend
 from pagedec.kernels.fallback import ReferenceBackend
 from pagedec.kernels.library import Context, KernelError, ProcessLogitsArgs, Rules
-from pagedec.kernels.native import NativeBackend
 from pagedec.kernels.processing import rows_within
 from pagedec.runtime.runner import RuleTable
 from tests.kernels import calls
@@ -29,7 +28,7 @@ def torch_backend() -> Backend:
 
 
 def native(context: Context) -> Backend:
-    return NativeBackend(context.library, torch.float32)
+    return calls.native(context)
 
 
 def assert_exact(case: Case, backend: Backend) -> None:
@@ -86,7 +85,7 @@ def test_rows_do_not_depend_on_threads_or_neighbours(context: Context) -> None:
         assert wanted is not None
         whole = case.process(backend)
         for num_threads in (1, 2, 3, 7):
-            backend = NativeBackend(context.library, torch.float32, num_threads=num_threads)
+            backend = calls.native(context, num_threads)
             assert calls.same_bits(case.process(backend), whole)
             for i, row in enumerate(wanted.rows):
                 alone = case.only([i]).process(backend)

@@ -22,7 +22,7 @@ VOCABS = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 1000, 4095, 4096, 4097, 8225]
 
 
 def native(context: Context, num_threads: int = 0) -> NativeBackend:
-    return NativeBackend(context.library, torch.float32, num_threads=num_threads)
+    return calls.native(context, num_threads)
 
 
 def logits(rows: int, vocab: int, seed: int) -> torch.Tensor:
