@@ -21,6 +21,8 @@ MISSING_KEYS = {
 """Keys of vLLM's prompts that ask for what there is not, unless they are empty."""
 NO_TOKEN_IDS = ("float", "bfloat", "complex", "bool")
 """How the types of numbers begin that are no token ids."""
+LORA = "LoRA adapters are"
+"""Not available, wherever somebody asks for one."""
 
 
 class Array(Protocol):
@@ -199,3 +201,9 @@ def as_continuations(continuations: Any, field: str = "continuations") -> list[A
     if not is_listed(continuations, Mapping):
         raise InvalidArgument(field, continuations, "must be a list of texts, or of lists of token ids")
     return list(continuations)
+
+
+def check_no_lora(lora_request: object) -> None:
+    """Raise `FeatureNotAvailable` for anything but None."""
+    if lora_request is not None:
+        raise FeatureNotAvailable("lora_request", lora_request, f"{LORA} not available in this version; it may be None")

@@ -155,9 +155,7 @@ def as_chat(messages: Any, field: str = "messages", **options: Any) -> prompt_pb
     """A conversation as a message. Raises `InvalidArgument`."""
     if not is_listed(messages, Mapping):
         raise InvalidArgument(field, messages, 'must be a list of messages such as {"role": "user", "content": "Hi"}')
-    if options.get("chat_template") is not None:
-        limit = "must be None: the server writes conversations by the template that it was started with"
-        raise InvalidArgument("chat_template", options["chat_template"], limit)
+    check_template(options.get("chat_template"))
     made = prompt_pb2.Chat(messages=[as_message(f"{field}[{i}]", one) for i, one in enumerate(messages)])
     for i, tool in enumerate(options.get("tools") or ()):
         if not isinstance(tool, Mapping):
@@ -174,6 +172,13 @@ def as_chat(messages: Any, field: str = "messages", **options: Any) -> prompt_pb
     if options.get("continue_final_message"):
         made.continue_final_message, made.add_generation_prompt = True, options.get("add_generation_prompt", True)
     return made
+
+
+def check_template(chat_template: object) -> None:
+    """Raise `InvalidArgument` for anything but None."""
+    if chat_template is not None:
+        limit = "must be None: the server writes conversations by the template that it was started with"
+        raise InvalidArgument("chat_template", chat_template, limit)
 
 
 def as_message(field: str, message: Any) -> prompt_pb2.ChatMessage:

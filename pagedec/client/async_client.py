@@ -16,7 +16,7 @@ from pagedec.client.connection import RESUME_SECONDS, TARGET, Inquiry, Way
 from pagedec.client.handle import Held, opening
 from pagedec.client.questions import Question
 from pagedec.client.token_pieces import TokenPieces
-from pagedec.inputs import Prompt
+from pagedec.inputs import Prompt, check_no_lora
 from pagedec.outputs import RequestOutput
 from pagedec.params import BeamSearchParams, RequestOutputKind, SamplingParams, as_beams
 from pagedec.v1 import model_service_pb2, session_service_pb2
@@ -56,11 +56,13 @@ class AsyncClient:
         sampling_params: Any = None,
         request_id: str | None = None,
         *,
+        lora_request: None = None,
         priority: int = 0,
         cache_salt: str = "",
         timeout: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The answers to one prompt as they grow; see `AsyncLLM.generate`. Leaving the iterator ends the request."""
+        check_no_lora(lora_request)
         question = Question.of("prompt", prompt, sampling_params, cache_salt)
         async with contextlib.aclosing(self._outputs(question, request_id, priority, timeout)) as outputs:
             async for output in outputs:
@@ -72,6 +74,7 @@ class AsyncClient:
         sampling_params: Any = None,
         request_id: str | None = None,
         *,
+        lora_request: None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: None = None,
@@ -85,17 +88,24 @@ class AsyncClient:
             "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
             "chat_template": chat_template, "tools": tools, "template_kwargs": chat_template_kwargs,
         }  # fmt: skip
+        check_no_lora(lora_request)
         question = Question.of_chat(messages, sampling_params, options)
         async with contextlib.aclosing(self._outputs(question, request_id, priority, timeout)) as outputs:
             async for output in outputs:
                 yield output
 
     async def beam_search(
-        self, prompt: Prompt, request_id: str | None, params: BeamSearchParams, timeout: float | None = None
+        self,
+        prompt: Prompt,
+        request_id: str | None,
+        params: BeamSearchParams,
+        lora_request: None = None,
+        timeout: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """All answers to one prompt, once; see `AsyncLLM.beam_search`."""
         final = as_beams(params).clone(output_kind=RequestOutputKind.FINAL_ONLY)
-        async with contextlib.aclosing(self.generate(prompt, final, request_id, timeout=timeout)) as outputs:
+        outputs = self.generate(prompt, final, request_id, lora_request=lora_request, timeout=timeout)
+        async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
 
@@ -118,12 +128,13 @@ class AsyncClient:
         priority: int = 0,
         cache_salt: str = "",
         ttl: float | None = None,
+        chat_template: None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Arriving:
         """Branches in your own hands, on the server: `session = await client.session(prompt)`, or `async with
         client.session(prompt) as session`; see `Client.session`."""
-        template = {"tools": tools, "template_kwargs": chat_template_kwargs}
+        template = {"chat_template": chat_template, "tools": tools, "template_kwargs": chat_template_kwargs}
         ask = opening(prompt, messages, seed, priority, cache_salt, ttl, self._model, template)
         return Arriving(self._line, ask, self._pieces)
 

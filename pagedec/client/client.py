@@ -23,7 +23,7 @@ from pagedec.client.remote_session import RemoteSession
 from pagedec.client.token_pieces import TokenPieces
 from pagedec.errors import CallInterrupted, InvalidArgument, RequestError, RequestsFailed, Shown
 from pagedec.fields import Integer
-from pagedec.inputs import Array, Prompt, as_conversations, as_list, as_priorities, with_token_ids
+from pagedec.inputs import Array, Prompt, as_conversations, as_list, as_priorities, check_no_lora, with_token_ids
 from pagedec.outputs import BeamSearchOutput, RequestOutput
 from pagedec.params import BeamSearchParams, SamplingParams, as_beams
 from pagedec.v1 import generation_service_pb2 as pb
@@ -79,6 +79,7 @@ class Client:
         sampling_params: Any = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
         priority: Sequence[int] | None = None,
         prompt_token_ids: Sequence[int] | Array | Sequence[Sequence[int] | Array] | None = None,
         on_error: str = "raise",
@@ -86,6 +87,7 @@ class Client:
     ) -> list[RequestOutput]:
         """Answers to one prompt or many, in the prompts' order; see `LLM.generate`. Several go over one stream, and are
         one batch of the server's."""
+        check_no_lora(lora_request)
         many = with_token_ids(prompts, prompt_token_ids)
         each = _spread(sampling_params, len(many))
         asked = [Question.of(f"prompts[{i}]", *pair) for i, pair in enumerate(zip(many, each, strict=True))]
@@ -97,6 +99,7 @@ class Client:
         sampling_params: Any = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
+        lora_request: None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: None = None,
@@ -111,6 +114,7 @@ class Client:
             "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
             "chat_template": chat_template, "tools": tools, "template_kwargs": chat_template_kwargs,
         }  # fmt: skip
+        check_no_lora(lora_request)
         conversations, several = as_conversations(messages)
         each = _spread(sampling_params, len(conversations))
         asked = [
@@ -123,11 +127,13 @@ class Client:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
+        lora_request: None = None,
         use_tqdm: bool | Callable[..., Any] = False,
         concurrency_limit: int | None = None,
         timeout: float | None = None,
     ) -> list[BeamSearchOutput]:
         """The most probable answers to one prompt or many, in vLLM's form; see `LLM.beam_search`."""
+        check_no_lora(lora_request)
         limit = Integer("most prompts at a time", low=1, optional=True).check("concurrency_limit", concurrency_limit)
         beams = as_beams(params)
         asked = [Question.of(f"prompts[{i}]", prompt, beams) for i, prompt in enumerate(as_list(prompts))]
@@ -141,12 +147,14 @@ class Client:
         prompt: Prompt,
         sampling_params: Any = None,
         *,
+        lora_request: None = None,
         priority: int = 0,
         cache_salt: str = "",
         request_id: str = "",
         timeout: float | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """The answers to one prompt as they grow; see `LLM.stream`. Closing the iterator ends the request."""
+        check_no_lora(lora_request)
         order, question = as_order(priority), Question.of("prompt", prompt, sampling_params, cache_salt)
         ask = question.growing(self._model, order, request_id)
 
@@ -166,13 +174,14 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
         ttl: float | None = None,
+        chat_template: None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteSession:
         """Branches in your own hands, on the server; see `LLM.session`. `ttl`: seconds after which the server closes
         the session if it is not used; by default, and at most, what the server allows. What is dropped the client's
         next call of any kind closes, before all else."""
-        template = {"tools": tools, "template_kwargs": chat_template_kwargs}
+        template = {"chat_template": chat_template, "tools": tools, "template_kwargs": chat_template_kwargs}
         ask = opening(prompt, messages, seed, priority, cache_salt, ttl, self._model, template)
         opened = self._line.ask(ask)
         return RemoteSession(Held(self._line, opened.session_id, self._pieces), opened.branch)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from pagedec.blame import about_params, of_params
-from pagedec.client.asking import as_chat, as_ids, as_keep, as_message, as_order, as_prompt, with_fields
+from pagedec.client.asking import as_chat, as_ids, as_keep, as_message, as_order, as_prompt, check_template, with_fields
 from pagedec.client.connection import Inquiry
 from pagedec.client.telling import Growing, as_blocks, as_score, as_session, as_state, as_tree
 from pagedec.client.token_pieces import TokenPieces
@@ -289,6 +289,7 @@ def opening(
     """What opens a session. Raises `InvalidArgument`."""
     if (prompt is None) == (messages is None):
         raise InvalidArgument("prompt", prompt, "must be given, or messages, and not both")
+    check_template(template["chat_template"])
     request = pb.OpenSessionRequest(priority=as_order(priority), model=model)
     own = ""
     if messages is not None:

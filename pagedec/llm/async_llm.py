@@ -12,9 +12,8 @@ from typing import Any
 
 from pagedec.core.resuming import Resume
 from pagedec.errors import InvalidArgument
-from pagedec.inputs import Prompt, as_priorities
+from pagedec.inputs import Prompt, as_priorities, check_no_lora
 from pagedec.llm.async_session import Opening
-from pagedec.llm.compatibility import check_no_lora
 from pagedec.llm.front import Front
 from pagedec.llm.prompts import Prepared
 from pagedec.llm.readers import Mailbox, Reader

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagedec.config import engine_rules
-from pagedec.errors import DtypeWarning, FeatureNotAvailable, InvalidArgument
-from pagedec.llm.of_vllm import ALIASES, FLOAT16, LORA, NEUTRAL, ON_DEVICE, ONLY, SPELLINGS, UNSET
+from pagedec.errors import DtypeWarning, InvalidArgument
+from pagedec.llm.of_vllm import ALIASES, FLOAT16, NEUTRAL, ON_DEVICE, ONLY, SPELLINGS, UNSET
 from pagedec.runtime.numbers import is_on_device
 
 
@@ -64,9 +64,3 @@ def _dtype(dtype: Any, has_float16: bool) -> Any:
         stacklevel=4,
     )
     return "bfloat16"
-
-
-def check_no_lora(lora_request: object) -> None:
-    """Raise `FeatureNotAvailable` for anything but None."""
-    if lora_request is not None:
-        raise FeatureNotAvailable("lora_request", lora_request, f"{LORA} not available in this version; it may be None")

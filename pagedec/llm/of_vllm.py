@@ -8,6 +8,7 @@ from typing import Any
 
 from pagedec.errors import FeatureNotAvailable, Shown
 from pagedec.fields import Flag, Integer, Number, Rule, Text, Texts
+from pagedec.inputs import LORA
 
 ALIASES = {
     "num_gpu_blocks_override": "num_blocks",
@@ -211,7 +212,7 @@ NEUTRAL: dict[str, Rule] = {
     ),
 }
 """Each with the reason why it changes nothing. Values are checked, so that a mistake is not missed."""
-LORA, _POOLING = "LoRA adapters are", "embeddings, classification and scores are"
+_POOLING = "embeddings, classification and scores are"
 _PROCESSES, _OWN_CONFIG = "several processes or devices are", "changing a model's own configuration is"
 _STRUCTURED = "structured outputs by others than llguidance are"
 _SPECULATION = "speculation outside speculative_config is"

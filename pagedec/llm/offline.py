@@ -9,10 +9,9 @@ from typing import Any
 
 from pagedec.errors import CallInterrupted, InvalidArgument, RequestsFailed
 from pagedec.fields import Integer
-from pagedec.inputs import Array, Prompt, as_list, with_token_ids
+from pagedec.inputs import Array, Prompt, as_list, check_no_lora, with_token_ids
 from pagedec.llm.beams import beam_output
 from pagedec.llm.collecting import Collection
-from pagedec.llm.compatibility import check_no_lora
 from pagedec.llm.front import Front, renamed
 from pagedec.llm.prompts import Prepared
 from pagedec.llm.session import Session

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import pickle
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from pagedec import (
     LLM,
+    AsyncLLM,
     BeamSearchParams,
     InvalidArgument,
     RequestOutput,
@@ -24,10 +27,10 @@ from pagedec import (
     StructuredOutputsParams,
     UnusedWarning,
 )
-from pagedec.client import Client, ServedTrie, ServerError
+from pagedec.client import AsyncClient, Client, ServedTrie, ServerError
 from pagedec.client.asking import as_parameters
 from pagedec.constraints import TokenTrie
-from pagedec.errors import NotFound
+from pagedec.errors import FeatureNotAvailable, NotFound
 from pagedec.fields import field_names
 from pagedec.params import RequestParams
 from pagedec.serve import queueing
@@ -50,6 +53,45 @@ def test_it_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# ---- arguments
+ALIKE = [(LLM, Client), (AsyncLLM, AsyncClient)]
+
+
+@pytest.mark.parametrize(("near", "far"), ALIKE)
+def test_each_argument_of_an_llm_is_one_of_a_client_in_the_same_place(near: type, far: type) -> None:
+    methods = [
+        name for name, _ in inspect.getmembers(near, inspect.isfunction) if name[0] != "_" and hasattr(far, name)
+    ]
+    assert {"generate", "chat", "beam_search", "session"} <= set(methods)
+    for name in methods:
+        own, theirs = (inspect.signature(getattr(kind, name)).parameters for kind in (near, far))
+        assert [each for each in theirs if each in own] == list(own), name
+        assert all(theirs[each].replace(annotation="") == own[each].replace(annotation="") for each in own), name
+
+
+def test_what_only_an_llm_can_take_is_refused_by_name() -> None:
+    """Nobody is asked."""
+    lora, beams, hi = {"lora_name": "mine"}, BeamSearchParams(max_tokens=2), [{"role": "user", "content": "Hi"}]
+    client, coroutines = Client("127.0.0.1:1"), AsyncClient("127.0.0.1:1")
+
+    async def first(outputs: AsyncIterator[RequestOutput]) -> None:
+        await anext(outputs)
+
+    for call in (
+        lambda: client.generate(PROMPT, lora_request=lora), lambda: client.chat(hi, lora_request=lora),
+        lambda: client.beam_search(PROMPT, beams, lora), lambda: client.stream(PROMPT, lora_request=lora),
+        lambda: asyncio.run(first(coroutines.generate(PROMPT, lora_request=lora))),
+        lambda: asyncio.run(first(coroutines.chat(hi, lora_request=lora))),
+        lambda: asyncio.run(first(coroutines.beam_search(PROMPT, None, beams, lora))),
+    ):  # fmt: skip
+        with pytest.raises(FeatureNotAvailable, match="^lora_request is .*mine.*: LoRA adapters are not available in"):
+            call()  # type: ignore[no-untyped-call]
+    for one in (client, coroutines):
+        for given in ({"messages": hi}, {"prompt": PROMPT}):
+            with pytest.raises(InvalidArgument, match="^chat_template is '{{ messages }}': must be None: the server "):
+                one.session(chat_template="{{ messages }}", **given)  # type: ignore[attr-defined]
 
 
 # ---- parameters
