@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, overload
 
+from pagedec.decoders.scoring import ScoreParams
 from pagedec.engine.engine import Engine
 from pagedec.engine.open_branches import OpenBranch, closing
 from pagedec.llm.branches import Handle, Turns
@@ -79,9 +80,15 @@ class AsyncSessionBranch(Handle):
         self, continuations: Sequence[str | Sequence[int]], *, logprobs: int = 0, request_id: str | None = None
     ) -> list[ContinuationScore]:
         """How probable the model takes each of these continuations to be; see `SessionBranch.score`."""
-        scored = await asyncio.to_thread(self._scoring, continuations, logprobs, request_id=request_id)
-        await self._run([] if scored.is_empty else [scored])
-        return await asyncio.to_thread(scored.results)
+        return await (await self.scoring(continuations, logprobs=logprobs, request_id=request_id))
+
+    async def scoring(
+        self, continuations: Sequence[str | Sequence[int]], *, logprobs: int = 0, request_id: str | None = None
+    ) -> PendingScores:
+        """What `score` is about to do: to be awaited."""
+        return PendingScores(
+            self, await asyncio.to_thread(self._scoring, continuations, logprobs, request_id=request_id)
+        )
 
     async def blocks(self, branches: Sequence[AsyncSessionBranch] | None = None) -> SessionBlocks:
         """KV blocks that these branches hold now, by default this one alone."""
@@ -182,6 +189,23 @@ class Appending:
 
     def __await__(self) -> Generator[Any, None, None]:
         return self._branch._do(self._append).__await__()
+
+
+class PendingScores:
+    """Continuations of a branch that are about to be scored: to be awaited."""
+
+    def __init__(self, branch: AsyncSessionBranch, scored: Scored) -> None:
+        self._branch, self._scored = branch, scored
+        params = scored.stream.job.params
+        assert isinstance(params, ScoreParams)
+        self.num_tokens = sum(map(len, params.continuations))
+
+    def __await__(self) -> Generator[Any, None, list[ContinuationScore]]:
+        return self._scores().__await__()
+
+    async def _scores(self) -> list[ContinuationScore]:
+        await self._branch._run([] if self._scored.is_empty else [self._scored])
+        return await asyncio.to_thread(self._scored.results)
 
 
 class AsyncSession(AsyncSessionBranch):

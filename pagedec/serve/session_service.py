@@ -89,13 +89,14 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         params = order.params
         longest = max(0, self._gateway.limits.max_model_len - branch.num_tokens)
         num_tokens = params.num_answers * min(params.max_tokens or longest, longest)
-        kept = (
+        coming = (
             _answers(params) if keep == "all" else NOTHING,
-            NOTHING if keep == "none" else Addition(num_tokens, "max_tokens", f"{num_tokens} tokens in all answers"),
+            # kept or not: while it runs, the engine counts all that it may come to
+            Addition(num_tokens, "max_tokens", f"{num_tokens} tokens in all answers"),
         )
         events = Events(params, pb.GenerateOnBranchResponse)
         with order.named(), renamed("prompt", "branch"), contextlib.ExitStack() as room:
-            room.enter_context(self._leases.room(RPC.get().client, *kept))
+            room.enter_context(self._leases.room(RPC.get().client, *coming))
             outputs = self._gateway.followed(
                 lambda name: branch.stream(params, keep=keep, request_id=name),
                 order, branch.num_tokens, request.client_request_id,
@@ -173,7 +174,10 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             begun(order, branch.num_tokens, request.client_request_id) as name,
             order.named(),
         ):
-            scores = await branch.score(rows, logprobs=request.logprobs, request_id=name)
+            scoring = await branch.scoring(rows, logprobs=request.logprobs, request_id=name)
+            tokens = Addition(scoring.num_tokens, "continuations", counted(scoring.num_tokens, "token"))
+            with self._leases.room(RPC.get().client, NOTHING, tokens):  # nothing is kept: see GenerateOnBranch
+                scores = await scoring
         return await asyncio.to_thread(lambda: pb.ScoreResponse(scores=map(as_score, scores)))
 
     async def GetBranch(self, request: pb.GetBranchRequest, context: Any) -> pb.GetBranchResponse:

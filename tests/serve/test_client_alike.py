@@ -24,7 +24,7 @@ SERVERS = {"resumable"}
 """What a client does by itself where its server is gone."""
 TOLD = {"is_chat"}
 """What a server's traces say of a branch."""
-COUNTED = {"appending"}
+COUNTED = {"appending", "scoring"}
 """What a server counts before it happens."""
 AWAITED = {"text", "token_ids", "logprobs"}
 """Properties that ask the server: for coroutines `state` brings them."""

@@ -15,7 +15,7 @@ import pytest
 from pagedec.serve.answers import Events
 from pagedec.serve.calls import Calls
 from pagedec.v1 import session_service_pb2 as pb
-from tests.serve.serving import Serving, details, greedy, parameters, reason
+from tests.serve.serving import Serving, details, greedy, parameters, prompt, reason
 from tests.serve.test_session_service import ADA, BOB, KEYS, PROMPT, Held, ids, refused
 from tests.support import wait_for
 
@@ -136,3 +136,63 @@ def test_what_was_kept_is_counted_once_while_the_last_message_is_sent(
     assert len(list(answers)[-1].branches) == 4
     held.close(), other.close()
     assert not serving.server.leases._branches and not serving.server.leases._tokens
+
+
+@pytest.mark.parametrize("rpc", ["GenerateOnBranch", "Score"])
+def test_what_is_promised_and_not_kept_counts_for_its_client_while_it_runs(
+    serve: Serve, tmp_path: Path, rpc: str
+) -> None:
+    """The engine counts it among all sessions' tokens: else one client's calls keep the others out."""
+    (tmp_path / "keys.toml").write_text(KEYS, encoding="utf-8")
+    serving = serve({"max_parked_tokens": 200}, api_keys=str(tmp_path / "keys.toml"))
+    full = ("RESOURCE_EXHAUSTED", "SESSION_LIMIT")
+    leases, sessions = serving.server.leases, serving.llm.engine.sessions
+
+    def begun(bob: Held, num_tokens: int) -> Any:
+        if rpc == "GenerateOnBranch":
+            own = greedy(num_tokens)
+            own.stopping.ignore_eos = True
+            return bob.call(rpc, pb.GenerateOnBranchRequest, parameters=own, keep=pb.Keep(none=True), final_only=True)
+        rows = [
+            pb.Continuation(token_ids=ids(*range(5, 5 + num_tokens - 10))),
+            pb.Continuation(token_ids=ids(*[9] * 10)),
+        ]
+        asked = pb.ScoreRequest(session_id=bob.id, branch="0", continuations=rows)
+        return serving.sessions.Score.future(asked, metadata=BOB)
+
+    def ended(call: Any) -> None:
+        call.result() if rpc == "Score" else list(call)
+
+    for is_cancelled in (True, False):
+        bob = Held(serving, metadata=BOB)
+        never = functools.partial(lambda held: ended(begun(held, 101)), bob)
+        assert refused(never) == ("INVALID_ARGUMENT", "INVALID_FIELD")
+        serving.llm.loop.pause().result()
+        call = begun(bob, 50)
+        wait_for(lambda: sessions._num_promised == 50)
+        assert leases._tokens == {"bob": 50}
+        more = functools.partial(bob.call, "Append", pb.AppendRequest, token_ids=ids(*[5] * 11))
+        assert refused(more) == full
+        assert refused(lambda: Held(serving, metadata=BOB)) == full
+        Held(serving, metadata=ADA).close()
+        if is_cancelled:
+            call.cancel()
+        serving.llm.loop.pause(False).result()
+        if not is_cancelled:
+            ended(call)
+        wait_for(lambda: not leases._tokens and not sessions._num_promised)
+        bob.close()
+
+
+def test_continuations_count_by_their_tokens(text_server: Serving) -> None:
+    """However many characters they have."""
+    opened = text_server.sessions.OpenSession(pb.OpenSessionRequest(prompt=prompt("Once upon a time")))
+    rows = [pb.Continuation(text=" there was a king"), pb.Continuation(text=" there were many kings")]
+    asked = pb.ScoreRequest(session_id=opened.session_id, branch="0", continuations=rows)
+    text_server.llm.loop.pause().result()
+    call = text_server.sessions.Score.future(asked)
+    wait_for(lambda: text_server.llm.engine.sessions._num_promised)
+    assert list(text_server.server.leases._tokens.values()) == [text_server.llm.engine.sessions._num_promised]
+    text_server.llm.loop.pause(False).result()
+    assert len(call.result().scores) == 2 and not text_server.server.leases._tokens
+    text_server.sessions.CloseSession(pb.CloseSessionRequest(session_id=opened.session_id))
