@@ -269,7 +269,7 @@ class LinkWarning(UserWarning):
 
 
 class UnusedWarning(UserWarning):
-    """A parameter of a request changes nothing beside the others."""
+    """A parameter of a request changes nothing beside the others, or tools change nothing in a chat's template."""
 
 
 class WorkerLost(RuntimeError):

@@ -20,6 +20,7 @@ from pagedec.fields import check_encodable
 from pagedec.inputs import is_listed
 from pagedec.text.bounded_template import BoundedEnvironment
 from pagedec.text.budget import MAX_CHARACTERS, MAX_STEPS, Budget, Exhausted, spending
+from pagedec.text.unused import warn_of_unused
 
 if TYPE_CHECKING:
     from pagedec.text.tokenizer import Tokenizer
@@ -335,6 +336,7 @@ def render_chat(
     so that the answer goes on with it. `chat_template` is a template's text or the name of one of the model's. `tools`
     are JSON schemas, or functions with types and a docstring. `template_kwargs` are further variables of the template.
     A message's content is text or a list of text parts; where a template knows no parts they are joined by line ends.
+    Tools and documents of which the template shows nothing give an `UnusedWarning`, once in a process.
 
     The template runs in jinja's sandbox with the names that transformers gives it (raise_exception, strftime_now,
     tojson). Raises `InvalidArgument`: for a missing or broken template, naming the message that the template refuses,
@@ -375,4 +377,5 @@ def render_chat(
             raise InvalidArgument("chat_template", text, str(error)) from None
         except Exception:  # whatever it was, it is said by name and message
             raise _blame(template, own, variables) from None
+    warn_of_unused(text, rendered, variables, functools.partial(_render, template, own))
     return _cut_at_mark(rendered, final, len(own) - 1) if continue_final_message else rendered

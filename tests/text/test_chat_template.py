@@ -4,6 +4,7 @@ message."""
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import transformers
 
-from pagedec.errors import InvalidArgument
+from pagedec.errors import InvalidArgument, UnusedWarning
 from pagedec.text.chat_template import render_chat
 from pagedec.text.tokenizer import Tokenizer
 from tests.text import templates
@@ -188,6 +189,24 @@ def test_a_refusal_names_the_message(
 def test_wrong_messages(tmp_path: Path, messages: Any, field: str, limit: str) -> None:
     error = refused(lambda: render_chat(made(tmp_path, templates.TOOLS), messages))
     assert error.field == field and limit in error.limit
+
+
+@pytest.mark.parametrize("name", ["tools", "documents"])
+def test_what_the_template_does_not_look_at_is_told_of(tmp_path: Path, name: str) -> None:
+    """Once for each template, and so once in a process by Python's own count of warnings."""
+    given: dict[str, Any] = {name: [WEATHER]}
+    deaf, hearing = (f"{{# {name} #}}{text}" for text in (templates.CHATML, "{{ messages[0].content }}{{ NAME }}"))
+    ours = made(tmp_path, deaf)
+    with pytest.warns(UnusedWarning, match=f"^{name} change nothing: the chat template shows nothing of them$"):
+        told = render_chat(ours, [HI], **given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert render_chat(ours, [HI], **given) == told == render_chat(ours, [HI])
+        assert "Größe" in render_chat(ours, [HI], chat_template=hearing.replace("NAME", name), **given)
+        required = hearing.replace("NAME", f"{name} | length")
+        assert render_chat(ours, [HI], chat_template=required, **given).endswith("1")
+        for nothing in (None, []):
+            render_chat(ours, [HI], chat_template=f"{deaf}.", **{name: nothing})
 
 
 def test_what_is_no_template_no_list_of_tools_and_no_table(tmp_path: Path) -> None:
