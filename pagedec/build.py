@@ -23,6 +23,9 @@ from pagedec.runtime.geometry import Geometry
 from pagedec.runtime.loading import LoadedModel, build_worker, check_configuration, check_shares, load_whole
 from pagedec.text.tokenizer import Tokenizer
 
+OR_TOKEN_IDS = "; or set skip_tokenizer_init=True and pass token ids"
+"""What else helps where no tokenizer is to be had, but for who needs text."""
+
 
 def load_tokenizer(config: ModelConfig, files: ModelFiles) -> Tokenizer | None:
     """The model's tokenizer, or the one that is named; None with skip_tokenizer_init."""
@@ -30,11 +33,11 @@ def load_tokenizer(config: ModelConfig, files: ModelFiles) -> Tokenizer | None:
         return None
     path = files.tokenizer if config.tokenizer is None else resolve_tokenizer(config.tokenizer)
     if path is None:
-        raise ModelFileError(files.model, "has no tokenizer; name one with tokenizer, or set skip_tokenizer_init=True")
+        raise ModelFileError(files.model, f"has no tokenizer; name one with tokenizer{OR_TOKEN_IDS}")
     try:
         return Tokenizer.from_path(path)
     except ModelFileError as error:
-        problem = f"{error.problem}; or set skip_tokenizer_init=True and pass token ids"
+        problem = f"{error.problem}{OR_TOKEN_IDS}"
         raise ModelFileError(error.path, problem) from error.__cause__
 
 

@@ -150,3 +150,20 @@ def test_the_default_model_from_a_shell(tmp_path: Path) -> None:
     assert lines[0] == "=== The capital of France is"
     assert "Paris" in done.stdout
     assert "tokens/s" in done.stderr and "pagedec: smollm2: kernels " in done.stderr
+
+
+@pytest.mark.parametrize("content", [None, "{"])
+def test_a_chat_is_not_told_to_do_without_a_tokenizer(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It refuses that; generate does not."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    model = ["--model", str(tmp_path), "--load-format", "dummy", "--num-blocks", "64"]
+    assert main.main(["chat", *model]) == main.USER_ERROR
+    told = capsys.readouterr().err
+    assert told.startswith(f"pagedec: error: model is {tmp_path}: ") and len(told.splitlines()) == 1
+    assert main.main(["generate", "one", *model]) == main.USER_ERROR
+    instead = "; or set --skip-tokenizer-init and pass token ids\n"
+    assert capsys.readouterr().err == told.removesuffix("\n") + instead

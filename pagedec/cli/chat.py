@@ -29,7 +29,8 @@ from pagedec.cli.console import DONE, USER_ERROR, say, spelled
 from pagedec.cli.screen import Screen
 from pagedec.cli.texts import read_text
 from pagedec.cli.turns import QUOTES, read_turns
-from pagedec.errors import InvalidArgument, PagedecError, counted
+from pagedec.config import EngineConfig
+from pagedec.errors import InvalidArgument, ModelFileError, PagedecError, counted
 from pagedec.params import BeamSearchParams, RequestParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -268,10 +269,9 @@ def run(arguments: argparse.Namespace) -> int:
     template = None if path is None else read_text("chat_template", path)
 
     from pagedec.cli.active import active_line
-    from pagedec.llm import LLM
     from pagedec.text.conversation import Conversation
 
-    llm = LLM(**config.to_kwargs())
+    llm = _loaded(config)
     if llm.tokenizer is None:
         raise InvalidArgument("skip_tokenizer_init", True, "must be false: a chat is text")
     if template is None and llm.tokenizer.chat_template is None:
@@ -295,3 +295,15 @@ def run(arguments: argparse.Namespace) -> int:
             break
     llm.close()
     return DONE if status is None else status
+
+
+def _loaded(config: EngineConfig) -> LLM:
+    """The model. Where its tokenizer is missing, nothing is said of a way without one: a chat is text."""
+    from pagedec.build import OR_TOKEN_IDS
+    from pagedec.llm import LLM
+
+    try:
+        return LLM(**config.to_kwargs())
+    except ModelFileError as error:
+        problem = error.problem.removesuffix(OR_TOKEN_IDS)
+        raise ModelFileError(error.path, problem, error.field, error.given) from error.__cause__
