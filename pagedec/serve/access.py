@@ -60,9 +60,10 @@ class Client:
         return Quota(getattr(config, name), name)
 
     def salted(self, salt: str) -> str:
-        """A request's salt, which no other client can have."""
+        """A request's salt, which no other client can have. Of what was sent it has a digest: a session keeps it."""
         own = self.cache_salt if self.cache_salt is not None else (self.name if self.tokens else "")
-        return f"{own}\0{salt}" if own else salt
+        given = hashlib.blake2b(salt.encode(), digest_size=16).hexdigest() if salt else ""
+        return f"{own}\0{given}" if own else given
 
 
 class Keys:

@@ -271,6 +271,8 @@ def test_a_client_s_salt_is_nobody_else_s() -> None:
     alice, bob = (Client(name=name, tokens=("given",)) for name in ("alice", "bob"))
     salts = {client.salted(salt) for client in (alice, bob) for salt in ("", "x", "alice", "bob\0x")}
     assert len(salts) == 8
+    assert alice.salted("x") == Client(name="alice", tokens=("given",)).salted("x")
+    assert all(len(client.salted("x" * 1_000_000)) < 64 for client in (alice, bob, Client(name="ipv4:127.0.0.1")))
     shared = [Client(name=name, tokens=("given",), cache_salt="team").salted("x") for name in ("alice", "bob")]
     assert shared[0] == shared[1]
 
