@@ -15,7 +15,8 @@ from pagedec.kernels.library import AttentionArgs, AttentionPlan, AttnBatch, Att
 from pagedec.kernels.reference_attention import paged_attention
 from pagedec.kernels.reference_cache import as_bytes, cache_dtype, cache_shapes, read_numbers, write_slots
 from tests.kernels import calls
-from tests.kernels.calls import CODES, laid_out
+from tests.kernels.cache_layouts import laid_out
+from tests.kernels.calls import CODES
 
 
 class Numbers(NamedTuple):
