@@ -21,6 +21,7 @@ from pagedec.kernels.link import Link
 from pagedec.kernels.records import Epilogue, KvKind
 
 if TYPE_CHECKING:
+    from pagedec.kernels.block_swap import BlockSwap
     from pagedec.kernels.drawn import DrawnTokens
     from pagedec.kernels.row_buffer import RowBuffer
 
@@ -290,12 +291,6 @@ class Backend(Protocol):
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of zeros where the kernels work: what a forward's buffers are made of."""
 
-    def fetch(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy what kernels have into a host tensor of the same shape, whose first sides may lie apart in both."""
-
-    def bring(self, tensor: torch.Tensor, given: torch.Tensor) -> None:
-        """The way back: what kernels will find there."""
-
     def write(self, tensor: torch.Tensor, array: np.ndarray) -> None:
         """Put a host array at the beginning of a tensor of its dtype, along its first side."""
 
@@ -304,6 +299,9 @@ class Backend(Protocol):
     ) -> CacheTensors:
         """KV of one lane in the kernels' own layout, of the backend's kind, and a token plane in which nothing is.
         Memory is taken as blocks are written, where the device can do that. Raises OSError or MemoryError."""
+
+    def block_swap(self, cache: CacheTensors, num_places: int) -> BlockSwap:
+        """What copies blocks to so many places of the host, and back. Raises MemoryError."""
 
     def poison(self, cache: CacheTensors, blocks: np.ndarray) -> None:
         """Make blocks unreadable: whatever reads a slot before it is written turns into NaN."""

@@ -15,6 +15,7 @@ from pagedec.core.logits_rules import LogitsRules
 from pagedec.errors import InvalidArgument
 from pagedec.kernels.attention_kernel import AttentionKernel, check_device, check_numbers
 from pagedec.kernels.backend import AttentionShape, CacheTensors
+from pagedec.kernels.block_swap import BlockSwap, DeviceBlockSwap
 from pagedec.kernels.context import Context
 from pagedec.kernels.device_memory import SMALL, DeviceCall, DeviceMemory, KernelCall, LateCall, LateRoom, Staging
 from pagedec.kernels.drawn import of_all
@@ -131,20 +132,6 @@ class DeviceBackend(NativeBackend):
     def storage(self, num_bytes: int) -> torch.Tensor:
         return self.memory.allocate(num_bytes)
 
-    def fetch(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
-        if tensor.is_contiguous() and out.is_contiguous():
-            return self.memory.read(tensor, out)
-        for part, place in zip(tensor, out, strict=True):
-            self.fetch(part, place)
-        return None
-
-    def bring(self, tensor: torch.Tensor, given: torch.Tensor) -> None:
-        if tensor.is_contiguous() and given.is_contiguous():
-            return self.memory.fill_from(tensor, given)
-        for part, place in zip(tensor, given, strict=True):
-            self.bring(part, place)
-        return None
-
     def write(self, tensor: torch.Tensor, array: np.ndarray) -> None:
         if tensor.numel() == 1:
             self._counts[tensor.data_ptr()] = int(array[0])
@@ -162,6 +149,9 @@ class DeviceBackend(NativeBackend):
         tokens = self.zeros((num_blocks * block_size,), torch.int32)
         self.memory.fill(tokens, 0xFF)  # -1: POISON_TOKEN
         return CacheTensors(k, v, tokens, num_kv_heads, head_dim, block_size)
+
+    def block_swap(self, cache: CacheTensors, num_places: int) -> BlockSwap:
+        return DeviceBlockSwap(self, cache, num_places)
 
     def poison(self, cache: CacheTensors, blocks: np.ndarray) -> None:
         for block in blocks.tolist():

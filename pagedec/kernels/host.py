@@ -12,6 +12,7 @@ from pagedec.core.forward import LaneForward, Masks
 from pagedec.core.logits_rules import LogitsRules
 from pagedec.kernels.arena import zeros
 from pagedec.kernels.backend import Backend, CacheTensors, Drafted, Roller
+from pagedec.kernels.block_swap import BlockSwap, HostBlockSwap
 from pagedec.kernels.drawn import DrawnTokens, HostDrawn
 from pagedec.kernels.processing import FlatRules, flatten
 from pagedec.kernels.readout import HostReadOut
@@ -38,12 +39,6 @@ class HostBackend(Backend):
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    def fetch(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(tensor)
-
-    def bring(self, tensor: torch.Tensor, given: torch.Tensor) -> None:
-        tensor.copy_(given)
-
     def write(self, tensor: torch.Tensor, array: np.ndarray) -> None:
         tensor.numpy()[: len(array)] = array
 
@@ -54,6 +49,9 @@ class HostBackend(Backend):
         k, v = (zeros((num_layers, *shape), cache_dtype(self.dtype, self.kv_kind)) for shape in shapes)
         tokens = torch.full((num_blocks * block_size,), POISON_TOKEN, dtype=torch.int32)
         return CacheTensors(k, v, tokens, num_kv_heads, head_dim, block_size)
+
+    def block_swap(self, cache: CacheTensors, num_places: int) -> BlockSwap:
+        return HostBlockSwap(cache)
 
     def poison(self, cache: CacheTensors, blocks: np.ndarray) -> None:
         for block in blocks.tolist():

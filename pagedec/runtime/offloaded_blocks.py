@@ -11,25 +11,34 @@ from pagedec.kernels.backend import Backend, CacheTensors
 
 class OffloadedBlocks:
     """Places of one block each: K and V of every layer, and the token ids. Memory is taken as places are used. Raises
-    OSError or MemoryError where the address space has no room."""
+    OSError or MemoryError where the address space, or a device, has no room."""
 
     def __init__(self, cache: CacheTensors, num_places: int, backend: Backend) -> None:
-        self._cache, self._backend = cache, backend
-        self._kv = [zeros((num_places, len(plane), *plane.shape[2:]), plane.dtype) for plane in (cache.k, cache.v)]
-        self._tokens = zeros((num_places, cache.block_size), torch.int32)
+        k, v = (zeros((num_places, len(plane), *plane.shape[2:]), plane.dtype) for plane in (cache.k, cache.v))
+        self._kept = k, v, zeros((num_places, cache.block_size), torch.int32)
+        self._swap = backend.block_swap(cache, num_places)
 
     def move(self, blocks: np.ndarray, places: np.ndarray) -> None:
-        """In order: block i goes to place p = places[i], or comes from place -1 - p where that is negative."""
-        size = self._cache.block_size
+        """As if in order: block i goes to place p = places[i], or comes from place -1 - p where that is negative."""
+        out: list[tuple[int, int]] = []
+        into: dict[int, int] = {}  # of a block that is filled twice the last counts
+        read = set[int]()
+        # All that go are waited for at once, so they go before any come, but for those that they would have met.
         for block, place in zip(blocks.tolist(), places.tolist(), strict=True):
-            own = place if place >= 0 else -1 - place
-            tokens = self._cache.tokens[block * size : (block + 1) * size]
-            pairs = [(plane[:, block], kept[own]) for plane, kept in zip(self._planes(), self._kv, strict=True)]
-            for there, here in (*pairs, (tokens, self._tokens[own])):
-                if place >= 0:
-                    self._backend.fetch(there, here)
-                else:
-                    self._backend.bring(there, here)
+            if place < 0:
+                into[block] = -1 - place
+                read.add(-1 - place)
+                continue
+            if block in into or place in read:
+                self._carry_out(out, into)
+                out, into, read = [], {}, set()
+            out.append((block, place))
+        self._carry_out(out, into)
 
-    def _planes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._cache.k, self._cache.v
+    def _carry_out(self, out: list[tuple[int, int]], into: dict[int, int]) -> None:
+        if out:
+            blocks, places = np.array(out, np.int32).T
+            self._swap.swap_out(blocks, self._kept, places)
+        if into:
+            blocks, places = np.array([*into.items()], np.int32).T
+            self._swap.swap_in(blocks, self._kept, places)

@@ -75,8 +75,8 @@ def exchanged(rank: int, exchange: links.Exchange) -> None:
         for counter, count in ((rows, n), (read, m)):
             device.write(counter, np.array([count], np.int32))
         own, columns = values(rank, seed, n, DIM), values(rank, seed, m, WIDTHS[rank])
-        device.bring(parts[rank][:n], own)
-        device.bring(logits[rank][: columns.numel()], columns.flatten())
+        device.memory.fill_from(parts[rank][:n], own)
+        device.memory.fill_from(logits[rank][: columns.numel()], columns.flatten())
         program.run()
         whole = torch.stack([values(other, seed, n, DIM) for other in range(2)])
         expected = reference.add_parts(whole)
@@ -114,7 +114,7 @@ def recorded_anew(rank: int, exchange: links.Exchange) -> None:
     for long in (None, None, None, 0, 1, None, None):
         kv_len = np.array([500 if rank == long else 4], np.int32)
         plan.update(np.array([0, 1], np.int32), kv_len, np.arange(64, dtype=np.int32)[None], None)
-        device.bring(parts[rank], torch.full((1, 16), rank + 1.0))
+        device.memory.fill_from(parts[rank], torch.full((1, 16), rank + 1.0))
         program.run()
         assert torch.equal(device.memory.get(out), torch.full((1, 16), 3.0))
 
