@@ -14,7 +14,7 @@ from pagedec.core.scheduler import Scheduler
 from pagedec.engine.engine import Engine, ModelLimits
 from pagedec.engine.open_branches import SessionLimits
 from pagedec.engine.options import Vocabulary
-from pagedec.errors import InvalidArgument, ModelFileError, PoolWarning, within
+from pagedec.errors import OR_TOKEN_IDS, InvalidArgument, ModelFileError, PoolWarning, within
 from pagedec.executor.base import Executor
 from pagedec.executor.inline import InlineExecutor
 from pagedec.executor.process import ProcessExecutor
@@ -22,9 +22,6 @@ from pagedec.formats.resolve import ModelFiles, resolve_model, resolve_tokenizer
 from pagedec.runtime.geometry import Geometry
 from pagedec.runtime.loading import LoadedModel, build_worker, check_configuration, check_shares, load_whole
 from pagedec.text.tokenizer import Tokenizer
-
-OR_TOKEN_IDS = "; or set skip_tokenizer_init=True and pass token ids"
-"""What else helps where no tokenizer is to be had, but for who needs text."""
 
 
 def load_tokenizer(config: ModelConfig, files: ModelFiles) -> Tokenizer | None:

@@ -155,6 +155,10 @@ class AbsentFeature(FeatureNotAvailable, AttributeError):
         self.args = name, instead  # so that the error survives pickling between processes
 
 
+OR_TOKEN_IDS = "; or set skip_tokenizer_init=True and pass token ids"
+"""What else helps where no tokenizer is to be had, but not whoever needs text."""
+
+
 class ModelFileError(PagedecError):
     """A model's file is missing, damaged, or not what it says it is. `field` is the argument that `given` was given to,
     which names the file or what it is in; "" where it is not known."""

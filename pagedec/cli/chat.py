@@ -30,7 +30,7 @@ from pagedec.cli.screen import Screen
 from pagedec.cli.texts import read_text
 from pagedec.cli.turns import QUOTES, read_turns
 from pagedec.config import EngineConfig
-from pagedec.errors import InvalidArgument, ModelFileError, PagedecError, counted
+from pagedec.errors import OR_TOKEN_IDS, InvalidArgument, ModelFileError, PagedecError, counted
 from pagedec.params import BeamSearchParams, RequestParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -299,7 +299,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _loaded(config: EngineConfig) -> LLM:
     """The model. Where its tokenizer is missing, nothing is said of a way without one: a chat is text."""
-    from pagedec.build import OR_TOKEN_IDS
     from pagedec.llm import LLM
 
     try:
