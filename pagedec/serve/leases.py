@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pagedec.engine.sessions import Sessions
-from pagedec.errors import InvalidArgument, NotFound, SessionLimit, Shown, counted
+from pagedec.errors import InvalidArgument, NotFound, PagedecError, SessionLimit, Shown, counted
 from pagedec.llm import AsyncLLM, AsyncSession, AsyncSessionBranch
 from pagedec.serve.access import Client
 from pagedec.serve.server_config import ServerConfig
@@ -24,6 +24,9 @@ ID_BYTES = 24
 """Of a session's name, which nobody may guess."""
 SHARE = 2
 """A client who has no quota may have the 1/SHARE-th part of what the engine allows all of them."""
+MESSAGE_BYTES = 8
+"""Of a chat's messages, tools and variables, which a session keeps, that count as one token at least. Text that becomes
+tokens has fewer for each."""
 SHOWN_ID = 64
 """Characters of a session's name, or a branch's, that a message repeats."""
 
@@ -53,12 +56,14 @@ class Lease:
     session: AsyncSession
     ttl: float
     opened: float
+    num_bytes: int = 0
+    """Of the messages, tools and variables that a chat has brought."""
     branches: dict[str, AsyncSessionBranch] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
-        """Each counted once however many branches share it."""
-        return self.session.session_state().num_tokens
+        """Each counted once however many branches share it; or more, for what a chat keeps that is no token."""
+        return max(self.session.session_state().num_tokens, tokens_of(self.num_bytes))
 
     def find(self, name: str) -> AsyncSessionBranch:
         """An open branch. Raises `NotFound`."""
@@ -101,6 +106,7 @@ class Leases:
         self._numbers = itertools.count(1)
         self._branches: Counter[str] = Counter()  # of clients, those that are just being made too
         self._tokens: Counter[str] = Counter()  # of clients, those that are just being made
+        self._num_bytes = 0  # of all chats
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -153,7 +159,8 @@ class Leases:
             problem = f"must come to at most {limit}: a client's sessions may hold no more ({quota})"
             raise InvalidArgument(tokens.field, tokens.shown, problem)
         coming = self._tokens[name] + tokens.number
-        if tokens.number and sessions.num_tokens + coming > limit:  # else it is not much, whosever it is
+        total = sessions.num_tokens + tokens_of(self._num_bytes)
+        if tokens.number and total + coming > limit:  # else it is not much, whosever it is
             held = self._tokens[name] + sum(lease.num_tokens for lease in self._of.get(name, {}).values())
             if held + tokens.number > limit:
                 raise SessionLimit(quota, limit, _too_many(counted(held, "token"), tokens.number))
@@ -166,8 +173,8 @@ class Leases:
             self._tokens[name] -= tokens.number
             self._forget(name)
 
-    def open(self, session: AsyncSession, client: Client, ttl: float) -> Lease:
-        """A new session is this client's."""
+    def open(self, session: AsyncSession, client: Client, ttl: float, num_bytes: int = 0) -> Lease:
+        """A new session is this client's. `num_bytes`: see `keep`."""
         number = next(self._numbers)
         lease = Lease(
             tagged(self._tag, secrets.token_urlsafe(ID_BYTES)), number, client.name, session, ttl, time.time()
@@ -175,7 +182,25 @@ class Leases:
         self._leases[lease.session_id] = lease
         self._of.setdefault(client.name, {})[lease.session_id] = lease
         self.add(lease, [session])
+        self.keep(lease, num_bytes)
         return lease
+
+    def keep(self, lease: Lease, num_bytes: int) -> None:
+        """A chat has brought messages, tools or variables of so many bytes; negative: they were refused. They count
+        until the session is closed: what is taken back may be held by other branches."""
+        if self._leases.get(lease.session_id) is lease:
+            lease.num_bytes += num_bytes
+            self._num_bytes += num_bytes
+
+    @contextlib.contextmanager
+    def keeping(self, lease: Lease, num_bytes: int) -> Iterator[None]:
+        """The same while it is being appended. A call that is cancelled may have been carried out."""
+        self.keep(lease, num_bytes)
+        try:
+            yield
+        except PagedecError:
+            self.keep(lease, -num_bytes)
+            raise
 
     def add(self, lease: Lease, branches: Iterable[AsyncSessionBranch]) -> None:
         """A session has new branches. Where it was closed meanwhile they were, too, or nobody holds them."""
@@ -189,6 +214,7 @@ class Leases:
             if lease.branches.pop(name, None) is not None:
                 self._branches[lease.client] -= 1
         if not lease.branches and self._leases.pop(lease.session_id, None) is not None:
+            self._num_bytes -= lease.num_bytes
             own = self._of[lease.client]
             del own[lease.session_id]
             if not own:
@@ -214,6 +240,11 @@ class Leases:
         for counter in (self._branches, self._tokens):
             if not counter[name]:
                 del counter[name]
+
+
+def tokens_of(num_bytes: int) -> int:
+    """What a chat's messages, tools and variables count as, at least."""
+    return -(-num_bytes // MESSAGE_BYTES)
 
 
 def _too_many(held: str, more: int) -> str:

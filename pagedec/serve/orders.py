@@ -139,12 +139,30 @@ def read_prompt(prompt: prompt_pb2.Prompt, limits: Limits) -> str | list[int] | 
 
 
 def check_chat(chat: prompt_pb2.Chat, limits: Limits) -> None:
-    """Raise `InvalidArgument` for a conversation that can fit no context."""
+    """Raise `InvalidArgument` for a conversation that can fit no context, or has too much as JSON."""
     most = limits.max_model_len
     for name, count in (("messages", len(chat.messages)), ("tools", len(chat.tools))):
         if count > most:
             limit = f"must be at most {most}: each has a token at least, and the context holds no more"
             raise InvalidArgument(f"prompt.chat.{name}", Shown(f"{count} of them"), limit)
+    messages = {f"messages[{i}].fields": own.fields for i, own in enumerate(chat.messages) if own.HasField("fields")}
+    tools = {f"tools[{i}]": tool for i, tool in enumerate(chat.tools)}
+    tables = {**messages, **tools, "template_variables": chat.template_variables}
+    check_json({f"prompt.chat.{name}": table for name, table in tables.items()}, limits.config)
+
+
+def check_json(tables: Mapping[str, Struct], config: ServerConfig) -> None:
+    """Raise `InvalidArgument` where what a conversation has as JSON, by its fields, is too large: a megabyte takes some
+    0.1 s to be read."""
+    left = config.max_json_size
+    for field, table in tables.items():
+        size = table.ByteSize()
+        if size > left:
+            limit = f"must be at most {left} bytes: a conversation's fields, tools and variables may together have "
+            raise InvalidArgument(
+                field, Shown(f"{size} bytes"), f"{limit}{config.max_json_size}, the server's max_json_size"
+            )
+        left -= size
 
 
 def read_ids(ids: Sequence[int], field: str, limits: Limits) -> list[int]:
@@ -156,7 +174,7 @@ def read_ids(ids: Sequence[int], field: str, limits: Limits) -> list[int]:
     return list(ids)
 
 
-def read_message(message: prompt_pb2.ChatMessage, field: str = "message") -> dict[str, Any]:
+def read_message(message: prompt_pb2.ChatMessage, field: str) -> dict[str, Any]:
     """One message of a conversation. Raises `InvalidArgument`."""
     content = {"content": message.content} if message.HasField("content") else {}
     return {**as_table(message.fields, f"{field}.fields"), "role": message.role, **content}

@@ -78,6 +78,9 @@ class ServerConfig:
     )
     max_message_size: int = option(16 * 2**20, Size("largest message that is taken", low=1024, high=2**31 - 1))
     max_constraint_size: int = option(2**16, Size("longest schema, expression, grammar or list of choices"))
+    max_json_size: int = option(
+        2**20, Size("what one conversation may have as JSON: fields of its messages, tools, template variables")
+    )
     max_concurrent_streams: int = option(1024, Integer("calls at the same time on one connection", low=1))
     max_connection_age: float | None = option(
         None,

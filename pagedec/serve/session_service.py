@@ -18,12 +18,13 @@ from pagedec.params import RequestOutputKind, RequestParams
 from pagedec.serve.answers import Events, as_branch, as_nodes, as_score, as_state
 from pagedec.serve.calls import RPC, echo
 from pagedec.serve.gateway import Gateway
-from pagedec.serve.leases import NOTHING, Addition, Lease, Leases
+from pagedec.serve.leases import NOTHING, Addition, Lease, Leases, tokens_of
 from pagedec.serve.orders import (
     UNSAID,
     Limits,
     Order,
     answers_field,
+    check_json,
     read_chat,
     read_ids,
     read_message,
@@ -71,11 +72,12 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             renamed("chat_template_kwargs", "prompt.chat.template_variables"),
         ):
             opening = await asyncio.to_thread(gateway.llm.session, **given, **options)
-            tokens = Addition(opening.num_tokens, "prompt", counted(opening.num_tokens, "token"))
+            num_bytes = request.prompt.chat.ByteSize() if request.prompt.WhichOneof("form") == "chat" else 0
+            tokens = _tokens("prompt", opening.num_tokens, num_bytes)
             with self._leases.room(client, Addition(1, "prompt"), tokens):
                 session = await opening
                 [branch] = await _stand(session, [session])
-                lease = self._leases.open(session, client, ttl)
+                lease = self._leases.open(session, client, ttl, num_bytes)
         return pb.OpenSessionResponse(session_id=lease.session_id, branch=branch, ttl=as_duration(ttl))
 
     async def GenerateOnBranch(
@@ -114,20 +116,22 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
 
     async def Append(self, request: pb.AppendRequest, context: Any) -> pb.AppendResponse:
         """Goes on with a client's own text, tokens or message."""
-        _, branch = self._branch(request)
+        lease, branch = self._branch(request)
         form = request.WhichOneof("what")
         if form is None:
             raise InvalidArgument("what", None, "must be text, token_ids or message")
         what: Any = request.text
+        num_bytes = request.message.ByteSize() if form == "message" else 0
         if form == "token_ids":
             what = read_ids(request.token_ids.ids, "token_ids.ids", self._gateway.limits)
         elif form == "message":
-            what = await where_nobody_waits(request.message, lambda: read_message(request.message))
+            check_json({"message.fields": request.message.fields}, self._gateway.config)
+            what = await where_nobody_waits(request.message, lambda: read_message(request.message, "message"))
         field = {"token_ids": "token_ids.ids"}.get(form, form)
         with renamed("append", field), renamed("messages[0]", field):
             appending = await branch.appending(what)
-            words = counted(appending.num_tokens, "token")
-            with self._leases.room(RPC.get().client, NOTHING, Addition(appending.num_tokens, field, words)):
+            tokens = _tokens(field, appending.num_tokens, num_bytes)
+            with self._leases.room(RPC.get().client, NOTHING, tokens), self._leases.keeping(lease, num_bytes):
                 await appending
         [stands] = await _stand(branch, [branch])
         return pb.AppendResponse(branch=stands)
@@ -175,7 +179,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             order.named(),
         ):
             scoring = await branch.scoring(rows, logprobs=request.logprobs, request_id=name)
-            tokens = Addition(scoring.num_tokens, "continuations", counted(scoring.num_tokens, "token"))
+            tokens = _tokens("continuations", scoring.num_tokens)
             with self._leases.room(RPC.get().client, NOTHING, tokens):  # nothing is kept: see GenerateOnBranch
                 scores = await scoring
         return await asyncio.to_thread(lambda: pb.ScoreResponse(scores=map(as_score, scores)))
@@ -274,6 +278,15 @@ def _answers(params: RequestParams) -> Addition:
     """The branches that all answers of a request come to, beside the one that it goes on from."""
     field, count = answers_field(params), params.num_answers
     return Addition(count, field, counted(count, "answer") if field == UNSAID else "", beside=1)
+
+
+def _tokens(field: str, num_tokens: int, num_bytes: int = 0) -> Addition:
+    """What a prompt, or what is appended, adds: `num_bytes` of it a chat keeps."""
+    number = max(num_tokens, tokens_of(num_bytes))
+    words = counted(num_tokens, "token")
+    return Addition(
+        number, field, words if number == num_tokens else f"{num_bytes} bytes, which count as {number} tokens"
+    )
 
 
 def read_continuations(given: Sequence[pb.Continuation]) -> list[str | list[int]]:

@@ -54,6 +54,15 @@ def table(request: pb.GenerateRequest, count: int) -> None:
         values.add(number_value=1.0)
 
 
+def tools(given: prompt_pb2.Chat, count: int) -> None:
+    for _ in range(count):
+        given.tools.add().update({"x": "y" * 100_000})
+
+
+JSON = (
+    "must be at most {} bytes: a conversation's fields, tools and variables may together have 1048576, the server's "
+    "max_json_size"
+)
 NUMBERS = "NaN or infinite somewhere: must be what JSON can say"
 MANY = "must be at most 131, the size of the vocabulary"
 LARGE = "must be at most 65536 bytes, the server's max_constraint_size"
@@ -86,6 +95,15 @@ LONG = "tokens: must be at most 1048576 tokens long"
         (chat(lambda c: c.tools.add().update({"x": math.nan})), f"prompt.chat.tools[0] is {NUMBERS}"),
         (chat(lambda c: c.template_variables.update({"x": math.inf})), f"prompt.chat.template_variables is {NUMBERS}"),
         (
+            chat(lambda c: c.messages[0].fields.update({"x": "y" * 1_100_000})),
+            f"prompt.chat.messages[0].fields is 1100015 bytes: {JSON.format(1048576)}",
+        ),
+        (chat(lambda c: tools(c, 11)), f"prompt.chat.tools[10] is 100015 bytes: {JSON.format(48426)}"),
+        (
+            chat(lambda c: (tools(c, 10), c.template_variables.update({"x": "y" * 50_000}))),
+            f"prompt.chat.template_variables is 50015 bytes: {JSON.format(48426)}",
+        ),
+        (
             chat(lambda c: c.messages.extend(CHAT.messages[:] * 256)),
             "prompt.chat.messages is 257 of them: must be at most 256: each has a token at least, and the context "
             "holds no more",
@@ -107,6 +125,11 @@ def test_lists_of_other_services_are_bounded_too(abused: Serving) -> None:
     token_ids = prompt_pb2.TokenIds(ids=ids)
     asked = session_service_pb2.AppendRequest(**own, token_ids=token_ids)
     assert refused(abused.sessions.Append, asked).details() == f"token_ids.ids is 1048577 {LONG}"
+    asked = session_service_pb2.AppendRequest(**own)
+    asked.message.fields.update({"x": "y" * 1_100_000})
+    assert (
+        refused(abused.sessions.Append, asked).details() == f"message.fields is 1100015 bytes: {JSON.format(1048576)}"
+    )
     open_ = session_service_pb2.OpenSessionRequest(prompt=prompt(ids))
     assert refused(abused.sessions.OpenSession, open_).details() == f"prompt is 1048577 {LONG}"
     score = session_service_pb2.ScoreRequest(**own, continuations=[session_service_pb2.Continuation()] * 65_537)

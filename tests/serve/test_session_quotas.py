@@ -11,11 +11,14 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import struct_pb2
 
+from pagedec import AsyncLLM
 from pagedec.serve.answers import Events
 from pagedec.serve.calls import Calls
+from pagedec.v1 import prompt_pb2
 from pagedec.v1 import session_service_pb2 as pb
-from tests.serve.serving import Serving, details, greedy, parameters, prompt, reason
+from tests.serve.serving import Loop, Serving, details, greedy, parameters, prompt, reason
 from tests.serve.test_session_service import ADA, BOB, KEYS, PROMPT, Held, ids, refused
 from tests.support import wait_for
 
@@ -196,3 +199,38 @@ def test_continuations_count_by_their_tokens(text_server: Serving) -> None:
     text_server.llm.loop.pause(False).result()
     assert len(call.result().scores) == 2 and not text_server.server.leases._tokens
     text_server.sessions.CloseSession(pb.CloseSessionRequest(session_id=opened.session_id))
+
+
+@pytest.mark.filterwarnings("ignore:tools change nothing")
+def test_what_a_chat_keeps_that_is_no_token_counts_by_its_bytes(server_loop: Loop) -> None:
+    """Of tools that a template does not write, and fields and variables that it does not read: else a session of some
+    tokens may hold megabytes."""
+    load = functools.partial(AsyncLLM, "smollm2", num_blocks=96, max_model_len=512)
+    serving = Serving(server_loop, load, max_client_session_tokens=2000).ready()
+    hello, padding, stub = prompt_pb2.ChatMessage(role="user", content="hello"), {"x": "y" * 4000}, serving.sessions
+
+    def opened(**given: Any) -> str:
+        chat = prompt_pb2.Chat(messages=[hello], **given)
+        return stub.OpenSession(pb.OpenSessionRequest(prompt=prompt_pb2.Prompt(chat=chat))).session_id
+
+    table = struct_pb2.Struct()
+    table.update(padding)
+    full = ("RESOURCE_EXHAUSTED", "SESSION_LIMIT")
+    names = [opened(tools=[table]), opened(template_variables=table), opened(), opened()]
+    said = prompt_pb2.ChatMessage(role="user", content="and", fields=table)
+    for i, kept in enumerate((True, False, False)):
+        call = functools.partial(stub.Append, pb.AppendRequest(session_id=names[2], branch="0", message=said))
+        if kept:
+            assert call().branch.num_tokens < 100
+        else:
+            assert refused(call) == full, i
+    assert refused(lambda: opened(tools=[table])) == full
+    with pytest.raises(grpc.RpcError, match="prompt is 16075 bytes, which count as 2010 tokens"):
+        opened(tools=[table] * 4)
+    held = stub.GetSession(pb.GetSessionRequest(session_id=names[2])).session.num_tokens
+    assert held < 100, "tokens as they are"
+    for name in names:
+        stub.CloseSession(pb.CloseSessionRequest(session_id=name))
+    assert not serving.server.leases._num_bytes and not serving.server.leases._tokens
+    serving.whole()
+    serving.close()
