@@ -3,6 +3,8 @@ says, what it stops ends, and each stage has its time."""
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
 import os
 import re
 import signal
@@ -34,12 +36,17 @@ def benchmarks() -> list[str]:
 BENCHMARKS = [pytest.param(name, marks=[] if name == "gpu_copy" else pytest.mark.long) for name in benchmarks()]
 
 
+def needs() -> list[str]:
+    """The packages that the script says it needs."""
+    found = re.search(r"Needs Python [\d.]+ with ([\w, ]+) \(", TEXT)
+    assert found is not None
+    return re.split(r", | and ", found[1])
+
+
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Python with what the script says that it needs."""
-    needs = re.search(r"Needs Python [\d.]+ with ([\w, ]+) \(", TEXT)
-    assert needs is not None
-    return bare_python.make(tmp_path_factory.mktemp("bare") / "venv", *re.split(r", | and ", needs[1]))
+    """A Python with those alone."""
+    return bare_python.make(tmp_path_factory.mktemp("bare") / "venv", *needs())
 
 
 def test_what_it_runs_is_there() -> None:
@@ -47,6 +54,41 @@ def test_what_it_runs_is_there() -> None:
     assert all((ROOT / path).is_file() for path in modules())
 
 
+def imported(path: Path) -> set[str]:
+    """What a file imports when it is imported itself, `from x import y` as both x and x.y."""
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def test_its_tests_import_no_more_than_it_says() -> None:
+    """They, what of ours they import, and so on."""
+    folders = {parent for path in modules() for parent in Path(path).parents}
+    left = [ROOT / path for path in modules()] + [ROOT / folder / "conftest.py" for folder in folders]
+    seen, others = set[Path](), dict[str, Path]()
+    while left:
+        path = left.pop()
+        if path in seen or not path.is_file():
+            continue
+        seen.add(path)
+        for name in imported(path):
+            place = ROOT.joinpath(*name.split("."))
+            left += [place.with_suffix(".py"), *(parent / "__init__.py" for parent in (place, *place.parents))]
+            others[name.partition(".")[0]] = path
+    packages, allowed = importlib.metadata.packages_distributions(), bare_python.needed(needs())
+    wrong = {
+        name: path
+        for name, path in others.items()
+        if name in packages and not {one.lower().replace("_", "-") for one in packages[name]} & {*allowed, "pagedec"}
+    }
+    assert not wrong and {"torch", "pytest", "pagedec"} <= {*others}
+
+
+@pytest.mark.long
 def test_its_tests_need_no_more_than_it_says(bare: Path) -> None:
     done = bare_python.run(bare, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *modules())
     assert done.returncode == 0, done.stdout[-3000:]
