@@ -49,7 +49,14 @@ LARGE, SMALL = 1, 64
 
 def on_devices() -> list[str]:
     """Files of tests that run on a real device, linear layers' and attention's first: most depends on them."""
-    own = {"test_attention", "test_block_size", "test_cuda_attention", "test_cuda_fp16", "test_cuda_readout"}
+    own = {
+        "test_attention",
+        "test_block_size",
+        "test_block_swap",
+        "test_cuda_attention",
+        "test_cuda_fp16",
+        "test_cuda_readout",
+    }
 
     def rank(module: str) -> tuple[bool, str]:
         return "gemm" not in module and "attention" not in module, module
