@@ -22,6 +22,7 @@ from pagedec.serve.admission import Admission
 from pagedec.serve.calls import RPC, SHOWN_ID
 from pagedec.serve.lifecycle import FAILED, LOADING, Lifecycle
 from pagedec.serve.orders import Limits, Order, check_chat, oversized, read_chat, read_prompt, width_of
+from pagedec.serve.preparing import Preparing
 from pagedec.serve.queueing import Queued, Queueing
 from pagedec.serve.server_config import ServerConfig
 from pagedec.serve.statuses import Refusal
@@ -63,6 +64,7 @@ class Gateway:
         """Raises `InvalidArgument` and `ModelFileError` for a trie that cannot be loaded."""
         self.config, self.lifecycle, self.watchers = config, lifecycle, watchers
         self._tries = load_tries(config.trie)
+        self.preparing = Preparing()
         self._open: _Open | None = None
         self.running: dict[str, Client] = {}
         """What runs or waits, by the engine's name for it."""
@@ -154,24 +156,19 @@ class Gateway:
         if isinstance(given, list):
             return None, given
         if isinstance(given, prompt_pb2.Chat):
-            return await asyncio.to_thread(self.chat_tokens, given)
+            return await self.chat_tokens(given)
         return await self.text_tokens(given)
 
     async def text_tokens(self, text: str) -> tuple[str, list[int]]:
         """A text and its token ids. Raises `InvalidArgument`."""
         if len(text) > LONG_PROMPT:
-            return await asyncio.to_thread(self._text_tokens, text)
+            return await self.preparing.in_thread(lambda: self._text_tokens(text))
         return self._text_tokens(text)
 
-    def chat_tokens(self, chat: prompt_pb2.Chat) -> tuple[str, list[int]]:
-        """The text that a conversation becomes, and its tokens. Takes as long as a template does."""
+    async def chat_tokens(self, chat: prompt_pb2.Chat) -> tuple[str, list[int]]:
+        """The text that a conversation becomes, and its tokens. Raises `InvalidArgument`."""
         check_chat(chat, self.limits)
-        messages, options = read_chat(chat)
-        tokenizer = self.llm.get_tokenizer()
-        with renamed("messages", "prompt.chat.messages"):
-            text = render_chat(tokenizer, messages, **options)
-        tokenizer.check_length(text, self.limits.max_model_len - 1, "prompt.chat")
-        return text, tokenizer.encode(text, add_special_tokens=False)
+        return await self.preparing.in_thread(lambda: self._chat_tokens(chat))
 
     # ---- on its way
     async def outputs(
@@ -338,6 +335,14 @@ class Gateway:
             with order.named():
                 raise oversized(params, num_prompt_tokens, allowed.most, allowed.name)
         return most
+
+    def _chat_tokens(self, chat: prompt_pb2.Chat) -> tuple[str, list[int]]:
+        messages, options = read_chat(chat)
+        tokenizer = self.llm.get_tokenizer()
+        with renamed("messages", "prompt.chat.messages"):
+            text = render_chat(tokenizer, messages, **options)
+        tokenizer.check_length(text, self.limits.max_model_len - 1, "prompt.chat")
+        return text, tokenizer.encode(text, add_special_tokens=False)
 
     def _text_tokens(self, text: str) -> tuple[str, list[int]]:
         _, token_ids, _ = prompt_of(text, "prompt.text", self.llm.tokenizer, self.limits.max_model_len - 1)

@@ -15,7 +15,7 @@ from pagedec.serve.calls import RPC, echo, failure
 from pagedec.serve.gateway import Gateway
 from pagedec.serve.interrupted import fingerprint_of, read_resume
 from pagedec.serve.lifecycle import DRAINING
-from pagedec.serve.orders import Order, read_order, where_nobody_waits
+from pagedec.serve.orders import Order, read_order
 from pagedec.serve.queueing import Queueing
 from pagedec.serve.side_by_side import side_by_side
 from pagedec.serve.statuses import status_of
@@ -97,7 +97,7 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
     async def _read(self, request: Any, kind: RequestOutputKind, interval: int | None) -> Order:
         self._gateway.check_model(request.model)
         given = request.parameters, self._gateway.limits, kind, interval, _is_chat(request)
-        return await where_nobody_waits(request.parameters, lambda: read_order(*given))
+        return await self._gateway.preparing.read(request.parameters, lambda: read_order(*given))
 
     async def _outputs(self, request: Any, order: Order, **told: Any) -> AsyncGenerator[RequestOutput, None]:
         prompt = await self._gateway.tokens(request.prompt)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from google.protobuf.struct_pb2 import Struct
@@ -40,7 +39,7 @@ class ModelService(model_service_pb2_grpc.ModelServiceServicer):
         if request.no_special_tokens and request.prompt.WhichOneof("form") == "text":
             text = request.prompt.text
             tokenizer.check_length(text, gateway.limits.max_model_len, "prompt.text")
-            token_ids = await asyncio.to_thread(tokenizer.encode, text, False)
+            token_ids = await gateway.preparing.in_thread(lambda: tokenizer.encode(text, False))
         else:
             _, token_ids = await gateway.tokens(request.prompt)
         self._check(token_ids, "prompt.token_ids.ids")
@@ -49,7 +48,7 @@ class ModelService(model_service_pb2_grpc.ModelServiceServicer):
             texts = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in token_ids]
             return pb.TokenizeResponse(token_ids=token_ids, texts=texts)
 
-        return await asyncio.to_thread(made) if len(token_ids) > LONG_PROMPT else made()
+        return await gateway.preparing.in_thread(made) if len(token_ids) > LONG_PROMPT else made()
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
         """The text of tokens."""
@@ -58,7 +57,7 @@ class ModelService(model_service_pb2_grpc.ModelServiceServicer):
         token_ids = read_ids(request.token_ids, "token_ids", self._gateway.limits)
         self._check(token_ids, "token_ids")
         join, skips = tokenizer.byte_table.join, not request.special_tokens
-        pieces = await asyncio.to_thread(lambda: [join([token], skips) for token in token_ids])
+        pieces = await self._gateway.preparing.in_thread(lambda: [join([token], skips) for token in token_ids])
         return pb.DetokenizeResponse(text=b"".join(pieces).decode("utf-8", "replace"), pieces=pieces)
 
     async def ApplyChatTemplate(
@@ -66,7 +65,7 @@ class ModelService(model_service_pb2_grpc.ModelServiceServicer):
     ) -> pb.ApplyChatTemplateResponse:
         """The text that a conversation becomes."""
         self._gateway.check_model(request.model)
-        text, token_ids = await asyncio.to_thread(self._gateway.chat_tokens, request.chat)
+        text, token_ids = await self._gateway.chat_tokens(request.chat)
         return pb.ApplyChatTemplateResponse(text=text, token_ids=token_ids)
 
     # ---- inside

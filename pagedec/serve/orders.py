@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from google.protobuf import json_format
 from google.protobuf.message import Message
@@ -32,9 +31,6 @@ from pagedec.serve.server_config import ServerConfig
 from pagedec.structured import AllowedSequences, StructuredOutputsParams
 from pagedec.v1 import parameters_pb2, prompt_pb2
 
-T = TypeVar("T")
-LONG_MESSAGE = 20_000
-"""Bytes from which on a message is read in a thread: it may have a million fields, which take seconds."""
 TOLD = ("output_kind", "stream_interval")
 """Parameters that say how outputs come, which the RPC says."""
 UNSAID = "num_answers"
@@ -80,11 +76,6 @@ class Order:
         """Errors about a parameter name the message's field."""
         with _named(self.paths):
             yield
-
-
-async def where_nobody_waits(message: Message, read: Callable[[], T]) -> T:
-    """What `read` makes of a message: in a thread where it is long."""
-    return await asyncio.to_thread(read) if message.ByteSize() > LONG_MESSAGE else read()
 
 
 def read_order(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -30,7 +30,6 @@ from pagedec.serve.orders import (
     read_message,
     read_order,
     read_prompt,
-    where_nobody_waits,
 )
 from pagedec.v1 import prompt_pb2, session_service_pb2_grpc
 from pagedec.v1 import session_service_pb2 as pb
@@ -59,7 +58,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         gateway.check_model(request.model)
         gateway.require_serving()
         ttl = self._leases.ttl(seconds_of(request.ttl) if request.HasField("ttl") else None)
-        given = await where_nobody_waits(request.prompt, lambda: _beginning(request.prompt, gateway.limits))
+        given = await self._gateway.preparing.read(request.prompt, lambda: _beginning(request.prompt, gateway.limits))
         options: dict[str, Any] = {
             "seed": request.seed if request.HasField("seed") else None,
             "priority": request.priority,
@@ -71,7 +70,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             renamed("tools", "prompt.chat.tools"),
             renamed("chat_template_kwargs", "prompt.chat.template_variables"),
         ):
-            opening = await asyncio.to_thread(gateway.llm.session, **given, **options)
+            opening = await gateway.preparing.in_thread(lambda: gateway.llm.session(**given, **options))
             num_bytes = request.prompt.chat.ByteSize() if request.prompt.WhichOneof("form") == "chat" else 0
             tokens = _tokens("prompt", opening.num_tokens, num_bytes)
             with self._leases.room(client, Addition(1, "prompt"), tokens):
@@ -87,7 +86,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         await echo(request.client_request_id)
         lease, branch = self._branch(request)
         keep = read_keep(request.keep)
-        order = await where_nobody_waits(request.parameters, lambda: self._order(request, branch.is_chat))
+        order = await self._gateway.preparing.read(request.parameters, lambda: self._order(request, branch.is_chat))
         params = order.params
         longest = max(0, self._gateway.limits.max_model_len - branch.num_tokens)
         num_tokens = params.num_answers * min(params.max_tokens or longest, longest)
@@ -126,10 +125,10 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             what = read_ids(request.token_ids.ids, "token_ids.ids", self._gateway.limits)
         elif form == "message":
             check_json({"message.fields": request.message.fields}, self._gateway.config)
-            what = await where_nobody_waits(request.message, lambda: read_message(request.message, "message"))
+            what = await self._gateway.preparing.read(request.message, lambda: read_message(request.message, "message"))
         field = {"token_ids": "token_ids.ids"}.get(form, form)
         with renamed("append", field), renamed("messages[0]", field):
-            appending = await branch.appending(what)
+            appending = await self._gateway.preparing.run(lambda: branch.appending(what))
             tokens = _tokens(field, appending.num_tokens, num_bytes)
             with self._leases.room(RPC.get().client, NOTHING, tokens), self._leases.keeping(lease, num_bytes):
                 await appending
@@ -165,7 +164,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         most, count = self._gateway.config.max_request_tokens, len(request.continuations)
         if count > MOST_SCORED:
             raise InvalidArgument("continuations", Shown(f"{count} of them"), f"must be at most {MOST_SCORED}")
-        rows = await where_nobody_waits(request, lambda: read_continuations(request.continuations))
+        rows = await self._gateway.preparing.read(request, lambda: read_continuations(request.continuations))
         size = sum(map(len, rows))
         if size > most:
             limit = f"must come to at most {most} tokens or characters, the server's max_request_tokens"
@@ -178,17 +177,18 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             begun(order, branch.num_tokens, request.client_request_id) as name,
             order.named(),
         ):
-            scoring = await branch.scoring(rows, logprobs=request.logprobs, request_id=name)
+            read = functools.partial(branch.scoring, rows, logprobs=request.logprobs, request_id=name)
+            scoring = await self._gateway.preparing.run(read)
             tokens = _tokens("continuations", scoring.num_tokens)
             with self._leases.room(RPC.get().client, NOTHING, tokens):  # nothing is kept: see GenerateOnBranch
                 scores = await scoring
-        return await asyncio.to_thread(lambda: pb.ScoreResponse(scores=map(as_score, scores)))
+        return await self._gateway.preparing.in_thread(lambda: pb.ScoreResponse(scores=map(as_score, scores)))
 
     async def GetBranch(self, request: pb.GetBranchRequest, context: Any) -> pb.GetBranchResponse:
         """A branch with its text, tokens and reports."""
         _, branch = self._branch(request)
         [stands] = await _stand(branch, [branch])
-        return await asyncio.to_thread(lambda: as_state(stands, branch.state(), request.logprobs))
+        return await self._gateway.preparing.in_thread(lambda: as_state(stands, branch.state(), request.logprobs))
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.GetSessionResponse:
         """What a session holds, and how long it lives."""
@@ -224,13 +224,14 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             limit = f"must have branches of together at most {MOST_DRAWN} tokens: a tree is made of all of them"
             raise InvalidArgument("session_id", Shown(f"a session of {total}"), limit)
         held = await lease.session.blocks(branches)
-        tree = await asyncio.to_thread(lease.session.tree, branches)
+        apart = self._gateway.preparing.in_thread
+        tree = await apart(lambda: lease.session.tree(branches))
         return pb.GetTreeResponse(
             branches=_told(branches, held),
-            drawing=await asyncio.to_thread(tree.draw, request.columns) if request.columns else "",
+            drawing=await apart(lambda: tree.draw(request.columns)) if request.columns else "",
             num_blocks=held.num_blocks,
             num_blocks_saved=held.num_blocks_saved,
-            nodes=await asyncio.to_thread(as_nodes, tree),
+            nodes=await apart(lambda: as_nodes(tree)),
             block_size=tree.block_size or 0,
         )
 
