@@ -181,6 +181,14 @@ class AsyncSessionBranch(Handle):
         return await asyncio.wrap_future(self._front.loop.call(function))
 
 
+async def recount(sessions: Sequence[AsyncSession]) -> None:
+    """Have sessions of one engine gone through for tokens that no branch has any more: how many they hold is exact
+    then."""
+    owners = [session._owner for session in sessions]
+    if owners:
+        await sessions[0]._do(lambda engine: engine.sessions.bury(owners))
+
+
 class Appending:
     """What is about to be appended to a branch: to be awaited."""
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from pagedec.engine.sessions import Sessions
 from pagedec.errors import InvalidArgument, NotFound, PagedecError, SessionLimit, Shown, counted
 from pagedec.llm import AsyncLLM, AsyncSession, AsyncSessionBranch
+from pagedec.llm.async_session import recount
 from pagedec.serve.access import Client
 from pagedec.serve.server_config import ServerConfig
 
@@ -135,6 +136,27 @@ class Leases:
         return list(itertools.islice(own, count))
 
     # ---- what comes and goes
+    async def make_room(self, client: Client, tokens: Addition) -> None:
+        """Where a client may not have so many tokens more, have those looked for that are dead in his sessions: what
+        was taken back counts until then."""
+        limit, _ = self._most_tokens(client)
+        if 0 < tokens.number <= limit < self._held_tokens(client, limit - tokens.number) + tokens.number:
+            await recount([lease.session for lease in self._of.get(client.name, {}).values()])
+
+    def _most_tokens(self, client: Client) -> tuple[int, str]:
+        """What a client's sessions may hold, and the quota that says so."""
+        assert self._sessions is not None, "a model is loaded before it is asked"
+        limit, quota = client.quota("session_tokens", self._config)
+        return limit or max(1, self._sessions.limits.max_parked_tokens // SHARE), quota
+
+    def _held_tokens(self, client: Client, enough: int) -> int:
+        """What a client's sessions hold, and are about to. Where those of all clients hold so few that it is enough to
+        know that: theirs."""
+        assert self._sessions is not None
+        coming, own = self._tokens[client.name], self._of.get(client.name, {}).values()
+        total = self._sessions.num_tokens + tokens_of(self._num_bytes) + coming
+        return total if total <= enough else coming + sum(lease.num_tokens for lease in own)
+
     @contextlib.contextmanager
     def room(self, client: Client, branches: Addition, tokens: Addition) -> Iterator[None]:
         """Until this is left, a client has so many branches and tokens more than his sessions hold. Raises
@@ -153,17 +175,13 @@ class Leases:
             raise InvalidArgument(branches.field, branches.shown, problem)
         if branches.number and held + branches.number > most:
             raise SessionLimit(quota, most, _too_many(counted(held, "branch"), branches.number))
-        limit, quota = client.quota("session_tokens", config)
-        limit = limit or max(1, allowed.max_parked_tokens // SHARE)
+        limit, quota = self._most_tokens(client)
         if tokens.number > limit:
             problem = f"must come to at most {limit}: a client's sessions may hold no more ({quota})"
             raise InvalidArgument(tokens.field, tokens.shown, problem)
-        coming = self._tokens[name] + tokens.number
-        total = sessions.num_tokens + tokens_of(self._num_bytes)
-        if tokens.number and total + coming > limit:  # else it is not much, whosever it is
-            held = self._tokens[name] + sum(lease.num_tokens for lease in self._of.get(name, {}).values())
-            if held + tokens.number > limit:
-                raise SessionLimit(quota, limit, _too_many(counted(held, "token"), tokens.number))
+        held = self._held_tokens(client, limit - tokens.number) if tokens.number else 0
+        if held + tokens.number > limit:
+            raise SessionLimit(quota, limit, _too_many(counted(held, "token"), tokens.number))
         self._branches[name] += branches.number
         self._tokens[name] += tokens.number
         try:

@@ -73,6 +73,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             opening = await gateway.preparing.in_thread(lambda: gateway.llm.session(**given, **options))
             num_bytes = request.prompt.chat.ByteSize() if request.prompt.WhichOneof("form") == "chat" else 0
             tokens = _tokens("prompt", opening.num_tokens, num_bytes)
+            await self._leases.make_room(client, tokens)
             with self._leases.room(client, Addition(1, "prompt"), tokens):
                 session = await opening
                 [branch] = await _stand(session, [session])
@@ -97,6 +98,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         )
         events = Events(params, pb.GenerateOnBranchResponse)
         with order.named(), renamed("prompt", "branch"), contextlib.ExitStack() as room:
+            await self._leases.make_room(RPC.get().client, coming[1])
             room.enter_context(self._leases.room(RPC.get().client, *coming))
             outputs = self._gateway.followed(
                 lambda name: branch.stream(params, keep=keep, request_id=name),
@@ -130,6 +132,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         with renamed("append", field), renamed("messages[0]", field):
             appending = await self._gateway.preparing.run(lambda: branch.appending(what))
             tokens = _tokens(field, appending.num_tokens, num_bytes)
+            await self._leases.make_room(RPC.get().client, tokens)
             with self._leases.room(RPC.get().client, NOTHING, tokens), self._leases.keeping(lease, num_bytes):
                 await appending
         [stands] = await _stand(branch, [branch])
@@ -180,6 +183,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             read = functools.partial(branch.scoring, rows, logprobs=request.logprobs, request_id=name)
             scoring = await self._gateway.preparing.run(read)
             tokens = _tokens("continuations", scoring.num_tokens)
+            await self._leases.make_room(RPC.get().client, tokens)
             with self._leases.room(RPC.get().client, NOTHING, tokens):  # nothing is kept: see GenerateOnBranch
                 scores = await scoring
         return await self._gateway.preparing.in_thread(lambda: pb.ScoreResponse(scores=map(as_score, scores)))

@@ -23,6 +23,7 @@ from tests.serve.test_session_service import ADA, BOB, KEYS, PROMPT, Held, ids, 
 from tests.support import wait_for
 
 Serve = Callable[..., Serving]
+FULL = ("RESOURCE_EXHAUSTED", "SESSION_LIMIT")
 
 
 def test_quotas_are_each_client_s_own(serve: Serve, tmp_path: Path) -> None:
@@ -37,12 +38,11 @@ def test_quotas_are_each_client_s_own(serve: Serve, tmp_path: Path) -> None:
     quota, more = "api_keys.ada.max_branches", "they hold 3 branches, and 2 more are asked for"
     assert violation.subject == quota
     assert violation.description == f"{quota} is 4: a client's sessions may hold no more; {more}"
-    full = ("RESOURCE_EXHAUSTED", "SESSION_LIMIT")
-    assert refused(lambda: ada.generate(parameters(2, n=2), keep=pb.Keep(all=True))) == full
+    assert refused(lambda: ada.generate(parameters(2, n=2), keep=pb.Keep(all=True))) == FULL
     ada.generate(parameters(2, n=1), keep=pb.Keep(all=True))
-    assert refused(lambda: Held(serving, metadata=ADA)) == full
+    assert refused(lambda: Held(serving, metadata=ADA)) == FULL
     bob.call("Fork", pb.ForkRequest, count=9)
-    assert refused(lambda: bob.call("Append", pb.AppendRequest, token_ids=ids(*PROMPT, *PROMPT))) == full
+    assert refused(lambda: bob.call("Append", pb.AppendRequest, token_ids=ids(*PROMPT, *PROMPT))) == FULL
     with pytest.raises(grpc.RpcError, match="api_keys.bob.max_session_tokens is 100: "):
         bob.generate(greedy(61))
     bob.generate(greedy(60))
@@ -54,6 +54,26 @@ def test_quotas_are_each_client_s_own(serve: Serve, tmp_path: Path) -> None:
     assert len(serving.server.leases) == 0 and not serving.server.leases._branches
 
 
+def test_what_was_taken_back_makes_room(serve: Serve, tmp_path: Path) -> None:
+    """A quota counts what lives where it would refuse somebody; a neighbour's tokens are his, whoever is counted."""
+    (tmp_path / "keys.toml").write_text(KEYS, encoding="utf-8")
+    serving = serve(api_keys=str(tmp_path / "keys.toml"))
+    bob, other = Held(serving, metadata=BOB), Held(serving, metadata=ADA)
+    other.generate(greedy(8))
+    wanted, room = other.tokens(), 100 - len(PROMPT)
+    for token in (5, 6, 7):
+        bob.call("Append", pb.AppendRequest, token_ids=ids(*[token] * room))
+        assert refused(lambda: bob.call("Append", pb.AppendRequest, token_ids=ids(9))) == FULL
+        bob.call("Rollback", pb.RollbackRequest, num_tokens=room)
+    rows = [pb.Continuation(token_ids=ids(*[token] * 10)) for token in (8, 9)]
+    bob.call("Score", pb.ScoreRequest, continuations=rows)
+    bob.call("Append", pb.AppendRequest, token_ids=ids(*[10] * room))
+    other.call("Rollback", pb.RollbackRequest, num_tokens=8)
+    other.generate(greedy(8))
+    assert other.tokens() == wanted
+    bob.close(), other.close()
+
+
 def test_without_quotas_a_client_may_have_half_of_what_there_is(serve: Serve, tmp_path: Path) -> None:
     keys = "[eve]\ntokens = ['0123456789abcdef-eve']\n[ann]\ntokens = ['0123456789abcdef-ann']\n"
     (tmp_path / "keys.toml").write_text(keys, encoding="utf-8")
@@ -62,8 +82,7 @@ def test_without_quotas_a_client_may_have_half_of_what_there_is(serve: Serve, tm
     eve = (("authorization", "Bearer 0123456789abcdef-eve"),)
     ann = (("authorization", "Bearer 0123456789abcdef-ann"),)
     first, second = Held(serving, metadata=eve), Held(serving, metadata=eve)
-    full = ("RESOURCE_EXHAUSTED", "SESSION_LIMIT")
-    assert refused(lambda: Held(serving, metadata=eve)) == full, "of tokens"
+    assert refused(lambda: Held(serving, metadata=eve)) == FULL, "of tokens"
     first.call("Fork", pb.ForkRequest, count=2)
     with pytest.raises(grpc.RpcError) as caught:
         second.call("Fork", pb.ForkRequest, count=1)
@@ -148,7 +167,6 @@ def test_what_is_promised_and_not_kept_counts_for_its_client_while_it_runs(
     """The engine counts it among all sessions' tokens: else one client's calls keep the others out."""
     (tmp_path / "keys.toml").write_text(KEYS, encoding="utf-8")
     serving = serve({"max_parked_tokens": 200}, api_keys=str(tmp_path / "keys.toml"))
-    full = ("RESOURCE_EXHAUSTED", "SESSION_LIMIT")
     leases, sessions = serving.server.leases, serving.llm.engine.sessions
 
     def begun(bob: Held, num_tokens: int) -> Any:
@@ -175,8 +193,8 @@ def test_what_is_promised_and_not_kept_counts_for_its_client_while_it_runs(
         wait_for(lambda: sessions._num_promised == 50)
         assert leases._tokens == {"bob": 50}
         more = functools.partial(bob.call, "Append", pb.AppendRequest, token_ids=ids(*[5] * 11))
-        assert refused(more) == full
-        assert refused(lambda: Held(serving, metadata=BOB)) == full
+        assert refused(more) == FULL
+        assert refused(lambda: Held(serving, metadata=BOB)) == FULL
         Held(serving, metadata=ADA).close()
         if is_cancelled:
             call.cancel()
@@ -215,7 +233,6 @@ def test_what_a_chat_keeps_that_is_no_token_counts_by_its_bytes(server_loop: Loo
 
     table = struct_pb2.Struct()
     table.update(padding)
-    full = ("RESOURCE_EXHAUSTED", "SESSION_LIMIT")
     names = [opened(tools=[table]), opened(template_variables=table), opened(), opened()]
     said = prompt_pb2.ChatMessage(role="user", content="and", fields=table)
     for i, kept in enumerate((True, False, False)):
@@ -223,8 +240,8 @@ def test_what_a_chat_keeps_that_is_no_token_counts_by_its_bytes(server_loop: Loo
         if kept:
             assert call().branch.num_tokens < 100
         else:
-            assert refused(call) == full, i
-    assert refused(lambda: opened(tools=[table])) == full
+            assert refused(call) == FULL, i
+    assert refused(lambda: opened(tools=[table])) == FULL
     with pytest.raises(grpc.RpcError, match="prompt is 16075 bytes, which count as 2010 tokens"):
         opened(tools=[table] * 4)
     held = stub.GetSession(pb.GetSessionRequest(session_id=names[2])).session.num_tokens
