@@ -7,7 +7,7 @@ Every round times ours, a plain read of the same bytes, torch's scaled_dot_produ
 ours again, one after the other in one process; ratios are taken inside a round. Printed: median [quartiles]; `self` is
 ours against itself, the noise of the machine; `goal` is for matrix units, from a kernel that knew prompts alone. With
 --kinds: KV in bf16, int8 and fp8, one after the other in every round, and how many times as fast as bf16 the others
-are. `other / ours`: the library of another build, in the same rounds.
+are. `other / ours`: the library of another build on the same KV, in the same rounds.
 """
 
 from __future__ import annotations
@@ -86,9 +86,17 @@ def filled(case: Case, kind: KvKind) -> torch.Tensor:
 class Ours:
     """The kernel on `layers` layers of one case."""
 
-    def __init__(self, context: Context, case: Case, layers: int, kind: KvKind = KvKind.PLAIN) -> None:
+    def __init__(
+        self,
+        context: Context,
+        case: Case,
+        layers: int,
+        kind: KvKind = KvKind.PLAIN,
+        cache: torch.Tensor | None = None,
+    ) -> None:
+        """`cache`: KV of such a case, which is used in place of its own: two differ by where their memory lies."""
         self.context, self.plan = context, context.library.plan()
-        self.cache = filled(case, kind).expand(layers, 2, -1).clone()
+        self.cache = filled(case, kind).expand(layers, 2, -1).clone() if cache is None else cache
         rows = case.num_branches * case.num_rows
         self.q = torch.randn(rows, Q_HEADS * HEAD_DIM, generator=torch.Generator().manual_seed(1)).bfloat16()
         self.out = torch.empty_like(self.q)
@@ -174,7 +182,7 @@ def goal(case: Case, context: Context, layers: int, took: float) -> str:
 def measure(context: Context, case: Case, layers: int, rounds: int, other_context: Context | None) -> str:
     """Return one line of the table."""
     ours, theirs = Ours(context, case, layers), torch_attention(case, layers)
-    other = Ours(other_context, case, layers) if other_context is not None else ours
+    other = ours if other_context is None else Ours(other_context, case, layers, cache=ours.cache)
     theirs(), ours.run(), other.run()
     plan_us = min(seconds(ours.replan, 1e-4) for _ in range(20)) * 1e6
     times: list[tuple[float, float, float, float, float]] = []
