@@ -11,6 +11,8 @@ namespace pagedec {
 namespace gemm {
 namespace {
 
+constexpr int kBlocks = 2;  // of a multiprocessor
+constexpr int kChunkSteps = kChunk / kStep;
 constexpr int kSumFloats = 16 * kTileRows * kSumStride;  // 40 KB: 16 chunks of 16 rows or 8 of 32
 
 template <int kTiles>
@@ -25,54 +27,97 @@ struct Operands {
   int num_rows;
 };
 
-// A lane's values of W of a step, which are numbers or bytes.
-template <bool kBytes, class E>
-PD_DEVICE void load_step(const Operands<E> &a, int64_t begin, Eight (&w)[kPanelTiles]) {
-  const int lane = thread_index() % kWarp, g = lane / 4, t = lane % 4;
-  if constexpr (kBytes) {
-    PD_UNROLL for (int j = 0; j < kPanelTiles; j += 2) {
-      const Eight two = load_whole<Eight>(a.w + begin * kPanel + (j / 2 * kWarp + lane) * 16);
-      PD_UNROLL for (int i = 0; i < 2; i++) w[j + i] = widen_eight<E>(two.pairs[2 * i], two.pairs[2 * i + 1]);
-    }
-  } else {
-    PD_UNROLL for (int j = 0; j < kPanelTiles; j++)
-      w[j] = load_whole<Eight>((const E *)a.w + (8 * j + g) * a.padded_k + begin + 8 * t);
-  }
-}
+// A lane's values of W of the steps that come next, as they lie in memory, numbers or bytes: of a warp's chunks one
+// after another, so that loads are under way over the ends of chunks, too.
+template <class E, int kTiles, bool kBytes>
+class WeightsAhead {
+ public:
+  static constexpr int kDepth = kTiles == 1 ? 4 : 2;  // steps: what the registers have room for
+  static_assert(kChunkSteps % kDepth == 0);
 
+  PD_DEVICE WeightsAhead(const Operands<E> &a, int chunk)
+      : stride_(8 * a.padded_k * (int64_t)sizeof(E)), left_((int)(a.padded_k / kStep) - chunk * kChunkSteps) {
+    const int lane = thread_index() % kWarp, g = lane / 4, t = lane % 4;
+    at_ = a.w + (kBytes ? lane * 16 : (g * a.padded_k + 8 * t) * (int64_t)sizeof(E));
+    at_ += (int64_t)chunk * kChunkSteps * kStepBytes;
+    PD_UNROLL for (int i = 0; i < kDepth; i++) load(i);
+    advance(kDepth);
+  }
+  // Of step i from where it is, if there is one, in place of those of that step before.
+  PD_DEVICE void load(int i) {
+    if (i >= left_) return;
+    PD_UNROLL for (int j = 0; j < kLoads; j++)
+      loaded_[i][j] = load_whole<Eight>(at_ + i * kStepBytes + (kBytes ? j * kWarp * 16 : j * stride_));
+  }
+  PD_DEVICE void advance(int steps) { at_ += steps * kStepBytes, left_ -= steps; }
+  // Of output 8 j + g.
+  PD_DEVICE Eight of(int i, int j) const {
+    if constexpr (!kBytes) return loaded_[i][j];
+    const Eight &two = loaded_[i][kBytes ? j / 2 : 0];
+    return widen_eight<E>(two.pairs[j % 2 * 2], two.pairs[j % 2 * 2 + 1]);
+  }
+
+ private:
+  static constexpr int kLoads = kBytes ? kPanelTiles / 2 : kPanelTiles;
+  static constexpr int kStepBytes = kStep * (kBytes ? kPanel : (int)sizeof(E));  // from a step to the next
+  Eight loaded_[kDepth][kLoads];
+  const char *at_;
+  const int64_t stride_;
+  int left_;
+};
+template <int kTiles, bool kBytes>
+struct WeightsAhead<float, kTiles, kBytes> {  // are read where they are multiplied
+  PD_DEVICE WeightsAhead(const Operands<float> &, int) {}
+};
+
+// A chunk's sums. The weights of its first steps are in `ahead`, where then those of the warp's next chunk are.
 template <int kTiles, bool kBytes, class E>
-PD_DEVICE void multiply_chunk(const Operands<E> &a, int64_t begin, int64_t end, Sums<kTiles> &sums) {
+PD_DEVICE void multiply_chunk(const Operands<E> &a, int chunk, WeightsAhead<E, kTiles, kBytes> &ahead,
+                              Sums<kTiles> &sums) {
+  constexpr int kDepth = WeightsAhead<E, kTiles, kBytes>::kDepth;
   const int g = thread_index() % kWarp / 4, t = thread_index() % 4;
-  const bool aligned = is_aligned(a.x, a.k);
-  PD_UNROLL for (int step = 0; step < kChunk / kStep; step++) {
-    const int64_t at = begin + step * kStep + 8 * t;
-    if (begin + step * kStep >= end) break;
-    Eight w[kPanelTiles];
-    load_step<kBytes>(a, begin + step * kStep, w);
-    PD_UNROLL for (int tile = 0; tile < kTiles; tile++) {
-      Eight x[2];
-      PD_UNROLL for (int half = 0; half < 2; half++) {
-        const int row = tile * kTileRows + 8 * half + g;
-        x[half] = load_some(a.x + row * a.k + at, row < a.num_rows ? a.k - at : 0, aligned);
+  const bool aligned = kTiles == 1 || is_aligned(a.x, a.k);
+  const int64_t begin = (int64_t)chunk * kChunk;
+  const E *x = a.x + g * a.k + begin + 8 * t;
+  int left = (int)(a.k - begin);
+  PD_ROLLED for (int first = 0; first < kChunkSteps; first += kDepth) {
+    PD_UNROLL for (int step = 0; step < kDepth; step++) {
+      const int there = left - step * kStep;
+      if (there > 0) {
+        Eight w[kPanelTiles];
+        PD_UNROLL for (int j = 0; j < kPanelTiles; j++) w[j] = ahead.of(step, j);
+        PD_UNROLL for (int tile = 0; tile < kTiles; tile++) {
+          Eight of_rows[2];
+          PD_UNROLL for (int half = 0; half < 2; half++) {
+            const int row = tile * kTileRows + 8 * half;
+            of_rows[half] = load_some(x + row * a.k + step * kStep, row + g < a.num_rows ? there - 8 * t : 0, aligned);
+          }
+          PD_UNROLL for (int part = 0; part < 4; part += 2) {
+            const uint32_t of_x[4] = {of_rows[0].pairs[part], of_rows[1].pairs[part], of_rows[0].pairs[part + 1],
+                                      of_rows[1].pairs[part + 1]};
+            PD_UNROLL for (int j = 0; j < kPanelTiles; j++)
+              multiply_add<E>(sums[tile][j], of_x, w[j].pairs[part], w[j].pairs[part + 1]);
+          }
+        }
       }
-      PD_UNROLL for (int part = 0; part < 4; part += 2) {
-        const uint32_t of_x[4] = {x[0].pairs[part], x[1].pairs[part], x[0].pairs[part + 1], x[1].pairs[part + 1]};
-        PD_UNROLL for (int j = 0; j < kPanelTiles; j++)
-          multiply_add<E>(sums[tile][j], of_x, w[j].pairs[part], w[j].pairs[part + 1]);
-      }
+      ahead.load(step);
     }
+    const bool goes_on = first + 2 * kDepth != kChunkSteps;  // what it has begun to load ends with its chunk
+    ahead.advance(goes_on ? kDepth : kDepth + (kWarps - 1) * kChunkSteps);
+    x += kDepth * kStep, left -= kDepth * kStep;
   }
 }
 
 template <int kTiles, bool kBytes>
-PD_DEVICE void multiply_chunk(const Operands<float> &a, int64_t begin, int64_t end, Sums<kTiles> &sums) {
+PD_DEVICE void multiply_chunk(const Operands<float> &a, int chunk, WeightsAhead<float, kTiles, kBytes> &,
+                              Sums<kTiles> &sums) {
   const int g = thread_index() % kWarp / 4, t = thread_index() % 4;
   const auto weight = [&](int output, int64_t k) {
     const int64_t byte = place_of_weight(output, k, a.padded_k);
     if (kBytes) return (float)(int8_t)(((const uint32_t *)a.w)[byte / 4] >> byte % 4 * 8);
     return ((const float *)a.w)[output * a.padded_k + k];
   };
-  for (int64_t at = begin; at < end && at < a.k; at++)
+  for (int64_t at = (int64_t)chunk * kChunk, end = at + kChunk; at < end && at < a.k; at++)
     PD_UNROLL for (int tile = 0; tile < kTiles; tile++)
       PD_UNROLL for (int i = 0; i < 4; i++) {
         const int row = tile * kTileRows + i / 2 * 8 + g;
@@ -85,25 +130,25 @@ PD_DEVICE void multiply_chunk(const Operands<float> &a, int64_t begin, int64_t e
 
 // A panel for up to 16 kTiles rows from `row` on.
 template <class E, bool kBytes, int kTiles>
-PD_DEVICE void run_panel(const pd_gemm_args &a, int64_t row, int num_rows, int64_t panel,
+PD_DEVICE void run_panel(const pd_gemm_args &a, int row, int num_rows, int panel,
                          const SharedArray<float> &partial) {
   constexpr int kRows = kTiles * kTileRows, kSlots = kSumFloats / (kRows * kSumStride);
   constexpr int kOwn = kRows * kPanel / kThreads;  // outputs of a thread: column `lane` of rows warp, warp + 8, ...
   const int lane = thread_index() % kWarp, warp = thread_index() / kWarp, g = lane / 4, t = lane % 4;
   const int64_t padded_k = pad(a.k);
   constexpr int64_t kWidth = kBytes ? 1 : (int64_t)sizeof(E);
-  const char *w = (const char *)a.packed + panel * kPanel * padded_k * kWidth;
-  const Operands<E> operands{(const E *)a.x + row * a.k, w, a.k, padded_k, num_rows};
+  const char *w = (const char *)a.packed + (int64_t)panel * kPanel * padded_k * kWidth;
+  const Operands<E> operands{(const E *)a.x + (int64_t)row * a.k, w, a.k, padded_k, num_rows};
   const int num_chunks = (int)((padded_k + kChunk - 1) / kChunk);
   float own[kOwn];
   PD_UNROLL for (int i = 0; i < kOwn; i++) own[i] = 0.0f;
+  WeightsAhead<E, kTiles, kBytes> ahead(operands, warp);
   for (int first = 0; first < num_chunks; first += kSlots) {
     const int stop = first + kSlots < num_chunks ? first + kSlots : num_chunks;
     for (int chunk = first + warp; chunk < stop; chunk += kWarps) {
       Sums<kTiles> sums;
       PD_UNROLL for (int i = 0; i < kTiles * kPanelTiles * 4; i++) sums[i / 16][i / 4 % 4][i % 4] = 0.0f;
-      const int64_t begin = (int64_t)chunk * kChunk, end = begin + kChunk;
-      multiply_chunk<kTiles, kBytes>(operands, begin, end < padded_k ? end : padded_k, sums);
+      multiply_chunk<kTiles, kBytes>(operands, chunk, ahead, sums);
       PD_UNROLL for (int tile = 0; tile < kTiles; tile++)
         PD_UNROLL for (int i = 0; i < kPanelTiles * 4; i++) {
           const int at = (chunk - first) * kRows + tile * kTileRows + i / 2 % 2 * 8 + g;
@@ -111,31 +156,38 @@ PD_DEVICE void run_panel(const pd_gemm_args &a, int64_t row, int num_rows, int64
         }
     }
     sync_block();
-    PD_UNROLL for (int i = 0; i < kOwn; i++)
-      for (int slot = 0; slot < stop - first; slot++)
+    PD_UNROLL_BY(4)
+    for (int slot = 0; slot < stop - first; slot++)
+      PD_UNROLL for (int i = 0; i < kOwn; i++)
         own[i] = own[i] + partial[(slot * kRows + warp + i * kWarps) * kSumStride + lane];
     sync_block();
   }
   const float scale = kBytes ? weight_scales(a)[panel * kPanel + lane] : 1.0f;
-  PD_UNROLL for (int i = 0; i < kOwn; i++) {
-    const int r = warp + i * kWarps;
-    finish(a, row + r, panel, kBytes ? own[i] * scale : own[i], r < num_rows);
+  PD_ROLLED for (int r = warp; r < kRows; r += kWarps) {  // what it takes is found anew: registers are scarce
+    finish(a, row + r, panel, kBytes ? own[0] * scale : own[0], r < num_rows);
+    PD_UNROLL for (int i = 1; i < kOwn; i++) own[i - 1] = own[i];
+  }
+}
+
+// kRows rows at a time. Each variant has its own loop: what it needs for all panels would take the other one registers.
+template <class E, bool kBytes, int kTiles>
+PD_DEVICE void run_panels(const pd_gemm_args &a, const SharedArray<float> &partial) {
+  constexpr int kRows = kTiles * kTileRows;
+  const int groups = (*a.num_rows + kRows - 1) / kRows, panels = (a.n + kPanel - 1) / kPanel;
+  for (int i = block_index(); i < groups * panels; i += num_grid_blocks()) {
+    const int row = i % groups * kRows;
+    run_panel<E, kBytes, kTiles>(a, row, lower(*a.num_rows - row, kRows), i / groups, partial);
   }
 }
 
 template <class E, bool kBytes>
-PD_KERNEL(kThreads) gemm_kernel(pd_gemm_args a, int most_rows) {
-  if (*a.num_rows > most_rows) return;
+PD_KERNEL_BLOCKS(kThreads, sizeof(E) == 2 ? kBlocks : 1) gemm_kernel(pd_gemm_args a, int most_rows) {
+  const int num_rows = *a.num_rows;
+  if (num_rows > most_rows) return;
   SHARED_ARRAY(float, partial, kSumFloats);
-  const int64_t groups = ((int64_t)*a.num_rows + kFewRows - 1) / kFewRows;
-  const int64_t panels = ((int64_t)a.n + kPanel - 1) / kPanel;
-  for (int64_t i = block_index(); i < groups * panels; i += num_grid_blocks()) {
-    const int64_t row = i % groups * kFewRows, left = *a.num_rows - row;
-    const int num_rows = left < kFewRows ? (int)left : kFewRows;
-    const bool is_short = sizeof(E) == 2 && num_rows <= kTileRows;  // fp32 need not be fast
-    if (is_short) run_panel<E, kBytes, 1>(a, row, num_rows, i / groups, partial);
-    else run_panel<E, kBytes, 2>(a, row, num_rows, i / groups, partial);
-  }
+  const bool is_short = sizeof(E) == 2 && num_rows <= kTileRows && is_aligned(a.x, a.k);  // others need not be fast
+  if (is_short) run_panels<E, kBytes, 1>(a, partial);
+  else run_panels<E, kBytes, 2>(a, partial);
 }
 
 // W row by row, to rows and columns that there are more of.
@@ -156,7 +208,6 @@ int enqueue_gemm(pd_context &c, const pd_gemm_args &a) {
   using namespace gemm;
   if (a.quantization == PD_INT8) return enqueue_int8(c, a);
   if (a.quantization == PD_BLOCKS) return enqueue_blocks(c, a);
-  constexpr int kBlocks = 2;  // what the registers have room for
   const Grid grid(kThreads, kBlocks);
   const bool is_bytes = a.quantization == PD_INT8_WEIGHT_ONLY;
   const auto kernel = of_dtype(a.dtype, [&](auto e) {

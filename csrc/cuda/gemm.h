@@ -24,11 +24,12 @@ PD_DEVICE int64_t pad(int64_t k) { return (k + kStep - 1) / kStep * kStep; }
 struct alignas(16) Eight {  // values of 16 bits, as the tensor cores take them: pairs
   uint32_t pairs[4];
 };
-// Of a row that may end, or begin anywhere: what is not there is 0.
+// Of a row that may end, or begin anywhere: what is not there is 0. is_aligned (below): eight are there, or none.
 template <class E>
 PD_DEVICE Eight load_some(const E *p, int64_t num_left, bool is_aligned) {
-  if (is_aligned && num_left >= 8) return load_whole<Eight>(p);
   Eight x{};
+  if (num_left <= 0) return x;
+  if (is_aligned) return load_whole<Eight>(p);
   PD_ROLLED for (int i = 7; i >= 0; i--) {  // seldom taken, and inlined for every step
     PD_UNROLL for (int pair = 3; pair > 0; pair--) x.pairs[pair] = x.pairs[pair] << 16 | x.pairs[pair - 1] >> 16;
     x.pairs[0] = x.pairs[0] << 16 | (i < num_left ? p[i].bits : 0u);

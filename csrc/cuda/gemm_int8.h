@@ -38,6 +38,7 @@ struct Values {
       return;
     }
     PD_UNROLL for (int i = 0; i < kPieces; i++) pieces[i] = {};
+    if (num_left <= 0) return;
     PD_UNROLL for (int i = 0; i < kOwnValues; i++)
       if (i < num_left) add(i, p[i]);
   }

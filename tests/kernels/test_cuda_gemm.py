@@ -57,6 +57,18 @@ def test_many_rows_have_the_bits_of_few(emulated: Library, blocks: int, rows: in
     assert_near(assert_bits(linear, x), x, linear.weight, linear.bias[:n])
 
 
+@pytest.mark.parametrize("k", [24, 256, 1064, 2048, 4360])
+def test_weights_that_are_under_way_end_with_their_panel(emulated: Library, k: int) -> None:
+    """Of few rows warps load ahead: over the ends of chunks of 256 and of what shared memory has room for, 8 and 16
+    chunks, but no byte that is not there. Up to 16 rows have loops of their own."""
+    linear, x = linear_of(emulated.context(SMALL), 35, k), normal(33, k, seed=1, dtype=torch.bfloat16)
+    whole = linear(x)
+    assert_near(whole, x, linear.weight, None)
+    linear.packed = guarded(linear.packed)
+    for rows in (1, 9, 16, 17, 32):
+        assert same_bits(linear(guarded(x[:rows])), whole[:rows])
+
+
 @pytest.mark.parametrize("k", [1, 33, 70, 301])
 def test_rows_that_begin_anywhere(emulated: Library, k: int) -> None:
     x, linear = normal(100, k, seed=1, dtype=torch.bfloat16), linear_of(emulated.context(2), 70, k)
