@@ -1,4 +1,5 @@
 // Attention's entry: what a launch needs besides the plan.
+#include <bit>
 #include <cstring>
 
 #include "cuda/attention_work.h"
@@ -78,6 +79,9 @@ int enqueue_attention(pd_context &c, const pd_attention_args &a) {
          scale * LOG2E,
          0.0f,
          0.0f,
+         h.kv_heads,
+         h.head_dim,
+         std::countr_zero((uint32_t)h.block_size),
          0};
   if (soft_cap > 0) w.scale = 1.0f, w.soft_cap = soft_cap * LOG2E, w.inner_scale = scale / soft_cap;
   if (put_walk(c, w, h)) return -1;

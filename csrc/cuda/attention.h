@@ -23,11 +23,14 @@ class Walk {
   using M = typename T::M;  // of the cache
 
   PD_DEVICE Walk(const Work &w, const SharedMemory &memory)
-      : w_(w), p_{*(const plan::Header *)w.words, w.words}, h_(p_.header), dim_(h_.head_dim),
+      : w_(w), p_{*(const plan::Header *)w.words, w.words}, h_(p_.header), dim_(w.head_dim),
         warp_(thread_index() / kWarp), lane_(thread_index() % kWarp),
         tiles_(memory, num_stages(), h_),
         begins_(memory.part<int32_t>(0, ROWS_MAX)), ends_(memory.part<int32_t>(4 * ROWS_MAX, ROWS_MAX)),
-        tops_(memory.part<float>(8 * ROWS_MAX, kWarps * ROWS_MAX)) {}
+        tops_(memory.part<float>(8 * ROWS_MAX, kWarps * ROWS_MAX)),
+        sights_(memory.part<uint32_t>(kSightsAt, kMostStages)) {
+    static_assert(T::kStages <= kMostStages);
+  }
 
   PD_DEVICE void run() {
     const int32_t *indptr = p_.template of<int32_t>(h_.worker_indptr);
@@ -76,6 +79,7 @@ class Walk {
   const T tiles_;
   const SharedArray<int32_t> begins_, ends_;  // positions that packed rows see
   const SharedArray<float> tops_;             // what warps have found of each row
+  const SharedArray<uint32_t> sights_;        // lanes that are seen of each stage's unit
   const plan::Span *span_ = nullptr;
   int kv_head_ = 0, heads_ = 1;  // of a packed row: the part that its virtual head is
   float o_[kRowTiles][kPieces][4], m_[kRowTiles][2], l_[kRowTiles][2];  // of the chunk
@@ -129,16 +133,17 @@ PD_DEVICE Sight Walk<T>::sight_of(const plan::Unit &u) const {
 template <class T>
 PD_DEVICE void Walk<T>::bring(const plan::Unit &u, int stage) const {
   const Sight sight = sight_of(u);
-  const Place place{u, p_.template of<int32_t>(h_.paths), h_.block_size, sight.first, sight.last};
-  const int64_t head = (int64_t)kv_head_ * h_.block_size, block = (int64_t)h_.kv_heads * h_.block_size;
-  tiles_.begin(stage, place, dim_, [&](int64_t slot) {  // where a slot's head begins
-    const int64_t before = slot / h_.block_size * block + head;  // slots, each with its scale
-    return (before + slot % h_.block_size) * dim_ + (T::kHasScales ? before * kScaleBytes : 0);
+  if (thread_index() == 0) sights_[stage] = sight.lanes();
+  const Place place(u, p_.template of<int32_t>(h_.paths), w_.block_shift, sight.first, sight.last);
+  const auto before = [&](Slot slot) {  // slots before its block's head, each with its scale
+    return ((int64_t)slot.block * w_.kv_heads + kv_head_) << w_.block_shift;
+  };
+  tiles_.begin(stage, place, dim_, [&](Slot slot) {  // where a slot's head begins
+    return (before(slot) + slot.offset) * dim_ + (T::kHasScales ? before(slot) * kScaleBytes : 0);
   }, (const M *)w_.k_cache, (const M *)w_.v_cache);
   if constexpr (T::kHasScales)
-    tiles_.begin_scales(stage, place, [&](int64_t slot) {  // where its scale lies
-      const int64_t before = slot / h_.block_size * block + head;
-      return (before + h_.block_size) * dim_ + (before + slot % h_.block_size) * kScaleBytes;
+    tiles_.begin_scales(stage, place, [&](Slot slot) {  // where its scale lies
+      return (before(slot) + (1 << w_.block_shift)) * dim_ + (before(slot) + slot.offset) * kScaleBytes;
     }, (const M *)w_.k_cache, (const M *)w_.v_cache);
 }
 
@@ -222,7 +227,7 @@ PD_DEVICE void Walk<T>::weigh(const plan::Unit &u, int stage, const Sight &sight
 
 template <class T>
 PD_DEVICE void Walk<T>::run_unit(const plan::Unit &u, int stage) {
-  const Sight sight = sight_of(u);
+  const Sight sight = Sight::of(u.row0 * heads_, u.row1 * heads_, sights_[stage]);
   float s[kRowTiles][2][4];
   PD_UNROLL for (int tile = 0; tile < kRowTiles; tile++)
     PD_UNROLL for (int i = 0; i < 8; i++) s[tile][i / 4][i % 4] = 0.0f;

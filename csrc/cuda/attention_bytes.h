@@ -31,18 +31,9 @@ struct ByteTiles : Factors<Element, bf16, kHead> {
     return kGroup * (kWarps * (piece / 2) + warp) + kGroup / 2 * (piece % 2);
   }
 
-  // Four threads a token.
   template <class Start>
   PD_DEVICE void begin(int stage, const Place &place, int dim, const Start &start, const M *k, const M *v) const {
-    constexpr int kThreadsAToken = 4;
-    for (int token = thread_index() / kThreadsAToken; token < TILE; token += kThreads / kThreadsAToken) {
-      const bool is_seen = place.is_seen(token);
-      const int64_t from = is_seen ? start(place.slot(token)) : 0;
-      for (int d = thread_index() % kThreadsAToken * kCopiedBytes; d < dim; d += kThreadsAToken * kCopiedBytes) {
-        begin_copy(kv.at(tile_at(stage, false) + token * kStride + d), k + from + d, is_seen);
-        begin_copy(kv.at(tile_at(stage, true) + token * kStride + d), v + from + d, is_seen);
-      }
-    }
+    copy_unit<4, kHead>(kv, tile_at(stage, false), tile_at(stage, true), kStride, place, dim, start, k, v);
   }
   // A thread has a token's scale, of K or of V. Copies are of four bytes at least: two tokens' scales, and which it is.
   template <class Start>

@@ -34,8 +34,8 @@ struct Fp32Tiles {
     const int token = thread_index();
     if (token >= TILE) return;
     const bool is_seen = place.is_seen(token);
-    ks[token] = is_seen ? k + start(place.slot(token)) : nullptr;
-    vs[token] = is_seen ? v + start(place.slot(token)) : nullptr;
+    const int64_t from = is_seen ? start(place.slot(token)) : 0;
+    ks[token] = is_seen ? k + from : nullptr, vs[token] = is_seen ? v + from : nullptr;
   }
   // A thread has a token's scale, of K or of V.
   template <class Start>

@@ -50,6 +50,28 @@ struct Factors {
   const SharedArray<uint32_t> p;  // pairs
 };
 
+// Begins the copies of a unit's K and V, of a token by so many threads: where a thread's tokens lie is found before the
+// first of them.
+template <int kThreadsAToken, int kHead, class M, class Start>
+PD_DEVICE void copy_unit(const SharedArray<M> &kv, int of_k, int of_v, int stride, const Place &place, int dim,
+                         const Start &start, const M *k, const M *v) {
+  constexpr int kApart = kThreads / kThreadsAToken, kTokens = TILE / kApart;
+  constexpr int kCopied = kCopiedBytes / (int)sizeof(M);
+  const int first = thread_index() / kThreadsAToken;
+  int64_t from[kTokens];
+  PD_UNROLL for (int i = 0; i < kTokens; i++) {
+    const int token = first + i * kApart;
+    from[i] = place.is_seen(token) ? start(place.slot(token)) : 0;
+  }
+  PD_UNROLL for (int i = 0; i < kTokens; i++)
+    PD_UNROLL for (int at = 0; at < kHead; at += kThreadsAToken * kCopied) {
+      const int token = first + i * kApart, d = at + thread_index() % kThreadsAToken * kCopied;
+      if (d >= dim) continue;
+      begin_copy(kv.at(of_k + token * stride + d), k + from[i] + d, place.is_seen(token));
+      begin_copy(kv.at(of_v + token * stride + d), v + from[i] + d, place.is_seen(token));
+    }
+}
+
 // Of a plain cache.
 template <class Element, int kHead, int kNumStages>
 struct HalfTiles : Factors<Element, Element, kHead> {
@@ -57,7 +79,7 @@ struct HalfTiles : Factors<Element, Element, kHead> {
   using M = Element;
   using F = Factors<E, E, kHead>;
   static constexpr bool kHasScales = false;
-  static constexpr int kColumns = kHead, kStages = kNumStages, kStride = kHead + 8, kCopied = kCopiedBytes / 2;
+  static constexpr int kColumns = kHead, kStages = kNumStages, kStride = kHead + 8;
   static constexpr bool kAnyStages = kHead > 128;
   static constexpr int64_t bytes(int stages) { return F::kEnd + 2 * stages * TILE * kStride * 2; }
 
@@ -68,18 +90,9 @@ struct HalfTiles : Factors<Element, Element, kHead> {
   static PD_DEVICE int column_of(int piece, int warp) { return 8 * (kWarps * piece + warp); }
   static PD_DEVICE NoScales scales(int, bool, int) { return {}; }
 
-  // Eight threads a token.
   template <class Start>
   PD_DEVICE void begin(int stage, const Place &place, int dim, const Start &start, const E *k, const E *v) const {
-    constexpr int kThreadsAToken = 8;
-    for (int token = thread_index() / kThreadsAToken; token < TILE; token += kThreads / kThreadsAToken) {
-      const bool is_seen = place.is_seen(token);
-      const int64_t from = is_seen ? start(place.slot(token)) : 0;
-      for (int d = thread_index() % kThreadsAToken * kCopied; d < dim; d += kThreadsAToken * kCopied) {
-        begin_copy(kv.at(tile_at(stage, false) + token * kStride + d), k + from + d, is_seen);
-        begin_copy(kv.at(tile_at(stage, true) + token * kStride + d), v + from + d, is_seen);
-      }
-    }
+    copy_unit<8, kHead>(kv, tile_at(stage, false), tile_at(stage, true), kStride, place, dim, start, k, v);
   }
   static PD_DEVICE void end_bringing() { end_copy_group(); }
   static PD_DEVICE void await() { await_copies<(kStages > 1 ? kStages - 2 : 0)>(); }
@@ -191,7 +204,7 @@ struct HalfTiles : Factors<Element, Element, kHead> {
 };
 
 template <class T>
-PD_KERNEL(kThreads) half_kernel(Work w) {
+PD_KERNEL_BLOCKS(kThreads, kBlocksAtATime) half_kernel(Work w) {
   LAUNCHED_SHARED(memory);
   Walk<T>(w, memory).run();
 }

@@ -10,9 +10,11 @@ constexpr int kTileRows = 16, kRowTiles = ROWS_MAX / kTileRows;
 constexpr int kWarpTokens = TILE / kWarps;
 static_assert(ROWS_MAX % kTileRows == 0 && kWarpTokens == 16);
 
-// Where tiles begin in shared memory, behind what walks have of packed rows: which positions they see, and what warps
-// have found of each.
-constexpr int64_t kTilesAt = (8 + 4 * kWarps) * ROWS_MAX;
+// Where tiles begin in shared memory, behind what walks have of packed rows, which positions they see and what warps
+// have found of each, and of each stage.
+constexpr int kMostStages = 4;
+constexpr int64_t kSightsAt = (8 + 4 * kWarps) * ROWS_MAX, kTilesAt = kSightsAt + 128;
+static_assert(kMostStages * sizeof(uint32_t) <= kTilesAt - kSightsAt);
 static_assert(kTilesAt % 128 == 0);
 
 struct Work {
@@ -22,6 +24,7 @@ struct Work {
   float *partials;                     // [num_split_partials][q_heads][head_dim + 2]: o, m, l
   float *totals;                       // what threads have folded, by block
   float scale, soft_cap, inner_scale;  // as in cpu/attention.h: in units of log 2
+  int kv_heads, head_dim, block_shift; // a block has 1 << block_shift slots
   int num_stages;                      // of tiles that have kAnyStages: two, or one where a device has no room
 };
 
@@ -36,14 +39,22 @@ struct Sections {
 };
 
 // Where the tokens of a unit lie, and which of them any row sees.
+struct Slot {
+  int block, offset;
+};
 struct Place {
-  const plan::Unit &unit;
-  const int32_t *paths;
-  int32_t block_size, first, last;  // lanes first .. last - 1 are seen
+  const int32_t *blocks, *path;           // path: slots of lanes from path_lane on
+  int start, path_lane, shift, first, last;  // lanes first .. last - 1 are seen
+
+  PD_DEVICE Place(const plan::Unit &u, const int32_t *paths, int shift, int first, int last)
+      : blocks(u.blocks), path(paths + u.path - u.path_lane), start(u.tile * TILE),
+        path_lane(u.path < 0 ? TILE : u.path_lane), shift(shift), first(first), last(last) {}
   PD_DEVICE bool is_seen(int lane) const { return lane >= first && lane < last; }
-  PD_DEVICE int64_t slot(int lane) const {
-    if (unit.path >= 0 && lane >= unit.path_lane) return paths[unit.path + lane - unit.path_lane];
-    return (int64_t)unit.blocks[lane / block_size] * block_size + (unit.tile * TILE + lane) % block_size;
+  PD_DEVICE Slot slot(int lane) const {
+    const int mask = (1 << shift) - 1;
+    if (lane < path_lane) return {blocks[lane >> shift], (start + lane) & mask};
+    const int slot = path[lane];
+    return {slot >> shift, slot & mask};
   }
 };
 
@@ -55,6 +66,12 @@ struct Sight {
   PD_DEVICE bool has_row(int row) const { return row >= row0 && row < row1; }
   PD_DEVICE bool has_tile(int tile) const { return tile * kTileRows < row1 && (tile + 1) * kTileRows > row0; }
   PD_DEVICE bool is_ragged() const { return first < all_first || last > all_last; }
+  // Its lanes in a word, and back.
+  PD_DEVICE uint32_t lanes() const { return pack_bytes(first, last, all_first, all_last); }
+  static PD_DEVICE Sight of(int row0, int row1, uint32_t lanes) {
+    const auto byte = [&](int i) { return (int)(lanes >> 8 * i & 255); };
+    return {row0, row1, byte(0), byte(1), byte(2), byte(3)};
+  }
 };
 
 // What the four logits that a thread has of a row are multiplied by, and their probabilities: of a plain cache nothing.
