@@ -47,10 +47,10 @@ bool begin(pd_context &c, int32_t device) {
   return true;
 }
 void end(pd_context &c) {
-  cudaSetDevice(c.device);
+  ignore(cudaSetDevice(c.device));
   leave_ranks(c);
-  cudaStreamSynchronize((cudaStream_t)c.stream);  // copies out of the staging, too
-  cudaFreeHost(c.staging);
+  ignore(cudaStreamSynchronize((cudaStream_t)c.stream));  // copies out of the staging, too
+  ignore(cudaFreeHost(c.staging));
   launched("pd_context_free", cudaStreamDestroy((cudaStream_t)c.stream));
 }
 #else
@@ -78,7 +78,7 @@ const Target &target(const pd_context &c) { return c; }
 #if defined(__CUDACC__)
 Turn::Turn(pd_context &context, bool)
     : context_(context), taken_(!context.busy.exchange(true, std::memory_order_acquire)) {
-  cudaSetDevice(context.device);
+  ignore(cudaSetDevice(context.device));
 }
 #else
 Turn::Turn(pd_context &context, bool records)
@@ -97,11 +97,11 @@ void DeviceMemory::clear() {
   data_ = nullptr, size_ = 0;
 }
 #if defined(__CUDACC__)
-void any_device() { cudaSetDevice(last_device); }
+void any_device() { ignore(cudaSetDevice(last_device)); }
 int DeviceMemory::reserve(int64_t bytes) {
   if (bytes <= size_) return 0;
   num_grown_++;
-  cudaFree(data_);  // waits for what uses it
+  ignore(cudaFree(data_));  // waits for what uses it
   data_ = nullptr, size_ = with_room(bytes);
   cudaError_t error = cudaMalloc(&data_, size_);
   if (error != cudaSuccess) error = cudaMalloc(&data_, size_ = bytes);

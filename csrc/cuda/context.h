@@ -75,6 +75,9 @@ namespace pagedec {
 int carry_out(pd_context &, const pd_op *ops, int64_t num_ops);
 
 void any_device();        // for a thread that frees memory: one that contexts are of
+#if defined(__CUDACC__)
+void await_device();      // until all is through that is in any stream of this thread's device
+#endif
 int before_checks(pd_context &);  // which, of an emulated device, look at what records lead to
 int await(pd_context &);  // until all is through that is in its stream
 int is_through(pd_context &);     // 1: all is, 0: not yet, -1: fail(...)

@@ -83,6 +83,10 @@ inline int launched(const char *name, cudaError_t error) {
   const char *more = error == cudaErrorInitializationError ? "; a fork cannot use the device that its parent uses" : "";
   return fail("%s: %s%s", name, cudaGetErrorString(error), more);
 }
+// And of a call whose failure changes nothing for who makes it.
+inline void ignore(cudaError_t error) {
+  if (error != cudaSuccess) cudaGetLastError();
+}
 // One kernel, put into the context's stream.
 template <class... P, class... A>
 int launch(pd_context &c, const char *name, void (*kernel)(P...), Grid grid, A... arguments) {

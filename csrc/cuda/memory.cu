@@ -17,7 +17,7 @@ char *new_staging(int64_t num_bytes) {
   char *staging = nullptr;
   return launched("cudaMallocHost", cudaMallocHost((void **)&staging, num_bytes)) ? nullptr : staging;
 }
-void free_staging(char *staging) { cudaFreeHost(staging); }
+void free_staging(char *staging) { ignore(cudaFreeHost(staging)); }
 int enqueue_copy(pd_context &c, const char *name, void *to, const void *from, int64_t num_bytes, cudaMemcpyKind way) {
   return launched(name, cudaMemcpyAsync(to, from, num_bytes, way, (cudaStream_t)c.stream));
 }
@@ -38,7 +38,7 @@ int enqueue_copy(pd_context &c, const char *name, void *to, const void *from, in
 int new_event(pd_fetch &fetch) {
   return launched("pd_fetch_new", cudaEventCreateWithFlags(&fetch.through, cudaEventDisableTiming));
 }
-void free_event(pd_fetch &fetch) { cudaEventDestroy(fetch.through); }
+void free_event(pd_fetch &fetch) { ignore(cudaEventDestroy(fetch.through)); }
 int mark(pd_context &c, pd_fetch &fetch) {
   return launched("pd_fetch_begin", cudaEventRecord(fetch.through, (cudaStream_t)c.stream));
 }
@@ -151,7 +151,7 @@ void *pd_memory_new(pd_context *context, int64_t num_bytes) {
   if (error == cudaSuccess) error = cudaStreamSynchronize(stream);  // other contexts may write there first
   if (error == cudaSuccess) return memory;
   cudaGetLastError();
-  cudaFree(memory);
+  ignore(cudaFree(memory));
   return fail("pd_memory_new: num_bytes is %lld: %s", (long long)num_bytes, cudaGetErrorString(error)), nullptr;
 #else
   context->is_alone = true;
@@ -197,6 +197,9 @@ pd_fetch *pd_fetch_new(pd_context *context, int64_t max_bytes) {
 }
 void pd_fetch_free(pd_fetch *fetch) {
   if (!fetch) return;
+#if defined(__CUDACC__)
+  ignore(cudaSetDevice(fetch->context->device));  // a thread that only frees has none yet
+#endif
   free_event(*fetch);
   free_staging(fetch->memory);
   delete fetch;
@@ -245,7 +248,7 @@ int pd_memory_map(pd_context *context, void *from, int64_t num_bytes) {
   void *seen = nullptr;
   const cudaError_t error = cudaHostGetDevicePointer(&seen, from, 0);
   if (error == cudaSuccess && seen == from) return 0;
-  cudaHostUnregister(from);
+  ignore(cudaHostUnregister(from));
   if (launched("pd_memory_map", error)) return -1;
   return fail("pd_memory_map: the device sees memory of the host at another address");
 #else
@@ -255,7 +258,7 @@ int pd_memory_map(pd_context *context, void *from, int64_t num_bytes) {
 int pd_memory_unmap(void *from) {
 #if defined(__CUDACC__)
   any_device();
-  cudaDeviceSynchronize();  // a kernel may be under way that reaches it
+  await_device();  // a kernel may be under way that reaches it
   return launched("pd_memory_unmap", cudaHostUnregister(from));
 #else
   return emulate::unmap(from) ? 0 : fail("pd_memory_unmap: it is not mapped");

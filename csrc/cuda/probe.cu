@@ -64,8 +64,8 @@ double seconds_of(pd_context &c, const Put &put) {
   if (is_put && error == cudaSuccess) error = cudaEventSynchronize(end);
   if (is_put && error == cudaSuccess) error = cudaEventElapsedTime(&milliseconds, begin, end);
   if (launched("probe", error)) milliseconds = -1.0f;
-  if (begin) cudaEventDestroy(begin);
-  if (end) cudaEventDestroy(end);
+  if (begin) ignore(cudaEventDestroy(begin));
+  if (end) ignore(cudaEventDestroy(end));
   return milliseconds < 0.0f ? -1.0 : std::max(1e-3 * milliseconds, 1e-9);
 #else
   const auto begin = std::chrono::steady_clock::now();

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <mutex>
 #include <new>
+#include <shared_mutex>
 #include <utility>
 
 #include "cuda/context.h"
@@ -25,7 +26,7 @@ struct pd_recording {
 #if defined(__CUDACC__)
   cudaGraphExec_t graph = nullptr;
   void clear() {  // one that is under way ends behind this
-    if (graph) cudaGraphExecDestroy(graph);
+    if (graph) pagedec::ignore(cudaGraphExecDestroy(graph));
     graph = nullptr, context = nullptr;
   }
 #else
@@ -58,8 +59,8 @@ void end_recordings(pd_context &c) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   cudaGraph_t graph = nullptr;  // what is being recorded holds on to exchanges, too
   if (cudaStreamIsCapturing(stream, &status) == cudaSuccess && status != cudaStreamCaptureStatusNone)
-    cudaStreamEndCapture(stream, &graph);
-  if (graph) cudaGraphDestroy(graph);
+    ignore(cudaStreamEndCapture(stream, &graph));
+  if (graph) ignore(cudaGraphDestroy(graph));
   cudaGetLastError();
 #endif
   const std::lock_guard lock(belonging);
@@ -107,8 +108,13 @@ int prepare(pd_context &c, const pd_program &p) {
 }
 
 #if defined(__CUDACC__)
+// A device must not be waited for while a stream of it is captured, whichever threads they are of: that would end what
+// is being recorded. Those that record do not wait for each other, since ranks of a process do it together.
+std::shared_mutex captures;
+
 int record(pd_context &c, const pd_program &p, pd_recording &r) {
   const cudaStream_t stream = (cudaStream_t)c.stream;
+  const std::shared_lock lock(captures);
   if (launched("pd_run_program", cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal))) return -1;
   const int failed = carry_out(c, p.ops, p.num_ops);
   cudaGraph_t graph = nullptr;
@@ -116,7 +122,7 @@ int record(pd_context &c, const pd_program &p, pd_recording &r) {
   if (failed) cudaGetLastError();  // what came of that is told already
   int status = failed ? failed : launched("pd_run_program", ended);
   if (!status) status = launched("pd_run_program", cudaGraphInstantiate(&r.graph, graph, 0));
-  if (graph) cudaGraphDestroy(graph);
+  if (graph) ignore(cudaGraphDestroy(graph));
   return status;
 }
 int repeat(pd_context &c, const pd_recording &r) {
@@ -139,6 +145,13 @@ int repeat(pd_context &c, const pd_recording &r) {
 #endif
 
 }  // namespace
+
+#if defined(__CUDACC__)
+void await_device() {
+  const std::lock_guard lock(captures);
+  ignore(cudaDeviceSynchronize());
+}
+#endif
 }  // namespace pagedec
 
 using namespace pagedec;

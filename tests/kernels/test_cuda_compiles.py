@@ -64,6 +64,14 @@ def test_no_source_asks_what_it_is_compiled_for() -> None:
         assert "__CUDA_ARCH" not in text and "cuda_fp" not in text and "cuda_bf16" not in text, source.name
 
 
+def test_no_call_leaves_an_error_to_the_next_launch() -> None:
+    """A call's result is looked at, or `ignore` forgets it: launches read the thread's last error."""
+    statement = re.compile(r"^(?:[^/\n]*[;{)])?\s*cuda(?!GetLastError)[A-Z]\w*\(", re.MULTILINE)
+    for source in [*SOURCES, *SOURCES[0].parent.glob("*.h")]:
+        found = statement.findall(source.read_text(encoding="utf-8"))
+        assert not found, (source.name, found)
+
+
 @pytest.mark.parametrize("name", ["gemm", "gemm_int8", "gemm_int8_many", "gemm_blocks", "gemm_blocks_many"])
 def test_sixteen_bytes_are_one_load(built: Build, name: str) -> None:
     """Not one for each byte, as nvcc makes of a copy whose alignment it does not believe."""
