@@ -12,7 +12,8 @@ namespace {
 // Memory of the host that stays where it is, and a copy that the stream carries out when it comes to it: from and to
 // such memory, while the host goes on. NULL: there is none, and copies are slower.
 #if defined(__CUDACC__)
-constexpr int64_t kStaging = 32 << 20;  // of several steps: a plan of long sequences has megabytes
+constexpr int64_t kStagingLeast = 1 << 20;  // which takes the system a thirtieth of what the most does
+constexpr int64_t kStagingMost = 32 << 20;  // of several steps: a plan of long sequences has megabytes
 char *new_staging(int64_t num_bytes) {
   char *staging = nullptr;
   return launched("cudaMallocHost", cudaMallocHost((void **)&staging, num_bytes)) ? nullptr : staging;
@@ -22,7 +23,7 @@ int enqueue_copy(pd_context &c, const char *name, void *to, const void *from, in
   return launched(name, cudaMemcpyAsync(to, from, num_bytes, way, (cudaStream_t)c.stream));
 }
 #else
-constexpr int64_t kStaging = 4 << 20;  // which tests fill
+constexpr int64_t kStagingLeast = 64 << 10, kStagingMost = 4 << 20;  // which tests fill
 enum { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 char *new_staging(int64_t num_bytes) { return (char *)malloc(num_bytes); }
 void free_staging(char *staging) { free(staging); }
@@ -54,19 +55,39 @@ int await_mark(pd_context &c, pd_fetch &fetch) {
 }
 #endif
 
+int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+// Where the next so many bytes begin in the ring: in one piece.
+int64_t next_place(const pd_context &c, int64_t size) {
+  return c.staged_end % c.staging_bytes + size > c.staging_bytes ? round_up(c.staged_end, c.staging_bytes)
+                                                                 : c.staged_end;
+}
+bool has_place(const pd_context &c, int64_t size) {
+  return c.staging && next_place(c, size) + size - c.staged_begin <= c.staging_bytes;
+}
+// To twice as much, or to what is wanted, when the copies from where it was are through. Or it stays as it is.
+void grow_staging(pd_context &c, int64_t wanted) {
+  int64_t bytes = std::max(kStagingLeast, 2 * c.staging_bytes);
+  while (bytes < wanted) bytes *= 2;
+  char *larger = new_staging(bytes);
+  if (larger && c.staging && await(c)) free_staging(std::exchange(larger, nullptr));
+  if (!larger) return;
+  free_staging(c.staging);
+  c.staging = larger, c.staging_bytes = bytes;
+  c.staged_begin = c.staged_end = round_up(c.staged_end, bytes);  // never less than fetches have been told
+}
 // A place there that no copy under way uses; NULL: there is none.
 char *staged(pd_context &c, int64_t num_bytes) {
-  const int64_t size = (num_bytes + 63) / 64 * 64;
-  if (size > kStaging) return nullptr;
-  if (!c.staging && !(c.staging = new_staging(kStaging))) return nullptr;
-  int64_t begin = c.staged_end;
-  if (begin % kStaging + size > kStaging) begin += kStaging - begin % kStaging;  // in one piece
-  if (begin + size - c.staged_begin > kStaging) {
+  const int64_t size = round_up(num_bytes, 64);
+  if (size > kStagingMost) return nullptr;
+  if (!has_place(c, size) && c.staging_bytes < kStagingMost) grow_staging(c, size);
+  if (c.staging_bytes < size) return nullptr;
+  const int64_t begin = next_place(c, size);
+  if (!has_place(c, size)) {
     if (await(c)) return nullptr;
     c.staged_begin = begin;
   }
   c.staged_end = begin + size;
-  return c.staging + begin % kStaging;
+  return c.staging + begin % c.staging_bytes;
 }
 
 // Copies of memory that may move are carried out before the driver returns, so it would wait for ranks for ever: they
@@ -239,6 +260,10 @@ int pd_memory_fill(pd_context *context, void *to, int32_t byte, int64_t num_byte
   return 0;
 #endif
 }
+#if !defined(__CUDACC__)
+// For tests: how much of the host's memory copies go through.
+PD_EXPORT int64_t pd_emulate_staging_bytes(const pd_context *context) { return context->staging_bytes; }
+#endif
 int pd_memory_map(pd_context *context, void *from, int64_t num_bytes) {
   if (check_copy("pd_memory_map", context, from, from, num_bytes)) return -1;
 #if defined(__CUDACC__)

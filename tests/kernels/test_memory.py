@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from ctypes import c_void_p
 from typing import Any
 
 import numpy as np
@@ -207,6 +208,34 @@ def test_a_source_may_change_when_it_is_written(device: DeviceBackend) -> None:
         memory.write(tensor, source[i:])
     source[:] = 0
     assert [memory.get(tensor).unique().tolist() for tensor in tensors] == [[i + 1] for i in range(11)]
+
+
+@EMULATED
+def test_staging_grows_with_what_is_under_way() -> None:
+    """Copies before and behind it are right, and a fetch that began before it may end behind. From 64 KB to 4 MB; what
+    is larger goes without."""
+    context = load(EMULATED_DEVICE).context()
+    memory = DeviceMemory(context, 0)
+
+    def staging() -> int:
+        return int(context.library.functions.pd_emulate_staging_bytes(c_void_p(context.handle)))
+
+    kb, fetch, fetched = 1 << 10, context.new_fetch(64 << 10), np.empty(60 << 10, np.uint8)
+    assert staging() == 0
+    tensors: list[torch.Tensor] = []
+    sizes = ((1, 64), (60, 64), (4, 128), (100, 128), (30, 256), (700, 1024), (4096, 4096), (5000, 4096))
+    for size, expected in sizes:
+        tensors.append(memory.allocate(size * kb))
+        memory.write(tensors[-1], np.full(size * kb, len(tensors), np.uint8))
+        assert staging() == expected * kb
+        if len(tensors) == 2:
+            fetch.begin(tensors[-1].data_ptr(), 60 * kb)
+    fetch.end(fetched.ctypes.data)
+    assert (fetched == 2).all()
+    for i in range(40):  # around the ring
+        memory.write(tensors[3], np.full(100 * kb, 100 + i, np.uint8))
+    assert [memory.get(tensor).unique().tolist() for tensor in tensors] == [[i] for i in (1, 2, 3, 139, 5, 6, 7, 8)]
+    assert staging() == 4096 * kb
 
 
 @EMULATED
