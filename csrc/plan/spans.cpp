@@ -17,6 +17,9 @@ using namespace plan;
 
 constexpr int UNIT_FLOOR = 12;  // packed rows; below, a unit costs its reading and not its arithmetic
 constexpr int PIECE_COST = 2;
+// Of what rows in several spans leave for the merge, (o, m, l) of each chunk and head: 512 rows behind 131,072 tokens,
+// cut for hundreds of workers, had a gigabyte. Where there is so much, there are many pieces for the workers, too.
+constexpr int64_t MOST_SPLIT_BYTES = 128 << 20;
 // What a span costs a CPU's thread more where another one wrote its rows of q, and K and V of these: some 0.3 of a unit
 // of few rows (measured on Zen 4, 2 threads: 16 and 64 branches of 50 tokens take 1.3 and 1.5 times as long).
 constexpr float FAR_COST = 4;
@@ -37,6 +40,9 @@ class Spans {
   float sum(int item0, int n) const {
     return std::accumulate(costs_.begin() + item0, costs_.begin() + item0 + n, (float)PIECE_COST);
   }
+  template <class Take>
+  void each_split_row(const Piece &piece, int last_chunk, const Take &take) const;
+  bool has_room(const Piece &piece, int last_chunk) const;
   void split_rows(const Piece &piece, int last_chunk);
   std::vector<int> longest_first() const;
   std::vector<int> neighbours() const;
@@ -51,17 +57,27 @@ class Spans {
   std::vector<float> costs_, span_costs_;  // by item; by span
 };
 
-// Rows that see chunks after the first span's last one: their results are put together once all spans are done.
-void Spans::split_rows(const Piece &piece, int last_chunk) {
+// Rows that see chunks after the first span's last one: their results are put together once all spans are done. Of
+// each, the first chunk that has a record, and how many have.
+template <class Take>
+void Spans::each_split_row(const Piece &piece, int last_chunk, const Take &take) const {
   for (int i = piece.row0; i < piece.row0 + piece.num_rows; i++) {
-    Row &r = p_.rows[i];
-    const int first = r.begin / CHUNK, last = (r.end - 1) / CHUNK;
-    if (last <= last_chunk) continue;
-    r.split = h_.num_split_partials;
-    r.merge_chunk = std::max(first, last_chunk);
-    h_.num_split_partials += last - r.merge_chunk + 1;
-    p_.splits.push_back(i);
+    const Row &r = p_.rows[i];
+    const int first = std::max(r.begin / CHUNK, last_chunk), last = (r.end - 1) / CHUNK;
+    if (last > last_chunk) take(i, first, last - first + 1);
   }
+}
+bool Spans::has_room(const Piece &piece, int last_chunk) const {
+  int64_t records = h_.num_split_partials;
+  each_split_row(piece, last_chunk, [&](int, int, int n) { records += n; });
+  return records * h_.q_heads * (h_.head_dim + 2) * (int64_t)sizeof(float) <= MOST_SPLIT_BYTES;
+}
+void Spans::split_rows(const Piece &piece, int last_chunk) {
+  each_split_row(piece, last_chunk, [&](int i, int first, int n) {
+    p_.rows[i].split = h_.num_split_partials, p_.rows[i].merge_chunk = first;
+    h_.num_split_partials += n;
+    p_.splits.push_back(i);
+  });
 }
 
 // The worker of each span. A device has hundreds of workers, so nothing looks at all of them for each span.
@@ -141,15 +157,17 @@ void Spans::cut() {
   for (int i = 0; i < (int)p_.pieces.size(); i++) {
     const Piece &piece = p_.pieces[i];
     const int n = piece.num_items, want = (int)std::ceil(sum(piece.item0, n) / target);
-    const int spans = workers_ == 1 ? 1 : std::clamp(want, 1, n);
+    int spans = workers_ == 1 ? 1 : std::clamp(want, 1, n);
+    const int last_chunk = p_.items[piece.item0 + n / spans - 1].chunk;  // of the first
+    if (spans > 1 && !has_room(piece, last_chunk)) spans = 1;
     for (int x = 0; x < spans; x++) {
       const int from = piece.item0 + n * x / spans, to = piece.item0 + n * (x + 1) / spans;
       for (int v = 0; v < heads; v++) {
         p_.spans.push_back({i, v, from, to - from});
         span_costs_.push_back(sum(from, to - from));
       }
-      if (!x && spans > 1) split_rows(piece, p_.items[to - 1].chunk);
     }
+    if (spans > 1) split_rows(piece, last_chunk);
   }
   deal();
 }

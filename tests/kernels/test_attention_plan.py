@@ -10,7 +10,16 @@ import torch
 
 from pagedec.kernels.backend import AttentionShape
 from pagedec.kernels.library import Context, Library
-from tests.kernels.attention_cases import Batch, Branch, Cache, make_plan, random_tree, read_slots, reference
+from tests.kernels.attention_cases import (
+    Batch,
+    Branch,
+    Cache,
+    make_plan,
+    random_tree,
+    read_slots,
+    reference,
+    shape_record,
+)
 from tests.kernels.plan_emulation import CHUNK, Emulation, FlatPlan
 
 
@@ -122,6 +131,22 @@ def test_spans_cover_the_items_once(best: Context) -> None:
         split = [plan.sections["rows"][word["row"]]["end"] for word in plan.sections["splits"]]
         assert (threads == 1) == (not split)
         assert all(end > CHUNK for end in split)
+
+
+@pytest.mark.parametrize(("rows", "kv_len"), [(12, 131072), (512, 131072), (512, 4096)])
+def test_what_spans_leave_for_the_merge_is_bounded(emulated: Library, rows: int, kv_len: int) -> None:
+    """For an H100's workers, at the end of a long prompt: it is memory beside what the model's cache has."""
+    shape, plan = AttentionShape(32, 8, 128, 256, 0.1), emulated.plan()
+    batch = Batch([Branch(np.arange(kv_len // 256, dtype=np.int32), kv_len, rows)])
+    emulated.context(132).plan(plan, shape_record(shape, torch.bfloat16), batch.record())
+    found = FlatPlan.parse(plan.words())
+    num_bytes = found.header["num_split_partials"] * 32 * (128 + 2) * 4
+    assert 0 < num_bytes <= 128 << 20
+    pieces, items = len(found.sections["pieces"]), len(found.sections["items"])
+    is_whole = all(piece["num_items"] == kv_len // CHUNK for piece in found.sections["pieces"])
+    assert is_whole and items == pieces * (kv_len // CHUNK)
+    assert sum(span["num_items"] for span in found.sections["spans"]) == 8 * items
+    assert len(found.sections["spans"]) >= 264
 
 
 def owners_of(plan: FlatPlan) -> list[list[int]]:
