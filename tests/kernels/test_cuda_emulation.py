@@ -137,6 +137,24 @@ void written_twice(float *out) {
   SHARED_ARRAY(float, values, 4);
   values[lane() % 4] = 1.0f;
 }
+void shuffled_between(float *out) {  // a shuffle orders no memory
+  SHARED_ARRAY(float, values, 128);
+  values[thread_index()] = shuffle_xor((float)thread_index(), 1);
+  out[thread_index()] = shuffle_xor((float)ballot(true), 1);
+  out[thread_index()] = values[thread_index() ^ 1];
+}
+void multiplied_between(float *out) {  // nor do matrices that are loaded and multiplied
+  SHARED_ARRAY(bf16, a, 256);
+  SHARED_ARRAY(bf16, b, 256);
+  for (int i = lane(); i < 256; i += 32) a[i] = from_float<bf16>(1.0f);
+  sync_warp();
+  b[lane()] = a[lane()];
+  uint32_t of_a[4];
+  float d[4] = {};
+  load_matrices(of_a, a.at(lane() * 8));
+  multiply_add<bf16>(d, of_a, of_a[0], of_a[1]);
+  out[thread_index()] = d[0] + to_float(b[lane() ^ 1]);
+}
 void lanes_race(float *out) {
   SHARED_ARRAY(float, values, 128);
   values[thread_index()] = 1.0f;
@@ -253,7 +271,7 @@ void too_much(float *out) { SHARED_ARRAY(float, values, 1 << 20); values[0] = 1.
   X(no_integer) X(outside_of_registers) X(both_too_much)                                                     \\
   X(some_leave) X(counted_too_soon) X(looked_at_too_soon) X(changed_while_read)                              \\
   X(read_too_soon) X(written_too_soon) X(written_twice) X(lanes_race) X(warps_race) X(outside) X(half_wait)  \\
-  X(lanes_left) X(too_much)
+  X(lanes_left) X(too_much) X(shuffled_between) X(multiplied_between)
 extern "C" const char *run(const char *name, int blocks, int threads, uint64_t seed, float *out) {
   static std::string problem;
   problem = "no such kernel";
@@ -335,6 +353,8 @@ WRONG = {
     "written_too_soon": "of shared memory is (used|written) while thread",
     "written_twice": "of shared memory is used while thread [0-9]+ writes it",
     "lanes_race": "of shared memory is (used|written) while thread",
+    "shuffled_between": "of shared memory is used while thread",
+    "multiplied_between": "of shared memory is used while thread",
     "warps_race": "of shared memory is (used|written) while thread",
     "counted_too_soon": "of shared memory is used while thread",
     "looked_at_too_soon": "of shared memory is (used|written) while thread",

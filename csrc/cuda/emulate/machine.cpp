@@ -41,6 +41,7 @@ namespace pagedec::emulate {
 namespace {
 
 constexpr size_t STACK_BYTES = 64 << 10;
+constexpr size_t MEET_AND_ORDER = 0, RELEASE = 65;  // in place of the size of what lanes give
 constexpr int64_t GRANULE = 2;  // bytes: the smallest value that kernels keep in shared memory
 
 enum class Waits { nothing, block, warp, over };
@@ -61,13 +62,13 @@ struct Fiber {
 struct Warp {
   alignas(64) char data[WARP * 64];
   int num_arrived = 0, num_live = 0;
-  size_t size = 0;     // of what lanes give in this meeting, 0: nothing
-  uint32_t round = 0;  // meetings so far
+  size_t size = 0;           // of what lanes give in this meeting, or what else it is
+  uint32_t order_round = 0;  // meetings so far that order memory between lanes: no shuffle and no product does
 };
 
-struct Access {  // the last of its kind to a granule: by whom, and how many meetings he had had
+struct Access {  // the last of its kind to a granule: by whom, and how many meetings that order memory he had had
   int32_t thread = -1;
-  uint32_t block_round = 0, warp_round = 0;
+  uint32_t block_round = 0, order_round = 0;
 };
 struct Changes {  // atomic ones, which do one another no harm
   Access last;
@@ -129,7 +130,7 @@ void end_block_meeting() {
 
 void end_warp_meeting(int warp) {
   m.warps[warp].num_arrived = 0;
-  m.warps[warp].round++;
+  if (m.warps[warp].size == MEET_AND_ORDER) m.warps[warp].order_round++;
   for (int i = warp * WARP; i < std::min((int)m.fibers.size(), (warp + 1) * WARP); i++)
     if (m.fibers[i].waits == Waits::warp) m.fibers[i].waits = Waits::nothing;
 }
@@ -157,7 +158,7 @@ void begin_block(int block, int num_threads) {
   m.fibers.assign(num_threads, {});
   m.warps.resize((num_threads + WARP - 1) / WARP);
   for (size_t w = 0; w < m.warps.size(); w++) {
-    m.warps[w].num_arrived = 0, m.warps[w].round = 0;
+    m.warps[w].num_arrived = 0, m.warps[w].order_round = 0;
     m.warps[w].num_live = std::min(WARP, num_threads - (int)w * WARP);
   }
   if (m.num_stacks < (size_t)num_threads) {
@@ -198,13 +199,13 @@ void run_block(int block, int num_threads) {
 
 bool is_ordered(const Access &before, int thread) {  // what that access did is known to this thread, or is its own
   if (before.thread < 0 || before.thread == thread || before.block_round < m.block_round) return true;
-  return before.thread / WARP == thread / WARP && before.warp_round < m.warps[thread / WARP].round;
+  return before.thread / WARP == thread / WARP && before.order_round < m.warps[thread / WARP].order_round;
 }
 
 bool are_ordered(const Changes &all) {  // each of them before what this thread does next
   const Access &last = all.last;
   if (last.thread < 0 || last.block_round < m.block_round) return true;
-  const bool unmet = last.thread / WARP == m.place.thread / WARP && last.warp_round == m.warp().round;
+  const bool unmet = last.thread / WARP == m.place.thread / WARP && last.order_round == m.warp().order_round;
   return !all.many_warps && !(unmet && all.many_lanes) && is_ordered(last, m.place.thread);
 }
 
@@ -213,10 +214,10 @@ void note(Changes &all) {  // one more, by this thread
   const Access &last = all.last;
   const bool was = last.thread >= 0 && last.block_round == m.block_round;
   const bool same_warp = was && last.thread / WARP == thread / WARP;
-  const bool unmet = same_warp && last.warp_round == m.warp().round;  // they have not met since
+  const bool unmet = same_warp && last.order_round == m.warp().order_round;  // they have not met since
   all.many_warps = was && (all.many_warps || !same_warp);
   all.many_lanes = unmet && (all.many_lanes || last.thread != thread);
-  all.last = {thread, m.block_round, m.warp().round};
+  all.last = {thread, m.block_round, m.warp().order_round};
 }
 
 }  // namespace
@@ -276,7 +277,8 @@ static void meet(size_t size) {
   else
     wait(Waits::warp);
 }
-void sync_warp() { meet(0); }
+void sync_warp() { meet(MEET_AND_ORDER); }
+void release() { meet(RELEASE); }
 
 const void *exchange(const void *mine, size_t size) {
   Warp &w = m.warp();
@@ -322,13 +324,13 @@ void touch(const char *where, int64_t bytes, bool is_write) {
   if (first < 0 || first + bytes > (int64_t)m.memory.size())
     fault("%lld bytes outside shared memory", (long long)bytes);
   const int thread = m.place.thread;
-  const Access mine{thread, m.block_round, m.warp().round};
+  const Access mine{thread, m.block_round, m.warp().order_round};
   for (int64_t g = first / GRANULE; g < (first + bytes + GRANULE - 1) / GRANULE; g++) {
     Shadow &shadow = m.shadows[g];
     const Access &read = shadow.read;
     const bool was_read = read.thread >= 0 && read.block_round == m.block_round;
     const bool same_warp = was_read && read.thread / WARP == thread / WARP;
-    const bool unmet = same_warp && read.warp_round == mine.warp_round;  // they have not met since
+    const bool unmet = same_warp && read.order_round == mine.order_round;  // they have not met since
     const bool is_read_elsewhere = was_read && (shadow.many_warps || (unmet && shadow.many_lanes));
     if (shadow.is_coming) fault("byte %lld of shared memory is used while it is copied to", (long long)(g * GRANULE));
     if (!is_ordered(shadow.write, thread))

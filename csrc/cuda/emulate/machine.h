@@ -51,7 +51,7 @@ const T *gather(const T &mine) {
   static_assert(sizeof(T) <= 64 && std::is_trivially_copyable_v<T>);
   return (const T *)exchange(&mine, sizeof(T));
 }
-inline void release() { sync_warp(); }
+void release();
 
 // Shared memory of the block that runs: of one declaration, whose address is `tag`; it begins as NaN.
 char *shared(const void *tag, int64_t bytes);
