@@ -1,8 +1,9 @@
 // Linear layers of many rows: a block of eight warps has a tile of rows x outputs, for which x and W come to shared
 // memory while what came before is multiplied.
 //
-// Tiles    128 x 128, of which a warp has 32 x 64; or 64 x 64 and 16 x 32, where there are few of the others. A thread
-//          has each of its outputs twice, the chunk's sum and that of the chunks before, which bounds a warp's tile.
+// Tiles    128 x 128, of which a warp has 32 x 64; or 64 x 64 and 16 x 32, or 64 x 32 and 16 x 16, where there are few
+//          of the others. A thread has each of its outputs twice, the chunk's sum and that of the chunks before, which
+//          bounds a warp's tile.
 // Shared   A step of 32 of k is x [rows][32], then W [outputs][32], with nothing in between: what a warp loads of eight
 //          rows at a time is 512 bytes in a row, 16 a lane, so it meets no bank twice. A stage is two steps.
 // Stream   Copies run ahead over the ends of tiles: while a tile's outputs are written, the next one's operands come.
@@ -23,7 +24,7 @@ struct Stages {  // of shared memory, of tiles of a shape
   static constexpr int kStepPieces = S::kRows * kPieces + S::kColumns * kWPieces;
   static constexpr int kStagePieces = kStageSteps * kStepPieces;
   static constexpr int kNumber = kStagesBytes / (kStagePieces * (int)sizeof(Eight));
-  static_assert(kNumber >= 2 && S::kRows % kLines == 0 && S::kColumns % kLines == 0);
+  static_assert(kNumber >= 2 && S::kRows % kLines == 0 && (S::kColumns % kLines == 0 || S::kColumns < kLines));
 };
 
 template <class E, class S, bool kAligned, bool kBytes>
@@ -103,7 +104,8 @@ PD_DEVICE void Tiles<E, S, kAligned, kBytes>::bring(int stage) {
 template <class E, class S, bool kAligned, bool kBytes>
 PD_DEVICE void Tiles<E, S, kAligned, kBytes>::bring_weights(int stage) {
   const int at = next_step_ * kStep + thread_index() % kPieces * 8, padded_k = num_steps_ * kStep;
-  PD_UNROLL for (int i = 0; i < S::kColumns / kLines; i++) {
+  PD_UNROLL for (int i = 0; i < (S::kColumns + kLines - 1) / kLines; i++) {
+    if (S::kColumns < kLines && thread_index() / kPieces >= S::kColumns) break;
     const int row = next_column_ + i * kLines;
     const E *from = (const E *)a_.packed + (int64_t)row * padded_k + at;
     PD_UNROLL for (int step = 0; step < kStageSteps; step++)
@@ -114,9 +116,10 @@ PD_DEVICE void Tiles<E, S, kAligned, kBytes>::bring_weights(int stage) {
 // Panels, of which a step is one run of memory.
 template <class E, class S, bool kAligned, bool kBytes>
 PD_DEVICE void Tiles<E, S, kAligned, kBytes>::bring_bytes(int stage) {
-  constexpr int kOfPanel = kPanel * P::kWPieces;
-  PD_UNROLL for (int i = 0; i < kStageSteps * S::kColumns * P::kWPieces / kThreads; i++) {
+  constexpr int kOfPanel = kPanel * P::kWPieces, kOfStage = kStageSteps * S::kColumns * P::kWPieces;
+  PD_UNROLL for (int i = 0; i < (kOfStage + kThreads - 1) / kThreads; i++) {
     const int piece = i * kThreads + thread_index(), step = piece / (S::kColumns * P::kWPieces);
+    if (kOfStage < kThreads && piece >= kOfStage) break;
     const int in_step = piece % (S::kColumns * P::kWPieces), column = next_column_ + in_step / kOfPanel * kPanel;
     const char *from = (const char *)a_.packed + (int64_t)column * num_steps_ * kStep +
                        (next_step_ + step) * kStep * kPanel + in_step % kOfPanel * 16;
@@ -180,6 +183,7 @@ PD_KERNEL(kThreads) gemm_many_kernel(pd_gemm_args a) {
   LAUNCHED_SHARED(memory);
   if (!is_aligned(a.x, a.k)) Tiles<E, Narrow, false, kBytes>(a, num_rows, memory).run();
   else if (worth_wide(num_rows, a.n, num_grid_blocks())) Tiles<E, Wide, true, kBytes>(a, num_rows, memory).run();
+  else if (worth_slim(num_rows, a.n, num_grid_blocks())) Tiles<E, Slim, true, kBytes>(a, num_rows, memory).run();
   else Tiles<E, Narrow, true, kBytes>(a, num_rows, memory).run();
 }
 

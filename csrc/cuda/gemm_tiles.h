@@ -18,7 +18,8 @@ template <int kWarpRowTiles, int kWarpColumnTiles>  // of a warp, 16 rows and 8 
 struct Shape {
   static constexpr int kRowTiles = kWarpRowTiles, kColumnTiles = kWarpColumnTiles;
   static constexpr int kRows = kRowWarps * kTileRows * kRowTiles, kColumns = kColumnWarps * 8 * kColumnTiles;
-  static_assert(8 * kColumnTiles % kPanel == 0);
+  static constexpr int kSharing = kColumnTiles < kPanelTiles ? kPanelTiles / kColumnTiles : 1;  // warps of a panel
+  static_assert(8 * kColumnTiles * kSharing % kPanel == 0 && (kSharing == 1 || kRowTiles == 1));
 
   static PD_DEVICE int first_row() { return thread_index() / kWarp / kColumnWarps * kRowTiles * kTileRows; }
   static PD_DEVICE int first_column() { return thread_index() / kWarp % kColumnWarps * kColumnTiles * 8; }
@@ -32,13 +33,20 @@ struct Shape {
 };
 using Wide = Shape<2, 8>;
 using Narrow = Shape<1, 4>;
+using Slim = Shape<1, 2>;
 
 // A wide tile has four times the products of a narrow one and takes about twice as long: it reads half as many bytes a
 // product from the second cache and from shared memory, which are what bounds both.
+template <class S>
+PD_DEVICE int num_rounds(int num_rows, int n, int blocks) {
+  return (S::row_tiles(num_rows) * S::column_tiles(n) + blocks - 1) / blocks;
+}
 PD_DEVICE bool worth_wide(int num_rows, int n, int blocks) {
-  const int wide = Wide::row_tiles(num_rows) * Wide::column_tiles(n);
-  const int narrow = Narrow::row_tiles(num_rows) * Narrow::column_tiles(n);
-  return 2 * ((wide + blocks - 1) / blocks) <= (narrow + blocks - 1) / blocks;
+  return 2 * num_rounds<Wide>(num_rows, n, blocks) <= num_rounds<Narrow>(num_rows, n, blocks);
+}
+// A slim tile reads three quarters of what a narrow one does, so it is for where half the blocks would have none.
+PD_DEVICE bool worth_slim(int num_rows, int n, int blocks) {
+  return 3 * num_rounds<Slim>(num_rows, n, blocks) < 4 * num_rounds<Narrow>(num_rows, n, blocks);
 }
 
 // The sums of a warp's tile.
@@ -116,24 +124,27 @@ PD_DEVICE void finish_panel(const pd_gemm_args &a, int num_rows, int row, int pa
   }
 }
 
-// The sums of a block's tile: panel by panel through the warp's own part of shared memory [warps][kWarpSums]. Registers
-// have no index, so what is left moves up to where the first one was: one body, which fits the instructions' cache, for
-// all. end: the panel behind the last that the tile may have.
+// The sums of a block's tile: panel by panel through the warp's own part of shared memory [warps][kWarpSums], or one
+// for the warps that share a panel, of which the first goes on with it. Registers have no index, so what is left moves
+// up to where the first one was: one body, which fits the instructions' cache, for all. end: the panel behind the last
+// that the tile may have.
 template <class S>
 PD_DEVICE void finish_tile(const pd_gemm_args &a, int num_rows, TilePlace place,
                            float (&sums)[S::kRowTiles][S::kColumnTiles][4], const SharedArray<float> &shared,
                            int end = INT32_MAX) {
-  constexpr int kPanels = S::kColumnTiles / kPanelTiles;
-  const int first = thread_index() / kWarp * kWarpSums, g = thread_index() % kWarp / 4, t = thread_index() % 4;
+  constexpr int kPanels = S::kColumnTiles * S::kSharing / kPanelTiles;
+  const int warp = thread_index() / kWarp, first = warp / S::kSharing * kWarpSums;
+  const int g = thread_index() % kWarp / 4, at = S::first_column() % kPanel + 2 * (thread_index() % 4);
+  const auto meet = [] { S::kSharing == 1 ? sync_warp() : sync_block(); };
   PD_ROLLED for (int i = 0; i < S::kRowTiles * kPanels; i++) {
-    PD_UNROLL for (int j = 0; j < kPanelTiles; j++)
+    PD_UNROLL for (int j = 0; j < kPanelTiles / S::kSharing; j++)
       PD_UNROLL for (int of = 0; of < 4; of++)
-        shared[first + (of / 2 * 8 + g) * kSumStride + 8 * j + 2 * t + of % 2] = sums[0][j][of];
-    sync_warp();
+        shared[first + (of / 2 * 8 + g) * kSumStride + 8 * j + at + of % 2] = sums[0][j][of];
+    meet();
     const int panel = (place.column + S::first_column()) / kPanel + i % kPanels;
-    if (panel < end)
+    if (panel < end && warp % S::kSharing == 0)
       finish_panel(a, num_rows, place.row + S::first_row() + i / kPanels * kTileRows, panel, shared, first);
-    sync_warp();  // nobody looks at this panel any more
+    meet();  // nobody looks at this panel any more
     PD_UNROLL for (int n = kPanelTiles; n < S::kRowTiles * S::kColumnTiles; n++)
       PD_UNROLL for (int of = 0; of < 4; of++) {
         const int to = n - kPanelTiles;

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from pagedec.kernels.library import Context, Epilogue, Library
+from tests.kernels import test_gemm_weight_only
 from tests.kernels.calls import count, normal, same_bits
 from tests.kernels.cuda_library import LARGE, SMALL
 from tests.kernels.test_gemm import GATED, Linear, assert_near
 from tests.kernels.test_guard_pages import guarded
 
-FEW = 32
-"""Rows that the other kernel takes. More go by tiles of 128 x 128, or of 64 x 64 where there are few of the others for
-the blocks that there are."""
+FEW, SOME = 32, 4
+"""Rows that the other kernel takes. More go by tiles of 128 x 128, or of 64 x 64 or 64 x 32 where there are few of the
+others for the blocks that there are: LARGE, SOME and SMALL."""
 
 
 def linear_of(context: Context, n: int, k: int, *, bias: bool = False) -> Linear:
@@ -46,6 +47,7 @@ CASES = [
     *((LARGE, 65, 65, 8), (LARGE, 127, 96, 72), (LARGE, 128, 128, 256), (LARGE, 129, 130, 288), (LARGE, 257, 129, 96)),
     *((LARGE, 130, 100, 552), (SMALL, 33, 31, 40), (SMALL, 63, 64, 256), (SMALL, 64, 65, 320), (SMALL, 65, 33, 776)),
     *((SMALL, 129, 70, 104), (SMALL, 40, 3, 1048), (2, 1100, 130, 40), (SMALL, 530, 65, 8)),
+    *((2, 33, 66, 40), (2, 64, 127, 256), (2, 70, 64, 776), (SOME, 65, 100, 320), (SOME, 129, 64, 1048)),
 ]
 
 
@@ -67,6 +69,14 @@ def test_weights_that_are_under_way_end_with_their_panel(emulated: Library, k: i
     linear.packed = guarded(linear.packed)
     for rows in (1, 9, 16, 17, 32):
         assert same_bits(linear(guarded(x[:rows])), whole[:rows])
+
+
+@pytest.mark.parametrize(("blocks", "n"), [(LARGE, 100), (SOME, 100), (SMALL, 100), (SMALL, 33), (2, 64)])
+def test_weights_alone_in_int8_have_the_bits_of_few(emulated: Library, blocks: int, n: int) -> None:
+    context, weight = emulated.context(blocks), normal(n, 328, seed=2, dtype=torch.bfloat16)
+    x = normal(70, 328, seed=1, dtype=torch.bfloat16)
+    few = [test_gemm_weight_only.linear(context, rows, weight) for rows in x.split(FEW)]
+    assert same_bits(test_gemm_weight_only.linear(context, x, weight), torch.cat(few))
 
 
 @pytest.mark.parametrize("k", [1, 33, 70, 301])
@@ -91,7 +101,7 @@ def test_less_shared_memory_changes_no_bit(emulated: Library) -> None:
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("blocks", [LARGE, SMALL])
+@pytest.mark.parametrize("blocks", [LARGE, SOME, SMALL])
 @pytest.mark.parametrize("epilogue", list(Epilogue))
 @pytest.mark.parametrize("n", [66, 96, 130])
 def test_what_becomes_of_sums(emulated: Library, blocks: int, epilogue: Epilogue, n: int) -> None:
@@ -111,7 +121,9 @@ def test_an_odd_number_of_outputs(emulated: Library) -> None:
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize(("blocks", "rows", "n", "k"), [(LARGE, 140, 140, 296), (SMALL, 70, 70, 576), (3, 70, 65, 33)])
+@pytest.mark.parametrize(
+    ("blocks", "rows", "n", "k"), [(LARGE, 140, 140, 296), (SOME, 70, 70, 296), (SMALL, 70, 70, 576), (3, 70, 65, 33)]
+)
 def test_no_order_of_threads_changes_a_bit(emulated: Library, blocks: int, rows: int, n: int, k: int) -> None:
     x, linear = normal(rows, k, seed=1, dtype=torch.bfloat16), linear_of(emulated.context(blocks), n, k)
     found = []
@@ -123,7 +135,7 @@ def test_no_order_of_threads_changes_a_bit(emulated: Library, blocks: int, rows:
 
 
 @pytest.mark.parametrize("k", [72, 73])
-@pytest.mark.parametrize("blocks", [LARGE, SMALL])
+@pytest.mark.parametrize("blocks", [LARGE, SOME, SMALL])
 def test_nothing_outside_is_touched(emulated: Library, blocks: int, k: int) -> None:
     """x ends with its last row, W with its last panel, y and the bias with their last output."""
     linear, x = linear_of(emulated.context(blocks), 67, k, bias=True), normal(70, k, seed=1, dtype=torch.bfloat16)
@@ -148,7 +160,7 @@ def test_one_record_serves_any_number_of_rows(emulated: Library) -> None:
         assert y[num:].isnan().all()
 
 
-@pytest.mark.parametrize("blocks", [LARGE, SMALL])
+@pytest.mark.parametrize("blocks", [LARGE, SOME, SMALL])
 def test_what_is_not_finite_stays_where_it_is(emulated: Library, blocks: int) -> None:
     linear, x = linear_of(emulated.context(blocks), 70, 48), normal(70, 48, seed=1, dtype=torch.bfloat16)
     clean = linear(x)
