@@ -71,7 +71,6 @@ PD_DEVICE void finish(const pd_gemm_args &a, int64_t row, int64_t panel, float x
 
 // For more than kFewRows rows of bf16 or fp16; where there are not as many, it does nothing (gemm_many.cu).
 int enqueue_many(pd_context &, const pd_gemm_args &);
-bool has_room_for_many(const pd_context &);
 // With int8 weights: any number of rows, and more than kFewRows (gemm_int8.cu, gemm_int8_many.cu).
 int enqueue_int8(pd_context &, const pd_gemm_args &);
 int enqueue_int8_many(pd_context &, const pd_gemm_args &);

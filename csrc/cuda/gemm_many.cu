@@ -16,15 +16,18 @@ namespace {
 constexpr int kPieces = kStep / 8;          // of 16 bytes, of a row in a step
 constexpr int kLines = kThreads / kPieces;  // rows that all threads copy at a time
 constexpr int kStageSteps = 2;
-constexpr int64_t kStagesBytes = 96 << 10, kSharedBytes = kStagesBytes + kWarps * kWarpSums * (int64_t)sizeof(float);
+// Of all stages. On some devices (SM86, SM89, SM120) a block has 99 KB at most.
+constexpr int kMostBytes = 96 << 10, kLeastBytes = 64 << 10;
+constexpr int64_t shared_bytes(int stages) { return stages + kWarps * kWarpSums * (int64_t)sizeof(float); }
 
 template <class S, bool kBytes>
 struct Stages {  // of shared memory, of tiles of a shape
   static constexpr int kWPieces = kBytes ? kPieces / 2 : kPieces;  // of an output in a step
   static constexpr int kStepPieces = S::kRows * kPieces + S::kColumns * kWPieces;
   static constexpr int kStagePieces = kStageSteps * kStepPieces;
-  static constexpr int kNumber = kStagesBytes / (kStagePieces * (int)sizeof(Eight));
-  static_assert(kNumber >= 2 && S::kRows % kLines == 0 && (S::kColumns % kLines == 0 || S::kColumns < kLines));
+  static constexpr int number(int bytes) { return bytes / (kStagePieces * (int)sizeof(Eight)); }
+  static constexpr int kMost = number(kMostBytes), kLeast = number(kLeastBytes);
+  static_assert(kLeast >= 2 && S::kRows % kLines == 0 && (S::kColumns % kLines == 0 || S::kColumns < kLines));
 };
 
 template <class E, class S, bool kAligned, bool kBytes>
@@ -34,15 +37,16 @@ class Tiles {
   using Sums = float[kRowTiles][kColumnTiles][4];
 
  public:
-  PD_DEVICE Tiles(const pd_gemm_args &a, int num_rows, const SharedMemory &memory)
+  PD_DEVICE Tiles(const pd_gemm_args &a, int num_rows, int bytes, const SharedMemory &memory)
       : a_(a), num_rows_(num_rows), num_steps_((a.k + kStep - 1) / kStep),
         num_tiles_(S::row_tiles(num_rows) * S::column_tiles(a.n)),
-        pieces_(memory.part<Eight>(0, P::kNumber * P::kStagePieces)),
-        sums_(memory.part<float>(kStagesBytes, kWarps * kWarpSums)), next_tile_(block_index()) {}
+        last_stage_((bytes == kMostBytes ? P::kMost - 1 : P::kLeast - 1) * P::kStagePieces),
+        pieces_(memory.part<Eight>(0, last_stage_ + P::kStagePieces)),
+        sums_(memory.part<float>(bytes, kWarps * kWarpSums)), next_tile_(block_index()), stage_(last_stage_) {}
 
   PD_DEVICE void run() {
     if (next_tile_ < num_tiles_) find_next();
-    for (int i = 0; i < P::kNumber - 1; i++) bring(i * P::kStagePieces);
+    for (int stage = 0; stage < last_stage_; stage += P::kStagePieces) bring(stage);
     for (int tile = block_index(); tile < num_tiles_; tile += num_grid_blocks()) run_tile(tile);
   }
 
@@ -53,6 +57,7 @@ class Tiles {
     next_column_ = place.column + (kBytes ? 0 : thread_index() / kPieces);
     next_step_ = 0;
   }
+  PD_DEVICE bool has_most() const { return last_stage_ == (P::kMost - 1) * P::kStagePieces; }
   PD_DEVICE void bring(int stage);
   PD_DEVICE void bring_weights(int stage);
   PD_DEVICE void bring_bytes(int stage);
@@ -67,12 +72,12 @@ class Tiles {
   static PD_DEVICE int lane() { return thread_index() % kWarp; }
 
   const pd_gemm_args &a_;
-  const int num_rows_, num_steps_, num_tiles_;
+  const int num_rows_, num_steps_, num_tiles_, last_stage_;
   const SharedArray<Eight> pieces_;  // [stages][x rows, outputs][kPieces]
   const SharedArray<float> sums_;    // [warps][kTileRows][kSumStride]
   int next_tile_, next_step_ = 0;    // whose operands come next
-  int next_row_ = 0, next_column_ = 0;              // of those, this thread's first
-  int stage_ = (P::kNumber - 1) * P::kStagePieces;  // that is multiplied: its first piece
+  int next_row_ = 0, next_column_ = 0;  // of those, this thread's first
+  int stage_;                           // that is multiplied: its first piece
 };
 
 // Begins the copies of the stage that follows the last one's.
@@ -154,7 +159,7 @@ PD_DEVICE void Tiles<E, S, kAligned, kBytes>::multiply(int step, Sums &sums) con
 
 template <class E, class S, bool kAligned, bool kBytes>
 PD_DEVICE void Tiles<E, S, kAligned, kBytes>::run_tile(int tile) {
-  constexpr int kOwn = kRowTiles * kColumnTiles * 4, kEnd = P::kNumber * P::kStagePieces;
+  constexpr int kOwn = kRowTiles * kColumnTiles * 4;
   Sums own, sums;
   const auto of = [](Sums &all, int i) -> float & { return all[i / 4 / kColumnTiles][i / 4 % kColumnTiles][i % 4]; };
   clear(own);
@@ -162,10 +167,11 @@ PD_DEVICE void Tiles<E, S, kAligned, kBytes>::run_tile(int tile) {
     clear(sums);
     PD_ROLLED do {
       if (step % kStageSteps == 0) {
-        await_copies<P::kNumber - 2>();
+        if (has_most()) await_copies<P::kMost - 2>();
+        else await_copies<P::kLeast - 2>();
         sync_block();  // what has come is seen, and nobody looks any more at the stage before
         bring(stage_);
-        stage_ = stage_ + P::kStagePieces == kEnd ? 0 : stage_ + P::kStagePieces;
+        stage_ = stage_ == last_stage_ ? 0 : stage_ + P::kStagePieces;
       }
       multiply(stage_ + step % kStageSteps * P::kStepPieces, sums);
     } while (++step % (kChunk / kStep) && step < num_steps_);
@@ -177,26 +183,26 @@ PD_DEVICE void Tiles<E, S, kAligned, kBytes>::run_tile(int tile) {
 }
 
 template <class E, bool kBytes>
-PD_KERNEL(kThreads) gemm_many_kernel(pd_gemm_args a) {
+PD_KERNEL(kThreads) gemm_many_kernel(pd_gemm_args a, int bytes) {
   const int num_rows = *a.num_rows;
   if (num_rows <= kFewRows) return;
   LAUNCHED_SHARED(memory);
-  if (!is_aligned(a.x, a.k)) Tiles<E, Narrow, false, kBytes>(a, num_rows, memory).run();
-  else if (worth_wide(num_rows, a.n, num_grid_blocks())) Tiles<E, Wide, true, kBytes>(a, num_rows, memory).run();
-  else if (worth_slim(num_rows, a.n, num_grid_blocks())) Tiles<E, Slim, true, kBytes>(a, num_rows, memory).run();
-  else Tiles<E, Narrow, true, kBytes>(a, num_rows, memory).run();
+  if (!is_aligned(a.x, a.k)) Tiles<E, Narrow, false, kBytes>(a, num_rows, bytes, memory).run();
+  else if (worth_wide(num_rows, a.n, num_grid_blocks())) Tiles<E, Wide, true, kBytes>(a, num_rows, bytes, memory).run();
+  else if (worth_slim(num_rows, a.n, num_grid_blocks())) Tiles<E, Slim, true, kBytes>(a, num_rows, bytes, memory).run();
+  else Tiles<E, Narrow, true, kBytes>(a, num_rows, bytes, memory).run();
 }
 
 }  // namespace
 
-bool has_room_for_many(const pd_context &c) { return kSharedBytes <= target(c).max_shared_bytes; }
 int enqueue_many(pd_context &c, const pd_gemm_args &a) {
   constexpr int kBlocks = 1;  // what the registers have room for
   const bool is_bytes = a.quantization == PD_INT8_WEIGHT_ONLY;
   const auto of_bf16 = is_bytes ? gemm_many_kernel<bf16, true> : gemm_many_kernel<bf16, false>;
   const auto of_fp16 = is_bytes ? gemm_many_kernel<fp16, true> : gemm_many_kernel<fp16, false>;
   const auto kernel = a.dtype == PD_F16 ? of_fp16 : of_bf16;
-  return launch(c, "pd_gemm", kernel, Grid(kThreads, kBlocks, kSharedBytes), a);
+  const int bytes = shared_bytes(kMostBytes) <= target(c).max_shared_bytes ? kMostBytes : kLeastBytes;
+  return launch(c, "pd_gemm", kernel, Grid(kThreads, kBlocks, shared_bytes(bytes)), a, bytes);
 }
 
 }  // namespace pagedec::gemm

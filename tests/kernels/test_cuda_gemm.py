@@ -93,11 +93,14 @@ def test_x_that_begins_anywhere(emulated: Library) -> None:
     assert same_bits(linear(odd), linear(x))
 
 
-def test_less_shared_memory_changes_no_bit(emulated: Library) -> None:
-    """The second emulated device has as much as an SM86, too little for tiles."""
-    x, weight = normal(70, 300, seed=1, dtype=torch.bfloat16), normal(65, 300, seed=2, dtype=torch.bfloat16)
-    found = [Linear.pack(emulated.context(0, number), weight)(x) for number in range(2)]
-    assert same_bits(*found)
+@pytest.mark.parametrize("k", [300, 1064])
+@pytest.mark.parametrize("blocks", [LARGE, SOME, SMALL])
+def test_less_shared_memory_changes_no_bit(emulated: Library, blocks: int, k: int) -> None:
+    """The second emulated device has as much as an SM86: tiles have fewer stages."""
+    x, weight = normal(70, k, seed=1, dtype=torch.bfloat16), normal(65, k, seed=2, dtype=torch.bfloat16)
+    contexts = [emulated.context(blocks, number) for number in range(2)]
+    assert same_bits(*(Linear.pack(context, weight)(x) for context in contexts))
+    assert same_bits(*(test_gemm_weight_only.linear(context, x, weight) for context in contexts))
 
 
 @pytest.mark.sampled(8)
