@@ -139,23 +139,34 @@ class History:
                 tip = self.parent[first]
         return reached
 
-    def num_alive(self, tips: Iterable[int]) -> int:
-        """How many tokens are kept for these tips. Takes as long as there are runs and tips."""
-        return sum(last - first + 1 for first, last in self._reached(tips).items()) - 1
+    def alive(self, tips: Iterable[int]) -> tuple[int, int]:
+        """How many tokens are kept for these tips, and in how many runs: to say so takes as long as there are runs and
+        tips."""
+        reached = self._reached(tips)
+        return sum(last - first + 1 for first, last in reached.items()) - 1, len(reached)
 
-    def pruned(self, tips: Iterable[int]) -> tuple[History, Callable[[int], int]]:
-        """A history of these tips and what is before them alone, and what says the number there of a node that is."""
+    def pruned(self, tips: Sequence[int]) -> tuple[History, Callable[[int], int]]:
+        """A history of these tips and what is before them alone, and what says the number there of a node that is. What
+        is behind the last fork before a tip is one run, whatever has grown beside it."""
         reached, new, begin = self._reached(tips), History(self.block_size), {0: 0}
 
         def number(node: int) -> int:
             first = self._run[node]
             return begin[first] + node - first
 
-        for first, last in sorted(reached.items()):  # a parent is older than what continues it
+        def bring(first: int) -> None:
             if first:
                 begin[first] = new.append_one(number(self.parent[first]), self.token[first])
-            if last > first:
-                new._append_run(begin[first], self.token[first + 1 : last + 1])
+            new._append_run(begin[first], self.token[first + 1 : reached[first] + 1])
+
+        bring(0)
+        for tip in tips:
+            due, first = [], self._run[tip]
+            while first not in begin:
+                due.append(first)
+                first = self._run[self.parent[first]]
+            for first in reversed(due):
+                bring(first)
 
         def alive(of: dict[int, Any]) -> dict[int, Any]:
             return {number(node): kept for node, kept in of.items() if node <= reached.get(self._run[node], -1)}

@@ -165,7 +165,7 @@ class Sessions:
             engine.fail(name, RequestError(name, f"branch {branch.name}, from which it went out, {why}"))
             self._uncount(call)
         branch.owner, branch.why_closed = None, why
-        owner.num_loose += max(0, branch.length - branch.num_given)
+        owner.num_loose += max(1, branch.length - branch.num_given)  # its parent may have let go of what it was given
         del owner.branches[branch.name]
         self._parking.remove(branch)
         self.num_branches -= 1
@@ -341,11 +341,11 @@ class Sessions:
         owner.counted = counted
 
     def _bury(self, owner: Owner) -> None:
-        """Count a history's dead; write one anew of which more is dead than alive. Requests that still run keep the
-        old one."""
+        """Count a history's dead; write one anew of which more is dead than alive, or whose runs are so short that to
+        count takes long. Requests that still run keep the old one."""
         history = owner.history
-        num_alive = history.num_alive(owner.tips)
-        if 2 * num_alive <= len(history):
+        num_alive, num_runs = history.alive(owner.tips)
+        if 2 * num_alive <= len(history) or num_runs > max(FEW_TOKENS + 4 * len(owner.tips), num_alive // 8):
             owner.history, number = history.pruned(owner.tips)
             for branch in owner.branches.values():
                 branch.place = owner.history, number(branch.place[1])

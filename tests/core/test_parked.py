@@ -114,14 +114,28 @@ def test_a_history_without_its_dead() -> None:
         keys = {tip: [history.block_key(tip, end) for end in range(0, history.depth[tip], SIZE)] for tip in alive}
         new, number = history.pruned(alive)
         nodes = {tuple(history.tokens(tip)[:length]) for tip in alive for length in range(1, history.depth[tip] + 1)}
-        assert len(new) == len(nodes) == history.num_alive(alive) <= len(history)
+        assert len(new) == len(nodes) == history.alive(alive)[0] <= len(history)
         for tip in alive:
             moved = number(tip)
             assert new.tokens(moved) == history.tokens(tip) == new.notes[moved]
             assert keys[tip] == [new.block_key(moved, end) for end in range(0, new.depth[moved], SIZE)]
             assert new.append(0, history.tokens(tip)) == moved
-        again, _ = new.pruned(number(tip) for tip in alive)
+        again, _ = new.pruned([number(tip) for tip in alive])
         assert len(again) == len(new)
+
+
+def test_what_has_grown_side_by_side_is_one_run_each_when_it_is_written_anew() -> None:
+    history = History(SIZE)
+    tips = [history.append(0, [1, 2, 3])] * 5
+    for i in range(400):
+        tips = [history.append_one(tip, i + j) for j, tip in enumerate(tips)]
+    tips.append(history.append(tips[0], range(30)))
+    assert history.alive(tips) == (3 + 5 * 400 + 30, 5 * 400 + 1)
+    new, number = history.pruned(tips)
+    moved = [number(tip) for tip in tips]
+    assert new.alive(moved) == (len(new), 6) and len(new) == 3 + 5 * 400 + 30
+    assert [new.tokens(tip) for tip in moved] == [history.tokens(tip) for tip in tips]
+    assert new.common_length(moved[1], moved[2]) == 3 and new.common_length(moved[0], moved[5]) == 403
 
 
 def test_where_continuations_are_asked_for() -> None:

@@ -81,9 +81,9 @@ def test_who_is_refused_is_not_looked_at_again_before_something_dies(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A session that is full of what lives is not gone through once more for each token that it asks for."""
-    llm, looks, look = tiny(max_session_tokens=500), list[int](), History.num_alive
+    llm, looks, look = tiny(max_session_tokens=500), list[int](), History.alive
     full = "max_session_tokens is 500 tokens, and 1 more"
-    monkeypatch.setattr(History, "num_alive", lambda self, tips: looks.append(1) or look(self, tips))
+    monkeypatch.setattr(History, "alive", lambda self, tips: looks.append(1) or look(self, tips))
     with llm.session(PROMPT, seed=3) as session:
         other, last = session.fork(2)
         for branch, token, count in ((session, 7, 200), (other, 8, 200), (last, 9, 100 - len(PROMPT))):
@@ -104,6 +104,20 @@ def test_who_is_refused_is_not_looked_at_again_before_something_dies(
         assert session.session_state().num_tokens >= alive_of(session) == 500
         with pytest.raises(SessionLimit, match=full):
             last.append([5])
+    assert_nothing_left(llm)
+
+
+def test_what_only_a_fork_still_held_dies_with_it(tiny: Tiny) -> None:
+    """The fork had no token of its own, and when its parent let go of them the session was already looked at."""
+    llm = tiny(max_session_tokens=260)
+    with llm.session([5] * 200) as session:
+        fork = session.fork()
+        session.rollback(199)
+        with pytest.raises(SessionLimit, match="max_session_tokens is 200 tokens, and 100 more"):
+            session.append([7] * 100)
+        fork.close()
+        session.append([7] * 100)
+        assert session.session_state().num_tokens == llm.engine.sessions.num_tokens == 101
     assert_nothing_left(llm)
 
 
@@ -137,6 +151,8 @@ def test_what_lives_is_counted(tiny: Tiny, seed: int) -> None:
             assert alive_of(session) <= counted <= len(session._owner.history)
             if rng.random() < 0.3:
                 sessions.bury([session._owner])
+                if not session._owner.num_dead:  # nothing that died is still in it, so nobody can have missed it
+                    assert len(session._owner.history) == alive_of(session)
                 assert session.session_state().num_tokens == sessions.num_tokens == alive_of(session)
     assert_nothing_left(llm)
 
