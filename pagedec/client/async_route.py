@@ -15,12 +15,11 @@ from pagedec.client.connection import (
     Inquiry,
     Steady,
     Way,
-    closing_seconds,
     find,
     remaining,
     require_open,
 )
-from pagedec.client.dropped import Closing, DroppedBranches
+from pagedec.client.dropped import Closing, DroppedBranches, closing_seconds
 from pagedec.client.token_pieces import Out, TokenPieces
 from pagedec.errors import RequestError
 from pagedec.params import RequestParams
@@ -88,13 +87,14 @@ class AsyncRoute:
 
     async def _close_dropped(self, deadline: Deadline | None = None) -> None:
         """Close what nobody holds any more; see `Route`."""
-        if self.is_closed or not (self.dropped or self._closing.locked()):
+        if self.is_closed or not (self.dropped.is_due or self._closing.locked()):
             return
-        seconds = closing_seconds(deadline)
+        seconds = closing_seconds(remaining(deadline))
         try:
             async with asyncio.timeout(seconds), self._closing:
-                with self.dropped.closings() as closings:
-                    await asyncio.gather(*(self._end(closing, seconds) for closing in closings))
+                if self.dropped.is_due:
+                    with self.dropped.closings(seconds) as closings:
+                        await asyncio.gather(*(self._end(closing, seconds) for closing in closings))
         except TimeoutError:
             return  # the next call goes on with it
 

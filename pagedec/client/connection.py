@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from pagedec.client.asking import FIELDS
-from pagedec.client.dropped import CLOSING_SECONDS, DroppedBranches
+from pagedec.client.dropped import DroppedBranches, closing_seconds
 from pagedec.client.failures import UNTOLD, ServerError, failure_of, last_of, pause_after, pause_between, recalled
 from pagedec.client.telling import Growing
 from pagedec.errors import InvalidArgument, PagedecError, RequestError, Shown
@@ -277,14 +277,16 @@ class Route:
     def _close_dropped(self, deadline: Deadline | None = None) -> None:
         """Close what nobody holds any more, so that it counts no more in what is asked next. Whoever comes meanwhile
         waits for that. Its failures are nobody's."""
-        seconds = closing_seconds(deadline)
+        seconds = closing_seconds(remaining(deadline))
+        end = time.monotonic() + seconds
         if self.is_closed or not self._closing.acquire(timeout=seconds):
             return
         try:
-            if not self.dropped:
+            seconds = end - time.monotonic()
+            if not self.dropped.is_due or seconds <= 0:
                 return
             close = find(self._stubs, "CloseSession")
-            with self.dropped.closings() as closings:
+            with self.dropped.closings(seconds) as closings:
                 told = {"timeout": seconds, "metadata": self.way.metadata}
                 calls = [close.future(closing.request, **told) for closing in closings]
                 for closing, call in zip(closings, calls, strict=True):
@@ -384,11 +386,6 @@ def find(stubs: list[Any], rpc: str) -> Any:
 def remaining(deadline: Deadline | None) -> float | None:
     """Seconds until a deadline, a moment at least: the call ends by it."""
     return None if deadline is None else max(deadline - time.monotonic(), 0.001)
-
-
-def closing_seconds(deadline: Deadline | None) -> float:
-    """How long a call that must have ended by a deadline may wait until what was dropped is closed."""
-    return min(CLOSING_SECONDS, remaining(deadline) or CLOSING_SECONDS)
 
 
 def _read(name: str, path: str | Path | None) -> bytes | None:

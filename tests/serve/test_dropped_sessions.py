@@ -17,6 +17,7 @@ import pytest
 
 from pagedec import SamplingParams, SessionLimit
 from pagedec.client import AsyncClient, Client
+from pagedec.client.dropped import closing_seconds
 from pagedec.v1 import session_service_pb2 as pb
 from pagedec.v1 import session_service_pb2_grpc
 from tests.serve.serving import WAIT, Serving, client_of
@@ -131,7 +132,7 @@ def test_a_session_that_the_server_has_closed(serve: Serve) -> None:
         del gone
         gc.collect()
         held.append([5])
-        assert not client._line.dropped
+        assert not client._line.dropped._queue
         held.close()
 
 
@@ -165,6 +166,11 @@ def deaf() -> Iterator[tuple[Deaf, str]]:
     server.stop(0)
 
 
+@pytest.mark.parametrize(("left", "most"), [(None, 5.0), (100.0, 5.0), (4.0, 1.0), (0.001, 0.00025)])
+def test_a_closing_takes_little_of_a_call_s_own_time(left: float | None, most: float) -> None:
+    assert closing_seconds(left) == most
+
+
 @KINDS
 def test_failures_of_a_closing_are_not_those_of_the_call(
     deaf: tuple[Deaf, str], kind: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -194,17 +200,20 @@ def test_failures_of_a_closing_are_not_those_of_the_call(
         await another()
         server.plan = [say_nothing]
         with monkeypatch.context() as patch:
-            patch.setattr("pagedec.client.connection.CLOSING_SECONDS", 0.1)
+            patch.setattr("pagedec.client.dropped.CLOSING_SECONDS", 0.1)
             await another()
         silent.set()
         assert server.num_opened == 3 and not server.plan and not server.closed
+        await another()
+        assert server.num_opened == 4 and not server.closed, "not each call waits for a server that does not answer"
+        client._line.dropped._not_before = 0.0
         await another()
         assert server.closed == [("s1", ["0"])]
         del held[0]
         server.plan = [lambda context: context.abort(grpc.StatusCode.INTERNAL, "it is broken")]
         await another()
         await another()
-        assert len(server.closed) == 1 and server.num_opened == 6, "it would fail again"
+        assert len(server.closed) == 1 and server.num_opened == 7, "it would fail again"
         del held[0]
         gc.collect()
         server.plan = [lose]
