@@ -6,6 +6,7 @@ Every error is an `InvalidArgument` naming the field, the value and the limit.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -67,7 +68,10 @@ def read_options(
 
 
 def with_seed(params: P, seed: int) -> P:
-    """The same parameters but for the seed. Nothing else of them is looked at: that may take long."""
+    """The same parameters but for the seed. Nothing else of ours is looked at: that may take long. A decoder's own may
+    follow from the seed."""
+    if not type(params).__module__.startswith("pagedec."):
+        return dataclasses.replace(params, seed=seed)
     own = copy.copy(params)
     object.__setattr__(own, "seed", seed)
     return own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import copy
 import itertools
@@ -39,7 +40,7 @@ from pagedec.text.conversation import Conversation
 from pagedec.text.tokenizer import Tokenizer
 
 
-class FrontType(type):
+class FrontType(abc.ABCMeta):
     """Also the class says of vLLM's class methods that there are none."""
 
     if not TYPE_CHECKING:  # or every name would be one to a checker

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from pagedec.core.logits_rules import NO_RULES, LogitsRules
 from pagedec.core.logprobs import NO_REPORTING, Reporting
-from pagedec.engine.options import Options, Vocabulary, read_options
+from pagedec.engine.options import Options, Vocabulary, read_options, with_seed
 from pagedec.errors import InvalidArgument
 from pagedec.params import RequestParams, SamplingParams
 
@@ -124,3 +125,17 @@ def test_refusals(fields: dict[str, Any], named: str) -> None:
 def test_text_needs_a_vocabulary(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match="must be empty: the engine has no tokenizer"):
         read(None, **fields)
+
+
+def test_what_follows_from_a_seed_follows_from_the_one_that_a_session_gives() -> None:
+    @dataclass(frozen=True)
+    class Keyed(RequestParams):
+        key: int = 0
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.__dict__["key"] = 3 * (self.seed or 0)
+
+    plain, own = SamplingParams(seed=1, logit_bias={5: 1.0}), Keyed(seed=1)
+    assert (with_seed(plain, 7).seed, plain.seed) == (7, 1) and with_seed(plain, 7) == plain.clone(seed=7)
+    assert (with_seed(own, 7).key, own.key) == (21, 3)

@@ -3,6 +3,7 @@ what is shown."""
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import copy
 import inspect
@@ -169,6 +170,20 @@ def test_absent_class_methods_are_said_by_name(kind: Any) -> None:
     with pytest.raises(AttributeError, match=f"^type object '{kind.__name__}' has no attribute 'generat'$") as caught:
         kind.generat  # noqa: B018
     assert not isinstance(caught.value, InvalidArgument)
+
+
+def test_a_class_of_one_s_own_may_be_abstract() -> None:
+    """What implements somebody's interface with a model."""
+
+    class Writes(abc.ABC):
+        @abc.abstractmethod
+        def write(self) -> str: ...
+
+    class Own(LLM, Writes):
+        def write(self) -> str:
+            return ""
+
+    assert isinstance(Own.__new__(Own), Writes) and not hasattr(Own, "from_engine_args")
 
 
 def test_other_names_are_said_as_python_says_them(tiny: Tiny, asynchronous: AsyncLLM) -> None:
