@@ -19,10 +19,13 @@ std::atomic<int> last_device{0};
 int count_devices(const char *name) {
   int count = 0, driver = 0;  // which error 35 calls too old where there is none
   const cudaError_t error = cudaGetDeviceCount(&count);
-  if (error != cudaErrorInsufficientDriver || cudaDriverGetVersion(&driver) != cudaSuccess || driver != 0)
+  if (error != cudaErrorInsufficientDriver || cudaDriverGetVersion(&driver) != cudaSuccess)
     return launched(name, error) ? -1 : count;
   cudaGetLastError();
-  return fail("%s: there is no driver of an NVIDIA device (libcuda.so.1)", name);
+  if (driver == 0) return fail("%s: there is no driver of an NVIDIA device (libcuda.so.1)", name);
+  constexpr const char *kTooOld =
+      "%s: the driver is for CUDA %d.%d, and must be for %d.0 or newer (CUDA 12: driver 525, CUDA 13: driver 580)";
+  return fail(kTooOld, name, driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000);
 }
 
 // The device and a stream of its own; NULL with an error.

@@ -19,7 +19,7 @@ constexpr int UNIT_FLOOR = 12;  // packed rows; below, a unit costs its reading 
 constexpr int PIECE_COST = 2;
 // Of what rows in several spans leave for the merge, (o, m, l) of each chunk and head: 512 rows behind 131,072 tokens,
 // cut for hundreds of workers, had a gigabyte. Where there is so much, there are many pieces for the workers, too.
-constexpr int64_t MOST_SPLIT_BYTES = 128 << 20;
+constexpr int64_t MOST_SPLIT_BYTES = 256 << 20;
 // What a span costs a CPU's thread more where another one wrote its rows of q, and K and V of these: some 0.3 of a unit
 // of few rows (measured on Zen 4, 2 threads: 16 and 64 branches of 50 tokens take 1.3 and 1.5 times as long).
 constexpr float FAR_COST = 4;
