@@ -35,7 +35,7 @@ struct Ranks;  // that a context has joined: nccl.cu
 
 struct pd_context : pagedec::Target {
   // Host memory that the device copies from, a ring: what of it copies under way use, in bytes since the first of all.
-  // It grows with what is under way at a time: taking it from the system is what a context that lives shortly waits for.
+  // It grows with what is under way at a time: a context that lives shortly would wait for the system to give it.
   char *staging = nullptr;
   int64_t staging_bytes = 0, staged_begin = 0, staged_end = 0;
 #if !defined(__CUDACC__)

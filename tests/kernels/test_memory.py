@@ -22,19 +22,8 @@ from pagedec.kernels.native import NativeBackend
 from tests.kernels import cuda_library
 
 EMULATED = pytest.mark.skipif(cuda_library.path() is None, reason="the emulated device is not built")
-SIZES = [
-    1,
-    63,
-    64,
-    65,
-    4095,
-    4096,
-    4097,
-    SMALL - 1,
-    SMALL,
-    SMALL + 1,
-    5 << 20,
-]  # the emulated device stages 4 MiB at a time
+# the emulated device stages 4 MiB at a time
+SIZES = [1, 63, 64, 65, 4095, 4096, 4097, SMALL - 1, SMALL, SMALL + 1, 5 << 20]
 
 
 @pytest.fixture(params=cuda_library.cases())

@@ -65,6 +65,13 @@ def routed(test: Callable[[PrefixRouter], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(run())
 
 
+def set_clocks(monkeypatch: pytest.MonkeyPatch, **clocks: Callable[[], float]) -> None:
+    """Where Serve has run in this process, the router's methods have other globals than their module: cloudpickle has
+    put its copies into the class."""
+    for method in (PrefixRouter.update_replicas, PrefixRouter.choose_replicas):
+        monkeypatch.setitem(method.__globals__, "time", SimpleNamespace(**clocks))
+
+
 async def first(router: PrefixRouter, pending: Pending) -> str:
     groups = await router.choose_replicas(list(router.curr_replicas.values()), pending)
     [one] = groups[0]
@@ -136,9 +143,7 @@ def test_what_is_placed_elsewhere_counts_there_and_what_is_given_up_nowhere() ->
 def test_a_report_that_is_said_again_forgets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever one replica reports, Serve repeats what all have said."""
     clock = [1000.0]
-    monkeypatch.setattr(
-        "pagedec.serve.ray_routing.time", SimpleNamespace(time=lambda: clock[0], monotonic=lambda: clock[0])
-    )
+    set_clocks(monkeypatch, time=lambda: clock[0], monotonic=lambda: clock[0])
 
     async def test(router: PrefixRouter) -> None:
         router.update_replicas([Known("a", at=999.9)])
@@ -155,8 +160,7 @@ def test_a_report_that_is_said_again_forgets_nothing(monkeypatch: pytest.MonkeyP
 
 def test_a_clock_that_is_put_back_holds_up_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     wall, steady = [5000.0], [100.0]
-    clocks = SimpleNamespace(time=lambda: wall[0], monotonic=lambda: steady[0])
-    monkeypatch.setattr("pagedec.serve.ray_routing.time", clocks)
+    set_clocks(monkeypatch, time=lambda: wall[0], monotonic=lambda: steady[0])
 
     async def test(router: PrefixRouter) -> None:
         router.update_replicas([Known("a", at=4999.9)])
