@@ -30,6 +30,8 @@ REQUEST_ID = "x-request-id"
 """Of the initial metadata: what a client calls his request."""
 QUIET = "/grpc.health.v1.Health/"
 """Asked every few seconds: not worth a line."""
+UNKNOWN = "unknown"
+"""The client of a call that was over before anybody looked: gRPC then has forgotten the address."""
 
 
 @dataclass(slots=True)
@@ -111,7 +113,7 @@ class Calls(grpc.aio.ServerInterceptor):
                     raise Refusal("PERMISSION_DENIED", "NOT_ADMIN", "the token is of a client who may not do this")
             RPC.set(call)
             yield
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, grpc.aio.InternalError):  # nothing can be sent: the cancellation is on its way
             left = call.seconds_left
             code = "CANCELLED" if left is None or left > 0 else "DEADLINE_EXCEEDED"
             raise
@@ -201,6 +203,6 @@ async def echo(request_id: str) -> None:
 
 
 def peer_of(context: Any) -> str:
-    """The address that a call comes from, without its port."""
-    peer = str(context.peer())
+    """The address that a call comes from, without its port; `UNKNOWN` of one that is over."""
+    peer = str(context.peer()) or UNKNOWN
     return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer

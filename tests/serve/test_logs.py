@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -12,8 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
+import grpc.aio
 import pytest
 
+from pagedec.errors import NotFound
+from pagedec.serve.calls import RPC, Calls
 from pagedec.serve.logs import begin_logging
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import model_service_pb2 as mb
@@ -183,6 +187,44 @@ asyncio.run(main())
     subprocess.run([sys.executable, "-c", script], check=True)
     told = capfd.readouterr().err
     assert "Task exception was never retrieved" in told and "InvalidArgument" in told and MARKER not in told
+
+
+class Gone:
+    """The context of a call whose client has gone before anybody was told."""
+
+    def peer(self) -> str:
+        return ""
+
+    def time_remaining(self) -> float | None:
+        return None
+
+    async def abort(self, code: Any, details: str, trailing_metadata: Any) -> None:
+        raise grpc.aio.InternalError(MARKER)
+
+    async def write(self, message: Any) -> None:
+        raise grpc.aio.InternalError(MARKER)
+
+
+@pytest.mark.parametrize("kind", ["sends", "is refused", "fails"])
+def test_calls_that_are_gone_leave_a_line(log: Callable[[str], io.StringIO], kind: str) -> None:
+    """Not a trace of what gRPC says when it cannot send; our own mistakes have theirs."""
+    written, context = log("json"), Gone()
+
+    async def call() -> None:
+        async with Calls(None, send_timeout=1.0).around("/a/B", (), context):
+            assert RPC.get().client.name == "unknown"
+            if kind == "is refused":
+                raise NotFound("session", "a", "")
+            if kind == "fails":
+                raise ZeroDivisionError
+            await context.write("a message")
+
+    with pytest.raises(grpc.aio.InternalError):
+        asyncio.run(call())
+    *traces, line = [json.loads(line) for line in written.getvalue().splitlines()]
+    code = {"sends": "CANCELLED", "is refused": "NOT_FOUND", "fails": "INTERNAL"}[kind]
+    assert (line["message"], line["client"]) == (f"/a/B {code}", "unknown")
+    assert [trace["exception"].splitlines()[-1] for trace in traces] == ["ZeroDivisionError"] * (kind == "fails")
 
 
 def _inference(serving: Serving, text: str, table: str) -> ob.ModelInferRequest:
