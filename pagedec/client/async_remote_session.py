@@ -23,18 +23,30 @@ class AsyncRemoteBranch(RemoteHandle):
     it has as properties, text, tokens and reports, `state` brings. Dropping it closes it in the same way."""
 
     async def generate(
-        self, sampling_params: Any = None, *, keep: str | int = "first", timeout: float | None = None, **fields: Any
+        self,
+        sampling_params: Any = None,
+        *,
+        keep: str | int = "first",
+        request_id: str | None = None,
+        timeout: float | None = None,
+        **fields: Any,
     ) -> BranchOutput[AsyncRemoteBranch]:
-        """The answers of a request that goes on from here; see `SessionBranch.generate`."""
-        ask = self._generating(sampling_params, keep, fields, False)
+        """The answers of a request that goes on from here; see `RemoteBranch.generate`."""
+        ask = self._generating(sampling_params, keep, fields, False, request_id)
         return await self._whole(ask, timeout)
 
     async def stream(
-        self, sampling_params: Any = None, *, keep: str | int = "first", timeout: float | None = None, **fields: Any
+        self,
+        sampling_params: Any = None,
+        *,
+        keep: str | int = "first",
+        request_id: str | None = None,
+        timeout: float | None = None,
+        **fields: Any,
     ) -> AsyncGenerator[BranchOutput[AsyncRemoteBranch], None]:
         """The same as the answers grow. Leaving the iterator before its end leaves the branch as it was, unless the
         server had come to the end; see `RemoteBranch.stream`."""
-        ask = self._generating(sampling_params, keep, fields, True)
+        ask = self._generating(sampling_params, keep, fields, True, request_id)
         async with contextlib.aclosing(self._held.line.read(ask, timeout)) as outputs:
             async for output in outputs:
                 if output is not None:
@@ -58,10 +70,10 @@ class AsyncRemoteBranch(RemoteHandle):
         await self._do(self._cutting(to))
 
     async def score(
-        self, continuations: Sequence[str | Sequence[int]], *, logprobs: int = 0
+        self, continuations: Sequence[str | Sequence[int]], *, logprobs: int = 0, request_id: str | None = None
     ) -> list[ContinuationScore]:
-        """How probable the model takes each of these continuations to be."""
-        return await self._do(self._scoring(continuations, logprobs))
+        """How probable the model takes each of these continuations to be. `request_id`: as that of `generate`."""
+        return await self._do(self._scoring(continuations, logprobs, request_id=request_id))
 
     async def state(self, logprobs: bool = True) -> BranchState:
         """Its text, its tokens and their reports, all of one moment; without reports where `logprobs` is false."""

@@ -39,6 +39,7 @@ OPENING = {
 APPENDING = dict.fromkeys(("text", "token_ids.ids", "token_ids", "message"), "append")
 CLOSED = "was closed"
 CUTTING = dict.fromkeys(("num_tokens", "mark"), "rollback")
+NAMED = {"client_request_id": "request_id"}
 
 
 @dataclass(slots=True)
@@ -122,12 +123,14 @@ class RemoteHandle:
     def _stand(self, branch: pb.Branch) -> None:
         self._branch = branch
 
-    def _generating(self, params: Any, keep: Any, fields: Mapping[str, Any], streams: bool) -> Inquiry[Any]:
+    def _generating(
+        self, params: Any, keep: Any, fields: Mapping[str, Any], streams: bool, request_id: str | None = None
+    ) -> Inquiry[Any]:
         chosen, message = with_fields(params, fields)
         is_final = not streams or chosen.output_kind is RequestOutputKind.FINAL_ONLY
         request = pb.GenerateOnBranchRequest(
             session_id=self.session_id, branch=self.name, parameters=message, keep=as_keep(keep, chosen.num_answers),
-            stream_interval=chosen.stream_interval, final_only=is_final,
+            stream_interval=chosen.stream_interval, final_only=is_final, client_request_id=_named(request_id),
         )  # fmt: skip
         growing = Growing(chosen, None)
 
@@ -135,7 +138,7 @@ class RemoteHandle:
             output = growing.whole(told, told.finished) if is_final else growing.push(told)
             return None if output is None else self._written(self._spelled(output, chosen), told)
 
-        return self._ask("GenerateOnBranch", request, read, {"keep.answer": "keep"}, given={"": chosen})
+        return self._ask("GenerateOnBranch", request, read, {"keep.answer": "keep", **NAMED}, given={"": chosen})
 
     def _written(self, output: RequestOutput, told: pb.GenerateOnBranchResponse) -> BranchOutput[Any]:
         if output.finished:
@@ -175,11 +178,13 @@ class RemoteHandle:
         return self._ask("Rollback", request, lambda told: self._stand(told.branch), CUTTING)
 
     def _scoring(
-        self, continuations: Any, logprobs: int, field: str = "continuations"
+        self, continuations: Any, logprobs: int, field: str = "continuations", request_id: str | None = None
     ) -> Inquiry[list[ContinuationScore]]:
         many = as_continuations(continuations, field)
         checked = Integer("tokens", low=-1).check("logprobs", logprobs)
-        request = pb.ScoreRequest(session_id=self.session_id, branch=self.name, logprobs=checked)
+        request = pb.ScoreRequest(
+            session_id=self.session_id, branch=self.name, logprobs=checked, client_request_id=_named(request_id)
+        )
         for i, one in enumerate(many):
             if isinstance(one, str):
                 check_encodable(f"{field}[{i}]", one)
@@ -192,7 +197,8 @@ class RemoteHandle:
         def read(told: pb.ScoreResponse) -> list[ContinuationScore]:
             return [as_score(score, text) for score, text in zip(told.scores, texts, strict=True)]
 
-        return self._ask("Score", request, read, {"continuations": field}, is_safe=True, given={field: many})
+        names = {"continuations": field, **NAMED}
+        return self._ask("Score", request, read, names, is_safe=True, given={field: many})
 
     def _looking(self, logprobs: bool) -> Inquiry[BranchState]:
         request = pb.GetBranchRequest(session_id=self.session_id, branch=self.name, logprobs=logprobs)
@@ -309,6 +315,11 @@ def opening(
         "chat_template_kwargs": template["template_kwargs"],
     }  # fmt: skip
     return Inquiry("OpenSession", request, lambda told: told, OPENING, given=table)
+
+
+def _named(request_id: str | None) -> str:
+    """A call's name as a message has it. Raises `InvalidArgument`."""
+    return "" if request_id is None else read_salt("request_id", request_id)
 
 
 @contextlib.contextmanager

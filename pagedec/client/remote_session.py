@@ -36,21 +36,35 @@ class RemoteBranch(RemoteHandle):
     """
 
     def generate(
-        self, sampling_params: Any = None, *, keep: str | int = "first", timeout: float | None = None, **fields: Any
+        self,
+        sampling_params: Any = None,
+        *,
+        keep: str | int = "first",
+        request_id: str | None = None,
+        timeout: float | None = None,
+        **fields: Any,
     ) -> BranchOutput[RemoteBranch]:
         """The answers of a request that goes on from here; see `SessionBranch.generate`. Never tried again: who does
-        not hear of the end may ask with `state` what has become of the branch."""
-        ask = self._generating(sampling_params, keep, fields, False)
+        not hear of the end may ask with `state` what has become of the branch. `request_id`: what the output, the
+        server's log and its operator's `Abort` call the request; one that is aborted leaves the branch as it was. Of
+        two with one name that run at the same time the second is a `ServerError`."""
+        ask = self._generating(sampling_params, keep, fields, False, request_id)
         with contextlib.closing(self._line.begin(ask, timeout)) as outputs:
             return last_of(outputs)
 
     def stream(
-        self, sampling_params: Any = None, *, keep: str | int = "first", timeout: float | None = None, **fields: Any
+        self,
+        sampling_params: Any = None,
+        *,
+        keep: str | int = "first",
+        request_id: str | None = None,
+        timeout: float | None = None,
+        **fields: Any,
     ) -> Generator[BranchOutput[RemoteBranch], None, None]:
         """The same as the answers grow, see `LLM.stream`. Closing the iterator before its end leaves the branch as it
         was, unless the server had come to the end: `state` says what has become of it, and branches of `keep="all"`
         that were not read of live as long as the session."""
-        ask = self._generating(sampling_params, keep, fields, True)
+        ask = self._generating(sampling_params, keep, fields, True, request_id)
         return self._line.begin(ask, timeout)
 
     def append(self, what: str | Sequence[int] | Mapping[str, Any]) -> None:
@@ -70,9 +84,12 @@ class RemoteBranch(RemoteHandle):
         """Take back the last `to` tokens, or what has come since a `mark`. At least one token must stay."""
         self._do(self._cutting(to))
 
-    def score(self, continuations: Sequence[str | Sequence[int]], *, logprobs: int = 0) -> list[ContinuationScore]:
-        """How probable the model takes each of these continuations to be, one result each. Nothing is appended."""
-        return self._do(self._scoring(continuations, logprobs))
+    def score(
+        self, continuations: Sequence[str | Sequence[int]], *, logprobs: int = 0, request_id: str | None = None
+    ) -> list[ContinuationScore]:
+        """How probable the model takes each of these continuations to be, one result each. Nothing is appended.
+        `request_id`: as that of `generate`."""
+        return self._do(self._scoring(continuations, logprobs, request_id=request_id))
 
     def state(self, logprobs: bool = True) -> BranchState:
         """Its text, its tokens and their reports, all of one moment; without reports where `logprobs` is false."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,16 @@ def test_names() -> None:
     assert public(AsyncLLM) - public(AsyncClient) == HERE | OPERATORS | SERVERS
     assert public(SessionBranch) - public(RemoteBranch) == TOLD
     assert public(AsyncSessionBranch) - public(AsyncRemoteBranch) == AWAITED | TOLD | COUNTED
+
+
+@pytest.mark.parametrize("name", sorted(public(AsyncRemoteBranch) & public(AsyncSessionBranch)))
+def test_branches_take_what_they_take_offline(name: str) -> None:
+    """All of it; a server's calls may take more."""
+    own, far = (getattr(kind, name) for kind in (AsyncSessionBranch, AsyncRemoteBranch))
+    if callable(own):
+        given = [inspect.signature(one).parameters for one in (own, far)]
+        near, remote = ({own.name: (own.kind, own.default) for own in one.values()} for one in given)
+        assert near.items() <= remote.items()
 
 
 def test_what_sessions_hold(serve: Serve, llm: LLM) -> None:

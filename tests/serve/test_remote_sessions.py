@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -245,3 +246,30 @@ def test_coroutines(serve: Serve, llm: LLM) -> None:
             assert (await client.models())[0].vocab_size == 131
 
     serving.loop.run(run())
+
+
+@pytest.mark.parametrize("what", ["generate", "stream", "score"])
+def test_a_call_has_its_client_s_name(serve: Serve, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the server, in its outputs, and in what is wrong about it; those of coroutines, too."""
+    serving, begun = serve(), list[str]()
+    gateway = serving.server.gateway
+    watcher = Mock(begun=lambda name, *_: begun.append(name))
+    monkeypatch.setattr(gateway, "watchers", (watcher,))
+    asked: tuple[object, ...] = ([[5, 6]],) if what == "score" else (SamplingParams(max_tokens=3),)
+    with client_of(serving) as client, client.session(PROMPT) as far:
+        told = getattr(far, what)(*asked, request_id="mine")
+        if what != "score":
+            assert {output.request_id for output in (told if what == "stream" else [told])} == {"mine"}
+        with pytest.raises(InvalidArgument, match="^request_id is 201: must have at most 200 characters$"):
+            list(getattr(far, what)(*asked, request_id="x" * 201))
+        with pytest.raises(InvalidArgument, match="^request_id is 5: must be text$"):
+            getattr(far, what)(*asked, request_id=5)
+
+    async def run() -> None:
+        async with AsyncClient(f"127.0.0.1:{serving.server.port}") as client, client.session(PROMPT) as far:
+            called = getattr(far, what)(*asked, request_id="ours")
+            told = [output async for output in called] if what == "stream" else [await called]
+            assert what == "score" or {output.request_id for output in told} == {"ours"}
+
+    serving.loop.run(run())
+    assert begun == ["ipv4:127.0.0.1/mine", "ipv4:127.0.0.1/ours"]
