@@ -34,14 +34,20 @@ UNKNOWN = "unknown"
 """The client of a call that was over before anybody looked: gRPC then has forgotten the address."""
 
 
+def as_it_is(error: Exception) -> Exception:
+    """The error itself."""
+    return error
+
+
 @dataclass(slots=True)
 class Rpc:
-    """One call that runs. `request_ids`: the first of those that it has begun, for the log."""
+    """One call that runs. `meant`: see `Calls`; `request_ids`: the first of those that it has begun, for the log."""
 
     method: str
     client: Client
     context: Any
     began: float
+    meant: Callable[[Exception], Exception] = as_it_is
     metadata: dict[str, Any] = field(default_factory=dict)
     request_ids: list[str] = field(default_factory=list)
 
@@ -72,8 +78,15 @@ class Calls(grpc.aio.ServerInterceptor):
     """Stands before every service, those of others included."""
 
     def __init__(
-        self, keys: Keys | None, send_timeout: float, observers: tuple[Observer, ...] = (), is_admin: bool = False
+        self,
+        keys: Keys | None,
+        send_timeout: float,
+        observers: tuple[Observer, ...] = (),
+        is_admin: bool = False,
+        meant: Callable[[Exception], Exception] = as_it_is,
     ) -> None:
+        """`meant`: the error that whoever asked is to have, of one that a call has ended with."""
+        self._meant = meant
         self._keys, self._send_timeout, self._observers, self._is_admin = keys, send_timeout, observers, is_admin
 
     async def intercept_service(
@@ -104,7 +117,7 @@ class Calls(grpc.aio.ServerInterceptor):
     async def around(self, method: str, given: Any, context: Any) -> AsyncIterator[None]:
         """What is around one call: `method` by its full name, `given` its metadata. Errors abort `context`."""
         metadata = dict(given or ())
-        call = Rpc(method, Client(name=peer_of(context)), context, time.monotonic(), metadata)
+        call = Rpc(method, Client(name=peer_of(context)), context, time.monotonic(), self._meant, metadata)
         code = "OK"
         try:
             if self._keys is not None:
@@ -190,7 +203,7 @@ def _reader(parse: Callable[[bytes], Any], streams: bool) -> Callable[[Any], Any
 
 def failure(error: Exception, call: Rpc) -> status_pb2.Status:
     """The status of an error that is being handled. What is our own is logged: whoever asked is told no more of it."""
-    status = status_of(error)
+    status = status_of(call.meant(error))
     if code_of(status) is grpc.StatusCode.INTERNAL:
         LOG.exception("%s", call.method, extra={"fields": {"request_ids": call.request_ids}})
     return status

@@ -135,7 +135,7 @@ class Server:
 
     def calls(self) -> Calls:
         """What is around each of their calls."""
-        return Calls(self._keys, self.config.send_timeout, self._observers)
+        return Calls(self._keys, self.config.send_timeout, self._observers, meant=self.gateway.meant)
 
     @property
     def addresses(self) -> list[tuple[str, str, int]]:
@@ -224,6 +224,7 @@ class Server:
         self._watching = [asyncio.create_task(watching), asyncio.create_task(self.leases.watch(llm))]
         for task in self._watching:
             task.add_done_callback(_tell)
+        self._watching[0].add_done_callback(lambda _: _tell_of_end(llm))
         if not self.lifecycle.is_ending:
             self.lifecycle.open()
 
@@ -246,7 +247,8 @@ class Server:
 
     async def _open_admin(self, port: int) -> int:
         """On this machine's own address, for clients who may use it."""
-        server = self._server(Calls(self._keys, self.config.send_timeout, self._observers, is_admin=True))
+        given = self._keys, self.config.send_timeout, self._observers
+        server = self._server(Calls(*given, is_admin=True, meant=self.gateway.meant))
         service = AdminService(
             self.gateway, self.lifecycle, self._census, self._feed, lambda seconds: self.drain(0.0, seconds)
         )
@@ -286,6 +288,12 @@ def _tell(task: asyncio.Task[None]) -> None:
     """Of a task that nobody waits for: what has ended it."""
     if not task.cancelled() and (error := task.exception()) is not None:
         LOG.error("a watch has ended: %s", error, exc_info=error)
+
+
+def _tell_of_end(llm: AsyncLLM) -> None:
+    """What the engine has died of: whoever asked for something is told no more than that."""
+    if llm.loop.broken is not None:
+        LOG.error("the engine has failed", exc_info=llm.loop.broken)
 
 
 def _resume(llm: AsyncLLM) -> None:

@@ -6,7 +6,7 @@ import functools
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +188,9 @@ def test_internal_says_nothing_of_its_cause(serve: Serve, monkeypatch: pytest.Mo
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_unavailable_when_the_engine_has_failed(server_loop: Loop, tiny_path: Path) -> None:
+def test_unavailable_when_the_engine_has_failed(
+    server_loop: Loop, tiny_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its thread has ended: liveness says so, and nobody waits for what will not come."""
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -199,10 +201,12 @@ def test_unavailable_when_the_engine_has_failed(server_loop: Loop, tiny_path: Pa
     next(call)
 
     def broken() -> None:
-        raise RuntimeError("our own mistake")
+        serving.llm.loop.after_step.remove(broken)
+        raise RuntimeError(SECRET)
 
     serving.llm.loop.after_step.append(broken)
-    assert failed(lambda: list(call)).code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
+    error = failed(lambda: list(call))
+    assert (error.code(), reason(error)) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_FAILED"), "what runs"
     health, deadline = health_pb2_grpc.HealthStub(serving.channel), time.monotonic() + 10
     while health.Check(health_pb2.HealthCheckRequest()).status != 2:
         assert time.monotonic() < deadline
@@ -210,6 +214,11 @@ def test_unavailable_when_the_engine_has_failed(server_loop: Loop, tiny_path: Pa
     error = failed(lambda: serving.generation.Generate(simple()))
     assert error.code() is grpc.StatusCode.UNAVAILABLE and reason(error) == "ENGINE_FAILED"
     _calls_on_sessions_say_so(serving, opened.session_id)
+    with monkeypatch.context() as patch:  # it dies when they have been let in, and before its turn
+        patch.setattr(serving.server.gateway, "require_engine", lambda: None)
+        patch.setattr(serving.server.gateway, "require_serving", lambda: None)
+        _calls_on_sessions_say_so(serving, opened.session_id, need_none={"ListSessions"})
+    serving.sessions.CloseSession(sb.CloseSessionRequest(session_id=opened.session_id))  # it has ended with its engine
     with grpc.insecure_channel(f"127.0.0.1:{serving.server.admin_port}") as channel:
         stats = admin_service_pb2_grpc.AdminServiceStub(channel).GetStats(ab.GetStatsRequest())
         assert stats.state == ab.SERVER_STATE_FAILED
@@ -218,6 +227,8 @@ def test_unavailable_when_the_engine_has_failed(server_loop: Loop, tiny_path: Pa
     assert not triton.ServerReady(ob.ServerReadyRequest()).ready
     serving.loop.run(serving.server.wait())
     serving.close()
+    [told] = [record for record in caplog.records if record.exc_info is not None]
+    assert told.getMessage() == "the engine has failed" and isinstance(told.exc_info[1], RuntimeError)
 
 
 def _asked(call: Callable[..., Any], request: Message) -> None:
@@ -226,7 +237,8 @@ def _asked(call: Callable[..., Any], request: Message) -> None:
         list(answer)
 
 
-def _calls_on_sessions_say_so(serving: Serving, session_id: str) -> None:
+def _calls_on_sessions_say_so(serving: Serving, session_id: str, need_none: Collection[str] = ()) -> None:
+    """`need_none`: which have no turn in the engine."""
     own: dict[str, Any] = {"session_id": session_id}
     branch: dict[str, Any] = {**own, "branch": "0"}
     calls: dict[str, Message] = {
@@ -244,10 +256,11 @@ def _calls_on_sessions_say_so(serving: Serving, session_id: str) -> None:
     }
     assert set(calls) == set(sb.DESCRIPTOR.services_by_name["SessionService"].methods_by_name)
     for name, request in calls.items():
+        if name in need_none:
+            continue
         ask = getattr(serving.sessions, name)
         error = failed(functools.partial(_asked, ask, request))
         assert (error.code(), reason(error)) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_FAILED"), name
-    serving.sessions.CloseSession(sb.CloseSessionRequest(**own))  # it has ended with its engine
 
 
 # ---- every error of the package
