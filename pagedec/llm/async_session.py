@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, overload
 
@@ -19,6 +19,7 @@ from pagedec.llm.several import all_at_once, generating, scoring
 from pagedec.llm.slow import is_heavy, is_long
 from pagedec.outputs import BranchOutput, ContinuationScore, Mark, SessionBlocks
 from pagedec.text.chat_template import Message
+from pagedec.text.conversation import Conversation
 
 if TYPE_CHECKING:
     from pagedec.llm.async_llm import AsyncLLM
@@ -60,8 +61,8 @@ class AsyncSessionBranch(Handle):
     async def appending(self, what: str | Sequence[int] | Message) -> Appending:
         """What `append` is about to do: to be awaited."""
         is_slow = not isinstance(what, (str, Sequence)) or is_long(what)
-        append, num_tokens = await asyncio.to_thread(self._appending, what) if is_slow else self._appending(what)
-        return Appending(self, append, num_tokens)
+        made = await asyncio.to_thread(self._appending, what) if is_slow else self._appending(what)
+        return Appending(self, *made)
 
     @overload
     async def fork(self) -> Self: ...
@@ -189,11 +190,23 @@ async def recount(sessions: Sequence[AsyncSession]) -> None:
         await sessions[0]._do(lambda engine: engine.sessions.bury(owners))
 
 
+def conversations_of(branches: Iterable[AsyncSessionBranch]) -> set[Conversation]:
+    """The chats' messages that branches have: of each, the conversation up to it."""
+    return {conversation for branch in branches for _, conversation in branch._turns}
+
+
 class Appending:
     """What is about to be appended to a branch: to be awaited."""
 
-    def __init__(self, branch: AsyncSessionBranch, append: Callable[[Engine], None], num_tokens: int) -> None:
-        self._branch, self._append, self.num_tokens = branch, append, num_tokens
+    def __init__(
+        self,
+        branch: AsyncSessionBranch,
+        append: Callable[[Engine], None],
+        num_tokens: int,
+        conversation: Conversation | None,
+    ) -> None:
+        """`conversation`: of a chat's message; see `conversations_of`."""
+        self._branch, self._append, self.num_tokens, self.conversation = branch, append, num_tokens, conversation
 
     def __await__(self) -> Generator[Any, None, None]:
         return self._branch._do(self._append).__await__()
@@ -240,6 +253,8 @@ class Opening:
     def __init__(self, front: AsyncLLM, opening: Callable[[Engine], OpenBranch], turns: Turns, num_tokens: int) -> None:
         """`num_tokens`: of its prompt."""
         self._front, self._opening, self._turns, self.num_tokens = front, opening, turns, num_tokens
+        self.conversation = turns[0][1] if turns else None
+        """Of a chat's first messages; see `conversations_of`."""
         self._session: AsyncSession | None = None
 
     def __getattr__(self, name: str) -> NoReturn:

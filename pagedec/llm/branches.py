@@ -151,14 +151,16 @@ class Handle:
 
         return fork
 
-    def _appending(self, what: str | Sequence[int] | Message) -> tuple[Callable[[Engine], None], int]:
-        """And how many tokens it appends."""
+    def _appending(
+        self, what: str | Sequence[int] | Message
+    ) -> tuple[Callable[[Engine], None], int, Conversation | None]:
+        """And how many tokens it appends, and what a chat has behind it."""
         if isinstance(what, Mapping):
             return self._chatting(what)
         tokens = self._tokens("append", what)
-        return lambda engine: engine.sessions.append(engine, self._branch, tokens), len(tokens)
+        return lambda engine: engine.sessions.append(engine, self._branch, tokens), len(tokens), None
 
-    def _chatting(self, message: Message) -> tuple[Callable[[Engine], None], int]:
+    def _chatting(self, message: Message) -> tuple[Callable[[Engine], None], int, Conversation]:
         """A chat's next message: what stands behind the last one is its answer. A template that writes what was said
         before in another way has the branch taken back to where they part."""
         if not self._turns:
@@ -182,7 +184,7 @@ class Handle:
             engine.sessions.append(engine, self._branch, wanted[same:], same)
             self._turns = (*turns, (len(wanted), conversation))
 
-        return chat, len(wanted) - same
+        return chat, len(wanted) - same, conversation
 
     def _cutting(self, to: int | Mark) -> Callable[[Engine], None]:
         if isinstance(to, Mark):
@@ -196,8 +198,10 @@ class Handle:
         def cut(engine: Engine) -> None:  # counted here: another thread may have changed the branch meanwhile
             keep = self._marked(what) if isinstance(what, Mark) else self._branch.length - what
             engine.sessions.cut(engine, self._branch, keep)
-            if self._turns and self._turns[-1][0] > keep:
-                self._turns = tuple(turn for turn in self._turns if turn[0] <= keep)
+            turns = self._turns
+            while turns and turns[-1][0] > keep:  # those before stay, however long: its conversation has their messages
+                turns = turns[:-1]
+            self._turns = turns
 
         return cut
 

@@ -64,7 +64,7 @@ class SessionBranch(Handle):
     def append(self, what: str | Sequence[int] | Message) -> None:
         """Go on with a text, with token ids, or, where the session began with messages, with a chat's next message.
         Nothing that is appended ends anything. Raises `InvalidArgument` where there is no room for it."""
-        append, _ = self._appending(what)
+        append, *_ = self._appending(what)
         self._front.loop.at_once(append)
 
     @overload

@@ -11,13 +11,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from pagedec.engine.sessions import Sessions
 from pagedec.errors import InvalidArgument, NotFound, PagedecError, SessionLimit, Shown, counted
 from pagedec.llm import AsyncLLM, AsyncSession, AsyncSessionBranch
-from pagedec.llm.async_session import recount
+from pagedec.llm.async_session import conversations_of, recount
 from pagedec.serve.access import Client
 from pagedec.serve.server_config import ServerConfig
+from pagedec.text.conversation import Conversation
 
 LOOK_SECONDS = 0.25
 """How often it is looked whether leases have ended."""
@@ -57,8 +59,12 @@ class Lease:
     session: AsyncSession
     ttl: float
     opened: float
+    messages: WeakKeyDictionary[Conversation, int] = field(default_factory=WeakKeyDictionary)
+    """Bytes of what a chat has brought, messages, tools and variables, by the conversations up to there."""
     num_bytes: int = 0
-    """Of the messages, tools and variables that a chat has brought."""
+    """Of those that some branch has, as they were last counted."""
+    num_bringing: int = 0
+    """Calls that may give messages to branches which nobody knows yet."""
     branches: dict[str, AsyncSessionBranch] = field(default_factory=dict)
 
     @property
@@ -137,11 +143,13 @@ class Leases:
 
     # ---- what comes and goes
     async def make_room(self, client: Client, tokens: Addition) -> None:
-        """Where a client may not have so many tokens more, have those looked for that are dead in his sessions: what
-        was taken back counts until then."""
+        """Where a client may not have so many tokens more, have those looked for that are dead in his sessions, and
+        messages that no branch has: what was taken back counts until then."""
         limit, _ = self._most_tokens(client)
         if 0 < tokens.number <= limit < self._held_tokens(client, limit - tokens.number) + tokens.number:
             await recount([lease.session for lease in self._of.get(client.name, {}).values()])
+            for lease in self._of.get(client.name, {}).values():
+                self._weigh(lease)
 
     def _most_tokens(self, client: Client) -> tuple[int, str]:
         """What a client's sessions may hold, and the quota that says so."""
@@ -191,8 +199,15 @@ class Leases:
             self._tokens[name] -= tokens.number
             self._forget(name)
 
-    def open(self, session: AsyncSession, client: Client, ttl: float, num_bytes: int = 0) -> Lease:
-        """A new session is this client's. `num_bytes`: see `keep`."""
+    def open(
+        self,
+        session: AsyncSession,
+        client: Client,
+        ttl: float,
+        conversation: Conversation | None = None,
+        num_bytes: int = 0,
+    ) -> Lease:
+        """A new session is this client's. `conversation`, `num_bytes`: see `keep`."""
         number = next(self._numbers)
         lease = Lease(
             tagged(self._tag, secrets.token_urlsafe(ID_BYTES)), number, client.name, session, ttl, time.time()
@@ -200,25 +215,37 @@ class Leases:
         self._leases[lease.session_id] = lease
         self._of.setdefault(client.name, {})[lease.session_id] = lease
         self.add(lease, [session])
-        self.keep(lease, num_bytes)
+        self.keep(lease, conversation, num_bytes)
         return lease
 
-    def keep(self, lease: Lease, num_bytes: int) -> None:
-        """A chat has brought messages, tools or variables of so many bytes; negative: they were refused. They count
-        until the session is closed: what is taken back may be held by other branches."""
-        if self._leases.get(lease.session_id) is lease:
+    def keep(self, lease: Lease, conversation: Conversation | None, num_bytes: int) -> None:
+        """A chat has brought messages, tools or variables of so many bytes, negative: they were refused; up to there
+        this is the conversation, None: it is no chat. They count until `make_room` finds that no branch has them."""
+        if conversation is not None and self._leases.get(lease.session_id) is lease:
+            lease.messages[conversation] = lease.messages.get(conversation, 0) + num_bytes
             lease.num_bytes += num_bytes
             self._num_bytes += num_bytes
 
     @contextlib.contextmanager
-    def keeping(self, lease: Lease, num_bytes: int) -> Iterator[None]:
+    def keeping(self, lease: Lease, conversation: Conversation | None, num_bytes: int) -> Iterator[None]:
         """The same while it is being appended. A call that is cancelled may have been carried out."""
-        self.keep(lease, num_bytes)
+        self.keep(lease, conversation, num_bytes)
+        try:
+            with self.bringing(lease):
+                yield
+        except PagedecError:
+            self.keep(lease, conversation, -num_bytes)
+            raise
+
+    @contextlib.contextmanager
+    def bringing(self, lease: Lease) -> Iterator[None]:
+        """Until this is left, a call may have made branches, or given a message to one: what the session keeps is not
+        counted anew meanwhile."""
+        lease.num_bringing += 1
         try:
             yield
-        except PagedecError:
-            self.keep(lease, -num_bytes)
-            raise
+        finally:
+            lease.num_bringing -= 1
 
     def add(self, lease: Lease, branches: Iterable[AsyncSessionBranch]) -> None:
         """A session has new branches. Where it was closed meanwhile they were, too, or nobody holds them."""
@@ -252,6 +279,15 @@ class Leases:
                     self.drop(lease)
                 elif gone := [name for name, branch in lease.branches.items() if branch.closed]:
                     self.drop(lease, gone)  # by a call that was cancelled behind it
+
+    def _weigh(self, lease: Lease) -> None:
+        """Count what a chat's branches have; the first one, which is the session, also when it was closed."""
+        if lease.num_bringing or self._leases.get(lease.session_id) is not lease:
+            return
+        had = conversations_of([lease.session, *lease.branches.values()])
+        num_bytes = sum(lease.messages.get(conversation, 0) for conversation in had)
+        self._num_bytes += num_bytes - lease.num_bytes
+        lease.num_bytes = num_bytes
 
     def _forget(self, name: str) -> None:
         """Keep no number of a client who has nothing."""

@@ -77,7 +77,7 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             with self._leases.room(client, Addition(1, "prompt"), tokens):
                 session = await opening
                 [branch] = await _stand(session, [session])
-                lease = self._leases.open(session, client, ttl, num_bytes)
+                lease = self._leases.open(session, client, ttl, opening.conversation, num_bytes)
         return pb.OpenSessionResponse(session_id=lease.session_id, branch=branch, ttl=as_duration(ttl))
 
     async def GenerateOnBranch(
@@ -100,6 +100,8 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         with order.named(), renamed("prompt", "branch"), contextlib.ExitStack() as room:
             await self._leases.make_room(RPC.get().client, coming[1])
             room.enter_context(self._leases.room(RPC.get().client, *coming))
+            if keep == "all":
+                room.enter_context(self._leases.bringing(lease))
             outputs = self._gateway.followed(
                 lambda name: branch.stream(params, keep=keep, request_id=name),
                 order, branch.num_tokens, request.client_request_id,
@@ -133,7 +135,8 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
             appending = await self._gateway.preparing.run(lambda: branch.appending(what))
             tokens = _tokens(field, appending.num_tokens, num_bytes)
             await self._leases.make_room(RPC.get().client, tokens)
-            with self._leases.room(RPC.get().client, NOTHING, tokens), self._leases.keeping(lease, num_bytes):
+            keeping = self._leases.keeping(lease, appending.conversation, num_bytes)
+            with self._leases.room(RPC.get().client, NOTHING, tokens), keeping:
                 await appending
         [stands] = await _stand(branch, [branch])
         return pb.AppendResponse(branch=stands)
@@ -142,7 +145,8 @@ class SessionService(session_service_pb2_grpc.SessionServiceServicer):
         """New branches that are where one is."""
         lease, branch = self._branch(request)
         count = request.count if request.HasField("count") else 1
-        with self._leases.room(RPC.get().client, Addition(count, "count", beside=1), NOTHING), renamed("k", "count"):
+        more = Addition(count, "count", beside=1)
+        with self._leases.room(RPC.get().client, more, NOTHING), self._leases.bringing(lease), renamed("k", "count"):
             made = await branch.fork(count)
             stands = await _stand(branch, made)
             self._leases.add(lease, made)

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,40 @@ def test_continuations_count_by_their_tokens(text_server: Serving) -> None:
     text_server.llm.loop.pause(False).result()
     assert len(call.result().scores) == 2 and not text_server.server.leases._tokens
     text_server.sessions.CloseSession(pb.CloseSessionRequest(session_id=opened.session_id))
+
+
+def test_messages_count_for_as_long_as_a_branch_has_them(text_server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken back by one, they make room when no other has them either."""
+    leases, stub = text_server.server.leases, text_server.sessions
+    monkeypatch.setattr(leases, "_config", replace(leases._config, max_client_session_tokens=2000))
+    table = struct_pb2.Struct()
+    table.update({"x": "y" * 4000})
+    hello = prompt_pb2.ChatMessage(role="user", content="hello")
+    chat = prompt_pb2.Prompt(chat=prompt_pb2.Chat(messages=[hello]))
+    name = stub.OpenSession(pb.OpenSessionRequest(prompt=chat)).session_id
+    own = {"session_id": name, "branch": "0"}
+    mark = stub.GetBranch(pb.GetBranchRequest(**own)).mark
+
+    def filled() -> None:
+        for _ in range(3):
+            stub.Append(pb.AppendRequest(message=said, **own))
+
+    said = prompt_pb2.ChatMessage(role="user", content="and", fields=table)
+    more = functools.partial(stub.Append, pb.AppendRequest(message=said, **own))
+    filled()
+    assert refused(more) == FULL
+    stub.Rollback(pb.RollbackRequest(mark=mark, **own))
+    with leases.bringing(leases._leases[name]):
+        assert refused(more) == FULL, "a call may just have given them to a branch"
+    filled()
+    stub.Fork(pb.ForkRequest(**own))
+    stub.Rollback(pb.RollbackRequest(mark=mark, **own))
+    assert refused(more) == FULL, "the fork has them"
+    stub.CloseSession(pb.CloseSessionRequest(session_id=name, branches=["0.0"]))
+    filled()
+    assert refused(more) == FULL
+    stub.CloseSession(pb.CloseSessionRequest(session_id=name))
+    assert not leases._num_bytes and not leases._tokens
 
 
 @pytest.mark.filterwarnings("ignore:tools change nothing")
