@@ -4,6 +4,7 @@ bytes."""
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 import threading
@@ -40,6 +41,9 @@ class Channel:
         self._end, self._sending = end, threading.Lock()
         self._left = memoryview(b"")
         """Of messages that were posted: what the other end has not taken yet."""
+        self._arrivals, self._room = select.poll(), select.poll()
+        self._arrivals.register(end, select.POLLIN)
+        self._room.register(end, select.POLLOUT)
 
     def fileno(self) -> int:
         """What can be waited for."""
@@ -52,28 +56,24 @@ class Channel:
 
     def wait_at_most(self, seconds: float) -> None:
         """Have `receive` raise `TimeoutError` where nothing comes for so long, and `send` where nothing is taken."""
-        whole = int(seconds)
-        limit = struct.pack("@ll", whole, max(1, int((seconds - whole) * 1e6)))
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            self._end.setsockopt(socket.SOL_SOCKET, option, limit)
+        self._end.settimeout(seconds)  # Python's: the kernel's begins anew with every signal, as a profiler's
 
     def send(self, kind: Kind, payload: bytes | np.ndarray) -> None:
         """Send one message: bytes, or an array's."""
         head, view = _parts(kind, payload)
         if self._left:
             self.push(is_waited_for=True)
+        parts = [memoryview(head), view]
         try:
             with self._sending:
-                sent = self._end.sendmsg([head, view])
-                if sent < len(head):  # nearly never: the first bytes alone
-                    self._end.sendall(head[sent:])
-                    sent = len(head)
-                if sent < len(head) + view.nbytes:
-                    self._end.sendall(view[sent - len(head) :])
-        except BlockingIOError:
-            raise TimeoutError("the other end takes nothing") from None
+                while parts:
+                    sent = self._end.sendmsg(parts)
+                    while parts and sent >= len(parts[0]):
+                        sent -= len(parts.pop(0))
+                    if sent:
+                        parts[0] = parts[0][sent:]
         except OSError as error:  # a broken pipe, or a connection reset
-            raise EOFError(f"the other end is gone: {error}") from error
+            raise _failure(error, "takes") from error
 
     def post(self, kind: Kind, payload: bytes | np.ndarray) -> bool:
         """The same, but what the other end does not take at once is left to `push`. True: nothing is."""
@@ -86,27 +86,20 @@ class Channel:
         try:
             with self._sending:
                 while self._left:
-                    self._left = self._left[self._end.send(self._left, 0 if is_waited_for else socket.MSG_DONTWAIT) :]
-        except BlockingIOError:
-            if is_waited_for:
-                raise TimeoutError("the other end takes nothing") from None
-            return False
+                    if not is_waited_for and not self._room.poll(0):
+                        return False
+                    sent = self._end.send(self._left, 0 if is_waited_for else socket.MSG_DONTWAIT)
+                    self._left = self._left[sent:]
         except OSError as error:
-            raise EOFError(f"the other end is gone: {error}") from error
+            raise _failure(error, "takes") from error
         return True
 
     def watch(self, seconds: float) -> None:
         """Return when a message begins to come, or after `seconds`: to be woken would take longer than most engines
         need between two steps. Whoever else wants the processor gets it."""
         until = time.perf_counter() + seconds
-        while time.perf_counter() < until:
-            try:
-                self._end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-                return
-            except BlockingIOError:
-                os.sched_yield()
-            except OSError as error:
-                raise EOFError(f"the other end is gone: {error}") from error
+        while not self._arrivals.poll(0) and time.perf_counter() < until:
+            os.sched_yield()
 
     def receive(self) -> tuple[Kind, memoryview]:
         """The next message: its kind and its bytes, aligned for numbers of 64 bits."""
@@ -122,16 +115,21 @@ class Channel:
         while done < len(view):
             try:
                 count = self._end.recv_into(view[done:], 0, socket.MSG_WAITALL)
-            except BlockingIOError:
-                raise TimeoutError("the other end says nothing") from None
             except OSError as error:
-                raise EOFError(f"the other end is gone: {error}") from error
+                raise _failure(error, "says") from error
             if not count:
                 raise EOFError("the other end is gone")
             done += count
 
     def close(self) -> None:
         self._end.close()
+
+
+def _failure(error: OSError, does: str) -> Exception:
+    """What a socket's error means: its own time is over where it has no number."""
+    if isinstance(error, TimeoutError) and error.errno is None:
+        return TimeoutError(f"the other end {does} nothing")
+    return EOFError(f"the other end is gone: {error}")
 
 
 def _parts(kind: Kind, payload: bytes | np.ndarray) -> tuple[bytes, memoryview]:

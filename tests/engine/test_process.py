@@ -172,6 +172,27 @@ def test_a_channel_says_how_it_ends() -> None:
         ours.receive()
 
 
+def test_a_channel_s_time_is_over_whatever_interrupts_its_waiting() -> None:
+    ours, theirs = map(Channel, socket.socketpair())
+    ours.wait_at_most(0.1)
+    before, ending = signal.signal(signal.SIGALRM, lambda *_: None), threading.Timer(20, theirs.close)
+    ending.start()
+    signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)  # as a profiler's
+    try:
+        with pytest.raises(TimeoutError, match="says nothing"):
+            ours.receive()
+        with pytest.raises(TimeoutError, match="takes nothing"):
+            ours.send(Kind.ROLLED, np.zeros(1 << 22, np.int32))
+        ours.post(Kind.ROLLED, b"abc")
+        with pytest.raises(TimeoutError, match="takes nothing"):
+            ours.push(is_waited_for=True)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        ending.cancel()
+        ours.close(), theirs.close()
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
