@@ -19,7 +19,7 @@ from pagedec.client.connection import (
     remaining,
     require_open,
 )
-from pagedec.client.dropped import Closing, DroppedBranches, closing_seconds
+from pagedec.client.dropped import CLOSING_SECONDS, Closing, DroppedBranches, wait_until
 from pagedec.client.token_pieces import Out, TokenPieces
 from pagedec.errors import RequestError
 from pagedec.params import RequestParams
@@ -37,7 +37,7 @@ class AsyncRoute:
         self._stubs: list[Any] = []
         self.is_closed = False
         self.dropped = DroppedBranches()
-        self._closing = asyncio.Lock()
+        self._closings = set[asyncio.Task[None]]()
 
     async def ask(self, ask: Inquiry[T], timeout: float | None = None) -> T:
         """The answer of a unary call; see `Route.ask`."""
@@ -79,33 +79,38 @@ class AsyncRoute:
     async def close(self) -> None:
         """Give up the channel; what runs is cancelled."""
         try:
-            await self._close_dropped()
+            await self._close_dropped(is_last=True)
         finally:
             self.is_closed = True
+            for task in self._closings:
+                task.cancel()
             if self._channel is not None:
                 await self._channel.close()
 
-    async def _close_dropped(self, deadline: Deadline | None = None) -> None:
-        """Close what nobody holds any more; see `Route`."""
-        if self.is_closed or not (self.dropped.is_due or self._closing.locked()):
-            return
-        seconds = closing_seconds(remaining(deadline))
-        try:
-            async with asyncio.timeout(seconds), self._closing:
-                if self.dropped.is_due:
-                    with self.dropped.closings(seconds) as closings:
-                        await asyncio.gather(*(self._end(closing, seconds) for closing in closings))
-        except TimeoutError:
-            return  # the next call goes on with it
+    async def _close_dropped(self, deadline: Deadline | None = None, is_last: bool = False) -> None:
+        """Close what nobody holds any more; see `Route`. A closing goes on where who waits for it is cancelled."""
+        until = wait_until(remaining(deadline))
+        for _ in range(2 if self.dropped.is_due and not self.is_closed else 0):
+            closings = self.dropped.take(is_last)
+            self._closings |= {asyncio.create_task(self._end(closing)) for closing in closings}
+            if self._closings:
+                await asyncio.wait(self._closings, timeout=self.dropped.patience(until))
+            if self._closings or closings:
+                return
 
-    async def _end(self, closing: Closing, seconds: float) -> None:
+    async def _end(self, closing: Closing) -> None:
         close = find(self._stubs, "CloseSession")
         try:
-            await close(closing.request, timeout=seconds, metadata=self.way.metadata)
+            await close(closing.request, timeout=CLOSING_SECONDS, metadata=self.way.metadata)
         except grpc.aio.AioRpcError as error:
-            closing.end(error)
+            self.dropped.end(closing, error)
+        except asyncio.CancelledError:
+            self.dropped.leave(closing)
+            raise
         else:
-            closing.end()
+            self.dropped.end(closing)
+        finally:
+            self._closings.discard(asyncio.current_task())
 
     def _call(self, ask: Inquiry[T], deadline: Deadline | None) -> Any:
         require_open(self.is_closed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import time
@@ -14,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from pagedec.client.asking import FIELDS
-from pagedec.client.dropped import DroppedBranches, closing_seconds
+from pagedec.client.dropped import CLOSING_SECONDS, Closing, DroppedBranches, wait_until
 from pagedec.client.failures import UNTOLD, ServerError, failure_of, last_of, pause_after, pause_between, recalled
 from pagedec.client.telling import Growing
 from pagedec.errors import InvalidArgument, PagedecError, RequestError, Shown
@@ -202,7 +201,6 @@ class Route:
         self._stubs = [service(self.channel) for service in SERVICES]
         self.is_closed = False
         self.dropped = DroppedBranches()
-        self._closing = threading.RLock()  # a finalizer of somebody's may call in the midst of a closing
 
     def ask(self, ask: Inquiry[T], timeout: float | None = None) -> T:
         """The answer of a unary call. It is asked again where the server has refused it for now, and one without
@@ -274,31 +272,34 @@ class Route:
         message = iter(ask.message) if isinstance(ask.message, list) else ask.message
         return find(self._stubs, ask.rpc), message, {"timeout": remaining(deadline), "metadata": self.way.metadata}
 
-    def _close_dropped(self, deadline: Deadline | None = None) -> None:
-        """Close what nobody holds any more, so that it counts no more in what is asked next. Whoever comes meanwhile
-        waits for that. Its failures are nobody's."""
-        seconds = closing_seconds(remaining(deadline))
-        end = time.monotonic() + seconds
-        if self.is_closed or not self._closing.acquire(timeout=seconds):
-            return
-        try:
-            seconds = end - time.monotonic()
-            if not self.dropped.is_due or seconds <= 0:
+    def _close_dropped(self, deadline: Deadline | None = None, is_last: bool = False) -> None:
+        """Close what nobody holds any more, so that it counts no more in what is asked next. A call waits for that as
+        long as it can afford, for what others close, too. Failures are nobody's."""
+        until = wait_until(remaining(deadline))
+        for _ in range(2 if self.dropped.is_due and not self.is_closed else 0):  # and what has come since those began
+            closings = self.dropped.take(is_last)
+            for closing in closings:
+                self._begin_closing(closing)
+            if not self.dropped.wait(until) or closings:
                 return
-            close = find(self._stubs, "CloseSession")
-            with self.dropped.closings(seconds) as closings:
-                told = {"timeout": seconds, "metadata": self.way.metadata}
-                calls = [close.future(closing.request, **told) for closing in closings]
-                for closing, call in zip(closings, calls, strict=True):
-                    with contextlib.suppress(grpc.FutureCancelledError):  # by the client's end
-                        closing.end(call.exception())
-        finally:
-            self._closing.release()
+
+    def _begin_closing(self, closing: Closing) -> None:
+        def end(call: Any) -> None:
+            try:
+                self.dropped.end(closing, call.exception())
+            except grpc.FutureCancelledError:  # by the client's end
+                self.dropped.leave(closing)
+
+        try:
+            close = find(self._stubs, "CloseSession").future
+            close(closing.request, timeout=CLOSING_SECONDS, metadata=self.way.metadata).add_done_callback(end)
+        except ValueError:  # the channel is closed meanwhile
+            self.dropped.leave(closing)
 
     def close(self) -> None:
         """Give up the channel; what runs is cancelled."""
         try:
-            self._close_dropped()
+            self._close_dropped(is_last=True)
         finally:
             self.is_closed = True
             self.channel.close()

@@ -17,7 +17,7 @@ import pytest
 
 from pagedec import SamplingParams, SessionLimit
 from pagedec.client import AsyncClient, Client
-from pagedec.client.dropped import closing_seconds
+from pagedec.client.dropped import DroppedBranches, wait_until
 from pagedec.v1 import session_service_pb2 as pb
 from pagedec.v1 import session_service_pb2_grpc
 from tests.serve.serving import WAIT, Serving, client_of
@@ -36,9 +36,21 @@ KINDS = pytest.mark.parametrize("kind", [Client, AsyncClient])
 
 
 async def asked(what: Callable[[], Any]) -> Any:
-    """What a client's method returns, one for coroutines or for threads."""
-    found = await asyncio.to_thread(what)
-    return await found if inspect.isawaitable(found) else found
+    """What a client's method returns, one for coroutines or for threads. Nothing else holds it: neither what the loop
+    has just told this coroutine, nor a thread."""
+    await asyncio.sleep(0)
+    found: futures.Future[Any] = futures.Future()
+
+    def run() -> None:
+        try:
+            found.set_result(what())
+        except BaseException as error:
+            found.set_exception(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    await asyncio.to_thread(thread.join)
+    return await found.result() if inspect.isawaitable(found.result()) else found.result()
 
 
 @KINDS
@@ -140,7 +152,7 @@ class Deaf(session_service_pb2_grpc.SessionServiceServicer):
     """A server that does with each closing as it is told: a function, or nothing."""
 
     def __init__(self) -> None:
-        self.plan: list[Callable[[Any], None]] = []
+        self.plan: list[Callable[[Any], object]] = []
         self.closed: list[tuple[str, list[str]]] = []
         self.num_opened = 0
 
@@ -166,9 +178,66 @@ def deaf() -> Iterator[tuple[Deaf, str]]:
     server.stop(0)
 
 
-@pytest.mark.parametrize(("left", "most"), [(None, 5.0), (100.0, 5.0), (4.0, 1.0), (0.001, 0.00025)])
-def test_a_closing_takes_little_of_a_call_s_own_time(left: float | None, most: float) -> None:
-    assert closing_seconds(left) == most
+@pytest.mark.parametrize(("left", "most"), [(None, 5.0), (100.0, 5.0), (4.0, 1.0), (0.25, 0.0625)])
+def test_a_closing_takes_little_of_a_call_s_own_time(
+    left: float | None, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another's, too, for which all calls together wait no longer."""
+    clock = 1000.0
+    monkeypatch.setattr("pagedec.client.dropped.time.monotonic", lambda: clock)
+    dropped = DroppedBranches()
+    dropped.add("s1", "0")
+    assert wait_until(left) == clock + most
+    [closing] = dropped.take()
+    assert dropped.patience(wait_until(left)) == most and not dropped.take()
+    clock += 4.5
+    assert dropped.patience(wait_until(left)) == min(most, 0.5)
+    clock += 4.5
+    assert dropped.patience(wait_until(left)) == 0.0 and dropped.is_due and not dropped.wait(wait_until(left))
+    dropped.end(closing)
+    assert not dropped.is_due and dropped.wait(wait_until(left))
+
+
+@KINDS
+def test_a_closing_has_its_time_whoever_waits_for_it(deaf: tuple[Deaf, str], kind: Any) -> None:
+    """A server that is in a long step: what closes goes on behind a call that goes on, or is cancelled, and is no
+    reason to close nothing more."""
+    server, address = deaf
+    busy = threading.Event()
+
+    async def run() -> None:
+        client = kind(address, timeout=1.0)
+
+        async def another() -> None:
+            await asked(lambda: client.session([1]))
+            gc.collect()
+
+        async def busy_no_more(name: str) -> None:
+            while server.plan:  # it is asked for, though nobody waits any more
+                await asyncio.sleep(0.01)
+            assert name not in dict(server.closed)
+            busy.set()
+            while name not in dict(server.closed):
+                await asyncio.sleep(0.01)
+            busy.clear()
+
+        await another()
+        server.plan = [lambda _: busy.wait(WAIT)]
+        await another()
+        await busy_no_more("s1")
+        await another()
+        assert dict(server.closed) == {"s1": ["0"], "s2": ["0"]}
+        if kind is AsyncClient:
+            server.plan = [lambda _: busy.wait(WAIT)]
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(another(), 0.1)
+            await busy_no_more("s3")
+            await another()
+        client._line.dropped._not_before = float("inf")  # as if a closing had had no answer
+        await asked(client.close)
+        assert len(server.closed) == server.num_opened
+
+    asyncio.run(run())
 
 
 @KINDS
@@ -200,7 +269,8 @@ def test_failures_of_a_closing_are_not_those_of_the_call(
         await another()
         server.plan = [say_nothing]
         with monkeypatch.context() as patch:
-            patch.setattr("pagedec.client.dropped.CLOSING_SECONDS", 0.1)
+            for module in ("connection", "async_route"):
+                patch.setattr(f"pagedec.client.{module}.CLOSING_SECONDS", 0.3)
             await another()
         silent.set()
         assert server.num_opened == 3 and not server.plan and not server.closed
