@@ -68,9 +68,9 @@ def read_options(
 
 
 def with_seed(params: P, seed: int) -> P:
-    """The same parameters but for the seed. Nothing else of ours is looked at: that may take long. A decoder's own may
-    follow from the seed."""
-    if not type(params).__module__.startswith("pagedec."):
+    """The same parameters but for the seed. Nothing else is looked at, which may take long, but by a decoder's own
+    `__post_init__`: what that makes may follow from the seed."""
+    if not type(params).__post_init__.__module__.startswith("pagedec."):
         return dataclasses.replace(params, seed=seed)
     own = copy.copy(params)
     object.__setattr__(own, "seed", seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import copy
 import itertools
@@ -40,19 +39,22 @@ from pagedec.text.conversation import Conversation
 from pagedec.text.tokenizer import Tokenizer
 
 
-class FrontType(abc.ABCMeta):
-    """Also the class says of vLLM's class methods that there are none."""
+class AbsentOfClass:
+    """One of vLLM's class methods that there is not. A metaclass would hide it from `dir`, and keep `LLM` from being
+    combined with classes that have one: protocols, pydantic's."""
 
-    if not TYPE_CHECKING:  # or every name would be one to a checker
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
 
-        def __getattr__(cls, name: str) -> NoReturn:
-            if name in ABSENT:
-                raise AbsentFeature(name, ABSENT[name])
-            raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}", name=name, obj=cls)
+    def __get__(self, instance: object, owner: type | None = None) -> NoReturn:
+        raise AbsentFeature(self._name, ABSENT[self._name])
 
 
-class Front(metaclass=FrontType):
+class Front:
     """A model with its engine, tokenizer and defaults. Everything here may be called from any thread."""
+
+    if not TYPE_CHECKING:  # or these would be names to a checker
+        from_engine_args, from_vllm_config = AbsentOfClass(), AbsentOfClass()
 
     @signed
     def __init__(self, model: str | Path | None = None, **engine_args: Unpack[EngineArgs]) -> None:

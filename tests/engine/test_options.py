@@ -127,7 +127,13 @@ def test_text_needs_a_vocabulary(fields: dict[str, Any]) -> None:
         read(None, **fields)
 
 
-def test_what_follows_from_a_seed_follows_from_the_one_that_a_session_gives() -> None:
+def test_what_follows_from_a_seed_follows_from_the_one_that_a_session_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else is made anew: in an engine's turn all others wait for it."""
+
+    @dataclass(frozen=True)
+    class Another(RequestParams):
+        piece: int = 4
+
     @dataclass(frozen=True)
     class Keyed(RequestParams):
         key: int = 0
@@ -137,5 +143,8 @@ def test_what_follows_from_a_seed_follows_from_the_one_that_a_session_gives() ->
             self.__dict__["key"] = 3 * (self.seed or 0)
 
     plain, own = SamplingParams(seed=1, logit_bias={5: 1.0}), Keyed(seed=1)
-    assert (with_seed(plain, 7).seed, plain.seed) == (7, 1) and with_seed(plain, 7) == plain.clone(seed=7)
     assert (with_seed(own, 7).key, own.key) == (21, 3)
+    same, other = plain.clone(seed=7), Another(piece=5)
+    monkeypatch.delattr("pagedec.params.check_fields")
+    assert (with_seed(plain, 7).seed, plain.seed) == (7, 1) and with_seed(plain, 7) == same
+    assert (with_seed(other, 7).seed, with_seed(other, 7).piece, other.seed) == (7, 5, None)

@@ -157,6 +157,24 @@ def test_what_lives_is_counted(tiny: Tiny, seed: int) -> None:
     assert_nothing_left(llm)
 
 
+def test_what_has_grown_side_by_side_is_quick_to_count(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run for each branch, not for each token."""
+    monkeypatch.setattr("pagedec.engine.sessions.FEW_TOKENS", 8)
+    llm = tiny()
+    with llm.session(PROMPT) as session:
+        other, owner = session.fork(), session._owner
+        for _ in range(60):
+            session.append([5])
+            other.append([6])
+        history, tokens = owner.history, (session.token_ids, other.token_ids)
+        assert history.alive(owner.tips) == (len(PROMPT) + 120, 120)
+        other.rollback(1)  # perhaps something has died
+        llm.engine.sessions.bury([owner])
+        assert owner.history is not history and owner.history.alive(owner.tips)[1] <= 3
+        assert (session.token_ids, other.token_ids) == (tokens[0], tokens[1][:-1])
+    assert_nothing_left(llm)
+
+
 def test_limits_have_names(tiny: Tiny) -> None:
     llm = tiny(max_session_branches=3, max_session_tokens=100, max_parked_branches=4, max_parked_tokens=140)
     session = llm.session(PROMPT, seed=3)

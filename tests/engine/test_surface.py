@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -150,7 +150,8 @@ def test_times_are_of_the_clock_that_is_told(tiny: Tiny) -> None:
 @pytest.mark.parametrize("name", ABSENT)
 def test_absent_methods_are_said_by_name(tiny: Tiny, name: str) -> None:
     llm = tiny()
-    assert not hasattr(llm, name) and getattr(llm, name, 3) == 3 and name not in dir(llm)
+    assert not hasattr(llm, name) and getattr(llm, name, 3) == 3
+    assert (name in dir(llm)) == name.startswith("from_"), "but for those of the class"
     with pytest.raises(AbsentFeature) as caught:
         getattr(llm, name)
     error = caught.value
@@ -164,7 +165,7 @@ def test_absent_methods_are_said_by_name(tiny: Tiny, name: str) -> None:
 def test_absent_class_methods_are_said_by_name(kind: Any) -> None:
     """`AsyncLLM.from_engine_args(...)` is how scripts for vLLM begin."""
     for name in ABSENT:
-        assert not hasattr(kind, name) and name not in dir(kind)
+        assert not hasattr(kind, name) and (name in dir(kind)) == name.startswith("from_")
     with pytest.raises(AbsentFeature, match="^from_engine_args is not available in this version: .* `AsyncLLM.model, "):
         kind.from_engine_args(None)
     with pytest.raises(AttributeError, match=f"^type object '{kind.__name__}' has no attribute 'generat'$") as caught:
@@ -179,11 +180,25 @@ def test_a_class_of_one_s_own_may_be_abstract() -> None:
         @abc.abstractmethod
         def write(self) -> str: ...
 
+    class Reads(Protocol):
+        def read(self) -> str: ...
+
+    class OwnType(type): ...
+
+    class Marked(metaclass=OwnType): ...
+
     class Own(LLM, Writes):
         def write(self) -> str:
             return ""
 
-    assert isinstance(Own.__new__(Own), Writes) and not hasattr(Own, "from_engine_args")
+    class Another(LLM, Reads): ...
+
+    class Third(LLM, Marked): ...
+
+    assert isinstance(Own.__new__(Own), Writes) and isinstance(Third, OwnType)
+    for kind in (Own, Another, Third):
+        with pytest.raises(AbsentFeature, match="^from_engine_args is not available"):
+            kind.from_engine_args  # noqa: B018
 
 
 def test_other_names_are_said_as_python_says_them(tiny: Tiny, asynchronous: AsyncLLM) -> None:
