@@ -23,17 +23,17 @@ PD_INLINE vec::F widen_lanes(const uint8_t *p) {
   return _mm512_castsi512_ps(_mm512_or_si512(value, _mm512_slli_epi32(_mm512_xor_si512(x, size), 24)));
 }
 #elif PD_LEVEL == 1
+// e4m3 bits at the top of each lane as fp32 exponent and fraction: 2^-120 of the number, below 8 a denormal, which no
+// thread flushes here (common/program.cpp).
+PD_INLINE vec::F e4m3_at_top(__m256i x) {
+  const __m256i bits = _mm256_and_si256(_mm256_srai_epi32(x, 4), _mm256_set1_epi32((int)0x87f00000));
+  return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
+}
 template <int KIND>
 PD_INLINE vec::F widen_lanes(const uint8_t *p) {
   const __m128i bytes = _mm_loadl_epi64((const __m128i *)p);
   if (KIND == PD_KV_INT8) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-  const __m256i x = _mm256_cvtepu8_epi32(bytes), size = _mm256_and_si256(x, _mm256_set1_epi32(0x7f));
-  const __m256i bits = _mm256_slli_epi32(size, 20), least = _mm256_set1_epi32((E4M3_BIAS + 1) << 23);
-  const __m256 small = _mm256_sub_ps(_mm256_castsi256_ps(_mm256_add_epi32(bits, least)), _mm256_castsi256_ps(least));
-  const __m256 normal = _mm256_castsi256_ps(_mm256_add_epi32(bits, _mm256_set1_epi32(E4M3_BIAS << 23)));
-  const __m256 is_small = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(8), size));
-  const __m256i sign = _mm256_slli_epi32(_mm256_xor_si256(x, size), 24);
-  return _mm256_or_ps(_mm256_blendv_ps(normal, small, is_small), _mm256_castsi256_ps(sign));
+  return e4m3_at_top(_mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 24));
 }
 #else
 template <int KIND>
@@ -151,14 +151,14 @@ struct InRegisters<OfBytes<Bf16>, KIND> : OfBytes<Bf16> {
 #endif
 
 #if PD_LEVEL == 1
-template <>
-struct InRegisters<OfBytes<Bf16>, PD_KV_INT8> : OfBytes<Bf16> {
+template <int KIND>
+struct InRegisters<OfBytes<Bf16>, KIND> : OfBytes<Bf16> {
   static constexpr bool EXIST = true;
   using M = uint8_t;
   PD_INLINE vec::I load(const M *p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)); }
   PD_INLINE vec::F part(vec::I raw, int sub) {
     const __m256i high = sub ? _mm256_slli_epi32(raw, 16) : _mm256_slli_epi32(raw, 24);
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(high, 24));
+    return KIND == PD_KV_FP8 ? e4m3_at_top(high) : _mm256_cvtepi32_ps(_mm256_srai_epi32(high, 24));
   }
   PD_INLINE vec::I keep(vec::I raw, int visible) {
     return vec::and_raw(raw, visible == 1 ? 0xffu : visible == 2 ? 0xff00u : ~0u);

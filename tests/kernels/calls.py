@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -360,3 +362,14 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal bit for bit, NaN included."""
     view = {2: torch.int16, 4: torch.int32}[a.element_size()]
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(view), b.contiguous().view(view))
+
+
+@contextmanager
+def flushed_denormals() -> Iterator[None]:
+    """For this thread alone, as torch does it."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush denormals")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)

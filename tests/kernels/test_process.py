@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -106,23 +104,12 @@ def test_a_kernel_without_memory_fails_and_the_process_lives(libraries: list[Lib
     assert run(STARVED, load().isa).splitlines() == ["pd_run: no memory for ops[0], of kind 12", "-4.0"]
 
 
-@contextmanager
-def flushed_denormals() -> Iterator[None]:
-    """For this thread alone, as torch does it."""
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor does not flush denormals")
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-
-
 def test_a_threads_rounding_mode_does_not_reach_its_rows(context: Context) -> None:
     x, weight = calls.normal(64, 8, seed=1, scale=1e-20), calls.normal(96, 8, seed=2, scale=1e-20)
     linear = Linear.pack(context, weight)
     expected = linear(x)
     assert (expected != 0).all() and (expected.abs() < 2.0**-126).all()
-    with flushed_denormals():
+    with calls.flushed_denormals():
         for num_threads in (1, 2):
             linear.context = calls.threads(context, num_threads)
             assert calls.same_bits(linear(x), expected)
