@@ -226,17 +226,18 @@ class TokenWords:
         self.special_token_ids = sorted({vocab_size, *(token for token in special_ids if token < vocab_size)})
         self.eos_token_id = vocab_size
         self._vocab_size, self._encode = vocab_size, encode
-        special = set(self.special_token_ids)
-        self._ids = {piece: i for i, piece in enumerate(self.tokens) if piece and i not in special}
+        self._special = frozenset(self.special_token_ids)
+        self._ids = {piece: i for i, piece in enumerate(self.tokens) if piece and i not in self._special}
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        """The ids of a text, as the tokenizer says; where it adds a space or does not know some of it, the longest
-        tokens from the left."""
+        """The ids of a text, as the tokenizer says; where it adds a space, does not know some of it or finds the name
+        of a special token in it, the longest tokens from the left."""
         if isinstance(text, bytes):
             raise TypeError("text is told as str")
         ids, data = self._encode(text), text.encode("utf-8", "replace")
-        if max(ids, default=0) < self._vocab_size and b"".join(self.tokens[token] for token in ids) == data:
+        is_text = max(ids, default=0) < self._vocab_size and self._special.isdisjoint(ids)
+        if is_text and b"".join(self.tokens[token] for token in ids) == data:
             return ids
         out: list[int] = []
         start = 0
