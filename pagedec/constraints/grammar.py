@@ -39,6 +39,10 @@ SLICES = [
 ]
 """Sets of tokens that are allowed or not as a whole: the library's own for JSON, and ones for strings that are nearly
 as long as they may be (with these, a mask of such a string costs three quarters)."""
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Where a schema has others by names of its user's, which mean nothing."""
+_OF_VALUES = ("const", "enum", "default", "examples")
+"""Where it has values, which are no schemas."""
 
 
 class GrammarState:
@@ -320,8 +324,14 @@ def closed(schema: Any) -> Any:
         return [closed(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {name: closed(part) for name, part in schema.items()}
-    is_object = schema.get("type") == "object" or "properties" in schema
+    made: dict[str, Any] = {}
+    for name, part in schema.items():
+        if name in _OF_NAMES and isinstance(part, dict):
+            made[name] = {own: closed(one) for own, one in part.items()}
+        else:
+            made[name] = part if name in _OF_VALUES else closed(part)
+    kind = schema.get("type")
+    is_object = kind == "object" or (isinstance(kind, list) and "object" in kind) or "properties" in schema
     if is_object and "additionalProperties" not in schema and "patternProperties" not in schema:
         made["additionalProperties"] = False
     return made

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pagedec import StructuredOutputsParams
+from pagedec.constraints.grammar import closed
 from tests.constraints.conftest import STOPS, grammars, words
 from tests.constraints.test_grammar import bits
 
@@ -31,3 +32,16 @@ def test_names_of_special_tokens_are_text_like_any_other(text: str) -> None:
     assert json.loads(first_text({"json": {"const": text}})) == text
     named = {"type": "object", "properties": {text: {"const": 1}}, "required": [text]}
     assert json.loads(first_text({"json": named, **CLOSED})) == {text: 1}
+
+
+@pytest.mark.parametrize("value", [{"type": "object"}, [{"properties": 1}], {"a": {"type": ["object"]}}])
+def test_closing_objects_changes_no_value(value: Any) -> None:
+    for schema in ({"const": value}, {"enum": [value]}):
+        assert json.loads(first_text({"json": schema, **CLOSED})) == value
+
+
+def test_objects_are_closed_whatever_else_they_may_be() -> None:
+    assert closed({"type": ["object", "null"]})["additionalProperties"] is False
+    named = {"properties": {"const": {"type": "object"}, "properties": {"type": "null"}}}
+    made = closed(named)["properties"]
+    assert made["const"]["additionalProperties"] is False and set(made) == {"const", "properties"}
