@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pagedec.cli import main
+from pagedec.cli import console, main
 from tests.batch.tiny import make_tiny
 
 SOURCES = Path(__file__).resolve().parent.parent
@@ -59,3 +59,15 @@ def test_a_disk_that_takes_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stderr", full)
         assert main.main(["generate", "--temperature", "-1"]) == main.USER_ERROR
+
+
+def test_a_bar_that_cannot_be_drawn_ends_nothing(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It did, and a batch said with status 0 that it was done."""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        monkeypatch.setattr(sys, "__stderr__", full)
+        command = ["generate", "ab", "ba", "--progress", "--max-tokens", "2", "--num-blocks", "8"]
+        assert main.main([*command, "--load-format", "dummy", "--model", str(tiny)]) == console.DONE
+        assert capsys.readouterr().out.count("--- 2 tokens") == 2

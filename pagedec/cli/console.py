@@ -22,8 +22,27 @@ INTERRUPTED = 130
 TERMINATED = 143
 
 
+class Messages(io.TextIOWrapper):
+    """Standard error: where nobody reads it, or it cannot be written, the work goes on, whoever writes. A progress bar
+    would end it."""
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError:
+            mute(self)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError:
+            mute(self)
+
+
 def open_streams() -> None:
-    """Make the three standard streams UTF-8, whatever the locale, as files are; one that was closed leads nowhere.
+    """Make the three standard streams UTF-8, whatever the locale, as files are; one that was closed leads nowhere, and
+    standard error does so once it fails.
 
     A stream that a program has put in their place stays as it is.
     """
@@ -33,6 +52,9 @@ def open_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):
             stream.reconfigure(encoding="utf-8", errors="strict" if name == "stdin" else "backslashreplace")
+            if name == "stderr":
+                raw = io.FileIO(stream.fileno(), "w", closefd=False)
+                sys.stderr = Messages(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
 
 
 def spelled(error: Exception) -> str:
