@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -21,6 +22,7 @@ from pagedec.outputs import CompletionOutput, RequestOutput
 from pagedec.serve.access import Client
 from pagedec.serve.admission import Admission
 from pagedec.serve.calls import RPC, SHOWN_ID
+from pagedec.serve.ending import CLOSE_SECONDS, ended_within
 from pagedec.serve.lifecycle import FAILED, LOADING, Lifecycle
 from pagedec.serve.orders import Limits, Order, check_chat, oversized, read_chat, read_prompt, width_of
 from pagedec.serve.preparing import Preparing
@@ -30,6 +32,7 @@ from pagedec.serve.statuses import Refusal
 from pagedec.text.chat_template import render_chat
 from pagedec.v1 import prompt_pb2
 
+LOG = logging.getLogger("pagedec.serve")
 Out = TypeVar("Out", bound=RequestOutput)
 TRIE_ENDING = ".trie"
 """Of files that `TokenTrie.save` has written, which are mapped; others are read as `TokenTrie.from_file` does."""
@@ -90,9 +93,9 @@ class Gateway:
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Give up the model."""
-        if self._open is not None:
-            await asyncio.to_thread(self._open.llm.close)
+        """Give up the model. A step that does not end, as on a device that hangs, is left after `CLOSE_SECONDS`."""
+        if self._open is not None and not await ended_within(CLOSE_SECONDS, self._open.llm.close):
+            LOG.error("a step has not ended within %g s: the engine is left as it is", CLOSE_SECONDS)
 
     def named(self, names: Iterable[str] | None) -> list[str]:
         """The engine's names of requests that run, of clients' names or its own; None: all of them."""

@@ -20,6 +20,7 @@ from pagedec.serve.access import Keys
 from pagedec.serve.admin_service import AdminService
 from pagedec.serve.cache_feed import CacheFeed
 from pagedec.serve.calls import Calls
+from pagedec.serve.ending import CLOSE_SECONDS, ended_within
 from pagedec.serve.gateway import Gateway
 from pagedec.serve.generation_service import GenerationService
 from pagedec.serve.leases import Leases
@@ -190,8 +191,8 @@ class Server:
         await self.gateway.close()
         if self._metrics is not None:
             await self._metrics.close()
-        if self._tracer is not None:
-            await asyncio.to_thread(self._tracer.close)
+        if self._tracer is not None and not await ended_within(CLOSE_SECONDS, self._tracer.close):
+            LOG.warning("otlp_endpoint: %s takes no spans: the last ones are lost", self.config.otlp_endpoint)
         self._ended.set()
 
     async def wait(self) -> None:

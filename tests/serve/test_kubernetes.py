@@ -14,7 +14,9 @@ import pytest
 import yaml
 
 from pagedec.cli.main import parser
+from pagedec.serve.ending import CLOSE_SECONDS
 from pagedec.serve.replica_config import read_arguments
+from pagedec.serve.server import LAST_SECONDS
 
 GENERATION = "pagedec.v1.GenerationService"
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -69,7 +71,8 @@ def test_the_server() -> None:
     told = {"grpc": flags["port"], "probe": flags["probe_port"], "metrics": flags["metrics_port"]}
     assert ports == {name: int(value) for name, value in told.items()}
     wait = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod["terminationGracePeriodSeconds"] > wait + float(flags["drain_grace"]) + float(flags["drain_timeout"])
+    drain = float(flags["drain_grace"]) + float(flags["drain_timeout"])
+    assert pod["terminationGracePeriodSeconds"] >= wait + drain + 2 * LAST_SECONDS + 2 * CLOSE_SECONDS + 1
     for kind, name in (("startupProbe", GENERATION), ("readinessProbe", GENERATION), ("livenessProbe", "")):
         probe = container[kind]["grpc"]
         assert (probe["port"], probe.get("service", "")) == (ports["probe"], name)
