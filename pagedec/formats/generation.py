@@ -51,11 +51,11 @@ def recommended(content: Mapping[str, Any]) -> dict[str, Any]:
 def read_generation_config(path: Path) -> dict[str, Any]:
     """Return the `recommended` values of a generation_config.json, {} where there is none.
 
-    `path` is a model directory, or the file itself; next to a .gguf file nothing is looked for. Raises ModelFileError
-    naming file, field, value and limit.
+    `path` is a model directory, or the file itself, whatever its name; next to a .gguf file nothing is looked for.
+    Raises ModelFileError naming file, field, value and limit.
     """
-    file = path if path.name == FILE_NAME else path / FILE_NAME
-    if not file.is_file():
+    file = path / FILE_NAME if path.is_dir() else path
+    if not file.is_file() or file.suffix == ".gguf":
         return {}
     try:
         return recommended(read_json_object(file, "the generation configuration"))

@@ -50,6 +50,8 @@ def test_fields_by_our_names(tmp_path: Path) -> None:
         "max_tokens": 512,
     }
     assert read_generation_config(tmp_path / "generation_config.json") == found
+    other = (tmp_path / "generation_config.json").rename(tmp_path / "ours.json")
+    assert read_generation_config(other) == found
 
 
 @pytest.mark.parametrize(
