@@ -354,7 +354,16 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
                 templates[str(entry.get("name"))] = entry["template"]
     files = {"default": directory / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
-    return templates | {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    return templates | {name: _template(file) for name, file in files.items() if file.is_file()}
+
+
+def _template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelFileError(file, f"cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ModelFileError(file, f"is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
 def tokenizer_from_gguf(fields: Mapping[str, Any], path: Path) -> Tokenizer:

@@ -109,6 +109,15 @@ def test_a_template_comes_from_either_file(tmp_path: Path) -> None:
     assert Tokenizer.from_path(tmp_path).chat_template == "two"
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"])
+def test_a_template_that_is_not_text(tmp_path: Path, name: str) -> None:
+    directory = save(tmp_path, byte_level())
+    (directory / name).parent.mkdir(exist_ok=True)
+    (directory / name).write_bytes("{{ 'é' }}".encode("latin-1"))
+    with pytest.raises(ModelFileError, match=f"{name}: is not UTF-8: .* at byte 4"):
+        Tokenizer.from_path(directory)
+
+
 def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path: Path) -> None:
     made = byte_level()
     made.enable_truncation(2)
