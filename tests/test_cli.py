@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from pagedec.cli import active, main
+from pagedec.cli import active, bench_serve, main
 from pagedec.engine.stats import EngineStats
 from pagedec.errors import CallInterrupted
 from pagedec.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -266,6 +266,16 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(name: str, stand_in: type[Stan
     file.write_text('{"prompt": "a"}\r\n' if name == "p.jsonl" else "a\r\n", encoding="utf-8-sig")
     assert run("generate", "-f", str(file)) == 0
     assert stand_in.calls[0]["prompts"] == ["a"]
+
+
+def test_separators_of_lines_within_json_end_no_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """JSON may have them as they are, which `str.splitlines` takes for ends."""
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a\u2028b\x85c"}\r\n\n{"prompt": "d"}\n', encoding="utf-8-sig")
+    assert bench_serve.read_prompts(str(file)) == ["a\u2028b\x85c", "d"]
+    file.write_text("[" * 20_000)
+    assert run("bench", "serve", "--dataset-path", str(file)) == main.USER_ERROR
+    assert "line 1 is none" in capsys.readouterr().err
 
 
 def test_our_own_bugs_are_not_hidden(stand_in: type[StandIn], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,7 +270,10 @@ def test_keywords_in_errors_about_files_are_spelled_as_flags() -> None:
     assert spelled(error) == "a.gguf: has no tokenizer; name one with tokenizer, or set --skip-tokenizer-init"
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"prompt": "a", "prompt_token_ids": [1]}', '{"text": "a"}'])
+LONG = '{"prompt_token_ids": [' + "9" * 5000 + "]}"
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", LONG, '{"prompt": "a", "prompt_token_ids": [1]}', '{"text": "a"}'])
 def test_a_bad_json_line_is_named(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text(f'{{"prompt": "a"}}\n{line}\n')

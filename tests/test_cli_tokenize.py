@@ -86,6 +86,7 @@ def test_the_chat_template(shown: Any) -> None:
         (["--decode", "3,9999"], "token_ids is 9999: must be less than 261, the size of the vocabulary"),
         (["--decode", "--chat", "x"], "argument --chat: not allowed with argument --decode"),
         (["--chat", "{"], "messages is '{': is not JSON"),
+        (["--chat", "[" + "9" * 5000 + "]"], "messages is '[9"),
         (["--chat", "{}"], "messages is '{}': must be a list such as"),
         (["--chat", '[{"role": "user"}]'], "messages[0].content is none: must be text"),
         (["-f", "none"], "file is none: cannot be read: No such file or directory"),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pagedec.cli.arguments import add_options, add_sampling_arguments, given_options, given_sampling
 from pagedec.cli.console import DONE, FAILED, say
 from pagedec.cli.reach import ADDRESS, Reach
+from pagedec.cli.texts import read_text
 from pagedec.errors import InvalidArgument
 from pagedec.fields import Integer, Number, Text, Texts, check_fields, option
 
@@ -142,17 +143,14 @@ def made(options: LoadOptions, sampling: dict[str, Any]) -> list[pb.GenerateStre
 
 def read_prompts(path: str) -> list[str]:
     """The prompts of a file of JSON lines. Raises `InvalidArgument` naming the line."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument("dataset_path", path, f"cannot be read: {error}") from None
+    lines = read_text("dataset_path", path).removeprefix("\ufeff").split("\n")  # in JSON, U+2028 ends no line
     texts = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             text = json.loads(line)["prompt"]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             text = None
         if not isinstance(text, str):
             raise InvalidArgument(

@@ -28,7 +28,7 @@ from pagedec.cli.arguments import (
 )
 from pagedec.cli.console import DONE, INTERRUPTED, say
 from pagedec.cli.screen import Screen, columns_of, wrapped
-from pagedec.cli.texts import read_stdin, read_text
+from pagedec.cli.texts import json_fault, read_stdin, read_text
 from pagedec.errors import CallInterrupted, InvalidArgument, counted
 from pagedec.fields import rules
 from pagedec.outputs import CompletionOutput, Logprob, RequestOutput
@@ -98,9 +98,8 @@ def _json_lines(path: str, lines: Iterable[str]) -> list[Prompt]:
             continue
         try:
             record = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            limit = f"is not JSON: {getattr(error, 'msg', 'nested too deeply')}"
-            raise InvalidArgument(f"{path} line {number}", line.strip(), limit) from None
+        except (ValueError, RecursionError) as error:
+            raise InvalidArgument(f"{path} line {number}", line.strip(), f"is not JSON: {json_fault(error)}") from None
         if not isinstance(record, dict) or ("prompt" in record) == ("prompt_token_ids" in record):
             limit = "must be an object with either prompt or prompt_token_ids"
             raise InvalidArgument(f"{path} line {number}", line.strip(), limit)

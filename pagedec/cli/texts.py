@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -31,6 +32,13 @@ def _decoded(field: str, name: str, data: bytes) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidArgument(field, name, f"is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def json_fault(error: Exception) -> str:
+    """What `json.loads` has found wrong with a text."""
+    if isinstance(error, json.JSONDecodeError):
+        return error.msg
+    return "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
 
 
 def unescaped(field: str, text: str) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagedec.cli.arguments import file_tables
 from pagedec.cli.console import DONE
-from pagedec.cli.texts import read_stdin, read_text
+from pagedec.cli.texts import json_fault, read_stdin, read_text
 from pagedec.config import ModelConfig
 from pagedec.errors import InvalidArgument
 from pagedec.fields import TokenIds, rules
@@ -106,10 +106,8 @@ def read_texts(arguments: argparse.Namespace) -> list[str]:
 def _messages(text: str) -> list[Any]:
     try:
         messages = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InvalidArgument("messages", text, f"is not JSON: {error.msg}") from None
-    except RecursionError:
-        raise InvalidArgument("messages", text, "is not JSON that can be read: it is nested too deeply") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument("messages", text, f"is not JSON: {json_fault(error)}") from None
     if not isinstance(messages, list):
         raise InvalidArgument("messages", text, 'must be a list such as [{"role": "user", "content": "Hi"}]')
     return messages
