@@ -116,7 +116,8 @@ class LineAnswering:
         params = [ask.params] * len(prompts)
         if ask.params.seed is None:
             params = [dataclasses.replace(ask.params, seed=self._seed(line, i)) for i in range(len(prompts))]
-        self._feeder.add(_Work(line, request.custom_id, ask), prompts, params, ask.priority, ask.cache_salt)
+        field = "prompt" if ask.messages is None else "messages"
+        self._feeder.add(_Work(line, request.custom_id, ask), prompts, params, ask.priority, ask.cache_salt, field)
 
     def _seed(self, line: Line, index: int) -> int:
         """The seed of a prompt whose body has none: the same in every run of the job."""

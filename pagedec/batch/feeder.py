@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -48,13 +49,14 @@ class Feeder(Generic[K]):
         params: Sequence[RequestParams],
         priority: int = 0,
         cache_salt: str = "",
+        field: str = "prompt",
     ) -> None:
-        """Queue the prompts of one key, each with its parameters. Raises what the engine says of any of them, and adds
-        none."""
+        """Queue the prompts of one key, each with its parameters. Raises what the engine says of any of them, in the
+        words of a body that has the prompts as `field`, and adds none."""
         try:
             prepared = self.llm.prepare(list(prompts), list(params), [priority] * len(prompts), cache_salt)
         except InvalidArgument as error:
-            raise _of_a_body(error, len(prompts)) from None
+            raise _of_a_body(error, len(prompts), field) from None
         group: _Group[K] = _Group(key, sum(one.num_answers for one in params))
         group.outputs = {job.request_id: None for job, _ in prepared}
         self._groups[id(group)] = group
@@ -131,10 +133,10 @@ class _Member(Generic[K]):
         self._feeder.give_up(self._group, error)
 
 
-def _of_a_body(error: InvalidArgument, num_prompts: int) -> InvalidArgument:
-    """The same error in the words of a body: `prompt` for prompts[0] where there is one, `prompt[1]` where there are
-    several."""
-    place = error.field.removeprefix("prompts")
-    if place == error.field:
-        return error
-    return type(error)("prompt" if num_prompts == 1 else f"prompt{place}", error.value, error.limit)
+def _of_a_body(error: InvalidArgument, num_prompts: int, field: str) -> InvalidArgument:
+    """The same error in the words of a body: `field` for prompts[0] where there is one, `field[1]` where there are
+    several, and parameters by their own names."""
+    name = re.sub(r"^sampling_params\[\d+\]\.", "", error.field)
+    if name.startswith("prompts"):
+        name = field if num_prompts == 1 else field + name.removeprefix("prompts")
+    return error if name == error.field else type(error)(name, error.value, error.limit)

@@ -43,7 +43,7 @@ class GenerateStage:
         found: dict[int, list[RequestOutput] | PagedecError] = {}
         for at, row in enumerate(rows):
             try:
-                feeder.add(at, [self._prompt(row)], [self._params])
+                feeder.add(at, [self._prompt(row)], [self._params], field=self._column)
             except PagedecError as error:
                 found[at] = error
         try:

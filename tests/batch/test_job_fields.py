@@ -32,6 +32,18 @@ def test_variables_of_the_template(tiny: Path, tmp_path: Path) -> None:
     assert own["error"]["param"] == "chat_template_kwargs"
 
 
+def test_what_the_engine_refuses_is_named_as_in_the_body(llm: LLM, tmp_path: Path) -> None:
+    """Not as arguments of `LLM.generate`, which has a list of prompts and one of parameters."""
+    bodies: list[dict[str, Any]] = [{"prompt": "a", "stop": ["x"] * 65}, {"prompt": ["a", "b"], "stop": ["x"] * 65}]
+    bodies += [{"prompt": "a", "stop_token_ids": [9999]}, {"prompt": ["a", ""]}]
+    bodies.append({"messages": [{"role": "user", "content": "a" * (llm.config.model.max_model_len or 2048)}]})
+    lines = [request(str(i), "messages" in body, **body) for i, body in enumerate(bodies)]
+    run_batch(llm, write_input(tmp_path / "in", lines), tmp_path / "out")
+    errors = [record["response"]["body"]["error"] for record in read_output(tmp_path / "out")]
+    assert [error["param"] for error in errors] == ["stop", "stop", "stop_token_ids", "prompt[1]", "messages"]
+    assert errors[0]["message"] == "line 1: stop is 65 strings: must be at most 64"
+
+
 def test_a_salt_shares_blocks_only_with_itself(llm: LLM, tmp_path: Path) -> None:
     salts = ["a", "a", "b", None]
     lines = [request(str(i), prompt="salted " * 20, max_tokens=1, cache_salt=salt) for i, salt in enumerate(salts)]
