@@ -134,8 +134,9 @@ class Int4Source:
         wrong = [f"{self._part(name, part)} is {got}, not {want}" for part, (got, want) in known.items() if got != want]
         sizes = {"scales": (tuple(scale.shape), (k // group, n)), "qzeros": (tuple(zero.shape), (k // group, n // 8))}
         wrong += [f"{self._part(name, part)} has shape {a}, not {b}" for part, (a, b) in sizes.items() if a != b]
-        if k % group or n % 8:
-            wrong.append(f"{name} is [{n}, {k}], which groups of {group} and eight in an int32 do not divide")
+        least = group if group % 32 == 0 else 32  # a whole row may be a group of any size
+        if k % least or n % 8:
+            wrong.append(f"{name} is [{n}, {k}], which groups of {least} and eight in an int32 do not divide")
         if wrong:
             raise ModelFileError(self.path, "; ".join(wrong))
         self._check_order(name, k, group)

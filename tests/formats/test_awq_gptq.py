@@ -111,6 +111,17 @@ def test_what_does_not_fit_is_named(tmp_path: Path, part: str, value: torch.Tens
         opened(tmp_path, changed(Weight(128).gptq(), part, value), Int4Config("gptq", 128, 1)).load(f"{NAME}.weight")
 
 
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_a_row_is_no_group_of_any_size(tmp_path: Path, method: str) -> None:
+    """It was a RuntimeError about sizes of tensors."""
+    size = {"awq": (40, 6), "gptq": (5, 48)}[method]
+    parts = {"qweight": torch.zeros(size, dtype=torch.int32), "qzeros": torch.zeros(1, 6, dtype=torch.int32)}
+    parts["scales"] = torch.ones(1, 48, dtype=torch.float16)
+    source = opened(tmp_path, {f"{NAME}.{part}": value for part, value in parts.items()}, Int4Config(method, -1, 0))
+    with pytest.raises(ModelFileError, match=r"is \[48, 40\], which groups of 32 and eight in an int32 do not divide"):
+        source.load(f"{NAME}.weight")
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
