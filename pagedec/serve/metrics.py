@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import threading
 import time
 from dataclasses import dataclass
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pagedec.errors import BranchBusy, BranchClosed, InvalidArgument, NotFound
 from pagedec.llm.async_llm import AsyncLLM
@@ -19,6 +17,7 @@ from pagedec.params import RequestOutputKind
 from pagedec.serve.calls import Rpc
 from pagedec.serve.engine_metrics import PREFIX, EngineMetrics
 from pagedec.serve.lifecycle import Lifecycle, State
+from pagedec.serve.metrics_port import MetricsPort
 from pagedec.serve.orders import Order
 from pagedec.serve.watching import CensusTaker
 
@@ -59,7 +58,7 @@ class Metrics:
         """`methods`: full names of those that are called, for their zeros."""
         self.registry = registry = CollectorRegistry()
         self._courses: dict[str, _Course] = {}
-        self._http: tuple[WSGIServer, threading.Thread] | None = None
+        self._http: MetricsPort | None = None
         registry.register(EngineMetrics(census.take))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
@@ -99,19 +98,16 @@ class Metrics:
     def listen(self, host: str, port: int) -> int:
         """Answer at this address; returns the port. Raises `InvalidArgument` where that is not possible."""
         try:
-            self._http = start_http_server(port, host, self.registry)
+            self._http = MetricsPort(self.registry, host, port)
         except OSError as error:
             raise InvalidArgument("metrics_port", port, f"cannot be listened on at {host}: {error.strerror}") from error
-        return int(self._http[0].server_port)
+        return self._http.port
 
     async def close(self) -> None:
         """Answer no more."""
         if self._http is not None:
-            server, thread = self._http
-            self._http = None
-            await asyncio.to_thread(server.shutdown)
-            server.server_close()
-            thread.join()
+            http, self._http = self._http, None
+            await asyncio.to_thread(http.close)
 
     # ---- a call
     def called(self, call: Rpc, code: str, seconds: float) -> None:
