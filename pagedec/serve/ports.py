@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -12,7 +13,7 @@ import grpc
 import grpc.aio
 
 from pagedec.errors import InvalidArgument
-from pagedec.serve.server_config import ServerConfig
+from pagedec.serve.server_config import LOOPBACK, LOOPBACK_NAMES, ServerConfig
 
 LOG = logging.getLogger("pagedec.serve")
 KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS = 30_000, 10_000
@@ -53,8 +54,10 @@ def bind(
     credentials: grpc.ServerCredentials | None = None,
     field: str = "port",
 ) -> int:
-    """Listen; returns the port. Raises `InvalidArgument` where that is not possible."""
+    """Listen; returns the port. Raises `InvalidArgument` where that is not possible at all of the host's addresses."""
     address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    if port and (taken := _taken(host, port)) is not None:
+        raise InvalidArgument(field, port, f"cannot be listened on at {host}: {taken}")
     try:
         if credentials is None:
             return int(server.add_insecure_port(address))
@@ -99,17 +102,47 @@ def credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
     )
 
 
+def _taken(host: str, port: int) -> str | None:
+    """What keeps anybody from listening at one of several addresses that a host has: gRPC is content with the others,
+    and who asks at that one would be answered by somebody else. None: nothing, as where an address is not there."""
+    try:
+        found = _addresses(host, port)
+    except OSError:
+        return None
+    if len(found) == 1 and found[0][3][0] != "::":
+        return None  # gRPC says that itself
+    for family, kind, number, at in found:
+        try:
+            _try(family, kind, number, at)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return f"{error.strerror} ({at[0]})"
+    return None
+
+
 def _refused(host: str, port: int) -> str | None:
     """What keeps anybody from listening there, which gRPC does not tell; None: nothing, now."""
     try:
-        for family, kind, number, _, address in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
-            with socket.socket(family, kind, number) as tried:
-                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                tried.bind(address)
-                tried.listen()
+        for where in _addresses(host, port):
+            _try(*where)
     except OSError as error:
         return error.strerror
     return None
+
+
+def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, Any]]:
+    """Of localhost both, as gRPC takes it, whatever this machine's names are. Raises `OSError`."""
+    hosts = (LOOPBACK, "::1") if host in LOOPBACK_NAMES else (host.strip("[]"),)
+    found = [own for name in hosts for own in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)]
+    return [(family, kind, number, address) for family, kind, number, _, address in found]
+
+
+def _try(family: socket.AddressFamily, kind: socket.SocketKind, number: int, address: Any) -> None:
+    """Listen there and nowhere any more. Raises `OSError`."""
+    with socket.socket(family, kind, number) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        tried.bind(address)
+        tried.listen()
 
 
 def _certificates(config: ServerConfig) -> grpc.ServerCertificateConfiguration:

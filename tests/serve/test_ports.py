@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
 import grpc
+import grpc.aio
 import pytest
 
 from pagedec.errors import InvalidArgument
-from pagedec.serve.ports import options
+from pagedec.serve.ports import bind, options
 from pagedec.serve.server_config import ServerConfig
 from pagedec.v1 import model_service_pb2 as pb
-from tests.serve.serving import Serving
+from tests.serve.serving import Loop, Serving
 
 
 def test_common_clients_may_ping() -> None:
@@ -54,3 +56,25 @@ def test_no_two_ports_are_the_same(given: dict[str, Any], said: str) -> None:
         ServerConfig(**given)
     ServerConfig(port=0, admin_port=0, probe_port=0, metrics_port=0)
     ServerConfig(port=9, host="10.0.0.1", insecure=True, metrics_port=9)
+
+
+@pytest.mark.parametrize(
+    ("taken", "host"), [("127.0.0.1", "localhost"), ("::1", "localhost"), ("::1", "::"), ("127.0.0.1", "::")]
+)
+def test_a_port_that_another_has_at_one_of_the_addresses_is_taken(server_loop: Loop, taken: str, host: str) -> None:
+    """gRPC would be content with the other one, and the other process would be sent our clients."""
+
+    async def listen(port: int) -> int:
+        server = grpc.aio.server(options=options(ServerConfig()))
+        return bind(server, host, port, field="probe_port")
+
+    with socket.socket(socket.AF_INET6 if ":" in taken else socket.AF_INET) as other:
+        try:
+            other.bind((taken, 0))
+        except OSError:
+            pytest.skip("this machine has no such address")
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(InvalidArgument, match=f"^probe_port is {port}: cannot be listened on at {host}: Address "):
+            server_loop.run(listen(port))
+    assert server_loop.run(listen(port)) == port, "nobody's any more"
