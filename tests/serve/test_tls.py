@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from cryptography.hazmat.primitives import serialization
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagedec import SamplingParams
@@ -120,6 +121,62 @@ def test_what_would_be_open_to_others_is_refused(options: dict[str, str], field:
     with pytest.raises(InvalidArgument) as caught:
         ServerConfig(**options)
     assert caught.value.field == field
+
+
+GARBAGE = b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("another's key", "^tls_key is .*own.key'?: must be the private key of tls_cert, which is .*own.pem$"),
+        ("a passphrase", "^tls_key is .*own.key'?: must hold the private key of tls_cert, .* without a passphrase$"),
+        ("no key", "^tls_key is .*own.key'?: must hold the private key of tls_cert, "),
+        ("no certificate", "^tls_cert is .*own.pem'?: must hold certificates in PEM form$"),
+        ("half a chain", "^tls_cert is .*own.pem'?: must hold certificates in PEM form$"),
+        ("the other way round", "^tls_cert is .*own.pem'?: must hold certificates in PEM form$"),
+        ("no authority", "^tls_client_ca is .*ca.pem'?: must hold certificates in PEM form$"),
+    ],
+)
+def test_files_that_no_connection_can_be_made_with_are_named(
+    ours: Authority, tmp_path: Path, wrong: str, said: str
+) -> None:
+    """gRPC says of each that the port cannot be listened on."""
+    (cert, key), (_, other) = ours.issue("server"), ours.issue("other")
+    if wrong == "a passphrase":
+        private = serialization.load_pem_private_key(key, None)
+        sealed = serialization.BestAvailableEncryption(b"secret")
+        form, kind = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+        key = private.private_bytes(form, kind, sealed)
+    files = {
+        "another's key": (cert, other, ours.pem),
+        "no key": (cert, cert, ours.pem),
+        "no certificate": (GARBAGE, key, ours.pem),
+        "half a chain": (cert + GARBAGE, key, ours.pem),
+        "the other way round": (key, cert, ours.pem),
+        "no authority": (cert, key, GARBAGE),
+    }.get(wrong, (cert, key, ours.pem))
+    paths = [tmp_path / name for name in ("own.pem", "own.key", "ca.pem")]
+    for path, data in zip(paths, files, strict=True):
+        path.write_bytes(data)
+    names = map(str, paths)
+    with pytest.raises(InvalidArgument, match=said):
+        ports.credentials(ServerConfig(tls_cert=next(names), tls_key=next(names), tls_client_ca=next(names)))
+
+
+def test_a_certificate_without_its_key_is_told_of_and_not_shown(
+    serve: Serve, ours: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in the middle of a rotation, until the key is there, too."""
+    cert, key = ours.write("server", tmp_path)
+    serving = serve(tls_cert=cert, tls_key=key)
+    before = shown_name(serving.server.port)
+    new = ours.issue("server")
+    Path(cert).write_bytes(new[0])
+    assert shown_name(serving.server.port) == before
+    assert "the certificate of before stays in force: tls_key is" in caplog.text
+    Path(key).write_bytes(new[1])
+    assert shown_name(serving.server.port) != before
 
 
 def test_insecure_must_be_said(ours: Authority) -> None:
