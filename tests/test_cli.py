@@ -278,6 +278,11 @@ def test_separators_of_lines_within_json_end_no_line(tmp_path: Path, capsys: pyt
     assert "line 1 is none" in capsys.readouterr().err
 
 
+def test_no_place_for_a_result_is_said_before_anything_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("bench", "serve", "--result", f"/{'a' * 300}/r.json") == main.USER_ERROR
+    assert capsys.readouterr().err.endswith(": cannot be written: File name too long\n")
+
+
 def test_our_own_bugs_are_not_hidden(stand_in: type[StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("a bug")

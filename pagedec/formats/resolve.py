@@ -82,7 +82,7 @@ def _from_directory(model: str, directory: Path, load_format: str) -> ModelFiles
     return ModelFiles(model, "safetensors", config, directory, directory)
 
 
-def _local(field: str, name: str) -> Path:
+def local_path(field: str, name: str) -> Path:
     """Return a name as a path; raise InvalidArgument for one that the system takes for none."""
     if not name or "\0" in name:
         raise InvalidArgument(field, name, "must be a path, a hub id or the name of the default model")
@@ -110,7 +110,7 @@ def _fetch(field: str, name: str, patterns: Sequence[str], revision: str | None,
         raise ModelFileError(name, "does not exist")
     from huggingface_hub import snapshot_download  # 0.3 s, and most starts are local
 
-    place = None if download_dir is None else Path(download_dir).expanduser()
+    place = None if download_dir is None else _expanded("download_dir", download_dir)
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns), revision=revision, cache_dir=place))
     except Exception as error:  # the hub client raises dozens of types, of three libraries
@@ -118,6 +118,13 @@ def _fetch(field: str, name: str, patterns: Sequence[str], revision: str | None,
         asked = "" if revision is None else f" at revision {revision}"
         limit = f"is no local path, and could not be fetched from the hub{asked}: {type(error).__name__}: {reason}"
         raise InvalidArgument(field, name, limit) from error
+
+
+def _expanded(field: str, name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:  # no such user
+        raise InvalidArgument(field, name, f"must be a directory: {error}") from error
 
 
 def _check_revision(field: str, revision: str | None, name: str, is_preset: bool = False) -> None:
@@ -128,7 +135,7 @@ def _check_revision(field: str, revision: str | None, name: str, is_preset: bool
 def resolve_tokenizer(name: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """Find a tokenizer alone: a directory, a tokenizer.json, a .gguf, "smollm2" or a hub id, of which alone there are
     revisions; what is fetched is kept in `download_dir`, or where the hub's client keeps things."""
-    path = _local("tokenizer", name)
+    path = local_path("tokenizer", name)
     _check_revision("tokenizer_revision", revision, name)
     if path.exists() or path.suffix in (".gguf", ".json"):
         return path
@@ -148,7 +155,7 @@ def resolve_model(
     if load_format not in LOAD_FORMATS:
         raise InvalidArgument("load_format", load_format, f"must be one of {', '.join(LOAD_FORMATS)}")
     name = DEFAULT_MODEL if model is None else model
-    path = _local("model", name)
+    path = local_path("model", name)
     is_preset = load_format == "dummy" and "/" not in name
     _check_revision("revision", revision, name, is_preset)
     if path.is_dir():

@@ -13,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 
+from pagedec.cli.doctor import model_facts
 from pagedec.errors import ModelFileError
 from pagedec.formats.gguf import converted, dequantize
 from pagedec.formats.gguf.converted import cache_directory, open_converted
@@ -186,3 +187,16 @@ def test_the_directory_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert cache_directory() == tmp_path
     monkeypatch.delenv("PAGEDEC_CACHE")
     assert cache_directory() == Path.home() / ".cache" / "pagedec"
+
+
+def test_a_user_without_a_home_has_no_place_for_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A container's user without a name has neither HOME nor an entry that says it."""
+    monkeypatch.delenv("PAGEDEC_CACHE", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(open_converted(model, torch.bfloat16), GgufSource)
+    assert "cannot be kept: this user has no home directory, and PAGEDEC_CACHE names none" in caplog.text
+    assert model_facts()["cache"] == "none: this user has no home directory, and PAGEDEC_CACHE names none"

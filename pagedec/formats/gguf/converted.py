@@ -37,9 +37,12 @@ _log = logging.getLogger(__name__)
 
 
 def cache_directory() -> Path:
-    """Return where converted models are kept; it need not exist."""
+    """Return where converted models are kept; it need not exist. Raises OSError where there can be none."""
     chosen = environment.read("PAGEDEC_CACHE")
-    return Path(chosen) if chosen else Path.home() / ".cache" / "pagedec"
+    try:
+        return Path(chosen) if chosen else Path.home() / ".cache" / "pagedec"
+    except RuntimeError:  # as in a container whose user has no name
+        raise OSError("this user has no home directory, and PAGEDEC_CACHE names none") from None
 
 
 def _key(source: GgufSource, dtype: torch.dtype) -> str:
@@ -165,8 +168,8 @@ def open_converted(
     key = _key(source, dtype)
     place = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
     family = f"{path.stem}-{place}-{_DTYPE_NAMES[dtype].lower()}"
-    converted = (cache_directory() if directory is None else directory) / f"{family}-{key[:16]}.safetensors"
     try:
+        converted = (cache_directory() if directory is None else directory) / f"{family}-{key[:16]}.safetensors"
         found = _checked(converted, key)
         if found is None:
             _convert(source.converted(dtype), key, converted)
