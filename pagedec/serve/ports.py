@@ -43,7 +43,7 @@ def options(config: ServerConfig) -> list[tuple[str, Any]]:
     ]
     if config.max_connection_age is not None:
         found += [
-            ("grpc.max_connection_age_ms", round(config.max_connection_age * 1000)),
+            ("grpc.max_connection_age_ms", max(1, round(config.max_connection_age * 1000))),
             ("grpc.max_connection_age_grace_ms", round(config.drain_timeout * 1000)),
         ]
     return found

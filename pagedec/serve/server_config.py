@@ -87,6 +87,7 @@ class ServerConfig:
         Number(
             "seconds after which a connection is asked to be made anew, so that balancers spread them; none: never",
             above=0,
+            high=1e6,
             optional=True,
         ),
     )
@@ -96,17 +97,25 @@ class ServerConfig:
     send_timeout: float = option(
         60.0, Number("seconds in which a client must take a message, before its call is ended", above=0, high=1e6)
     )
-    lease: float = option(600.0, Number("seconds that a session lives unused, where its client says nothing", above=0))
-    max_lease: float = option(3600.0, Number("most seconds that a client may ask for", above=0))
+    lease: float = option(
+        600.0, Number("seconds that a session lives unused, where its client says nothing", above=0, high=1e9)
+    )
+    max_lease: float = option(3600.0, Number("most seconds that a client may ask for", above=0, high=1e9))
     drain_grace: float = option(
         0.0,
         Number(
-            "seconds in which requests are still let in after a termination signal, while balancers look away", low=0
+            "seconds in which requests are still let in after a termination signal, while balancers look away",
+            low=0,
+            high=1e6,
         ),
     )
     drain_timeout: float = option(
         30.0,
-        Number("seconds that running requests have to end after a termination signal; then they are aborted", low=0),
+        Number(
+            "seconds that running requests have to end after a termination signal; then they are aborted",
+            low=0,
+            high=1e6,
+        ),
     )
     stall_timeout: float = option(
         120.0, Number("seconds without the end of a step, while requests run, after which it is not serving", above=0)

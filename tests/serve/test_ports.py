@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 
 from pagedec.errors import InvalidArgument
+from pagedec.messages import as_duration
 from pagedec.serve.ports import bind, options
 from pagedec.serve.server_config import ServerConfig
 from pagedec.v1 import model_service_pb2 as pb
@@ -32,6 +33,22 @@ def test_what_the_configuration_bounds() -> None:
     told = dict(options(config))
     assert told["grpc.max_receive_message_length"] == 2**20 and told["grpc.max_concurrent_streams"] == 7
     assert (told["grpc.max_connection_age_ms"], told["grpc.max_connection_age_grace_ms"]) == (90_000, 5000)
+
+
+def test_times_are_what_grpc_and_messages_can_hold(server_loop: Loop) -> None:
+    """Of more the server would end with a traceback at its start, its end, or each session."""
+    longest = {"max_connection_age": 1e6, "drain_grace": 1e6, "drain_timeout": 1e6, "lease": 1e9, "max_lease": 1e9}
+    config = ServerConfig(**longest)  # type: ignore[arg-type]
+
+    async def make() -> grpc.aio.Server:
+        return grpc.aio.server(options=options(config))
+
+    assert server_loop.run(make())
+    assert as_duration(longest["max_lease"]).seconds == 10**9
+    for name, most in longest.items():
+        with pytest.raises(InvalidArgument, match=rf"^{name} is .*: must be .* most 1e\+0\d"):
+            ServerConfig(**{**longest, name: 2 * most})  # type: ignore[arg-type]
+    assert dict(options(ServerConfig(max_connection_age=1e-9)))["grpc.max_connection_age_ms"] == 1, "0 is no age"
 
 
 def test_metadata_is_bounded(serve: Callable[..., Serving]) -> None:
