@@ -12,6 +12,9 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+OTHERS = ("asyncio", "grpc", "opentelemetry")
+"""Loggers of libraries beneath a server. Python would write their warnings, and whole exceptions, in no form."""
+
 
 class _Frames(logging.Formatter):
     """Exceptions by their kinds and places alone: their words may be a client's."""
@@ -50,13 +53,15 @@ class _Json(_Frames):
 
 
 def begin_logging(level: str, form: str) -> None:
-    """Log what is at least as grave as `level` to standard error, in the form "text" or "json"; warnings, too."""
+    """Log what is at least as grave as `level` to standard error, in the form "text" or "json"; warnings, too, and
+    those of `OTHERS`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if form == "json" else _Line())
     logger = logging.getLogger("pagedec")
-    logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
-    logger.propagate = False
+    for own in (logger, *map(logging.getLogger, OTHERS)):
+        own.handlers[:] = [handler]
+        own.propagate = False
 
     def show(message: object, category: type[Warning], *place: object, **where: object) -> None:
         logger.warning("%s", message)

@@ -18,7 +18,7 @@ import pytest
 
 from pagedec.errors import NotFound
 from pagedec.serve.calls import RPC, Calls
-from pagedec.serve.logs import begin_logging
+from pagedec.serve.logs import OTHERS, begin_logging
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import model_service_pb2 as mb
 from pagedec.v1 import open_inference_service_pb2 as ob
@@ -34,7 +34,8 @@ MARKER = "xyzzy plugh"
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], io.StringIO]]:
     logger, written = logging.getLogger("pagedec"), io.StringIO()
-    before = logger.handlers[:], logger.level, logger.propagate
+    loggers = [logger, *map(logging.getLogger, OTHERS)]
+    before = [(own.handlers[:], own.level, own.propagate) for own in loggers]
 
     def begin(form: str) -> io.StringIO:
         begin_logging("debug", form)
@@ -42,7 +43,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], io.StringIO
         return written
 
     yield begin
-    logger.handlers[:], logger.level, logger.propagate = before
+    for own, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        own.handlers[:], own.level, own.propagate = handlers, level, propagate
 
 
 @pytest.mark.parametrize("protocol", ["batch", "triton"])
@@ -267,6 +269,22 @@ def test_warnings_are_lines_too(log: Callable[[str], io.StringIO]) -> None:
     warnings.warn("the pool is small", UserWarning, stacklevel=1)
     [line] = [json.loads(line) for line in written.getvalue().splitlines()]
     assert (line["level"], line["message"]) == ("warning", "the pool is small")
+
+
+@pytest.mark.parametrize("name", ["opentelemetry.exporter.otlp.proto.grpc.exporter", "grpc._cython.cygrpc", "asyncio"])
+def test_what_libraries_log_are_lines_too(
+    log: Callable[[str], io.StringIO], capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    """As of spans that no collector takes. Without the words of an exception, which may be a client's."""
+    written = log("json")
+    try:
+        raise ValueError(MARKER)
+    except ValueError:
+        logging.getLogger(name).exception("it failed")
+    logging.getLogger(name).info("not worth a line")
+    [line] = [json.loads(line) for line in written.getvalue().splitlines()]
+    assert (line["level"], line["logger"], line["message"]) == ("error", name, "it failed")
+    assert line["exception"].endswith("ValueError") and capfd.readouterr().err == ""
 
 
 def test_a_long_stream_has_a_short_line(serve: Serve, log: Callable[[str], io.StringIO]) -> None:
