@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from pagedec.cli import active, bench_serve, main
+from pagedec.cli import active, bench_serve, generate, main
 from pagedec.engine.stats import EngineStats
 from pagedec.errors import CallInterrupted
 from pagedec.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -107,6 +107,17 @@ def test_generate_json_is_one_object_a_line(stand_in: type[StandIn], capsys: pyt
     assert records[0]["metrics"]["time_to_first_token"] == 0.25
     assert records[0]["metrics"]["time_per_output_token"] == 0.25
     assert records[0]["finished"] is True
+
+
+def test_what_is_no_number_is_null_in_json() -> None:
+    """Python's NaN and Infinity are no JSON: other readers refuse the line."""
+    told = {7: Logprob(float("nan"), 1, "a"), 8: Logprob(-float("inf"), None, "b")}
+    output = RequestOutput("0", "é", [1], [CompletionOutput(0, "", [7], cumulative_logprob=0.5, logprobs=[told])], True)
+    text = generate.as_json(output)
+    assert "NaN" not in text and "Infinity" not in text and "é" in text
+    [answer] = json.loads(text)["outputs"]
+    assert answer["cumulative_logprob"] == 0.5
+    assert [entry["logprob"] for entry in answer["logprobs"][0].values()] == [None, None]
 
 
 def test_generate_passes_every_argument_on(stand_in: type[StandIn]) -> None:

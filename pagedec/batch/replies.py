@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from pagedec.batch.lines import Line, LineError
 from pagedec.errors import FeatureNotAvailable, InvalidArgument, NotFound, PagedecError, RequestError
 from pagedec.outputs import CompletionOutput, Logprob, RequestOutput
 from pagedec.params import BeamSearchParams
+from pagedec.text.json_lines import json_line
 
 RECORD_ID = re.compile(r"line-([1-9][0-9]*)-([0-9a-f]{16})-([0-9a-f]{8})")
 STATUSES: Mapping[type[PagedecError], int] = {
@@ -32,7 +32,7 @@ def record_id(line: Line, settings: str) -> str:
 
 def as_line(record: Mapping[str, Any]) -> bytes:
     """A record as it is written: one line, ended."""
-    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+    return json_line(record).encode() + b"\n"
 
 
 def is_error(record: Mapping[str, Any]) -> bool:

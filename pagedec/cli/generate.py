@@ -151,13 +151,15 @@ def _conversations(prompts: Sequence[Prompt], system: str | None) -> list[list[d
 
 def as_json(output: RequestOutput) -> str:
     """One output as one line of JSON."""
+    from pagedec.text.json_lines import json_line
+
     record = dataclasses.asdict(output)
     if output.metrics is not None:
         record["metrics"] |= {
             "time_to_first_token": output.metrics.time_to_first_token,
             "time_per_output_token": output.metrics.time_per_output_token,
         }
-    return json.dumps(record, ensure_ascii=False)
+    return json_line(record)
 
 
 def as_text(output: RequestOutput, title: str | None = None, wrap: Callable[[str], str] = str) -> str:

@@ -8,6 +8,7 @@ Read in this order:
 - `token_bound`: what is certainly too long is refused before it is tokenised.
 - `budget`, `bounded_template`, `chat_template`: messages to a prompt, by a template that may not take for ever.
 - `conversation`: a chat whose prompts grow by appending tokens.
+- `json_lines`: records as every reader of JSON takes them.
 
 The tokenizer of a GGUF file is made in formats/gguf/; only what is ours of it is here.
 """

@@ -36,6 +36,13 @@ def test_what_was_written_is_done(tmp_path: Path) -> None:
     journal.close()
 
 
+def test_a_record_is_json_whatever_its_numbers() -> None:
+    body = {"a": [1.5, float("nan"), {"b": -float("inf")}], "c": True}
+    assert as_line(answer_record("n", "é", body)).endswith(
+        b'{"a": [1.5, null, {"b": null}], "c": true}}, "error": null}\n'
+    )
+
+
 def test_a_torn_line_is_cut_off_wherever_it_was_torn(tmp_path: Path) -> None:
     path = tmp_path / "out"
     data = write(path)
