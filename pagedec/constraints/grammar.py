@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from pagedec.constraints.schema import carried_out, closed
 from pagedec.core.constraint import Allowed, Constraint
 from pagedec.errors import FeatureNotAvailable, InvalidArgument, Shown
 from pagedec.structured import StructuredOutputsParams
@@ -39,10 +40,6 @@ SLICES = [
 ]
 """Sets of tokens that are allowed or not as a whole: the library's own for JSON, and ones for strings that are nearly
 as long as they may be (with these, a mask of such a string costs three quarters)."""
-_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Where a schema has others by names of its user's, which mean nothing."""
-_OF_VALUES = ("const", "enum", "default", "examples")
-"""Where it has values, which are no schemas."""
 
 
 class GrammarState:
@@ -305,7 +302,7 @@ def _grammar_of(matcher: Any, asked: StructuredOutputsParams) -> str:
         schema = {"type": "object"} if asked.json_object else {} if asked.json is True else asked.json
         if options.pop("additional", True) is False:
             schema = closed(schema)
-        return str(matcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+        return str(matcher.grammar_from_json_schema(json.dumps(carried_out(schema)), overrides=options))
     if asked.kind == "regex":
         return str(matcher.grammar_from_regex(asked.regex))
     if asked.kind == "choice":  # one terminal: an automaton of any number of texts, where rules are a few thousand
@@ -316,22 +313,3 @@ def _grammar_of(matcher: Any, asked: StructuredOutputsParams) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
     return str(matcher.grammar_from_lark(any_to_lark(asked.grammar)))
-
-
-def closed(schema: Any) -> Any:
-    """A schema whose objects have no properties but those that it names."""
-    if isinstance(schema, list):
-        return [closed(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    made: dict[str, Any] = {}
-    for name, part in schema.items():
-        if name in _OF_NAMES and isinstance(part, dict):
-            made[name] = {own: closed(one) for own, one in part.items()}
-        else:
-            made[name] = part if name in _OF_VALUES else closed(part)
-    kind = schema.get("type")
-    is_object = kind == "object" or (isinstance(kind, list) and "object" in kind) or "properties" in schema
-    if is_object and "additionalProperties" not in schema and "patternProperties" not in schema:
-        made["additionalProperties"] = False
-    return made

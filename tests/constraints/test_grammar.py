@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedec import SamplingParams, StructuredOutputsParams
-from pagedec.constraints.grammar import GrammarConstraint, Grammars, TokenWords, closed
+from pagedec.constraints.grammar import GrammarConstraint, Grammars, TokenWords
 from pagedec.core.constraint import permits
 from pagedec.errors import FeatureNotAvailable, InvalidArgument
 from tests.constraints.conftest import STOPS, VOCAB, grammars, words
@@ -255,13 +255,6 @@ def test_a_schema_may_be_text_or_a_model() -> None:
             return PERSON
 
     assert StructuredOutputsParams(json=Model).json == PERSON == StructuredOutputsParams(json=json.dumps(PERSON)).json
-
-
-def test_additional_properties() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "object"}}, "$defs": {"b": {"properties": {}}}}
-    made = closed(schema)
-    assert made["additionalProperties"] is False and made["properties"]["a"]["additionalProperties"] is False
-    assert "additionalProperties" not in schema and made["$defs"]["b"]["additionalProperties"] is False
 
 
 def test_without_the_library_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

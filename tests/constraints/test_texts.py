@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from pagedec import StructuredOutputsParams
-from pagedec.constraints.grammar import closed
+from pagedec.constraints.schema import closed
+from pagedec.core.constraint import permits
+from pagedec.errors import InvalidArgument
 from tests.constraints.conftest import STOPS, grammars, words
 from tests.constraints.test_grammar import bits
 
@@ -45,3 +47,51 @@ def test_objects_are_closed_whatever_else_they_may_be() -> None:
     named = {"properties": {"const": {"type": "object"}, "properties": {"type": "null"}}}
     made = closed(named)["properties"]
     assert made["const"]["additionalProperties"] is False and set(made) == {"const", "properties"}
+
+
+def test_additional_properties() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "object"}}, "$defs": {"b": {"properties": {}}}}
+    made = closed(schema)
+    assert made["additionalProperties"] is False and made["properties"]["a"]["additionalProperties"] is False
+    assert "additionalProperties" not in schema and made["$defs"]["b"]["additionalProperties"] is False
+
+
+def takes(schema: dict[str, Any], text: str) -> bool:
+    """Whether an answer may be this text."""
+    constraint = grammars().constraint(StructuredOutputsParams(json=schema), STOPS)
+    state = constraint.start([])
+    for token in words().encode(text):
+        if not permits(constraint.allowed(state), token):
+            return False
+        state = constraint.next(state, token)
+    return permits(constraint.allowed(state), STOPS[0])
+
+
+@pytest.mark.parametrize(
+    ("bounds", "no", "yes"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0", "0.0"], ["0.5", "0.001"]),
+        ({"exclusiveMinimum": 0, "minimum": 0.25, "maximum": 0.5}, ["0", "0.2"], ["0.25", "0.3"]),
+        ({"exclusiveMinimum": 3, "exclusiveMaximum": 3.5}, ["3", "3.0", "3.5"], ["3.1"]),
+        ({"minimum": -0.5, "exclusiveMaximum": 0}, ["0", "-0", "0.1"], ["-0.5", "-0.01"]),
+        ({"minimum": -1.5, "exclusiveMaximum": -1}, ["-1", "-1.0"], ["-1.5", "-1.25"]),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, ["0", "1", "0.0", "1.0"], ["0.5"]),
+    ],
+)
+def test_bounds_that_are_excluded_are(bounds: dict[str, float], no: list[str], yes: list[str]) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "number", **bounds}}, "required": ["a"]}
+    texts = {number: f'{{"a": {number}}}' for number in no + yes}
+    assert [number for number, text in texts.items() if takes(schema, text)] == yes
+
+
+def test_whole_numbers_that_are_no_doubles() -> None:
+    """Bounds allow no more than they say, those of 64 bits can be carried out, and no value becomes another."""
+    most = 2**53 + 1
+    assert not takes({"type": "integer", "exclusiveMinimum": most}, str(most))
+    assert not takes({"type": "integer", "minimum": most}, str(most - 1)) and takes({"minimum": most}, str(most + 1))
+    whole = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+    assert takes(whole, str(2**62)) and takes(whole, str(-(2**62))) and not takes(whole, str(2**63))
+    for schema in ({"const": most}, {"enum": ["a", {"b": [1, most]}]}, {"items": {"anyOf": [{"const": -(10**400)}]}}):
+        with pytest.raises(InvalidArgument, match="must not be in const or enum: llguidance has doubles"):
+            grammars().constraint(StructuredOutputsParams(json=schema), STOPS)
+    assert takes({"enum": [2**60, True, 1.5]}, str(2**60)) and takes({"default": most, "type": "null"}, "null")
