@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import hmac
 import logging
-import os
 import time
 import tomllib
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from pagedec.errors import InvalidArgument, Shown, within
 from pagedec.fields import Flag, Integer, Text, Texts, check_fields, check_names, field_names, option
 from pagedec.serve.server_config import ServerConfig
+from pagedec.serve.stamps import stamp_of
 from pagedec.serve.statuses import Refusal
 
 SHORTEST_TOKEN = 16
@@ -73,7 +73,7 @@ class Keys:
         """Raises `InvalidArgument` for a file that is not as it should be."""
         self._path, self._clock = Path(path), clock
         self._looked = clock()
-        self._stamp = self._stat()
+        self._stamp = stamp_of(self._path)
         self._clients = read_clients(self._path)
 
     def client(self, metadata: Mapping[str, Any]) -> Client:
@@ -96,7 +96,7 @@ class Keys:
         if now - self._looked < LOOK_SECONDS:
             return
         self._looked = now
-        stamp = self._stat()
+        stamp = stamp_of(self._path)
         if stamp == self._stamp:
             return
         self._stamp = stamp
@@ -105,13 +105,6 @@ class Keys:
             LOG.info("api_keys: %d tokens were read from %s", len(self._clients), self._path)
         except InvalidArgument as error:
             LOG.error("api_keys: the tokens of before stay in force: %s", error)
-
-    def _stat(self) -> tuple[int, int, int]:
-        try:
-            found = os.stat(self._path)
-        except OSError:
-            return (0, 0, 0)
-        return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def read_clients(path: Path) -> list[tuple[bytes, Client]]:
@@ -131,7 +124,7 @@ def read_clients(path: Path) -> list[tuple[bytes, Client]]:
 
 def _tables(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise InvalidArgument("api_keys", str(path), f"cannot be read: {error.strerror}") from error
     except ValueError:
@@ -147,7 +140,10 @@ def _client(name: str, table: Any, path: Path) -> Client:
     check_names("a client", table, known, dict.fromkeys(table, Shown("given")))
     texts = table.get("tokens")
     if not isinstance(texts, list) or not texts or not all(map(_is_token, texts)):
-        limit = f"must be a list of at least one token, each of at least {SHORTEST_TOKEN} characters"
+        limit = (
+            f"must be a list of at least one token, each of at least {SHORTEST_TOKEN} characters, "
+            "with no space around it"
+        )
         raise InvalidArgument("tokens", Shown("given"), limit)
     try:
         return Client(**{**table, "name": name})
@@ -157,7 +153,8 @@ def _client(name: str, table: Any, path: Path) -> Client:
 
 
 def _is_token(text: object) -> bool:
-    return isinstance(text, str) and len(text) >= SHORTEST_TOKEN
+    """What is sent has no space around it."""
+    return isinstance(text, str) and len(text) >= SHORTEST_TOKEN and text == text.strip()
 
 
 def _digest(token: str) -> bytes:

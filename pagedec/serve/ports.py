@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import socket
 import ssl
 from pathlib import Path
@@ -16,6 +15,7 @@ import grpc.aio
 
 from pagedec.errors import InvalidArgument
 from pagedec.serve.server_config import LOOPBACK, LOOPBACK_NAMES, ServerConfig
+from pagedec.serve.stamps import stamp_of
 
 LOG = logging.getLogger("pagedec.serve")
 KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS = 30_000, 10_000
@@ -85,11 +85,11 @@ def credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
     if config.tls_cert is None or config.tls_key is None:
         return None
     paths = [config.tls_cert, config.tls_key, *([config.tls_client_ca] if config.tls_client_ca else [])]
-    known = {"stamp": _stamp(paths)}
+    known = {"stamp": [stamp_of(path) for path in paths]}
 
     def changed() -> Any:
         """What is in force for a new connection: None, as before."""
-        stamp = _stamp(paths)
+        stamp = [stamp_of(path) for path in paths]
         if stamp == known["stamp"]:
             return None
         known["stamp"] = stamp
@@ -195,15 +195,3 @@ def _lenient() -> ssl.SSLContext:
     with contextlib.suppress(ssl.SSLError):  # of a library that knows no levels
         context.set_ciphers("ALL:@SECLEVEL=0")
     return context
-
-
-def _stamp(paths: list[str]) -> tuple[tuple[int, int], ...]:
-    found = []
-    for path in paths:
-        try:
-            status = os.stat(path)
-        except OSError:
-            found.append((0, 0))
-        else:
-            found.append((status.st_mtime_ns, status.st_ino))
-    return tuple(found)

@@ -214,6 +214,38 @@ def test_the_file_is_read_anew(keys: Path, caplog: pytest.LogCaptureFixture) -> 
     assert known.client(dict(of("bobsnewtoken1234"))).name == "bob"
 
 
+def test_a_file_that_was_made_readable_is_read(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mode that is mended leaves the time at which the file was written."""
+    now = [0.0]
+    known = Keys(str(keys), lambda: now[0])
+    keys.write_text(KEYS.replace(BOB, "bobsnewtoken1234"))
+    now[0] += 2
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", unreadable)
+        assert known.client(dict(of(BOB))).name == "bob"
+    touched(keys)
+    now[0] += 2
+    assert known.client(dict(of("bobsnewtoken1234"))).name == "bob"
+    with pytest.raises(ValueError, match="the token is nobody's"):
+        known.client(dict(of(BOB)))
+
+
+def unreadable(*_: object, **__: object) -> str:
+    raise PermissionError(13, "Permission denied")
+
+
+def touched(path: Path) -> None:
+    """Its mode is another one from now on, as far as the system's clock can tell."""
+    before = path.stat().st_ctime_ns
+    while path.stat().st_ctime_ns == before:
+        path.chmod(0o644)
+
+
+def test_a_file_that_an_editor_has_marked_as_utf_8_is_read(tmp_path: Path) -> None:
+    (tmp_path / "keys.toml").write_text(KEYS, encoding="utf-8-sig")
+    assert len(read_clients(tmp_path / "keys.toml")) == 4
+
+
 def test_a_revoked_token_is_refused_by_a_running_server(serve: Serve, keys: Path) -> None:
     serving = serve(api_keys=str(keys))
     assert ask(serving, BOB).answers
@@ -235,6 +267,7 @@ def test_a_revoked_token_is_refused_by_a_running_server(serve: Serve, keys: Path
         ("a = 3", "api_keys.a.table is not a table: must hold a client's tokens and limits in "),
         ("[a]", "must be a list of at least one token, each of at least 16 characters"),
         ('[a]\ntokens = ["short"]', "must be a list of at least one token, each of at least 16 characters"),
+        (f'[a]\ntokens = ["{ALICE} "]', "each of at least 16 characters, with no space around it"),
         (f'[a]\ntokens = "{ALICE}"', "must be a list of at least one token, each of at least 16 characters"),
         (f'[a]\ntokens = ["{ALICE}"]\nmax_request = 3', "did you mean max_requests?"),
         (f'[a]\ntokens = ["{ALICE}"]\nmax_requests = 0', "api_keys.a.max_requests is 0"),

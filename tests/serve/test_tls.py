@@ -179,6 +179,27 @@ def test_a_certificate_without_its_key_is_told_of_and_not_shown(
     assert shown_name(serving.server.port) != before
 
 
+def test_a_certificate_that_was_made_readable_is_shown(
+    serve: Serve, ours: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where whoever renews it writes the key for himself first."""
+    cert, key = ours.write("server", tmp_path)
+    serving = serve(tls_cert=cert, tls_key=key)
+    before = shown_name(serving.server.port)
+    ours.write("server", tmp_path)
+
+    def unreadable(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", unreadable)
+        assert shown_name(serving.server.port) == before
+    changed = Path(key).stat().st_ctime_ns
+    while Path(key).stat().st_ctime_ns == changed:
+        Path(key).chmod(0o644)
+    assert shown_name(serving.server.port) != before
+
+
 def test_insecure_must_be_said(ours: Authority) -> None:
     assert ServerConfig(host="0.0.0.0", insecure=True).insecure
     assert ServerConfig(host="0.0.0.0", tls_cert="a", tls_key="b").tls_cert == "a"
