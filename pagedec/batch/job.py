@@ -151,7 +151,7 @@ class BatchJob:
 
         `window`: most answers in the engine's hands at a time. `report`: takes a line about the progress now and then.
         On an interrupt or an error what runs is aborted and what was written stays. Raises KeyboardInterrupt,
-        OutputError, and what the engine raises if a step fails.
+        OutputError, InvalidArgument if the input has lost lines meanwhile, and what the engine raises if a step fails.
         """
         run = self.begin(use_tqdm, report)
         return _answer_all(run, LineAnswering(llm, self.terms), window or WINDOW * llm.config.scheduler.max_num_seqs)
@@ -187,11 +187,13 @@ class Pass:
         self._seen: dict[str, int] = {}
         """The line of each custom_id so far."""
         self._before, self._began = job.num_done, time.perf_counter()
-        self._num_answered = self._num_prompt_tokens = self._num_output_tokens = 0
+        self._num_read = self._num_answered = self._num_prompt_tokens = self._num_output_tokens = 0
 
     def requests(self) -> Iterator[tuple[Line, LineRequest] | None]:
         """The lines that have no record; None where a line is none of these. What is no request gets its record."""
+        self._num_read = 0
         for line in read_lines(self.job.input):
+            self._num_read += 1
             yield self._request(line)
 
     def _request(self, line: Line) -> tuple[Line, LineRequest] | None:
@@ -228,8 +230,14 @@ class Pass:
         self.progress.update(self.job.num_done, self.job.num_errors, self._num_output_tokens)
 
     def summary(self) -> BatchSummary:
-        """What it has done so far."""
-        job, tokens = self.job, (self._num_prompt_tokens, self._num_output_tokens)
+        """What it has done, at its end. Raises InvalidArgument if the input has lost lines meanwhile: not all that were
+        there are answered."""
+        job = self.job
+        if self._num_read < job.num_lines:
+            lost = f"it had {job.num_lines} lines when the job began, and {self._num_read} when they were read"
+            raise job._changed(f"{lost}: {job.num_done} are answered")
+        job.num_lines = self._num_read  # some may have been added
+        tokens = (self._num_prompt_tokens, self._num_output_tokens)
         seconds = time.perf_counter() - self._began
         return BatchSummary(job.num_lines, self._before, self._num_answered, job.num_errors, *tokens, seconds)
 

@@ -232,6 +232,20 @@ def test_more_lines_make_more_work(llm: LLM, tmp_path: Path) -> None:
     assert (more.num_lines, more.num_answered_before, more.num_answered) == (4, 2, 2)
 
 
+@pytest.mark.parametrize("num_lines", [1, 3])
+def test_an_input_that_changes_while_it_is_read(num_lines: int, llm: LLM, tmp_path: Path) -> None:
+    """Lines that are lost were said to be answered; those that are added are."""
+    source = write_input(tmp_path / "in", good_lines(2))
+    with BatchJob(source, tmp_path / "out", model=llm.config.model, defaults={"max_tokens": 4}) as job:
+        write_input(source, good_lines(num_lines))
+        if num_lines > 2:
+            assert job.run(llm).num_lines == job.num_done == num_lines
+            return
+        with pytest.raises(InvalidArgument, match="^input is .*: it had 2 lines .* and 1 when .*: 1 are answered; name"):
+            job.run(llm)
+    assert len(read_output(tmp_path / "out")) == 1
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
