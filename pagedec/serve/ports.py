@@ -41,11 +41,8 @@ def options(config: ServerConfig) -> list[tuple[str, Any]]:
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.enable_channelz", int(config.channelz)),
     ]
-    if config.max_connection_age is not None:
-        found += [
-            ("grpc.max_connection_age_ms", max(1, round(config.max_connection_age * 1000))),
-            ("grpc.max_connection_age_grace_ms", round(config.drain_timeout * 1000)),
-        ]
+    if config.max_connection_age is not None:  # and no grace: calls that run on an old connection would be ended by it
+        found.append(("grpc.max_connection_age_ms", max(1, round(config.max_connection_age * 1000))))
     return found
 
 

@@ -85,7 +85,8 @@ class ServerConfig:
     max_connection_age: float | None = option(
         None,
         Number(
-            "seconds after which a connection is asked to be made anew, so that balancers spread them; none: never",
+            "seconds after which a connection takes no more calls, and another one is made, so that balancers spread "
+            "them; what runs goes on; none: never",
             above=0,
             high=1e6,
             optional=True,

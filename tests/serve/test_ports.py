@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,9 @@ from pagedec.errors import InvalidArgument
 from pagedec.messages import as_duration
 from pagedec.serve.ports import bind, options
 from pagedec.serve.server_config import ServerConfig
+from pagedec.v1 import generation_service_pb2 as generation
 from pagedec.v1 import model_service_pb2 as pb
-from tests.serve.serving import Loop, Serving
+from tests.serve.serving import WAIT, Loop, Serving, greedy, prompt
 
 
 def test_common_clients_may_ping() -> None:
@@ -32,7 +34,18 @@ def test_what_the_configuration_bounds() -> None:
     config = ServerConfig(max_message_size=2**20, max_concurrent_streams=7, max_connection_age=90, drain_timeout=5)
     told = dict(options(config))
     assert told["grpc.max_receive_message_length"] == 2**20 and told["grpc.max_concurrent_streams"] == 7
-    assert (told["grpc.max_connection_age_ms"], told["grpc.max_connection_age_grace_ms"]) == (90_000, 5000)
+    assert told["grpc.max_connection_age_ms"] == 90_000 and "grpc.max_connection_age_grace_ms" not in told
+
+
+def test_a_call_outlives_its_connection_s_age(serve: Callable[..., Serving]) -> None:
+    """However long it takes: no drain is on."""
+    serving, hold = serve(max_connection_age=0.05, drain_timeout=0.05), threading.Event()
+    stuck = serving.llm.loop.call(lambda engine: hold.wait(WAIT))
+    call = serving.generation.Generate.future(generation.GenerateRequest(prompt=prompt([5, 9]), parameters=greedy(2)))
+    with pytest.raises(grpc.FutureTimeoutError):
+        call.result(0.6)
+    hold.set()
+    assert stuck.result(WAIT) and call.result(WAIT).answers
 
 
 def test_times_are_what_grpc_and_messages_can_hold(server_loop: Loop) -> None:
