@@ -17,6 +17,7 @@ import yaml
 from pagedec.cli.console import USER_ERROR
 from pagedec.cli.main import COMMANDS, parser
 from pagedec.serve.ending import CLOSE_SECONDS
+from pagedec.serve.lifecycle import READY
 from pagedec.serve.server import LAST_SECONDS
 from pagedec.serve.server_config import ServerConfig
 from tests.serve.serving import Serving
@@ -94,6 +95,15 @@ def flags_of(words: list[str]) -> Any:
 
 def given(words: list[str]) -> dict[str, str]:
     return {key.removeprefix("options."): value for key, value in vars(flags_of(words)).items() if "options." in key}
+
+
+def test_servers_that_answer_nobody_are_alerts() -> None:
+    """None at all, and in whichever state. One whose engine has failed ends at once: it is gone, or loads again."""
+    [group] = read("pagedec-alerts.yml")["groups"]
+    asked = {rule["alert"]: rule["expr"] for rule in group["rules"]}
+    assert asked["PagedecGone"] == "absent(pagedec_server_state)"
+    ready = "|".join(state.value for state in READY)
+    assert asked["PagedecNotReady"] == f'sum by (instance) (pagedec_server_state{{state=~"{ready}"}}) == 0'
 
 
 def test_compose() -> None:
