@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
+import select
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 OTHERS = ("asyncio", "grpc", "opentelemetry")
 """Loggers of libraries beneath a server. Python would write their warnings, and whole exceptions, in no form."""
+
+PIECE = 1000
+"""Characters, at most 4,000 bytes: so much a pipe that has room takes without a wait."""
+PATIENCE, IMPATIENT_SECONDS = 1.0, 60.0
+"""Seconds that whoever reads the lines may take, and for which he may take none once he has taken longer."""
 
 
 class _Frames(logging.Formatter):
@@ -52,10 +59,63 @@ class _Json(_Frames):
         return json.dumps(found, default=str)
 
 
+class _Stream(logging.StreamHandler[TextIO]):
+    """Writes lines, and leaves out what nobody reads: where standard error is a pipe, or a terminal that was stopped, a
+    write would hold up the event loop, and with it every call, health checks and signals."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._num_lost, self._is_torn = 0, False
+        self._blocked_at = -math.inf
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line, behind one that says how many are missing."""
+        try:
+            if self._num_lost and self._is_written(self._begun() + self._missing()):
+                self._num_lost, self._is_torn = 0, False
+            if self._num_lost or not self._is_written(self.format(record) + self.terminator):
+                self._num_lost += 1
+        except RecursionError:
+            raise
+        except Exception:
+            self.handleError(record)
+
+    def _begun(self) -> str:
+        return self.terminator if self._is_torn else ""
+
+    def _missing(self) -> str:
+        told = "%d lines are missing: nobody has read standard error"
+        record = logging.LogRecord("pagedec.serve", logging.WARNING, "", 0, told, (self._num_lost,), None)
+        return self.format(record) + self.terminator
+
+    def _is_written(self, text: str) -> bool:
+        for start in range(0, len(text), PIECE):
+            if not self._has_room():
+                self._is_torn |= start > 0
+                return False
+            self.stream.write(text[start : start + PIECE])
+            self.flush()
+        return True
+
+    def _has_room(self) -> bool:
+        """A piece can be written now, or within a short time."""
+        try:
+            number = self.stream.fileno()
+        except (AttributeError, OSError, ValueError):  # it is no file
+            return True
+        is_patient = time.monotonic() - self._blocked_at > IMPATIENT_SECONDS
+        polled = select.poll()
+        polled.register(number, select.POLLOUT)
+        if polled.poll(PATIENCE * 1000 if is_patient else 0):
+            return True
+        self._blocked_at = time.monotonic()
+        return False
+
+
 def begin_logging(level: str, form: str) -> None:
     """Log what is at least as grave as `level` to standard error, in the form "text" or "json"; warnings, too, and
     those of `OTHERS`."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stream(sys.stderr)
     handler.setFormatter(_Json() if form == "json" else _Line())
     logger = logging.getLogger("pagedec")
     logger.setLevel(level.upper())

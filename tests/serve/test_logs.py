@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
 import warnings
@@ -17,6 +18,7 @@ import grpc.aio
 import pytest
 
 from pagedec.errors import NotFound
+from pagedec.serve import logs
 from pagedec.serve.calls import RPC, Calls
 from pagedec.serve.logs import OTHERS, begin_logging
 from pagedec.v1 import generation_service_pb2 as pb
@@ -285,6 +287,30 @@ def test_what_libraries_log_are_lines_too(
     [line] = [json.loads(line) for line in written.getvalue().splitlines()]
     assert (line["level"], line["logger"], line["message"]) == ("error", name, "it failed")
     assert line["exception"].endswith("ValueError") and capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("length", [100, 5000])
+def test_nobody_waits_for_who_reads_no_lines(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    """As where a terminal was stopped, or what keeps lines hangs: what is missing is told of when he reads again."""
+    monkeypatch.setattr(logs, "PATIENCE", 0.01)
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    with open(reading, "rb", buffering=0) as read, open(writing, "w") as stream:
+        handler = logs._Stream(stream)
+        handler.setFormatter(logs._Json())
+
+        def say(text: str) -> None:
+            handler.handle(logging.LogRecord("pagedec.calls", logging.INFO, "", 0, text, (), None))
+
+        for i in range(1500):
+            say(f"{i:04d} " + "x" * length)
+        before = b"".join(iter(lambda: read.read(2**16) or b"", b"")).decode()
+        say("again")
+        after = b"".join(iter(lambda: read.read(2**16) or b"", b"")).decode()
+    whole = [json.loads(line)["message"] for line in before.split("\n")[:-1]]
+    missing, last = [json.loads(line)["message"] for line in after.split("\n")[-3:-1]]
+    assert [int(text[:4]) for text in whole] == list(range(len(whole))) and len(whole) > 3
+    assert missing == f"{1500 - len(whole)} lines are missing: nobody has read standard error" and last == "again"
 
 
 def test_a_long_stream_has_a_short_line(serve: Serve, log: Callable[[str], io.StringIO]) -> None:
