@@ -99,12 +99,12 @@ class _Handler(WSGIRequestHandler):
         return io.StringIO()
 
 
-def _answering(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+def _answering(page: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
     """The same, with an answer and a line where it fails, as for what is asked with headers that are none."""
 
     def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         try:
-            return app(environ, start)
+            return page(environ, start)
         except Exception:
             LOG.exception("metrics_port: a request cannot be answered")
             start("500 Internal Server Error", [("Content-Length", "0")])
