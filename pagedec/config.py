@@ -366,7 +366,7 @@ def read_tables(
             values = tomllib.load(file)
     except OSError as error:
         raise InvalidArgument("config", str(path), f"cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # of TOML, UTF-8, or a number of thousands of digits
         raise InvalidArgument("config", str(path), f"is not TOML: {error}") from error
     except RecursionError:
         raise InvalidArgument("config", str(path), "is not TOML that can be read: it is nested too deeply") from None

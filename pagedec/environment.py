@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 PREFIX = "PAGEDEC_"
 ISAS = ("scalar", "avx2", "avx512", "avx512bf16", "amx")
@@ -37,15 +36,15 @@ def _one_of(*allowed: str) -> Callable[[str], str | None]:
 
 
 def _directory(value: str) -> str | None:
-    return None if Path(value).is_dir() else "must be an existing directory"
+    return None if os.path.isdir(value) else "must be an existing directory"
 
 
 def _file(value: str) -> str | None:
-    return None if Path(value).is_file() else "must be an existing file"
+    return None if os.path.isfile(value) else "must be an existing file"
 
 
 def _path(value: str) -> str | None:
-    return None if value and not Path(value).is_file() else "must be a directory or the name of one to be made"
+    return None if value and not os.path.isfile(value) else "must be a directory or the name of one to be made"
 
 
 VARIABLES = {

@@ -218,6 +218,7 @@ def test_a_file_is_as_strict_as_python(field: str, value: Any, tmp_path: Path) -
         ("[server]\nport = 1", "server is .*: not a field of "),
         ("block_size = ", "config is .*engine.toml': is not TOML: "),
         (b"\xff\xfe", "config is .*engine.toml': is not TOML: "),
+        ("block_size = " + "9" * 5000, "config is .*engine.toml': is not TOML: Exceeds the limit "),
     ],
 )
 def test_damaged_files(text: str | bytes, message: str, tmp_path: Path) -> None:

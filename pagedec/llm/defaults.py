@@ -32,8 +32,14 @@ def _of_the_makers(config: ModelConfig) -> dict[str, Any]:
     if config.generation_config == "auto":
         place = resolve_model(config.model, config.load_format, config.revision, config.download_dir).config
         return {} if place is None or place.suffix == ".gguf" else read_generation_config(place.parent)
-    path = Path(config.generation_config).expanduser()
-    file = path / "generation_config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ModelFileError(file, "does not exist; generation_config may be auto, none, a directory or a file")
+    allowed = "generation_config may be auto, none, a directory or a file"
+    try:
+        path = Path(config.generation_config).expanduser()
+        file = path / "generation_config.json" if path.is_dir() else path
+        is_there = file.is_file()
+    except (OSError, RuntimeError) as error:  # too long, no such user
+        problem = f"is no path: {getattr(error, 'strerror', error)}; {allowed}"
+        raise ModelFileError(config.generation_config, problem) from error
+    if not is_there:
+        raise ModelFileError(file, f"does not exist; {allowed}")
     return read_generation_config(file)

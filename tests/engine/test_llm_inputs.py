@@ -292,6 +292,7 @@ def test_the_argument_that_names_a_file_is_named(copy: Path, monkeypatch: pytest
         ({"tokenizer": nowhere, "skip_tokenizer_init": False}, "tokenizer", nowhere, "does not exist"),
         ({"tokenizer": str(junk), "skip_tokenizer_init": False}, "tokenizer", str(junk), "begins with b'junk', "),
         ({"generation_config": nowhere}, "generation_config", nowhere, "does not exist; "),
+        ({"generation_config": "~nobody-here/x"}, "generation_config", "~nobody-here/x", "is no path: Could not "),
         ({"speculative_config": {"model": nowhere}}, "speculative_config.model", nowhere, "does not exist"),
     ]
     for arguments, field, given, problem in cases:
@@ -299,6 +300,8 @@ def test_the_argument_that_names_a_file_is_named(copy: Path, monkeypatch: pytest
         assert isinstance(error, ModelFileError) and (error.field, error.given) == (field, given)
         assert str(error).startswith(f"{field} is {given!r}: {problem}")
         assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    error = not_made(monkeypatch, copy, generation_config="x" * 256)
+    assert isinstance(error, ModelFileError) and error.problem.startswith("is no path: File name too long; ")
     assert str(not_made(monkeypatch, junk)).startswith(f"model is {str(junk)!r}: begins with b'junk', ")
     (copy / "model.safetensors").unlink()
     assert str(not_made(monkeypatch, copy)) == f"model is {str(copy)!r}: has no safetensors weights"

@@ -194,6 +194,7 @@ def test_known_variables_pass() -> None:
         ("PAGEDEC_ISA", "mmx", "PAGEDEC_ISA is 'mmx'; it must be one of scalar"),
         ("PAGEDEC_ISA", "", "PAGEDEC_ISA is ''"),
         ("PAGEDEC_LIB_DIR", "/no/such/directory", "PAGEDEC_LIB_DIR is '/no/such/directory'; it must be an existing"),
+        ("PAGEDEC_LIB_DIR", "x" * 5000, "PAGEDEC_LIB_DIR is 'xxx.*'; it must be an existing"),
         ("PAGEDEC_ISAS", "avx2", "PAGEDEC_ISAS is not a known variable; known are PAGEDEC_"),
     ],
 )
