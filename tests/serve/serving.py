@@ -24,6 +24,7 @@ from pagedec.v1 import (
     model_service_pb2_grpc,
     parameters_pb2,
     prompt_pb2,
+    session_service_pb2,
     session_service_pb2_grpc,
 )
 
@@ -100,6 +101,13 @@ async def _opened(server: Server, starting: Future[None]) -> None:
 
 async def _idle(server: Server) -> None:
     await asyncio.wait_for(server.gateway.idle(), WAIT)
+
+
+def close_sessions(serving: Serving) -> None:
+    """Those that other tests have left on a server that is theirs, too, and whose leases have not ended."""
+    while left := serving.sessions.ListSessions(session_service_pb2.ListSessionsRequest()).sessions:
+        for session in left:
+            serving.sessions.CloseSession(session_service_pb2.CloseSessionRequest(session_id=session.session_id))
 
 
 def client_of(serving: Serving, **given: Any) -> Client:

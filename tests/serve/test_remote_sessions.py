@@ -24,8 +24,7 @@ from pagedec import (
     SessionTooSmall,
 )
 from pagedec.client import AsyncClient
-from pagedec.v1 import session_service_pb2 as sb
-from tests.serve.serving import Serving, client_of, plain
+from tests.serve.serving import Serving, client_of, close_sessions, plain
 
 Serve = Callable[..., Serving]
 PROMPT = [5 + i * 7 % 120 for i in range(40)]
@@ -144,13 +143,12 @@ def test_what_a_client_s_sessions_can_never_hold_is_told_by_the_argument_s_name(
 
 def test_what_is_appended_is_counted_in_tokens(text_server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many characters a text or a message has that fits a client's sessions."""
+    close_sessions(text_server)
     config = text_server.server.leases._config
     monkeypatch.setattr(text_server.server.leases, "_config", replace(config, max_client_session_tokens=160))
     long = " a story of words," * 20  # five tokens each, and eighteen characters
     never = "^append is 250 tokens: must come to at most 160: a client's sessions may hold no more"
     with client_of(text_server) as client:
-        for left in client.sessions():  # by other tests, whose leases have not ended
-            text_server.sessions.CloseSession(sb.CloseSessionRequest(session_id=left.session_id))
         with client.session("Tell me") as session:
             with pytest.raises(InvalidArgument, match=never):
                 session.append(" a story of words," * 50)

@@ -19,7 +19,7 @@ from pagedec.serve.answers import Events
 from pagedec.serve.calls import Calls
 from pagedec.v1 import prompt_pb2
 from pagedec.v1 import session_service_pb2 as pb
-from tests.serve.serving import Loop, Serving, details, greedy, parameters, prompt, reason
+from tests.serve.serving import Loop, Serving, close_sessions, details, greedy, parameters, prompt, reason
 from tests.serve.test_session_service import ADA, BOB, KEYS, PROMPT, Held, ids, refused
 from tests.support import wait_for
 
@@ -222,6 +222,7 @@ def test_continuations_count_by_their_tokens(text_server: Serving) -> None:
 
 def test_messages_count_for_as_long_as_a_branch_has_them(text_server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """Taken back by one, they make room when no other has them either."""
+    close_sessions(text_server)
     leases, stub = text_server.server.leases, text_server.sessions
     monkeypatch.setattr(leases, "_config", replace(leases._config, max_client_session_tokens=2000))
     table = struct_pb2.Struct()
