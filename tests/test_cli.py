@@ -112,7 +112,8 @@ def test_generate_json_is_one_object_a_line(stand_in: type[StandIn], capsys: pyt
 def test_what_is_no_number_is_null_in_json() -> None:
     """Python's NaN and Infinity are no JSON: other readers refuse the line."""
     told = {7: Logprob(float("nan"), 1, "a"), 8: Logprob(-float("inf"), None, "b")}
-    output = RequestOutput("0", "é", [1], [CompletionOutput(0, "", [7], cumulative_logprob=0.5, logprobs=[told])], True)
+    answer = CompletionOutput(0, "", [7], cumulative_logprob=0.5, logprobs=[told])
+    output = RequestOutput("0", "é", [1], [answer], True)
     text = generate.as_json(output)
     assert "NaN" not in text and "Infinity" not in text and "é" in text
     [answer] = json.loads(text)["outputs"]

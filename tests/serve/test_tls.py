@@ -24,6 +24,7 @@ from tests.serve.certificates import Authority
 from tests.serve.serving import Serving, client_of
 
 Serve = Callable[..., Serving]
+Shown = tuple[int, Path, Path, str]
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
@@ -46,6 +47,14 @@ def shown_name(port: int) -> str:
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with socket.create_connection(("127.0.0.1", port), 5) as raw, context.wrap_socket(raw) as wrapped:
         return str(hash(wrapped.getpeercert(binary_form=True)))
+
+
+@pytest.fixture
+def shown(serve: Serve, ours: Authority, tmp_path: Path) -> Shown:
+    """A server's port, the files of its certificate and key, and what a new connection is shown."""
+    cert, key = map(Path, ours.write("server", tmp_path))
+    port = serve(tls_cert=str(cert), tls_key=str(key)).server.port
+    return port, cert, key, shown_name(port)
 
 
 def test_tls(serve: Serve, ours: Authority, tmp_path: Path) -> None:
@@ -165,27 +174,23 @@ def test_files_that_no_connection_can_be_made_with_are_named(
 
 
 def test_a_certificate_without_its_key_is_told_of_and_not_shown(
-    serve: Serve, ours: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    shown: Shown, ours: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in the middle of a rotation, until the key is there, too."""
-    cert, key = ours.write("server", tmp_path)
-    serving = serve(tls_cert=cert, tls_key=key)
-    before = shown_name(serving.server.port)
+    port, cert, key, before = shown
     new = ours.issue("server")
-    Path(cert).write_bytes(new[0])
-    assert shown_name(serving.server.port) == before
+    cert.write_bytes(new[0])
+    assert shown_name(port) == before
     assert "the certificate of before stays in force: tls_key is" in caplog.text
-    Path(key).write_bytes(new[1])
-    assert shown_name(serving.server.port) != before
+    key.write_bytes(new[1])
+    assert shown_name(port) != before
 
 
 def test_a_certificate_that_was_made_readable_is_shown(
-    serve: Serve, ours: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shown: Shown, ours: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where whoever renews it writes the key for himself first."""
-    cert, key = ours.write("server", tmp_path)
-    serving = serve(tls_cert=cert, tls_key=key)
-    before = shown_name(serving.server.port)
+    port, _, key, before = shown
     ours.write("server", tmp_path)
 
     def unreadable(path: Path) -> bytes:
@@ -193,11 +198,11 @@ def test_a_certificate_that_was_made_readable_is_shown(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", unreadable)
-        assert shown_name(serving.server.port) == before
-    changed = Path(key).stat().st_ctime_ns
-    while Path(key).stat().st_ctime_ns == changed:
-        Path(key).chmod(0o644)
-    assert shown_name(serving.server.port) != before
+        assert shown_name(port) == before
+    changed = key.stat().st_ctime_ns
+    while key.stat().st_ctime_ns == changed:
+        key.chmod(0o644)
+    assert shown_name(port) != before
 
 
 def test_insecure_must_be_said(ours: Authority) -> None:
