@@ -94,6 +94,10 @@ class InvalidArgument(PagedecError):
         return f"{self.field} is {shown(self.value)}: {self.limit}"
 
 
+class EngineClosed(InvalidArgument):
+    """The engine that is to do something was closed, or has lost what drives it."""
+
+
 @contextlib.contextmanager
 def within(prefix: str) -> Iterator[None]:
     """Errors about a field are about `prefix` and the field."""
@@ -203,6 +207,10 @@ class RequestError(PagedecError):
 
     def __str__(self) -> str:
         return f"request {shown(self.request_id)}: {self.problem}"
+
+
+class GivenUp(RequestError):
+    """The engine was closed, or has lost what drives it, before the request was done."""
 
 
 class DeviceError(RequestError):

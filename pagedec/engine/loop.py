@@ -16,11 +16,10 @@ from pagedec.core.logprobs import TokenLogprobs
 from pagedec.core.request import Failed, Finished, Progress, Request, Settled
 from pagedec.engine.engine import Engine, EngineEvent, FinishedRequest
 from pagedec.engine.interrupts import held_interrupts
-from pagedec.errors import InvalidArgument, NotFound, PagedecError, RequestError, Shown, told
+from pagedec.errors import EngineClosed, GivenUp, InvalidArgument, NotFound, PagedecError, RequestError, Shown, told
 
 WAIT_SECONDS = 0.05
 """How long a thread sleeps before it looks whether it was interrupted, or forgotten by one that drove."""
-CLOSED = "was given up: the engine is closed"
 T = TypeVar("T")
 
 
@@ -75,15 +74,15 @@ class EngineLoop:
 
     # ---- what any thread may do
     def require_open(self) -> None:
-        """Raise `InvalidArgument` where nothing can run any more."""
+        """Raise `EngineClosed` where nothing can run any more, `InvalidArgument` in a fork."""
         if self._is_forked:
             limit = "must be made in each process: a thread that is not in this one was driving it"
             raise InvalidArgument("LLM", Shown("in a fork"), limit)
         if self._closed:
-            raise InvalidArgument("LLM", Shown("closed"), "must be open: its device and its memory were given up")
+            raise EngineClosed("LLM", Shown("closed"), "must be open: its device and its memory were given up")
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Queue what `engine.admit` has made; `sink` is told what becomes of it. Raises `InvalidArgument` if the loop
+        """Queue what `engine.admit` has made; `sink` is told what becomes of it. Raises `EngineClosed` if the loop
         is closed."""
         self.require_open()
         self._post(lambda: self._add(request, sink))
@@ -96,7 +95,7 @@ class EngineLoop:
         self._tidy()
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Have whoever drives call `function` with the engine between two steps. Raises `InvalidArgument` if the loop
+        """Have whoever drives call `function` with the engine between two steps. Raises `EngineClosed` if the loop
         is closed."""
         self.require_open()
         future: Future[T] = Future()
@@ -148,9 +147,9 @@ class EngineLoop:
     def drive(self, until: Callable[[], bool]) -> None:
         """Return when `until()`, which must be cheap. Steps for everybody unless somebody else does already.
 
-        On the main thread Ctrl-C is held back until a step is over, and then raised. Raises `InvalidArgument` where the
-        loop is closed before `until()`, and in a callback of the loop, which would wait for itself; and what the engine
-        raises.
+        On the main thread Ctrl-C is held back until a step is over, and then raised. Raises `EngineClosed` where the
+        loop is closed before `until()`, and `InvalidArgument` in a callback of the loop, which would wait for itself;
+        and what the engine raises.
         """
         self._refuse_callbacks()
         if self._is_forked:
@@ -296,8 +295,9 @@ class EngineLoop:
         with contextlib.suppress(Exception):  # the last word to it: what it raises can be of no request any more
             sink.failed(problem)
 
-    def _closing(self, request_id: str) -> RequestError:
-        problem = RequestError(request_id, f"was given up: {self.broken!r}" if self.broken else CLOSED)
+    def _closing(self, request_id: str) -> GivenUp:
+        why = "the engine is closed" if self.broken is None else told(self.broken)
+        problem = GivenUp(request_id, f"was given up: {why}")
         problem.__cause__ = self.broken
         return problem
 

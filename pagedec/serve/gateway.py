@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pagedec.constraints import TokenTrie
 from pagedec.core.resuming import Resume
-from pagedec.engine.loop import CLOSED
-from pagedec.errors import InvalidArgument, ModelFileError, NotFound, RequestError
+from pagedec.errors import EngineClosed, GivenUp, InvalidArgument, ModelFileError, NotFound
 from pagedec.llm.async_llm import AsyncLLM
 from pagedec.llm.front import renamed
 from pagedec.llm.prompts import read_prompt as prompt_of
@@ -257,13 +256,7 @@ class Gateway:
     def meant(self, error: Exception) -> Exception:
         """An error of a call as whoever asked is to have it: of an engine that has ended behind `require_engine`, that
         one's refusal. Any other is itself."""
-        if self._open is None or not self._open.llm.loop.closed:
-            return error
-        if isinstance(error, RequestError):
-            is_of_end = error.problem == CLOSED or error.__cause__ is self._open.llm.loop.broken is not None
-        else:
-            is_of_end = isinstance(error, InvalidArgument) and error.field == "LLM"  # no message has such a field
-        return self.lifecycle.refusal or FAILED if is_of_end else error
+        return self.lifecycle.refusal or FAILED if isinstance(error, (EngineClosed, GivenUp)) else error
 
     # ---- inside
     def _opened(self) -> _Open:
