@@ -68,6 +68,7 @@ class LaneRunner:
         self._waits = link is not None and link.received is not None
         self._drawn = self.backend.drawn_tokens()
         self._kept, self._reported = RowBuffer(self.backend, known), RowBuffer(self.backend, known)
+        self._has_answered = False  # a model that gives no numbers is told at its first answer: nobody looks again
         self.is_begun = self.is_through = True
         """All programs of the last forward are on their way; have been run, whatever became of what was read."""
 
@@ -143,8 +144,10 @@ class LaneRunner:
         return self._drawn.later()
 
     def _restrict(self, logits: torch.Tensor) -> None:
-        if self.debug and self.backend.has_nan(logits):
-            raise InvariantError("logits are NaN: a row read a slot that no row had written")
+        if (self.debug or not self._has_answered) and self.backend.has_nan(logits):
+            causes = "weights that are no numbers or overflow, or a row read a slot that no row had written"
+            raise InvariantError(f"logits are NaN: {causes}")
+        self._has_answered = True
         if self.num_drawn < logits.shape[1]:
             self.backend.restrict(logits, num_drawn=self.num_drawn)
 

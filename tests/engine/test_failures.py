@@ -4,12 +4,15 @@ carried out is found and told why."""
 from __future__ import annotations
 
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from pagedec import LLM, SamplingParams
 from pagedec.core.forward import Answers, Forwards, MakeMasks, Rules
@@ -214,6 +217,27 @@ def test_a_device_that_answers_nonsense_is_a_device_that_fails(
     assert right_answers(llm) == expected
     assert llm.engine.stats.num_failed_steps == 1
     assert_whole(llm, expected)
+
+
+@pytest.mark.parametrize("lane", ["target", "draft"])
+def test_a_model_whose_weights_are_no_numbers(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lane: str
+) -> None:
+    """Its answers would be token 0, again and again."""
+    monkeypatch.setenv("PAGEDEC_DEBUG", "0")
+    bad = shutil.copytree(tiny_path, tmp_path / "bad")
+    weights = load_file(bad / "model.safetensors")
+    weights["model.layers.1.input_layernorm.weight"][3] = float("nan")
+    save_file(weights, bad / "model.safetensors", metadata={"format": "pt"})
+    paths = {"target": tiny_path, "draft": tiny_path, lane: bad}
+    speculative = {"model": str(paths["draft"]), "num_speculative_tokens": 3}
+    limits = {"dtype": "float32", "skip_tokenizer_init": True, "num_blocks": 64}
+    with LLM(str(paths["target"]), speculative_config=speculative if lane == "draft" else None, **limits) as llm:
+        for _ in range(2):
+            with pytest.raises(RequestError, match="cannot be evaluated.*logits are NaN: weights that are no numbers"):
+                llm.generate([{"prompt_token_ids": [5, 7, 11]}], SHORT, use_tqdm=False)
+        llm.engine.scheduler.check()
+        assert llm.engine.scheduler.pools["target"].num_available == 64
 
 
 @pytest.mark.parametrize("step", [1, 3, 11])
