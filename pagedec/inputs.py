@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Protocol, TypeAlias, TypedDict, TypeGuard
 
@@ -23,6 +24,54 @@ NO_TOKEN_IDS = ("float", "bfloat", "complex", "bool")
 """How the types of numbers begin that are no token ids."""
 LORA = "LoRA adapters are"
 """Not available, wherever somebody asks for one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """What an argument may be, because it is done here, or asks for nothing. Anything else asks for `missing`."""
+
+    values: tuple[Any, ...]
+    missing: str
+    is_secret: bool = False
+
+    def check(self, name: str, value: object) -> None:
+        if not any(type(value) is type(one) and value == one for one in self.values):
+            available = ", ".join(map(repr, self.values))
+            limit = f"{self.missing} not available in this version; available: {available}"
+            raise FeatureNotAvailable(name, Shown("a secret") if self.is_secret else value, limit)
+
+
+_TOKENIZING = "tokenizing with options (truncate_prompt_tokens is one of SamplingParams) is"
+CALL_ONLY: dict[str, Only] = {
+    "chat_template_content_format": Only(
+        ("auto", None), "contents in another form than the template reads (parts where it reads them, else text) are"
+    ),
+    "tokenization_kwargs": Only((None, {}), _TOKENIZING),
+    "mm_processor_kwargs": Only((None, {}), "images, audio and video are"),
+    "prompt_adapter_request": Only((None,), "prompt adapters are"),
+    "guided_options_request": Only((None,), "another name of structured_outputs of SamplingParams is"),
+    "prompt_text": Only((None,), "a text beside the prompt, but in a mapping with prompt_token_ids, is"),
+    "trace_headers": Only((None, {}), "tracing is"),
+    "data_parallel_rank": Only((None, 0), "a choice among engines is"),
+    "reasoning_ended": Only((None,), "telling thoughts from answers is"),
+    "reasoning_parser_kwargs": Only((None, {}), "telling thoughts from answers is"),
+}
+"""Arguments of vLLM's `generate` and `chat`, of all versions since 0.7, that there are not, and what they may be."""
+
+
+class CallArgs(TypedDict, total=False):
+    """The same by their types."""
+
+    chat_template_content_format: str | None
+    tokenization_kwargs: dict[str, Any] | None
+    mm_processor_kwargs: dict[str, Any] | None
+    prompt_adapter_request: None
+    guided_options_request: None
+    prompt_text: None
+    trace_headers: Mapping[str, str] | None
+    data_parallel_rank: int | None
+    reasoning_ended: None
+    reasoning_parser_kwargs: dict[str, Any] | None
 
 
 class Array(Protocol):
@@ -201,6 +250,15 @@ def as_continuations(continuations: Any, field: str = "continuations") -> list[A
     if not is_listed(continuations, Mapping):
         raise InvalidArgument(field, continuations, "must be a list of texts, or of lists of token ids")
     return list(continuations)
+
+
+def check_call(call: str, of_vllm: Mapping[str, Any]) -> None:
+    """Raise `FeatureNotAvailable` for arguments of vLLM's that ask for what there is not, and, as Python does, a
+    `TypeError` for one that neither has."""
+    for name, value in of_vllm.items():
+        if name not in CALL_ONLY:
+            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
+        CALL_ONLY[name].check(name, value)
 
 
 def check_no_lora(lora_request: object) -> None:

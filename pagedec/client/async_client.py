@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from pagedec.client import questions
 from pagedec.client.asking import as_order
@@ -16,7 +16,7 @@ from pagedec.client.connection import RESUME_SECONDS, TARGET, Inquiry, Way
 from pagedec.client.handle import Held, opening
 from pagedec.client.questions import Question
 from pagedec.client.token_pieces import TokenPieces
-from pagedec.inputs import Prompt, check_no_lora
+from pagedec.inputs import CallArgs, Prompt, check_call, check_no_lora
 from pagedec.outputs import RequestOutput
 from pagedec.params import BeamSearchParams, RequestOutputKind, SamplingParams, as_beams
 from pagedec.v1 import model_service_pb2, session_service_pb2
@@ -60,8 +60,10 @@ class AsyncClient:
         priority: int = 0,
         cache_salt: str = "",
         timeout: float | None = None,
+        **of_vllm: Unpack[CallArgs],
     ) -> AsyncGenerator[RequestOutput, None]:
         """The answers to one prompt as they grow; see `AsyncLLM.generate`. Leaving the iterator ends the request."""
+        check_call("generate", of_vllm)
         check_no_lora(lora_request)
         question = Question.of("prompt", prompt, sampling_params, cache_salt)
         async with contextlib.aclosing(self._outputs(question, request_id, priority, timeout)) as outputs:
@@ -82,12 +84,14 @@ class AsyncClient:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        **of_vllm: Unpack[CallArgs],
     ) -> AsyncGenerator[RequestOutput, None]:
         """The answer to one conversation as it grows; see `AsyncLLM.chat`. The template is the server's."""
         options = {
             "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
             "chat_template": chat_template, "tools": tools, "template_kwargs": chat_template_kwargs,
         }  # fmt: skip
+        check_call("chat", of_vllm)
         check_no_lora(lora_request)
         question = Question.of_chat(messages, sampling_params, options)
         async with contextlib.aclosing(self._outputs(question, request_id, priority, timeout)) as outputs:

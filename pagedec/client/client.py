@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 from tqdm import tqdm
 
@@ -23,7 +23,17 @@ from pagedec.client.remote_session import RemoteSession
 from pagedec.client.token_pieces import TokenPieces
 from pagedec.errors import CallInterrupted, InvalidArgument, RequestError, RequestsFailed, Shown
 from pagedec.fields import Integer
-from pagedec.inputs import Array, Prompt, as_conversations, as_list, as_priorities, check_no_lora, with_token_ids
+from pagedec.inputs import (
+    Array,
+    CallArgs,
+    Prompt,
+    as_conversations,
+    as_list,
+    as_priorities,
+    check_call,
+    check_no_lora,
+    with_token_ids,
+)
 from pagedec.outputs import BeamSearchOutput, RequestOutput
 from pagedec.params import BeamSearchParams, SamplingParams, as_beams
 from pagedec.v1 import generation_service_pb2 as pb
@@ -84,9 +94,11 @@ class Client:
         prompt_token_ids: Sequence[int] | Array | Sequence[Sequence[int] | Array] | None = None,
         on_error: str = "raise",
         timeout: float | None = None,
+        **of_vllm: Unpack[CallArgs],
     ) -> list[RequestOutput]:
         """Answers to one prompt or many, in the prompts' order; see `LLM.generate`. Several go over one stream, and are
         one batch of the server's."""
+        check_call("generate", of_vllm)
         check_no_lora(lora_request)
         many = with_token_ids(prompts, prompt_token_ids)
         each = _spread(sampling_params, len(many))
@@ -108,12 +120,14 @@ class Client:
         priority: Sequence[int] | None = None,
         on_error: str = "raise",
         timeout: float | None = None,
+        **of_vllm: Unpack[CallArgs],
     ) -> list[RequestOutput]:
         """Answers to one conversation or to a list of them; see `LLM.chat`. The template is the server's."""
         options = {
             "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
             "chat_template": chat_template, "tools": tools, "template_kwargs": chat_template_kwargs,
         }  # fmt: skip
+        check_call("chat", of_vllm)
         check_no_lora(lora_request)
         conversations, several = as_conversations(messages)
         each = _spread(sampling_params, len(conversations))

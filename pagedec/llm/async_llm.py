@@ -8,11 +8,11 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 from pagedec.core.resuming import Resume
 from pagedec.errors import InvalidArgument
-from pagedec.inputs import Prompt, as_priorities, check_no_lora
+from pagedec.inputs import CallArgs, Prompt, as_priorities, check_call, check_no_lora
 from pagedec.llm.async_session import Opening
 from pagedec.llm.front import Front
 from pagedec.llm.prompts import Prepared
@@ -56,15 +56,17 @@ class AsyncLLM(Front):
         lora_request: None = None,
         priority: int = 0,
         cache_salt: str = "",
+        **of_vllm: Unpack[CallArgs],
     ) -> AsyncGenerator[RequestOutput, None]:
         """The answers to one prompt as they grow; what each output holds says `sampling_params.output_kind`, by default
         all of the text so far. The last one is `finished`.
 
         A reader that is slower than the engine gets what has come meanwhile in one output. Leaving the iterator,
         closing it, or cancelling the task aborts the request before the next step. `request_id`: a name for `abort` and
-        for the outputs, of no request that still runs. Raises `InvalidArgument` naming field, value and limit, and
-        `RequestError` where the request fails.
+        for the outputs, of no request that still runs. `of_vllm`: see `LLM.generate`. Raises `InvalidArgument` naming
+        field, value and limit, and `RequestError` where the request fails.
         """
+        check_call("generate", of_vllm)
         check_no_lora(lora_request)
         given = prompt, sampling_params, priority, cache_salt, request_id
         async with contextlib.aclosing(self.resumable(*given)) as outputs:
@@ -129,6 +131,7 @@ class AsyncLLM(Front):
         tools: Sequence[Tool] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
+        **of_vllm: Unpack[CallArgs],
     ) -> AsyncGenerator[RequestOutput, None]:
         """The answer to one conversation as it grows. What the arguments mean: see `generate` and `render_chat`."""
         template = {
@@ -138,6 +141,7 @@ class AsyncLLM(Front):
             "tools": tools,
             "template_kwargs": chat_template_kwargs,
         }
+        check_call("chat", of_vllm)
         check_no_lora(lora_request)
         orders = as_priorities([priority], 1)
         prepared = await asyncio.to_thread(self.prepare_chat, [messages], sampling_params, orders, template, request_id)

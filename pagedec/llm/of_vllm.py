@@ -6,9 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pagedec.errors import FeatureNotAvailable, Shown
 from pagedec.fields import Flag, Integer, Number, Rule, Text, Texts
-from pagedec.inputs import LORA
+from pagedec.inputs import LORA, Only
 
 ALIASES = {
     "num_gpu_blocks_override": "num_blocks",
@@ -49,21 +48,6 @@ class Unread(Rule):
 
     def accept(self, value: object) -> Any:
         return value
-
-
-@dataclass(frozen=True, slots=True)
-class Only:
-    """What an argument may be, because it is done here, or asks for nothing. Anything else asks for `missing`."""
-
-    values: tuple[Any, ...]
-    missing: str
-    is_secret: bool = False
-
-    def check(self, name: str, value: object) -> None:
-        if not any(type(value) is type(one) and value == one for one in self.values):
-            available = ", ".join(map(repr, self.values))
-            limit = f"{self.missing} not available in this version; available: {available}"
-            raise FeatureNotAvailable(name, Shown("a secret") if self.is_secret else value, limit)
 
 
 _NO_MEDIA = "no prompt has images or sound: one that brings some is refused"

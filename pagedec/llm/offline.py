@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 from pagedec.errors import CallInterrupted, InvalidArgument, RequestsFailed
 from pagedec.fields import Integer
-from pagedec.inputs import Array, Prompt, as_list, check_no_lora, with_token_ids
+from pagedec.inputs import Array, CallArgs, Prompt, as_list, check_call, check_no_lora, with_token_ids
 from pagedec.llm.beams import beam_output
 from pagedec.llm.collecting import Collection
 from pagedec.llm.front import Front, renamed
@@ -44,6 +44,7 @@ class LLM(Front):
         priority: Sequence[int] | None = None,
         prompt_token_ids: Sequence[int] | Array | Sequence[Sequence[int] | Array] | None = None,
         on_error: str = "raise",
+        **of_vllm: Unpack[CallArgs],
     ) -> list[RequestOutput]:
         """Answers to one prompt or many, in the prompts' order.
 
@@ -51,13 +52,15 @@ class LLM(Front):
         "cache_salt"; an array of two dimensions is several. `prompt_token_ids` gives token ids apart, as vLLM's older
         calls do. `sampling_params` is one object for all prompts or one for each, of any registered decoder's parameter
         type; without it, those of `get_default_sampling_params`. `priority`: one number for each prompt, lower runs
-        earlier. `use_tqdm` shows a bar; a callable such as `functools.partial(tqdm, leave=False)` makes it. Everything
-        is checked before anything starts: raises `InvalidArgument` naming field, value and limit.
+        earlier. `use_tqdm` shows a bar; a callable such as `functools.partial(tqdm, leave=False)` makes it. `of_vllm`:
+        further arguments of vLLM's, which may ask for nothing. Everything is checked before anything starts: raises
+        `InvalidArgument` naming field, value and limit.
 
         A request that fails while it runs costs no other its answer. When all are done, `on_error="raise"` raises
         `RequestsFailed`, which carries all outputs; `on_error="return"` returns them, and the failed ones have an
         `error`. Ctrl-C raises `CallInterrupted`, a `KeyboardInterrupt` with the outputs that are finished.
         """
+        check_call("generate", of_vllm)
         return_errors = _checked(use_tqdm, lora_request, on_error)
         many = with_token_ids(prompts, prompt_token_ids)
         with renamed("prompts", "prompts" if prompt_token_ids is None or prompts is not None else "prompt_token_ids"):
@@ -78,11 +81,13 @@ class LLM(Front):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: Sequence[int] | None = None,
         on_error: str = "raise",
+        **of_vllm: Unpack[CallArgs],
     ) -> list[RequestOutput]:
         """Answers to one conversation or to a list of them. What the arguments mean: see `render_chat` and `generate`.
 
         The prompt is encoded without further special tokens: the template writes those that its model wants.
         """
+        check_call("chat", of_vllm)
         return_errors = _checked(use_tqdm, lora_request, on_error)
         template = {
             "add_generation_prompt": add_generation_prompt,

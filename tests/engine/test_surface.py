@@ -22,6 +22,7 @@ from tqdm import tqdm
 from pagedec import LLM, AsyncLLM, DtypeWarning, PoolWarning, SamplingParams
 from pagedec.config import engine_rules
 from pagedec.errors import AbsentFeature, FeatureNotAvailable, InvalidArgument
+from pagedec.inputs import CALL_ONLY, CallArgs
 from pagedec.llm.of_vllm import ABSENT
 
 Tiny = Callable[..., LLM]
@@ -67,6 +68,37 @@ def test_a_request_with_a_lora_is_refused_by_name(tiny: Tiny, asynchronous: Asyn
         ):
             call()
     assert llm._num_requests == 0
+
+
+def test_further_arguments_of_vllm_s_calls_may_ask_for_nothing(text_llm: LLM, asynchronous: AsyncLLM) -> None:
+    assert set(CallArgs.__annotations__) == set(CALL_ONLY)
+    plain: dict[str, Any] = {name: only.values[-1] for name, only in CALL_ONLY.items()}
+    auto = {**plain, "chat_template_content_format": "auto"}
+    assert text_llm.generate("Hi", GREEDY, use_tqdm=False, **plain)[0].finished
+    prompts = [text_llm.chat(HI, GREEDY, False, **given)[0].prompt for given in (auto, {})]
+    assert prompts[0] == prompts[1]
+    began = text_llm._num_requests
+
+    async def told(outputs: Any) -> bool:
+        return [output async for output in outputs][-1].finished
+
+    def calls(**given: Any) -> list[Callable[[], object]]:
+        return [
+            lambda: text_llm.generate("Hi", GREEDY, **given), lambda: text_llm.chat(HI, GREEDY, **given),
+            lambda: asyncio.run(told(asynchronous.generate(PROMPT, GREEDY, **given))),
+            lambda: asyncio.run(told(asynchronous.chat(HI, GREEDY, **given))),
+        ]  # fmt: skip
+
+    assert calls(**plain)[2]()
+    for name, only in CALL_ONLY.items():
+        for call in calls(**{name: "openai"}):
+            with pytest.raises(FeatureNotAvailable) as caught:
+                call()
+            assert str(caught.value).startswith(f"{name} is 'openai': {only.missing} not available in this version; ")
+    for call in calls(max_new_tokens=3):
+        with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument 'max_new_tokens'$"):
+            call()
+    assert text_llm._num_requests == began
 
 
 @pytest.mark.parametrize(

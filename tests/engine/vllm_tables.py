@@ -3,13 +3,14 @@ docs/vllm.md."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pagedec import ABSENT_NAMES
 from pagedec.config import engine_rules
 from pagedec.fields import Rule
+from pagedec.inputs import CALL_ONLY, Only
 from pagedec.llm.of_vllm import ABSENT, ALIASES, FLOAT16, NEUTRAL, ONLY, SPELLINGS, UNSET
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "vllm.md"
@@ -70,6 +71,7 @@ HEADS = {
     "renamed": ("argument or value of vLLM's", "here"),
     "neutral": ("arguments", "values", "why nothing depends on it"),
     "only": ("not available", "what may be said"),
+    "calls": ("not available", "what may be said"),
     "absent": ("of `LLM` and `AsyncLLM`", "instead"),
     "names": ("of `vllm`", "instead"),
 }
@@ -84,7 +86,8 @@ def tables() -> dict[str, str]:
         ],
         "renamed": _renamed(),
         "neutral": _grouped((name, (_values(rule), rule.help)) for name, rule in NEUTRAL.items()),
-        "only": _only(),
+        "only": _only(ONLY),
+        "calls": _only(CALL_ONLY),
         "absent": _grouped((name, (instead,)) for name, instead in ABSENT.items()),
         "names": _grouped((name, (instead,)) for name, instead in ABSENT_NAMES.items()),
     }
@@ -154,9 +157,9 @@ def _grouped(entries: Iterable[tuple[str, tuple[str, ...]]]) -> list[tuple[str, 
     return [(", ".join(names), *said) for said, names in rows.items()]
 
 
-def _only() -> list[tuple[str, str]]:
+def _only(names: Mapping[str, Only]) -> list[tuple[str, str]]:
     rows: dict[str, list[str]] = {}
-    for name, only in ONLY.items():
+    for name, only in names.items():
         feature = only.missing.removesuffix(" are").removesuffix(" is")
         rows.setdefault(feature, []).append(f"`{name}` {' or '.join(map(_code, only.values))}")
     return [(feature, "; ".join(said)) for feature, said in rows.items()]

@@ -88,6 +88,13 @@ def test_what_only_an_llm_can_take_is_refused_by_name() -> None:
     ):  # fmt: skip
         with pytest.raises(FeatureNotAvailable, match="^lora_request is .*mine.*: LoRA adapters are not available in"):
             call()  # type: ignore[no-untyped-call]
+    for call in (
+        lambda: client.generate(PROMPT, tokenization_kwargs=lora), lambda: client.chat(hi, tokenization_kwargs=lora),
+        lambda: asyncio.run(first(coroutines.generate(PROMPT, tokenization_kwargs=lora))),
+        lambda: asyncio.run(first(coroutines.chat(hi, tokenization_kwargs=lora))),
+    ):  # fmt: skip
+        with pytest.raises(FeatureNotAvailable, match="^tokenization_kwargs is .*mine.*: tokenizing with options"):
+            call()  # type: ignore[no-untyped-call]
     for one in (client, coroutines):
         for given in ({"messages": hi}, {"prompt": PROMPT}):
             with pytest.raises(InvalidArgument, match="^chat_template is '{{ messages }}': must be None: the server "):
