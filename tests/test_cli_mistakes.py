@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 import types
@@ -312,6 +313,18 @@ def test_a_wrong_debugging_variable_is_named(
     monkeypatch.setenv("PAGEDEC_ISSA", "avx2")
     assert run("doctor") == 2
     assert capsys.readouterr().err.startswith("pagedec: error: PAGEDEC_ISSA is not a known variable; known are ")
+
+
+def test_too_few_files_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Libraries would end the process, or wait for ever."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (16, hard))
+    try:
+        status = run("serve", "--no-such-flag")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    said = "pagedec: error: ulimit -n is 16: must be at least 64, files that a command may have open\n"
+    assert (status, capsys.readouterr().err) == (2, said)
 
 
 # ---------------------------------------------------------------------------------------------------------------- help

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import importlib
 import os
+import resource
 import sys
 import threading
 from collections.abc import Sequence
@@ -25,12 +26,17 @@ from pagedec.cli.console import (
     warnings_as_lines,
 )
 from pagedec.cli.parser import Parser
-from pagedec.errors import PagedecError
+from pagedec.cli.signals import ended_by_signals
+from pagedec.errors import InvalidArgument, PagedecError
 
+SERVE = "serve"
+LEAST_FILES = 64
+"""A server with all of its ports has 25 open when nobody asks. Libraries end the process, or hang, where they get
+none."""
 COMMANDS = {
     "generate": "continue prompts with a model",
     "chat": "talk with a model",
-    "serve": "serve a model over gRPC",
+    SERVE: "serve a model over gRPC",
     "health": "ask a server how it stands",
     "batch": "answer a file of requests, and go on with it after an interruption",
     "tokenize": "show how a model's tokenizer reads text",
@@ -74,12 +80,27 @@ def refuse(error: ValueError) -> int:
     return USER_ERROR
 
 
+def check_files() -> None:
+    """Raise `InvalidArgument` where the process may open too few files."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if most != resource.RLIM_INFINITY and most < LEAST_FILES:
+        raise InvalidArgument("ulimit -n", most, f"must be at least {LEAST_FILES}, files that a command may have open")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0: done, 1: the output could not be written, 2: the caller's mistake; both are said in one
     line."""
+    given = sys.argv[1:] if argv is None else argv
+    named = next((text for text in given if not text.startswith("-")), None)
+    with ended_by_signals() if named == SERVE else contextlib.nullcontext():
+        return _run(given)
+
+
+def _run(argv: Sequence[str]) -> int:
     open_streams()
     try:
         environment.check()
+        check_files()
     except ValueError as error:
         return refuse(error)
     try:

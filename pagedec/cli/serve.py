@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import dataclasses
 import gc
 import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from pagedec import environment
 from pagedec.cli.arguments import (
@@ -25,12 +23,12 @@ from pagedec.cli.arguments import (
     given_sampling,
 )
 from pagedec.cli.console import DONE, FAILED, say
+from pagedec.cli.signals import SIGNALS
 from pagedec.config import EngineConfig
 from pagedec.errors import InvalidArgument
 from pagedec.formats.generation import WRITTEN
 from pagedec.serve.server_config import ServerConfig
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EPILOG = """\
 examples:
   pagedec serve --port 50051
@@ -50,12 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
     options, config = given_options(arguments, ServerConfig), recommending(arguments)
     if options.log_format == "json":
         environment.quiet_grpc()
-    with _ended_by_signals():
-        from pagedec.serve.logs import begin_logging
+    from pagedec.serve.logs import begin_logging
 
-        begin_logging(options.log_level, options.log_format)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve(options, config))
+    begin_logging(options.log_level, options.log_format)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(options, config))
 
 
 def recommending(arguments: argparse.Namespace) -> EngineConfig:
@@ -75,18 +72,6 @@ def recommending(arguments: argparse.Namespace) -> EngineConfig:
     merged = {**table, **own} if is_flag else {**own, **table}
     model = dataclasses.replace(config.model, override_generation_config=merged or None)
     return dataclasses.replace(config, model=model)
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Signals end the process at once, until the event loop sees to them: importing takes seconds, and a container's
-    first process is sent them once, and ignores what it has not asked for."""
-    before = {number: signal.signal(number, lambda *_: os._exit(DONE)) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -20,6 +20,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pagedec.cli import main
 from pagedec.cli.serve import add_arguments, recommending
 from pagedec.client import Client
 from pagedec.config import EngineConfig
@@ -192,6 +193,30 @@ def test_a_signal_before_it_listens_is_heard(started: Callable[..., Process], ti
     command = [sys.executable, "-c", told, "serve", "--model", str(tiny_path), "--port", "0"]
     done = subprocess.run(command, cwd=SOURCES, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_command_line_is_read_is_heard(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That alone takes a second where others compute. Other commands are ended as Python's programs are."""
+
+    class Ended(BaseException):
+        pass
+
+    def end(status: int) -> None:
+        raise Ended(status)
+
+    told = list[int]()
+    monkeypatch.setattr(main.os, "_exit", end)
+    monkeypatch.setattr(main, "parser", lambda: os.kill(os.getpid(), number))
+    before = signal.signal(number, lambda number, frame: told.append(number))
+    try:
+        with pytest.raises(Ended, match="^0$"):
+            main.main(["serve", "--port", "0"])
+        with pytest.raises(AttributeError):
+            main.main(["health", "serve"])
+    finally:
+        signal.signal(number, before)
+    assert told == [number]
 
 
 BROKEN = """
