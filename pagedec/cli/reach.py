@@ -65,10 +65,13 @@ class Reach:
         return ""
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What goes with each call. Raises `InvalidArgument` for a file that cannot be read."""
+        """What goes with each call. Raises `InvalidArgument` for a file that holds no token, or cannot be read."""
         if self.token_file is None:
             return ()
-        token = _read("token_file", self.token_file).decode("utf-8", "replace").strip()
+        token = _read("token_file", self.token_file).decode("utf-8-sig", "replace").strip()
+        if not (token and token.isascii() and token.isprintable()):
+            limit = f"must hold a token, text of one line as a header has it{'' if token else ': there is none'}"
+            raise InvalidArgument("token_file", self.token_file, limit)
         return (("authorization", f"Bearer {token}"),)
 
     @property

@@ -142,7 +142,7 @@ def _client(name: str, table: Any, path: Path) -> Client:
     if not isinstance(texts, list) or not texts or not all(map(_is_token, texts)):
         limit = (
             f"must be a list of at least one token, each of at least {SHORTEST_TOKEN} characters, "
-            "with no space around it"
+            "with no space around it, and none that is not printable ASCII"
         )
         raise InvalidArgument("tokens", Shown("given"), limit)
     try:
@@ -153,8 +153,10 @@ def _client(name: str, table: Any, path: Path) -> Client:
 
 
 def _is_token(text: object) -> bool:
-    """What is sent has no space around it."""
-    return isinstance(text, str) and len(text) >= SHORTEST_TOKEN and text == text.strip()
+    """What can be sent in a header, which has no space around it."""
+    if not isinstance(text, str) or len(text) < SHORTEST_TOKEN or text != text.strip():
+        return False
+    return text.isascii() and text.isprintable()
 
 
 def _digest(token: str) -> bytes:

@@ -268,6 +268,10 @@ def test_a_revoked_token_is_refused_by_a_running_server(serve: Serve, keys: Path
         ("[a]", "must be a list of at least one token, each of at least 16 characters"),
         ('[a]\ntokens = ["short"]', "must be a list of at least one token, each of at least 16 characters"),
         (f'[a]\ntokens = ["{ALICE} "]', "each of at least 16 characters, with no space around it"),
+        *(
+            (f'[a]\ntokens = ["{ALICE}{sign}"]', "and none that is not printable ASCII")
+            for sign in ("ü", r"\n1", r"\u0001")
+        ),
         (f'[a]\ntokens = "{ALICE}"', "must be a list of at least one token, each of at least 16 characters"),
         (f'[a]\ntokens = ["{ALICE}"]\nmax_request = 3', "did you mean max_requests?"),
         (f'[a]\ntokens = ["{ALICE}"]\nmax_requests = 0', "api_keys.a.max_requests is 0"),

@@ -137,7 +137,7 @@ def test_the_command_over_tls_with_a_token(serve: Serve, tmp_path: Path, capsys:
     client, client_key = ours.write("client", tmp_path)
     (tmp_path / "ca.pem").write_bytes(ours.pem)
     (tmp_path / "keys.toml").write_text('[probe]\ntokens = ["sixteencharacters"]')
-    (tmp_path / "token").write_text("sixteencharacters\n")
+    (tmp_path / "token").write_text("sixteencharacters\n", "utf-8-sig")
     ca = str(tmp_path / "ca.pem")
     serving = serve(tls_cert=cert, tls_key=key, tls_client_ca=ca, api_keys=str(tmp_path / "keys.toml"))
     address = f"127.0.0.1:{serving.server.port}"
@@ -149,6 +149,27 @@ def test_the_command_over_tls_with_a_token(serve: Serve, tmp_path: Path, capsys:
     assert status == 1 and "UNAVAILABLE" in err
     status, _, err = said(capsys, address, "--tls-ca", str(tmp_path / "none.pem"))
     assert status == 2 and err.startswith("pagedec: error: tls_ca is ") and "cannot be read" in err
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"", "must hold a token, text of one line as a header has it: there is none"),
+        (b" \n", "must hold a token, text of one line as a header has it: there is none"),
+        (b"sixteen\ncharacters\n", "must hold a token, text of one line as a header has it"),
+        ("sixteen-charäcters".encode(), "must hold a token, text of one line as a header has it"),
+        (b"\0\xff\xfe\x80sixteencharacters", "must hold a token, text of one line as a header has it"),
+        (None, "cannot be read: Is a directory"),
+    ],
+)
+def test_a_file_that_holds_no_token_is_named(
+    data: bytes | None, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody is asked."""
+    file = tmp_path / "token"
+    file.mkdir() if data is None else file.write_bytes(data)
+    told = f"pagedec: error: token_file is {file}: {problem}\n"
+    assert said(capsys, "127.0.0.1:1", "--token-file", str(file)) == (2, "", told)
 
 
 def test_the_command_says_where_tls_is_the_reason(
