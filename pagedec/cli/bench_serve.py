@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,7 @@ class LoadOptions:
     )
     workload_seed: int = option(0, Integer("of random prompts and gaps"))
     result: str | None = option(None, Text("file for the result, with every request, as JSON", optional=True))
-    plot: str | None = option(None, Text("file for a picture, PNG; needs matplotlib", optional=True))
+    plot: str | None = option(None, Text("file for a picture, NAME.png; needs matplotlib", optional=True))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -86,10 +86,6 @@ def run(arguments: argparse.Namespace) -> int:
     requests = made(options, sampling)
     outcomes = asyncio.run(_sent(options, reach, requests))
     result = summary(outcomes, goals)
-    if options.result is not None:
-        Path(options.result).write_text(json.dumps({**result, "requests": record(outcomes)}), encoding="utf-8")
-    if options.plot is not None:
-        _draw(options.plot, outcomes)
     if arguments.json:
         print(json.dumps(result))
     else:
@@ -99,7 +95,13 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{label:32} {number}".rstrip())
     for code, problem in {outcome.code: outcome.problem for outcome in outcomes if outcome.problem}.items():
         say(f"{code}: {problem}{reach.hint(problem)}")
-    return DONE if result["completed"] else FAILED
+    status = DONE if result["completed"] else FAILED
+    if options.result is not None:
+        text = json.dumps({**result, "requests": record(outcomes)})
+        status |= _written("result", options.result, lambda path: Path(path).write_text(text, encoding="utf-8"))
+    if options.plot is not None:
+        status |= _written("plot", options.plot, lambda path: _draw(path, outcomes))
+    return status
 
 
 def _check_place(field: str, path: str | None) -> None:
@@ -108,13 +110,27 @@ def _check_place(field: str, path: str | None) -> None:
         return
     folder = Path(path).absolute().parent
     try:
-        is_folder, is_place = folder.is_dir(), not Path(path).is_dir()
+        is_there, is_folder = Path(path).exists(), folder.is_dir()
     except OSError as error:  # a name that is too long
         raise InvalidArgument(field, path, f"cannot be written: {error.strerror}") from error
-    if not (is_folder and is_place and os.access(folder, os.W_OK)):
+    if is_there and (Path(path).is_dir() or not os.access(path, os.W_OK)):
+        raise InvalidArgument(field, path, "cannot be written: must be a file that may be written to")
+    if not is_there and not (is_folder and os.access(folder, os.W_OK | os.X_OK)):
         raise InvalidArgument(field, path, f"cannot be written: {folder} must be a directory that may be written to")
+    if field == "plot" and Path(path).suffix.lower() != ".png":
+        raise InvalidArgument("plot", path, "must be the name of a picture, which ends in .png")
     if field == "plot" and importlib.util.find_spec("matplotlib") is None:
         raise InvalidArgument("plot", path, "needs matplotlib: pip install 'pagedec[plot]'")
+
+
+def _written(field: str, path: str, write: Callable[[str], object]) -> int:
+    """The exit status of writing a file, when all that there is to know has been printed."""
+    try:
+        write(path)
+    except OSError as error:
+        say(f"error: {field} is {path}: cannot be written: {error.strerror}")
+        return FAILED
+    return DONE
 
 
 def made(options: LoadOptions, sampling: dict[str, Any]) -> list[pb.GenerateStreamRequest]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pagedec.cli import bench_serve
 from pagedec.errors import InvalidArgument
 from pagedec.serve.load import Outcome, parse_goals, start_times, summary
 from tests.serve.certificates import Authority
@@ -83,9 +85,12 @@ def test_the_command_sends_what_it_says(text_server: Serving, tmp_path: Path) ->
 
 def test_random_prompts_and_a_server_that_refuses(serve: Serve) -> None:
     """The tiny model's vocabulary is smaller than random prompts need."""
-    done = bench("--address", f"127.0.0.1:{serve().server.port}", "--num-prompts", "8", "--input-len", "200")
+    flags = ["--num-prompts", "8", "--input-len", "200", "--result", "/dev/full"]
+    done = bench("--address", f"127.0.0.1:{serve().server.port}", *flags)
     assert done.returncode == 1 and "INVALID_ARGUMENT" in done.stdout, done.stderr
-    assert re.fullmatch(r"pagedec: INVALID_ARGUMENT: prompt.*: token ids must be from 0 to 130\n", done.stderr)
+    told, lost = done.stderr.splitlines()
+    assert re.fullmatch(r"pagedec: INVALID_ARGUMENT: prompt.*: token ids must be from 0 to 130", told)
+    assert lost == "pagedec: error: result is /dev/full: cannot be written: No space left on device"
     units = {"duration": "s", "request throughput": "requests/s", "output throughput": "tokens/s"}
     for name, unit in (units | {"request goodput": "requests/s"}).items():
         assert re.search(rf"^{name} \({unit}\) +[0-9.]+$", done.stdout, re.M), done.stdout
@@ -124,3 +129,25 @@ def test_a_server_with_tls_and_tokens(serve: Serve, tmp_path: Path) -> None:
 def test_mistakes(flags: list[str], said: str) -> None:
     done = bench(*flags)
     assert done.returncode == 2 and said in done.stderr
+
+
+def test_files_that_will_not_be_written_are_told_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is there may be written to in a folder that may not."""
+    (tmp_path / "there").touch()
+    parser = argparse.ArgumentParser()
+    bench_serve.add_arguments(parser)
+    for flags, limit in (
+        (["--result", str(tmp_path)], "must be a file that may be written to"),
+        (["--plot", str(tmp_path / "r.jpog")], "must be the name of a picture, which ends in .png"),
+        (["--plot", str(tmp_path / "r.png" / "r.png")], "r.png must be a directory that may be written to"),
+    ):
+        with pytest.raises(InvalidArgument, match=limit):
+            bench_serve.run(parser.parse_args(flags))
+    own = str(tmp_path / "there")
+    monkeypatch.setattr(bench_serve.os, "access", lambda path, mode: path == own)
+    bench_serve._check_place("result", own)
+    with pytest.raises(InvalidArgument, match="must be a directory that may be written to"):
+        bench_serve._check_place("result", f"{own}.too")
+    monkeypatch.setattr(bench_serve.os, "access", lambda path, mode: path == tmp_path)
+    with pytest.raises(InvalidArgument, match="must be a file that may be written to"):
+        bench_serve._check_place("result", own)
