@@ -12,7 +12,7 @@ import selectors
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from pagedec.core.forward import NO_INTS, NO_MASKS, Answers, MakeMasks, asks_dra
 from pagedec.core.wire import Step, awaits_rolled, pack_masks, pack_step, unpack_answers, unpack_rolled
 from pagedec.errors import InvariantError, WorkerLost
 from pagedec.executor.channel import Channel, Kind
+from pagedec.executor.reception import LOOK_SECONDS
 from pagedec.runtime.geometry import Geometry
 
 SILENT_SECONDS = 10.0
@@ -92,14 +93,15 @@ class WorkerGroup:
         self._through = [0] * len(self.workers)
         """The last step that each rank behind the first is through with."""
 
-    def load(self, config: EngineConfig) -> Geometry:
-        """Have workers made, in place of those that are there. Raises what loading raises; they have ended then."""
+    def load(self, config: EngineConfig, check: Callable[[], None] = lambda: None) -> Geometry:
+        """Have workers made, in place of those that are there. `check` is called now and then, and may raise. Raises
+        that, and what loading raises; they have ended then."""
         try:
             self._bear_silence(LOAD_SILENT_SECONDS)
             order = {"config": config.to_kwargs(), "world": len(self.workers)}
             for rank in range(len(self.workers)):
                 self._send(rank, Kind.LOAD, json.dumps({**order, "rank": rank}).encode())
-            ready = self._loaded()
+            ready = self._loaded(check)
             for category, message in ready[0]["warnings"]:  # one may be an error here
                 warnings.warn(message, getattr(errors, category, UserWarning), stacklevel=7)
         except StepRefused as refusal:
@@ -119,13 +121,14 @@ class WorkerGroup:
         for worker in self.workers:
             worker.channel.wait_at_most(seconds)
 
-    def _loaded(self) -> Mapping[int, Any]:
+    def _loaded(self, check: Callable[[], None]) -> Mapping[int, Any]:
         """What each worker says when it has loaded; until then, what one tells goes to all when all have told."""
         ready: dict[int, Any] = {}
         told: dict[int, Any] = {}
         heard = dict.fromkeys(range(len(self.workers)), time.monotonic())
         while len(ready) < len(self.workers):
-            for rank in self._readable(self._silent):
+            check()
+            for rank in self._readable(min(LOOK_SECONDS, self._silent)):
                 kind, payload = self._next(rank)
                 heard[rank] = time.monotonic()
                 if kind in (Kind.FAILED, Kind.BROKEN):

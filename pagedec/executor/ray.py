@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -50,7 +50,7 @@ class RayExecutor(RemoteExecutor):
 
     def __init__(self, config: EngineConfig, load: str = LOAD_WORKER) -> None:
         connect()
-        super().__init__(config, lambda: start_group(config, load))
+        super().__init__(config, lambda: start_group(config, load, self.check))
 
 
 def connect() -> Any:
@@ -106,9 +106,10 @@ def _own_disposition(number: signal.Signals) -> Iterator[None]:
         libc.sigaction(int(number), kept, None)
 
 
-def start_group(config: EngineConfig, load: str = LOAD_WORKER) -> WorkerGroup:
-    """Place actors and wait for their connections; nothing of them is left where one does not come. An actor that has a
-    placement group of its own, with a bundle for each rank, has them there."""
+def start_group(config: EngineConfig, load: str, check: Callable[[], None]) -> WorkerGroup:
+    """Place actors and wait for their connections; nothing of them is left where one does not come, or where `check`,
+    which is called now and then, raises. An actor that has a placement group of its own, with a bundle for each rank,
+    has them there."""
     ray = connect()
     from ray.util import get_node_ip_address
     from ray.util.placement_group import get_current_placement_group, placement_group, remove_placement_group
@@ -122,14 +123,19 @@ def start_group(config: EngineConfig, load: str = LOAD_WORKER) -> WorkerGroup:
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
     with socket.create_server((own, 0), backlog=64 + world) as listener:
         try:
-            _wait_for_room(ray, group, world, bundle)
+            _wait_for_room(ray, group, world, bundle, check)
             token = secrets.token_hex(16)
             actors = [_place(ray, group, rank) for rank in range(world)]
             runs = [
                 actor.run.remote(own, listener.getsockname()[1], token, rank, niceness, load)
                 for rank, actor in enumerate(actors)
             ]
-            found = receive_ranks(listener, token, world, PLACE_SECONDS, lambda: _check(ray, runs))
+
+            def look() -> None:
+                check()
+                _check(ray, runs)
+
+            found = receive_ranks(listener, token, world, PLACE_SECONDS, look)
         except BaseException:
             for actor in actors:
                 ray.kill(actor)
@@ -151,7 +157,9 @@ def _reason(error: BaseException) -> str:
     return "it lets nobody in without its token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or ~/.ray/auth_token"
 
 
-def _wait_for_room(ray: Any, group: Any, world: int, bundle: dict[str, float]) -> None:
+def _wait_for_room(
+    ray: Any, group: Any, world: int, bundle: dict[str, float], check: Callable[[], None] = lambda: None
+) -> None:
     """Raise InvalidArgument where the cluster does not get it in `PLACE_SECONDS`: a node may have to come up."""
     if group.wait(WARN_SECONDS):
         return
@@ -160,9 +168,12 @@ def _wait_for_room(ray: Any, group: Any, world: int, bundle: dict[str, float]) -
     _log.warning(
         "tensor_parallel_size %d %s, which %s; waiting for %g s", world, needs, _room(ray, bundle), PLACE_SECONDS
     )
-    if not group.wait(PLACE_SECONDS - WARN_SECONDS):
-        limit = f"{needs}, which {_room(ray, bundle)}, and has had no room for {PLACE_SECONDS:g} s"
-        raise InvalidArgument("tensor_parallel_size", world, limit)
+    for _ in range(int(PLACE_SECONDS / WARN_SECONDS) - 1):
+        check()
+        if group.wait(WARN_SECONDS):
+            return
+    limit = f"{needs}, which {_room(ray, bundle)}, and has had no room for {PLACE_SECONDS:g} s"
+    raise InvalidArgument("tensor_parallel_size", world, limit)
 
 
 def _room(ray: Any, bundle: dict[str, float]) -> str:

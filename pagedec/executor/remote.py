@@ -49,6 +49,7 @@ class RemoteExecutor:
     """
 
     def __init__(self, config: EngineConfig, launch: Callable[[], WorkerGroup]) -> None:
+        self._given_up = threading.Event()
         self._launch, self._group = launch, launch()
         _running.add(self._group)
         self.geometry = self._group.load(config)
@@ -63,7 +64,6 @@ class RemoteExecutor:
         self._lost: Exception | None = None
         """What the last group was lost with, and all its steps."""
         self._stopped = False
-        self._given_up = threading.Event()
         pool = self.geometry.kv_cache
         cache = replace(config.cache, num_blocks=pool.num_blocks, kv_cache_memory=None, memory_utilization=None)
         self._config = replace(config, cache=cache)  # whoever follows has as many blocks
@@ -92,6 +92,11 @@ class RemoteExecutor:
 
     def give_up(self) -> None:
         self._given_up.set()
+
+    def check(self) -> None:
+        """Raise RuntimeError where nobody wants workers any more: to load can take minutes."""
+        if self._given_up.is_set():
+            raise RuntimeError("the executor is stopped")
 
     def stop(self) -> None:
         self._stopped = True
@@ -165,12 +170,12 @@ class RemoteExecutor:
             if self._num_failed > 0 or self._num_lost >= MOST_LOST:
                 self._pause = min(LONGEST_PAUSE, 2 * self._pause or FIRST_PAUSE)
                 self._wait(self._pause)
-            if self._given_up.is_set():
-                raise RuntimeError("the executor is stopped")
+            self.check()
             try:
                 group = self._load()
                 break
             except Exception as error:
+                self.check()
                 self._num_failed += 1
                 self._cause = _cause_of(error)
                 if self._num_failed >= MOST_FAILED:
@@ -189,7 +194,7 @@ class RemoteExecutor:
     def _load(self) -> WorkerGroup:
         group = self._launch()
         _running.add(group)
-        geometry = group.load(self._config)
+        geometry = group.load(self._config, self.check)
         try:
             self._compare(geometry)
         except InvariantError:

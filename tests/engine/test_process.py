@@ -328,9 +328,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[WorkerProcess]:
     """The processes that a test begins."""
     begun, begin = list[WorkerProcess](), WorkerGroup.load
 
-    def load(group: WorkerGroup, config: Any) -> Any:
+    def load(group: WorkerGroup, *arguments: Any) -> Any:
         begun.extend(worker for worker in group.workers if isinstance(worker, WorkerProcess))
-        return begin(group, config)
+        return begin(group, *arguments)
 
     monkeypatch.setattr(WorkerGroup, "load", load)
     return begun

@@ -199,15 +199,25 @@ def test_a_fork_starts_no_workers_of_its_own(pauses: list[float], monkeypatch: p
     executor.stop()
 
 
-def test_who_closes_does_not_wait_for_workers_that_cannot_load() -> None:
-    """A pause is up to half a minute, which is more than most give a server that is to end."""
+def fails(end: Channel) -> None:
+    end.receive()
+    end.send(Kind.FAILED, pickle.dumps(ValueError("no such file")))
 
-    def fails(end: Channel) -> None:
-        end.receive()
-        end.send(Kind.FAILED, pickle.dumps(ValueError("no such file")))
 
-    executor = RemoteExecutor(CONFIG, Groups(loads(), fails))
-    executor._num_failed, executor._pause = 1, 20.0
+def takes_minutes(end: Channel) -> None:
+    end.receive()
+    while True:
+        end.send(Kind.PULSE, b"")
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("play", [fails, takes_minutes])
+def test_who_closes_does_not_wait_for_workers_to_load(play: Callable[[Channel], None]) -> None:
+    """Large weights take minutes, and a pause is up to half of one, which is more than most give a server that is to
+    end."""
+    groups = Groups(loads(), play)
+    executor = RemoteExecutor(CONFIG, groups)
+    executor._num_failed, executor._pause = int(play is fails), 20.0
     executor._alive.kill()  # type: ignore[union-attr]
     told: list[BaseException] = []
 
@@ -217,10 +227,11 @@ def test_who_closes_does_not_wait_for_workers_that_cannot_load() -> None:
         except RuntimeError as error:
             told.append(error)
 
-    thread = threading.Thread(target=mend)
+    thread = threading.Thread(target=mend, daemon=True)
     thread.start()
     time.sleep(0.1)
     executor.give_up()
     thread.join(10)
     assert [str(error) for error in told] == ["the executor is stopped"]
+    assert all(worker.is_gone for made in groups.made for worker in made)
     executor.stop()
