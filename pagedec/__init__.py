@@ -22,6 +22,7 @@ from pagedec.errors import (
     RequestsFailed,
     SessionLimit,
     SessionTooSmall,
+    TokenizerWarning,
     UnusedWarning,
     WeightsWarning,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokenTrie",
+    "TokenizerWarning",
     "TokensPrompt",
     "UnusedWarning",
     "WeightsWarning",

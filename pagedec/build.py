@@ -14,7 +14,7 @@ from pagedec.core.scheduler import Scheduler
 from pagedec.engine.engine import Engine, ModelLimits
 from pagedec.engine.open_branches import SessionLimits
 from pagedec.engine.options import Vocabulary
-from pagedec.errors import OR_TOKEN_IDS, InvalidArgument, ModelFileError, PoolWarning, within
+from pagedec.errors import OR_TOKEN_IDS, InvalidArgument, ModelFileError, PoolWarning, TokenizerWarning, within
 from pagedec.executor.base import Executor
 from pagedec.executor.inline import InlineExecutor
 from pagedec.executor.process import ProcessExecutor
@@ -36,6 +36,23 @@ def load_tokenizer(config: ModelConfig, files: ModelFiles) -> Tokenizer | None:
     except ModelFileError as error:
         problem = f"{error.problem}{OR_TOKEN_IDS}"
         raise ModelFileError(error.path, problem) from error.__cause__
+
+
+def check_tokenizer(tokenizer: Tokenizer, model: str, vocab_size: int) -> None:
+    """Raise `ModelFileError` for a tokenizer with words that the model does not know: it is another model's. Of tokens
+    that were added, for images or a template that is not used, some models know none: they are warned of."""
+    words, added = tokenizer.beyond(vocab_size)
+    told = f"has {tokenizer.vocab_size} tokens, more than the {vocab_size} of the model {model}"
+    if words:
+        problem = f"{told}: it is another model's; name the model's own with tokenizer{OR_TOKEN_IDS}"
+        raise ModelFileError(tokenizer.path, problem)
+    if added:
+        warnings.warn(
+            f"the tokenizer {tokenizer.path} {told}: a prompt is refused that has {' or '.join(added[:3])}"
+            f"{f', or one of {len(added) - 3} others' if len(added) > 3 else ''}",
+            TokenizerWarning,
+            stacklevel=4,  # who made the LLM
+        )
 
 
 def start_executor(config: EngineConfig) -> Executor:
@@ -170,6 +187,8 @@ def load_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
     is_alike = not names_draft_model(config) or writes_alike(tokenizer, draft_config(config).model)
     executor = start_executor(config)
     try:
+        if tokenizer is not None:
+            check_tokenizer(tokenizer, config.model.model, executor.geometry.lanes["target"].vocab_size)
         check_vocabularies(executor.geometry, config, is_alike)
         return _engine_over(config, executor, tokenizer), tokenizer
     except BaseException:  # a warning that is an error, or Ctrl-C: whoever catches it must not be left with a process

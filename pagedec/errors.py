@@ -272,6 +272,10 @@ class DtypeWarning(UserWarning):
     """The numbers asked for are not computed in; others of their size are taken."""
 
 
+class TokenizerWarning(UserWarning):
+    """Tokens were added to the tokenizer that its model does not know: prompts with them are refused."""
+
+
 class WeightsWarning(UserWarning):
     """The weights take more memory than there is: the system may end the process while they are loaded."""
 

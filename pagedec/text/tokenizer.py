@@ -126,6 +126,16 @@ class Tokenizer:
         vocabulary: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
         return vocabulary
 
+    def beyond(self, num_ids: int) -> tuple[list[str], list[str]]:
+        """The names of the tokens that have other ids than the first `num_ids`: of the vocabulary itself, and of those
+        that were added."""
+        if num_ids >= len(self.byte_table):
+            return [], []
+        added = self._inner.get_added_tokens_decoder()
+        far = {token: name for name, token in self.get_vocab().items() if token >= num_ids}
+        own = [name for token, name in far.items() if token not in added]
+        return own, [far[token] for token in sorted(far.keys() & added.keys())]
+
     def apply_chat_template(
         self,
         conversation: Sequence[Message],

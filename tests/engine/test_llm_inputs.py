@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedec import LLM, BeamSearchParams, SamplingParams, build
+from pagedec import LLM, BeamSearchParams, SamplingParams
 from pagedec.errors import InvalidArgument, ModelFileError, PagedecError
 from pagedec.runtime import loading
-from pagedec.text.tokenizer import Tokenizer
 
 Tiny = Callable[..., LLM]
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -352,33 +351,3 @@ def cut(path: Path, share: float) -> None:
 def test_damaged_files(copy: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], named: str) -> None:
     damage(copy)
     assert named in str(not_made(monkeypatch, copy))
-
-
-def test_end_tokens_that_the_model_cannot_write_end_nothing(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tokenizer may know more tokens than the model's vocabulary has; banning them must not reach behind the
-    logits."""
-
-    def with_far_end(*arguments: Any) -> Tokenizer | None:
-        tokenizer = load_tokenizer(*arguments)
-        assert tokenizer is not None
-        tokenizer.eos_token_ids = (2, 49151)
-        return tokenizer
-
-    load_tokenizer = build.load_tokenizer
-    monkeypatch.setattr(build, "load_tokenizer", with_far_end)
-    llm = LLM(str(tiny_path), tokenizer="smollm2", num_blocks=16, dtype="float32")
-    [output] = llm.generate([PROMPT], SamplingParams(temperature=0, min_tokens=6, max_tokens=6), use_tqdm=False)
-    assert len(output.outputs[0].token_ids) == 6 and llm.engine.limits.eos_token_ids == (2,)
-    llm.close()
-
-
-@pytest.mark.parametrize("settings", [{"skip_tokenizer_init": True}, {"tokenizer": "smollm2"}], ids=["none", "another"])
-def test_the_models_own_ends_need_no_tokenizer_of_its_own(copy: Path, settings: dict[str, Any]) -> None:
-    """generation_config.json names more end tokens than config.json, and a tokenizer from elsewhere knows of
-    neither."""
-    (copy / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
-    with LLM(str(copy), num_blocks=16, dtype="float32", **settings) as llm:
-        params = SamplingParams(temperature=0, max_tokens=6, logit_bias={5: 100})
-        [output] = llm.generate([PROMPT], params, use_tqdm=False)
-        [answer] = output.outputs
-        assert (answer.token_ids, answer.finish_reason, answer.stop_reason) == ([5], "stop", None)
