@@ -164,7 +164,10 @@ class Handle:
         """A chat's next message: what stands behind the last one is its answer. A template that writes what was said
         before in another way has the branch taken back to where they part."""
         if not self._turns:
-            limit = "must be text or tokens: the session did not begin with messages, or was taken back behind them"
+            limit = (
+                "must be text or tokens: the session did not begin with messages, was taken back behind them, or into "
+                "what its template has written in another way since"
+            )
             raise InvalidArgument("append", dict(message), limit)
         turns = self._turns
         length, before = turns[-1]
@@ -176,6 +179,11 @@ class Handle:
         except InvalidArgument as error:  # about the message, wherever it stands
             raise type(error)("append" + error.field.partition("]")[2], error.value, error.limit) from error.__cause__
         same = len(shared([now, wanted]))
+        if not same:  # a branch keeps its first token
+            limit = (
+                "cannot go on: the chat template begins all of the conversation in another way now; open a new session"
+            )
+            raise InvalidArgument("append", dict(message), limit)
 
         def chat(engine: Engine) -> None:
             # somebody else was faster: what is wanted follows from what is no more
@@ -198,10 +206,8 @@ class Handle:
         def cut(engine: Engine) -> None:  # counted here: another thread may have changed the branch meanwhile
             keep = self._marked(what) if isinstance(what, Mark) else self._branch.length - what
             engine.sessions.cut(engine, self._branch, keep)
-            turns = self._turns
-            while turns and turns[-1][0] > keep:  # those before stay, however long: its conversation has their messages
-                turns = turns[:-1]
-            self._turns = turns
+            if self._turns and self._turns[-1][0] > keep:
+                self._turns = _begun(self._turns, self._branch.tokens())
 
         return cut
 
@@ -279,6 +285,15 @@ def check_turn(field: str, message: Mapping[str, Any]) -> None:
     if message.get("role") == "assistant":
         limit = "must be another's: the answer is generated; `append` a text to begin it"
         raise InvalidArgument(f"{field}.role", "assistant", limit)
+
+
+def _begun(turns: Turns, tokens: Sequence[int]) -> Turns:
+    """A chat's turns up to the last one whose prompt `tokens` begin with: a template may have written it in another way
+    since, and then what stands behind its length is not its answer. Those before it stay, however long: its
+    conversation has their messages."""
+    while turns and turns[-1][1].prompt_ids != tokens[: turns[-1][0]]:
+        turns = turns[:-1]
+    return turns
 
 
 def _digest(tokens: Sequence[int]) -> bytes:

@@ -43,6 +43,11 @@ class Conversation:
         self._open = False
         """A prompt was given out that has no answer yet."""
 
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The tokens that `ask` has given last, with the answer's behind them once there is one."""
+        return list(self._known[0][1]) if self._known else []
+
     def ask(self, content: str | Sequence[Mapping[str, Any]] | Message) -> list[int]:
         """Add a message (a text is the user's) and return the token ids to generate an answer from.
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedec import AsyncLLM, SamplingParams
+from pagedec import LLM, AsyncLLM, SamplingParams
 from pagedec.errors import BranchBusy, InvalidArgument, SessionLimit
 from pagedec.inputs import as_conversations
 from pagedec.text.chat_template import check_messages, render_chat
@@ -175,6 +175,65 @@ def test_chats(text_llm: Any) -> None:
         assert chat.token_ids == before
         chat.append(user("And?"))
         assert chat.text.endswith("And?\nassistant\n")
+
+
+WITHOUT_THOUGHTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
+)
+"""As Qwen3's: what begins an answer is not written before earlier ones."""
+LAST_ALONE = "<|im_start|>{{ messages[-1].content }}:"
+PARTED = r"^append is .*: the session did not begin with messages, was taken back .* written in another way since$"
+
+
+@pytest.mark.parametrize(("template", "first", "second"), [
+    (WITHOUT_THOUGHTS, "Say hello to all of us.", "Again?"), (LAST_ALONE, "A", "Much longer than that one was")
+])  # fmt: skip
+def test_a_chat_that_is_taken_back_into_what_its_template_has_written_anew(
+    text_llm: LLM, template: str, first: str, second: str
+) -> None:
+    """An earlier prompt is not what the branch begins with any more, so its answer does not stand behind its length:
+    it was taken from somewhere within."""
+    with text_llm.session(messages=[{"role": "user", "content": first}], chat_template=template, seed=1) as chat:
+        asked = chat.num_tokens
+        chat.generate(temperature=0, max_tokens=12)
+        chat.append({"role": "user", "content": second})
+        whole, fork = chat.num_tokens, chat.fork()
+        chat.generate(temperature=0, max_tokens=4)
+        chat.rollback(2)
+        assert chat.is_chat and chat.num_tokens == whole + 2
+        chat.append({"role": "user", "content": "Third?"})  # its answer is known
+        assert "Third?" in chat.text and chat.is_chat
+        fork.rollback(whole - asked - 1)  # into the first prompt and its answer, as they were written the second time
+        assert not fork.is_chat and fork.num_tokens == asked + 1
+        with pytest.raises(InvalidArgument, match=PARTED):
+            fork.append({"role": "user", "content": "Third?"})
+        fork.append(" and")
+        assert fork.generate(temperature=0, max_tokens=2).finished
+
+
+def test_a_chat_whose_prompts_get_shorter(text_llm: LLM) -> None:
+    """Turns stay whose prompt was longer than what is left, as long as the last one's is there."""
+    long = {"role": "user", "content": "Much longer than the other one is"}
+    with text_llm.session(messages=[long], chat_template=LAST_ALONE, seed=1) as chat:
+        asked = chat.num_tokens
+        chat.append({"role": "user", "content": "A"})
+        mark = chat.mark()
+        chat.generate(temperature=0, max_tokens=4, ignore_eos=True)
+        chat.rollback(1)
+        assert mark.num_tokens < chat.num_tokens < asked and chat.is_chat
+        chat.rollback(mark)
+        chat.append({"role": "user", "content": "B"})
+        assert chat.text == "B:"
+        chat.rollback(1)
+        assert not chat.is_chat
+    with text_llm.session(messages=[long], chat_template="{{ messages|length }}.") as chat:
+        before = chat.token_ids
+        with pytest.raises(
+            InvalidArgument, match="^append is .*: cannot go on: the chat template begins all of the co"
+        ):
+            chat.append({"role": "user", "content": "A"})
+        assert chat.token_ids == before and chat.is_chat
 
 
 def test_a_chat_s_message_behind_what_was_taken_back_meanwhile(text_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
