@@ -9,12 +9,17 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
 _HEAD = struct.Struct("<II")
 MAX_BYTES = (1 << 32) - 1
+PIECE_SECONDS = 0.5
+"""Waiting is counted in pieces of so long: in one of them this process may have been stopped itself, by Ctrl-Z or with
+its container, and whoever was stopped with it has had no time to say anything."""
 
 
 class Kind(IntEnum):
@@ -34,11 +39,25 @@ class Kind(IntEnum):
     DUE = 12  # no step follows before the last one is answered
 
 
+class Clock:
+    """Of seconds in which others could have said something: what a wait of `PIECE_SECONDS` took longer is left out."""
+
+    def __init__(self) -> None:
+        self._seconds, self._last = 0.0, time.monotonic()
+
+    def now(self) -> float:
+        """To be asked behind each such wait."""
+        last, self._last = self._last, time.monotonic()
+        self._seconds += min(self._last - last, 2 * PIECE_SECONDS)
+        return self._seconds
+
+
 class Channel:
     """One end. Raises `EOFError` where the other is gone. Any thread may send; one receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end, self._sending = end, threading.Lock()
+        self._patience = 0.0
         self._left = memoryview(b"")
         """Of messages that were posted: what the other end has not taken yet."""
         self._arrivals, self._room = select.poll(), select.poll()
@@ -56,7 +75,9 @@ class Channel:
 
     def wait_at_most(self, seconds: float) -> None:
         """Have `receive` raise `TimeoutError` where nothing comes for so long, and `send` where nothing is taken."""
-        self._end.settimeout(seconds)  # Python's: the kernel's begins anew with every signal, as a profiler's
+        self._patience = seconds
+        # Python's: the kernel's begins anew with every signal, as a profiler's
+        self._end.settimeout(min(seconds, PIECE_SECONDS))
 
     def send(self, kind: Kind, payload: bytes | np.ndarray) -> None:
         """Send one message: bytes, or an array's."""
@@ -64,16 +85,13 @@ class Channel:
         if self._left:
             self.push(is_waited_for=True)
         parts = [memoryview(head), view]
-        try:
-            with self._sending:
-                while parts:
-                    sent = self._end.sendmsg(parts)
-                    while parts and sent >= len(parts[0]):
-                        sent -= len(parts.pop(0))
-                    if sent:
-                        parts[0] = parts[0][sent:]
-        except OSError as error:  # a broken pipe, or a connection reset
-            raise _failure(error, "takes") from error
+        with self._sending:
+            while parts:
+                sent = self._patiently("takes", self._end.sendmsg, parts)
+                while parts and sent >= len(parts[0]):
+                    sent -= len(parts.pop(0))
+                if sent:
+                    parts[0] = parts[0][sent:]
 
     def post(self, kind: Kind, payload: bytes | np.ndarray) -> bool:
         """The same, but what the other end does not take at once is left to `push`. True: nothing is."""
@@ -83,15 +101,13 @@ class Channel:
     def push(self, is_waited_for: bool = False) -> bool:
         """Send what is left of messages that were posted, as far as the other end takes it; or all of it. True: nothing
         is left."""
-        try:
-            with self._sending:
-                while self._left:
-                    if not is_waited_for and not self._room.poll(0):
-                        return False
-                    sent = self._end.send(self._left, 0 if is_waited_for else socket.MSG_DONTWAIT)
-                    self._left = self._left[sent:]
-        except OSError as error:
-            raise _failure(error, "takes") from error
+        with self._sending:
+            while self._left:
+                if not is_waited_for and not self._room.poll(0):
+                    return False
+                flags = 0 if is_waited_for else socket.MSG_DONTWAIT
+                sent = self._patiently("takes", self._end.send, self._left, flags)
+                self._left = self._left[sent:]
         return True
 
     def watch(self, seconds: float) -> None:
@@ -113,23 +129,26 @@ class Channel:
     def _fill(self, view: memoryview) -> None:
         done = 0
         while done < len(view):
-            try:
-                count = self._end.recv_into(view[done:], 0, socket.MSG_WAITALL)
-            except OSError as error:
-                raise _failure(error, "says") from error
+            count = self._patiently("says", self._end.recv_into, view[done:], 0, socket.MSG_WAITALL)
             if not count:
                 raise EOFError("the other end is gone")
             done += count
 
+    def _patiently(self, does: str, call: Callable[..., int], *arguments: Any) -> int:
+        """Call the socket until it has done something. Raises `EOFError`, or `TimeoutError` where time is over."""
+        left = self._patience
+        while True:
+            try:
+                return call(*arguments)
+            except OSError as error:  # a broken pipe, or a connection reset
+                if not isinstance(error, TimeoutError) or error.errno is not None:  # its own time has no number
+                    raise EOFError(f"the other end is gone: {error}") from error
+                left -= PIECE_SECONDS
+                if left <= 0:
+                    raise TimeoutError(f"the other end {does} nothing") from error
+
     def close(self) -> None:
         self._end.close()
-
-
-def _failure(error: OSError, does: str) -> Exception:
-    """What a socket's error means: its own time is over where it has no number."""
-    if isinstance(error, TimeoutError) and error.errno is None:
-        return TimeoutError(f"the other end {does} nothing")
-    return EOFError(f"the other end is gone: {error}")
 
 
 def _parts(kind: Kind, payload: bytes | np.ndarray) -> tuple[bytes, memoryview]:

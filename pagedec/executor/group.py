@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import pickle
 import selectors
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +23,7 @@ from pagedec.config import EngineConfig
 from pagedec.core.forward import NO_INTS, NO_MASKS, Answers, MakeMasks, asks_draws_alone
 from pagedec.core.wire import Step, awaits_rolled, pack_masks, pack_step, unpack_answers, unpack_rolled
 from pagedec.errors import InvariantError, WorkerLost
-from pagedec.executor.channel import Channel, Kind
-from pagedec.executor.reception import LOOK_SECONDS
+from pagedec.executor.channel import PIECE_SECONDS, Channel, Clock, Kind
 from pagedec.runtime.geometry import Geometry
 
 SILENT_SECONDS = 10.0
@@ -125,12 +123,13 @@ class WorkerGroup:
         """What each worker says when it has loaded; until then, what one tells goes to all when all have told."""
         ready: dict[int, Any] = {}
         told: dict[int, Any] = {}
-        heard = dict.fromkeys(range(len(self.workers)), time.monotonic())
+        clock = Clock()
+        heard = dict.fromkeys(range(len(self.workers)), 0.0)
         while len(ready) < len(self.workers):
             check()
-            for rank in self._readable(min(LOOK_SECONDS, self._silent)):
+            for rank in self._readable():
                 kind, payload = self._next(rank)
-                heard[rank] = time.monotonic()
+                heard[rank] = clock.now()
                 if kind in (Kind.FAILED, Kind.BROKEN):
                     raise StepRefused(pickle.loads(payload))
                 if kind == Kind.READY:
@@ -144,8 +143,9 @@ class WorkerGroup:
                 told = {}
                 for rank in range(len(self.workers)):
                     self._send(rank, Kind.TOLD, message)
+            now = clock.now()
             for rank in heard.keys() - ready.keys():
-                if time.monotonic() - heard[rank] >= self._silent:
+                if now - heard[rank] >= self._silent:
                     raise self._given_up(rank, self._silent)
         return ready
 
@@ -262,13 +262,13 @@ class WorkerGroup:
 
     def _receive(self, kind: Kind) -> memoryview:
         """The first worker's next message, which must be of that kind. Others say that they are through, or fail."""
-        until = time.monotonic() + self._step_timeout
-        heard = [time.monotonic()] * len(self.workers)
+        clock = Clock()
+        heard = [0.0] * len(self.workers)
         while True:
             is_one = len(self.workers) == 1 and not self._posted
-            for rank in (0,) if is_one else self._readable(self._silent):
+            for rank in (0,) if is_one else self._readable():
                 found, payload = self._next(rank)
-                heard[rank] = time.monotonic()
+                heard[rank] = clock.now()
                 if found == Kind.PULSE:
                     continue
                 if found == Kind.DONE:
@@ -283,18 +283,18 @@ class WorkerGroup:
                 if found != kind or rank != 0:
                     raise InvariantError(f"{kind.name} was due; worker {rank} has sent {found.name}")
                 return payload
-            now = time.monotonic()
-            if now > until:
+            now = clock.now()
+            if now > self._step_timeout:
                 raise self._given_up(0, self._step_timeout)
             at_work = (rank for rank, number in enumerate(self._through) if number < self._out[0].number)
             quiet = min(at_work, key=heard.__getitem__)
             if now - heard[quiet] >= self._silent:
                 raise self._given_up(quiet, self._silent)
 
-    def _readable(self, seconds: float) -> list[int]:
-        """The ranks that say something. Meanwhile others take what is left of a step."""
+    def _readable(self) -> list[int]:
+        """The ranks that say something, if some do soon. Meanwhile others take what is left of a step."""
         readable = []
-        for key, events in self._selector.select(seconds):
+        for key, events in self._selector.select(min(PIECE_SECONDS, self._silent)):
             if events & selectors.EVENT_WRITE:
                 self._flush(key.data, is_waited_for=False)
             if events & selectors.EVENT_READ:
