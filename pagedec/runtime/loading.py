@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from pagedec.config import (
     draft_config,
     names_draft_model,
 )
-from pagedec.errors import InvalidArgument, Shown, WeightsWarning, within
+from pagedec.errors import InvalidArgument, Shown, WeightsWarning, counted, within
 from pagedec.formats.awq_gptq import int4_config
 from pagedec.formats.generation import read_end_ids
 from pagedec.formats.resolve import ModelFiles, resolve_model
@@ -53,6 +54,9 @@ from pagedec.runtime.sizes import draft_pool, lane_pool, memory_of, offload_bloc
 from pagedec.runtime.worker import Worker
 
 NO_SIZES = dict.fromkeys(POOL_SIZES)
+THREADS_OF_A_PROCESSOR, FEW_THREADS = 4, 64
+"""More wait for one another at each kernel's end: on two processors 64 answer within seconds, 4,096 in no time that
+anybody waits. Few are let be on any machine, as a file for a larger one may say so."""
 KERNELS: dict[str, Callable[[], AttentionKernel]] = {own.name: own for own in (FlashAttention, Xformers)}
 """Of other packages, by their names among `attention_backend`."""
 
@@ -89,10 +93,11 @@ def choose_backend(
     machine come before this one; each has a device, as far as there are some.
 
     dtype "auto" is bfloat16 on compiled kernels, which read half the bytes of float32, and float32 on the reference.
-    Raises InvalidArgument for float16 on a CPU's kernels.
+    Raises InvalidArgument for float16 on a CPU's kernels, and for more threads than the machine can run.
     """
     kv_kind = KvKind.PLAIN if kv_cache_dtype == "auto" else KvKind[kv_cache_dtype.upper()]
     if parallel.num_threads is not None:
+        _check_threads(parallel.num_threads)
         torch.set_num_threads(parallel.num_threads)
     if parallel.attention_backend != "reference":
         try:
@@ -110,6 +115,14 @@ def choose_backend(
                 limit = f"is not available: {error}"
                 raise InvalidArgument("attention_backend", parallel.attention_backend, limit) from error
     return ReferenceBackend(NAMES.get(dtype, torch.float32), quantization, kv_kind)
+
+
+def _check_threads(given: int) -> None:
+    processors = os.cpu_count() or 1
+    most = max(FEW_THREADS, THREADS_OF_A_PROCESSOR * processors)
+    if given > most:
+        limit = f"must be at most {most} on this machine, which has {counted(processors, 'processor')}"
+        raise InvalidArgument("num_threads", given, limit)
 
 
 def _device_backend(

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from pagedec import LLM, SamplingParams
+from pagedec import LLM, InvalidArgument, SamplingParams
 from pagedec.kernels.library import Context, available_isas
 from pagedec.kernels.native import NativeBackend
 from pagedec.llm import collecting
 from pagedec.outputs import RequestOutput
+from pagedec.runtime import loading
 from tests.algorithms.beam import BeamParams
 from tests.engine.conftest import EOS
 
@@ -292,7 +293,7 @@ def test_tokens_without_a_tokenizer_have_no_text(tiny: Tiny) -> None:
 
 FORK = """
 import os, signal, sys
-from pagedec import LLM, SamplingParams
+from pagedec import LLM, InvalidArgument, SamplingParams
 llm = LLM(sys.argv[1], skip_tokenizer_init=True, num_blocks=16, dtype="float32")
 def answer():
     return llm.generate([[5, 17, 40]], SamplingParams(temperature=0.0, max_tokens=9),
@@ -325,6 +326,18 @@ def test_the_number_of_threads_holds_in_every_thread(tiny: Tiny) -> None:
             assert pool.submit(lambda: [context.num_threads for context in contexts]).result() == [1, 2]
     finally:
         torch.set_num_threads(before)
+
+
+def test_more_threads_than_the_machine_can_run_are_refused(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would wait for one another at each kernel's end, and nothing be said of it."""
+    monkeypatch.setattr(loading.os, "cpu_count", lambda: 32)
+    for too_many in (129, 4096):
+        with pytest.raises(InvalidArgument, match=f"^num_threads is {too_many}: must be at most 128 .* 32 processors$"):
+            tiny(num_threads=too_many)
+    loading._check_threads(128)
+    monkeypatch.setattr(loading.os, "cpu_count", lambda: 1)
+    with pytest.raises(InvalidArgument, match="at most 64 on this machine, which has 1 processor$"):
+        tiny(num_threads=65)
 
 
 def kernel_context(llm: LLM) -> Context:
