@@ -26,7 +26,7 @@ from pagedec.errors import (
     UnusedWarning,
     WeightsWarning,
 )
-from pagedec.inputs import TextPrompt, TokensPrompt
+from pagedec.inputs import PromptType, TextPrompt, TokensPrompt
 from pagedec.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -68,6 +68,7 @@ __all__ = [
     "ModelFileError",
     "PagedecError",
     "PoolWarning",
+    "PromptType",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
@@ -93,12 +94,28 @@ LAZY = {
     "TokenTrie": "constraints",
 }
 """torch takes seconds to import, and --help must not wait for it."""
+_TEXT_ONLY = "models write text here, and nothing else"
 _BY_NAME = "engine arguments are given by name: `LLM(model, dtype=...)`, `AsyncLLM(model, dtype=...)`"
 ABSENT_NAMES = {
     **dict.fromkeys(("EngineArgs", "AsyncEngineArgs"), _BY_NAME),
     "LLMEngine": "`LLM` has the engine in it, and any thread may use it",
     "AsyncLLMEngine": "`AsyncLLM` is the same by its newer name",
-    "PoolingParams": "models write text here, and nothing else",
+    **dict.fromkeys(
+        (
+            "PoolingParams",
+            "PoolingOutput",
+            "PoolingRequestOutput",
+            "EmbeddingOutput",
+            "EmbeddingRequestOutput",
+            "ClassificationOutput",
+            "ClassificationRequestOutput",
+            "ScoringOutput",
+            "ScoringRequestOutput",
+        ),
+        _TEXT_ONLY,
+    ),
+    "ModelRegistry": "a model's family is a file of pagedec/models/families; others run through transformers' code",
+    "initialize_ray_cluster": "the argument `executor='ray'` finds a cluster, or starts one",
     "LoRARequest": "there are no LoRA adapters",
 }
 """Names of vLLM's package that there are not, with what there is."""

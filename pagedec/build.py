@@ -42,7 +42,7 @@ def check_tokenizer(tokenizer: Tokenizer, model: str, vocab_size: int) -> None:
     """Raise `ModelFileError` for a tokenizer with words that the model does not know: it is another model's. Of tokens
     that were added, for images or a template that is not used, some models know none: they are warned of."""
     words, added = tokenizer.beyond(vocab_size)
-    told = f"has {tokenizer.vocab_size} tokens, more than the {vocab_size} of the model {model}"
+    told = f"has {len(tokenizer.byte_table)} tokens, more than the {vocab_size} of the model {model}"
     if words:
         problem = f"{told}: it is another model's; name the model's own with tokenizer{OR_TOKEN_IDS}"
         raise ModelFileError(tokenizer.path, problem)

@@ -375,8 +375,7 @@ def check_fields(record: Any) -> None:
 
 
 def check_names(kind: str, names: Iterable[str], known: Iterable[str], values: Mapping[str, Any], *others: Any) -> None:
-    """Raise InvalidArgument for the first name that is not known, naming those that are, and the nearest of them; or
-    saying what one of the `others`, tables of names, has of it."""
+    """Raise InvalidArgument for the first name that is not known, with those that are, or what one of `others` says."""
     known = tuple(known)
     for name in names:
         if name not in known:
@@ -387,12 +386,13 @@ def check_names(kind: str, names: Iterable[str], known: Iterable[str], values: M
 
 
 def strict(cls: type[T]) -> type[T]:
-    """Make an unknown keyword of a dataclass an InvalidArgument that names the known ones, not a TypeError."""
+    """Make an unknown keyword of a dataclass an InvalidArgument; its `READ` leaves out those that ask for nothing."""
     init: Callable[..., None] = cls.__init__
-    known = field_names(cls)
+    known, read = field_names(cls), getattr(cls, "READ", dict)
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs = read(kwargs)
         check_names(cls.__name__, kwargs, known, kwargs, getattr(cls, "ELSEWHERE", {}))
         init(self, *args, **kwargs)
 

@@ -59,6 +59,18 @@ CALL_ONLY: dict[str, Only] = {
 """Arguments of vLLM's `generate` and `chat`, of all versions since 0.7, that there are not, and what they may be."""
 
 
+PARAMS_ONLY: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("best_of", "guided_decoding", "thinking_token_budget", "repetition_detection"), (None,)),
+    **dict.fromkeys(("use_beam_search", "early_stopping", "flat_logprobs"), (False,)),
+    "length_penalty": (1.0,),
+    "logits_processors": (None, []),
+    "extra_args": (None, {}),
+    "skip_reading_prefix_cache": (None, False),
+    "skip_clone": (False, True),
+}
+"""Fields of vLLM's `SamplingParams` that are none here, and what they may be, since it asks for nothing."""
+
+
 class CallArgs(TypedDict, total=False):
     """The same by their types."""
 
@@ -259,6 +271,15 @@ def check_call(call: str, of_vllm: Mapping[str, Any]) -> None:
         if name not in CALL_ONLY:
             raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
         CALL_ONLY[name].check(name, value)
+
+
+def without_nothing(of_vllm: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `SamplingParams` but for those of vLLM's that ask for nothing."""
+    return {
+        name: value
+        for name, value in of_vllm.items()
+        if not any(type(value) is type(one) and value == one for one in PARAMS_ONLY.get(name, ()))
+    }
 
 
 def check_no_lora(lora_request: object) -> None:

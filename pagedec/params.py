@@ -28,6 +28,7 @@ from pagedec.fields import (
     rules,
     strict,
 )
+from pagedec.inputs import without_nothing
 from pagedec.speculation import Speculation, SpeculationTable, speculation_of
 from pagedec.structured import AllowedSequences, StructuredOutputsParams
 
@@ -75,9 +76,7 @@ class RequestParams:
     max_time: float | None = option(
         None,
         Number(
-            "end all answers, as they are then, so many seconds after the request came; none: never",
-            above=0,
-            optional=True,
+            "end all answers, as they are, so many seconds after the request came; none: never", above=0, optional=True
         ),
     )
     min_tokens: int = option(0, Integer("do not end an answer before this many tokens"))
@@ -224,6 +223,7 @@ class SamplingParams(RequestParams):
     the engine's own, so that the same calls of a new engine return the same tokens again.
     """
 
+    READ = staticmethod(without_nothing)
     ELSEWHERE = {
         **dict.fromkeys(("guided_decoding", "response_format"), "structured_outputs says what a text may be"),
         **dict.fromkeys(
@@ -235,6 +235,7 @@ class SamplingParams(RequestParams):
         "num_return_sequences": "it is named n",
         "speculative_config": "a request's own is named speculative",
         "best_of": "n answers are all returned; BeamSearchParams searches for the best",
+        "logits_processors": "allowed_tokens_fn says which tokens may follow, logit_bias how much rather",
     }
     n: int = option(1, Integer("answers for each prompt", low=1, high=MAX_SAMPLES))
     temperature: float = option(
@@ -257,9 +258,8 @@ class SamplingParams(RequestParams):
     )
 
     def __post_init__(self) -> None:
-        RequestParams.__post_init__(
-            self
-        )  # a dataclass with slots is another class than the one its methods were made in
+        # by its name: a dataclass with slots is another class than the one its methods were made in
+        RequestParams.__post_init__(self)
         object.__setattr__(self, "top_k", max(self.top_k, 0))
 
     @property

@@ -24,7 +24,7 @@ LEAVES: dict[str, set[str]] = {
     "fields": {"errors"},
     "structured": {"errors", "fields"},
     "speculation": {"errors", "fields"},
-    "params": {"errors", "fields", "speculation", "structured"},
+    "params": {"errors", "fields", "inputs", "speculation", "structured"},
     "sampling_params": {"params"},
     "blame": {"errors", "params"},
     "config": {"errors", "fields", "params", "speculation"},

@@ -71,7 +71,7 @@ def test_the_modules_of_vllm_are_where_scripts_look_for_them() -> None:
     assert sampling_params.SamplingParams is pagedec.SamplingParams
     assert sampling_params.RequestOutputKind is pagedec.RequestOutputKind
     assert (inputs.TextPrompt, inputs.TokensPrompt) == (pagedec.TextPrompt, pagedec.TokensPrompt)
-    assert inputs.PromptType is inputs.Prompt
+    assert inputs.PromptType is inputs.Prompt is pagedec.PromptType
     assert (outputs.RequestOutput, outputs.CompletionOutput) == (pagedec.RequestOutput, pagedec.CompletionOutput)
     assert sampling_params.BeamSearchParams is pagedec.BeamSearchParams
     assert (outputs.BeamSearchOutput, outputs.BeamSearchSequence) == (

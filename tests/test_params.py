@@ -21,6 +21,7 @@ from pagedec.errors import (
     PagedecError,
     RequestError,
 )
+from pagedec.inputs import PARAMS_ONLY
 from pagedec.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pagedec.params import MAX_SAMPLES, MIN_TEMPERATURE, BeamSearchParams, RequestOutputKind, SamplingParams
 
@@ -283,3 +284,15 @@ def test_names_of_other_engines_are_told_by_what_there_is(kind: Any, name: str, 
     for make in (lambda: kind(**given), lambda: kind.from_dict(given), lambda: kind(max_tokens=4).clone(**{name: 4})):
         with pytest.raises(InvalidArgument, match=f"^{message}"):
             make()
+
+
+def test_fields_of_vllm_s_that_ask_for_nothing() -> None:
+    """Wrappers of vLLM's pass all fields that some version has, most of them as they are by default."""
+    plain = {name: values[0] for name, values in PARAMS_ONLY.items()}
+    assert SamplingParams(n=2, **plain) == SamplingParams(n=2)
+    for name, values in PARAMS_ONLY.items():
+        for value in values:
+            assert SamplingParams(**{name: value}) == SamplingParams()
+        for value in (7, "a", [3]):
+            with pytest.raises(InvalidArgument, match=f"^{name} is .*: not a field of SamplingParams; "):
+                SamplingParams(**{name: value})
