@@ -83,11 +83,13 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _serve(options: ServerConfig, config: EngineConfig) -> int:
+    from pagedec.engine.loop import THREAD
     from pagedec.llm.async_llm import AsyncLLM
-    from pagedec.serve.logs import quiet_tasks
+    from pagedec.serve.logs import quiet_tasks, quiet_threads
     from pagedec.serve.server import Server
 
     quiet_tasks(asyncio.get_running_loop())
+    quiet_threads({THREAD})  # the server says what it has died of
     server = Server(options, lambda: AsyncLLM(**config.to_kwargs()))
     told = asyncio.Event()
     events = asyncio.get_running_loop()

@@ -18,8 +18,8 @@ from pagedec.engine.engine import Engine, EngineEvent, FinishedRequest
 from pagedec.engine.interrupts import held_interrupts
 from pagedec.errors import EngineClosed, GivenUp, InvalidArgument, NotFound, PagedecError, RequestError, Shown, told
 
-WAIT_SECONDS = 0.05
-"""How long a thread sleeps before it looks whether it was interrupted, or forgotten by one that drove."""
+THREAD, WAIT_SECONDS = "pagedec-engine", 0.05
+"""The name of a loop's own thread; how long any sleeps before it looks whether it was interrupted, or forgotten."""
 T = TypeVar("T")
 
 
@@ -181,7 +181,7 @@ class EngineLoop:
         """Drive in a thread until `close`."""
         self.require_open()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="pagedec-engine", daemon=True)
+            self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
             self._thread.start()
 
     @held_interrupts()  # it is done once: what half of it has left would stay

@@ -8,10 +8,11 @@ import logging
 import math
 import select
 import sys
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, TextIO
 
 OTHERS = ("asyncio", "grpc", "opentelemetry")
@@ -136,6 +137,17 @@ def quiet_tasks(events: asyncio.AbstractEventLoop) -> None:
         logging.getLogger("pagedec.serve").error("%s", context["message"], exc_info=context.get("exception"))
 
     events.set_exception_handler(tell)
+
+
+def quiet_threads(of_others: Collection[str]) -> None:
+    """The same of errors that end threads. `of_others`: names of those of which somebody else tells."""
+
+    def tell(ended: threading.ExceptHookArgs) -> None:
+        name = "" if ended.thread is None else ended.thread.name
+        if name not in of_others and not isinstance(ended.exc_value, SystemExit):
+            logging.getLogger("pagedec.serve").error("the thread %s has ended", name, exc_info=ended.exc_value)
+
+    threading.excepthook = tell
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -286,6 +287,26 @@ def test_what_libraries_log_are_lines_too(
     logging.getLogger(name).info("not worth a line")
     [line] = [json.loads(line) for line in written.getvalue().splitlines()]
     assert (line["level"], line["logger"], line["message"]) == ("error", name, "it failed")
+    assert line["exception"].endswith("ValueError") and capfd.readouterr().err == ""
+
+
+def test_what_ends_a_thread_is_a_line_too(
+    log: Callable[[str], io.StringIO], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: that of an engine's the server tells of itself."""
+    written = log("json")
+    monkeypatch.setattr(threading, "excepthook", None)
+    logs.quiet_threads({"told"})
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    for name, error in (("told", ValueError(MARKER)), ("one", ValueError(MARKER)), ("two", SystemExit(1))):
+        thread = threading.Thread(target=fail, args=(error,), name=name)
+        thread.start()
+        thread.join()
+    [line] = [json.loads(line) for line in written.getvalue().splitlines()]
+    assert (line["level"], line["message"]) == ("error", "the thread one has ended")
     assert line["exception"].endswith("ValueError") and capfd.readouterr().err == ""
 
 

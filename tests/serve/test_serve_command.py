@@ -223,8 +223,10 @@ BROKEN = """
 import sys
 from pagedec.cli.main import main
 from pagedec.core.scheduler import Scheduler
+class Gone(BaseException):
+    pass
 def fail(*given, **named):
-    raise SystemExit("gone for good")
+    raise Gone("for good")
 Scheduler.plan = fail
 sys.exit(main(sys.argv[1:]))
 """
@@ -237,6 +239,9 @@ def test_an_engine_that_has_failed_for_good_ends_it_with_1(started: Callable[...
     assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
     assert process.wait() == 1
     assert "pagedec: error: the engine has failed; its log says why\n" in process.lines
+    place = [i for i, line in enumerate(process.lines) if line.endswith(" error the engine has failed\n")]
+    assert len(place) == 1 and process.lines[place[0] + 1].startswith('  File "') and "Gone\n" in process.lines
+    assert not any("Traceback" in line or "Exception in thread" in line for line in process.lines)
 
 
 def configured(tmp_path: Path, text: str, *flags: str) -> EngineConfig:
