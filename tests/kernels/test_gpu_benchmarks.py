@@ -51,12 +51,12 @@ def test_the_check_goes_on_where_a_stage_fails(tmp_path: Path) -> None:
     if cuda_library.has_device() or shutil.which("compute-sanitizer") is not None:
         pytest.skip("there is a device, or its tools")
     results = tmp_path / "new" / "results.md"
-    done = check(str(results), "copy", "sanitizer")
+    done = check(str(results), "attention", "sanitizer")
     told = results.read_text(encoding="utf-8")
     assert done.returncode == 1 and done.stdout == told
     assert re.search("there is no driver|no libpagedec_cuda.so in", told)
-    assert re.search(r"_copy: \d+ s, status 1_", told) and re.search(r"_sanitizer: \d+ s, status 0_", told)
-    assert re.search(r"_in all \d+ s; failed: copy_\n$", told)
+    assert re.search(r"_attention: \d+ s, status 1_", told) and re.search(r"_sanitizer: \d+ s, status 0_", told)
+    assert re.search(r"_in all \d+ s; failed: attention_\n$", told)
 
 
 def test_stages_that_there_are_not(tmp_path: Path) -> None:

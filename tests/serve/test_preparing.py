@@ -100,6 +100,7 @@ def test_what_is_cancelled_or_fails_gives_its_seat_back() -> None:
         held.going_on.set()
         assert await asyncio.gather(*waiting[1:]) == [SEATS + 1, SEATS + 2]
         assert held.most == SEATS and SEATS not in held.begun
+        await asyncio.gather(*preparing._running)  # those of who was cancelled
         await asyncio.sleep(0)
         assert not preparing._seats and not preparing._num_users and not preparing._running
 
