@@ -20,6 +20,9 @@ class Searchable(Protocol):
     def text(self) -> str: ...
 
     @property
+    def num_tokens(self) -> int: ...
+
+    @property
     def room(self) -> int: ...
 
     def generate(self, sampling_params: Any = None, *, keep: str | int = "first", **fields: Any) -> BranchOutput[Any]:
@@ -32,6 +35,9 @@ class Searchable(Protocol):
 
     def append(self, what: Any) -> None:
         """Go on with a text."""
+
+    def rollback(self, to: int) -> None:
+        """Take back the last tokens."""
 
     def fork(self) -> Any:
         """A new branch that is where this one is."""
@@ -62,7 +68,8 @@ class Found:
 @dataclass(frozen=True, slots=True)
 class ModelJudge:
     """A scorer that asks the model: how much more probable it takes `good` to be than `bad`, as a difference of
-    log-probabilities, where `question` stands behind a branch's text. The branch stays as it is."""
+    log-probabilities, where `question` stands behind a branch's text. The branch stays as it is. Where the context may
+    have no room for question and answer, they stand in place of the text's last tokens."""
 
     question: str = "\nIs this a good answer? "
     good: str = "Yes"
@@ -76,12 +83,18 @@ class ModelJudge:
         forks = [branch.fork() for branch in branches]
         try:
             for fork in forks:
+                if (short := self._most_tokens() - fork.room) > 0:
+                    fork.rollback(min(short, fork.num_tokens - 1))
                 fork.append(self.question)
             scores = forks[0].score_all(forks, [[self.good, self.bad]] * len(forks)) if forks else []
         finally:
             for fork in forks:
                 fork.close()
         return [good.logprob - bad.logprob for good, bad in scores]
+
+    def _most_tokens(self) -> int:
+        """Of question and answer: each token stands for a byte, at least, but for a space that is written first."""
+        return 2 + len(self.question.encode()) + max(len(text.encode()) for text in (self.good, self.bad))
 
 
 def check_search(branch: object, name: str, function: object, **numbers: object) -> None:

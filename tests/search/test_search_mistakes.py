@@ -87,3 +87,15 @@ def test_a_context_that_ends(llm: LLM) -> None:
         assert root.line()[-1].ended and root.line()[-1].branch.room == 0 and root.visits >= 12
         best = best_of_n(session, length, 2, max_tokens=30, ignore_eos=True)
         assert best.ended and best.branch.room == 0
+
+
+def test_a_judge_at_the_end_of_a_context(llm: LLM) -> None:
+    """Before, a search that had come so far ended with its question's length."""
+    judge = ModelJudge("\nGood?", " Yes", " No")
+    with llm.session(PROMPT, seed=1) as session:
+        found = step_beam_search(session, judge, width=2, samples=2, steps=5, **FEW)
+        assert [(beam.ended, beam.branch.num_tokens) for beam in found] == [(True, 32)] * 2
+        assert mcts(session, judge, simulations=8, samples=2, **FEW).line()[-1].branch.room == 0
+        full, short = found[0].branch, found[0].branch.fork()
+        short.rollback(2 + len("\nGood? Yes"))
+        assert judge(full) == judge(short) == found[0].score and full.num_tokens == 32
