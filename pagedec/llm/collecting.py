@@ -33,9 +33,9 @@ class Collection:
         self.outputs: dict[str, Future[RequestOutput]] = {}
         self.errors: dict[str, RequestError] = {}
         make = tqdm if isinstance(use_tqdm, bool) else use_tqdm
-        hidden = {"disable": True} if use_tqdm is False else {}
-        self._bar = make(total=len(jobs), desc="prompts", dynamic_ncols=True, **hidden)
-        self._is_shown = not getattr(self._bar, "disable", False)
+        # one that is not shown would begin a thread, too, and take a lock that no fork may find taken
+        self._bar = make(total=len(jobs), desc="prompts", dynamic_ncols=True) if use_tqdm is not False else None
+        self._is_shown = self._bar is not None and not getattr(self._bar, "disable", False)
         self._num_tokens, self._began, self._shown = 0, time.perf_counter(), 0.0
 
     @property
@@ -50,7 +50,7 @@ class Collection:
         """Show that there are more tokens."""
         self._num_tokens += num_tokens
         now = time.perf_counter()
-        if self._is_shown and now - self._shown > REFRESH_SECONDS:
+        if self._bar is not None and self._is_shown and now - self._shown > REFRESH_SECONDS:
             self._shown = now
             self._bar.set_postfix_str(f"{self._num_tokens / (now - self._began):.1f} tokens/s")
 
@@ -58,11 +58,13 @@ class Collection:
         """One job has its output or its error; it has both where the bar breaks."""
         if job.request_id in self._left:
             self._left.remove(job.request_id)
-            self._bar.update()
+            if self._bar is not None:
+                self._bar.update()
 
     def close(self) -> None:
         """Take the bar away."""
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
 
     def results(self, return_errors: bool) -> list[RequestOutput]:
         """One output for each job, in their order. Raises `RequestsFailed` if any has failed, unless errors are to be

@@ -369,3 +369,5 @@ def test_the_bar_counts_tokens_before_the_first_prompt_has_ended(tiny: Tiny, mon
     outputs = tiny().generate([[5, 17, 40]] * 3, params, use_tqdm=True)
     assert seen[0][0] == 0 and seen[0][1].endswith(" tokens/s")
     assert sum(counted) == sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+    monkeypatch.setattr(collecting, "tqdm", None)  # a bar that is hidden has a thread and locks all the same
+    assert len(tiny().generate([[5, 17, 40]], params[0], use_tqdm=False)) == 1
