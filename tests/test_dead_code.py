@@ -28,7 +28,6 @@ OUTSIDE = {
     "pad_token": "of transformers' tokenizers",
     "pad_token_id": "of transformers' tokenizers",
     "all_special_ids": "of transformers' tokenizers",
-    "input_ids": "of transformers' encodings",
     "num_chunks": "what a router remembers, for tests",
     "_lists": "C has their addresses",
     "_plans": "C has their addresses",

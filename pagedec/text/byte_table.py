@@ -3,11 +3,15 @@ character."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
+from typing import Any
 
+from pagedec.errors import ModelFileError
 from pagedec.formats.gguf.vocabulary import WORD_START
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -18,6 +22,22 @@ class Spelling(Enum):
 
     BYTE_LEVEL = "byte_level"
     SENTENCEPIECE = "sentencepiece"
+
+
+def spelling_of(decoder: Any, path: Path) -> tuple[Spelling, bool]:
+    """Return how a tokenizer's decoder spells bytes, and whether it drops the first space."""
+    state: Any = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
+    parts = state["decoders"] if state["type"] == "Sequence" else [state]
+    by_type = {part["type"]: part for part in parts}
+    if "ByteLevel" in by_type:
+        return Spelling.BYTE_LEVEL, False
+    if "Metaspace" in by_type:
+        return Spelling.SENTENCEPIECE, by_type["Metaspace"].get("prepend_scheme", "always") != "never"
+    if "ByteFallback" in by_type:
+        strip = by_type.get("Strip", {})
+        return Spelling.SENTENCEPIECE, strip.get("content") == " " and strip.get("start", 0) > 0
+    kinds = ", ".join(by_type)
+    raise ModelFileError(path, f"has the decoder {kinds}; supported are byte-level and sentencepiece vocabularies")
 
 
 def byte_characters() -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from pagedec.formats.gguf.build_tokenizer import build_tokenizer
 from pagedec.formats.gguf.header import read_gguf_header
 from pagedec.formats.gguf.vocabulary import read_vocabulary
 from pagedec.inputs import Array
-from pagedec.text.byte_table import ByteTable, Spelling, build_byte_table
+from pagedec.text.byte_table import ByteTable, build_byte_table, spelling_of
 from pagedec.text.chat_template import Message, Tool, render_chat
 from pagedec.text.detokenizer import Detokenizer
-from pagedec.text.encoding import Encoding, check_call, numbers
+from pagedec.text.encoding import Encoding, check_call, check_clean_up, ids_of, numbers, taken_out
 from pagedec.text.token_bound import TokenBound, token_bound
 
 GGUF_KINDS = {"bos_token": "bos", "eos_token": "eos"}
@@ -52,7 +51,7 @@ class Tokenizer:
         self.special_tokens: dict[str, str] = dict(special_tokens or {})
         """Special tokens by what they are for, as templates call them: {"bos_token": "<s>"}."""
         self.vocab_size: int = inner.get_vocab_size(with_added_tokens=True)
-        self._spelling, drops_leading_space = _spelling(inner.decoder, path)
+        self._spelling, drops_leading_space = spelling_of(inner.decoder, path)
         self.byte_table = self._build_table(drops_leading_space)
 
     @classmethod
@@ -146,8 +145,10 @@ class Tokenizer:
         continue_final_message: bool = False,
         tokenize: bool = True,
         **template_kwargs: Any,
-    ) -> str | list[int]:
-        """Return a conversation's prompt: its token ids, or with `tokenize` False its text. See `render_chat`."""
+    ) -> str | list[int] | Encoding:
+        """Return a conversation's prompt: its token ids, or with `tokenize` False its text. See `render_chat`; with
+        `return_dict`, and for `truncation` and `max_length`, see a call of the tokenizer."""
+        tokenizing, is_table = taken_out(template_kwargs)
         text = render_chat(
             self,
             conversation,
@@ -158,7 +159,10 @@ class Tokenizer:
             chat_template=chat_template,
             template_kwargs=template_kwargs,
         )
-        return self.encode(text, add_special_tokens=False) if tokenize else text
+        if not tokenize:
+            return text
+        encoding = self(text, add_special_tokens=False, **tokenizing)
+        return encoding if is_table else list(encoding.input_ids)
 
     def check_length(self, text: str, max_tokens: int, field: str = "prompt") -> None:
         """Raise `InvalidArgument` naming `field` for a text that certainly has more tokens than that. Tokenises
@@ -225,17 +229,25 @@ class Tokenizer:
         ids: list[int] = self._inner.post_process(encoding, None, add_special_tokens).ids
         return ids
 
-    def decode(self, token_ids: int | Iterable[int] | Array, skip_special_tokens: bool = True) -> str:
+    def decode(
+        self,
+        token_ids: int | Iterable[int] | Array,
+        skip_special_tokens: bool = True,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> str:
         """Return the text of tokens, or of one; bytes that are no UTF-8 become U+FFFD."""
+        check_clean_up(clean_up_tokenization_spaces)
         detokenizer = self.detokenizer(skip_special_tokens)
-        given = numbers(token_ids)
-        return detokenizer.push((given,) if isinstance(given, int) else given) + detokenizer.finish()
+        return detokenizer.push(ids_of(token_ids)) + detokenizer.finish()
 
     def batch_decode(
-        self, sequences: Iterable[Iterable[int] | Array] | Array, skip_special_tokens: bool = True
+        self,
+        sequences: Iterable[Iterable[int] | Array] | Array,
+        skip_special_tokens: bool = True,
+        clean_up_tokenization_spaces: bool | None = None,
     ) -> list[str]:
         """Return the text of each of many sequences of tokens."""
-        return [self.decode(token_ids, skip_special_tokens) for token_ids in numbers(sequences)]
+        return [self.decode(row, skip_special_tokens, clean_up_tokenization_spaces) for row in numbers(sequences)]
 
     def detokenizer(self, skip_special_tokens: bool = True, keep_leading_space: bool = False) -> Detokenizer:
         """Return what turns tokens into text as they come; keep the leading space of text that continues a prompt."""
@@ -287,22 +299,6 @@ def _check_text(text: object) -> None:
     if not isinstance(text, str):
         raise InvalidArgument("prompt", text, f"must be a string, is a {type(text).__name__}")
     check_encodable("prompt", text)
-
-
-def _spelling(decoder: Any, path: Path) -> tuple[Spelling, bool]:
-    """Return how a tokenizer's decoder spells bytes, and whether it drops the first space."""
-    state: Any = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
-    parts = state["decoders"] if state["type"] == "Sequence" else [state]
-    by_type = {part["type"]: part for part in parts}
-    if "ByteLevel" in by_type:
-        return Spelling.BYTE_LEVEL, False
-    if "Metaspace" in by_type:
-        return Spelling.SENTENCEPIECE, by_type["Metaspace"].get("prepend_scheme", "always") != "never"
-    if "ByteFallback" in by_type:
-        strip = by_type.get("Strip", {})
-        return Spelling.SENTENCEPIECE, strip.get("content") == " " and strip.get("start", 0) > 0
-    kinds = ", ".join(by_type)
-    raise ModelFileError(path, f"has the decoder {kinds}; supported are byte-level and sentencepiece vocabularies")
 
 
 def _token_name(value: Any) -> str | None:

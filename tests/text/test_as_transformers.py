@@ -134,6 +134,56 @@ def test_decoding(ours: Tokenizer, theirs: Any, skip: bool) -> None:
     assert ours.decode(rows[0][1], skip) == theirs.decode(rows[0][1]) and ours.batch_decode([]) == []
 
 
+@pytest.mark.parametrize(
+    "given", ["abc", None, 1.5, [1.5], ["a"], [[1, 2]], {1: 2}, torch.tensor([[1, 2]]), b"ab"], ids=str
+)
+def test_what_is_no_token_ids_is_not_decoded(ours: Tokenizer, given: Any) -> None:
+    with pytest.raises(
+        InvalidArgument, match="^token_ids is .*: must be token ids, or one; batch_decode takes several "
+    ):
+        ours.decode(given)
+
+
+def test_spaces_are_not_cleaned_up(ours: Tokenizer, theirs: Any) -> None:
+    ids = theirs.encode("the cat , the dog .")
+    for said in (None, False):
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": said}
+        assert ours.decode(ids, **options) == theirs.decode(ids, skip_special_tokens=True)
+        assert ours.batch_decode([ids], **options) == [ours.decode(ids)]
+    with pytest.raises(FeatureNotAvailable, match="^clean_up_tokenization_spaces is True: not available"):
+        ours.decode(ids, clean_up_tokenization_spaces=True)
+    assert ours.decode([torch.tensor(one) for one in ids]) == ours.decode(ids)
+
+
+CHAT = [{"role": "user", "content": "the cat sat"}]
+TEMPLATE = "{{ messages[0].content }}{{ padding }}{{ max_length }}</s>"
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"return_dict": True}, {"max_length": 3}, {"truncation": True, "max_length": 3},
+    {"truncation": True, "max_length": 3, "return_dict": True, "padding": False, "return_tensors": None},
+    {"tokenize": False, "truncation": True, "max_length": 3},
+])  # fmt: skip
+def test_a_chat_s_prompt_is_tokenised_as_is_told(ours: Tokenizer, theirs: Any, options: dict[str, Any]) -> None:
+    """Before, these were variables of the template: a prompt that was to be cut was whole, and nothing said so."""
+    asked: dict[str, Any] = {"chat_template": TEMPLATE, "return_dict": False, **options}
+    want = theirs.apply_chat_template(CHAT, **asked)
+    if asked["return_dict"]:
+        want = {name: want[name] for name in ("input_ids", "attention_mask")}
+    assert ours.apply_chat_template(CHAT, **{"chat_template": TEMPLATE, **options}) == want
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("return_tensors", "pt"), ("padding", True), ("truncation", "longest"), ("return_assistant_tokens_mask", True),
+    ("tokenizer_kwargs", {"a": 1}),
+])  # fmt: skip
+def test_what_a_chat_s_tokenizing_refuses(ours: Tokenizer, name: str, value: Any) -> None:
+    with pytest.raises(FeatureNotAvailable, match=f"^{name} is "):
+        ours.apply_chat_template(CHAT, chat_template=TEMPLATE, **{name: value})
+    with pytest.raises(InvalidArgument, match="^return_dict is 'yes': must be true or false"):
+        ours.apply_chat_template(CHAT, chat_template=TEMPLATE, return_dict="yes")
+
+
 def test_special_tokens_of_a_gguf_file(tokenizer: Tokenizer) -> None:
     """The embedded model's: `<|endoftext|>` and `<|im_end|>` under all of their names."""
     assert (tokenizer.bos_token, tokenizer.eos_token) == (
