@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from pagedec.errors import InvalidArgument
 from pagedec.search.scorers import Searchable, check_search
 
 
@@ -31,6 +32,14 @@ def self_consistency(
     check_search(branch, "answer_of", answer_of)
     output = branch.generate(sampling_params, keep="none", n=n, **fields)
     texts = [answer.text for answer in output.outputs]
-    counts = Counter(found for found in map(answer_of, texts) if found is not None)
+    counts = Counter(found for found in (_votes(answer_of(text)) for text in texts) if found is not None)
     winner = max(counts, key=lambda found: counts[found], default=None)
     return Vote(winner, dict(counts), texts)
+
+
+def _votes(found: Any) -> Hashable:
+    if not isinstance(found, Hashable):
+        raise InvalidArgument(
+            "answer_of", found, "must return what can be counted, as texts, numbers and tuples, or None"
+        )
+    return found

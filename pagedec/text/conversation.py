@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pagedec.errors import InvalidArgument
+from pagedec.inputs import Array
 from pagedec.text.chat_template import Message, Tool, check_messages, render_chat
+from pagedec.text.encoding import ids_of
 from pagedec.text.tokenizer import Tokenizer
 
 
@@ -62,7 +64,7 @@ class Conversation:
         self._open = True
         return list(token_ids)
 
-    def answer(self, token_ids: Iterable[int], text: str | None = None) -> str:
+    def answer(self, token_ids: Iterable[int] | Array, text: str | None = None) -> str:
         """Add the answer to the last prompt, and return its text (without the space that some vocabularies write
         first).
 
@@ -71,7 +73,7 @@ class Conversation:
         """
         if not self._open:
             raise InvalidArgument("answer", text, "must follow a prompt: call ask first")
-        generated = list(token_ids)
+        generated = ids_of(token_ids)
         prompt, prompt_ids = self._known[0]
         ended = bool(generated) and generated[-1] in self.tokenizer.eos_token_ids
         said = generated[:-1] if ended else generated

@@ -69,7 +69,7 @@ def taken_out(template_kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
 
 
 def ids_of(given: Any) -> list[int]:
-    """The token ids that are to be decoded, or the only one. Raises `InvalidArgument` for what is none."""
+    """Token ids of a text, or the only one. Raises `InvalidArgument` for what is none."""
     plain = numbers(given)
     if isinstance(plain, int):
         return [plain]

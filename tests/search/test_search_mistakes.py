@@ -48,6 +48,7 @@ def test_what_is_refused(llm: LLM) -> None:
         ),
         (lambda: best_of_n(session, ModelJudge, 2, **FEW), "scorer(<SessionBranch 0.6: 20 tokens>) is ModelJudge("),
         (lambda: self_consistency(session, None, 2), "answer_of is None: must be a function of a text"),
+        (lambda: self_consistency(session, str.split, 2, **FEW), "answer_of is ['"),  # type: ignore[arg-type]
         (lambda: self_consistency(PROMPT, len, 2), f"branch is '{PROMPT}': must be a branch of a session of `LLM`"),
         (lambda: step_beam_search(session, None), "judge is None: must be a function of a branch"),
         (lambda: step_beam_search(session, length, width=0), "width is 0: must be a whole number from 1"),

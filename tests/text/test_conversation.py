@@ -6,7 +6,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from pagedec.errors import InvalidArgument
 from pagedec.text.conversation import Conversation
@@ -50,6 +52,18 @@ def test_another_end_token_than_the_templates_is_replaced(tokenizer: Tokenizer) 
     following = chat.ask("More")
     assert following[: len(prompt) + len(said) + 1] == [*prompt, *said, own]
     assert following == both.apply_chat_template(chat.messages, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, iter], ids=["torch", "numpy", "iterator"])
+def test_an_answer_of_any_kind_of_numbers(tokenizer: Tokenizer, kind: Any) -> None:
+    """What comes of it are Python's own: a prompt of tensors was refused where it was generated from."""
+    chat, said = Conversation(tokenizer), [*tokenizer.encode("Yes"), *tokenizer.eos_token_ids]
+    chat.ask("Hi")
+    assert chat.answer(kind(said)) == "Yes"
+    assert set(map(type, chat.ask("More"))) <= {int, np.int64}
+    with pytest.raises(InvalidArgument, match="^token_ids is 'Yes': must be token ids"):
+        chat.answer("Yes")  # type: ignore[arg-type]
+    assert len(chat.messages) == 3
 
 
 def test_a_template_that_drops_thoughts_keeps_the_beginning(tokenizer: Tokenizer) -> None:
