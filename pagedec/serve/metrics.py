@@ -40,13 +40,15 @@ ENDS = (STOP, LENGTH, LATE, ABORT, CANCELLED, REFUSED, ERROR)
 
 @dataclass(slots=True)
 class _Course:
-    """One request on its way. `last`: when it was last told of tokens."""
+    """One request on its way. `last`: when it was last told of tokens; `num_tokens`, `num_told`: how many were counted,
+    and how many there were in its outputs."""
 
     began: float
     is_streamed: bool
     num_answers: int
     last: float | None = None
     num_tokens: int = 0
+    num_told: int = 0
     end: str | None = None
     """What its last output has said."""
 
@@ -128,7 +130,9 @@ class Metrics:
     def told(self, name: str, output: RequestOutput) -> None:
         """An output of it is given out."""
         course, now = self._courses[name], time.monotonic()
-        if course.is_streamed and any(answer.token_ids for answer in output.outputs):
+        count = sum(len(answer.token_ids) for answer in output.outputs)
+        course.num_told += count
+        if course.is_streamed and count:
             if course.last is None:
                 self._first.observe(now - course.began)
             else:
@@ -136,10 +140,11 @@ class Metrics:
             course.last = now
         if not output.finished:
             if course.num_answers == 1:  # of several, beams tell the same tokens as often as there are answers
-                self._count(course, sum(len(answer.token_ids) for answer in output.outputs))
+                self._count(course, count)
             return
         course.end = _end_said(output)
         if output.metrics is None:  # it was aborted
+            self._count(course, course.num_told - course.num_tokens)
             return
         self._count(course, output.metrics.num_output_tokens - course.num_tokens)
         self._note(output.metrics, course)
@@ -147,6 +152,8 @@ class Metrics:
     def over(self, name: str, error: BaseException | None) -> None:
         """Nothing more comes of it."""
         course = self._courses.pop(name)
+        if course.end is None:
+            self._count(course, course.num_told - course.num_tokens)
         end = course.end or _end_of(error)
         self._ended.labels(end).inc()
         if end in (STOP, LENGTH, LATE):

@@ -19,6 +19,7 @@ from pagedec.errors import InvalidArgument
 from pagedec.v1 import generation_service_pb2 as pb
 from pagedec.v1 import parameters_pb2 as pp
 from tests.serve.serving import Loop, Serving, greedy, parameters, prompt
+from tests.support import wait_for
 
 Serve = Callable[..., Serving]
 LONG = [5 + i * 7 % 120 for i in range(45)]
@@ -202,6 +203,41 @@ def test_what_runs_is_seen_while_it_runs(serve: Serve) -> None:
     assert of(values, "requests_finished_total", finished_reason="cancelled") == 1
     assert of(values, "calls_total", method=STREAM, code="CANCELLED") == 1
     assert of(values, "num_requests_running") == of(values, "kv_blocks_shared") == 0
+
+
+def test_what_was_given_out_counts_however_it_ends(serve: Serve) -> None:
+    """Of a call without a stream all tokens come with its last output, of several answers and beams they are counted
+    there."""
+    serving = serve(engine={"num_blocks": 1024, "max_model_len": 4096, "max_num_seqs": 4}, metrics_port=0)
+    one, several = parameters(4000, temperature=0.0), parameters(4000, n=4, temperature=1.0)
+    beams = pp.Parameters(beam_search=pp.BeamSearch(beam_width=4), stopping=pp.Stopping(max_tokens=4000))
+    one.stopping.ignore_eos = several.stopping.ignore_eos = True
+    beams.stopping.ignore_eos, several.seed = True, 5
+    total = 0.0
+
+    def aborted() -> None:
+        wait_for(lambda: serving.llm.engine.stats.num_rows >= len(LONG) + 20)
+        serving.loop.run(serving.server.gateway.abort(serving.server.gateway.named(None)))
+
+    for own in (one, several, beams):
+        serving.llm.engine.stats.num_rows = 0
+        answering = serving.generation.Generate.future(pb.GenerateRequest(prompt=prompt(LONG), parameters=own))
+        aborted()
+        answers = answering.result(30).answers
+        assert {answer.finish.reason for answer in answers} == {3}
+        total += sum(len(answer.token_ids) for answer in answers)
+        assert total > 0 and of(scraped(serving), "generation_tokens_total") == total
+        serving.llm.engine.stats.num_rows = 0
+        call = serving.generation.GenerateStream(pb.GenerateStreamRequest(prompt=prompt(LONG), parameters=own))
+        aborted()
+        for delta in (delta for message in call for delta in message.deltas):
+            total += len(delta.token_ids) * (4 if delta.all_answers else 1)
+        assert of(scraped(serving), "generation_tokens_total") == total
+    call = serving.generation.GenerateStream(pb.GenerateStreamRequest(prompt=prompt(LONG), parameters=several))
+    total += sum(len(delta.token_ids) for _, message in zip(range(5), call, strict=False) for delta in message.deltas)
+    call.cancel()
+    serving.whole()
+    assert of(scraped(serving), "generation_tokens_total") >= total, "who leaves has not read all"
 
 
 def test_drafts_by_method_and_place(serve: Serve) -> None:
