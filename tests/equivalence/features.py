@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from pagedec import InvalidArgument, SamplingParams, TokenTrie
+from pagedec.core.request import Request
+from pagedec.core.resuming import Resume, ToldAnswer
 from pagedec.engine.engine import Engine, FinishedRequest
 from pagedec.params import BeamSearchParams
 from tests.algorithms.random_tree import RandomTreeParams
 from tests.equivalence.conftest import make_engine, vocabulary
 from tests.equivalence.harness import Case, prompts, run
 from tests.equivalence.remote import VOCABULARY
-from tests.support import add
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
@@ -29,6 +30,10 @@ OTHERS = [
     Case(f"other {i}", prompt, SamplingParams(temperature=0.7, seed=i, max_tokens=8, repetition_penalty=1 + i / 8))
     for i, prompt in enumerate(prompts(5, 5, 50, seed=22))
 ]
+
+
+FILLING = Case("filling", prompts(1, 200, 200, seed=23)[0], SamplingParams(temperature=0, max_tokens=2))
+"""Takes all but one of 14 blocks."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,10 @@ class Feature:
     """The engine's clock counts its steps."""
     kind: str = "tiny"
     """Of engine; what is alone is alone in such a one, too."""
+    in_session: bool = False
+    """Goes out from a branch of a session, while others go out from two forks of it."""
+    resumed: bool = False
+    """Half of each answer was told before, by another engine."""
 
 
 STOP_TOKEN, STOP_TEXT, BAD_TEXT = "the fifth token", "text across two tokens", "text of one of the tokens"
@@ -85,9 +94,19 @@ FEATURES = {
     "blocks of 64": Feature({"block_size": 64}, others=True),
     "kv_cache_dtype int8": Feature({"num_blocks": 14}, others=True, disturb=True, kind="KV int8"),
     "kv_cache_dtype fp8": Feature({"max_num_batched_tokens": 11}, others=True, twice=True, kind="KV fp8"),
+    "kv_offload_memory": Feature(
+        {"num_blocks": 14, "kv_offload_memory": "1MiB"}, others=True, disturb=True, twice=True
+    ),
+    "quantization int8": Feature({"max_num_batched_tokens": 19}, others=True, kind="int8"),
+    "executor process": Feature({"num_blocks": 20}, others=True, disturb=True, kind="process"),
+    "tensor_parallel_size 2": Feature({"max_num_batched_tokens": 19}, others=True, disturb=True, kind="ranks"),
     "async_scheduling": Feature({"async_scheduling": True}, others=True),
     "low priority": Feature({"num_blocks": 20}, others=True, priority=1),
     "cache salt": Feature(twice=True, salt="tenant"),
+    "from a session's branch": Feature({"num_blocks": 40}, {"logprobs": 2}, True, True, in_session=True),
+    "from a session's branch, 3 answers drawn": Feature(params={**SEEDED, "n": 3}, others=True, in_session=True),
+    "resumed": Feature(others=True, resumed=True),
+    "resumed, 3 answers drawn": Feature({"num_blocks": 20}, {**SEEDED, "n": 3}, True, True, resumed=True),
     "min_tokens": Feature(params={"min_tokens": 6}),
     "seed, temperature, top_p": Feature(params=SEEDED, others=True),
     "3 answers, drawn": Feature(params={**SEEDED, "n": 3}, others=True),
@@ -139,6 +158,8 @@ DECODERS: dict[str, Any] = {
 REFUSED: dict[tuple[str, str], tuple[type[Exception], str]] = {
     ("beam groups", "seed, temperature, top_p"): (InvalidArgument, "groups are never drawn, in Hugging Face's neither"),
     ("beam groups", "3 answers, drawn"): (InvalidArgument, "as seed, temperature, top_p"),
+    ("beam groups", "from a session's branch, 3 answers drawn"): (InvalidArgument, "as seed, temperature, top_p"),
+    ("beam groups", "resumed, 3 answers drawn"): (InvalidArgument, "as seed, temperature, top_p"),
     ("beam groups", "constraints and rules, 3 answers drawn"): (InvalidArgument, "as seed, temperature, top_p"),
     ("beam groups", "rules and reports, 3 answers drawn"): (InvalidArgument, "as seed, temperature, top_p"),
 }
@@ -189,19 +210,42 @@ def alone(params: Any, kind: str = "tiny") -> FinishedRequest:
         params = replace(params, speculative=None)
     key = f"{kind} {params!r}"  # some hold a dict and have no hash
     if key not in _known:
-        _known[key] = run(make_engine(kind), [Case("cell", PROMPT, params)]).finished["cell"]
+        engine = make_engine(kind)
+        _known[key] = run(engine, [Case("cell", PROMPT, params)]).finished["cell"]
+        engine.stop()
     return _known[key]
+
+
+def begin(engine: Engine, feature: Feature, params: Any) -> list[Request]:
+    """The request, first, and those that go out beside it from the same session."""
+    sessions = engine.sessions
+    if feature.in_session:
+        root = sessions.open(engine, PROMPT, 0, feature.salt, feature.priority, None)
+        branches = {"cell": root} | dict(zip(("fork 1", "fork 2"), sessions.fork(engine, root, 2), strict=True))
+        begun = [sessions.begin(engine, branch, name, params, "all") for name, branch in branches.items()]
+    else:
+        resume = None
+        if feature.resumed:
+            told = [answer.token_ids for answer in alone(params, feature.kind).answers]
+            resume = Resume(tuple(ToldAnswer(tuple(tokens[: len(tokens) // 2])) for tokens in told))
+        begun = [engine.admit("cell", PROMPT, params, feature.priority, feature.salt, resume=resume)]
+        assert (begun[0].resume is not None) == (feature.resumed and begun[0].decoder.resumes)
+    for request in begun:
+        engine.add(request)
+    return begun
 
 
 def in_engine(engine: Engine, feature: Feature, params: Any) -> FinishedRequest:
     """With the feature, and with those around it."""
     if feature.counts_steps:
         engine.clock = lambda: float(engine.stats.num_steps)
-    for _ in range(1 + feature.twice):
+    for again in range(1 + feature.twice):
+        if again and engine.scheduler.pools["target"].offload is not None:  # blocks leave the pool for the host
+            run(engine, [FILLING])
         cases = list(OTHERS) if feature.others else []
-        request = add(engine, "cell", PROMPT, params, feature.priority, feature.salt)
+        request, *beside = begin(engine, feature, params)
         disturb = random.Random(5) if feature.disturb else None
-        outcome = run(engine, cases, disturb, waiting_for=["cell"])
+        outcome = run(engine, cases, disturb, waiting_for=["cell", *(other.id for other in beside)])
         engine.scheduler.check()
     if feature.twice:
         reported = getattr(params, "prompt_logprobs", None) is not None
