@@ -12,8 +12,8 @@ from pagedec.fields import Flag, Integer, Number, Size, Text, Texts, check_field
 LOOPBACK, LOOPBACK_NAMES = "127.0.0.1", ("localhost",)
 EVERYWHERE = ("0.0.0.0", "::")
 LEVELS = ("debug", "info", "warning", "error")
-FILES = ("tls_cert", "tls_key", "tls_client_ca", "api_keys")
-"""Fields that are paths."""
+FILES, HOSTS = ("tls_cert", "tls_key", "tls_client_ca", "api_keys"), ("host", "metrics_host")
+"""Fields that are paths, and addresses."""
 
 
 @strict
@@ -143,6 +143,10 @@ class ServerConfig:
         for name in FILES:
             if "\0" in (getattr(self, name) or ""):
                 raise InvalidArgument(name, getattr(self, name), "must be a path, which has no NUL character")
+        for name in HOSTS:
+            if not _is_name(getattr(self, name)):
+                limit = "must be an address, or a name that can be looked up: its parts have 1 to 63 characters"
+                raise InvalidArgument(name, getattr(self, name), limit)
         for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_client_ca", "tls_cert")):
             if getattr(self, one) is not None and getattr(self, other) is None:
                 raise InvalidArgument(other, None, f"must be given, since {one} is")
@@ -169,6 +173,14 @@ class ServerConfig:
             hosts = {LOOPBACK if host in LOOPBACK_NAMES else host.strip("[]") for host in (here, there)}
             if port and port == own and (len(hosts) == 1 or hosts & set(EVERYWHERE)):
                 raise InvalidArgument(other, own, f"must be another one than {one}, which is {port}, too")
+
+
+def _is_name(host: str) -> bool:
+    """What `socket` takes: of other names its error is none of the system's."""
+    try:
+        return b"\0" not in host.encode("idna")
+    except UnicodeError:
+        return False
 
 
 def is_loopback(host: str) -> bool:

@@ -66,6 +66,7 @@ def test_who_hangs_up_leaves_nothing_on_standard_error(port: MetricsPort, capfd:
 
 
 def test_who_says_nothing_is_sent_away(port: MetricsPort, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert metrics_port._Handler.timeout == metrics_port.SILENT_SECONDS, "it is what is waited for by itself"
     monkeypatch.setattr(metrics_port._Handler, "timeout", 0.05)
     with connected(port) as silent, connected(port) as slow:
         slow.sendall(b"GET /metrics HTTP/1.1\r\n")

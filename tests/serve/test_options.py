@@ -75,6 +75,17 @@ def test_a_path_has_no_nul(field: str) -> None:
     assert (caught.value.field, caught.value.value) == (field, "keys\0.toml")
 
 
+@pytest.mark.parametrize("field", ["host", "metrics_host"])
+def test_an_address_is_a_name_that_can_be_looked_up(field: str) -> None:
+    """Python's own error of others is no error of the system, and names nothing."""
+    for wrong in ("a..b", "a" * 64, "a\0b", "."):
+        with pytest.raises(InvalidArgument, match="must be an address, or a name that can be looked up") as caught:
+            ServerConfig(**{field: wrong, "insecure": True})
+        assert (caught.value.field, caught.value.value) == (field, wrong)
+    for right in ("::1", "[::1]", "0.0.0.0", "a.b.", "fe80::1%eth0", "müller.example"):
+        assert ServerConfig(**{field: right, "insecure": True})
+
+
 def test_the_contract_may_be_kept(serve: Serve) -> None:
     wanted = reflection_pb2.ServerReflectionRequest(list_services="")
     stub = reflection_pb2_grpc.ServerReflectionStub(serve(reflection=False).channel)
