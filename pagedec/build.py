@@ -18,6 +18,7 @@ from pagedec.errors import OR_TOKEN_IDS, InvalidArgument, ModelFileError, PoolWa
 from pagedec.executor.base import Executor
 from pagedec.executor.inline import InlineExecutor
 from pagedec.executor.process import ProcessExecutor
+from pagedec.formats.gguf.header import headers_kept
 from pagedec.formats.resolve import ModelFiles, resolve_model, resolve_tokenizer
 from pagedec.runtime.geometry import Geometry
 from pagedec.runtime.loading import LoadedModel, build_worker, check_configuration, check_shares, load_whole
@@ -175,6 +176,7 @@ def check_vocabularies(geometry: Geometry, config: EngineConfig, is_alike: bool)
     raise InvalidArgument("speculative_config.model", model, limit)
 
 
+@headers_kept()
 def load_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
     """An engine ready for requests, and its tokenizer. Raises what loading raises; nothing is left of the executor
     then."""

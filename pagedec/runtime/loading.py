@@ -25,6 +25,7 @@ from pagedec.config import (
 from pagedec.errors import InvalidArgument, Shown, WeightsWarning, counted, within
 from pagedec.formats.awq_gptq import int4_config
 from pagedec.formats.generation import read_end_ids
+from pagedec.formats.gguf.header import headers_kept
 from pagedec.formats.resolve import ModelFiles, resolve_model
 from pagedec.kernels.attention_kernel import AttentionKernel, check_shapes
 from pagedec.kernels.backend import INT8_QUANTIZATIONS, Backend
@@ -293,6 +294,7 @@ def load_whole(config: EngineConfig) -> Worker:
     return build_worker(config, loaded, load_draft(config, loaded))
 
 
+@headers_kept()
 def load_worker(config: EngineConfig, ranks: Ranks) -> Worker | Follower:
     """The part of a model that a rank has; all of it where there is but one. Raises as `load_whole` does."""
     if ranks.world == 1:

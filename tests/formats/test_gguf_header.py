@@ -12,7 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFReader
 
 from pagedec.errors import ModelFileError
-from pagedec.formats.gguf.header import ENCODINGS, read_gguf_header
+from pagedec.formats.gguf.header import ENCODINGS, headers_kept, read_gguf_header
 
 WriteGguf = Callable[..., Path]
 
@@ -173,3 +173,16 @@ def test_a_part_of_a_model(write_gguf: WriteGguf) -> None:
     with pytest.raises(ModelFileError, match="is part 2 of 3 of a model; join them"):
         read_gguf_header(write_gguf({"output_norm.weight": values}, parts))
     assert read_gguf_header(write_gguf({"output_norm.weight": values}, {"split.no": 0, "split.count": 1})).tensors
+
+
+def test_a_header_is_read_once_while_something_is_loaded(write_gguf: WriteGguf) -> None:
+    """And anew by whoever comes later: the file may be another one."""
+    path = write_gguf({"output_norm.weight": np.zeros((2, 32), np.float32)}, {"general.name": "one"})
+    with headers_kept():
+        one = read_gguf_header(path)
+        with headers_kept():
+            assert read_gguf_header(path) is one
+        assert read_gguf_header(path) is one
+    assert read_gguf_header(path) is not one
+    with headers_kept():
+        assert read_gguf_header(path) is not one

@@ -13,7 +13,9 @@ import torch
 from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM
 
+from pagedec import LLM
 from pagedec.config import EngineConfig
+from pagedec.formats.gguf import header
 from pagedec.formats.gguf.header import read_gguf_header
 from pagedec.formats.gguf.reader import GgufSource
 from pagedec.kernels.fallback import ReferenceBackend
@@ -133,3 +135,17 @@ def test_weights_as_transformers_loads_the_file(name: str, checkpoints: Checkpoi
         assert torch.equal(source.load(hf_name), theirs[full]), hf_name
         if "norm" not in hf_name:
             assert (source.load(hf_name).numpy() == original.get(hf_name, original.get(full))).all(), hf_name
+
+
+def test_an_engine_reads_the_header_once(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read, asked = write_model(checkpoints("llama").path, tmp_path / "tiny.gguf"), header._read, []
+
+    def counted(place: Path) -> header.GgufHeader:
+        asked.append(place)
+        return read(place)
+
+    monkeypatch.setattr(header, "_read", counted)
+    with LLM(str(path), skip_tokenizer_init=True, num_blocks=8):
+        assert asked == [path]

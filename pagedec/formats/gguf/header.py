@@ -9,6 +9,9 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -232,9 +235,31 @@ def _parse(cursor: _Cursor) -> GgufHeader:
     return GgufHeader(cursor.path, cursor.size, data_start, fields, placed)
 
 
+_kept: ContextVar[dict[Path, GgufHeader] | None] = ContextVar("_kept", default=None)
+
+
+@contextmanager
+def headers_kept() -> Iterator[None]:
+    """Within it, also as a decorator, each file's header is read once: who loads a model asks for it three times, and a
+    vocabulary takes a tenth of a second or more."""
+    token = _kept.set({} if _kept.get() is None else _kept.get())
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
 def read_gguf_header(path: Path) -> GgufHeader:
     """Read and check everything but the weights; raise ModelFileError naming the file and what is wrong."""
+    kept = _kept.get()
+    if kept is None:
+        return _read(path)
+    if path not in kept:
+        kept[path] = _read(path)
+    return kept[path]
 
+
+def _read(path: Path) -> GgufHeader:
     file_size(path)  # a pipe would wait for ever
     try:
         with path.open("rb") as file:
