@@ -176,26 +176,28 @@ def check_vocabularies(geometry: Geometry, config: EngineConfig, is_alike: bool)
     raise InvalidArgument("speculative_config.model", model, limit)
 
 
-@headers_kept()
 def load_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
     """An engine ready for requests, and its tokenizer. Raises what loading raises; nothing is left of the executor
     then."""
-    files = resolve_model(config.model.model, config.model.load_format)
-    try:
-        tokenizer = load_tokenizer(config.model, files)
-    except ModelFileError:
-        check_configuration(config.model, files)  # where no model can be run, no tokenizer is what is missing
-        raise
-    is_alike = not names_draft_model(config) or writes_alike(tokenizer, draft_config(config).model)
-    executor = start_executor(config)
-    try:
-        if tokenizer is not None:
-            check_tokenizer(tokenizer, config.model.model, executor.geometry.lanes["target"].vocab_size)
-        check_vocabularies(executor.geometry, config, is_alike)
-        return _engine_over(config, executor, tokenizer), tokenizer
-    except BaseException:  # a warning that is an error, or Ctrl-C: whoever catches it must not be left with a process
-        executor.stop()
-        raise
+    with headers_kept():  # here, not around: a decorator would be one more who called, and warnings be of this package
+        files = resolve_model(config.model.model, config.model.load_format)
+        try:
+            tokenizer = load_tokenizer(config.model, files)
+        except ModelFileError:
+            check_configuration(config.model, files)  # where no model can be run, no tokenizer is what is missing
+            raise
+        is_alike = not names_draft_model(config) or writes_alike(tokenizer, draft_config(config).model)
+        executor = start_executor(config)
+        try:
+            if tokenizer is not None:
+                check_tokenizer(tokenizer, config.model.model, executor.geometry.lanes["target"].vocab_size)
+            check_vocabularies(executor.geometry, config, is_alike)
+            return _engine_over(config, executor, tokenizer), tokenizer
+        except (
+            BaseException
+        ):  # a warning that is an error, or Ctrl-C: whoever catches it must not be left with a process
+            executor.stop()
+            raise
 
 
 def _engine_over(config: EngineConfig, executor: Executor, tokenizer: Tokenizer | None) -> Engine:
