@@ -20,8 +20,9 @@ from pagedec.client.connection import (
     require_open,
 )
 from pagedec.client.dropped import CLOSING_SECONDS, Closing, DroppedBranches, wait_until
+from pagedec.client.failures import ServerError
 from pagedec.client.token_pieces import Out, TokenPieces
-from pagedec.errors import RequestError
+from pagedec.errors import PagedecError, RequestError
 from pagedec.params import RequestParams
 
 T = TypeVar("T")
@@ -46,6 +47,8 @@ class AsyncRoute:
         for pauses in itertools.count():
             try:
                 return ask.read(await self._call(ask, deadline))
+            except asyncio.CancelledError as cancelled:
+                raise self._ended(cancelled) from None
             except grpc.aio.AioRpcError as error:
                 failure = ask.failure(error, deadline)
                 pause = self.way.pause(failure, pauses, deadline, ask.is_safe)
@@ -59,6 +62,7 @@ class AsyncRoute:
         deadline = self.way.deadline(timeout)
         await self._close_dropped(deadline)
         steady, call = Steady(self.way, ask, deadline), self._call(ask, deadline)
+        failure: PagedecError
         try:
             while True:
                 try:
@@ -68,6 +72,8 @@ class AsyncRoute:
                         steady.has_begun = True
                         yield ask.read(answer)
                     return
+                except asyncio.CancelledError as cancelled:
+                    failure = self._ended(cancelled)
                 except grpc.aio.AioRpcError as error:
                     failure = ask.failure(error, deadline)
                 pause, again = steady.again(failure)
@@ -111,6 +117,14 @@ class AsyncRoute:
             self.dropped.end(closing)
         finally:
             self._closings.discard(asyncio.current_task())
+
+    def _ended(self, cancelled: asyncio.CancelledError) -> ServerError:
+        """What a call has failed with that the client's end has cancelled, and nobody its task. Raises it where it was
+        the task."""
+        task = asyncio.current_task()
+        if not self.is_closed or task is None or task.cancelling():
+            raise cancelled
+        return ServerError("CANCELLED", "", "the client was closed")
 
     def _call(self, ask: Inquiry[T], deadline: Deadline | None) -> Any:
         require_open(self.is_closed)

@@ -231,3 +231,33 @@ def test_the_only_one_of_several_fails_as_one_of_several(serve: Serve, kind: Any
                         await asked(lambda: first.generate_all([first], LONG, timeout=0.2))
 
     serving.loop.run(run())
+
+
+@KINDS
+def test_what_runs_when_the_client_is_closed_fails(serve: Serve, kind: Any) -> None:
+    """It is no coroutine's own cancellation, which whoever waits for several would take for nothing at all."""
+    serving = serve(engine=ROOM)
+
+    async def read(client: Any) -> None:
+        if kind is Client:
+            await asyncio.to_thread(lambda: list(client.stream(PROMPT, LONG)))
+        else:
+            async for _ in client.generate(PROMPT, LONG):
+                pass
+
+    async def run() -> None:
+        client = kind(f"127.0.0.1:{serving.server.port}")
+        session = await asked(lambda: client.session(PROMPT))
+        calls = [asyncio.create_task(asked(lambda: session.generate(LONG))), asyncio.create_task(read(client))]
+        await running(serving, 2)
+        cancelled = asyncio.create_task(read(client))
+        await running(serving, 3)
+        cancelled.cancel()
+        await asked(client.close)
+        for call in calls:
+            with pytest.raises(ServerError, match="^CANCELLED: "):
+                await call
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+
+    serving.loop.run(run())
