@@ -10,9 +10,15 @@ from typing import Any
 from pagedec.errors import ModelFileError
 
 HALF_PAIR = rb"\ud"  # JSON may spell what no text can hold
+POINTER = b"version https://git-lfs"
 MAX_JSON_BYTES = 64 << 20
 """Of a configuration or a shard index: the index of the largest models has 10 MB, and parsing takes many times the
 size."""
+
+
+def if_pointer(start: bytes) -> str:
+    """What a file is that begins so, where it is a pointer of Git LFS, as a clone without it has; "" else."""
+    return "; a pointer of Git LFS: `git lfs pull` fetches the file" if start and POINTER.startswith(start) else ""
 
 
 def file_size(path: Path) -> int:

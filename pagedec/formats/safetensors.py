@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from pagedec.errors import MAX_SHOWN, ModelFileError, shown
-from pagedec.formats.files import file_size, is_file, parse_json_object, read_json_object
+from pagedec.formats.files import file_size, if_pointer, is_file, parse_json_object, read_json_object
 from pagedec.formats.mapping import MappedFile, view_tensor
 from pagedec.kernels.blocks import Blocks
 
@@ -101,6 +101,7 @@ def read_header(path: Path) -> SafetensorsHeader:
             limit = min(MAX_HEADER_BYTES, num_file_bytes - 8)
             if num_header_bytes > limit:
                 what = f", it begins with {start!r}: not a safetensors file?" if start[:1] != b"\0" else ""
+                what += if_pointer(start)
                 problem = f"announces a header of {num_header_bytes} bytes, at most {limit} are possible{what}"
                 raise ModelFileError(path, problem)
             raw = file.read(num_header_bytes)

@@ -121,8 +121,9 @@ def test_files_that_are_something_else(kind: str, tmp_path: Path) -> None:
     for name, read in (("a.safetensors", read_header), ("a.gguf", read_gguf_header)):
         reader: Callable[[Path], Any] = read
         (tmp_path / name).write_bytes(RENAMED[kind]())
-        with pytest.raises(ModelFileError, match=r"begins with b'"):
+        with pytest.raises(ModelFileError, match=r"begins with b'") as caught:
             reader(tmp_path / name)
+        assert ("`git lfs pull` fetches the file" in str(caught.value)) == (kind == "text")
 
 
 def test_pipes_and_directories_are_no_files(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagedec.errors import ModelFileError
-from pagedec.formats.files import file_size
+from pagedec.formats.files import file_size, if_pointer
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -265,7 +265,8 @@ def _read(path: Path) -> GgufHeader:
         with path.open("rb") as file:
             magic = file.read(len(MAGIC))
             if magic != MAGIC:
-                raise ModelFileError(path, f"begins with {magic!r}, a GGUF file begins with {MAGIC!r}")
+                problem = f"begins with {magic!r}, a GGUF file begins with {MAGIC!r}{if_pointer(magic)}"
+                raise ModelFileError(path, problem)
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _parse(_Cursor(path, data))
     except OSError as error:
