@@ -234,8 +234,8 @@ class Client:
 
     # ---- the end
     def close(self) -> None:
-        """Give up the connection. What runs fails with a `ServerError`, branches that were dropped are closed, and sessions
-        that are still held live until their leases end."""
+        """Give up the connection. What runs fails with a `ServerError`, branches that were dropped are closed, and
+        sessions that are still held live until their leases end."""
         self._line.close()
 
     def __enter__(self) -> Client:
