@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -17,15 +18,27 @@ BUILT_IN = "pagedec."
 
 
 def load_decoders(places: Sequence[str]) -> None:
-    """Import files and modules that register decoders. Raises `InvalidArgument` for what cannot be imported, or
-    registers none."""
+    """Import files and modules that register decoders. Raises `InvalidArgument` for what cannot be imported,
+    registers none, or is a file with the name of another module."""
     for place in places:
+        if place.endswith(ENDING):
+            _check_name(place)
         try:
             module = _of_file(place) if place.endswith(ENDING) else importlib.import_module(place)
         except Exception as error:  # somebody's own code may raise anything
             raise InvalidArgument("decoder", place, f"cannot be imported: {type(error).__name__}: {error}") from error
         if not _registers(module):
             raise InvalidArgument("decoder", place, "must register a decoder; it registers none")
+
+
+def _check_name(place: str) -> None:
+    """Raise `InvalidArgument` for a file by whose name others would no longer find their own module."""
+    path = Path(place)
+    known = importlib.machinery.PathFinder.find_spec(path.stem)
+    is_other = known is not None and known.origin is not None and Path(known.origin).resolve() != path.resolve()
+    if is_other or path.stem in sys.builtin_module_names:
+        whose = "built in" if known is None else f"that of {known.origin}"
+        raise InvalidArgument("decoder", place, f"must have a name of its own: the module {path.stem} is {whose}")
 
 
 def _registers(module: ModuleType) -> bool:

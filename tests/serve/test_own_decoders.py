@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,3 +133,13 @@ def test_a_file_that_registers_nothing(race: str, tmp_path: Path) -> None:
         with pytest.raises(InvalidArgument) as caught:
             load_decoders([place])
         assert str(caught.value) == f"decoder is {place!r}: must register a decoder; it registers none"
+
+
+@pytest.mark.parametrize("name", ["random", "numpy", "sys"])
+def test_a_file_with_the_name_of_another_module(tmp_path: Path, name: str) -> None:
+    """Whoever imports that later would have got the file."""
+    before = sys.modules[name]
+    (tmp_path / f"{name}.py").write_text("")
+    with pytest.raises(InvalidArgument, match=f"must have a name of its own: the module {name} is ") as caught:
+        load_decoders([str(tmp_path / f"{name}.py")])
+    assert caught.value.field == "decoder" and sys.modules[name] is before
