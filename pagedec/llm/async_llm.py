@@ -183,10 +183,9 @@ class AsyncLLM(Front):
         return await asyncio.wrap_future(self._resetting())
 
     async def check_health(self) -> None:
-        """Raise what has ended the engine's thread, if anything has, and `EngineClosed` behind `close`."""
+        """Raise what has ended the engine's thread, if anything has; `close` is no failure."""
         if self.loop.broken is not None:
             raise self.loop.broken
-        self.loop.require_open()
 
     async def _stream(
         self, prepared: list[Prepared], resume: Resume | None = None

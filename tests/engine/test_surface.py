@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from pagedec import LLM, AsyncLLM, DtypeWarning, PoolWarning, SamplingParams
 from pagedec.config import engine_rules
-from pagedec.errors import AbsentFeature, EngineClosed, FeatureNotAvailable, InvalidArgument
+from pagedec.errors import AbsentFeature, FeatureNotAvailable, InvalidArgument
 from pagedec.inputs import CALL_ONLY, CallArgs
 from pagedec.llm.of_vllm import ABSENT
 
@@ -36,17 +36,6 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "nu
 def asynchronous(tiny_path: Path) -> Iterator[AsyncLLM]:
     with AsyncLLM(str(tiny_path), **SETTINGS) as llm:
         yield llm
-
-
-def test_health(asynchronous: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was closed, or whose thread has ended, is not well: vLLM's raises there, too."""
-    asyncio.run(asynchronous.check_health())
-    asynchronous.shutdown()
-    with pytest.raises(EngineClosed, match="^LLM is closed"):
-        asyncio.run(asynchronous.check_health())
-    monkeypatch.setattr(asynchronous.loop, "broken", MemoryError("no room"))
-    with pytest.raises(MemoryError, match="no room"):
-        asyncio.run(asynchronous.check_health())
 
 
 # ---------------------------------------------------------------------------------------------------------- of requests
