@@ -29,6 +29,7 @@ MAX_NAMED = 20_000
 each."""
 STACK_BYTES = 128 * 2**20
 """Of the thread that compiles: taken as it is used."""
+_SIZING = threading.Lock()  # of all engines of the process: two at a time would leave the other's size behind
 MASK_SECONDS, LEAST_SECONDS = 0.01, 1.0
 """Of this thread's time a request's masks may take so much each, and together in any case: usual ones take 0.05 ms."""
 EXTRA = "structured"
@@ -265,11 +266,12 @@ def _on_deep_stack(compile: Callable[[], GrammarState]) -> GrammarState:
             done.append(error)
 
     thread = threading.Thread(target=run, name="pagedec-grammar", daemon=True)
-    before = threading.stack_size(STACK_BYTES)  # of whatever thread is begun meanwhile, too: it is only address space
-    try:
-        thread.start()
-    finally:
-        threading.stack_size(before)
+    with _SIZING:
+        before = threading.stack_size(STACK_BYTES)  # of other threads that are begun meanwhile, too: address space
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
     thread.join()
     if isinstance(done[0], BaseException):
         raise done[0]

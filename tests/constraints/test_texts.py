@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from pagedec import StructuredOutputsParams
+from pagedec.constraints import grammar
 from pagedec.constraints.schema import closed
 from pagedec.core.constraint import permits
 from pagedec.errors import InvalidArgument
@@ -95,3 +99,21 @@ def test_whole_numbers_that_are_no_doubles() -> None:
         with pytest.raises(InvalidArgument, match="must not be in const or enum: llguidance has doubles"):
             grammars().constraint(StructuredOutputsParams(json=schema), STOPS)
     assert takes({"enum": [2**60, True, 1.5]}, str(2**60)) and takes({"default": most, "type": "null"}, "null")
+
+
+def test_engines_that_compile_at_the_same_time_leave_the_size_of_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the process's: one that took the other's for what had been before would give it to every later thread."""
+    sizes = [0]
+
+    def stack_size(size: int) -> int:
+        sizes.append(size)
+        before = sizes[-2]
+        if size:
+            time.sleep(0.05)
+        return before
+
+    monkeypatch.setattr(threading, "stack_size", stack_size)
+    root = grammar.GrammarState()
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(lambda _: grammar._on_deep_stack(lambda: root), range(2))) == [root, root]
+    assert sizes == [0, *[grammar.STACK_BYTES, 0] * 2]
