@@ -31,6 +31,8 @@ from pagedec.runtime.follower import Follower
 from pagedec.runtime.loading import Ranks
 from pagedec.runtime.worker import Begun, Worker
 
+UNSEEN = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
+"""Warnings that Python shows nobody where they come from a package."""
 LoadWorker: TypeAlias = Callable[[EngineConfig, Ranks], Worker | Follower]
 Message: TypeAlias = tuple[Kind, bytes | np.ndarray]
 
@@ -116,7 +118,8 @@ def _load(channel: Channel, load_worker: LoadWorker, order: dict[str, Any]) -> _
         except Exception as error:  # the engine's caller is told
             channel.send(Kind.FAILED, _pickled(error))
             return None
-    told = [(warning.category.__name__, str(warning.message)) for warning in caught]
+    seen = [warning for warning in caught if not issubclass(warning.category, UNSEEN)]
+    told = [(warning.category.__name__, str(warning.message)) for warning in seen]
     channel.send(Kind.READY, json.dumps({"geometry": worker.geometry.to_json(), "warnings": told}).encode())
     return _Steps(channel, worker, worker.geometry.overlaps and config.scheduler.async_scheduling is not False)
 

@@ -6,6 +6,7 @@ of them has lost, all have.
 
 from __future__ import annotations
 
+import builtins
 import json
 import pickle
 import selectors
@@ -101,7 +102,8 @@ class WorkerGroup:
                 self._send(rank, Kind.LOAD, json.dumps({**order, "rank": rank}).encode())
             ready = self._loaded(check)
             for category, message in ready[0]["warnings"]:  # one may be an error here
-                warnings.warn(message, getattr(errors, category, UserWarning), stacklevel=7)
+                kind = getattr(errors, category, getattr(builtins, category, UserWarning))
+                warnings.warn(message, kind, stacklevel=7)
         except StepRefused as refusal:
             self.kill()
             raise refusal.error from None

@@ -57,6 +57,8 @@ def masked_forward(num_rows: int, vocab: int) -> tuple[Callable[..., LaneForward
 
 def load_with_a_warning(config: EngineConfig, ranks: Ranks) -> Any:
     warnings.warn("made up", WeightsWarning, stacklevel=1)
+    warnings.warn("of a package", FutureWarning, stacklevel=1)
+    warnings.warn("for its developers", DeprecationWarning, stacklevel=1)
     pool = KvPool(2, 16, 0, "")
     return Worker({}, Geometry({"target": LaneGeometry(2, 3, 4)}, pool, (), "none", "float32", None, 1))
 

@@ -320,7 +320,8 @@ def test_warnings_of_loading_are_given_here() -> None:
         warnings.simplefilter("always")
         executor = ProcessExecutor(_config(), load="tests.engine.masks:load_with_a_warning")
         executor.stop()
-    assert [(w.category, str(w.message)) for w in caught] == [(WeightsWarning, "made up")]
+    told = [(w.category, str(w.message)) for w in caught]
+    assert told == [(WeightsWarning, "made up"), (FutureWarning, "of a package")]
 
 
 @pytest.fixture
